@@ -1,0 +1,202 @@
+"""One instance: its queue, its running requests, its pages, and the planning of its steps."""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from jaxinfer.serving.page_pool import Hold, KVShards
+from jaxinfer.serving.policies import Policies
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.system import Leg
+from jaxinfer.serving.world import Batch, Row
+
+
+@dataclass(frozen=True)
+class InstanceOptions:
+    """Limits of one instance.
+
+    Attributes:
+        max_num_seqs: requests that run or are being imported, at most.
+        max_num_batched_tokens: tokens computed in one step, at most.
+        max_in_flight: batches launched and not yet committed, at most: one per pipeline stage,
+            and one more to launch ahead.
+        launch_ahead: a decode may be launched while its input token is still on the device.
+        max_transfers_in_flight: requests being imported, at most.
+        watermark: fraction of the pages that admission leaves free.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_in_flight: int = 2
+    launch_ahead: bool = True
+    max_transfers_in_flight: int = 4
+    watermark: float = 0.01
+
+
+class Instance:
+    """Queue, running requests and pages of one full copy of the weights.
+
+    Attributes:
+        waiting: requests whose leg runs here and that have no pages here yet.
+        importing: requests whose KV is on its way here; they have their pages.
+        running: requests that take part in steps, in the order of their admission.
+        num_exported: requests whose pages wait here to be fetched by their next leg's instance.
+        in_flight: batches launched and not yet committed.
+        role: a name for the system's use; ``next_role`` replaces it once all requests have left.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kv: KVShards,
+        options: InstanceOptions | None = None,
+        policies: Policies | None = None,
+        role: str = "",
+    ) -> None:
+        self.name = name
+        self.kv = kv
+        self.options = options or InstanceOptions()
+        self.policies = policies or Policies()
+        self.role = role
+        self.next_role: str | None = None
+        self.waiting: deque[RequestState] = deque()
+        self.importing: dict[str, RequestState] = {}
+        self.running: dict[str, RequestState] = {}
+        self.num_exported = 0
+        self.in_flight = 0
+        self.num_preemptions = 0
+        self.watermark_pages = math.ceil(self.options.watermark * kv.num_pages)
+        self._admitted_imports: list[RequestState] = []
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages per slice of KV heads that are free in every shard."""
+        return self.kv.num_free
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.kv.page_size
+
+    @property
+    def num_requests(self) -> int:
+        """Requests waiting, importing or running here."""
+        return len(self.waiting) + len(self.importing) + len(self.running)
+
+    @property
+    def draining(self) -> bool:
+        """Whether a new role waits for the last request to leave."""
+        return self.next_role is not None
+
+    def take_role_when_drained(self) -> None:
+        """Change the role if one is due and nothing is left of the old one."""
+        if self.next_role is not None and not self.num_requests and not self.num_exported:
+            self.role, self.next_role = self.next_role, None
+
+    def form_batch(self) -> Batch | None:
+        """The next step by this instance's policy, launched as far as the integers go."""
+        if self.in_flight >= self.options.max_in_flight:
+            return None
+        rows = self.policies.form_batch(self)
+        if not rows:
+            return None
+        for row in rows:
+            request = row.request
+            request.launched = row.start + row.count
+            request.pending += row.samples
+            row.hold.pin()
+        self.in_flight += 1
+        return Batch(self.name, rows, len(self.waiting), len(self.running), self.kv.num_in_use)
+
+    def plan_row(self, request: RequestState, budget: int, rows: list[Row]) -> Row | None:
+        """A row of at most ``budget`` tokens with its pages, or None if it has to wait.
+
+        Where pages run out, requests are preempted that have no row in ``rows``, the batch so
+        far; the last one is ``request`` itself.
+        """
+        if request.id not in self.running or request.paused or request.slice_move:
+            return None
+        if request.pending and not self.options.launch_ahead:
+            return None
+        start = request.launched
+        count = min(request.leg_goal - start, budget)
+        if count < 1 or not self._make_room(request, start + count, rows):
+            return None
+        assert request.hold
+        return Row(
+            request=request,
+            start=start,
+            count=count,
+            samples=start + count == request.num_known + request.pending,
+            input_pending=start >= request.num_known,
+            epoch=request.epoch,
+            hold=request.hold,
+        )
+
+    def _make_room(self, request: RequestState, num_tokens: int, rows: list[Row]) -> bool:
+        assert request.hold
+        planned: set[str] | None = None
+        while not request.hold.grow(num_tokens):
+            if self.kv.num_pinned or self.num_exported:
+                return False  # Pages come back without anyone losing work.
+            planned = planned or {row.request.id for row in rows}
+            victims = [
+                other
+                for other in self.running.values()
+                if other.id not in planned and not other.slice_move
+            ]
+            victim = self.policies.victim(victims)
+            self.preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def preempt(self, request: RequestState) -> None:
+        """Drop a running request's KV; it is recomputed here, from the head of the queue."""
+        del self.running[request.id]
+        assert request.hold
+        request.hold.release()
+        request.hold = None
+        request.void_kv()
+        request.metrics.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def admit_next(self) -> RequestState | None:
+        """Move the next waiting request to ``running``, with its pages, and return it.
+
+        Requests whose KV lies elsewhere are admitted on the way; see ``take_admitted_imports``.
+        """
+        while self.waiting and self._seats_left():
+            request = self.policies.order(self.waiting)
+            if request.exported and len(self.importing) >= self.options.max_transfers_in_flight:
+                return None
+            if request.exported and request.exported[0] == self.name:
+                _, request.hold = request.exported
+                request.exported = None
+                self.num_exported -= 1
+            else:
+                request.hold = self.reserve(request, request.legs[0])
+            if request.hold is None:
+                return None
+            self.waiting.remove(request)
+            if request.exported is None:
+                self.running[request.id] = request
+                return request
+            self.importing[request.id] = request
+            self._admitted_imports.append(request)
+        return None
+
+    def reserve(self, request: RequestState, leg: Leg) -> Hold | None:
+        """Pages for the tokens that ``leg`` starts with, if the admission policy agrees."""
+        if not self.policies.admit(self, request, leg):
+            return None
+        return self.kv.reserve(request.known_until(leg))
+
+    def take_admitted_imports(self) -> list[RequestState]:
+        """Requests admitted since the last call whose transfer is to be started."""
+        admitted, self._admitted_imports = self._admitted_imports, []
+        return admitted
+
+    def _seats_left(self) -> bool:
+        return len(self.running) + len(self.importing) < self.options.max_num_seqs

@@ -1,0 +1,315 @@
+"""The serving loop: one loop for every system and both worlds."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.request import FinishReason
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.system import (
+    Action,
+    Assignment,
+    ClusterView,
+    Leg,
+    MoveSlices,
+    Pause,
+    Reassign,
+    Resume,
+    SetRole,
+    System,
+)
+from jaxinfer.serving.transfer import HandOffs
+from jaxinfer.serving.world import Arrival, Event, StepDone, Tick, TransferDone, World
+from jaxinfer.validation import did_you_mean
+
+Stop = tuple[FinishReason, int | str | None]
+
+
+def never_stops(request: RequestState, token: int) -> Stop | None:
+    """The stop check of a run in which only ``max_tokens`` ends a request."""
+    return None
+
+
+class ServingLoop:
+    """Takes requests from arrival to their end over the instances of one system.
+
+    Args:
+        world: supplies time and execution.
+        instances: all of them, with unique names.
+        system: decides where each request runs.
+        check_stop: called with each token that has reached the host; a reason ends the request.
+        on_finish: called once per request: ``finish_reason`` and, for one that could never
+            fit, ``error`` are set.
+        on_event: called with each StepDone and TransferDone once it has been committed.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        instances: Iterable[Instance],
+        system: System,
+        check_stop: Callable[[RequestState, int], Stop | None] = never_stops,
+        on_finish: Callable[[RequestState], None] = lambda request: None,
+        on_event: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self.world = world
+        self.instances: Mapping[str, Instance] = {i.name: i for i in instances}
+        self.system = system
+        self.hand_offs = HandOffs(world, self.instances)
+        self.unrouted: dict[str, RequestState] = {}
+        self.live: dict[str, RequestState] = {}
+        self._check_stop = check_stop
+        self._on_finish = on_finish
+        self._on_event = on_event
+        # Instances whose state has changed since they were last asked for a batch.
+        self._changed: dict[str, None] = {}
+        self._watches_steps = type(system).on_step is not System.on_step
+        for instance in self.instances.values():
+            instance.kv.on_free = partial(self._mark_changed, instance.name)
+
+    def run(self) -> None:
+        """Serve until all requests have come in and ended, and nothing is in flight."""
+        if self.system.tick_interval is not None:
+            self.world.wake_at(self.world.now() + self.system.tick_interval)
+        while True:
+            for event in self.world.due_events():
+                self._apply(event)
+            if self.unrouted:
+                self._route()
+            self._launch()
+            if not self._in_flight and not self.world.arrivals_left():
+                if not self.live:
+                    return
+                self._break_stall()
+
+    def _mark_changed(self, name: str) -> None:
+        self._changed[name] = None
+
+    @property
+    def _in_flight(self) -> int:
+        return self.hand_offs.in_flight + sum(i.in_flight for i in self.instances.values())
+
+    def _view(self) -> ClusterView:
+        return ClusterView(self.world.now(), self.instances)
+
+    # Events: the only places where time moves a request on.
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case StepDone():
+                self._commit_step(event)
+                self._on_event(event)
+                if self._watches_steps:
+                    self._act(self.system.on_step(event.batch.instance, self._view()))
+            case TransferDone():
+                self._commit_transfer(event)
+                self._on_event(event)
+            case Arrival():
+                self.live[event.request.id] = event.request
+                self.unrouted[event.request.id] = event.request
+            case Tick():
+                self._act(self.system.on_tick(self._view()))
+                if self.live or self.world.arrivals_left():
+                    assert self.system.tick_interval is not None
+                    self.world.wake_at(self.world.now() + self.system.tick_interval)
+            case _:
+                self._changed[event.instance] = None
+
+    def _commit_step(self, done: StepDone) -> None:
+        instance = self.instances[done.batch.instance]
+        instance.in_flight -= 1
+        self._changed[instance.name] = None
+        sample = 0
+        for row in done.batch.rows:
+            request = row.request
+            row.hold.unpin()
+            if row.samples:
+                sample += 1
+            if row.epoch != request.epoch:
+                continue  # Preempted, or stopped before this row's input was known.
+            request.computed = row.start + row.count
+            if request.metrics.first_scheduled is None:
+                request.metrics.first_scheduled = done.start
+            if row.samples:
+                request.pending -= 1
+                if done.logprobs:
+                    request.cumulative_logprob += done.logprobs[sample - 1]
+                if self._commit_token(request, done.tokens[sample - 1], done.end):
+                    continue
+            request.check()
+            self._after_step(request)
+
+    def _commit_token(self, request: RequestState, token: int, now: float) -> bool:
+        """Add a token; True where it ends the request."""
+        request.output_token_ids.append(token)
+        request.metrics.token_times.append(now)
+        stop = self._check_stop(request, token)
+        if stop is None and len(request.output_token_ids) >= request.max_tokens:
+            stop = ("length", None)
+        if stop:
+            self._finish(request, *stop)
+        return stop is not None
+
+    def _after_step(self, request: RequestState) -> None:
+        if request.leg_is_over:
+            self._end_leg(request)
+        else:
+            if request.legs[0].hand_off == "per_chunk":
+                self.hand_offs.send_chunk(request)
+            if request.slice_move:
+                self.hand_offs.start_slice_move(request)
+
+    def _commit_transfer(self, done: TransferDone) -> None:
+        transfer, request = done.transfer, done.transfer.request
+        self.hand_offs.done(transfer)
+        self._changed[transfer.source] = self._changed[transfer.dest] = None
+        if transfer.epoch == request.epoch and self._runs(request) and request.leg_is_over:
+            self._end_leg(request)  # Cut short while its KV was on the way.
+
+    def _runs(self, request: RequestState) -> bool:
+        return bool(request.legs) and request.id in self.instances[request.legs[0].instance].running
+
+    def _end_leg(self, request: RequestState) -> None:
+        self._changed[request.legs[0].instance] = None
+        self.hand_offs.end_leg(request)
+        if request.legs:
+            self._changed[request.legs[0].instance] = None
+        else:
+            self.unrouted[request.id] = request
+
+    def _finish(
+        self, request: RequestState, reason: FinishReason, detail: int | str | None
+    ) -> None:
+        if self._runs(request):
+            del self.instances[request.legs[0].instance].running[request.id]
+        request.finish_reason, request.stop_reason = reason, detail
+        self.hand_offs.release_export(request)
+        if request.hold:
+            request.hold.release()
+            request.hold = None
+        request.void_kv()
+        request.legs.clear()
+        self.unrouted.pop(request.id, None)
+        del self.live[request.id]
+        self._on_finish(request)
+
+    # Decisions: routing, actions, launches.
+
+    def _route(self) -> None:
+        for assignment in self.system.route(self.unrouted.values(), self._view()):
+            self._assign(assignment)
+
+    def _assign(self, assignment: Assignment) -> None:
+        request = self.unrouted.get(assignment.request)
+        if request is None:
+            raise JaxinferError(f"system routes {assignment.request!r}, which does not wait")
+        legs = self._legs_left(request, assignment.legs)
+        if refusal := self._refusal(request, legs):
+            request.error = refusal
+            self._finish(request, "error", None)
+            return
+        del self.unrouted[request.id]
+        request.legs = legs
+        self.hand_offs.start_leg(request)
+        self._changed[legs[0].instance] = None
+
+    def _legs_left(self, request: RequestState, legs: Sequence[Leg]) -> list[Leg]:
+        for leg in legs:
+            if leg.instance not in self.instances:
+                known = did_you_mean(leg.instance, self.instances)
+                raise JaxinferError(f"system names instance {leg.instance!r}: {known}")
+        left = [leg for leg in legs if leg.until is None or leg.until > request.computed]
+        if not left:
+            raise JaxinferError(f"system gives {request.id!r} no leg past {request.computed}")
+        return left
+
+    def _refusal(self, request: RequestState, legs: Sequence[Leg]) -> str | None:
+        """Why no pool could ever hold the request, with the numbers."""
+        for leg in legs:
+            kv = self.instances[leg.instance].kv
+            need = min(request.peak_tokens, leg.until or request.peak_tokens)
+            if kv.pages_for(need) > kv.num_pages:
+                return (
+                    f"request {request.id!r} needs {kv.pages_for(need)} pages of {kv.page_size} "
+                    f"tokens ({request.prompt_len} prompt + {request.max_tokens} output tokens) "
+                    f"on instance {leg.instance!r}, which has {kv.num_pages}"
+                )
+        return None
+
+    def _act(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, SetRole):
+                self.instances[action.instance].next_role = action.role
+                self._changed[action.instance] = None
+                continue
+            request = self.live.get(action.request)
+            if request is None:
+                continue  # It ended in the step that the system answers.
+            match action:
+                case Pause():
+                    request.paused = True
+                case Resume():
+                    request.paused = False
+                case Reassign():
+                    self._reassign(request, action.legs)
+                case MoveSlices() if self._runs(request) and not request.slice_move:
+                    request.slice_move = action
+                    self.hand_offs.start_slice_move(request)
+                case _:
+                    continue
+            if request.legs:
+                self._changed[request.legs[0].instance] = None
+
+    def _reassign(self, request: RequestState, legs: Sequence[Leg]) -> None:
+        if request.id in self.unrouted:
+            self._assign(Assignment(request.id, tuple(legs)))
+            return
+        here = self.instances[request.legs[0].instance]
+        if request.id in here.running or request.id in here.importing:
+            following = self._legs_left(request, legs)
+            # KV entries in flight are still computed here; the rest is the next leg's.
+            if following[0].instance != here.name:
+                following.insert(0, Leg(here.name, request.launched))
+            elif following[0].until is not None:
+                until = max(following[0].until, request.launched)
+                following[0] = replace(following[0], until=until)
+            request.legs = following
+            in_motion = request.id in here.importing or request.slice_move
+            if request.leg_is_over and request.launched == request.computed and not in_motion:
+                self._end_leg(request)
+            return
+        here.waiting.remove(request)
+        request.legs = []
+        self.unrouted[request.id] = request
+        self._assign(Assignment(request.id, tuple(legs)))
+
+    def _launch(self) -> None:
+        while self._changed:
+            changed, self._changed = self._changed, {}
+            for name in changed:
+                instance = self.instances[name]
+                while self.world.can_launch(name) and (batch := instance.form_batch()):
+                    self.world.launch(batch)
+                for request in instance.take_admitted_imports():
+                    self.hand_offs.pull(request)
+                instance.take_role_when_drained()
+
+    def _break_stall(self) -> None:
+        """Nothing is in flight, so nothing will change by itself: drop KV not yet fetched.
+
+        The latest such request is recomputed by the instance that was to fetch its KV.
+        """
+        exported = [r for r in self.live.values() if r.exported]
+        if exported:
+            request = exported[-1]
+            self.hand_offs.release_export(request)
+            request.void_kv()
+            self._changed.update((leg.instance, None) for leg in request.legs[:1])
+        elif self.system.tick_interval is None:
+            names = ", ".join(list(self.live)[:5])
+            raise RuntimeError(
+                f"{type(self.system).__name__} has stalled: {len(self.live)} requests are left "
+                f"({names}), {len(self.unrouted)} of them unrouted, and nothing is in flight"
+            )

@@ -1,0 +1,181 @@
+"""Pages of KV cache: which are free, who holds them, and which may not be reused yet."""
+
+import heapq
+from collections.abc import Callable
+
+
+class PagePool:
+    """The free pages of one shard, lowest number first.
+
+    Page 0 is never handed out: padding rows write there.
+
+    Args:
+        num_pages: size of the pool, page 0 included.
+        page_size: tokens per page.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 2 or page_size < 1:
+            raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens holds nothing")
+        self.num_usable = num_pages - 1
+        self.page_size = page_size
+        self.num_pinned = 0
+        self._free = list(range(1, num_pages))
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be handed out now."""
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        """Pages in use by a request, those that wait for a last user excluded."""
+        return self.num_usable - len(self._free) - self.num_pinned
+
+    def take(self, count: int) -> list[int]:
+        """Hand out the ``count`` lowest free pages; the caller knows that there are so many."""
+        return [heapq.heappop(self._free) for _ in range(count)]
+
+    def give(self, pages: list[int]) -> None:
+        """Take pages back."""
+        for page in pages:
+            heapq.heappush(self._free, page)
+
+
+class Shard:
+    """The piece of an instance's KV cache behind one pool: a stage, or a range of heads.
+
+    Args:
+        pool: its pages.
+        slices: the slices of KV heads that a request has here unless moved. A page holds
+            ``page_size`` tokens of one slice. Most shards have one slice: all their heads.
+    """
+
+    def __init__(self, pool: PagePool, slices: tuple[int, ...] = (0,)) -> None:
+        self.pool = pool
+        self.slices = slices
+
+
+class Hold:
+    """The pages that one request has in all the shards of one instance.
+
+    Attributes:
+        kv: where the pages are.
+        tables: for each shard, slice -> page numbers in token order.
+        num_pages: pages per slice, the same for all.
+        users: unfinished steps and transfers that read or write these pages.
+        released: the request has given them up; they come free with the last user.
+    """
+
+    __slots__ = ("kv", "num_pages", "released", "tables", "users")
+
+    def __init__(self, kv: "KVShards") -> None:
+        self.kv = kv
+        self.tables: list[dict[int, list[int]]] = [
+            {piece: [] for piece in shard.slices} for shard in kv.shards
+        ]
+        self.num_pages = 0
+        self.users = 0
+        self.released = False
+
+    def grow(self, num_tokens: int) -> bool:
+        """Extend to ``num_tokens`` KV entries; False, and no change, where a shard lacks room."""
+        extra = self.kv.pages_for(num_tokens) - self.num_pages
+        if extra <= 0:
+            return True
+        pairs = list(zip(self.kv.shards, self.tables, strict=True))
+        if any(shard.pool.num_free < extra * len(table) for shard, table in pairs):
+            return False
+        for shard, table in pairs:
+            for pages in table.values():
+                pages.extend(shard.pool.take(extra))
+        self.num_pages += extra
+        return True
+
+    def pin(self) -> None:
+        """Count one more user: a step or a transfer that starts."""
+        self.users += 1
+
+    def unpin(self) -> None:
+        """Count one user fewer; the last one frees pages that were given up meanwhile."""
+        self.users -= 1
+        if self.users == 0 and self.released:
+            for shard, table in zip(self.kv.shards, self.tables, strict=True):
+                for pages in table.values():
+                    shard.pool.num_pinned -= len(pages)
+                    shard.pool.give(pages)
+            self.kv.on_free()
+
+    def release(self) -> None:
+        """Give the pages up: free now, or when their last user is done."""
+        assert not self.released, "pages released twice"
+        self.released = True
+        for shard, table in zip(self.kv.shards, self.tables, strict=True):
+            for pages in table.values():
+                if self.users:
+                    shard.pool.num_pinned += len(pages)
+                else:
+                    shard.pool.give(pages)
+        if not self.users:
+            self.kv.on_free()
+
+    def copy_slices(self, source: int, dest: int, slices: tuple[int, ...]) -> bool:
+        """Reserve room in shard ``dest`` for slices of shard ``source``; False without room."""
+        pool = self.kv.shards[dest].pool
+        if pool.num_free < self.num_pages * len(slices):
+            return False
+        assert all(piece in self.tables[source] for piece in slices)
+        for piece in slices:
+            self.tables[dest][piece] = pool.take(self.num_pages)
+        return True
+
+    def drop_slices(self, shard: int, slices: tuple[int, ...]) -> None:
+        """Free one shard's copy of some slices."""
+        for piece in slices:
+            self.kv.shards[shard].pool.give(self.tables[shard].pop(piece))
+        self.kv.on_free()
+
+
+class KVShards:
+    """All the shards of one instance; a request needs room in every one of them.
+
+    Attributes:
+        on_free: called when pages have come free.
+    """
+
+    def __init__(self, shards: list[Shard]) -> None:
+        self.shards = shards
+        self.page_size = shards[0].pool.page_size
+        if any(shard.pool.page_size != self.page_size for shard in shards):
+            raise ValueError("the shards of one instance must have one page size")
+        self.on_free: Callable[[], None] = lambda: None
+        self._filled = [shard for shard in shards if shard.slices]
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages per slice that ``num_tokens`` KV entries take."""
+        return -(-num_tokens // self.page_size)
+
+    def reserve(self, num_tokens: int) -> Hold | None:
+        """Pages for ``num_tokens`` KV entries, or None where some shard lacks them."""
+        hold = Hold(self)
+        return hold if hold.grow(num_tokens) else None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages per slice that the smallest shard has."""
+        return min(shard.pool.num_usable // len(shard.slices) for shard in self._filled)
+
+    @property
+    def num_free(self) -> int:
+        """Pages per slice that are free in every shard."""
+        return min(shard.pool.num_free // len(shard.slices) for shard in self._filled)
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages given up, over all shards, that a step or transfer still uses."""
+        return sum(shard.pool.num_pinned for shard in self.shards)
+
+    @property
+    def num_in_use(self) -> int:
+        """Pages that are not free, over all shards."""
+        return sum(s.pool.num_usable - s.pool.num_free for s in self.shards)

@@ -1,0 +1,134 @@
+"""One request as the loop keeps it: a few ordered integers and where its KV lies."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jaxinfer.request import FinishReason, RequestMetrics
+from jaxinfer.serving.system import Leg, MoveSlices
+
+if TYPE_CHECKING:
+    from jaxinfer.serving.page_pool import Hold
+
+
+class RequestState:
+    """A request on its way through its legs.
+
+    The integers are ordered: ``computed <= launched < num_known + pending``. While decoding,
+    ``computed`` is one below ``num_known``: the last token's KV entry is not yet written.
+
+    Args:
+        id: unique in the run.
+        prompt_len: prompt tokens, at least 1.
+        max_tokens: output tokens at most, at least 1.
+        arrival: seconds on the world's clock.
+        prompt_token_ids: the prompt; a simulated world needs none.
+        payload: what the world needs besides (sampling parameters); the loop never looks.
+
+    Attributes:
+        output_token_ids: tokens that have reached the host.
+        computed: KV entries that exist, in ``hold`` or, between two legs, in ``exported``.
+        launched: KV entries that exist or that a step in flight writes.
+        pending: tokens that steps in flight will sample.
+        epoch: counts preemptions and the end; steps and transfers of an older epoch are void.
+        legs: the leg under way and those to come; empty while the system has to route it.
+        hold: pages in the instance of the leg under way.
+        exported: instance and pages of the last leg, until the KV has been fetched.
+        incoming: pages reserved ahead at the next leg's instance (``per_chunk``).
+        sent: KV entries whose transfer to the next leg's instance has started.
+        transfers: transfers of this epoch in flight.
+        paused: left out of steps by the system.
+        slice_move: a move of KV heads within the instance that has been asked for.
+    """
+
+    __slots__ = (
+        "arrival", "computed", "cumulative_logprob", "epoch", "error", "exported",
+        "finish_reason", "hold", "id", "incoming", "launched", "legs", "max_tokens", "metrics",
+        "output_token_ids", "paused", "payload", "pending", "prompt_len", "prompt_token_ids",
+        "sent", "slice_move", "stop_reason", "transfers",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        id: str,
+        prompt_len: int,
+        max_tokens: int,
+        arrival: float = 0.0,
+        prompt_token_ids: Sequence[int] = (),
+        payload: object = None,
+    ) -> None:
+        if prompt_len < 1 or max_tokens < 1:
+            raise ValueError(f"request {id!r}: {prompt_len} prompt and {max_tokens} output tokens")
+        self.id = id
+        self.prompt_len = prompt_len
+        self.max_tokens = max_tokens
+        self.arrival = arrival
+        self.prompt_token_ids = prompt_token_ids
+        self.payload = payload
+        self.output_token_ids: list[int] = []
+        self.cumulative_logprob = 0.0
+        self.metrics = RequestMetrics(arrival)
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+
+        self.computed = 0
+        self.launched = 0
+        self.pending = 0
+        self.epoch = 0
+        self.legs: list[Leg] = []
+        self.hold: Hold | None = None
+        self.exported: tuple[str, Hold] | None = None
+        self.incoming: Hold | None = None
+        self.sent = 0
+        self.transfers = 0
+        self.paused = False
+        self.slice_move: MoveSlices | None = None
+
+    @property
+    def num_known(self) -> int:
+        """Prompt and output tokens on the host."""
+        return self.prompt_len + len(self.output_token_ids)
+
+    @property
+    def peak_tokens(self) -> int:
+        """KV entries at the request's longest: the last token needs none."""
+        return self.prompt_len + self.max_tokens - 1
+
+    def known_until(self, leg: Leg) -> int:
+        """KV entries of the tokens known now, up to the leg's end."""
+        known = min(self.num_known, self.peak_tokens)
+        return known if leg.until is None else min(known, leg.until)
+
+    @property
+    def leg_goal(self) -> int:
+        """KV entries that this leg may launch now."""
+        until = self.legs[0].until
+        # The last token allowed needs no KV entry, nor does one still to be sampled.
+        goal = min(self.num_known + self.pending, self.peak_tokens)
+        return goal if until is None else min(goal, until)
+
+    @property
+    def leg_is_over(self) -> bool:
+        """All of this leg's KV entries exist."""
+        until = self.legs[0].until
+        return until is not None and self.computed >= until
+
+    def void_kv(self) -> None:
+        """Forget all KV entries; what is in flight for them is void from here on."""
+        self.computed = self.launched = self.pending = self.sent = self.transfers = 0
+        self.epoch += 1
+        if self.incoming:
+            self.incoming.release()
+            self.incoming = None
+
+    def check(self) -> None:
+        """Assert the order of the integers."""
+        assert 0 <= self.computed <= self.launched < self.num_known + self.pending, self
+        assert self.pending >= 0, self
+        assert self.transfers >= 0, self
+
+    def __repr__(self) -> str:
+        return (
+            f"<{self.id}: computed {self.computed} <= launched {self.launched} < known "
+            f"{self.num_known} + pending {self.pending}, epoch {self.epoch}, legs {self.legs}>"
+        )

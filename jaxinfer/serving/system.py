@@ -1,0 +1,164 @@
+"""What a system (the policy of one paper) sees, and what it may decide."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+HandOffRule = Literal["on_demand", "at_end", "per_chunk"]
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A stretch of one request, run by one instance.
+
+    Attributes:
+        instance: who runs it.
+        until: KV entries at which it ends; None is the end of the request. Whoever computes
+            the prompt's last position samples the first token.
+        hand_off: when the KV goes on to the next leg's instance. ``on_demand``: when that
+            instance admits the request; ``at_end``: when this leg ends, if there is room
+            (on demand otherwise); ``per_chunk``: after each step, from the moment the next
+            instance has room.
+    """
+
+    instance: str
+    until: int | None = None
+    hand_off: HandOffRule = "on_demand"
+
+
+class RequestView(Protocol):
+    """One request, read-only. All counts are in tokens, times in seconds."""
+
+    @property
+    def id(self) -> str: ...  # noqa: D102
+    @property
+    def prompt_len(self) -> int: ...  # noqa: D102
+    @property
+    def max_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def arrival(self) -> float: ...  # noqa: D102
+    @property
+    def computed(self) -> int:
+        """KV entries that exist."""
+
+    @property
+    def num_known(self) -> int:
+        """Prompt and output tokens on the host."""
+
+    @property
+    def legs(self) -> Sequence[Leg]:
+        """The leg under way and those to come."""
+
+    @property
+    def paused(self) -> bool: ...  # noqa: D102
+
+
+class InstanceView(Protocol):
+    """One instance's statistics, read-only. Pages are counted per slice of KV heads."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def role(self) -> str: ...  # noqa: D102
+    @property
+    def draining(self) -> bool:
+        """Whether a new role waits for the last request to leave."""
+
+    @property
+    def num_free_pages(self) -> int: ...  # noqa: D102
+    @property
+    def page_size(self) -> int: ...  # noqa: D102
+    @property
+    def num_requests(self) -> int:
+        """Requests waiting, importing or running here."""
+
+    @property
+    def waiting(self) -> Collection[RequestView]: ...  # noqa: D102
+    @property
+    def running(self) -> Mapping[str, RequestView]:
+        """By id, in the order of admission."""
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """All instances by name, at one time in seconds."""
+
+    now: float
+    instances: Mapping[str, InstanceView]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The legs that a waiting request goes through; later ones may be left open."""
+
+    request: str
+    legs: tuple[Leg, ...]
+
+
+@dataclass(frozen=True)
+class Reassign:
+    """Replace a request's legs. KV that exists is handed over; a running leg is cut short."""
+
+    request: str
+    legs: tuple[Leg, ...]
+
+
+@dataclass(frozen=True)
+class MoveSlices:
+    """Move some slices of KV heads of one running request to another shard of its instance."""
+
+    request: str
+    source_shard: int
+    dest_shard: int
+    slices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SetRole:
+    """Give an instance another role once it has no request left."""
+
+    instance: str
+    role: str
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Leave a request out of steps; it keeps its pages."""
+
+    request: str
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Let a paused request take part in steps again."""
+
+    request: str
+
+
+Action = Reassign | MoveSlices | SetRole | Pause | Resume
+
+
+class System:
+    """Base of all systems. ``route`` decides where requests run; the hooks are optional.
+
+    Attributes:
+        tick_interval: seconds between calls of ``on_tick``; None for no ticks.
+    """
+
+    tick_interval: float | None = None
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
+        """Assign legs to some of the requests that have none to run; the rest go on waiting.
+
+        Called when requests wait and something has changed. A request is here on arrival, and
+        again when its last leg ended before the request did.
+        """
+        raise NotImplementedError
+
+    def on_step(self, instance: str, cluster: ClusterView) -> Sequence[Action]:
+        """Called when a step of ``instance`` has been committed."""
+        return ()
+
+    def on_tick(self, cluster: ClusterView) -> Sequence[Action]:
+        """Called every ``tick_interval`` seconds while requests are unfinished."""
+        return ()

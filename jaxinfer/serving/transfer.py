@@ -1,0 +1,183 @@
+"""How KV entries move: transfers, and the hand-off of a request from one leg to the next."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxinfer.serving.page_pool import Hold
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.system import HandOffRule, MoveSlices
+
+if TYPE_CHECKING:
+    from jaxinfer.serving.instance import Instance
+    from jaxinfer.serving.world import World
+
+
+@dataclass(slots=True)
+class Transfer:
+    """KV entries ``start`` to ``stop`` of one request on their way between two holds.
+
+    Attributes:
+        epoch: the request's epoch at the start; a transfer of an older one is void.
+        source: instance of ``source_hold``; ``dest`` likewise.
+        requested: when the data was there to be sent, in seconds.
+        slice_move: set where only some slices of KV heads move, between shards of one
+            instance; otherwise all layers and heads move.
+    """
+
+    request: RequestState
+    epoch: int
+    source: str
+    dest: str
+    source_hold: Hold
+    dest_hold: Hold
+    start: int
+    stop: int
+    requested: float
+    slice_move: MoveSlices | None = None
+
+
+class HandOffs:
+    """Takes requests from leg to leg, by the rule that the leg names.
+
+    Attributes:
+        in_flight: transfers started and not yet done.
+    """
+
+    def __init__(self, world: "World", instances: Mapping[str, "Instance"]) -> None:
+        self.in_flight = 0
+        self._world = world
+        self._instances = instances
+
+    def end_leg(self, request: RequestState) -> None:
+        """Take the request out of its instance; its pages stay until they are fetched."""
+        leg = request.legs.pop(0)
+        source = self._instances[leg.instance]
+        del source.running[request.id]
+        assert request.hold
+        assert request.pending == 0
+        assert request.launched == request.computed
+        request.exported, request.hold = (leg.instance, request.hold), None
+        request.slice_move = None
+        source.num_exported += 1
+        if request.legs:
+            self.start_leg(request, leg.hand_off)
+
+    def start_leg(self, request: RequestState, rule: HandOffRule = "on_demand") -> None:
+        """Put the request into its first leg's queue, or on, where its KV is there already."""
+        dest = self._instances[request.legs[0].instance]
+        if request.incoming and request.incoming.kv is not dest.kv:
+            request.incoming.release()
+            request.incoming, request.sent = None, 0
+        if request.exported and request.exported[0] == dest.name:
+            dest.waiting.appendleft(request)
+        elif request.incoming:
+            request.hold, request.incoming = request.incoming, None
+            dest.importing[request.id] = request
+            self.pull(request)
+        else:
+            if request.exported and rule == "at_end":
+                request.hold = dest.reserve(request, request.legs[0])
+            if request.hold:
+                dest.importing[request.id] = request
+                self.pull(request)
+            else:
+                dest.waiting.append(request)
+
+    def pull(self, request: RequestState) -> None:
+        """Send what the next leg's instance still lacks; its pages are reserved."""
+        assert request.hold
+        assert request.exported
+        source, hold = request.exported
+        if request.sent < request.computed:
+            self._send(request, source, hold, request.legs[0].instance, request.hold)
+        elif not request.transfers:
+            self._arrive(request)
+
+    def send_chunk(self, request: RequestState) -> None:
+        """After a step: send what it computed on to a ``per_chunk`` leg's successor."""
+        leg = request.legs[0]
+        if leg.hand_off != "per_chunk" or len(request.legs) < 2 or request.transfers:
+            return
+        dest = self._instances[request.legs[1].instance]
+        if dest.name == leg.instance:
+            return
+        if request.incoming is None:
+            request.incoming = dest.reserve(request, request.legs[1])
+        if request.incoming and request.sent < request.computed:
+            assert request.hold
+            self._send(request, leg.instance, request.hold, dest.name, request.incoming)
+
+    def start_slice_move(self, request: RequestState) -> None:
+        """Move slices of KV heads once no step uses the pages; given up without room."""
+        move, hold = request.slice_move, request.hold
+        assert move
+        assert hold
+        if hold.users:
+            return
+        if not hold.copy_slices(move.source_shard, move.dest_shard, move.slices):
+            request.slice_move = None
+            return
+        name = request.legs[0].instance
+        self._send(request, name, hold, name, hold, move)
+
+    def done(self, transfer: Transfer) -> None:
+        """Commit a finished transfer, unless its epoch is over."""
+        self.in_flight -= 1
+        transfer.source_hold.unpin()
+        transfer.dest_hold.unpin()
+        request = transfer.request
+        if transfer.epoch != request.epoch:
+            return
+        request.transfers -= 1
+        if move := transfer.slice_move:
+            transfer.dest_hold.drop_slices(move.source_shard, move.slices)
+            request.slice_move = None
+        elif request.exported and request.hold:
+            self.pull(request)
+
+    def release_export(self, request: RequestState) -> None:
+        """Free the pages of the last leg: they have been fetched, or are given up."""
+        if request.exported:
+            name, hold = request.exported
+            request.exported = None
+            self._instances[name].num_exported -= 1
+            hold.release()
+
+    def _arrive(self, request: RequestState) -> None:
+        self.release_export(request)
+        request.sent = 0
+        dest = self._instances[request.legs[0].instance]
+        del dest.importing[request.id]
+        dest.running[request.id] = request
+
+    def _send(
+        self,
+        request: RequestState,
+        source: str,
+        source_hold: Hold,
+        dest: str,
+        dest_hold: Hold,
+        move: MoveSlices | None = None,
+    ) -> None:
+        start = 0 if move else request.sent
+        if not move:
+            request.sent = request.computed
+        request.transfers += 1
+        self.in_flight += 1
+        source_hold.pin()
+        dest_hold.pin()
+        self._world.start_transfer(
+            Transfer(
+                request=request,
+                epoch=request.epoch,
+                source=source,
+                dest=dest,
+                source_hold=source_hold,
+                dest_hold=dest_hold,
+                start=start,
+                stop=request.computed,
+                requested=self._world.now(),
+                slice_move=move,
+            )
+        )

@@ -1,0 +1,123 @@
+"""The seam between the loop and a world: batches and transfers go down, events come up."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jaxinfer.serving.page_pool import Hold
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.transfer import Transfer
+
+
+@dataclass(slots=True)
+class Row:
+    """One request's part of a batch: KV entries ``start`` to ``start + count``.
+
+    Attributes:
+        samples: the row's last position yields a token.
+        input_pending: the row's input token is still on the device (``count`` is 1 then).
+        epoch: the request's epoch at launch; a row of an older one is void.
+        hold: the pages it reads and writes, in use until the step ends.
+    """
+
+    request: RequestState
+    start: int
+    count: int
+    samples: bool
+    input_pending: bool
+    epoch: int
+    hold: Hold
+
+
+@dataclass(slots=True)
+class Batch:
+    """The rows of one step, decodes first.
+
+    ``num_waiting``, ``num_running`` and ``pages_in_use`` describe the instance at launch.
+    """
+
+    instance: str
+    rows: list[Row]
+    num_waiting: int
+    num_running: int
+    pages_in_use: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed by this step."""
+        return sum(row.count for row in self.rows)
+
+    @property
+    def num_decodes(self) -> int:
+        """Rows that feed back a sampled token."""
+        return sum(row.count == 1 and row.start >= row.request.prompt_len for row in self.rows)
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A request has come in."""
+
+    request: RequestState
+
+
+@dataclass(slots=True)
+class StepDone:
+    """A step has ended. ``tokens`` (and ``logprobs``) are one per sampling row, in row order."""
+
+    batch: Batch
+    tokens: Sequence[int]
+    start: float
+    end: float
+    logprobs: Sequence[float] = field(default=())
+
+
+@dataclass(slots=True)
+class TransferDone:
+    """A transfer's last byte has landed."""
+
+    transfer: Transfer
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class StageFree:
+    """``World.can_launch`` of this instance may have become true."""
+
+    instance: str
+
+
+@dataclass(slots=True)
+class Tick:
+    """The time asked for with ``World.wake_at`` has come."""
+
+
+Event = Arrival | StepDone | TransferDone | StageFree | Tick
+
+
+class World(Protocol):
+    """Supplies time and execution. Times are seconds since the run began."""
+
+    def now(self) -> float:
+        """The time."""
+
+    def due_events(self) -> Sequence[Event]:
+        """All events that are due, in order; waits for the first.
+
+        Empty only where nothing is outstanding: no arrival, step, transfer or tick.
+        """
+
+    def arrivals_left(self) -> bool:
+        """Whether an Arrival is still to come."""
+
+    def can_launch(self, instance: str) -> bool:
+        """Whether the instance's first stage takes a batch now."""
+
+    def launch(self, batch: Batch) -> None:
+        """Start a step. Steps of one instance run in the order of their launches."""
+
+    def start_transfer(self, transfer: Transfer) -> None:
+        """Start moving KV entries whose source data exists and whose destination is reserved."""
+
+    def wake_at(self, time: float) -> None:
+        """Ask for a Tick."""

@@ -1,0 +1,54 @@
+"""Pydantic models whose errors are one line, with the nearest name for an unknown option."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError
+from pydantic import model_validator as _model_validator
+
+from jaxinfer.errors import JaxinferError
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``name``'s nearest neighbour in ``known`` as a clause, else the list of what is known."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+class Options(BaseModel):
+    """Base of all option sets: frozen, strictly typed, no unknown key, no NaN or infinity.
+
+    Raises:
+        JaxinferError: instead of pydantic's report, naming the first wrong option.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @_model_validator(mode="wrap")
+    @classmethod
+    def _one_line_errors(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise JaxinferError(_explain(cls, error)) from None
+
+
+def _explain(cls: type[Options], error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    # A union reports the tag of each member it tried behind the field's name.
+    name = str(first["loc"][0]) if first["loc"] else cls.__name__
+    value = repr(first["input"])
+    if len(value) > 60:
+        value = value[:57] + "..."
+    match first["type"]:
+        case "extra_forbidden":
+            return f"unknown option {name!r}: {did_you_mean(name, cls.model_fields)}"
+        case "missing":
+            return f"{cls.__name__} needs {name!r}"
+        case "value_error":
+            return f"{name}: {first['ctx']['error']}"
+        case _:
+            wanted = first["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+            return f"{name} is {value}, must be {wanted}"
