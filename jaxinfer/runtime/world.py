@@ -1,0 +1,101 @@
+"""The real world: wall-clock time, and one worker per instance."""
+
+import heapq
+import queue
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from jaxinfer.runtime.worker import Worker
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.transfer import Transfer
+from jaxinfer.serving.world import Arrival, Batch, Event, StepDone, Tick
+
+
+class RealWorld:
+    """Time by the clock, steps by workers. One run long; the workers outlive it.
+
+    Args:
+        workers: by instance name.
+        requests: each arrives at its ``arrival``, in seconds from the world's creation.
+
+    Attributes:
+        waited_s: seconds spent waiting for devices and arrivals.
+        launching_s: seconds spent on building and launching steps.
+    """
+
+    def __init__(self, workers: Mapping[str, Worker], requests: Iterable[RequestState]) -> None:
+        self.waited_s = 0.0
+        self.launching_s = 0.0
+        self._workers = workers
+        self._origin = time.perf_counter()
+        self._arrivals = sorted(requests, key=lambda r: r.arrival, reverse=True)
+        self._ticks: list[float] = []
+        self._posted: queue.SimpleQueue[StepDone | Exception] = queue.SimpleQueue()
+        self._in_flight = 0
+
+    def now(self) -> float:
+        """Seconds since the world's creation."""
+        return time.perf_counter() - self._origin
+
+    def arrivals_left(self) -> bool:
+        """Whether a request is still to arrive."""
+        return bool(self._arrivals)
+
+    def can_launch(self, instance: str) -> bool:
+        """Always: a device queues what it is given."""
+        return True
+
+    def launch(self, batch: Batch) -> None:
+        """Start a step on the instance's worker."""
+        start = time.perf_counter()
+        self._workers[batch.instance].launch(batch, self._origin, self._posted.put)
+        self._in_flight += 1
+        self.launching_s += time.perf_counter() - start
+
+    def start_transfer(self, transfer: Transfer) -> None:
+        """Not yet: there is one instance."""
+        raise NotImplementedError("the real world moves no KV between instances yet")
+
+    def wake_at(self, time: float) -> None:
+        """Ask for a Tick."""
+        heapq.heappush(self._ticks, time)
+
+    def due_events(self) -> Sequence[Event]:
+        """What has happened since the last call; waits for the first event.
+
+        Raises:
+            Exception: what a step has failed with.
+        """
+        start = time.perf_counter()
+        events = self._due_by_clock()
+        while not events and (self._in_flight or self._next_by_clock() is not None):
+            due = self._next_by_clock()
+            timeout = None if due is None else max(due - self.now(), 0)
+            try:
+                events.append(self._take(self._posted.get(timeout=timeout)))
+            except queue.Empty:
+                events = self._due_by_clock()
+        while not self._posted.empty():
+            events.append(self._take(self._posted.get()))
+        self.waited_s += time.perf_counter() - start
+        return events
+
+    def _next_by_clock(self) -> float | None:
+        times = self._ticks[:1] + [r.arrival for r in self._arrivals[-1:]]
+        return min(times, default=None)
+
+    def _due_by_clock(self) -> list[Event]:
+        now = self.now()
+        events: list[Event] = []
+        while self._arrivals and self._arrivals[-1].arrival <= now:
+            events.append(Arrival(self._arrivals.pop()))
+        while self._ticks and self._ticks[0] <= now:
+            heapq.heappop(self._ticks)
+            events.append(Tick())
+        return events
+
+    def _take(self, posted: StepDone | Exception) -> StepDone:
+        if isinstance(posted, Exception):
+            raise posted
+        self._in_flight -= 1
+        return posted

@@ -1,0 +1,374 @@
+"""Text to token ids and back: a checkpoint's tokenizer, chat template and streaming decoder."""
+
+import codecs
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.runtime.checkpoint import Checkpoint
+
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """A model's tokenizer.
+
+    Attributes:
+        name: the model, for error messages.
+        eos_token_ids: tokens that end a text.
+        vocab_size: tokens that the tokenizer knows; the model's vocabulary may be padded.
+    """
+
+    def __init__(self, wrapped: Any, name: str, eos_token_ids: tuple[int, ...]) -> None:
+        """Take a ``transformers.PreTrainedTokenizerFast``."""
+        self.name = name
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size = len(wrapped)
+        self._wrapped = wrapped
+        # Called directly: the wrapper takes three times as long.
+        self._backend: Backend = wrapped.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        added = self._backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(id for id, token in added.items() if token.special)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, with BOS where the model's tokenizer adds one.
+
+        Special tokens written in the text become those tokens.
+        """
+        return self._backend.encode(text).ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a chat up to where the assistant begins to answer.
+
+        Args:
+            messages: each ``{"role": ..., "content": ...}``.
+
+        Raises:
+            JaxinferError: the model has no chat template, or its template refuses the messages.
+        """
+        if not self._wrapped.chat_template:
+            raise JaxinferError(f"model {self.name!r} has no chat template; use a plain prompt")
+        if not messages:
+            raise JaxinferError("a chat must have at least one message")
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise JaxinferError(
+                    f"message {index} of the chat is {_short(message)}, must be "
+                    "{'role': ..., 'content': ...}"
+                )
+        try:
+            text = self._wrapped.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        # A value of a wrong type is a TypeError in the template, several templates without a
+        # default are a ValueError.
+        except (TemplateError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise JaxinferError(
+                f"the chat template of {self.name!r} refuses the messages: {reason}"
+            ) from None
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``; special and unknown tokens are skipped."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def open_stream(self) -> "_Stream":
+        """A new incremental decoder; see ``Detokenizer``."""
+        if isinstance(self._backend.decoder, decoders.ByteLevel):
+            return _ByteStream(self._backend, self._special_ids)
+        return _WindowStream(self._backend, self._special_ids)
+
+
+class Detokenizer:
+    """Decodes one sequence token by token; all pieces together equal ``Tokenizer.decode``."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._stream = tokenizer.open_stream()
+        self._pieces: list[str] = []
+
+    def add(self, token_id: int) -> str:
+        """The text that ``token_id`` completes; empty within a character of several bytes."""
+        piece = self._stream.add(token_id)
+        if piece:
+            self._pieces.append(piece)
+        return piece
+
+    def flush(self) -> str:
+        """The text still held back at the end; an incomplete character becomes U+FFFD."""
+        piece = self._stream.flush()
+        if piece:
+            self._pieces.append(piece)
+        return piece
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+
+class _Stream(Protocol):
+    def add(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in of each byte: itself if printable, else the next from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTES = _byte_alphabet()
+
+
+class _ByteStream:
+    """For byte-level BPE, where the text is the tokens' bytes read as UTF-8.
+
+    Unlike a window, it holds at most three bytes, however long the model emits invalid ones.
+    """
+
+    def __init__(self, backend: Backend, special_ids: frozenset[int]) -> None:
+        self._token = backend.id_to_token
+        self._special_ids = special_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token_id: int) -> str:
+        token = None if token_id in self._special_ids else self._token(token_id)
+        if token is None:
+            return ""
+        try:
+            content = bytes([_BYTES[char] for char in token])
+        except KeyError:  # an added token holds plain text
+            content = token.encode()
+        return self._decoder.decode(content)
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowStream:
+    """For any other decoder: decodes the last tokens with and without the new ones.
+
+    ``ids[:read]`` has been emitted; it stays as context, since decoders treat the first token
+    differently (they strip its leading space).
+    """
+
+    def __init__(self, backend: Backend, special_ids: frozenset[int]) -> None:
+        self._backend = backend
+        self._special_ids = special_ids
+        self._ids: list[int] = []
+        self._read = 0
+        self._context = ""
+
+    def add(self, token_id: int) -> str:
+        token = None if token_id in self._special_ids else self._backend.id_to_token(token_id)
+        if token is None:
+            return ""
+        self._ids.append(token_id)
+        # One invalid byte makes the whole run of byte tokens invalid, so it must end first.
+        if len(token) == 6 and token.startswith("<0x"):
+            return ""
+        text = self._backend.decode(self._ids)
+        if text.endswith(_REPLACEMENT) or len(text) <= len(self._context):
+            return ""
+        return self._emit(text)
+
+    def flush(self) -> str:
+        return self._emit(self._backend.decode(self._ids))
+
+    def _emit(self, text: str) -> str:
+        piece = text[len(self._context) :]
+        self._ids = self._ids[self._read :]
+        self._read = len(self._ids)
+        self._context = self._backend.decode(self._ids)
+        return piece
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer that ``checkpoint`` carries, with its chat template if it has one.
+
+    Raises:
+        JaxinferError: the tokenizer is missing, damaged, or of a kind that is not supported.
+    """
+    source = checkpoint.tokenizer_source
+    wrapped = (
+        _from_folder(source) if isinstance(source, Path) else _from_gguf(source, checkpoint.path)
+    )
+    return Tokenizer(wrapped, checkpoint.name, checkpoint.config.eos_token_ids)
+
+
+def _from_folder(folder: Path) -> Any:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise JaxinferError(f"{folder}: has no tokenizer.json, from which the tokenizer is read")
+    fast_tokenizer = _fast_tokenizer_class()
+    try:
+        # Not AutoTokenizer: some classes that it picks rebuild the tokenizer from the vocabulary,
+        # and so lose what tokenizer.json says of pre-tokenisation.
+        return fast_tokenizer.from_pretrained(folder, local_files_only=True)
+    # The tokenizers library raises plain Exception for whatever it cannot read.
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise JaxinferError(f"{path}: cannot read the tokenizer: {reason}") from error
+
+
+# GGUF's token types.
+_CONTROL, _USER_DEFINED = 3, 4
+
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class _Pre:
+    """What a GGUF file means by ``tokenizer.ggml.pre``.
+
+    Attributes:
+        split: cuts text into words, within which tokens are merged.
+        ignore_merges: a word that is a token becomes it, whatever the merges say.
+        adds_bos: the default of ``tokenizer.ggml.add_bos_token``.
+    """
+
+    split: pre_tokenizers.PreTokenizer
+    ignore_merges: bool = False
+    adds_bos: bool = False
+
+
+def _known_pres() -> dict[str, _Pre]:
+    """By name, as in llama.cpp's ``llama-vocab.cpp``; its "default" is nobody's tokenizer."""
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    smollm = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
+    words = pre_tokenizers.Split(Regex(_LLAMA3_WORDS), behavior="isolated")
+    llama3 = _Pre(pre_tokenizers.Sequence([words, bytes_only]), ignore_merges=True, adds_bos=True)
+    return {
+        "smollm": _Pre(smollm),
+        "gpt-2": _Pre(gpt2),
+        "llama-bpe": llama3,
+        "llama3": llama3,
+        "llama-v3": llama3,
+    }
+
+
+def _from_gguf(metadata: Mapping[str, Any], path: Path) -> Any:
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise JaxinferError(
+            f"{path}: tokenizer.ggml.model is {kind!r}, must be 'gpt2' (byte-level BPE)"
+        )
+    pres = _known_pres()
+    pre = metadata.get("tokenizer.ggml.pre")
+    if pre not in list(pres):
+        raise JaxinferError(
+            f"{path}: tokenizer.ggml.pre is {pre!r}, must be one of: {', '.join(pres)}"
+        )
+    tokens = _string_list(metadata, "tokenizer.ggml.tokens", path)
+    backend = _byte_level_bpe(tokens, _merges(metadata, path), pres[pre])
+    types = metadata.get("tokenizer.ggml.token_type", ())
+    typed = list(zip(tokens, types, strict=False))
+    backend.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token, kind in typed
+            if kind == _CONTROL
+        ]
+    )
+    backend.add_tokens(
+        [AddedToken(token, normalized=False) for token, kind in typed if kind == _USER_DEFINED]
+    )
+    named = {
+        role: _named_token(metadata, key, tokens, path)
+        for role, key in (
+            ("bos_token", "bos"),
+            ("eos_token", "eos"),
+            ("unk_token", "unknown"),
+            ("pad_token", "padding"),
+        )
+    }
+    bos = named["bos_token"]
+    if metadata.get("tokenizer.ggml.add_bos_token", pres[pre].adds_bos):
+        if bos is None:
+            raise JaxinferError(f"{path}: adds a BOS token but lacks tokenizer.ggml.bos_token_id")
+        backend.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, tokens.index(bos))]
+        )
+    return _fast_tokenizer_class()(
+        tokenizer_object=backend,
+        chat_template=metadata.get("tokenizer.chat_template"),
+        **{role: token for role, token in named.items() if token is not None},
+    )
+
+
+def _byte_level_bpe(tokens: list[str], merges: list[tuple[str, str]], pre: _Pre) -> Backend:
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.ignore_merges))
+    backend.pre_tokenizer = pre.split
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _string_list(metadata: Mapping[str, Any], key: str, path: Path) -> list[str]:
+    value = metadata.get(key)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise JaxinferError(f"{path}: lacks {key!r}, a list of strings, for its tokenizer")
+    return value
+
+
+def _merges(metadata: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
+    known = set(_string_list(metadata, "tokenizer.ggml.tokens", path))
+    pairs = []
+    for merge in _string_list(metadata, "tokenizer.ggml.merges", path):
+        left, _, right = merge.partition(" ")
+        if not (left in known and right in known and left + right in known):
+            raise JaxinferError(f"{path}: merge {merge!r} does not join two tokens into a third")
+        pairs.append((left, right))
+    return pairs
+
+
+def _named_token(
+    metadata: Mapping[str, Any], name: str, tokens: list[str], path: Path
+) -> str | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    index = metadata.get(key)
+    if index is None:
+        return None
+    if not isinstance(index, int) or not 0 <= index < len(tokens):
+        raise JaxinferError(f"{path}: {key} is {index!r}, must be below {len(tokens)}")
+    return tokens[index]
+
+
+def _fast_tokenizer_class() -> Any:
+    """``transformers.PreTrainedTokenizerFast``, imported without the advice to install PyTorch."""
+    logger = logging.getLogger("transformers")
+
+    def is_no_advice(record: logging.LogRecord) -> bool:
+        return "PyTorch was not found" not in record.getMessage()
+
+    logger.addFilter(is_no_advice)
+    try:
+        from transformers import PreTrainedTokenizerFast  # slow to import: 0.7 s
+    finally:
+        logger.removeFilter(is_no_advice)
+    return PreTrainedTokenizerFast
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

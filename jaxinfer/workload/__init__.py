@@ -1,0 +1,1 @@
+"""What goes in and comes out: batch files, bench workloads, traces."""

@@ -1,0 +1,250 @@
+"""Reading a batch file: one request a line, in OpenAI's batch format or plain.
+
+A plain line is what would be the body of an OpenAI line, with the prompt in any of three forms::
+
+    {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}
+    {"prompt": "Hi", "temperature": 0, "max_tokens": 32}
+    {"messages": [{"role": "user", "content": "Hi"}]}
+    {"prompt_token_ids": [1, 15043]}
+
+One bad line does not spoil the file: it comes back as a ``BadLine`` with its reason.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.request import SamplingParams
+from jaxinfer.validation import did_you_mean
+from jaxinfer.workload.json_lines import as_token_ids, numbered_lines, parse_object, shorten
+
+# OpenAI's 16 cuts most answers short; its chat default, the rest of the context, lets one line
+# hold up a batch.
+DEFAULT_MAX_TOKENS = 256
+
+_PROMPT_OF_URL = {"/v1/chat/completions": ("messages",), "/v1/completions": ("prompt",)}
+_PROMPTS = ("prompt", "messages", "prompt_token_ids")
+_ENVELOPE = ("method", "url", "body")
+
+# Options without influence on the tokens.
+_WITHOUT_EFFECT = frozenset(
+    {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+)
+# Options that we do not have, with the one value that asks for nothing.
+_ONLY_VALUE: dict[str, object] = {
+    "best_of": 1,
+    "echo": False,
+    "frequency_penalty": 0,
+    "function_call": "none",
+    "functions": [],
+    "logit_bias": {},
+    "logprobs": False,
+    "min_p": 0,
+    "min_tokens": 0,
+    "n": 1,
+    "parallel_tool_calls": True,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "response_format": {"type": "text"},
+    "stream": False,
+    "suffix": "",
+    "tool_choice": "none",
+    "tools": [],
+    "top_logprobs": 0,
+}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for a chat template, each ``{"role": ..., "content": ...}``, both strings."""
+
+    messages: list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class BatchLine:
+    """A request as read from line ``number``: a text, token ids, or a conversation."""
+
+    number: int
+    custom_id: str
+    prompt: str | list[int] | Conversation
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """Line ``number`` is no request, because of ``reason`` (one line, without the number).
+
+    ``custom_id`` is the line's own where it can be told and is free, else made of the number.
+    """
+
+    number: int
+    custom_id: str
+    reason: str
+
+
+def read_batch(path: str | Path) -> list[BatchLine | BadLine]:
+    """Read all requests of a JSONL file, in its order.
+
+    Blank lines are skipped but counted. A line without ``custom_id`` gets ``line-N``. All
+    returned ids differ; the second user of an id is a bad line.
+
+    Raises:
+        JaxinferError: the file is missing, a folder, or cannot be read.
+    """
+    lines: list[BatchLine | BadLine] = []
+    number_of: dict[str, int] = {}
+    for number, raw in numbered_lines(Path(path)):
+        line = _read_line(number, raw)
+        if line.custom_id in number_of:
+            line = _duplicate(line, number_of)
+        number_of[line.custom_id] = number
+        lines.append(line)
+    return lines
+
+
+def _read_line(number: int, raw: bytes) -> BatchLine | BadLine:
+    custom_id = f"line-{number}"
+    try:
+        fields = _without_nulls(parse_object(raw))
+        custom_id = _custom_id(fields.pop("custom_id", custom_id))
+        body, prompts, what = _body(fields)
+        prompt = _prompt(body, prompts, what)
+        return BatchLine(number, custom_id, prompt, _sampling(body))
+    except JaxinferError as error:
+        return BadLine(number, custom_id, str(error))
+
+
+def _duplicate(line: BatchLine | BadLine, number_of: dict[str, int]) -> BadLine:
+    # Under the shared id, a resumed job would take this line's error for the first line's result.
+    own_id = f"line-{line.number}"
+    while own_id in number_of:
+        own_id += "-duplicate"
+    earlier = number_of[line.custom_id]
+    reason = f"custom_id {shorten(line.custom_id)} is already that of line {earlier}"
+    return BadLine(line.number, own_id, f"{reason}, must be unique")
+
+
+def _without_nulls(fields: dict[str, object]) -> dict[str, object]:
+    """Drop nulls: in OpenAI's API, null is the same as absent."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _custom_id(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise JaxinferError(f"custom_id is {shorten(value)}, must be a non-empty string")
+    return value
+
+
+def _body(fields: dict[str, object]) -> tuple[dict[str, object], tuple[str, ...], str]:
+    """The body of a line, the prompt fields it may have, and what to call such a request."""
+    if not fields.keys() & set(_ENVELOPE):
+        return fields, _PROMPTS, "a plain line"
+    for name in _ENVELOPE:
+        if name not in fields:
+            raise JaxinferError(f"a line with {' or '.join(_ENVELOPE)} needs {name!r} too")
+    for name in fields:
+        if name not in _ENVELOPE:
+            raise JaxinferError(f"unknown field {shorten(name)}: {did_you_mean(name, _ENVELOPE)}")
+    method, url, body = (fields[name] for name in _ENVELOPE)
+    if method != "POST":
+        raise JaxinferError(f"method is {shorten(method)}, must be 'POST'")
+    if not isinstance(url, str) or url not in _PROMPT_OF_URL:
+        raise JaxinferError(f"url is {shorten(url)}, must be {' or '.join(_PROMPT_OF_URL)}")
+    if not isinstance(body, dict):
+        raise JaxinferError(f"body is {shorten(body)}, must be a JSON object")
+    return _without_nulls(body), _PROMPT_OF_URL[url], url
+
+
+def _prompt(
+    body: dict[str, object], allowed: tuple[str, ...], what: str
+) -> str | list[int] | Conversation:
+    given = [name for name in _PROMPTS if name in body]
+    if len(given) != 1 or given[0] not in allowed:
+        needed = allowed[0] if len(allowed) == 1 else f"exactly one of {', '.join(allowed)}"
+        raise JaxinferError(f"{what} needs {needed}, has {shorten(given or list(body))}")
+    value = body[given[0]]
+    match given[0]:
+        case "messages":
+            return _conversation(value)
+        case "prompt":
+            return _text_or_token_ids(value)
+        case _:
+            return as_token_ids(value, "prompt_token_ids")
+
+
+def _text_or_token_ids(value: object) -> str | list[int]:
+    if value == "":
+        raise JaxinferError("prompt is empty, needs at least one character")
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        raise JaxinferError("prompt is a list of prompts: write one prompt per line")
+    if isinstance(value, list):
+        return as_token_ids(value, "prompt")
+    raise JaxinferError(f"prompt is {shorten(value)}, must be a string or a list of token ids")
+
+
+def _conversation(value: object) -> Conversation:
+    if not isinstance(value, list) or not value:
+        raise JaxinferError(f"messages is {shorten(value)}, must be a non-empty list of messages")
+    return Conversation([_message(item, f"messages[{i}]") for i, item in enumerate(value)])
+
+
+def _message(value: object, name: str) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise JaxinferError(f"{name} is {shorten(value)}, must be an object with role and content")
+    message = _without_nulls(value)
+    for key in message:
+        if key not in ("role", "content"):
+            raise JaxinferError(f"{name} has {shorten(key)}, can only have role and content")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise JaxinferError(f"{name} has role {shorten(role)}, must be a non-empty string")
+    return {"role": role, "content": _content(content, name)}
+
+
+def _content(value: object, name: str) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise JaxinferError(
+            f"{name} has content {shorten(value)}, must be a string or a list of text parts"
+        )
+    texts = []
+    for part in value:
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or part != {"type": "text", "text": text}:
+            raise JaxinferError(
+                f"{name} has content part {shorten(part)}, "
+                'must be {"type": "text", "text": "..."}'
+            )
+        texts.append(text)
+    return "\n".join(texts)  # as vLLM joins them
+
+
+def _sampling(body: dict[str, object]) -> SamplingParams:
+    options: dict[str, object] = {}
+    for name, value in body.items():
+        if name in _ONLY_VALUE:
+            _require_only_value(name, value)
+        elif name not in _WITHOUT_EFFECT and name not in _PROMPTS:
+            options[name] = value
+    limit = options.pop("max_completion_tokens", None)
+    if limit is not None and options.setdefault("max_tokens", limit) != limit:
+        raise JaxinferError(
+            f"max_tokens is {shorten(options['max_tokens'])} but max_completion_tokens is "
+            f"{shorten(limit)}, give one"
+        )
+    options.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
+    return SamplingParams.model_validate(options)
+
+
+def _require_only_value(name: str, value: object) -> None:
+    only = _ONLY_VALUE[name]
+    # To Python, True == 1; but `logprobs: 0` asks for something that `logprobs: false` does not.
+    if value != only or isinstance(value, bool) != isinstance(only, bool):
+        raise JaxinferError(
+            f"{name} is {shorten(value)}, not supported except as {json.dumps(only)}"
+        )

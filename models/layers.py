@@ -1,0 +1,107 @@
+"""Layers that the architectures share.
+
+Shape suffixes: T tokens, S sequences, C chunks, M pages per sequence at most, P pages, B tokens
+per page, N query heads, K KV heads, H head dim, D model dim, F feed-forward, V vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfer.pallas_kernels import reference
+
+KVPages = tuple[jax.Array, jax.Array]
+# A numpy array on the host, a jax.Array inside the step.
+HostOrTraced = Any
+
+
+class PagedBatch(NamedTuple):
+    """Where the tokens of one step stand, and where their KV entries lie. All int32.
+
+    The first S tokens are decodes, one per row of ``decode_table_SM``; the rest are prefill
+    chunks. A part may be empty (S or C of 0).
+
+    Attributes:
+        position_T: position in the sequence.
+        page_T, offset_T: where the KV entry is written; padding writes to page 0.
+        decode_length_S: KV entries that a decode sees, its own included; 0 is padding.
+        chunk_start_C: position of a chunk's first token.
+        chunk_row_C1: bounds of the chunks among the prefill tokens.
+    """
+
+    position_T: HostOrTraced
+    page_T: HostOrTraced
+    offset_T: HostOrTraced
+    decode_table_SM: HostOrTraced
+    decode_length_S: HostOrTraced
+    chunk_table_CM: HostOrTraced
+    chunk_start_C: HostOrTraced
+    chunk_row_C1: HostOrTraced
+
+
+def project(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Einsum in the weight's dtype with float32 accumulation and result."""
+    return jnp.einsum(spec, x.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
+
+
+def init_weight(
+    rngs: nnx.Rngs, shape: tuple[int, ...], scale: float = 0.02
+) -> nnx.Param[jax.Array]:
+    """A float32 parameter drawn from a normal distribution."""
+    return nnx.Param(scale * jax.random.normal(rngs.params(), shape))
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) * scale, in float32 (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        self.scale_D = nnx.Param(jnp.ones(dim))
+        self.eps = eps
+
+    def __call__(self, x_TD: jax.Array) -> jax.Array:
+        """Normalise over the last axis."""
+        x_TD = x_TD.astype(jnp.float32)
+        mean_T1 = jnp.mean(x_TD * x_TD, -1, keepdims=True)
+        return x_TD * jax.lax.rsqrt(mean_T1 + self.eps) * self.scale_D[...]
+
+
+def rope_tables(position_T: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [T, H/2] of rotary position embedding (Su et al., 2021)."""
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angle = position_T[:, None].astype(jnp.float32) * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def apply_rope(x_TNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate each pair (i, i + H/2), which is Hugging Face's pairing."""
+    first, second = jnp.split(x_TNH, 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def paged_attention(
+    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, kv: KVPages, batch: PagedBatch
+) -> tuple[jax.Array, KVPages]:
+    """Write the tokens' KV entries, then attend: decodes and chunks each by their own function.
+
+    Returns float32 [T, N, H] and the updated pages.
+    """
+    k_PKBH, v_PKBH = reference.write_kv(*kv, k_TKH, v_TKH, batch.page_T, batch.offset_T)
+    S, C = batch.decode_length_S.shape[0], batch.chunk_start_C.shape[0]
+    parts = []
+    if S:
+        parts.append(
+            reference.decode_attention(
+                q_TNH[:S], k_PKBH, v_PKBH, batch.decode_table_SM, batch.decode_length_S
+            )
+        )
+    if C:
+        parts.append(
+            reference.chunk_attention(
+                q_TNH[S:], k_PKBH, v_PKBH,
+                batch.chunk_table_CM, batch.chunk_start_C, batch.chunk_row_C1,
+            )
+        )  # fmt: skip
+    return jnp.concatenate(parts), (k_PKBH, v_PKBH)

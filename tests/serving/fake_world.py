@@ -1,0 +1,327 @@
+"""A world in virtual time whose KV cache is modelled cell by cell and verified as it runs.
+
+Every cell of every page says what it holds: (request, epoch, position, token, slice). A step
+reads all earlier positions of its rows through the page tables as they were at launch, and a
+sampled token is a function of what was read: so a wrong page, a page reused too early, a
+missing transfer or a lost token shows as an assertion or as a wrong output.
+"""
+
+import heapq
+import itertools
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.page_pool import Hold
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.transfer import Transfer
+from jaxinfer.serving.world import (
+    Arrival,
+    Batch,
+    Event,
+    Row,
+    StageFree,
+    StepDone,
+    Tick,
+    TransferDone,
+)
+
+Cell = tuple[str, int, int, int, int]
+# For each shard, slice -> page numbers: a copy of Hold.tables.
+Tables = list[dict[int, list[int]]]
+
+# A multiplicative hash; what matters is that each token depends on all before it.
+PRIME, MODULUS = 1_000_003, 2**61 - 1
+
+
+def prompt_token(request_id: str, position: int) -> int:
+    return (sum(map(ord, request_id)) * PRIME + position * 7919) % 50_021
+
+
+def next_token(request_id: str, tokens: Iterable[int]) -> int:
+    """The token sampled after ``tokens``."""
+    state = sum(map(ord, request_id))
+    for token in tokens:
+        state = (state * PRIME + token + 1) % MODULUS
+    return state % 50_021
+
+
+class Reference:
+    """All tokens of one request as if it were alone in the world, in closed form."""
+
+    def __init__(self, request: RequestState) -> None:
+        self.id = request.id
+        self.prompt_len = request.prompt_len
+        self._tokens = [prompt_token(request.id, p) for p in range(request.prompt_len)]
+
+    def token(self, position: int) -> int:
+        while len(self._tokens) <= position:
+            self._tokens.append(next_token(self.id, self._tokens))
+        return self._tokens[position]
+
+    def output(self, count: int) -> list[int]:
+        return [self.token(self.prompt_len + i) for i in range(count)]
+
+
+@dataclass
+class Step:
+    """A launched batch, with what the host knew and where the pages were at that time."""
+
+    batch: Batch
+    tables: list[Tables]
+    inputs: list[list[int | None]]
+    start: float = 0.0
+    end: float = 0.0
+
+
+@dataclass
+class Timing:
+    """Durations are drawn from 1 to the maximum, in whole seconds, so that many events tie."""
+
+    seed: int = 0
+    max_step: int = 1
+    max_transfer: int = 1
+    stages: dict[str, int] = field(default_factory=dict)
+
+
+class FakeWorld:
+    """Implements ``jaxinfer.serving.world.World``. ``check`` is called after every change."""
+
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        requests: Sequence[RequestState],
+        timing: Timing | None = None,
+        check: Callable[[], None] = lambda: None,
+        max_steps: int = 100_000,
+    ) -> None:
+        self.instances = {i.name: i for i in instances}
+        self.timing = timing or Timing()
+        self.check = check
+        self.max_steps = max_steps
+        self.references = {r.id: Reference(r) for r in requests}
+        self.num_steps = 0
+        self.batches: list[Batch] = []
+        self.transfers: list[Transfer] = []
+        self.in_flight_steps: dict[int, Step] = {}
+        self.in_flight_transfers: dict[int, tuple[Transfer, Tables, Tables]] = {}
+        self._rng = random.Random(self.timing.seed)
+        self._now = 0.0
+        self._heap: list[tuple[float, float, int, Callable[[], Event | None]]] = []
+        self._order = itertools.count()
+        self._arrivals = len(requests)
+        self._cells: dict[tuple[str, int, int], dict[int, Cell]] = defaultdict(dict)
+        self._users: dict[tuple[str, int, int], Counter[Hold]] = defaultdict(Counter)
+        self._device_tokens: dict[tuple[str, int, int], int] = {}
+        self._unwritten: set[tuple[str, int, int]] = set()
+        self._last: dict[str, tuple[float, float]] = {}
+        for request in requests:
+            self._at(request.arrival, lambda r=request: self._arrive(r))
+
+    # The World protocol.
+
+    def now(self) -> float:
+        return self._now
+
+    def arrivals_left(self) -> bool:
+        return self._arrivals > 0
+
+    def can_launch(self, instance: str) -> bool:
+        return self._last.get(instance, (0.0, 0.0))[0] <= self._now
+
+    def due_events(self) -> list[Event]:
+        self.check()
+        events: list[Event] = []
+        while self._heap and (not events or self._heap[0][0] <= self._now):
+            time, _, _, happen = heapq.heappop(self._heap)
+            assert time >= self._now
+            self._now = time
+            if (event := happen()) is not None:
+                events.append(event)
+        return events
+
+    def wake_at(self, time: float) -> None:
+        assert time > self._now
+        self._at(time, Tick)
+
+    def launch(self, batch: Batch) -> None:
+        assert batch.rows
+        assert self.can_launch(batch.instance)
+        self.num_steps += 1
+        assert self.num_steps <= self.max_steps, "livelock"
+        self.batches.append(batch)
+        step = Step(batch, [copy_tables(row.hold) for row in batch.rows], [])
+        for row, tables in zip(batch.rows, step.tables, strict=True):
+            step.inputs.append(self._host_inputs(row))
+            self._use(batch.instance, row.hold, tables, row.start + row.count)
+            for position in range(row.start, row.start + row.count):
+                self._unwritten.add((row.request.id, row.epoch, position))
+        self.in_flight_steps[id(batch)] = step
+        stages = self.timing.stages.get(batch.instance, 1)
+        stage_free, last_end = self._last.get(batch.instance, (0.0, 0.0))
+        duration = self._rng.randint(1, self.timing.max_step)
+        step.start = max(self._now, stage_free)
+        step.end = max(step.start + duration * stages, last_end + 1)
+        # One stage: a queue on the device, which takes a step at any time.
+        free = step.start + duration if stages > 1 else 0.0
+        self._last[batch.instance] = free, step.end
+        if stages == 1:
+            step.start = max(step.start, last_end)
+            step.end = step.start + duration
+            self._last[batch.instance] = 0.0, step.end
+        else:
+            self._at(free, lambda: StageFree(batch.instance))
+        self._at(step.start, lambda: self._start_step(step))
+        self._at(step.end, lambda: self._end_step(step))
+        self.check()
+
+    def start_transfer(self, transfer: Transfer) -> None:
+        t = transfer
+        assert t.source_hold.kv is self.instances[t.source].kv
+        assert t.dest_hold.kv is self.instances[t.dest].kv
+        assert t.requested == self._now
+        assert t.epoch == t.request.epoch
+        assert t.slice_move or t.source != t.dest
+        self.transfers.append(t)
+        source, dest = copy_tables(t.source_hold), copy_tables(t.dest_hold)
+        if t.slice_move:
+            move, both = t.slice_move, copy_tables(t.source_hold)
+            source = [{s: both[move.source_shard][s] for s in move.slices}]
+            dest = [{s: both[move.dest_shard][s] for s in move.slices}]
+            source = [{}] * move.source_shard + source
+            dest = [{}] * move.dest_shard + dest
+        assert 0 <= t.start < t.stop
+        self._use(t.source, t.source_hold, source, t.stop)
+        self._use(t.dest, t.dest_hold, dest, t.stop)
+        self._verify(t.source, t.request.id, t.epoch, source, range(t.start, t.stop))
+        self.in_flight_transfers[id(t)] = t, source, dest
+        start = self._now
+        end = start + self._rng.randint(1, self.timing.max_transfer)
+        self._at(end, lambda: self._end_transfer(t, source, dest, start))
+
+    def committed(self, event: Event) -> None:
+        """To be given to the loop as ``on_event``: from here on the pages may be reused."""
+        if isinstance(event, StepDone):
+            step = self.in_flight_steps.pop(id(event.batch))
+            for row, tables in zip(step.batch.rows, step.tables, strict=True):
+                self._unuse(event.batch.instance, row.hold, tables)
+        elif isinstance(event, TransferDone):
+            t, source, dest = self.in_flight_transfers.pop(id(event.transfer))
+            self._unuse(t.source, t.source_hold, source)
+            self._unuse(t.dest, t.dest_hold, dest)
+        self.check()
+
+    def holds_in_flight(self) -> Counter[Hold]:
+        """Each hold's number of users among unfinished steps and transfers."""
+        users: Counter[Hold] = Counter()
+        for step in self.in_flight_steps.values():
+            users.update(row.hold for row in step.batch.rows)
+        for transfer, _, _ in self.in_flight_transfers.values():
+            users.update((transfer.source_hold, transfer.dest_hold))
+        return users
+
+    # Execution.
+
+    def _at(self, time: float, happen: Callable[[], Event | None]) -> None:
+        heapq.heappush(self._heap, (time, self._rng.random(), next(self._order), happen))
+
+    def _arrive(self, request: RequestState) -> Event:
+        self._arrivals -= 1
+        return Arrival(request)
+
+    def _host_inputs(self, row: Row) -> list[int | None]:
+        request, reference = row.request, self.references[row.request.id]
+        assert row.input_pending == (row.start >= request.num_known)
+        if row.input_pending:
+            assert row.count == 1
+            return [None]
+        stop = row.start + row.count
+        assert stop <= request.num_known
+        known = [reference.token(p) for p in range(request.prompt_len)] + request.output_token_ids
+        return list(known[row.start : stop])
+
+    def _start_step(self, step: Step) -> None:
+        for row, tables in zip(step.batch.rows, step.tables, strict=True):
+            # What earlier steps still in flight write is there by this step's end.
+            written = [
+                p
+                for p in range(row.start)
+                if (row.request.id, row.epoch, p) not in self._unwritten
+            ]
+            self._verify(step.batch.instance, row.request.id, row.epoch, tables, written)
+
+    def _end_step(self, step: Step) -> Event:
+        name, tokens = step.batch.instance, []
+        for row, tables, inputs in zip(step.batch.rows, step.tables, step.inputs, strict=True):
+            request, epoch = row.request, row.epoch
+            key = (request.id, epoch)
+            values = [self._device_tokens[*key, row.start]] if row.input_pending else inputs
+            seen = self._verify(name, request.id, epoch, tables, range(row.start))
+            for position, value in enumerate(values, row.start):
+                assert value is not None
+                self._write(name, tables, (request.id, epoch, position, value))
+                self._unwritten.remove((*key, position))
+                seen.append(value)
+            if row.samples:
+                token = next_token(request.id, seen)
+                self._device_tokens[*key, len(seen)] = token
+                tokens.append(token)
+        return StepDone(step.batch, tokens, step.start, step.end, logprobs=[-1.0] * len(tokens))
+
+    def _end_transfer(self, t: Transfer, source: Tables, dest: Tables, start: float) -> Event:
+        positions = range(t.start, t.stop)
+        values = self._verify(t.source, t.request.id, t.epoch, source, positions)
+        for position, value in zip(positions, values, strict=True):
+            self._write(t.dest, dest, (t.request.id, t.epoch, position, value))
+        return TransferDone(t, start, self._now)
+
+    # Pages.
+
+    def _verify(
+        self, name: str, request: str, epoch: int, tables: Tables, positions: Iterable[int]
+    ) -> list[int]:
+        """The tokens at ``positions``, read from every slice of every shard."""
+        page_size = self.instances[name].page_size
+        reference, values = self.references[request], []
+        for p in positions:
+            value = reference.token(p)
+            for shard, table in enumerate(tables):
+                for piece, pages in table.items():
+                    cell = self._cells[name, shard, pages[p // page_size]].get(p % page_size)
+                    wanted = (request, epoch, p, value, piece)
+                    assert cell == wanted, f"{name}/{shard} holds {cell}, not {wanted}"
+            values.append(value)
+        return values
+
+    def _write(self, name: str, tables: Tables, content: tuple[str, int, int, int]) -> None:
+        page, cell = divmod(content[2], self.instances[name].page_size)
+        for shard, table in enumerate(tables):
+            for piece, pages in table.items():
+                self._cells[name, shard, pages[page]][cell] = (*content, piece)
+
+    def _use(self, name: str, hold: Hold, tables: Tables, num_tokens: int) -> None:
+        kv = self.instances[name].kv
+        assert hold.kv is kv
+        assert not hold.released
+        for shard, table in enumerate(tables):
+            for pages in table.values():
+                assert len(pages) >= kv.pages_for(num_tokens), "pages missing"
+                for page in pages:
+                    assert 1 <= page <= kv.shards[shard].pool.num_usable
+                    users = self._users[name, shard, page]
+                    users[hold] += 1
+                    assert len(users) == 1, f"{name}/{shard} page {page} has two holders at work"
+
+    def _unuse(self, name: str, hold: Hold, tables: Tables) -> None:
+        for shard, table in enumerate(tables):
+            for page in itertools.chain(*table.values()):
+                users = self._users[name, shard, page]
+                users[hold] -= 1
+                if not users[hold]:
+                    del users[hold]
+
+
+def copy_tables(hold: Hold) -> Tables:
+    return [{piece: list(pages) for piece, pages in table.items()} for table in hold.tables]

@@ -1,0 +1,221 @@
+"""Hypothesis strategies for clusters, workloads and routes, and a system that follows them."""
+
+import os
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from serving_checks import Run, make_kv, make_requests
+from fake_world import Timing
+
+from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.policies import Policies, latest
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.system import (
+    Action,
+    Assignment,
+    ClusterView,
+    Leg,
+    MoveSlices,
+    Pause,
+    Reassign,
+    RequestView,
+    Resume,
+    System,
+)
+
+# JAXINFER_HUNT=20000 hunts with random seeds and that many examples for each property.
+HUNT = int(os.environ.get("JAXINFER_HUNT", "0"))
+
+
+def examples(count: int) -> settings:
+    """The same examples in every run, unless a hunt is on."""
+    return settings(
+        max_examples=HUNT or count,
+        derandomize=not HUNT,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+RULES = ("on_demand", "at_end", "per_chunk")
+# Layouts of an instance's KV: one shard, pipeline stages, ranges of heads, an empty shard.
+LAYOUTS = (((0,),), ((0,), (0,)), ((0, 1), (2, 3)), ((0, 1), (2,), ()))
+
+
+@dataclass(frozen=True)
+class Script:
+    """One request: its legs, how many of them are named at a time, and where it stops."""
+
+    prompt_len: int
+    max_tokens: int
+    arrival: float
+    stop_at: int | None
+    legs: tuple[Leg, ...]
+    at_once: int
+
+    @property
+    def peak(self) -> int:
+        return self.prompt_len + self.max_tokens - 1
+
+
+class Follow(System):
+    """Routes every request by its script, ``at_once`` legs at a time."""
+
+    def __init__(self, scripts: dict[str, Script]) -> None:
+        self.scripts = scripts
+
+    def legs_left(self, request: RequestView) -> tuple[Leg, ...]:
+        legs = self.scripts[request.id].legs
+        return tuple(leg for leg in legs if leg.until is None or leg.until > request.computed)
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> list[Assignment]:
+        return [
+            Assignment(r.id, self.legs_left(r)[: self.scripts[r.id].at_once]) for r in waiting
+        ]
+
+
+class Chaos(Follow):
+    """Follows the scripts and now and then does to a request whatever a system may do."""
+
+    tick_interval = 7.0
+
+    def __init__(self, scripts: dict[str, Script], seed: int, num_actions: int) -> None:
+        super().__init__(scripts)
+        self.rng = random.Random(seed)
+        self.actions_left = num_actions
+        self.paused: set[str] = set()
+
+    def on_step(self, instance: str, cluster: ClusterView) -> Sequence[Action]:
+        return [self._act(cluster)] if self._in_the_mood() else []
+
+    def on_tick(self, cluster: ClusterView) -> Sequence[Action]:
+        resumed: list[Action] = [Resume(name) for name in sorted(self.paused)]
+        self.paused.clear()
+        return [*resumed, self._act(cluster)] if self._in_the_mood() else resumed
+
+    def _in_the_mood(self) -> bool:
+        mood = self.actions_left > 0 and self.rng.random() < 0.4
+        self.actions_left -= mood
+        return mood
+
+    def _act(self, cluster: ClusterView) -> Action:
+        name = self.rng.choice(sorted(self.scripts))
+        kind = self.rng.choice(("pause", "reassign", "reassign", "move"))
+        if kind == "pause":
+            self.paused.add(name)
+            return Pause(name)
+        if kind == "reassign":
+            return Reassign(name, self._any_legs(name, cluster))
+        return self._any_move(name, cluster)
+
+    def _any_legs(self, name: str, cluster: ClusterView) -> tuple[Leg, ...]:
+        peak, legs, until = self.scripts[name].peak, [], 0
+        for _ in range(self.rng.randint(0, 2)):
+            until += self.rng.randint(1, peak)
+            instance = self.rng.choice(sorted(cluster.instances))
+            legs.append(Leg(instance, until, self.rng.choice(RULES)))
+        return (*legs, Leg(self.rng.choice(sorted(cluster.instances))))
+
+    def _any_move(self, name: str, cluster: ClusterView) -> Action:
+        for instance in cluster.instances.values():
+            if name not in instance.running or len(instance.kv.shards) < 2:
+                continue
+            tables = instance.running[name].hold.tables
+            if all(set(table) <= {0} for table in tables):
+                continue  # Pipeline stages: their slices are different layers.
+            source, dest = self.rng.sample(range(len(tables)), 2)
+            if tables[source]:
+                count = self.rng.randint(1, len(tables[source]))
+                slices = self.rng.sample(sorted(tables[source]), count)
+                return MoveSlices(name, source, dest, tuple(slices))
+        return Pause("nobody")
+
+
+def spare_the_oldest(candidates: Sequence[RequestState]) -> RequestState:
+    """``latest``, with the promise asserted that makes every request reach its end."""
+    victim = latest(candidates)
+    assert victim is candidates[0] or len(candidates) > 1
+    return victim
+
+
+@st.composite
+def options(draw: st.DrawFn) -> InstanceOptions:
+    return InstanceOptions(
+        max_num_seqs=draw(st.sampled_from((1, 2, 3, 8))),
+        max_num_batched_tokens=draw(st.sampled_from((1, 2, 3, 5, 16))),
+        max_in_flight=draw(st.integers(1, 3)),
+        launch_ahead=draw(st.booleans()),
+        max_transfers_in_flight=draw(st.integers(1, 3)),
+        watermark=draw(st.sampled_from((0.0, 0.01, 0.25))),
+    )
+
+
+@st.composite
+def scripts(draw: st.DrawFn, names: Sequence[str], max_legs: int) -> Script:
+    prompt_len, max_tokens = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    legs, until = [], 0
+    for _ in range(draw(st.integers(0, max_legs - 1))):
+        until += draw(st.integers(1, prompt_len + 3))
+        legs.append(Leg(draw(st.sampled_from(names)), until, draw(st.sampled_from(RULES))))
+    return Script(
+        prompt_len=prompt_len,
+        max_tokens=max_tokens,
+        arrival=float(draw(st.integers(0, 12))),
+        stop_at=draw(st.none() | st.integers(1, max_tokens)),
+        legs=(*legs, Leg(draw(st.sampled_from(names)))),
+        at_once=draw(st.integers(1, max_legs)),
+    )
+
+
+@dataclass
+class Scenario:
+    """All that a run needs, in a form that hypothesis can print."""
+
+    scripts: list[Script]
+    instances: list[tuple[str, int, int, tuple[tuple[int, ...], ...], InstanceOptions]]
+    timing: Timing
+
+    @property
+    def by_id(self) -> dict[str, Script]:
+        return {f"r{i}": script for i, script in enumerate(self.scripts)}
+
+    def run(self, system: System, policies: Policies | None = None) -> Run:
+        lengths = [(s.prompt_len, s.max_tokens) for s in self.scripts]
+        return Run(
+            system,
+            [
+                Instance(name, make_kv(pages, size, layout), opts, policies)
+                for name, pages, size, layout, opts in self.instances
+            ],
+            make_requests(lengths, [s.arrival for s in self.scripts]),
+            self.timing,
+            {name: s.stop_at for name, s in self.by_id.items() if s.stop_at},
+        )
+
+
+@st.composite
+def scenarios(
+    draw: st.DrawFn, max_instances: int = 3, max_legs: int = 3, max_requests: int = 7
+) -> Scenario:
+    """Feasible ones: each pool can hold the longest request, and often hardly more."""
+    names = ["A", "B", "C"][: draw(st.integers(1, max_instances))]
+    requests = draw(st.lists(scripts(names, max_legs), min_size=1, max_size=max_requests))
+    instances, stages = [], {}
+    for name in names:
+        page_size = draw(st.sampled_from((1, 2, 3, 4, 8)))
+        needed = -(-max(s.peak for s in requests) // page_size)
+        spare = draw(st.sampled_from((0, 0, 1, 2, 4, 50)))
+        layout = draw(st.sampled_from(LAYOUTS))
+        instances.append((name, needed + spare, page_size, layout, draw(options())))
+        stages[name] = draw(st.sampled_from((1, 1, 2, 3)))
+    timing = Timing(
+        seed=draw(st.integers(0, 2**16)),
+        max_step=draw(st.sampled_from((1, 2, 6))),
+        max_transfer=draw(st.sampled_from((1, 4, 25))),
+        stages=stages,
+    )
+    return Scenario(requests, instances, timing)

@@ -1,0 +1,226 @@
+"""Runs a loop on the fake world and asserts the invariants after every event and launch."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fake_world import FakeWorld, Timing
+
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.loop import ServingLoop, Stop
+from jaxinfer.serving.page_pool import Hold, KVShards, PagePool, Shard
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.system import System
+
+
+def make_kv(
+    num_usable: int, page_size: int, slices: Sequence[tuple[int, ...]] = ((0,),)
+) -> KVShards:
+    """Shards that each have ``num_usable`` pages per slice."""
+    shards = [
+        Shard(PagePool(num_usable * max(1, len(piece)) + 1, page_size), piece) for piece in slices
+    ]
+    return KVShards(shards)
+
+
+def make_requests(
+    lengths: Sequence[tuple[int, int]], arrivals: Sequence[float] | None = None
+) -> list[RequestState]:
+    """Requests from (prompt, output) lengths, all at time 0 unless said otherwise."""
+    times = arrivals or [0.0] * len(lengths)
+    return [
+        RequestState(f"r{i}", prompt, output, arrival=time)
+        for i, ((prompt, output), time) in enumerate(zip(lengths, times, strict=True))
+    ]
+
+
+def pages_of(hold: Hold, shard: int) -> list[int]:
+    return [page for pages in hold.tables[shard].values() for page in pages]
+
+
+def check_pools(loop: ServingLoop, world: FakeWorld) -> None:
+    """Free, held and pinned pages are counted independently and make up each pool."""
+    in_flight = world.holds_in_flight()
+    held = []
+    for request in loop.live.values():
+        exported = request.exported[1] if request.exported else None
+        held += [h for h in (request.hold, exported, request.incoming) if h]
+    assert len(set(held)) == len(held)
+    for hold in held:
+        assert not hold.released
+        assert hold.users == in_flight[hold]
+    pinned = [hold for hold in in_flight if hold.released]
+    assert all(hold in held or hold.released for hold in in_flight)
+    for instance in loop.instances.values():
+        for number, shard in enumerate(instance.kv.shards):
+            pool = shard.pool
+            in_hold = [p for h in held if h.kv is instance.kv for p in pages_of(h, number)]
+            in_pin = [p for h in pinned if h.kv is instance.kv for p in pages_of(h, number)]
+            everything = sorted([*pool._free, *in_hold, *in_pin])
+            assert everything == list(range(1, pool.num_usable + 1)), (instance.name, number)
+            assert pool.num_held == len(in_hold)
+            assert pool.num_pinned == len(in_pin)
+
+
+def check_requests(loop: ServingLoop, world: FakeWorld) -> None:
+    """Each live request is in one place, with the pages that go with it."""
+    exported: Counter[str] = Counter()
+    rows: Counter[str] = Counter()
+    moving: Counter[str] = Counter()
+    for step in world.in_flight_steps.values():
+        rows.update(r.request.id for r in step.batch.rows if r.epoch == r.request.epoch)
+    for transfer, _, _ in world.in_flight_transfers.values():
+        moving[transfer.request.id] += transfer.epoch == transfer.request.epoch
+    for request in loop.live.values():
+        request.check()
+        assert request.finish_reason is None
+        assert request.transfers == moving[request.id]
+        if request.exported:
+            exported[request.exported[0]] += 1
+            assert request.exported[1].kv is loop.instances[request.exported[0]].kv
+        if request.id in loop.unrouted:
+            assert not request.legs
+            assert request.hold is None
+            assert request.incoming is None
+            continue
+        here = loop.instances[request.legs[0].instance]
+        waits, imports = request in here.waiting, request.id in here.importing
+        runs = request.id in here.running
+        assert waits + imports + runs == 1
+        assert (request.hold is None) == waits
+        assert request.hold is None or request.hold.kv is here.kv
+        assert runs or (request.launched == request.computed and not rows[request.id])
+        assert (request.launched > request.computed) == (rows[request.id] > 0)
+        assert bool(request.exported) == imports or waits
+        if request.incoming:
+            assert request.incoming.kv is not here.kv or waits
+    for instance in loop.instances.values():
+        options = instance.options
+        assert instance.num_exported == exported[instance.name]
+        assert len(instance.running) + len(instance.importing) <= options.max_num_seqs
+        assert len(instance.importing) <= options.max_transfers_in_flight
+        assert 0 <= instance.in_flight <= options.max_in_flight
+        batches = [
+            s.batch for s in world.in_flight_steps.values() if s.batch.instance == instance.name
+        ]
+        assert instance.in_flight == len(batches)
+        for batch in batches:
+            assert batch.num_tokens <= options.max_num_batched_tokens
+            assert len({row.request.id for row in batch.rows}) == len(batch.rows)
+        queues = [*instance.waiting, *instance.importing.values(), *instance.running.values()]
+        assert all(loop.live.get(r.id) is r for r in queues)
+        assert all(r.legs[0].instance == instance.name for r in queues)
+    assert set(loop.unrouted) <= set(loop.live)
+
+
+@dataclass
+class Outcome:
+    """What a verified run leaves behind."""
+
+    loop: ServingLoop
+    world: FakeWorld
+    finished: dict[str, RequestState]
+
+    def transfers_of(self, request: str) -> list[tuple[str, str, int, int]]:
+        """(source, destination, start, stop) of each transfer."""
+        moved = [t for t in self.world.transfers if t.request.id == request]
+        return [(t.source, t.dest, t.start, t.stop) for t in moved]
+
+    def route_of(self, request: str) -> list[tuple[str, int]]:
+        """(instance, KV entries computed there), in order of time, adjacent ones joined."""
+        route: list[tuple[str, int]] = []
+        for batch in self.world.batches:
+            for row in batch.rows:
+                if row.request.id != request:
+                    continue
+                if route and route[-1][0] == batch.instance:
+                    route[-1] = (batch.instance, route[-1][1] + row.count)
+                else:
+                    route.append((batch.instance, row.count))
+        return route
+
+
+@dataclass
+class Run:
+    """A workload on instances under a system; ``verify`` runs it to the end and checks it.
+
+    ``stop_at`` gives the number of output tokens after which a request stops by itself.
+    """
+
+    system: System
+    instances: Sequence[Instance]
+    requests: Sequence[RequestState]
+    timing: Timing = field(default_factory=Timing)
+    stop_at: dict[str, int] = field(default_factory=dict)
+    max_steps: int | None = None
+    watch: Callable[[ServingLoop], None] = lambda loop: None
+
+    def _check_stop(self, request: RequestState, token: int) -> Stop | None:
+        stop_at = self.stop_at.get(request.id)
+        return ("stop", token) if len(request.output_token_ids) == stop_at else None
+
+    def verify(self) -> Outcome:
+        finished: dict[str, RequestState] = {}
+
+        def finish(request: RequestState) -> None:
+            assert request.id not in finished
+            finished[request.id] = request
+
+        def check() -> None:
+            check_pools(loop, world)
+            check_requests(loop, world)
+            self.watch(loop)
+
+        work = sum(r.peak_tokens for r in self.requests)
+        bound = self.max_steps or 20 + work * (4 + len(self.requests))
+        world = FakeWorld(self.instances, self.requests, self.timing, check, max_steps=bound)
+        loop = ServingLoop(
+            world,
+            self.instances,
+            self.system,
+            check_stop=self._check_stop,
+            on_finish=finish,
+            on_event=world.committed,
+        )
+        loop.run()
+        self._check_end(loop, world, finished)
+        return Outcome(loop, world, finished)
+
+    def _check_end(
+        self, loop: ServingLoop, world: FakeWorld, finished: dict[str, RequestState]
+    ) -> None:
+        check_pools(loop, world)
+        check_requests(loop, world)
+        assert not loop.live
+        assert not world.in_flight_steps
+        assert not world.in_flight_transfers
+        for instance in self.instances:
+            assert not instance.num_requests
+            for shard in instance.kv.shards:
+                assert shard.pool.num_free == shard.pool.num_usable
+        assert set(finished) == {r.id for r in self.requests}
+        for request in self.requests:
+            if request.finish_reason != "error":
+                self._check_output(request, world)
+
+    def _check_output(self, request: RequestState, world: FakeWorld) -> None:
+        stop_at = self.stop_at.get(request.id, request.max_tokens)
+        count = min(stop_at, request.max_tokens)
+        assert request.output_token_ids == world.references[request.id].output(count)
+        stopped = self.stop_at.get(request.id) == count
+        assert request.finish_reason == ("stop" if stopped else "length")
+        times = request.metrics.token_times
+        assert len(times) == count
+        assert times == sorted(times)
+        assert request.cumulative_logprob == -count
+        first = request.metrics.first_scheduled
+        assert first is not None
+        assert request.arrival <= first < times[0]
+        if count == 1:  # Whatever comes after the first token is never sent.
+            moved = [t for t in world.transfers if t.request is request and not t.slice_move]
+            assert all(t.stop < request.prompt_len for t in moved)
+
+
+def shuffled(seed: int, items: Sequence[str]) -> list[str]:
+    return random.Random(seed).sample(list(items), len(items))

@@ -1,0 +1,366 @@
+"""Tokenizers and streaming decoding, against Hugging Face's ids and whole decoding."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.runtime.checkpoint import Checkpoint, open_checkpoint
+from jaxinfer.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+
+CASES = json.loads((Path(__file__).parent / "data" / "smollm2_golden.json").read_text())["cases"]
+USER = {"role": "user", "content": "Hi"}
+
+
+@cache
+def demo_checkpoint() -> Checkpoint:
+    return open_checkpoint("smollm2-135m-instruct")
+
+
+@cache
+def demo() -> Tokenizer:
+    return load_tokenizer(demo_checkpoint())
+
+
+@cache
+def sentencepiece_style() -> Tokenizer:
+    """Like Llama 2's: word boundaries as U+2581, bytes as <0x..> tokens, a leading space cut."""
+    letters = ["▁", "a", "b", "▁a", "▁b", "ab", "\ufffd", "é"]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    merges = [("▁", "a"), ("▁", "b"), ("a", "b")]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True)
+    )
+    backend.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), "sp", (2,))
+
+
+@cache
+def byte_level_with_plain_tokens() -> Tokenizer:
+    """Byte-level with added tokens that are plain text, not GPT-2's byte alphabet."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({char: index for index, char in enumerate(alphabet)}, [])
+    )
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_tokens(["<tool call>", "é x", "日本", "plain"])
+    backend.add_special_tokens(["<end>"])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), "bytes", ())
+
+
+def stream(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
+    """The pieces in a row, having checked that ``text`` is their sum at every step."""
+    detokenizer = Detokenizer(tokenizer)
+    text = ""
+    for token_id in ids:
+        text += detokenizer.add(token_id)
+        assert detokenizer.text == text
+    text += detokenizer.flush()
+    assert detokenizer.text == text
+    return text
+
+
+def with_metadata(**changes: Any) -> Checkpoint:
+    """The demo checkpoint with other ``tokenizer.*`` metadata; None removes a key."""
+    source = demo_checkpoint().tokenizer_source
+    assert not isinstance(source, Path)
+    changed = dict(source) | {f"tokenizer.{key}": value for key, value in changes.items()}
+    kept = {key: value for key, value in changed.items() if value is not None}
+    return dataclasses.replace(demo_checkpoint(), tokenizer_source=kept)
+
+
+def tiny_vocabulary(**changes: Any) -> Checkpoint:
+    """A GGUF vocabulary of the byte alphabet and a few merges, control and added tokens."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    added = ["<bos>", "<eos>", "<tool>"]
+    tokens = [*alphabet, "12", "123", "Ġa", *added]
+    types = [1] * (len(tokens) - 3) + [3, 3, 4]
+    return with_metadata(
+        **{
+            "ggml.tokens": tokens,
+            "ggml.token_type": types,
+            "ggml.merges": ["1 2", "12 3", "Ġ a"],
+            "ggml.bos_token_id": len(tokens) - 3,
+            "ggml.eos_token_id": len(tokens) - 2,
+            "ggml.unknown_token_id": None,
+            "ggml.padding_token_id": None,
+        }
+        | changes
+    )
+
+
+def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
+    return [tokenizer.decode([token_id]) for token_id in tokenizer.encode(text)]
+
+
+def error_of(checkpoint: Checkpoint) -> str:
+    with pytest.raises(JaxinferError) as caught:
+        load_tokenizer(checkpoint)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(checkpoint.path) in message
+    return message
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's tokenizer as Hugging Face saves it."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    demo()._wrapped.save_pretrained(path)
+    return path
+
+
+class TestGolden:
+    @pytest.mark.parametrize("case", CASES, ids=lambda case: case["prompt"])
+    def test_prompt_ids(self, case: dict[str, Any]) -> None:
+        if case["kind"] == "chat":
+            ids = demo().encode_chat([{"role": "user", "content": case["prompt"]}])
+        else:
+            ids = demo().encode(case["prompt"])
+        assert ids == case["prompt_ids"]
+
+    @pytest.mark.parametrize("case", CASES, ids=lambda case: case["prompt"])
+    def test_output_text(self, case: dict[str, Any]) -> None:
+        text = case["output_text"].removesuffix("<|im_end|>")
+        assert demo().decode(case["output_ids"]) == text
+        assert stream(demo(), case["output_ids"]) == text
+
+
+class TestEncode:
+    def test_special_tokens_in_text_are_parsed(self) -> None:
+        assert demo().encode("<|im_start|>user<|im_end|>") == [1, 4093, 2]
+
+    def test_digits_stand_alone(self) -> None:
+        assert pieces(demo(), "12345") == ["1", "2", "3", "4", "5"]
+
+    def test_sizes(self) -> None:
+        assert demo().vocab_size == 49152
+        assert demo().eos_token_ids == (2,)
+
+    @given(
+        st.text(
+            st.characters(min_codepoint=32, max_codepoint=0xFFFF, exclude_categories=["Cs", "Cc"])
+        )
+    )
+    @settings(max_examples=150, deadline=None)
+    def test_round_trip(self, text: str) -> None:
+        assert demo().decode(demo().encode(text)) == text
+
+
+class TestChat:
+    def test_system_message_replaces_the_default(self) -> None:
+        ids = demo().encode_chat([{"role": "system", "content": "Be brief."}, USER])
+        assert ids == demo().encode(
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
+
+    def test_model_without_template(self) -> None:
+        tokenizer = load_tokenizer(tiny_vocabulary(chat_template=None))
+        with pytest.raises(JaxinferError, match="has no chat template"):
+            tokenizer.encode_chat([USER])
+
+    def test_template_that_raises(self) -> None:
+        template = "{{ raise_exception('roles must\nalternate') }}"
+        tokenizer = load_tokenizer(tiny_vocabulary(chat_template=template))
+        with pytest.raises(JaxinferError, match="refuses the messages: roles must alternate"):
+            tokenizer.encode_chat([USER])
+
+    @pytest.mark.parametrize(
+        ("messages", "fragment"),
+        [
+            ([], "at least one message"),
+            (["Hi"], "message 0 of the chat is 'Hi'"),
+            ([USER, {"content": "Hi"}], "message 1 of the chat"),
+            ([{"role": "user"}], "'content'"),
+            ([{"role": "user", "content": 3}], "refuses the messages"),
+        ],
+    )
+    def test_bad_messages(self, messages: list[Any], fragment: str) -> None:
+        with pytest.raises(JaxinferError) as caught:
+            demo().encode_chat(messages)
+        assert fragment in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+class TestDetokenizer:
+    @given(st.lists(st.integers(0, 49151), max_size=60))
+    @settings(max_examples=200, deadline=None)
+    def test_random_ids(self, ids: list[int]) -> None:
+        assert stream(demo(), ids) == demo().decode(ids)
+
+    @given(st.text(max_size=40))
+    @settings(max_examples=200, deadline=None)
+    def test_random_text(self, text: str) -> None:
+        ids = demo().encode(text)
+        assert stream(demo(), ids) == demo().decode(ids)
+
+    @given(st.lists(st.integers(0, 265), max_size=40))
+    @settings(max_examples=300, deadline=None)
+    def test_random_bytes_and_plain_tokens(self, ids: list[int]) -> None:
+        tokenizer = byte_level_with_plain_tokens()
+        assert stream(tokenizer, ids) == tokenizer.decode(ids)
+
+    @given(st.lists(st.integers(0, 270) | st.integers(255, 267), max_size=40))
+    @settings(max_examples=300, deadline=None)
+    def test_random_sentencepiece_ids(self, ids: list[int]) -> None:
+        tokenizer = sentencepiece_style()
+        assert stream(tokenizer, ids) == tokenizer.decode(ids)
+
+    def test_a_character_of_several_tokens_comes_whole(self) -> None:
+        ids = demo().encode("🦙")
+        assert len(ids) > 1
+        detokenizer = Detokenizer(demo())
+        assert [detokenizer.add(token_id) for token_id in ids] == [""] * (len(ids) - 1) + ["🦙"]
+
+    def test_flush_shows_the_incomplete_character(self) -> None:
+        ids = demo().encode("a🦙")[:-1]
+        detokenizer = Detokenizer(demo())
+        assert "".join(detokenizer.add(token_id) for token_id in ids) == "a"
+        assert detokenizer.flush() == "\ufffd"
+        assert detokenizer.text == "a\ufffd"
+
+    def test_invalid_bytes_are_not_held_back(self) -> None:
+        (stray,) = [
+            token_id
+            for token_id in range(256)
+            if byte_level_with_plain_tokens()._backend.id_to_token(token_id) == "ÿ"
+        ]
+        detokenizer = Detokenizer(byte_level_with_plain_tokens())
+        assert [detokenizer.add(stray) for _ in range(3)] == ["\ufffd"] * 3
+
+    def test_unknown_and_special_ids_are_skipped(self) -> None:
+        assert stream(demo(), [504, 2, 60000, 1, 3575]) == demo().decode([504, 3575])
+
+
+class TestGGUFVocabulary:
+    def test_pre_tokenisers(self) -> None:
+        digits = {}
+        for pre in ("smollm", "gpt-2", "llama-bpe"):
+            checkpoint = tiny_vocabulary(**{"ggml.pre": pre, "ggml.add_bos_token": False})
+            digits[pre] = pieces(load_tokenizer(checkpoint), "1234 a")
+        assert digits["smollm"] == ["1", "2", "3", "4", " a"]
+        assert digits["gpt-2"] == ["123", "4", " a"]
+        assert digits["llama-bpe"] == ["123", "4", " a"]
+
+    def test_llama3_splits_digits_in_threes_and_contractions_of_any_case(self) -> None:
+        tokenizer = load_tokenizer(tiny_vocabulary(**{"ggml.pre": "llama-bpe"}))
+        split = tokenizer._backend.pre_tokenizer.pre_tokenize_str("DON'T pay 12345\n\n now")
+        words = [word for word, _ in split]
+        assert words == ["DON", "'T", "Ġpay", "Ġ", "123", "45", "ĊĊ", "Ġnow"]
+
+    def test_bos_only_where_the_model_adds_it(self) -> None:
+        with_bos = load_tokenizer(tiny_vocabulary(**{"ggml.add_bos_token": True}))
+        without = load_tokenizer(tiny_vocabulary(**{"ggml.add_bos_token": False}))
+        (bos_id,) = without.encode("<bos>")
+        assert with_bos.encode("a") == [bos_id, *without.encode("a")]
+        llama3 = load_tokenizer(
+            tiny_vocabulary(**{"ggml.pre": "llama-bpe", "ggml.add_bos_token": None})
+        )
+        assert llama3.encode("a")[0] == bos_id
+        # The template writes BOS itself.
+        assert with_bos.encode_chat([USER]).count(bos_id) == 0
+
+    def test_user_defined_tokens_are_kept_in_the_text(self) -> None:
+        tokenizer = load_tokenizer(tiny_vocabulary())
+        ids = tokenizer.encode("<tool><eos>")
+        assert len(ids) == 2
+        assert tokenizer.decode(ids) == "<tool>"
+
+    @pytest.mark.parametrize(
+        ("changes", "fragment"),
+        [
+            ({"ggml.model": "llama"}, "tokenizer.ggml.model is 'llama', must be 'gpt2'"),
+            ({"ggml.model": None}, "tokenizer.ggml.model is None"),
+            ({"ggml.pre": "qwen2"}, "tokenizer.ggml.pre is 'qwen2', must be one of: smollm, gpt-2"),
+            ({"ggml.pre": None}, "tokenizer.ggml.pre is None"),
+            ({"ggml.tokens": None}, "lacks 'tokenizer.ggml.tokens'"),
+            ({"ggml.merges": None}, "lacks 'tokenizer.ggml.merges'"),
+            ({"ggml.merges": ["1 9"]}, "merge '1 9'"),
+            ({"ggml.merges": ["12"]}, "merge '12'"),
+            ({"ggml.bos_token_id": 100000}, "tokenizer.ggml.bos_token_id is 100000"),
+            ({"ggml.bos_token_id": None, "ggml.add_bos_token": True}, "bos_token_id"),
+        ],
+    )
+    def test_bad_metadata(self, changes: dict[str, Any], fragment: str) -> None:
+        assert fragment in error_of(tiny_vocabulary(**changes))
+
+
+class TestFolder:
+    def load(self, folder: Path) -> Tokenizer:
+        source = dataclasses.replace(demo_checkpoint(), path=folder, tokenizer_source=folder)
+        return load_tokenizer(source)
+
+    def test_same_ids_as_from_gguf(self, folder: Path) -> None:
+        tokenizer = self.load(folder)
+        for case in CASES:
+            assert tokenizer.encode(case["prompt"]) == demo().encode(case["prompt"])
+        assert tokenizer.encode_chat([USER]) == demo().encode_chat([USER])
+
+    def test_template_in_tokenizer_config(self, folder: Path, tmp_path: Path) -> None:
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        config["chat_template"] = "{{ messages[0]['content'] }}!"
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+        assert self.load(tmp_path).encode_chat([USER]) == demo().encode("Hi!")
+
+    def test_class_named_in_the_config_does_not_change_the_splitting(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        config["tokenizer_class"] = "GPT2Tokenizer"
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+        assert pieces(self.load(tmp_path), "1969") == ["1", "9", "6", "9"]
+
+    def test_truncation_in_the_file_is_ignored(self, folder: Path, tmp_path: Path) -> None:
+        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        backend.enable_truncation(4)
+        backend.save(str(tmp_path / "tokenizer.json"))
+        assert len(self.load(tmp_path).encode("1 2 3 4 5 6 7")) == 13
+
+    def test_missing(self, tmp_path: Path) -> None:
+        source = dataclasses.replace(demo_checkpoint(), path=tmp_path, tokenizer_source=tmp_path)
+        assert "has no tokenizer.json" in error_of(source)
+
+    @pytest.mark.parametrize("content", ["{", "{}", "[]", '{"model": 1}', '{"added_tokens": []}'])
+    def test_damaged(self, tmp_path: Path, content: str) -> None:
+        (tmp_path / "tokenizer.json").write_text(content)
+        source = dataclasses.replace(demo_checkpoint(), path=tmp_path, tokenizer_source=tmp_path)
+        assert "tokenizer.json: cannot read the tokenizer" in error_of(source)
+
+
+def test_quiet_and_without_jax() -> None:
+    """Loading prints nothing, and neither transformers nor JAX comes with the import."""
+    script = (
+        "import sys; from jaxinfer.tokenizer import load_tokenizer;"
+        "from jaxinfer.runtime.checkpoint import open_checkpoint;"
+        "assert not {'jax', 'transformers'} & set(sys.modules);"
+        "load_tokenizer(open_checkpoint('smollm2-135m-instruct'));"
+        "assert 'jax' not in sys.modules"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,0 +1,249 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.request import SamplingParams
+from jaxinfer.workload.batch_input import (
+    DEFAULT_MAX_TOKENS,
+    BadLine,
+    BatchLine,
+    Conversation,
+    read_batch,
+)
+
+
+def read(tmp_path: Path, *lines: object) -> list[BatchLine | BadLine]:
+    """Read a file of these lines: bytes and text as they are, anything else as JSON."""
+    raw = [
+        line if isinstance(line, bytes) else (line if isinstance(line, str) else json.dumps(line))
+        for line in lines
+    ]
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"".join((x if isinstance(x, bytes) else x.encode()) + b"\n" for x in raw))
+    return read_batch(path)
+
+
+def envelope(url: str, body: object, **changes: object) -> dict[str, object]:
+    return {"custom_id": "a", "method": "POST", "url": url, "body": body} | changes
+
+
+def chat(**body: object) -> dict[str, object]:
+    return envelope(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]} | body
+    )
+
+
+def completion(**body: object) -> dict[str, object]:
+    return envelope("/v1/completions", {"prompt": "Hi"} | body)
+
+
+def good(tmp_path: Path, line: object) -> BatchLine:
+    (only,) = read(tmp_path, line)
+    assert isinstance(only, BatchLine), only
+    return only
+
+
+HI = Conversation([{"role": "user", "content": "Hi"}])
+
+
+@pytest.mark.parametrize(
+    ("line", "prompt"),
+    [
+        (chat(), HI),
+        (completion(), "Hi"),
+        (completion(prompt=[1, 2]), [1, 2]),
+        ({"prompt": "Hi"}, "Hi"),
+        ({"prompt": [3]}, [3]),
+        ({"prompt_token_ids": [0, 5]}, [0, 5]),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, HI),
+        ({"prompt": None, "prompt_token_ids": [7]}, [7]),
+    ],
+)
+def test_accepted_forms(tmp_path, line, prompt):
+    assert good(tmp_path, line).prompt == prompt
+
+
+def test_text_parts_become_one_text(tmp_path):
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "system", "content": ""}, {"role": "user", "content": parts}]
+    assert good(tmp_path, {"messages": messages}).prompt == Conversation(
+        [{"role": "system", "content": ""}, {"role": "user", "content": "one\ntwo"}]
+    )
+
+
+def test_sampling_options_and_defaults(tmp_path):
+    assert good(tmp_path, {"prompt": "Hi"}).sampling == SamplingParams(
+        temperature=1.0, max_tokens=DEFAULT_MAX_TOKENS
+    )
+    options = {
+        "temperature": 1,
+        "top_k": 5,
+        "top_p": 0.5,
+        "seed": 3,
+        "max_tokens": 7,
+        "stop": ["x"],
+        "stop_token_ids": [2],
+        "ignore_eos": True,
+    }
+    wanted = SamplingParams.model_validate(options)
+    assert good(tmp_path, {"prompt": "Hi"} | options).sampling == wanted
+    assert good(tmp_path, completion(**options)).sampling == wanted
+    assert good(tmp_path, chat(stop="x")).sampling.stop == ("x",)
+
+
+def test_max_completion_tokens_is_max_tokens(tmp_path):
+    assert good(tmp_path, chat(max_completion_tokens=9)).sampling.max_tokens == 9
+    both = chat(max_completion_tokens=9, max_tokens=9)
+    assert good(tmp_path, both).sampling.max_tokens == 9
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"model": "any", "user": "me", "metadata": {"k": "v"}},
+        {"n": 1, "stream": False, "tools": [], "logit_bias": {}, "frequency_penalty": 0.0},
+        {"temperature": None, "seed": None, "logprobs": None, "audio": None},
+        {"response_format": {"type": "text"}},
+    ],
+)
+def test_options_that_ask_for_nothing_are_accepted(tmp_path, harmless):
+    default = SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
+    assert good(tmp_path, chat(**harmless)).sampling == default
+
+
+BAD = [
+    # JSON
+    (b"\xff\xfe{}", "not UTF-8: invalid start byte at byte 1"),
+    ("{", "not JSON: Expecting property name"),
+    ('{"prompt": "a"} x', "not JSON: Extra data at column 17"),
+    ("[1]", "[1] is not a JSON object"),
+    ('"text"', "'text' is not a JSON object"),
+    ("null", "None is not a JSON object"),
+    ('{"prompt": "a", "temperature": NaN}', "NaN is not JSON"),
+    ('{"prompt": "a", "temperature": -Infinity}', "-Infinity is not JSON"),
+    ('{"prompt": "a", "temperature": 1e999}', "temperature is inf, must be"),
+    ('{"prompt": "a", "prompt": "b"}', "'prompt' is given twice"),
+    (r'{"prompt": "\ud800"}', r"'\ud800' is half of a surrogate pair"),
+    ("[" * 100_000, "nested too deeply"),
+    ('{"prompt": "a", "seed": %s}' % ("1" * 5000), "not JSON: Exceeds the limit"),
+    # envelope
+    ({"custom_id": 7, "prompt": "a"}, "custom_id is 7, must be a non-empty string"),
+    ({"custom_id": "", "prompt": "a"}, "custom_id is '', must be a non-empty string"),
+    (envelope("/v1/embeddings", {}), "url is '/v1/embeddings', must be /v1/chat/completions or"),
+    (envelope("/v1/completions", {}, method="GET"), "method is 'GET', must be 'POST'"),
+    (envelope("/v1/completions", [1]), "body is [1], must be a JSON object"),
+    ({"url": "/v1/completions", "body": {"prompt": "a"}}, "needs 'method' too"),
+    (completion() | {"bodi": 1}, "unknown field 'bodi': did you mean 'body'?"),
+    # prompts
+    ({"promt": "a"}, "needs exactly one of prompt, messages, prompt_token_ids, has ['promt']"),
+    ({"prompt": "a", "messages": []}, "has ['prompt', 'messages']"),
+    ({"prompt": ""}, "prompt is empty"),
+    ({"prompt": []}, "prompt is empty"),
+    ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
+    ({"messages": []}, "messages is [], must be a non-empty list"),
+    ({"prompt": 5}, "prompt is 5, must be a string or a list of token ids"),
+    (completion(prompt=["a", "b"]), "write one prompt per line"),
+    (completion(prompt=[[1], [2]]), "write one prompt per line"),
+    ({"prompt": [1, -2]}, "prompt[1] is -2, must be an integer >= 0"),
+    ({"prompt_token_ids": [1, True]}, "prompt_token_ids[1] is True, must be an integer >= 0"),
+    ({"prompt_token_ids": "ab"}, "prompt_token_ids is 'ab', must be a list"),
+    (chat(messages=None), "/v1/chat/completions needs messages, has []"),
+    (chat(prompt="a"), "/v1/chat/completions needs messages, has ['prompt', 'messages']"),
+    (envelope("/v1/completions", chat()["body"]), "/v1/completions needs prompt, has ['messages']"),
+    # messages
+    (chat(messages=["Hi"]), "messages[0] is 'Hi', must be an object with role and content"),
+    (chat(messages=[{"content": "Hi"}]), "messages[0] has role None"),
+    (chat(messages=[{"role": "user"}]), "messages[0] has content None"),
+    (chat(messages=[{"role": "user", "content": []}]), "messages[0] has content []"),
+    (
+        chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+        "messages[0] has content part {'type': 'image_url'}",
+    ),
+    (
+        chat(messages=[{"role": "assistant", "content": "x", "tool_calls": [1]}]),
+        "messages[0] has 'tool_calls', can only have role and content",
+    ),
+    # options
+    (chat(n=2), "n is 2, not supported except as 1"),
+    (chat(n=True), "n is True, not supported except as 1"),
+    (chat(stream=True), "stream is True, not supported except as false"),
+    (chat(logprobs=True), "logprobs is True"),
+    (completion(logprobs=0), "logprobs is 0, not supported except as false"),
+    (chat(tools=[{"type": "function"}]), "tools is [{'type': 'function'}]"),
+    (chat(response_format={"type": "json_object"}), "response_format is {'type': 'json_object'}"),
+    (chat(reasoning_effort="low"), "unknown option 'reasoning_effort'"),
+    ({"prompt": "a", "temprature": 1}, "unknown option 'temprature': did you mean 'temperature'?"),
+    (chat(temperature=-1), "temperature is -1"),
+    (chat(max_tokens=16.0), "max_tokens is 16.0, must be"),
+    (chat(max_tokens=0), "max_tokens is 0"),
+    (chat(max_tokens="16"), "max_tokens is '16'"),
+    (chat(max_completion_tokens="16"), "max_tokens is '16'"),
+    (chat(max_tokens=3, max_completion_tokens=4), "max_tokens is 3 but max_completion_tokens is 4"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD)
+def test_bad_line_has_its_number_and_a_one_line_reason(tmp_path, line, reason):
+    before, bad, after = read(tmp_path, {"prompt": "x"}, line, {"prompt": "y"})
+    assert isinstance(before, BatchLine)
+    assert isinstance(after, BatchLine)
+    assert isinstance(bad, BadLine)
+    assert bad.number == 2
+    assert reason in bad.reason
+    assert "\n" not in bad.reason
+    assert len(bad.reason) < 300
+
+
+def test_numbering_counts_blank_lines_and_crlf_and_bom_are_fine(tmp_path):
+    lines = read(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}\r', "", "  \t", {"prompt": "b"})
+    assert [(x.number, x.custom_id) for x in lines] == [(1, "line-1"), (4, "line-4")]
+    assert all(isinstance(x, BatchLine) for x in lines)
+
+
+def test_last_line_needs_no_newline_and_no_line_is_no_error(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a"}')
+    assert len(read_batch(path)) == 1
+    path.write_text("")
+    assert read_batch(str(path)) == []
+
+
+def test_bad_line_keeps_its_custom_id(tmp_path):
+    (bad,) = read(tmp_path, chat(n=2))
+    assert bad.custom_id == "a"
+
+
+def test_second_user_of_a_custom_id_is_bad_and_gets_an_id_of_its_own(tmp_path):
+    first, second, third = read(tmp_path, chat(), completion(), chat())
+    assert isinstance(first, BatchLine)
+    for bad in (second, third):
+        assert isinstance(bad, BadLine)
+        assert bad.reason == "custom_id 'a' is already that of line 1, must be unique"
+    assert [second.custom_id, third.custom_id] == ["line-2", "line-3"]
+
+
+def test_custom_id_that_collides_with_a_made_one(tmp_path):
+    lines = read(
+        tmp_path,
+        {"prompt": "a"},
+        {"prompt": "b", "custom_id": "line-1"},
+        {"prompt": "c", "custom_id": "line-4"},
+        {"prompt": "d"},
+    )
+    assert [type(x) for x in lines] == [BatchLine, BadLine, BatchLine, BadLine]
+    assert len({x.custom_id for x in lines}) == 4
+
+
+def test_long_values_are_shortened(tmp_path):
+    (bad,) = read(tmp_path, {"prompt": "a" * 9, "messages\n" * 50: "x" * 9999})
+    assert "\n" not in bad.reason
+    (bad,) = read(tmp_path, chat(response_format={"schema": "x" * 9999}))
+    assert len(bad.reason) < 200
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "."])
+def test_unreadable_file(tmp_path, name):
+    with pytest.raises(JaxinferError, match=r"^cannot read .*: (No such file|Is a directory)"):
+        read_batch(tmp_path / name)

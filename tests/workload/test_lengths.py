@@ -1,0 +1,115 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.workload.lengths import BenchRequest, read_workload, synthetic_tokens
+
+VIDUR = "num_prefill_tokens,num_decode_tokens,arrived_at\n"
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+def lengths(prompt: int, output: int, arrival: float = 0.0) -> BenchRequest:
+    return BenchRequest(None, prompt, output, arrival)
+
+
+def read(tmp_path: Path, name: str, text: str) -> list[BenchRequest]:
+    path = tmp_path / name
+    path.write_text(text)
+    return read_workload(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "requests"),
+    [
+        (VIDUR + "5,6,0.5\n7,8,0.25\n", [lengths(5, 6, 0.5), lengths(7, 8, 0.25)]),
+        ("num_prefill_tokens,num_decode_tokens\n5,6\n", [lengths(5, 6)]),
+        (
+            "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n3,4,7,0.75\n",
+            [lengths(3, 4)],
+        ),
+        (
+            AZURE + "2023-11-16 18:17:04.0319600,3,8\n2023-11-16 18:17:03.9799600,4,9",
+            [lengths(3, 8, 0.052), lengths(4, 9, 0.0)],
+        ),
+        ("\ufeff" + VIDUR + "5,6,0\r\n\n", [lengths(5, 6)]),
+    ],
+)
+def test_csv_formats(tmp_path, text, requests):
+    assert read(tmp_path, "trace.csv", text) == requests
+
+
+def test_jsonl(tmp_path):
+    lines = [
+        {"prompt_token_ids": [1, 2], "max_tokens": 3},
+        {"id": 0, "prompt_len": 1, "prompt_token_ids": [4], "max_tokens": 5, "text": "x"},
+    ]
+    text = "\n\n".join(json.dumps(x) for x in lines)
+    assert read(tmp_path, "work.jsonl", text) == [
+        BenchRequest([1, 2], 2, 3, 0.0),
+        BenchRequest([4], 1, 5, 0.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.txt", "", "a.txt must be a .jsonl or .csv file"),
+        ("a.jsonl", "", "holds no request"),
+        ("a.csv", "", "has the columns ''"),
+        ("a.csv", VIDUR, "holds no request"),
+        ("a.csv", "x,y\n1,2\n", "'x,y', must have num_prefill_tokens,num_decode_tokens[,arriv"),
+        ("a.csv", "num_prefill_tokens,num_decode_tokens,arived_at\n1,2,3\n", "must have"),
+        ("a.csv", "ContextTokens,GeneratedTokens\n1,2\n", "ContextTokens,GeneratedTokens,TIME"),
+        ("a.csv", "num_prefill_tokens,num_decode_tokens,num_decode_tokens\n1,2,3\n", "must have"),
+        ("a.csv", VIDUR + "1,2,0\n0,2,0\n", "line 3: num_prefill_tokens is '0', must be"),
+        ("a.csv", VIDUR + "1,-2,0\n", "line 2: num_decode_tokens is '-2', must be"),
+        ("a.csv", VIDUR + "1.5,2,0\n", "line 2: num_prefill_tokens is '1.5', must be"),
+        ("a.csv", VIDUR + "1,2,-1\n", "line 2: arrived_at is '-1', must be"),
+        ("a.csv", VIDUR + "1,2,nan\n", "line 2: arrived_at is 'nan', must be"),
+        ("a.csv", VIDUR + "1,2,soon\n", "line 2: arrived_at is 'soon', must be"),
+        ("a.csv", VIDUR + "1,2\n", "line 2: 2 cells, must be 3"),
+        ("a.csv", AZURE + "noon,1,2\n", "line 2: TIMESTAMP is 'noon', must be like"),
+        ("a.jsonl", "{}", "line 1: prompt_token_ids is None, must be a list"),
+        ("a.jsonl", '\n{"prompt_token_ids": [1]}', "line 2: max_tokens is None, must be"),
+        ("a.jsonl", '{"prompt_token_ids": [1], "max_tokens": 0}', "line 1: max_tokens is 0"),
+        ("a.jsonl", '{"prompt_token_ids": [1], "max_tokens": 1.0}', "max_tokens is 1.0"),
+        ("a.jsonl", '{"prompt_token_ids": [], "max_tokens": 1}', "prompt_token_ids is empty"),
+        ("a.jsonl", '{"prompt_token_ids": [1], "max_token": 1}', "did you mean 'max_tokens'?"),
+        (
+            "a.jsonl",
+            '{"prompt_token_ids": [1], "max_tokens": 1, "prompt_len": 2}',
+            "line 1: prompt_len is 2, but there are 1 prompt_token_ids",
+        ),
+        ("a.jsonl", "[]", "line 1: [] is not a JSON object"),
+    ],
+)
+def test_bad_workload_is_named_in_one_line(tmp_path, name, text, reason):
+    with pytest.raises(JaxinferError) as error:
+        read(tmp_path, name, text)
+    assert reason in str(error.value)
+    assert name in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["missing.csv", "missing.jsonl", "folder.csv"])
+def test_unreadable_file(tmp_path, name):
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(JaxinferError, match=r"^cannot read .*: (No such file|Is a directory)"):
+        read_workload(tmp_path / name)
+
+
+def test_csv_that_is_not_text(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(JaxinferError, match="as CSV"):
+        read_workload(path)
+
+
+def test_synthetic_tokens_depend_on_the_seed_alone():
+    tokens = synthetic_tokens(1000, 50, seed=3)
+    assert tokens == synthetic_tokens(1000, 50, seed=3)
+    assert tokens != synthetic_tokens(1000, 50, seed=4)
+    assert len(tokens) == 1000
+    assert set(tokens) == set(range(50))
