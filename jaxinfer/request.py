@@ -89,7 +89,11 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A finished request, in the shape that vLLM's users know."""
+    """A finished request, in the shape that vLLM's users know.
+
+    ``prompt`` is None where it was not given as text. ``error`` says why a request was refused;
+    it has no outputs then.
+    """
 
     request_id: str
     prompt: str | None
@@ -97,3 +101,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    error: str | None = None

@@ -40,15 +40,17 @@ def sample(logits_SV: jax.Array, inputs: SamplingInputs) -> tuple[jax.Array, jax
         token_S int32, and logprob_S float32: the natural log of the token's probability under
         the model itself, before temperature and truncation.
     """
+    max_S1 = logits_SV.max(-1, keepdims=True)
+    # Outside the branches, where XLA:CPU spreads it over the cores.
+    greedy_S = argmax(logits_SV)
     token_S = jax.lax.cond(
         jnp.any(inputs.temperature_S > 0),
-        _draw,
-        lambda logits, _: argmax(logits),
-        logits_SV,
-        inputs,
+        lambda: jnp.where(inputs.temperature_S > 0, _draw(logits_SV, inputs), greedy_S),
+        lambda: greedy_S,
     )
     chosen_S = jnp.take_along_axis(logits_SV, token_S[:, None], -1)[:, 0]
-    return token_S, chosen_S - jax.nn.logsumexp(logits_SV, -1)
+    log_sum_S = jnp.log(jnp.exp(logits_SV - max_S1).sum(-1)) + max_S1[:, 0]
+    return token_S, chosen_S - log_sum_S
 
 
 def argmax(x_SV: jax.Array) -> jax.Array:
@@ -60,8 +62,8 @@ def argmax(x_SV: jax.Array) -> jax.Array:
 
 def _draw(logits_SV: jax.Array, inputs: SamplingInputs) -> jax.Array:
     """Temperature, then top-k, then top-p of what is left, then a Gumbel-max draw."""
-    greedy_S = inputs.temperature_S == 0
-    scaled_SV = logits_SV / jnp.where(greedy_S, 1.0, inputs.temperature_S)[:, None]
+    temperature_S = jnp.where(inputs.temperature_S > 0, inputs.temperature_S, 1.0)
+    scaled_SV = logits_SV / temperature_S[:, None]
     scaled_SV = jax.lax.cond(
         jnp.any(inputs.top_k_S > 0), keep_top_k, lambda x, _: x, scaled_SV, inputs.top_k_S
     )
@@ -74,7 +76,7 @@ def _draw(logits_SV: jax.Array, inputs: SamplingInputs) -> jax.Array:
         return jax.random.gumbel(jax.random.fold_in(key, position), scaled_SV.shape[-1:])
 
     noise_SV = jax.vmap(noise)(inputs.seed_S2, inputs.position_S)
-    return argmax(jnp.where(greedy_S[:, None], logits_SV, scaled_SV + noise_SV))
+    return argmax(scaled_SV + noise_SV)
 
 
 def keep_top_k(logits_SV: jax.Array, top_k_S: jax.Array) -> jax.Array:

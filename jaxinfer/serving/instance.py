@@ -74,6 +74,11 @@ class Instance:
         return self.kv.num_free
 
     @property
+    def free_pages_by_shard(self) -> list[int]:
+        """All free pages of each shard."""
+        return [shard.pool.num_free for shard in self.kv.shards]
+
+    @property
     def page_size(self) -> int:
         """Tokens per page."""
         return self.kv.page_size
@@ -88,10 +93,12 @@ class Instance:
         """Whether a new role waits for the last request to leave."""
         return self.next_role is not None
 
-    def take_role_when_drained(self) -> None:
+    def take_role_when_drained(self) -> bool:
         """Change the role if one is due and nothing is left of the old one."""
-        if self.next_role is not None and not self.num_requests and not self.num_exported:
-            self.role, self.next_role = self.next_role, None
+        if self.next_role is None or self.num_requests or self.num_exported:
+            return False
+        self.role, self.next_role = self.next_role, None
+        return True
 
     def form_batch(self) -> Batch | None:
         """The next step by this instance's policy, launched as far as the integers go."""
@@ -167,14 +174,16 @@ class Instance:
 
         Requests whose KV lies elsewhere are admitted on the way; see ``take_admitted_imports``.
         """
-        while self.waiting and self._seats_left():
+        while self.waiting and self.has_seat:
             request = self.policies.order(self.waiting)
-            if request.exported and len(self.importing) >= self.options.max_transfers_in_flight:
-                return None
             if request.exported and request.exported[0] == self.name:
                 _, request.hold = request.exported
                 request.exported = None
                 self.num_exported -= 1
+            elif request.exported and not self.can_import:
+                return None
+            elif request.incoming:
+                request.hold, request.incoming = request.incoming, None
             else:
                 request.hold = self.reserve(request, request.legs[0])
             if request.hold is None:
@@ -193,10 +202,21 @@ class Instance:
             return None
         return self.kv.reserve(request.known_until(leg))
 
+    def reserve_ahead(self, request: RequestState, leg: Leg) -> Hold | None:
+        """Pages for a request before its turn: only where nobody waits for room here."""
+        return None if self.waiting else self.reserve(request, leg)
+
     def take_admitted_imports(self) -> list[RequestState]:
         """Requests admitted since the last call whose transfer is to be started."""
         admitted, self._admitted_imports = self._admitted_imports, []
         return admitted
 
-    def _seats_left(self) -> bool:
+    @property
+    def has_seat(self) -> bool:
+        """Whether one more request may run."""
         return len(self.running) + len(self.importing) < self.options.max_num_seqs
+
+    @property
+    def can_import(self) -> bool:
+        """Whether one more request may be fetched."""
+        return self.has_seat and len(self.importing) < self.options.max_transfers_in_flight

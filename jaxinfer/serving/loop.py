@@ -1,7 +1,6 @@
 """The serving loop: one loop for every system and both worlds."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 from jaxinfer.errors import JaxinferError
@@ -65,6 +64,8 @@ class ServingLoop:
         self._on_event = on_event
         # Instances whose state has changed since they were last asked for a batch.
         self._changed: dict[str, None] = {}
+        self._draining: dict[str, None] = {}
+        self._steps_in_flight = 0
         self._watches_steps = type(system).on_step is not System.on_step
         for instance in self.instances.values():
             instance.kv.on_free = partial(self._mark_changed, instance.name)
@@ -76,20 +77,34 @@ class ServingLoop:
         while True:
             for event in self.world.due_events():
                 self._apply(event)
-            if self.unrouted:
-                self._route()
-            self._launch()
+            self._decide()
+            # With nothing in flight, nothing changes by itself.
+            while not self._in_flight and (self._take_roles() or self._drop_unfetched()):
+                self._decide()
             if not self._in_flight and not self.world.arrivals_left():
                 if not self.live:
                     return
-                self._break_stall()
+                if self.system.tick_interval is None:
+                    raise RuntimeError(self._explain_stall())
+
+    def _decide(self) -> None:
+        self._take_roles()  # Before routing, which may go by role.
+        if self.unrouted:
+            self._route()
+        self._launch()
+
+    def _take_roles(self) -> bool:
+        taken = [name for name in self._draining if self.instances[name].take_role_when_drained()]
+        for name in taken:
+            del self._draining[name]
+        return bool(taken)
 
     def _mark_changed(self, name: str) -> None:
         self._changed[name] = None
 
     @property
     def _in_flight(self) -> int:
-        return self.hand_offs.in_flight + sum(i.in_flight for i in self.instances.values())
+        return self._steps_in_flight + self.hand_offs.in_flight
 
     def _view(self) -> ClusterView:
         return ClusterView(self.world.now(), self.instances)
@@ -107,6 +122,8 @@ class ServingLoop:
                 self._commit_transfer(event)
                 self._on_event(event)
             case Arrival():
+                if event.request.id in self.live:
+                    raise ValueError(f"two requests at once have the id {event.request.id!r}")
                 self.live[event.request.id] = event.request
                 self.unrouted[event.request.id] = event.request
             case Tick():
@@ -120,6 +137,7 @@ class ServingLoop:
     def _commit_step(self, done: StepDone) -> None:
         instance = self.instances[done.batch.instance]
         instance.in_flight -= 1
+        self._steps_in_flight -= 1
         self._changed[instance.name] = None
         sample = 0
         for row in done.batch.rows:
@@ -165,7 +183,9 @@ class ServingLoop:
         transfer, request = done.transfer, done.transfer.request
         self.hand_offs.done(transfer)
         self._changed[transfer.source] = self._changed[transfer.dest] = None
-        if transfer.epoch == request.epoch and self._runs(request) and request.leg_is_over:
+        if transfer.epoch != request.epoch or request.slice_move or not self._runs(request):
+            return
+        if request.leg_is_over:
             self._end_leg(request)  # Cut short while its KV was on the way.
 
     def _runs(self, request: RequestState) -> bool:
@@ -182,8 +202,10 @@ class ServingLoop:
     def _finish(
         self, request: RequestState, reason: FinishReason, detail: int | str | None
     ) -> None:
-        if self._runs(request):
-            del self.instances[request.legs[0].instance].running[request.id]
+        if request.legs:
+            here = self.instances[request.legs[0].instance]
+            here.running.pop(request.id, None)
+            here.importing.pop(request.id, None)
         request.finish_reason, request.stop_reason = reason, detail
         self.hand_offs.release_export(request)
         if request.hold:
@@ -198,14 +220,16 @@ class ServingLoop:
     # Decisions: routing, actions, launches.
 
     def _route(self) -> None:
-        for assignment in self.system.route(self.unrouted.values(), self._view()):
+        for assignment in list(self.system.route(self.unrouted.values(), self._view())):
             self._assign(assignment)
 
     def _assign(self, assignment: Assignment) -> None:
         request = self.unrouted.get(assignment.request)
         if request is None:
             raise JaxinferError(f"system routes {assignment.request!r}, which does not wait")
-        legs = self._legs_left(request, assignment.legs)
+        legs = self._legs_beyond(request.computed, assignment.legs)
+        if not legs:
+            raise JaxinferError(f"system gives {request.id!r} no leg past {request.computed}")
         if refusal := self._refusal(request, legs):
             request.error = refusal
             self._finish(request, "error", None)
@@ -215,14 +239,22 @@ class ServingLoop:
         self.hand_offs.start_leg(request)
         self._changed[legs[0].instance] = None
 
-    def _legs_left(self, request: RequestState, legs: Sequence[Leg]) -> list[Leg]:
+    def _instance(self, name: str) -> Instance:
+        if name not in self.instances:
+            known = did_you_mean(name, self.instances)
+            raise JaxinferError(f"system names instance {name!r}: {known}")
+        return self.instances[name]
+
+    def _legs_beyond(self, reached: int, legs: Sequence[Leg]) -> list[Leg]:
+        """``legs`` less the empty ones, where ``reached`` KV entries are there already."""
+        left: list[Leg] = []
         for leg in legs:
-            if leg.instance not in self.instances:
-                known = did_you_mean(leg.instance, self.instances)
-                raise JaxinferError(f"system names instance {leg.instance!r}: {known}")
-        left = [leg for leg in legs if leg.until is None or leg.until > request.computed]
-        if not left:
-            raise JaxinferError(f"system gives {request.id!r} no leg past {request.computed}")
+            self._instance(leg.instance)
+            if leg.until is not None and leg.until <= reached:
+                continue
+            if not left or left[-1].until is not None:
+                left.append(leg)
+            reached = leg.until or reached
         return left
 
     def _refusal(self, request: RequestState, legs: Sequence[Leg]) -> str | None:
@@ -239,10 +271,10 @@ class ServingLoop:
         return None
 
     def _act(self, actions: Iterable[Action]) -> None:
-        for action in actions:
+        for action in list(actions):
             if isinstance(action, SetRole):
-                self.instances[action.instance].next_role = action.role
-                self._changed[action.instance] = None
+                self._instance(action.instance).next_role = action.role
+                self._draining[action.instance] = None
                 continue
             request = self.live.get(action.request)
             if request is None:
@@ -255,35 +287,43 @@ class ServingLoop:
                 case Reassign():
                     self._reassign(request, action.legs)
                 case MoveSlices() if self._runs(request) and not request.slice_move:
-                    request.slice_move = action
-                    self.hand_offs.start_slice_move(request)
+                    self.hand_offs.ask_slice_move(request, action)
                 case _:
                     continue
             if request.legs:
                 self._changed[request.legs[0].instance] = None
 
     def _reassign(self, request: RequestState, legs: Sequence[Leg]) -> None:
-        if request.id in self.unrouted:
+        if request.legs:
+            here = self.instances[request.legs[0].instance]
+            self._changed[here.name] = None
+            if request not in here.waiting:
+                self._revise_legs(request, here, legs)
+                return
+            here.waiting.remove(request)
+            request.legs = []
+            self.hand_offs.drop_incoming(request)
+            self.unrouted[request.id] = request
+        if legs:
             self._assign(Assignment(request.id, tuple(legs)))
+
+    def _revise_legs(self, request: RequestState, here: Instance, legs: Sequence[Leg]) -> None:
+        """Other legs for a request that runs or is being imported."""
+        following = self._legs_beyond(request.launched, legs)
+        if refusal := self._refusal(request, following):
+            request.error = refusal
+            self._finish(request, "error", None)
             return
-        here = self.instances[request.legs[0].instance]
-        if request.id in here.running or request.id in here.importing:
-            following = self._legs_left(request, legs)
+        if not following or following[0].instance != here.name:
             # KV entries in flight are still computed here; the rest is the next leg's.
-            if following[0].instance != here.name:
-                following.insert(0, Leg(here.name, request.launched))
-            elif following[0].until is not None:
-                until = max(following[0].until, request.launched)
-                following[0] = replace(following[0], until=until)
-            request.legs = following
-            in_motion = request.id in here.importing or request.slice_move
-            if request.leg_is_over and request.launched == request.computed and not in_motion:
-                self._end_leg(request)
-            return
-        here.waiting.remove(request)
-        request.legs = []
-        self.unrouted[request.id] = request
-        self._assign(Assignment(request.id, tuple(legs)))
+            following.insert(0, Leg(here.name, request.launched))
+        request.legs = following
+        next_kv = self.instances[following[1].instance].kv if len(following) > 1 else None
+        if request.incoming and request.incoming.kv is not next_kv:
+            self.hand_offs.drop_incoming(request)
+        in_motion = request.id in here.importing or request.slice_move
+        if request.leg_is_over and not in_motion:
+            self._end_leg(request)
 
     def _launch(self) -> None:
         while self._changed:
@@ -291,25 +331,30 @@ class ServingLoop:
             for name in changed:
                 instance = self.instances[name]
                 while self.world.can_launch(name) and (batch := instance.form_batch()):
+                    self._steps_in_flight += 1
                     self.world.launch(batch)
                 for request in instance.take_admitted_imports():
                     self.hand_offs.pull(request)
-                instance.take_role_when_drained()
 
-    def _break_stall(self) -> None:
-        """Nothing is in flight, so nothing will change by itself: drop KV not yet fetched.
+    def _drop_unfetched(self) -> bool:
+        """Drop the KV of the latest request that waits for room elsewhere, if there is one.
 
-        The latest such request is recomputed by the instance that was to fetch its KV.
+        It is recomputed by the instance that was to fetch it.
         """
-        exported = [r for r in self.live.values() if r.exported]
-        if exported:
-            request = exported[-1]
-            self.hand_offs.release_export(request)
-            request.void_kv()
-            self._changed.update((leg.instance, None) for leg in request.legs[:1])
-        elif self.system.tick_interval is None:
-            names = ", ".join(list(self.live)[:5])
-            raise RuntimeError(
-                f"{type(self.system).__name__} has stalled: {len(self.live)} requests are left "
-                f"({names}), {len(self.unrouted)} of them unrouted, and nothing is in flight"
-            )
+        system_speaks_again = self.system.tick_interval is not None or self.world.arrivals_left()
+        if system_speaks_again and any(request.paused for request in self.live.values()):
+            return False
+        for request in reversed(self.live.values()):
+            if request.exported and (request.legs or not system_speaks_again):
+                self.hand_offs.release_export(request)
+                request.void_kv()
+                self._changed.update((leg.instance, None) for leg in request.legs[:1])
+                return True
+        return False
+
+    def _explain_stall(self) -> str:
+        names = ", ".join(list(self.live)[:5])
+        return (
+            f"{type(self.system).__name__} has stalled: {len(self.live)} requests are left "
+            f"({names}), {len(self.unrouted)} of them unrouted, and nothing is in flight"
+        )

@@ -119,12 +119,19 @@ class Hold:
         if not self.users:
             self.kv.on_free()
 
+    def can_move(self, source: int, dest: int, slices: tuple[int, ...]) -> bool:
+        """Whether shard ``source`` has the slices, and another shard ``dest`` has none of them."""
+        if not (0 <= source < len(self.tables) and 0 <= dest < len(self.tables)):
+            return False
+        here, there = self.tables[source], self.tables[dest]
+        return all(piece in here and piece not in there for piece in slices)
+
     def copy_slices(self, source: int, dest: int, slices: tuple[int, ...]) -> bool:
         """Reserve room in shard ``dest`` for slices of shard ``source``; False without room."""
         pool = self.kv.shards[dest].pool
         if pool.num_free < self.num_pages * len(slices):
             return False
-        assert all(piece in self.tables[source] for piece in slices)
+        assert self.can_move(source, dest, slices)
         for piece in slices:
             self.tables[dest][piece] = pool.take(self.num_pages)
         return True

@@ -113,6 +113,11 @@ class RequestState:
         until = self.legs[0].until
         return until is not None and self.computed >= until
 
+    @property
+    def slices(self) -> list[list[int]]:
+        """For each shard of its instance, the slices of KV heads that lie there; or empty."""
+        return [list(table) for table in self.hold.tables] if self.hold else []
+
     def void_kv(self) -> None:
         """Forget all KV entries; what is in flight for them is void from here on."""
         self.computed = self.launched = self.pending = self.sent = self.transfers = 0

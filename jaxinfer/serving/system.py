@@ -51,6 +51,9 @@ class RequestView(Protocol):
 
     @property
     def paused(self) -> bool: ...  # noqa: D102
+    @property
+    def slices(self) -> Sequence[Collection[int]]:
+        """For each shard of its instance, the slices of KV heads that lie there; or empty."""
 
 
 class InstanceView(Protocol):
@@ -66,6 +69,10 @@ class InstanceView(Protocol):
 
     @property
     def num_free_pages(self) -> int: ...  # noqa: D102
+    @property
+    def free_pages_by_shard(self) -> Sequence[int]:
+        """All free pages of each shard: where the slices of KV heads could move."""
+
     @property
     def page_size(self) -> int: ...  # noqa: D102
     @property

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.page_pool import Hold
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import HandOffRule, MoveSlices
@@ -57,32 +58,43 @@ class HandOffs:
         assert request.hold
         assert request.pending == 0
         assert request.launched == request.computed
-        request.exported, request.hold = (leg.instance, request.hold), None
         request.slice_move = None
-        source.num_exported += 1
+        if request.computed:
+            request.exported = (leg.instance, request.hold)
+            source.num_exported += 1
+        else:
+            request.hold.release()
+        request.hold = None
         if request.legs:
             self.start_leg(request, leg.hand_off)
 
     def start_leg(self, request: RequestState, rule: HandOffRule = "on_demand") -> None:
         """Put the request into its first leg's queue, or on, where its KV is there already."""
-        dest = self._instances[request.legs[0].instance]
-        if request.incoming and request.incoming.kv is not dest.kv:
-            request.incoming.release()
-            request.incoming, request.sent = None, 0
+        leg = request.legs[0]
+        dest = self._instances[leg.instance]
+        if request.incoming and not (
+            request.incoming.kv is dest.kv and request.incoming.grow(request.known_until(leg))
+        ):
+            self.drop_incoming(request)
         if request.exported and request.exported[0] == dest.name:
             dest.waiting.appendleft(request)
-        elif request.incoming:
+            return
+        if rule == "at_end" and request.exported and not request.incoming and dest.can_import:
+            request.incoming = dest.reserve_ahead(request, leg)
+        if not request.incoming:
+            dest.waiting.append(request)
+        elif not dest.can_import:
+            dest.waiting.appendleft(request)  # It has its pages already.
+        else:
             request.hold, request.incoming = request.incoming, None
             dest.importing[request.id] = request
             self.pull(request)
-        else:
-            if request.exported and rule == "at_end":
-                request.hold = dest.reserve(request, request.legs[0])
-            if request.hold:
-                dest.importing[request.id] = request
-                self.pull(request)
-            else:
-                dest.waiting.append(request)
+
+    def drop_incoming(self, request: RequestState) -> None:
+        """Give up the pages reserved ahead; what was sent there is void."""
+        if request.incoming:
+            request.incoming.release()
+            request.incoming, request.sent = None, 0
 
     def pull(self, request: RequestState) -> None:
         """Send what the next leg's instance still lacks; its pages are reserved."""
@@ -103,13 +115,23 @@ class HandOffs:
         if dest.name == leg.instance:
             return
         if request.incoming is None:
-            request.incoming = dest.reserve(request, request.legs[1])
-        if request.incoming and request.sent < request.computed:
+            request.incoming = dest.reserve_ahead(request, request.legs[1])
+        # A leg that goes on past its prompt outgrows what was reserved.
+        room = request.incoming and request.incoming.grow(request.computed)
+        if request.incoming and room and request.sent < request.computed:
             assert request.hold
             self._send(request, leg.instance, request.hold, dest.name, request.incoming)
 
+    def ask_slice_move(self, request: RequestState, move: MoveSlices) -> None:
+        """Note a move of slices of KV heads; it starts once nothing uses the pages."""
+        assert request.hold
+        if not request.hold.can_move(move.source_shard, move.dest_shard, move.slices):
+            raise JaxinferError(f"system asks for {move}, but the slices are not there to move")
+        request.slice_move = move
+        self.start_slice_move(request)
+
     def start_slice_move(self, request: RequestState) -> None:
-        """Move slices of KV heads once no step uses the pages; given up without room."""
+        """Move slices of KV heads if nothing uses the pages; given up without room."""
         move, hold = request.slice_move, request.hold
         assert move
         assert hold
@@ -133,6 +155,8 @@ class HandOffs:
         if move := transfer.slice_move:
             transfer.dest_hold.drop_slices(move.source_shard, move.slices)
             request.slice_move = None
+        elif request.slice_move:
+            self.start_slice_move(request)
         elif request.exported and request.hold:
             self.pull(request)
 

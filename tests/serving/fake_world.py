@@ -9,7 +9,7 @@ missing transfer or a lost token shows as an assertion or as a wrong output.
 import heapq
 import itertools
 import random
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -117,6 +117,7 @@ class FakeWorld:
         self._device_tokens: dict[tuple[str, int, int], int] = {}
         self._unwritten: set[tuple[str, int, int]] = set()
         self._last: dict[str, tuple[float, float]] = {}
+        self._delivered: deque[Event] = deque()
         for request in requests:
             self._at(request.arrival, lambda r=request: self._arrive(r))
 
@@ -140,6 +141,7 @@ class FakeWorld:
             self._now = time
             if (event := happen()) is not None:
                 events.append(event)
+        self._delivered = deque(e for e in events if isinstance(e, StepDone | TransferDone))
         return events
 
     def wake_at(self, time: float) -> None:
@@ -203,6 +205,7 @@ class FakeWorld:
 
     def committed(self, event: Event) -> None:
         """To be given to the loop as ``on_event``: from here on the pages may be reused."""
+        assert self._delivered.popleft() is event
         if isinstance(event, StepDone):
             step = self.in_flight_steps.pop(id(event.batch))
             for row, tables in zip(step.batch.rows, step.tables, strict=True):
@@ -246,9 +249,7 @@ class FakeWorld:
         for row, tables in zip(step.batch.rows, step.tables, strict=True):
             # What earlier steps still in flight write is there by this step's end.
             written = [
-                p
-                for p in range(row.start)
-                if (row.request.id, row.epoch, p) not in self._unwritten
+                p for p in range(row.start) if (row.request.id, row.epoch, p) not in self._unwritten
             ]
             self._verify(step.batch.instance, row.request.id, row.epoch, tables, written)
 
@@ -312,7 +313,17 @@ class FakeWorld:
                     assert 1 <= page <= kv.shards[shard].pool.num_usable
                     users = self._users[name, shard, page]
                     users[hold] += 1
-                    assert len(users) == 1, f"{name}/{shard} page {page} has two holders at work"
+                    others = set(users) - {hold} - self._being_committed()
+                    assert not others, f"{name}/{shard} page {page} has two holders at work"
+
+    def _being_committed(self) -> set[Hold]:
+        """Holds of the event that the loop applies now: it may reuse pages of an earlier row."""
+        match self._delivered[0] if self._delivered else None:
+            case StepDone() as done:
+                return {row.hold for row in done.batch.rows}
+            case TransferDone() as done:
+                return {done.transfer.source_hold, done.transfer.dest_hold}
+        return set()
 
     def _unuse(self, name: str, hold: Hold, tables: Tables) -> None:
         for shard, table in enumerate(tables):

@@ -3,15 +3,15 @@
 import os
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from fake_world import Timing
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from serving_checks import Run, make_kv, make_requests
-from fake_world import Timing
 
 from jaxinfer.serving.instance import Instance, InstanceOptions
-from jaxinfer.serving.policies import Policies, latest
+from jaxinfer.serving.policies import Policies
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import (
     Action,
@@ -73,9 +73,7 @@ class Follow(System):
         return tuple(leg for leg in legs if leg.until is None or leg.until > request.computed)
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> list[Assignment]:
-        return [
-            Assignment(r.id, self.legs_left(r)[: self.scripts[r.id].at_once]) for r in waiting
-        ]
+        return [Assignment(r.id, self.legs_left(r)[: self.scripts[r.id].at_once]) for r in waiting]
 
 
 class Chaos(Follow):
@@ -122,24 +120,25 @@ class Chaos(Follow):
 
     def _any_move(self, name: str, cluster: ClusterView) -> Action:
         for instance in cluster.instances.values():
-            if name not in instance.running or len(instance.kv.shards) < 2:
+            if name not in instance.running:
                 continue
-            tables = instance.running[name].hold.tables
-            if all(set(table) <= {0} for table in tables):
-                continue  # Pipeline stages: their slices are different layers.
-            source, dest = self.rng.sample(range(len(tables)), 2)
-            if tables[source]:
-                count = self.rng.randint(1, len(tables[source]))
-                slices = self.rng.sample(sorted(tables[source]), count)
-                return MoveSlices(name, source, dest, tuple(slices))
+            slices = instance.running[name].slices
+            if all(set(here) <= {0} for here in slices):
+                continue  # One shard, or pipeline stages: their slices are different layers.
+            source, dest = self.rng.sample(range(len(slices)), 2)
+            if slices[source]:
+                count = self.rng.randint(1, len(slices[source]))
+                chosen = self.rng.sample(sorted(slices[source]), count)
+                return MoveSlices(name, source, dest, tuple(chosen))
         return Pause("nobody")
 
 
-def spare_the_oldest(candidates: Sequence[RequestState]) -> RequestState:
-    """``latest``, with the promise asserted that makes every request reach its end."""
-    victim = latest(candidates)
-    assert victim is candidates[0] or len(candidates) > 1
-    return victim
+class SparesTheOldest(Instance):
+    """Asserts the promise that makes every request reach its end."""
+
+    def preempt(self, request: RequestState) -> None:
+        assert request.id != next(iter(self.running))
+        super().preempt(request)
 
 
 @st.composite
@@ -183,12 +182,23 @@ class Scenario:
     def by_id(self) -> dict[str, Script]:
         return {f"r{i}": script for i, script in enumerate(self.scripts)}
 
-    def run(self, system: System, policies: Policies | None = None) -> Run:
+    def too_long_for(self, name: str, number: int) -> Script:
+        """The script, changed to one leg on ``name`` with one token more than its pool holds."""
+        _, pages, page_size, _, _ = next(i for i in self.instances if i[0] == name)
+        tokens = pages * page_size + 1 - self.scripts[number].prompt_len + 1
+        return replace(self.scripts[number], max_tokens=tokens, stop_at=None, legs=(Leg(name),))
+
+    def run(
+        self,
+        system: System,
+        policies: Policies | None = None,
+        instance_type: type[Instance] = Instance,
+    ) -> Run:
         lengths = [(s.prompt_len, s.max_tokens) for s in self.scripts]
         return Run(
             system,
             [
-                Instance(name, make_kv(pages, size, layout), opts, policies)
+                instance_type(name, make_kv(pages, size, layout), opts, policies)
                 for name, pages, size, layout, opts in self.instances
             ],
             make_requests(lengths, [s.arrival for s in self.scripts]),

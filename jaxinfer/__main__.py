@@ -1,0 +1,5 @@
+"""``python -m jaxinfer``."""
+
+from jaxinfer.cli import main
+
+main()

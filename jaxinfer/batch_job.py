@@ -1,0 +1,142 @@
+"""The main job: a file of requests in, a file of results out, resumable."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from jaxinfer.config import RunFile
+from jaxinfer.errors import JaxinferError
+from jaxinfer.report.metrics import RunMetrics
+from jaxinfer.request import RequestOutput
+from jaxinfer.workload.batch_input import BadLine, BatchLine, Conversation, read_batch
+from jaxinfer.workload.batch_output import ResultFile, error_line, result_line
+
+if TYPE_CHECKING:
+    from jaxinfer.llm import LLM
+    from jaxinfer.serving.request_state import RequestState
+
+# Of the engine's options, those that may change a result.
+RESULT_OPTIONS = ("dtype", "max_model_len", "seed")
+
+
+class BatchJob:
+    """One input file, its results so far, and what is left to do.
+
+    Attributes:
+        num_lines: requests in the input; num_resumed: those with a result when opened.
+        num_failed: error lines written by this process.
+        run_folder: where ``run`` leaves ``run.json`` and ``steps.jsonl``, in numbered folders.
+    """
+
+    def __init__(
+        self, config: RunFile, lines: list[BatchLine | BadLine], results: ResultFile, output: str
+    ) -> None:
+        """Users call ``open``."""
+        self.num_lines = len(lines)
+        self.num_resumed = len(results.finished)
+        self.num_failed = 0
+        self.run_folder = f"{output}.runs"
+        self._config = config
+        self._lines = {line.custom_id: line for line in lines}
+        self._results = results
+        self._texts: dict[str, str] = {}
+
+    @classmethod
+    def open(cls, config: RunFile, input_path: str, output_path: str, force: bool) -> Self:
+        """Read the input, and start or resume the output; nothing is loaded yet.
+
+        Raises:
+            JaxinferError: the input cannot be read, or the output cannot be written or belongs
+                to another job.
+        """
+        if config.model is None:
+            raise JaxinferError("no model: give --model, or model in the run file")
+        lines = read_batch(input_path)
+        if os.path.exists(output_path) and os.path.samefile(input_path, output_path):
+            raise JaxinferError(f"{output_path}: the output must not be the input")
+        engine = config.engine.model_dump()
+        job = {
+            "input_sha256": hashlib.sha256(Path(input_path).read_bytes()).hexdigest(),
+            "model": config.model,
+        } | {name: engine[name] for name in RESULT_OPTIONS}
+        return cls(config, lines, ResultFile.open(output_path, job, force), output_path)
+
+    def run(self) -> RunMetrics | None:
+        """Serve all lines without a result; None if there are none."""
+        todo: list[BatchLine] = []
+        for line in self._lines.values():
+            if line.custom_id in self._results.finished:
+                continue
+            if isinstance(line, BadLine):
+                self._fail(line, line.reason)
+            else:
+                todo.append(line)
+        if not todo:
+            return None
+
+        from jaxinfer.llm import LLM
+
+        llm = LLM.from_config(self._config)
+        requests = [r for line in todo if (r := self._request(llm, line))]
+        return llm.run(requests, self._take, run_dir=self.run_folder)
+
+    def answers(self, count: int) -> Iterator[tuple[str, str]]:
+        """Prompt and answer of the first few lines that this process has served."""
+        served = [custom_id for custom_id in self._lines if custom_id in self._texts]
+        for custom_id in served[:count]:
+            line = self._lines[custom_id]
+            assert isinstance(line, BatchLine)
+            yield _last_words(line), self._texts[custom_id].strip()
+
+    def _request(self, llm: "LLM", line: BatchLine) -> "RequestState | None":
+        try:
+            match line.prompt:
+                case Conversation(messages):
+                    tokens = llm.tokenizer.encode_chat(messages)
+                case str(text):
+                    tokens = llm.tokenizer.encode(text)
+                case tokens:
+                    pass
+            return llm.make_request(line.custom_id, tokens, line.sampling)
+        except JaxinferError as error:
+            self._fail(line, str(error))
+            return None
+
+    def _take(self, output: RequestOutput) -> None:
+        line = self._lines[output.request_id]
+        assert isinstance(line, BatchLine)
+        if output.error:
+            self._fail(line, output.error)
+            return
+        assert self._config.model
+        self._results.append(result_line(line, output, self._config.model))
+        self._texts[line.custom_id] = output.outputs[0].text
+
+    def _fail(self, line: BatchLine | BadLine, reason: str) -> None:
+        self._results.append(error_line(line, reason))
+        self.num_failed += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the output."""
+        self._results.close()
+
+
+def _last_words(line: BatchLine) -> str:
+    match line.prompt:
+        case Conversation(messages):
+            return messages[-1]["content"]
+        case str(text):
+            return text
+        case tokens:
+            return f"{len(tokens)} tokens"

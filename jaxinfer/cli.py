@@ -1,0 +1,153 @@
+"""The command line: ``jaxinfer run`` and ``jaxinfer bench``."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from jaxinfer.batch_job import BatchJob
+from jaxinfer.config import RunFile, load_run_file
+from jaxinfer.errors import JaxinferError
+from jaxinfer.report.table import metrics_table
+from jaxinfer.request import RequestOutput, SamplingParams
+from jaxinfer.workload.lengths import read_workload, synthetic_tokens
+
+SETTING_HELP = "Override a run file's value, e.g. engine.max_num_seqs=16; may be repeated."
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="jaxinfer")
+def cli() -> None:
+    """Run and study LLM inference in JAX."""
+
+
+@cli.command()
+@click.argument("run_file", required=False)
+@click.option("--model", help="Demo model's name, .gguf file, or Hugging Face folder.")
+@click.option("--input", "input_path", help="JSONL of requests: OpenAI batch or plain lines.")
+@click.option("--output", "output_path", help="JSONL of results, appended as requests finish.")
+@click.option("--set", "settings", multiple=True, metavar="A.B=C", help=SETTING_HELP)
+@click.option("--force", is_flag=True, help="Start over where the output exists.")
+@click.option("--show", default=0, metavar="N", help="Print the first N answers at the end.")
+def run(
+    run_file: str | None,
+    model: str | None,
+    input_path: str | None,
+    output_path: str | None,
+    settings: tuple[str, ...],
+    force: bool,
+    show: int,
+) -> None:
+    """Answer a file of requests. The same command continues an interrupted run.
+
+    Exits with 0 if every line got an answer, 1 if some got an error line, 2 if it could not run.
+    """
+    config = _configure(run_file, settings, model)
+    input_path = input_path or config.workload.input
+    output_path = output_path or config.workload.output
+    if not input_path or not output_path:
+        missing = "input" if not input_path else "output"
+        raise JaxinferError(
+            f"no {missing}: give --{missing}, or workload.{missing} in the run file"
+        )
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    with BatchJob.open(config, input_path, output_path, force) as job:
+        if job.num_resumed:
+            console.print(f"continuing: {job.num_resumed} of {job.num_lines} lines are done")
+        metrics = job.run()
+        if metrics:
+            console.print(metrics_table(metrics))
+            console.print(f"run.json and steps.jsonl: {job.run_folder}", soft_wrap=True)
+        console.print(f"results: {output_path}", soft_wrap=True)
+        for prompt, answer in job.answers(show):
+            console.print(f"\n[bold]{_escape(prompt)}[/bold]\n{_escape(answer)}", highlight=False)
+        if job.num_failed:
+            console.print(f"{job.num_failed} of {job.num_lines} lines failed; see their error")
+            sys.exit(1)
+
+
+@cli.command()
+@click.argument("run_file", required=False)
+@click.option("--model", help="Demo model's name, .gguf file, or Hugging Face folder.")
+@click.option("--workload", required=True, help="JSONL of prompt_token_ids, or CSV of lengths.")
+@click.option("--json", "json_path", required=True, help="File for the figures.")
+@click.option("--limit", type=click.IntRange(min=1), help="Take the first N requests only.")
+@click.option("--repeat", default=1, type=click.IntRange(min=1), help="Runs to measure.")
+@click.option("--set", "settings", multiple=True, metavar="A.B=C", help=SETTING_HELP)
+@click.option("--force", is_flag=True, help="Overwrite the file of figures.")
+def bench(
+    run_file: str | None,
+    model: str | None,
+    workload: str,
+    json_path: str,
+    limit: int | None,
+    repeat: int,
+    settings: tuple[str, ...],
+    force: bool,
+) -> None:
+    """Measure offline throughput: all requests at once, greedy, EOS ignored.
+
+    Times exclude loading and compiling ahead. The figures are a list, one entry per run.
+    """
+    from jaxinfer.llm import LLM
+
+    config = _configure(run_file, settings, model)
+    out = Path(json_path)
+    if out.exists() and not force:
+        raise JaxinferError(f"{out} exists; --force overwrites it")
+    if not out.parent.is_dir():
+        raise JaxinferError(f"{out}: there is no folder {out.parent}")
+    work = read_workload(workload)[:limit]
+    llm = LLM.from_config(config)
+    console = Console()
+    figures = []
+    for _ in range(repeat):
+        requests = []
+        for index, item in enumerate(work):
+            params = SamplingParams(temperature=0, max_tokens=item.max_tokens, ignore_eos=True)
+            tokens = item.prompt_token_ids or synthetic_tokens(
+                item.prompt_len, llm.vocab_size, seed=index
+            )
+            try:
+                requests.append(llm.make_request(str(index), tokens, params))
+            except JaxinferError as error:
+                raise JaxinferError(f"{workload}: request {index}: {error}") from None
+        metrics = llm.run(requests, _raise_error, run_dir=f"{out}.runs")
+        console.print(metrics_table(metrics))
+        figures.append(llm.describe() | {"workload": workload} | asdict(metrics))
+    out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def _raise_error(output: RequestOutput) -> None:
+    if output.error:
+        raise JaxinferError(output.error)
+
+
+def _configure(run_file: str | None, settings: tuple[str, ...], model: str | None) -> RunFile:
+    config = load_run_file(run_file, settings)
+    return config.model_copy(update={"model": model}) if model else config
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one line on stderr and exit code 2."""
+    try:
+        code = cli(standalone_mode=False)
+    except click.ClickException as error:
+        code = _fail(error.format_message())
+    except JaxinferError as error:
+        code = _fail(str(error))
+    except (click.Abort, KeyboardInterrupt):
+        code = _fail("interrupted; the same command continues", 130)
+    sys.exit(code or 0)
+
+
+def _fail(message: str, code: int = 2) -> int:
+    print(f"jaxinfer: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return code

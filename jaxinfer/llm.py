@@ -1,0 +1,311 @@
+"""Offline inference in Python: ``LLM(model).generate(prompts)``."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypedDict
+
+from jaxinfer.config import EngineOptions, RunFile, load_run_file
+from jaxinfer.errors import JaxinferError
+from jaxinfer.report.metrics import RunMetrics, StepTotals, percentile
+from jaxinfer.report.progress import LoadProgress, RunProgress
+from jaxinfer.report.run_folder import RunFolder
+from jaxinfer.request import RequestOutput, SamplingParams
+from jaxinfer.runtime.checkpoint import open_checkpoint
+from jaxinfer.runtime.devices import describe
+from jaxinfer.runtime.engine import load_engine
+from jaxinfer.runtime.world import RealWorld
+from jaxinfer.serving.loop import ServingLoop, Stop
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import Event, StepDone
+from jaxinfer.stop import StopCheck, completion
+from jaxinfer.systems.single import Single
+from jaxinfer.tokenizer import load_tokenizer
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is tokenised already."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | TokensPrompt
+Conversation = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A language model on this process's first device.
+
+    Args:
+        model: the demo name ``smollm2-135m-instruct``, a ``.gguf`` file, or a Hugging Face
+            folder with safetensors.
+        progress: show loading and compiling on stderr.
+        engine_options: see ``EngineOptions``.
+
+    Raises:
+        JaxinferError: an unknown or wrong option, or a model that cannot be loaded.
+    """
+
+    def __init__(self, model: str, *, progress: bool = True, **engine_options: Any) -> None:
+        self.options = EngineOptions(**engine_options)
+        self.model = model
+        checkpoint = open_checkpoint(model)
+        self.tokenizer = load_tokenizer(checkpoint)
+        self.vocab_size = checkpoint.config.vocab_size
+        with LoadProgress(progress) as bar:
+            self.engine = load_engine(checkpoint, self.options, bar.update)
+        self._num_requests = 0
+
+    @classmethod
+    def from_config(cls, run_file: str | Path | RunFile, *, progress: bool = True) -> "LLM":
+        """Build from a run file's ``model`` and ``engine``.
+
+        Raises:
+            JaxinferError: as the constructor, or the run file is wrong or names no model.
+        """
+        if not isinstance(run_file, RunFile):
+            run_file = load_run_file(run_file)
+        if run_file.model is None:
+            raise JaxinferError("no model: give --model, or model in the run file")
+        return cls(run_file.model, progress=progress, **dict(run_file.engine))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        run_dir: str | Path | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt.
+
+        Args:
+            prompts: texts, or ``{"prompt_token_ids": [...]}``; one or several.
+            sampling_params: one for all, or one per prompt.
+            progress: show a bar on stderr.
+            run_dir: a new numbered folder below it gets ``run.json`` and ``steps.jsonl``.
+
+        Returns:
+            One output per prompt, in their order. A request that the KV pool could never hold
+            has ``error`` set; the rest is served.
+
+        Raises:
+            JaxinferError: a prompt that cannot be run, named by its index, before any is run.
+        """
+        many = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        return self._generate(many, self._encode, sampling_params, progress, run_dir)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        run_dir: str | Path | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, as ``generate`` does prompts.
+
+        Args:
+            messages: lists of ``{"role": ..., "content": ...}``.
+        """
+        one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        many: Sequence[Any] = [messages] if one else messages
+
+        def encode(conversation: Conversation) -> tuple[None, list[int]]:
+            return None, self.tokenizer.encode_chat(conversation)
+
+        return self._generate(many, encode, sampling_params, progress, run_dir)
+
+    def make_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> RequestState:
+        """A request for ``run``, its seed and its longest output decided.
+
+        Raises:
+            JaxinferError: no tokens, tokens outside the vocabulary, or too many of them.
+        """
+        limit = self.engine.max_model_len
+        if not prompt_token_ids:
+            raise JaxinferError("the prompt is empty")
+        if len(prompt_token_ids) >= limit:
+            raise JaxinferError(
+                f"the prompt has {len(prompt_token_ids)} tokens, max_model_len is {limit}: "
+                "there is no room for an output"
+            )
+        if wrong := [t for t in prompt_token_ids if not 0 <= t < self.vocab_size]:
+            raise JaxinferError(
+                f"token id {wrong[0]} is not in the vocabulary of {self.vocab_size}"
+            )
+        if params.seed is None:
+            digest = hashlib.blake2b(f"{self.options.seed}/{request_id}".encode(), digest_size=8)
+            seed = int.from_bytes(digest.digest()) >> 1
+            params = params.model_copy(update={"seed": seed})
+        return RequestState(
+            id=request_id,
+            prompt_len=len(prompt_token_ids),
+            max_tokens=min(params.max_tokens, limit - len(prompt_token_ids)),
+            prompt_token_ids=prompt_token_ids,
+            payload=params,
+        )
+
+    def run(
+        self,
+        requests: Sequence[RequestState],
+        on_output: Callable[[RequestOutput], None],
+        *,
+        progress: bool = True,
+        run_dir: str | Path | None = None,
+    ) -> RunMetrics:
+        """Serve requests made by ``make_request``; outputs come as requests finish.
+
+        Raises:
+            JaxinferError: ``strict_shapes`` is set and a step was not compiled ahead.
+        """
+        checks = {request.id: self._stop_check(request) for request in requests}
+        totals = StepTotals()
+        with ExitStack() as stack:
+            folder = None
+            if run_dir:
+                folder = stack.enter_context(RunFolder(Path(run_dir), self.describe()))
+            bar = stack.enter_context(RunProgress(progress, len(requests)))
+
+            def check_stop(request: RequestState, token: int) -> Stop | None:
+                return checks[request.id].add(token)
+
+            def on_finish(request: RequestState) -> None:
+                on_output(_output(request, checks.pop(request.id)))
+                bar.request_done()
+
+            def on_event(event: Event) -> None:
+                if isinstance(event, StepDone):
+                    totals.add(event)
+                    bar.step_done(totals)
+                    if folder:
+                        folder.add_step(event)
+
+            late = self.engine.worker.step.late_compiles
+            instance = self.engine.new_instance()
+            world = RealWorld({instance.name: self.engine.worker}, requests)
+            loop = ServingLoop(world, [instance], Single(), check_stop, on_finish, on_event)
+            loop.run()
+            metrics = self._metrics(requests, world, totals, instance.num_preemptions, late)
+            if folder:
+                folder.finish(asdict(metrics))
+        return metrics
+
+    def describe(self) -> dict[str, object]:
+        """What runs where, as JSON values."""
+        return {
+            "model": self.model,
+            "engine": self.options.model_dump(),
+            "device": describe(self.engine.device),
+            "dtype": self.engine.dtype,
+            "num_pages": self.engine.num_pages,
+            "max_model_len": self.engine.max_model_len,
+        }
+
+    def _generate(
+        self,
+        prompts: Sequence[Any],
+        encode: Callable[[Any], tuple[str | None, list[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool,
+        run_dir: str | Path | None,
+    ) -> list[RequestOutput]:
+        texts: dict[str, str | None] = {}
+        requests = []
+        for index, (prompt, params) in enumerate(_paired(prompts, sampling_params)):
+            request_id = str(self._num_requests + index)
+            try:
+                texts[request_id], tokens = encode(prompt)
+                requests.append(self.make_request(request_id, tokens, params))
+            except JaxinferError as error:
+                raise JaxinferError(f"prompt {index}: {error}") from None
+        self._num_requests += len(requests)
+        outputs: dict[str, RequestOutput] = {}
+
+        def on_output(output: RequestOutput) -> None:
+            output.prompt = texts[output.request_id]
+            outputs[output.request_id] = output
+
+        self.run(requests, on_output, progress=progress, run_dir=run_dir)
+        return [outputs[request.id] for request in requests]
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        match prompt:
+            case str():
+                if not prompt:
+                    raise JaxinferError("the prompt is empty")
+                return prompt, self.tokenizer.encode(prompt)
+            case {"prompt_token_ids": list(tokens), **rest} if not rest:
+                if all(type(token) is int for token in tokens):
+                    return None, tokens
+        raise JaxinferError(
+            f"{str(prompt)[:60]!r} must be a text or {{'prompt_token_ids': [integers]}}"
+        )
+
+    def _stop_check(self, request: RequestState) -> StopCheck:
+        assert isinstance(request.payload, SamplingParams)
+        return StopCheck(request.payload, self.tokenizer)
+
+    def _metrics(
+        self,
+        requests: Sequence[RequestState],
+        world: RealWorld,
+        totals: StepTotals,
+        preemptions: int,
+        late_before: int,
+    ) -> RunMetrics:
+        wall = world.now()
+        done = [request for request in requests if request.error is None]
+        prompt_tokens = sum(request.prompt_len for request in done)
+        output_tokens = sum(len(request.output_token_ids) for request in done)
+        ttft = [t for request in done if (t := request.metrics.ttft) is not None]
+        tbt = [gap for request in done for gap in request.metrics.tbt]
+        step = self.engine.worker.step
+        return RunMetrics(
+            requests=len(requests),
+            failed=len(requests) - len(done),
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            wall_s=wall,
+            prompt_tok_s=prompt_tokens / wall,
+            output_tok_s=output_tokens / wall,
+            ttft_p50=percentile(ttft, 50),
+            ttft_p99=percentile(ttft, 99),
+            tbt_p50=percentile(tbt, 50),
+            tbt_p99=percentile(tbt, 99),
+            steps=totals.steps,
+            preemptions=preemptions,
+            peak_pages=totals.peak_pages,
+            num_pages=self.engine.num_pages - 1,
+            compiles=step.compiles,
+            compile_s=step.compile_s,
+            late_compiles=step.late_compiles - late_before,
+            loop_s=wall - world.waited_s - world.launching_s,
+            launching_s=world.launching_s,
+        )
+
+
+def _output(request: RequestState, check: StopCheck) -> RequestOutput:
+    return RequestOutput(
+        request_id=request.id,
+        prompt=None,
+        prompt_token_ids=list(request.prompt_token_ids),
+        outputs=[] if request.error else [completion(request, check)],
+        finished=True,
+        metrics=request.metrics,
+        error=request.error,
+    )
+
+
+def _paired(
+    prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
+) -> Iterable[tuple[Any, SamplingParams]]:
+    if params is None or isinstance(params, SamplingParams):
+        params = [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise JaxinferError(f"{len(prompts)} prompts, but {len(params)} sampling_params")
+    return zip(prompts, params, strict=True)

@@ -1,0 +1,39 @@
+"""A run's metrics as a table for the terminal."""
+
+from rich.table import Table
+
+from jaxinfer.report.metrics import RunMetrics
+
+
+def metrics_table(m: RunMetrics) -> Table:
+    """One line per figure."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in _rows(m):
+        table.add_row(name, value)
+    return table
+
+
+def _rows(m: RunMetrics) -> list[tuple[str, str]]:
+    failed = f" ({m.failed} failed)" if m.failed else ""
+    late = f", {m.late_compiles} of them during the run" if m.late_compiles else ""
+    return [
+        ("requests", f"{m.requests}{failed}"),
+        ("prompt tokens", f"{m.prompt_tokens:,}"),
+        ("output tokens", f"{m.output_tokens:,}"),
+        ("wall time", f"{m.wall_s:.2f} s"),
+        ("prefill", f"{m.prompt_tok_s:,.1f} tokens/s"),
+        ("decode", f"{m.output_tok_s:,.1f} tokens/s"),
+        ("TTFT p50 / p99", f"{_seconds(m.ttft_p50)} / {_seconds(m.ttft_p99)}"),
+        ("TBT p50 / p99", f"{_seconds(m.tbt_p50)} / {_seconds(m.tbt_p99)}"),
+        ("peak KV pages", f"{m.peak_pages:,} of {m.num_pages:,}"),
+        ("preemptions", f"{m.preemptions}"),
+        ("compiles", f"{m.compiles} in {m.compile_s:.1f} s{late}"),
+    ]
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms"

@@ -1,0 +1,65 @@
+"""When a request's text is over, and what text it gives."""
+
+from jaxinfer.request import CompletionOutput, SamplingParams
+from jaxinfer.serving.loop import Stop
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.tokenizer import Detokenizer, Tokenizer
+
+
+class StopCheck:
+    """Watches one request's tokens for EOS, stop tokens and stop strings.
+
+    Stop strings may span tokens, and text is held back until its characters are complete.
+    """
+
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
+        self._eos = frozenset() if params.ignore_eos else frozenset(tokenizer.eos_token_ids)
+        self._stop_ids = frozenset(params.stop_token_ids)
+        self._stop = params.stop
+        self._tokenizer = tokenizer
+        self._stream = Detokenizer(tokenizer) if params.stop else None
+        # The end of the text, in which a stop string may have begun.
+        self._tail = ""
+        self._tail_len = max(map(len, params.stop), default=1) - 1
+        self._cut: int | None = None
+        self._emitted = 0
+
+    def add(self, token: int) -> Stop | None:
+        """Take the next token; a reason where it ends the request."""
+        if token in self._stop_ids:
+            return "stop", token
+        if token in self._eos:
+            return "stop", None
+        if self._stream:
+            return self._find_stop(self._stream.add(token))
+        return None
+
+    def _find_stop(self, piece: str) -> Stop | None:
+        window = self._tail + piece
+        begin = self._emitted - len(self._tail)
+        self._emitted += len(piece)
+        found = [(at, stop) for stop in self._stop if (at := window.find(stop)) >= 0]
+        if found:
+            at, stop = min(found, key=lambda hit: hit[0])
+            self._cut = begin + at
+            return "stop", stop
+        self._tail = window[-self._tail_len :] if self._tail_len else ""
+        return None
+
+    def text(self, token_ids: list[int], ended_by_token: bool) -> str:
+        """The output's text: without the token or the string that ended it."""
+        text = self._tokenizer.decode(token_ids[:-1] if ended_by_token else token_ids)
+        return text if self._cut is None else text[: self._cut]
+
+
+def completion(request: RequestState, check: StopCheck) -> CompletionOutput:
+    """A finished request's output."""
+    by_token = request.finish_reason == "stop" and not isinstance(request.stop_reason, str)
+    return CompletionOutput(
+        index=0,
+        text=check.text(request.output_token_ids, by_token),
+        token_ids=request.output_token_ids,
+        cumulative_logprob=request.cumulative_logprob,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+    )
