@@ -11,10 +11,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-TILE_ROWS = 64
-TILES_PER_GROUP = 4
-# Finite, so that a fully masked row gives 0 and not NaN.
+# Small, so that a tile's scores stay in the cache of a core.
+TILE_ROWS = 32
+# Finite, so that a row that sees nothing gives 0 and not NaN.
 MASKED = -1e30
+# What a maximum starts from: above MASKED, so that exp(MASKED - maximum) is 0.
+NO_SCORE = MASKED / 10
 
 
 def write_kv(
@@ -31,51 +33,12 @@ def write_kv(
     return k_PKBH, v_PKBH
 
 
-def _attend_pages(
-    q_SKRH: jax.Array,
-    k_PKBH: jax.Array,
-    v_PKBH: jax.Array,
-    page_table_SM: jax.Array,
-    last_SR: jax.Array,
-    num_pages: jax.Array,
-) -> jax.Array:
-    """Attention of R query rows per sequence, each to the positions up to its ``last``.
+def _scaled(q: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return (q * (1 / math.sqrt(q.shape[-1]))).astype(dtype)
 
-    Only the first ``num_pages`` columns of the page table are read. Returns float32 [S, K, R, H].
-    """
-    page_size = k_PKBH.shape[2]
-    q_SKRH = (q_SKRH * (1 / math.sqrt(q_SKRH.shape[-1]))).astype(k_PKBH.dtype)
 
-    def one_page(
-        j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        out_SKRH, max_SKR, sum_SKR = carry
-        page_S = page_table_SM[:, j]
-        k_SKBH, v_SKBH = k_PKBH[page_S], v_PKBH[page_S]
-        score_SKRB = jnp.einsum(
-            "skrh,skbh->skrb", q_SKRH, k_SKBH, preferred_element_type=jnp.float32
-        )
-        position_B = j * page_size + jnp.arange(page_size)
-        seen_SRB = position_B <= last_SR[..., None]
-        score_SKRB = jnp.where(seen_SRB[:, None], score_SKRB, MASKED)
-        new_max_SKR = jnp.maximum(max_SKR, score_SKRB.max(-1))
-        p_SKRB = jnp.exp(score_SKRB - new_max_SKR[..., None])
-        shrink_SKR = jnp.exp(max_SKR - new_max_SKR)
-        out_SKRH = out_SKRH * shrink_SKR[..., None] + jnp.einsum(
-            "skrb,skbh->skrh", p_SKRB.astype(v_SKBH.dtype), v_SKBH,
-            preferred_element_type=jnp.float32,
-        )  # fmt: skip
-        return out_SKRH, new_max_SKR, sum_SKR * shrink_SKR + p_SKRB.sum(-1)
-
-    rows = q_SKRH.shape[:3]
-    start = (
-        jnp.zeros(q_SKRH.shape, jnp.float32),
-        # Above MASKED: a page that is masked throughout adds exp(MASKED - max) = 0.
-        jnp.full(rows, MASKED / 10, jnp.float32),
-        jnp.zeros(rows, jnp.float32),
-    )
-    out_SKRH, _, sum_SKR = jax.lax.fori_loop(0, num_pages, one_page, start)
-    return out_SKRH / jnp.maximum(sum_SKR, 1e-30)[..., None]
+def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
 def decode_attention(
@@ -88,18 +51,48 @@ def decode_attention(
     """Attention of one query row per sequence to its first ``length`` KV entries.
 
     A length of 0 (padding) gives zeros. Returns float32 [S, N, H].
+
+    The work is a list of items, one per sequence and page, done S at a time: the cost follows
+    the pages in use, however unequal the sequences are.
     """
     S, N, H = q_SNH.shape
-    K, page_size = k_PKBH.shape[1:3]
-    out_SKGH = _attend_pages(
-        q_SNH.reshape(S, K, N // K, H),
-        k_PKBH,
-        v_PKBH,
-        page_table_SM,
-        jnp.broadcast_to(length_S[:, None] - 1, (S, N // K)),
-        -(-length_S.max() // page_size),
+    M = page_table_SM.shape[1]
+    K, B = k_PKBH.shape[1:3]
+    G = N // K
+    q_SKGH = _scaled(q_SNH, k_PKBH.dtype).reshape(S, K, G, H)
+    item_S1 = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-length_S // B))])
+    item = jnp.arange(S * M)
+    row_I = jnp.clip(
+        jnp.searchsorted(item_S1, item, side="right", method="compare_all") - 1, 0, S - 1
     )
-    return out_SKGH.reshape(S, N, H)
+    column_I = item - item_S1[row_I]
+    page_I = page_table_SM[row_I, jnp.minimum(column_I, M - 1)]
+    # Entries of the item's page that its sequence has; none past the last item.
+    seen_I = jnp.clip(length_S[row_I] - column_I * B, 0, B)
+
+    def some_items(
+        i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        out_SKGH, max_SKG, sum_SKG = carry
+        row, page, seen = (
+            jax.lax.dynamic_slice_in_dim(x, i * S, S) for x in (row_I, page_I, seen_I)
+        )
+        score = _einsum("ikgh,ikbh->ikgb", q_SKGH[row], k_PKBH[page])
+        score = jnp.where(jnp.arange(B) < seen[:, None, None, None], score, MASKED)
+        new_max_SKG = max_SKG.at[row].max(score.max(-1))
+        p = jnp.exp(score - new_max_SKG[row][..., None])
+        shrink_SKG = jnp.exp(max_SKG - new_max_SKG)
+        out_SKGH = out_SKGH * shrink_SKG[..., None]
+        out_SKGH = out_SKGH.at[row].add(_einsum("ikgb,ikbh->ikgh", p, v_PKBH[page]))
+        return out_SKGH, new_max_SKG, (sum_SKG * shrink_SKG).at[row].add(p.sum(-1))
+
+    start = (
+        jnp.zeros((S, K, G, H), jnp.float32),
+        jnp.full((S, K, G), NO_SCORE, jnp.float32),
+        jnp.zeros((S, K, G), jnp.float32),
+    )
+    out_SKGH, _, sum_SKG = jax.lax.fori_loop(0, -(-item_S1[-1] // S), some_items, start)
+    return (out_SKGH / jnp.maximum(sum_SKG, 1e-30)[..., None]).reshape(S, N, H)
 
 
 def chunk_attention(
@@ -116,48 +109,74 @@ def chunk_attention(
     ``start[c]``, and the KV entries up to each row's own are in the pages already. Rows past
     ``row[-1]`` are padding, with unspecified output. Returns float32 [T, N, H].
 
-    Rows are gathered into tiles of one chunk each; tiles run in groups, each as far as its
-    longest context.
+    A chunk is cut into tiles of rows; each tile goes through the pages up to its last position.
     """
     T, N, H = q_TNH.shape
     C = start_C.shape[0]
-    K, page_size = k_PKBH.shape[1:3]
+    K = k_PKBH.shape[1]
     G = N // K
     size_C = row_C1[1:] - row_C1[:-1]
     tile_C1 = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-size_C // TILE_ROWS))])
     # Every chunk ends with a part-filled tile at worst, and none is smaller than a row.
-    groups = -(-(T // TILE_ROWS + min(C, T)) // TILES_PER_GROUP)
-    tile = jnp.arange(groups * TILES_PER_GROUP)
-    chunk = jnp.clip(jnp.searchsorted(tile_C1, tile, side="right") - 1, 0, C - 1)
-    skipped = (tile - tile_C1[chunk]) * TILE_ROWS
-    first_row = row_C1[chunk] + skipped
-    first_position = start_C[chunk] + skipped
-    last_position = start_C[chunk] + jnp.minimum(skipped + TILE_ROWS, size_C[chunk]) - 1
-    pages = jnp.where(tile < tile_C1[-1], last_position // page_size + 1, 0)
+    num_tiles = T // TILE_ROWS + min(C, T)
+    # A tile's rows are cut out at once, past the end too.
+    q_TNH = jnp.pad(_scaled(q_TNH, k_PKBH.dtype), ((0, TILE_ROWS), (0, 0), (0, 0)))
+    chunk_of_tile = (
+        jnp.searchsorted(tile_C1, jnp.arange(num_tiles), side="right", method="compare_all") - 1
+    )
 
-    def one_group(g: jax.Array, out: jax.Array) -> jax.Array:
-        part = g * TILES_PER_GROUP + jnp.arange(TILES_PER_GROUP)
-        row = first_row[part][:, None] + jnp.arange(TILE_ROWS)
-        q = q_TNH[jnp.minimum(row, T - 1)]
-        q = q.reshape(TILES_PER_GROUP, TILE_ROWS, K, G, H).transpose(0, 2, 3, 1, 4)
-        position = first_position[part][:, None] + jnp.arange(TILE_ROWS)
-        o = _attend_pages(
-            q.reshape(TILES_PER_GROUP, K, G * TILE_ROWS, H),
-            k_PKBH,
-            v_PKBH,
-            page_table_CM[chunk[part]],
-            jnp.tile(position, (1, G)),
-            pages[part].max(),
-        )
-        o = o.reshape(TILES_PER_GROUP, K, G, TILE_ROWS, H).transpose(0, 3, 1, 2, 4)
-        o = o.reshape(TILES_PER_GROUP * TILE_ROWS, N, H)
-        return jax.lax.dynamic_update_slice_in_dim(out, o, g * o.shape[0], 0)
+    def one_tile(tile: jax.Array, out: jax.Array) -> jax.Array:
+        c = chunk_of_tile[tile]
+        skipped = (tile - tile_C1[c]) * TILE_ROWS
+        q = jax.lax.dynamic_slice_in_dim(q_TNH, row_C1[c] + skipped, TILE_ROWS)
+        q_KRH = q.reshape(TILE_ROWS, K, G, H).transpose(1, 2, 0, 3).reshape(K, -1, H)
+        first = start_C[c] + skipped
+        last = start_C[c] + jnp.minimum(skipped + TILE_ROWS, size_C[c]) - 1
+        o_KRH = _attend_tile(q_KRH, first, last, k_PKBH, v_PKBH, page_table_CM[c])
+        o = o_KRH.reshape(K, G, TILE_ROWS, H).transpose(2, 0, 1, 3).reshape(TILE_ROWS, N, H)
+        return jax.lax.dynamic_update_slice_in_dim(out, o, tile * TILE_ROWS, 0)
 
-    used_groups = -(-tile_C1[-1] // TILES_PER_GROUP)
-    rows = groups * TILES_PER_GROUP * TILE_ROWS
-    out = jax.lax.fori_loop(0, used_groups, one_group, jnp.zeros((rows, N, H), jnp.float32))
-
+    out = jnp.zeros((num_tiles * TILE_ROWS, N, H), jnp.float32)
+    out = jax.lax.fori_loop(0, tile_C1[-1], one_tile, out)
     # Row r of chunk c lies in the chunk's tiles, at r - row[c].
     r = jnp.arange(T)
-    c = jnp.clip(jnp.searchsorted(row_C1, r, side="right") - 1, 0, C - 1)
+    c = jnp.clip(jnp.searchsorted(row_C1, r, side="right", method="compare_all") - 1, 0, C - 1)
     return out[tile_C1[c] * TILE_ROWS + r - row_C1[c]]
+
+
+def _attend_tile(
+    q_KRH: jax.Array,
+    first: jax.Array,
+    last: jax.Array,
+    k_PKBH: jax.Array,
+    v_PKBH: jax.Array,
+    page_M: jax.Array,
+) -> jax.Array:
+    """Causal attention of one tile: TILE_ROWS positions from ``first``, G times over.
+
+    No row needs a page past position ``last``. Returns float32 [K, R, H].
+    """
+    B = k_PKBH.shape[2]
+    position_R = first + jnp.arange(q_KRH.shape[1]) % TILE_ROWS
+
+    def one_page(
+        j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        out_KRH, max_KR, sum_KR = carry
+        score_KRB = _einsum("krh,kbh->krb", q_KRH, k_PKBH[page_M[j]])
+        seen_RB = j * B + jnp.arange(B) <= position_R[:, None]
+        score_KRB = jnp.where(seen_RB, score_KRB, MASKED)
+        new_max_KR = jnp.maximum(max_KR, score_KRB.max(-1))
+        p_KRB = jnp.exp(score_KRB - new_max_KR[..., None])
+        shrink_KR = jnp.exp(max_KR - new_max_KR)
+        out_KRH = out_KRH * shrink_KR[..., None]
+        out_KRH += _einsum("krb,kbh->krh", p_KRB, v_PKBH[page_M[j]])
+        return out_KRH, new_max_KR, sum_KR * shrink_KR + p_KRB.sum(-1)
+
+    start = (
+        jnp.zeros(q_KRH.shape, jnp.float32),
+        jnp.full(q_KRH.shape[:2], NO_SCORE, jnp.float32),
+        jnp.zeros(q_KRH.shape[:2], jnp.float32),
+    )
+    out_KRH, _, sum_KR = jax.lax.fori_loop(0, last // B + 1, one_page, start)
+    return out_KRH / jnp.maximum(sum_KR, 1e-30)[..., None]

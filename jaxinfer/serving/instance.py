@@ -121,38 +121,42 @@ class Instance:
         Where pages run out, requests are preempted that have no row in ``rows``, the batch so
         far; the last one is ``request`` itself.
         """
-        if request.id not in self.running or request.paused or request.slice_move:
+        if request.paused or request.slice_move or request.id not in self.running:
             return None
         if request.pending and not self.options.launch_ahead:
             return None
-        start = request.launched
+        start, hold = request.launched, request.hold
+        assert hold
         count = min(request.leg_goal - start, budget)
-        if count < 1 or not self._make_room(request, start + count, rows):
+        stop = start + count
+        if count < 1 or (stop > hold.capacity and not self._make_room(request, stop, rows)):
             return None
-        assert request.hold
+        num_known = request.num_known
         return Row(
             request=request,
             start=start,
             count=count,
-            samples=start + count == request.num_known + request.pending,
-            input_pending=start >= request.num_known,
+            samples=stop == num_known + request.pending,
+            input_pending=start >= num_known,
             epoch=request.epoch,
-            hold=request.hold,
+            hold=hold,
         )
 
     def _make_room(self, request: RequestState, num_tokens: int, rows: list[Row]) -> bool:
         assert request.hold
         planned: set[str] | None = None
         while not request.hold.grow(num_tokens):
-            if self.kv.num_pinned or self.num_exported:
+            if self.kv.num_pinned:
                 return False  # Pages come back without anyone losing work.
+            if self.kv.take_back_reserved():
+                continue
+            if self.num_exported or any(other.slice_move for other in self.running.values()):
+                return False  # Here, too.
             planned = planned or {row.request.id for row in rows}
-            victims = [
-                other
-                for other in self.running.values()
-                if other.id not in planned and not other.slice_move
-            ]
+            victims = [other for other in self.running.values() if other.id not in planned]
             victim = self.policies.victim(victims)
+            if victim is request and self.importing:
+                return False  # What is on its way came later; it can be preempted on arrival.
             self.preempt(victim)
             if victim is request:
                 return False
@@ -182,8 +186,6 @@ class Instance:
                 self.num_exported -= 1
             elif request.exported and not self.can_import:
                 return None
-            elif request.incoming:
-                request.hold, request.incoming = request.incoming, None
             else:
                 request.hold = self.reserve(request, request.legs[0])
             if request.hold is None:
@@ -203,8 +205,16 @@ class Instance:
         return self.kv.reserve(request.known_until(leg))
 
     def reserve_ahead(self, request: RequestState, leg: Leg) -> Hold | None:
-        """Pages for a request before its turn: only where nobody waits for room here."""
-        return None if self.waiting else self.reserve(request, leg)
+        """Pages for a request that is still elsewhere, where nobody here waits for room.
+
+        They are taken back when a running request needs them.
+        """
+        if self.waiting or not self.can_import:
+            return None
+        hold = self.reserve(request, leg)
+        if hold:
+            self.kv.reserved[hold] = request.drop_incoming
+        return hold
 
     def take_admitted_imports(self) -> list[RequestState]:
         """Requests admitted since the last call whose transfer is to be started."""

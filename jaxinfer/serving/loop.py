@@ -171,21 +171,19 @@ class ServingLoop:
         return stop is not None
 
     def _after_step(self, request: RequestState) -> None:
-        if request.leg_is_over:
-            self._end_leg(request)
-        else:
-            if request.legs[0].hand_off == "per_chunk":
-                self.hand_offs.send_chunk(request)
-            if request.slice_move:
-                self.hand_offs.start_slice_move(request)
+        if request.legs[0].until is not None:
+            if request.leg_is_over:
+                self._end_leg(request)
+                return
+            self.hand_offs.send_chunk(request)
+        if request.slice_move:
+            self.hand_offs.start_slice_move(request)
 
     def _commit_transfer(self, done: TransferDone) -> None:
         transfer, request = done.transfer, done.transfer.request
         self.hand_offs.done(transfer)
         self._changed[transfer.source] = self._changed[transfer.dest] = None
-        if transfer.epoch != request.epoch or request.slice_move or not self._runs(request):
-            return
-        if request.leg_is_over:
+        if self._runs(request) and request.leg_is_over and not request.slice_move:
             self._end_leg(request)  # Cut short while its KV was on the way.
 
     def _runs(self, request: RequestState) -> bool:
@@ -297,12 +295,11 @@ class ServingLoop:
         if request.legs:
             here = self.instances[request.legs[0].instance]
             self._changed[here.name] = None
-            if request not in here.waiting:
+            if request.id in here.running or request.id in here.importing:
                 self._revise_legs(request, here, legs)
                 return
             here.waiting.remove(request)
             request.legs = []
-            self.hand_offs.drop_incoming(request)
             self.unrouted[request.id] = request
         if legs:
             self._assign(Assignment(request.id, tuple(legs)))
@@ -320,7 +317,7 @@ class ServingLoop:
         request.legs = following
         next_kv = self.instances[following[1].instance].kv if len(following) > 1 else None
         if request.incoming and request.incoming.kv is not next_kv:
-            self.hand_offs.drop_incoming(request)
+            request.drop_incoming()
         in_motion = request.id in here.importing or request.slice_move
         if request.leg_is_over and not in_motion:
             self._end_leg(request)

@@ -63,11 +63,12 @@ class Hold:
         kv: where the pages are.
         tables: for each shard, slice -> page numbers in token order.
         num_pages: pages per slice, the same for all.
+        capacity: KV entries that they hold.
         users: unfinished steps and transfers that read or write these pages.
         released: the request has given them up; they come free with the last user.
     """
 
-    __slots__ = ("kv", "num_pages", "released", "tables", "users")
+    __slots__ = ("capacity", "kv", "num_pages", "released", "tables", "users")
 
     def __init__(self, kv: "KVShards") -> None:
         self.kv = kv
@@ -75,6 +76,7 @@ class Hold:
             {piece: [] for piece in shard.slices} for shard in kv.shards
         ]
         self.num_pages = 0
+        self.capacity = 0
         self.users = 0
         self.released = False
 
@@ -90,6 +92,7 @@ class Hold:
             for pages in table.values():
                 pages.extend(shard.pool.take(extra))
         self.num_pages += extra
+        self.capacity = self.num_pages * self.kv.page_size
         return True
 
     def pin(self) -> None:
@@ -110,6 +113,7 @@ class Hold:
         """Give the pages up: free now, or when their last user is done."""
         assert not self.released, "pages released twice"
         self.released = True
+        self.kv.reserved.pop(self, None)
         for shard, table in zip(self.kv.shards, self.tables, strict=True):
             for pages in table.values():
                 if self.users:
@@ -148,6 +152,7 @@ class KVShards:
 
     Attributes:
         on_free: called when pages have come free.
+        reserved: holds of requests that are still elsewhere -> how to have one given back.
     """
 
     def __init__(self, shards: list[Shard]) -> None:
@@ -156,6 +161,7 @@ class KVShards:
         if any(shard.pool.page_size != self.page_size for shard in shards):
             raise ValueError("the shards of one instance must have one page size")
         self.on_free: Callable[[], None] = lambda: None
+        self.reserved: dict[Hold, Callable[[], None]] = {}
         self._filled = [shard for shard in shards if shard.slices]
 
     def pages_for(self, num_tokens: int) -> int:
@@ -166,6 +172,13 @@ class KVShards:
         """Pages for ``num_tokens`` KV entries, or None where some shard lacks them."""
         hold = Hold(self)
         return hold if hold.grow(num_tokens) else None
+
+    def take_back_reserved(self) -> bool:
+        """Have the latest reservation given back, if there is one."""
+        if self.reserved:
+            next(reversed(self.reserved.values()))()
+            return True
+        return False
 
     @property
     def num_pages(self) -> int:

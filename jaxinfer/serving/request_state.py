@@ -25,6 +25,7 @@ class RequestState:
         payload: what the world needs besides (sampling parameters); the loop never looks.
 
     Attributes:
+        peak_tokens: KV entries at the request's longest: the last token needs none.
         output_token_ids: tokens that have reached the host.
         computed: KV entries that exist, in ``hold`` or, between two legs, in ``exported``.
         launched: KV entries that exist or that a step in flight writes.
@@ -43,8 +44,8 @@ class RequestState:
     __slots__ = (
         "arrival", "computed", "cumulative_logprob", "epoch", "error", "exported",
         "finish_reason", "hold", "id", "incoming", "launched", "legs", "max_tokens", "metrics",
-        "output_token_ids", "paused", "payload", "pending", "prompt_len", "prompt_token_ids",
-        "sent", "slice_move", "stop_reason", "transfers",
+        "output_token_ids", "paused", "payload", "peak_tokens", "pending", "prompt_len",
+        "prompt_token_ids", "sent", "slice_move", "stop_reason", "transfers",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +62,7 @@ class RequestState:
         self.id = id
         self.prompt_len = prompt_len
         self.max_tokens = max_tokens
+        self.peak_tokens = prompt_len + max_tokens - 1
         self.arrival = arrival
         self.prompt_token_ids = prompt_token_ids
         self.payload = payload
@@ -89,11 +91,6 @@ class RequestState:
         """Prompt and output tokens on the host."""
         return self.prompt_len + len(self.output_token_ids)
 
-    @property
-    def peak_tokens(self) -> int:
-        """KV entries at the request's longest: the last token needs none."""
-        return self.prompt_len + self.max_tokens - 1
-
     def known_until(self, leg: Leg) -> int:
         """KV entries of the tokens known now, up to the leg's end."""
         known = min(self.num_known, self.peak_tokens)
@@ -102,10 +99,12 @@ class RequestState:
     @property
     def leg_goal(self) -> int:
         """KV entries that this leg may launch now."""
-        until = self.legs[0].until
         # The last token allowed needs no KV entry, nor does one still to be sampled.
-        goal = min(self.num_known + self.pending, self.peak_tokens)
-        return goal if until is None else min(goal, until)
+        goal = self.prompt_len + len(self.output_token_ids) + self.pending
+        if goal > self.peak_tokens:
+            goal = self.peak_tokens
+        until = self.legs[0].until
+        return goal if until is None or goal < until else until
 
     @property
     def leg_is_over(self) -> bool:
@@ -122,13 +121,18 @@ class RequestState:
         """Forget all KV entries; what is in flight for them is void from here on."""
         self.computed = self.launched = self.pending = self.sent = self.transfers = 0
         self.epoch += 1
+        self.drop_incoming()
+
+    def drop_incoming(self) -> None:
+        """Give up the pages reserved ahead; what was sent there is void."""
         if self.incoming:
             self.incoming.release()
-            self.incoming = None
+            self.incoming, self.sent = None, 0
 
     def check(self) -> None:
         """Assert the order of the integers."""
-        assert 0 <= self.computed <= self.launched < self.num_known + self.pending, self
+        end = self.prompt_len + len(self.output_token_ids) + self.pending
+        assert 0 <= self.computed <= self.launched < end, self
         assert self.pending >= 0, self
         assert self.transfers >= 0, self
 

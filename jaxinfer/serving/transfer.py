@@ -73,28 +73,23 @@ class HandOffs:
         leg = request.legs[0]
         dest = self._instances[leg.instance]
         if request.incoming and not (
-            request.incoming.kv is dest.kv and request.incoming.grow(request.known_until(leg))
+            request.incoming.kv is dest.kv
+            and dest.can_import
+            and request.incoming.grow(request.known_until(leg))
         ):
-            self.drop_incoming(request)
+            request.drop_incoming()
         if request.exported and request.exported[0] == dest.name:
             dest.waiting.appendleft(request)
             return
-        if rule == "at_end" and request.exported and not request.incoming and dest.can_import:
+        if rule == "at_end" and request.exported and not request.incoming:
             request.incoming = dest.reserve_ahead(request, leg)
-        if not request.incoming:
-            dest.waiting.append(request)
-        elif not dest.can_import:
-            dest.waiting.appendleft(request)  # It has its pages already.
-        else:
+        if request.incoming:
+            del dest.kv.reserved[request.incoming]
             request.hold, request.incoming = request.incoming, None
             dest.importing[request.id] = request
             self.pull(request)
-
-    def drop_incoming(self, request: RequestState) -> None:
-        """Give up the pages reserved ahead; what was sent there is void."""
-        if request.incoming:
-            request.incoming.release()
-            request.incoming, request.sent = None, 0
+        else:
+            dest.waiting.append(request)
 
     def pull(self, request: RequestState) -> None:
         """Send what the next leg's instance still lacks; its pages are reserved."""

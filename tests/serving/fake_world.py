@@ -101,6 +101,7 @@ class FakeWorld:
         self.timing = timing or Timing()
         self.check = check
         self.max_steps = max_steps
+        self.max_time = 100_000.0
         self.references = {r.id: Reference(r) for r in requests}
         self.num_steps = 0
         self.batches: list[Batch] = []
@@ -137,7 +138,7 @@ class FakeWorld:
         events: list[Event] = []
         while self._heap and (not events or self._heap[0][0] <= self._now):
             time, _, _, happen = heapq.heappop(self._heap)
-            assert time >= self._now
+            assert self._now <= time < self.max_time, "nothing but ticks is left"
             self._now = time
             if (event := happen()) is not None:
                 events.append(event)

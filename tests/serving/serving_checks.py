@@ -94,7 +94,10 @@ def check_requests(loop: ServingLoop, world: FakeWorld) -> None:
         assert (request.launched > request.computed) == (rows[request.id] > 0)
         assert bool(request.exported) == imports or waits
         if request.incoming:
-            assert request.incoming.kv is not here.kv or waits
+            assert runs
+            assert request.incoming.kv is not here.kv
+    ahead = {r.incoming for r in loop.live.values() if r.incoming}
+    assert ahead == {hold for i in loop.instances.values() for hold in i.kv.reserved}
     for instance in loop.instances.values():
         options = instance.options
         assert instance.num_exported == exported[instance.name]

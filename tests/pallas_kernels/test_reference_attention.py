@@ -1,0 +1,112 @@
+"""Plain-JAX paged attention against dense attention in float64 numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.pallas_kernels.reference import (
+    TILE_ROWS,
+    chunk_attention,
+    decode_attention,
+    write_kv,
+)
+
+M = 12  # pages per sequence
+
+
+def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Attention of one row [N, H] to all of k and v [L, K, H]."""
+    k, v = (np.repeat(x.astype(np.float64), q.shape[0] // x.shape[1], axis=1) for x in (k, v))
+    score = np.einsum("nh,lnh->nl", q.astype(np.float64), k) / np.sqrt(q.shape[1])
+    p = np.exp(score - score.max(-1, keepdims=True))
+    return np.einsum("nl,lnh->nh", p / p.sum(-1, keepdims=True), v)
+
+
+class Cache:
+    """Random pages; page 0 and whatever a sequence does not use hold garbage."""
+
+    def __init__(self, rng: np.random.Generator, count: int, B: int, K: int, H: int, dtype: str):
+        self.pages = jnp.asarray(rng.normal(size=(2, count * M + 1, K, B, H)), dtype)
+        self.table = 1 + rng.permutation(count * M).reshape(count, M).astype(np.int32)
+
+    def sequence(self, i: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        k, v = np.asarray(self.pages, np.float32)[:, self.table[i]].swapaxes(2, 3)
+        return k.reshape(-1, *k.shape[2:])[:length], v.reshape(-1, *v.shape[2:])[:length]
+
+
+def edges(B: int) -> list[int]:
+    return [0, 1, B - 1, B, B + 1, 3 * B, M * B - 1, M * B]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("B", "K", "G", "H"), [(4, 1, 1, 16), (8, 3, 3, 64), (16, 2, 7, 80), (3, 2, 4, 8)]
+)
+def test_decode(B: int, K: int, G: int, H: int, dtype: str) -> None:
+    rng = np.random.default_rng(B + G)
+    lengths = np.array(edges(B) + [5], np.int32)
+    cache = Cache(rng, len(lengths), B, K, H, dtype)
+    # Garbage where a padding table points.
+    q = rng.normal(size=(len(lengths), K * G, H)).astype(np.float32)
+    got = jax.jit(decode_attention)(q, *cache.pages, cache.table, lengths)
+    assert got.dtype == jnp.float32
+    tolerance = 2e-5 if dtype == "float32" else 3e-2
+    for i, length in enumerate(lengths):
+        if length == 0:
+            assert np.all(np.asarray(got[i]) == 0)
+        else:
+            expected = dense(q[i], *cache.sequence(i, length))
+            np.testing.assert_allclose(got[i], expected, atol=tolerance, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("B", "K", "G", "H"), [(4, 1, 1, 16), (8, 3, 3, 64), (16, 2, 7, 8)])
+def test_chunks(B: int, K: int, G: int, H: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = [int(s) for s in rng.choice([1, 2, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 40], 5)]
+    sizes = [min(size, M * B) for size in sizes]
+    starts = [int(rng.integers(0, M * B - size + 1)) for size in sizes]
+    starts[0] = 0
+    unused = 3
+    cache = Cache(rng, len(sizes) + unused, B, K, H, "float32")
+    rows = np.concatenate([[0], np.cumsum(sizes), [sum(sizes)] * unused]).astype(np.int32)
+    T = sum(sizes) + 13
+    q = rng.normal(size=(T, K * G, H)).astype(np.float32)
+    start_C = np.array(starts + [0] * unused, np.int32)
+    got = jax.jit(chunk_attention)(q, *cache.pages, cache.table, start_C, rows)
+    assert got.shape == q.shape
+    for c, (size, start) in enumerate(zip(sizes, starts, strict=True)):
+        for r in range(size):
+            expected = dense(q[rows[c] + r], *cache.sequence(c, start + r + 1))
+            np.testing.assert_allclose(got[rows[c] + r], expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_full_batch_of_the_smallest_chunks_fits() -> None:
+    """As many tiles as there can be: one of two rows per chunk."""
+    rng = np.random.default_rng(0)
+    C = 40
+    cache = Cache(rng, C, 4, 1, 8, "float32")
+    q = rng.normal(size=(2 * C, 2, 8)).astype(np.float32)
+    rows = 2 * np.arange(C + 1, dtype=np.int32)
+    start_C = rng.integers(0, M * 4 - 1, C).astype(np.int32)
+    got = chunk_attention(q, *cache.pages, cache.table, start_C, rows)
+    for t in range(2 * C):
+        expected = dense(q[t], *cache.sequence(t // 2, start_C[t // 2] + t % 2 + 1))
+        np.testing.assert_allclose(got[t], expected, atol=2e-5, rtol=1e-4)
+
+
+def test_write_touches_its_places_only() -> None:
+    rng = np.random.default_rng(1)
+    k = jnp.asarray(rng.normal(size=(5, 2, 4, 8)), jnp.float32)
+    v = -k
+    new = rng.normal(size=(3, 2, 8)).astype(np.float32)
+    page, offset = np.array([3, 3, 1]), np.array([0, 2, 3])
+    k2, v2 = write_kv(k, v, new, 2 * new, page, offset)
+    expected = np.array(k)
+    for t in range(3):
+        expected[page[t], :, offset[t]] = new[t]
+    np.testing.assert_array_equal(k2, expected)
+    written = np.zeros((5, 4), bool)
+    written[page, offset] = True
+    np.testing.assert_array_equal(np.asarray(v2 != v).any((1, 3)), written)

@@ -1,0 +1,124 @@
+"""Sampling against closed forms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from jaxinfer.runtime.sampler import SamplingInputs, argmax, keep_top_k, keep_top_p, sample
+
+V = 50
+LOGITS = arrays(np.float32, (3, V), elements=st.floats(-30, 30, width=32))
+draw = jax.jit(sample)
+
+
+def inputs(
+    rows: int, temperature: float, top_k: int = 0, top_p: float = 1.0, seed: int = 0
+) -> SamplingInputs:
+    return SamplingInputs(
+        np.full(rows, temperature, np.float32),
+        np.full(rows, top_k, np.int32),
+        np.full(rows, top_p, np.float32),
+        np.tile(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), (rows, 1)),
+        np.arange(rows, dtype=np.int32),
+    )
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    p = np.exp(x.astype(np.float64) - x.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(LOGITS, st.lists(st.integers(0, V + 5), min_size=3, max_size=3))
+def test_top_k_keeps_what_sorting_keeps(logits: np.ndarray, ks: list[int]) -> None:
+    kept = np.isfinite(jax.jit(keep_top_k)(logits, np.array(ks, np.int32)))
+    for row, k, mask in zip(logits, ks, kept, strict=True):
+        threshold = np.sort(row)[::-1][min(k, V) - 1] if k else -np.inf
+        np.testing.assert_array_equal(mask, row >= threshold)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(LOGITS, st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3))
+def test_top_p_keeps_the_smallest_set_that_reaches_p(logits: np.ndarray, ps: list[float]) -> None:
+    kept = np.isfinite(jax.jit(keep_top_p)(logits, np.array(ps, np.float32)))
+    for row, p, mask in zip(softmax(logits), ps, kept, strict=True):
+        if p == 1.0:
+            assert mask.all()
+            continue
+        # Float32 sums: a set within rounding of p may go either way.
+        assert row[mask].sum() >= p - 1e-5
+        smallest_kept = row[mask].min()
+        assert row[row > smallest_kept].sum() <= p + 1e-5
+        assert not np.any(row[~mask] > smallest_kept)
+
+
+def test_greedy_takes_the_first_of_equal_maxima() -> None:
+    logits = np.zeros((2, V), np.float32)
+    logits[0, [7, 9]] = 3
+    assert argmax(jnp.asarray(logits)).tolist() == [7, 0]
+    token, logprob = draw(logits, inputs(2, 0.0))
+    assert token.tolist() == [7, 0]
+    np.testing.assert_allclose(logprob, np.log(softmax(logits)[[0, 1], [7, 0]]), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.7), (1.5, 8, 0.8)],
+)
+def test_frequencies(temperature: float, top_k: int, top_p: float) -> None:
+    """Chi-squared against the distribution that the three options define."""
+    rng = np.random.default_rng(3)
+    logits = rng.normal(size=12).astype(np.float32) * 2
+    p = softmax(logits / temperature)
+    order = np.argsort(-p)
+    if top_k:
+        p[order[top_k:]] = 0
+        p /= p.sum()
+    before = np.cumsum(p[order]) - p[order]
+    p[order[before >= top_p]] = 0
+    p /= p.sum()
+    rows = 20000
+    batch = np.tile(logits, (rows, 1))
+    token, logprob = draw(batch, inputs(rows, temperature, top_k, top_p, seed=99))
+    count = np.bincount(token, minlength=12)
+    assert count[p == 0].sum() == 0
+    expected = rows * p
+    # Pearson's statistic wants cells of some size: the rare tokens are one cell.
+    common = expected > 20
+    observed = np.append(count[common], count[~common].sum())
+    expected = np.append(expected[common], expected[~common].sum())
+    cells = expected > 0
+    chi2 = ((observed - expected)[cells] ** 2 / expected[cells]).sum()
+    freedom = cells.sum() - 1
+    # Six standard deviations of a chi-squared variable.
+    assert chi2 < freedom + 6 * np.sqrt(2 * max(freedom, 1))
+    np.testing.assert_allclose(logprob, np.log(softmax(logits))[token], rtol=1e-4)
+
+
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(6, V)).astype(np.float32)
+    params = inputs(6, 1.0, seed=2**40 + 17)
+    params.top_k_S[:] = [0, 5, 0, 40, 0, 3]
+    params.top_p_S[:] = [1, 1, 0.5, 0.9, 1, 1]
+    together = np.asarray(draw(logits, params)[0])
+    for i in range(6):
+        alone = draw(logits[i : i + 1], SamplingInputs(*(x[i : i + 1] for x in params)))[0]
+        assert alone[0] == together[i]
+    mixed = params._replace(temperature_S=np.array([1, 0, 1, 0, 1, 0], np.float32))
+    token = np.asarray(draw(logits, mixed)[0])
+    np.testing.assert_array_equal(token[::2], together[::2])
+    np.testing.assert_array_equal(token[1::2], logits[1::2].argmax(-1))
+
+
+def test_seeds_and_positions_give_independent_draws() -> None:
+    logits = np.zeros((1000, V), np.float32)
+    one = np.asarray(draw(logits, inputs(1000, 1.0, seed=1))[0])
+    for seed in (2, 1 << 32, (1 << 32) + 1):
+        other = np.asarray(draw(logits, inputs(1000, 1.0, seed=seed))[0])
+        # Equal by chance with probability 1 / V: 20 expected of 1000.
+        assert 0 <= (one == other).sum() < 50

@@ -1,0 +1,326 @@
+"""Single situations in the loop: deadlocks that must not be, errors, late completions."""
+
+from collections.abc import Sequence
+
+import pytest
+from fake_world import FakeWorld, Timing
+from scenarios import RULES, Follow, Script
+from serving_checks import Outcome, Run, make_kv, make_requests
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.loop import ServingLoop
+from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
+from jaxinfer.serving.system import (
+    Action,
+    Assignment,
+    ClusterView,
+    Leg,
+    MoveSlices,
+    Pause,
+    Reassign,
+    Resume,
+    SetRole,
+    System,
+)
+
+EVERY_RULE = pytest.mark.parametrize("rule", RULES)
+
+
+def tiny(name: str, pages: int, page_size: int = 1, **options: float | bool) -> Instance:
+    defaults = {"max_num_batched_tokens": 4, "watermark": 0.0}
+    opts = InstanceOptions(**(defaults | options))  # type: ignore[arg-type]
+    return Instance(name, make_kv(pages, page_size), opts)
+
+
+def follow(
+    routes: Sequence[Sequence[Leg]],
+    instances: Sequence[Instance],
+    lengths: Sequence[tuple[int, int]],
+    seed: int = 0,
+    **run: object,
+) -> Outcome:
+    scripts = {
+        f"r{i}": Script(*length, 0.0, None, tuple(legs), len(legs))
+        for i, (length, legs) in enumerate(zip(lengths, routes, strict=True))
+    }
+    timing = Timing(seed, max_step=2, max_transfer=5)
+    return Run(Follow(scripts), instances, make_requests(lengths), timing, **run).verify()  # type: ignore[arg-type]
+
+
+class Do(System):
+    """Everything runs on A, or by ``legs``; after the n-th step, some actions."""
+
+    def __init__(
+        self, *actions: Action, after: int = 1, legs: tuple[Leg, ...] = (Leg("A"),)
+    ) -> None:
+        self.actions, self.steps_left, self.legs = actions, after, legs
+
+    def route(self, waiting, cluster: ClusterView) -> list[Assignment]:  # type: ignore[no-untyped-def]
+        return [Assignment(r.id, self.legs) for r in waiting]
+
+    def on_step(self, instance: str, cluster: ClusterView) -> Sequence[Action]:
+        self.steps_left -= 1
+        return self.actions if self.steps_left == 0 else ()
+
+
+@EVERY_RULE
+@pytest.mark.parametrize("seed", range(8))
+def test_full_source_pool_and_waiting_destination(rule: str, seed: int) -> None:
+    legs = (Leg("A", 4, rule), Leg("B"))  # type: ignore[arg-type]
+    pools = [tiny("A", 9), tiny("B", 9)]
+    outcome = follow([legs] * 6, pools, [(4, 6)] * 6, seed)
+    assert outcome.world.transfers
+
+
+@EVERY_RULE
+@pytest.mark.parametrize("spare", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_both_directions_through_pools_that_hold_one_request(
+    rule: str, spare: int, seed: int
+) -> None:
+    there = (Leg("A", 3, rule), Leg("B", 8, rule), Leg("A"))  # type: ignore[arg-type]
+    back = (Leg("B", 5, rule), Leg("A", 7, rule), Leg("B"))  # type: ignore[arg-type]
+    pools = [tiny("A", 9 + spare), tiny("B", 9 + spare)]
+    follow([there, back] * 4, pools, [(5, 5)] * 8, seed)
+
+
+def test_a_stall_is_broken_while_arrivals_are_still_to_come() -> None:
+    # Both pools are full of KV that the other side has no room for; r2 comes much later.
+    routes = [(Leg("A", 8), Leg("B")), (Leg("B", 8), Leg("A")), (Leg("A"),)]
+    scripts = {f"r{i}": Script(8, 2, 0.0, None, legs, 2) for i, legs in enumerate(routes)}
+    requests = make_requests([(8, 2)] * 3, [0.0, 0.0, 1000.0])
+    outcome = Run(Follow(scripts), [tiny("A", 9), tiny("B", 9)], requests).verify()
+    ends = {name: r.metrics.token_times[-1] for name, r in outcome.finished.items()}
+    assert max(ends["r0"], ends["r1"]) < 100
+
+
+@EVERY_RULE
+def test_a_leg_that_goes_on_past_the_prompt(rule: str) -> None:
+    legs = (Leg("A", 9, rule), Leg("B"))  # type: ignore[arg-type]
+    outcome = follow([legs], [tiny("A", 20), tiny("B", 20, 3)], [(4, 9)])
+    assert outcome.route_of("r0") == [("A", 9), ("B", 3)]
+
+
+@EVERY_RULE
+@pytest.mark.parametrize("until", [4, 5])
+def test_a_request_that_ends_on_its_first_token_moves_nothing(rule: str, until: int) -> None:
+    legs = (Leg("A", until, rule), Leg("B"))  # type: ignore[arg-type]
+    pools = [tiny("A", 20, max_num_batched_tokens=100), tiny("B", 20)]
+    outcome = follow([legs] * 2, pools, [(4, 1), (4, 9)], stop_at={"r1": 1})
+    assert not outcome.world.transfers
+    assert [outcome.finished[r].finish_reason for r in ("r0", "r1")] == ["length", "stop"]
+
+
+def test_empty_legs_are_dropped() -> None:
+    legs = (Leg("A", 3), Leg("B", 3), Leg("B", 2), Leg("C"), Leg("A"), Leg("B", 9))
+    pools = [tiny("A", 20), tiny("B", 20), tiny("C", 20)]
+    outcome = follow([legs], pools, [(5, 4)])
+    assert outcome.route_of("r0") == [("A", 3), ("C", 5)]
+
+
+def test_two_legs_in_one_place_move_nothing() -> None:
+    legs = (Leg("A", 2), Leg("A", 5, "per_chunk"), Leg("A"))
+    outcome = follow([legs] * 3, [tiny("A", 9)], [(5, 5)] * 3)
+    assert not outcome.world.transfers
+
+
+def ahead(
+    late: Sequence[tuple[float, tuple[int, int]]], pages: int, first: tuple[int, int], seats: int
+) -> Outcome:
+    """r0 goes chunk by chunk from A to B, where the late ones come in meanwhile."""
+    scripts = {"r0": Script(*first, 0.0, None, (Leg("A", first[0], "per_chunk"), Leg("B")), 2)}
+    for i, (time, length) in enumerate(late, 1):
+        scripts[f"r{i}"] = Script(*length, time, None, (Leg("B"),), 1)
+    pools = [tiny("A", 20, max_num_batched_tokens=1), tiny("B", pages, max_num_seqs=seats)]
+    lengths, arrivals = [first, *(length for _, length in late)], [0.0, *(t for t, _ in late)]
+    return Run(Follow(scripts), pools, make_requests(lengths, arrivals)).verify()
+
+
+def test_growth_takes_back_what_was_reserved_ahead() -> None:
+    outcome = ahead([(2, (1, 10))], pages=12, first=(8, 4), seats=8)
+    assert outcome.finished["r1"].metrics.num_preemptions == 0
+    assert len([start for *_, start, _ in outcome.transfers_of("r0") if start == 0]) > 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_growth_waits_for_an_import_rather_than_lose_the_oldest(seed: int) -> None:
+    scripts = {
+        "r0": Script(4, 4, 1.0, None, (Leg("A", 4), Leg("B")), 2),
+        "r1": Script(1, 9, 0.0, None, (Leg("B"),), 1),
+    }
+    requests = make_requests([(4, 4), (1, 9)], [1.0, 0.0])
+    pools, timing = [tiny("A", 9), tiny("B", 10)], Timing(seed, max_transfer=30)
+    outcome = Run(Follow(scripts), pools, requests, timing).verify()
+    assert outcome.finished["r1"].metrics.num_preemptions == 0
+
+
+def test_nothing_is_reserved_ahead_of_those_who_wait() -> None:
+    outcome = ahead([(0, (1, 8)), (0.5, (10, 1))], pages=10, first=(6, 2), seats=8)
+    admitted = outcome.finished["r2"].metrics.first_scheduled
+    assert admitted is not None
+    assert admitted <= min(t.requested for t in outcome.world.transfers)
+
+
+def test_a_seat_taken_since_the_reservation_is_waited_for() -> None:
+    outcome = ahead([(2, (1, 15))], pages=40, first=(6, 2), seats=1)
+    ends = {name: r.metrics.token_times[-1] for name, r in outcome.finished.items()}
+    assert ends["r1"] < ends["r0"]
+
+
+def test_a_step_launched_ahead_of_a_stop_is_discarded() -> None:
+    a = tiny("A", 20, max_in_flight=3, launch_ahead=True)
+    outcome = follow([(Leg("A"),)], [a], [(3, 9)], stop_at={"r0": 2})
+    assert sum(n for _, n in outcome.route_of("r0")) > 3 + 1  # Positions past the end ran.
+
+
+def test_no_step_is_launched_past_max_tokens() -> None:
+    a = tiny("A", 20, max_in_flight=3, launch_ahead=True)
+    outcome = follow([(Leg("A"),)], [a], [(3, 9)])
+    assert outcome.route_of("r0") == [("A", 11)]
+
+
+def test_what_fits_nowhere_is_refused_wherever_it_is_sent() -> None:
+    for system in (Follow({"r0": Script(3, 9, 0, None, (Leg("A", 3), Leg("B")), 2)}),
+                   Do(Reassign("r0", (Leg("B"),)))):  # fmt: skip
+        outcome = Run(system, [tiny("A", 20), tiny("B", 10)], make_requests([(3, 9)])).verify()
+        error = outcome.finished["r0"].error
+        assert error == (
+            "request 'r0' needs 11 pages of 1 tokens (3 prompt + 9 output tokens) "
+            "on instance 'B', which has 10"
+        )
+
+
+@pytest.mark.parametrize("action", [SetRole("AA", "x"), Reassign("r0", (Leg("AA"),))])
+def test_an_unknown_instance_is_one_line_with_a_suggestion(action: Action) -> None:
+    with pytest.raises(JaxinferError) as error:
+        Run(Do(action), [tiny("A", 20)], make_requests([(3, 9)])).verify()
+    assert str(error.value) == "system names instance 'AA': did you mean 'A'?"
+
+
+def test_routing_to_an_unknown_instance() -> None:
+    with pytest.raises(JaxinferError, match=r"instance 'gpu0': known: A$"):
+        follow([(Leg("gpu0"),)], [tiny("A", 20)], [(3, 9)])
+
+
+@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize("leave", [False, True])
+def test_heads_move_while_a_chunk_is_on_its_way(after: int, leave: bool) -> None:
+    move = MoveSlices("r0", 0, 1, (1,))
+    actions = (move, Reassign("r0", (Leg("B"),))) if leave else (move,)
+    system = Do(*actions, after=after, legs=(Leg("A", 9, "per_chunk"), Leg("B")))
+    kv, opts = make_kv(30, 1, [(0, 1), (2,)]), InstanceOptions(16, 3, max_in_flight=1)
+    run = Run(system, [Instance("A", kv, opts), tiny("B", 30)], make_requests([(9, 5)]))
+    outcome = run.verify()
+    kinds = [bool(t.slice_move) for t in outcome.world.transfers]
+    assert kinds[:2] == [False, True]
+
+
+@pytest.mark.parametrize("max_transfer", [3, 30])
+def test_growth_waits_for_heads_that_move(max_transfer: int) -> None:
+    kv = KVShards([Shard(PagePool(27, 1), (0, 1)), Shard(PagePool(60, 1), (2,))])
+    a = Instance("A", kv, InstanceOptions(8, 8, watermark=0.0))
+    lengths = [(1, 12), (4, 5)]
+    system = Do(MoveSlices("r1", 0, 1, (1,)), after=4)
+    timing = Timing(max_transfer=max_transfer)
+    outcome = Run(system, [a], make_requests(lengths, [0.0, 1.0]), timing).verify()
+    assert outcome.world.transfers
+    assert outcome.finished["r0"].metrics.num_preemptions == 0
+
+
+def test_chunks_follow_a_change_of_destination() -> None:
+    pools = [tiny(name, 20, max_num_batched_tokens=3) for name in "ABC"]
+    legs = (Leg("A", 15, "per_chunk"), Leg("B"))
+    change = Reassign("r0", (Leg("A", 15, "per_chunk"), Leg("C")))
+    run = Run(Do(change, after=1, legs=legs), pools, make_requests([(15, 4)]))
+    outcome = run.verify()
+    assert outcome.route_of("r0") == [("A", 15), ("C", 3)]
+    moved = outcome.transfers_of("r0")
+    assert moved[0][1] == "B"
+    assert next(start for _, dest, start, _ in moved if dest == "C") == 0
+
+
+class WhileImporting(Do):
+    """Asks for the impossible once the KV is on its way."""
+
+    tick_interval = 1.0
+
+    def on_tick(self, cluster: ClusterView) -> Sequence[Action]:
+        b = cluster.instances["B"]
+        return self.actions if b.num_requests > len(b.waiting) + len(b.running) else ()
+
+
+@pytest.mark.parametrize("target", ["B", "tiny"])
+def test_other_legs_while_the_kv_is_on_its_way(target: str) -> None:
+    legs = (Leg("A", 3), Leg("B"))
+    system = WhileImporting(Reassign("r0", (Leg("B", 4), Leg(target))), after=0, legs=legs)
+    pools = [tiny("A", 20), tiny("B", 20), tiny("tiny", 4)]
+    run = Run(system, pools, make_requests([(3, 9)]), Timing(seed=1, max_transfer=30))
+    outcome = run.verify()
+    assert bool(outcome.finished["r0"].error) == (target == "tiny")
+    assert outcome.world.transfers
+
+
+class StartElsewhere(System):
+    """Lets r1 be admitted on A while paused, and sends it on before it has computed anything."""
+
+    def route(self, waiting, cluster: ClusterView) -> list[Assignment]:  # type: ignore[no-untyped-def]
+        return [Assignment(r.id, (Leg("B" if r.id == "r2" else "A"),)) for r in waiting]
+
+    def on_step(self, instance: str, cluster: ClusterView) -> Sequence[Action]:
+        if cluster.instances["B"].num_requests:
+            return (Pause("r1"),)
+        return (Reassign("r1", (Leg("B"),)), Resume("r1"))
+
+
+def test_a_request_without_kv_needs_no_transfer() -> None:
+    pools = [tiny("A", 20, max_num_seqs=1), tiny("B", 30)]
+    requests = make_requests([(3, 8), (3, 2), (3, 20)], [0.0, 1.0, 0.0])
+    outcome = Run(StartElsewhere(), pools, requests).verify()
+    assert outcome.route_of("r1") == [("B", 4)]
+    assert not outcome.world.transfers
+
+
+def test_slices_that_are_not_there() -> None:
+    run = Run(Do(MoveSlices("r0", 0, 1, (0,))), [tiny("A", 20)], make_requests([(3, 9)]))
+    with pytest.raises(JaxinferError, match="not there to move"):
+        run.verify()
+
+
+def test_a_system_that_routes_what_does_not_wait() -> None:
+    class Twice(System):
+        def route(self, waiting, cluster):  # type: ignore[no-untyped-def]
+            return [Assignment("r0", (Leg("A"),))] * 2
+
+    with pytest.raises(JaxinferError, match="'r0', which does not wait"):
+        Run(Twice(), [tiny("A", 20)], make_requests([(3, 9)])).verify()
+
+
+def test_a_system_that_gives_no_leg() -> None:
+    with pytest.raises(JaxinferError, match="'r0' no leg past 0"):
+        follow([(Leg("A", 0),)], [tiny("A", 20)], [(3, 9)])
+
+
+@pytest.mark.parametrize("action", [None, Pause("r1")])
+def test_a_system_that_stalls_is_named(action: Action | None) -> None:
+    class Idle(System):
+        def route(self, waiting, cluster):  # type: ignore[no-untyped-def]
+            return []
+
+    system = Do(action) if action else Idle()
+    name, left = ("Do", 1) if action else ("Idle", 2)
+    with pytest.raises(RuntimeError, match=f"{name} has stalled: {left} requests are left .*r1"):
+        Run(system, [tiny("A", 20)], make_requests([(3, 9)] * 2)).verify()
+
+
+def test_two_requests_with_one_id() -> None:
+    requests = make_requests([(3, 9)]) * 2
+    with pytest.raises(ValueError, match="'r0'"):
+        ServingLoop(FakeWorld([], requests), [], Follow({})).run()
+
+
+def test_cutting_short_without_new_legs_asks_the_system_again() -> None:
+    outcome = Run(
+        Do(Reassign("r0", ()), after=2), [tiny("A", 20)], make_requests([(3, 9)])
+    ).verify()
+    assert not outcome.world.transfers

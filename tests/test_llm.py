@@ -1,0 +1,241 @@
+"""The Python interface, on the tiny model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxinfer import LLM, JaxinferError, SamplingParams
+from jaxinfer.report.run_folder import PACKAGES
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+PROMPTS = ["Hello", "A longer prompt than the other one, by far.", "x" * 150, "Ünïcode ✓"]
+
+
+def tokens(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
+    outputs = llm.generate(prompts, params, progress=False)
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+def test_outputs_come_in_the_order_asked_with_all_fields(tiny: LLM) -> None:
+    params = [GREEDY.model_copy(update={"max_tokens": n}) for n in (30, 1, 5, 12)]
+    outputs = tiny.generate(PROMPTS, params, progress=False)
+    assert [o.prompt for o in outputs] == PROMPTS
+    assert len({o.request_id for o in outputs}) == 4
+    for prompt, output, n in zip(PROMPTS, outputs, (30, 1, 5, 12), strict=True):
+        (completion,) = output.outputs
+        assert output.prompt_token_ids == tiny.tokenizer.encode(prompt)
+        assert len(completion.token_ids) == n
+        assert completion.text == tiny.tokenizer.decode(completion.token_ids)
+        assert (completion.finish_reason, completion.stop_reason) == ("length", None)
+        assert completion.cumulative_logprob is not None
+        assert completion.cumulative_logprob < 0
+        assert output.finished
+        assert len(output.metrics.token_times) == n
+        assert output.metrics.token_times == sorted(output.metrics.token_times)
+
+
+def test_one_prompt_text_or_tokens_is_the_same(tiny: LLM) -> None:
+    ids = tiny.tokenizer.encode("Hello")
+    one = tokens(tiny, "Hello", GREEDY)
+    assert tokens(tiny, {"prompt_token_ids": ids}, GREEDY) == one
+    assert tokens(tiny, [{"prompt_token_ids": ids}, "Hello"], GREEDY) == one * 2
+
+
+def test_chat_applies_the_template(tiny: LLM) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    (output,) = tiny.chat(messages, GREEDY, progress=False)
+    assert output.prompt_token_ids == tiny.tokenizer.encode("<user>Hi<end><assistant>")
+    several = tiny.chat([messages, messages], GREEDY, progress=False)
+    assert [o.outputs[0].token_ids for o in several] == [output.outputs[0].token_ids] * 2
+
+
+def test_sampled_tokens_do_not_depend_on_batch_mates_order_or_preemption(tiny: LLM) -> None:
+    params = [
+        SamplingParams(temperature=t, top_k=k, top_p=p, seed=s, max_tokens=40, ignore_eos=True)
+        for t, k, p, s in [(1.0, 0, 1.0, 1), (0.7, 20, 1.0, 2), (1.3, 0, 0.8, 3), (1, 50, 0.9, 4)]
+    ]
+    alone = [tokens(tiny, p, s)[0] for p, s in zip(PROMPTS, params, strict=True)]
+    assert tokens(tiny, PROMPTS, params) == alone
+    assert tokens(tiny, PROMPTS[::-1], params[::-1]) == alone[::-1]
+    # 16 requests of up to 24 pages in 64 pages: preemptions.
+    requests = [
+        tiny.make_request(f"r{i}", tiny.tokenizer.encode(PROMPTS[i % 4]), params[i % 4])
+        for i in range(16)
+    ]
+    seen = {}
+    metrics = tiny.run(
+        requests, lambda o: seen.update({o.request_id: o.outputs[0].token_ids}), progress=False
+    )
+    assert [seen[f"r{i}"] for i in range(16)] == alone * 4
+    assert metrics.output_tokens == 16 * 40
+
+
+def test_preemption_happens_and_changes_nothing(tiny_folder: Path) -> None:
+    llm = LLM(
+        str(tiny_folder), progress=False, page_size=8, num_pages=26, max_num_seqs=4,
+        max_num_batched_tokens=32,
+    )  # fmt: skip
+    params = GREEDY.model_copy(update={"max_tokens": 90})
+    prompts = [PROMPTS[1] + str(i) for i in range(4)]
+    alone = [tokens(llm, p, params)[0] for p in prompts]
+    outputs = llm.generate(prompts, params, progress=False)
+    assert sum(o.metrics.num_preemptions for o in outputs) > 0
+    assert [o.outputs[0].token_ids for o in outputs] == alone
+
+
+def test_requests_without_a_seed_differ_but_repeat_in_a_new_engine(tiny: LLM) -> None:
+    params = SamplingParams(temperature=1, max_tokens=20, ignore_eos=True)
+    first, second = tokens(tiny, ["Hello", "Hello"], params)
+    assert first != second
+    same = [tiny.make_request("same-id", [1, 2, 3], params).payload for _ in range(2)]
+    assert same[0] == same[1]
+
+
+def test_stop_conditions(tiny: LLM) -> None:
+    (free,) = tiny.generate("Hello", GREEDY, progress=False)
+    ids, text = free.outputs[0].token_ids, free.outputs[0].text
+
+    stop_id = ids[7]
+    cut = ids[: ids.index(stop_id) + 1]
+    params = GREEDY.model_copy(update={"stop_token_ids": (stop_id,)})
+    (by_id,) = tiny.generate("Hello", params, progress=False)[0].outputs
+    assert by_id.token_ids == cut
+    assert (by_id.finish_reason, by_id.stop_reason) == ("stop", stop_id)
+    assert by_id.text == tiny.tokenizer.decode(cut[:-1])
+
+    middle = text[3:6]  # Several tokens: each is one byte.
+    params = GREEDY.model_copy(update={"stop": ("never in the text", middle)})
+    (by_text,) = tiny.generate("Hello", params, progress=False)[0].outputs
+    assert by_text.text == text[: text.index(middle)]
+    assert (by_text.finish_reason, by_text.stop_reason) == ("stop", middle)
+    # The token that completed the string is the last: launched-ahead ones are dropped.
+    assert middle in tiny.tokenizer.decode(by_text.token_ids)
+    assert middle not in tiny.tokenizer.decode(by_text.token_ids[:-1])
+
+
+def test_eos_stops_unless_ignored(tiny: LLM) -> None:
+    eos = tiny.tokenizer.eos_token_ids[0]
+    params = SamplingParams(temperature=2.0, seed=3, max_tokens=100, ignore_eos=True)
+    requests = [f"prompt {i}" for i in range(24)]
+    ignoring = tiny.generate(requests, params, progress=False)
+    with_eos = [o for o in ignoring if eos in o.outputs[0].token_ids]
+    assert with_eos, "no output has an EOS; the test needs other seeds"
+    prompts = [o.prompt for o in with_eos if o.prompt]
+    stopping = tiny.generate(prompts, SamplingParams(temperature=2.0, seed=3, max_tokens=100))
+    for free, stopped in zip(with_eos, stopping, strict=True):
+        ids = free.outputs[0].token_ids
+        assert stopped.outputs[0].token_ids == ids[: ids.index(eos) + 1]
+        assert stopped.outputs[0].finish_reason == "stop"
+        assert stopped.outputs[0].stop_reason is None
+
+
+def test_max_tokens_ends_at_the_models_length(tiny: LLM) -> None:
+    params = GREEDY.model_copy(update={"max_tokens": 1000})
+    (ids,) = tokens(tiny, "x" * 250, params)
+    assert len(ids) == 256 - 250
+
+
+def test_a_request_too_large_for_the_pool_is_refused_and_the_rest_served(
+    tiny_folder: Path,
+) -> None:
+    llm = LLM(str(tiny_folder), progress=False, page_size=8, num_pages=6, max_num_seqs=2,
+              max_num_batched_tokens=32)  # fmt: skip
+    outputs = llm.generate(["x" * 40, "Hello", "y" * 21], GREEDY, progress=False)
+    assert outputs[0].outputs == []
+    assert outputs[0].error
+    assert "needs 8 pages" in outputs[0].error
+    assert "which has 5" in outputs[0].error
+    assert [len(o.outputs[0].token_ids) for o in outputs[1:]] == [20, 20]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ("", GREEDY, "prompt 0: the prompt is empty"),
+        (["ok", {"prompt_token_ids": []}], GREEDY, "prompt 1: the prompt is empty"),
+        (["ok", {"prompt_token_ids": [999]}], GREEDY, "token id 999 is not in the vocabulary"),
+        (["ok", {"prompt_token_ids": [-1]}], GREEDY, "token id -1 is not in the vocabulary"),
+        ([{"prompt_token_ids": ["a"]}], GREEDY, "must be a text or"),
+        ([{"prompt_token_idz": [1]}], GREEDY, "must be a text or"),
+        ([3], GREEDY, "must be a text or"),
+        ("x" * 256, GREEDY, "prompt 0: the prompt has 256 tokens, max_model_len is 256"),
+        (["a", "b"], [GREEDY], "2 prompts, but 1 sampling_params"),
+    ],
+)
+def test_bad_prompts_are_named_before_anything_runs(
+    tiny: LLM, prompts: Any, params: Any, message: str
+) -> None:
+    with pytest.raises(JaxinferError, match=message) as caught:
+        tiny.generate(prompts, params, progress=False)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seq": 4}, "unknown option 'max_num_seq': did you mean 'max_num_seqs'"),
+        ({"num_pages": 1}, "num_pages is 1, must be"),
+        ({"dtype": "fp8"}, "dtype is 'fp8', must be"),
+        ({"max_model_len": 257}, "max_model_len is 257, the model was made for 256"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "must be at least max_num_seqs"),
+        ({"tensor_parallel_size": 2}, "only 1 is available"),
+        ({"enable_prefix_caching": True}, "not available"),
+        ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),
+        ({"num_pages": 10**12}, "num_pages 1000000000000 of 64 tokens takes"),
+        ({"memory_fraction": 1e-12}, "leaves room for 0 KV pages"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    tiny_folder: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(JaxinferError) as caught:
+        LLM(str(tiny_folder), progress=False, **options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_launch_ahead_and_pool_size_do_not_change_tokens(tiny: LLM, tiny_folder: Path) -> None:
+    other = LLM(str(tiny_folder), progress=False, page_size=16, max_num_seqs=2,
+                max_num_batched_tokens=7, launch_ahead=False)  # fmt: skip
+    assert tokens(other, PROMPTS, GREEDY) == tokens(tiny, PROMPTS, GREEDY)
+
+
+def test_a_run_leaves_its_files(tiny: LLM, tmp_path: Path) -> None:
+    for _ in range(2):
+        tiny.generate(PROMPTS, GREEDY, progress=False, run_dir=tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
+    run = json.loads((tmp_path / "2" / "run.json").read_text())
+    assert run["status"] == "finished"
+    assert run["engine"]["max_num_seqs"] == 4
+    assert set(run["versions"]) == set(PACKAGES)
+    steps = [json.loads(line) for line in (tmp_path / "2" / "steps.jsonl").open()]
+    assert len(steps) == run["metrics"]["steps"]
+    # The first token comes from prefill, the others from one decode each.
+    prompt_tokens = sum(len(tiny.tokenizer.encode(p)) for p in PROMPTS)
+    assert sum(s["prefill_tokens"] for s in steps) == prompt_tokens
+    assert sum(s["decode_tokens"] for s in steps) == 4 * 19
+    assert sum(s["sampled"] for s in steps) == 4 * 20
+    assert max(s["pages_in_use"] for s in steps) == run["metrics"]["peak_pages"]
+    for before, after in zip(steps, steps[1:], strict=False):
+        assert before["start"] <= before["end"] <= after["start"] <= after["end"]
+    m = run["metrics"]
+    assert m["late_compiles"] == 0
+    assert 0 < m["loop_s"] < m["wall_s"]
+    assert m["prompt_tokens"] == prompt_tokens
+    assert m["output_tokens"] == 80
+
+
+def test_strict_shapes_refuses_a_step_that_was_not_compiled(tiny_folder: Path) -> None:
+    llm = LLM(str(tiny_folder), progress=False, strict_shapes=True, max_num_seqs=2,
+              max_num_batched_tokens=8)  # fmt: skip
+    assert tokens(llm, "Hello", GREEDY)
+    step = llm.engine.worker.step
+    assert step.late_compiles == 0
+    step._executables.clear()
+    with pytest.raises(JaxinferError, match="strict_shapes"):
+        tokens(llm, "Hello", GREEDY)
+    step._strict = False
+    assert tokens(llm, "Hello", GREEDY)
+    assert step.late_compiles > 0
