@@ -27,7 +27,6 @@ class BatchJob:
 
     Attributes:
         num_lines: requests in the input; num_resumed: those with a result when opened.
-        num_failed: error lines written by this process.
         run_folder: where ``run`` leaves ``run.json`` and ``steps.jsonl``, in numbered folders.
     """
 
@@ -37,7 +36,6 @@ class BatchJob:
         """Users call ``open``."""
         self.num_lines = len(lines)
         self.num_resumed = len(results.finished)
-        self.num_failed = 0
         self.run_folder = f"{output}.runs"
         self._config = config
         self._lines = {line.custom_id: line for line in lines}
@@ -91,6 +89,11 @@ class BatchJob:
             assert isinstance(line, BatchLine)
             yield _last_words(line), self._texts[custom_id].strip()
 
+    @property
+    def num_failed(self) -> int:
+        """Error lines among the results."""
+        return self._results.num_failed
+
     def _request(self, llm: "LLM", line: BatchLine) -> "RequestState | None":
         try:
             match line.prompt:
@@ -117,7 +120,6 @@ class BatchJob:
 
     def _fail(self, line: BatchLine | BadLine, reason: str) -> None:
         self._results.append(error_line(line, reason))
-        self.num_failed += 1
 
     def __enter__(self) -> Self:
         return self

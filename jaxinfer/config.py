@@ -85,9 +85,19 @@ def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunF
     for setting in settings:
         _apply(data, setting)
     try:
+        for name, field in RunFile.model_fields.items():
+            if name in data and isinstance(field.default, Options):
+                data[name] = _section(name, type(field.default), data[name])
         return RunFile.model_validate(data)
     except JaxinferError as error:
         raise JaxinferError(f"{path}: {error}" if path else str(error)) from None
+
+
+def _section(name: str, kind: type[Options], data: object) -> Options:
+    try:
+        return kind.model_validate(data)
+    except JaxinferError as error:
+        raise JaxinferError(f"{name}: {error}") from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

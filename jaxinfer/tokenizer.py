@@ -82,6 +82,10 @@ class Tokenizer:
         """The text of ``token_ids``; special and unknown tokens are skipped."""
         return self._backend.decode(list(token_ids), skip_special_tokens=True)
 
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer's files as Hugging Face's tools read them."""
+        self._wrapped.save_pretrained(folder)
+
     def open_stream(self) -> "_Stream":
         """A new incremental decoder; see ``Detokenizer``."""
         if isinstance(self._backend.decoder, decoders.ByteLevel):

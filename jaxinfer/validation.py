@@ -47,6 +47,8 @@ def _explain(cls: type[Options], error: ValidationError) -> str:
             return f"unknown option {name!r}: {did_you_mean(name, cls.model_fields)}"
         case "missing":
             return f"{cls.__name__} needs {name!r}"
+        case "model_type":
+            return f"must be a mapping of options, not {value}"
         case "value_error":
             return f"{name}: {first['ctx']['error']}"
         case _:

@@ -1,6 +1,7 @@
 """The Python interface, on the tiny model."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,7 @@ def test_a_run_leaves_its_files(tiny: LLM, tmp_path: Path) -> None:
     assert sum(s["decode_tokens"] for s in steps) == 4 * 19
     assert sum(s["sampled"] for s in steps) == 4 * 20
     assert max(s["pages_in_use"] for s in steps) == run["metrics"]["peak_pages"]
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in pairwise(steps):
         assert before["start"] <= before["end"] <= after["start"] <= after["end"]
     m = run["metrics"]
     assert m["late_compiles"] == 0

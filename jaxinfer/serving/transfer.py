@@ -132,8 +132,11 @@ class HandOffs:
         assert hold
         if hold.users:
             return
-        if not hold.copy_slices(move.source_shard, move.dest_shard, move.slices):
+        has_room = hold.copy_slices(move.source_shard, move.dest_shard, move.slices)
+        if not has_room or not request.computed:
             request.slice_move = None
+            if has_room:  # There is nothing to send.
+                hold.drop_slices(move.source_shard, move.slices)
             return
         name = request.legs[0].instance
         self._send(request, name, hold, name, hold, move)

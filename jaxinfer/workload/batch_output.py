@@ -90,12 +90,14 @@ class ResultFile:
     the last line, which the next ``open`` cuts away. A lock keeps a second process out.
 
     Attributes:
-        finished: the ``custom_id`` of each record in the file, failures included.
+        finished: the ``custom_id`` of each record in the file.
+        num_failed: how many of them are errors.
     """
 
-    def __init__(self, path: Path, fd: int, finished: set[str]) -> None:
+    def __init__(self, path: Path, fd: int, failed: dict[str, bool]) -> None:
         """Take over ``fd``, opened for appending and locked; users call ``open``."""
-        self.finished = finished
+        self.finished = set(failed)
+        self.num_failed = sum(failed.values())
         self._path = path
         self._fd: int | None = fd
 
@@ -145,6 +147,7 @@ class ResultFile:
                 "results so far are kept, run the same command again to go on"
             ) from error
         self.finished.add(custom_id)
+        self.num_failed += record["error"] is not None
 
     def close(self) -> None:
         """Close the file and release its lock; closing twice is fine."""
@@ -190,8 +193,8 @@ def _lock(path: Path, fd: int) -> None:
             ) from None
 
 
-def _prepare(path: Path, fd: int, job: Mapping[str, object], force: bool) -> set[str]:
-    """Bring output and sidecar in line with ``job`` and return the ids of what is finished."""
+def _prepare(path: Path, fd: int, job: Mapping[str, object], force: bool) -> dict[str, bool]:
+    """Bring output and sidecar in line with ``job``; the finished ids, and which are errors."""
     sidecar = path.with_name(path.name + ".job.json")
     with _one_line_errors(path):
         if force:
@@ -202,7 +205,7 @@ def _prepare(path: Path, fd: int, job: Mapping[str, object], force: bool) -> set
     if empty:
         with _one_line_errors(sidecar):
             _write_sidecar(sidecar, job)
-        return set()
+        return {}
     _check_same_job(path, sidecar, job)
     with _one_line_errors(path):
         return _repair(path, fd)
@@ -263,9 +266,9 @@ def _write_sidecar(sidecar: Path, job: Mapping[str, object]) -> None:
         os.close(folder)
 
 
-def _repair(path: Path, fd: int) -> set[str]:
-    """Collect the finished ids and cut a torn last line away."""
-    finished: set[str] = set()
+def _repair(path: Path, fd: int) -> dict[str, bool]:
+    """Collect the finished ids, and which are errors; cut a torn last line away."""
+    failed: dict[str, bool] = {}
     end = 0
     torn_number: int | None = None
     with path.open("rb") as file:
@@ -275,28 +278,28 @@ def _repair(path: Path, fd: int) -> set[str]:
                     f"{path} line {torn_number} is not a result line: "
                     "mend or remove it, or --force to start over"
                 )
-            custom_id = _custom_id(raw)
-            if custom_id is None:
+            record = _whole_record(raw)
+            if record is None:
                 torn_number = number
             else:
-                finished.add(custom_id)
+                failed[str(record["custom_id"])] = record.get("error") is not None
                 end += len(raw)
     if torn_number is not None:
         os.ftruncate(fd, end)
         os.fsync(fd)
-    return finished
+    return failed
 
 
-def _custom_id(raw: bytes) -> str | None:
-    """The id of a whole result line, None for a torn one."""
+def _whole_record(raw: bytes) -> Record | None:
+    """A result line, None for a torn one."""
     if not raw.endswith(b"\n"):
         return None
     try:
         record = json.loads(raw)
     except ValueError:
         return None
-    custom_id = record.get("custom_id") if isinstance(record, dict) else None
-    return custom_id if isinstance(custom_id, str) else None
+    whole = isinstance(record, dict) and isinstance(record.get("custom_id"), str)
+    return record if whole else None
 
 
 def _to_line(record: Record) -> bytes:

@@ -262,7 +262,10 @@ def test_other_legs_while_the_kv_is_on_its_way(target: str) -> None:
 
 
 class StartElsewhere(System):
-    """Lets r1 be admitted on A while paused, and sends it on before it has computed anything."""
+    """Lets r1 be admitted on A while paused, and acts on it before it has computed anything."""
+
+    def __init__(self, action: Action) -> None:
+        self.action = action
 
     def route(self, waiting, cluster: ClusterView) -> list[Assignment]:  # type: ignore[no-untyped-def]
         return [Assignment(r.id, (Leg("B" if r.id == "r2" else "A"),)) for r in waiting]
@@ -270,14 +273,19 @@ class StartElsewhere(System):
     def on_step(self, instance: str, cluster: ClusterView) -> Sequence[Action]:
         if cluster.instances["B"].num_requests:
             return (Pause("r1"),)
-        return (Reassign("r1", (Leg("B"),)), Resume("r1"))
+        return (self.action, Resume("r1"))
 
 
-def test_a_request_without_kv_needs_no_transfer() -> None:
-    pools = [tiny("A", 20, max_num_seqs=1), tiny("B", 30)]
+@pytest.mark.parametrize(
+    ("action", "place"),
+    [(Reassign("r1", (Leg("B"),)), "B"), (MoveSlices("r1", 0, 1, (0, 1)), "A")],
+)
+def test_a_request_without_kv_needs_no_transfer(action: Action, place: str) -> None:
+    kv = make_kv(20, 4, [(0, 1), (2,)])
+    pools = [Instance("A", kv, InstanceOptions(max_num_seqs=1, watermark=0.0)), tiny("B", 30)]
     requests = make_requests([(3, 8), (3, 2), (3, 20)], [0.0, 1.0, 0.0])
-    outcome = Run(StartElsewhere(), pools, requests).verify()
-    assert outcome.route_of("r1") == [("B", 4)]
+    outcome = Run(StartElsewhere(action), pools, requests).verify()
+    assert outcome.route_of("r1") == [(place, 4)]
     assert not outcome.world.transfers
 
 
