@@ -5,12 +5,12 @@
 
 Everything in float32 on CPU, greedy, EOS ignored. Each round runs every engine once, in a process
 of its own, one after the other, so that a machine whose speed drifts slows them alike. A peer's
-environment needs that peer; for vLLM set LD_PRELOAD and OMP_NUM_THREADS as its CPU build asks.
+environment needs that peer; where it wants environment variables too (vLLM's CPU build asks for
+LD_PRELOAD and OMP_NUM_THREADS), give a script that sets them and starts its Python.
 """
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -35,11 +35,8 @@ def run_ours(workload: str, out: Path, settings: list[str]) -> None:
 
 def run_peer(name: str, python: str, model: Path, workload: str, out: Path) -> None:
     """One run of a peer in its own environment."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     command = [python, str(SCRIPTS / "bench_peer.py"), name, str(model), workload, str(out)]
-    if name != "vllm":
-        environment.pop("LD_PRELOAD", None)
-    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def main() -> None:

@@ -60,8 +60,8 @@ class StepLimits:
 
     @property
     def chunk_buckets(self) -> list[int]:
-        """Prefill tokens: half as many at each step down, and none."""
-        return [0, *_ladder(self.max_num_batched_tokens, factor=2, smallest=64)]
+        """Prefill tokens: a quarter as many at each step down, and none."""
+        return [0, *_ladder(self.max_num_batched_tokens, factor=4, smallest=64)]
 
     @property
     def max_chunks(self) -> int:

@@ -265,7 +265,7 @@ class StartElsewhere(System):
     """Lets r1 be admitted on A while paused, and acts on it before it has computed anything."""
 
     def __init__(self, action: Action) -> None:
-        self.action = action
+        self.actions: Sequence[Action] = (action, Resume("r1"))
 
     def route(self, waiting, cluster: ClusterView) -> list[Assignment]:  # type: ignore[no-untyped-def]
         return [Assignment(r.id, (Leg("B" if r.id == "r2" else "A"),)) for r in waiting]
@@ -273,7 +273,8 @@ class StartElsewhere(System):
     def on_step(self, instance: str, cluster: ClusterView) -> Sequence[Action]:
         if cluster.instances["B"].num_requests:
             return (Pause("r1"),)
-        return (self.action, Resume("r1"))
+        now, self.actions = self.actions, ()
+        return now
 
 
 @pytest.mark.parametrize(
