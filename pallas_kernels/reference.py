@@ -119,29 +119,28 @@ def chunk_attention(
     tile_C1 = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-size_C // TILE_ROWS))])
     # Every chunk ends with a part-filled tile at worst, and none is smaller than a row.
     num_tiles = T // TILE_ROWS + min(C, T)
-    # A tile's rows are cut out at once, past the end too.
-    q_TNH = jnp.pad(_scaled(q_TNH, k_PKBH.dtype), ((0, TILE_ROWS), (0, 0), (0, 0)))
     chunk_of_tile = (
         jnp.searchsorted(tile_C1, jnp.arange(num_tiles), side="right", method="compare_all") - 1
     )
+    # A tile's rows are cut out and put back at once, past the end too.
+    q_TNH = jnp.pad(_scaled(q_TNH, k_PKBH.dtype), ((0, TILE_ROWS), (0, 0), (0, 0)))
 
-    def one_tile(tile: jax.Array, out: jax.Array) -> jax.Array:
+    def one_tile(tile: jax.Array, out_TNH: jax.Array) -> jax.Array:
         c = chunk_of_tile[tile]
         skipped = (tile - tile_C1[c]) * TILE_ROWS
-        q = jax.lax.dynamic_slice_in_dim(q_TNH, row_C1[c] + skipped, TILE_ROWS)
+        row = row_C1[c] + skipped
+        q = jax.lax.dynamic_slice_in_dim(q_TNH, row, TILE_ROWS)
         q_KRH = q.reshape(TILE_ROWS, K, G, H).transpose(1, 2, 0, 3).reshape(K, -1, H)
         first = start_C[c] + skipped
         last = start_C[c] + jnp.minimum(skipped + TILE_ROWS, size_C[c]) - 1
         o_KRH = _attend_tile(q_KRH, first, last, k_PKBH, v_PKBH, page_table_CM[c])
         o = o_KRH.reshape(K, G, TILE_ROWS, H).transpose(2, 0, 1, 3).reshape(TILE_ROWS, N, H)
-        return jax.lax.dynamic_update_slice_in_dim(out, o, tile * TILE_ROWS, 0)
+        # Where a chunk ends within the tile, the next chunk's tiles write over the rest.
+        return jax.lax.dynamic_update_slice_in_dim(out_TNH, o, row, 0)
 
-    out = jnp.zeros((num_tiles * TILE_ROWS, N, H), jnp.float32)
-    out = jax.lax.fori_loop(0, tile_C1[-1], one_tile, out)
-    # Row r of chunk c lies in the chunk's tiles, at r - row[c].
-    r = jnp.arange(T)
-    c = jnp.clip(jnp.searchsorted(row_C1, r, side="right", method="compare_all") - 1, 0, C - 1)
-    return out[tile_C1[c] * TILE_ROWS + r - row_C1[c]]
+    # The output starts as a copy of q: a buffer of zeros would be made ahead for every layer.
+    out_TNH = jax.lax.fori_loop(0, tile_C1[-1], one_tile, q_TNH.astype(jnp.float32))
+    return out_TNH[:T]
 
 
 def _attend_tile(

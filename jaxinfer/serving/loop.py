@@ -72,11 +72,13 @@ class ServingLoop:
 
     def run(self) -> None:
         """Serve until all requests have come in and ended, and nothing is in flight."""
-        if self.system.tick_interval is not None:
-            self.world.wake_at(self.world.now() + self.system.tick_interval)
+        self._ask_for_tick()
         while True:
-            for event in self.world.due_events():
+            events = self.world.due_events()
+            for event in events:
                 self._apply(event)
+            if any(isinstance(event, Tick) for event in events):
+                self._ask_for_tick()  # Only now is it known whether anything is left.
             self._decide()
             # With nothing in flight, nothing changes by itself.
             while not self._in_flight and (self._take_roles() or self._drop_unfetched()):
@@ -86,6 +88,11 @@ class ServingLoop:
                     return
                 if self.system.tick_interval is None:
                     raise RuntimeError(self._explain_stall())
+
+    def _ask_for_tick(self) -> None:
+        interval = self.system.tick_interval
+        if interval is not None and (self.live or self.world.arrivals_left()):
+            self.world.wake_at(self.world.now() + interval)
 
     def _decide(self) -> None:
         self._take_roles()  # Before routing, which may go by role.
@@ -128,9 +135,6 @@ class ServingLoop:
                 self.unrouted[event.request.id] = event.request
             case Tick():
                 self._act(self.system.on_tick(self._view()))
-                if self.live or self.world.arrivals_left():
-                    assert self.system.tick_interval is not None
-                    self.world.wake_at(self.world.now() + self.system.tick_interval)
             case _:
                 self._changed[event.instance] = None
 

@@ -135,6 +135,7 @@ class FakeWorld:
 
     def due_events(self) -> list[Event]:
         self.check()
+        assert self._heap or not self.num_steps, "nothing is left to wait for"
         events: list[Event] = []
         while self._heap and (not events or self._heap[0][0] <= self._now):
             time, _, _, happen = heapq.heappop(self._heap)

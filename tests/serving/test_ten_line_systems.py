@@ -294,6 +294,13 @@ def test_ticks() -> None:
     assert all(r.metrics.first_scheduled == 10 for r in first)
 
 
+@SEEDS
+def test_a_tick_and_the_last_arrival_at_one_time(seed: int) -> None:
+    run = Run(Gather(), [instance("A")], make_requests([(3, 3)], [10.0]), Timing(seed))
+    first = run.verify().finished["r0"].metrics.first_scheduled
+    assert first in (10.0, 20.0)
+
+
 class Cronus(System):
     """Part of the prompt on the slow instance, at most two requests there, the rest on the fast."""
 
