@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 # Small, so that a tile's scores stay in the cache of a core.
+# Pairs of sequence and page that decode attention does at once: their pages stay in the cache.
+ITEMS = 32
 TILE_ROWS = 32
 # Finite, so that a row that sees nothing gives 0 and not NaN.
 MASKED = -1e30
@@ -52,8 +54,8 @@ def decode_attention(
 
     A length of 0 (padding) gives zeros. Returns float32 [S, N, H].
 
-    The work is a list of items, one per sequence and page, done S at a time: the cost follows
-    the pages in use, however unequal the sequences are.
+    The work is a list of items, one per sequence and page, done some at a time: the cost
+    follows the pages in use, however unequal the sequences are.
     """
     S, N, H = q_SNH.shape
     M = page_table_SM.shape[1]
@@ -61,7 +63,8 @@ def decode_attention(
     G = N // K
     q_SKGH = _scaled(q_SNH, k_PKBH.dtype).reshape(S, K, G, H)
     item_S1 = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-length_S // B))])
-    item = jnp.arange(S * M)
+    # Whole blocks of items: a slice past the end would start early and repeat some.
+    item = jnp.arange(-(-S * M // ITEMS) * ITEMS)
     row_I = jnp.clip(
         jnp.searchsorted(item_S1, item, side="right", method="compare_all") - 1, 0, S - 1
     )
@@ -75,7 +78,7 @@ def decode_attention(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         out_SKGH, max_SKG, sum_SKG = carry
         row, page, seen = (
-            jax.lax.dynamic_slice_in_dim(x, i * S, S) for x in (row_I, page_I, seen_I)
+            jax.lax.dynamic_slice_in_dim(x, i * ITEMS, ITEMS) for x in (row_I, page_I, seen_I)
         )
         score = _einsum("ikgh,ikbh->ikgb", q_SKGH[row], k_PKBH[page])
         score = jnp.where(jnp.arange(B) < seen[:, None, None, None], score, MASKED)
@@ -91,7 +94,7 @@ def decode_attention(
         jnp.full((S, K, G), NO_SCORE, jnp.float32),
         jnp.zeros((S, K, G), jnp.float32),
     )
-    out_SKGH, _, sum_SKG = jax.lax.fori_loop(0, -(-item_S1[-1] // S), some_items, start)
+    out_SKGH, _, sum_SKG = jax.lax.fori_loop(0, -(-item_S1[-1] // ITEMS), some_items, start)
     return (out_SKGH / jnp.maximum(sum_SKG, 1e-30)[..., None]).reshape(S, N, H)
 
 

@@ -59,6 +59,18 @@ def test_decode(B: int, K: int, G: int, H: int, dtype: str) -> None:
             np.testing.assert_allclose(got[i], expected, atol=tolerance, rtol=1e-4)
 
 
+@pytest.mark.parametrize("S", [1, 3, 8])
+def test_decode_of_sequences_that_fill_their_tables(S: int) -> None:
+    """Every item that there can be: the last block of them is whole, or it is not."""
+    rng = np.random.default_rng(S)
+    cache = Cache(rng, S, 4, 2, 8, "float32")
+    q = rng.normal(size=(S, 6, 8)).astype(np.float32)
+    got = jax.jit(decode_attention)(q, *cache.pages, cache.table, np.full(S, M * 4, np.int32))
+    for i in range(S):
+        expected = dense(q[i], *cache.sequence(i, M * 4))
+        np.testing.assert_allclose(got[i], expected, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("B", "K", "G", "H"), [(4, 1, 1, 16), (8, 3, 3, 64), (16, 2, 7, 8)])
 def test_chunks(B: int, K: int, G: int, H: int, seed: int) -> None:
