@@ -82,12 +82,17 @@ def decode_attention(
         )
         score = _einsum("ikgh,ikbh->ikgb", q_SKGH[row], k_PKBH[page])
         score = jnp.where(jnp.arange(B) < seen[:, None, None, None], score, MASKED)
-        new_max_SKG = max_SKG.at[row].max(score.max(-1))
+        # By a matrix of owners: XLA:CPU makes a loop over items of a scatter.
+        owner_SI = row == jnp.arange(S)[:, None]
+        item_max_SIKG = jnp.where(owner_SI[..., None, None], score.max(-1), NO_SCORE)
+        new_max_SKG = jnp.maximum(max_SKG, item_max_SIKG.max(1))
         p = jnp.exp(score - new_max_SKG[row][..., None])
         shrink_SKG = jnp.exp(max_SKG - new_max_SKG)
-        out_SKGH = out_SKGH * shrink_SKG[..., None]
-        out_SKGH = out_SKGH.at[row].add(_einsum("ikgb,ikbh->ikgh", p, v_PKBH[page]))
-        return out_SKGH, new_max_SKG, (sum_SKG * shrink_SKG).at[row].add(p.sum(-1))
+        owner_SI = owner_SI.astype(jnp.float32)
+        out = _einsum("ikgb,ikbh->ikgh", p, v_PKBH[page])
+        out_SKGH = out_SKGH * shrink_SKG[..., None] + _einsum("si,ikgh->skgh", owner_SI, out)
+        sum_SKG = sum_SKG * shrink_SKG + _einsum("si,ikg->skg", owner_SI, p.sum(-1))
+        return out_SKGH, new_max_SKG, sum_SKG
 
     start = (
         jnp.zeros((S, K, G, H), jnp.float32),

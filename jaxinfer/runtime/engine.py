@@ -90,9 +90,9 @@ def load_engine(checkpoint: Checkpoint, options: EngineOptions, progress: Progre
         limits,
         options.strict_shapes,
     )
-    for left in step.warm_up():
-        progress("compiling steps", left)
     worker = Worker(step, parameters, kv, previous_S)
+    for left in worker.warm_up():
+        progress("compiling steps", left)
     return Engine(worker, options, device, dtype.name, num_pages, max_model_len)
 
 

@@ -78,8 +78,11 @@ class CompiledStep:
         )
         self._executables: dict[StepShape, jax.stages.Compiled] = {}
 
-    def warm_up(self) -> Iterator[int]:
-        """Compile every bucket; yields how many are left, first of all their number."""
+    def warm_up(self, run: Callable[[StepShape], None]) -> Iterator[int]:
+        """Compile every bucket; yields how many are left, first of all their number.
+
+        Each is also ``run`` once: a first run allocates, and takes half as long again.
+        """
         shapes = self.limits.shapes()
         start = time.perf_counter()
         yield len(shapes)
@@ -88,6 +91,7 @@ class CompiledStep:
             compiled = pool.map(self._compile, shapes)
             for left, (shape, executable) in enumerate(zip(shapes, compiled, strict=True), 1):
                 self._executables[shape] = executable
+                run(shape)
                 yield len(shapes) - left
         self.compiles += len(shapes)
         self.compile_s += time.perf_counter() - start

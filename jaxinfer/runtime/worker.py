@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxinfer.models.layers import KVPages
 from jaxinfer.runtime.step import CompiledStep, Parameters
-from jaxinfer.runtime.step_inputs import build_inputs
+from jaxinfer.runtime.step_inputs import StepShape, build_inputs, empty_inputs
 from jaxinfer.serving.world import Batch, StepDone
 
 Post = Callable[[StepDone | Exception], None]
@@ -46,6 +46,18 @@ class Worker:
         self._sample_slots: dict[str, int] = {}
         self._launched: SimpleQueue[_Launched] = SimpleQueue()
         threading.Thread(target=self._collect, daemon=True).start()
+
+    def warm_up(self) -> Iterator[int]:
+        """Compile every step, and run each once on padding; yields how many are left."""
+
+        def run_on_padding(shape: StepShape) -> None:
+            inputs = empty_inputs(shape, self.step.limits)
+            self._kv, token_S, _ = self.step(
+                shape, self._parameters, self._kv, self._previous_S, inputs
+            )
+            token_S.block_until_ready()
+
+        return self.step.warm_up(run_on_padding)
 
     def launch(self, batch: Batch, origin: float, post: Post) -> None:
         """Start a step and return. ``post`` gets its StepDone, with times since ``origin``."""
