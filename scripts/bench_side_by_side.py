@@ -19,7 +19,8 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).parent
 ENGINE = {
-    "dtype": "float32", "max_num_seqs": 64, "max_model_len": 2048, "strict_shapes": "true",
+    "dtype": "float32", "max_num_seqs": 64, "max_model_len": 2048, "max_num_batched_tokens": 2048,
+    "strict_shapes": "true",
 }  # fmt: skip
 
 

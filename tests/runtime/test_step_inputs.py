@@ -1,0 +1,111 @@
+"""Buckets, and the arrays of a step against the batch they stand for."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxinfer.request import SamplingParams
+from jaxinfer.runtime.step_inputs import StepLimits, build_inputs
+from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import Batch, Row
+
+PAGE = 4
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[StepLimits, Batch, dict[str, int]]:
+    """A batch such as the policies form: within the limits, mixed, some inputs on the device."""
+    max_seqs = draw(st.integers(1, 70))
+    budget = draw(st.integers(max_seqs, 300))
+    limits = StepLimits(max_seqs, budget, max_pages=80, page_size=PAGE)
+    kv = KVShards([Shard(PagePool(80 * 70 + 1, PAGE))])
+    rows: list[Row] = []
+    slots: dict[str, int] = {}
+    left = budget
+    for i in range(draw(st.integers(1, max_seqs))):
+        if not left:
+            break
+        start = draw(st.integers(0, 200))
+        count = draw(st.one_of(st.just(1), st.integers(1, min(left, 90))))
+        left -= count
+        pending = count == 1 and draw(st.booleans())
+        known = start + count - pending
+        prompt = draw(st.integers(1, max(known, 1)))
+        params = SamplingParams(temperature=i % 3 / 2, top_k=i, seed=2**33 * i + i, max_tokens=500)
+        request = RequestState(
+            f"r{i}", prompt, 500, prompt_token_ids=range(1000, 1000 + prompt), payload=params
+        )
+        request.output_token_ids = list(range(1000 + prompt, 1000 + known))
+        hold = kv.reserve(start + count)
+        assert hold
+        if pending:
+            slots[request.id] = len(slots)
+        samples = pending or draw(st.booleans())
+        rows.append(Row(request, start, count, samples, pending, 0, hold))
+    return limits, Batch("engine", rows, 0, len(rows), 0), slots
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(batches())
+def test_every_row_finds_its_tokens_places_and_sample(
+    case: tuple[StepLimits, Batch, dict[str, int]],
+) -> None:
+    limits, batch, slots = case
+    shape = limits.shape_for(batch)
+    assert shape in limits.shapes()
+    inputs = build_inputs(batch, shape, limits, slots)
+    paged = inputs.batch
+    used = np.zeros(len(inputs.token_T), bool)
+    singles = chunks = samples = 0
+    for row in batch.rows:
+        if row.count == 1:
+            where = np.array([singles])
+            table, last = paged.decode_table_SM[singles], paged.decode_length_S[singles] - 1
+            singles += 1
+        else:
+            where = shape.rows + np.arange(*paged.chunk_row_C1[chunks : chunks + 2])
+            table, last = paged.chunk_table_CM[chunks], paged.position_T[where[-1]]
+            assert paged.chunk_start_C[chunks] == row.start
+            chunks += 1
+        assert len(where) == row.count
+        assert not used[where].any()
+        used[where] = True
+        position = np.arange(row.start, row.start + row.count)
+        np.testing.assert_array_equal(paged.position_T[where], position)
+        assert last == position[-1]
+        pages = row.hold.tables[0][0]
+        np.testing.assert_array_equal(table[: len(pages)], pages)
+        np.testing.assert_array_equal(paged.page_T[where], np.array(pages)[position // PAGE])
+        np.testing.assert_array_equal(paged.offset_T[where], position % PAGE)
+        if row.input_pending:
+            assert inputs.source_T[where[0]] == slots[row.request.id]
+        else:
+            # The token at position p is 1000 + p, in prompt and output alike.
+            np.testing.assert_array_equal(inputs.token_T[where], 1000 + position)
+            assert (inputs.source_T[where] == -1).all()
+        if row.samples:
+            assert inputs.sample_row_S[samples] == where[-1]
+            params = row.request.payload
+            assert isinstance(params, SamplingParams)
+            assert params.seed is not None
+            assert inputs.sampling.temperature_S[samples] == params.temperature
+            if params.temperature:
+                high, low = (int(word) for word in inputs.sampling.seed_S2[samples])
+                assert high * 2**32 + low == params.seed
+                assert inputs.sampling.position_S[samples] == position[-1] + 1
+                assert inputs.sampling.top_k_S[samples] == params.top_k
+            samples += 1
+    # Padding writes to page 0 and sees nothing.
+    assert (paged.page_T[~used] == 0).all()
+    assert (paged.decode_length_S[singles:] == 0).all()
+    assert (paged.chunk_row_C1[chunks:] == paged.chunk_row_C1[chunks]).all()
+
+
+def test_buckets() -> None:
+    limits = StepLimits(64, 512, max_pages=8, page_size=64)
+    assert limits.row_buckets == [4, 16, 64]
+    assert limits.chunk_buckets == [0, 128, 512]
+    assert len(limits.shapes()) == 9
+    small = StepLimits(1, 1, max_pages=8, page_size=64)
+    assert small.shapes() == [(1, 1), (1, 0)]
