@@ -147,7 +147,7 @@ class ResultFile:
                 "results so far are kept, run the same command again to go on"
             ) from error
         self.finished.add(custom_id)
-        self.num_failed += record["error"] is not None
+        self.num_failed += record.get("error") is not None
 
     def close(self) -> None:
         """Close the file and release its lock; closing twice is fine."""
