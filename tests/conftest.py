@@ -13,7 +13,6 @@ from tokenizers import Tokenizer as Backend
 from jaxinfer import LLM
 
 DATA = Path(__file__).parent / "data"
-# Names of the demo model's reference cases, and of our options for the tiny model.
 TINY_OPTIONS: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 32,
