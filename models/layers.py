@@ -20,15 +20,15 @@ HostOrTraced = Any
 class PagedBatch(NamedTuple):
     """Where the tokens of one step stand, and where their KV entries lie. All int32.
 
-    The first S tokens are decodes, one per row of ``decode_table_SM``; the rest are prefill
-    chunks. A part may be empty (S or C of 0).
+    First come the decodes, S at most and one per row of ``decode_table_SM``; then the prefill
+    chunks, C at most; then padding.
 
     Attributes:
         position_T: position in the sequence.
         page_T, offset_T: where the KV entry is written; padding writes to page 0.
-        decode_length_S: KV entries that a decode sees, its own included; 0 is padding.
+        decode_length_S: KV entries that a decode sees, its own included; 0 is no decode.
         chunk_start_C: position of a chunk's first token.
-        chunk_row_C1: bounds of the chunks among the prefill tokens.
+        chunk_row_C1: bounds of the chunks among the tokens.
     """
 
     position_T: HostOrTraced
@@ -71,7 +71,10 @@ def rope_tables(position_T: jax.Array, head_dim: int, theta: float) -> tuple[jax
     """Cosines and sines [T, H/2] of rotary position embedding (Su et al., 2021)."""
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angle = position_T[:, None].astype(jnp.float32) * frequency
-    return jnp.cos(angle), jnp.sin(angle)
+    # A product with 1 keeps the values. XLA:CPU never fuses a matrix product into what uses it;
+    # the cosines alone it would compute again for every head and layer.
+    one = jnp.eye(head_dim // 2)
+    return jnp.cos(angle) @ one, jnp.sin(angle) @ one
 
 
 def apply_rope(x_TNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -88,20 +91,15 @@ def paged_attention(
 
     Returns float32 [T, N, H] and the updated pages.
     """
-    k_PKBH, v_PKBH = reference.write_kv(*kv, k_TKH, v_TKH, batch.page_T, batch.offset_T)
+    kv = reference.write_kv(*kv, k_TKH, v_TKH, batch.page_T, batch.offset_T)
     S, C = batch.decode_length_S.shape[0], batch.chunk_start_C.shape[0]
-    parts = []
-    if S:
-        parts.append(
-            reference.decode_attention(
-                q_TNH[:S], k_PKBH, v_PKBH, batch.decode_table_SM, batch.decode_length_S
-            )
-        )
-    if C:
-        parts.append(
-            reference.chunk_attention(
-                q_TNH[S:], k_PKBH, v_PKBH,
-                batch.chunk_table_CM, batch.chunk_start_C, batch.chunk_row_C1,
-            )
-        )  # fmt: skip
-    return jnp.concatenate(parts), (k_PKBH, v_PKBH)
+    decoded_SNH = reference.decode_attention(
+        q_TNH[:S], *kv, batch.decode_table_SM, batch.decode_length_S
+    )
+    if not C:
+        return decoded_SNH, kv
+    out_TNH = reference.chunk_attention(
+        q_TNH, *kv, batch.chunk_table_CM, batch.chunk_start_C, batch.chunk_row_C1
+    )
+    is_decode_S11 = (batch.decode_length_S > 0)[:, None, None]
+    return out_TNH.at[:S].set(jnp.where(is_decode_S11, decoded_SNH, out_TNH[:S])), kv

@@ -41,7 +41,10 @@ class Attention(nnx.Module):
         k_TKH = apply_rope(project("td,dkh->tkh", x_TD, self.k_DKH[...]), *rope)
         v_TKH = project("td,dkh->tkh", x_TD, self.v_DKH[...])
         out_TNH, kv = paged_attention(q_TNH, k_TKH, v_TKH, kv, batch)
-        return project("tnh,nhd->td", out_TNH, self.o_NHD[...]), kv
+        # As a matrix product: XLA:CPU transposes the weight, every step, for one over two axes.
+        o_NHD = self.o_NHD[...]
+        out_TE = out_TNH.reshape(len(x_TD), -1)
+        return project("te,ed->td", out_TE, o_NHD.reshape(-1, o_NHD.shape[-1])), kv
 
 
 class MLP(nnx.Module):

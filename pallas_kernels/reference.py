@@ -1,9 +1,10 @@
 """Paged attention in plain JAX: the implementation on CPU, and every kernel's reference.
 
-Keys and values lie in pages ``[P, K, B, H]``; a row of a page table lists a sequence's pages in
-token order. Both functions compute softmax(q k^T / sqrt(H)) v with an online softmax (Milakov and
-Gimelshein, 2018) over pages, in float32, and loop only as far as the longest context in the batch
-reaches, so that one compiled shape serves all lengths.
+A page holds B tokens' keys as ``[K, H, B]`` and values as ``[K, B, H]``: both products of
+attention then read it as it lies (XLA:CPU takes twice as long where it must transpose). A row
+of a page table lists a sequence's pages in token order. Attention is softmax(q k^T / sqrt(H)) v
+with an online softmax (Milakov and Gimelshein, 2018) over pages, in float32, and loops only as
+far as the contexts of the batch reach, so that one compiled shape serves all lengths.
 """
 
 import math
@@ -11,9 +12,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-# Small, so that a tile's scores stay in the cache of a core.
 # Pairs of sequence and page that decode attention does at once: their pages stay in the cache.
 ITEMS = 32
+# Small, so that a tile's scores stay in the cache of a core.
 TILE_ROWS = 32
 # Finite, so that a row that sees nothing gives 0 and not NaN.
 MASKED = -1e30
@@ -22,7 +23,7 @@ NO_SCORE = MASKED / 10
 
 
 def write_kv(
-    k_PKBH: jax.Array,
+    k_PKHB: jax.Array,
     v_PKBH: jax.Array,
     k_TKH: jax.Array,
     v_TKH: jax.Array,
@@ -30,9 +31,22 @@ def write_kv(
     offset_T: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Write each token's key and value to its place. Padding tokens go to page 0."""
-    k_PKBH = k_PKBH.at[page_T, :, offset_T].set(k_TKH.astype(k_PKBH.dtype))
+    k_PKHB = k_PKHB.at[page_T, :, :, offset_T].set(k_TKH.astype(k_PKHB.dtype))
     v_PKBH = v_PKBH.at[page_T, :, offset_T].set(v_TKH.astype(v_PKBH.dtype))
-    return k_PKBH, v_PKBH
+    return k_PKHB, v_PKBH
+
+
+def _items(count_S: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A list of work: ``count[s]`` items for each s, in order, then padding.
+
+    Returns, for each of ``most`` items, whose it is (of padding: the last one's) and its index
+    among that one's; and how many items there are.
+    """
+    end_S = jnp.cumsum(count_S)
+    item_I = jnp.arange(most)
+    owner_I = jnp.searchsorted(end_S, item_I, side="right", method="compare_all")
+    owner_I = jnp.minimum(owner_I, len(count_S) - 1)
+    return owner_I, item_I - (end_S - count_S)[owner_I], end_S[-1]
 
 
 def _scaled(q: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -45,7 +59,7 @@ def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 def decode_attention(
     q_SNH: jax.Array,
-    k_PKBH: jax.Array,
+    k_PKHB: jax.Array,
     v_PKBH: jax.Array,
     page_table_SM: jax.Array,
     length_S: jax.Array,
@@ -59,16 +73,11 @@ def decode_attention(
     """
     S, N, H = q_SNH.shape
     M = page_table_SM.shape[1]
-    K, B = k_PKBH.shape[1:3]
+    K, B = v_PKBH.shape[1:3]
     G = N // K
-    q_SKGH = _scaled(q_SNH, k_PKBH.dtype).reshape(S, K, G, H)
-    item_S1 = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-length_S // B))])
+    q_SKGH = _scaled(q_SNH, k_PKHB.dtype).reshape(S, K, G, H)
     # Whole blocks of items: a slice past the end would start early and repeat some.
-    item = jnp.arange(-(-S * M // ITEMS) * ITEMS)
-    row_I = jnp.clip(
-        jnp.searchsorted(item_S1, item, side="right", method="compare_all") - 1, 0, S - 1
-    )
-    column_I = item - item_S1[row_I]
+    row_I, column_I, count = _items(-(-length_S // B), -(-S * M // ITEMS) * ITEMS)
     page_I = page_table_SM[row_I, jnp.minimum(column_I, M - 1)]
     # Entries of the item's page that its sequence has; none past the last item.
     seen_I = jnp.clip(length_S[row_I] - column_I * B, 0, B)
@@ -80,7 +89,7 @@ def decode_attention(
         row, page, seen = (
             jax.lax.dynamic_slice_in_dim(x, i * ITEMS, ITEMS) for x in (row_I, page_I, seen_I)
         )
-        score = _einsum("ikgh,ikbh->ikgb", q_SKGH[row], k_PKBH[page])
+        score = _einsum("ikgh,ikhb->ikgb", q_SKGH[row], k_PKHB[page])
         score = jnp.where(jnp.arange(B) < seen[:, None, None, None], score, MASKED)
         # By a matrix of owners: XLA:CPU makes a loop over items of a scatter.
         owner_SI = row == jnp.arange(S)[:, None]
@@ -99,13 +108,13 @@ def decode_attention(
         jnp.full((S, K, G), NO_SCORE, jnp.float32),
         jnp.zeros((S, K, G), jnp.float32),
     )
-    out_SKGH, _, sum_SKG = jax.lax.fori_loop(0, -(-item_S1[-1] // ITEMS), some_items, start)
+    out_SKGH, _, sum_SKG = jax.lax.fori_loop(0, -(-count // ITEMS), some_items, start)
     return (out_SKGH / jnp.maximum(sum_SKG, 1e-30)[..., None]).reshape(S, N, H)
 
 
 def chunk_attention(
     q_TNH: jax.Array,
-    k_PKBH: jax.Array,
+    k_PKHB: jax.Array,
     v_PKBH: jax.Array,
     page_table_CM: jax.Array,
     start_C: jax.Array,
@@ -114,40 +123,36 @@ def chunk_attention(
     """Causal attention of a ragged batch of prefill chunks to their own pages.
 
     Chunk c has the rows ``row[c]`` to ``row[c + 1]`` of q; its first row stands at position
-    ``start[c]``, and the KV entries up to each row's own are in the pages already. Rows past
-    ``row[-1]`` are padding, with unspecified output. Returns float32 [T, N, H].
+    ``start[c]``, and the KV entries up to each row's own are in the pages already. Rows of no
+    chunk have unspecified output. Returns float32 [T, N, H].
 
     A chunk is cut into tiles of rows; each tile goes through the pages up to its last position.
     """
     T, N, H = q_TNH.shape
     C = start_C.shape[0]
-    K = k_PKBH.shape[1]
+    K = k_PKHB.shape[1]
     G = N // K
     size_C = row_C1[1:] - row_C1[:-1]
-    tile_C1 = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-size_C // TILE_ROWS))])
     # Every chunk ends with a part-filled tile at worst, and none is smaller than a row.
-    num_tiles = T // TILE_ROWS + min(C, T)
-    chunk_of_tile = (
-        jnp.searchsorted(tile_C1, jnp.arange(num_tiles), side="right", method="compare_all") - 1
-    )
+    chunk_I, index_I, count = _items(-(-size_C // TILE_ROWS), T // TILE_ROWS + min(C, T))
     # A tile's rows are cut out and put back at once, past the end too.
-    q_TNH = jnp.pad(_scaled(q_TNH, k_PKBH.dtype), ((0, TILE_ROWS), (0, 0), (0, 0)))
+    q_TNH = jnp.pad(_scaled(q_TNH, k_PKHB.dtype), ((0, TILE_ROWS), (0, 0), (0, 0)))
 
     def one_tile(tile: jax.Array, out_TNH: jax.Array) -> jax.Array:
-        c = chunk_of_tile[tile]
-        skipped = (tile - tile_C1[c]) * TILE_ROWS
+        c = chunk_I[tile]
+        skipped = index_I[tile] * TILE_ROWS
         row = row_C1[c] + skipped
         q = jax.lax.dynamic_slice_in_dim(q_TNH, row, TILE_ROWS)
         q_KRH = q.reshape(TILE_ROWS, K, G, H).transpose(1, 2, 0, 3).reshape(K, -1, H)
         first = start_C[c] + skipped
         last = start_C[c] + jnp.minimum(skipped + TILE_ROWS, size_C[c]) - 1
-        o_KRH = _attend_tile(q_KRH, first, last, k_PKBH, v_PKBH, page_table_CM[c])
+        o_KRH = _attend_tile(q_KRH, first, last, k_PKHB, v_PKBH, page_table_CM[c])
         o = o_KRH.reshape(K, G, TILE_ROWS, H).transpose(2, 0, 1, 3).reshape(TILE_ROWS, N, H)
         # Where a chunk ends within the tile, the next chunk's tiles write over the rest.
         return jax.lax.dynamic_update_slice_in_dim(out_TNH, o, row, 0)
 
     # The output starts as a copy of q: a buffer of zeros would be made ahead for every layer.
-    out_TNH = jax.lax.fori_loop(0, tile_C1[-1], one_tile, q_TNH.astype(jnp.float32))
+    out_TNH = jax.lax.fori_loop(0, count, one_tile, q_TNH.astype(jnp.float32))
     return out_TNH[:T]
 
 
@@ -155,7 +160,7 @@ def _attend_tile(
     q_KRH: jax.Array,
     first: jax.Array,
     last: jax.Array,
-    k_PKBH: jax.Array,
+    k_PKHB: jax.Array,
     v_PKBH: jax.Array,
     page_M: jax.Array,
 ) -> jax.Array:
@@ -163,14 +168,14 @@ def _attend_tile(
 
     No row needs a page past position ``last``. Returns float32 [K, R, H].
     """
-    B = k_PKBH.shape[2]
+    B = v_PKBH.shape[2]
     position_R = first + jnp.arange(q_KRH.shape[1]) % TILE_ROWS
 
     def one_page(
         j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         out_KRH, max_KR, sum_KR = carry
-        score_KRB = _einsum("krh,kbh->krb", q_KRH, k_PKBH[page_M[j]])
+        score_KRB = _einsum("krh,khb->krb", q_KRH, k_PKHB[page_M[j]])
         seen_RB = j * B + jnp.arange(B) <= position_R[:, None]
         score_KRB = jnp.where(seen_RB, score_KRB, MASKED)
         new_max_KR = jnp.maximum(max_KR, score_KRB.max(-1))

@@ -1,5 +1,7 @@
 """The page pool's arrays: how large they may be, and their allocation."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import psutil
@@ -61,7 +63,7 @@ def allocate_pages(
     dtype: jnp.dtype,
     sharding: jax.sharding.Sharding,
 ) -> list[KVPages]:
-    """Zeroed pages [P, K, B, H], keys and values, one pair of arrays per layer.
+    """Zeroed pages, keys [P, K, H, B] and values [P, K, B, H], one pair of arrays per layer.
 
     Separate arrays, because a step that is handed one array of all layers copies it.
 
@@ -75,6 +77,10 @@ def allocate_pages(
             f"num_pages {num_pages} of {page_size} tokens takes {size / 2**30:.1f} GiB, "
             f"{room / 2**30:.1f} GiB are free"
         )
-    shape = (num_pages, config.num_key_value_heads, page_size, config.head_dim)
-    zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
-    return [(zeros(), zeros()) for _ in range(config.num_hidden_layers)]
+    K, B, H = config.num_key_value_heads, page_size, config.head_dim
+
+    @partial(jax.jit, out_shardings=sharding)
+    def zeros() -> KVPages:
+        return jnp.zeros((num_pages, K, H, B), dtype), jnp.zeros((num_pages, K, B, H), dtype)
+
+    return [zeros() for _ in range(config.num_hidden_layers)]

@@ -108,8 +108,8 @@ class CompiledStep:
         if shape not in self._executables:
             if self._strict:
                 raise JaxinferError(
-                    f"strict_shapes: a step of {shape.rows} rows and {shape.chunk_tokens} prefill "
-                    "tokens was not compiled ahead"
+                    f"strict_shapes: a step of {shape.rows} rows and {shape.tokens} tokens was not "
+                    "compiled ahead"
                 )
             start = time.perf_counter()
             self._executables[shape] = self._compile(shape)

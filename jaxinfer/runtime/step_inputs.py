@@ -18,10 +18,17 @@ from jaxinfer.serving.world import Batch, Row
 
 
 class StepShape(NamedTuple):
-    """What a step is compiled for: decode (and sampling) rows, and prefill tokens."""
+    """What a step is compiled for.
+
+    Attributes:
+        rows: decodes, and tokens sampled, at most.
+        tokens: those of decodes and prefill chunks together.
+        chunks: prefill chunks at most; with none, each token is a decode.
+    """
 
     rows: int
-    chunk_tokens: int
+    tokens: int
+    chunks: int
 
 
 class StepInputs(NamedTuple):
@@ -56,32 +63,42 @@ class StepLimits:
     @property
     def row_buckets(self) -> list[int]:
         """Decode rows: a quarter as many at each step down."""
-        return _ladder(self.max_num_seqs, factor=4, smallest=4)
+        return _ladder(min(self.max_num_seqs, self.max_num_batched_tokens), 4, smallest=4)
 
     @property
-    def chunk_buckets(self) -> list[int]:
-        """Prefill tokens: a quarter as many at each step down, and none."""
-        return [0, *_ladder(self.max_num_batched_tokens, factor=4, smallest=64)]
+    def token_buckets(self) -> list[int]:
+        """Tokens where there is prefill: a quarter as many at each step down."""
+        return _ladder(self.max_num_batched_tokens, 4, smallest=64)
 
     @property
     def max_chunks(self) -> int:
         """Prefill chunks in one step at most; each has two tokens at least."""
-        return min(self.max_num_seqs, max(1, self.max_num_batched_tokens // 2))
+        return min(self.max_num_seqs, self.max_num_batched_tokens // 2)
 
     def shapes(self) -> list[StepShape]:
         """All buckets, the largest first."""
-        shapes = [StepShape(r, c) for r in self.row_buckets for c in self.chunk_buckets]
-        return sorted(shapes, key=sum, reverse=True)
+        shapes = [StepShape(rows, rows, 0) for rows in self.row_buckets]
+        shapes += [
+            StepShape(rows, tokens, self.max_chunks)
+            for rows in self.row_buckets
+            for tokens in self.token_buckets
+            if tokens >= max(rows, 2)
+        ]
+        return sorted(shapes, key=lambda s: (s.tokens, s.rows, s.chunks), reverse=True)
 
     def shape_for(self, batch: Batch) -> StepShape:
         """The smallest bucket that holds the batch."""
         singles = sum(row.count == 1 for row in batch.rows)
         samples = sum(row.samples for row in batch.rows)
-        rows, chunks = self.row_buckets, self.chunk_buckets
-        return StepShape(
-            rows[bisect_left(rows, max(singles, samples, 1))],
-            chunks[bisect_left(chunks, batch.num_tokens - singles)],
-        )
+        rows = _round_up(max(singles, samples, 1), self.row_buckets)
+        if batch.num_tokens == singles:
+            return StepShape(rows, rows, 0)
+        tokens = _round_up(max(batch.num_tokens, rows), self.token_buckets)
+        return StepShape(rows, tokens, self.max_chunks)
+
+
+def _round_up(count: int, buckets: list[int]) -> int:
+    return buckets[bisect_left(buckets, count)]
 
 
 def _ladder(largest: int, factor: int, smallest: int) -> list[int]:
@@ -93,8 +110,7 @@ def _ladder(largest: int, factor: int, smallest: int) -> list[int]:
 
 def empty_inputs(shape: StepShape, limits: StepLimits) -> StepInputs:
     """All padding: what a step is compiled with, and what ``build_inputs`` fills."""
-    S, T, M = shape.rows, shape.rows + shape.chunk_tokens, limits.max_pages
-    C = limits.max_chunks if shape.chunk_tokens else 0
+    S, T, C, M = *shape, limits.max_pages
     zeros = lambda *dims: np.zeros(dims, np.int32)  # noqa: E731
     return StepInputs(
         token_T=zeros(T),
@@ -132,7 +148,8 @@ def build_inputs(
     singles = 0
     chunks = 0
     samples = 0
-    at = shape.rows
+    at = sum(row.count == 1 for row in batch.rows)
+    inputs.batch.chunk_row_C1[:] = at
     for row in batch.rows:
         if row.count == 1:
             _fill_single(inputs, singles, row, sample_slots)
@@ -140,13 +157,13 @@ def build_inputs(
         else:
             _fill_chunk(inputs, chunks, at, row, limits.page_size)
             at, chunks = at + row.count, chunks + 1
-            inputs.batch.chunk_row_C1[chunks:] = at - shape.rows
+            inputs.batch.chunk_row_C1[chunks:] = at
             last = at - 1
         if row.samples:
             inputs.sample_row_S[samples] = last
             _fill_sampling(inputs.sampling, samples, row)
             samples += 1
-    _place(inputs.batch, limits.page_size, shape.rows, singles)
+    _place_singles(inputs.batch, singles, limits.page_size)
     return inputs
 
 
@@ -174,12 +191,10 @@ def _fill_chunk(inputs: StepInputs, c: int, at: int, row: Row, page_size: int) -
     inputs.batch.chunk_start_C[c] = row.start
 
 
-def _place(batch: PagedBatch, page_size: int, rows: int, singles: int) -> None:
-    """Where the first ``singles`` tokens' KV entries go; the rest of the rows is padding."""
-    column, offset = np.divmod(batch.position_T[:rows], page_size)
-    page = np.take_along_axis(batch.decode_table_SM, column[:, None], 1)[:, 0]
-    batch.page_T[:singles] = page[:singles]
-    batch.offset_T[:singles] = offset[:singles]
+def _place_singles(batch: PagedBatch, singles: int, page_size: int) -> None:
+    """Where the KV entries of the first tokens go."""
+    column, batch.offset_T[:singles] = np.divmod(batch.position_T[:singles], page_size)
+    batch.page_T[:singles] = batch.decode_table_SM[np.arange(singles), column]
 
 
 def _fill_sampling(sampling: SamplingInputs, i: int, row: Row) -> None:

@@ -27,11 +27,13 @@ class Cache:
     """Random pages; page 0 and whatever a sequence does not use hold garbage."""
 
     def __init__(self, rng: np.random.Generator, count: int, B: int, K: int, H: int, dtype: str):
-        self.pages = jnp.asarray(rng.normal(size=(2, count * M + 1, K, B, H)), dtype)
+        k, v = (rng.normal(size=(count * M + 1, K, *page)) for page in ((H, B), (B, H)))
+        self.pages = jnp.asarray(k, dtype), jnp.asarray(v, dtype)
         self.table = 1 + rng.permutation(count * M).reshape(count, M).astype(np.int32)
 
     def sequence(self, i: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        k, v = np.asarray(self.pages, np.float32)[:, self.table[i]].swapaxes(2, 3)
+        k_MKHB, v_MKBH = (np.asarray(x, np.float32)[self.table[i]] for x in self.pages)
+        k, v = k_MKHB.transpose(0, 3, 1, 2), v_MKBH.transpose(0, 2, 1, 3)
         return k.reshape(-1, *k.shape[2:])[:length], v.reshape(-1, *v.shape[2:])[:length]
 
 
@@ -81,8 +83,9 @@ def test_chunks(B: int, K: int, G: int, H: int, seed: int) -> None:
     starts[0] = 0
     unused = 3
     cache = Cache(rng, len(sizes) + unused, B, K, H, "float32")
-    rows = np.concatenate([[0], np.cumsum(sizes), [sum(sizes)] * unused]).astype(np.int32)
-    T = sum(sizes) + 13
+    before = 5 * seed  # rows of decodes
+    rows = before + np.concatenate([[0], np.cumsum(sizes), [sum(sizes)] * unused]).astype(np.int32)
+    T = before + sum(sizes) + 13
     q = rng.normal(size=(T, K * G, H)).astype(np.float32)
     start_C = np.array(starts + [0] * unused, np.int32)
     got = jax.jit(chunk_attention)(q, *cache.pages, cache.table, start_C, rows)
@@ -109,15 +112,14 @@ def test_a_full_batch_of_the_smallest_chunks_fits() -> None:
 
 def test_write_touches_its_places_only() -> None:
     rng = np.random.default_rng(1)
-    k = jnp.asarray(rng.normal(size=(5, 2, 4, 8)), jnp.float32)
-    v = -k
+    k = jnp.asarray(rng.normal(size=(5, 2, 8, 4)), jnp.float32)
+    v = jnp.asarray(rng.normal(size=(5, 2, 4, 8)), jnp.float32)
     new = rng.normal(size=(3, 2, 8)).astype(np.float32)
     page, offset = np.array([3, 3, 1]), np.array([0, 2, 3])
     k2, v2 = write_kv(k, v, new, 2 * new, page, offset)
-    expected = np.array(k)
+    expected_k, expected_v = np.array(k), np.array(v)
     for t in range(3):
-        expected[page[t], :, offset[t]] = new[t]
-    np.testing.assert_array_equal(k2, expected)
-    written = np.zeros((5, 4), bool)
-    written[page, offset] = True
-    np.testing.assert_array_equal(np.asarray(v2 != v).any((1, 3)), written)
+        expected_k[page[t], :, :, offset[t]] = new[t]
+        expected_v[page[t], :, offset[t]] = 2 * new[t]
+    np.testing.assert_array_equal(k2, expected_k)
+    np.testing.assert_array_equal(v2, expected_v)

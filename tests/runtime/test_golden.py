@@ -54,14 +54,15 @@ def test_logits(checkpoint: Checkpoint, golden: list[dict[str, Any]]) -> None:
     def logits(parameters: Any, token_T: jax.Array, count: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, parameters)
         position = jnp.arange(length)
-        shape = (length // page_size + 1, config.num_key_value_heads, page_size, config.head_dim)
-        kv = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(config.num_hidden_layers)]
+        P, K, H = length // page_size + 1, config.num_key_value_heads, config.head_dim
+        zeros = jnp.zeros((P, K, H, page_size)), jnp.zeros((P, K, page_size, H))
+        kv = [zeros] * config.num_hidden_layers
         batch = PagedBatch(
             position_T=position,
             page_T=jnp.where(position < count, 1 + position // page_size, 0),
             offset_T=position % page_size,
-            decode_table_SM=jnp.zeros((0, 8), jnp.int32),
-            decode_length_S=jnp.zeros(0, jnp.int32),
+            decode_table_SM=jnp.zeros((1, 8), jnp.int32),
+            decode_length_S=jnp.zeros(1, jnp.int32),
             chunk_table_CM=1 + jnp.arange(8)[None],
             chunk_start_C=jnp.zeros(1, jnp.int32),
             chunk_row_C1=jnp.stack([jnp.int32(0), count]),

@@ -17,7 +17,7 @@ PAGE = 4
 def batches(draw: st.DrawFn) -> tuple[StepLimits, Batch, dict[str, int]]:
     """A batch such as the policies form: within the limits, mixed, some inputs on the device."""
     max_seqs = draw(st.integers(1, 70))
-    budget = draw(st.integers(max_seqs, 300))
+    budget = draw(st.integers(1, 300))
     limits = StepLimits(max_seqs, budget, max_pages=80, page_size=PAGE)
     kv = KVShards([Shard(PagePool(80 * 70 + 1, PAGE))])
     rows: list[Row] = []
@@ -64,7 +64,7 @@ def test_every_row_finds_its_tokens_places_and_sample(
             table, last = paged.decode_table_SM[singles], paged.decode_length_S[singles] - 1
             singles += 1
         else:
-            where = shape.rows + np.arange(*paged.chunk_row_C1[chunks : chunks + 2])
+            where = np.arange(*paged.chunk_row_C1[chunks : chunks + 2])
             table, last = paged.chunk_table_CM[chunks], paged.position_T[where[-1]]
             assert paged.chunk_start_C[chunks] == row.start
             chunks += 1
@@ -105,7 +105,11 @@ def test_every_row_finds_its_tokens_places_and_sample(
 def test_buckets() -> None:
     limits = StepLimits(64, 512, max_pages=8, page_size=64)
     assert limits.row_buckets == [4, 16, 64]
-    assert limits.chunk_buckets == [0, 128, 512]
-    assert len(limits.shapes()) == 9
-    small = StepLimits(1, 1, max_pages=8, page_size=64)
-    assert small.shapes() == [(1, 1), (1, 0)]
+    assert limits.token_buckets == [128, 512]
+    assert limits.shapes() == [
+        (64, 512, 64), (16, 512, 64), (4, 512, 64), (64, 128, 64), (16, 128, 64), (4, 128, 64),
+        (64, 64, 0), (16, 16, 0), (4, 4, 0),
+    ]  # fmt: skip
+    more_seqs = StepLimits(64, 23, max_pages=8, page_size=64)
+    assert more_seqs.shapes() == [(23, 23, 11), (23, 23, 0), (5, 23, 11), (5, 5, 0)]
+    assert StepLimits(8, 1, max_pages=8, page_size=64).shapes() == [(1, 1, 0)]
