@@ -78,7 +78,7 @@ class BatchJob:
         from jaxinfer.llm import LLM
 
         llm = LLM.from_config(self._config)
-        requests = [r for line in todo if (r := self._request(llm, line))]
+        requests = [request for line in todo for request in self._requests(llm, line)]
         return llm.run(requests, self._take, run_dir=self.run_folder)
 
     def answers(self, count: int) -> Iterator[tuple[str, str]]:
@@ -94,7 +94,7 @@ class BatchJob:
         """Error lines among the results."""
         return self._results.num_failed
 
-    def _request(self, llm: "LLM", line: BatchLine) -> "RequestState | None":
+    def _requests(self, llm: "LLM", line: BatchLine) -> "list[RequestState]":
         try:
             match line.prompt:
                 case Conversation(messages):
@@ -103,10 +103,10 @@ class BatchJob:
                     tokens = llm.tokenizer.encode(text)
                 case tokens:
                     pass
-            return llm.make_request(line.custom_id, tokens, line.sampling)
+            return llm.make_requests(line.custom_id, tokens, line.sampling)
         except JaxinferError as error:
             self._fail(line, str(error))
-            return None
+            return []
 
     def _take(self, output: RequestOutput) -> None:
         line = self._lines[output.request_id]

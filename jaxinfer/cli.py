@@ -13,6 +13,7 @@ from jaxinfer.config import RunFile, load_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.table import metrics_table
 from jaxinfer.request import RequestOutput, SamplingParams
+from jaxinfer.serving.request_state import RequestState
 from jaxinfer.workload.lengths import read_workload, synthetic_tokens
 
 SETTING_HELP = "Override a run file's value, e.g. engine.max_num_seqs=16; may be repeated."
@@ -105,16 +106,17 @@ def bench(
     console = Console()
     figures = []
     for _ in range(repeat):
-        requests = []
+        requests: list[RequestState] = []
         for index, item in enumerate(work):
             params = SamplingParams(temperature=0, max_tokens=item.max_tokens, ignore_eos=True)
             tokens = item.prompt_token_ids or synthetic_tokens(
                 item.prompt_len, llm.vocab_size, seed=index
             )
             try:
-                requests.append(llm.make_request(str(index), tokens, params))
+                requests += llm.make_requests(str(index), tokens, params)
             except JaxinferError as error:
                 raise JaxinferError(f"{workload}: request {index}: {error}") from None
+        llm.reset_prefix_cache()
         metrics = llm.run(requests, _raise_error, run_dir=f"{out}.runs")
         console.print(metrics_table(metrics))
         figures.append(llm.describe() | {"workload": workload} | asdict(metrics))

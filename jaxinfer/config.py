@@ -26,7 +26,8 @@ class EngineOptions(Options):
         max_num_batched_tokens: tokens computed in one step, at most.
         max_model_len: prompt and output tokens of one request, at most; by default what the
             model was made for.
-        enable_prefix_caching: reuse the KV of equal beginnings. Not available so far.
+        enable_prefix_caching: keep full pages after a request's end, and start requests that
+            begin alike with them.
         launch_ahead: start a decode before the token it follows has reached the host.
         strict_shapes: a step that was not compiled ahead is an error.
         seed: requests without a seed of their own get one from this and their id.
@@ -40,7 +41,7 @@ class EngineOptions(Options):
     max_num_seqs: int = Field(default=64, ge=1)
     max_num_batched_tokens: int = Field(default=512, ge=1)
     max_model_len: int | None = Field(default=None, ge=2)
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
     launch_ahead: bool = True
     strict_shapes: bool = False
     seed: int = Field(default=0, ge=0)
@@ -51,8 +52,6 @@ class EngineOptions(Options):
             raise JaxinferError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}: only 1 is available so far"
             )
-        if self.enable_prefix_caching:
-            raise JaxinferError("enable_prefix_caching is true: not available so far")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise JaxinferError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least "

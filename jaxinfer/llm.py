@@ -12,12 +12,14 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.report.metrics import RunMetrics, StepTotals, percentile
 from jaxinfer.report.progress import LoadProgress, RunProgress
 from jaxinfer.report.run_folder import RunFolder
-from jaxinfer.request import RequestOutput, SamplingParams
+from jaxinfer.request import RequestOutput, Sampling, SamplingParams
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.devices import describe
 from jaxinfer.runtime.engine import load_engine
+from jaxinfer.runtime.sampling_inputs import sampling_of
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.loop import ServingLoop, Stop
+from jaxinfer.serving.page_pool import KVShards
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Event, StepDone
 from jaxinfer.stop import StopCheck, completion
@@ -57,6 +59,7 @@ class LLM:
         with LoadProgress(progress) as bar:
             self.engine = load_engine(checkpoint, self.options, bar.update)
         self._num_requests = 0
+        self._kv: KVShards | None = None
 
     @classmethod
     def from_config(cls, run_file: str | Path | RunFile, *, progress: bool = True) -> "LLM":
@@ -118,10 +121,10 @@ class LLM:
 
         return self._generate(many, encode, sampling_params, progress, run_dir)
 
-    def make_request(
+    def make_requests(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
-    ) -> RequestState:
-        """A request for ``run``, its seed and its longest output decided.
+    ) -> list[RequestState]:
+        """``params.n`` requests for ``run``, their seeds and their longest output decided.
 
         Raises:
             JaxinferError: no tokens, tokens outside the vocabulary, or too many of them.
@@ -134,21 +137,28 @@ class LLM:
                 f"the prompt has {len(prompt_token_ids)} tokens, max_model_len is {limit}: "
                 "there is no room for an output"
             )
-        if wrong := [t for t in prompt_token_ids if not 0 <= t < self.vocab_size]:
+        named = [*prompt_token_ids, *params.logit_bias, *params.stop_token_ids]
+        if wrong := [token for token in named if not 0 <= token < self.vocab_size]:
             raise JaxinferError(
                 f"token id {wrong[0]} is not in the vocabulary of {self.vocab_size}"
             )
-        if params.seed is None:
-            digest = hashlib.blake2b(f"{self.options.seed}/{request_id}".encode(), digest_size=8)
-            seed = int.from_bytes(digest.digest()) >> 1
-            params = params.model_copy(update={"seed": seed})
-        return RequestState(
-            id=request_id,
-            prompt_len=len(prompt_token_ids),
-            max_tokens=min(params.max_tokens, limit - len(prompt_token_ids)),
-            prompt_token_ids=prompt_token_ids,
-            payload=params,
-        )
+        seed = params.seed
+        if seed is None:
+            seed = _hash63(f"{self.options.seed}/{request_id}")
+        ends = () if params.ignore_eos else tuple(self.tokenizer.eos_token_ids)
+        ends += params.stop_token_ids
+        return [
+            RequestState(
+                id=f"{request_id} ({index + 1} of {params.n})" if params.n > 1 else request_id,
+                prompt_len=len(prompt_token_ids),
+                max_tokens=min(params.max_tokens, limit - len(prompt_token_ids)),
+                prompt_token_ids=prompt_token_ids,
+                payload=Sampling(
+                    params, _hash63(f"{seed}#{index}") if index else seed, ends, request_id, index
+                ),
+            )
+            for index in range(params.n)
+        ]
 
     def run(
         self,
@@ -158,42 +168,71 @@ class LLM:
         progress: bool = True,
         run_dir: str | Path | None = None,
     ) -> RunMetrics:
-        """Serve requests made by ``make_request``; outputs come as requests finish.
+        """Serve requests made by ``make_requests``; outputs come as requests finish.
 
         Raises:
             JaxinferError: ``strict_shapes`` is set and a step was not compiled ahead.
         """
-        checks = {request.id: self._stop_check(request) for request in requests}
+        checks = {r.id: StopCheck(sampling_of(r).params, self.tokenizer) for r in requests}
+        unfinished: dict[str, list[RequestState]] = {}
+        for request in requests:
+            unfinished.setdefault(sampling_of(request).parent, []).append(request)
+        num_requests = len(unfinished)
+        # Continuations of one prompt wait until the first has its KV.
+        held_back = {
+            parent: siblings[1:]
+            for parent, siblings in unfinished.items()
+            if self.options.enable_prefix_caching and len(siblings) > 1
+        }
+        waiting = {request.id for siblings in held_back.values() for request in siblings}
+        self._compile_samplers(requests, progress)
         totals = StepTotals()
         with ExitStack() as stack:
             folder = None
             if run_dir:
                 folder = stack.enter_context(RunFolder(Path(run_dir), self.describe()))
-            bar = stack.enter_context(RunProgress(progress, len(requests)))
+            bar = stack.enter_context(RunProgress(progress, num_requests))
 
             def check_stop(request: RequestState, token: int) -> Stop | None:
                 return checks[request.id].add(token)
 
             def on_finish(request: RequestState) -> None:
-                on_output(_output(request, checks.pop(request.id)))
-                bar.request_done()
+                parent = sampling_of(request).parent
+                world.add(held_back.pop(parent, ()))
+                if all(sibling.finish_reason for sibling in unfinished[parent]):
+                    on_output(_output(parent, unfinished.pop(parent), checks))
+                    bar.request_done()
 
             def on_event(event: Event) -> None:
                 if isinstance(event, StepDone):
+                    for row in event.batch.rows if held_back else ():
+                        if row.samples:
+                            world.add(held_back.pop(sampling_of(row.request).parent, ()))
                     totals.add(event)
                     bar.step_done(totals)
                     if folder:
                         folder.add_step(event)
 
             late = self.engine.worker.step.late_compiles
-            instance = self.engine.new_instance()
-            world = RealWorld({instance.name: self.engine.worker}, requests)
+            # A run that fails leaves pages in use: the next one gets a new pool.
+            kv, self._kv = self._kv or self.engine.new_kv(), None
+            instance = self.engine.new_instance(kv)
+            world = RealWorld(
+                {instance.name: self.engine.worker}, [r for r in requests if r.id not in waiting]
+            )
             loop = ServingLoop(world, [instance], Single(), check_stop, on_finish, on_event)
             loop.run()
-            metrics = self._metrics(requests, world, totals, instance.num_preemptions, late)
+            self._kv = kv
+            metrics = self._metrics(
+                num_requests, requests, world, totals, instance.num_preemptions, late
+            )
             if folder:
                 folder.finish(asdict(metrics))
         return metrics
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all KV of earlier runs."""
+        self._kv = None
 
     def describe(self) -> dict[str, object]:
         """What runs where, as JSON values."""
@@ -215,15 +254,15 @@ class LLM:
         run_dir: str | Path | None,
     ) -> list[RequestOutput]:
         texts: dict[str, str | None] = {}
-        requests = []
+        requests: list[RequestState] = []
         for index, (prompt, params) in enumerate(_paired(prompts, sampling_params)):
             request_id = str(self._num_requests + index)
             try:
                 texts[request_id], tokens = encode(prompt)
-                requests.append(self.make_request(request_id, tokens, params))
+                requests += self.make_requests(request_id, tokens, params)
             except JaxinferError as error:
                 raise JaxinferError(f"prompt {index}: {error}") from None
-        self._num_requests += len(requests)
+        self._num_requests += len(texts)
         outputs: dict[str, RequestOutput] = {}
 
         def on_output(output: RequestOutput) -> None:
@@ -231,7 +270,7 @@ class LLM:
             outputs[output.request_id] = output
 
         self.run(requests, on_output, progress=progress, run_dir=run_dir)
-        return [outputs[request.id] for request in requests]
+        return [outputs[request_id] for request_id in texts]
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         match prompt:
@@ -246,12 +285,18 @@ class LLM:
             f"{str(prompt)[:60]!r} must be a text or {{'prompt_token_ids': [integers]}}"
         )
 
-    def _stop_check(self, request: RequestState) -> StopCheck:
-        assert isinstance(request.payload, SamplingParams)
-        return StopCheck(request.payload, self.tokenizer)
+    def _compile_samplers(self, requests: Sequence[RequestState], progress: bool) -> None:
+        """What these requests' options need and no run before needed."""
+        left = self.engine.worker.prepare(requests)
+        if total := next(left):
+            with LoadProgress(progress) as bar:
+                bar.update("compiling samplers", total)
+                for count in left:
+                    bar.update("compiling samplers", count)
 
     def _metrics(
         self,
+        num_requests: int,
         requests: Sequence[RequestState],
         world: RealWorld,
         totals: StepTotals,
@@ -266,10 +311,11 @@ class LLM:
         tbt = [gap for request in done for gap in request.metrics.tbt]
         step = self.engine.worker.step
         return RunMetrics(
-            requests=len(requests),
-            failed=len(requests) - len(done),
+            requests=num_requests,
+            failed=num_requests - len({sampling_of(request).parent for request in done}),
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
+            cached_tokens=sum(request.metrics.num_cached_tokens or 0 for request in done),
             wall_s=wall,
             prompt_tok_s=prompt_tokens / wall,
             output_tok_s=output_tokens / wall,
@@ -289,16 +335,24 @@ class LLM:
         )
 
 
-def _output(request: RequestState, check: StopCheck) -> RequestOutput:
+def _output(
+    request_id: str, siblings: list[RequestState], checks: dict[str, StopCheck]
+) -> RequestOutput:
+    first = siblings[0]
+    served = [request for request in siblings if not request.error]
     return RequestOutput(
-        request_id=request.id,
+        request_id=request_id,
         prompt=None,
-        prompt_token_ids=list(request.prompt_token_ids),
-        outputs=[] if request.error else [completion(request, check)],
+        prompt_token_ids=list(first.prompt_token_ids),
+        outputs=[completion(request, checks.pop(request.id)) for request in served],
         finished=True,
-        metrics=request.metrics,
-        error=request.error,
+        metrics=first.metrics,
+        error=first.error,
     )
+
+
+def _hash63(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 def _paired(

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.validation import Options
 
 FinishReason = Literal["stop", "length", "error"]
@@ -19,31 +20,104 @@ def _as_list(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _with_int_keys(value: object) -> object:
+    """Accept the keys of a JSON object, which are strings."""
+    if not isinstance(value, dict):
+        return value
+    return {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in value.items()}
+
+
 class SamplingParams(Options):
     """How to draw a request's tokens. Names and defaults are those of vLLM.
 
     Attributes:
+        n: continuations of the prompt, each with a seed of its own.
         temperature: 0 is greedy; logits are divided by it otherwise.
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         top_p: of those, keep the smallest set whose probability reaches ``top_p``.
+        min_p: keep tokens that are at least ``min_p`` times as likely as the likeliest; comes
+            before top_k and top_p.
+        repetition_penalty: above 1, tokens of prompt and output become less likely: positive
+            logits are divided by it, negative ones multiplied.
+        presence_penalty: taken off the logits of tokens in the output.
+        frequency_penalty: taken off as often as the token occurs in the output.
+        logit_bias: token id -> what is added to its logit.
         seed: with the position, decides each draw; without one, the engine derives it from
             its own seed and the request's id, so that a repeated run repeats its tokens.
         max_tokens: output tokens at most.
+        min_tokens: until there are so many output tokens, EOS and stop tokens are not drawn and
+            stop strings not looked for.
+        logprobs: report the log probabilities of so many likeliest tokens at each position, and
+            of the drawn one; 0 reports the drawn one alone.
         stop: strings that end the output; the text stops before them.
         stop_token_ids: tokens that end the output besides EOS.
         ignore_eos: go on after EOS.
     """
 
+    n: int = Field(default=1, ge=1)
     temperature: float = Field(default=1.0, ge=0)
     top_k: int = Field(default=0, ge=-1)
     top_p: float = Field(default=1.0, gt=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: Annotated[
+        dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]],
+        BeforeValidator(_with_int_keys),
+    ] = Field(default_factory=dict)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     max_tokens: int = Field(default=16, ge=1)
+    min_tokens: int = Field(default=0, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=20)
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_list)] = ()
     stop_token_ids: Annotated[
         tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_list)
     ] = ()
     ignore_eos: bool = False
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse combinations that cannot work."""
+        if self.min_tokens > self.max_tokens:
+            raise JaxinferError(
+                f"min_tokens is {self.min_tokens}, must be at most max_tokens, {self.max_tokens}"
+            )
+        if self.n > 1 and self.temperature == 0:
+            raise JaxinferError(f"n is {self.n}, must be 1 with temperature 0: all would be equal")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a draw depends on the tokens so far."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters with what the engine has filled in: the payload of a request.
+
+    Attributes:
+        end_token_ids: EOS (unless it is ignored) and stop tokens.
+        parent: id of the request of which this is one of ``n`` continuations, the index-th.
+    """
+
+    params: SamplingParams
+    seed: int
+    end_token_ids: tuple[int, ...] = ()
+    parent: str = ""
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token's log probability under the model itself, and its rank (1 is the likeliest)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
 
 
 @dataclass
@@ -51,12 +125,19 @@ class RequestMetrics:
     """Times of one request, in seconds on the run's clock, which starts at 0.
 
     ``token_times`` holds the time at which each output token reached the host.
+    ``num_cached_tokens`` are those that the request's first start found in the prefix cache.
     """
 
     arrival: float
     first_scheduled: float | None = None
     token_times: list[float] = field(default_factory=list)
     num_preemptions: int = 0
+    num_cached_tokens: int | None = None
+
+    def add_cached(self, num_tokens: int) -> None:
+        """Note what a start has found in the prefix cache; the first one counts."""
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = num_tokens
 
     @property
     def ttft(self) -> float | None:
@@ -76,13 +157,14 @@ class CompletionOutput:
     ``finish_reason`` is ``"stop"`` (EOS, a stop token or string; ``stop_reason`` is the token
     or the string, None for EOS) or ``"length"``. ``cumulative_logprob`` sums the natural log of
     the model's own probability (before temperature and truncation) of each token.
+    ``logprobs`` has a mapping of token to ``Logprob`` per output token, where they were asked for.
     """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None
-    logprobs: None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 

@@ -1,6 +1,8 @@
 """When a request's text is over, and what text it gives."""
 
-from jaxinfer.request import CompletionOutput, SamplingParams
+from dataclasses import replace
+
+from jaxinfer.request import CompletionOutput, Logprob, Sampling, SamplingParams
 from jaxinfer.serving.loop import Stop
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.tokenizer import Detokenizer, Tokenizer
@@ -22,16 +24,21 @@ class StopCheck:
         self._tail = ""
         self._tail_len = max(map(len, params.stop), default=1) - 1
         self._cut: int | None = None
+        self._left = params.min_tokens
         self._emitted = 0
 
     def add(self, token: int) -> Stop | None:
         """Take the next token; a reason where it ends the request."""
+        self._left -= 1
         if token in self._stop_ids:
             return "stop", token
         if token in self._eos:
             return "stop", None
         if self._stream:
-            return self._find_stop(self._stream.add(token))
+            piece = self._stream.add(token)
+            if self._left < 0:
+                return self._find_stop(piece)
+            self._emitted += len(piece)  # A stop string begins after ``min_tokens`` tokens.
         return None
 
     def _find_stop(self, piece: str) -> Stop | None:
@@ -51,14 +58,28 @@ class StopCheck:
         text = self._tokenizer.decode(token_ids[:-1] if ended_by_token else token_ids)
         return text if self._cut is None else text[: self._cut]
 
+    def decoded(self, details: list[object]) -> list[dict[int, Logprob]]:
+        """Log probabilities per token, with the tokens' texts."""
+        return [
+            {
+                token: replace(logprob, decoded_token=self._tokenizer.decode([token]))
+                for token, logprob in position.items()
+            }
+            for position in details
+            if isinstance(position, dict)
+        ]
+
 
 def completion(request: RequestState, check: StopCheck) -> CompletionOutput:
     """A finished request's output."""
+    assert isinstance(request.payload, Sampling)
+    wants_logprobs = request.payload.params.logprobs is not None
     by_token = request.finish_reason == "stop" and not isinstance(request.stop_reason, str)
     return CompletionOutput(
-        index=0,
+        index=request.payload.index,
         text=check.text(request.output_token_ids, by_token),
         token_ids=request.output_token_ids,
+        logprobs=check.decoded(request.details) if wants_logprobs else None,
         cumulative_logprob=request.cumulative_logprob,
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,

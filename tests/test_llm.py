@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
@@ -62,8 +63,11 @@ def test_sampled_tokens_do_not_depend_on_batch_mates_order_or_preemption(tiny: L
     assert tokens(tiny, PROMPTS[::-1], params[::-1]) == alone[::-1]
     # 16 requests of up to 24 pages in 64 pages: preemptions.
     requests = [
-        tiny.make_request(f"r{i}", tiny.tokenizer.encode(PROMPTS[i % 4]), params[i % 4])
+        request
         for i in range(16)
+        for request in tiny.make_requests(
+            f"r{i}", tiny.tokenizer.encode(PROMPTS[i % 4]), params[i % 4]
+        )
     ]
     seen = {}
     metrics = tiny.run(
@@ -90,7 +94,7 @@ def test_requests_without_a_seed_differ_but_repeat_in_a_new_engine(tiny: LLM) ->
     params = SamplingParams(temperature=1, max_tokens=20, ignore_eos=True)
     first, second = tokens(tiny, ["Hello", "Hello"], params)
     assert first != second
-    same = [tiny.make_request("same-id", [1, 2, 3], params).payload for _ in range(2)]
+    same = [tiny.make_requests("same-id", [1, 2, 3], params)[0].payload for _ in range(2)]
     assert same[0] == same[1]
 
 
@@ -182,7 +186,6 @@ def test_bad_prompts_are_named_before_anything_runs(
         ({"max_model_len": 257}, "max_model_len is 257, the model was made for 256"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "must be at least max_num_seqs"),
         ({"tensor_parallel_size": 2}, "only 1 is available"),
-        ({"enable_prefix_caching": True}, "not available"),
         ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),
         ({"num_pages": 10**12}, "num_pages 1000000000000 of 64 tokens takes"),
         ({"memory_fraction": 1e-12}, "leaves room for 0 KV pages"),
@@ -205,6 +208,7 @@ def test_launch_ahead_and_pool_size_do_not_change_tokens(tiny: LLM, tiny_folder:
 
 def test_a_run_leaves_its_files(tiny: LLM, tmp_path: Path) -> None:
     for _ in range(2):
+        tiny.reset_prefix_cache()
         tiny.generate(PROMPTS, GREEDY, progress=False, run_dir=tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
     run = json.loads((tmp_path / "2" / "run.json").read_text())
@@ -228,15 +232,130 @@ def test_a_run_leaves_its_files(tiny: LLM, tmp_path: Path) -> None:
     assert m["output_tokens"] == 80
 
 
-def test_strict_shapes_refuses_a_step_that_was_not_compiled(tiny_folder: Path) -> None:
+def test_strict_shapes_refuses_a_step_that_was_not_compiled(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = LLM(str(tiny_folder), progress=False, strict_shapes=True, max_num_seqs=2,
               max_num_batched_tokens=8)  # fmt: skip
     assert tokens(llm, "Hello", GREEDY)
     step = llm.engine.worker.step
     assert step.late_compiles == 0
     step._executables.clear()
+    monkeypatch.setattr(step, "compile_ahead", lambda *args: iter([0]))
     with pytest.raises(JaxinferError, match="strict_shapes"):
         tokens(llm, "Hello", GREEDY)
     step._strict = False
     assert tokens(llm, "Hello", GREEDY)
     assert step.late_compiles > 0
+
+
+def test_penalties_are_a_bias_by_the_tokens_so_far(tiny: LLM) -> None:
+    """Step by step: one token from prompt and output, with the penalties as a logit bias."""
+    params = GREEDY.model_copy(
+        update={"max_tokens": 12, "presence_penalty": 1.5, "frequency_penalty": 0.75}
+    )
+    (got,) = tokens(tiny, "Hello", params)
+    assert got != tokens(tiny, "Hello", GREEDY)[0][:12]
+    prompt = tiny.tokenizer.encode("Hello")
+    output: list[int] = []
+    for _ in range(12):
+        bias = {t: -(1.5 + 0.75 * output.count(t)) for t in output}
+        step = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logit_bias=bias)
+        output += tokens(tiny, {"prompt_token_ids": prompt + output}, step)[0]
+    assert got == output
+
+
+def test_repetition_penalty_sees_the_prompt(tiny: LLM) -> None:
+    prompt = tiny.tokenizer.encode("Hello")
+    params = GREEDY.model_copy(update={"max_tokens": 15, "repetition_penalty": 1000.0})
+    (got,) = tokens(tiny, "Hello", params)
+    assert len({*got, *prompt}) == 15 + len(set(prompt))
+
+
+def test_min_tokens_holds_back_every_end(tiny: LLM) -> None:
+    (free,) = tiny.generate("Hello", GREEDY, progress=False)
+    ids, text = free.outputs[0].token_ids, free.outputs[0].text
+    params = SamplingParams(
+        temperature=0, max_tokens=20, min_tokens=10, stop_token_ids=(ids[2],), ignore_eos=True
+    )
+    (held,) = tokens(tiny, "Hello", params)
+    assert ids[2] not in held[:10]
+    assert held[:2] == ids[:2]
+    params = GREEDY.model_copy(update={"min_tokens": 10, "stop": (text[2:4],)})
+    (by_text,) = tiny.generate("Hello", params, progress=False)[0].outputs
+    assert len(by_text.token_ids) > 10
+    assert by_text.text.startswith(text[:10])
+
+
+def test_n_continuations_of_one_prompt(tiny: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True)
+    first, other = tiny.generate(["Hello", "Other"], params, progress=False)
+    assert [c.index for c in first.outputs] == [0, 1, 2]
+    assert len({tuple(c.token_ids) for c in first.outputs}) == 3
+    alone = params.model_copy(update={"n": 1})
+    assert tokens(tiny, "Hello", alone)[0] == first.outputs[0].token_ids
+    (again,) = tiny.generate("Hello", params, progress=False)
+    assert [c.token_ids for c in again.outputs] == [c.token_ids for c in first.outputs]
+    assert len(other.outputs) == 3
+
+
+def test_logprobs(tiny: LLM) -> None:
+    params = GREEDY.model_copy(update={"logprobs": 3})
+    (output,) = tiny.generate("Hello", params, progress=False)
+    (completion,) = output.outputs
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == 20
+    for token, position in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert [found.rank for found in position.values()] == [1, 2, 3]
+        assert next(iter(position)) == token
+        assert position[token].decoded_token == tiny.tokenizer.decode([token])
+        assert sum(np.exp(found.logprob) for found in position.values()) < 1
+    chosen = [p[t].logprob for t, p in zip(completion.token_ids, completion.logprobs, strict=True)]
+    assert completion.cumulative_logprob == pytest.approx(sum(chosen), abs=1e-4)
+
+    params = SamplingParams(temperature=3.0, seed=1, max_tokens=20, ignore_eos=True, logprobs=0)
+    (completion,) = tiny.generate("Hello", params, progress=False)[0].outputs
+    assert completion.logprobs is not None
+    assert all(len(position) == 1 for position in completion.logprobs)
+    assert any(found.rank > 1 for p in completion.logprobs for found in p.values())
+    assert tiny.generate("Hello", GREEDY, progress=False)[0].outputs[0].logprobs is None
+
+
+@pytest.mark.parametrize("option", ["logit_bias", "stop_token_ids"])
+def test_tokens_outside_the_vocabulary_are_refused(tiny: LLM, option: str) -> None:
+    params = GREEDY.model_copy(update={option: {260: 1.0}})
+    with pytest.raises(JaxinferError, match="prompt 0: token id 260 is not in the vocabulary"):
+        tiny.generate("Hello", params, progress=False)
+
+
+def test_a_prompt_seen_before_is_not_computed_again(tiny_folder: Path) -> None:
+    """Pages of 8 tokens: 43 prompt tokens leave 40 that can be reused."""
+    llm = LLM(str(tiny_folder), progress=False, page_size=8, num_pages=65)
+    off = LLM(str(tiny_folder), progress=False, page_size=8, enable_prefix_caching=False)
+    prompt = PROMPTS[1]
+    assert len(llm.tokenizer.encode(prompt)) == 43
+    for cached in (0, 40, 40):
+        (output,) = llm.generate(prompt, GREEDY, progress=False)
+        assert output.metrics.num_cached_tokens == cached
+        assert output.outputs[0].token_ids == tokens(off, prompt, GREEDY)[0]
+    llm.reset_prefix_cache()
+    assert llm.generate(prompt, GREEDY, progress=False)[0].metrics.num_cached_tokens == 0
+    # The other continuations wait for the first one's pages.
+    params = SamplingParams(n=4, seed=1, max_tokens=5)
+    llm.reset_prefix_cache()
+    requests = llm.make_requests("r", llm.tokenizer.encode(prompt), params)
+    metrics = llm.run(requests, lambda output: None, progress=False)
+    assert [r.metrics.num_cached_tokens for r in requests] == [0, 40, 40, 40]
+    assert (metrics.requests, metrics.prompt_tokens, metrics.cached_tokens) == (1, 172, 120)
+
+
+def test_an_interrupted_run_leaves_a_fresh_pool(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(tiny_folder), progress=False, page_size=8, num_pages=33)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.worker, "launch", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(PROMPTS, GREEDY, progress=False)
+    outputs = llm.generate(PROMPTS, GREEDY, progress=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [20] * 4

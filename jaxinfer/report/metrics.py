@@ -33,6 +33,8 @@ class RunMetrics:
     """A run in figures. Times in seconds, without loading and compiling ahead.
 
     Attributes:
+        prompt_tokens: once for each of the `n` continuations of a prompt.
+        cached_tokens: those of them whose KV the prefix cache had when their request started.
         prompt_tok_s, output_tok_s: tokens of finished requests per second of the whole run.
         ttft_p50, ttft_p99: time to first token since arrival.
         tbt_p50, tbt_p99: time between tokens, over all pairs of neighbouring tokens.
@@ -47,6 +49,7 @@ class RunMetrics:
     failed: int
     prompt_tokens: int
     output_tokens: int
+    cached_tokens: int
     wall_s: float
     prompt_tok_s: float
     output_tok_s: float

@@ -18,9 +18,11 @@ def metrics_table(m: RunMetrics) -> Table:
 def _rows(m: RunMetrics) -> list[tuple[str, str]]:
     failed = f" ({m.failed} failed)" if m.failed else ""
     late = f", {m.late_compiles} of them during the run" if m.late_compiles else ""
+    hit_rate = 100 * m.cached_tokens / max(m.prompt_tokens, 1)
+    cached = f" ({hit_rate:.1f} % from the prefix cache)" if m.cached_tokens else ""
     return [
         ("requests", f"{m.requests}{failed}"),
-        ("prompt tokens", f"{m.prompt_tokens:,}"),
+        ("prompt tokens", f"{m.prompt_tokens:,}{cached}"),
         ("output tokens", f"{m.output_tokens:,}"),
         ("wall time", f"{m.wall_s:.2f} s"),
         ("prefill", f"{m.prompt_tok_s:,.1f} tokens/s"),

@@ -16,7 +16,7 @@ from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.runtime.checkpoint import Checkpoint, load_weights
 from jaxinfer.runtime.devices import configure_jax
 from jaxinfer.runtime.kv_cache import allocate_pages, pool_size
-from jaxinfer.runtime.step import CompiledStep, Parameters, make_step
+from jaxinfer.runtime.step import CompiledStep, Parameters
 from jaxinfer.runtime.step_inputs import StepLimits
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.instance import Instance, InstanceOptions
@@ -42,16 +42,20 @@ class Engine:
     num_pages: int
     max_model_len: int
 
-    def new_instance(self) -> Instance:
-        """The scheduling side of the engine, all pages free."""
+    def new_kv(self) -> KVShards:
+        """The page pool, all pages free and none cached."""
+        pool = PagePool(self.num_pages, self.options.page_size)
+        return KVShards([Shard(pool)], self.options.enable_prefix_caching)
+
+    def new_instance(self, kv: KVShards) -> Instance:
+        """The scheduling side of the engine."""
         options = InstanceOptions(
             max_num_seqs=self.options.max_num_seqs,
             max_num_batched_tokens=self.options.max_num_batched_tokens,
             max_in_flight=2 if self.options.launch_ahead else 1,
             launch_ahead=self.options.launch_ahead,
         )
-        pool = PagePool(self.num_pages, self.options.page_size)
-        return Instance("engine", KVShards([Shard(pool)]), options)
+        return Instance("engine", kv, options)
 
 
 def load_engine(checkpoint: Checkpoint, options: EngineOptions, progress: Progress) -> Engine:
@@ -84,14 +88,9 @@ def load_engine(checkpoint: Checkpoint, options: EngineOptions, progress: Progre
     )  # fmt: skip
     kv = allocate_pages(config, num_pages, options.page_size, dtype, sharding)
     previous_S = jax.device_put(np.zeros(options.max_num_seqs, np.int32), sharding)
-    step = CompiledStep(
-        make_step(graphdef, options.max_num_seqs),
-        (parameters, kv, previous_S),
-        limits,
-        options.strict_shapes,
-    )
+    step = CompiledStep(graphdef, (parameters, kv, previous_S), limits, options.strict_shapes)
     worker = Worker(step, parameters, kv, previous_S)
-    for left in worker.warm_up():
+    for left in worker.prepare():
         progress("compiling steps", left)
     return Engine(worker, options, device, dtype.name, num_pages, max_model_len)
 

@@ -1,9 +1,9 @@
 """Drawing tokens on the device.
 
-A draw depends on the logits, the request's seed and the token's position alone, so batch mates,
-order, chunking and preemption do not change it.
+A draw depends on the logits, the request's own tokens and options, its seed and the token's
+position alone, so batch mates, order, chunking and preemption do not change it.
 
-Shape suffixes: S sequences, V vocabulary.
+Shape suffixes: S sequences, V vocabulary, E edits, L tokens of a history, B tokens of a block.
 """
 
 import math
@@ -16,6 +16,20 @@ import jax.numpy as jnp
 from jaxinfer.models.layers import HostOrTraced
 
 
+class SamplerShape(NamedTuple):
+    """What a sampler is compiled for besides its rows; 0 leaves a part out.
+
+    Attributes:
+        edits: logits changed per row: a bias, or a token forbidden for now.
+        history: tokens of the longest request that has penalties.
+        top: likeliest tokens to report.
+    """
+
+    edits: int = 0
+    history: int = 0
+    top: int = 0
+
+
 class SamplingInputs(NamedTuple):
     """One row per token to draw.
 
@@ -23,35 +37,109 @@ class SamplingInputs(NamedTuple):
         temperature_S: float32; 0 is greedy.
         top_k_S: int32; 0 keeps all.
         top_p_S: float32 in (0, 1]; 1 keeps all.
+        min_p_S: float32 in [0, 1]; 0 keeps all.
         seed_S2: uint32, the high and low words of the seed.
         position_S: int32, the position that the drawn token will have.
+        edit_token_SE, edit_SE: int32, and float32 added to that token's logit; a token past
+            the vocabulary is none.
+        history_SL: int32 tokens of prompt and output, of rows with penalties; past the
+            vocabulary there is none.
+        prompt_len_S: int32, how many of them are the prompt's.
+        pending_S: int32, the previous step's sample that follows the history; -1 for none.
+        repetition_S: float32, divides the positive and multiplies the negative logits of tokens
+            in the history (Keskar et al., 2019); 1 changes nothing.
+        presence_S, frequency_S: float32, taken off the logits of tokens in the output, once or
+            as often as they occur (as the OpenAI API defines them); 0 changes nothing.
     """
 
     temperature_S: HostOrTraced
     top_k_S: HostOrTraced
     top_p_S: HostOrTraced
+    min_p_S: HostOrTraced
     seed_S2: HostOrTraced
     position_S: HostOrTraced
+    edit_token_SE: HostOrTraced
+    edit_SE: HostOrTraced
+    history_SL: HostOrTraced
+    prompt_len_S: HostOrTraced
+    pending_S: HostOrTraced
+    repetition_S: HostOrTraced
+    presence_S: HostOrTraced
+    frequency_S: HostOrTraced
 
 
-def sample(logits_SV: jax.Array, inputs: SamplingInputs) -> tuple[jax.Array, jax.Array]:
+class Samples(NamedTuple):
+    """Tokens drawn, with what the model itself (before any option) says of them.
+
+    Attributes:
+        token_S: int32.
+        logprob_S: float32, natural log of the token's probability.
+        rank_S: int32, 1 for the likeliest token; zeros where no likeliest tokens are reported.
+        top_token_SN, top_logprob_SN: the likeliest tokens, in order.
+    """
+
+    token_S: HostOrTraced
+    logprob_S: HostOrTraced
+    rank_S: HostOrTraced
+    top_token_SN: HostOrTraced
+    top_logprob_SN: HostOrTraced
+
+
+def sample(
+    logits_SV: jax.Array, previous_S: jax.Array, inputs: SamplingInputs, top: int = 0
+) -> Samples:
     """Draw one token per row.
 
-    Returns:
-        token_S int32, and logprob_S float32: the natural log of the token's probability under
-        the model itself, before temperature and truncation.
+    The order is vLLM's: edits, penalties, temperature, min_p, top_k, top_p.
+
+    Args:
+        logits_SV: float32.
+        previous_S: int32 tokens that the previous step has drawn.
+        top: likeliest tokens to report.
     """
     max_S1 = logits_SV.max(-1, keepdims=True)
+    log_sum_S1 = jnp.log(jnp.exp(logits_SV - max_S1).sum(-1, keepdims=True)) + max_S1
+    chosen_SV = _penalise(_edit(logits_SV, inputs), previous_S, inputs)
     # Outside the branches, where XLA:CPU spreads it over the cores.
-    greedy_S = argmax(logits_SV)
+    greedy_S = argmax(chosen_SV)
     token_S = jax.lax.cond(
         jnp.any(inputs.temperature_S > 0),
-        lambda: jnp.where(inputs.temperature_S > 0, _draw(logits_SV, inputs), greedy_S),
+        lambda: jnp.where(inputs.temperature_S > 0, _draw(chosen_SV, inputs), greedy_S),
         lambda: greedy_S,
     )
-    chosen_S = jnp.take_along_axis(logits_SV, token_S[:, None], -1)[:, 0]
-    log_sum_S = jnp.log(jnp.exp(logits_SV - max_S1).sum(-1)) + max_S1[:, 0]
-    return token_S, chosen_S - log_sum_S
+    logit_S1 = jnp.take_along_axis(logits_SV, token_S[:, None], -1)
+    rank_S = jnp.zeros_like(token_S)
+    if top:
+        rank_S = 1 + (logits_SV > logit_S1).sum(-1, dtype=jnp.int32)
+    top_SN, top_token_SN = jax.lax.top_k(logits_SV, top)
+    return Samples(
+        token_S, (logit_S1 - log_sum_S1)[:, 0], rank_S, top_token_SN, top_SN - log_sum_S1
+    )
+
+
+def _edit(logits_SV: jax.Array, inputs: SamplingInputs) -> jax.Array:
+    if not inputs.edit_SE.shape[1]:
+        return logits_SV
+    row_S1 = jnp.arange(len(logits_SV))[:, None]
+    return logits_SV.at[row_S1, inputs.edit_token_SE].add(inputs.edit_SE, mode="drop")
+
+
+def _penalise(logits_SV: jax.Array, previous_S: jax.Array, inputs: SamplingInputs) -> jax.Array:
+    if not inputs.history_SL.shape[1]:
+        return logits_SV
+    V = logits_SV.shape[1]
+    pending_S = jnp.where(inputs.pending_S >= 0, previous_S[inputs.pending_S], V)
+    token_SL = jnp.concatenate([inputs.history_SL, pending_S[:, None]], 1)
+    in_output_SL = jnp.arange(token_SL.shape[1]) >= inputs.prompt_len_S[:, None]
+    row_S1 = jnp.arange(len(logits_SV))[:, None]
+    seen_SV = jnp.zeros(logits_SV.shape, bool).at[row_S1, token_SL].set(True, mode="drop")
+    in_output_SV = jnp.zeros(logits_SV.shape, jnp.int32)
+    in_output_SV = in_output_SV.at[row_S1, token_SL].add(in_output_SL, mode="drop")
+    factor_S1 = inputs.repetition_S[:, None]
+    repeated_SV = jnp.where(logits_SV > 0, logits_SV / factor_S1, logits_SV * factor_S1)
+    logits_SV = jnp.where(seen_SV, repeated_SV, logits_SV)
+    logits_SV -= inputs.frequency_S[:, None] * in_output_SV
+    return logits_SV - inputs.presence_S[:, None] * (in_output_SV > 0)
 
 
 def argmax(x_SV: jax.Array) -> jax.Array:
@@ -75,15 +163,16 @@ def _first_max(x_SV: jax.Array) -> jax.Array:
 
 
 def _draw(logits_SV: jax.Array, inputs: SamplingInputs) -> jax.Array:
-    """Temperature, then top-k, then top-p of what is left, then a Gumbel-max draw."""
+    """Temperature and the three truncations, then a Gumbel-max draw."""
     temperature_S = jnp.where(inputs.temperature_S > 0, inputs.temperature_S, 1.0)
     scaled_SV = logits_SV / temperature_S[:, None]
-    scaled_SV = jax.lax.cond(
-        jnp.any(inputs.top_k_S > 0), keep_top_k, lambda x, _: x, scaled_SV, inputs.top_k_S
-    )
-    scaled_SV = jax.lax.cond(
-        jnp.any(inputs.top_p_S < 1), keep_top_p, lambda x, _: x, scaled_SV, inputs.top_p_S
-    )
+    for keep, option_S, off in (
+        (keep_min_p, inputs.min_p_S, 0),
+        (keep_top_k, inputs.top_k_S, 0),
+        (keep_top_p, inputs.top_p_S, 1),
+    ):
+        used = jnp.any(option_S != off)
+        scaled_SV = jax.lax.cond(used, keep, lambda x, _: x, scaled_SV, option_S)
 
     def noise(seed_2: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
@@ -91,6 +180,12 @@ def _draw(logits_SV: jax.Array, inputs: SamplingInputs) -> jax.Array:
 
     noise_SV = jax.vmap(noise)(inputs.seed_S2, inputs.position_S)
     return argmax(scaled_SV + noise_SV)
+
+
+def keep_min_p(logits_SV: jax.Array, min_p_S: jax.Array) -> jax.Array:
+    """Mask tokens less likely than ``min_p`` times the likeliest (Nguyen et al., 2024)."""
+    threshold_S1 = logits_SV.max(-1, keepdims=True) + jnp.log(min_p_S)[:, None]
+    return jnp.where(logits_SV >= threshold_S1, logits_SV, -jnp.inf)
 
 
 def keep_top_k(logits_SV: jax.Array, top_k_S: jax.Array) -> jax.Array:

@@ -11,9 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxinfer.models.layers import PagedBatch
-from jaxinfer.request import SamplingParams
-from jaxinfer.runtime.sampler import SamplingInputs
-from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Batch, Row
 
 
@@ -37,14 +34,13 @@ class StepInputs(NamedTuple):
     Attributes:
         token_T: int32 input tokens, where they are known to the host.
         source_T: int32, the previous step's sample that is the input instead; -1 for none.
-        sample_row_S: int32, the rows of T whose logits are sampled.
+        sample_row_S: int32, the rows of T to sample from.
     """
 
     token_T: np.ndarray
     source_T: np.ndarray
     batch: PagedBatch
     sample_row_S: np.ndarray
-    sampling: SamplingInputs
 
 
 @dataclass(frozen=True)
@@ -126,13 +122,6 @@ def empty_inputs(shape: StepShape, limits: StepLimits) -> StepInputs:
             chunk_row_C1=zeros(C + 1),
         ),
         sample_row_S=zeros(S),
-        sampling=SamplingInputs(
-            temperature_S=np.zeros(S, np.float32),
-            top_k_S=zeros(S),
-            top_p_S=np.ones(S, np.float32),
-            seed_S2=np.zeros((S, 2), np.uint32),
-            position_S=zeros(S),
-        ),
     )
 
 
@@ -161,7 +150,6 @@ def build_inputs(
             last = at - 1
         if row.samples:
             inputs.sample_row_S[samples] = last
-            _fill_sampling(inputs.sampling, samples, row)
             samples += 1
     _place_singles(inputs.batch, singles, limits.page_size)
     return inputs
@@ -172,7 +160,7 @@ def _fill_single(inputs: StepInputs, i: int, row: Row, sample_slots: Mapping[str
     if row.input_pending:
         inputs.source_T[i] = sample_slots[row.request.id]
     else:
-        inputs.token_T[i] = _tokens(row.request, row.start, row.start + 1)[0]
+        inputs.token_T[i] = row.request.known_tokens(row.start, row.start + 1)[0]
     inputs.batch.position_T[i] = row.start
     inputs.batch.decode_table_SM[i, : len(pages)] = pages
     inputs.batch.decode_length_S[i] = row.start + 1
@@ -183,7 +171,7 @@ def _fill_chunk(inputs: StepInputs, c: int, at: int, row: Row, page_size: int) -
     pages = np.asarray(row.hold.tables[0][0], np.int32)
     position = np.arange(row.start, stop, dtype=np.int32)
     where = slice(at, at + row.count)
-    inputs.token_T[where] = _tokens(row.request, row.start, stop)
+    inputs.token_T[where] = row.request.known_tokens(row.start, stop)
     inputs.batch.position_T[where] = position
     inputs.batch.page_T[where] = pages[position // page_size]
     inputs.batch.offset_T[where] = position % page_size
@@ -195,22 +183,3 @@ def _place_singles(batch: PagedBatch, singles: int, page_size: int) -> None:
     """Where the KV entries of the first tokens go."""
     column, batch.offset_T[:singles] = np.divmod(batch.position_T[:singles], page_size)
     batch.page_T[:singles] = batch.decode_table_SM[np.arange(singles), column]
-
-
-def _fill_sampling(sampling: SamplingInputs, i: int, row: Row) -> None:
-    params = row.request.payload
-    assert isinstance(params, SamplingParams)
-    assert params.seed is not None
-    if params.temperature > 0:
-        sampling.temperature_S[i] = params.temperature
-        sampling.top_k_S[i] = max(params.top_k, 0)
-        sampling.top_p_S[i] = params.top_p
-        sampling.seed_S2[i] = params.seed >> 32, params.seed & 0xFFFFFFFF
-        sampling.position_S[i] = row.start + row.count
-
-
-def _tokens(request: RequestState, start: int, stop: int) -> list[int]:
-    """Known tokens at positions ``start`` to ``stop``."""
-    L = request.prompt_len
-    prompt = list(request.prompt_token_ids[start : min(stop, L)])
-    return prompt + request.output_token_ids[max(start - L, 0) : max(stop - L, 0)]

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -10,8 +10,17 @@ import jax
 import numpy as np
 
 from jaxinfer.models.layers import KVPages
-from jaxinfer.runtime.step import CompiledStep, Parameters
-from jaxinfer.runtime.step_inputs import StepShape, build_inputs, empty_inputs
+from jaxinfer.request import Logprob
+from jaxinfer.runtime.sampler import SamplerShape, Samples
+from jaxinfer.runtime.sampling_inputs import (
+    build_sampling,
+    empty_sampling,
+    sampler_shape,
+    sampling_of,
+)
+from jaxinfer.runtime.step import CompiledStep, Key, Parameters
+from jaxinfer.runtime.step_inputs import build_inputs, empty_inputs
+from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Batch, StepDone
 
 Post = Callable[[StepDone | Exception], None]
@@ -19,8 +28,7 @@ Post = Callable[[StepDone | Exception], None]
 
 class _Launched(NamedTuple):
     batch: Batch
-    token_S: jax.Array
-    logprob_S: jax.Array
+    samples: Samples
     time: float
     origin: float
     post: Post
@@ -43,21 +51,25 @@ class Worker:
         self._parameters = parameters
         self._kv = kv
         self._previous_S = previous_S
+        self._sampler = SamplerShape()
         self._sample_slots: dict[str, int] = {}
         self._launched: SimpleQueue[_Launched] = SimpleQueue()
         threading.Thread(target=self._collect, daemon=True).start()
 
-    def warm_up(self) -> Iterator[int]:
-        """Compile every step, and run each once on padding; yields how many are left."""
+    def prepare(self, requests: Iterable[RequestState] = ()) -> Iterator[int]:
+        """Compile all steps for a run of these requests; yields how many are left."""
+        self._sampler = sampler_shape(requests)
 
-        def run_on_padding(shape: StepShape) -> None:
+        def run_on_padding(key: Key) -> None:
+            shape, sampler = key
             inputs = empty_inputs(shape, self.step.limits)
-            self._kv, token_S, _ = self.step(
-                shape, self._parameters, self._kv, self._previous_S, inputs
+            sampling = empty_sampling(shape.rows, sampler)
+            self._kv, samples = self.step(
+                key, self._parameters, self._kv, self._previous_S, inputs, sampling
             )
-            token_S.block_until_ready()
+            samples.token_S.block_until_ready()
 
-        return self.step.warm_up(run_on_padding)
+        return self.step.compile_ahead(self._sampler, run_on_padding)
 
     def launch(self, batch: Batch, origin: float, post: Post) -> None:
         """Start a step and return. ``post`` gets its StepDone, with times since ``origin``."""
@@ -65,25 +77,43 @@ class Worker:
         limits = self.step.limits
         shape = limits.shape_for(batch)
         inputs = build_inputs(batch, shape, limits, self._sample_slots)
-        self._kv, token_S, logprob_S = self.step(
-            shape, self._parameters, self._kv, self._previous_S, inputs
+        sampling = build_sampling(batch, shape.rows, self._sampler, self._sample_slots)
+        key = shape, self._sampler
+        self._kv, samples = self.step(
+            key, self._parameters, self._kv, self._previous_S, inputs, sampling
         )
-        self._previous_S = token_S
-        sampling = (row.request.id for row in batch.rows if row.samples)
-        self._sample_slots = {id: slot for slot, id in enumerate(sampling)}
-        self._launched.put(_Launched(batch, token_S, logprob_S, start, origin, post))
+        self._previous_S = samples.token_S
+        sampled = (row.request.id for row in batch.rows if row.samples)
+        self._sample_slots = {id: slot for slot, id in enumerate(sampled)}
+        self._launched.put(_Launched(batch, samples, start, origin, post))
 
     def _collect(self) -> None:
         end = 0.0
         while True:
-            batch, token_S, logprob_S, launched, origin, post = self._launched.get()
+            batch, on_device, launched, origin, post = self._launched.get()
             try:
-                samples = sum(row.samples for row in batch.rows)
-                tokens = np.asarray(token_S)[:samples].tolist()
-                logprobs = np.asarray(logprob_S)[:samples].tolist()
+                samples = Samples(*map(np.asarray, on_device))
             except Exception as error:
                 post(error)
                 continue
             # A step launched ahead starts when the one before it has ended.
             start, end = max(launched, end), time.perf_counter()
-            post(StepDone(batch, tokens, start - origin, end - origin, logprobs))
+            sampled = [row.request for row in batch.rows if row.samples]
+            tokens = samples.token_S[: len(sampled)].tolist()
+            logprobs = samples.logprob_S[: len(sampled)].tolist()
+            top = [_top_logprobs(request, i, samples) for i, request in enumerate(sampled)]
+            times = start - origin, end - origin
+            post(StepDone(batch, tokens, *times, logprobs, top if any(top) else ()))
+
+
+def _top_logprobs(request: RequestState, i: int, samples: Samples) -> dict[int, Logprob] | None:
+    """What ``SamplingParams.logprobs`` asks for at row i: the drawn token first."""
+    count = sampling_of(request).params.logprobs
+    if count is None:
+        return None
+    drawn = Logprob(round(float(samples.logprob_S[i]), 6), int(samples.rank_S[i]))
+    found = {int(samples.token_S[i]): drawn}
+    for rank in range(1, count + 1):
+        token = int(samples.top_token_SN[i, rank - 1])
+        found.setdefault(token, Logprob(round(float(samples.top_logprob_SN[i, rank - 1]), 6), rank))
+    return found

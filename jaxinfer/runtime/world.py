@@ -37,6 +37,10 @@ class RealWorld:
         """Seconds since the world's creation."""
         return time.perf_counter() - self._origin
 
+    def add(self, requests: Iterable[RequestState]) -> None:
+        """Let more requests arrive now."""
+        self._arrivals += requests
+
     def arrivals_left(self) -> bool:
         """Whether a request is still to arrive."""
         return bool(self._arrivals)

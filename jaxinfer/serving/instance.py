@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from jaxinfer.serving.page_pool import Hold, KVShards
 from jaxinfer.serving.policies import Policies
+from jaxinfer.serving.prefix_cache import CachedPage, page_digests
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg
 from jaxinfer.serving.world import Batch, Row
@@ -190,6 +191,9 @@ class Instance:
                 request.hold = self.reserve(request, request.legs[0])
             if request.hold is None:
                 return None
+            if not request.exported and not request.computed:
+                request.computed = request.launched = request.hold.num_hashed * self.page_size
+                request.metrics.add_cached(request.computed)
             self.waiting.remove(request)
             if request.exported is None:
                 self.running[request.id] = request
@@ -202,7 +206,30 @@ class Instance:
         """Pages for the tokens that ``leg`` starts with, if the admission policy agrees."""
         if not self.policies.admit(self, request, leg):
             return None
-        return self.kv.reserve(request.known_until(leg))
+        return self.kv.reserve(request.known_until(leg), self.cached_prefix(request, leg))
+
+    def pages_to_take(self, request: RequestState, leg: Leg) -> int:
+        """Free pages per slice that ``reserve`` would use up."""
+        cached = self.cached_prefix(request, leg)
+        return self.kv.pages_to_take(request.known_until(leg), cached)
+
+    def cached_prefix(self, request: RequestState, leg: Leg) -> list[CachedPage]:
+        """Cached pages with which a request can start here.
+
+        Its last known token is left to compute: it yields the next.
+        """
+        if not self.kv.cache or not request.prompt_token_ids:
+            return []
+        if request.computed or request.hold or request.exported:
+            return []
+        count = (request.known_until(leg) - 1) // self.page_size
+        return self.kv.cache.match(page_digests(request, self.page_size, count))
+
+    def keep_prefix(self, request: RequestState) -> None:
+        """Offer the request's pages that have become full to the prefix cache."""
+        hold, full = request.hold, request.computed // self.page_size
+        if self.kv.cache and hold and full > hold.num_hashed and request.prompt_token_ids:
+            self.kv.cache.keep(hold, page_digests(request, self.page_size, full))
 
     def reserve_ahead(self, request: RequestState, leg: Leg) -> Hold | None:
         """Pages for a request that is still elsewhere, where nobody here waits for room.

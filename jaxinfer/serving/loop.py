@@ -152,12 +152,15 @@ class ServingLoop:
             if row.epoch != request.epoch:
                 continue  # Preempted, or stopped before this row's input was known.
             request.computed = row.start + row.count
+            instance.keep_prefix(request)
             if request.metrics.first_scheduled is None:
                 request.metrics.first_scheduled = done.start
             if row.samples:
                 request.pending -= 1
                 if done.logprobs:
                     request.cumulative_logprob += done.logprobs[sample - 1]
+                if done.details:
+                    request.details.append(done.details[sample - 1])
                 if self._commit_token(request, done.tokens[sample - 1], done.end):
                     continue
             request.check()

@@ -1,17 +1,24 @@
 """Pages of KV cache: which are free, who holds them, and which may not be reused yet."""
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.serving.prefix_cache import CachedPage, PrefixCache
 
 
 class PagePool:
-    """The free pages of one shard, lowest number first.
+    """The free pages of one shard, lowest number first; then the idle ones of a prefix cache.
 
     Page 0 is never handed out: padding rows write there.
 
     Args:
         num_pages: size of the pool, page 0 included.
         page_size: tokens per page.
+
+    Attributes:
+        num_pinned: pages given up that wait for a last user.
+        num_idle: cached pages that nobody holds; ``evict`` frees one.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -20,20 +27,19 @@ class PagePool:
         self.num_usable = num_pages - 1
         self.page_size = page_size
         self.num_pinned = 0
+        self.num_idle = 0
+        self.evict: Callable[[], None] = lambda: None
         self._free = list(range(1, num_pages))
 
     @property
     def num_free(self) -> int:
         """Pages that can be handed out now."""
-        return len(self._free)
-
-    @property
-    def num_held(self) -> int:
-        """Pages in use by a request, those that wait for a last user excluded."""
-        return self.num_usable - len(self._free) - self.num_pinned
+        return len(self._free) + self.num_idle
 
     def take(self, count: int) -> list[int]:
         """Hand out the ``count`` lowest free pages; the caller knows that there are so many."""
+        while len(self._free) < count:
+            self.evict()
         return [heapq.heappop(self._free) for _ in range(count)]
 
     def give(self, pages: list[int]) -> None:
@@ -64,19 +70,26 @@ class Hold:
         tables: for each shard, slice -> page numbers in token order.
         num_pages: pages per slice, the same for all.
         capacity: KV entries that they hold.
+        cached: those of the pages, by their index, that the prefix cache has, and others may
+            share.
+        num_hashed: pages that the prefix cache has been offered.
         users: unfinished steps and transfers that read or write these pages.
         released: the request has given them up; they come free with the last user.
     """
 
-    __slots__ = ("capacity", "kv", "num_pages", "released", "tables", "users")
+    __slots__ = (
+        "cached", "capacity", "kv", "num_hashed", "num_pages", "released", "tables", "users",
+    )  # fmt: skip
 
-    def __init__(self, kv: "KVShards") -> None:
+    def __init__(self, kv: "KVShards", cached: Sequence[CachedPage] = ()) -> None:
         self.kv = kv
+        self.cached = dict(enumerate(cached))
         self.tables: list[dict[int, list[int]]] = [
-            {piece: [] for piece in shard.slices} for shard in kv.shards
+            {piece: [page.pages[number][piece] for page in cached] for piece in shard.slices}
+            for number, shard in enumerate(kv.shards)
         ]
-        self.num_pages = 0
-        self.capacity = 0
+        self.num_pages = self.num_hashed = len(cached)
+        self.capacity = self.num_pages * kv.page_size
         self.users = 0
         self.released = False
 
@@ -103,30 +116,39 @@ class Hold:
         """Count one user fewer; the last one frees pages that were given up meanwhile."""
         self.users -= 1
         if self.users == 0 and self.released:
-            for shard, table in zip(self.kv.shards, self.tables, strict=True):
-                for pages in table.values():
-                    shard.pool.num_pinned -= len(pages)
-                    shard.pool.give(pages)
-            self.kv.on_free()
+            self._count_pinned(-1)
+            self._free()
 
     def release(self) -> None:
         """Give the pages up: free now, or when their last user is done."""
         assert not self.released, "pages released twice"
         self.released = True
         self.kv.reserved.pop(self, None)
+        if self.users:
+            self._count_pinned(1)
+        else:
+            self._free()
+
+    def _count_pinned(self, by: int) -> None:
+        for shard, table in zip(self.kv.shards, self.tables, strict=True):
+            shard.pool.num_pinned += by * self.num_pages * len(table)
+
+    def _free(self) -> None:
         for shard, table in zip(self.kv.shards, self.tables, strict=True):
             for pages in table.values():
-                if self.users:
-                    shard.pool.num_pinned += len(pages)
-                else:
-                    shard.pool.give(pages)
-        if not self.users:
-            self.kv.on_free()
+                shard.pool.give([p for i, p in enumerate(pages) if i not in self.cached])
+        # The last pages first: without those before them they would not be found.
+        for index in sorted(self.cached, reverse=True):
+            assert self.kv.cache
+            self.kv.cache.drop(self.cached[index])
+        self.kv.on_free()
 
     def can_move(self, source: int, dest: int, slices: tuple[int, ...]) -> bool:
         """Whether shard ``source`` has the slices, and another shard ``dest`` has none of them."""
         if not (0 <= source < len(self.tables) and 0 <= dest < len(self.tables)):
             return False
+        if self.kv.cache:
+            raise JaxinferError("slices of KV heads cannot move where prefix caching is on")
         here, there = self.tables[source], self.tables[dest]
         return all(piece in here and piece not in there for piece in slices)
 
@@ -150,13 +172,18 @@ class Hold:
 class KVShards:
     """All the shards of one instance; a request needs room in every one of them.
 
+    Args:
+        caching: keep full pages after their request's end, for requests that begin alike.
+
     Attributes:
+        cache: the pages kept, or None.
         on_free: called when pages have come free.
         reserved: holds of requests that are still elsewhere -> how to have one given back.
     """
 
-    def __init__(self, shards: list[Shard]) -> None:
+    def __init__(self, shards: list[Shard], caching: bool = False) -> None:
         self.shards = shards
+        self.cache = PrefixCache(shards) if caching else None
         self.page_size = shards[0].pool.page_size
         if any(shard.pool.page_size != self.page_size for shard in shards):
             raise ValueError("the shards of one instance must have one page size")
@@ -168,10 +195,26 @@ class KVShards:
         """Pages per slice that ``num_tokens`` KV entries take."""
         return -(-num_tokens // self.page_size)
 
-    def reserve(self, num_tokens: int) -> Hold | None:
-        """Pages for ``num_tokens`` KV entries, or None where some shard lacks them."""
-        hold = Hold(self)
-        return hold if hold.grow(num_tokens) else None
+    def pages_to_take(self, num_tokens: int, cached: Sequence[CachedPage] = ()) -> int:
+        """Free pages per slice that go into a hold whose first pages are cached."""
+        in_use = sum(page.holds > 0 for page in cached)
+        return self.pages_for(num_tokens) - in_use
+
+    def reserve(self, num_tokens: int, cached: Sequence[CachedPage] = ()) -> Hold | None:
+        """Pages for ``num_tokens`` KV entries, or None where some shard lacks them.
+
+        Args:
+            cached: pages that the prefix cache has for the first of these entries.
+        """
+        extra = self.pages_to_take(num_tokens, cached)
+        if any(shard.pool.num_free < extra * len(shard.slices) for shard in self.shards):
+            return None
+        for page in cached:
+            assert self.cache
+            self.cache.acquire(page)
+        hold = Hold(self, cached)
+        assert hold.grow(num_tokens)
+        return hold
 
     def take_back_reserved(self) -> bool:
         """Have the latest reservation given back, if there is one."""

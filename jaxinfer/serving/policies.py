@@ -23,7 +23,7 @@ def greedy(instance: "Instance", request: RequestState, leg: Leg) -> bool:
     Without a watermark, the growth of the running requests would evict what has just come in,
     for ever. An instance that runs nothing ignores it.
     """
-    free = instance.kv.num_free - instance.kv.pages_for(request.known_until(leg))
+    free = instance.kv.num_free - instance.pages_to_take(request, leg)
     idle = not instance.running and not instance.importing
     return free >= (0 if idle else instance.watermark_pages)
 

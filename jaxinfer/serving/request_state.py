@@ -27,6 +27,8 @@ class RequestState:
     Attributes:
         peak_tokens: KV entries at the request's longest: the last token needs none.
         output_token_ids: tokens that have reached the host.
+        page_digests: page size -> digests of the first pages, for prefix caching.
+        details: what the world reports with each of them, if it does.
         computed: KV entries that exist, in ``hold`` or, between two legs, in ``exported``.
         launched: KV entries that exist or that a step in flight writes.
         pending: tokens that steps in flight will sample.
@@ -42,10 +44,10 @@ class RequestState:
     """
 
     __slots__ = (
-        "arrival", "computed", "cumulative_logprob", "epoch", "error", "exported",
+        "arrival", "computed", "cumulative_logprob", "details", "epoch", "error", "exported",
         "finish_reason", "hold", "id", "incoming", "launched", "legs", "max_tokens", "metrics",
-        "output_token_ids", "paused", "payload", "peak_tokens", "pending", "prompt_len",
-        "prompt_token_ids", "sent", "slice_move", "stop_reason", "transfers",
+        "output_token_ids", "page_digests", "paused", "payload", "peak_tokens", "pending",
+        "prompt_len", "prompt_token_ids", "sent", "slice_move", "stop_reason", "transfers",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +70,8 @@ class RequestState:
         self.payload = payload
         self.output_token_ids: list[int] = []
         self.cumulative_logprob = 0.0
+        self.details: list[object] = []
+        self.page_digests: dict[int, list[bytes]] = {}
         self.metrics = RequestMetrics(arrival)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -90,6 +94,12 @@ class RequestState:
     def num_known(self) -> int:
         """Prompt and output tokens on the host."""
         return self.prompt_len + len(self.output_token_ids)
+
+    def known_tokens(self, start: int, stop: int) -> list[int]:
+        """Tokens on the host at positions ``start`` to ``stop``."""
+        L = self.prompt_len
+        prompt = list(self.prompt_token_ids[start : min(stop, L)])
+        return prompt + self.output_token_ids[max(start - L, 0) : max(stop - L, 0)]
 
     def known_until(self, leg: Leg) -> int:
         """KV entries of the tokens known now, up to the leg's end."""

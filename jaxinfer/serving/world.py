@@ -1,7 +1,7 @@
 """The seam between the loop and a world: batches and transfers go down, events come up."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from jaxinfer.serving.page_pool import Hold
@@ -62,13 +62,18 @@ class Arrival:
 
 @dataclass(slots=True)
 class StepDone:
-    """A step has ended. ``tokens`` (and ``logprobs``) are one per sampling row, in row order."""
+    """A step has ended.
+
+    ``tokens`` (and ``logprobs``, and ``details`` that the loop only passes on) are one per
+    sampling row, in row order.
+    """
 
     batch: Batch
     tokens: Sequence[int]
     start: float
     end: float
-    logprobs: Sequence[float] = field(default=())
+    logprobs: Sequence[float] = ()
+    details: Sequence[object] = ()
 
 
 @dataclass(slots=True)

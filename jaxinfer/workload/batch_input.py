@@ -35,23 +35,14 @@ _WITHOUT_EFFECT = frozenset(
 _ONLY_VALUE: dict[str, object] = {
     "best_of": 1,
     "echo": False,
-    "frequency_penalty": 0,
     "function_call": "none",
     "functions": [],
-    "logit_bias": {},
-    "logprobs": False,
-    "min_p": 0,
-    "min_tokens": 0,
-    "n": 1,
     "parallel_tool_calls": True,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
     "response_format": {"type": "text"},
     "stream": False,
     "suffix": "",
     "tool_choice": "none",
     "tools": [],
-    "top_logprobs": 0,
 }
 
 
@@ -226,7 +217,8 @@ def _content(value: object, name: str) -> str:
 
 def _sampling(body: dict[str, object]) -> SamplingParams:
     options: dict[str, object] = {}
-    for name, value in body.items():
+    body = body | {"logprobs": _num_logprobs(body), "top_logprobs": None}
+    for name, value in _without_nulls(body).items():
         if name in _ONLY_VALUE:
             _require_only_value(name, value)
         elif name not in _WITHOUT_EFFECT and name not in _PROMPTS:
@@ -239,6 +231,20 @@ def _sampling(body: dict[str, object]) -> SamplingParams:
         )
     options.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
     return SamplingParams.model_validate(options)
+
+
+def _num_logprobs(body: dict[str, object]) -> object:
+    """Likeliest tokens to report: a number for completions, a switch and a number for chat."""
+    asked, top = body.get("logprobs"), body.get("top_logprobs")
+    if "messages" not in body:
+        if top is not None:
+            raise JaxinferError(f"top_logprobs is {shorten(top)}, for chat; give logprobs a number")
+        return None if asked is False else asked
+    if asked is not None and not isinstance(asked, bool):
+        raise JaxinferError(f"logprobs is {shorten(asked)}, must be true or false for chat")
+    if top and not asked:
+        raise JaxinferError(f"top_logprobs is {shorten(top)}, needs logprobs: true")
+    return (0 if top is None else top) if asked else None
 
 
 def _require_only_value(name: str, value: object) -> None:

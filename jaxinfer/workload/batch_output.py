@@ -11,12 +11,13 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.request import CompletionOutput, RequestOutput
+from jaxinfer.request import CompletionOutput, Logprob, RequestOutput
 from jaxinfer.workload.batch_input import BadLine, BatchLine, Conversation
 from jaxinfer.workload.json_lines import shorten
 
@@ -72,10 +73,48 @@ def _choice(line: BatchLine, output: CompletionOutput) -> Record:
         choice["text"] = output.text
     if isinstance(line.prompt, list):
         choice["token_ids"] = output.token_ids
-    choice["logprobs"] = None
+    count = line.sampling.logprobs
+    style = _chat_logprobs if isinstance(line.prompt, Conversation) else _completion_logprobs
+    choice["logprobs"] = None if count is None else style(output, count)
     choice["finish_reason"] = output.finish_reason
     choice["stop_reason"] = output.stop_reason
     return choice
+
+
+def _chat_logprobs(output: CompletionOutput, count: int) -> Record:
+    assert output.logprobs is not None
+    content = [
+        _token_record(position[token])
+        | {"top_logprobs": [_token_record(each) for each in _likeliest(position, count)]}
+        for token, position in zip(output.token_ids, output.logprobs, strict=True)
+    ]
+    return {"content": content}
+
+
+def _token_record(found: Logprob) -> Record:
+    text = found.decoded_token or ""
+    # Part of a character has no text of its own.
+    as_bytes = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": found.logprob, "bytes": as_bytes}
+
+
+def _completion_logprobs(output: CompletionOutput, count: int) -> Record:
+    assert output.logprobs is not None
+    drawn = [p[token] for token, p in zip(output.token_ids, output.logprobs, strict=True)]
+    texts = [each.decoded_token or "" for each in drawn]
+    return {
+        "tokens": texts,
+        "token_logprobs": [each.logprob for each in drawn],
+        "top_logprobs": [
+            {each.decoded_token or "": each.logprob for each in _likeliest(position, count)}
+            for position in output.logprobs
+        ],
+        "text_offset": [0, *accumulate(map(len, texts))][: len(texts)],
+    }
+
+
+def _likeliest(position: dict[int, Logprob], count: int) -> list[Logprob]:
+    return sorted((p for p in position.values() if p.rank <= count), key=lambda p: p.rank)
 
 
 def _digest(custom_id: str) -> str:

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxinfer.config import EngineOptions
 from jaxinfer.models.layers import PagedBatch
-from jaxinfer.request import SamplingParams
+from jaxinfer.request import Sampling, SamplingParams
 from jaxinfer.runtime.checkpoint import Checkpoint, open_checkpoint
 from jaxinfer.runtime.engine import Engine, load_engine, load_parameters
 from jaxinfer.runtime.world import RealWorld
@@ -86,16 +86,21 @@ def test_logits(checkpoint: Checkpoint, golden: list[dict[str, Any]]) -> None:
 
 
 def serve(
-    engine: Engine, cases: list[dict[str, Any]], options: InstanceOptions, num_pages: int = 129
+    engine: Engine,
+    cases: list[dict[str, Any]],
+    options: InstanceOptions,
+    num_pages: int = 129,
+    kv: KVShards | None = None,
 ) -> tuple[list[RequestState], Instance]:
-    params = SamplingParams(temperature=0, seed=0)
+    params = Sampling(SamplingParams(temperature=0), seed=0)
     requests = [
         RequestState(
             str(i), len(c["prompt_ids"]), len(c["output_ids"]), 0.0, c["prompt_ids"], params
         )
         for i, c in enumerate(cases)
     ]
-    instance = Instance("engine", KVShards([Shard(PagePool(num_pages, 16))]), options)
+    kv = kv or KVShards([Shard(PagePool(num_pages, 16))])
+    instance = Instance("engine", kv, options)
     world = RealWorld({"engine": engine.worker}, requests)
     ServingLoop(world, [instance], Single()).run()
     return requests, instance
@@ -127,3 +132,14 @@ def test_greedy_tokens_survive_preemption(engine: Engine, golden: list[dict[str,
     requests, instance = serve(engine, golden, OPTIONS, num_pages=longest // 16 + 3)
     assert instance.num_preemptions > 0
     assert [r.output_token_ids for r in requests] == [c["output_ids"] for c in golden]
+
+
+def test_greedy_tokens_from_cached_pages(engine: Engine, golden: list[dict[str, Any]]) -> None:
+    """First run and later runs alike; the later ones compute the ends of prompts only."""
+    kv = KVShards([Shard(PagePool(129, 16))], caching=True)
+    for run in range(3):
+        requests, _ = serve(engine, golden, OPTIONS, kv=kv)
+        assert [r.output_token_ids for r in requests] == [c["output_ids"] for c in golden]
+        found = sum(r.metrics.num_cached_tokens or 0 for r in requests)
+        most = sum((len(c["prompt_ids"]) - 1) // 16 * 16 for c in golden)
+        assert found == most if run else found < most

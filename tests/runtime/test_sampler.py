@@ -1,5 +1,8 @@
 """Sampling against closed forms."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,22 +11,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jaxinfer.runtime.sampler import SamplingInputs, argmax, keep_top_k, keep_top_p, sample
+from jaxinfer.runtime.sampler import (
+    SamplerShape,
+    SamplingInputs,
+    _edit,
+    _penalise,
+    argmax,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    sample,
+)
+from jaxinfer.runtime.sampling_inputs import NO_TOKEN, empty_sampling
 
 V = 50
 LOGITS = arrays(np.float32, (3, V), elements=st.floats(-30, 30, width=32))
-draw = jax.jit(sample)
+NONE_BEFORE = np.zeros(4, np.int32)
+
+
+@partial(jax.jit, static_argnames="top")
+def draw(logits: np.ndarray, inputs: SamplingInputs, top: int = 0) -> Any:
+    return sample(logits, NONE_BEFORE, inputs, top)
 
 
 def inputs(
-    rows: int, temperature: float, top_k: int = 0, top_p: float = 1.0, seed: int = 0
+    rows: int,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
 ) -> SamplingInputs:
-    return SamplingInputs(
-        np.full(rows, temperature, np.float32),
-        np.full(rows, top_k, np.int32),
-        np.full(rows, top_p, np.float32),
-        np.tile(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), (rows, 1)),
-        np.arange(rows, dtype=np.int32),
+    return empty_sampling(rows, SamplerShape())._replace(
+        temperature_S=np.full(rows, temperature, np.float32),
+        top_k_S=np.full(rows, top_k, np.int32),
+        top_p_S=np.full(rows, top_p, np.float32),
+        min_p_S=np.full(rows, min_p, np.float32),
+        seed_S2=np.tile(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), (rows, 1)),
+        position_S=np.arange(rows, dtype=np.int32),
     )
 
 
@@ -60,21 +85,26 @@ def test_greedy_takes_the_first_of_equal_maxima() -> None:
     logits = np.zeros((2, V), np.float32)
     logits[0, [7, 9]] = 3
     assert argmax(jnp.asarray(logits)).tolist() == [7, 0]
-    token, logprob = draw(logits, inputs(2, 0.0))
+    token, logprob, *_ = draw(logits, inputs(2, 0.0))
     assert token.tolist() == [7, 0]
     np.testing.assert_allclose(logprob, np.log(softmax(logits)[[0, 1], [7, 0]]), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.7), (1.5, 8, 0.8)],
-)
-def test_frequencies(temperature: float, top_k: int, top_p: float) -> None:
-    """Chi-squared against the distribution that the three options define."""
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0), (2.0, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0),
+        (1.0, 0, 0.7, 0.0), (1.5, 8, 0.8, 0.0), (1.0, 0, 1.0, 0.1), (2.0, 7, 0.9, 0.2),
+    ],
+)  # fmt: skip
+def test_frequencies(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """Chi-squared against the distribution that the four options define."""
     rng = np.random.default_rng(3)
     logits = rng.normal(size=12).astype(np.float32) * 2
     p = softmax(logits / temperature)
     order = np.argsort(-p)
+    p[p < min_p * p.max()] = 0
+    p /= p.sum()
     if top_k:
         p[order[top_k:]] = 0
         p /= p.sum()
@@ -83,7 +113,7 @@ def test_frequencies(temperature: float, top_k: int, top_p: float) -> None:
     p /= p.sum()
     rows = 20000
     batch = np.tile(logits, (rows, 1))
-    token, logprob = draw(batch, inputs(rows, temperature, top_k, top_p, seed=99))
+    token, logprob, *_ = draw(batch, inputs(rows, temperature, top_k, top_p, min_p, seed=99))
     count = np.bincount(token, minlength=12)
     assert count[p == 0].sum() == 0
     expected = rows * p
@@ -122,3 +152,82 @@ def test_seeds_and_positions_give_independent_draws() -> None:
         other = np.asarray(draw(logits, inputs(1000, 1.0, seed=seed))[0])
         # Equal by chance with probability 1 / V: 20 expected of 1000.
         assert 0 <= (one == other).sum() < 50
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(LOGITS, st.lists(st.floats(0, 1, width=32), min_size=3, max_size=3))
+def test_min_p_keeps_what_is_likely_enough(logits: np.ndarray, ps: list[float]) -> None:
+    kept = np.isfinite(jax.jit(keep_min_p)(logits, np.array(ps, np.float32)))
+    for row, p, mask in zip(softmax(logits), ps, kept, strict=True):
+        threshold = p * row.max()
+        assert mask[row > threshold * (1 + 1e-4)].all()
+        assert not mask[row < threshold * (1 - 1e-4)].any()
+        assert mask[row.argmax()]
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    LOGITS,
+    st.lists(st.lists(st.integers(0, V - 1), max_size=12), min_size=3, max_size=3),
+    st.lists(st.integers(0, 12), min_size=3, max_size=3),
+    st.lists(st.integers(-1, 3), min_size=3, max_size=3),
+    st.lists(
+        st.tuples(*(st.sampled_from(x) for x in ([1, 0.5, 1.7], [0, 1.5, -2], [0, 0.4, -0.3]))),
+        min_size=3, max_size=3,
+    ),
+)  # fmt: skip
+def test_penalties(
+    logits: np.ndarray,
+    histories: list[list[int]],
+    prompts: list[int],
+    slots: list[int],
+    penalties: list[tuple[float, float, float]],
+) -> None:
+    """Token by token, as vLLM and the OpenAI API define them."""
+    previous = np.array([7, 7, 0, V - 1], np.int32)
+    given = empty_sampling(3, SamplerShape(history=12))
+    expected = logits.astype(np.float64)
+    for i in range(3):
+        history, (repetition, presence, frequency) = histories[i], penalties[i]
+        prompt_len = min(prompts[i], len(history))
+        given.history_SL[i, : len(history)] = history
+        given.prompt_len_S[i], given.pending_S[i] = prompt_len, slots[i]
+        given.repetition_S[i], given.presence_S[i] = repetition, presence
+        given.frequency_S[i] = frequency
+        output = history[prompt_len:] + ([int(previous[slots[i]])] if slots[i] >= 0 else [])
+        for token in {*history, *output}:
+            x = expected[i, token]
+            expected[i, token] = x / repetition if x > 0 else x * repetition
+        for token in set(output):
+            expected[i, token] -= presence + frequency * output.count(token)
+    got = jax.jit(_penalise)(logits, previous, given)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_edits_add_up_and_forbid() -> None:
+    logits = np.zeros((2, V), np.float32)
+    given = empty_sampling(2, SamplerShape(edits=4))
+    given.edit_token_SE[0, :3], given.edit_SE[0, :3] = [3, 3, 9], [1.5, 2, -np.inf]
+    expected = logits.copy()
+    expected[0, [3, 9]] = 3.5, -np.inf
+    np.testing.assert_array_equal(jax.jit(_edit)(logits, given), expected)
+    assert NO_TOKEN > 2**30
+    token, logprob, *_ = draw(logits, given)
+    assert token.tolist() == [3, 0]
+    # What is reported is the model's own probability.
+    np.testing.assert_allclose(logprob, -np.log(V), rtol=1e-5)
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(LOGITS, st.integers(0, 2**40))
+def test_likeliest_tokens_and_ranks(logits: np.ndarray, seed: int) -> None:
+    got = draw(logits, inputs(3, 1.0, seed=seed), top=8)
+    log_p = np.log(softmax(logits))
+    np.testing.assert_allclose(got.top_logprob_SN, -np.sort(-log_p)[:, :8], rtol=1e-4, atol=1e-5)
+    rows = np.arange(3)[:, None]
+    np.testing.assert_allclose(
+        np.take_along_axis(log_p, np.asarray(got.top_token_SN), 1), got.top_logprob_SN,
+        rtol=1e-4, atol=1e-5,
+    )  # fmt: skip
+    drawn = logits[rows, np.asarray(got.token_S)[:, None]]
+    np.testing.assert_array_equal(got.rank_S, 1 + (logits > drawn).sum(1))

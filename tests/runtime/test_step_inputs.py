@@ -4,7 +4,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.request import SamplingParams
+from jaxinfer.request import Sampling, SamplingParams
+from jaxinfer.runtime.sampler import SamplingInputs
+from jaxinfer.runtime.sampling_inputs import (
+    NO_TOKEN,
+    build_sampling,
+    sampler_shape,
+    sampling_of,
+)
 from jaxinfer.runtime.step_inputs import StepLimits, build_inputs
 from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
 from jaxinfer.serving.request_state import RequestState
@@ -32,9 +39,13 @@ def batches(draw: st.DrawFn) -> tuple[StepLimits, Batch, dict[str, int]]:
         pending = count == 1 and draw(st.booleans())
         known = start + count - pending
         prompt = draw(st.integers(1, max(known, 1)))
-        params = SamplingParams(temperature=i % 3 / 2, top_k=i, seed=2**33 * i + i, max_tokens=500)
+        params = SamplingParams(
+            temperature=i % 3 / 2, top_k=i, max_tokens=500, min_tokens=i % 4 * 50,
+            logit_bias={5: 0.5} if i % 5 == 1 else {}, frequency_penalty=0.25 * (i % 2),
+        )  # fmt: skip
+        payload = Sampling(params, 2**33 * i + i, (7, 8))
         request = RequestState(
-            f"r{i}", prompt, 500, prompt_token_ids=range(1000, 1000 + prompt), payload=params
+            f"r{i}", prompt, 500, prompt_token_ids=range(1000, 1000 + prompt), payload=payload
         )
         request.output_token_ids = list(range(1000 + prompt, 1000 + known))
         hold = kv.reserve(start + count)
@@ -46,6 +57,30 @@ def batches(draw: st.DrawFn) -> tuple[StepLimits, Batch, dict[str, int]]:
     return limits, Batch("engine", rows, 0, len(rows), 0), slots
 
 
+def check_sampling(inputs: SamplingInputs, i: int, row: Row, slots: dict[str, int]) -> None:
+    """Row i of the sampler's arrays against the request that it draws for."""
+    sampling = sampling_of(row.request)
+    params, drawn = sampling.params, row.start + row.count
+    assert inputs.temperature_S[i] == params.temperature
+    if params.temperature:
+        high, low = (int(word) for word in inputs.seed_S2[i])
+        assert high * 2**32 + low == sampling.seed
+        assert inputs.position_S[i] == drawn
+        assert inputs.top_k_S[i] == params.top_k
+    edits = dict(zip(inputs.edit_token_SE[i].tolist(), inputs.edit_SE[i].tolist(), strict=True))
+    edits.pop(NO_TOKEN, None)
+    early = drawn - row.request.prompt_len < params.min_tokens
+    assert edits == params.logit_bias | (dict.fromkeys((7, 8), -np.inf) if early else {})
+    if params.has_penalties:
+        # The token at position p is 1000 + p; the last may still be on the device.
+        known = inputs.history_SL[i][inputs.history_SL[i] != NO_TOKEN].tolist()
+        assert known == list(range(1000, 1000 + drawn - row.input_pending))
+        assert inputs.pending_S[i] == (slots[row.request.id] if row.input_pending else -1)
+        assert inputs.prompt_len_S[i] == row.request.prompt_len
+    else:
+        assert (inputs.history_SL[i] == NO_TOKEN).all()
+
+
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(batches())
 def test_every_row_finds_its_tokens_places_and_sample(
@@ -55,6 +90,8 @@ def test_every_row_finds_its_tokens_places_and_sample(
     shape = limits.shape_for(batch)
     assert shape in limits.shapes()
     inputs = build_inputs(batch, shape, limits, slots)
+    sampler = sampler_shape(row.request for row in batch.rows)
+    sampling = build_sampling(batch, shape.rows, sampler, slots)
     paged = inputs.batch
     used = np.zeros(len(inputs.token_T), bool)
     singles = chunks = samples = 0
@@ -86,15 +123,7 @@ def test_every_row_finds_its_tokens_places_and_sample(
             assert (inputs.source_T[where] == -1).all()
         if row.samples:
             assert inputs.sample_row_S[samples] == where[-1]
-            params = row.request.payload
-            assert isinstance(params, SamplingParams)
-            assert params.seed is not None
-            assert inputs.sampling.temperature_S[samples] == params.temperature
-            if params.temperature:
-                high, low = (int(word) for word in inputs.sampling.seed_S2[samples])
-                assert high * 2**32 + low == params.seed
-                assert inputs.sampling.position_S[samples] == position[-1] + 1
-                assert inputs.sampling.top_k_S[samples] == params.top_k
+            check_sampling(sampling, samples, row, slots)
             samples += 1
     # Padding writes to page 0 and sees nothing.
     assert (paged.page_T[~used] == 0).all()

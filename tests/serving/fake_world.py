@@ -1,6 +1,7 @@
 """A world in virtual time whose KV cache is modelled cell by cell and verified as it runs.
 
-Every cell of every page says what it holds: (request, epoch, position, token, slice). A step
+Every cell of every page says what it holds: (request, epoch, position, token, slice), or with
+prefix caching (all tokens so far, position, token, slice) since requests may share it. A step
 reads all earlier positions of its rows through the page tables as they were at launch, and a
 sampled token is a function of what was read: so a wrong page, a page reused too early, a
 missing transfer or a lost token shows as an assertion or as a wrong output.
@@ -10,7 +11,7 @@ import heapq
 import itertools
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxinfer.serving.instance import Instance
@@ -28,7 +29,7 @@ from jaxinfer.serving.world import (
     TransferDone,
 )
 
-Cell = tuple[str, int, int, int, int]
+Cell = tuple[Hashable, ...]
 # For each shard, slice -> page numbers: a copy of Hold.tables.
 Tables = list[dict[int, list[int]]]
 
@@ -52,9 +53,12 @@ class Reference:
     """All tokens of one request as if it were alone in the world, in closed form."""
 
     def __init__(self, request: RequestState) -> None:
-        self.id = request.id
+        # Requests with a given prompt continue equal prompts equally.
+        self.id = "" if request.prompt_token_ids else request.id
         self.prompt_len = request.prompt_len
-        self._tokens = [prompt_token(request.id, p) for p in range(request.prompt_len)]
+        self._tokens = list(request.prompt_token_ids) or [
+            prompt_token(request.id, p) for p in range(request.prompt_len)
+        ]
 
     def token(self, position: int) -> int:
         while len(self._tokens) <= position:
@@ -103,6 +107,7 @@ class FakeWorld:
         self.max_steps = max_steps
         self.max_time = 100_000.0
         self.references = {r.id: Reference(r) for r in requests}
+        self.caching = any(i.kv.cache for i in instances)
         self.num_steps = 0
         self.batches: list[Batch] = []
         self.transfers: list[Transfer] = []
@@ -264,11 +269,13 @@ class FakeWorld:
             seen = self._verify(name, request.id, epoch, tables, range(row.start))
             for position, value in enumerate(values, row.start):
                 assert value is not None
-                self._write(name, tables, (request.id, epoch, position, value))
+                assert position // self.instances[name].page_size not in row.hold.cached
+                self._write(name, tables, position, self._content(request.id, epoch, position))
+                assert value == self.references[request.id].token(position)
                 self._unwritten.remove((*key, position))
                 seen.append(value)
             if row.samples:
-                token = next_token(request.id, seen)
+                token = next_token(self.references[request.id].id, seen)
                 self._device_tokens[*key, len(seen)] = token
                 tokens.append(token)
         return StepDone(step.batch, tokens, step.start, step.end, logprobs=[-1.0] * len(tokens))
@@ -276,8 +283,10 @@ class FakeWorld:
     def _end_transfer(self, t: Transfer, source: Tables, dest: Tables, start: float) -> Event:
         positions = range(t.start, t.stop)
         values = self._verify(t.source, t.request.id, t.epoch, source, positions)
-        for position, value in zip(positions, values, strict=True):
-            self._write(t.dest, dest, (t.request.id, t.epoch, position, value))
+        assert len(values) == len(positions)
+        for position in positions:
+            assert position // self.instances[t.dest].page_size not in t.dest_hold.cached
+            self._write(t.dest, dest, position, self._content(t.request.id, t.epoch, position))
         return TransferDone(t, start, self._now)
 
     # Pages.
@@ -293,13 +302,20 @@ class FakeWorld:
             for shard, table in enumerate(tables):
                 for piece, pages in table.items():
                     cell = self._cells[name, shard, pages[p // page_size]].get(p % page_size)
-                    wanted = (request, epoch, p, value, piece)
+                    wanted = (*self._content(request, epoch, p), piece)
                     assert cell == wanted, f"{name}/{shard} holds {cell}, not {wanted}"
             values.append(value)
         return values
 
-    def _write(self, name: str, tables: Tables, content: tuple[str, int, int, int]) -> None:
-        page, cell = divmod(content[2], self.instances[name].page_size)
+    def _content(self, request: str, epoch: int, position: int) -> Cell:
+        reference = self.references[request]
+        value = reference.token(position)
+        if self.caching:
+            return tuple(reference.token(p) for p in range(position)), position, value
+        return request, epoch, position, value
+
+    def _write(self, name: str, tables: Tables, position: int, content: Cell) -> None:
+        page, cell = divmod(position, self.instances[name].page_size)
         for shard, table in enumerate(tables):
             for piece, pages in table.items():
                 self._cells[name, shard, pages[page]][cell] = (*content, piece)
@@ -315,7 +331,8 @@ class FakeWorld:
                     assert 1 <= page <= kv.shards[shard].pool.num_usable
                     users = self._users[name, shard, page]
                     users[hold] += 1
-                    others = set(users) - {hold} - self._being_committed()
+                    others = {other for other in users if not shares(other, hold, shard, page)}
+                    others -= {hold} | self._being_committed()
                     assert not others, f"{name}/{shard} page {page} has two holders at work"
 
     def _being_committed(self) -> set[Hold]:
@@ -334,6 +351,12 @@ class FakeWorld:
                 users[hold] -= 1
                 if not users[hold]:
                     del users[hold]
+
+
+def shares(one: Hold, other: Hold, shard: int, page: int) -> bool:
+    """Whether both have the page from the prefix cache."""
+    both = set(one.cached.values()) & set(other.cached.values())
+    return any(page in cached.pages[shard].values() for cached in both)
 
 
 def copy_tables(hold: Hold) -> Tables:

@@ -56,6 +56,7 @@ class Script:
     stop_at: int | None
     legs: tuple[Leg, ...]
     at_once: int
+    shared: int = 0
 
     @property
     def peak(self) -> int:
@@ -81,8 +82,11 @@ class Chaos(Follow):
 
     tick_interval = 7.0
 
-    def __init__(self, scripts: dict[str, Script], seed: int, num_actions: int) -> None:
+    def __init__(
+        self, scripts: dict[str, Script], seed: int, num_actions: int, caching: bool = False
+    ) -> None:
         super().__init__(scripts)
+        self.caching = caching
         self.rng = random.Random(seed)
         self.actions_left = num_actions
         self.paused: set[str] = set()
@@ -122,6 +126,8 @@ class Chaos(Follow):
         for instance in cluster.instances.values():
             if name not in instance.running:
                 continue
+            if self.caching:
+                continue  # Slices stay where pages may be shared.
             slices = instance.running[name].slices
             if all(set(here) <= {0} for here in slices):
                 continue  # One shard, or pipeline stages: their slices are different layers.
@@ -167,6 +173,7 @@ def scripts(draw: st.DrawFn, names: Sequence[str], max_legs: int) -> Script:
         stop_at=draw(st.none() | st.integers(1, max_tokens)),
         legs=(*legs, Leg(draw(st.sampled_from(names)))),
         at_once=draw(st.integers(1, max_legs)),
+        shared=draw(st.integers(0, prompt_len)),
     )
 
 
@@ -177,6 +184,7 @@ class Scenario:
     scripts: list[Script]
     instances: list[tuple[str, int, int, tuple[tuple[int, ...], ...], InstanceOptions]]
     timing: Timing
+    caching: bool
 
     @property
     def by_id(self) -> dict[str, Script]:
@@ -198,10 +206,14 @@ class Scenario:
         return Run(
             system,
             [
-                instance_type(name, make_kv(pages, size, layout), opts, policies)
+                instance_type(name, make_kv(pages, size, layout, self.caching), opts, policies)
                 for name, pages, size, layout, opts in self.instances
             ],
-            make_requests(lengths, [s.arrival for s in self.scripts]),
+            make_requests(
+                lengths,
+                [s.arrival for s in self.scripts],
+                [s.shared for s in self.scripts] if self.caching else (),
+            ),
             self.timing,
             {name: s.stop_at for name, s in self.by_id.items() if s.stop_at},
         )
@@ -228,4 +240,4 @@ def scenarios(
         max_transfer=draw(st.sampled_from((1, 4, 25))),
         stages=stages,
     )
-    return Scenario(requests, instances, timing)
+    return Scenario(requests, instances, timing, caching=draw(st.booleans()))

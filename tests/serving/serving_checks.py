@@ -10,28 +10,43 @@ from fake_world import FakeWorld, Timing
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.loop import ServingLoop, Stop
 from jaxinfer.serving.page_pool import Hold, KVShards, PagePool, Shard
+from jaxinfer.serving.prefix_cache import CachedPage
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import System
 
 
 def make_kv(
-    num_usable: int, page_size: int, slices: Sequence[tuple[int, ...]] = ((0,),)
+    num_usable: int,
+    page_size: int,
+    slices: Sequence[tuple[int, ...]] = ((0,),),
+    caching: bool = False,
 ) -> KVShards:
     """Shards that each have ``num_usable`` pages per slice."""
     shards = [
         Shard(PagePool(num_usable * max(1, len(piece)) + 1, page_size), piece) for piece in slices
     ]
-    return KVShards(shards)
+    return KVShards(shards, caching)
 
 
 def make_requests(
-    lengths: Sequence[tuple[int, int]], arrivals: Sequence[float] | None = None
+    lengths: Sequence[tuple[int, int]],
+    arrivals: Sequence[float] | None = None,
+    shared: Sequence[int] = (),
 ) -> list[RequestState]:
-    """Requests from (prompt, output) lengths, all at time 0 unless said otherwise."""
+    """Requests from (prompt, output) lengths, all at time 0 unless said otherwise.
+
+    With ``shared``, they have prompts: the first so many tokens are the same for all.
+    """
     times = arrivals or [0.0] * len(lengths)
+    prompts = [
+        [*range(min(count, prompt)), *(100 * (i + 1) + p for p in range(count, prompt))]
+        for i, ((prompt, _), count) in enumerate(zip(lengths, shared, strict=False))
+    ] or [[]] * len(lengths)
     return [
-        RequestState(f"r{i}", prompt, output, arrival=time)
-        for i, ((prompt, output), time) in enumerate(zip(lengths, times, strict=True))
+        RequestState(f"r{i}", prompt, output, arrival=time, prompt_token_ids=tokens)
+        for i, ((prompt, output), time, tokens) in enumerate(
+            zip(lengths, times, prompts, strict=True)
+        )
     ]
 
 
@@ -53,14 +68,46 @@ def check_pools(loop: ServingLoop, world: FakeWorld) -> None:
     pinned = [hold for hold in in_flight if hold.released]
     assert all(hold in held or hold.released for hold in in_flight)
     for instance in loop.instances.values():
+        here = [h for h in [*held, *pinned] if h.kv is instance.kv]
+        idle = check_cache(instance.kv, here) if instance.kv.cache else []
         for number, shard in enumerate(instance.kv.shards):
             pool = shard.pool
+            if instance.kv.cache:
+                cached = {c for h in here for c in h.cached.values()}
+                kept = [p for c in [*cached, *idle] for p in c.pages[number].values()]
+                own = [
+                    pages[i]
+                    for h in here
+                    for pages in h.tables[number].values()
+                    for i in range(h.num_pages)
+                    if i not in h.cached
+                ]
+                everything = sorted([*pool._free, *kept, *own])
+                assert everything == list(range(1, pool.num_usable + 1)), (instance.name, number)
+                assert pool.num_free == len(pool._free) + len(idle) * len(shard.slices)
+                continue
             in_hold = [p for h in held if h.kv is instance.kv for p in pages_of(h, number)]
             in_pin = [p for h in pinned if h.kv is instance.kv for p in pages_of(h, number)]
             everything = sorted([*pool._free, *in_hold, *in_pin])
             assert everything == list(range(1, pool.num_usable + 1)), (instance.name, number)
-            assert pool.num_held == len(in_hold)
+            assert pool.num_free == len(pool._free)
             assert pool.num_pinned == len(in_pin)
+
+
+def check_cache(kv: KVShards, holds: list[Hold]) -> list[CachedPage]:
+    """Each cached page counts the holds that have it; returns the idle ones."""
+    assert kv.cache
+    counts = Counter(page for hold in holds for page in hold.cached.values())
+    for digest, page in kv.cache._pages.items():
+        assert page.digest == digest
+        assert page.holds == counts.pop(page, 0)
+        assert (digest in kv.cache._idle) == (page.holds == 0)
+    assert not counts, "a hold has a page that the cache does not know"
+    for hold in holds:
+        for index, page in hold.cached.items():
+            for table, pages in zip(hold.tables, page.pages, strict=True):
+                assert {piece: p[index] for piece, p in table.items()} == pages
+    return list(kv.cache._idle.values())
 
 
 def check_requests(loop: ServingLoop, world: FakeWorld) -> None:

@@ -23,7 +23,7 @@ def test_legs_over_instances(scenario: Scenario) -> None:
 @examples(400)
 @given(scenarios(), st.integers(0, 2**16), st.integers(1, 30))
 def test_systems_may_do_anything_at_any_time(scenario: Scenario, seed: int, actions: int) -> None:
-    outcome = scenario.run(Chaos(scenario.by_id, seed, actions)).verify()
+    outcome = scenario.run(Chaos(scenario.by_id, seed, actions, scenario.caching)).verify()
     assert not any(r.error for r in outcome.finished.values())
 
 
@@ -52,4 +52,4 @@ def test_what_never_fits_is_refused_and_the_rest_completes(
 @examples(3000)
 @given(scenarios(max_requests=14), st.integers(0, 2**16), st.integers(0, 60))
 def test_longer_runs(scenario: Scenario, seed: int, actions: int) -> None:
-    scenario.run(Chaos(scenario.by_id, seed, actions)).verify()
+    scenario.run(Chaos(scenario.by_id, seed, actions, scenario.caching)).verify()

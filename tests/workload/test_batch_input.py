@@ -104,6 +104,7 @@ def test_max_completion_tokens_is_max_tokens(tmp_path):
     [
         {"model": "any", "user": "me", "metadata": {"k": "v"}},
         {"n": 1, "stream": False, "tools": [], "logit_bias": {}, "frequency_penalty": 0.0},
+        {"logprobs": False, "top_logprobs": 0, "best_of": 1, "min_tokens": 0},
         {"temperature": None, "seed": None, "logprobs": None, "audio": None},
         {"response_format": {"type": "text"}},
     ],
@@ -111,6 +112,23 @@ def test_max_completion_tokens_is_max_tokens(tmp_path):
 def test_options_that_ask_for_nothing_are_accepted(tmp_path, harmless):
     default = SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
     assert good(tmp_path, chat(**harmless)).sampling == default
+
+
+def test_sampling_options(tmp_path):
+    line = good(
+        tmp_path,
+        chat(
+            logprobs=True, top_logprobs=4, n=3, min_tokens=2, logit_bias={"17": -5, "3": 1.5},
+            presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.1, min_p=0.1,
+        ),
+    )  # fmt: skip
+    assert line.sampling == SamplingParams(
+        logprobs=4, n=3, min_tokens=2, logit_bias={17: -5, 3: 1.5}, presence_penalty=0.5,
+        frequency_penalty=-0.5, repetition_penalty=1.1, min_p=0.1, max_tokens=DEFAULT_MAX_TOKENS,
+    )  # fmt: skip
+    assert good(tmp_path, chat(logprobs=True)).sampling.logprobs == 0
+    assert good(tmp_path, completion(logprobs=2)).sampling.logprobs == 2
+    assert good(tmp_path, completion(logprobs=0)).sampling.logprobs == 0
 
 
 BAD = [
@@ -166,11 +184,21 @@ BAD = [
         "messages[0] has 'tool_calls', can only have role and content",
     ),
     # options
-    (chat(n=2), "n is 2, not supported except as 1"),
-    (chat(n=True), "n is True, not supported except as 1"),
+    (chat(n=0), "n is 0, must be"),
+    (chat(n=True), "n is True, must be"),
+    (chat(best_of=2), "best_of is 2, not supported except as 1"),
+    (chat(n=2, temperature=0), "n is 2, must be 1 with temperature 0"),
+    (chat(min_tokens=9, max_tokens=8), "min_tokens is 9, must be at most max_tokens, 8"),
+    (chat(logit_bias={"x": 1}), "logit_bias is 'x', must be"),
+    (chat(logit_bias={"5": 101}), "logit_bias is 101, must be"),
+    (chat(presence_penalty=2.1), "presence_penalty is 2.1, must be"),
+    (chat(repetition_penalty=0), "repetition_penalty is 0, must be"),
     (chat(stream=True), "stream is True, not supported except as false"),
-    (chat(logprobs=True), "logprobs is True"),
-    (completion(logprobs=0), "logprobs is 0, not supported except as false"),
+    (chat(logprobs=3), "logprobs is 3, must be true or false for chat"),
+    (chat(top_logprobs=3), "top_logprobs is 3, needs logprobs: true"),
+    (chat(logprobs=True, top_logprobs=21), "logprobs is 21, must be"),
+    (completion(logprobs=True), "logprobs is True, must be"),
+    (completion(top_logprobs=2), "top_logprobs is 2, for chat; give logprobs a number"),
     (chat(tools=[{"type": "function"}]), "tools is [{'type': 'function'}]"),
     (chat(response_format={"type": "json_object"}), "response_format is {'type': 'json_object'}"),
     (chat(reasoning_effort="low"), "unknown option 'reasoning_effort'"),

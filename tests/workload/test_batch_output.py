@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 
 import jaxinfer.errors
 from jaxinfer.errors import JaxinferError
-from jaxinfer.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from jaxinfer.request import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+)
 from jaxinfer.workload.batch_input import BadLine, BatchLine, Conversation
 from jaxinfer.workload.batch_output import ResultFile, error_line, result_line
 
@@ -81,6 +87,35 @@ def test_chat_result_line():
             "stop_reason": "END",
         }
     ]
+
+
+def test_logprobs_in_both_formats():
+    found = [
+        {7: Logprob(-0.5, 1, "Yo"), 8: Logprob(-1.5, 2, "No")},
+        {9: Logprob(-4.0, 30, "\ufffd"), 8: Logprob(-0.1, 1, "é"), 7: Logprob(-3.0, 2, "Yo")},
+    ]
+    choice = CompletionOutput(0, "Yo?", [7, 9], None, found, "stop")
+    output = RequestOutput("r", None, [1], [choice], True, RequestMetrics(arrival=0.0))
+    params = SamplingParams(logprobs=2)
+    chat = BatchLine(1, "a", Conversation([{"role": "user", "content": "Hi"}]), params)
+    body = result_line(chat, output, "m")["response"]["body"]
+    assert body["choices"][0]["logprobs"]["content"][1] == {
+        "token": "\ufffd",
+        "logprob": -4.0,
+        "bytes": None,
+        "top_logprobs": [
+            {"token": "é", "logprob": -0.1, "bytes": [195, 169]},
+            {"token": "Yo", "logprob": -3.0, "bytes": [89, 111]},
+        ],
+    }
+    text = BatchLine(1, "a", "Hi", params)
+    body = result_line(text, output, "m")["response"]["body"]
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": ["Yo", "\ufffd"],
+        "token_logprobs": [-0.5, -4.0],
+        "top_logprobs": [{"Yo": -0.5, "No": -1.5}, {"é": -0.1, "Yo": -3.0}],
+        "text_offset": [0, 2],
+    }
 
 
 def test_completion_result_line_has_token_ids_where_the_prompt_had():

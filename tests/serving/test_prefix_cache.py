@@ -1,0 +1,109 @@
+"""Prefix caching: what is found, what is evicted, and what it saves."""
+
+import pytest
+from scenarios import Follow, Script
+from serving_checks import Outcome, Run, make_kv, make_requests
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.prefix_cache import page_digests
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.system import Leg
+
+PAGE = 4
+
+
+def serve(
+    requests: list[RequestState], num_pages: int = 50, max_num_seqs: int = 8, caching: bool = True
+) -> Outcome:
+    options = InstanceOptions(max_num_seqs=max_num_seqs, max_num_batched_tokens=16, watermark=0)
+    instance = Instance("A", make_kv(num_pages, PAGE, caching=caching), options)
+    scripts = {
+        r.id: Script(r.prompt_len, r.max_tokens, r.arrival, None, (Leg("A"),), 1) for r in requests
+    }
+    return Run(Follow(scripts), [instance], requests).verify()
+
+
+def hits(outcome: Outcome) -> list[int | None]:
+    return [r.metrics.num_cached_tokens for _, r in sorted(outcome.finished.items())]
+
+
+def request(name: str, tokens: list[int], max_tokens: int = 1, arrival: float = 0) -> RequestState:
+    return RequestState(name, len(tokens), max_tokens, arrival, tokens)
+
+
+@pytest.mark.parametrize(
+    ("shared", "found"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (11, 8), (12, 8)]
+)
+def test_full_pages_are_found_but_never_the_last_token(shared: int, found: int) -> None:
+    """Of twelve tokens in pages of four; the twelfth has to be computed to go on from it."""
+    requests = make_requests([(12, 3)] * 2, [0, 40], [shared, shared])
+    outcome = serve(requests)
+    assert hits(outcome) == [0, found]
+    assert outcome.route_of("r1") == [("A", 14 - found)]
+
+
+def test_a_page_is_found_only_once_its_entries_exist() -> None:
+    outcome = serve(make_requests([(12, 3)] * 3, [0, 0, 40], [12] * 3))
+    assert hits(outcome) == [0, 0, 8]
+
+
+def test_outputs_are_kept_too() -> None:
+    first = request("r0", list(range(6)), 8)
+    outcome = serve([first])
+    turn = [*range(6), *outcome.finished["r0"].output_token_ids, 77]
+    outcome = serve([request("r0", list(range(6)), 8), request("r1", turn, 2, 60)])
+    # 13 entries of the first request exist: its last token has none.
+    assert hits(outcome) == [0, 12]
+
+
+def test_the_least_recently_used_page_is_evicted_and_the_end_of_a_prompt_first() -> None:
+    a, b = list(range(12)), list(range(100, 112))
+    outcome = serve(
+        [
+            request("r0", a), request("r1", b, arrival=20), request("r2", a, arrival=40),
+            # Six of eight pages hold a and b; three more evict the last page of b, used before a.
+            request("r3", list(range(200, 212)), arrival=60),
+            request("r4", a, arrival=80), request("r5", b, arrival=100),
+        ],
+        num_pages=8,
+    )  # fmt: skip
+    assert hits(outcome) == [0, 0, 8, 0, 8, 8]
+
+
+def test_preempted_requests_find_their_own_pages() -> None:
+    lengths = [(8, 20)] * 2
+    with_cache, without = (
+        serve(make_requests(lengths, shared=[0, 0]), num_pages=9, caching=caching)
+        for caching in (True, False)
+    )
+    assert sum(r.metrics.num_preemptions for r in with_cache.finished.values()) > 0
+
+    def computed(outcome: Outcome) -> int:
+        return sum(batch.num_tokens for batch in outcome.world.batches)
+
+    assert computed(with_cache) < computed(without)
+
+
+def test_requests_that_share_pages_fit_where_they_otherwise_would_not() -> None:
+    """Five pages of the same beginning and one of their own each, in a pool of ten."""
+    requests = make_requests([(22, 2)] * 5, [0, 30, 30, 30, 30], [20] * 5)
+    together = max(b.num_running for b in serve(requests, num_pages=10).world.batches)
+    apart = make_requests([(22, 2)] * 5, [0, 30, 30, 30, 30], [0] * 5)
+    assert together == 4
+    assert max(b.num_running for b in serve(apart, num_pages=10).world.batches) == 1
+
+
+def test_digests_depend_on_all_tokens_before() -> None:
+    one, other = request("r0", [1, 2, 3, 4, 5, 6]), request("r1", [9, 2, 3, 4, 5, 6])
+    digests = page_digests(one, 2, 3)
+    assert len({*digests, *page_digests(other, 2, 3)}) == 6
+    assert page_digests(request("r2", [1, 2, 3, 4]), 2, 2) == digests[:2]
+
+
+def test_slices_do_not_move_where_pages_may_be_shared() -> None:
+    kv = make_kv(4, PAGE, ((0,), ()), caching=True)
+    hold = kv.reserve(4)
+    assert hold
+    with pytest.raises(JaxinferError, match="prefix caching"):
+        hold.can_move(0, 1, (0,))
