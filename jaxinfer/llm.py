@@ -22,7 +22,7 @@ from jaxinfer.serving.loop import ServingLoop, Stop
 from jaxinfer.serving.page_pool import KVShards
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Event, StepDone
-from jaxinfer.stop import StopCheck, completion
+from jaxinfer.stop import StopCheck, completion, decoded
 from jaxinfer.systems.single import Single
 from jaxinfer.tokenizer import load_tokenizer
 
@@ -147,18 +147,19 @@ class LLM:
             seed = _hash63(f"{self.options.seed}/{request_id}")
         ends = () if params.ignore_eos else tuple(self.tokenizer.eos_token_ids)
         ends += params.stop_token_ids
-        return [
-            RequestState(
+        requests = []
+        for index in range(params.n):
+            own_seed = _hash63(f"{seed}#{index}") if index else seed
+            request = RequestState(
                 id=f"{request_id} ({index + 1} of {params.n})" if params.n > 1 else request_id,
                 prompt_len=len(prompt_token_ids),
                 max_tokens=min(params.max_tokens, limit - len(prompt_token_ids)),
                 prompt_token_ids=prompt_token_ids,
-                payload=Sampling(
-                    params, _hash63(f"{seed}#{index}") if index else seed, ends, request_id, index
-                ),
+                payload=Sampling(params, own_seed, ends, request_id, index),
             )
-            for index in range(params.n)
-        ]
+            request.takes_cached = params.prompt_logprobs is None
+            requests.append(request)
+        return requests
 
     def run(
         self,
@@ -200,7 +201,7 @@ class LLM:
                 parent = sampling_of(request).parent
                 world.add(held_back.pop(parent, ()))
                 if all(sibling.finish_reason for sibling in unfinished[parent]):
-                    on_output(_output(parent, unfinished.pop(parent), checks))
+                    on_output(self._output(parent, unfinished.pop(parent), checks))
                     bar.request_done()
 
             def on_event(event: Event) -> None:
@@ -294,6 +295,29 @@ class LLM:
                 for count in left:
                     bar.update("compiling samplers", count)
 
+    def _output(
+        self, request_id: str, siblings: list[RequestState], checks: dict[str, StopCheck]
+    ) -> RequestOutput:
+        first = siblings[0]
+        prompt_logprobs = None
+        if sampling_of(first).params.prompt_logprobs is not None and not first.error:
+            found = (first.prompt_details[p] for p in range(1, first.prompt_len))
+            prompt_logprobs = [None, *(decoded(position, self.tokenizer) for position in found)]
+        return RequestOutput(
+            request_id=request_id,
+            prompt=None,
+            prompt_token_ids=list(first.prompt_token_ids),
+            outputs=[
+                completion(request, checks.pop(request.id), self.tokenizer)
+                for request in siblings
+                if not request.error
+            ],
+            finished=True,
+            metrics=first.metrics,
+            prompt_logprobs=prompt_logprobs,
+            error=first.error,
+        )
+
     def _metrics(
         self,
         num_requests: int,
@@ -333,22 +357,6 @@ class LLM:
             loop_s=wall - world.waited_s - world.launching_s,
             launching_s=world.launching_s,
         )
-
-
-def _output(
-    request_id: str, siblings: list[RequestState], checks: dict[str, StopCheck]
-) -> RequestOutput:
-    first = siblings[0]
-    served = [request for request in siblings if not request.error]
-    return RequestOutput(
-        request_id=request_id,
-        prompt=None,
-        prompt_token_ids=list(first.prompt_token_ids),
-        outputs=[completion(request, checks.pop(request.id)) for request in served],
-        finished=True,
-        metrics=first.metrics,
-        error=first.error,
-    )
 
 
 def _hash63(text: str) -> int:

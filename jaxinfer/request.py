@@ -49,6 +49,8 @@ class SamplingParams(Options):
             stop strings not looked for.
         logprobs: report the log probabilities of so many likeliest tokens at each position, and
             of the drawn one; 0 reports the drawn one alone.
+        prompt_logprobs: the same for the tokens of the prompt; all of it is computed then, whatever
+            the prefix cache has.
         stop: strings that end the output; the text stops before them.
         stop_token_ids: tokens that end the output besides EOS.
         ignore_eos: go on after EOS.
@@ -70,6 +72,7 @@ class SamplingParams(Options):
     max_tokens: int = Field(default=16, ge=1)
     min_tokens: int = Field(default=0, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=20)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_list)] = ()
     stop_token_ids: Annotated[
         tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_list)
@@ -173,8 +176,9 @@ class CompletionOutput:
 class RequestOutput:
     """A finished request, in the shape that vLLM's users know.
 
-    ``prompt`` is None where it was not given as text. ``error`` says why a request was refused;
-    it has no outputs then.
+    ``prompt`` is None where it was not given as text. ``prompt_logprobs``, where asked for, has
+    None for the first token, of which the model says nothing. ``error`` says why a request was
+    refused; it has no outputs then.
     """
 
     request_id: str
@@ -183,4 +187,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None

@@ -58,28 +58,28 @@ class StopCheck:
         text = self._tokenizer.decode(token_ids[:-1] if ended_by_token else token_ids)
         return text if self._cut is None else text[: self._cut]
 
-    def decoded(self, details: list[object]) -> list[dict[int, Logprob]]:
-        """Log probabilities per token, with the tokens' texts."""
-        return [
-            {
-                token: replace(logprob, decoded_token=self._tokenizer.decode([token]))
-                for token, logprob in position.items()
-            }
-            for position in details
-            if isinstance(position, dict)
-        ]
+
+def decoded(position: object, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """Log probabilities at one position, with the tokens' texts."""
+    assert isinstance(position, dict)
+    return {
+        token: replace(logprob, decoded_token=tokenizer.decode([token]))
+        for token, logprob in position.items()
+    }
 
 
-def completion(request: RequestState, check: StopCheck) -> CompletionOutput:
+def completion(request: RequestState, check: StopCheck, tokenizer: Tokenizer) -> CompletionOutput:
     """A finished request's output."""
     assert isinstance(request.payload, Sampling)
-    wants_logprobs = request.payload.params.logprobs is not None
+    logprobs = None
+    if request.payload.params.logprobs is not None:
+        logprobs = [decoded(position, tokenizer) for position in request.details]
     by_token = request.finish_reason == "stop" and not isinstance(request.stop_reason, str)
     return CompletionOutput(
         index=request.payload.index,
         text=check.text(request.output_token_ids, by_token),
         token_ids=request.output_token_ids,
-        logprobs=check.decoded(request.details) if wants_logprobs else None,
+        logprobs=logprobs,
         cumulative_logprob=request.cumulative_logprob,
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,

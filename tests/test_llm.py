@@ -359,3 +359,38 @@ def test_an_interrupted_run_leaves_a_fresh_pool(
             llm.generate(PROMPTS, GREEDY, progress=False)
     outputs = llm.generate(PROMPTS, GREEDY, progress=False)
     assert [len(o.outputs[0].token_ids) for o in outputs] == [20] * 4
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7}, {"num_pages": 22}])
+def test_prompt_logprobs_are_those_of_the_tokens_one_by_one(
+    tiny: LLM, tiny_folder: Path, options: dict[str, Any]
+) -> None:
+    """Against what ``logprobs`` reports after each beginning of the prompt."""
+    settings = {"page_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32} | options
+    llm = LLM(str(tiny_folder), progress=False, **settings)
+    prompts = [tiny.tokenizer.encode(p) for p in ("Hello there", PROMPTS[1], "x" * 60)]
+    params = GREEDY.model_copy(update={"prompt_logprobs": 2})
+    for _ in range(2):  # The second time, the prefix cache has it all.
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, progress=False)
+        assert [o.metrics.num_cached_tokens for o in outputs] == [0, 0, 0]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.prompt_logprobs is not None
+        first, *rest = output.prompt_logprobs
+        assert first is None
+        beginnings = [{"prompt_token_ids": prompt[:end]} for end in range(1, len(prompt))]
+        after = tiny.generate(
+            beginnings, SamplingParams(temperature=0, max_tokens=1, logprobs=20), progress=False
+        )
+        for token, position, one in zip(prompt[1:], rest, after, strict=True):
+            assert position is not None
+            assert next(iter(position)) == token
+            assert one.outputs[0].logprobs is not None
+            expected = one.outputs[0].logprobs[0]
+            likeliest = sorted(expected.items(), key=lambda item: item[1].rank)[:2]
+            got = sorted(position.items(), key=lambda item: item[1].rank)[:2]
+            assert [t for t, _ in got] == [t for t, _ in likeliest]
+            for (_, ours), (_, theirs) in zip(got, likeliest, strict=True):
+                assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            if token in expected:
+                assert position[token].rank == expected[token].rank
+                assert position[token].logprob == pytest.approx(expected[token].logprob, abs=1e-4)

@@ -23,11 +23,13 @@ class SamplerShape(NamedTuple):
         edits: logits changed per row: a bias, or a token forbidden for now.
         history: tokens of the longest request that has penalties.
         top: likeliest tokens to report.
+        prompt_top: those to report at each position of the prompt.
     """
 
     edits: int = 0
     history: int = 0
     top: int = 0
+    prompt_top: int = 0
 
 
 class SamplingInputs(NamedTuple):
@@ -69,7 +71,7 @@ class SamplingInputs(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Tokens drawn, with what the model itself (before any option) says of them.
+    """Tokens, drawn or given, with what the model itself (before any option) says of them.
 
     Attributes:
         token_S: int32.
@@ -97,8 +99,6 @@ def sample(
         previous_S: int32 tokens that the previous step has drawn.
         top: likeliest tokens to report.
     """
-    max_S1 = logits_SV.max(-1, keepdims=True)
-    log_sum_S1 = jnp.log(jnp.exp(logits_SV - max_S1).sum(-1, keepdims=True)) + max_S1
     chosen_SV = _penalise(_edit(logits_SV, inputs), previous_S, inputs)
     # Outside the branches, where XLA:CPU spreads it over the cores.
     greedy_S = argmax(chosen_SV)
@@ -107,6 +107,13 @@ def sample(
         lambda: jnp.where(inputs.temperature_S > 0, _draw(chosen_SV, inputs), greedy_S),
         lambda: greedy_S,
     )
+    return look_up(logits_SV, token_S, top)
+
+
+def look_up(logits_SV: jax.Array, token_S: jax.Array, top: int) -> Samples:
+    """What the model says of these tokens, and its ``top`` likeliest ones."""
+    max_S1 = logits_SV.max(-1, keepdims=True)
+    log_sum_S1 = jnp.log(jnp.exp(logits_SV - max_S1).sum(-1, keepdims=True)) + max_S1
     logit_S1 = jnp.take_along_axis(logits_SV, token_S[:, None], -1)
     rank_S = jnp.zeros_like(token_S)
     if top:

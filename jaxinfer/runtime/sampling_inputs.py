@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxinfer.request import Sampling
 from jaxinfer.runtime.sampler import SamplerShape, SamplingInputs
+from jaxinfer.runtime.step_inputs import row_starts
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Batch, Row
 
@@ -24,7 +25,7 @@ def sampling_of(request: RequestState) -> Sampling:
 
 def sampler_shape(requests: Iterable[RequestState]) -> SamplerShape:
     """The smallest shape that serves all of the requests, of few that there are."""
-    edits = history = top = 0
+    edits = history = top = prompt_top = 0
     for request in requests:
         sampling = sampling_of(request)
         params = sampling.params
@@ -35,9 +36,11 @@ def sampler_shape(requests: Iterable[RequestState]) -> SamplerShape:
             history = max(history, request.peak_tokens)
         if params.logprobs is not None:
             top = max(top, params.logprobs, 1)
+        if params.prompt_logprobs is not None:
+            prompt_top = max(prompt_top, params.prompt_logprobs, 1)
     return SamplerShape(
         _power_of_two(edits, smallest=16), _power_of_two(history, smallest=256),
-        _power_of_two(top, smallest=8),
+        _power_of_two(top, smallest=8), _power_of_two(prompt_top, smallest=8),
     )  # fmt: skip
 
 
@@ -122,3 +125,23 @@ def _fill_history(
     inputs.repetition_S[i] = params.repetition_penalty
     inputs.presence_S[i] = params.presence_penalty
     inputs.frequency_S[i] = params.frequency_penalty
+
+
+def prompt_positions(row: Row) -> range:
+    """Positions of the row whose next token is the prompt's and is to be reported on."""
+    if sampling_of(row.request).params.prompt_logprobs is None:
+        return range(0)
+    return range(row.start, min(row.start + row.count, row.request.prompt_len - 1))
+
+
+def next_prompt_tokens(batch: Batch, tokens: int) -> np.ndarray:
+    """For each token of the step, the prompt's next one where it is to be reported on.
+
+    Int32 [T]; the rows are in the order of ``step_inputs.build_inputs``.
+    """
+    target_T = np.zeros(tokens, np.int32)
+    for at, row in zip(row_starts(batch), batch.rows, strict=True):
+        positions = prompt_positions(row)
+        known = row.request.prompt_token_ids
+        target_T[at : at + len(positions)] = [known[p + 1] for p in positions]
+    return target_T

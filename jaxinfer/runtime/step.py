@@ -1,23 +1,32 @@
 """The compiled step: a forward pass and a sampler per bucket, compiled ahead and counted."""
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.layers import KVPages
-from jaxinfer.runtime.sampler import SamplerShape, Samples, SamplingInputs, sample
+from jaxinfer.runtime.sampler import SamplerShape, Samples, SamplingInputs, look_up, sample
 from jaxinfer.runtime.sampling_inputs import empty_sampling
 from jaxinfer.runtime.step_inputs import StepInputs, StepLimits, StepShape, empty_inputs
 
 Parameters = nnx.State[Any, Any]
-Key = tuple[StepShape, SamplerShape]
+# Rows whose logits are in memory at once where all prompt positions are reported on.
+BLOCK_ROWS = 64
+
+
+class Key(NamedTuple):
+    """What one step needs compiled."""
+
+    shape: StepShape
+    sampler: SamplerShape
 
 
 def forward(
@@ -26,8 +35,10 @@ def forward(
     kv: list[KVPages],
     previous_S: jax.Array,
     inputs: StepInputs,
-) -> tuple[list[KVPages], jax.Array]:
-    """The model on one step's tokens: the KV pages and the hidden states to sample from [S, D].
+) -> tuple[list[KVPages], jax.Array, jax.Array]:
+    """The model on one step's tokens.
+
+    Returns the KV pages, and hidden states: those to sample from [S, D], and all [T, D].
 
     ``previous_S`` holds the tokens that the step before has sampled, which feed back into this
     one without a visit to the host. ``kv`` is to be donated.
@@ -38,7 +49,7 @@ def forward(
         fed_back_T = previous_S[jnp.maximum(inputs.source_T, 0)]
         token_T = jnp.where(inputs.source_T >= 0, fed_back_T, inputs.token_T)
         x_TD, kv = model(token_T, kv, inputs.batch)
-        return kv, x_TD[inputs.sample_row_S]
+        return kv, x_TD[inputs.sample_row_S], x_TD
 
 
 def head(
@@ -56,6 +67,23 @@ def head(
         samples = sample(model.logits(x_SD), previous_S, inputs, top)
     pad = max_num_seqs - len(x_SD)
     return jax.tree.map(lambda x: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1)), samples)
+
+
+def prompt_head(
+    graphdef: nnx.GraphDef[Any],
+    top: int,
+    parameters: Parameters,
+    x_TD: jax.Array,
+    token_T: jax.Array,
+) -> Samples:
+    """What the model says of given tokens, each the next one after a hidden state."""
+    with jax.default_matmul_precision("highest"):
+        model: Any = nnx.merge(graphdef, parameters)
+        pad = -len(x_TD) % BLOCK_ROWS
+        x_BRD = jnp.pad(x_TD, ((0, pad), (0, 0))).reshape(-1, BLOCK_ROWS, x_TD.shape[1])
+        token_BR = jnp.pad(token_T, (0, pad)).reshape(-1, BLOCK_ROWS)
+        found = jax.lax.map(lambda x: look_up(model.logits(x[0]), x[1], top), (x_BRD, token_BR))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: len(x_TD)], found)
 
 
 class CompiledStep:
@@ -98,18 +126,18 @@ class CompiledStep:
         Each bucket is also ``run`` once: a first run allocates, and takes half as long again.
         """
         start = time.perf_counter()
-        shapes = self.limits.shapes()
-        wanted: list[Hashable] = [(rows, sampler) for rows in self.limits.row_buckets]
-        todo = [key for key in [*shapes, *wanted] if key not in self._executables]
+        keys = [Key(shape, sampler) for shape in self.limits.shapes()]
+        parts = dict.fromkeys(part for key in keys for part in _parts(key))
+        todo = [part for part in parts if part not in self._executables]
         yield len(todo)
         # Tracing holds Python's lock, XLA's compiler does not: two threads overlap them.
         with ThreadPoolExecutor(2) as pool:
             compiled = pool.map(self._compile, todo)
-            for left, (key, executable) in enumerate(zip(todo, compiled, strict=True), 1):
-                self._executables[key] = executable
+            for left, (part, executable) in enumerate(zip(todo, compiled, strict=True), 1):
+                self._executables[part] = executable
                 yield len(todo) - left
-        for shape in shapes if todo else []:
-            run((shape, sampler))
+        for key in keys if todo else []:
+            run(key)
         self.compiles += len(todo)
         self.compile_s += time.perf_counter() - start
 
@@ -121,34 +149,64 @@ class CompiledStep:
         previous_S: jax.Array,
         inputs: StepInputs,
         sampling: SamplingInputs,
-    ) -> tuple[list[KVPages], Samples]:
-        """Launch the bucket's executables; returns at once, before the step is done."""
-        shape, sampler = key
-        run_forward, run_head = self._get([shape, (shape.rows, sampler)])
-        kv, x_SD = run_forward(parameters, kv, previous_S, inputs)
-        samples: Samples = run_head(parameters, x_SD, previous_S, sampling)
-        return kv, samples
+        next_token_T: np.ndarray | None = None,
+    ) -> tuple[list[KVPages], Samples, Samples | None]:
+        """Launch the bucket's executables; returns at once, before the step is done.
 
-    def _get(self, keys: Iterable[Hashable]) -> list[jax.stages.Compiled]:
-        for key in keys:
-            if key not in self._executables:
+        Returns the KV pages, the samples and, where ``next_token_T`` has the prompt tokens to
+        report on, what the model says of them.
+        """
+        run_forward, run_head, *run_prompt_head = self._get(_parts(key))
+        kv, x_SD, x_TD = run_forward(parameters, kv, previous_S, inputs)
+        samples: Samples = run_head(parameters, x_SD, previous_S, sampling)
+        found = None
+        if next_token_T is not None:
+            found = run_prompt_head[0](parameters, x_TD, next_token_T)
+        return kv, samples, found
+
+    def _get(self, parts: list[Hashable]) -> list[jax.stages.Compiled]:
+        for part in parts:
+            if part not in self._executables:
                 if self._strict:
-                    raise JaxinferError(f"strict_shapes: {key} was not compiled ahead")
+                    raise JaxinferError(f"strict_shapes: {part} was not compiled ahead")
                 start = time.perf_counter()
-                self._executables[key] = self._compile(key)
+                self._executables[part] = self._compile(part)
                 self.compiles += 1
                 self.late_compiles += 1
                 self.compile_s += time.perf_counter() - start
-        return [self._executables[key] for key in keys]
+        return [self._executables[part] for part in parts]
 
-    def _compile(self, key: Any) -> jax.stages.Compiled:
+    def _compile(self, part: Any) -> jax.stages.Compiled:
         parameters, kv, previous_S = self._arguments
-        if isinstance(key, StepShape):
-            inputs = empty_inputs(key, self.limits)
-            return self._forward.lower(parameters, kv, previous_S, inputs).compile()
-        rows, sampler = key
-        largest = empty_inputs(StepShape(rows, rows, 0), self.limits)
-        _, x_SD = jax.eval_shape(self._forward, parameters, kv, previous_S, largest)
-        x_SD = jax.ShapeDtypeStruct(x_SD.shape, x_SD.dtype, sharding=previous_S.sharding)
-        jitted = jax.jit(partial(head, self._graphdef, self.limits.max_num_seqs, sampler.top))
-        return jitted.lower(parameters, x_SD, previous_S, empty_sampling(rows, sampler)).compile()
+        match part:
+            case StepShape():
+                inputs = empty_inputs(part, self.limits)
+                return self._forward.lower(parameters, kv, previous_S, inputs).compile()
+            case "head", int(rows), SamplerShape() as sampler:
+                jitted = jax.jit(
+                    partial(head, self._graphdef, self.limits.max_num_seqs, sampler.top)
+                )
+                sampling = empty_sampling(rows, sampler)
+                x_SD = self._hidden(rows)
+                return jitted.lower(parameters, x_SD, previous_S, sampling).compile()
+            case "prompt head", int(tokens), int(top):
+                jitted = jax.jit(partial(prompt_head, self._graphdef, top))
+                next_token_T = np.zeros(tokens, np.int32)
+                return jitted.lower(parameters, self._hidden(tokens), next_token_T).compile()
+        raise AssertionError(part)
+
+    def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
+        parameters, kv, previous_S = self._arguments
+        inputs = empty_inputs(StepShape(1, 1, 0), self.limits)
+        _, _, x_TD = jax.eval_shape(self._forward, parameters, kv, previous_S, inputs)
+        shape = rows, x_TD.shape[1]
+        return jax.ShapeDtypeStruct(shape, x_TD.dtype, sharding=previous_S.sharding)
+
+
+def _parts(key: Key) -> list[Hashable]:
+    """The executables of one step."""
+    shape, sampler = key
+    parts: list[Hashable] = [shape, ("head", shape.rows, sampler._replace(prompt_top=0))]
+    if sampler.prompt_top:
+        parts.append(("prompt head", shape.tokens, sampler.prompt_top))
+    return parts

@@ -134,25 +134,31 @@ def build_inputs(
         sample_slots: request id -> its place among the previous step's samples.
     """
     inputs = empty_inputs(shape, limits)
-    singles = 0
-    chunks = 0
-    samples = 0
-    at = sum(row.count == 1 for row in batch.rows)
-    inputs.batch.chunk_row_C1[:] = at
-    for row in batch.rows:
+    singles = sum(row.count == 1 for row in batch.rows)
+    inputs.batch.chunk_row_C1[:] = singles
+    chunks = samples = 0
+    for at, row in zip(row_starts(batch), batch.rows, strict=True):
         if row.count == 1:
-            _fill_single(inputs, singles, row, sample_slots)
-            last, singles = singles, singles + 1
+            _fill_single(inputs, at, row, sample_slots)
         else:
             _fill_chunk(inputs, chunks, at, row, limits.page_size)
-            at, chunks = at + row.count, chunks + 1
-            inputs.batch.chunk_row_C1[chunks:] = at
-            last = at - 1
+            chunks += 1
+            inputs.batch.chunk_row_C1[chunks:] = at + row.count
         if row.samples:
-            inputs.sample_row_S[samples] = last
+            inputs.sample_row_S[samples] = at + row.count - 1
             samples += 1
     _place_singles(inputs.batch, singles, limits.page_size)
     return inputs
+
+
+def row_starts(batch: Batch) -> list[int]:
+    """Where each row's tokens begin among the step's: single tokens first, then chunks."""
+    single, chunk = 0, sum(row.count == 1 for row in batch.rows)
+    starts = []
+    for row in batch.rows:
+        starts.append(single if row.count == 1 else chunk)
+        single, chunk = (single + 1, chunk) if row.count == 1 else (single, chunk + row.count)
+    return starts
 
 
 def _fill_single(inputs: StepInputs, i: int, row: Row, sample_slots: Mapping[str, int]) -> None:

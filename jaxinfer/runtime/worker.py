@@ -15,11 +15,13 @@ from jaxinfer.runtime.sampler import SamplerShape, Samples
 from jaxinfer.runtime.sampling_inputs import (
     build_sampling,
     empty_sampling,
+    next_prompt_tokens,
+    prompt_positions,
     sampler_shape,
     sampling_of,
 )
 from jaxinfer.runtime.step import CompiledStep, Key, Parameters
-from jaxinfer.runtime.step_inputs import build_inputs, empty_inputs
+from jaxinfer.runtime.step_inputs import build_inputs, empty_inputs, row_starts
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Batch, StepDone
 
@@ -29,6 +31,7 @@ Post = Callable[[StepDone | Exception], None]
 class _Launched(NamedTuple):
     batch: Batch
     samples: Samples
+    prompt: Samples | None
     time: float
     origin: float
     post: Post
@@ -61,10 +64,9 @@ class Worker:
         self._sampler = sampler_shape(requests)
 
         def run_on_padding(key: Key) -> None:
-            shape, sampler = key
-            inputs = empty_inputs(shape, self.step.limits)
-            sampling = empty_sampling(shape.rows, sampler)
-            self._kv, samples = self.step(
+            inputs = empty_inputs(key.shape, self.step.limits)
+            sampling = empty_sampling(key.shape.rows, key.sampler)
+            self._kv, samples, _ = self.step(
                 key, self._parameters, self._kv, self._previous_S, inputs, sampling
             )
             samples.token_S.block_until_ready()
@@ -78,21 +80,25 @@ class Worker:
         shape = limits.shape_for(batch)
         inputs = build_inputs(batch, shape, limits, self._sample_slots)
         sampling = build_sampling(batch, shape.rows, self._sampler, self._sample_slots)
-        key = shape, self._sampler
-        self._kv, samples = self.step(
-            key, self._parameters, self._kv, self._previous_S, inputs, sampling
-        )
+        next_token_T = None
+        if any(map(prompt_positions, batch.rows)):
+            next_token_T = next_prompt_tokens(batch, shape.tokens)
+        self._kv, samples, prompt = self.step(
+            Key(shape, self._sampler), self._parameters, self._kv, self._previous_S,
+            inputs, sampling, next_token_T,
+        )  # fmt: skip
         self._previous_S = samples.token_S
         sampled = (row.request.id for row in batch.rows if row.samples)
         self._sample_slots = {id: slot for slot, id in enumerate(sampled)}
-        self._launched.put(_Launched(batch, samples, start, origin, post))
+        self._launched.put(_Launched(batch, samples, prompt, start, origin, post))
 
     def _collect(self) -> None:
         end = 0.0
         while True:
-            batch, on_device, launched, origin, post = self._launched.get()
+            batch, on_device, prompt, launched, origin, post = self._launched.get()
             try:
                 samples = Samples(*map(np.asarray, on_device))
+                prompt = prompt and Samples(*map(np.asarray, prompt))
             except Exception as error:
                 post(error)
                 continue
@@ -101,19 +107,34 @@ class Worker:
             sampled = [row.request for row in batch.rows if row.samples]
             tokens = samples.token_S[: len(sampled)].tolist()
             logprobs = samples.logprob_S[: len(sampled)].tolist()
-            top = [_top_logprobs(request, i, samples) for i, request in enumerate(sampled)]
+            top = [_sample_logprobs(request, i, samples) for i, request in enumerate(sampled)]
             times = start - origin, end - origin
-            post(StepDone(batch, tokens, *times, logprobs, top if any(top) else ()))
+            said = _prompt_logprobs(batch, prompt) if prompt else {}
+            post(StepDone(batch, tokens, *times, logprobs, top if any(top) else (), said))
 
 
-def _top_logprobs(request: RequestState, i: int, samples: Samples) -> dict[int, Logprob] | None:
-    """What ``SamplingParams.logprobs`` asks for at row i: the drawn token first."""
+def _sample_logprobs(request: RequestState, i: int, samples: Samples) -> dict[int, Logprob] | None:
     count = sampling_of(request).params.logprobs
-    if count is None:
-        return None
-    drawn = Logprob(round(float(samples.logprob_S[i]), 6), int(samples.rank_S[i]))
-    found = {int(samples.token_S[i]): drawn}
+    return None if count is None else _logprobs(samples, i, count)
+
+
+def _prompt_logprobs(batch: Batch, found: Samples) -> dict[str, dict[int, object]]:
+    """Request id -> position in the prompt -> what the model says of the token there."""
+    reported: dict[str, dict[int, object]] = {}
+    for at, row in zip(row_starts(batch), batch.rows, strict=True):
+        count = sampling_of(row.request).params.prompt_logprobs or 0
+        for i, position in enumerate(prompt_positions(row), at):
+            here = reported.setdefault(row.request.id, {})
+            here[position + 1] = _logprobs(found, i, count)
+    return reported
+
+
+def _logprobs(samples: Samples, i: int, count: int) -> dict[int, Logprob]:
+    """Row i's token, then the ``count`` likeliest ones."""
+    own = Logprob(round(float(samples.logprob_S[i]), 6), int(samples.rank_S[i]))
+    found = {int(samples.token_S[i]): own}
     for rank in range(1, count + 1):
         token = int(samples.top_token_SN[i, rank - 1])
-        found.setdefault(token, Logprob(round(float(samples.top_logprob_SN[i, rank - 1]), 6), rank))
+        logprob = round(float(samples.top_logprob_SN[i, rank - 1]), 6)
+        found.setdefault(token, Logprob(logprob, rank))
     return found

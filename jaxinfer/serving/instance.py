@@ -218,7 +218,7 @@ class Instance:
 
         Its last known token is left to compute: it yields the next.
         """
-        if not self.kv.cache or not request.prompt_token_ids:
+        if not (self.kv.cache and request.takes_cached and request.prompt_token_ids):
             return []
         if request.computed or request.hold or request.exported:
             return []

@@ -153,6 +153,8 @@ class ServingLoop:
                 continue  # Preempted, or stopped before this row's input was known.
             request.computed = row.start + row.count
             instance.keep_prefix(request)
+            if row.request.id in done.prompt_details:
+                request.prompt_details.update(done.prompt_details[row.request.id])
             if request.metrics.first_scheduled is None:
                 request.metrics.first_scheduled = done.start
             if row.samples:

@@ -29,6 +29,8 @@ class RequestState:
         output_token_ids: tokens that have reached the host.
         page_digests: page size -> digests of the first pages, for prefix caching.
         details: what the world reports with each of them, if it does.
+        prompt_details: what it reports of the prompt, by position.
+        takes_cached: may start with pages of the prefix cache.
         computed: KV entries that exist, in ``hold`` or, between two legs, in ``exported``.
         launched: KV entries that exist or that a step in flight writes.
         pending: tokens that steps in flight will sample.
@@ -47,7 +49,8 @@ class RequestState:
         "arrival", "computed", "cumulative_logprob", "details", "epoch", "error", "exported",
         "finish_reason", "hold", "id", "incoming", "launched", "legs", "max_tokens", "metrics",
         "output_token_ids", "page_digests", "paused", "payload", "peak_tokens", "pending",
-        "prompt_len", "prompt_token_ids", "sent", "slice_move", "stop_reason", "transfers",
+        "prompt_details", "prompt_len", "prompt_token_ids", "sent", "slice_move", "stop_reason",
+        "takes_cached", "transfers",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +74,8 @@ class RequestState:
         self.output_token_ids: list[int] = []
         self.cumulative_logprob = 0.0
         self.details: list[object] = []
+        self.prompt_details: dict[int, object] = {}
+        self.takes_cached = True
         self.page_digests: dict[int, list[bytes]] = {}
         self.metrics = RequestMetrics(arrival)
         self.finish_reason: FinishReason | None = None

@@ -1,7 +1,7 @@
 """The seam between the loop and a world: batches and transfers go down, events come up."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from jaxinfer.serving.page_pool import Hold
@@ -64,8 +64,8 @@ class Arrival:
 class StepDone:
     """A step has ended.
 
-    ``tokens`` (and ``logprobs``, and ``details`` that the loop only passes on) are one per
-    sampling row, in row order.
+    ``tokens`` (and ``logprobs``, and ``details``) are one per sampling row, in row order.
+    ``details``, and ``prompt_details`` by request and position, the loop only passes on.
     """
 
     batch: Batch
@@ -74,6 +74,7 @@ class StepDone:
     end: float
     logprobs: Sequence[float] = ()
     details: Sequence[object] = ()
+    prompt_details: Mapping[str, Mapping[int, object]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +35,7 @@ def result_line(line: BatchLine, output: RequestOutput, model: str) -> Record:
     digest = _digest(line.custom_id)
     num_prompt = len(output.prompt_token_ids)
     num_output = sum(len(choice.token_ids) for choice in output.outputs)
-    body = {
+    body: Record = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{digest}",
         "object": "chat.completion" if chat else "text_completion",
         "created": 0,
@@ -46,6 +47,11 @@ def result_line(line: BatchLine, output: RequestOutput, model: str) -> Record:
             "total_tokens": num_prompt + num_output,
         },
     }
+    if output.prompt_logprobs is not None:
+        body["prompt_logprobs"] = [
+            None if position is None else {str(t): asdict(found) for t, found in position.items()}
+            for position in output.prompt_logprobs
+        ]
     response = {"status_code": 200, "request_id": f"req_{digest}", "body": body}
     return _record(line.custom_id, response, None)
 

@@ -108,6 +108,7 @@ def test_logprobs_in_both_formats():
             {"token": "Yo", "logprob": -3.0, "bytes": [89, 111]},
         ],
     }
+    output.prompt_logprobs = [None, {5: Logprob(-2.0, 4, "x")}]
     text = BatchLine(1, "a", "Hi", params)
     body = result_line(text, output, "m")["response"]["body"]
     assert body["choices"][0]["logprobs"] == {
@@ -116,6 +117,9 @@ def test_logprobs_in_both_formats():
         "top_logprobs": [{"Yo": -0.5, "No": -1.5}, {"é": -0.1, "Yo": -3.0}],
         "text_offset": [0, 2],
     }
+    assert body["prompt_logprobs"] == [
+        None, {"5": {"logprob": -2.0, "rank": 4, "decoded_token": "x"}}
+    ]  # fmt: skip
 
 
 def test_completion_result_line_has_token_ids_where_the_prompt_had():
