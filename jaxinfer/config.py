@@ -16,7 +16,9 @@ class EngineOptions(Options):
 
     Attributes:
         dtype: of weights and KV cache; ``auto`` is float32 on CPU and bfloat16 on GPU.
-        tensor_parallel_size: devices that share each layer. Only 1 so far.
+        tensor_parallel_size: devices that share each layer.
+        sharding: a Python file whose ``RULES`` say how parameters lie on those devices, in
+            place of those of ``jaxinfer.models.sharding``.
         page_size: tokens per KV page.
         num_pages: size of the KV pool, one padding page included; by default as many as
             ``memory_fraction`` allows and as could be of use.
@@ -35,6 +37,7 @@ class EngineOptions(Options):
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     tensor_parallel_size: int = Field(default=1, ge=1)
+    sharding: str | None = None
     page_size: int = Field(default=64, ge=1, le=1024)
     num_pages: int | None = Field(default=None, ge=2)
     memory_fraction: float | None = Field(default=None, gt=0, le=1)
@@ -48,10 +51,6 @@ class EngineOptions(Options):
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse combinations that cannot work."""
-        if self.tensor_parallel_size != 1:
-            raise JaxinferError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}: only 1 is available so far"
-            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise JaxinferError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least "

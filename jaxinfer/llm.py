@@ -38,7 +38,7 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A language model on this process's first device.
+    """A language model on this process's first devices.
 
     Args:
         model: the demo name ``smollm2-135m-instruct``, a ``.gguf`` file, or a Hugging Face
@@ -240,7 +240,7 @@ class LLM:
         return {
             "model": self.model,
             "engine": self.options.model_dump(),
-            "device": describe(self.engine.device),
+            "devices": [describe(device) for device in self.engine.devices],
             "dtype": self.engine.dtype,
             "num_pages": self.engine.num_pages,
             "max_model_len": self.engine.max_model_len,

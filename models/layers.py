@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
+from jaxinfer.models.sharding import HEADS_AXIS
 from jaxinfer.pallas_kernels import reference
 
 KVPages = tuple[jax.Array, jax.Array]
@@ -89,8 +91,25 @@ def paged_attention(
 ) -> tuple[jax.Array, KVPages]:
     """Write the tokens' KV entries, then attend: decodes and chunks each by their own function.
 
-    Returns float32 [T, N, H] and the updated pages.
+    Heads are independent: on a mesh, each device attends with its own. Returns float32
+    [T, N, H] and the updated pages.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.shape.get(HEADS_AXIS, 1) == 1:
+        return _attend(q_TNH, k_TKH, v_TKH, kv, batch)
+    heads, whole = PartitionSpec(None, HEADS_AXIS), PartitionSpec()
+    on_mesh = jax.shard_map(
+        _attend,
+        in_specs=(heads, heads, heads, (heads, heads), whole),
+        out_specs=(heads, (heads, heads)),
+        check_vma=False,
+    )
+    return on_mesh(q_TNH, k_TKH, v_TKH, kv, batch)
+
+
+def _attend(
+    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, kv: KVPages, batch: PagedBatch
+) -> tuple[jax.Array, KVPages]:
     kv = reference.write_kv(*kv, k_TKH, v_TKH, batch.page_T, batch.offset_T)
     S, C = batch.decode_length_S.shape[0], batch.chunk_start_C.shape[0]
     decoded_SNH = reference.decode_attention(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -11,6 +12,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jaxinfer import LLM
+
+# Before anything counts the devices.
+jax.config.update("jax_num_cpu_devices", 4)
 
 DATA = Path(__file__).parent / "data"
 TINY_OPTIONS: dict[str, Any] = {

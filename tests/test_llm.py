@@ -185,7 +185,6 @@ def test_bad_prompts_are_named_before_anything_runs(
         ({"dtype": "fp8"}, "dtype is 'fp8', must be"),
         ({"max_model_len": 257}, "max_model_len is 257, the model was made for 256"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "must be at least max_num_seqs"),
-        ({"tensor_parallel_size": 2}, "only 1 is available"),
         ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),
         ({"num_pages": 10**12}, "num_pages 1000000000000 of 64 tokens takes"),
         ({"memory_fraction": 1e-12}, "leaves room for 0 KV pages"),

@@ -1,9 +1,12 @@
 """The devices of this process and JAX's settings for them."""
 
+import contextlib
 import os
 from pathlib import Path
 
 import jax
+
+from jaxinfer.errors import JaxinferError
 
 CACHE_FOLDER = Path("~/.cache/jaxinfer/compiled")
 
@@ -15,6 +18,26 @@ def configure_jax() -> None:
     # The defaults keep only what takes a second to compile.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def take_devices(count: int) -> list[jax.Device]:
+    """The first ``count`` devices; on CPU, as many as asked for, if JAX has not yet counted them.
+
+    Raises:
+        JaxinferError: there are fewer.
+    """
+    if count > max(jax.config.jax_num_cpu_devices, 1):  # type: ignore[attr-defined]
+        # JAX refuses once it has counted.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices()
+    if len(devices) < count:
+        platform = devices[0].platform
+        hint = "; set JAX_NUM_CPU_DEVICES before JAX starts" if platform == "cpu" else ""
+        raise JaxinferError(
+            f"tensor_parallel_size is {count}, there are {len(devices)} {platform} devices{hint}"
+        )
+    return devices[:count]
 
 
 def describe(device: jax.Device) -> str:

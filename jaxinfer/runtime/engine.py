@@ -1,6 +1,6 @@
 """From a checkpoint and options to an instance that can be run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,13 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config import EngineOptions
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import ARCHITECTURES
+from jaxinfer.models.sharding import (
+    HEADS_AXIS,
+    RULES,
+    Rule,
+    load_rules,
+    padded,
+    pages_sharding,
+    shard,
+)
 from jaxinfer.runtime.checkpoint import Checkpoint, load_weights
-from jaxinfer.runtime.devices import configure_jax
+from jaxinfer.runtime.devices import configure_jax, take_devices
 from jaxinfer.runtime.kv_cache import allocate_pages, pool_size
 from jaxinfer.runtime.step import CompiledStep, Parameters
 from jaxinfer.runtime.step_inputs import StepLimits
@@ -28,7 +38,7 @@ Progress = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class Engine:
-    """A loaded model on one device, ready to step.
+    """A loaded model on one mesh of devices, ready to step.
 
     Attributes:
         num_pages: size of the KV pool, the padding page included.
@@ -37,7 +47,7 @@ class Engine:
 
     worker: Worker
     options: EngineOptions
-    device: jax.Device
+    devices: list[jax.Device]
     dtype: str
     num_pages: int
     max_model_len: int
@@ -66,14 +76,16 @@ def load_engine(checkpoint: Checkpoint, options: EngineOptions, progress: Progre
             checkpoint's tensors do not fit the architecture.
     """
     configure_jax()
-    config = checkpoint.config
-    max_model_len = _max_model_len(config, options)
-    device = jax.devices()[0]
-    dtype = _dtype(options, device)
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    max_model_len = _max_model_len(checkpoint.config, options)
+    devices = take_devices(options.tensor_parallel_size)
+    mesh = Mesh(np.array(devices), (HEADS_AXIS,))
+    config = padded(checkpoint.config, len(devices))
+    dtype = _dtype(options, devices[0])
+
+    rules = load_rules(options.sharding)
 
     progress("loading weights", 1)
-    graphdef, parameters = load_parameters(checkpoint, dtype, sharding)
+    graphdef, parameters = load_parameters(checkpoint, dtype, mesh, rules)
     progress("loading weights", 0)
 
     limits = StepLimits(
@@ -83,40 +95,46 @@ def load_engine(checkpoint: Checkpoint, options: EngineOptions, progress: Progre
         page_size=options.page_size,
     )
     num_pages = options.num_pages or pool_size(
-        config, options.page_size, dtype, device, options.memory_fraction,
+        config, options.page_size, dtype, devices, options.memory_fraction,
         most_useful=limits.max_pages * options.max_num_seqs + 1,
     )  # fmt: skip
-    kv = allocate_pages(config, num_pages, options.page_size, dtype, sharding)
-    previous_S = jax.device_put(np.zeros(options.max_num_seqs, np.int32), sharding)
+    kv = allocate_pages(config, num_pages, options.page_size, dtype, pages_sharding(mesh))
+    whole = NamedSharding(mesh, PartitionSpec())
+    previous_S = jax.device_put(np.zeros(options.max_num_seqs, np.int32), whole)
     step = CompiledStep(graphdef, (parameters, kv, previous_S), limits, options.strict_shapes)
     worker = Worker(step, parameters, kv, previous_S)
     for left in worker.prepare():
         progress("compiling steps", left)
-    return Engine(worker, options, device, dtype.name, num_pages, max_model_len)
+    return Engine(worker, options, devices, dtype.name, num_pages, max_model_len)
 
 
 def load_parameters(
-    checkpoint: Checkpoint, dtype: jnp.dtype, sharding: jax.sharding.Sharding
+    checkpoint: Checkpoint, dtype: jnp.dtype, mesh: Mesh, rules: Sequence[Rule] = RULES
 ) -> tuple[nnx.GraphDef[Any], Parameters]:
-    """A model's structure, and its parameters on the devices: matrices in ``dtype``.
+    """A model's structure, and its parameters on the mesh: matrices in ``dtype``.
 
     Vectors (the scales of norms) stay float32: they are small, and norms work in float32.
+
+    Raises:
+        JaxinferError: the tensors do not fit the architecture, or the rules the parameters.
     """
-    config = checkpoint.config
-    architecture = ARCHITECTURES[config.architecture]
+    architecture = ARCHITECTURES[checkpoint.config.architecture]
+    config = padded(checkpoint.config, mesh.size)
     abstract = nnx.eval_shape(lambda: architecture.model(config, nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
+    flat = nnx.to_flat_state(state)
+    parameters = {".".join(map(str, path)): parameter for path, parameter in flat}
 
     def place(path: str, array: np.ndarray) -> jax.Array:
+        shape = parameters[path].get_value().shape
+        sharding = shard(path, shape, mesh, rules)
+        grown = np.pad(array, [(0, n - old) for n, old in zip(shape, array.shape, strict=True)])
         kept = np.float32 if array.ndim == 1 else dtype
-        return jax.device_put(np.ascontiguousarray(array).astype(kept), sharding)
+        return jax.device_put(np.ascontiguousarray(grown).astype(kept), sharding)
 
-    loaded = load_weights(checkpoint, architecture.hf_weights(config), place)
-    flat = nnx.to_flat_state(state)
-    for path, parameter in flat:
-        array = loaded.pop(".".join(map(str, path)))
-        assert array.shape == parameter.get_value().shape, path
-        parameter.set_value(array)
+    loaded = load_weights(checkpoint, architecture.hf_weights(checkpoint.config), place)
+    for path, parameter in parameters.items():
+        parameter.set_value(loaded.pop(path))
     assert not loaded, f"weights without a parameter: {sorted(loaded)}"
     return graphdef, nnx.from_flat_state(flat)
 

@@ -1,5 +1,6 @@
 """The page pool's arrays: how large they may be, and their allocation."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -37,7 +38,7 @@ def pool_size(
     config: ModelConfig,
     page_size: int,
     dtype: jnp.dtype,
-    device: jax.Device,
+    devices: Sequence[jax.Device],
     memory_fraction: float | None,
     most_useful: int,
 ) -> int:
@@ -46,8 +47,10 @@ def pool_size(
     Raises:
         JaxinferError: not even one page fits.
     """
-    each = page_bytes(config, page_size, dtype)
-    fits = memory_left(device, memory_fraction) // each
+    # CPU devices share one memory; other devices have a share of each page.
+    sharers = 1 if devices[0].platform == "cpu" else len(devices)
+    each = page_bytes(config, page_size, dtype) // sharers
+    fits = min(memory_left(device, memory_fraction) for device in devices) // each
     if fits < 2:
         raise JaxinferError(
             f"memory_fraction {memory_fraction} leaves room for {max(fits, 0)} KV pages of "
@@ -70,8 +73,9 @@ def allocate_pages(
     Raises:
         JaxinferError: the pages would not fit into the device's memory.
     """
-    size = num_pages * page_bytes(config, page_size, dtype)
-    (device, *_) = sharding.device_set
+    device: jax.Device = next(iter(sharding.device_set))
+    sharers = 1 if device.platform == "cpu" else len(sharding.device_set)
+    size = num_pages * page_bytes(config, page_size, dtype) // sharers
     if size > (room := memory_left(device, 1.0)):
         raise JaxinferError(
             f"num_pages {num_pages} of {page_size} tokens takes {size / 2**30:.1f} GiB, "

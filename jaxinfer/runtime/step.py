@@ -117,7 +117,16 @@ class CompiledStep:
         self._arguments = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arguments
         )
-        self._forward = jax.jit(partial(forward, graphdef), donate_argnums=1)
+        _, kv, previous_S = self._arguments
+        self._mesh = previous_S.sharding.mesh
+        self._whole = previous_S.sharding
+        # Donated pages are written in place only where both sides lie alike.
+        kv_shardings = jax.tree.map(lambda x: x.sharding, kv)
+        self._forward = jax.jit(
+            partial(forward, graphdef),
+            donate_argnums=1,
+            out_shardings=(kv_shardings, self._whole, self._whole),
+        )
         self._executables: dict[Hashable, jax.stages.Compiled] = {}
 
     def compile_ahead(self, sampler: SamplerShape, run: Callable[[Key], None]) -> Iterator[int]:
@@ -177,22 +186,29 @@ class CompiledStep:
         return [self._executables[part] for part in parts]
 
     def _compile(self, part: Any) -> jax.stages.Compiled:
+        with jax.set_mesh(self._mesh):
+            return self._lower(part).compile()
+
+    def _lower(self, part: Any) -> jax.stages.Lowered:
         parameters, kv, previous_S = self._arguments
         match part:
             case StepShape():
                 inputs = empty_inputs(part, self.limits)
-                return self._forward.lower(parameters, kv, previous_S, inputs).compile()
+                return self._forward.lower(parameters, kv, previous_S, inputs)
             case "head", int(rows), SamplerShape() as sampler:
                 jitted = jax.jit(
-                    partial(head, self._graphdef, self.limits.max_num_seqs, sampler.top)
+                    partial(head, self._graphdef, self.limits.max_num_seqs, sampler.top),
+                    out_shardings=self._whole,
                 )
                 sampling = empty_sampling(rows, sampler)
                 x_SD = self._hidden(rows)
-                return jitted.lower(parameters, x_SD, previous_S, sampling).compile()
+                return jitted.lower(parameters, x_SD, previous_S, sampling)
             case "prompt head", int(tokens), int(top):
-                jitted = jax.jit(partial(prompt_head, self._graphdef, top))
+                jitted = jax.jit(
+                    partial(prompt_head, self._graphdef, top), out_shardings=self._whole
+                )
                 next_token_T = np.zeros(tokens, np.int32)
-                return jitted.lower(parameters, self._hidden(tokens), next_token_T).compile()
+                return jitted.lower(parameters, self._hidden(tokens), next_token_T)
         raise AssertionError(part)
 
     def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
@@ -200,7 +216,7 @@ class CompiledStep:
         inputs = empty_inputs(StepShape(1, 1, 0), self.limits)
         _, _, x_TD = jax.eval_shape(self._forward, parameters, kv, previous_S, inputs)
         shape = rows, x_TD.shape[1]
-        return jax.ShapeDtypeStruct(shape, x_TD.dtype, sharding=previous_S.sharding)
+        return jax.ShapeDtypeStruct(shape, x_TD.dtype, sharding=self._whole)
 
 
 def _parts(key: Key) -> list[Hashable]:

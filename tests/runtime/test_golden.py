@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxinfer.config import EngineOptions
 from jaxinfer.models.layers import PagedBatch
@@ -46,8 +47,8 @@ def engine(checkpoint: Checkpoint) -> Engine:
 def test_logits(checkpoint: Checkpoint, golden: list[dict[str, Any]]) -> None:
     """The whole sequence in one chunk: top two logits and logsumexp at each output position."""
     config = checkpoint.config
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    graphdef, parameters = load_parameters(checkpoint, jnp.dtype("float32"), sharding)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
+    graphdef, parameters = load_parameters(checkpoint, jnp.dtype("float32"), mesh)
     length, page_size = 512, 64
 
     @jax.jit

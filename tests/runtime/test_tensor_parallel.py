@@ -1,0 +1,117 @@
+"""Tensor parallelism on CPU devices: the same tokens, a share of everything per device."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from test_golden import OPTIONS, serve
+
+from jaxinfer import LLM, JaxinferError, SamplingParams
+from jaxinfer.config import EngineOptions
+from jaxinfer.runtime.checkpoint import open_checkpoint
+from jaxinfer.runtime.engine import Engine, load_engine
+from jaxinfer.runtime.step_inputs import StepShape
+
+TINY = {"page_size": 8, "num_pages": 65, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+PARAMS = [
+    SamplingParams(temperature=t, top_p=p, seed=3, max_tokens=20, ignore_eos=True, logprobs=2)
+    for t, p in ((0, 1.0), (1.0, 1.0), (0.8, 0.9))
+]
+PROMPTS = ["Hello", "x" * 70, "Another one"]
+
+
+def demo_engine(devices: int) -> Engine:
+    options = EngineOptions(
+        dtype="float32", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512,
+        page_size=16, num_pages=129, tensor_parallel_size=devices, strict_shapes=True,
+    )  # fmt: skip
+    return load_engine(open_checkpoint("smollm2-135m-instruct"), options, lambda part, left: None)
+
+
+@pytest.mark.parametrize(
+    "devices", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_demo_model_gives_its_golden_tokens(golden: list[dict[str, Any]], devices: int) -> None:
+    """Three KV heads: two and four devices pad them with zero groups."""
+    engine = demo_engine(devices)
+    requests, _ = serve(engine, golden, OPTIONS)
+    assert [r.output_token_ids for r in requests] == [c["output_ids"] for c in golden]
+
+    groups = -(-3 // devices)
+    kv = engine.worker._kv[0]
+    assert {s.data.shape for s in kv[0].addressable_shards} == {(129, groups, 64, 16)}
+    assert {s.data.shape for s in kv[1].addressable_shards} == {(129, groups, 16, 64)}
+    attn = engine.worker._parameters["layers"][0]["attn"]
+    assert attn["q_DNH"].get_value().addressable_shards[0].data.shape == (576, 3 * groups, 64)
+    assert attn["o_NHD"].get_value().addressable_shards[0].data.shape == (3 * groups, 64, 576)
+
+    # Megatron's count: one all-reduce after attention and one after the MLP, in each layer.
+    text = engine.worker.step._executables[StepShape(4, 4, 0)].as_text()
+    collectives = re.findall(r"= \S+ (all-\w+|reduce-scatter|collective-\w+)\(", text)
+    assert collectives == ["all-reduce"] * 60
+
+
+def outputs(llm: LLM) -> list[tuple[list[int], list[Any]]]:
+    done = [o.outputs[0] for o in llm.generate(PROMPTS, PARAMS, progress=False)]
+    return [(c.token_ids, [list(p) for p in c.logprobs or []]) for c in done]
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_tiny_model_draws_the_same_tokens(tiny: LLM, tiny_folder: Path, devices: int) -> None:
+    """Greedy and sampled, with prefix cache, and the likeliest tokens in their order."""
+    llm = LLM(str(tiny_folder), progress=False, tensor_parallel_size=devices, **TINY)
+    expected = outputs(tiny)
+    assert outputs(llm) == expected
+    assert outputs(llm) == expected
+    assert len(llm.describe()["devices"]) == devices  # type: ignore[arg-type]
+
+
+RULES = "from jaxinfer.models.sharding import Rule\nRULES = "
+
+
+@pytest.mark.parametrize(
+    "table",
+    ["()", '(Rule("*embed_VD", {"D": "tp"}), Rule("*.mlp.*", {"F": "tp"}))',
+     '[Rule("*_VD", {"V": "tp"}), Rule("*.q_DNH", {"D": "tp"})]'],
+)  # fmt: skip
+def test_other_rules_change_no_token(
+    tiny: LLM, tiny_folder: Path, tmp_path: Path, table: str
+) -> None:
+    (tmp_path / "rules.py").write_text(RULES + table)
+    llm = LLM(
+        str(tiny_folder), progress=False, tensor_parallel_size=2,
+        sharding=str(tmp_path / "rules.py"), **TINY,
+    )  # fmt: skip
+    assert outputs(llm) == outputs(tiny)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "rules.py: No such file or directory"),
+        ("RULES = (", "rules.py: SyntaxError: '(' was never closed"),
+        ("x = 1", "must define RULES, a tuple of jaxinfer.models.sharding.Rule"),
+        ("RULES = ['*']", "must define RULES"),
+        (RULES + '(Rule("*", {"D": "dp"}),)', "on mesh axis 'dp', there is ['tp']"),
+        (RULES + '(Rule("*.q_DNH", {"D": "tp", "N": "tp"}),)', "two axes of layers.0.attn.q_DNH"),
+        (RULES + '(Rule("head_VD", {"V": "tp"}),)', "cut axis V of head_VD, 260 long, into 3"),
+    ],
+)
+def test_bad_rules(tiny_folder: Path, tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "rules.py").write_text(text)
+    with pytest.raises(JaxinferError) as caught:
+        LLM(
+            str(tiny_folder), progress=False, tensor_parallel_size=3,
+            sharding=str(tmp_path / "rules.py"), **TINY,
+        )  # fmt: skip
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_more_devices_than_there_are(tiny_folder: Path) -> None:
+    there = len(jax.devices())
+    with pytest.raises(JaxinferError, match=f"tensor_parallel_size is 99, there are {there} cpu"):
+        LLM(str(tiny_folder), progress=False, tensor_parallel_size=99, **TINY)
