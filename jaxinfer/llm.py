@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from jaxinfer.config import EngineOptions, RunFile, load_run_file
+from jaxinfer.continuations import Continuations
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.metrics import RunMetrics, StepTotals, percentile
 from jaxinfer.report.progress import LoadProgress, RunProgress
@@ -149,16 +150,20 @@ class LLM:
         ends += params.stop_token_ids
         requests = []
         for index in range(params.n):
-            own_seed = _hash63(f"{seed}#{index}") if index else seed
+            # Such that no two requests with different ids get the same.
+            suffixed = params.n > 1 or request_id.endswith(")")
             request = RequestState(
-                id=f"{request_id} ({index + 1} of {params.n})" if params.n > 1 else request_id,
+                id=f"{request_id} ({index + 1} of {params.n})" if suffixed else request_id,
                 prompt_len=len(prompt_token_ids),
                 max_tokens=min(params.max_tokens, limit - len(prompt_token_ids)),
                 prompt_token_ids=prompt_token_ids,
-                payload=Sampling(params, own_seed, ends, request_id, index),
+                payload=Sampling(params, seed, ends, request_id, index),
             )
             request.takes_cached = params.prompt_logprobs is None
             requests.append(request)
+            # The other continuations: seeds of their own, and the prompt reported on once.
+            params = params.model_copy(update={"prompt_logprobs": None})
+            seed = _hash63(f"{seed}#{index}")
         return requests
 
     def run(
@@ -172,43 +177,34 @@ class LLM:
         """Serve requests made by ``make_requests``; outputs come as requests finish.
 
         Raises:
-            JaxinferError: ``strict_shapes`` is set and a step was not compiled ahead.
+            JaxinferError: two requests have one id; or ``strict_shapes`` is set and a step was not
+                compiled ahead.
         """
+        caching = self.options.enable_prefix_caching
+        group = Continuations(requests, self.options.page_size if caching else None)
         checks = {r.id: StopCheck(sampling_of(r).params, self.tokenizer) for r in requests}
-        unfinished: dict[str, list[RequestState]] = {}
-        for request in requests:
-            unfinished.setdefault(sampling_of(request).parent, []).append(request)
-        num_requests = len(unfinished)
-        # Continuations of one prompt wait until the first has its KV.
-        held_back = {
-            parent: siblings[1:]
-            for parent, siblings in unfinished.items()
-            if self.options.enable_prefix_caching and len(siblings) > 1
-        }
-        waiting = {request.id for siblings in held_back.values() for request in siblings}
         self._compile_samplers(requests, progress)
         totals = StepTotals()
         with ExitStack() as stack:
             folder = None
             if run_dir:
                 folder = stack.enter_context(RunFolder(Path(run_dir), self.describe()))
-            bar = stack.enter_context(RunProgress(progress, num_requests))
+            bar = stack.enter_context(RunProgress(progress, group.num_parents))
 
             def check_stop(request: RequestState, token: int) -> Stop | None:
                 return checks[request.id].add(token)
 
             def on_finish(request: RequestState) -> None:
-                parent = sampling_of(request).parent
-                world.add(held_back.pop(parent, ()))
-                if all(sibling.finish_reason for sibling in unfinished[parent]):
-                    on_output(self._output(parent, unfinished.pop(parent), checks))
+                world.add(group.released_by(request))
+                if siblings := group.done_with(request):
+                    on_output(self._output(siblings, checks))
                     bar.request_done()
 
             def on_event(event: Event) -> None:
                 if isinstance(event, StepDone):
-                    for row in event.batch.rows if held_back else ():
+                    for row in event.batch.rows:
                         if row.samples:
-                            world.add(held_back.pop(sampling_of(row.request).parent, ()))
+                            world.add(group.released_by(row.request))
                     totals.add(event)
                     bar.step_done(totals)
                     if folder:
@@ -218,14 +214,13 @@ class LLM:
             # A run that fails leaves pages in use: the next one gets a new pool.
             kv, self._kv = self._kv or self.engine.new_kv(), None
             instance = self.engine.new_instance(kv)
-            world = RealWorld(
-                {instance.name: self.engine.worker}, [r for r in requests if r.id not in waiting]
-            )
+            world = RealWorld({instance.name: self.engine.worker}, group.at_once)
             loop = ServingLoop(world, [instance], Single(), check_stop, on_finish, on_event)
             loop.run()
+            kv.on_free = lambda: None  # The loop, and what it holds, is not to outlive the run.
             self._kv = kv
             metrics = self._metrics(
-                num_requests, requests, world, totals, instance.num_preemptions, late
+                group.num_parents, requests, world, totals, instance.num_preemptions, late
             )
             if folder:
                 folder.finish(asdict(metrics))
@@ -295,16 +290,14 @@ class LLM:
                 for count in left:
                     bar.update("compiling samplers", count)
 
-    def _output(
-        self, request_id: str, siblings: list[RequestState], checks: dict[str, StopCheck]
-    ) -> RequestOutput:
+    def _output(self, siblings: list[RequestState], checks: dict[str, StopCheck]) -> RequestOutput:
         first = siblings[0]
         prompt_logprobs = None
         if sampling_of(first).params.prompt_logprobs is not None and not first.error:
             found = (first.prompt_details[p] for p in range(1, first.prompt_len))
             prompt_logprobs = [None, *(decoded(position, self.tokenizer) for position in found)]
         return RequestOutput(
-            request_id=request_id,
+            request_id=sampling_of(first).parent,
             prompt=None,
             prompt_token_ids=list(first.prompt_token_ids),
             outputs=[

@@ -1,5 +1,6 @@
 """What a user hands in (sampling parameters) and gets back (request outputs)."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -21,10 +22,18 @@ def _as_list(value: object) -> object:
 
 
 def _with_int_keys(value: object) -> object:
-    """Accept the keys of a JSON object, which are strings."""
+    """Accept none, and the keys of a JSON object, which are strings."""
+    if value is None:
+        return {}
     if not isinstance(value, dict):
         return value
-    return {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in value.items()}
+    converted = {
+        int(k) if isinstance(k, str) and re.fullmatch(r"-?[0-9]{1,12}", k) else k: v
+        for k, v in value.items()
+    }
+    if len(converted) < len(value):
+        raise ValueError("a token is named twice")
+    return converted
 
 
 class SamplingParams(Options):
@@ -45,8 +54,8 @@ class SamplingParams(Options):
         seed: with the position, decides each draw; without one, the engine derives it from
             its own seed and the request's id, so that a repeated run repeats its tokens.
         max_tokens: output tokens at most.
-        min_tokens: until there are so many output tokens, EOS and stop tokens are not drawn and
-            stop strings not looked for.
+        min_tokens: until there are so many output tokens, EOS and stop tokens are not drawn; a stop
+            string has to end later.
         logprobs: report the log probabilities of so many likeliest tokens at each position, and
             of the drawn one; 0 reports the drawn one alone.
         prompt_logprobs: the same for the tokens of the prompt; all of it is computed then, whatever
@@ -56,12 +65,12 @@ class SamplingParams(Options):
         ignore_eos: go on after EOS.
     """
 
-    n: int = Field(default=1, ge=1)
+    n: int = Field(default=1, ge=1, le=128)
     temperature: float = Field(default=1.0, ge=0)
     top_k: int = Field(default=0, ge=-1)
     top_p: float = Field(default=1.0, gt=0, le=1)
     min_p: float = Field(default=0.0, ge=0, le=1)
-    repetition_penalty: float = Field(default=1.0, gt=0)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     logit_bias: Annotated[

@@ -24,29 +24,33 @@ class StopCheck:
         self._tail = ""
         self._tail_len = max(map(len, params.stop), default=1) - 1
         self._cut: int | None = None
-        self._left = params.min_tokens
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
         self._emitted = 0
 
     def add(self, token: int) -> Stop | None:
         """Take the next token; a reason where it ends the request."""
-        self._left -= 1
+        self._num_tokens += 1
         if token in self._stop_ids:
             return "stop", token
         if token in self._eos:
             return "stop", None
         if self._stream:
-            piece = self._stream.add(token)
-            if self._left < 0:
-                return self._find_stop(piece)
-            self._emitted += len(piece)  # A stop string begins after ``min_tokens`` tokens.
+            return self._find_stop(self._stream.add(token))
         return None
 
     def _find_stop(self, piece: str) -> Stop | None:
         window = self._tail + piece
         begin = self._emitted - len(self._tail)
         self._emitted += len(piece)
-        found = [(at, stop) for stop in self._stop if (at := window.find(stop)) >= 0]
-        if found:
+        # Strings that end in the new piece: earlier ones ended before ``min_tokens``.
+        new = len(self._tail)
+        found = [
+            (at, stop)
+            for stop in self._stop
+            if (at := window.find(stop, max(0, new - len(stop) + 1))) >= 0
+        ]
+        if found and self._num_tokens > self._min_tokens:
             at, stop = min(found, key=lambda hit: hit[0])
             self._cut = begin + at
             return "stop", stop

@@ -10,6 +10,7 @@ import pytest
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
 from jaxinfer.report.run_folder import PACKAGES
+from jaxinfer.stop import StopCheck
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PROMPTS = ["Hello", "A longer prompt than the other one, by far.", "x" * 150, "Ünïcode ✓"]
@@ -266,7 +267,7 @@ def test_penalties_are_a_bias_by_the_tokens_so_far(tiny: LLM) -> None:
 
 def test_repetition_penalty_sees_the_prompt(tiny: LLM) -> None:
     prompt = tiny.tokenizer.encode("Hello")
-    params = GREEDY.model_copy(update={"max_tokens": 15, "repetition_penalty": 1000.0})
+    params = GREEDY.model_copy(update={"max_tokens": 15, "repetition_penalty": 100.0})
     (got,) = tokens(tiny, "Hello", params)
     assert len({*got, *prompt}) == 15 + len(set(prompt))
 
@@ -284,6 +285,48 @@ def test_min_tokens_holds_back_every_end(tiny: LLM) -> None:
     (by_text,) = tiny.generate("Hello", params, progress=False)[0].outputs
     assert len(by_text.token_ids) > 10
     assert by_text.text.startswith(text[:10])
+
+
+@pytest.mark.parametrize(("min_tokens", "ends_at"), [(0, 4), (3, 4), (4, None)])
+def test_a_stop_string_may_begin_before_min_tokens_but_not_end_there(
+    tiny: LLM, min_tokens: int, ends_at: int | None
+) -> None:
+    params = SamplingParams(min_tokens=min_tokens, stop=("cd", "longer than that"))
+    check = StopCheck(params, tiny.tokenizer)
+    ids = tiny.tokenizer.encode("abcdefgh")
+    stops = [check.add(token) for token in ids]
+    assert [i for i, stop in enumerate(stops, 1) if stop] == ([ends_at] if ends_at else [])
+    if ends_at:
+        assert check.text(ids[:ends_at], ended_by_token=False) == "ab"
+
+
+def test_requests_come_in_the_order_given(tiny: LLM) -> None:
+    llm_ids = [[i] * 20 for i in range(6)]
+    requests = [r for i, ids in enumerate(llm_ids) for r in tiny.make_requests(str(i), ids, GREEDY)]
+    tiny.run(requests, lambda output: None, progress=False)
+    starts = [request.metrics.first_scheduled or 0.0 for request in requests]
+    assert starts == sorted(starts)
+    assert starts[0] < starts[-1]
+
+
+def test_ids_that_look_like_those_of_continuations_do_not_clash(tiny: LLM) -> None:
+    several = SamplingParams(n=2, max_tokens=3, ignore_eos=True)
+    one = SamplingParams(max_tokens=3, ignore_eos=True)
+    asked = {"a": several, "a (2 of 2)": one, "a (1 of 2)": one, "a (1 of 2) (1 of 1)": one}
+    requests = [r for name, p in asked.items() for r in tiny.make_requests(name, [1, 2], p)]
+    outputs = {}
+    tiny.run(requests, lambda o: outputs.update({o.request_id: len(o.outputs)}), progress=False)
+    assert outputs == {name: params.n for name, params in asked.items()}
+    with pytest.raises(JaxinferError, match="two requests have the id 'a'"):
+        tiny.run(tiny.make_requests("a", [1], one) * 2, lambda output: None, progress=False)
+
+
+def test_a_failure_in_reporting_ends_the_run(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxinfer.runtime.worker._sample_logprobs", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tiny.generate("Hello", GREEDY, progress=False)
+    monkeypatch.undo()
+    assert len(tokens(tiny, "Hello", GREEDY)[0]) == 20
 
 
 def test_n_continuations_of_one_prompt(tiny: LLM) -> None:

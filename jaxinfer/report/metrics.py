@@ -33,7 +33,7 @@ class RunMetrics:
     """A run in figures. Times in seconds, without loading and compiling ahead.
 
     Attributes:
-        prompt_tokens: once for each of the `n` continuations of a prompt.
+        prompt_tokens: once for each of the ``n`` continuations of a prompt.
         cached_tokens: those of them whose KV the prefix cache had when their request started.
         prompt_tok_s, output_tok_s: tokens of finished requests per second of the whole run.
         ttft_p50, ttft_p99: time to first token since arrival.

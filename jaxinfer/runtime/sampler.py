@@ -117,8 +117,11 @@ def look_up(logits_SV: jax.Array, token_S: jax.Array, top: int) -> Samples:
     logit_S1 = jnp.take_along_axis(logits_SV, token_S[:, None], -1)
     rank_S = jnp.zeros_like(token_S)
     if top:
-        rank_S = 1 + (logits_SV > logit_S1).sum(-1, dtype=jnp.int32)
-    top_SN, top_token_SN = jax.lax.top_k(logits_SV, top)
+        # Of equals, the lower token is the likelier, as in top_k.
+        before_SV = jnp.arange(logits_SV.shape[1]) < token_S[:, None]
+        ahead_SV = (logits_SV > logit_S1) | (logits_SV == logit_S1) & before_SV
+        rank_S = 1 + ahead_SV.sum(-1, dtype=jnp.int32)
+    top_SN, top_token_SN = jax.lax.top_k(logits_SV, min(top, logits_SV.shape[1]))
     return Samples(
         token_S, (logit_S1 - log_sum_S1)[:, 0], rank_S, top_token_SN, top_SN - log_sum_S1
     )

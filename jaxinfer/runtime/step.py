@@ -145,7 +145,9 @@ class CompiledStep:
             for left, (part, executable) in enumerate(zip(todo, compiled, strict=True), 1):
                 self._executables[part] = executable
                 yield len(todo) - left
-        for key in keys if todo else []:
+        # The smallest step that has a part; keys come largest first.
+        with_part = {part: key for key in keys for part in _parts(key)}
+        for key in {with_part[part]: None for part in todo}:
             run(key)
         self.compiles += len(todo)
         self.compile_s += time.perf_counter() - start

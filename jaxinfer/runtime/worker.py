@@ -96,21 +96,31 @@ class Worker:
         end = 0.0
         while True:
             batch, on_device, prompt, launched, origin, post = self._launched.get()
+            # Whatever fails here would otherwise leave the loop waiting for ever.
             try:
                 samples = Samples(*map(np.asarray, on_device))
-                prompt = prompt and Samples(*map(np.asarray, prompt))
+                found = prompt and Samples(*map(np.asarray, prompt))
+                # A step launched ahead starts when the one before it has ended.
+                start, end = max(launched, end), time.perf_counter()
+                post(_step_done(batch, samples, found, start - origin, end - origin))
             except Exception as error:
                 post(error)
-                continue
-            # A step launched ahead starts when the one before it has ended.
-            start, end = max(launched, end), time.perf_counter()
-            sampled = [row.request for row in batch.rows if row.samples]
-            tokens = samples.token_S[: len(sampled)].tolist()
-            logprobs = samples.logprob_S[: len(sampled)].tolist()
-            top = [_sample_logprobs(request, i, samples) for i, request in enumerate(sampled)]
-            times = start - origin, end - origin
-            said = _prompt_logprobs(batch, prompt) if prompt else {}
-            post(StepDone(batch, tokens, *times, logprobs, top if any(top) else (), said))
+
+
+def _step_done(
+    batch: Batch, samples: Samples, prompt: Samples | None, start: float, end: float
+) -> StepDone:
+    sampled = [row.request for row in batch.rows if row.samples]
+    details = [_sample_logprobs(request, i, samples) for i, request in enumerate(sampled)]
+    return StepDone(
+        batch,
+        samples.token_S[: len(sampled)].tolist(),
+        start,
+        end,
+        samples.logprob_S[: len(sampled)].tolist(),
+        details if any(details) else (),
+        _prompt_logprobs(batch, prompt) if prompt else {},
+    )
 
 
 def _sample_logprobs(request: RequestState, i: int, samples: Samples) -> dict[int, Logprob] | None:
@@ -133,7 +143,7 @@ def _logprobs(samples: Samples, i: int, count: int) -> dict[int, Logprob]:
     """Row i's token, then the ``count`` likeliest ones."""
     own = Logprob(round(float(samples.logprob_S[i]), 6), int(samples.rank_S[i]))
     found = {int(samples.token_S[i]): own}
-    for rank in range(1, count + 1):
+    for rank in range(1, min(count, samples.top_token_SN.shape[1]) + 1):
         token = int(samples.top_token_SN[i, rank - 1])
         logprob = round(float(samples.top_logprob_SN[i, rank - 1]), 6)
         found.setdefault(token, Logprob(logprob, rank))

@@ -3,6 +3,7 @@
 import heapq
 import queue
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxinfer.runtime.worker import Worker
@@ -28,7 +29,8 @@ class RealWorld:
         self.launching_s = 0.0
         self._workers = workers
         self._origin = time.perf_counter()
-        self._arrivals = sorted(requests, key=lambda r: r.arrival, reverse=True)
+        self._arrivals: deque[RequestState] = deque()
+        self.add(requests)
         self._ticks: list[float] = []
         self._posted: queue.SimpleQueue[StepDone | Exception] = queue.SimpleQueue()
         self._in_flight = 0
@@ -38,8 +40,10 @@ class RealWorld:
         return time.perf_counter() - self._origin
 
     def add(self, requests: Iterable[RequestState]) -> None:
-        """Let more requests arrive now."""
-        self._arrivals += requests
+        """Let more requests arrive, each at its time or, where that is past, at once."""
+        if requests := list(requests):
+            # Stable: of those that arrive together, the first comes first.
+            self._arrivals = deque(sorted([*self._arrivals, *requests], key=lambda r: r.arrival))
 
     def arrivals_left(self) -> bool:
         """Whether a request is still to arrive."""
@@ -85,14 +89,16 @@ class RealWorld:
         return events
 
     def _next_by_clock(self) -> float | None:
-        times = self._ticks[:1] + [r.arrival for r in self._arrivals[-1:]]
+        times = self._ticks[:1]
+        if self._arrivals:
+            times = [*times, self._arrivals[0].arrival]
         return min(times, default=None)
 
     def _due_by_clock(self) -> list[Event]:
         now = self.now()
         events: list[Event] = []
-        while self._arrivals and self._arrivals[-1].arrival <= now:
-            events.append(Arrival(self._arrivals.pop()))
+        while self._arrivals and self._arrivals[0].arrival <= now:
+            events.append(Arrival(self._arrivals.popleft()))
         while self._ticks and self._ticks[0] <= now:
             heapq.heappop(self._ticks)
             events.append(Tick())

@@ -3,7 +3,6 @@
 import heapq
 from collections.abc import Callable, Sequence
 
-from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.prefix_cache import CachedPage, PrefixCache
 
 
@@ -147,8 +146,6 @@ class Hold:
         """Whether shard ``source`` has the slices, and another shard ``dest`` has none of them."""
         if not (0 <= source < len(self.tables) and 0 <= dest < len(self.tables)):
             return False
-        if self.kv.cache:
-            raise JaxinferError("slices of KV heads cannot move where prefix caching is on")
         here, there = self.tables[source], self.tables[dest]
         return all(piece in here and piece not in there for piece in slices)
 

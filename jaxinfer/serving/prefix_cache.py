@@ -44,11 +44,6 @@ class PrefixCache:
         for shard in shards:
             shard.pool.evict = self.evict
 
-    @property
-    def num_idle(self) -> int:
-        """Pages per slice that no hold has."""
-        return len(self._idle)
-
     def match(self, digests: Sequence[bytes]) -> list[CachedPage]:
         """The cached pages of the longest beginning."""
         found = []

@@ -30,6 +30,7 @@ class RequestState:
         page_digests: page size -> digests of the first pages, for prefix caching.
         details: what the world reports with each of them, if it does.
         prompt_details: what it reports of the prompt, by position.
+        goes_first: joins a queue at its head.
         takes_cached: may start with pages of the prefix cache.
         computed: KV entries that exist, in ``hold`` or, between two legs, in ``exported``.
         launched: KV entries that exist or that a step in flight writes.
@@ -47,10 +48,10 @@ class RequestState:
 
     __slots__ = (
         "arrival", "computed", "cumulative_logprob", "details", "epoch", "error", "exported",
-        "finish_reason", "hold", "id", "incoming", "launched", "legs", "max_tokens", "metrics",
-        "output_token_ids", "page_digests", "paused", "payload", "peak_tokens", "pending",
-        "prompt_details", "prompt_len", "prompt_token_ids", "sent", "slice_move", "stop_reason",
-        "takes_cached", "transfers",
+        "finish_reason", "goes_first", "hold", "id", "incoming", "launched", "legs", "max_tokens",
+        "metrics", "output_token_ids", "page_digests", "paused", "payload", "peak_tokens",
+        "pending", "prompt_details", "prompt_len", "prompt_token_ids", "sent", "slice_move",
+        "stop_reason", "takes_cached", "transfers",
     )  # fmt: skip
 
     def __init__(
@@ -75,6 +76,7 @@ class RequestState:
         self.cumulative_logprob = 0.0
         self.details: list[object] = []
         self.prompt_details: dict[int, object] = {}
+        self.goes_first = False
         self.takes_cached = True
         self.page_digests: dict[int, list[bytes]] = {}
         self.metrics = RequestMetrics(arrival)

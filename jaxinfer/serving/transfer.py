@@ -89,7 +89,10 @@ class HandOffs:
             dest.importing[request.id] = request
             self.pull(request)
         else:
-            dest.waiting.append(request)
+            if request.goes_first:
+                dest.waiting.appendleft(request)
+            else:
+                dest.waiting.append(request)
 
     def pull(self, request: RequestState) -> None:
         """Send what the next leg's instance still lacks; its pages are reserved."""
@@ -120,6 +123,8 @@ class HandOffs:
     def ask_slice_move(self, request: RequestState, move: MoveSlices) -> None:
         """Note a move of slices of KV heads; it starts once nothing uses the pages."""
         assert request.hold
+        if request.hold.kv.cache:
+            raise JaxinferError(f"system asks for {move}, not possible with prefix caching")
         if not request.hold.can_move(move.source_shard, move.dest_shard, move.slices):
             raise JaxinferError(f"system asks for {move}, but the slices are not there to move")
         request.slice_move = move

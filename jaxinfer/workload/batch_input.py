@@ -237,11 +237,13 @@ def _num_logprobs(body: dict[str, object]) -> object:
     """Likeliest tokens to report: a number for completions, a switch and a number for chat."""
     asked, top = body.get("logprobs"), body.get("top_logprobs")
     if "messages" not in body:
-        if top is not None:
+        if top:
             raise JaxinferError(f"top_logprobs is {shorten(top)}, for chat; give logprobs a number")
         return None if asked is False else asked
     if asked is not None and not isinstance(asked, bool):
         raise JaxinferError(f"logprobs is {shorten(asked)}, must be true or false for chat")
+    if top is not None and (type(top) is not int or not 0 <= top <= 20):
+        raise JaxinferError(f"top_logprobs is {shorten(top)}, must be an integer from 0 to 20")
     if top and not asked:
         raise JaxinferError(f"top_logprobs is {shorten(top)}, needs logprobs: true")
     return (0 if top is None else top) if asked else None

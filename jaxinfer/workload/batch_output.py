@@ -1,7 +1,8 @@
 """Results of a batch: lines in OpenAI's format, and a file of them that survives a kill.
 
 A line is a function of its request and its tokens alone (no clock, no random ids), so that an
-interrupted and resumed job writes the very lines of an uninterrupted one.
+interrupted and resumed job writes the very lines of an uninterrupted one; the last digits of log
+probabilities, if asked for, may differ.
 """
 
 import contextlib

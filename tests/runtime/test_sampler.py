@@ -229,5 +229,11 @@ def test_likeliest_tokens_and_ranks(logits: np.ndarray, seed: int) -> None:
         np.take_along_axis(log_p, np.asarray(got.top_token_SN), 1), got.top_logprob_SN,
         rtol=1e-4, atol=1e-5,
     )  # fmt: skip
-    drawn = logits[rows, np.asarray(got.token_S)[:, None]]
-    np.testing.assert_array_equal(got.rank_S, 1 + (logits > drawn).sum(1))
+    order = np.argsort(-logits, axis=1, kind="stable")
+    np.testing.assert_array_equal(got.top_token_SN, order[:, :8])
+    assert (order[rows[:, 0], np.asarray(got.rank_S) - 1] == got.token_S).all()
+
+
+def test_a_vocabulary_smaller_than_the_tokens_to_report() -> None:
+    got = draw(np.zeros((1, 5), np.float32), inputs(1, 0.0), top=8)
+    assert got.top_token_SN.tolist() == [[0, 1, 2, 3, 4]]

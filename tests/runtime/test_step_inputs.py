@@ -36,7 +36,7 @@ def batches(draw: st.DrawFn) -> tuple[StepLimits, Batch, dict[str, int]]:
         start = draw(st.integers(0, 200))
         count = draw(st.one_of(st.just(1), st.integers(1, min(left, 90))))
         left -= count
-        pending = count == 1 and draw(st.booleans())
+        pending = count == 1 and start > 0 and draw(st.booleans())
         known = start + count - pending
         prompt = draw(st.integers(1, max(known, 1)))
         params = SamplingParams(

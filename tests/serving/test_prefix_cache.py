@@ -4,7 +4,6 @@ import pytest
 from scenarios import Follow, Script
 from serving_checks import Outcome, Run, make_kv, make_requests
 
-from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.prefix_cache import page_digests
 from jaxinfer.serving.request_state import RequestState
@@ -99,11 +98,3 @@ def test_digests_depend_on_all_tokens_before() -> None:
     digests = page_digests(one, 2, 3)
     assert len({*digests, *page_digests(other, 2, 3)}) == 6
     assert page_digests(request("r2", [1, 2, 3, 4]), 2, 2) == digests[:2]
-
-
-def test_slices_do_not_move_where_pages_may_be_shared() -> None:
-    kv = make_kv(4, PAGE, ((0,), ()), caching=True)
-    hold = kv.reserve(4)
-    assert hold
-    with pytest.raises(JaxinferError, match="prefix caching"):
-        hold.can_move(0, 1, (0,))

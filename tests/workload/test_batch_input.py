@@ -128,7 +128,7 @@ def test_sampling_options(tmp_path):
     )  # fmt: skip
     assert good(tmp_path, chat(logprobs=True)).sampling.logprobs == 0
     assert good(tmp_path, completion(logprobs=2)).sampling.logprobs == 2
-    assert good(tmp_path, completion(logprobs=0)).sampling.logprobs == 0
+    assert good(tmp_path, completion(logprobs=0, top_logprobs=0)).sampling.logprobs == 0
 
 
 BAD = [
@@ -196,7 +196,13 @@ BAD = [
     (chat(stream=True), "stream is True, not supported except as false"),
     (chat(logprobs=3), "logprobs is 3, must be true or false for chat"),
     (chat(top_logprobs=3), "top_logprobs is 3, needs logprobs: true"),
-    (chat(logprobs=True, top_logprobs=21), "logprobs is 21, must be"),
+    (chat(logprobs=True, top_logprobs=21), "top_logprobs is 21, must be an integer from 0 to 20"),
+    (chat(logprobs=True, top_logprobs=True), "top_logprobs is True, must be an integer"),
+    (chat(n=129), "n is 129, must be"),
+    (chat(logit_bias={"-5": 1}), "logit_bias is -5, must be"),
+    (chat(logit_bias={"5": 1, "05": 1}), "logit_bias: a token is named twice"),
+    (chat(logit_bias={"\u0661": 1}), "logit_bias is '\u0661', must be"),
+    (chat(repetition_penalty=1e300), "repetition_penalty is 1e+300, must be"),
     (completion(logprobs=True), "logprobs is True, must be"),
     (completion(top_logprobs=2), "top_logprobs is 2, for chat; give logprobs a number"),
     (chat(tools=[{"type": "function"}]), "tools is [{'type': 'function'}]"),
