@@ -1,4 +1,4 @@
-"""The command line: ``jaxinfer run`` and ``jaxinfer bench``."""
+"""The command line: ``jaxinfer run``, ``bench`` and ``explain``."""
 
 import json
 import sys
@@ -121,6 +121,27 @@ def bench(
         console.print(metrics_table(metrics))
         figures.append(llm.describe() | {"workload": workload} | asdict(metrics))
     out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+@cli.command()
+@click.argument("run_file", required=False)
+@click.option("--model", help="Demo model's name, .gguf file, or Hugging Face folder.")
+@click.option("--set", "settings", multiple=True, metavar="A.B=C", help=SETTING_HELP)
+def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) -> None:
+    """Say how a model would lie on its devices and what its steps cost. No weights are loaded."""
+    from jaxinfer.report.plan_table import plan_tables
+    from jaxinfer.runtime.checkpoint import open_checkpoint
+    from jaxinfer.runtime.explain import step_costs
+    from jaxinfer.runtime.plan import make_plan
+
+    config = _configure(run_file, settings, model)
+    if config.model is None:
+        raise JaxinferError("no model: give --model, or model in the run file")
+    plan = make_plan(open_checkpoint(config.model).config, config.engine)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for table in plan_tables(plan, step_costs(plan)):
+        console.print(table)
+        console.print()
 
 
 def _raise_error(output: RequestOutput) -> None:

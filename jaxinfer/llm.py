@@ -130,7 +130,7 @@ class LLM:
         Raises:
             JaxinferError: no tokens, tokens outside the vocabulary, or too many of them.
         """
-        limit = self.engine.max_model_len
+        limit = self.engine.plan.max_model_len
         if not prompt_token_ids:
             raise JaxinferError("the prompt is empty")
         if len(prompt_token_ids) >= limit:
@@ -235,10 +235,10 @@ class LLM:
         return {
             "model": self.model,
             "engine": self.options.model_dump(),
-            "devices": [describe(device) for device in self.engine.devices],
-            "dtype": self.engine.dtype,
-            "num_pages": self.engine.num_pages,
-            "max_model_len": self.engine.max_model_len,
+            "devices": [describe(device) for device in self.engine.plan.devices],
+            "dtype": self.engine.plan.dtype.name,
+            "num_pages": self.engine.plan.num_pages,
+            "max_model_len": self.engine.plan.max_model_len,
         }
 
     def _generate(
@@ -343,7 +343,7 @@ class LLM:
             steps=totals.steps,
             preemptions=preemptions,
             peak_pages=totals.peak_pages,
-            num_pages=self.engine.num_pages - 1,
+            num_pages=self.engine.plan.num_pages - 1,
             compiles=step.compiles,
             compile_s=step.compile_s,
             late_compiles=step.late_compiles - late_before,

@@ -1,90 +1,57 @@
-"""The page pool's arrays: how large they may be, and their allocation."""
+"""The page pool's arrays, and what arrays take of a memory."""
 
-from collections.abc import Sequence
+import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import psutil
+from jax.sharding import Mesh
 
-from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layers import KVPages
+from jaxinfer.models.sharding import pages_sharding
 
-DEFAULT_MEMORY_FRACTION = {"cpu": 0.2, "gpu": 0.9}
+AbstractPages = tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
-    """Bytes of one page over all layers, keys and values."""
+    """Bytes of one page over all layers and heads, keys and values."""
     entry = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
     return config.num_hidden_layers * page_size * entry
 
 
-def memory_left(device: jax.Device, fraction: float | None) -> int:
-    """Bytes that pages may take: the fraction of a GPU's memory less what is in use.
-
-    A CPU shares its memory with the rest of the machine: there it is the fraction of what is
-    available.
-    """
-    if fraction is None:
-        fraction = DEFAULT_MEMORY_FRACTION[device.platform]
-    if device.platform == "cpu":
-        return int(psutil.virtual_memory().available * fraction)
-    stats = device.memory_stats()
-    return int(stats["bytes_limit"] * fraction) - stats["bytes_in_use"]
+def available_memory() -> int:
+    """Bytes of the host's memory that can be taken without swapping."""
+    return int(psutil.virtual_memory().available)
 
 
-def pool_size(
-    config: ModelConfig,
-    page_size: int,
-    dtype: jnp.dtype,
-    devices: Sequence[jax.Device],
-    memory_fraction: float | None,
-    most_useful: int,
-) -> int:
-    """Pages that fit into memory, the padding sink included; not more than are of use.
-
-    Raises:
-        JaxinferError: not even one page fits.
-    """
-    # CPU devices share one memory; other devices have a share of each page.
-    sharers = 1 if devices[0].platform == "cpu" else len(devices)
-    each = page_bytes(config, page_size, dtype) // sharers
-    fits = min(memory_left(device, memory_fraction) for device in devices) // each
-    if fits < 2:
-        raise JaxinferError(
-            f"memory_fraction {memory_fraction} leaves room for {max(fits, 0)} KV pages of "
-            f"{each / 2**20:.1f} MiB; raise it, or give num_pages"
-        )
-    return min(fits, most_useful)
+def memory_of(array: jax.ShapeDtypeStruct) -> int:
+    """Bytes in one device's memory; on CPU, in the host's, which all devices share."""
+    sharding = array.sharding
+    assert sharding
+    shard = math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    devices: list[jax.Device] = list(sharding.device_set)
+    return shard * (len(devices) if devices[0].platform == "cpu" else 1)
 
 
-def allocate_pages(
-    config: ModelConfig,
-    num_pages: int,
-    page_size: int,
-    dtype: jnp.dtype,
-    sharding: jax.sharding.Sharding,
-) -> list[KVPages]:
-    """Zeroed pages, keys [P, K, H, B] and values [P, K, B, H], one pair of arrays per layer.
+def abstract_pages(
+    config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype, mesh: Mesh
+) -> list[AbstractPages]:
+    """Keys [P, K, H, B] and values [P, K, B, H], one pair of arrays per layer.
 
     Separate arrays, because a step that is handed one array of all layers copies it.
-
-    Raises:
-        JaxinferError: the pages would not fit into the device's memory.
     """
-    device: jax.Device = next(iter(sharding.device_set))
-    sharers = 1 if device.platform == "cpu" else len(sharding.device_set)
-    size = num_pages * page_bytes(config, page_size, dtype) // sharers
-    if size > (room := memory_left(device, 1.0)):
-        raise JaxinferError(
-            f"num_pages {num_pages} of {page_size} tokens takes {size / 2**30:.1f} GiB, "
-            f"{room / 2**30:.1f} GiB are free"
-        )
     K, B, H = config.num_key_value_heads, page_size, config.head_dim
+    array = partial(jax.ShapeDtypeStruct, dtype=dtype, sharding=pages_sharding(mesh))
+    pair = array((num_pages, K, H, B)), array((num_pages, K, B, H))
+    return [pair] * config.num_hidden_layers
 
-    @partial(jax.jit, out_shardings=sharding)
-    def zeros() -> KVPages:
-        return jnp.zeros((num_pages, K, H, B), dtype), jnp.zeros((num_pages, K, B, H), dtype)
 
-    return [zeros() for _ in range(config.num_hidden_layers)]
+def allocate(pages: list[AbstractPages]) -> list[KVPages]:
+    """Zeroed pages."""
+
+    def zeros(array: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.jit(lambda: jnp.zeros(array.shape, array.dtype), out_shardings=array.sharding)()
+
+    return [(zeros(k), zeros(v)) for k, v in pages]

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.layers import KVPages
+from jaxinfer.runtime.kv_cache import AbstractPages
 from jaxinfer.runtime.sampler import SamplerShape, Samples, SamplingInputs, look_up, sample
 from jaxinfer.runtime.sampling_inputs import empty_sampling
 from jaxinfer.runtime.step_inputs import StepInputs, StepLimits, StepShape, empty_inputs
@@ -91,7 +92,7 @@ class CompiledStep:
 
     Args:
         graphdef: the model's structure.
-        arguments: parameters, KV pages and previous tokens, or their shapes and shardings.
+        arguments: shapes and shardings of parameters, KV pages and previous tokens.
         limits: decides the buckets.
         strict_shapes: a bucket that has not been compiled ahead is an error.
 
@@ -104,7 +105,7 @@ class CompiledStep:
     def __init__(
         self,
         graphdef: nnx.GraphDef[Any],
-        arguments: tuple[Parameters, list[KVPages], jax.Array],
+        arguments: tuple[Parameters, list[AbstractPages], jax.ShapeDtypeStruct],
         limits: StepLimits,
         strict_shapes: bool,
     ) -> None:
@@ -114,9 +115,7 @@ class CompiledStep:
         self.late_compiles = 0
         self._strict = strict_shapes
         self._graphdef = graphdef
-        self._arguments = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arguments
-        )
+        self._arguments = arguments
         _, kv, previous_S = self._arguments
         self._mesh = previous_S.sharding.mesh
         self._whole = previous_S.sharding
@@ -186,6 +185,10 @@ class CompiledStep:
                 self.late_compiles += 1
                 self.compile_s += time.perf_counter() - start
         return [self._executables[part] for part in parts]
+
+    def compile_parts(self, key: Key) -> list[jax.stages.Compiled]:
+        """The executables of one step, compiled for their own sake."""
+        return [self._compile(part) for part in _parts(key)]
 
     def _compile(self, part: Any) -> jax.stages.Compiled:
         with jax.set_mesh(self._mesh):

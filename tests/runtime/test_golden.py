@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
 
 from jaxinfer.config import EngineOptions
 from jaxinfer.models.layers import PagedBatch
 from jaxinfer.request import Sampling, SamplingParams
 from jaxinfer.runtime.checkpoint import Checkpoint, open_checkpoint
 from jaxinfer.runtime.engine import Engine, load_engine, load_parameters
+from jaxinfer.runtime.plan import make_plan
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
@@ -47,13 +47,13 @@ def engine(checkpoint: Checkpoint) -> Engine:
 def test_logits(checkpoint: Checkpoint, golden: list[dict[str, Any]]) -> None:
     """The whole sequence in one chunk: top two logits and logsumexp at each output position."""
     config = checkpoint.config
-    mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
-    graphdef, parameters = load_parameters(checkpoint, jnp.dtype("float32"), mesh)
+    plan = make_plan(config, EngineOptions(dtype="float32"))
+    parameters = load_parameters(checkpoint, plan)
     length, page_size = 512, 64
 
     @jax.jit
     def logits(parameters: Any, token_T: jax.Array, count: jax.Array) -> jax.Array:
-        model = nnx.merge(graphdef, parameters)
+        model = nnx.merge(plan.graphdef, parameters)
         position = jnp.arange(length)
         P, K, H = length // page_size + 1, config.num_key_value_heads, config.head_dim
         zeros = jnp.zeros((P, K, H, page_size)), jnp.zeros((P, K, page_size, H))

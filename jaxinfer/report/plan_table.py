@@ -1,0 +1,75 @@
+"""A plan as tables for the terminal."""
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from jaxinfer.runtime.explain import (
+    StepCost,
+    longest_request,
+    parameter_groups,
+    weight_bytes_per_device,
+)
+from jaxinfer.runtime.plan import Plan
+
+
+def plan_tables(plan: Plan, costs: list[StepCost]) -> Iterator[Table]:
+    """Parameters, memory, and what steps cost."""
+    yield _parameters(plan)
+    yield _memory(plan)
+    yield _steps(plan, costs)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    return table
+
+
+def _parameters(plan: Plan) -> Table:
+    table = _table(
+        "Parameters", "path", "count", "shape", "dtype", "mesh axes", "all", "per device"
+    )
+    for group in parameter_groups(plan):
+        table.add_row(
+            group.path, str(group.count), "x".join(map(str, group.shape)), group.dtype, group.spec,
+            mib(group.total_bytes), mib(group.device_bytes),
+        )  # fmt: skip
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    table = _table("Memory", "", "")
+    pages, size = plan.num_pages - 1, plan.limits.page_size
+    devices = len(plan.devices)
+    on = "of the host" if plan.devices[0].platform == "cpu" else "of each device"
+    table.add_row("devices", f"{devices} x {plan.devices[0].device_kind}")
+    table.add_row("weights per device", mib(weight_bytes_per_device(plan)))
+    table.add_row(f"weights, {on}", mib(plan.weight_bytes))
+    table.add_row(f"KV pages, {on}", mib(plan.kv_bytes))
+    table.add_row(f"free, {on}", mib(plan.memory_bytes))
+    table.add_row("KV pages", f"{pages:,} of {size} tokens, {pages * size:,} tokens")
+    table.add_row("longest request", f"{longest_request(plan):,} tokens")
+    return table
+
+
+def _steps(plan: Plan, costs: list[StepCost]) -> Table:
+    buckets = len(plan.limits.shapes())
+    samplers = len(plan.limits.row_buckets)
+    table = _table(
+        f"Steps: {buckets} shapes and {samplers} samplers to compile",
+        "tokens", "rows", "activations", "collectives per device", "compiled in",
+    )  # fmt: skip
+    for cost in costs:
+        moved = [f"{n} {kind}, {mib(size)}" for kind, (n, size) in cost.collectives.items()]
+        table.add_row(
+            str(cost.shape.tokens), str(cost.shape.rows), mib(cost.temporary_bytes),
+            "; ".join(moved) or "none", f"{cost.compile_s:.1f} s",
+        )  # fmt: skip
+    return table
+
+
+def mib(size: int) -> str:
+    """Bytes in MiB."""
+    return f"{size / 2**20:,.1f} MiB"

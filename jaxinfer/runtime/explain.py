@@ -1,0 +1,117 @@
+"""What a plan costs, from shapes and one compiled step, before anything is loaded."""
+
+import math
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from jaxinfer.runtime.kv_cache import memory_of
+from jaxinfer.runtime.plan import Plan
+from jaxinfer.runtime.sampler import SamplerShape
+from jaxinfer.runtime.step import CompiledStep, Key
+from jaxinfer.runtime.step_inputs import StepShape
+
+_COLLECTIVE = re.compile(
+    r" = (\(?[^=]*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
+    r"(?:-start)?\("
+)
+_ARRAY = re.compile(r"(pred|[a-z]+)(\d*)\[([\d,]*)\]")
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that differ in their layer alone. Bytes are of all of them together."""
+
+    path: str
+    count: int
+    shape: tuple[int, ...]
+    dtype: str
+    spec: str
+    total_bytes: int
+    device_bytes: int
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """One compiled step, its sampler included.
+
+    Attributes:
+        temporary_bytes: activations, per device.
+        collectives: kind -> (how many, bytes of their results per device); those in a loop
+            count once.
+        compile_s: seconds; few where the persistent cache has the step.
+    """
+
+    shape: StepShape
+    temporary_bytes: int
+    collectives: dict[str, tuple[int, int]]
+    compile_s: float
+
+
+def parameter_groups(plan: Plan) -> list[ParameterGroup]:
+    """The parameters, layers folded together, in the model's order."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for path, array in plan.parameters.items():
+        folded = re.sub(r"\.\d+\.", ".*.", path)
+        groups.setdefault((folded, str(array)), []).append(path)
+    found = []
+    for (folded, _), paths in groups.items():
+        first = plan.parameters[paths[0]]
+        assert first.sharding
+        shard = math.prod(first.sharding.shard_shape(first.shape)) * first.dtype.itemsize
+        total = math.prod(first.shape) * first.dtype.itemsize
+        spec = getattr(first.sharding, "spec", "")
+        found.append(
+            ParameterGroup(
+                folded, len(paths), first.shape, first.dtype.name,
+                ", ".join(str(axis or "-") for axis in spec),
+                total * len(paths), shard * len(paths),
+            )
+        )  # fmt: skip
+    return found
+
+
+def step_costs(plan: Plan) -> list[StepCost]:
+    """The largest step with prefill, and the largest of decodes alone."""
+    step = CompiledStep(plan.graphdef, plan.step_arguments, plan.limits, strict_shapes=False)
+    shapes = plan.limits.shapes()
+    chosen = dict.fromkeys([shapes[0], next(s for s in shapes if not s.chunks)])
+    return [_cost(step, shape) for shape in chosen]
+
+
+def _cost(step: CompiledStep, shape: StepShape) -> StepCost:
+    start = time.perf_counter()
+    parts = step.compile_parts(Key(shape, SamplerShape()))
+    seconds = time.perf_counter() - start
+    memory = [part.memory_analysis() for part in parts]
+    text = "\n".join(part.as_text() or "" for part in parts)
+    temporary = max(each.temp_size_in_bytes for each in memory if each)
+    return StepCost(shape, temporary, collectives(text), seconds)
+
+
+def collectives(hlo: str) -> dict[str, tuple[int, int]]:
+    """Kind -> how many there are in a compiled module's text, and the bytes of their results."""
+    count: Counter[str] = Counter()
+    size: Counter[str] = Counter()
+    for result, kind in _COLLECTIVE.findall(hlo):
+        count[kind] += 1
+        size[kind] += sum(map(_array_bytes, _ARRAY.findall(result)))
+    return {kind: (number, size[kind]) for kind, number in count.items()}
+
+
+def _array_bytes(array: tuple[str, str, str]) -> int:
+    _, bits, dims = array
+    return int(bits or 8) // 8 * math.prod(int(n) for n in dims.split(",") if n)
+
+
+def longest_request(plan: Plan) -> int:
+    """Tokens of prompt and output that one request alone can have."""
+    # The last token needs no KV entry.
+    return min(plan.max_model_len, (plan.num_pages - 1) * plan.limits.page_size + 1)
+
+
+def weight_bytes_per_device(plan: Plan) -> int:
+    """Bytes of parameters that one device holds, whoever else shares its memory."""
+    sharers = len(plan.devices) if plan.devices[0].platform == "cpu" else 1
+    return sum(map(memory_of, plan.parameters.values())) // sharers

@@ -1,0 +1,156 @@
+"""How a model lies on its devices: all that can be said before anything is loaded."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinfer.config import EngineOptions
+from jaxinfer.errors import JaxinferError
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.registry import ARCHITECTURES
+from jaxinfer.models.sharding import HEADS_AXIS, load_rules, padded, shard
+from jaxinfer.runtime.devices import configure_jax, take_devices
+from jaxinfer.runtime.kv_cache import abstract_pages, available_memory, memory_of, page_bytes
+from jaxinfer.runtime.step_inputs import StepLimits
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Shapes, shardings and sizes of one instance.
+
+    Attributes:
+        config: the model's, padded to what the devices divide.
+        parameters: by path, their shapes, dtypes and shardings.
+        num_pages: size of the KV pool, the padding page included.
+        max_model_len: prompt and output tokens of one request at most.
+        weight_bytes, kv_bytes: per memory: of one device, or of the host's for CPU devices.
+        memory_bytes: what of that memory was free when the plan was made.
+    """
+
+    options: EngineOptions
+    mesh: Mesh
+    config: ModelConfig
+    dtype: jnp.dtype
+    graphdef: nnx.GraphDef[Any]
+    parameters: Mapping[str, jax.ShapeDtypeStruct]
+    limits: StepLimits
+    num_pages: int
+    max_model_len: int
+    weight_bytes: int
+    kv_bytes: int
+    memory_bytes: int
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """In the mesh's order."""
+        return list(self.mesh.devices.flat)
+
+    @property
+    def whole(self) -> NamedSharding:
+        """Of arrays that every device has."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def step_arguments(self) -> tuple[Any, Any, jax.ShapeDtypeStruct]:
+        """What a step is compiled for: parameters, KV pages, previous tokens."""
+        pages = abstract_pages(
+            self.config, self.num_pages, self.limits.page_size, self.dtype, self.mesh
+        )
+        S = self.options.max_num_seqs
+        previous_S = jax.ShapeDtypeStruct((S,), jnp.int32, sharding=self.whole)
+        return as_state(self.parameters), pages, previous_S
+
+
+def make_plan(config: ModelConfig, options: EngineOptions) -> Plan:
+    """Decide devices, shardings, buckets and the size of the KV pool.
+
+    Raises:
+        JaxinferError: the options ask for more than the model, the devices or their memory can
+            give, or the sharding rules do not fit the parameters.
+    """
+    configure_jax()
+    max_model_len = _max_model_len(config, options)
+    devices = take_devices(options.tensor_parallel_size)
+    mesh = Mesh(np.array(devices), (HEADS_AXIS,))
+    wide = padded(config, len(devices))
+    automatic = "float32" if devices[0].platform == "cpu" else "bfloat16"
+    dtype = jnp.dtype(automatic if options.dtype == "auto" else options.dtype)
+    graphdef, parameters = _parameters(wide, dtype, mesh, load_rules(options.sharding))
+    limits = StepLimits(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_pages=-(-max_model_len // options.page_size),
+        page_size=options.page_size,
+    )
+    weights = sum(map(memory_of, parameters.values()))
+    free, budget = _memory(devices[0], options.memory_fraction, weights)
+    sharers = 1 if devices[0].platform == "cpu" else len(devices)
+    each = page_bytes(wide, options.page_size, dtype) // sharers
+    useful = limits.max_pages * options.max_num_seqs + 1
+    num_pages = options.num_pages or min(budget // each, useful)
+    if num_pages < 2 or weights + num_pages * each > free:
+        what = f"num_pages {num_pages} of {options.page_size} tokens takes"
+        if not options.num_pages:
+            fraction = options.memory_fraction
+            what = f"memory_fraction {fraction} leaves room for {max(num_pages, 0)} KV pages of"
+        raise JaxinferError(
+            f"{what} {max(num_pages, 1) * each / 2**30:.3f} GiB, beside "
+            f"{weights / 2**30:.3f} GiB of weights; {free / 2**30:.1f} GiB are free"
+        )
+    return Plan(
+        options, mesh, wide, dtype, graphdef, parameters, limits, num_pages, max_model_len,
+        weights, num_pages * each, free,
+    )  # fmt: skip
+
+
+def as_state(leaves: Mapping[str, Any]) -> nnx.State[Any, Any]:
+    """Parameters by path, as the step takes them."""
+    flat = [(_path(name), nnx.Param(leaf)) for name, leaf in leaves.items()]
+    return nnx.from_flat_state(flat)
+
+
+def _path(name: str) -> tuple[str | int, ...]:
+    return tuple(int(part) if part.isdigit() else part for part in name.split("."))
+
+
+def _parameters(
+    config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, rules: Any
+) -> tuple[nnx.GraphDef[Any], dict[str, jax.ShapeDtypeStruct]]:
+    architecture = ARCHITECTURES[config.architecture]
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: architecture.model(config, nnx.Rngs(0))))
+    parameters = {}
+    for path, parameter in nnx.to_flat_state(state):
+        name, shape = ".".join(map(str, path)), parameter.get_value().shape
+        # Vectors (the scales of norms) stay float32: they are small, and norms work in float32.
+        kind = jnp.dtype("float32") if len(shape) == 1 else dtype
+        sharding = shard(name, shape, mesh, rules)
+        parameters[name] = jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
+    return graphdef, parameters
+
+
+def _memory(device: jax.Device, fraction: float | None, weights: int) -> tuple[int, int]:
+    """Free bytes of the memory, and how many of them pages may take beside the weights."""
+    fraction = fraction or {"cpu": 0.2}.get(device.platform, 0.9)
+    if device.platform == "cpu":
+        # Shared with the rest of the machine: a share of what is left, the weights apart.
+        free = available_memory()
+        return free, math.floor(min(free * fraction, free - weights))
+    stats = device.memory_stats()
+    free = stats["bytes_limit"] - stats["bytes_in_use"]
+    return free, math.floor(stats["bytes_limit"] * fraction) - stats["bytes_in_use"] - weights
+
+
+def _max_model_len(config: ModelConfig, options: EngineOptions) -> int:
+    longest = config.max_position_embeddings
+    if options.max_model_len and options.max_model_len > longest:
+        raise JaxinferError(
+            f"max_model_len is {options.max_model_len}, the model was made for {longest}"
+        )
+    return options.max_model_len or longest

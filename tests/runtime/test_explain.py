@@ -1,0 +1,100 @@
+"""What `jaxinfer explain` says, against the arrays that an engine then has."""
+
+from pathlib import Path
+
+import jax
+import pytest
+from click.testing import CliRunner
+
+from jaxinfer import LLM, JaxinferError
+from jaxinfer.cli import cli
+from jaxinfer.config import EngineOptions
+from jaxinfer.runtime import checkpoint as checkpoints
+from jaxinfer.runtime.checkpoint import open_checkpoint
+from jaxinfer.runtime.explain import (
+    collectives,
+    longest_request,
+    parameter_groups,
+    step_costs,
+    weight_bytes_per_device,
+)
+from jaxinfer.runtime.plan import Plan, make_plan
+
+TINY = {"page_size": 8, "num_pages": 65, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+
+
+def plan_for(folder: Path, **options: object) -> Plan:
+    return make_plan(
+        open_checkpoint(str(folder)).config, EngineOptions.model_validate(TINY | options)
+    )
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_bytes_are_those_of_the_arrays_that_are_loaded(tiny_folder: Path, devices: int) -> None:
+    plan = plan_for(tiny_folder, tensor_parallel_size=devices)
+    llm = LLM(str(tiny_folder), progress=False, tensor_parallel_size=devices, **TINY)  # type: ignore[arg-type]
+    worker = llm.engine.worker
+    leaves = jax.tree.leaves(worker._parameters)
+    first = [leaf.addressable_shards[0].data.nbytes for leaf in leaves]
+    assert weight_bytes_per_device(plan) == sum(first)
+    groups = parameter_groups(plan)
+    assert sum(group.device_bytes for group in groups) == sum(first)
+    assert sum(group.total_bytes for group in groups) == sum(leaf.nbytes for leaf in leaves)
+    assert sum(group.count for group in groups) == len(leaves)
+    assert plan.kv_bytes == sum(page.nbytes for pair in worker._kv for page in pair)
+
+
+def test_no_weight_is_read(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "load_weights", None)
+    monkeypatch.setattr("jaxinfer.runtime.engine.load_weights", None)
+    arguments = ["explain", "--model", str(tiny_folder)]
+    for name, value in (TINY | {"tensor_parallel_size": 2}).items():
+        arguments += ["--set", f"engine.{name}={value}"]
+    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    for text in ("layers.*.mlp.down_FD", "64 of 8 tokens, 512 tokens", "longest request", "256 tok",
+                 "4 all-reduce"):  # fmt: skip
+        assert text in result.output
+
+
+def test_the_longest_request_is_the_models_or_the_pools(tiny_folder: Path) -> None:
+    assert longest_request(plan_for(tiny_folder)) == 256
+    # Nine pages of 8 entries; the last token has none.
+    assert longest_request(plan_for(tiny_folder, num_pages=10)) == 73
+
+
+def test_collectives_of_a_step(tiny_folder: Path) -> None:
+    """Two all-reduces of [T, D] in float32 per layer on two devices, none on one."""
+    assert all(cost.collectives == {} for cost in step_costs(plan_for(tiny_folder)))
+    mixed, decodes = step_costs(plan_for(tiny_folder, tensor_parallel_size=2))
+    assert (mixed.shape.tokens, decodes.shape.tokens) == (32, 4)
+    assert mixed.collectives == {"all-reduce": (4, 4 * 32 * 32 * 4)}
+    assert decodes.collectives == {"all-reduce": (4, 4 * 4 * 32 * 4)}
+    assert mixed.temporary_bytes > 0
+
+
+def test_collectives_are_counted_in_text() -> None:
+    text = """
+      %all-reduce.1 = f32[4,8]{1,0} all-reduce(%dot), channel_id=1
+      %ag = (bf16[2,3]{1,0}, s32[5]{0}) all-gather-start(%a, %b), dimensions={0}
+      %done = bf16[2,3]{1,0} all-gather-done(%ag)
+      %all-reduce.2 = pred[] all-reduce(%c)
+      %fusion = f32[9] fusion(%all-reduce.1), calls=%x
+    """
+    assert collectives(text) == {"all-reduce": (2, 4 * 8 * 4 + 1), "all-gather": (1, 12 + 20)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_pages": 10**9}, "num_pages 1000000000 of 8 tokens takes"),
+        ({"num_pages": None, "memory_fraction": 1e-12}, "memory_fraction 1e-12 leaves room for 0"),
+    ],
+)
+def test_a_plan_that_does_not_fit(
+    tiny_folder: Path, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(JaxinferError) as caught:
+        plan_for(tiny_folder, **options)
+    assert message in str(caught.value)
+    assert "GiB are free" in str(caught.value)
