@@ -112,6 +112,8 @@ def sample(
 
 def look_up(logits_SV: jax.Array, token_S: jax.Array, top: int) -> Samples:
     """What the model says of these tokens, and its ``top`` likeliest ones."""
+    # top_k puts 0 before -0, other comparisons do not.
+    logits_SV = jnp.where(logits_SV == 0, 0.0, logits_SV)
     max_S1 = logits_SV.max(-1, keepdims=True)
     log_sum_S1 = jnp.log(jnp.exp(logits_SV - max_S1).sum(-1, keepdims=True)) + max_S1
     logit_S1 = jnp.take_along_axis(logits_SV, token_S[:, None], -1)

@@ -234,6 +234,13 @@ def test_likeliest_tokens_and_ranks(logits: np.ndarray, seed: int) -> None:
     assert (order[rows[:, 0], np.asarray(got.rank_S) - 1] == got.token_S).all()
 
 
+def test_likeliest_tokens_among_equals_and_signed_zeros() -> None:
+    logits = np.array([[-0.0, 0.0, -1, 0.0, -0.0]], np.float32)
+    got = draw(logits, inputs(1, 0.0), top=4)
+    assert got.top_token_SN.tolist() == [[0, 1, 3, 4]]
+    assert (got.token_S.tolist(), got.rank_S.tolist()) == ([0], [1])
+
+
 def test_a_vocabulary_smaller_than_the_tokens_to_report() -> None:
     got = draw(np.zeros((1, 5), np.float32), inputs(1, 0.0), top=8)
     assert got.top_token_SN.tolist() == [[0, 1, 2, 3, 4]]
