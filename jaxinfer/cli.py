@@ -1,4 +1,4 @@
-"""The command line: ``jaxinfer run``, ``bench`` and ``explain``."""
+"""The command line: ``jaxinfer run``, ``bench``, ``explain`` and ``compare``."""
 
 import json
 import sys
@@ -12,9 +12,7 @@ from jaxinfer.batch_job import BatchJob
 from jaxinfer.config import RunFile, load_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.table import metrics_table
-from jaxinfer.request import RequestOutput, SamplingParams
-from jaxinfer.serving.request_state import RequestState
-from jaxinfer.workload.lengths import read_workload, synthetic_tokens
+from jaxinfer.workload.lengths import read_workload
 
 SETTING_HELP = "Override a run file's value, e.g. engine.max_num_seqs=16; may be repeated."
 
@@ -94,33 +92,55 @@ def bench(
     Times exclude loading and compiling ahead. The figures are a list, one entry per run.
     """
     from jaxinfer.llm import LLM
+    from jaxinfer.measure import measure
 
     config = _configure(run_file, settings, model)
-    out = Path(json_path)
-    if out.exists() and not force:
-        raise JaxinferError(f"{out} exists; --force overwrites it")
-    if not out.parent.is_dir():
-        raise JaxinferError(f"{out}: there is no folder {out.parent}")
-    work = read_workload(workload)[:limit]
+    out = _new_file(json_path, force)
+    read_workload(workload)  # Before a model is loaded for nothing.
     llm = LLM.from_config(config)
     console = Console()
     figures = []
     for _ in range(repeat):
-        requests: list[RequestState] = []
-        for index, item in enumerate(work):
-            params = SamplingParams(temperature=0, max_tokens=item.max_tokens, ignore_eos=True)
-            tokens = item.prompt_token_ids or synthetic_tokens(
-                item.prompt_len, llm.vocab_size, seed=index
-            )
-            try:
-                requests += llm.make_requests(str(index), tokens, params)
-            except JaxinferError as error:
-                raise JaxinferError(f"{workload}: request {index}: {error}") from None
-        llm.reset_prefix_cache()
-        metrics = llm.run(requests, _raise_error, run_dir=f"{out}.runs")
+        metrics = measure(llm, workload, limit, run_dir=f"{out}.runs")
         console.print(metrics_table(metrics))
         figures.append(llm.describe() | {"workload": workload} | asdict(metrics))
     out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+@cli.command()
+@click.argument("tables", nargs=-1, required=True, metavar="RULES...")
+@click.option("--config", "run_file", help="Run file with the model and the engine's options.")
+@click.option("--model", help="Demo model's name, .gguf file, or Hugging Face folder.")
+@click.option("--workload", required=True, help="JSONL of prompt_token_ids, or CSV of lengths.")
+@click.option("--json", "json_path", required=True, help="File for the figures.")
+@click.option("--limit", type=click.IntRange(min=1), help="Take the first N requests only.")
+@click.option("--rounds", default=3, type=click.IntRange(min=1), help="Runs of each, in turns.")
+@click.option("--set", "settings", multiple=True, metavar="A.B=C", help=SETTING_HELP)
+@click.option("--force", is_flag=True, help="Overwrite the file of figures.")
+def compare(
+    tables: tuple[str, ...],
+    run_file: str | None,
+    model: str | None,
+    workload: str,
+    json_path: str,
+    limit: int | None,
+    rounds: int,
+    settings: tuple[str, ...],
+    force: bool,
+) -> None:
+    """Run one workload under several tables of sharding rules, side by side.
+
+    RULES are Python files that define RULES; "default" is the built-in table.
+    """
+    from jaxinfer.measure import compare_rules
+    from jaxinfer.report.plan_table import comparison_table
+
+    config = _configure(run_file, settings, model)
+    out = _new_file(json_path, force)
+    read_workload(workload)  # Before models are loaded for nothing.
+    records = compare_rules(config, tables, workload, limit, f"{out}.runs", rounds)
+    Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(records))
+    out.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
 
 
 @cli.command()
@@ -144,9 +164,13 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
         console.print()
 
 
-def _raise_error(output: RequestOutput) -> None:
-    if output.error:
-        raise JaxinferError(output.error)
+def _new_file(path: str, force: bool) -> Path:
+    out = Path(path)
+    if out.exists() and not force:
+        raise JaxinferError(f"{out} exists; --force overwrites it")
+    if not out.parent.is_dir():
+        raise JaxinferError(f"{out}: there is no folder {out.parent}")
+    return out
 
 
 def _configure(run_file: str | None, settings: tuple[str, ...], model: str | None) -> RunFile:

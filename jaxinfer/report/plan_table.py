@@ -1,6 +1,7 @@
 """A plan as tables for the terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich.table import Table
 
@@ -62,12 +63,40 @@ def _steps(plan: Plan, costs: list[StepCost]) -> Table:
         "tokens", "rows", "activations", "collectives per device", "compiled in",
     )  # fmt: skip
     for cost in costs:
-        moved = [f"{n} {kind}, {mib(size)}" for kind, (n, size) in cost.collectives.items()]
         table.add_row(
             str(cost.shape.tokens), str(cost.shape.rows), mib(cost.temporary_bytes),
-            "; ".join(moved) or "none", f"{cost.compile_s:.1f} s",
+            _collectives(cost.collectives), f"{cost.compile_s:.1f} s",
         )  # fmt: skip
     return table
+
+
+def comparison_table(records: list[dict[str, Any]]) -> Table:
+    """What ``measure.compare_rules`` returns."""
+    table = _table(
+        "Sharding rules on one workload: medians",
+        "rules", "weights per device", "wall", "to the first", "step with prefill",
+        "step of decodes", "collectives of the largest step", "of the largest step of decodes",
+    )  # fmt: skip
+    for record in records:
+        table.add_row(
+            record["sharding"],
+            mib(record["weight_bytes_per_device"]),
+            f"{record['wall_s_median']:.2f} s",
+            f"{record['wall_s_median'] / records[0]['wall_s_median']:.2f}",
+            _ms(record["prefill_step_s"]),
+            _ms(record["decode_step_s"]),
+            _collectives(record["largest_step"]["collectives"]),
+            _collectives(record["largest_decode_step"]["collectives"]),
+        )
+    return table
+
+
+def _collectives(found: Mapping[str, tuple[int, int]]) -> str:
+    return "; ".join(f"{n} {kind}, {mib(size)}" for kind, (n, size) in found.items()) or "none"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f} ms"
 
 
 def mib(size: int) -> str:

@@ -1,5 +1,6 @@
-"""What `jaxinfer explain` says, against the arrays that an engine then has."""
+"""What ``explain`` says, against the arrays that an engine then has; and ``compare``."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -98,3 +99,29 @@ def test_a_plan_that_does_not_fit(
         plan_for(tiny_folder, **options)
     assert message in str(caught.value)
     assert "GiB are free" in str(caught.value)
+
+
+def test_compare_puts_tables_of_rules_side_by_side(tiny_folder: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole.py"
+    whole.write_text("RULES = ()")
+    work = tmp_path / "work.jsonl"
+    lines = ({"prompt_token_ids": [7] * n, "max_tokens": 4} for n in (5, 40))
+    work.write_text("\n".join(map(json.dumps, lines)))
+    out = tmp_path / "out.json"
+    arguments = ["compare", "default", str(whole), "--model", str(tiny_folder)]
+    arguments += ["--workload", str(work), "--json", str(out), "--rounds", "2"]
+    for name, value in (TINY | {"tensor_parallel_size": 2}).items():
+        arguments += ["--set", f"engine.{name}={value}"]
+    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    built_in, replicated = json.loads(out.read_text())
+    assert (built_in["sharding"], replicated["sharding"]) == ("default", str(whole))
+    assert built_in["weight_bytes_per_device"] < replicated["weight_bytes_per_device"]
+    assert built_in["largest_step"]["collectives"]["all-reduce"] == [4, 4 * 32 * 32 * 4]
+    for number, record in enumerate((built_in, replicated), 1):
+        assert len(record["wall_s"]) == 2
+        assert 0 < record["decode_step_s"] < record["wall_s_median"]
+        assert (tmp_path / "out.json.runs" / str(number) / "2" / "steps.jsonl").exists()
+    assert "all-reduce" in result.output
+    with pytest.raises(JaxinferError, match="exists; --force overwrites it"):
+        CliRunner().invoke(cli, arguments, catch_exceptions=False)

@@ -1,0 +1,106 @@
+"""Measuring runs: a model on a workload, or several tables of sharding rules side by side."""
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from jaxinfer.config import RunFile
+from jaxinfer.errors import JaxinferError
+from jaxinfer.llm import LLM
+from jaxinfer.report.metrics import RunMetrics
+from jaxinfer.request import RequestOutput, SamplingParams
+from jaxinfer.runtime.explain import step_costs, weight_bytes_per_device
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.workload.lengths import read_workload, synthetic_tokens
+
+Record = dict[str, object]
+
+
+def measure(llm: LLM, workload: str, limit: int | None, run_dir: str) -> RunMetrics:
+    """One run: all requests at once, greedy, EOS ignored, nothing in the prefix cache.
+
+    Args:
+        workload: a file for ``read_workload``.
+        limit: take the first so many requests only.
+
+    Raises:
+        JaxinferError: a request cannot be run, named by its index.
+    """
+    requests: list[RequestState] = []
+    for index, item in enumerate(read_workload(workload)[:limit]):
+        params = SamplingParams(temperature=0, max_tokens=item.max_tokens, ignore_eos=True)
+        tokens = item.prompt_token_ids or synthetic_tokens(
+            item.prompt_len, llm.vocab_size, seed=index
+        )
+        try:
+            requests += llm.make_requests(str(index), tokens, params)
+        except JaxinferError as error:
+            raise JaxinferError(f"{workload}: request {index}: {error}") from None
+    llm.reset_prefix_cache()
+    return llm.run(requests, _raise_error, run_dir=run_dir)
+
+
+def _raise_error(output: RequestOutput) -> None:
+    if output.error:
+        raise JaxinferError(output.error)
+
+
+def compare_rules(
+    config: RunFile,
+    tables: Sequence[str],
+    workload: str,
+    limit: int | None,
+    run_dir: str,
+    rounds: int,
+) -> list[Record]:
+    """Each table of sharding rules on the same workload, in turns.
+
+    Args:
+        tables: Python files, or ``default`` for the built-in table.
+        run_dir: each table's runs get a numbered folder below a numbered folder in it.
+
+    Returns:
+        One record per table. Times are medians: of the rounds, and over the steps of all rounds.
+    """
+    engines = [_load(config, table) for table in tables]
+    runs: list[list[RunMetrics]] = [[] for _ in tables]
+    for _ in range(rounds):
+        for number, llm in enumerate(engines):
+            runs[number].append(measure(llm, workload, limit, f"{run_dir}/{number + 1}"))
+    records = []
+    for number, (table, llm) in enumerate(zip(tables, engines, strict=True)):
+        steps = _last_steps(Path(run_dir) / str(number + 1), rounds)
+        mixed, decodes = step_costs(llm.engine.plan)
+        records.append(
+            llm.describe()
+            | {
+                "sharding": table,
+                "workload": workload,
+                "weight_bytes_per_device": weight_bytes_per_device(llm.engine.plan),
+                "wall_s": [metrics.wall_s for metrics in runs[number]],
+                "wall_s_median": statistics.median(metrics.wall_s for metrics in runs[number]),
+                "prefill_step_s": _median(s for s in steps if s["prefill_tokens"]),
+                "decode_step_s": _median(s for s in steps if not s["prefill_tokens"]),
+                "largest_step": asdict(mixed),
+                "largest_decode_step": asdict(decodes),
+            }
+        )
+    return records
+
+
+def _load(config: RunFile, table: str) -> LLM:
+    sharding = None if table == "default" else table
+    engine = config.engine.model_copy(update={"sharding": sharding})
+    return LLM.from_config(config.model_copy(update={"engine": engine}))
+
+
+def _last_steps(folder: Path, runs: int) -> list[dict[str, float]]:
+    newest = sorted(folder.iterdir(), key=lambda path: int(path.name))[-runs:]
+    return [json.loads(line) for path in newest for line in (path / "steps.jsonl").open()]
+
+
+def _median(steps: Iterable[dict[str, float]]) -> float | None:
+    times = [step["end"] - step["start"] for step in steps]
+    return statistics.median(times) if times else None
