@@ -50,15 +50,14 @@ class BatchJob:
             JaxinferError: the input cannot be read, or the output cannot be written or belongs
                 to another job.
         """
-        if config.model is None:
-            raise JaxinferError("no model: give --model, or model in the run file")
+        model = config.require_model()
         lines = read_batch(input_path)
         if os.path.exists(output_path) and os.path.samefile(input_path, output_path):
             raise JaxinferError(f"{output_path}: the output must not be the input")
         engine = config.engine.model_dump()
         job = {
             "input_sha256": hashlib.sha256(Path(input_path).read_bytes()).hexdigest(),
-            "model": config.model,
+            "model": model,
         } | {name: engine[name] for name in RESULT_OPTIONS}
         return cls(config, lines, ResultFile.open(output_path, job, force), output_path)
 

@@ -14,7 +14,23 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.report.table import metrics_table
 from jaxinfer.workload.lengths import read_workload
 
-SETTING_HELP = "Override a run file's value, e.g. engine.max_num_seqs=16; may be repeated."
+# Options that several commands take.
+with_model = click.option("--model", help="Demo model's name, .gguf file, or Hugging Face folder.")
+with_settings = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="A.B=C",
+    help="Override a run file's value, e.g. engine.max_num_seqs=16; may be repeated.",
+)
+with_workload = click.option(
+    "--workload", required=True, help="JSONL of prompt_token_ids, or CSV of lengths."
+)
+with_figures = click.option("--json", "json_path", required=True, help="File for the figures.")
+with_limit = click.option(
+    "--limit", type=click.IntRange(min=1), help="Take the first N requests only."
+)
+with_force = click.option("--force", is_flag=True, help="Overwrite the file of figures.")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -25,10 +41,10 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("run_file", required=False)
-@click.option("--model", help="Demo model's name, .gguf file, or Hugging Face folder.")
+@with_model
 @click.option("--input", "input_path", help="JSONL of requests: OpenAI batch or plain lines.")
 @click.option("--output", "output_path", help="JSONL of results, appended as requests finish.")
-@click.option("--set", "settings", multiple=True, metavar="A.B=C", help=SETTING_HELP)
+@with_settings
 @click.option("--force", is_flag=True, help="Start over where the output exists.")
 @click.option("--show", default=0, metavar="N", help="Print the first N answers at the end.")
 def run(
@@ -70,13 +86,13 @@ def run(
 
 @cli.command()
 @click.argument("run_file", required=False)
-@click.option("--model", help="Demo model's name, .gguf file, or Hugging Face folder.")
-@click.option("--workload", required=True, help="JSONL of prompt_token_ids, or CSV of lengths.")
-@click.option("--json", "json_path", required=True, help="File for the figures.")
-@click.option("--limit", type=click.IntRange(min=1), help="Take the first N requests only.")
+@with_model
+@with_workload
+@with_figures
+@with_limit
 @click.option("--repeat", default=1, type=click.IntRange(min=1), help="Runs to measure.")
-@click.option("--set", "settings", multiple=True, metavar="A.B=C", help=SETTING_HELP)
-@click.option("--force", is_flag=True, help="Overwrite the file of figures.")
+@with_settings
+@with_force
 def bench(
     run_file: str | None,
     model: str | None,
@@ -96,12 +112,12 @@ def bench(
 
     config = _configure(run_file, settings, model)
     out = _new_file(json_path, force)
-    read_workload(workload)  # Before a model is loaded for nothing.
+    work = read_workload(workload)[:limit]
     llm = LLM.from_config(config)
     console = Console()
     figures = []
     for _ in range(repeat):
-        metrics = measure(llm, workload, limit, run_dir=f"{out}.runs")
+        metrics = measure(llm, work, workload, run_dir=f"{out}.runs")
         console.print(metrics_table(metrics))
         figures.append(llm.describe() | {"workload": workload} | asdict(metrics))
     out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
@@ -110,13 +126,13 @@ def bench(
 @cli.command()
 @click.argument("tables", nargs=-1, required=True, metavar="RULES...")
 @click.option("--config", "run_file", help="Run file with the model and the engine's options.")
-@click.option("--model", help="Demo model's name, .gguf file, or Hugging Face folder.")
-@click.option("--workload", required=True, help="JSONL of prompt_token_ids, or CSV of lengths.")
-@click.option("--json", "json_path", required=True, help="File for the figures.")
-@click.option("--limit", type=click.IntRange(min=1), help="Take the first N requests only.")
+@with_model
+@with_workload
+@with_figures
+@with_limit
 @click.option("--rounds", default=3, type=click.IntRange(min=1), help="Runs of each, in turns.")
-@click.option("--set", "settings", multiple=True, metavar="A.B=C", help=SETTING_HELP)
-@click.option("--force", is_flag=True, help="Overwrite the file of figures.")
+@with_settings
+@with_force
 def compare(
     tables: tuple[str, ...],
     run_file: str | None,
@@ -137,16 +153,16 @@ def compare(
 
     config = _configure(run_file, settings, model)
     out = _new_file(json_path, force)
-    read_workload(workload)  # Before models are loaded for nothing.
-    records = compare_rules(config, tables, workload, limit, f"{out}.runs", rounds)
+    work = read_workload(workload)[:limit]
+    records = compare_rules(config, tables, work, workload, f"{out}.runs", rounds)
     Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(records))
     out.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
 
 
 @cli.command()
 @click.argument("run_file", required=False)
-@click.option("--model", help="Demo model's name, .gguf file, or Hugging Face folder.")
-@click.option("--set", "settings", multiple=True, metavar="A.B=C", help=SETTING_HELP)
+@with_model
+@with_settings
 def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) -> None:
     """Say how a model would lie on its devices and what its steps cost. No weights are loaded."""
     from jaxinfer.report.plan_table import plan_tables
@@ -155,9 +171,7 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
     from jaxinfer.runtime.plan import make_plan
 
     config = _configure(run_file, settings, model)
-    if config.model is None:
-        raise JaxinferError("no model: give --model, or model in the run file")
-    plan = make_plan(open_checkpoint(config.model).config, config.engine)
+    plan = make_plan(open_checkpoint(config.require_model()).config, config.engine)
     console = Console(width=None if sys.stdout.isatty() else 120)
     for table in plan_tables(plan, step_costs(plan)):
         console.print(table)

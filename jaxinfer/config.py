@@ -72,6 +72,16 @@ class RunFile(Options):
     engine: EngineOptions = EngineOptions()
     workload: WorkloadFiles = WorkloadFiles()
 
+    def require_model(self) -> str:
+        """The model.
+
+        Raises:
+            JaxinferError: none is named.
+        """
+        if self.model is None:
+            raise JaxinferError("no model: give --model, or model in the run file")
+        return self.model
+
 
 def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunFile:
     """Read a run file, or start from nothing, and apply settings such as ``engine.seed=1``.

@@ -20,6 +20,7 @@ class Continuations:
     Attributes:
         num_parents: requests as the user counts them.
         at_once: requests that wait for none.
+        held_back: the others, by the request that they were made from.
 
     Raises:
         JaxinferError: two requests have one id.
@@ -27,7 +28,7 @@ class Continuations:
 
     def __init__(self, requests: Sequence[RequestState], page_size: int | None) -> None:
         self._unfinished: dict[str, list[RequestState]] = {}
-        self._held_back: dict[str, list[RequestState]] = {}
+        self.held_back: dict[str, list[RequestState]] = {}
         self.at_once: list[RequestState] = []
         ids = set()
         for request in requests:
@@ -39,14 +40,14 @@ class Continuations:
             siblings.append(request)
             if page_size and len(siblings) > 1 and request.prompt_len > page_size:
                 request.goes_first = True
-                self._held_back.setdefault(parent, []).append(request)
+                self.held_back.setdefault(parent, []).append(request)
             else:
                 self.at_once.append(request)
         self.num_parents = len(self._unfinished)
 
     def released_by(self, request: RequestState) -> list[RequestState]:
         """Those that waited for this request's prompt, which has been computed or given up."""
-        return self._held_back.pop(sampling_of(request).parent, [])
+        return self.held_back.pop(sampling_of(request).parent, [])
 
     def done_with(self, request: RequestState) -> list[RequestState] | None:
         """All continuations of the prompt, if this finished one was the last."""

@@ -71,9 +71,7 @@ class LLM:
         """
         if not isinstance(run_file, RunFile):
             run_file = load_run_file(run_file)
-        if run_file.model is None:
-            raise JaxinferError("no model: give --model, or model in the run file")
-        return cls(run_file.model, progress=progress, **dict(run_file.engine))
+        return cls(run_file.require_model(), progress=progress, **dict(run_file.engine))
 
     def generate(
         self,
@@ -182,7 +180,7 @@ class LLM:
         """
         caching = self.options.enable_prefix_caching
         group = Continuations(requests, self.options.page_size if caching else None)
-        checks = {r.id: StopCheck(sampling_of(r).params, self.tokenizer) for r in requests}
+        checks = {r.id: StopCheck(sampling_of(r), self.tokenizer) for r in requests}
         self._compile_samplers(requests, progress)
         totals = StepTotals()
         with ExitStack() as stack:
@@ -202,7 +200,7 @@ class LLM:
 
             def on_event(event: Event) -> None:
                 if isinstance(event, StepDone):
-                    for row in event.batch.rows:
+                    for row in event.batch.rows if group.held_back else ():
                         if row.samples:
                             world.add(group.released_by(row.request))
                     totals.add(event)

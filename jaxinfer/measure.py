@@ -13,23 +13,22 @@ from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.request import RequestOutput, SamplingParams
 from jaxinfer.runtime.explain import step_costs, weight_bytes_per_device
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.workload.lengths import read_workload, synthetic_tokens
+from jaxinfer.workload.lengths import BenchRequest, synthetic_tokens
 
 Record = dict[str, object]
 
 
-def measure(llm: LLM, workload: str, limit: int | None, run_dir: str) -> RunMetrics:
+def measure(llm: LLM, work: Sequence[BenchRequest], source: str, run_dir: str) -> RunMetrics:
     """One run: all requests at once, greedy, EOS ignored, nothing in the prefix cache.
 
     Args:
-        workload: a file for ``read_workload``.
-        limit: take the first so many requests only.
+        source: the file that the work comes from, for errors.
 
     Raises:
         JaxinferError: a request cannot be run, named by its index.
     """
     requests: list[RequestState] = []
-    for index, item in enumerate(read_workload(workload)[:limit]):
+    for index, item in enumerate(work):
         params = SamplingParams(temperature=0, max_tokens=item.max_tokens, ignore_eos=True)
         tokens = item.prompt_token_ids or synthetic_tokens(
             item.prompt_len, llm.vocab_size, seed=index
@@ -37,7 +36,7 @@ def measure(llm: LLM, workload: str, limit: int | None, run_dir: str) -> RunMetr
         try:
             requests += llm.make_requests(str(index), tokens, params)
         except JaxinferError as error:
-            raise JaxinferError(f"{workload}: request {index}: {error}") from None
+            raise JaxinferError(f"{source}: request {index}: {error}") from None
     llm.reset_prefix_cache()
     return llm.run(requests, _raise_error, run_dir=run_dir)
 
@@ -50,8 +49,8 @@ def _raise_error(output: RequestOutput) -> None:
 def compare_rules(
     config: RunFile,
     tables: Sequence[str],
-    workload: str,
-    limit: int | None,
+    work: Sequence[BenchRequest],
+    source: str,
     run_dir: str,
     rounds: int,
 ) -> list[Record]:
@@ -68,7 +67,7 @@ def compare_rules(
     runs: list[list[RunMetrics]] = [[] for _ in tables]
     for _ in range(rounds):
         for number, llm in enumerate(engines):
-            runs[number].append(measure(llm, workload, limit, f"{run_dir}/{number + 1}"))
+            runs[number].append(measure(llm, work, source, f"{run_dir}/{number + 1}"))
     records = []
     for number, (table, llm) in enumerate(zip(tables, engines, strict=True)):
         steps = _last_steps(Path(run_dir) / str(number + 1), rounds)
@@ -77,7 +76,7 @@ def compare_rules(
             llm.describe()
             | {
                 "sharding": table,
-                "workload": workload,
+                "workload": source,
                 "weight_bytes_per_device": weight_bytes_per_device(llm.engine.plan),
                 "wall_s": [metrics.wall_s for metrics in runs[number]],
                 "wall_s_median": statistics.median(metrics.wall_s for metrics in runs[number]),

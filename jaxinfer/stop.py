@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jaxinfer.request import CompletionOutput, Logprob, Sampling, SamplingParams
+from jaxinfer.request import CompletionOutput, Logprob, Sampling
 from jaxinfer.serving.loop import Stop
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.tokenizer import Detokenizer, Tokenizer
@@ -14,8 +14,9 @@ class StopCheck:
     Stop strings may span tokens, and text is held back until its characters are complete.
     """
 
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
-        self._eos = frozenset() if params.ignore_eos else frozenset(tokenizer.eos_token_ids)
+    def __init__(self, sampling: Sampling, tokenizer: Tokenizer) -> None:
+        params = sampling.params
+        self._end_ids = frozenset(sampling.end_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids)
         self._stop = params.stop
         self._tokenizer = tokenizer
@@ -33,7 +34,7 @@ class StopCheck:
         self._num_tokens += 1
         if token in self._stop_ids:
             return "stop", token
-        if token in self._eos:
+        if token in self._end_ids:
             return "stop", None
         if self._stream:
             return self._find_stop(self._stream.add(token))

@@ -10,6 +10,7 @@ import pytest
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
 from jaxinfer.report.run_folder import PACKAGES
+from jaxinfer.request import Sampling
 from jaxinfer.stop import StopCheck
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -292,7 +293,7 @@ def test_a_stop_string_may_begin_before_min_tokens_but_not_end_there(
     tiny: LLM, min_tokens: int, ends_at: int | None
 ) -> None:
     params = SamplingParams(min_tokens=min_tokens, stop=("cd", "longer than that"))
-    check = StopCheck(params, tiny.tokenizer)
+    check = StopCheck(Sampling(params, seed=0), tiny.tokenizer)
     ids = tiny.tokenizer.encode("abcdefgh")
     stops = [check.add(token) for token in ids]
     assert [i for i, stop in enumerate(stops, 1) if stop] == ([ends_at] if ends_at else [])

@@ -26,20 +26,19 @@ class Engine:
 
     worker: Worker
     plan: Plan
-    options: EngineOptions
 
     def new_kv(self) -> KVShards:
         """The page pool, all pages free and none cached."""
-        pool = PagePool(self.plan.num_pages, self.options.page_size)
-        return KVShards([Shard(pool)], self.options.enable_prefix_caching)
+        pool = PagePool(self.plan.num_pages, self.plan.options.page_size)
+        return KVShards([Shard(pool)], self.plan.options.enable_prefix_caching)
 
     def new_instance(self, kv: KVShards) -> Instance:
         """The scheduling side of the engine."""
         options = InstanceOptions(
-            max_num_seqs=self.options.max_num_seqs,
-            max_num_batched_tokens=self.options.max_num_batched_tokens,
-            max_in_flight=2 if self.options.launch_ahead else 1,
-            launch_ahead=self.options.launch_ahead,
+            max_num_seqs=self.plan.options.max_num_seqs,
+            max_num_batched_tokens=self.plan.options.max_num_batched_tokens,
+            max_in_flight=2 if self.plan.options.launch_ahead else 1,
+            launch_ahead=self.plan.options.launch_ahead,
         )
         return Instance("engine", kv, options)
 
@@ -62,7 +61,7 @@ def load_engine(checkpoint: Checkpoint, options: EngineOptions, progress: Progre
     worker = Worker(step, parameters, kv, previous_S)
     for left in worker.prepare():
         progress("compiling steps", left)
-    return Engine(worker, plan, options)
+    return Engine(worker, plan)
 
 
 def load_parameters(checkpoint: Checkpoint, plan: Plan) -> Parameters:

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from jaxinfer.runtime.kv_cache import memory_of
+from jaxinfer.runtime.kv_cache import shard_bytes
 from jaxinfer.runtime.plan import Plan
 from jaxinfer.runtime.sampler import SamplerShape
 from jaxinfer.runtime.step import CompiledStep, Key
@@ -58,15 +58,13 @@ def parameter_groups(plan: Plan) -> list[ParameterGroup]:
     found = []
     for (folded, _), paths in groups.items():
         first = plan.parameters[paths[0]]
-        assert first.sharding
-        shard = math.prod(first.sharding.shard_shape(first.shape)) * first.dtype.itemsize
         total = math.prod(first.shape) * first.dtype.itemsize
         spec = getattr(first.sharding, "spec", "")
         found.append(
             ParameterGroup(
                 folded, len(paths), first.shape, first.dtype.name,
                 ", ".join(str(axis or "-") for axis in spec),
-                total * len(paths), shard * len(paths),
+                total * len(paths), shard_bytes(first) * len(paths),
             )
         )  # fmt: skip
     return found
@@ -113,5 +111,4 @@ def longest_request(plan: Plan) -> int:
 
 def weight_bytes_per_device(plan: Plan) -> int:
     """Bytes of parameters that one device holds, whoever else shares its memory."""
-    sharers = len(plan.devices) if plan.devices[0].platform == "cpu" else 1
-    return sum(map(memory_of, plan.parameters.values())) // sharers
+    return sum(map(shard_bytes, plan.parameters.values()))

@@ -1,6 +1,7 @@
 """The page pool's arrays, and what arrays take of a memory."""
 
 import math
+from collections.abc import Iterable
 from functools import partial
 
 import jax
@@ -15,24 +16,25 @@ from jaxinfer.models.sharding import pages_sharding
 AbstractPages = tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 
 
-def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
-    """Bytes of one page over all layers and heads, keys and values."""
-    entry = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
-    return config.num_hidden_layers * page_size * entry
-
-
 def available_memory() -> int:
     """Bytes of the host's memory that can be taken without swapping."""
     return int(psutil.virtual_memory().available)
 
 
-def memory_of(array: jax.ShapeDtypeStruct) -> int:
+def shard_bytes(array: jax.ShapeDtypeStruct) -> int:
+    """Bytes that one device holds."""
+    assert array.sharding
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def memory_of(arrays: Iterable[jax.ShapeDtypeStruct]) -> int:
     """Bytes in one device's memory; on CPU, in the host's, which all devices share."""
-    sharding = array.sharding
-    assert sharding
-    shard = math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
-    devices: list[jax.Device] = list(sharding.device_set)
-    return shard * (len(devices) if devices[0].platform == "cpu" else 1)
+    total = 0
+    for array in arrays:
+        assert array.sharding
+        devices: list[jax.Device] = list(array.sharding.device_set)
+        total += shard_bytes(array) * (len(devices) if devices[0].platform == "cpu" else 1)
+    return total
 
 
 def abstract_pages(

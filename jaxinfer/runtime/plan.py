@@ -1,8 +1,9 @@
 """How a model lies on its devices: all that can be said before anything is loaded."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import jax
@@ -15,9 +16,9 @@ from jaxinfer.config import EngineOptions
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import ARCHITECTURES
-from jaxinfer.models.sharding import HEADS_AXIS, load_rules, padded, shard
+from jaxinfer.models.sharding import HEADS_AXIS, Rule, load_rules, padded, shard
 from jaxinfer.runtime.devices import configure_jax, take_devices
-from jaxinfer.runtime.kv_cache import abstract_pages, available_memory, memory_of, page_bytes
+from jaxinfer.runtime.kv_cache import abstract_pages, available_memory, memory_of
 from jaxinfer.runtime.step_inputs import StepLimits
 
 
@@ -89,16 +90,15 @@ def make_plan(config: ModelConfig, options: EngineOptions) -> Plan:
         max_pages=-(-max_model_len // options.page_size),
         page_size=options.page_size,
     )
-    weights = sum(map(memory_of, parameters.values()))
-    free, budget = _memory(devices[0], options.memory_fraction, weights)
-    sharers = 1 if devices[0].platform == "cpu" else len(devices)
-    each = page_bytes(wide, options.page_size, dtype) // sharers
+    weights = memory_of(parameters.values())
+    each = memory_of(chain(*abstract_pages(wide, 1, options.page_size, dtype, mesh)))
+    fraction = options.memory_fraction or (0.2 if devices[0].platform == "cpu" else 0.9)
+    free, budget = _memory(devices[0], fraction, weights)
     useful = limits.max_pages * options.max_num_seqs + 1
     num_pages = options.num_pages or min(budget // each, useful)
     if num_pages < 2 or weights + num_pages * each > free:
         what = f"num_pages {num_pages} of {options.page_size} tokens takes"
         if not options.num_pages:
-            fraction = options.memory_fraction
             what = f"memory_fraction {fraction} leaves room for {max(num_pages, 0)} KV pages of"
         raise JaxinferError(
             f"{what} {max(num_pages, 1) * each / 2**30:.3f} GiB, beside "
@@ -121,7 +121,7 @@ def _path(name: str) -> tuple[str | int, ...]:
 
 
 def _parameters(
-    config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, rules: Any
+    config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, rules: Sequence[Rule]
 ) -> tuple[nnx.GraphDef[Any], dict[str, jax.ShapeDtypeStruct]]:
     architecture = ARCHITECTURES[config.architecture]
     graphdef, state = nnx.split(nnx.eval_shape(lambda: architecture.model(config, nnx.Rngs(0))))
@@ -135,9 +135,8 @@ def _parameters(
     return graphdef, parameters
 
 
-def _memory(device: jax.Device, fraction: float | None, weights: int) -> tuple[int, int]:
+def _memory(device: jax.Device, fraction: float, weights: int) -> tuple[int, int]:
     """Free bytes of the memory, and how many of them pages may take beside the weights."""
-    fraction = fraction or {"cpu": 0.2}.get(device.platform, 0.9)
     if device.platform == "cpu":
         # Shared with the rest of the machine: a share of what is left, the weights apart.
         free = available_memory()

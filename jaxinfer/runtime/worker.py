@@ -81,7 +81,7 @@ class Worker:
         inputs = build_inputs(batch, shape, limits, self._sample_slots)
         sampling = build_sampling(batch, shape.rows, self._sampler, self._sample_slots)
         next_token_T = None
-        if any(map(prompt_positions, batch.rows)):
+        if self._sampler.prompt_top and any(map(prompt_positions, batch.rows)):
             next_token_T = next_prompt_tokens(batch, shape.tokens)
         self._kv, samples, prompt = self.step(
             Key(shape, self._sampler), self._parameters, self._kv, self._previous_S,

@@ -192,7 +192,7 @@ class Instance:
             if request.hold is None:
                 return None
             if not request.exported and not request.computed:
-                request.computed = request.launched = request.hold.num_hashed * self.page_size
+                request.computed = request.launched = len(request.hold.cached) * self.page_size
                 request.metrics.add_cached(request.computed)
             self.waiting.remove(request)
             if request.exported is None:

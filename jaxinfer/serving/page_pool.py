@@ -27,7 +27,7 @@ class PagePool:
         self.page_size = page_size
         self.num_pinned = 0
         self.num_idle = 0
-        self.evict: Callable[[], None] = lambda: None
+        self.evict: Callable[[], None] = _nothing_to_evict
         self._free = list(range(1, num_pages))
 
     @property
@@ -45,6 +45,10 @@ class PagePool:
         """Take pages back."""
         for page in pages:
             heapq.heappush(self._free, page)
+
+
+def _nothing_to_evict() -> None:
+    raise RuntimeError("more pages taken than are free")
 
 
 class Shard:
@@ -210,7 +214,8 @@ class KVShards:
             assert self.cache
             self.cache.acquire(page)
         hold = Hold(self, cached)
-        assert hold.grow(num_tokens)
+        grown = hold.grow(num_tokens)
+        assert grown, "the room was counted above"
         return hold
 
     def take_back_reserved(self) -> bool:
