@@ -7,14 +7,34 @@ import numpy as np
 
 
 @dataclass(frozen=True)
+class Rope:
+    """Rotary positions (Su et al., 2021), whatever rule has stretched them to long contexts.
+
+    Attributes:
+        frequencies: radians per position of each of the H / 2 pairs.
+        factor: of cosines and sines (YaRN's attention factor).
+    """
+
+    frequencies: tuple[float, ...]
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The numbers that define a decoder-only transformer, under Hugging Face's names.
 
     Attributes:
         architecture: Hugging Face's class name, e.g. ``"LlamaForCausalLM"``.
+        intermediate_size: of the feed-forward layer; of one expert where there are several.
         head_dim: H; need not be hidden_size / num_attention_heads.
         max_position_embeddings: the longest sequence, in tokens.
+        norm_eps: of the norms, under the square root.
         eos_token_ids: tokens that end a text.
+        rope: none where positions are learned.
+        local_rope: of layers with a window, where it differs from the others'.
+        windows: per layer, the last tokens that it sees, its own included; none is all.
+        attention_scale: of scores; none is 1 / sqrt(head_dim).
+        num_experts, num_experts_per_tok: 0 is one dense feed-forward layer.
     """
 
     architecture: str
@@ -26,23 +46,28 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int
-    rope_theta: float
-    rms_norm_eps: float
+    norm_eps: float
     tie_word_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    rope: Rope | None = None
+    local_rope: Rope | None = None
+    attention_scale: float | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
 
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """Where one checkpoint tensor goes.
+    """Which checkpoint tensors a parameter is made of.
 
     Attributes:
-        path: the parameter's path in the model, dot-separated.
-        shape: the tensor's shape in the checkpoint.
-        convert: from the checkpoint's array to the parameter's, shape included.
+        names: one tensor, or several that are stacked along a new first axis.
+        shape: each tensor's shape in the checkpoint.
+        convert: each tensor, from the checkpoint's layout to the parameter's.
     """
 
-    path: str
+    names: str | tuple[str, ...]
     shape: tuple[int, ...]
     convert: Callable[[np.ndarray], np.ndarray]

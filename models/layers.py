@@ -1,9 +1,11 @@
 """Layers that the architectures share.
 
 Shape suffixes: T tokens, S sequences, C chunks, M pages per sequence at most, P pages, B tokens
-per page, N query heads, K KV heads, H head dim, D model dim, F feed-forward, V vocabulary.
+per page, N query heads, K KV heads, H head dim, D model dim, F feed-forward, E experts, V
+vocabulary.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jaxinfer.models.config import Rope
 from jaxinfer.models.sharding import HEADS_AXIS
 from jaxinfer.pallas_kernels import reference
 
@@ -69,14 +72,30 @@ class RMSNorm(nnx.Module):
         return x_TD * jax.lax.rsqrt(mean_T1 + self.eps) * self.scale_D[...]
 
 
-def rope_tables(position_T: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [T, H/2] of rotary position embedding (Su et al., 2021)."""
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+class LayerNorm(nnx.Module):
+    """(x - mean) / sqrt(variance + eps) * scale + bias, in float32 (Ba et al., 2016)."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        self.scale_D = nnx.Param(jnp.ones(dim))
+        self.bias_D = nnx.Param(jnp.zeros(dim))
+        self.eps = eps
+
+    def __call__(self, x_TD: jax.Array) -> jax.Array:
+        """Normalise over the last axis."""
+        x_TD = x_TD.astype(jnp.float32)
+        x_TD = x_TD - jnp.mean(x_TD, -1, keepdims=True)
+        variance_T1 = jnp.mean(x_TD * x_TD, -1, keepdims=True)
+        return x_TD * jax.lax.rsqrt(variance_T1 + self.eps) * self.scale_D[...] + self.bias_D[...]
+
+
+def rope_tables(position_T: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [T, H/2]."""
+    frequency = jnp.asarray(rope.frequencies, jnp.float32)
     angle = position_T[:, None].astype(jnp.float32) * frequency
     # A product with 1 keeps the values. XLA:CPU never fuses a matrix product into what uses it;
     # the cosines alone it would compute again for every head and layer.
-    one = jnp.eye(head_dim // 2)
-    return jnp.cos(angle) @ one, jnp.sin(angle) @ one
+    factor = rope.factor * jnp.eye(len(frequency))
+    return jnp.cos(angle) @ factor, jnp.sin(angle) @ factor
 
 
 def apply_rope(x_TNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -87,19 +106,32 @@ def apply_rope(x_TNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def paged_attention(
-    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, kv: KVPages, batch: PagedBatch
+    q_TNH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    kv: KVPages,
+    batch: PagedBatch,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> tuple[jax.Array, KVPages]:
     """Write the tokens' KV entries, then attend: decodes and chunks each by their own function.
 
-    Heads are independent: on a mesh, each device attends with its own. Returns float32
-    [T, N, H] and the updated pages.
+    Heads are independent: on a mesh, each device attends with its own.
+
+    Args:
+        scale: of scores; 1 / sqrt(H) by default.
+        window: how many of the last entries a token sees, its own included; all by default.
+
+    Returns:
+        float32 [T, N, H] and the updated pages.
     """
+    attend = partial(_attend, scale=scale or q_TNH.shape[-1] ** -0.5, window=window)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.shape.get(HEADS_AXIS, 1) == 1:
-        return _attend(q_TNH, k_TKH, v_TKH, kv, batch)
+        return attend(q_TNH, k_TKH, v_TKH, kv, batch)
     heads, whole = PartitionSpec(None, HEADS_AXIS), PartitionSpec()
     on_mesh = jax.shard_map(
-        _attend,
+        attend,
         in_specs=(heads, heads, heads, (heads, heads), whole),
         out_specs=(heads, (heads, heads)),
         check_vma=False,
@@ -108,17 +140,24 @@ def paged_attention(
 
 
 def _attend(
-    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, kv: KVPages, batch: PagedBatch
+    q_TNH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    kv: KVPages,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None,
 ) -> tuple[jax.Array, KVPages]:
     kv = reference.write_kv(*kv, k_TKH, v_TKH, batch.page_T, batch.offset_T)
     S, C = batch.decode_length_S.shape[0], batch.chunk_start_C.shape[0]
+    q_TNH = q_TNH * scale
     decoded_SNH = reference.decode_attention(
-        q_TNH[:S], *kv, batch.decode_table_SM, batch.decode_length_S
+        q_TNH[:S], *kv, batch.decode_table_SM, batch.decode_length_S, window
     )
     if not C:
         return decoded_SNH, kv
     out_TNH = reference.chunk_attention(
-        q_TNH, *kv, batch.chunk_table_CM, batch.chunk_start_C, batch.chunk_row_C1
+        q_TNH, *kv, batch.chunk_table_CM, batch.chunk_start_C, batch.chunk_row_C1, window
     )
     is_decode_S11 = (batch.decode_length_S > 0)[:, None, None]
     return out_TNH.at[:S].set(jnp.where(is_decode_S11, decoded_SNH, out_TNH[:S])), kv

@@ -1,11 +1,18 @@
-"""Llama (Touvron et al., 2023): pre-norm, rotary positions, grouped KV heads, gated MLP."""
+"""Llama (Touvron et al., 2023): pre-norm, rotary positions, grouped KV heads, gated MLP.
+
+Several architectures are this one with a change, named where it is made: see ``qwen.py``,
+``mistral.py``, ``mixtral.py``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxinfer.models.config import ModelConfig, WeightSpec
+from jaxinfer.models.config_keys import Keys
 from jaxinfer.models.layers import (
     KVPages,
     PagedBatch,
@@ -16,31 +23,58 @@ from jaxinfer.models.layers import (
     project,
     rope_tables,
 )
+from jaxinfer.models.rope import read_rope
+from jaxinfer.models.weights import heads_bias, heads_in, heads_out, same, transposed
+
+Tables = tuple[jax.Array, jax.Array]
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention over paged KV."""
+    """Grouped-query attention over paged KV.
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    Args:
+        qkv_bias: queries, keys and values have a bias.
+        qk_norm: queries and keys are normalised, head by head, before they are rotated.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+    ) -> None:
         D, H = config.hidden_size, config.head_dim
         N, K = config.num_attention_heads, config.num_key_value_heads
+        self.scale = config.attention_scale
         self.q_DNH = init_weight(rngs, (D, N, H))
         self.k_DKH = init_weight(rngs, (D, K, H))
         self.v_DKH = init_weight(rngs, (D, K, H))
         self.o_NHD = init_weight(rngs, (N, H, D))
+        self.qkv_bias, self.qk_norm = qkv_bias, qk_norm
+        if qkv_bias:
+            self.q_bias_NH = init_weight(rngs, (N, H))
+            self.k_bias_KH = init_weight(rngs, (K, H))
+            self.v_bias_KH = init_weight(rngs, (K, H))
+        if qk_norm:
+            self.q_norm = RMSNorm(H, config.norm_eps)
+            self.k_norm = RMSNorm(H, config.norm_eps)
 
     def __call__(
-        self,
-        x_TD: jax.Array,
-        rope: tuple[jax.Array, jax.Array],
-        kv: KVPages,
-        batch: PagedBatch,
+        self, x_TD: jax.Array, rope: Tables, kv: KVPages, batch: PagedBatch, window: int | None
     ) -> tuple[jax.Array, KVPages]:
         """Attend, and write the tokens' KV entries to their pages."""
-        q_TNH = apply_rope(project("td,dnh->tnh", x_TD, self.q_DNH[...]), *rope)
-        k_TKH = apply_rope(project("td,dkh->tkh", x_TD, self.k_DKH[...]), *rope)
+        q_TNH = project("td,dnh->tnh", x_TD, self.q_DNH[...])
+        k_TKH = project("td,dkh->tkh", x_TD, self.k_DKH[...])
         v_TKH = project("td,dkh->tkh", x_TD, self.v_DKH[...])
-        out_TNH, kv = paged_attention(q_TNH, k_TKH, v_TKH, kv, batch)
+        if self.qkv_bias:
+            q_TNH += self.q_bias_NH[...]
+            k_TKH += self.k_bias_KH[...]
+            v_TKH += self.v_bias_KH[...]
+        if self.qk_norm:
+            q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
+        q_TNH, k_TKH = apply_rope(q_TNH, *rope), apply_rope(k_TKH, *rope)
+        out_TNH, kv = paged_attention(q_TNH, k_TKH, v_TKH, kv, batch, self.scale, window)
         # As a matrix product: XLA:CPU transposes the weight, every step, for one over two axes.
         o_NHD = self.o_NHD[...]
         out_TE = out_TNH.reshape(len(x_TD), -1)
@@ -48,39 +82,76 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)) (Shazeer, 2020)."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    ) -> None:
         D, F = config.hidden_size, config.intermediate_size
+        self.activation = activation
         self.gate_DF = init_weight(rngs, (D, F))
         self.up_DF = init_weight(rngs, (D, F))
         self.down_FD = init_weight(rngs, (F, D))
 
     def __call__(self, x_TD: jax.Array) -> jax.Array:
         """Token-wise."""
-        gate_TF = jax.nn.silu(project("td,df->tf", x_TD, self.gate_DF[...]))
+        gate_TF = self.activation(project("td,df->tf", x_TD, self.gate_DF[...]))
         up_TF = project("td,df->tf", x_TD, self.up_DF[...])
         return project("tf,fd->td", gate_TF * up_TF, self.down_FD[...])
 
 
 class Layer(nnx.Module):
-    """One transformer block."""
+    """One transformer block.
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attn = Attention(config, rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, rngs)
+    Args:
+        mlp: makes the feed-forward layer.
+        attention: options of ``Attention``.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        mlp: Callable[[ModelConfig, nnx.Rngs], Any] = MLP,
+        **attention: bool,
+    ) -> None:
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn = Attention(config, rngs, **attention)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = mlp(config, rngs)
+
+    def __call__(
+        self, x_TD: jax.Array, rope: Tables, kv: KVPages, batch: PagedBatch, window: int | None
+    ) -> tuple[jax.Array, KVPages]:
+        """The residual stream after this layer, and the updated pages."""
+        y_TD, kv = self.attn(self.attn_norm(x_TD), rope, kv, batch, window)
+        x_TD = x_TD + y_TD
+        return x_TD + self.mlp(self.mlp_norm(x_TD)), kv
 
 
 class Llama(nnx.Module):
-    """A decoder-only transformer whose forward pass works on one step's flat tokens."""
+    """A decoder-only transformer whose forward pass works on one step's flat tokens.
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    Args:
+        layer: makes one block.
+        embed_scale: of the embeddings where they enter the first block.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        layer: Callable[[ModelConfig, nnx.Rngs], Any] = Layer,
+        embed_scale: float = 1.0,
+    ) -> None:
         self.config = config
+        self.embed_scale = embed_scale
         self.embed_VD = init_weight(rngs, (config.vocab_size, config.hidden_size))
-        self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_hidden_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nnx.List([layer(config, rngs) for _ in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         if not config.tie_word_embeddings:
             self.head_VD = init_weight(rngs, (config.vocab_size, config.hidden_size))
 
@@ -88,13 +159,15 @@ class Llama(nnx.Module):
         self, token_T: jax.Array, kv: list[KVPages], batch: PagedBatch
     ) -> tuple[jax.Array, list[KVPages]]:
         """Hidden states [T, D] in float32 before the final norm, and the updated pages."""
-        x_TD = self.embed_VD[...][token_T].astype(jnp.float32)
-        rope = rope_tables(batch.position_T, self.config.head_dim, self.config.rope_theta)
+        x_TD = self.embed_VD[...][token_T].astype(jnp.float32) * self.embed_scale
+        config = self.config
+        assert config.rope
+        rope = local_rope = rope_tables(batch.position_T, config.rope)
+        if config.local_rope:
+            local_rope = rope_tables(batch.position_T, config.local_rope)
         new_kv = []
-        for layer, pages in zip(self.layers, kv, strict=True):
-            y_TD, pages = layer.attn(layer.attn_norm(x_TD), rope, pages, batch)
-            x_TD = x_TD + y_TD
-            x_TD = x_TD + layer.mlp(layer.mlp_norm(x_TD))
+        for layer, pages, window in zip(self.layers, kv, config.windows, strict=True):
+            x_TD, pages = layer(x_TD, local_rope if window else rope, pages, batch, window)
             new_kv.append(pages)
         return x_TD, new_kv
 
@@ -104,44 +177,91 @@ class Llama(nnx.Module):
         return project("td,vd->tv", self.norm(x_TD), head_VD[...])
 
 
-def hf_weights(config: ModelConfig) -> dict[str, WeightSpec]:
-    """Hugging Face tensor name -> parameter of ``Llama``. Linear weights there are [out, in]."""
-    D, F, H, V = (
-        config.hidden_size, config.intermediate_size, config.head_dim, config.vocab_size,
-    )  # fmt: skip
-    N, K = config.num_attention_heads, config.num_key_value_heads
+def read_config(keys: Keys) -> ModelConfig:
+    """From ``config.json``, with transformers' defaults where a key is absent.
 
-    def same(array: np.ndarray) -> np.ndarray:
-        return array
+    Raises:
+        JaxinferError: a size is missing, a value is wrong, or something is not implemented.
+    """
+    keys.only("attention_bias", False)
+    keys.only("mlp_bias", False)
+    keys.only("hidden_act", "silu")
+    return read_sizes(keys)
 
-    def transposed(array: np.ndarray) -> np.ndarray:
-        return array.T
 
-    def heads_out(array: np.ndarray) -> np.ndarray:
-        return array.reshape(-1, H, D).transpose(2, 0, 1)
+def read_sizes(
+    keys: Keys, tied: bool = False, theta: float = 10000.0, eps: float = 1e-6
+) -> ModelConfig:
+    """What all architectures with rotary positions say alike; every layer sees all tokens.
 
-    def heads_in(array: np.ndarray) -> np.ndarray:
-        return array.T.reshape(N, H, D)
+    Args:
+        tied, theta, eps: what absent keys mean.
+    """
+    num_heads, hidden_size = keys.size("num_attention_heads"), keys.size("hidden_size")
+    num_layers = keys.size("num_hidden_layers")
+    head_dim = keys.size("head_dim", hidden_size // num_heads)
+    return ModelConfig(
+        architecture=keys.get("architectures")[0],
+        vocab_size=keys.size("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=keys.size("intermediate_size"),
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=keys.size("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        max_position_embeddings=keys.size("max_position_embeddings", 2048),
+        norm_eps=keys.number("rms_norm_eps", eps),
+        tie_word_embeddings=keys.flag("tie_word_embeddings", tied),
+        bos_token_id=keys.token("bos_token_id"),
+        eos_token_ids=tuple(keys.tokens("eos_token_id")),
+        windows=(None,) * num_layers,
+        rope=read_rope(keys, head_dim, theta),
+    )
 
+
+def read_windows(keys: Keys, window: int, sliding: Sequence[bool]) -> tuple[int | None, ...]:
+    """Each layer's window: by ``layer_types``, else where ``sliding`` says so."""
+    names = ("full_attention", "sliding_attention")
+    kinds = keys.get("layer_types", [names[slides] for slides in sliding])
+    if not isinstance(kinds, list) or len(kinds) != len(sliding) or set(kinds) - set(names):
+        raise keys.wrong("layer_types", kinds, f"{len(sliding)} of {' or '.join(names)}")
+    return tuple(window if kind == names[1] else None for kind in kinds)
+
+
+def hf_weights(
+    config: ModelConfig, qkv_bias: bool = False, qk_norm: bool = False
+) -> dict[str, WeightSpec]:
+    """Parameter of ``Llama`` -> Hugging Face's tensor."""
+    D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
+    N, K, H = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     specs = {
-        "model.embed_tokens.weight": WeightSpec("embed_VD", (V, D), same),
-        "model.norm.weight": WeightSpec("norm.scale_D", (D,), same),
+        "embed_VD": same("model.embed_tokens.weight", V, D),
+        "norm.scale_D": same("model.norm.weight", D),
     }
     if not config.tie_word_embeddings:
-        specs["lm_head.weight"] = WeightSpec("head_VD", (V, D), same)
+        specs["head_VD"] = same("lm_head.weight", V, D)
     for i in range(config.num_hidden_layers):
-        hf, ours = f"model.layers.{i}.", f"layers.{i}."
+        ours, hf = f"layers.{i}.", f"model.layers.{i}."
         specs |= {
-            hf + "input_layernorm.weight": WeightSpec(ours + "attn_norm.scale_D", (D,), same),
-            hf + "self_attn.q_proj.weight": WeightSpec(ours + "attn.q_DNH", (N * H, D), heads_out),
-            hf + "self_attn.k_proj.weight": WeightSpec(ours + "attn.k_DKH", (K * H, D), heads_out),
-            hf + "self_attn.v_proj.weight": WeightSpec(ours + "attn.v_DKH", (K * H, D), heads_out),
-            hf + "self_attn.o_proj.weight": WeightSpec(ours + "attn.o_NHD", (D, N * H), heads_in),
-            hf + "post_attention_layernorm.weight": WeightSpec(
-                ours + "mlp_norm.scale_D", (D,), same
-            ),
-            hf + "mlp.gate_proj.weight": WeightSpec(ours + "mlp.gate_DF", (F, D), transposed),
-            hf + "mlp.up_proj.weight": WeightSpec(ours + "mlp.up_DF", (F, D), transposed),
-            hf + "mlp.down_proj.weight": WeightSpec(ours + "mlp.down_FD", (D, F), transposed),
+            ours + "attn_norm.scale_D": same(hf + "input_layernorm.weight", D),
+            ours + "attn.q_DNH": heads_out(hf + "self_attn.q_proj.weight", N, H, D),
+            ours + "attn.k_DKH": heads_out(hf + "self_attn.k_proj.weight", K, H, D),
+            ours + "attn.v_DKH": heads_out(hf + "self_attn.v_proj.weight", K, H, D),
+            ours + "attn.o_NHD": heads_in(hf + "self_attn.o_proj.weight", N, H, D),
+            ours + "mlp_norm.scale_D": same(hf + "post_attention_layernorm.weight", D),
+            ours + "mlp.gate_DF": transposed(hf + "mlp.gate_proj.weight", F, D),
+            ours + "mlp.up_DF": transposed(hf + "mlp.up_proj.weight", F, D),
+            ours + "mlp.down_FD": transposed(hf + "mlp.down_proj.weight", D, F),
         }
+        if qkv_bias:
+            specs |= {
+                ours + "attn.q_bias_NH": heads_bias(hf + "self_attn.q_proj.bias", N, H),
+                ours + "attn.k_bias_KH": heads_bias(hf + "self_attn.k_proj.bias", K, H),
+                ours + "attn.v_bias_KH": heads_bias(hf + "self_attn.v_proj.bias", K, H),
+            }
+        if qk_norm:
+            specs |= {
+                ours + "attn.q_norm.scale_D": same(hf + "self_attn.q_norm.weight", H),
+                ours + "attn.k_norm.scale_D": same(hf + "self_attn.k_norm.weight", H),
+            }
     return specs

@@ -1,19 +1,36 @@
 """The architectures that jaxinfer runs, by Hugging Face's class name."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import nnx
 
-from jaxinfer.models import llama
+from jaxinfer.models import gemma3, llama, mistral, mixtral, opt, qwen
 from jaxinfer.models.config import ModelConfig, WeightSpec
+from jaxinfer.models.config_keys import Keys
 
 
 class Architecture(NamedTuple):
-    """A model class and the map from Hugging Face's tensors to its parameters."""
+    """What one file of this package says of its model.
 
-    model: Callable[[ModelConfig, nnx.Rngs], llama.Llama]
+    Attributes:
+        model: called with one step's tokens, KV pages and ``PagedBatch``, it returns hidden
+            states and pages; its ``logits`` takes hidden states.
+        read_config: from the keys of ``config.json``.
+        hf_weights: which of Hugging Face's tensors each parameter is made of, by its path.
+    """
+
+    model: Callable[[ModelConfig, nnx.Rngs], Any]
+    read_config: Callable[[Keys], ModelConfig]
     hf_weights: Callable[[ModelConfig], dict[str, WeightSpec]]
 
 
-ARCHITECTURES = {"LlamaForCausalLM": Architecture(llama.Llama, llama.hf_weights)}
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture(llama.Llama, llama.read_config, llama.hf_weights),
+    "Qwen2ForCausalLM": Architecture(qwen.Qwen2, qwen.read_config, qwen.qwen2_weights),
+    "Qwen3ForCausalLM": Architecture(qwen.Qwen3, qwen.read_config, qwen.qwen3_weights),
+    "MistralForCausalLM": Architecture(llama.Llama, mistral.read_config, llama.hf_weights),
+    "MixtralForCausalLM": Architecture(mixtral.Mixtral, mixtral.read_config, mixtral.hf_weights),
+    "Gemma3ForCausalLM": Architecture(gemma3.Gemma3, gemma3.read_config, gemma3.hf_weights),
+    "OPTForCausalLM": Architecture(opt.OPT, opt.read_config, opt.hf_weights),
+}

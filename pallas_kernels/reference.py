@@ -2,12 +2,10 @@
 
 A page holds B tokens' keys as ``[K, H, B]`` and values as ``[K, B, H]``: both products of
 attention then read it as it lies (XLA:CPU takes twice as long where it must transpose). A row
-of a page table lists a sequence's pages in token order. Attention is softmax(q k^T / sqrt(H)) v
-with an online softmax (Milakov and Gimelshein, 2018) over pages, in float32, and loops only as
-far as the contexts of the batch reach, so that one compiled shape serves all lengths.
+of a page table lists a sequence's pages in token order. Attention is softmax(q k^T) v, where q is
+scaled already, with an online softmax (Milakov and Gimelshein, 2018) over pages, in float32, and
+goes only through the pages that the batch sees, so that one compiled shape serves all lengths.
 """
-
-import math
 
 import jax
 import jax.numpy as jnp
@@ -49,10 +47,6 @@ def _items(count_S: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Arr
     return owner_I, item_I - (end_S - count_S)[owner_I], end_S[-1]
 
 
-def _scaled(q: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return (q * (1 / math.sqrt(q.shape[-1]))).astype(dtype)
-
-
 def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(spec, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
@@ -63,10 +57,12 @@ def decode_attention(
     v_PKBH: jax.Array,
     page_table_SM: jax.Array,
     length_S: jax.Array,
+    window: int | None = None,
 ) -> jax.Array:
     """Attention of one query row per sequence to its first ``length`` KV entries.
 
-    A length of 0 (padding) gives zeros. Returns float32 [S, N, H].
+    With a window, only to the last ``window`` of them. A length of 0 (padding) gives zeros.
+    Returns float32 [S, N, H].
 
     The work is a list of items, one per sequence and page, done some at a time: the cost
     follows the pages in use, however unequal the sequences are.
@@ -75,22 +71,27 @@ def decode_attention(
     M = page_table_SM.shape[1]
     K, B = v_PKBH.shape[1:3]
     G = N // K
-    q_SKGH = _scaled(q_SNH, k_PKHB.dtype).reshape(S, K, G, H)
+    q_SKGH = q_SNH.astype(k_PKHB.dtype).reshape(S, K, G, H)
+    from_S = jnp.maximum(length_S - (window or M * B), 0)
     # Whole blocks of items: a slice past the end would start early and repeat some.
-    row_I, column_I, count = _items(-(-length_S // B), -(-S * M // ITEMS) * ITEMS)
+    row_I, column_I, count = _items(-(-length_S // B) - from_S // B, -(-S * M // ITEMS) * ITEMS)
+    column_I = column_I + from_S[row_I] // B
     page_I = page_table_SM[row_I, jnp.minimum(column_I, M - 1)]
-    # Entries of the item's page that its sequence has; none past the last item.
-    seen_I = jnp.clip(length_S[row_I] - column_I * B, 0, B)
+    # The item's page holds what its sequence sees from one offset to another.
+    begin_I, end_I = (jnp.clip(x_S[row_I] - column_I * B, 0, B) for x_S in (from_S, length_S))
 
     def some_items(
         i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         out_SKGH, max_SKG, sum_SKG = carry
-        row, page, seen = (
-            jax.lax.dynamic_slice_in_dim(x, i * ITEMS, ITEMS) for x in (row_I, page_I, seen_I)
+        row, page, begin, end = (
+            jax.lax.dynamic_slice_in_dim(x, i * ITEMS, ITEMS)
+            for x in (row_I, page_I, begin_I, end_I)
         )
         score = _einsum("ikgh,ikhb->ikgb", q_SKGH[row], k_PKHB[page])
-        score = jnp.where(jnp.arange(B) < seen[:, None, None, None], score, MASKED)
+        offset_B = jnp.arange(B)
+        seen_IB = (offset_B >= begin[:, None]) & (offset_B < end[:, None])
+        score = jnp.where(seen_IB[:, None, None], score, MASKED)
         # By a matrix of owners: XLA:CPU makes a loop over items of a scatter.
         owner_SI = row == jnp.arange(S)[:, None]
         item_max_SIKG = jnp.where(owner_SI[..., None, None], score.max(-1), NO_SCORE)
@@ -119,14 +120,16 @@ def chunk_attention(
     page_table_CM: jax.Array,
     start_C: jax.Array,
     row_C1: jax.Array,
+    window: int | None = None,
 ) -> jax.Array:
     """Causal attention of a ragged batch of prefill chunks to their own pages.
 
     Chunk c has the rows ``row[c]`` to ``row[c + 1]`` of q; its first row stands at position
-    ``start[c]``, and the KV entries up to each row's own are in the pages already. Rows of no
-    chunk have unspecified output. Returns float32 [T, N, H].
+    ``start[c]``, and the KV entries up to each row's own are in the pages already. With a window,
+    a row sees its last ``window`` entries only. Rows of no chunk have unspecified output. Returns
+    float32 [T, N, H].
 
-    A chunk is cut into tiles of rows; each tile goes through the pages up to its last position.
+    A chunk is cut into tiles of rows; each tile goes through the pages that any of them sees.
     """
     T, N, H = q_TNH.shape
     C = start_C.shape[0]
@@ -136,7 +139,7 @@ def chunk_attention(
     # Every chunk ends with a part-filled tile at worst, and none is smaller than a row.
     chunk_I, index_I, count = _items(-(-size_C // TILE_ROWS), T // TILE_ROWS + min(C, T))
     # A tile's rows are cut out and put back at once, past the end too.
-    q_TNH = jnp.pad(_scaled(q_TNH, k_PKHB.dtype), ((0, TILE_ROWS), (0, 0), (0, 0)))
+    q_TNH = jnp.pad(q_TNH.astype(k_PKHB.dtype), ((0, TILE_ROWS), (0, 0), (0, 0)))
 
     def one_tile(tile: jax.Array, out_TNH: jax.Array) -> jax.Array:
         c = chunk_I[tile]
@@ -146,7 +149,7 @@ def chunk_attention(
         q_KRH = q.reshape(TILE_ROWS, K, G, H).transpose(1, 2, 0, 3).reshape(K, -1, H)
         first = start_C[c] + skipped
         last = start_C[c] + jnp.minimum(skipped + TILE_ROWS, size_C[c]) - 1
-        o_KRH = _attend_tile(q_KRH, first, last, k_PKHB, v_PKBH, page_table_CM[c])
+        o_KRH = _attend_tile(q_KRH, first, last, k_PKHB, v_PKBH, page_table_CM[c], window)
         o = o_KRH.reshape(K, G, TILE_ROWS, H).transpose(2, 0, 1, 3).reshape(TILE_ROWS, N, H)
         # Where a chunk ends within the tile, the next chunk's tiles write over the rest.
         return jax.lax.dynamic_update_slice_in_dim(out_TNH, o, row, 0)
@@ -163,6 +166,7 @@ def _attend_tile(
     k_PKHB: jax.Array,
     v_PKBH: jax.Array,
     page_M: jax.Array,
+    window: int | None,
 ) -> jax.Array:
     """Causal attention of one tile: TILE_ROWS positions from ``first``, G times over.
 
@@ -177,6 +181,8 @@ def _attend_tile(
         out_KRH, max_KR, sum_KR = carry
         score_KRB = _einsum("krh,khb->krb", q_KRH, k_PKHB[page_M[j]])
         seen_RB = j * B + jnp.arange(B) <= position_R[:, None]
+        if window:
+            seen_RB &= j * B + jnp.arange(B) > position_R[:, None] - window
         score_KRB = jnp.where(seen_RB, score_KRB, MASKED)
         new_max_KR = jnp.maximum(max_KR, score_KRB.max(-1))
         p_KRB = jnp.exp(score_KRB - new_max_KR[..., None])
@@ -190,5 +196,6 @@ def _attend_tile(
         jnp.full(q_KRH.shape[:2], NO_SCORE, jnp.float32),
         jnp.zeros(q_KRH.shape[:2], jnp.float32),
     )
-    out_KRH, _, sum_KR = jax.lax.fori_loop(0, last // B + 1, one_page, start)
+    first_page = jnp.maximum(first - window + 1, 0) // B if window else 0
+    out_KRH, _, sum_KR = jax.lax.fori_loop(first_page, last // B + 1, one_page, start)
     return out_KRH / jnp.maximum(sum_KR, 1e-30)[..., None]

@@ -18,6 +18,9 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True)
     checkpoint = open_checkpoint("smollm2-135m-instruct")
     c = checkpoint.config
+    assert c.rope
+    # The second frequency is theta^(-2 / H).
+    theta = round(c.rope.frequencies[1] ** (-c.head_dim / 2), 3)
     config = {
         "architectures": [c.architecture],
         "model_type": "llama",
@@ -30,9 +33,9 @@ def main(folder: Path) -> None:
         "num_key_value_heads": c.num_key_value_heads,
         "head_dim": c.head_dim,
         "max_position_embeddings": c.max_position_embeddings,
-        "rope_theta": c.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
-        "rms_norm_eps": c.rms_norm_eps,
+        "rope_theta": theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "rms_norm_eps": c.norm_eps,
         "hidden_act": "silu",
         "tie_word_embeddings": c.tie_word_embeddings,
         "bos_token_id": c.bos_token_id,

@@ -50,6 +50,8 @@ _GGUF_NAMES = {
 }
 _GGUF_LAYER_NAMES = {
     "attn_norm": "input_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -58,6 +60,11 @@ _GGUF_LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+_GEMMA_LAYER_NAMES = _GGUF_LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 
 
@@ -124,7 +131,7 @@ def load_weights(
     """Load every tensor of the model, one at a time.
 
     Args:
-        specs: by the checkpoint's tensor names.
+        specs: by parameter path.
         place: takes a parameter's path and its converted array; e.g. puts it on devices.
 
     Returns:
@@ -142,26 +149,34 @@ def load_weights(
             f"{checkpoint.path}: tensors do not fit {checkpoint.config.architecture}: {shown}"
             + (f"; and {more} more" if more > 0 else "")
         )
-    if "lm_head.weight" not in specs:
-        _check_tied_copy(checkpoint)
-    return {
-        spec.path: place(spec.path, spec.convert(checkpoint.tensors[name].load()))
-        for name, spec in specs.items()
-    }
+    if "head_VD" not in specs:
+        _check_tied_copy(checkpoint, specs["embed_VD"])
+    return {path: place(path, _load(checkpoint, spec)) for path, spec in specs.items()}
+
+
+def _load(checkpoint: Checkpoint, spec: WeightSpec) -> np.ndarray:
+    if isinstance(spec.names, str):
+        return spec.convert(checkpoint.tensors[spec.names].load())
+    return np.stack([spec.convert(checkpoint.tensors[name].load()) for name in spec.names])
 
 
 def _key_problems(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> list[str]:
     tensors = checkpoint.tensors
-    missing = [f"missing {name}" for name in specs if name not in tensors]
+    shapes = {
+        name: spec.shape
+        for spec in specs.values()
+        for name in ([spec.names] if isinstance(spec.names, str) else spec.names)
+    }
+    missing = [f"missing {name}" for name in shapes if name not in tensors]
     unexpected = [
         f"unexpected {name}"
         for name in tensors
-        if name not in specs and not _is_superfluous(name, checkpoint.config)
+        if name not in shapes and not _is_superfluous(name, checkpoint.config)
     ]
     misshapen = [
-        f"{name} has shape {tensors[name].shape}, must be {spec.shape}"
-        for name, spec in specs.items()
-        if name in tensors and tensors[name].shape != spec.shape
+        f"{name} has shape {tensors[name].shape}, must be {shape}"
+        for name, shape in shapes.items()
+        if name in tensors and tensors[name].shape != shape
     ]
     return missing + unexpected + misshapen
 
@@ -171,14 +186,13 @@ def _is_superfluous(name: str, config: ModelConfig) -> bool:
     return tied_copy or _ROTARY_BUFFER.fullmatch(name) is not None
 
 
-def _check_tied_copy(checkpoint: Checkpoint) -> None:
+def _check_tied_copy(checkpoint: Checkpoint, embedding: WeightSpec) -> None:
     """Refuse an output matrix of its own where the configuration says that there is none."""
     head = checkpoint.tensors.get("lm_head.weight")
-    embedding = checkpoint.tensors.get("model.embed_tokens.weight")
-    if head and embedding and not np.array_equal(head.load(), embedding.load()):
+    if head and not np.array_equal(head.load(), _load(checkpoint, embedding)):
         raise JaxinferError(
             f"{checkpoint.path}: tie_word_embeddings is true, but lm_head.weight differs from "
-            "model.embed_tokens.weight; set tie_word_embeddings to false in config.json"
+            f"{embedding.names}; set tie_word_embeddings to false in config.json"
         )
 
 
@@ -196,23 +210,36 @@ def _demo_path(name: str) -> Path:
 def _open_gguf(path: Path, name: str) -> Checkpoint:
     file = read_gguf(path)
     config = read_gguf_config(file)
+    kind = file.metadata["general.architecture"]
+    names = _GEMMA_LAYER_NAMES if kind == "gemma3" else _GGUF_LAYER_NAMES
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     tensors = {}
     for gguf_name, tensor in file.tensors.items():
-        part = gguf_name.split(".")[-2] if "." in gguf_name else ""
-        load = partial(_load_rotated, tensor.load, heads[part]) if part in heads else tensor.load
-        tensors[_hugging_face_name(gguf_name)] = LazyTensor(tensor.shape, tensor.dtype, load)
+        if gguf_name == "rope_freqs.weight":  # is in the configuration
+            continue
+        load, part = tensor.load, gguf_name.split(".")[-2] if "." in gguf_name else ""
+        if kind == "llama" and part in heads:
+            load = partial(_load_rotated, load, heads[part])
+        if kind == "gemma3" and part.endswith("norm"):
+            load = partial(_load_less_one, load)
+        name_there = _hugging_face_name(gguf_name, names)
+        tensors[name_there] = LazyTensor(tensor.shape, tensor.dtype, load)
     return Checkpoint(name, path, config, tensors, tokenizer_source=file.metadata)
 
 
-def _hugging_face_name(name: str) -> str:
+def _hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
     """Hugging Face's name of a GGUF tensor; an unknown name stays, to be reported later."""
     match name.split("."):
-        case ["blk", layer, part, kind] if part in _GGUF_LAYER_NAMES:
-            return f"model.layers.{layer}.{_GGUF_LAYER_NAMES[part]}.{kind}"
+        case ["blk", layer, part, kind] if part in layer_names:
+            return f"model.layers.{layer}.{layer_names[part]}.{kind}"
         case [part, kind] if part in _GGUF_NAMES:
             return f"{_GGUF_NAMES[part]}.{kind}"
     return name
+
+
+def _load_less_one(load: Callable[[], np.ndarray]) -> np.ndarray:
+    """A norm's weight as Gemma has it; llama.cpp's converter adds the 1."""
+    return load() - 1
 
 
 def _load_rotated(load: Callable[[], np.ndarray], num_heads: int) -> np.ndarray:

@@ -1,16 +1,24 @@
 """What checkpoints say of their models, as a ``ModelConfig``."""
 
 import json
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.config import ModelConfig, Rope
+from jaxinfer.models.config_keys import Keys
+from jaxinfer.models.registry import ARCHITECTURES
+from jaxinfer.models.rope import plain
 from jaxinfer.runtime.gguf_file import GGUFFile
 
 # GGUF's architecture to Hugging Face's.
-ARCHITECTURES = {"llama": "LlamaForCausalLM"}
+GGUF_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -30,73 +38,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-class _Keys:
-    """Typed look-ups in a configuration; an error names the file, the key and the value."""
-
-    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
-        self.path = path
-        self.values = values
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value; ``default`` where it is absent or null."""
-        value = self.values.get(key)
-        return default if value is None else value
-
-    def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
-        value = self._required(key, default)
-        if type(value) is not int or value <= 0:
-            raise self.wrong(key, value, "a positive integer")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive number."""
-        value = self._required(key, default)
-        if type(value) not in (int, float) or not value > 0:
-            raise self.wrong(key, value, "a positive number")
-        return float(value)
-
-    def token(self, key: str) -> int | None:
-        """A token id or none."""
-        tokens = self.tokens(key)
-        if len(tokens) > 1:
-            raise self.wrong(key, self.values[key], "one token id")
-        return tokens[0] if tokens else None
-
-    def tokens(self, key: str) -> list[int]:
-        """Token ids, given as one, a list, or not at all."""
-        value = self.get(key, [])
-        tokens = value if isinstance(value, list) else [value]
-        if any(type(token) is not int or token < 0 for token in tokens):
-            raise self.wrong(key, value, "a token id or a list of them")
-        return tokens
-
-    def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
-        value = self.get(key, default)
-        if type(value) is not bool:
-            raise self.wrong(key, value, "true or false")
-        return value
-
-    def only(self, key: str, supported: Any) -> None:
-        """Refuse any value but ``supported``, which is also the meaning of an absent key."""
-        value = self.get(key, supported)
-        if value != supported:
-            raise self.wrong(key, value, f"{supported!r}: nothing else is implemented")
-
-    def wrong(self, key: str, value: Any, wanted: str) -> JaxinferError:
-        """The error for a value that will not do."""
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return JaxinferError(f"{self.path}: {key} is {shown}, must be {wanted}")
-
-    def _required(self, key: str, default: Any) -> Any:
-        value = self.get(key, default)
-        if value is None:
-            raise JaxinferError(f"{self.path}: lacks {key!r}, which the model needs")
-        return value
-
-
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
     """Translate GGUF metadata; an absent key has llama.cpp's default.
 
@@ -104,19 +45,14 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         JaxinferError: an architecture or feature that is not implemented, or a key that is
             missing or has a wrong value.
     """
-    keys = _Keys(file.path, file.metadata)
+    keys = Keys(file.path, file.metadata)
     kind = keys.get("general.architecture")
-    if kind not in list(ARCHITECTURES):
-        raise keys.wrong("general.architecture", kind, f"one of: {', '.join(ARCHITECTURES)}")
+    if kind not in list(GGUF_ARCHITECTURES):
+        raise keys.wrong("general.architecture", kind, f"one of: {', '.join(GGUF_ARCHITECTURES)}")
     keys.only("split.count", 1)
     keys.only(f"{kind}.expert_count", 0)
-    keys.only(f"{kind}.rope.scaling.type", "none")
-    if "rope_freqs.weight" in file.tensors:
-        raise JaxinferError(
-            f"{file.path}: tensor 'rope_freqs.weight' scales the rotary embedding (as in "
-            "Llama 3.1), which is not implemented"
-        )
     num_heads = keys.size(f"{kind}.attention.head_count")
+    num_layers = keys.size(f"{kind}.block_count")
     hidden_size = keys.size(f"{kind}.embedding_length")
     head_dim = keys.size(f"{kind}.attention.key_length", hidden_size // num_heads)
     keys.only(f"{kind}.attention.value_length", head_dim)
@@ -124,25 +60,62 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     # llama.cpp ends a text at each of the three.
     ends = [keys.tokens(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
     config = ModelConfig(
-        architecture=ARCHITECTURES[kind],
+        architecture=GGUF_ARCHITECTURES[kind],
         vocab_size=keys.size(f"{kind}.vocab_size", _num_tokens(keys)),
         hidden_size=hidden_size,
         intermediate_size=keys.size(f"{kind}.feed_forward_length"),
-        num_hidden_layers=keys.size(f"{kind}.block_count"),
+        num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=keys.size(f"{kind}.attention.head_count_kv", num_heads),
         head_dim=head_dim,
         max_position_embeddings=keys.size(f"{kind}.context_length"),
-        rope_theta=keys.number(f"{kind}.rope.freq_base", 10000.0),
-        rms_norm_eps=keys.number(f"{kind}.attention.layer_norm_rms_epsilon"),
+        norm_eps=keys.number(f"{kind}.attention.layer_norm_rms_epsilon"),
         tie_word_embeddings="output.weight" not in file.tensors,
         bos_token_id=keys.token("tokenizer.ggml.bos_token_id"),
         eos_token_ids=tuple(dict.fromkeys(token for end in ends for token in end)),
+        windows=(None,) * num_layers,
+        rope=_gguf_rope(keys, kind, file, head_dim),
     )
-    return _check_heads(file.path, config)
+    return _check_heads(file.path, _with_windows(keys, config) if kind == "gemma3" else config)
 
 
-def _num_tokens(keys: _Keys) -> int | None:
+def _gguf_rope(keys: Keys, kind: str, file: GGUFFile, head_dim: int) -> Rope:
+    theta = keys.number(f"{kind}.rope.freq_base", 1e6 if kind == "gemma3" else 1e4)
+    frequency = plain(theta, head_dim)
+    match scaling := keys.get(f"{kind}.rope.scaling.type", "none"):
+        case "none":
+            pass
+        case "linear":
+            frequency = frequency / keys.number(f"{kind}.rope.scaling.factor")
+        case _:
+            raise keys.wrong(f"{kind}.rope.scaling.type", scaling, "none or linear")
+    # Llama 3.1's stretched frequencies come as what to divide by.
+    if factors := file.tensors.get("rope_freqs.weight"):
+        if factors.shape != frequency.shape:
+            raise JaxinferError(
+                f"{file.path}: rope_freqs.weight has shape {factors.shape}, "
+                f"must be {frequency.shape}"
+            )
+        frequency = frequency / factors.load()
+    return Rope(tuple(frequency.tolist()))
+
+
+def _with_windows(keys: Keys, config: ModelConfig) -> ModelConfig:
+    """Gemma 3's layers and scale, which llama.cpp knows without the file."""
+    window = keys.size("gemma3.attention.sliding_window")
+    windows = [window if (i + 1) % 6 else None for i in range(config.num_hidden_layers)]
+    # The one of 27 billion parameters has 62 layers.
+    is_largest = config.num_hidden_layers == 62
+    scaled_dim = config.hidden_size // config.num_attention_heads
+    return replace(
+        config,
+        windows=tuple(windows),
+        local_rope=Rope(tuple(plain(1e4, config.head_dim).tolist())),
+        attention_scale=(scaled_dim if is_largest else config.head_dim) ** -0.5,
+    )
+
+
+def _num_tokens(keys: Keys) -> int | None:
     tokens = keys.get("tokenizer.ggml.tokens")
     return len(tokens) if isinstance(tokens, list) else None
 
@@ -159,55 +132,16 @@ def read_folder_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.exists():
         raise JaxinferError(f"{folder}: has no config.json; must be a Hugging Face model folder")
-    keys = _Keys(path, read_json(path))
-    architectures = keys.get("architectures")
-    known = list(ARCHITECTURES.values())
-    if not (isinstance(architectures, list) and architectures and architectures[0] in known):
-        raise keys.wrong("architectures", architectures, f"one of: {', '.join(known)}")
-    keys.only("hidden_act", "silu")
-    keys.only("attention_bias", False)
-    keys.only("mlp_bias", False)
+    keys = Keys(path, read_json(path))
+    names = keys.get("architectures")
+    if not (isinstance(names, list) and names and names[0] in list(ARCHITECTURES)):
+        raise keys.wrong("architectures", names, f"one of: {', '.join(ARCHITECTURES)}")
     keys.only("quantization_config", None)
-    generation_path = folder / "generation_config.json"
-    generation = _Keys(
-        generation_path, read_json(generation_path) if generation_path.exists() else {}
-    )
-    num_heads = keys.size("num_attention_heads")
-    hidden_size = keys.size("hidden_size")
-    ends = keys.tokens("eos_token_id") + generation.tokens("eos_token_id")
-    config = ModelConfig(
-        architecture=architectures[0],
-        vocab_size=keys.size("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=keys.size("intermediate_size"),
-        num_hidden_layers=keys.size("num_hidden_layers"),
-        num_attention_heads=num_heads,
-        num_key_value_heads=keys.size("num_key_value_heads", num_heads),
-        head_dim=keys.size("head_dim", hidden_size // num_heads),
-        max_position_embeddings=keys.size("max_position_embeddings", 2048),
-        rope_theta=_rope_theta(keys),
-        rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
-        tie_word_embeddings=keys.flag("tie_word_embeddings", False),
-        bos_token_id=keys.token("bos_token_id"),
-        eos_token_ids=tuple(dict.fromkeys(ends)),
-    )
-    return _check_heads(path, config)
-
-
-def _rope_theta(keys: _Keys) -> float:
-    """The rotary base, from transformers 4's two keys or transformers 5's one."""
-    theta = keys.number("rope_theta", 10000.0)
-    for key in ("rope_scaling", "rope_parameters"):
-        value = keys.get(key, {})
-        if not isinstance(value, dict):
-            raise keys.wrong(key, value, "an object")
-        inner = _Keys(keys.path, value)
-        kind = inner.get("rope_type", inner.get("type", "default"))
-        if kind != "default":
-            raise keys.wrong(f"{key}.rope_type", kind, "'default': nothing else is implemented")
-        inner.only("partial_rotary_factor", 1.0)
-        theta = inner.number("rope_theta", theta)
-    return theta
+    config = ARCHITECTURES[names[0]].read_config(keys)
+    more_path = folder / "generation_config.json"
+    more = Keys(more_path, read_json(more_path) if more_path.exists() else {})
+    ends = dict.fromkeys([*config.eos_token_ids, *more.tokens("eos_token_id")])
+    return _check_heads(path, replace(config, eos_token_ids=tuple(ends)))
 
 
 def _check_heads(path: Path, config: ModelConfig) -> ModelConfig:

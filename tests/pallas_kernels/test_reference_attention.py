@@ -15,10 +15,11 @@ from jaxinfer.pallas_kernels.reference import (
 M = 12  # pages per sequence
 
 
-def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Attention of one row [N, H] to all of k and v [L, K, H]."""
+def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None = None) -> np.ndarray:
+    """Attention of one row [N, H] to all of k and v [L, K, H], or the last ``window`` of them."""
+    k, v = (x[-window:] if window else x for x in (k, v))
     k, v = (np.repeat(x.astype(np.float64), q.shape[0] // x.shape[1], axis=1) for x in (k, v))
-    score = np.einsum("nh,lnh->nl", q.astype(np.float64), k) / np.sqrt(q.shape[1])
+    score = np.einsum("nh,lnh->nl", q.astype(np.float64), k)
     p = np.exp(score - score.max(-1, keepdims=True))
     return np.einsum("nl,lnh->nh", p / p.sum(-1, keepdims=True), v)
 
@@ -41,23 +42,25 @@ def edges(B: int) -> list[int]:
     return [0, 1, B - 1, B, B + 1, 3 * B, M * B - 1, M * B]
 
 
+@pytest.mark.parametrize("window", [None, 1, 7, 1000])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("B", "K", "G", "H"), [(4, 1, 1, 16), (8, 3, 3, 64), (16, 2, 7, 80), (3, 2, 4, 8)]
 )
-def test_decode(B: int, K: int, G: int, H: int, dtype: str) -> None:
+def test_decode(B: int, K: int, G: int, H: int, dtype: str, window: int | None) -> None:
     rng = np.random.default_rng(B + G)
     lengths = np.array([*edges(B), 5], np.int32)
     cache = Cache(rng, len(lengths), B, K, H, dtype)
-    q = rng.normal(size=(len(lengths), K * G, H)).astype(np.float32)
-    got = jax.jit(decode_attention)(q, *cache.pages, cache.table, lengths)
+    q = rng.normal(size=(len(lengths), K * G, H)).astype(np.float32) / np.sqrt(H)
+    attend = jax.jit(decode_attention, static_argnames="window")
+    got = attend(q, *cache.pages, cache.table, lengths, window=window)
     assert got.dtype == jnp.float32
     tolerance = 2e-5 if dtype == "float32" else 3e-2
     for i, length in enumerate(lengths):
         if length == 0:
             assert np.all(np.asarray(got[i]) == 0)
         else:
-            expected = dense(q[i], *cache.sequence(i, length))
+            expected = dense(q[i], *cache.sequence(i, length), window)
             np.testing.assert_allclose(got[i], expected, atol=tolerance, rtol=1e-4)
 
 
@@ -73,9 +76,9 @@ def test_decode_of_sequences_that_fill_their_tables(S: int) -> None:
         np.testing.assert_allclose(got[i], expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "window"), [(0, None), (1, None), (2, 1), (3, 9), (1, 1000)])
 @pytest.mark.parametrize(("B", "K", "G", "H"), [(4, 1, 1, 16), (8, 3, 3, 64), (16, 2, 7, 8)])
-def test_chunks(B: int, K: int, G: int, H: int, seed: int) -> None:
+def test_chunks(B: int, K: int, G: int, H: int, seed: int, window: int | None) -> None:
     rng = np.random.default_rng(seed)
     sizes = [int(s) for s in rng.choice([1, 2, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 40], 5)]
     sizes = [min(size, M * B) for size in sizes]
@@ -86,13 +89,14 @@ def test_chunks(B: int, K: int, G: int, H: int, seed: int) -> None:
     before = 5 * seed  # rows of decodes
     rows = before + np.concatenate([[0], np.cumsum(sizes), [sum(sizes)] * unused]).astype(np.int32)
     T = before + sum(sizes) + 13
-    q = rng.normal(size=(T, K * G, H)).astype(np.float32)
+    q = rng.normal(size=(T, K * G, H)).astype(np.float32) / np.sqrt(H)
     start_C = np.array(starts + [0] * unused, np.int32)
-    got = jax.jit(chunk_attention)(q, *cache.pages, cache.table, start_C, rows)
+    attend = jax.jit(chunk_attention, static_argnames="window")
+    got = attend(q, *cache.pages, cache.table, start_C, rows, window=window)
     assert got.shape == q.shape
     for c, (size, start) in enumerate(zip(sizes, starts, strict=True)):
         for r in range(size):
-            expected = dense(q[rows[c] + r], *cache.sequence(c, start + r + 1))
+            expected = dense(q[rows[c] + r], *cache.sequence(c, start + r + 1), window)
             np.testing.assert_allclose(got[rows[c] + r], expected, atol=2e-5, rtol=1e-4)
 
 

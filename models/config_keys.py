@@ -1,0 +1,93 @@
+"""Typed look-ups in a checkpoint's configuration."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.errors import JaxinferError
+
+
+class Keys:
+    """Typed look-ups in a configuration; an error names the file, the key and the value.
+
+    Args:
+        prefix: what stands before each key in errors.
+    """
+
+    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
+        self.path = path
+        self.values = values
+        self.prefix = prefix
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value; ``default`` where it is absent or null."""
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def within(self, key: str) -> "Keys":
+        """The keys of the object under ``key``; none where it is absent."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise self.wrong(key, value, "an object")
+        return Keys(self.path, value, f"{self.prefix}{key}.")
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self._required(key, default)
+        if type(value) is not int or value <= 0:
+            raise self.wrong(key, value, "a positive integer")
+        return value
+
+    def count(self, key: str, default: int) -> int:
+        """An integer from 0 on."""
+        value = self.get(key, default)
+        if type(value) is not int or value < 0:
+            raise self.wrong(key, value, "an integer from 0 on")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number."""
+        value = self._required(key, default)
+        if type(value) not in (int, float) or not value > 0:
+            raise self.wrong(key, value, "a positive number")
+        return float(value)
+
+    def token(self, key: str) -> int | None:
+        """A token id or none."""
+        tokens = self.tokens(key)
+        if len(tokens) > 1:
+            raise self.wrong(key, self.values[key], "one token id")
+        return tokens[0] if tokens else None
+
+    def tokens(self, key: str) -> list[int]:
+        """Token ids, given as one, a list, or not at all."""
+        value = self.get(key, [])
+        tokens = value if isinstance(value, list) else [value]
+        if any(type(token) is not int or token < 0 for token in tokens):
+            raise self.wrong(key, value, "a token id or a list of them")
+        return tokens
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.get(key, default)
+        if type(value) is not bool:
+            raise self.wrong(key, value, "true or false")
+        return value
+
+    def only(self, key: str, supported: Any) -> None:
+        """Refuse any value but ``supported``, which is also the meaning of an absent key."""
+        value = self.get(key, supported)
+        if value != supported:
+            raise self.wrong(key, value, f"{supported!r}: nothing else is implemented")
+
+    def wrong(self, key: str, value: Any, wanted: str) -> JaxinferError:
+        """The error for a value that will not do."""
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        return JaxinferError(f"{self.path}: {self.prefix}{key} is {shown}, must be {wanted}")
+
+    def _required(self, key: str, default: Any) -> Any:
+        value = self.get(key, default)
+        if value is None:
+            raise JaxinferError(f"{self.path}: lacks {self.prefix + key!r}, which the model needs")
+        return value

@@ -1,0 +1,106 @@
+"""Gemma 3, text only (Gemma Team, 2025): windows in five of six layers, norms on both sides.
+
+Beside Llama: queries and keys normalised, a norm after attention and after the MLP too, GELU,
+embeddings scaled by sqrt(D), and positions that rotate faster in layers with a window.
+"""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxinfer.models import llama
+from jaxinfer.models.config import ModelConfig, WeightSpec
+from jaxinfer.models.config_keys import Keys
+from jaxinfer.models.layers import KVPages, PagedBatch, RMSNorm
+from jaxinfer.models.rope import read_rope, rope_of
+from jaxinfer.models.weights import same
+
+LOCAL_THETA, GLOBAL_THETA = 1e4, 1e6
+
+
+class Layer(nnx.Module):
+    """One block; its norms lie around attention and around the MLP."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        norm = partial(RMSNorm, config.hidden_size, config.norm_eps)
+        self.attn_norm, self.attn_out_norm = norm(), norm()
+        self.attn = llama.Attention(config, rngs, qk_norm=True)
+        self.mlp_norm, self.mlp_out_norm = norm(), norm()
+        self.mlp = llama.MLP(config, rngs, partial(jax.nn.gelu, approximate=True))
+
+    def __call__(
+        self,
+        x_TD: jax.Array,
+        rope: llama.Tables,
+        kv: KVPages,
+        batch: PagedBatch,
+        window: int | None,
+    ) -> tuple[jax.Array, KVPages]:
+        """The residual stream after this layer, and the updated pages."""
+        y_TD, kv = self.attn(self.attn_norm(x_TD), rope, kv, batch, window)
+        x_TD = x_TD + self.attn_out_norm(y_TD)
+        return x_TD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD))), kv
+
+
+class Gemma3(llama.Llama):
+    """Llama's frame around Gemma's layers."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs, Layer, embed_scale=math.sqrt(config.hidden_size))
+
+
+def read_config(keys: Keys) -> ModelConfig:
+    """From ``config.json``, with transformers' defaults where a key is absent.
+
+    Raises:
+        JaxinferError: a size is missing, a value is wrong, or something is not implemented.
+    """
+    keys.only("attention_bias", False)
+    keys.only("hidden_activation", "gelu_pytorch_tanh")
+    keys.only("attn_logit_softcapping", None)
+    keys.only("final_logit_softcapping", None)
+    keys.only("use_bidirectional_attention", False)
+    per_kind = keys.within("rope_parameters")
+    nested = "full_attention" in per_kind.values
+    flat = Keys(keys.path, {**keys.values, "rope_parameters": None}) if nested else keys
+    config = llama.read_sizes(flat, tied=True, theta=GLOBAL_THETA)
+    H, longest = config.head_dim, config.max_position_embeddings
+    if nested:
+        rope = rope_of(per_kind.within("full_attention"), H, longest)
+        local_rope = rope_of(per_kind.within("sliding_attention"), H, longest)
+    else:
+        rope = read_rope(keys, H, GLOBAL_THETA)
+        local = {"rope_theta": keys.number("rope_local_base_freq", LOCAL_THETA)}
+        local_rope = rope_of(Keys(keys.path, local), H, longest)
+    every = keys.size("sliding_window_pattern", 6)
+    sliding = [(i + 1) % every != 0 for i in range(config.num_hidden_layers)]
+    return replace(
+        config,
+        windows=llama.read_windows(keys, keys.size("sliding_window", 4096), sliding),
+        rope=rope,
+        local_rope=local_rope,
+        attention_scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
+    )
+
+
+def hf_weights(config: ModelConfig) -> dict[str, WeightSpec]:
+    """Parameter -> Hugging Face's tensor, where a norm's weight is its scale less 1."""
+    specs = llama.hf_weights(config, qk_norm=True)
+    D = config.hidden_size
+    for i in range(config.num_hidden_layers):
+        ours, hf = f"layers.{i}.", f"model.layers.{i}."
+        specs |= {
+            ours + "attn_out_norm.scale_D": same(hf + "post_attention_layernorm.weight", D),
+            ours + "mlp_norm.scale_D": same(hf + "pre_feedforward_layernorm.weight", D),
+            ours + "mlp_out_norm.scale_D": same(hf + "post_feedforward_layernorm.weight", D),
+        }
+    norms = {
+        path: replace(spec, convert=lambda array: array.astype(np.float32) + 1)
+        for path, spec in specs.items()
+        if path.endswith("norm.scale_D")
+    }
+    return specs | norms

@@ -1,0 +1,155 @@
+"""OPT (Zhang et al., 2022): learned positions, LayerNorm, biases everywhere, ReLU."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfer.models.config import ModelConfig, WeightSpec
+from jaxinfer.models.config_keys import Keys
+from jaxinfer.models.layers import (
+    KVPages,
+    LayerNorm,
+    PagedBatch,
+    init_weight,
+    paged_attention,
+    project,
+)
+from jaxinfer.models.weights import heads_bias, heads_in, heads_out, same, transposed
+
+# Rows of the table before position 0's: fairseq kept them for padding.
+POSITION_OFFSET = 2
+
+
+class Layer(nnx.Module):
+    """One transformer block."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        D, F = config.hidden_size, config.intermediate_size
+        N, H = config.num_attention_heads, config.head_dim
+        K = config.num_key_value_heads
+        self.attn_norm = LayerNorm(D, config.norm_eps)
+        self.q_DNH, self.q_bias_NH = init_weight(rngs, (D, N, H)), init_weight(rngs, (N, H))
+        self.k_DKH, self.k_bias_KH = init_weight(rngs, (D, K, H)), init_weight(rngs, (K, H))
+        self.v_DKH, self.v_bias_KH = init_weight(rngs, (D, K, H)), init_weight(rngs, (K, H))
+        self.o_NHD, self.o_bias_D = init_weight(rngs, (N, H, D)), init_weight(rngs, (D,))
+        self.mlp_norm = LayerNorm(D, config.norm_eps)
+        self.up_DF, self.up_bias_F = init_weight(rngs, (D, F)), init_weight(rngs, (F,))
+        self.down_FD, self.down_bias_D = init_weight(rngs, (F, D)), init_weight(rngs, (D,))
+
+    def __call__(
+        self, x_TD: jax.Array, kv: KVPages, batch: PagedBatch
+    ) -> tuple[jax.Array, KVPages]:
+        """The residual stream after this layer, and the updated pages."""
+        y_TD = self.attn_norm(x_TD)
+        q_TNH = project("td,dnh->tnh", y_TD, self.q_DNH[...]) + self.q_bias_NH[...]
+        k_TKH = project("td,dkh->tkh", y_TD, self.k_DKH[...]) + self.k_bias_KH[...]
+        v_TKH = project("td,dkh->tkh", y_TD, self.v_DKH[...]) + self.v_bias_KH[...]
+        out_TNH, kv = paged_attention(q_TNH, k_TKH, v_TKH, kv, batch)
+        o_NHD = self.o_NHD[...]
+        out_TE = out_TNH.reshape(len(x_TD), -1)
+        x_TD += project("te,ed->td", out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]))
+        x_TD += self.o_bias_D[...]
+        up_TF = project("td,df->tf", self.mlp_norm(x_TD), self.up_DF[...]) + self.up_bias_F[...]
+        down_TD = project("tf,fd->td", jax.nn.relu(up_TF), self.down_FD[...])
+        return x_TD + down_TD + self.down_bias_D[...], kv
+
+
+class OPT(nnx.Module):
+    """A decoder-only transformer whose forward pass works on one step's flat tokens."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        D, positions = config.hidden_size, config.max_position_embeddings + POSITION_OFFSET
+        self.embed_VD = init_weight(rngs, (config.vocab_size, D))
+        self.position_XD = init_weight(rngs, (positions, D))
+        self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_hidden_layers)])
+        self.norm = LayerNorm(D, config.norm_eps)
+        self.tied = config.tie_word_embeddings
+        if not self.tied:
+            self.head_VD = init_weight(rngs, (config.vocab_size, D))
+
+    def __call__(
+        self, token_T: jax.Array, kv: list[KVPages], batch: PagedBatch
+    ) -> tuple[jax.Array, list[KVPages]]:
+        """Hidden states [T, D] in float32 before the final norm, and the updated pages."""
+        position_TD = self.position_XD[...][batch.position_T + POSITION_OFFSET]
+        x_TD = self.embed_VD[...][token_T].astype(jnp.float32) + position_TD
+        new_kv = []
+        for layer, pages in zip(self.layers, kv, strict=True):
+            x_TD, pages = layer(x_TD, pages, batch)
+            new_kv.append(pages)
+        return x_TD, new_kv
+
+    def logits(self, x_TD: jax.Array) -> jax.Array:
+        """Logits [T, V] in float32 of hidden states before the final norm."""
+        head_VD = self.embed_VD if self.tied else self.head_VD
+        return project("td,vd->tv", self.norm(x_TD), head_VD[...])
+
+
+def read_config(keys: Keys) -> ModelConfig:
+    """From ``config.json``, with transformers' defaults where a key is absent.
+
+    Raises:
+        JaxinferError: a size is missing, a value is wrong, or something is not implemented.
+    """
+    num_heads, hidden_size = keys.size("num_attention_heads"), keys.size("hidden_size")
+    num_layers = keys.size("num_hidden_layers")
+    # OPT 350M's: norms after the layers, embeddings of another size.
+    keys.only("do_layer_norm_before", True)
+    keys.only("word_embed_proj_dim", hidden_size)
+    keys.only("_remove_final_layer_norm", False)
+    keys.only("enable_bias", True)
+    keys.only("layer_norm_elementwise_affine", True)
+    keys.only("activation_function", "relu")
+    return ModelConfig(
+        architecture=keys.get("architectures")[0],
+        vocab_size=keys.size("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=keys.size("ffn_dim"),
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=keys.size("max_position_embeddings", 2048),
+        norm_eps=1e-5,
+        tie_word_embeddings=keys.flag("tie_word_embeddings", True),
+        bos_token_id=keys.token("bos_token_id"),
+        eos_token_ids=tuple(keys.tokens("eos_token_id")),
+        windows=(None,) * num_layers,
+    )
+
+
+def hf_weights(config: ModelConfig) -> dict[str, WeightSpec]:
+    """Parameter -> Hugging Face's tensor."""
+    D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
+    N, H = config.num_attention_heads, config.head_dim
+    positions = config.max_position_embeddings + POSITION_OFFSET
+    root = "model.decoder."
+    specs = {
+        "embed_VD": same(root + "embed_tokens.weight", V, D),
+        "position_XD": same(root + "embed_positions.weight", positions, D),
+        "norm.scale_D": same(root + "final_layer_norm.weight", D),
+        "norm.bias_D": same(root + "final_layer_norm.bias", D),
+    }
+    if not config.tie_word_embeddings:
+        specs["head_VD"] = same("lm_head.weight", V, D)
+    for i in range(config.num_hidden_layers):
+        ours, hf = f"layers.{i}.", f"{root}layers.{i}."
+        specs |= {
+            ours + "attn_norm.scale_D": same(hf + "self_attn_layer_norm.weight", D),
+            ours + "attn_norm.bias_D": same(hf + "self_attn_layer_norm.bias", D),
+            ours + "q_DNH": heads_out(hf + "self_attn.q_proj.weight", N, H, D),
+            ours + "q_bias_NH": heads_bias(hf + "self_attn.q_proj.bias", N, H),
+            ours + "k_DKH": heads_out(hf + "self_attn.k_proj.weight", N, H, D),
+            ours + "k_bias_KH": heads_bias(hf + "self_attn.k_proj.bias", N, H),
+            ours + "v_DKH": heads_out(hf + "self_attn.v_proj.weight", N, H, D),
+            ours + "v_bias_KH": heads_bias(hf + "self_attn.v_proj.bias", N, H),
+            ours + "o_NHD": heads_in(hf + "self_attn.out_proj.weight", N, H, D),
+            ours + "o_bias_D": same(hf + "self_attn.out_proj.bias", D),
+            ours + "mlp_norm.scale_D": same(hf + "final_layer_norm.weight", D),
+            ours + "mlp_norm.bias_D": same(hf + "final_layer_norm.bias", D),
+            ours + "up_DF": transposed(hf + "fc1.weight", F, D),
+            ours + "up_bias_F": same(hf + "fc1.bias", F),
+            ours + "down_FD": transposed(hf + "fc2.weight", D, F),
+            ours + "down_bias_D": same(hf + "fc2.bias", D),
+        }
+    return specs

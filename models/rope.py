@@ -1,0 +1,88 @@
+"""Frequencies of rotary positions, and the rules that stretch them to longer contexts."""
+
+import math
+
+import numpy as np
+
+from jaxinfer.models.config import Rope
+from jaxinfer.models.config_keys import Keys
+
+
+def plain(theta: float, head_dim: int) -> np.ndarray:
+    """theta^(-2i / H) for i below H / 2, float64 (Su et al., 2021)."""
+    return theta ** (-np.arange(0, head_dim, 2) / head_dim)
+
+
+def llama3(
+    frequency: np.ndarray, factor: float, low: float, high: float, original: int
+) -> np.ndarray:
+    """Llama 3.1's: slow rotations are slowed by ``factor``, fast ones kept, some in between.
+
+    Args:
+        low, high: rotations within ``original`` tokens below which a frequency is slowed, and
+            above which it is kept.
+    """
+    rotations = original * frequency / (2 * math.pi)
+    kept = np.clip((rotations - low) / (high - low), 0, 1)
+    return frequency * (kept + (1 - kept) / factor)
+
+
+def yarn(
+    theta: float, head_dim: int, factor: float, original: int, fast: float, slow: float
+) -> np.ndarray:
+    """YaRN's (Peng et al., 2023, section 3.2), with its ramp over whole pairs.
+
+    Args:
+        fast, slow: rotations within ``original`` tokens above which a frequency is kept, and
+            below which it is divided by ``factor``.
+    """
+
+    def pair_with(rotations: float) -> float:
+        """The inverse of rotations = original * theta^(-2i / H) / 2 pi."""
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(pair_with(fast)), 0)
+    last = min(math.ceil(pair_with(slow)), head_dim - 1)
+    ramp = np.clip((np.arange(head_dim // 2) - first) / (max(last - first, 0.001)), 0, 1)
+    return plain(theta, head_dim) * (1 - ramp + ramp / factor)
+
+
+def read_rope(keys: Keys, head_dim: int, default_theta: float = 10000.0) -> Rope:
+    """From ``config.json``: transformers 4's ``rope_theta`` and ``rope_scaling``, or 5's one key.
+
+    Raises:
+        JaxinferError: a rule that is not implemented, or lacks a number.
+    """
+    theta = keys.number("rope_theta", default_theta)
+    inner = keys.within("rope_parameters" if keys.get("rope_parameters") else "rope_scaling")
+    inner = Keys(keys.path, {"rope_theta": theta, **inner.values}, inner.prefix)
+    return rope_of(inner, head_dim, keys.size("max_position_embeddings", 2048))
+
+
+def rope_of(keys: Keys, head_dim: int, max_positions: int) -> Rope:
+    """From the keys of one ``rope_parameters``, under transformers 5's names."""
+    keys.only("partial_rotary_factor", 1.0)
+    theta = keys.number("rope_theta")
+    original = keys.size("original_max_position_embeddings", max_positions)
+    frequency = plain(theta, head_dim)
+    attention_factor = 1.0
+    match kind := keys.get("rope_type", keys.get("type", "default")):
+        case "default":
+            pass
+        case "linear":
+            frequency = frequency / keys.number("factor")
+        case "llama3":
+            factor, low = keys.number("factor"), keys.number("low_freq_factor")
+            frequency = llama3(frequency, factor, low, keys.number("high_freq_factor"), original)
+        case "yarn":
+            for key in ("mscale", "mscale_all_dim"):
+                keys.only(key, None)
+            keys.only("truncate", True)
+            factor = keys.number("factor")
+            fast, slow = keys.number("beta_fast", 32.0), keys.number("beta_slow", 1.0)
+            frequency = yarn(theta, head_dim, factor, original, fast, slow)
+            usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+            attention_factor = keys.number("attention_factor", usual)
+        case _:
+            raise keys.wrong("rope_type", kind, "one of: default, linear, llama3, yarn")
+    return Rope(tuple(frequency.tolist()), attention_factor)
