@@ -1,0 +1,159 @@
+"""Hugging Face folders: what is read, and the one-line errors of what cannot be."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoint_files import error_of, make_folder, make_sharded, make_weights
+
+from jaxinfer.runtime.checkpoint import open_checkpoint
+
+
+class TestFolder:
+    def test_single_file(self, tmp_path: Path) -> None:
+        weights = make_weights()
+        opened = open_checkpoint(str(make_folder(tmp_path / "tiny", weights)))
+        assert opened.name == "tiny"
+        assert opened.tokenizer_source == tmp_path / "tiny"
+        assert opened.config.head_dim == 8
+        assert opened.config.rope_theta == 5000.0
+        for name, values in weights.items():
+            assert opened.tensors[name].dtype == "F32"
+            np.testing.assert_array_equal(opened.tensors[name].load(), values)
+
+    def test_sharded(self, tmp_path: Path) -> None:
+        weights = make_weights()
+        make_sharded(tmp_path / "tiny", weights)
+        tensors = open_checkpoint(str(tmp_path / "tiny")).tensors
+        assert tensors.keys() == weights.keys()
+        for name, values in weights.items():
+            np.testing.assert_array_equal(tensors[name].load(), values)
+
+    def test_bfloat16(self, tmp_path: Path) -> None:
+        weights = {name: a.astype(ml_dtypes.bfloat16) for name, a in make_weights().items()}
+        tensors = open_checkpoint(str(make_folder(tmp_path / "tiny", weights))).tensors
+        for name, values in weights.items():
+            assert tensors[name].dtype == "BF16"
+            assert tensors[name].load().dtype == ml_dtypes.bfloat16
+            np.testing.assert_array_equal(tensors[name].load(), values)
+
+    def test_eos_of_generation_config_is_added(self, tmp_path: Path) -> None:
+        folder = make_folder(tmp_path / "tiny", eos_token_id=[2, 5])
+        (folder / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
+        assert open_checkpoint(str(folder)).config.eos_token_ids == (2, 5, 9)
+
+    def test_transformers_5_rope(self, tmp_path: Path) -> None:
+        rope = {"rope_theta": 7000.0, "rope_type": "default"}
+        folder = make_folder(tmp_path / "tiny", rope_theta=None, rope_parameters=rope)
+        assert open_checkpoint(str(folder)).config.rope_theta == 7000.0
+
+    def test_absent_keys_have_transformers_defaults(self, tmp_path: Path) -> None:
+        optional = (
+            "num_key_value_heads",
+            "max_position_embeddings",
+            "rope_theta",
+            "rms_norm_eps",
+            "tie_word_embeddings",
+            "bos_token_id",
+            "eos_token_id",
+        )
+        folder = make_folder(tmp_path / "tiny", **dict.fromkeys(optional))
+        config = open_checkpoint(str(folder)).config
+        assert config.num_key_value_heads == 4
+        assert config.max_position_embeddings == 2048
+        assert config.rope_theta == 10000.0
+        assert config.rms_norm_eps == 1e-6
+        assert not config.tie_word_embeddings
+        assert (config.bos_token_id, config.eos_token_ids) == (None, ())
+
+    def test_head_dim_of_its_own(self, tmp_path: Path) -> None:
+        assert open_checkpoint(str(make_folder(tmp_path / "t", head_dim=24))).config.head_dim == 24
+
+    @pytest.mark.parametrize(
+        ("changes", "fragment"),
+        [
+            ({"architectures": ["GPT2LMHeadModel"]}, "must be one of: LlamaForCausalLM"),
+            ({"architectures": None}, "architectures is None"),
+            (
+                {"rope_scaling": {"type": "linear", "factor": 2.0}},
+                "rope_scaling.rope_type is 'linear'",
+            ),
+            (
+                {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}},
+                "rope_parameters.rope_type is 'llama3'",
+            ),
+            ({"attention_bias": True}, "attention_bias is True"),
+            ({"mlp_bias": True}, "mlp_bias is True"),
+            ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+            ({"quantization_config": {"bits": 4}}, "quantization_config"),
+            ({"hidden_size": None}, "lacks 'hidden_size'"),
+            ({"hidden_size": "32"}, "hidden_size is '32', must be a positive integer"),
+            ({"vocab_size": -1}, "vocab_size is -1"),
+            ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
+            ({"eos_token_id": ["</s>"]}, "eos_token_id"),
+            ({"num_key_value_heads": 3}, "4 query heads"),
+        ],
+    )
+    def test_configs_that_are_refused(
+        self, tmp_path: Path, changes: dict[str, Any], fragment: str
+    ) -> None:
+        folder = make_folder(tmp_path / "tiny", **changes)
+        message = error_of(lambda: open_checkpoint(str(folder)))
+        assert "config.json" in message
+        assert fragment in message
+
+    def test_config_that_is_no_json(self, tmp_path: Path) -> None:
+        folder = make_folder(tmp_path / "tiny")
+        for content in (b"{'a': 1}", b"", b"\xff\xfe", b"[1]"):
+            (folder / "config.json").write_bytes(content)
+            message = error_of(lambda: open_checkpoint(str(folder)))
+            assert "config.json" in message
+            assert "JSON" in message
+
+    def test_folder_without_config(self, tmp_path: Path) -> None:
+        assert "has no config.json" in error_of(lambda: open_checkpoint(str(tmp_path)))
+
+    def test_folder_without_weights(self, tmp_path: Path) -> None:
+        folder = make_folder(tmp_path / "tiny")
+        (folder / "model.safetensors").unlink()
+        message = error_of(lambda: open_checkpoint(str(folder)))
+        assert "neither model.safetensors nor model.safetensors.index.json" in message
+
+    def test_missing_shard(self, tmp_path: Path) -> None:
+        weight_map = make_sharded(tmp_path / "tiny", make_weights())
+        shard = weight_map["model.norm.weight"]
+        (tmp_path / "tiny" / shard).unlink()
+        message = error_of(lambda: open_checkpoint(str(tmp_path / "tiny")))
+        assert "model.safetensors.index.json" in message
+        assert f"names '{shard}', which is not in the folder" in message
+
+    def test_index_without_map(self, tmp_path: Path) -> None:
+        make_sharded(tmp_path / "tiny", make_weights())
+        (tmp_path / "tiny" / "model.safetensors.index.json").write_text("{}")
+        message = error_of(lambda: open_checkpoint(str(tmp_path / "tiny")))
+        assert "lacks 'weight_map'" in message
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda content: content[:-100],
+            lambda content: content[:5],
+            lambda content: b"",
+            lambda content: content[:8] + b"}}}}" + content[12:],
+            lambda content: b"\xff" * 8 + content[8:],
+        ],
+    )
+    def test_damaged_safetensors(self, tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+        file = make_folder(tmp_path / "tiny") / "model.safetensors"
+        file.write_bytes(damage(file.read_bytes()))
+        message = error_of(lambda: open_checkpoint(str(tmp_path / "tiny")))
+        assert "model.safetensors: damaged or truncated" in message
+
+    def test_unknown_tensor_type(self, tmp_path: Path) -> None:
+        weights = make_weights() | {"model.norm.weight": np.ones(32, np.int8)}
+        folder = make_folder(tmp_path / "tiny", weights)
+        message = error_of(lambda: open_checkpoint(str(folder)))
+        assert "tensor 'model.norm.weight' has type I8" in message
