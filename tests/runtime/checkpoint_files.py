@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.models.config import ModelConfig
 
 DEMO = "smollm2-135m-instruct"
 CONFIG = {
@@ -131,6 +132,12 @@ def make_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def theta_of(config: ModelConfig) -> float:
+    """The base of plain rotary frequencies, of which the second is theta^(-2 / H)."""
+    assert config.rope
+    return config.rope.frequencies[1] ** (-config.head_dim / 2)
 
 
 def error_of(action: Callable[[], object]) -> str:

@@ -1,5 +1,6 @@
 """Opening any checkpoint, and loading its weights."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ from jaxinfer.runtime.checkpoint import load_weights, open_checkpoint
 
 def specs(names: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, WeightSpec]:
     return {
-        name: WeightSpec(f"param.{name}", shape, lambda array: array)
+        "embed_VD" if "embed" in name else f"param.{name}": WeightSpec(
+            name, shape, lambda array: array
+        )
         for name, shape in names.items()
     }
 
@@ -38,15 +41,23 @@ class TestLoadWeights:
     def test_converts_and_places(self, tmp_path: Path) -> None:
         weights = make_weights()
         opened = open_checkpoint(str(make_folder(tmp_path / "tiny", weights)))
-        transposed = {
-            name: WeightSpec(f"p.{name}", shape, np.transpose) for name, shape in SHAPES.items()
-        }
+        transposed = {path: replace(spec, convert=np.transpose) for path, spec in specs().items()}
         placed = load_weights(opened, transposed, lambda path, array: (path, array))
-        assert placed.keys() == {f"p.{name}" for name in SHAPES}
-        for name, values in weights.items():
-            path, array = placed[f"p.{name}"]
-            assert path == f"p.{name}"
-            np.testing.assert_array_equal(array, values.T)
+        assert placed.keys() == transposed.keys()
+        for wanted, spec in transposed.items():
+            path, array = placed[wanted]
+            assert path == wanted
+            assert isinstance(spec.names, str)
+            np.testing.assert_array_equal(array, weights[spec.names].T)
+
+    def test_several_tensors_are_stacked(self, tmp_path: Path) -> None:
+        weights = make_weights()
+        opened = open_checkpoint(str(make_folder(tmp_path / "tiny", weights)))
+        names = LAYER + "mlp.up_proj.weight", LAYER + "mlp.gate_proj.weight"
+        wanted = {path: spec for path, spec in specs().items() if spec.names not in names}
+        wanted["both"] = WeightSpec(names, (64, 32), np.transpose)
+        both = load_weights(opened, wanted, lambda path, array: array)["both"]
+        np.testing.assert_array_equal(both, np.stack([weights[name].T for name in names]))
 
     def test_all_problems_in_one_error_before_loading(self, tmp_path: Path) -> None:
         weights = make_weights()

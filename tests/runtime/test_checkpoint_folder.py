@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_files import error_of, make_folder, make_sharded, make_weights
+from checkpoint_files import error_of, make_folder, make_sharded, make_weights, theta_of
 
 from jaxinfer.runtime.checkpoint import open_checkpoint
 
@@ -19,7 +19,7 @@ class TestFolder:
         assert opened.name == "tiny"
         assert opened.tokenizer_source == tmp_path / "tiny"
         assert opened.config.head_dim == 8
-        assert opened.config.rope_theta == 5000.0
+        assert theta_of(opened.config) == pytest.approx(5000.0)
         for name, values in weights.items():
             assert opened.tensors[name].dtype == "F32"
             np.testing.assert_array_equal(opened.tensors[name].load(), values)
@@ -48,7 +48,7 @@ class TestFolder:
     def test_transformers_5_rope(self, tmp_path: Path) -> None:
         rope = {"rope_theta": 7000.0, "rope_type": "default"}
         folder = make_folder(tmp_path / "tiny", rope_theta=None, rope_parameters=rope)
-        assert open_checkpoint(str(folder)).config.rope_theta == 7000.0
+        assert theta_of(open_checkpoint(str(folder)).config) == pytest.approx(7000.0)
 
     def test_absent_keys_have_transformers_defaults(self, tmp_path: Path) -> None:
         optional = (
@@ -64,8 +64,8 @@ class TestFolder:
         config = open_checkpoint(str(folder)).config
         assert config.num_key_value_heads == 4
         assert config.max_position_embeddings == 2048
-        assert config.rope_theta == 10000.0
-        assert config.rms_norm_eps == 1e-6
+        assert theta_of(config) == pytest.approx(10000.0)
+        assert config.norm_eps == 1e-6
         assert not config.tie_word_embeddings
         assert (config.bos_token_id, config.eos_token_ids) == (None, ())
 
@@ -75,15 +75,32 @@ class TestFolder:
     @pytest.mark.parametrize(
         ("changes", "fragment"),
         [
-            ({"architectures": ["GPT2LMHeadModel"]}, "must be one of: LlamaForCausalLM"),
-            ({"architectures": None}, "architectures is None"),
+            ({"architectures": ["GPT2LMHeadModel"]}, "must be one of: LlamaForCausalLM, Qwen2"),
             (
-                {"rope_scaling": {"type": "linear", "factor": 2.0}},
-                "rope_scaling.rope_type is 'linear'",
+                {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
+                "num_experts_per_tok is 9, must be at most num_local_experts, 8",
+            ),
+            ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window is 0"),
+            (
+                {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["full_attention"] * 2},
+                "must be 1 of full_attention or sliding_attention",
             ),
             (
-                {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}},
-                "rope_parameters.rope_type is 'llama3'",
+                {"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0},
+                "final_logit_softcapping is 30.0",
+            ),
+            (
+                {"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False},
+                "do_layer_norm_before is False",
+            ),
+            ({"architectures": None}, "architectures is None"),
+            (
+                {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+                "rope_scaling.rope_type is 'dynamic', must be one of: default, linear, llama3",
+            ),
+            (
+                {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0, "factor": 2.0}},
+                "lacks 'rope_parameters.low_freq_factor'",
             ),
             ({"attention_bias": True}, "attention_bias is True"),
             ({"mlp_bias": True}, "mlp_bias is True"),

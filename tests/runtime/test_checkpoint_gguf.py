@@ -10,7 +10,15 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_files import DEMO, LAYER, error_of, make_gguf, make_weights
+from checkpoint_files import (
+    DEMO,
+    LAYER,
+    SHAPES,
+    error_of,
+    make_gguf,
+    make_weights,
+    theta_of,
+)
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime import checkpoint as checkpoint_module
@@ -43,8 +51,8 @@ class TestDemo:
         assert (config.num_hidden_layers, config.head_dim) == (30, 64)
         assert (config.num_attention_heads, config.num_key_value_heads) == (9, 3)
         assert config.max_position_embeddings == 8192
-        assert config.rope_theta == 100000.0
-        assert config.rms_norm_eps == pytest.approx(1e-5)
+        assert theta_of(config) == pytest.approx(100000.0)
+        assert config.norm_eps == pytest.approx(1e-5)
         assert config.tie_word_embeddings
         assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
 
@@ -163,7 +171,7 @@ class TestGGUF:
 
     def test_absent_keys_have_llama_cpp_defaults(self, tmp_path: Path) -> None:
         config = open_checkpoint(str(make_gguf(tmp_path / "tiny.gguf", make_weights()))).config
-        assert config.rope_theta == 10000.0
+        assert theta_of(config) == pytest.approx(10000.0)
         assert config.head_dim == 8
         assert config.tie_word_embeddings
 
@@ -254,7 +262,17 @@ class TestGGUF:
         assert "x.gguf" in message
         assert key in message
 
-    def test_rope_factors_are_refused(self, tmp_path: Path) -> None:
-        weights = make_weights() | {"rope_freqs.weight": np.ones(4, np.float32)}
+    def test_rope_factors_divide_the_frequencies(self, tmp_path: Path) -> None:
+        factors = np.array([1, 2, 4, 8], np.float32)
+        path = make_gguf(tmp_path / "x.gguf", make_weights() | {"rope_freqs.weight": factors})
+        opened = open_checkpoint(str(path))
+        assert opened.config.rope
+        expected = 10000.0 ** (-np.arange(4) / 4) / factors
+        np.testing.assert_allclose(opened.config.rope.frequencies, expected)
+        assert opened.tensors.keys() == SHAPES.keys()
+
+    def test_rope_factors_of_another_size(self, tmp_path: Path) -> None:
+        weights = make_weights() | {"rope_freqs.weight": np.ones(3, np.float32)}
         path = make_gguf(tmp_path / "x.gguf", weights)
-        assert "rope_freqs.weight" in error_of(lambda: open_checkpoint(str(path)))
+        message = error_of(lambda: open_checkpoint(str(path)))
+        assert "rope_freqs.weight has shape (3,), must be (4,)" in message
