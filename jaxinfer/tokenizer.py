@@ -3,16 +3,16 @@
 import codecs
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.checkpoint import Checkpoint
+from jaxinfer.tokenizer_gguf import read_gguf_tokenizer
 
 _REPLACEMENT = "\ufffd"
 
@@ -231,131 +231,9 @@ def _from_folder(folder: Path) -> Any:
         raise JaxinferError(f"{path}: cannot read the tokenizer: {reason}") from error
 
 
-# GGUF's token types.
-_CONTROL, _USER_DEFINED = 3, 4
-
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-@dataclass(frozen=True)
-class _Pre:
-    """What a GGUF file means by ``tokenizer.ggml.pre``.
-
-    Attributes:
-        split: cuts text into words, within which tokens are merged.
-        ignore_merges: a word that is a token becomes it, whatever the merges say.
-        adds_bos: the default of ``tokenizer.ggml.add_bos_token``.
-    """
-
-    split: pre_tokenizers.PreTokenizer
-    ignore_merges: bool = False
-    adds_bos: bool = False
-
-
-def _known_pres() -> dict[str, _Pre]:
-    """By name, as in llama.cpp's ``llama-vocab.cpp``; its "default" is nobody's tokenizer."""
-    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    smollm = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
-    words = pre_tokenizers.Split(Regex(_LLAMA3_WORDS), behavior="isolated")
-    llama3 = _Pre(pre_tokenizers.Sequence([words, bytes_only]), ignore_merges=True, adds_bos=True)
-    return {
-        "smollm": _Pre(smollm),
-        "gpt-2": _Pre(gpt2),
-        "llama-bpe": llama3,
-        "llama3": llama3,
-        "llama-v3": llama3,
-    }
-
-
 def _from_gguf(metadata: Mapping[str, Any], path: Path) -> Any:
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise JaxinferError(
-            f"{path}: tokenizer.ggml.model is {kind!r}, must be 'gpt2' (byte-level BPE)"
-        )
-    pres = _known_pres()
-    pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in list(pres):
-        raise JaxinferError(
-            f"{path}: tokenizer.ggml.pre is {pre!r}, must be one of: {', '.join(pres)}"
-        )
-    tokens = _string_list(metadata, "tokenizer.ggml.tokens", path)
-    backend = _byte_level_bpe(tokens, _merges(metadata, path), pres[pre])
-    types = metadata.get("tokenizer.ggml.token_type", ())
-    typed = list(zip(tokens, types, strict=False))
-    backend.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, kind in typed
-            if kind == _CONTROL
-        ]
-    )
-    backend.add_tokens(
-        [AddedToken(token, normalized=False) for token, kind in typed if kind == _USER_DEFINED]
-    )
-    named = {
-        role: _named_token(metadata, key, tokens, path)
-        for role, key in (
-            ("bos_token", "bos"),
-            ("eos_token", "eos"),
-            ("unk_token", "unknown"),
-            ("pad_token", "padding"),
-        )
-    }
-    bos = named["bos_token"]
-    if metadata.get("tokenizer.ggml.add_bos_token", pres[pre].adds_bos):
-        if bos is None:
-            raise JaxinferError(f"{path}: adds a BOS token but lacks tokenizer.ggml.bos_token_id")
-        backend.post_processor = processors.TemplateProcessing(
-            single=[bos, "$A"], special_tokens=[(bos, tokens.index(bos))]
-        )
-    return _fast_tokenizer_class()(
-        tokenizer_object=backend,
-        chat_template=metadata.get("tokenizer.chat_template"),
-        **{role: token for role, token in named.items() if token is not None},
-    )
-
-
-def _byte_level_bpe(tokens: list[str], merges: list[tuple[str, str]], pre: _Pre) -> Backend:
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.ignore_merges))
-    backend.pre_tokenizer = pre.split
-    backend.decoder = decoders.ByteLevel()
-    return backend
-
-
-def _string_list(metadata: Mapping[str, Any], key: str, path: Path) -> list[str]:
-    value = metadata.get(key)
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise JaxinferError(f"{path}: lacks {key!r}, a list of strings, for its tokenizer")
-    return value
-
-
-def _merges(metadata: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
-    known = set(_string_list(metadata, "tokenizer.ggml.tokens", path))
-    pairs = []
-    for merge in _string_list(metadata, "tokenizer.ggml.merges", path):
-        left, _, right = merge.partition(" ")
-        if not (left in known and right in known and left + right in known):
-            raise JaxinferError(f"{path}: merge {merge!r} does not join two tokens into a third")
-        pairs.append((left, right))
-    return pairs
-
-
-def _named_token(
-    metadata: Mapping[str, Any], name: str, tokens: list[str], path: Path
-) -> str | None:
-    key = f"tokenizer.ggml.{name}_token_id"
-    index = metadata.get(key)
-    if index is None:
-        return None
-    if not isinstance(index, int) or not 0 <= index < len(tokens):
-        raise JaxinferError(f"{path}: {key} is {index!r}, must be below {len(tokens)}")
-    return tokens[index]
+    backend, options = read_gguf_tokenizer(metadata, path)
+    return _fast_tokenizer_class()(tokenizer_object=backend, **options)
 
 
 def _fast_tokenizer_class() -> Any:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,13 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizer_checks import USER, demo, demo_checkpoint, error_of, pieces, stream, tiny_vocabulary
 from transformers import PreTrainedTokenizerFast
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.runtime.checkpoint import Checkpoint, open_checkpoint
 from jaxinfer.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 
 CASES = json.loads((Path(__file__).parent / "data" / "smollm2_golden.json").read_text())["cases"]
-USER = {"role": "user", "content": "Hi"}
-
-
-@cache
-def demo_checkpoint() -> Checkpoint:
-    return open_checkpoint("smollm2-135m-instruct")
-
-
-@cache
-def demo() -> Tokenizer:
-    return load_tokenizer(demo_checkpoint())
 
 
 @cache
@@ -66,60 +54,6 @@ def byte_level_with_plain_tokens() -> Tokenizer:
     backend.add_tokens(["<tool call>", "é x", "日本", "plain"])
     backend.add_special_tokens(["<end>"])
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), "bytes", ())
-
-
-def stream(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
-    """The pieces in a row, having checked that ``text`` is their sum at every step."""
-    detokenizer = Detokenizer(tokenizer)
-    text = ""
-    for token_id in ids:
-        text += detokenizer.add(token_id)
-        assert detokenizer.text == text
-    text += detokenizer.flush()
-    assert detokenizer.text == text
-    return text
-
-
-def with_metadata(**changes: Any) -> Checkpoint:
-    """The demo checkpoint with other ``tokenizer.*`` metadata; None removes a key."""
-    source = demo_checkpoint().tokenizer_source
-    assert not isinstance(source, Path)
-    changed = dict(source) | {f"tokenizer.{key}": value for key, value in changes.items()}
-    kept = {key: value for key, value in changed.items() if value is not None}
-    return dataclasses.replace(demo_checkpoint(), tokenizer_source=kept)
-
-
-def tiny_vocabulary(**changes: Any) -> Checkpoint:
-    """A GGUF vocabulary of the byte alphabet and a few merges, control and added tokens."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    added = ["<bos>", "<eos>", "<tool>"]
-    tokens = [*alphabet, "12", "123", "Ġa", *added]
-    types = [1] * (len(tokens) - 3) + [3, 3, 4]
-    return with_metadata(
-        **{
-            "ggml.tokens": tokens,
-            "ggml.token_type": types,
-            "ggml.merges": ["1 2", "12 3", "Ġ a"],
-            "ggml.bos_token_id": len(tokens) - 3,
-            "ggml.eos_token_id": len(tokens) - 2,
-            "ggml.unknown_token_id": None,
-            "ggml.padding_token_id": None,
-        }
-        | changes
-    )
-
-
-def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
-    return [tokenizer.decode([token_id]) for token_id in tokenizer.encode(text)]
-
-
-def error_of(checkpoint: Checkpoint) -> str:
-    with pytest.raises(JaxinferError) as caught:
-        load_tokenizer(checkpoint)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert str(checkpoint.path) in message
-    return message
 
 
 @pytest.fixture(scope="module")
@@ -251,59 +185,6 @@ class TestDetokenizer:
 
     def test_unknown_and_special_ids_are_skipped(self) -> None:
         assert stream(demo(), [504, 2, 60000, 1, 3575]) == demo().decode([504, 3575])
-
-
-class TestGGUFVocabulary:
-    def test_pre_tokenisers(self) -> None:
-        digits = {}
-        for pre in ("smollm", "gpt-2", "llama-bpe"):
-            checkpoint = tiny_vocabulary(**{"ggml.pre": pre, "ggml.add_bos_token": False})
-            digits[pre] = pieces(load_tokenizer(checkpoint), "1234 a")
-        assert digits["smollm"] == ["1", "2", "3", "4", " a"]
-        assert digits["gpt-2"] == ["123", "4", " a"]
-        assert digits["llama-bpe"] == ["123", "4", " a"]
-
-    def test_llama3_splits_digits_in_threes_and_contractions_of_any_case(self) -> None:
-        tokenizer = load_tokenizer(tiny_vocabulary(**{"ggml.pre": "llama-bpe"}))
-        split = tokenizer._backend.pre_tokenizer.pre_tokenize_str("DON'T pay 12345\n\n now")
-        words = [word for word, _ in split]
-        assert words == ["DON", "'T", "Ġpay", "Ġ", "123", "45", "ĊĊ", "Ġnow"]
-
-    def test_bos_only_where_the_model_adds_it(self) -> None:
-        with_bos = load_tokenizer(tiny_vocabulary(**{"ggml.add_bos_token": True}))
-        without = load_tokenizer(tiny_vocabulary(**{"ggml.add_bos_token": False}))
-        (bos_id,) = without.encode("<bos>")
-        assert with_bos.encode("a") == [bos_id, *without.encode("a")]
-        llama3 = load_tokenizer(
-            tiny_vocabulary(**{"ggml.pre": "llama-bpe", "ggml.add_bos_token": None})
-        )
-        assert llama3.encode("a")[0] == bos_id
-        # The template writes BOS itself.
-        assert with_bos.encode_chat([USER]).count(bos_id) == 0
-
-    def test_user_defined_tokens_are_kept_in_the_text(self) -> None:
-        tokenizer = load_tokenizer(tiny_vocabulary())
-        ids = tokenizer.encode("<tool><eos>")
-        assert len(ids) == 2
-        assert tokenizer.decode(ids) == "<tool>"
-
-    @pytest.mark.parametrize(
-        ("changes", "fragment"),
-        [
-            ({"ggml.model": "llama"}, "tokenizer.ggml.model is 'llama', must be 'gpt2'"),
-            ({"ggml.model": None}, "tokenizer.ggml.model is None"),
-            ({"ggml.pre": "qwen2"}, "tokenizer.ggml.pre is 'qwen2', must be one of: smollm, gpt-2"),
-            ({"ggml.pre": None}, "tokenizer.ggml.pre is None"),
-            ({"ggml.tokens": None}, "lacks 'tokenizer.ggml.tokens'"),
-            ({"ggml.merges": None}, "lacks 'tokenizer.ggml.merges'"),
-            ({"ggml.merges": ["1 9"]}, "merge '1 9'"),
-            ({"ggml.merges": ["12"]}, "merge '12'"),
-            ({"ggml.bos_token_id": 100000}, "tokenizer.ggml.bos_token_id is 100000"),
-            ({"ggml.bos_token_id": None, "ggml.add_bos_token": True}, "bos_token_id"),
-        ],
-    )
-    def test_bad_metadata(self, changes: dict[str, Any], fragment: str) -> None:
-        assert fragment in error_of(tiny_vocabulary(**changes))
 
 
 class TestFolder:
