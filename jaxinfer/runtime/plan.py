@@ -110,6 +110,12 @@ def make_plan(config: ModelConfig, options: EngineOptions) -> Plan:
     )  # fmt: skip
 
 
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """By path, of the model as ``config`` has it."""
+    _, parameters = _abstract_model(config)
+    return {path: array.shape for path, array in parameters.items()}
+
+
 def as_state(leaves: Mapping[str, Any]) -> nnx.State[Any, Any]:
     """Parameters by path, as the step takes them."""
     flat = [(_path(name), nnx.Param(leaf)) for name, leaf in leaves.items()]
@@ -123,16 +129,23 @@ def _path(name: str) -> tuple[str | int, ...]:
 def _parameters(
     config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, rules: Sequence[Rule]
 ) -> tuple[nnx.GraphDef[Any], dict[str, jax.ShapeDtypeStruct]]:
+    graphdef, abstract = _abstract_model(config)
+    parameters = {}
+    for path, array in abstract.items():
+        # Vectors (the scales of norms) stay float32: they are small, and norms work in float32.
+        kind = jnp.dtype("float32") if array.ndim == 1 else dtype
+        sharding = shard(path, array.shape, mesh, rules)
+        parameters[path] = jax.ShapeDtypeStruct(array.shape, kind, sharding=sharding)
+    return graphdef, parameters
+
+
+def _abstract_model(
+    config: ModelConfig,
+) -> tuple[nnx.GraphDef[Any], dict[str, jax.ShapeDtypeStruct]]:
     architecture = ARCHITECTURES[config.architecture]
     graphdef, state = nnx.split(nnx.eval_shape(lambda: architecture.model(config, nnx.Rngs(0))))
-    parameters = {}
-    for path, parameter in nnx.to_flat_state(state):
-        name, shape = ".".join(map(str, path)), parameter.get_value().shape
-        # Vectors (the scales of norms) stay float32: they are small, and norms work in float32.
-        kind = jnp.dtype("float32") if len(shape) == 1 else dtype
-        sharding = shard(name, shape, mesh, rules)
-        parameters[name] = jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
-    return graphdef, parameters
+    flat = nnx.to_flat_state(state)
+    return graphdef, {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
 
 
 def _memory(device: jax.Device, fraction: float, weights: int) -> tuple[int, int]:
