@@ -1,4 +1,4 @@
-"""The command line: ``jaxinfer run``, ``bench``, ``explain`` and ``compare``."""
+"""The command line: ``jaxinfer run``, ``bench``, ``explain``, ``compare`` and ``convert``."""
 
 import json
 import sys
@@ -15,7 +15,9 @@ from jaxinfer.report.table import metrics_table
 from jaxinfer.workload.lengths import read_workload
 
 # Options that several commands take.
-with_model = click.option("--model", help="Demo model's name, .gguf file, or Hugging Face folder.")
+with_model = click.option(
+    "--model", help="Demo model's name, .gguf file or folder (converted or Hugging Face)."
+)
 with_settings = click.option(
     "--set",
     "settings",
@@ -176,6 +178,22 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
     for table in plan_tables(plan, step_costs(plan)):
         console.print(table)
         console.print()
+
+
+@cli.command()
+@click.argument("source")
+@click.argument("destination")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of the weights; else as stored."
+)
+@click.option("--force", is_flag=True, help="Overwrite a converted folder.")
+def convert(source: str, destination: str, dtype: str | None, force: bool) -> None:
+    """Write model SOURCE to folder DESTINATION, from which each device reads its shards only."""
+    from jaxinfer.convert import convert
+
+    folder = convert(source, destination, dtype, force)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    Console().print(f"{folder}: {size / 2**20:.0f} MiB", soft_wrap=True, highlight=False)
 
 
 def _new_file(path: str, force: bool) -> Path:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk (GGUF files, Hugging Face folders): configuration and weights as numpy."""
+"""Checkpoints: GGUF files, Hugging Face folders, and folders that we converted."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig, WeightSpec
 from jaxinfer.runtime.checkpoint_config import read_folder_config, read_gguf_config, read_json
+from jaxinfer.runtime.converted import Shapes, is_converted, read_manifest
 from jaxinfer.runtime.gguf_file import read_gguf
 from jaxinfer.validation import did_you_mean
 
@@ -101,8 +102,10 @@ class Checkpoint:
     Attributes:
         name: the demo name, or the file's or folder's name.
         path: the GGUF file, the first of its parts, or the folder.
-        tensors: by Hugging Face's names, e.g. ``"model.layers.0.self_attn.q_proj.weight"``.
+        tensors: by Hugging Face's names, e.g. ``"model.layers.0.self_attn.q_proj.weight"``;
+            none where the checkpoint is converted.
         tokenizer_source: the GGUF file's metadata, or the folder with the tokenizer's files.
+        converted: of a converted checkpoint, the shapes of its arrays by parameter path.
     """
 
     name: str
@@ -110,14 +113,19 @@ class Checkpoint:
     config: ModelConfig
     tensors: Mapping[str, LazyTensor]
     tokenizer_source: Mapping[str, Any] | Path
+    converted: Shapes | None = None
 
 
 def open_checkpoint(model: str) -> Checkpoint:
-    """Open ``model``: a demo name, a ``.gguf`` file, or a Hugging Face folder with safetensors.
+    """Open ``model``.
+
+    Args:
+        model: a demo name, a ``.gguf`` file, a converted folder, or a Hugging Face folder
+            with safetensors.
 
     Raises:
-        JaxinferError: nothing of the three, or a checkpoint that is damaged or that asks for
-            something which is not implemented.
+        JaxinferError: nothing of these, or a checkpoint that is
+            damaged or that asks for something which is not implemented.
     """
     if model in DEMO_MODELS:
         return _open_gguf(demo_files(model), model)
@@ -125,12 +133,14 @@ def open_checkpoint(model: str) -> Checkpoint:
     if path.suffix == ".gguf":
         return _open_gguf([path], path.stem)
     if path.is_dir():
-        return _open_folder(path)
+        name = path.resolve().name
+        return _open_converted(path, name) if is_converted(path) else _open_folder(path, name)
     if path.exists():
         raise JaxinferError(f"{model}: must be a .gguf file or a folder with config.json")
     raise JaxinferError(
-        f"no model {model!r}: must be a .gguf file, a local Hugging Face folder with config.json "
-        f"and safetensors, or a demo name ({did_you_mean(model, DEMO_MODELS)})"
+        f"no model {model!r}: must be a .gguf file, a folder that jaxinfer convert wrote, a "
+        "Hugging Face folder with config.json and safetensors, or a "
+        f"demo name ({did_you_mean(model, DEMO_MODELS)})"
     )
 
 
@@ -272,12 +282,17 @@ def _load_rotated(load: Callable[[], np.ndarray], num_heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _open_folder(path: Path) -> Checkpoint:
+def _open_converted(path: Path, name: str) -> Checkpoint:
+    manifest = read_manifest(path)
+    return Checkpoint(name, path, manifest.config, {}, path, converted=manifest.shapes)
+
+
+def _open_folder(path: Path, name: str) -> Checkpoint:
     config = read_folder_config(path)
     tensors = {}
     for shard in _shards(path):
         tensors.update(_open_safetensors(shard))
-    return Checkpoint(path.resolve().name, path, config, tensors, tokenizer_source=path)
+    return Checkpoint(name, path, config, tensors, tokenizer_source=path)
 
 
 def _shards(path: Path) -> list[Path]:

@@ -7,10 +7,12 @@ import jax
 import numpy as np
 
 from jaxinfer.config import EngineOptions
+from jaxinfer.errors import JaxinferError
 from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.runtime.checkpoint import Checkpoint, load_weights
+from jaxinfer.runtime.converted import Shapes, restore
 from jaxinfer.runtime.kv_cache import allocate
-from jaxinfer.runtime.plan import Plan, as_state, make_plan
+from jaxinfer.runtime.plan import Plan, as_state, make_plan, parameter_shapes
 from jaxinfer.runtime.step import CompiledStep, Parameters
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.instance import Instance, InstanceOptions
@@ -68,8 +70,11 @@ def load_parameters(checkpoint: Checkpoint, plan: Plan) -> Parameters:
     """The weights on their devices, in the plan's dtypes; padding is zero.
 
     Raises:
-        JaxinferError: the tensors do not fit the architecture.
+        JaxinferError: the tensors do not fit the architecture, or are damaged.
     """
+    if checkpoint.converted is not None:
+        _check_shapes(checkpoint, checkpoint.converted, plan)
+        return as_state(restore(checkpoint.path, plan.parameters))
     architecture = ARCHITECTURES[checkpoint.config.architecture]
 
     def place(path: str, array: np.ndarray) -> jax.Array:
@@ -80,3 +85,16 @@ def load_parameters(checkpoint: Checkpoint, plan: Plan) -> Parameters:
     loaded = load_weights(checkpoint, architecture.hf_weights(checkpoint.config), place)
     assert loaded.keys() == plan.parameters.keys(), loaded.keys() ^ plan.parameters.keys()
     return as_state(loaded)
+
+
+def _check_shapes(checkpoint: Checkpoint, stored: Shapes, plan: Plan) -> None:
+    """Refuse what restoring would pad or cut without a word."""
+    wanted = {path: array.shape for path, array in plan.parameters.items()}
+    if plan.config != checkpoint.config:
+        wanted = parameter_shapes(checkpoint.config)
+    for path in sorted(wanted.keys() | stored.keys()):
+        if stored.get(path) != wanted.get(path):
+            raise JaxinferError(
+                f"{checkpoint.path}: parameter {path} has shape {stored.get(path)}, the "
+                f"configuration wants {wanted.get(path)}; convert the model again"
+            )
