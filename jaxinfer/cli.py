@@ -16,7 +16,7 @@ from jaxinfer.workload.lengths import read_workload
 
 # Options that several commands take.
 with_model = click.option(
-    "--model", help="Demo model's name, .gguf file or folder (converted or Hugging Face)."
+    "--model", help="Demo model's name, .gguf file, folder (converted or Hugging Face), or hub id."
 )
 with_settings = click.option(
     "--set",

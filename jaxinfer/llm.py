@@ -42,8 +42,8 @@ class LLM:
     """A language model on this process's first devices.
 
     Args:
-        model: the demo name ``smollm2-135m-instruct``, a ``.gguf`` file, or a folder
-            (converted, or Hugging Face's with safetensors).
+        model: the demo name ``smollm2-135m-instruct``, a ``.gguf`` file, a folder (converted, or
+            Hugging Face's with safetensors), or a hub id.
         progress: show loading and compiling on stderr.
         engine_options: see ``EngineOptions``.
 

@@ -1,4 +1,4 @@
-"""Checkpoints: GGUF files, Hugging Face folders, and folders that we converted."""
+"""Checkpoints: GGUF files, Hugging Face folders and the hub's, and folders that we converted."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +17,7 @@ from jaxinfer.models.config import ModelConfig, WeightSpec
 from jaxinfer.runtime.checkpoint_config import read_folder_config, read_gguf_config, read_json
 from jaxinfer.runtime.converted import Shapes, is_converted, read_manifest
 from jaxinfer.runtime.gguf_file import read_gguf
+from jaxinfer.runtime.hub import fetch, is_hub_id
 from jaxinfer.validation import did_you_mean
 
 T = TypeVar("T")
@@ -120,11 +121,12 @@ def open_checkpoint(model: str) -> Checkpoint:
     """Open ``model``.
 
     Args:
-        model: a demo name, a ``.gguf`` file, a converted folder, or a Hugging Face folder
-            with safetensors.
+        model: a demo name, a ``.gguf`` file, a converted folder, a Hugging Face folder with
+            safetensors, or, where there is no such path, a hub id: ``org/name`` or
+            ``org/name@revision``.
 
     Raises:
-        JaxinferError: nothing of these, or a checkpoint that is
+        JaxinferError: nothing of these, one that cannot be fetched, or a checkpoint that is
             damaged or that asks for something which is not implemented.
     """
     if model in DEMO_MODELS:
@@ -137,9 +139,11 @@ def open_checkpoint(model: str) -> Checkpoint:
         return _open_converted(path, name) if is_converted(path) else _open_folder(path, name)
     if path.exists():
         raise JaxinferError(f"{model}: must be a .gguf file or a folder with config.json")
+    if is_hub_id(model):
+        return _open_folder(fetch(model), model)
     raise JaxinferError(
         f"no model {model!r}: must be a .gguf file, a folder that jaxinfer convert wrote, a "
-        "Hugging Face folder with config.json and safetensors, or a "
+        "Hugging Face folder with config.json and safetensors, a hub id such as org/name, or a "
         f"demo name ({did_you_mean(model, DEMO_MODELS)})"
     )
 

@@ -1,0 +1,75 @@
+"""Models of the Hugging Face hub, fetched into its own cache."""
+
+import re
+from pathlib import Path
+
+from jaxinfer.errors import JaxinferError
+
+# All that ``open_checkpoint`` and ``load_tokenizer`` read. Not *.safetensors: some repositories
+# hold the same weights a second time under another name.
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+)
+
+_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether ``model`` looks like ``org/name`` or ``org/name@revision``."""
+    return _ID.fullmatch(model) is not None and not model.endswith(".gguf")
+
+
+def fetch(model: str) -> Path:
+    """The folder of ``model`` in the hub's cache, downloaded as far as it is not there.
+
+    Where the hub cannot be reached, a complete copy in the cache will do.
+
+    Args:
+        model: ``org/name``, or ``org/name@revision`` with a branch, a tag or a commit.
+
+    Raises:
+        JaxinferError: there is no such repository or revision, it is gated, or the hub cannot be
+            reached and the cache has no complete copy.
+    """
+    match = _ID.fullmatch(model)
+    assert match, model
+    # Slow to import, and not needed for local models.
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                match["repository"], revision=match["revision"], allow_patterns=list(FILES)
+            )
+        )
+    except errors.GatedRepoError:
+        reason = "it is gated: accept its terms on the hub, then run hf auth login or set HF_TOKEN"
+    except errors.RepositoryNotFoundError:
+        reason = "the hub has no such repository, or it is private: check the id, or set HF_TOKEN"
+    except errors.RevisionNotFoundError:
+        reason = (
+            f"the hub has no revision {match['revision']!r} of it: name a branch, tag or commit"
+        )
+    except errors.LocalEntryNotFoundError:
+        reason = (
+            "the hub cannot be reached (or HF_HUB_OFFLINE is set) and the cache has no complete "
+            "copy: connect once, set HF_HOME to a cache that has it, or give a local folder"
+        )
+    except errors.HFValidationError as error:
+        reason = _one_line(error)
+    # Errors of the network come from libraries beneath, by types of their own; the disk's too.
+    except Exception as error:
+        reason = f"fetching it failed: {type(error).__name__}: {_one_line(error)}"
+    raise JaxinferError(f"no model {model!r}: no such file or folder here; as a hub id, {reason}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
