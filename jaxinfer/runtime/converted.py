@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.runtime.checkpoint_config import ARCHITECTURES, read_json
+from jaxinfer.models.registry import ARCHITECTURES
+from jaxinfer.runtime.checkpoint_config import read_json
 
 if TYPE_CHECKING:
     import jax
@@ -82,11 +83,10 @@ def read_manifest(folder: Path) -> Manifest:
         first = error.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"]))
         raise JaxinferError(f"{path}: {name}: {first['msg']}; convert the model again") from None
-    known = list(ARCHITECTURES.values())
-    if manifest.config.architecture not in known:
+    if manifest.config.architecture not in ARCHITECTURES:
         raise JaxinferError(
             f"{path}: config.architecture is {manifest.config.architecture!r}, "
-            f"must be one of: {', '.join(known)}"
+            f"must be one of: {', '.join(ARCHITECTURES)}"
         )
     return manifest
 

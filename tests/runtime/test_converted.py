@@ -31,6 +31,7 @@ from jaxinfer.runtime.engine import load_parameters
 from jaxinfer.runtime.plan import make_plan
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+ARCHITECTURES = Path(__file__).parents[1] / "data" / "architectures"
 BYTES_READ = "/tensorstore/kvstore/file/bytes_read"
 
 
@@ -48,7 +49,7 @@ def make_model(folder: Path, like: Path, dtype: str = "float32", **changes: int)
     (folder / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(1)
     specs = hf_weights(read_folder_config(folder))
-    weights = {name: rng.normal(size=spec.shape) for name, spec in specs.items()}
+    weights = {str(spec.names): rng.normal(size=spec.shape) for spec in specs.values()}
     save_file(
         {name: array.astype(DTYPES[dtype]) for name, array in weights.items()},
         folder / "model.safetensors",
@@ -422,3 +423,16 @@ class TestDamage:
         folder = shutil.copytree(tiny_converted, tmp_path / "new")
         shutil.rmtree(folder / "parameters")
         assert "missing; copy" in error_of(folder)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mixtral", "opt"])
+def test_every_kind_of_configuration_comes_back(
+    tiny_folder: Path, tmp_path: Path, name: str
+) -> None:
+    """Windows, two kinds of rotation, experts, learned positions."""
+    source = tmp_path / "source"
+    shutil.copytree(ARCHITECTURES / name, source)
+    shutil.copy(tiny_folder / "tokenizer.json", source)
+    folder = convert(str(source), str(tmp_path / "converted"), None, False)
+    assert open_checkpoint(str(folder)).config == open_checkpoint(str(source)).config
+    assert_same(load(folder, 2), load(source, 2))
