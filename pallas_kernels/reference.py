@@ -7,11 +7,17 @@ scaled already, with an online softmax (Milakov and Gimelshein, 2018) over pages
 goes only through the pages that the batch sees, so that one compiled shape serves all lengths.
 """
 
+from functools import partial
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 # Pairs of sequence and page that decode attention does at once: their pages stay in the cache.
 ITEMS = 32
+# Pages of the pool for each item, at most, where all of them are multiplied in place: a copied page
+# takes over twice as long.
+POOL_PER_ITEMS = 2
 # Small, so that a tile's scores stay in the cache of a core.
 TILE_ROWS = 32
 # Finite, so that a row that sees nothing gives 0 and not NaN.
@@ -64,53 +70,102 @@ def decode_attention(
     With a window, only to the last ``window`` of them. A length of 0 (padding) gives zeros.
     Returns float32 [S, N, H].
 
-    The work is a list of items, one per sequence and page, done some at a time: the cost
-    follows the pages in use, however unequal the sequences are.
+    The work is a list of items, one per sequence and page. Where they are most of the pool, and
+    none of its pages has two readers, all pages are multiplied where they lie, each with its
+    reader's query. Else the items' pages are copied, some at a time: the cost follows the pages
+    in use, however large the pool and however unequal the sequences.
     """
     S, N, H = q_SNH.shape
+    P, K, _, B = k_PKHB.shape
     M = page_table_SM.shape[1]
-    K, B = v_PKBH.shape[1:3]
-    G = N // K
-    q_SKGH = q_SNH.astype(k_PKHB.dtype).reshape(S, K, G, H)
+    q_SKGH = q_SNH.astype(k_PKHB.dtype).reshape(S, K, N // K, H)
+    items, count = _decode_items(page_table_SM, length_S, window, B)
+    fold = partial(_fold, q_SKGH)
+    start = Softmax(
+        jnp.zeros((S, K, N // K, H), jnp.float32),
+        jnp.full((S, K, N // K), NO_SCORE, jnp.float32),
+        jnp.zeros((S, K, N // K), jnp.float32),
+    )
+
+    def some_items(i: jax.Array, carry: Softmax) -> Softmax:
+        some = Items(*(jax.lax.dynamic_slice_in_dim(x, i * ITEMS, ITEMS) for x in items))
+        return fold(carry, some, k_PKHB[some.page], v_PKBH[some.page])
+
+    def by_items() -> Softmax:
+        return jax.lax.fori_loop(0, -(-count // ITEMS), some_items, start)
+
+    if S * M * POOL_PER_ITEMS < P:
+        return _normalised(by_items()).reshape(S, N, H)
+    # Past the last item: written nowhere.
+    page_I = jnp.where(jnp.arange(len(items.page)) < count, items.page, P)
+    of_pool = Items(*(jnp.zeros(P, jnp.int32).at[page_I].set(x, mode="drop") for x in items))
+    readers_P = jnp.zeros(P, jnp.int32).at[page_I].add(1, mode="drop")
+    in_place = (count * POOL_PER_ITEMS >= P) & (readers_P.max() <= 1)
+    done = jax.lax.cond(in_place, lambda: fold(start, of_pool, k_PKHB, v_PKBH), by_items)
+    return _normalised(done).reshape(S, N, H)
+
+
+class Items(NamedTuple):
+    """Pairs of a sequence and a page that it reads, all int32 [I].
+
+    Attributes:
+        row: whose query.
+        begin, end: the offsets in the page between which the sequence sees its entries.
+    """
+
+    row: jax.Array
+    page: jax.Array
+    begin: jax.Array
+    end: jax.Array
+
+
+class Softmax(NamedTuple):
+    """An online softmax: values weighted by exp(score - max), the maximum, the weights' sum."""
+
+    out_SKGH: jax.Array
+    max_SKG: jax.Array
+    sum_SKG: jax.Array
+
+
+def _decode_items(
+    page_table_SM: jax.Array, length_S: jax.Array, window: int | None, B: int
+) -> tuple[Items, jax.Array]:
+    """The items, padded with pages of which nothing is seen, and how many they are."""
+    S, M = page_table_SM.shape
     from_S = jnp.maximum(length_S - (window or M * B), 0)
     # Whole blocks of items: a slice past the end would start early and repeat some.
     row_I, column_I, count = _items(-(-length_S // B) - from_S // B, -(-S * M // ITEMS) * ITEMS)
     column_I = column_I + from_S[row_I] // B
     page_I = page_table_SM[row_I, jnp.minimum(column_I, M - 1)]
-    # The item's page holds what its sequence sees from one offset to another.
     begin_I, end_I = (jnp.clip(x_S[row_I] - column_I * B, 0, B) for x_S in (from_S, length_S))
+    return Items(row_I, page_I, begin_I, end_I), count
 
-    def some_items(
-        i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        out_SKGH, max_SKG, sum_SKG = carry
-        row, page, begin, end = (
-            jax.lax.dynamic_slice_in_dim(x, i * ITEMS, ITEMS)
-            for x in (row_I, page_I, begin_I, end_I)
-        )
-        score = _einsum("ikgh,ikhb->ikgb", q_SKGH[row], k_PKHB[page])
-        offset_B = jnp.arange(B)
-        seen_IB = (offset_B >= begin[:, None]) & (offset_B < end[:, None])
-        score = jnp.where(seen_IB[:, None, None], score, MASKED)
-        # By a matrix of owners: XLA:CPU makes a loop over items of a scatter.
-        owner_SI = row == jnp.arange(S)[:, None]
-        item_max_SIKG = jnp.where(owner_SI[..., None, None], score.max(-1), NO_SCORE)
-        new_max_SKG = jnp.maximum(max_SKG, item_max_SIKG.max(1))
-        p = jnp.exp(score - new_max_SKG[row][..., None])
-        shrink_SKG = jnp.exp(max_SKG - new_max_SKG)
-        owner_SI = owner_SI.astype(jnp.float32)
-        out = _einsum("ikgb,ikbh->ikgh", p, v_PKBH[page])
-        out_SKGH = out_SKGH * shrink_SKG[..., None] + _einsum("si,ikgh->skgh", owner_SI, out)
-        sum_SKG = sum_SKG * shrink_SKG + _einsum("si,ikg->skg", owner_SI, p.sum(-1))
-        return out_SKGH, new_max_SKG, sum_SKG
 
-    start = (
-        jnp.zeros((S, K, G, H), jnp.float32),
-        jnp.full((S, K, G), NO_SCORE, jnp.float32),
-        jnp.zeros((S, K, G), jnp.float32),
-    )
-    out_SKGH, _, sum_SKG = jax.lax.fori_loop(0, -(-count // ITEMS), some_items, start)
-    return (out_SKGH / jnp.maximum(sum_SKG, 1e-30)[..., None]).reshape(S, N, H)
+def _fold(
+    q_SKGH: jax.Array, so_far: Softmax, items: Items, k_IKHB: jax.Array, v_IKBH: jax.Array
+) -> Softmax:
+    """Take these items' keys and values into the softmax."""
+    S, B = q_SKGH.shape[0], k_IKHB.shape[-1]
+    out_SKGH, max_SKG, sum_SKG = so_far
+    score = _einsum("ikgh,ikhb->ikgb", q_SKGH[items.row], k_IKHB)
+    offset_B = jnp.arange(B)
+    seen_IB = (offset_B >= items.begin[:, None]) & (offset_B < items.end[:, None])
+    score = jnp.where(seen_IB[:, None, None], score, MASKED)
+    # By a matrix of owners: XLA:CPU makes a loop over items of a scatter.
+    owner_SI = items.row == jnp.arange(S)[:, None]
+    item_max_SIKG = jnp.where(owner_SI[..., None, None], score.max(-1), NO_SCORE)
+    new_max_SKG = jnp.maximum(max_SKG, item_max_SIKG.max(1))
+    p = jnp.exp(score - new_max_SKG[items.row][..., None])
+    shrink_SKG = jnp.exp(max_SKG - new_max_SKG)
+    owner_SI = owner_SI.astype(jnp.float32)
+    out = _einsum("ikgb,ikbh->ikgh", p, v_IKBH)
+    out_SKGH = out_SKGH * shrink_SKG[..., None] + _einsum("si,ikgh->skgh", owner_SI, out)
+    sum_SKG = sum_SKG * shrink_SKG + _einsum("si,ikg->skg", owner_SI, p.sum(-1))
+    return Softmax(out_SKGH, new_max_SKG, sum_SKG)
+
+
+def _normalised(done: Softmax) -> jax.Array:
+    return done.out_SKGH / jnp.maximum(done.sum_SKG, 1e-30)[..., None]
 
 
 def chunk_attention(

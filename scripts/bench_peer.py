@@ -1,9 +1,10 @@
 """One measured run of a peer engine on a workload, in that engine's own environment.
 
-    ENV/bin/python scripts/bench_peer.py {hf,vllm} MODEL_FOLDER WORKLOAD.jsonl OUT.json
+    ENV/bin/python scripts/bench_peer.py {hf,vllm,llamacpp} MODEL DTYPE WORKLOAD.jsonl OUT.json
 
-float32, greedy, EOS ignored, two threads. ``hf``: transformers' generate in static batches of 16,
-sorted by length. ``vllm``: its CPU build with 64 sequences. The time excludes loading.
+Greedy, EOS ignored, two threads. ``hf``: transformers' generate in static batches of 16, sorted
+by length. ``vllm``: its CPU build with 64 sequences. ``llamacpp``: 16 slots; MODEL is a GGUF file,
+whose types are taken as they are. The time excludes loading.
 """
 
 import json
@@ -18,14 +19,14 @@ HF_BATCH = 16
 MAX_LEN = 2048
 
 
-def run_hf(model_folder: str, work: list[dict[str, Any]]) -> float:
+def run_hf(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> float:
     """Seconds for all requests; padding to the left, as transformers asks for."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(THREADS)
     model = AutoModelForCausalLM.from_pretrained(
-        model_folder, dtype=torch.float32, attn_implementation="sdpa"
+        model_folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
     ).eval()
     work = sorted(work, key=lambda item: len(item["prompt_token_ids"]))
 
@@ -51,7 +52,7 @@ def run_hf(model_folder: str, work: list[dict[str, Any]]) -> float:
     return time.perf_counter() - start
 
 
-def run_vllm(model_folder: str, work: list[dict[str, Any]]) -> float:
+def run_vllm(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> float:
     """Seconds for all requests."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"
@@ -59,7 +60,7 @@ def run_vllm(model_folder: str, work: list[dict[str, Any]]) -> float:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=model_folder, dtype="float32", max_num_seqs=64, max_model_len=MAX_LEN,
+        model=model_folder, dtype=dtype, max_num_seqs=64, max_model_len=MAX_LEN,
         enable_prefix_caching=False, seed=0,
     )  # fmt: skip
     params = [
@@ -73,11 +74,11 @@ def run_vllm(model_folder: str, work: list[dict[str, Any]]) -> float:
     return time.perf_counter() - start
 
 
-def main(engine: str, model_folder: str, workload: str, out: str) -> None:
+def main(engine: str, model: str, dtype: str, workload: str, out: str) -> None:
     """Run one engine and write ``wall_s``."""
     lines = Path(workload).read_text().splitlines()
     work = [json.loads(line) for line in lines if line.strip()]
-    wall = {"hf": run_hf, "vllm": run_vllm}[engine](model_folder, work)
+    wall = {"hf": run_hf, "vllm": run_vllm}[engine](model, dtype, work)
     Path(out).write_text(json.dumps({"engine": engine, "wall_s": wall}) + "\n")
 
 
