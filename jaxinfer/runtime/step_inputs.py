@@ -73,12 +73,14 @@ class StepLimits:
 
     def shapes(self) -> list[StepShape]:
         """All buckets, the largest first."""
+        most = self.row_buckets[-1]
         shapes = [StepShape(rows, rows, 0) for rows in self.row_buckets]
+        # As many rows as there can be: a few empty ones cost little beside a prefill, and each
+        # shape takes seconds to compile, and a hundred megabytes.
         shapes += [
-            StepShape(rows, tokens, self.max_chunks)
-            for rows in self.row_buckets
+            StepShape(most, tokens, self.max_chunks)
             for tokens in self.token_buckets
-            if tokens >= max(rows, 2)
+            if tokens >= max(most, 2)
         ]
         return sorted(shapes, key=lambda s: (s.tokens, s.rows, s.chunks), reverse=True)
 
@@ -86,11 +88,12 @@ class StepLimits:
         """The smallest bucket that holds the batch."""
         singles = sum(row.count == 1 for row in batch.rows)
         samples = sum(row.samples for row in batch.rows)
-        rows = _round_up(max(singles, samples, 1), self.row_buckets)
         if batch.num_tokens == singles:
+            rows = _round_up(max(singles, samples, 1), self.row_buckets)
             return StepShape(rows, rows, 0)
-        tokens = _round_up(max(batch.num_tokens, rows), self.token_buckets)
-        return StepShape(rows, tokens, self.max_chunks)
+        most = self.row_buckets[-1]
+        tokens = _round_up(max(batch.num_tokens, most), self.token_buckets)
+        return StepShape(most, tokens, self.max_chunks)
 
 
 def _round_up(count: int, buckets: list[int]) -> int:
