@@ -9,8 +9,9 @@ import numpy as np
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.registry import ARCHITECTURES
-from jaxinfer.runtime.checkpoint import Checkpoint, load_weights, open_checkpoint
+from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.converted import MANIFEST, is_converted, write
+from jaxinfer.runtime.weights import Checkpoint, load_weights
 from jaxinfer.tokenizer import load_tokenizer
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.runtime.checkpoint import Checkpoint
+from jaxinfer.runtime.weights import Checkpoint
 from jaxinfer.tokenizer_gguf import read_gguf_tokenizer
 
 _REPLACEMENT = "\ufffd"

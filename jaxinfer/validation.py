@@ -1,7 +1,9 @@
-"""Pydantic models whose errors are one line, with the nearest name for an unknown option."""
+"""What users write, checked: errors are one line, with the nearest name for an unknown one."""
 
 import difflib
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError
@@ -15,6 +17,23 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in the JSON file ``path``.
+
+    Raises:
+        JaxinferError: the file cannot be read, or holds no JSON object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise JaxinferError(f"{path}: cannot read the file: {error.strerror}") from None
+    except ValueError as error:
+        raise JaxinferError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise JaxinferError(f"{path}: must hold a JSON object, not {type(values).__name__}")
+    return values
 
 
 class Options(BaseModel):

@@ -38,6 +38,17 @@ class Keys:
             raise self.wrong(key, value, "a positive integer")
         return value
 
+    def heads(self, queries: str, groups: str) -> tuple[int, int]:
+        """Query heads, and the KV heads that share them evenly; as many where absent."""
+        num_heads = self.size(queries)
+        num_kv_heads = self.size(groups, num_heads)
+        if num_heads % num_kv_heads:
+            raise JaxinferError(
+                f"{self.path}: {num_heads} query heads do not divide into groups over "
+                f"{num_kv_heads} key-value heads"
+            )
+        return num_heads, num_kv_heads
+
     def count(self, key: str, default: int) -> int:
         """An integer from 0 on."""
         value = self.get(key, default)

@@ -197,8 +197,8 @@ def read_sizes(
     Args:
         tied, theta, eps: what absent keys mean.
     """
-    num_heads, hidden_size = keys.size("num_attention_heads"), keys.size("hidden_size")
-    num_layers = keys.size("num_hidden_layers")
+    num_heads, num_kv_heads = keys.heads("num_attention_heads", "num_key_value_heads")
+    hidden_size, num_layers = keys.size("hidden_size"), keys.size("num_hidden_layers")
     head_dim = keys.size("head_dim", hidden_size // num_heads)
     return ModelConfig(
         architecture=keys.get("architectures")[0],
@@ -207,7 +207,7 @@ def read_sizes(
         intermediate_size=keys.size("intermediate_size"),
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
-        num_key_value_heads=keys.size("num_key_value_heads", num_heads),
+        num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=keys.size("max_position_embeddings", 2048),
         norm_eps=keys.number("rms_norm_eps", eps),

@@ -10,7 +10,8 @@ import pytest
 import tokenizers
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.runtime.checkpoint import Checkpoint, open_checkpoint
+from jaxinfer.runtime.checkpoint import open_checkpoint
+from jaxinfer.runtime.weights import Checkpoint
 from jaxinfer.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 
 USER = {"role": "user", "content": "Hi"}

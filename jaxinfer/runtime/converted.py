@@ -18,8 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.registry import ARCHITECTURES
-from jaxinfer.runtime.checkpoint_config import read_json
+from jaxinfer.validation import read_json
 
 if TYPE_CHECKING:
     import jax
@@ -69,6 +68,8 @@ def read_manifest(folder: Path) -> Manifest:
         JaxinferError: it cannot be read, is of another version, or has a field that is unknown,
             missing or wrong.
     """
+    from jaxinfer.models.registry import ARCHITECTURES  # brings JAX
+
     path = folder / MANIFEST
     values = read_json(path)
     version = values.get("version")

@@ -9,11 +9,11 @@ import numpy as np
 from jaxinfer.config import EngineOptions
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.registry import ARCHITECTURES
-from jaxinfer.runtime.checkpoint import Checkpoint, load_weights
 from jaxinfer.runtime.converted import Shapes, restore
 from jaxinfer.runtime.kv_cache import allocate
 from jaxinfer.runtime.plan import Plan, as_state, make_plan, parameter_shapes
 from jaxinfer.runtime.step import CompiledStep, Parameters
+from jaxinfer.runtime.weights import Checkpoint, load_weights
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.page_pool import KVShards, PagePool, Shard

@@ -7,7 +7,8 @@ import numpy as np
 from checkpoint_files import DEMO, LAYER, SHAPES, error_of, make_folder, make_weights
 
 from jaxinfer.models.config import WeightSpec
-from jaxinfer.runtime.checkpoint import load_weights, open_checkpoint
+from jaxinfer.runtime.checkpoint import open_checkpoint
+from jaxinfer.runtime.weights import load_weights
 
 
 def specs(names: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, WeightSpec]:

@@ -22,8 +22,9 @@ from checkpoint_files import (
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime import checkpoint as checkpoint_module
-from jaxinfer.runtime.checkpoint import Checkpoint, demo_files, open_checkpoint
+from jaxinfer.runtime.checkpoint import demo_files, open_checkpoint
 from jaxinfer.runtime.gguf_file import read_gguf
+from jaxinfer.runtime.weights import Checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from jaxinfer.convert import convert
 from jaxinfer.models.llama import hf_weights
 from jaxinfer.runtime import converted
 from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.checkpoint_config import read_folder_config
+from jaxinfer.runtime.checkpoint_folder import read_folder_config
 from jaxinfer.runtime.engine import load_parameters
 from jaxinfer.runtime.plan import make_plan
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.cli import cli
 from jaxinfer.config import EngineOptions
-from jaxinfer.runtime import checkpoint as checkpoints
+from jaxinfer.runtime import weights
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.explain import (
     collectives,
@@ -46,7 +46,7 @@ def test_bytes_are_those_of_the_arrays_that_are_loaded(tiny_folder: Path, device
 
 
 def test_no_weight_is_read(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "load_weights", None)
+    monkeypatch.setattr(weights, "load_weights", None)
     monkeypatch.setattr("jaxinfer.runtime.engine.load_weights", None)
     arguments = ["explain", "--model", str(tiny_folder)]
     for name, value in (TINY | {"tensor_parallel_size": 2}).items():

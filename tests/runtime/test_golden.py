@@ -16,9 +16,10 @@ from flax import nnx
 from jaxinfer.config import EngineOptions
 from jaxinfer.models.layers import PagedBatch
 from jaxinfer.request import Sampling, SamplingParams
-from jaxinfer.runtime.checkpoint import Checkpoint, open_checkpoint
+from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.engine import Engine, load_engine, load_parameters
 from jaxinfer.runtime.plan import make_plan
+from jaxinfer.runtime.weights import Checkpoint
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop

@@ -1,16 +1,18 @@
-"""What checkpoints say of their models, as a ``ModelConfig``."""
+"""GGUF checkpoints: llama.cpp's names and layouts as Hugging Face's."""
 
-import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig, Rope
 from jaxinfer.models.config_keys import Keys
-from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.models.rope import plain
-from jaxinfer.runtime.gguf_file import GGUFFile
+from jaxinfer.runtime.gguf_file import GGUFFile, read_gguf
+from jaxinfer.runtime.weights import Checkpoint, LazyTensor
 
 # GGUF's architecture to Hugging Face's.
 GGUF_ARCHITECTURES = {
@@ -19,26 +21,83 @@ GGUF_ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GEMMA_LAYER_NAMES = _LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in the JSON file ``path``.
+def open_gguf(paths: Sequence[Path], name: str) -> Checkpoint:
+    """Open a GGUF file, which may come in parts; its tensors stay on disk.
 
     Raises:
-        JaxinferError: the file cannot be read, or holds no JSON object.
+        JaxinferError: as ``read_gguf``, or something is not implemented.
     """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise JaxinferError(f"{path}: cannot read the file: {error.strerror}") from None
-    except ValueError as error:
-        raise JaxinferError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise JaxinferError(f"{path}: must hold a JSON object, not {type(values).__name__}")
-    return values
+    file = read_gguf(*paths)
+    config = _read_config(file)
+    kind = file.metadata["general.architecture"]
+    names = _GEMMA_LAYER_NAMES if kind == "gemma3" else _LAYER_NAMES
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    tensors = {}
+    for gguf_name, tensor in file.tensors.items():
+        if gguf_name == "rope_freqs.weight":  # is in the configuration
+            continue
+        load, part = tensor.load, gguf_name.split(".")[-2] if "." in gguf_name else ""
+        if kind == "llama" and part in heads:
+            load = partial(_load_rotated, load, heads[part])
+        if kind == "gemma3" and part.endswith("norm"):
+            load = partial(_load_less_one, load)
+        name_there = _hugging_face_name(gguf_name, names)
+        tensors[name_there] = LazyTensor(tensor.shape, tensor.dtype, load)
+    return Checkpoint(name, file.path, config, tensors, tokenizer_source=file.metadata)
 
 
-def read_gguf_config(file: GGUFFile) -> ModelConfig:
+def _hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
+    """Hugging Face's name of a GGUF tensor; an unknown name stays, to be reported later."""
+    match name.split("."):
+        case ["blk", layer, part, kind] if part in layer_names:
+            return f"model.layers.{layer}.{layer_names[part]}.{kind}"
+        case [part, kind] if part in _NAMES:
+            return f"{_NAMES[part]}.{kind}"
+    return name
+
+
+def _load_less_one(load: Callable[[], np.ndarray]) -> np.ndarray:
+    """A norm's weight as Gemma has it; llama.cpp's converter adds the 1."""
+    return load() - 1
+
+
+def _load_rotated(load: Callable[[], np.ndarray], num_heads: int) -> np.ndarray:
+    """Load [heads * head_dim, in], from llama.cpp's order of rows to Hugging Face's.
+
+    llama.cpp rotates neighbouring rows of a head, Hugging Face row i with i + head_dim / 2; its
+    converter interleaves each head's halves, which this undoes.
+    """
+    rows = load()
+    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _read_config(file: GGUFFile) -> ModelConfig:
     """Translate GGUF metadata; an absent key has llama.cpp's default.
 
     Raises:
@@ -51,7 +110,10 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         raise keys.wrong("general.architecture", kind, f"one of: {', '.join(GGUF_ARCHITECTURES)}")
     keys.only("split.count", 1)
     keys.only(f"{kind}.expert_count", 0)
-    num_heads = keys.size(f"{kind}.attention.head_count")
+    if kind != "gemma3":
+        keys.only(f"{kind}.attention.sliding_window", None)
+    prefix = f"{kind}.attention.head_count"
+    num_heads, num_kv_heads = keys.heads(prefix, f"{prefix}_kv")
     num_layers = keys.size(f"{kind}.block_count")
     hidden_size = keys.size(f"{kind}.embedding_length")
     head_dim = keys.size(f"{kind}.attention.key_length", hidden_size // num_heads)
@@ -66,7 +128,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         intermediate_size=keys.size(f"{kind}.feed_forward_length"),
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
-        num_key_value_heads=keys.size(f"{kind}.attention.head_count_kv", num_heads),
+        num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=keys.size(f"{kind}.context_length"),
         norm_eps=keys.number(f"{kind}.attention.layer_norm_rms_epsilon"),
@@ -74,12 +136,12 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         bos_token_id=keys.token("tokenizer.ggml.bos_token_id"),
         eos_token_ids=tuple(dict.fromkeys(token for end in ends for token in end)),
         windows=(None,) * num_layers,
-        rope=_gguf_rope(keys, kind, file, head_dim),
+        rope=_read_rope(keys, kind, file, head_dim),
     )
-    return _check_heads(file.path, _with_windows(keys, config) if kind == "gemma3" else config)
+    return _with_windows(keys, config) if kind == "gemma3" else config
 
 
-def _gguf_rope(keys: Keys, kind: str, file: GGUFFile, head_dim: int) -> Rope:
+def _read_rope(keys: Keys, kind: str, file: GGUFFile, head_dim: int) -> Rope:
     theta = keys.number(f"{kind}.rope.freq_base", 1e6 if kind == "gemma3" else 1e4)
     frequency = plain(theta, head_dim)
     match scaling := keys.get(f"{kind}.rope.scaling.type", "none"):
@@ -118,36 +180,3 @@ def _with_windows(keys: Keys, config: ModelConfig) -> ModelConfig:
 def _num_tokens(keys: Keys) -> int | None:
     tokens = keys.get("tokenizer.ggml.tokens")
     return len(tokens) if isinstance(tokens, list) else None
-
-
-def read_folder_config(folder: Path) -> ModelConfig:
-    """Translate ``config.json``; EOS tokens of ``generation_config.json`` are added.
-
-    Both transformers 4's and 5's spellings are read; an absent key has transformers' default,
-    except that the sizes must be there.
-
-    Raises:
-        JaxinferError: a file is missing or no JSON, or as for ``read_gguf_config``.
-    """
-    path = folder / "config.json"
-    if not path.exists():
-        raise JaxinferError(f"{folder}: has no config.json; must be a Hugging Face model folder")
-    keys = Keys(path, read_json(path))
-    names = keys.get("architectures")
-    if not (isinstance(names, list) and names and names[0] in list(ARCHITECTURES)):
-        raise keys.wrong("architectures", names, f"one of: {', '.join(ARCHITECTURES)}")
-    keys.only("quantization_config", None)
-    config = ARCHITECTURES[names[0]].read_config(keys)
-    more_path = folder / "generation_config.json"
-    more = Keys(more_path, read_json(more_path) if more_path.exists() else {})
-    ends = dict.fromkeys([*config.eos_token_ids, *more.tokens("eos_token_id")])
-    return _check_heads(path, replace(config, eos_token_ids=tuple(ends)))
-
-
-def _check_heads(path: Path, config: ModelConfig) -> ModelConfig:
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise JaxinferError(
-            f"{path}: {config.num_attention_heads} query heads do not divide into groups over "
-            f"{config.num_key_value_heads} key-value heads"
-        )
-    return config
