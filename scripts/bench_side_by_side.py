@@ -3,41 +3,54 @@
     python scripts/bench_side_by_side.py WORKLOAD.jsonl OUT.json --rounds 3 \
         --peer hf=HF_ENV/bin/python --peer vllm=VLLM_ENV/bin/python
 
-Everything in float32 on CPU, greedy, EOS ignored. Each round runs every engine once, in a process
-of its own, one after the other, so that a machine whose speed drifts slows them alike. A peer's
-environment needs that peer; where it wants environment variables too (vLLM's CPU build asks for
-LD_PRELOAD and OMP_NUM_THREADS), give a script that sets them and starts its Python.
+On CPU, greedy, EOS ignored. Each round runs every engine once, in a process of its own, one after
+the other, so that a machine whose speed drifts slows them alike. A peer's environment needs that
+peer; where it wants environment variables too (vLLM's CPU build asks for LD_PRELOAD and
+OMP_NUM_THREADS), give a script that sets them and starts its Python. A name that begins with
+"jaxinfer" is this code in another environment (of another JAX). Memory is the process's peak.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from jaxinfer.runtime.checkpoint import demo_files
+
 SCRIPTS = Path(__file__).parent
 ENGINE = {
-    "dtype": "float32", "max_num_seqs": 64, "max_model_len": 2048, "max_num_batched_tokens": 2048,
+    "max_num_seqs": 64, "max_model_len": 2048, "max_num_batched_tokens": 2048, "num_pages": 352,
     "strict_shapes": "true",
 }  # fmt: skip
 
 
-def run_ours(workload: str, out: Path, settings: list[str]) -> None:
-    """One ``jaxinfer bench``."""
-    options = [f"engine.{name}={value}" for name, value in ENGINE.items()] + settings
-    command = [sys.executable, "-m", "jaxinfer", "bench", "--model", "smollm2-135m-instruct"]
+def ours(python: str, workload: str, dtype: str, out: Path, settings: list[str]) -> list[str]:
+    """The command of one ``jaxinfer bench``."""
+    command = [python, "-m", "jaxinfer", "bench", "--model", "smollm2-135m-instruct"]
     command += ["--workload", workload, "--json", str(out), "--force"]
-    for option in options:
+    options = [f"engine.{name}={value}" for name, value in ENGINE.items()]
+    for option in [f"engine.dtype={dtype}", *options, *settings]:
         command += ["--set", option]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return command
 
 
-def run_peer(name: str, python: str, model: Path, workload: str, out: Path) -> None:
-    """One run of a peer in its own environment."""
-    command = [python, str(SCRIPTS / "bench_peer.py"), name, str(model), workload, str(out)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+def run(command: list[str]) -> float:
+    """Run to the end; returns the process's largest resident memory in MiB."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"failed: {' '.join(command)}")
+    return used.ru_maxrss / 1024
+
+
+def export_model(folder: Path) -> None:
+    """The demo model as each engine wants it."""
+    subprocess.run([sys.executable, str(SCRIPTS / "export_demo_model.py"), str(folder)], check=True)
+    (folder / "demo.gguf").symlink_to(demo_files("smollm2-135m-instruct")[0])
 
 
 def main() -> None:
@@ -45,34 +58,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workload")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", dest="settings")
     options = parser.parse_args()
-    peers = dict(peer.split("=", 1) for peer in options.peer)
-    walls: dict[str, list[float]] = {name: [] for name in ["jaxinfer", *peers]}
+    pythons = {"jaxinfer": sys.executable} | dict(peer.split("=", 1) for peer in options.peer)
+    walls: dict[str, list[float]] = {name: [] for name in pythons}
+    peaks: dict[str, list[float]] = {name: [] for name in pythons}
     with tempfile.TemporaryDirectory() as scratch:
-        model = Path(scratch) / "demo-model"
-        export = [sys.executable, str(SCRIPTS / "export_demo_model.py"), str(model)]
-        subprocess.run(export, check=True)
+        model, out = Path(scratch) / "demo-model", Path(scratch) / "figures.json"
+        export_model(model)
         for number in range(options.rounds):
-            for name in walls:
-                out = Path(scratch) / "figures.json"
-                if name == "jaxinfer":
-                    run_ours(options.workload, out, options.settings)
-                    (figures,) = json.loads(out.read_text())
+            for name, python in pythons.items():
+                if name.startswith("jaxinfer"):
+                    command = ours(python, options.workload, options.dtype, out, options.settings)
                 else:
-                    run_peer(name, peers[name], model, options.workload, out)
-                    figures = json.loads(out.read_text())
-                walls[name].append(figures["wall_s"])
-                print(f"round {number + 1} {name}: {figures['wall_s']:.1f} s", flush=True)
-    ours = statistics.median(walls["jaxinfer"])
-    print(f"\n{'engine':10} {'median s':>9} {'range s':>15} {'ours is faster by':>18}")
+                    command = [python, str(SCRIPTS / "bench_peer.py"), name, str(model)]
+                    command += [options.dtype, options.workload, str(out)]
+                peaks[name].append(run(command))
+                figures = json.loads(out.read_text())
+                wall = (figures[0] if isinstance(figures, list) else figures)["wall_s"]
+                walls[name].append(wall)
+                print(f"round {number + 1} {name}: {wall:.1f} s", flush=True)
+                options.out.write_text(json.dumps({"wall_s": walls, "peak_mib": peaks}) + "\n")
+    first = statistics.median(walls["jaxinfer"])
+    print(f"\n{'engine':14} {'median s':>9} {'range s':>15} {'ours is faster by':>18} {'MiB':>6}")
     for name, seconds in walls.items():
         median = statistics.median(seconds)
         spread = f"{min(seconds):.1f} to {max(seconds):.1f}"
-        print(f"{name:10} {median:9.1f} {spread:>15} {median / ours:17.2f}x")
-    options.out.write_text(json.dumps({"workload": options.workload, "wall_s": walls}) + "\n")
+        ratio = f"{median / first:.2f}x"
+        print(f"{name:14} {median:9.1f} {spread:>15} {ratio:>18} {max(peaks[name]):6.0f}")
 
 
 if __name__ == "__main__":
