@@ -116,14 +116,10 @@ _LLAMA3_WORDS = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 )
-# Single digits; and Qwen 3.5 counts marks as letters.
+# Single digits.
 _QWEN2_WORDS = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
-)
-_QWEN35_WORDS = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 )
 
 
@@ -159,7 +155,6 @@ def _known_pres() -> dict[str, _Pre]:
         "llama3": llama3,
         "llama-v3": llama3,
         "qwen2": _Pre(_words(_QWEN2_WORDS), composes=True),
-        "qwen35": _Pre(_words(_QWEN35_WORDS), composes=True),
     }
 
 

@@ -1,5 +1,6 @@
 """Typed look-ups in a checkpoint's configuration."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,16 @@ class Keys:
             raise self.wrong(key, value, "an integer from 0 on")
         return value
 
+    def window(self, default: int | None) -> int | None:
+        """``sliding_window``: a positive integer, or null, which is none."""
+        if self.values.get("sliding_window", default) is None:
+            return None
+        return self.size("sliding_window", default)
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
         value = self._required(key, default)
-        if type(value) not in (int, float) or not value > 0:
+        if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.wrong(key, value, "a positive number")
         return float(value)
 

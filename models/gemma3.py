@@ -16,7 +16,7 @@ from jaxinfer.models import llama
 from jaxinfer.models.config import ModelConfig, WeightSpec
 from jaxinfer.models.config_keys import Keys
 from jaxinfer.models.layers import KVPages, PagedBatch, RMSNorm
-from jaxinfer.models.rope import read_rope, rope_of
+from jaxinfer.models.rope import rope_of
 from jaxinfer.models.weights import same
 
 LOCAL_THETA, GLOBAL_THETA = 1e4, 1e6
@@ -64,27 +64,30 @@ def read_config(keys: Keys) -> ModelConfig:
     keys.only("attn_logit_softcapping", None)
     keys.only("final_logit_softcapping", None)
     keys.only("use_bidirectional_attention", False)
-    per_kind = keys.within("rope_parameters")
-    nested = "full_attention" in per_kind.values
+    parameters = keys.within("rope_parameters")
+    nested = "full_attention" in parameters.values or "sliding_attention" in parameters.values
     flat = Keys(keys.path, {**keys.values, "rope_parameters": None}) if nested else keys
     config = llama.read_sizes(flat, tied=True, theta=GLOBAL_THETA)
     H, longest = config.head_dim, config.max_position_embeddings
+    theta = keys.number("rope_local_base_freq", LOCAL_THETA)
+    local = Keys(keys.path, {"rope_theta": theta})
     if nested:
-        rope = rope_of(per_kind.within("full_attention"), H, longest)
-        local_rope = rope_of(per_kind.within("sliding_attention"), H, longest)
-    else:
-        rope = read_rope(keys, H, GLOBAL_THETA)
-        local = {"rope_theta": keys.number("rope_local_base_freq", LOCAL_THETA)}
-        local_rope = rope_of(Keys(keys.path, local), H, longest)
+        keys.only("rope_scaling", None)
+        full = _with_theta(parameters.within("full_attention"), GLOBAL_THETA)
+        config = replace(config, rope=rope_of(full, H, longest))
+        local = _with_theta(parameters.within("sliding_attention"), theta)
     every = keys.size("sliding_window_pattern", 6)
     sliding = [(i + 1) % every != 0 for i in range(config.num_hidden_layers)]
     return replace(
         config,
-        windows=llama.read_windows(keys, keys.size("sliding_window", 4096), sliding),
-        rope=rope,
-        local_rope=local_rope,
+        windows=llama.read_windows(keys, keys.window(default=4096), sliding),
+        local_rope=rope_of(local, H, longest),
         attention_scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
     )
+
+
+def _with_theta(keys: Keys, theta: float) -> Keys:
+    return Keys(keys.path, {"rope_theta": theta, **keys.values}, keys.prefix)
 
 
 def hf_weights(config: ModelConfig) -> dict[str, WeightSpec]:

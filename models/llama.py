@@ -23,7 +23,7 @@ from jaxinfer.models.layers import (
     project,
     rope_tables,
 )
-from jaxinfer.models.rope import read_rope
+from jaxinfer.models.rope import longest_sequence, rope_keys, rope_of
 from jaxinfer.models.weights import heads_bias, heads_in, heads_out, same, transposed
 
 Tables = tuple[jax.Array, jax.Array]
@@ -209,21 +209,22 @@ def read_sizes(
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=keys.size("max_position_embeddings", 2048),
+        max_position_embeddings=longest_sequence(keys, theta),
         norm_eps=keys.number("rms_norm_eps", eps),
         tie_word_embeddings=keys.flag("tie_word_embeddings", tied),
         bos_token_id=keys.token("bos_token_id"),
         eos_token_ids=tuple(keys.tokens("eos_token_id")),
         windows=(None,) * num_layers,
-        rope=read_rope(keys, head_dim, theta),
+        rope=rope_of(rope_keys(keys, theta), head_dim, keys.size("max_position_embeddings")),
     )
 
 
-def read_windows(keys: Keys, window: int, sliding: Sequence[bool]) -> tuple[int | None, ...]:
+def read_windows(keys: Keys, window: int | None, sliding: Sequence[bool]) -> tuple[int | None, ...]:
     """Each layer's window: by ``layer_types``, else where ``sliding`` says so."""
     names = ("full_attention", "sliding_attention")
     kinds = keys.get("layer_types", [names[slides] for slides in sliding])
-    if not isinstance(kinds, list) or len(kinds) != len(sliding) or set(kinds) - set(names):
+    listed = isinstance(kinds, list) and len(kinds) == len(sliding)
+    if not listed or any(kind not in names for kind in kinds):
         raise keys.wrong("layer_types", kinds, f"{len(sliding)} of {' or '.join(names)}")
     return tuple(window if kind == names[1] else None for kind in kinds)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxinfer.models import llama, mistral
+from jaxinfer.models import llama
 from jaxinfer.models.config import ModelConfig, WeightSpec
 from jaxinfer.models.config_keys import Keys
 from jaxinfer.models.layers import init_weight, project
@@ -61,7 +61,7 @@ def read_config(keys: Keys) -> ModelConfig:
     config = llama.read_sizes(keys, theta=1e6, eps=1e-5)
     return replace(
         config,
-        windows=mistral.read_windows(keys, config.num_hidden_layers),
+        windows=(keys.window(default=None),) * config.num_hidden_layers,
         num_experts=experts,
         num_experts_per_tok=chosen,
     )

@@ -109,7 +109,7 @@ def read_config(keys: Keys) -> ModelConfig:
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads,
         head_dim=hidden_size // num_heads,
-        max_position_embeddings=keys.size("max_position_embeddings", 2048),
+        max_position_embeddings=keys.size("max_position_embeddings"),
         norm_eps=1e-5,
         tie_word_embeddings=keys.flag("tie_word_embeddings", True),
         bos_token_id=keys.token("bos_token_id"),

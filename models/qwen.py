@@ -16,18 +16,23 @@ qwen2_weights = partial(hf_weights, qkv_bias=True)
 qwen3_weights = partial(hf_weights, qk_norm=True)
 
 
-def read_config(keys: Keys) -> ModelConfig:
+def read_qwen2(keys: Keys) -> ModelConfig:
     """From ``config.json``, with transformers' defaults where a key is absent.
 
     Raises:
         JaxinferError: a size is missing, a value is wrong, or something is not implemented.
     """
-    keys.only("attention_bias", False)
     keys.only("hidden_act", "silu")
+    keys.only("dual_chunk_attention_config", None)
     config = read_sizes(keys)
     if not keys.flag("use_sliding_window", False):
         return config
-    window = keys.size("sliding_window", 4096)
     first = keys.count("max_window_layers", 28)
     sliding = [i >= first for i in range(config.num_hidden_layers)]
-    return replace(config, windows=read_windows(keys, window, sliding))
+    return replace(config, windows=read_windows(keys, keys.window(default=4096), sliding))
+
+
+def read_qwen3(keys: Keys) -> ModelConfig:
+    """As Qwen 2's, which has no option of biases."""
+    keys.only("attention_bias", False)
+    return read_qwen2(keys)

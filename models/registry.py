@@ -27,8 +27,8 @@ class Architecture(NamedTuple):
 
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(llama.Llama, llama.read_config, llama.hf_weights),
-    "Qwen2ForCausalLM": Architecture(qwen.Qwen2, qwen.read_config, qwen.qwen2_weights),
-    "Qwen3ForCausalLM": Architecture(qwen.Qwen3, qwen.read_config, qwen.qwen3_weights),
+    "Qwen2ForCausalLM": Architecture(qwen.Qwen2, qwen.read_qwen2, qwen.qwen2_weights),
+    "Qwen3ForCausalLM": Architecture(qwen.Qwen3, qwen.read_qwen3, qwen.qwen3_weights),
     "MistralForCausalLM": Architecture(llama.Llama, mistral.read_config, llama.hf_weights),
     "MixtralForCausalLM": Architecture(mixtral.Mixtral, mixtral.read_config, mixtral.hf_weights),
     "Gemma3ForCausalLM": Architecture(gemma3.Gemma3, gemma3.read_config, gemma3.hf_weights),

@@ -47,21 +47,37 @@ def yarn(
     return plain(theta, head_dim) * (1 - ramp + ramp / factor)
 
 
-def read_rope(keys: Keys, head_dim: int, default_theta: float = 10000.0) -> Rope:
-    """From ``config.json``: transformers 4's ``rope_theta`` and ``rope_scaling``, or 5's one key.
+def rope_keys(keys: Keys, default_theta: float) -> Keys:
+    """Transformers 5's ``rope_parameters``, or 4's ``rope_theta`` and ``rope_scaling``."""
+    keys.only("partial_rotary_factor", 1.0)
+    both = [key for key in ("rope_parameters", "rope_scaling") if keys.get(key)]
+    if len(both) > 1 and keys.get(both[0]) != keys.get(both[1]):
+        raise keys.wrong(both[1], keys.get(both[1]), f"the same as {both[0]}, or absent")
+    theta = keys.number("rope_theta", default_theta)
+    inner = keys.within(both[0] if both else "rope_parameters")
+    return Keys(keys.path, {"rope_theta": theta, **inner.values}, inner.prefix)
+
+
+def longest_sequence(keys: Keys, default_theta: float) -> int:
+    """``max_position_embeddings``, stretched where YaRN's recipes leave the original there."""
+    longest = keys.size("max_position_embeddings")
+    rope = rope_keys(keys, default_theta)
+    if rope.get("rope_type", rope.get("type")) != "yarn":
+        return longest
+    original = rope.size("original_max_position_embeddings", longest)
+    return max(longest, int(original * rope.number("factor")))
+
+
+def rope_of(keys: Keys, head_dim: int, max_positions: int) -> Rope:
+    """From the keys of one ``rope_parameters``, under transformers 5's names.
 
     Raises:
         JaxinferError: a rule that is not implemented, or lacks a number.
     """
-    theta = keys.number("rope_theta", default_theta)
-    inner = keys.within("rope_parameters" if keys.get("rope_parameters") else "rope_scaling")
-    inner = Keys(keys.path, {"rope_theta": theta, **inner.values}, inner.prefix)
-    return rope_of(inner, head_dim, keys.size("max_position_embeddings", 2048))
-
-
-def rope_of(keys: Keys, head_dim: int, max_positions: int) -> Rope:
-    """From the keys of one ``rope_parameters``, under transformers 5's names."""
     keys.only("partial_rotary_factor", 1.0)
+    for key, value in keys.values.items():
+        if isinstance(value, dict):
+            raise keys.wrong(key, value, "no object: layers of several kinds are Gemma 3's alone")
     theta = keys.number("rope_theta")
     original = keys.size("original_max_position_embeddings", max_positions)
     frequency = plain(theta, head_dim)
@@ -73,11 +89,16 @@ def rope_of(keys: Keys, head_dim: int, max_positions: int) -> Rope:
             frequency = frequency / keys.number("factor")
         case "llama3":
             factor, low = keys.number("factor"), keys.number("low_freq_factor")
-            frequency = llama3(frequency, factor, low, keys.number("high_freq_factor"), original)
+            high = keys.number("high_freq_factor")
+            if high <= low:
+                raise keys.wrong("high_freq_factor", high, f"above low_freq_factor, {low}")
+            frequency = llama3(frequency, factor, low, high, original)
         case "yarn":
             for key in ("mscale", "mscale_all_dim"):
                 keys.only(key, None)
             keys.only("truncate", True)
+            if theta <= 1:
+                raise keys.wrong("rope_theta", theta, "above 1")
             factor = keys.number("factor")
             fast, slow = keys.number("beta_fast", 32.0), keys.number("beta_slow", 1.0)
             frequency = yarn(theta, head_dim, factor, original, fast, slow)

@@ -46,11 +46,9 @@ def _items(count_S: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Arr
     Returns, for each of ``most`` items, whose it is (of padding: the last one's) and its index
     among that one's; and how many items there are.
     """
-    end_S = jnp.cumsum(count_S)
-    item_I = jnp.arange(most)
-    owner_I = jnp.searchsorted(end_S, item_I, side="right", method="compare_all")
-    owner_I = jnp.minimum(owner_I, len(count_S) - 1)
-    return owner_I, item_I - (end_S - count_S)[owner_I], end_S[-1]
+    start_S = jnp.cumsum(count_S) - count_S
+    owner_I = jnp.repeat(jnp.arange(len(count_S)), count_S, total_repeat_length=most)
+    return owner_I, jnp.arange(most) - start_S[owner_I], start_S[-1] + count_S[-1]
 
 
 def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -159,6 +157,8 @@ def _fold(
     shrink_SKG = jnp.exp(max_SKG - new_max_SKG)
     owner_SI = owner_SI.astype(jnp.float32)
     out = _einsum("ikgb,ikbh->ikgh", p, v_IKBH)
+    # Of a page that nobody reads, whatever it holds: 0 times NaN would reach every sequence.
+    out = jnp.where((items.begin < items.end)[:, None, None, None], out, 0)
     out_SKGH = out_SKGH * shrink_SKG[..., None] + _einsum("si,ikgh->skgh", owner_SI, out)
     sum_SKG = sum_SKG * shrink_SKG + _einsum("si,ikg->skg", owner_SI, p.sum(-1))
     return Softmax(out_SKGH, new_max_SKG, sum_SKG)

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 SIZES = {
     "vocab_size": 131,
     "hidden_size": 48,
-    "intermediate_size": 48,
+    "intermediate_size": 50,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
@@ -53,7 +53,7 @@ SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
 OPT = {
     "vocab_size": 131,
     "hidden_size": 32,
-    "ffn_dim": 48,
+    "ffn_dim": 50,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "max_position_embeddings": 128,

@@ -27,6 +27,12 @@ def open_folder(path: Path, name: str) -> Checkpoint:
     tensors = {}
     for shard in _shards(path):
         tensors.update(_open_safetensors(shard))
+    # Saved without a head, as published OPTs are.
+    if not any(name.startswith("model.") for name in tensors):
+        tensors = {
+            name if name.startswith("lm_head.") else f"model.{name}": tensor
+            for name, tensor in tensors.items()
+        }
     return Checkpoint(name, path, config, tensors, tokenizer_source=path)
 
 
@@ -61,7 +67,10 @@ def _shards(path: Path) -> list[Path]:
     if single.exists():
         return [single]
     if not index.exists():
-        raise JaxinferError(f"{path}: has neither {single.name} nor {index.name}")
+        raise JaxinferError(
+            f"{path}: has neither {single.name} nor {index.name}; weights in another format "
+            "become safetensors with transformers' save_pretrained"
+        )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise JaxinferError(f"{index}: lacks 'weight_map', from tensor names to file names")

@@ -100,6 +100,8 @@ def _key_problems(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> li
         for name in ([spec.names] if isinstance(spec.names, str) else spec.names)
     }
     missing = [f"missing {name}" for name in shapes if name not in tensors]
+    if "missing lm_head.weight" in missing:
+        missing.append("tie_word_embeddings: true would take the embedding for it")
     unexpected = [
         f"unexpected {name}"
         for name in tensors

@@ -1,10 +1,13 @@
 """Plain-JAX paged attention against dense attention in float64 numpy."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.pallas_kernels import reference
 from jaxinfer.pallas_kernels.reference import (
     TILE_ROWS,
     chunk_attention,
@@ -42,18 +45,28 @@ def edges(B: int) -> list[int]:
     return [0, 1, B - 1, B, B + 1, 3 * B, M * B - 1, M * B]
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 7, 1000])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("B", "K", "G", "H"), [(4, 1, 1, 16), (8, 3, 3, 64), (16, 2, 7, 80), (3, 2, 4, 8)]
 )
-def test_decode(B: int, K: int, G: int, H: int, dtype: str, window: int | None) -> None:
+def test_decode(
+    B: int, K: int, G: int, H: int, dtype: str, window: int | None, in_place: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Both ways, with whatever part of the pool is read, and NaN in what is not."""
+    monkeypatch.setattr(reference, "POOL_PER_ITEMS", 1000 if in_place else 0)
     rng = np.random.default_rng(B + G)
     lengths = np.array([*edges(B), 5], np.int32)
     cache = Cache(rng, len(lengths), B, K, H, dtype)
     q = rng.normal(size=(len(lengths), K * G, H)).astype(np.float32) / np.sqrt(H)
-    attend = jax.jit(decode_attention, static_argnames="window")
-    got = attend(q, *cache.pages, cache.table, lengths, window=window)
+    used = np.concatenate([row[: -(-n // B)] for row, n in zip(cache.table, lengths, strict=True)])
+    unused = np.setdiff1d(np.arange(len(cache.pages[0])), used)
+    pages = [x.at[unused].set(jnp.nan) for x in cache.pages]
+    attend = jax.jit(partial(decode_attention, window=window))
+    assert (" cond[" in str(jax.make_jaxpr(attend)(q, *pages, cache.table, lengths))) == in_place
+    got = attend(q, *pages, cache.table, lengths)
     assert got.dtype == jnp.float32
     tolerance = 2e-5 if dtype == "float32" else 3e-2
     for i, length in enumerate(lengths):
@@ -62,6 +75,19 @@ def test_decode(B: int, K: int, G: int, H: int, dtype: str, window: int | None) 
         else:
             expected = dense(q[i], *cache.sequence(i, length), window)
             np.testing.assert_allclose(got[i], expected, atol=tolerance, rtol=1e-4)
+
+
+def test_decode_of_a_page_with_two_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "POOL_PER_ITEMS", 1000)
+    rng = np.random.default_rng(0)
+    cache = Cache(rng, 3, 4, 2, 8, "float32")
+    cache.table[2, :2] = cache.table[0, :2]
+    lengths = np.array([11, 20, 9], np.int32)
+    q = rng.normal(size=(3, 6, 8)).astype(np.float32)
+    got = jax.jit(decode_attention)(q, *cache.pages, cache.table, lengths)
+    for i, length in enumerate(lengths):
+        expected = dense(q[i], *cache.sequence(i, length))
+        np.testing.assert_allclose(got[i], expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("S", [1, 3, 8])

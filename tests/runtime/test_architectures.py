@@ -1,21 +1,24 @@
-"""Every architecture against Hugging Face transformers on small random weights, in float32.
+"""Every architecture against Hugging Face transformers on small random weights.
 
 ``data/architectures`` is written by ``scripts/make_architecture_golden.py``.
 """
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from jaxinfer import JaxinferError
 from jaxinfer.config import EngineOptions
+from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layers import PagedBatch
 from jaxinfer.runtime.checkpoint import open_checkpoint
+from jaxinfer.runtime.checkpoint_folder import read_folder_config
 from jaxinfer.runtime.engine import load_parameters
 from jaxinfer.runtime.kv_cache import abstract_pages, allocate
 from jaxinfer.runtime.plan import Plan, make_plan
@@ -97,9 +100,13 @@ def test_logits_whole_chunked_and_token_by_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mixtral", "opt", "qwen2", "qwen3"])
-def test_logits_on_four_devices_that_divide_no_heads(name: str) -> None:
+def test_logits_on_devices_that_divide_neither_heads_nor_columns(name: str) -> None:
     tokens, logits = expected(name)
-    got = pieces(Model(name, devices=4), tokens, [60, 1, 14])
+    model = Model(name, devices=3 if name == "opt" else 4)
+    config = open_checkpoint(str(DATA / name)).config
+    assert model.plan.config.num_key_value_heads > config.num_key_value_heads
+    assert model.plan.config.intermediate_size > config.intermediate_size
+    got = pieces(model, tokens, [60, 1, 14])
     np.testing.assert_allclose(got, logits, atol=1e-4, rtol=0)
 
 
@@ -112,12 +119,77 @@ def test_whole_experts_on_each_device() -> None:
     np.testing.assert_allclose(pieces(model, tokens, [74, 1]), logits, atol=1e-4, rtol=0)
 
 
-def test_windows_and_rope_are_read() -> None:
-    config = open_checkpoint(str(DATA / "gemma3")).config
-    assert config.windows == (10, 10, None)
-    assert config.attention_scale == pytest.approx(20**-0.5)
+GEMMA_1B = {
+    "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262144, "hidden_size": 1152,
+    "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 256, "max_position_embeddings": 32768,
+    "query_pre_attn_scalar": 256, "sliding_window": 512,
+}  # fmt: skip
+
+
+def config_of(folder: Path, values: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(values))
+    return read_folder_config(folder)
+
+
+def test_gemma_of_transformers_4_and_5(tmp_path: Path) -> None:
+    """The same model, as both write it."""
+    four = {
+        "rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None,
+        "sliding_window_pattern": 6,
+    }  # fmt: skip
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    rope = {kinds[0]: {"rope_theta": 1e4}, kinds[-1]: {"rope_theta": 1e6, "rope_type": "default"}}
+    five = {"layer_types": (kinds * 5)[:26], "rope_parameters": rope}
+    config = config_of(tmp_path, GEMMA_1B | four)
+    assert config == config_of(tmp_path, GEMMA_1B | five)
+    assert config.windows == ((512,) * 5 + (None,)) * 4 + (512,) * 2
+    assert config.attention_scale == 1 / 16
     assert config.rope
     assert config.local_rope
-    assert config.rope.frequencies[1] == pytest.approx(1e6 ** (-2 / 16) / 8)
-    assert config.local_rope.frequencies[1] == pytest.approx(1e4 ** (-2 / 16))
-    assert jnp.asarray(config.rope.frequencies).shape == (8,)
+    assert config.rope.frequencies[1] == pytest.approx(1e6 ** (-2 / 256))
+    assert config.local_rope.frequencies[1] == pytest.approx(1e4 ** (-2 / 256))
+
+
+LLAMA = {
+    "architectures": ["Qwen2ForCausalLM"], "vocab_size": 100, "hidden_size": 64,
+    "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "max_position_embeddings": 32768,
+}  # fmt: skip
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def test_yarn_stretches_the_longest_sequence(tmp_path: Path) -> None:
+    """Qwen's recipe leaves max_position_embeddings as it was."""
+    assert config_of(tmp_path, LLAMA).max_position_embeddings == 32768
+    stretched = config_of(tmp_path, LLAMA | {"rope_scaling": YARN})
+    assert stretched.max_position_embeddings == 4 * 32768
+
+
+def test_windows(tmp_path: Path) -> None:
+    """Absent is what transformers has for it, null is none."""
+    some = {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 8}
+    assert config_of(tmp_path, LLAMA | some).windows == (None, None, None, 8)
+    mistral = LLAMA | {"architectures": ["MistralForCausalLM"]}
+    assert config_of(tmp_path, mistral).windows == (4096,) * 4
+    assert config_of(tmp_path, mistral | {"sliding_window": None}).windows == (None,) * 4
+    mixtral = LLAMA | {"architectures": ["MixtralForCausalLM"]}
+    assert config_of(tmp_path, mixtral).windows == (None,) * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e6}}, "or absent"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
+        ({"rope_scaling": YARN | {"rope_theta": 1.0}}, "rope_theta is 1.0, must be above 1"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf"),
+        ({"dual_chunk_attention_config": {}}, "dual_chunk_attention_config"),
+    ],
+)
+def test_refused(tmp_path: Path, changes: dict[str, Any], fragment: str) -> None:
+    with pytest.raises(JaxinferError) as caught:
+        config_of(tmp_path, LLAMA | changes)
+    assert fragment in str(caught.value)
+    assert "\n" not in str(caught.value)

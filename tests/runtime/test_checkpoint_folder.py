@@ -53,7 +53,6 @@ class TestFolder:
     def test_absent_keys_have_transformers_defaults(self, tmp_path: Path) -> None:
         optional = (
             "num_key_value_heads",
-            "max_position_embeddings",
             "rope_theta",
             "rms_norm_eps",
             "tie_word_embeddings",
@@ -63,7 +62,6 @@ class TestFolder:
         folder = make_folder(tmp_path / "tiny", **dict.fromkeys(optional))
         config = open_checkpoint(str(folder)).config
         assert config.num_key_value_heads == 4
-        assert config.max_position_embeddings == 2048
         assert theta_of(config) == pytest.approx(10000.0)
         assert config.norm_eps == 1e-6
         assert not config.tie_word_embeddings
