@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.layers import KVPages
+from jaxinfer.runtime.devices import return_freed_memory
 from jaxinfer.runtime.kv_cache import AbstractPages
 from jaxinfer.runtime.sampler import SamplerShape, Samples, SamplingInputs, look_up, sample
 from jaxinfer.runtime.sampling_inputs import empty_sampling
@@ -143,6 +144,7 @@ class CompiledStep:
             compiled = pool.map(self._compile, todo)
             for left, (part, executable) in enumerate(zip(todo, compiled, strict=True), 1):
                 self._executables[part] = executable
+                return_freed_memory()
                 yield len(todo) - left
         # The smallest step that has a part; keys come largest first.
         with_part = {part: key for key in keys for part in _parts(key)}
