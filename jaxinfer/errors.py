@@ -1,4 +1,4 @@
-"""The one exception for a mistake that the user can mend."""
+"""The one exception for a mistake that the user can mend, and what others say in one line."""
 
 
 class JaxinferError(Exception):
@@ -6,3 +6,8 @@ class JaxinferError(Exception):
 
     The command line prints the message without a traceback.
     """
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text without line breaks."""
+    return " ".join(str(error).split())

@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.weights import Checkpoint
 from jaxinfer.tokenizer_gguf import read_gguf_tokenizer
 
@@ -72,9 +72,8 @@ class Tokenizer:
         # A value of a wrong type is a TypeError in the template, several templates without a
         # default are a ValueError.
         except (TemplateError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
             raise JaxinferError(
-                f"the chat template of {self.name!r} refuses the messages: {reason}"
+                f"the chat template of {self.name!r} refuses the messages: {one_line(error)}"
             ) from None
         return self._backend.encode(text, add_special_tokens=False).ids
 

@@ -16,7 +16,7 @@ from jaxinfer.models import llama
 from jaxinfer.models.config import ModelConfig, WeightSpec
 from jaxinfer.models.config_keys import Keys
 from jaxinfer.models.layers import KVPages, PagedBatch, RMSNorm
-from jaxinfer.models.rope import rope_of
+from jaxinfer.models.rope import rope_keys, rope_of
 from jaxinfer.models.weights import same
 
 LOCAL_THETA, GLOBAL_THETA = 1e4, 1e6
@@ -64,24 +64,23 @@ def read_config(keys: Keys) -> ModelConfig:
     keys.only("attn_logit_softcapping", None)
     keys.only("final_logit_softcapping", None)
     keys.only("use_bidirectional_attention", False)
-    parameters = keys.within("rope_parameters")
-    nested = "full_attention" in parameters.values or "sliding_attention" in parameters.values
-    flat = Keys(keys.path, {**keys.values, "rope_parameters": None}) if nested else keys
-    config = llama.read_sizes(flat, tied=True, theta=GLOBAL_THETA)
-    H, longest = config.head_dim, config.max_position_embeddings
-    theta = keys.number("rope_local_base_freq", LOCAL_THETA)
-    local = Keys(keys.path, {"rope_theta": theta})
-    if nested:
+    local_theta = keys.number("rope_local_base_freq", LOCAL_THETA)
+    per_kind = keys.within("rope_parameters")
+    if per_kind.values.keys() & {"full_attention", "sliding_attention"}:
         keys.only("rope_scaling", None)
-        full = _with_theta(parameters.within("full_attention"), GLOBAL_THETA)
-        config = replace(config, rope=rope_of(full, H, longest))
-        local = _with_theta(parameters.within("sliding_attention"), theta)
+        keys.only("partial_rotary_factor", 1.0)
+        full = _with_theta(per_kind.within("full_attention"), GLOBAL_THETA)
+        local = _with_theta(per_kind.within("sliding_attention"), local_theta)
+    else:
+        full = rope_keys(keys, GLOBAL_THETA)
+        local = Keys(keys.path, {"rope_theta": local_theta})
+    config = llama.read_sizes(keys, full, tied=True)
     every = keys.size("sliding_window_pattern", 6)
     sliding = [(i + 1) % every != 0 for i in range(config.num_hidden_layers)]
     return replace(
         config,
         windows=llama.read_windows(keys, keys.window(default=4096), sliding),
-        local_rope=rope_of(local, H, longest),
+        local_rope=rope_of(local, config.head_dim, config.max_position_embeddings),
         attention_scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
     )
 

@@ -23,7 +23,7 @@ from jaxinfer.models.layers import (
     project,
     rope_tables,
 )
-from jaxinfer.models.rope import longest_sequence, rope_keys, rope_of
+from jaxinfer.models.rope import rope_keys, rope_of, stretched
 from jaxinfer.models.weights import heads_bias, heads_in, heads_out, same, transposed
 
 Tables = tuple[jax.Array, jax.Array]
@@ -186,20 +186,20 @@ def read_config(keys: Keys) -> ModelConfig:
     keys.only("attention_bias", False)
     keys.only("mlp_bias", False)
     keys.only("hidden_act", "silu")
-    return read_sizes(keys)
+    return read_sizes(keys, rope_keys(keys))
 
 
-def read_sizes(
-    keys: Keys, tied: bool = False, theta: float = 10000.0, eps: float = 1e-6
-) -> ModelConfig:
+def read_sizes(keys: Keys, rope: Keys, tied: bool = False, eps: float = 1e-6) -> ModelConfig:
     """What all architectures with rotary positions say alike; every layer sees all tokens.
 
     Args:
-        tied, theta, eps: what absent keys mean.
+        rope: how positions rotate.
+        tied, eps: what absent keys mean.
     """
     num_heads, num_kv_heads = keys.heads("num_attention_heads", "num_key_value_heads")
     hidden_size, num_layers = keys.size("hidden_size"), keys.size("num_hidden_layers")
     head_dim = keys.size("head_dim", hidden_size // num_heads)
+    longest = keys.size("max_position_embeddings")
     return ModelConfig(
         architecture=keys.get("architectures")[0],
         vocab_size=keys.size("vocab_size"),
@@ -209,13 +209,13 @@ def read_sizes(
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=longest_sequence(keys, theta),
+        max_position_embeddings=stretched(rope, longest),
         norm_eps=keys.number("rms_norm_eps", eps),
         tie_word_embeddings=keys.flag("tie_word_embeddings", tied),
         bos_token_id=keys.token("bos_token_id"),
         eos_token_ids=tuple(keys.tokens("eos_token_id")),
         windows=(None,) * num_layers,
-        rope=rope_of(rope_keys(keys, theta), head_dim, keys.size("max_position_embeddings")),
+        rope=rope_of(rope, head_dim, longest),
     )
 
 

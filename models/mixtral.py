@@ -11,6 +11,7 @@ from jaxinfer.models import llama
 from jaxinfer.models.config import ModelConfig, WeightSpec
 from jaxinfer.models.config_keys import Keys
 from jaxinfer.models.layers import init_weight, project
+from jaxinfer.models.rope import rope_keys
 from jaxinfer.models.weights import stacked, transposed
 
 
@@ -58,7 +59,7 @@ def read_config(keys: Keys) -> ModelConfig:
     if chosen > experts:
         raise keys.wrong("num_experts_per_tok", chosen, f"at most num_local_experts, {experts}")
     keys.only("hidden_act", "silu")
-    config = llama.read_sizes(keys, theta=1e6, eps=1e-5)
+    config = llama.read_sizes(keys, rope_keys(keys, 1e6), eps=1e-5)
     return replace(
         config,
         windows=(keys.window(default=None),) * config.num_hidden_layers,

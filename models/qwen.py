@@ -9,6 +9,7 @@ from functools import partial
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.config_keys import Keys
 from jaxinfer.models.llama import Layer, Llama, hf_weights, read_sizes, read_windows
+from jaxinfer.models.rope import rope_keys
 
 Qwen2 = partial(Llama, layer=partial(Layer, qkv_bias=True))
 Qwen3 = partial(Llama, layer=partial(Layer, qk_norm=True))
@@ -24,7 +25,7 @@ def read_qwen2(keys: Keys) -> ModelConfig:
     """
     keys.only("hidden_act", "silu")
     keys.only("dual_chunk_attention_config", None)
-    config = read_sizes(keys)
+    config = read_sizes(keys, rope_keys(keys))
     if not keys.flag("use_sliding_window", False):
         return config
     first = keys.count("max_window_layers", 28)

@@ -47,7 +47,7 @@ def yarn(
     return plain(theta, head_dim) * (1 - ramp + ramp / factor)
 
 
-def rope_keys(keys: Keys, default_theta: float) -> Keys:
+def rope_keys(keys: Keys, default_theta: float = 10000.0) -> Keys:
     """Transformers 5's ``rope_parameters``, or 4's ``rope_theta`` and ``rope_scaling``."""
     keys.only("partial_rotary_factor", 1.0)
     both = [key for key in ("rope_parameters", "rope_scaling") if keys.get(key)]
@@ -58,14 +58,12 @@ def rope_keys(keys: Keys, default_theta: float) -> Keys:
     return Keys(keys.path, {"rope_theta": theta, **inner.values}, inner.prefix)
 
 
-def longest_sequence(keys: Keys, default_theta: float) -> int:
-    """``max_position_embeddings``, stretched where YaRN's recipes leave the original there."""
-    longest = keys.size("max_position_embeddings")
-    rope = rope_keys(keys, default_theta)
-    if rope.get("rope_type", rope.get("type")) != "yarn":
-        return longest
-    original = rope.size("original_max_position_embeddings", longest)
-    return max(longest, int(original * rope.number("factor")))
+def stretched(keys: Keys, max_positions: int) -> int:
+    """``max_positions``, or what YaRN makes of it, whose recipes leave the original there."""
+    if keys.get("rope_type", keys.get("type")) != "yarn":
+        return max_positions
+    original = keys.size("original_max_position_embeddings", max_positions)
+    return max(max_positions, int(original * keys.number("factor")))
 
 
 def rope_of(keys: Keys, head_dim: int, max_positions: int) -> Rope:

@@ -107,7 +107,8 @@ class Items(NamedTuple):
     """Pairs of a sequence and a page that it reads, all int32 [I].
 
     Attributes:
-        row: whose query.
+        row: the sequence, whose query it is.
+        page: in the pool.
         begin, end: the offsets in the page between which the sequence sees its entries.
     """
 

@@ -86,7 +86,9 @@ def run_llamacpp(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> f
     path = Path(model_folder) / f"{dtype}.gguf"
     if not path.exists():
         how = lib.llama_model_quantize_default_params()
-        how.ftype = {"float32": lib.LLAMA_FTYPE_ALL_F32, "bfloat16": 32}[dtype]
+        how.ftype = {
+            "float32": lib.LLAMA_FTYPE_ALL_F32, "bfloat16": lib.LLAMA_FTYPE_MOSTLY_BF16,
+        }[dtype]  # fmt: skip
         how.allow_requantize = True
         original = str(Path(model_folder) / "demo.gguf").encode()
         assert lib.llama_model_quantize(original, str(path).encode(), how) == 0

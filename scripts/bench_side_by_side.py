@@ -23,7 +23,7 @@ from jaxinfer.runtime.checkpoint import demo_files
 
 SCRIPTS = Path(__file__).parent
 ENGINE = {
-    "max_num_seqs": 64, "max_model_len": 2048, "max_num_batched_tokens": 2048, "num_pages": 352,
+    "max_num_seqs": 64, "max_model_len": 2048, "max_num_batched_tokens": 2048,
     "strict_shapes": "true",
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (teaches numpy, through which safetensors loads, bfloat16)
 from safetensors import SafetensorError, safe_open
 
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.config_keys import Keys
 from jaxinfer.runtime.weights import Checkpoint, LazyTensor
@@ -85,9 +85,9 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
     try:
         file: Any = safe_open(path, framework="np")
     except SafetensorError as error:
-        raise JaxinferError(f"{path}: damaged or truncated: {_one_line(error)}") from None
+        raise JaxinferError(f"{path}: damaged or truncated: {one_line(error)}") from None
     except OSError as error:
-        raise JaxinferError(f"{path}: cannot read the file: {_one_line(error)}") from None
+        raise JaxinferError(f"{path}: cannot read the file: {one_line(error)}") from None
     tensors = {}
     for name in file.keys():  # noqa: SIM118  (not a mapping)
         view = file.get_slice(name)
@@ -99,7 +99,3 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
         load = partial(file.get_tensor, name)
         tensors[name] = LazyTensor(tuple(view.get_shape()), view.get_dtype(), load)
     return tensors
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.validation import read_json
 
@@ -225,5 +225,5 @@ def _reason(error: BaseException) -> str:
     """The innermost cause in one line, without TensorStore's dump of its settings."""
     while error.__cause__ is not None:
         error = error.__cause__
-    text = " ".join(str(error).split()).partition(" [tensorstore_spec=")[0].partition(" [source")[0]
+    text = one_line(error).partition(" [tensorstore_spec=")[0].partition(" [source")[0]
     return f"{type(error).__name__}: {text[:300]}"

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import JaxinferError, one_line
 
 # All that ``open_checkpoint`` and ``load_tokenizer`` read. Not *.safetensors: some repositories
 # hold the same weights a second time under another name.
@@ -64,12 +64,8 @@ def fetch(model: str) -> Path:
             "copy: connect once, set HF_HOME to a cache that has it, or give a local folder"
         )
     except errors.HFValidationError as error:
-        reason = _one_line(error)
+        reason = one_line(error)[:300]
     # Errors of the network come from libraries beneath, by types of their own; the disk's too.
     except Exception as error:
-        reason = f"fetching it failed: {type(error).__name__}: {_one_line(error)}"
+        reason = f"fetching it failed: {type(error).__name__}: {one_line(error)[:300]}"
     raise JaxinferError(f"no model {model!r}: no such file or folder here; as a hub id, {reason}")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
