@@ -1,61 +1,19 @@
 """Options and run files: what a user may set, checked before anything is loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import Field
 
+from jaxinfer.cluster import ClusterConfig, GroupConfig, InstanceConfig, LinkConfig, one_engine
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options import EngineOptions
+from jaxinfer.systems.registry import make_system
 from jaxinfer.validation import Options
 
-
-class EngineOptions(Options):
-    """How a model is run. Names follow vLLM where it has the option.
-
-    Attributes:
-        dtype: of weights and KV cache; ``auto`` is float32 on CPU and bfloat16 on GPU.
-        tensor_parallel_size: devices that share each layer.
-        sharding: a Python file whose ``RULES`` say how parameters lie on those devices, in
-            place of those of ``jaxinfer.models.sharding``.
-        page_size: tokens per KV page.
-        num_pages: size of the KV pool, one padding page included; by default as many as
-            ``memory_fraction`` allows and as could be of use.
-        memory_fraction: of a GPU's memory, for weights and KV together (default 0.9); on CPU, of
-            the memory available when the engine starts, for KV (default 0.2).
-        max_num_seqs: requests that run at once, at most.
-        max_num_batched_tokens: tokens computed in one step, at most.
-        max_model_len: prompt and output tokens of one request, at most; by default what the
-            model was made for.
-        enable_prefix_caching: keep full pages after a request's end, and start requests that
-            begin alike with them.
-        launch_ahead: start a decode before the token it follows has reached the host.
-        strict_shapes: a step that was not compiled ahead is an error.
-        seed: requests without a seed of their own get one from this and their id.
-    """
-
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    sharding: str | None = None
-    page_size: int = Field(default=64, ge=1, le=1024)
-    num_pages: int | None = Field(default=None, ge=2)
-    memory_fraction: float | None = Field(default=None, gt=0, le=1)
-    max_num_seqs: int = Field(default=64, ge=1)
-    max_num_batched_tokens: int = Field(default=512, ge=1)
-    max_model_len: int | None = Field(default=None, ge=2)
-    enable_prefix_caching: bool = True
-    launch_ahead: bool = True
-    strict_shapes: bool = False
-    seed: int = Field(default=0, ge=0)
-
-    def model_post_init(self, context: Any, /) -> None:
-        """Refuse combinations that cannot work."""
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise JaxinferError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least "
-                f"max_num_seqs, {self.max_num_seqs}: every running request decodes in one step"
-            )
+T = TypeVar("T", bound=Options)
 
 
 class WorkloadFiles(Options):
@@ -66,10 +24,21 @@ class WorkloadFiles(Options):
 
 
 class RunFile(Options):
-    """A YAML file that says what to run."""
+    """A YAML file that says what to run.
+
+    Attributes:
+        engine: of the one instance where ``instances`` is empty, else what they have in common.
+        groups, instances, links: see ``ClusterConfig``.
+        system: the name of a system, or ``my_module:MySystem``, and its options; by default
+            ``single``.
+    """
 
     model: str | None = None
     engine: EngineOptions = EngineOptions()
+    groups: dict[str, GroupConfig] = Field(default_factory=dict)
+    instances: dict[str, InstanceConfig] = Field(default_factory=dict)
+    links: tuple[LinkConfig, ...] = ()
+    system: dict[str, Any] = Field(default_factory=lambda: {"name": "single"})
     workload: WorkloadFiles = WorkloadFiles()
 
     def require_model(self) -> str:
@@ -82,6 +51,18 @@ class RunFile(Options):
             raise JaxinferError("no model: give --model, or model in the run file")
         return self.model
 
+    def cluster(self) -> ClusterConfig:
+        """Groups, instances and links.
+
+        Raises:
+            JaxinferError: they do not fit together.
+        """
+        if not self.instances:
+            if self.groups or self.links:
+                raise JaxinferError("groups and links need instances that stand on them")
+            return one_engine(self.engine)
+        return ClusterConfig(groups=self.groups, instances=self.instances, links=self.links)
+
 
 def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunFile:
     """Read a run file, or start from nothing, and apply settings such as ``engine.seed=1``.
@@ -93,15 +74,48 @@ def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunF
     for setting in settings:
         _apply(data, setting)
     try:
-        for name, field in RunFile.model_fields.items():
-            if name in data and isinstance(field.default, Options):
-                data[name] = _section(name, type(field.default), data[name])
-        return RunFile.model_validate(data)
+        config = RunFile.model_validate(_with_sections(data))
+        make_system(config.system, config.cluster().instances)
+        return config
     except JaxinferError as error:
         raise JaxinferError(f"{path}: {error}" if path else str(error)) from None
 
 
-def _section(name: str, kind: type[Options], data: object) -> Options:
+def _with_sections(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts as checked options, so that an error names the part."""
+    read = dict(data)
+    for name, kind in (("engine", EngineOptions), ("workload", WorkloadFiles)):
+        if name in read:
+            read[name] = _section(name, kind, read[name])
+    if "groups" in read:
+        read["groups"] = _sections("groups", GroupConfig, read["groups"])
+    if "instances" in read:
+        common = dict(data.get("engine") or {})
+        read["instances"] = _sections("instances", InstanceConfig, read["instances"], common)
+    if isinstance(read.get("links"), list):
+        read["links"] = tuple(
+            _section(f"links[{number}]", LinkConfig, link)
+            for number, link in enumerate(read["links"])
+        )
+    if isinstance(read.get("system"), str):
+        read["system"] = {"name": read["system"]}
+    return read
+
+
+def _sections(
+    name: str, kind: type[T], data: object, common: Mapping[str, Any] | None = None
+) -> dict[str, T]:
+    if not isinstance(data, dict):
+        raise JaxinferError(f"{name}: must be a mapping from names to options")
+    return {
+        str(key): _section(
+            f"{name}.{key}", kind, {**(common or {}), **value} if isinstance(value, dict) else value
+        )
+        for key, value in data.items()
+    }
+
+
+def _section(name: str, kind: type[T], data: object) -> T:
     try:
         return kind.model_validate(data)
     except JaxinferError as error:

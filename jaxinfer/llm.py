@@ -7,16 +7,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypedDict
 
-from jaxinfer.config import EngineOptions, RunFile, load_run_file
+from jaxinfer.cluster import ClusterConfig, one_engine
+from jaxinfer.config import RunFile, load_run_file
 from jaxinfer.continuations import Continuations
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options import EngineOptions
 from jaxinfer.report.metrics import RunMetrics, StepTotals, percentile
 from jaxinfer.report.progress import LoadProgress, RunProgress
 from jaxinfer.report.run_folder import RunFolder
 from jaxinfer.request import RequestOutput, Sampling, SamplingParams
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.devices import describe
-from jaxinfer.runtime.engine import load_engine
+from jaxinfer.runtime.engine import Engine, load_cluster
 from jaxinfer.runtime.sampling_inputs import sampling_of
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.loop import ServingLoop, Stop
@@ -24,7 +26,7 @@ from jaxinfer.serving.page_pool import KVShards
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Event, StepDone
 from jaxinfer.stop import StopCheck, completion, decoded
-from jaxinfer.systems.single import Single
+from jaxinfer.systems.registry import make_system
 from jaxinfer.tokenizer import load_tokenizer
 
 
@@ -52,26 +54,46 @@ class LLM:
     """
 
     def __init__(self, model: str, *, progress: bool = True, **engine_options: Any) -> None:
-        self.options = EngineOptions(**engine_options)
+        options = EngineOptions(**engine_options)
+        self._load(model, one_engine(options), {"name": "single"}, options.seed, progress)
+
+    def _load(
+        self,
+        model: str,
+        cluster: ClusterConfig,
+        system: Mapping[str, Any],
+        seed: int,
+        progress: bool,
+    ) -> None:
         self.model = model
+        self.seed = seed
+        self.system = system
         checkpoint = open_checkpoint(model)
         self.tokenizer = load_tokenizer(checkpoint)
         self.vocab_size = checkpoint.config.vocab_size
         with LoadProgress(progress) as bar:
-            self.engine = load_engine(checkpoint, self.options, bar.update)
+            self.cluster = load_cluster(checkpoint, cluster, bar.update)
         self._num_requests = 0
-        self._kv: KVShards | None = None
+        self._kv: dict[str, KVShards] = {}
+
+    @property
+    def engine(self) -> Engine:
+        """The first instance; mostly there is but one."""
+        return next(iter(self.cluster.engines.values()))
 
     @classmethod
     def from_config(cls, run_file: str | Path | RunFile, *, progress: bool = True) -> "LLM":
-        """Build from a run file's ``model`` and ``engine``.
+        """Build from a run file's model, cluster and system.
 
         Raises:
             JaxinferError: as the constructor, or the run file is wrong or names no model.
         """
         if not isinstance(run_file, RunFile):
             run_file = load_run_file(run_file)
-        return cls(run_file.require_model(), progress=progress, **dict(run_file.engine))
+        llm = cls.__new__(cls)
+        model, seed = run_file.require_model(), run_file.engine.seed
+        llm._load(model, run_file.cluster(), run_file.system, seed, progress)
+        return llm
 
     def generate(
         self,
@@ -128,7 +150,7 @@ class LLM:
         Raises:
             JaxinferError: no tokens, tokens outside the vocabulary, or too many of them.
         """
-        limit = self.engine.plan.max_model_len
+        limit = min(engine.plan.max_model_len for engine in self.cluster.engines.values())
         if not prompt_token_ids:
             raise JaxinferError("the prompt is empty")
         if len(prompt_token_ids) >= limit:
@@ -143,7 +165,7 @@ class LLM:
             )
         seed = params.seed
         if seed is None:
-            seed = _hash63(f"{self.options.seed}/{request_id}")
+            seed = _hash63(f"{self.seed}/{request_id}")
         ends = () if params.ignore_eos else tuple(self.tokenizer.eos_token_ids)
         ends += params.stop_token_ids
         requests = []
@@ -178,8 +200,7 @@ class LLM:
             JaxinferError: two requests have one id; or ``strict_shapes`` is set and a step was not
                 compiled ahead.
         """
-        caching = self.options.enable_prefix_caching
-        group = Continuations(requests, self.options.page_size if caching else None)
+        group = Continuations(requests, self._cached_page_size)
         checks = {r.id: StopCheck(sampling_of(r), self.tokenizer) for r in requests}
         self._compile_samplers(requests, progress)
         totals = StepTotals()
@@ -208,36 +229,63 @@ class LLM:
                     if folder:
                         folder.add_step(event)
 
-            late = self.engine.worker.step.late_compiles
-            # A run that fails leaves pages in use: the next one gets a new pool.
-            kv, self._kv = self._kv or self.engine.new_kv(), None
-            instance = self.engine.new_instance(kv)
-            world = RealWorld({instance.name: self.engine.worker}, group.at_once)
-            loop = ServingLoop(world, [instance], Single(), check_stop, on_finish, on_event)
+            late = self._late_compiles
+            # A run that fails leaves pages in use: the next one gets new pools.
+            kv, self._kv = self._kv or self._new_kv(), {}
+            engines = self.cluster.engines
+            instances = [engine.new_instance(kv[name]) for name, engine in engines.items()]
+            system = make_system(self.system, engines)
+            workers = {name: engine.worker for name, engine in engines.items()}
+            world = RealWorld(workers, group.at_once, self.cluster.routes)
+            loop = ServingLoop(world, instances, system, check_stop, on_finish, on_event)
             loop.run()
-            kv.on_free = lambda: None  # The loop, and what it holds, is not to outlive the run.
+            for shards in kv.values():
+                shards.on_free = lambda: None  # The loop is not to outlive the run.
             self._kv = kv
-            metrics = self._metrics(
-                group.num_parents, requests, world, totals, instance.num_preemptions, late
-            )
+            preemptions = sum(instance.num_preemptions for instance in instances)
+            metrics = self._metrics(group.num_parents, requests, world, totals, preemptions, late)
             if folder:
                 folder.finish(asdict(metrics))
         return metrics
 
     def reset_prefix_cache(self) -> None:
         """Forget all KV of earlier runs."""
-        self._kv = None
+        self._kv = {}
+
+    def _new_kv(self) -> dict[str, KVShards]:
+        return {name: engine.new_kv() for name, engine in self.cluster.engines.items()}
+
+    @property
+    def _cached_page_size(self) -> int | None:
+        """The largest page that the prefix cache of some instance shares, or None."""
+        plans = [engine.plan for engine in self.cluster.engines.values()]
+        sizes = [p.limits.page_size for p in plans if p.options.enable_prefix_caching]
+        return max(sizes, default=None)
+
+    @property
+    def _late_compiles(self) -> int:
+        engines = self.cluster.engines.values()
+        return sum(stage.step.late_compiles for e in engines for stage in e.worker.stages)
 
     def describe(self) -> dict[str, object]:
         """What runs where, as JSON values."""
-        return {
-            "model": self.model,
-            "engine": self.options.model_dump(),
-            "devices": [describe(device) for device in self.engine.plan.devices],
-            "dtype": self.engine.plan.dtype.name,
-            "num_pages": self.engine.plan.num_pages,
-            "max_model_len": self.engine.plan.max_model_len,
+        described = {
+            name: {
+                "engine": engine.plan.options.model_dump(),
+                "stages": [
+                    {
+                        "devices": [describe(device) for device in plan.devices],
+                        "layers": plan.layers.stop - plan.layers.start,
+                        "dtype": plan.dtype.name,
+                        "num_pages": plan.num_pages,
+                    }
+                    for plan in engine.plans
+                ],
+                "max_model_len": engine.plan.max_model_len,
+            }
+            for name, engine in self.cluster.engines.items()
         }
+        return {"model": self.model, "system": dict(self.system), "instances": described}
 
     def _generate(
         self,
@@ -281,12 +329,13 @@ class LLM:
 
     def _compile_samplers(self, requests: Sequence[RequestState], progress: bool) -> None:
         """What these requests' options need and no run before needed."""
-        left = self.engine.worker.prepare(requests)
-        if total := next(left):
-            with LoadProgress(progress) as bar:
-                bar.update("compiling samplers", total)
-                for count in left:
-                    bar.update("compiling samplers", count)
+        for engine in self.cluster.engines.values():
+            left = engine.worker.prepare(requests)
+            if total := next(left):
+                with LoadProgress(progress) as bar:
+                    bar.update("compiling samplers", total)
+                    for count in left:
+                        bar.update("compiling samplers", count)
 
     def _output(self, siblings: list[RequestState], checks: dict[str, StopCheck]) -> RequestOutput:
         first = siblings[0]
@@ -324,7 +373,8 @@ class LLM:
         output_tokens = sum(len(request.output_token_ids) for request in done)
         ttft = [t for request in done if (t := request.metrics.ttft) is not None]
         tbt = [gap for request in done for gap in request.metrics.tbt]
-        step = self.engine.worker.step
+        engines = self.cluster.engines.values()
+        stages = [stage for engine in engines for stage in engine.worker.stages]
         return RunMetrics(
             requests=num_requests,
             failed=num_requests - len({sampling_of(request).parent for request in done}),
@@ -341,10 +391,10 @@ class LLM:
             steps=totals.steps,
             preemptions=preemptions,
             peak_pages=totals.peak_pages,
-            num_pages=self.engine.plan.num_pages - 1,
-            compiles=step.compiles,
-            compile_s=step.compile_s,
-            late_compiles=step.late_compiles - late_before,
+            num_pages=sum(stage.plan.num_pages - 1 for stage in stages),
+            compiles=sum(stage.step.compiles for stage in stages),
+            compile_s=sum(stage.step.compile_s for stage in stages),
+            late_compiles=self._late_compiles - late_before,
             loop_s=wall - world.waited_s - world.launching_s,
             launching_s=world.launching_s,
         )

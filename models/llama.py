@@ -155,11 +155,14 @@ class Llama(nnx.Module):
         if not config.tie_word_embeddings:
             self.head_VD = init_weight(rngs, (config.vocab_size, config.hidden_size))
 
+    def embed(self, token_T: jax.Array, batch: PagedBatch) -> jax.Array:
+        """The residual stream [T, D] before the first layer, in float32."""
+        return self.embed_VD[...][token_T].astype(jnp.float32) * self.embed_scale
+
     def __call__(
-        self, token_T: jax.Array, kv: list[KVPages], batch: PagedBatch
+        self, x_TD: jax.Array, kv: list[KVPages], batch: PagedBatch
     ) -> tuple[jax.Array, list[KVPages]]:
-        """Hidden states [T, D] in float32 before the final norm, and the updated pages."""
-        x_TD = self.embed_VD[...][token_T].astype(jnp.float32) * self.embed_scale
+        """The residual stream after the layers, and the updated pages."""
         config = self.config
         assert config.rope
         rope = local_rope = rope_tables(batch.position_T, config.rope)

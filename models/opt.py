@@ -67,12 +67,15 @@ class OPT(nnx.Module):
         if not self.tied:
             self.head_VD = init_weight(rngs, (config.vocab_size, D))
 
-    def __call__(
-        self, token_T: jax.Array, kv: list[KVPages], batch: PagedBatch
-    ) -> tuple[jax.Array, list[KVPages]]:
-        """Hidden states [T, D] in float32 before the final norm, and the updated pages."""
+    def embed(self, token_T: jax.Array, batch: PagedBatch) -> jax.Array:
+        """The residual stream [T, D] before the first layer, in float32."""
         position_TD = self.position_XD[...][batch.position_T + POSITION_OFFSET]
-        x_TD = self.embed_VD[...][token_T].astype(jnp.float32) + position_TD
+        return self.embed_VD[...][token_T].astype(jnp.float32) + position_TD
+
+    def __call__(
+        self, x_TD: jax.Array, kv: list[KVPages], batch: PagedBatch
+    ) -> tuple[jax.Array, list[KVPages]]:
+        """The residual stream after the layers, and the updated pages."""
         new_kv = []
         for layer, pages in zip(self.layers, kv, strict=True):
             x_TD, pages = layer(x_TD, pages, batch)

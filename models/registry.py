@@ -14,8 +14,8 @@ class Architecture(NamedTuple):
     """What one file of this package says of its model.
 
     Attributes:
-        model: called with one step's tokens, KV pages and ``PagedBatch``, it returns hidden
-            states and pages; its ``logits`` takes hidden states.
+        model: its ``embed`` takes one step's tokens and ``PagedBatch``, its call the result with
+            KV pages, its ``logits`` what that returns.
         read_config: from the keys of ``config.json``.
         hf_weights: which of Hugging Face's tensors each parameter is made of, by its path.
     """

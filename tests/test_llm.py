@@ -214,7 +214,7 @@ def test_a_run_leaves_its_files(tiny: LLM, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
     run = json.loads((tmp_path / "2" / "run.json").read_text())
     assert run["status"] == "finished"
-    assert run["engine"]["max_num_seqs"] == 4
+    assert run["instances"]["engine"]["engine"]["max_num_seqs"] == 4
     assert set(run["versions"]) == set(PACKAGES)
     steps = [json.loads(line) for line in (tmp_path / "2" / "steps.jsonl").open()]
     assert len(steps) == run["metrics"]["steps"]
@@ -239,7 +239,7 @@ def test_strict_shapes_refuses_a_step_that_was_not_compiled(
     llm = LLM(str(tiny_folder), progress=False, strict_shapes=True, max_num_seqs=2,
               max_num_batched_tokens=8)  # fmt: skip
     assert tokens(llm, "Hello", GREEDY)
-    step = llm.engine.worker.step
+    step = llm.engine.worker.stages[0].step
     assert step.late_compiles == 0
     step._executables.clear()
     monkeypatch.setattr(step, "compile_ahead", lambda *args: iter([0]))

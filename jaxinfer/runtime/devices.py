@@ -3,10 +3,12 @@
 import contextlib
 import ctypes
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 
+from jaxinfer.cluster import GroupConfig
 from jaxinfer.errors import JaxinferError
 
 CACHE_FOLDER = Path("~/.cache/jaxinfer/compiled")
@@ -21,24 +23,49 @@ def configure_jax() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def take_devices(count: int) -> list[jax.Device]:
-    """The first ``count`` devices; on CPU, as many as asked for, if JAX has not yet counted them.
+def open_groups(groups: Mapping[str, GroupConfig]) -> dict[str, list[jax.Device]]:
+    """Each group's devices; no two groups share one.
+
+    A CPU has as many devices as are asked for, if JAX has not yet counted them.
 
     Raises:
-        JaxinferError: there are fewer.
+        JaxinferError: there are fewer, or none of the kind, or one is to play a slower GPU.
     """
-    if count > max(jax.config.jax_num_cpu_devices, 1):  # type: ignore[attr-defined]
+    wanted = sum(group.devices for group in groups.values() if group.platform != "gpu")
+    if wanted > max(jax.config.jax_num_cpu_devices, 1):  # type: ignore[attr-defined]
         # JAX refuses once it has counted.
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", count)
-    devices = jax.devices()
-    if len(devices) < count:
-        platform = devices[0].platform
-        hint = "; set JAX_NUM_CPU_DEVICES before JAX starts" if platform == "cpu" else ""
+            jax.config.update("jax_num_cpu_devices", wanted)
+    taken: set[jax.Device] = set()
+    opened = {}
+    for name, group in groups.items():
+        found = [device for device in _devices(name, group) if device not in taken]
+        if len(found) < group.devices:
+            platform = found[0].platform if found else group.platform or "such"
+            hint = "; set JAX_NUM_CPU_DEVICES before JAX starts" if platform == "cpu" else ""
+            raise JaxinferError(
+                f"group {name} asks for {group.devices} devices, "
+                f"there are {len(found)} {platform} devices left{hint}"
+            )
+        opened[name] = found[: group.devices]
+        taken.update(opened[name])
+        if group.emulate and opened[name][0].platform != "cpu":
+            raise JaxinferError(f"group {name}: emulate works on CPU only, set platform: cpu")
+    return opened
+
+
+def _devices(name: str, group: GroupConfig) -> list[jax.Device]:
+    try:
+        devices = jax.devices(group.platform)
+    except RuntimeError:
         raise JaxinferError(
-            f"tensor_parallel_size is {count}, there are {len(devices)} {platform} devices{hint}"
-        )
-    return devices[:count]
+            f"group {name}: platform {group.platform} is not here, JAX has {jax.default_backend()}"
+        ) from None
+    kinds = sorted({device.device_kind for device in devices})
+    found = [device for device in devices if (group.kind or "") in device.device_kind]
+    if not found:
+        raise JaxinferError(f"group {name}: no device is a {group.kind!r}, there are {kinds}")
+    return found
 
 
 def describe(device: jax.Device) -> str:

@@ -1,18 +1,24 @@
-"""From a checkpoint and options to an instance that can be run."""
+"""From a checkpoint and a cluster to instances that can be run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 import jax
 import numpy as np
 
-from jaxinfer.config import EngineOptions
+from jaxinfer.cluster import ClusterConfig, InstanceConfig, LinkConfig, one_engine
 from jaxinfer.errors import JaxinferError
+from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import ARCHITECTURES
+from jaxinfer.models.stage import Layers, split
+from jaxinfer.options import EngineOptions
 from jaxinfer.runtime.converted import Shapes, restore
-from jaxinfer.runtime.kv_cache import allocate
-from jaxinfer.runtime.plan import Plan, as_state, make_plan, parameter_shapes
-from jaxinfer.runtime.step import CompiledStep, Parameters
+from jaxinfer.runtime.devices import configure_jax, open_groups
+from jaxinfer.runtime.plan import Plan, make_plan, parameter_shapes
+from jaxinfer.runtime.stage import Stage
+from jaxinfer.runtime.step import Parameters
+from jaxinfer.runtime.transfer import Route
 from jaxinfer.runtime.weights import Checkpoint, load_weights
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.instance import Instance, InstanceOptions
@@ -24,77 +30,159 @@ Progress = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class Engine:
-    """A loaded model on its devices, ready to step."""
+    """One instance's model on its devices, ready to step.
 
+    Attributes:
+        plans: of its stages.
+    """
+
+    name: str
     worker: Worker
-    plan: Plan
+    plans: Sequence[Plan]
+
+    @property
+    def plan(self) -> Plan:
+        """The first stage's; what is the instance's own is the same in all."""
+        return self.plans[0]
 
     def new_kv(self) -> KVShards:
-        """The page pool, all pages free and none cached."""
-        pool = PagePool(self.plan.num_pages, self.plan.options.page_size)
-        return KVShards([Shard(pool)], self.plan.options.enable_prefix_caching)
+        """The page pools, all pages free and none cached."""
+        shards = [Shard(PagePool(plan.num_pages, plan.limits.page_size)) for plan in self.plans]
+        return KVShards(shards, self.plan.options.enable_prefix_caching)
 
     def new_instance(self, kv: KVShards) -> Instance:
         """The scheduling side of the engine."""
+        given, stages = self.plan.options, len(self.plans)
+        ahead = given.launch_ahead and stages == 1
         options = InstanceOptions(
-            max_num_seqs=self.plan.options.max_num_seqs,
-            max_num_batched_tokens=self.plan.options.max_num_batched_tokens,
-            max_in_flight=2 if self.plan.options.launch_ahead else 1,
-            launch_ahead=self.plan.options.launch_ahead,
+            max_num_seqs=given.max_num_seqs,
+            max_num_batched_tokens=given.max_num_batched_tokens,
+            max_in_flight=2 if ahead else stages,
+            launch_ahead=ahead,
         )
-        return Instance("engine", kv, options)
+        return Instance(self.name, kv, options)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """All instances, by name, and the ways between them, by source and destination."""
+
+    config: ClusterConfig
+    engines: Mapping[str, Engine]
+    routes: Mapping[tuple[str, str], Route]
 
 
 def load_engine(checkpoint: Checkpoint, options: EngineOptions, progress: Progress) -> Engine:
-    """Load weights, allocate the KV pool and compile every step.
+    """One engine on the first devices; see ``load_cluster``."""
+    return load_cluster(checkpoint, one_engine(options), progress).engines["engine"]
+
+
+def load_cluster(checkpoint: Checkpoint, config: ClusterConfig, progress: Progress) -> Cluster:
+    """Load weights, allocate KV pools and compile every step and transfer.
 
     Raises:
-        JaxinferError: the options ask for more than the model or the device can give, or the
+        JaxinferError: the options ask for more than the model or the devices can give, or the
             checkpoint's tensors do not fit the architecture.
     """
-    plan = make_plan(checkpoint.config, options)
+    plans = plan_cluster(checkpoint.config, config)
     progress("loading weights", 1)
-    parameters = load_parameters(checkpoint, plan)
+    parameters = iter(load_parameters(checkpoint, [p for stages in plans.values() for p in stages]))
     progress("loading weights", 0)
-    _, pages, previous = plan.step_arguments
-    kv = allocate(pages)
-    previous_S = jax.device_put(np.zeros(previous.shape, previous.dtype), previous.sharding)
-    step = CompiledStep(plan.graphdef, plan.step_arguments, plan.limits, options.strict_shapes)
-    worker = Worker(step, parameters, kv, previous_S)
-    for left in worker.prepare():
-        progress("compiling steps", left)
-    return Engine(worker, plan)
+    engines = {}
+    for name, stages in plans.items():
+        worker = Worker([Stage(plan, next(parameters)) for plan in stages])
+        engines[name] = Engine(name, worker, stages)
+        of = f" of {name}" if len(plans) > 1 else ""
+        for left in worker.prepare():
+            progress(f"compiling steps{of}", left)
+    routes = {}
+    for source, dest in permutations(engines, 2):
+        link = _link(config, source, dest)
+        routes[source, dest] = Route(engines[source].worker, engines[dest].worker, link)
+    return Cluster(config, engines, routes)
 
 
-def load_parameters(checkpoint: Checkpoint, plan: Plan) -> Parameters:
-    """The weights on their devices, in the plan's dtypes; padding is zero.
+def plan_cluster(model: ModelConfig, config: ClusterConfig) -> dict[str, list[Plan]]:
+    """Each instance's stages, before anything is loaded.
+
+    Raises:
+        JaxinferError: as ``make_plan``, with the instance's name where there are several.
+    """
+    configure_jax()
+    free = {name: iter(devices) for name, devices in open_groups(config.groups).items()}
+    plans = {}
+    for name, instance in config.instances.items():
+        try:
+            plans[name] = list(_plan_stages(model, config, instance, free))
+        except JaxinferError as error:
+            of = f"instances.{name}: " if len(config.instances) > 1 else ""
+            raise JaxinferError(f"{of}{error}") from None
+    return plans
+
+
+def _plan_stages(
+    model: ModelConfig,
+    config: ClusterConfig,
+    instance: InstanceConfig,
+    free: Mapping[str, Iterator[jax.Device]],
+) -> Iterator[Plan]:
+    stages = instance.places
+    counts = [stage.layers or model.num_hidden_layers for stage in stages]
+    for place, layers in zip(stages, _split(model.num_hidden_layers, counts), strict=True):
+        group = config.groups[place.group]
+        devices = [next(free[place.group]) for _ in range(group.stage_devices)]
+        yield make_plan(model, instance, devices, layers)
+
+
+def _split(total: int, counts: Sequence[int]) -> list[Layers]:
+    if sum(counts) != total:
+        raise JaxinferError(f"stages have {sum(counts)} layers, the model has {total}")
+    return split(total, counts)
+
+
+def _link(config: ClusterConfig, source: str, dest: str) -> LinkConfig | None:
+    groups = {config.instances[name].places[0].group for name in (source, dest)}
+    return next((link for link in config.links if set(link.between) == groups), None)
+
+
+def load_parameters(checkpoint: Checkpoint, plans: Sequence[Plan]) -> list[Parameters]:
+    """The weights of several stages on their devices, in the plans' dtypes; padding is zero.
 
     Raises:
         JaxinferError: the tensors do not fit the architecture, or are damaged.
     """
     if checkpoint.converted is not None:
-        _check_shapes(checkpoint, checkpoint.converted, plan)
-        return as_state(restore(checkpoint.path, plan.parameters))
+        return [_restore(checkpoint, checkpoint.converted, plan) for plan in plans]
     architecture = ARCHITECTURES[checkpoint.config.architecture]
 
-    def place(path: str, array: np.ndarray) -> jax.Array:
-        to = plan.parameters[path]
-        grown = np.pad(array, [(0, n - old) for n, old in zip(to.shape, array.shape, strict=True)])
-        return jax.device_put(np.ascontiguousarray(grown).astype(to.dtype), to.sharding)
+    def place(path: str, array: np.ndarray) -> list[jax.Array | None]:
+        return [_put(array, plan.parameters.get(path)) for plan in plans]
 
     loaded = load_weights(checkpoint, architecture.hf_weights(checkpoint.config), place)
-    assert loaded.keys() == plan.parameters.keys(), loaded.keys() ^ plan.parameters.keys()
-    return as_state(loaded)
+    states = []
+    for number, plan in enumerate(plans):
+        leaves = {
+            path: arrays[number] for path, arrays in loaded.items() if arrays[number] is not None
+        }
+        assert leaves.keys() == plan.parameters.keys(), leaves.keys() ^ plan.parameters.keys()
+        states.append(plan.state(leaves))
+    return states
 
 
-def _check_shapes(checkpoint: Checkpoint, stored: Shapes, plan: Plan) -> None:
-    """Refuse what restoring would pad or cut without a word."""
-    wanted = {path: array.shape for path, array in plan.parameters.items()}
-    if plan.config != checkpoint.config:
-        wanted = parameter_shapes(checkpoint.config)
+def _put(array: np.ndarray, to: jax.ShapeDtypeStruct | None) -> jax.Array | None:
+    if to is None:
+        return None
+    grown = np.pad(array, [(0, n - old) for n, old in zip(to.shape, array.shape, strict=True)])
+    return jax.device_put(np.ascontiguousarray(grown).astype(to.dtype), to.sharding)
+
+
+def _restore(checkpoint: Checkpoint, stored: Shapes, plan: Plan) -> Parameters:
+    """From a converted checkpoint; refuses what restoring would pad or cut without a word."""
+    wanted = parameter_shapes(checkpoint.config)
     for path in sorted(wanted.keys() | stored.keys()):
         if stored.get(path) != wanted.get(path):
             raise JaxinferError(
                 f"{checkpoint.path}: parameter {path} has shape {stored.get(path)}, the "
                 f"configuration wants {wanted.get(path)}; convert the model again"
             )
+    return plan.state(restore(checkpoint.path, plan.parameters))

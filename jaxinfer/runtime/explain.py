@@ -72,7 +72,7 @@ def parameter_groups(plan: Plan) -> list[ParameterGroup]:
 
 def step_costs(plan: Plan) -> list[StepCost]:
     """The largest step with prefill, and the largest of decodes alone."""
-    step = CompiledStep(plan.graphdef, plan.step_arguments, plan.limits, strict_shapes=False)
+    step = CompiledStep(plan)
     shapes = plan.limits.shapes()
     chosen = dict.fromkeys([shapes[0], next(s for s in shapes if not s.chunks)])
     return [_cost(step, shape) for shape in chosen]

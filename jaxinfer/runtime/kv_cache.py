@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layers import KVPages
 from jaxinfer.models.sharding import pages_sharding
+from jaxinfer.models.stage import Layers
 
 AbstractPages = tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 
@@ -38,7 +39,12 @@ def memory_of(arrays: Iterable[jax.ShapeDtypeStruct]) -> int:
 
 
 def abstract_pages(
-    config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype, mesh: Mesh
+    config: ModelConfig,
+    layers: Layers,
+    num_pages: int,
+    page_size: int,
+    dtype: jnp.dtype,
+    mesh: Mesh,
 ) -> list[AbstractPages]:
     """Keys [P, K, H, B] and values [P, K, B, H], one pair of arrays per layer.
 
@@ -47,7 +53,7 @@ def abstract_pages(
     K, B, H = config.num_key_value_heads, page_size, config.head_dim
     array = partial(jax.ShapeDtypeStruct, dtype=dtype, sharding=pages_sharding(mesh))
     pair = array((num_pages, K, H, B)), array((num_pages, K, B, H))
-    return [pair] * config.num_hidden_layers
+    return [pair] * (layers.stop - layers.start)
 
 
 def allocate(pages: list[AbstractPages]) -> list[KVPages]:

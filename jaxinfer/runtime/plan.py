@@ -12,23 +12,26 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.config import EngineOptions
+from jaxinfer.cluster import GroupConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.models.sharding import HEADS_AXIS, Rule, load_rules, padded, shard
-from jaxinfer.runtime.devices import configure_jax, take_devices
-from jaxinfer.runtime.kv_cache import abstract_pages, available_memory, memory_of
+from jaxinfer.models.stage import Layers, make_model
+from jaxinfer.options import EngineOptions
+from jaxinfer.runtime.devices import configure_jax, open_groups
+from jaxinfer.runtime.kv_cache import AbstractPages, abstract_pages, available_memory, memory_of
 from jaxinfer.runtime.step_inputs import StepLimits
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Shapes, shardings and sizes of one instance.
+    """Shapes, shardings and sizes of one stage of an instance, which mostly has but one.
 
     Attributes:
-        config: the model's, padded to what the devices divide.
-        parameters: by path, their shapes, dtypes and shardings.
+        config: the whole model's, padded to what the devices divide.
+        num_kv_heads: of the model, without padding.
+        layers: those of this stage.
+        parameters: by their path in the whole model, their shapes, dtypes and shardings.
         num_pages: size of the KV pool, the padding page included.
         max_model_len: prompt and output tokens of one request at most.
         weight_bytes, kv_bytes: per memory: of one device, or of the host's for CPU devices.
@@ -38,6 +41,8 @@ class Plan:
     options: EngineOptions
     mesh: Mesh
     config: ModelConfig
+    num_kv_heads: int
+    layers: Layers
     dtype: jnp.dtype
     graphdef: nnx.GraphDef[Any]
     parameters: Mapping[str, jax.ShapeDtypeStruct]
@@ -61,16 +66,34 @@ class Plan:
     @property
     def step_arguments(self) -> tuple[Any, Any, jax.ShapeDtypeStruct]:
         """What a step is compiled for: parameters, KV pages, previous tokens."""
-        pages = abstract_pages(
-            self.config, self.num_pages, self.limits.page_size, self.dtype, self.mesh
+        previous_S = jax.ShapeDtypeStruct(
+            (self.options.max_num_seqs,), jnp.int32, sharding=self.whole
         )
-        S = self.options.max_num_seqs
-        previous_S = jax.ShapeDtypeStruct((S,), jnp.int32, sharding=self.whole)
-        return as_state(self.parameters), pages, previous_S
+        return self.state(self.parameters), self.pages, previous_S
+
+    @property
+    def pages(self) -> list[AbstractPages]:
+        """The stage's KV pages."""
+        return abstract_pages(
+            self.config, self.layers, self.num_pages, self.limits.page_size, self.dtype, self.mesh
+        )
+
+    def state(self, leaves: Mapping[str, Any]) -> nnx.State[Any, Any]:
+        """Parameters by their path in the whole model, as the step takes them."""
+        return as_state({self.layers.name(path): leaf for path, leaf in leaves.items()})
 
 
-def make_plan(config: ModelConfig, options: EngineOptions) -> Plan:
-    """Decide devices, shardings, buckets and the size of the KV pool.
+def make_plan(
+    config: ModelConfig,
+    options: EngineOptions,
+    devices: Sequence[jax.Device] = (),
+    layers: Layers | None = None,
+) -> Plan:
+    """Decide shardings, buckets and the size of the KV pool.
+
+    Args:
+        devices: of the stage; by default JAX's first ``tensor_parallel_size``.
+        layers: of the stage; by default all.
 
     Raises:
         JaxinferError: the options ask for more than the model, the devices or their memory can
@@ -78,12 +101,16 @@ def make_plan(config: ModelConfig, options: EngineOptions) -> Plan:
     """
     configure_jax()
     max_model_len = _max_model_len(config, options)
-    devices = take_devices(options.tensor_parallel_size)
+    if not devices:
+        group = GroupConfig(devices=options.tensor_parallel_size)
+        devices = open_groups({"engine": group})["engine"]
+    layers = layers or Layers(0, config.num_hidden_layers, config.num_hidden_layers)
     mesh = Mesh(np.array(devices), (HEADS_AXIS,))
     wide = padded(config, len(devices))
     automatic = "float32" if devices[0].platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(automatic if options.dtype == "auto" else options.dtype)
-    graphdef, parameters = _parameters(wide, dtype, mesh, load_rules(options.sharding))
+    rules = load_rules(options.sharding)
+    graphdef, parameters = _parameters(wide, layers, dtype, mesh, rules)
     limits = StepLimits(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -91,7 +118,7 @@ def make_plan(config: ModelConfig, options: EngineOptions) -> Plan:
         page_size=options.page_size,
     )
     weights = memory_of(parameters.values())
-    each = memory_of(chain(*abstract_pages(wide, 1, options.page_size, dtype, mesh)))
+    each = memory_of(chain(*abstract_pages(wide, layers, 1, options.page_size, dtype, mesh)))
     fraction = options.memory_fraction or (0.2 if devices[0].platform == "cpu" else 0.9)
     free, budget = _memory(devices[0], fraction, weights)
     useful = limits.max_pages * options.max_num_seqs + 1
@@ -105,14 +132,15 @@ def make_plan(config: ModelConfig, options: EngineOptions) -> Plan:
             f"{weights / 2**30:.3f} GiB of weights; {free / 2**30:.1f} GiB are free"
         )
     return Plan(
-        options, mesh, wide, dtype, graphdef, parameters, limits, num_pages, max_model_len,
-        weights, num_pages * each, free,
+        options, mesh, wide, config.num_key_value_heads, layers, dtype, graphdef, parameters,
+        limits, num_pages, max_model_len, weights, num_pages * each, free,
     )  # fmt: skip
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """By path, of the model as ``config`` has it."""
-    _, parameters = _abstract_model(config)
+    L = config.num_hidden_layers
+    _, parameters = _abstract_model(config, Layers(0, L, L))
     return {path: array.shape for path, array in parameters.items()}
 
 
@@ -127,9 +155,9 @@ def _path(name: str) -> tuple[str | int, ...]:
 
 
 def _parameters(
-    config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, rules: Sequence[Rule]
+    config: ModelConfig, layers: Layers, dtype: jnp.dtype, mesh: Mesh, rules: Sequence[Rule]
 ) -> tuple[nnx.GraphDef[Any], dict[str, jax.ShapeDtypeStruct]]:
-    graphdef, abstract = _abstract_model(config)
+    graphdef, abstract = _abstract_model(config, layers)
     parameters = {}
     for path, array in abstract.items():
         # Vectors (the scales of norms) stay float32: they are small, and norms work in float32.
@@ -140,12 +168,13 @@ def _parameters(
 
 
 def _abstract_model(
-    config: ModelConfig,
+    config: ModelConfig, layers: Layers
 ) -> tuple[nnx.GraphDef[Any], dict[str, jax.ShapeDtypeStruct]]:
-    architecture = ARCHITECTURES[config.architecture]
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: architecture.model(config, nnx.Rngs(0))))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make_model(config, layers, nnx.Rngs(0))))
     flat = nnx.to_flat_state(state)
-    return graphdef, {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
+    return graphdef, {
+        layers.path(".".join(map(str, path))): leaf.get_value() for path, leaf in flat
+    }
 
 
 def _memory(device: jax.Device, fraction: float, weights: int) -> tuple[int, int]:

@@ -13,11 +13,12 @@ from flax import nnx
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.layers import KVPages
+from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.devices import return_freed_memory
-from jaxinfer.runtime.kv_cache import AbstractPages
+from jaxinfer.runtime.plan import Plan
 from jaxinfer.runtime.sampler import SamplerShape, Samples, SamplingInputs, look_up, sample
 from jaxinfer.runtime.sampling_inputs import empty_sampling
-from jaxinfer.runtime.step_inputs import StepInputs, StepLimits, StepShape, empty_inputs
+from jaxinfer.runtime.step_inputs import StepInputs, StepShape, empty_inputs
 
 Parameters = nnx.State[Any, Any]
 # Rows whose logits are in memory at once where all prompt positions are reported on.
@@ -33,24 +34,30 @@ class Key(NamedTuple):
 
 def forward(
     graphdef: nnx.GraphDef[Any],
+    layers: Layers,
     parameters: Parameters,
     kv: list[KVPages],
     previous_S: jax.Array,
     inputs: StepInputs,
+    x_TD: jax.Array | None,
 ) -> tuple[list[KVPages], jax.Array, jax.Array]:
-    """The model on one step's tokens.
+    """One stage of the model on one step's tokens.
 
     Returns the KV pages, and hidden states: those to sample from [S, D], and all [T, D].
 
     ``previous_S`` holds the tokens that the step before has sampled, which feed back into this
-    one without a visit to the host. ``kv`` is to be donated.
+    one without a visit to the host. ``kv`` is to be donated. ``x_TD`` is what the stage before
+    returned; None for the first.
     """
     # On GPUs, float32 matmuls would default to TF32.
     with jax.default_matmul_precision("highest"):
         model: Any = nnx.merge(graphdef, parameters)
-        fed_back_T = previous_S[jnp.maximum(inputs.source_T, 0)]
-        token_T = jnp.where(inputs.source_T >= 0, fed_back_T, inputs.token_T)
-        x_TD, kv = model(token_T, kv, inputs.batch)
+        if layers.first:
+            fed_back_T = previous_S[jnp.maximum(inputs.source_T, 0)]
+            token_T = jnp.where(inputs.source_T >= 0, fed_back_T, inputs.token_T)
+            x_TD = model.embed(token_T, inputs.batch)
+        x_TD, kv = model(x_TD, kv, inputs.batch)
+        assert x_TD is not None
         return kv, x_TD[inputs.sample_row_S], x_TD
 
 
@@ -89,13 +96,11 @@ def prompt_head(
 
 
 class CompiledStep:
-    """Executables by bucket.
+    """One stage's executables by bucket.
 
     Args:
-        graphdef: the model's structure.
-        arguments: shapes and shardings of parameters, KV pages and previous tokens.
-        limits: decides the buckets.
-        strict_shapes: a bucket that has not been compiled ahead is an error.
+        plan: of the stage; under its ``strict_shapes``, a bucket that has not been compiled ahead
+            is an error.
 
     Attributes:
         compiles: executables compiled, or loaded from the persistent cache.
@@ -103,27 +108,22 @@ class CompiledStep:
         late_compiles: those among them during a run: a defect, since the run waits for them.
     """
 
-    def __init__(
-        self,
-        graphdef: nnx.GraphDef[Any],
-        arguments: tuple[Parameters, list[AbstractPages], jax.ShapeDtypeStruct],
-        limits: StepLimits,
-        strict_shapes: bool,
-    ) -> None:
-        self.limits = limits
+    def __init__(self, plan: Plan) -> None:
+        self.limits = plan.limits
+        self.layers = plan.layers
         self.compiles = 0
         self.compile_s = 0.0
         self.late_compiles = 0
-        self._strict = strict_shapes
-        self._graphdef = graphdef
-        self._arguments = arguments
-        _, kv, previous_S = self._arguments
-        self._mesh = previous_S.sharding.mesh
-        self._whole = previous_S.sharding
+        self._strict = plan.options.strict_shapes
+        self._graphdef = plan.graphdef
+        self._arguments = plan.step_arguments
+        self._hidden_size = plan.config.hidden_size
+        self._mesh = plan.mesh
+        self._whole = plan.whole
         # Donated pages are written in place only where both sides lie alike.
-        kv_shardings = jax.tree.map(lambda x: x.sharding, kv)
+        kv_shardings = jax.tree.map(lambda x: x.sharding, self._arguments[1])
         self._forward = jax.jit(
-            partial(forward, graphdef),
+            partial(forward, plan.graphdef, plan.layers),
             donate_argnums=1,
             out_shardings=(kv_shardings, self._whole, self._whole),
         )
@@ -136,7 +136,7 @@ class CompiledStep:
         """
         start = time.perf_counter()
         keys = [Key(shape, sampler) for shape in self.limits.shapes()]
-        parts = dict.fromkeys(part for key in keys for part in _parts(key))
+        parts = dict.fromkeys(part for key in keys for part in self._parts(key))
         todo = [part for part in parts if part not in self._executables]
         yield len(todo)
         # Tracing holds Python's lock, XLA's compiler does not: two threads overlap them.
@@ -147,34 +147,49 @@ class CompiledStep:
                 return_freed_memory()
                 yield len(todo) - left
         # The smallest step that has a part; keys come largest first.
-        with_part = {part: key for key in keys for part in _parts(key)}
+        with_part = {part: key for key in keys for part in self._parts(key)}
         for key in {with_part[part]: None for part in todo}:
             run(key)
         self.compiles += len(todo)
         self.compile_s += time.perf_counter() - start
 
-    def __call__(
+    def forward(
         self,
         key: Key,
         parameters: Parameters,
         kv: list[KVPages],
         previous_S: jax.Array,
         inputs: StepInputs,
+        x_TD: jax.Array | None,
+    ) -> tuple[list[KVPages], jax.Array, jax.Array]:
+        """Launch the stage's layers; returns at once, before they are done."""
+        (run,) = self._get([key.shape])
+        found: tuple[list[KVPages], jax.Array, jax.Array] = run(
+            parameters, kv, previous_S, inputs, x_TD
+        )
+        return found
+
+    def sample(
+        self,
+        key: Key,
+        parameters: Parameters,
+        hidden: tuple[jax.Array, jax.Array],
+        previous_S: jax.Array,
         sampling: SamplingInputs,
         next_token_T: np.ndarray | None = None,
-    ) -> tuple[list[KVPages], Samples, Samples | None]:
-        """Launch the bucket's executables; returns at once, before the step is done.
+    ) -> tuple[Samples, Samples | None]:
+        """Launch the last stage's head on what ``forward`` returned.
 
-        Returns the KV pages, the samples and, where ``next_token_T`` has the prompt tokens to
-        report on, what the model says of them.
+        Returns the samples and, where ``next_token_T`` has the prompt tokens to report on, what
+        the model says of them.
         """
-        run_forward, run_head, *run_prompt_head = self._get(_parts(key))
-        kv, x_SD, x_TD = run_forward(parameters, kv, previous_S, inputs)
+        x_SD, x_TD = hidden
+        run_head, *run_prompt_head = self._get(self._parts(key)[1:])
         samples: Samples = run_head(parameters, x_SD, previous_S, sampling)
         found = None
         if next_token_T is not None:
             found = run_prompt_head[0](parameters, x_TD, next_token_T)
-        return kv, samples, found
+        return samples, found
 
     def _get(self, parts: list[Hashable]) -> list[jax.stages.Compiled]:
         for part in parts:
@@ -190,7 +205,7 @@ class CompiledStep:
 
     def compile_parts(self, key: Key) -> list[jax.stages.Compiled]:
         """The executables of one step, compiled for their own sake."""
-        return [self._compile(part) for part in _parts(key)]
+        return [self._compile(part) for part in self._parts(key)]
 
     def _compile(self, part: Any) -> jax.stages.Compiled:
         with jax.set_mesh(self._mesh):
@@ -201,35 +216,34 @@ class CompiledStep:
         match part:
             case StepShape():
                 inputs = empty_inputs(part, self.limits)
-                return self._forward.lower(parameters, kv, previous_S, inputs)
+                x_TD = None if self.layers.first else self.hidden(part.tokens)
+                return self._forward.lower(parameters, kv, previous_S, inputs, x_TD)
             case "head", int(rows), SamplerShape() as sampler:
                 jitted = jax.jit(
                     partial(head, self._graphdef, self.limits.max_num_seqs, sampler.top),
                     out_shardings=self._whole,
                 )
                 sampling = empty_sampling(rows, sampler)
-                x_SD = self._hidden(rows)
+                x_SD = self.hidden(rows)
                 return jitted.lower(parameters, x_SD, previous_S, sampling)
             case "prompt head", int(tokens), int(top):
                 jitted = jax.jit(
                     partial(prompt_head, self._graphdef, top), out_shardings=self._whole
                 )
                 next_token_T = np.zeros(tokens, np.int32)
-                return jitted.lower(parameters, self._hidden(tokens), next_token_T)
+                return jitted.lower(parameters, self.hidden(tokens), next_token_T)
         raise AssertionError(part)
 
-    def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
-        parameters, kv, previous_S = self._arguments
-        inputs = empty_inputs(StepShape(1, 1, 0), self.limits)
-        _, _, x_TD = jax.eval_shape(self._forward, parameters, kv, previous_S, inputs)
-        shape = rows, x_TD.shape[1]
-        return jax.ShapeDtypeStruct(shape, x_TD.dtype, sharding=self._whole)
+    def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Hidden states as they go from stage to stage: float32, whole on every device."""
+        return jax.ShapeDtypeStruct((rows, self._hidden_size), jnp.float32, sharding=self._whole)
 
-
-def _parts(key: Key) -> list[Hashable]:
-    """The executables of one step."""
-    shape, sampler = key
-    parts: list[Hashable] = [shape, ("head", shape.rows, sampler._replace(prompt_top=0))]
-    if sampler.prompt_top:
-        parts.append(("prompt head", shape.tokens, sampler.prompt_top))
-    return parts
+    def _parts(self, key: Key) -> list[Hashable]:
+        """The executables of one step of this stage."""
+        shape, sampler = key
+        parts: list[Hashable] = [shape]
+        if self.layers.last:
+            parts.append(("head", shape.rows, sampler._replace(prompt_top=0)))
+            if sampler.prompt_top:
+                parts.append(("prompt head", shape.tokens, sampler.prompt_top))
+        return parts

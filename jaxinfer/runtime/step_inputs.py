@@ -4,7 +4,7 @@ Shape suffixes: T tokens, S sequences, C chunks, M pages per sequence at most.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -129,12 +129,17 @@ def empty_inputs(shape: StepShape, limits: StepLimits) -> StepInputs:
 
 
 def build_inputs(
-    batch: Batch, shape: StepShape, limits: StepLimits, sample_slots: Mapping[str, int]
+    batch: Batch,
+    shape: StepShape,
+    limits: StepLimits,
+    sample_slots: Mapping[str, int],
+    shard: int = 0,
 ) -> StepInputs:
     """Fill a step's arrays.
 
     Args:
         sample_slots: request id -> its place among the previous step's samples.
+        shard: the stage, whose pages are read and written.
     """
     inputs = empty_inputs(shape, limits)
     singles = sum(row.count == 1 for row in batch.rows)
@@ -142,9 +147,9 @@ def build_inputs(
     chunks = samples = 0
     for at, row in zip(row_starts(batch), batch.rows, strict=True):
         if row.count == 1:
-            _fill_single(inputs, at, row, sample_slots)
+            _fill_single(inputs, at, row, sample_slots, row.hold.tables[shard][0])
         else:
-            _fill_chunk(inputs, chunks, at, row, limits.page_size)
+            _fill_chunk(inputs, chunks, at, row, row.hold.tables[shard][0], limits.page_size)
             chunks += 1
             inputs.batch.chunk_row_C1[chunks:] = at + row.count
         if row.samples:
@@ -164,8 +169,9 @@ def row_starts(batch: Batch) -> list[int]:
     return starts
 
 
-def _fill_single(inputs: StepInputs, i: int, row: Row, sample_slots: Mapping[str, int]) -> None:
-    pages = row.hold.tables[0][0]
+def _fill_single(
+    inputs: StepInputs, i: int, row: Row, sample_slots: Mapping[str, int], pages: Sequence[int]
+) -> None:
     if row.input_pending:
         inputs.source_T[i] = sample_slots[row.request.id]
     else:
@@ -175,9 +181,11 @@ def _fill_single(inputs: StepInputs, i: int, row: Row, sample_slots: Mapping[str
     inputs.batch.decode_length_S[i] = row.start + 1
 
 
-def _fill_chunk(inputs: StepInputs, c: int, at: int, row: Row, page_size: int) -> None:
+def _fill_chunk(
+    inputs: StepInputs, c: int, at: int, row: Row, table: Sequence[int], page_size: int
+) -> None:
     stop = row.start + row.count
-    pages = np.asarray(row.hold.tables[0][0], np.int32)
+    pages = np.asarray(table, np.int32)
     position = np.arange(row.start, stop, dtype=np.int32)
     where = slice(at, at + row.count)
     inputs.token_T[where] = row.request.known_tokens(row.start, stop)

@@ -2,124 +2,129 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jaxinfer.models.layers import KVPages
 from jaxinfer.request import Logprob
 from jaxinfer.runtime.sampler import SamplerShape, Samples
 from jaxinfer.runtime.sampling_inputs import (
     build_sampling,
-    empty_sampling,
     next_prompt_tokens,
     prompt_positions,
     sampler_shape,
     sampling_of,
 )
-from jaxinfer.runtime.step import CompiledStep, Key, Parameters
-from jaxinfer.runtime.step_inputs import build_inputs, empty_inputs, row_starts
+from jaxinfer.runtime.stage import Stage
+from jaxinfer.runtime.step import Key
+from jaxinfer.runtime.step_inputs import build_inputs, row_starts
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Batch, StepDone
 
 Post = Callable[[StepDone | Exception], None]
 
 
-class _Launched(NamedTuple):
+@dataclass
+class _Launched:
+    """A step under way. Times are those of ``time.perf_counter``."""
+
     batch: Batch
+    hidden: list[jax.Array]
     samples: Samples
     prompt: Samples | None
     time: float
     origin: float
     post: Post
+    stages: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Worker:
-    """Parameters, KV pages and compiled step of one instance.
+    """The stages of one instance.
 
-    A thread of its own waits for the device, so that whoever launches never does.
+    Each has a thread that waits for its device, so that whoever launches never does.
     """
 
-    def __init__(
-        self,
-        step: CompiledStep,
-        parameters: Parameters,
-        kv: list[KVPages],
-        previous_S: jax.Array,
-    ) -> None:
-        self.step = step
-        self._parameters = parameters
-        self._kv = kv
-        self._previous_S = previous_S
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = stages
         self._sampler = SamplerShape()
         self._sample_slots: dict[str, int] = {}
-        self._launched: SimpleQueue[_Launched] = SimpleQueue()
-        threading.Thread(target=self._collect, daemon=True).start()
+        self._queues: list[SimpleQueue[_Launched]] = [SimpleQueue() for _ in stages]
+        for number in range(len(stages)):
+            threading.Thread(target=self._collect, args=(number,), daemon=True).start()
 
     def prepare(self, requests: Iterable[RequestState] = ()) -> Iterator[int]:
         """Compile all steps for a run of these requests; yields how many are left."""
         self._sampler = sampler_shape(requests)
-
-        def run_on_padding(key: Key) -> None:
-            inputs = empty_inputs(key.shape, self.step.limits)
-            sampling = empty_sampling(key.shape.rows, key.sampler)
-            self._kv, samples, _ = self.step(
-                key, self._parameters, self._kv, self._previous_S, inputs, sampling
-            )
-            samples.token_S.block_until_ready()
-
-        return self.step.compile_ahead(self._sampler, run_on_padding)
+        parts = [stage.compile_ahead(self._sampler) for stage in self.stages]
+        left = [next(part) for part in parts]
+        yield sum(left)
+        for number, part in enumerate(parts):
+            for left[number] in part:
+                yield sum(left)
 
     def launch(self, batch: Batch, origin: float, post: Post) -> None:
         """Start a step and return. ``post`` gets its StepDone, with times since ``origin``."""
         start = time.perf_counter()
-        limits = self.step.limits
-        shape = limits.shape_for(batch)
-        inputs = build_inputs(batch, shape, limits, self._sample_slots)
-        sampling = build_sampling(batch, shape.rows, self._sampler, self._sample_slots)
+        last = self.stages[-1]
+        limits = last.step.limits
+        key = Key(limits.shape_for(batch), self._sampler)
+        sampling = build_sampling(batch, key.shape.rows, self._sampler, self._sample_slots)
         next_token_T = None
         if self._sampler.prompt_top and any(map(prompt_positions, batch.rows)):
-            next_token_T = next_prompt_tokens(batch, shape.tokens)
-        self._kv, samples, prompt = self.step(
-            Key(shape, self._sampler), self._parameters, self._kv, self._previous_S,
-            inputs, sampling, next_token_T,
-        )  # fmt: skip
-        self._previous_S = samples.token_S
+            next_token_T = next_prompt_tokens(batch, key.shape.tokens)
+        x_TD: jax.Array | None = None
+        hidden = []
+        for shard, stage in enumerate(self.stages):
+            inputs = build_inputs(batch, key.shape, limits, self._sample_slots, shard)
+            x_SD, x_TD = stage.forward(key, inputs, x_TD)
+            hidden.append(x_TD)
+        samples, prompt = last.sample(key, (x_SD, hidden[-1]), sampling, next_token_T)
         sampled = (row.request.id for row in batch.rows if row.samples)
         self._sample_slots = {id: slot for slot, id in enumerate(sampled)}
-        self._launched.put(_Launched(batch, samples, prompt, start, origin, post))
+        self._queues[0].put(_Launched(batch, hidden, samples, prompt, start, origin, post))
 
-    def _collect(self) -> None:
+    def _collect(self, number: int) -> None:
+        """Wait for one stage's part of each step, and pass it on."""
+        last = number == len(self.stages) - 1
         end = 0.0
         while True:
-            batch, on_device, prompt, launched, origin, post = self._launched.get()
+            step = self._queues[number].get()
             # Whatever fails here would otherwise leave the loop waiting for ever.
             try:
-                samples = Samples(*map(np.asarray, on_device))
-                found = prompt and Samples(*map(np.asarray, prompt))
-                # A step launched ahead starts when the one before it has ended.
-                start, end = max(launched, end), time.perf_counter()
-                post(_step_done(batch, samples, found, start - origin, end - origin))
+                # A part launched ahead starts when the one before it has ended.
+                start = max(step.stages[-1][1] if step.stages else step.time, end)
+                if last:
+                    samples = Samples(*map(np.asarray, step.samples))
+                    found = step.prompt and Samples(*map(np.asarray, step.prompt))
+                else:
+                    step.hidden[number].block_until_ready()
+                end = self.stages[number].end_of(step.batch, start)
+                step.stages.append((start, end))
+                if last:
+                    step.post(_step_done(step, samples, found))
+                else:
+                    self._queues[number + 1].put(step)
             except Exception as error:
-                post(error)
+                step.post(error)
 
 
-def _step_done(
-    batch: Batch, samples: Samples, prompt: Samples | None, start: float, end: float
-) -> StepDone:
+def _step_done(step: _Launched, samples: Samples, prompt: Samples | None) -> StepDone:
+    batch = step.batch
     sampled = [row.request for row in batch.rows if row.samples]
     details = [_sample_logprobs(request, i, samples) for i, request in enumerate(sampled)]
+    stages = [(start - step.origin, end - step.origin) for start, end in step.stages]
     return StepDone(
         batch,
         samples.token_S[: len(sampled)].tolist(),
-        start,
-        end,
+        stages[0][0],
+        stages[-1][1],
         samples.logprob_S[: len(sampled)].tolist(),
         details if any(details) else (),
         _prompt_logprobs(batch, prompt) if prompt else {},
+        stages,
     )
 
 

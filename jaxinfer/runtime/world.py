@@ -6,10 +6,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
+from jaxinfer.errors import JaxinferError
+from jaxinfer.runtime.transfer import Landed, Route
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.transfer import Transfer
-from jaxinfer.serving.world import Arrival, Batch, Event, StepDone, Tick
+from jaxinfer.serving.world import Arrival, Batch, Event, StepDone, Tick, TransferDone
 
 
 class RealWorld:
@@ -17,6 +19,7 @@ class RealWorld:
 
     Args:
         workers: by instance name.
+        routes: by names of source and destination.
         requests: each arrives at its ``arrival``, in seconds from the world's creation.
 
     Attributes:
@@ -24,15 +27,24 @@ class RealWorld:
         launching_s: seconds spent on building and launching steps.
     """
 
-    def __init__(self, workers: Mapping[str, Worker], requests: Iterable[RequestState]) -> None:
+    def __init__(
+        self,
+        workers: Mapping[str, Worker],
+        requests: Iterable[RequestState],
+        routes: Mapping[tuple[str, str], Route] | None = None,
+    ) -> None:
         self.waited_s = 0.0
         self.launching_s = 0.0
         self._workers = workers
+        self._routes = routes or {}
         self._origin = time.perf_counter()
         self._arrivals: deque[RequestState] = deque()
         self.add(requests)
         self._ticks: list[float] = []
-        self._posted: queue.SimpleQueue[StepDone | Exception] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[StepDone | Landed | Exception] = queue.SimpleQueue()
+        # Of each transfer under way, the slabs still to land and when the first one left.
+        self._slabs_left: dict[int, int] = {}
+        self._left_at: dict[int, float] = {}
         self._in_flight = 0
 
     def now(self) -> float:
@@ -61,8 +73,14 @@ class RealWorld:
         self.launching_s += time.perf_counter() - start
 
     def start_transfer(self, transfer: Transfer) -> None:
-        """Not yet: there is one instance."""
-        raise NotImplementedError("the real world moves no KV between instances yet")
+        """Start moving KV entries between two instances."""
+        if transfer.slice_move:
+            raise JaxinferError("the real world has all KV heads of a stage in one pool")
+        start = time.perf_counter()
+        route = self._routes[transfer.source, transfer.dest]
+        self._slabs_left[id(transfer)] = route.send(transfer, self._posted.put)
+        self._in_flight += 1
+        self.launching_s += time.perf_counter() - start
 
     def wake_at(self, time: float) -> None:
         """Ask for a Tick."""
@@ -80,11 +98,11 @@ class RealWorld:
             due = self._next_by_clock()
             timeout = None if due is None else max(due - self.now(), 0)
             try:
-                events.append(self._take(self._posted.get(timeout=timeout)))
+                events += self._take(self._posted.get(timeout=timeout))
             except queue.Empty:
                 events = self._due_by_clock()
         while not self._posted.empty():
-            events.append(self._take(self._posted.get()))
+            events += self._take(self._posted.get())
         self.waited_s += time.perf_counter() - start
         return events
 
@@ -104,8 +122,27 @@ class RealWorld:
             events.append(Tick())
         return events
 
-    def _take(self, posted: StepDone | Exception) -> StepDone:
-        if isinstance(posted, Exception):
-            raise posted
+    def _take(self, posted: StepDone | Landed | Exception) -> list[Event]:
+        match posted:
+            case Exception():
+                raise posted
+            case StepDone():
+                self._in_flight -= 1
+                return [posted]
+        return self._place(posted)
+
+    def _place(self, landed: Landed) -> list[Event]:
+        """Write a slab to its pages; steps launched from here on read them."""
+        transfer, lane = landed.slab.transfer, landed.slab.lane
+        lane.place(landed.slab, landed.array)
+        key = id(transfer)
+        left_at = self._left_at.setdefault(key, landed.start)
+        self._slabs_left[key] -= 1
+        if self._slabs_left[key]:
+            return []
+        del self._slabs_left[key], self._left_at[key]
         self._in_flight -= 1
-        return posted
+        route = self._routes[transfer.source, transfer.dest]
+        num_bytes = (transfer.stop - transfer.start) * route.token_bytes
+        start, end = left_at - self._origin, landed.end - self._origin
+        return [TransferDone(transfer, start, end, num_bytes)]

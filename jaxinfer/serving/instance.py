@@ -85,6 +85,11 @@ class Instance:
         return self.kv.page_size
 
     @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens computed in one step, at most."""
+        return self.options.max_num_batched_tokens
+
+    @property
     def num_requests(self) -> int:
         """Requests waiting, importing or running here."""
         return len(self.waiting) + len(self.importing) + len(self.running)

@@ -2,7 +2,9 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
+
+from jaxinfer.validation import Options
 
 HandOffRule = Literal["on_demand", "at_end", "per_chunk"]
 
@@ -76,6 +78,8 @@ class InstanceView(Protocol):
     @property
     def page_size(self) -> int: ...  # noqa: D102
     @property
+    def max_num_batched_tokens(self) -> int: ...  # noqa: D102
+    @property
     def num_requests(self) -> int:
         """Requests waiting, importing or running here."""
 
@@ -145,14 +149,29 @@ class Resume:
 Action = Reassign | MoveSlices | SetRole | Pause | Resume
 
 
+class NoOptions(Options):
+    """Of a system that has none."""
+
+
 class System:
     """Base of all systems. ``route`` decides where requests run; the hooks are optional.
 
+    Args:
+        options: an instance of the class's ``Options``.
+
     Attributes:
+        Options: what a run file may set besides the system's name.
         tick_interval: seconds between calls of ``on_tick``; None for no ticks.
     """
 
+    Options: ClassVar[type[Options]] = NoOptions
     tick_interval: float | None = None
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options if options is not None else self.Options()
+
+    def check(self, instances: Collection[str]) -> None:
+        """Raise JaxinferError if the system cannot work with instances of these names."""
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """Assign legs to some of the requests that have none to run; the rest go on waiting.

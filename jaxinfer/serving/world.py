@@ -65,7 +65,8 @@ class StepDone:
     """A step has ended.
 
     ``tokens`` (and ``logprobs``, and ``details``) are one per sampling row, in row order.
-    ``details``, and ``prompt_details`` by request and position, the loop only passes on.
+    ``details``, and ``prompt_details`` by request and position, the loop only passes on, and so
+    it does ``stages``: start and end of each pipeline stage's part.
     """
 
     batch: Batch
@@ -75,15 +76,17 @@ class StepDone:
     logprobs: Sequence[float] = ()
     details: Sequence[object] = ()
     prompt_details: Mapping[str, Mapping[int, object]] = field(default_factory=dict)
+    stages: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(slots=True)
 class TransferDone:
-    """A transfer's last byte has landed."""
+    """A transfer's last byte has landed. ``num_bytes`` counts KV entries, not padding."""
 
     transfer: Transfer
     start: float
     end: float
+    num_bytes: int = 0
 
 
 @dataclass(slots=True)

@@ -2,11 +2,17 @@
 
 from collections.abc import Collection, Sequence
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.system import Assignment, ClusterView, Leg, RequestView, System
 
 
 class Single(System):
     """Sends every request to the one instance there is, at once."""
+
+    def check(self, instances: Collection[str]) -> None:
+        """One instance alone."""
+        if len(instances) != 1:
+            raise JaxinferError(f"needs one instance, there are {', '.join(instances)}")
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """One leg each, to the end."""

@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 from jaxinfer import JaxinferError
-from jaxinfer.config import EngineOptions
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layers import PagedBatch
+from jaxinfer.options import EngineOptions
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.checkpoint_folder import read_folder_config
 from jaxinfer.runtime.engine import load_parameters
@@ -38,19 +38,21 @@ class Model:
             dtype="float32", tensor_parallel_size=devices, sharding=sharding, num_pages=PAGES + 1
         )
         self.plan: Plan = make_plan(checkpoint.config, options)
-        self.parameters = load_parameters(checkpoint, self.plan)
+        (self.parameters,) = load_parameters(checkpoint, [self.plan])
         self.table = 1 + np.random.default_rng(0).permutation(PAGES).astype(np.int32)
         self.clear()
         self.step = jax.jit(self._step)
 
     def clear(self) -> None:
         plan = self.plan
-        self.kv = allocate(abstract_pages(plan.config, PAGES + 1, PAGE_SIZE, plan.dtype, plan.mesh))
+        self.kv = allocate(
+            abstract_pages(plan.config, plan.layers, PAGES + 1, PAGE_SIZE, plan.dtype, plan.mesh)
+        )
 
     def _step(self, parameters: Any, kv: Any, token_T: jax.Array, batch: PagedBatch) -> Any:
         with jax.default_matmul_precision("highest"):
             model: Any = nnx.merge(self.plan.graphdef, parameters)
-            x_TD, kv = model(token_T, kv, batch)
+            x_TD, kv = model(model.embed(token_T, batch), kv, batch)
             return model.logits(x_TD), kv
 
     def __call__(self, tokens: np.ndarray, start: int) -> np.ndarray:

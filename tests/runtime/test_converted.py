@@ -21,9 +21,9 @@ from test_tensor_parallel import TINY, outputs
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.cli import cli
-from jaxinfer.config import EngineOptions
 from jaxinfer.convert import convert
 from jaxinfer.models.llama import hf_weights
+from jaxinfer.options import EngineOptions
 from jaxinfer.runtime import converted
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.checkpoint_folder import read_folder_config
@@ -61,7 +61,7 @@ def load(model: Path, devices: int, dtype: str = "float32") -> dict[str, jax.Arr
     options = EngineOptions.model_validate(TINY | {"tensor_parallel_size": devices, "dtype": dtype})
     checkpoint = open_checkpoint(str(model))
     leaves = jax.tree_util.tree_leaves_with_path(
-        load_parameters(checkpoint, make_plan(checkpoint.config, options))
+        load_parameters(checkpoint, [make_plan(checkpoint.config, options)])[0]
     )
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 

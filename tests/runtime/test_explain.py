@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.cli import cli
-from jaxinfer.config import EngineOptions
+from jaxinfer.options import EngineOptions
 from jaxinfer.runtime import weights
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.explain import (
@@ -35,14 +35,14 @@ def test_bytes_are_those_of_the_arrays_that_are_loaded(tiny_folder: Path, device
     plan = plan_for(tiny_folder, tensor_parallel_size=devices)
     llm = LLM(str(tiny_folder), progress=False, tensor_parallel_size=devices, **TINY)  # type: ignore[arg-type]
     worker = llm.engine.worker
-    leaves = jax.tree.leaves(worker._parameters)
+    leaves = jax.tree.leaves(worker.stages[0].parameters)
     first = [leaf.addressable_shards[0].data.nbytes for leaf in leaves]
     assert weight_bytes_per_device(plan) == sum(first)
     groups = parameter_groups(plan)
     assert sum(group.device_bytes for group in groups) == sum(first)
     assert sum(group.total_bytes for group in groups) == sum(leaf.nbytes for leaf in leaves)
     assert sum(group.count for group in groups) == len(leaves)
-    assert plan.kv_bytes == sum(page.nbytes for pair in worker._kv for page in pair)
+    assert plan.kv_bytes == sum(page.nbytes for pair in worker.stages[0].kv for page in pair)
 
 
 def test_no_weight_is_read(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

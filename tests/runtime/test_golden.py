@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxinfer.config import EngineOptions
 from jaxinfer.models.layers import PagedBatch
+from jaxinfer.options import EngineOptions
 from jaxinfer.request import Sampling, SamplingParams
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.engine import Engine, load_engine, load_parameters
@@ -49,7 +49,7 @@ def test_logits(checkpoint: Checkpoint, golden: list[dict[str, Any]]) -> None:
     """The whole sequence in one chunk: top two logits and logsumexp at each output position."""
     config = checkpoint.config
     plan = make_plan(config, EngineOptions(dtype="float32"))
-    parameters = load_parameters(checkpoint, plan)
+    (parameters,) = load_parameters(checkpoint, [plan])
     length, page_size = 512, 64
 
     @jax.jit
@@ -69,7 +69,7 @@ def test_logits(checkpoint: Checkpoint, golden: list[dict[str, Any]]) -> None:
             chunk_start_C=jnp.zeros(1, jnp.int32),
             chunk_row_C1=jnp.stack([jnp.int32(0), count]),
         )
-        return model.logits(model(token_T, kv, batch)[0])
+        return model.logits(model(model.embed(token_T, batch), kv, batch)[0])
 
     for case in golden:
         ids = case["prompt_ids"] + case["output_ids"]

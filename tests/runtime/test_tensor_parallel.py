@@ -9,7 +9,7 @@ import pytest
 from test_golden import OPTIONS, serve
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
-from jaxinfer.config import EngineOptions
+from jaxinfer.options import EngineOptions
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.engine import Engine, load_engine
 from jaxinfer.runtime.step_inputs import StepShape
@@ -40,15 +40,15 @@ def test_demo_model_gives_its_golden_tokens(golden: list[dict[str, Any]], device
     assert [r.output_token_ids for r in requests] == [c["output_ids"] for c in golden]
 
     groups = -(-3 // devices)
-    kv = engine.worker._kv[0]
+    kv = engine.worker.stages[0].kv[0]
     assert {s.data.shape for s in kv[0].addressable_shards} == {(129, groups, 64, 16)}
     assert {s.data.shape for s in kv[1].addressable_shards} == {(129, groups, 16, 64)}
-    attn = engine.worker._parameters["layers"][0]["attn"]
+    attn = engine.worker.stages[0].parameters["layers"][0]["attn"]
     assert attn["q_DNH"].get_value().addressable_shards[0].data.shape == (576, 3 * groups, 64)
     assert attn["o_NHD"].get_value().addressable_shards[0].data.shape == (3 * groups, 64, 576)
 
     # Megatron's count: one all-reduce after attention and one after the MLP, in each layer.
-    text = engine.worker.step._executables[StepShape(4, 4, 0)].as_text()
+    text = engine.worker.stages[0].step._executables[StepShape(4, 4, 0)].as_text()
     collectives = re.findall(r"= \S+ (all-\w+|reduce-scatter|collective-\w+)\(", text)
     assert collectives == ["all-reduce"] * 60
 
@@ -65,7 +65,7 @@ def test_tiny_model_draws_the_same_tokens(tiny: LLM, tiny_folder: Path, devices:
     expected = outputs(tiny)
     assert outputs(llm) == expected
     assert outputs(llm) == expected
-    assert len(llm.describe()["devices"]) == devices  # type: ignore[arg-type]
+    assert len(llm.engine.plan.devices) == devices
 
 
 RULES = "from jaxinfer.models.sharding import Rule\nRULES = "

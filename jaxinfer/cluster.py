@@ -1,0 +1,170 @@
+"""The run file's cluster: device groups, the instances on them, and the links between."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.options import EngineOptions
+from jaxinfer.validation import Options, did_you_mean
+
+
+class Emulate(Options):
+    """A slower device, played by a CPU.
+
+    Attributes:
+        slowdown: a step ends so many times its profiled time after its start.
+    """
+
+    slowdown: float = Field(ge=1)
+
+
+class GroupConfig(Options):
+    """Equal devices. Each stage on the group takes the next ``tensor_parallel_size`` of them.
+
+    Attributes:
+        platform: ``cpu`` or ``gpu``; by default what JAX prefers here.
+        kind: part of the device kind's name, such as ``H100``; by default any.
+        devices: how many.
+        tensor_parallel_size: devices of one stage; by default all of the group.
+        emulate: play a slower device; on CPU only.
+    """
+
+    platform: Literal["cpu", "gpu"] | None = None
+    kind: str | None = None
+    devices: int = Field(default=1, ge=1)
+    tensor_parallel_size: int | None = Field(default=None, ge=1)
+    emulate: Emulate | None = None
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse combinations that cannot work."""
+        if self.emulate and self.platform == "gpu":
+            raise JaxinferError("emulate: a GPU is not slowed down; leave it to platform: cpu")
+        if self.stage_devices > self.devices:
+            raise JaxinferError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, "
+                f"the group has {self.devices} devices"
+            )
+
+    @property
+    def stage_devices(self) -> int:
+        """Devices of one stage."""
+        return self.tensor_parallel_size or self.devices
+
+
+class StageConfig(Options):
+    """One pipeline stage.
+
+    Attributes:
+        layers: how many; by default, for all stages of an instance, by the groups' speed.
+    """
+
+    group: str
+    layers: int | None = Field(default=None, ge=1)
+
+
+class InstanceConfig(EngineOptions):
+    """One instance: the engine's options, and where it stands.
+
+    Attributes:
+        group: of an instance with one stage.
+        stages: of an instance with several, in the layers' order.
+    """
+
+    group: str | None = None
+    stages: tuple[StageConfig, ...] = ()
+
+    @field_validator("stages", mode="before")
+    @classmethod
+    def _read_stages(cls, value: object) -> object:
+        if not isinstance(value, list):
+            return value
+        return tuple(StageConfig.model_validate(item) for item in value)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse combinations that cannot work."""
+        super().model_post_init(context)
+        if bool(self.group) == bool(self.stages):
+            raise JaxinferError("needs either group or stages")
+        if len({stage.layers is None for stage in self.stages}) > 1:
+            raise JaxinferError("stages: give layers for all of them or for none")
+        if "tensor_parallel_size" in self.model_fields_set:
+            raise JaxinferError("tensor_parallel_size: an option of the group, not the instance")
+        if len(self.stages) > 1 and self.launch_ahead and "launch_ahead" in self.model_fields_set:
+            raise JaxinferError(
+                "launch_ahead is True, must be false with several stages: tokens go to the host"
+            )
+
+    @property
+    def places(self) -> tuple[StageConfig, ...]:
+        """Its stages; the one where only a group is given."""
+        return self.stages or (StageConfig(group=self.group or ""),)
+
+
+class LinkConfig(Options):
+    """What lies between two groups. Between CPU groups it is emulated: data arrives no sooner.
+
+    Attributes:
+        between: names of the two groups.
+        gb_s: bandwidth in 10^9 bytes per second, each way.
+        latency_s: seconds from the start to the first byte.
+    """
+
+    between: tuple[str, str]
+    gb_s: float = Field(gt=0)
+    latency_s: float = Field(default=0.0, ge=0)
+
+    @field_validator("between", mode="before")
+    @classmethod
+    def _as_tuple(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+
+class ClusterConfig(Options):
+    """Groups, instances and links that fit together."""
+
+    groups: dict[str, GroupConfig]
+    instances: dict[str, InstanceConfig]
+    links: tuple[LinkConfig, ...] = ()
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse names that are not there and devices that are not enough."""
+        needed: Counter[str] = Counter()
+        for name, instance in self.instances.items():
+            for stage in instance.places:
+                self._check_group(f"instances.{name}", stage.group)
+                needed[stage.group] += self.groups[stage.group].stage_devices
+        for name, group in self.groups.items():
+            if needed[name] > group.devices:
+                raise JaxinferError(
+                    f"groups.{name}: devices is {group.devices}, its instances need {needed[name]}"
+                )
+            if not needed[name]:
+                raise JaxinferError(f"groups.{name}: no instance stands on it")
+        for number, link in enumerate(self.links):
+            for group_name in link.between:
+                self._check_group(f"links[{number}].between", group_name)
+
+    def _check_group(self, where: str, name: str) -> None:
+        if name not in self.groups:
+            raise JaxinferError(f"{where}: no group {name!r}: {did_you_mean(name, self.groups)}")
+
+    @property
+    def emulated(self) -> bool:
+        """Whether any time in it is not the machine's own."""
+        return bool(self.links) or any(group.emulate for group in self.groups.values())
+
+
+def one_engine(options: EngineOptions) -> ClusterConfig:
+    """The cluster of a run file without ``instances``: one engine on the first devices."""
+    given: Mapping[str, Any] = {
+        name: getattr(options, name)
+        for name in options.model_fields_set
+        if name != "tensor_parallel_size"
+    }
+    return ClusterConfig(
+        groups={"engine": GroupConfig(devices=options.tensor_parallel_size)},
+        instances={"engine": InstanceConfig(group="engine", **given)},
+    )

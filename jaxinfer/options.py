@@ -1,0 +1,55 @@
+"""The options of one engine, for ``LLM``, run files and instances alike."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.validation import Options
+
+
+class EngineOptions(Options):
+    """How a model is run. Names follow vLLM where it has the option.
+
+    Attributes:
+        dtype: of weights and KV cache; ``auto`` is float32 on CPU and bfloat16 on GPU.
+        tensor_parallel_size: devices that share each layer.
+        sharding: a Python file whose ``RULES`` say how parameters lie on those devices, in
+            place of those of ``jaxinfer.models.sharding``.
+        page_size: tokens per KV page.
+        num_pages: size of the KV pool, one padding page included; by default as many as
+            ``memory_fraction`` allows and as could be of use.
+        memory_fraction: of a GPU's memory, for weights and KV together (default 0.9); on CPU, of
+            the memory available when the engine starts, for KV (default 0.2).
+        max_num_seqs: requests that run at once, at most.
+        max_num_batched_tokens: tokens computed in one step, at most.
+        max_model_len: prompt and output tokens of one request, at most; by default what the
+            model was made for.
+        enable_prefix_caching: keep full pages after a request's end, and start requests that
+            begin alike with them.
+        launch_ahead: start a decode before the token it follows has reached the host.
+        strict_shapes: a step that was not compiled ahead is an error.
+        seed: requests without a seed of their own get one from this and their id.
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    sharding: str | None = None
+    page_size: int = Field(default=64, ge=1, le=1024)
+    num_pages: int | None = Field(default=None, ge=2)
+    memory_fraction: float | None = Field(default=None, gt=0, le=1)
+    max_num_seqs: int = Field(default=64, ge=1)
+    max_num_batched_tokens: int = Field(default=512, ge=1)
+    max_model_len: int | None = Field(default=None, ge=2)
+    enable_prefix_caching: bool = True
+    launch_ahead: bool = True
+    strict_shapes: bool = False
+    seed: int = Field(default=0, ge=0)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse combinations that cannot work."""
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise JaxinferError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least "
+                f"max_num_seqs, {self.max_num_seqs}: every running request decodes in one step"
+            )

@@ -1,0 +1,91 @@
+"""One pipeline stage on its mesh: parameters, KV pages, compiled step."""
+
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from jaxinfer.runtime.kv_cache import allocate
+from jaxinfer.runtime.plan import Plan
+from jaxinfer.runtime.sampler import SamplerShape, Samples, SamplingInputs
+from jaxinfer.runtime.sampling_inputs import empty_sampling
+from jaxinfer.runtime.step import CompiledStep, Key, Parameters
+from jaxinfer.runtime.step_inputs import StepInputs, empty_inputs
+from jaxinfer.serving.world import Batch
+
+
+class Stage:
+    """What a worker launches steps on; most instances have one.
+
+    Attributes:
+        kv: the pages; each step, and each transfer into them, replaces them.
+    """
+
+    def __init__(self, plan: Plan, parameters: Parameters) -> None:
+        self.plan = plan
+        self.step = CompiledStep(plan)
+        self.parameters = parameters
+        self.kv = allocate(plan.pages)
+        previous = plan.step_arguments[2]
+        self._previous_S = jax.device_put(
+            np.zeros(previous.shape, previous.dtype), previous.sharding
+        )
+
+    def compile_ahead(self, sampler: SamplerShape) -> Iterator[int]:
+        """Compile all steps with this sampler; yields how many are left."""
+
+        def run_on_padding(key: Key) -> None:
+            x_TD = None
+            if not self.plan.layers.first:
+                like = self.step.hidden(key.shape.tokens)
+                x_TD = jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
+            hidden = self.forward(key, empty_inputs(key.shape, self.step.limits), x_TD)
+            if self.plan.layers.last:
+                sampling = empty_sampling(key.shape.rows, key.sampler)
+                samples, _ = self.step.sample(
+                    key, self.parameters, hidden, self._previous_S, sampling
+                )
+                samples.token_S.block_until_ready()
+
+        return self.step.compile_ahead(sampler, run_on_padding)
+
+    def forward(
+        self, key: Key, inputs: StepInputs, x_TD: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Launch the layers; hidden states to sample from, and all. Returns at once."""
+        if x_TD is not None:
+            x_TD = put_whole(x_TD, self.plan)
+        self.kv, x_SD, x_TD = self.step.forward(
+            key, self.parameters, self.kv, self._previous_S, inputs, x_TD
+        )
+        return x_SD, x_TD
+
+    def sample(
+        self,
+        key: Key,
+        hidden: tuple[jax.Array, jax.Array],
+        sampling: SamplingInputs,
+        next_token_T: np.ndarray | None,
+    ) -> tuple[Samples, Samples | None]:
+        """Launch the head; the tokens feed back into the next step."""
+        samples, prompt = self.step.sample(
+            key, self.parameters, hidden, self._previous_S, sampling, next_token_T
+        )
+        self._previous_S = samples.token_S
+        return samples, prompt
+
+    def end_of(self, batch: Batch, start: float) -> float:
+        """When a part of a step that is done now has ended, by ``time.perf_counter``."""
+        return time.perf_counter()
+
+
+def put_whole(x: jax.Array, plan: Plan) -> jax.Array:
+    """An array that every device of one mesh has whole, on every device of another.
+
+    One device's copy goes out: between unequal numbers of devices, putting the array itself
+    blocks until it exists.
+    """
+    one = x.addressable_shards[0].data
+    copies = [jax.device_put(one, device) for device in plan.devices]
+    return jax.make_array_from_single_device_arrays(x.shape, plan.whole, copies)

@@ -1,0 +1,200 @@
+"""Moves KV entries from one instance's pages to another's.
+
+The source gathers a request's pages into slabs of ``SLAB_TOKENS`` tokens, in token order; these
+go to the destination's mesh, and are scattered into its pages. Token order makes unequal page sizes,
+dtypes, tensor parallelism and pipeline cuts all the same case. Slabs have the real heads only.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxinfer.cluster import LinkConfig
+from jaxinfer.models.layers import KVPages
+from jaxinfer.models.sharding import HEADS_AXIS
+from jaxinfer.pallas_kernels.reference import write_kv
+from jaxinfer.runtime.plan import Plan
+from jaxinfer.runtime.stage import Stage
+from jaxinfer.runtime.worker import Worker
+from jaxinfer.serving.transfer import Transfer
+
+SLAB_TOKENS = 256
+
+
+def gather(num_heads: int, dtype: jnp.dtype, kv: list[KVPages], pages_M: jax.Array,
+           offset: jax.Array) -> jax.Array:  # fmt: skip
+    """A slab [2, L, T, K, H] of the entries in some layers' pages, from ``offset`` on."""
+
+    def in_token_order(pages_PKBH: jax.Array) -> jax.Array:
+        x_MBKH = jnp.swapaxes(pages_PKBH[pages_M, :num_heads], 1, 2).astype(dtype)
+        x_XKH = x_MBKH.reshape(-1, *x_MBKH.shape[2:])
+        return jax.lax.dynamic_slice_in_dim(x_XKH, offset, SLAB_TOKENS)
+
+    k_LTKH = [in_token_order(jnp.swapaxes(k_PKHB, 2, 3)) for k_PKHB, _ in kv]
+    v_LTKH = [in_token_order(v_PKBH) for _, v_PKBH in kv]
+    return jnp.stack([jnp.stack(k_LTKH), jnp.stack(v_LTKH)])
+
+
+def scatter(
+    kv: list[KVPages], slab_2LTKH: jax.Array, page_T: jax.Array, offset_T: jax.Array
+) -> list[KVPages]:
+    """Write a slab's entries to their places; padding goes to page 0. ``kv`` is to be donated."""
+    heads = kv[0][0].shape[1] - slab_2LTKH.shape[3]
+    slab_2LTKH = jnp.pad(slab_2LTKH, [(0, 0)] * 3 + [(0, heads), (0, 0)])
+    k_LTKH, v_LTKH = slab_2LTKH
+    return [
+        write_kv(*pages, k, v, page_T, offset_T)
+        for pages, k, v in zip(kv, k_LTKH, v_LTKH, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Slab:
+    """One piece of a transfer on its way: tokens ``start`` to ``stop`` of some layers."""
+
+    transfer: Transfer
+    lane: "Lane"
+    array: jax.Array
+    start: int
+    stop: int
+
+
+class Lane:
+    """The layers that one stage of the source and one stage of the destination share.
+
+    Attributes:
+        token_bytes: KV bytes per token.
+    """
+
+    def __init__(self, source: Stage, dest: Stage, source_shard: int, dest_shard: int) -> None:
+        self.source, self.dest = source, dest
+        self.source_shard, self.dest_shard = source_shard, dest_shard
+        first = max(source.plan.layers.start, dest.plan.layers.start)
+        stop = min(source.plan.layers.stop, dest.plan.layers.stop)
+        self._source_slice, self._dest_slice = (
+            slice(first - plan.layers.start, stop - plan.layers.start)
+            for plan in (source.plan, dest.plan)
+        )
+        self.num_layers = stop - first
+        dtypes = source.plan.dtype, dest.plan.dtype
+        self.dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
+        K, H = source.plan.num_kv_heads, source.plan.config.head_dim
+        self.token_bytes = 2 * self.num_layers * K * H * self.dtype.itemsize
+        self.shape = 2, self.num_layers, SLAB_TOKENS, K, H
+        self.dest_sharding = _by_heads(dest.plan, K)
+        self._gather = self._compile_gather(K)
+        self._scatter = self._compile_scatter()
+
+    def _compile_gather(self, num_heads: int) -> jax.stages.Compiled:
+        plan = self.source.plan
+        jitted = jax.jit(
+            partial(gather, num_heads, self.dtype), out_shardings=_by_heads(plan, num_heads)
+        )
+        pages = np.zeros(-(-SLAB_TOKENS // plan.limits.page_size) + 1, np.int32)
+        with jax.set_mesh(plan.mesh):
+            return jitted.lower(plan.pages[self._source_slice], pages, np.int32(0)).compile()
+
+    def _compile_scatter(self) -> jax.stages.Compiled:
+        plan = self.dest.plan
+        pages = plan.pages[self._dest_slice]
+        jitted = jax.jit(
+            scatter, donate_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, pages)
+        )
+        slab = jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.dest_sharding)
+        places = np.zeros(SLAB_TOKENS, np.int32)
+        with jax.set_mesh(plan.mesh):
+            return jitted.lower(pages, slab, places, places).compile()
+
+    def take(self, transfer: Transfer, start: int, stop: int) -> Slab:
+        """Launch the gather of up to ``SLAB_TOKENS`` tokens; returns at once."""
+        size = self.source.plan.limits.page_size
+        table = transfer.source_hold.tables[self.source_shard][0]
+        pages = np.zeros(-(-SLAB_TOKENS // size) + 1, np.int32)
+        here = table[start // size : -(-stop // size)]
+        pages[: len(here)] = here
+        array = self._gather(self.source.kv[self._source_slice], pages, np.int32(start % size))
+        return Slab(transfer, self, array, start, stop)
+
+    def place(self, slab: Slab, array: jax.Array) -> None:
+        """Launch the scatter of what has arrived; returns at once."""
+        size = self.dest.plan.limits.page_size
+        table = np.asarray(slab.transfer.dest_hold.tables[self.dest_shard][0], np.int32)
+        position = np.arange(slab.start, slab.stop)
+        page_T, offset_T = np.zeros((2, SLAB_TOKENS), np.int32)
+        page_T[: len(position)] = table[position // size]
+        offset_T[: len(position)] = position % size
+        self.dest.kv[self._dest_slice] = self._scatter(
+            self.dest.kv[self._dest_slice], array, page_T, offset_T
+        )
+
+
+def _by_heads(plan: Plan, num_heads: int) -> NamedSharding:
+    """Of a slab: by heads where the devices divide them, else whole on every device."""
+    divides = num_heads % len(plan.devices) == 0
+    return NamedSharding(plan.mesh, PartitionSpec(*[None] * 3, HEADS_AXIS if divides else None))
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A slab is on the destination's mesh; times are those of ``time.perf_counter``."""
+
+    slab: Slab
+    array: jax.Array
+    start: float
+    end: float
+
+
+class Route:
+    """From one instance to another: a thread that moves one slab after the other.
+
+    Args:
+        link: where the link is emulated, its speed: slabs land no sooner.
+    """
+
+    def __init__(self, source: Worker, dest: Worker, link: LinkConfig | None = None) -> None:
+        self.lanes = [
+            Lane(ours, theirs, i, j)
+            for i, ours in enumerate(source.stages)
+            for j, theirs in enumerate(dest.stages)
+            if ours.plan.layers.overlaps(theirs.plan.layers)
+        ]
+        self.token_bytes = sum(lane.token_bytes for lane in self.lanes)
+        self._link = link
+        self._queue: SimpleQueue[tuple[Slab, Callable[[Landed | Exception], None]]] = SimpleQueue()
+        threading.Thread(target=self._move, daemon=True).start()
+
+    def send(self, transfer: Transfer, post: Callable[[Landed | Exception], None]) -> int:
+        """Start moving; ``post`` gets each slab as it lands. Returns their number, at once."""
+        starts = range(transfer.start, transfer.stop, SLAB_TOKENS)
+        for start in starts:
+            for lane in self.lanes:
+                slab = lane.take(transfer, start, min(start + SLAB_TOKENS, transfer.stop))
+                self._queue.put((slab, post))
+        return len(starts) * len(self.lanes)
+
+    def _move(self) -> None:
+        end = 0.0
+        while True:
+            slab, post = self._queue.get()
+            # Whatever fails here would otherwise leave the loop waiting for ever.
+            try:
+                slab.array.block_until_ready()
+                start = max(time.perf_counter(), end)
+                array = jax.device_put(slab.array, slab.lane.dest_sharding)
+                array.block_until_ready()
+                end = time.perf_counter()
+                if self._link:
+                    num_bytes = (slab.stop - slab.start) * slab.lane.token_bytes
+                    end = max(end, start + num_bytes / (self._link.gb_s * 1e9))
+                    time.sleep(max(end + self._link.latency_s - time.perf_counter(), 0))
+                post(Landed(slab, array, start, time.perf_counter()))
+            except Exception as error:
+                post(error)

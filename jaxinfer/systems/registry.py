@@ -1,0 +1,53 @@
+"""Systems by name: those that come with jaxinfer, and a user's own."""
+
+import importlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.serving.system import System
+from jaxinfer.validation import did_you_mean
+
+SYSTEMS = {
+    "single": "jaxinfer.systems.single:Single",
+    "cronus": "jaxinfer.systems.cronus:Cronus",
+}
+
+
+def make_system(config: Mapping[str, Any], instances: Collection[str]) -> System:
+    """A new system for one run.
+
+    Args:
+        config: its ``name``, or ``my_module:MySystem``, and its options.
+        instances: the names of those there are.
+
+    Raises:
+        JaxinferError: there is no such system, or its options or instances do not fit it.
+    """
+    options = dict(config)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise JaxinferError("system: needs a name, or my_module:MySystem")
+    kind = _find(name)
+    try:
+        system = kind(kind.Options.model_validate(options))
+        system.check(instances)
+    except JaxinferError as error:
+        raise JaxinferError(f"system {name}: {error}") from None
+    return system
+
+
+def _find(name: str) -> type[System]:
+    target = SYSTEMS.get(name, name)
+    module, colon, attribute = target.partition(":")
+    if not colon:
+        raise JaxinferError(
+            f"system {name!r}: {did_you_mean(name, SYSTEMS)}; or my_module:MySystem of your own"
+        )
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise JaxinferError(f"system {name!r}: {one_line(error)}") from None
+    if not (isinstance(found, type) and issubclass(found, System)):
+        raise JaxinferError(f"system {name!r}: {attribute} is no jaxinfer.serving.system.System")
+    return found

@@ -1,0 +1,84 @@
+"""A run of a model's layers: what one pipeline stage has of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flax import nnx
+
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.registry import ARCHITECTURES
+
+# Besides its layers, a model has what comes before the first and what comes after the last.
+_BEFORE, _AFTER = ("embed_VD", "position_XD"), ("norm", "head_VD")
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers ``start`` to ``stop`` of ``total``."""
+
+    start: int
+    stop: int
+    total: int
+
+    @property
+    def first(self) -> bool:
+        """Whether the stage embeds tokens."""
+        return self.start == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether the stage samples tokens."""
+        return self.stop == self.total
+
+    def overlaps(self, other: "Layers") -> bool:
+        """Whether some layer is in both."""
+        return max(self.start, other.start) < min(self.stop, other.stop)
+
+    def path(self, name: str) -> str:
+        """A parameter's path in the whole model from its path in the stage's."""
+        return _shift(name, self.start)
+
+    def name(self, path: str) -> str:
+        """A parameter's path in the stage's model from its path in the whole one's."""
+        return _shift(path, -self.start)
+
+
+def split(total: int, counts: Sequence[int]) -> list[Layers]:
+    """Stages of so many layers each; the counts add up to ``total``."""
+    assert sum(counts) == total, (total, counts)
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    return [Layers(a, a + n, total) for a, n in zip(starts, counts, strict=True)]
+
+
+def make_model(config: ModelConfig, layers: Layers, rngs: nnx.Rngs) -> Any:
+    """The architecture's model with these layers alone.
+
+    The first stage has the embedding, the last one the final norm and the head, which may be the
+    embedding again.
+    """
+    part = replace(
+        config,
+        num_hidden_layers=layers.stop - layers.start,
+        windows=config.windows[layers.start : layers.stop],
+    )
+    model = ARCHITECTURES[config.architecture].model(part, rngs)
+    kept: set[str] = set()
+    if layers.first:
+        kept.update(_BEFORE)
+    if layers.last:
+        kept.update(_AFTER)
+        if config.tie_word_embeddings:
+            kept.add("embed_VD")
+    for name in (*_BEFORE, *_AFTER):
+        if name not in kept and hasattr(model, name):
+            delattr(model, name)
+    return model
+
+
+def _shift(name: str, by: int) -> str:
+    head, _, rest = name.partition(".")
+    if head != "layers":
+        return name
+    number, _, tail = rest.partition(".")
+    return f"layers.{int(number) + by}.{tail}"
