@@ -138,6 +138,9 @@ class RequestMetrics:
 
     ``token_times`` holds the time at which each output token reached the host.
     ``num_cached_tokens`` are those that the request's first start found in the prefix cache.
+    ``cut`` counts the KV entries that the first instance had when it handed the request on, and
+    ``received`` is when the KV arrived from another instance that had drawn the first token; None
+    where that never happened.
     """
 
     arrival: float
@@ -145,11 +148,19 @@ class RequestMetrics:
     token_times: list[float] = field(default_factory=list)
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
+    cut: int | None = None
+    received: float | None = None
 
     def add_cached(self, num_tokens: int) -> None:
         """Note what a start has found in the prefix cache; the first one counts."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = num_tokens
+
+    def delivered(self, after_transfer: bool) -> list[float]:
+        """``token_times``; with ``after_transfer``, the first is when its KV has arrived."""
+        if not after_transfer or self.received is None:
+            return self.token_times
+        return [self.received, *self.token_times[1:]]
 
     @property
     def ttft(self) -> float | None:

@@ -1,17 +1,20 @@
-"""A run's files: ``run.json`` with what was run and how it went, ``steps.jsonl`` with each step."""
+"""A run's files: ``run.json`` with what was run and how it went, ``steps.jsonl`` with each step and
+transfer, ``requests.jsonl`` with each request.
+"""
 
 import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.serving.world import StepDone
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import StepDone, TransferDone
 
 PACKAGES = ("jaxinfer", "jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers")
 
@@ -34,8 +37,11 @@ class RunFolder:
             parent.mkdir(parents=True, exist_ok=True)
             self.path = _next_folder(parent)
             self._steps = (self.path / "steps.jsonl").open("w", encoding="utf-8")
+            self._requests = (self.path / "requests.jsonl").open("w", encoding="utf-8")
         except OSError as error:
             raise JaxinferError(f"run folder {parent}: {error.strerror}") from None
+        self._busy: dict[str, list[tuple[float, float]]] = {}
+        self._transfers: list[TransferDone] = []
         self._run = dict(description) | {
             "versions": {name: version(name) for name in PACKAGES},
             "python": sys.version.split()[0],
@@ -59,11 +65,56 @@ class RunFolder:
             "running": batch.num_running,
             "pages_in_use": batch.pages_in_use,
         }
+        if len(done.stages) > 1:
+            line["stages"] = [[round(start, 6), round(end, 6)] for start, end in done.stages]
         self._steps.write(json.dumps(line) + "\n")
+        # A step hides a transfer that goes on meanwhile, and ends after it.
+        self._busy.setdefault(batch.instance, []).append((done.start, done.end))
+        for transfer in list(self._transfers):
+            if transfer.transfer.dest == batch.instance and transfer.end <= done.end:
+                self._write_transfer(transfer)
+
+    def add_transfer(self, done: TransferDone) -> None:
+        """Write a line of ``steps.jsonl``, once it is known what went on meanwhile."""
+        self._transfers.append(done)
+
+    def add_request(self, request: RequestState, ttft_counts_transfer: bool) -> None:
+        """Write a line of ``requests.jsonl``."""
+        metrics = request.metrics
+        line = {
+            "id": request.id,
+            "arrival": round(metrics.arrival, 6),
+            "prompt_len": request.prompt_len,
+            "cut": min(metrics.cut or 0, request.prompt_len),
+            "preemptions": metrics.num_preemptions,
+            "cached_tokens": metrics.num_cached_tokens,
+            "token_times": [round(t, 6) for t in metrics.delivered(ttft_counts_transfer)],
+            "error": request.error,
+        }
+        self._requests.write(json.dumps(line) + "\n")
 
     def finish(self, metrics: Mapping[str, object]) -> None:
-        """Complete ``run.json``."""
+        """Complete all files."""
+        for transfer in list(self._transfers):
+            self._write_transfer(transfer)
         self._write("finished", metrics)
+
+    def _write_transfer(self, done: TransferDone) -> None:
+        self._transfers.remove(done)
+        t = done.transfer
+        busy = self._busy.get(t.dest, [])
+        line = {
+            "request": t.request.id,
+            "source": t.source,
+            "dest": t.dest,
+            "tokens": t.stop - t.start,
+            "bytes": done.num_bytes,
+            "requested": round(t.requested, 6),
+            "start": round(done.start, 6),
+            "end": round(done.end, 6),
+            "hidden_s": round(_overlap(done.start, done.end, busy), 6),
+        }
+        self._steps.write(json.dumps(line) + "\n")
 
     def _write(self, status: str, metrics: Mapping[str, object]) -> None:
         path = self.path / "run.json"
@@ -81,8 +132,19 @@ class RunFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Flush the steps, whatever has happened."""
+        """Flush the lines, whatever has happened."""
         self._steps.close()
+        self._requests.close()
+
+
+def _overlap(start: float, end: float, busy: Sequence[tuple[float, float]]) -> float:
+    """Seconds between ``start`` and ``end`` in which an instance was busy; its steps may overlap."""
+    covered, at = 0.0, start
+    for a, b in sorted(busy):
+        if b > at and a < end:
+            covered += min(b, end) - max(a, at)
+            at = min(b, end)
+    return covered
 
 
 def _next_folder(parent: Path) -> Path:

@@ -1,8 +1,8 @@
 """Moves KV entries from one instance's pages to another's.
 
 The source gathers a request's pages into slabs of ``SLAB_TOKENS`` tokens, in token order; these
-go to the destination's mesh, and are scattered into its pages. Token order makes unequal page sizes,
-dtypes, tensor parallelism and pipeline cuts all the same case. Slabs have the real heads only.
+go to the destination's mesh, and are scattered into its pages. Token order makes unequal page
+sizes, dtypes, tensor parallelism and pipeline cuts all the same case. Slabs have real heads only.
 """
 
 import threading

@@ -190,7 +190,7 @@ class ServingLoop:
 
     def _commit_transfer(self, done: TransferDone) -> None:
         transfer, request = done.transfer, done.transfer.request
-        self.hand_offs.done(transfer)
+        self.hand_offs.done(transfer, done.end)
         self._changed[transfer.source] = self._changed[transfer.dest] = None
         if self._runs(request) and request.leg_is_over and not request.slice_move:
             self._end_leg(request)  # Cut short while its KV was on the way.

@@ -60,6 +60,8 @@ class HandOffs:
         assert request.launched == request.computed
         request.slice_move = None
         if request.computed:
+            if request.metrics.cut is None:
+                request.metrics.cut = request.computed
             request.exported = (leg.instance, request.hold)
             source.num_exported += 1
         else:
@@ -146,8 +148,8 @@ class HandOffs:
         name = request.legs[0].instance
         self._send(request, name, hold, name, hold, move)
 
-    def done(self, transfer: Transfer) -> None:
-        """Commit a finished transfer, unless its epoch is over."""
+    def done(self, transfer: Transfer, end: float) -> None:
+        """Commit a transfer that has finished at ``end``, unless its epoch is over."""
         self.in_flight -= 1
         transfer.source_hold.unpin()
         transfer.dest_hold.unpin()
@@ -155,6 +157,8 @@ class HandOffs:
         if transfer.epoch != request.epoch:
             return
         request.transfers -= 1
+        if len(request.output_token_ids) == 1:
+            request.metrics.received = end
         if move := transfer.slice_move:
             transfer.dest_hold.drop_slices(move.source_shard, move.slices)
             request.slice_move = None

@@ -113,5 +113,5 @@ def test_bad_rules(tiny_folder: Path, tmp_path: Path, text: str | None, message:
 
 def test_more_devices_than_there_are(tiny_folder: Path) -> None:
     there = len(jax.devices())
-    with pytest.raises(JaxinferError, match=f"tensor_parallel_size is 99, there are {there} cpu"):
+    with pytest.raises(JaxinferError, match=f"asks for 99 devices, there are {there} cpu"):
         LLM(str(tiny_folder), progress=False, tensor_parallel_size=99, **TINY)

@@ -1,0 +1,152 @@
+"""A finished run as its folder tells it: ``run.json``, ``steps.jsonl`` and ``requests.jsonl``."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.validation import read_json
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step. ``stages`` has start and end of each pipeline stage's part, in seconds."""
+
+    instance: str
+    stages: tuple[tuple[float, float], ...]
+    prefill_tokens: int
+    decode_tokens: int
+
+
+@dataclass(frozen=True)
+class TransferRecord:
+    """One transfer of KV. Times are in seconds.
+
+    Attributes:
+        requested: when it was asked for; ``start`` is when the first byte left.
+        hidden_s: how much of its time the destination was computing.
+    """
+
+    request: str
+    source: str
+    dest: str
+    num_tokens: int
+    num_bytes: int
+    requested: float
+    start: float
+    end: float
+    hidden_s: float
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One request. Times are in seconds.
+
+    Attributes:
+        token_times: when each output token was there. Where the run counts transfers into TTFT,
+            the first is there once the KV has arrived.
+        cut: tokens of the prompt whose KV the first instance computed and handed on; 0 if none.
+    """
+
+    id: str
+    arrival: float
+    prompt_len: int
+    token_times: tuple[float, ...]
+    cut: int
+    preemptions: int
+    error: str | None
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token since arrival."""
+        return self.token_times[0] - self.arrival
+
+    @property
+    def tbt(self) -> list[float]:
+        """Times between tokens."""
+        return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run.
+
+    Attributes:
+        name: of the system, or what the reader calls the run.
+        wall_s: seconds from the start to the last request's end.
+        groups: instance -> the device group of each of its stages.
+        emulated: what of the run was emulated, in words; empty for a real one.
+        run: all of ``run.json``.
+    """
+
+    name: str
+    wall_s: float
+    groups: Mapping[str, tuple[str, ...]]
+    emulated: tuple[str, ...]
+    steps: tuple[StepRecord, ...]
+    transfers: tuple[TransferRecord, ...]
+    requests: tuple[RequestRecord, ...]
+    run: Mapping[str, Any]
+
+
+def read_run(folder: str | Path, name: str | None = None) -> RunRecord:
+    """Read a run's folder.
+
+    Args:
+        name: what to call the run; by default its system's name.
+
+    Raises:
+        JaxinferError: a file is missing or damaged, or the run did not finish.
+    """
+    folder = Path(folder)
+    run = read_json(folder / "run.json")
+    if run.get("status") != "finished":
+        raise JaxinferError(f"{folder}: the run is {run.get('status')!r}, must be finished")
+    lines = _lines(folder / "steps.jsonl")
+    steps = [line for line in lines if "request" not in line]
+    transfers = [line for line in lines if "request" in line]
+    return RunRecord(
+        name=name or run["system"]["name"],
+        wall_s=run["metrics"]["wall_s"],
+        groups={
+            instance: tuple(stage["group"] for stage in described["stages"])
+            for instance, described in run["instances"].items()
+        },
+        emulated=tuple(run["emulated"]),
+        steps=tuple(
+            StepRecord(
+                s["instance"],
+                tuple((a, b) for a, b in s.get("stages", [[s["start"], s["end"]]])),
+                s["prefill_tokens"],
+                s["decode_tokens"],
+            )
+            for s in steps
+        ),
+        transfers=tuple(
+            TransferRecord(
+                t["request"], t["source"], t["dest"], t["tokens"], t["bytes"], t["requested"],
+                t["start"], t["end"], t["hidden_s"],
+            )
+            for t in transfers
+        ),
+        requests=tuple(
+            RequestRecord(
+                r["id"], r["arrival"], r["prompt_len"], tuple(r["token_times"]), r["cut"],
+                r["preemptions"], r["error"],
+            )
+            for r in _lines(folder / "requests.jsonl")
+        ),
+        run=run,
+    )  # fmt: skip
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
+    except OSError as error:
+        raise JaxinferError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise JaxinferError(f"{path}: not JSON lines: {error}") from None
