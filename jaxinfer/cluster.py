@@ -49,6 +49,11 @@ class GroupConfig(Options):
             )
 
     @property
+    def slowdown(self) -> float:
+        """1 for a device as it is."""
+        return self.emulate.slowdown if self.emulate else 1.0
+
+    @property
     def stage_devices(self) -> int:
         """Devices of one stage."""
         return self.tensor_parallel_size or self.devices
@@ -152,9 +157,17 @@ class ClusterConfig(Options):
             raise JaxinferError(f"{where}: no group {name!r}: {did_you_mean(name, self.groups)}")
 
     @property
-    def emulated(self) -> bool:
-        """Whether any time in it is not the machine's own."""
-        return bool(self.links) or any(group.emulate for group in self.groups.values())
+    def emulated(self) -> list[str]:
+        """What in it does not take the machine's own time, in words."""
+        groups = [
+            f"group {name} {group.slowdown:g} times slower"
+            for name, group in self.groups.items()
+            if group.emulate
+        ]
+        return groups + [
+            f"link {' - '.join(link.between)} of {link.gb_s:g} GB/s, {link.latency_s:g} s"
+            for link in self.links
+        ]
 
 
 def one_engine(options: EngineOptions) -> ClusterConfig:

@@ -23,6 +23,17 @@ class WorkloadFiles(Options):
     output: str | None = None
 
 
+class MetricOptions(Options):
+    """What figures mean.
+
+    Attributes:
+        ttft_counts_transfer: a first token drawn by an instance that hands its request on counts
+            once the KV has arrived; by default as the system has it.
+    """
+
+    ttft_counts_transfer: bool | None = None
+
+
 class RunFile(Options):
     """A YAML file that says what to run.
 
@@ -40,6 +51,7 @@ class RunFile(Options):
     links: tuple[LinkConfig, ...] = ()
     system: dict[str, Any] = Field(default_factory=lambda: {"name": "single"})
     workload: WorkloadFiles = WorkloadFiles()
+    metrics: MetricOptions = MetricOptions()
 
     def require_model(self) -> str:
         """The model.
@@ -64,6 +76,13 @@ class RunFile(Options):
         return ClusterConfig(groups=self.groups, instances=self.instances, links=self.links)
 
 
+_SECTIONS: dict[str, type[Options]] = {
+    "engine": EngineOptions,
+    "workload": WorkloadFiles,
+    "metrics": MetricOptions,
+}
+
+
 def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunFile:
     """Read a run file, or start from nothing, and apply settings such as ``engine.seed=1``.
 
@@ -84,7 +103,7 @@ def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunF
 def _with_sections(data: Mapping[str, Any]) -> dict[str, Any]:
     """The parts as checked options, so that an error names the part."""
     read = dict(data)
-    for name, kind in (("engine", EngineOptions), ("workload", WorkloadFiles)):
+    for name, kind in _SECTIONS.items():
         if name in read:
             read[name] = _section(name, kind, read[name])
     if "groups" in read:

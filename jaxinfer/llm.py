@@ -4,10 +4,10 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypedDict
 
-from jaxinfer.cluster import ClusterConfig, one_engine
 from jaxinfer.config import RunFile, load_run_file
 from jaxinfer.continuations import Continuations
 from jaxinfer.errors import JaxinferError
@@ -19,12 +19,13 @@ from jaxinfer.request import RequestOutput, Sampling, SamplingParams
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.devices import describe
 from jaxinfer.runtime.engine import Engine, load_cluster
+from jaxinfer.runtime.profile import prepare_times
 from jaxinfer.runtime.sampling_inputs import sampling_of
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.loop import ServingLoop, Stop
 from jaxinfer.serving.page_pool import KVShards
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.world import Event, StepDone
+from jaxinfer.serving.world import Event, StepDone, TransferDone
 from jaxinfer.stop import StopCheck, completion, decoded
 from jaxinfer.systems.registry import make_system
 from jaxinfer.tokenizer import load_tokenizer
@@ -55,24 +56,22 @@ class LLM:
 
     def __init__(self, model: str, *, progress: bool = True, **engine_options: Any) -> None:
         options = EngineOptions(**engine_options)
-        self._load(model, one_engine(options), {"name": "single"}, options.seed, progress)
+        self._load(RunFile(model=model, engine=options), progress)
 
-    def _load(
-        self,
-        model: str,
-        cluster: ClusterConfig,
-        system: Mapping[str, Any],
-        seed: int,
-        progress: bool,
-    ) -> None:
-        self.model = model
-        self.seed = seed
-        self.system = system
-        checkpoint = open_checkpoint(model)
+    def _load(self, config: RunFile, progress: bool) -> None:
+        cluster = config.cluster()
+        system = make_system(config.system, cluster.instances)
+        self.config = config
+        self.model = config.require_model()
+        self.ttft_counts_transfer = system.ttft_counts_transfer
+        if config.metrics.ttft_counts_transfer is not None:
+            self.ttft_counts_transfer = config.metrics.ttft_counts_transfer
+        checkpoint = open_checkpoint(self.model)
         self.tokenizer = load_tokenizer(checkpoint)
         self.vocab_size = checkpoint.config.vocab_size
         with LoadProgress(progress) as bar:
             self.cluster = load_cluster(checkpoint, cluster, bar.update)
+            self._fits = prepare_times(self.cluster, self.model, system.needs_fits, bar.update)
         self._num_requests = 0
         self._kv: dict[str, KVShards] = {}
 
@@ -91,8 +90,7 @@ class LLM:
         if not isinstance(run_file, RunFile):
             run_file = load_run_file(run_file)
         llm = cls.__new__(cls)
-        model, seed = run_file.require_model(), run_file.engine.seed
-        llm._load(model, run_file.cluster(), run_file.system, seed, progress)
+        llm._load(run_file, progress)
         return llm
 
     def generate(
@@ -165,7 +163,7 @@ class LLM:
             )
         seed = params.seed
         if seed is None:
-            seed = _hash63(f"{self.seed}/{request_id}")
+            seed = _hash63(f"{self.config.engine.seed}/{request_id}")
         ends = () if params.ignore_eos else tuple(self.tokenizer.eos_token_ids)
         ends += params.stop_token_ids
         requests = []
@@ -215,6 +213,8 @@ class LLM:
 
             def on_finish(request: RequestState) -> None:
                 world.add(group.released_by(request))
+                if folder:
+                    folder.add_request(request, self.ttft_counts_transfer)
                 if siblings := group.done_with(request):
                     on_output(self._output(siblings, checks))
                     bar.request_done()
@@ -228,13 +228,18 @@ class LLM:
                     bar.step_done(totals)
                     if folder:
                         folder.add_step(event)
+                elif folder and isinstance(event, TransferDone):
+                    folder.add_transfer(event)
 
             late = self._late_compiles
             # A run that fails leaves pages in use: the next one gets new pools.
             kv, self._kv = self._kv or self._new_kv(), {}
             engines = self.cluster.engines
-            instances = [engine.new_instance(kv[name]) for name, engine in engines.items()]
-            system = make_system(self.system, engines)
+            instances = [
+                engine.new_instance(kv[name], self._fits.get(name))
+                for name, engine in engines.items()
+            ]
+            system = make_system(self.config.system, engines)
             workers = {name: engine.worker for name, engine in engines.items()}
             world = RealWorld(workers, group.at_once, self.cluster.routes)
             loop = ServingLoop(world, instances, system, check_stop, on_finish, on_event)
@@ -245,7 +250,7 @@ class LLM:
             preemptions = sum(instance.num_preemptions for instance in instances)
             metrics = self._metrics(group.num_parents, requests, world, totals, preemptions, late)
             if folder:
-                folder.finish(asdict(metrics))
+                folder.finish(asdict(metrics), self._overruns(), system.report())
         return metrics
 
     def reset_prefix_cache(self) -> None:
@@ -262,6 +267,16 @@ class LLM:
         sizes = [p.limits.page_size for p in plans if p.options.enable_prefix_caching]
         return max(sizes, default=None)
 
+    def _overruns(self) -> dict[str, list[float]]:
+        """Of each instance with emulated stages, by how many seconds their steps were late."""
+        found = {}
+        for name, engine in self.cluster.engines.items():
+            if any(stage.emulate for stage in engine.worker.stages):
+                found[name] = [s for stage in engine.worker.stages for s in stage.overruns]
+                for stage in engine.worker.stages:
+                    stage.overruns = []
+        return found
+
     @property
     def _late_compiles(self) -> int:
         engines = self.cluster.engines.values()
@@ -274,18 +289,25 @@ class LLM:
                 "engine": engine.plan.options.model_dump(),
                 "stages": [
                     {
+                        "group": group,
                         "devices": [describe(device) for device in plan.devices],
                         "layers": plan.layers.stop - plan.layers.start,
                         "dtype": plan.dtype.name,
                         "num_pages": plan.num_pages,
                     }
-                    for plan in engine.plans
+                    for plan, group in zip(engine.plans, engine.groups, strict=True)
                 ],
                 "max_model_len": engine.plan.max_model_len,
             }
             for name, engine in self.cluster.engines.items()
         }
-        return {"model": self.model, "system": dict(self.system), "instances": described}
+        return {
+            "model": self.model,
+            "system": dict(self.config.system),
+            "ttft_counts_transfer": self.ttft_counts_transfer,
+            "emulated": self.cluster.config.emulated,
+            "instances": described,
+        }
 
     def _generate(
         self,
@@ -371,8 +393,9 @@ class LLM:
         done = [request for request in requests if request.error is None]
         prompt_tokens = sum(request.prompt_len for request in done)
         output_tokens = sum(len(request.output_token_ids) for request in done)
-        ttft = [t for request in done if (t := request.metrics.ttft) is not None]
-        tbt = [gap for request in done for gap in request.metrics.tbt]
+        times = [(r.arrival, r.metrics.delivered(self.ttft_counts_transfer)) for r in done]
+        ttft = [tokens[0] - arrival for arrival, tokens in times if tokens]
+        tbt = [b - a for _, tokens in times for a, b in pairwise(tokens)]
         engines = self.cluster.engines.values()
         stages = [stage for engine in engines for stage in engine.worker.stages]
         return RunMetrics(

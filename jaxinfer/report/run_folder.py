@@ -93,10 +93,25 @@ class RunFolder:
         }
         self._requests.write(json.dumps(line) + "\n")
 
-    def finish(self, metrics: Mapping[str, object]) -> None:
-        """Complete all files."""
+    def finish(
+        self,
+        metrics: Mapping[str, object],
+        overruns: Mapping[str, Sequence[float]],
+        system: Mapping[str, object],
+    ) -> None:
+        """Complete all files.
+
+        Args:
+            overruns: instance -> seconds by which its emulated steps were late.
+            system: what the system reports.
+        """
         for transfer in list(self._transfers):
             self._write_transfer(transfer)
+        self._run["overruns"] = {
+            name: {"steps": len(late), "seconds": round(sum(late), 3)}
+            for name, late in overruns.items()
+        }
+        self._run["system_report"] = dict(system)
         self._write("finished", metrics)
 
     def _write_transfer(self, done: TransferDone) -> None:
@@ -138,7 +153,7 @@ class RunFolder:
 
 
 def _overlap(start: float, end: float, busy: Sequence[tuple[float, float]]) -> float:
-    """Seconds between ``start`` and ``end`` in which an instance was busy; its steps may overlap."""
+    """Seconds from ``start`` to ``end`` in which an instance was busy; its steps may overlap."""
     covered, at = 0.0, start
     for a, b in sorted(busy):
         if b > at and a < end:

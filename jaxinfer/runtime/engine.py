@@ -23,6 +23,7 @@ from jaxinfer.runtime.weights import Checkpoint, load_weights
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
+from jaxinfer.serving.step_fit import StepFit
 
 # What the user sees of a long start: a description, and how many parts are left.
 Progress = Callable[[str, int], None]
@@ -33,12 +34,13 @@ class Engine:
     """One instance's model on its devices, ready to step.
 
     Attributes:
-        plans: of its stages.
+        plans: of its stages; ``groups``: names of those that they stand on.
     """
 
     name: str
     worker: Worker
     plans: Sequence[Plan]
+    groups: Sequence[str]
 
     @property
     def plan(self) -> Plan:
@@ -50,7 +52,7 @@ class Engine:
         shards = [Shard(PagePool(plan.num_pages, plan.limits.page_size)) for plan in self.plans]
         return KVShards(shards, self.plan.options.enable_prefix_caching)
 
-    def new_instance(self, kv: KVShards) -> Instance:
+    def new_instance(self, kv: KVShards, fit: StepFit | None = None) -> Instance:
         """The scheduling side of the engine."""
         given, stages = self.plan.options, len(self.plans)
         ahead = given.launch_ahead and stages == 1
@@ -60,7 +62,7 @@ class Engine:
             max_in_flight=2 if ahead else stages,
             launch_ahead=ahead,
         )
-        return Instance(self.name, kv, options)
+        return Instance(self.name, kv, options, fit=fit)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def load_cluster(checkpoint: Checkpoint, config: ClusterConfig, progress: Progre
     engines = {}
     for name, stages in plans.items():
         worker = Worker([Stage(plan, next(parameters)) for plan in stages])
-        engines[name] = Engine(name, worker, stages)
+        groups = [place.group for place in config.instances[name].places]
+        engines[name] = Engine(name, worker, stages, groups)
         of = f" of {name}" if len(plans) > 1 else ""
         for left in worker.prepare():
             progress(f"compiling steps{of}", left)

@@ -1,7 +1,7 @@
 """One pipeline stage on its mesh: parameters, KV pages, compiled step."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -20,6 +20,8 @@ class Stage:
 
     Attributes:
         kv: the pages; each step, and each transfer into them, replaces them.
+        emulate: seconds that a step is to take on a slower device, or None.
+        overruns: seconds by which emulated steps were late, one for each that was.
     """
 
     def __init__(self, plan: Plan, parameters: Parameters) -> None:
@@ -27,6 +29,8 @@ class Stage:
         self.step = CompiledStep(plan)
         self.parameters = parameters
         self.kv = allocate(plan.pages)
+        self.emulate: Callable[[Batch], float] | None = None
+        self.overruns: list[float] = []
         previous = plan.step_arguments[2]
         self._previous_S = jax.device_put(
             np.zeros(previous.shape, previous.dtype), previous.sharding
@@ -76,8 +80,19 @@ class Stage:
         return samples, prompt
 
     def end_of(self, batch: Batch, start: float) -> float:
-        """When a part of a step that is done now has ended, by ``time.perf_counter``."""
-        return time.perf_counter()
+        """When a part of a step that is done now has ended, by ``time.perf_counter``.
+
+        On an emulated device that is later; waits for it.
+        """
+        now = time.perf_counter()
+        if self.emulate is None:
+            return now
+        end = start + self.emulate(batch)
+        if now > end:
+            self.overruns.append(now - end)
+            return now
+        time.sleep(end - now)
+        return end
 
 
 def put_whole(x: jax.Array, plan: Plan) -> jax.Array:

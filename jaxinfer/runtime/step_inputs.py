@@ -87,13 +87,15 @@ class StepLimits:
     def shape_for(self, batch: Batch) -> StepShape:
         """The smallest bucket that holds the batch."""
         singles = sum(row.count == 1 for row in batch.rows)
-        samples = sum(row.samples for row in batch.rows)
-        if batch.num_tokens == singles:
+        return self.smallest(singles, batch.num_tokens, sum(row.samples for row in batch.rows))
+
+    def smallest(self, singles: int, tokens: int, samples: int) -> StepShape:
+        """The smallest bucket for ``tokens``, of which ``singles`` are rows of one."""
+        if tokens == singles:
             rows = _round_up(max(singles, samples, 1), self.row_buckets)
             return StepShape(rows, rows, 0)
         most = self.row_buckets[-1]
-        tokens = _round_up(max(batch.num_tokens, most), self.token_buckets)
-        return StepShape(most, tokens, self.max_chunks)
+        return StepShape(most, _round_up(max(tokens, most), self.token_buckets), self.max_chunks)
 
 
 def _round_up(count: int, buckets: list[int]) -> int:

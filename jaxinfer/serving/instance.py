@@ -8,6 +8,7 @@ from jaxinfer.serving.page_pool import Hold, KVShards
 from jaxinfer.serving.policies import Policies
 from jaxinfer.serving.prefix_cache import CachedPage, page_digests
 from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.system import Leg
 from jaxinfer.serving.world import Batch, Row
 
@@ -43,6 +44,7 @@ class Instance:
         running: requests that take part in steps, in the order of their admission.
         num_exported: requests whose pages wait here to be fetched by their next leg's instance.
         in_flight: batches launched and not yet committed.
+        fit: how long steps take here, where that has been profiled.
         role: a name for the system's use; ``next_role`` replaces it once all requests have left.
     """
 
@@ -53,12 +55,14 @@ class Instance:
         options: InstanceOptions | None = None,
         policies: Policies | None = None,
         role: str = "",
+        fit: StepFit | None = None,
     ) -> None:
         self.name = name
         self.kv = kv
         self.options = options or InstanceOptions()
         self.policies = policies or Policies()
         self.role = role
+        self.fit = fit
         self.next_role: str | None = None
         self.waiting: deque[RequestState] = deque()
         self.importing: dict[str, RequestState] = {}

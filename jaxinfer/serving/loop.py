@@ -124,7 +124,7 @@ class ServingLoop:
                 self._commit_step(event)
                 self._on_event(event)
                 if self._watches_steps:
-                    self._act(self.system.on_step(event.batch.instance, self._view()))
+                    self._act(self.system.on_step(event, self._view()))
             case TransferDone():
                 self._commit_transfer(event)
                 self._on_event(event)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
+from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.validation import Options
 
 HandOffRule = Literal["on_demand", "at_end", "per_chunk"]
@@ -80,6 +81,10 @@ class InstanceView(Protocol):
     @property
     def max_num_batched_tokens(self) -> int: ...  # noqa: D102
     @property
+    def fit(self) -> StepFit | None:
+        """How long its steps take, where that has been profiled."""
+
+    @property
     def num_requests(self) -> int:
         """Requests waiting, importing or running here."""
 
@@ -88,6 +93,30 @@ class InstanceView(Protocol):
     @property
     def running(self) -> Mapping[str, RequestView]:
         """By id, in the order of admission."""
+
+
+class RowView(Protocol):
+    """One request's part of a step: KV entries ``start`` to ``start + count``."""
+
+    @property
+    def request(self) -> RequestView: ...  # noqa: D102
+    @property
+    def start(self) -> int: ...  # noqa: D102
+    @property
+    def count(self) -> int: ...  # noqa: D102
+
+
+class StepView(Protocol):
+    """A step that has ended. Times are in seconds."""
+
+    @property
+    def instance(self) -> str: ...  # noqa: D102
+    @property
+    def rows(self) -> Sequence[RowView]: ...  # noqa: D102
+    @property
+    def start(self) -> float: ...  # noqa: D102
+    @property
+    def end(self) -> float: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -162,10 +191,15 @@ class System:
     Attributes:
         Options: what a run file may set besides the system's name.
         tick_interval: seconds between calls of ``on_tick``; None for no ticks.
+        needs_fits: whether ``InstanceView.fit`` has to be there.
+        ttft_counts_transfer: whether a first token drawn by an instance that hands its request on
+            counts only once the KV has arrived; a run file may say otherwise.
     """
 
     Options: ClassVar[type[Options]] = NoOptions
     tick_interval: float | None = None
+    needs_fits: bool = False
+    ttft_counts_transfer: bool = False
 
     def __init__(self, options: Any = None) -> None:
         self.options = options if options is not None else self.Options()
@@ -181,9 +215,13 @@ class System:
         """
         raise NotImplementedError
 
-    def on_step(self, instance: str, cluster: ClusterView) -> Sequence[Action]:
-        """Called when a step of ``instance`` has been committed."""
+    def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
+        """Called when a step has been committed."""
         return ()
+
+    def report(self) -> Mapping[str, object]:
+        """What the system has to say of a run that has ended, as JSON values."""
+        return {}
 
     def on_tick(self, cluster: ClusterView) -> Sequence[Action]:
         """Called every ``tick_interval`` seconds while requests are unfinished."""

@@ -78,6 +78,16 @@ class StepDone:
     prompt_details: Mapping[str, Mapping[int, object]] = field(default_factory=dict)
     stages: Sequence[tuple[float, float]] = ()
 
+    @property
+    def instance(self) -> str:
+        """Whose step it was."""
+        return self.batch.instance
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Its requests' parts."""
+        return self.batch.rows
+
 
 @dataclass(slots=True)
 class TransferDone:

@@ -11,6 +11,9 @@ from jaxinfer.validation import did_you_mean
 SYSTEMS = {
     "single": "jaxinfer.systems.single:Single",
     "cronus": "jaxinfer.systems.cronus:Cronus",
+    "data_parallel": "jaxinfer.systems.data_parallel:DataParallel",
+    "disaggregated": "jaxinfer.systems.disaggregated:Disaggregated",
+    "pipeline_parallel": "jaxinfer.systems.pipeline_parallel:PipelineParallel",
 }
 
 

@@ -23,6 +23,7 @@ from jaxinfer.serving.system import (
     Reassign,
     RequestView,
     Resume,
+    StepView,
     System,
 )
 
@@ -91,7 +92,7 @@ class Chaos(Follow):
         self.actions_left = num_actions
         self.paused: set[str] = set()
 
-    def on_step(self, instance: str, cluster: ClusterView) -> Sequence[Action]:
+    def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         return [self._act(cluster)] if self._in_the_mood() else []
 
     def on_tick(self, cluster: ClusterView) -> Sequence[Action]:

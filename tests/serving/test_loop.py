@@ -21,6 +21,7 @@ from jaxinfer.serving.system import (
     Reassign,
     Resume,
     SetRole,
+    StepView,
     System,
 )
 
@@ -59,7 +60,7 @@ class Do(System):
     def route(self, waiting, cluster: ClusterView) -> list[Assignment]:  # type: ignore[no-untyped-def]
         return [Assignment(r.id, self.legs) for r in waiting]
 
-    def on_step(self, instance: str, cluster: ClusterView) -> Sequence[Action]:
+    def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         self.steps_left -= 1
         return self.actions if self.steps_left == 0 else ()
 
@@ -270,7 +271,7 @@ class StartElsewhere(System):
     def route(self, waiting, cluster: ClusterView) -> list[Assignment]:  # type: ignore[no-untyped-def]
         return [Assignment(r.id, (Leg("B" if r.id == "r2" else "A"),)) for r in waiting]
 
-    def on_step(self, instance: str, cluster: ClusterView) -> Sequence[Action]:
+    def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         if cluster.instances["B"].num_requests:
             return (Pause("r1"),)
         now, self.actions = self.actions, ()

@@ -20,6 +20,7 @@ from jaxinfer.serving.system import (
     RequestView,
     Resume,
     SetRole,
+    StepView,
     System,
 )
 
@@ -121,7 +122,7 @@ class RoleFlip(System):
 
         return [Assignment(r.id, (leg(r),)) for r in waiting]
 
-    def on_step(self, instance: str, cluster: ClusterView) -> list[Action]:
+    def on_step(self, step: StepView, cluster: ClusterView) -> list[Action]:
         prefills = [i for i in cluster.instances.values() if i.role == "prefill" and not i.draining]
         busy = least_loaded(cluster, "decode").num_requests >= 2
         return [SetRole(prefills[-1].name, "decode")] if busy and len(prefills) > 1 else []
@@ -147,7 +148,7 @@ class TakeTurns(System):
             Assignment(r.id, (Leg("x"),)) for r in waiting if cluster.instances["x"].role == r.id
         ]
 
-    def on_step(self, instance: str, cluster: ClusterView) -> list[Action]:
+    def on_step(self, step: StepView, cluster: ClusterView) -> list[Action]:
         return [SetRole("x", f"r{int(cluster.instances['x'].role[1:]) + 1}")]
 
 
@@ -165,7 +166,7 @@ class Migrate(System):
     def route(self, waiting: Waiting, cluster: ClusterView) -> list[Assignment]:
         return [Assignment(r.id, (Leg("A"),)) for r in waiting]
 
-    def on_step(self, instance: str, cluster: ClusterView) -> list[Action]:
+    def on_step(self, step: StepView, cluster: ClusterView) -> list[Action]:
         running = cluster.instances["A"].running.values()
         late = [r for r in running if r.num_known >= r.prompt_len + 3]
         return [Reassign(r.id, (Leg("B"),)) for r in late if len(r.legs) == 1]
@@ -190,8 +191,8 @@ class MoveHeads(System):
     def route(self, waiting: Waiting, cluster: ClusterView) -> list[Assignment]:
         return [Assignment(r.id, (Leg("A"),)) for r in waiting]
 
-    def on_step(self, instance: str, cluster: ClusterView) -> list[Action]:
-        here = cluster.instances[instance]
+    def on_step(self, step: StepView, cluster: ClusterView) -> list[Action]:
+        here = cluster.instances[step.instance]
         full, empty = here.free_pages_by_shard
         moves = (MoveSlices(r.id, 0, 1, (1,)) for r in here.running.values() if 1 in r.slices[0])
         return [next(moves, Pause("nobody"))] if full < empty / 2 else []
@@ -223,7 +224,7 @@ class PauseYoungest(System):
     def route(self, waiting: Waiting, cluster: ClusterView) -> list[Assignment]:
         return [Assignment(r.id, (Leg("A"),)) for r in waiting]
 
-    def on_step(self, instance: str, cluster: ClusterView) -> list[Action]:
+    def on_step(self, step: StepView, cluster: ClusterView) -> list[Action]:
         running = [r for r in cluster.instances["A"].running.values() if not r.paused]
         short = cluster.instances["A"].num_free_pages < 3 and len(running) > 1
         return [Pause(running[-1].id)] if short else self.on_tick(cluster)

@@ -1,0 +1,139 @@
+"""A run as a Chrome trace, for ui.perfetto.dev."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.report.records import RequestRecord, RunRecord, StepRecord, TransferRecord
+
+Event = dict[str, Any]
+
+
+def step_kind(step: StepRecord) -> str:
+    """``prefill``, ``mixed`` (a chunk beside decodes) or ``decode``."""
+    if not step.prefill_tokens:
+        return "decode"
+    return "mixed" if step.decode_tokens else "prefill"
+
+
+def transfer_lanes(run: RunRecord) -> dict[tuple[str, str], list[list[TransferRecord]]]:
+    """Source and destination -> lanes of transfers that do not overlap, as few as can be."""
+    routes: dict[tuple[str, str], list[list[TransferRecord]]] = {}
+    for transfer in sorted(run.transfers, key=lambda t: (t.start, t.end, t.request)):
+        lanes = routes.setdefault((transfer.source, transfer.dest), [])
+        free = (lane for lane in lanes if lane[-1].end <= transfer.start)
+        if (lane := next(free, None)) is None:
+            lanes.append(lane := [])
+        lane.append(transfer)
+    return routes
+
+
+def write_trace(run: RunRecord, path: str | Path) -> None:
+    """Write the trace.
+
+    A process per instance has a thread per stage with its steps; the process ``transfers`` has a
+    thread per route (several where its transfers overlap); the process ``requests`` has a row per
+    request, from its arrival over its first token to its last. Times are in microseconds.
+    """
+    processes = [(name, _instance(run, name)) for name in run.groups]
+    if run.transfers:
+        processes.append(("transfers", _transfers(run)))
+    processes.append(("requests", _requests(run)))
+    names: list[Event] = []
+    timed: list[Event] = []
+    for pid, (name, events) in enumerate(processes, 1):
+        names.append({"pid": pid} | _label("process_name", 0, name=name))
+        names.append({"pid": pid} | _label("process_sort_index", 0, sort_index=pid))
+        for event in events:
+            # No thread's id is another's, or a process's, which would make it the main thread.
+            event |= {"pid": pid, "tid": event["tid"] + pid * 1000}
+            (names if event["ph"] == "M" else timed).append(event)
+    # Stable, so that what begins and ends at one time stays nested.
+    timed.sort(key=lambda event: event["ts"])
+    trace = {
+        "displayTimeUnit": "ms",
+        "otherData": {"system": run.name, "emulated": "; ".join(run.emulated)},
+        "traceEvents": names + timed,
+    }
+    Path(path).write_text(json.dumps(trace, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+def _instance(run: RunRecord, name: str) -> Iterator[Event]:
+    groups = run.groups[name]
+    for stage, group in enumerate(groups, 1):
+        yield from _thread(stage, f"stage {stage} on {group}" if len(groups) > 1 else f"on {group}")
+    for step in run.steps:
+        if step.instance == name:
+            args = {"prefill_tokens": step.prefill_tokens, "decode_tokens": step.decode_tokens}
+            for stage, (start, end) in enumerate(step.stages, 1):
+                yield _slice(step_kind(step), stage, start, end, args)
+
+
+def _transfers(run: RunRecord) -> Iterator[Event]:
+    tid = 0
+    for (source, dest), lanes in transfer_lanes(run).items():
+        for number, lane in enumerate(lanes, 1):
+            tid += 1
+            yield from _thread(tid, f"{source} -> {dest}" + (f" ({number})" * (number > 1)))
+            for t in lane:
+                args = {
+                    "request": t.request,
+                    "tokens": t.num_tokens,
+                    "bytes": t.num_bytes,
+                    "waited_us": _us(t.start - t.requested),
+                    "hidden_us": _us(t.hidden_s),
+                }
+                yield _slice(f"KV of {t.request}", tid, t.start, t.end, args)
+
+
+def _requests(run: RunRecord) -> Iterator[Event]:
+    for request in run.requests:
+        yield from _request(request)
+
+
+def _request(request: RequestRecord) -> Iterator[Event]:
+    """One slice for all of it, and within it one up to the first token and one for the rest.
+
+    The viewer puts rows of one name together, so all outer slices have the same.
+    """
+    times = request.token_times
+    arrival, end = _us(request.arrival), _us(max(times, default=request.arrival))
+
+    def event(phase: str, name: str, time: int, **args: object) -> Event:
+        return {
+            "ph": phase, "name": name, "cat": "request", "id": request.id, "tid": 0, "ts": time,
+            "args": args,
+        }  # fmt: skip
+
+    yield event(
+        "b", "request", arrival, request=request.id, prompt_tokens=request.prompt_len,
+        cut_tokens=request.cut, output_tokens=len(times), preemptions=request.preemptions,
+        error=request.error,
+    )  # fmt: skip
+    if times:
+        first = _us(times[0])
+        for name, start, stop in (("to first token", arrival, first), ("output", first, end)):
+            yield event("b", f"{request.id}: {name}", start)
+            yield event("e", f"{request.id}: {name}", stop)
+    yield event("e", "request", end)
+
+
+def _slice(name: str, tid: int, start: float, end: float, args: Event) -> Event:
+    # Both ends are rounded: a rounded duration could reach into the next slice, which the
+    # viewer would then drop.
+    ts = _us(start)
+    return {"ph": "X", "name": name, "tid": tid, "ts": ts, "dur": _us(end) - ts, "args": args}
+
+
+def _thread(tid: int, name: str) -> Iterator[Event]:
+    yield _label("thread_name", tid, name=name)
+    yield _label("thread_sort_index", tid, sort_index=tid)
+
+
+def _label(event: str, tid: int, **args: object) -> Event:
+    return {"ph": "M", "name": event, "tid": tid, "args": args}
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)

@@ -1,0 +1,232 @@
+"""Pictures of runs, as PNG: what ran when, how latencies are spread, throughput.
+
+Colours are those of Okabe and Ito, which colour-blind readers can tell apart.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.report.comparison import Runs, emulation, figures, median_round
+from jaxinfer.report.perfetto import step_kind, transfer_lanes
+from jaxinfer.report.records import RunRecord
+
+WIDTH = 11.0  # Inches, at 150 dots each.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
+DASHES = ("-", "--", "-.", ":")
+# What a block of the timeline is, in words, and its colour.
+KINDS = {
+    "prefill": ("prefill", "#0072B2"),
+    "mixed": ("prefill chunk and decodes", "#E69F00"),
+    "decode": ("decodes", "#009E73"),
+    "transfer": ("KV transfer", "#CC79A7"),
+}
+DEFAULT_WINDOW_S = 12.0
+# So many blocks side by side can still be told apart.
+MAX_BLOCKS = 160
+# Ratio of the largest to the smallest value from which on an axis is logarithmic.
+LOG_FROM = 30.0
+
+Block = tuple[str, float, float]  # Kind, start and end in seconds.
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """A row of the timeline; blocks that overlap lie in several tracks."""
+
+    label: str
+    tracks: list[list[Block]]
+
+
+def timeline(
+    run: RunRecord, path: str | Path, start: float | None = None, stop: float | None = None
+) -> Figure:
+    """Draw what each stage and each route did when, in a row each.
+
+    A route's row lies above the instance that it goes to, whose steps hide it.
+
+    Args:
+        start, stop: seconds of the run to show. By default from the first step on, up to 12 s,
+            and less where steps are so short that they would run together.
+
+    Raises:
+        JaxinferError: the window is empty.
+    """
+    lanes = _lanes(run)
+    start, stop = _window(run, lanes, start, stop)
+    if not start < stop:
+        raise JaxinferError(f"timeline of {run.name}: from {start:g} to {stop:g} s is no time")
+    figure = Figure(figsize=(WIDTH, 1.7 + 0.5 * len(lanes)), layout="constrained")
+    axes = figure.subplots()
+    kinds: set[str] = set()
+    for row, lane in enumerate(lanes):
+        kinds |= _draw_lane(axes, row, lane, start, stop)
+    axes.set_yticks(range(len(lanes)), [lane.label for lane in lanes])
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set_xlim(start, stop)
+    axes.set_xlabel("time since the start of the run (s)")
+    axes.grid(axis="x", color="0.85", linewidth=0.6)
+    _bare(axes)
+    axes.set_title(f"{run.name}: {start:.1f} to {stop:.1f} s of {run.wall_s:.1f} s", loc="left")
+    handles = [Patch(color=c, label=label) for kind, (label, c) in KINDS.items() if kind in kinds]
+    if handles:
+        figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False)
+    _save(figure, path, {run.name: [run]})
+    return figure
+
+
+def latency_cdfs(runs: Runs, path: str | Path) -> Figure:
+    """Draw how TTFT and TBT are spread, of each system's round with the median requests/s."""
+    chosen = {name: median_round(rounds) for name, rounds in runs.items()}
+    ttft = {n: [r.ttft for r in run.requests if r.token_times] for n, run in chosen.items()}
+    tbt = {n: [gap for r in run.requests for gap in r.tbt] for n, run in chosen.items()}
+    figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_cdfs(left, ttft, "time to first token (TTFT, s)", "share of requests")
+    _draw_cdfs(right, tbt, "time between tokens (TBT, s)", "share of gaps")
+    handles = [Line2D([], [], label=name, **_line(i)) for i, name in enumerate(runs)]
+    figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False)
+    _save(figure, path, runs)
+    return figure
+
+
+def throughput_bars(runs: Runs, path: str | Path) -> Figure:
+    """Draw each system's requests/s: a bar up to the median, a dot for each round."""
+    figure = Figure(figsize=(WIDTH, 1.6 + 0.5 * len(runs)), layout="constrained")
+    axes = figure.subplots()
+    most = 0.0
+    for row, rounds in enumerate(runs.values()):
+        rates = [figures(run).requests_s for run in rounds]
+        middle, most = statistics.median(rates), max([most, *rates])
+        axes.barh(row, middle, 0.66, color=COLOURS[row % len(COLOURS)])
+        places = [row + 0.36 * ((i + 0.5) / len(rates) - 0.5) for i in range(len(rates))]
+        axes.plot(rates, places, "o", color="black", markeredgecolor="white", markersize=6)
+        axes.annotate(
+            f"{middle:.3g}", (max(rates), row), (9, 0), textcoords="offset points", va="center"
+        )
+    axes.set_yticks(range(len(runs)), [fill(name, 24) for name in runs])
+    axes.set_ylim(len(runs) - 0.5, -0.5)
+    axes.set_xlim(0, 1.08 * most or 1.0)
+    axes.set_xlabel("throughput (finished requests/s)")
+    axes.grid(axis="x", color="0.85", linewidth=0.6)
+    _bare(axes)
+    dot = Line2D([], [], marker="o", color="black", markeredgecolor="white", linestyle="")
+    handles = {"median of the rounds": Patch(color="0.6"), "one round": dot}
+    figure.legend(handles.values(), handles, loc="outside upper right", ncols=2, frameon=False)
+    _save(figure, path, runs)
+    return figure
+
+
+def _lanes(run: RunRecord) -> list[_Lane]:
+    """Group by group, and instance by instance within a group."""
+    blocks: dict[tuple[str, int], list[Block]] = {}
+    for step in run.steps:
+        for number, (start, end) in enumerate(step.stages):
+            blocks.setdefault((step.instance, number), []).append((step_kind(step), start, end))
+    arriving: dict[str, list[_Lane]] = {}
+    for (source, dest), transfers in transfer_lanes(run).items():
+        tracks = [[("transfer", t.start, t.end) for t in track] for track in transfers]
+        label = f"{source} \N{RIGHTWARDS ARROW} {dest}"
+        arriving.setdefault(dest, []).append(_Lane(label, tracks))
+    places = [
+        (group, name, number)
+        for name, groups in run.groups.items()
+        for number, group in enumerate(groups)
+    ]
+    order = list(dict.fromkeys(group for group, _, _ in places))
+    lanes = []
+    for group, name, number in sorted(places, key=lambda place: order.index(place[0])):
+        if number == 0:
+            lanes += arriving.get(name, [])
+        stage = f", stage {number + 1}" if len(run.groups[name]) > 1 else ""
+        lanes.append(_Lane(f"{group}: {name}{stage}", [blocks.get((name, number), [])]))
+    return lanes
+
+
+def _window(
+    run: RunRecord, lanes: Sequence[_Lane], start: float | None, stop: float | None
+) -> tuple[float, float]:
+    if start is None:
+        start = min((block[1] for lane in lanes for track in lane.tracks for block in track),
+                    default=0.0)  # fmt: skip
+    if stop is None:
+        stop = min(start + DEFAULT_WINDOW_S, run.wall_s)
+        for track in (track for lane in lanes for track in lane.tracks):
+            ends = sorted(end for _, _, end in track if end > start)
+            stop = min([stop, *ends[MAX_BLOCKS - 1 : MAX_BLOCKS]])
+    return start, stop
+
+
+def _draw_lane(axes: Axes, row: int, lane: _Lane, start: float, stop: float) -> set[str]:
+    """Draw what is inside the window; returns the kinds of blocks that are."""
+    inside = [[b for b in track if b[1] < stop and b[2] > start] for track in lane.tracks]
+    inside = [track for track in inside if track]
+    for number, track in enumerate(inside):
+        height = 0.76 / len(inside)
+        # Edges keep neighbours apart, but would cover blocks of a pixel or two.
+        edge = 0.5 if len(track) <= 1.5 * MAX_BLOCKS else 0.0
+        axes.broken_barh(
+            [(a, b - a) for _, a, b in track],
+            (row - 0.38 + number * height, height),
+            facecolors=[KINDS[kind][1] for kind, _, _ in track],
+            edgecolor="white" if edge else "none",
+            linewidth=edge,
+        )
+    return {kind for track in inside for kind, _, _ in track}
+
+
+def _draw_cdfs(axes: Axes, values: Mapping[str, Sequence[float]], xlabel: str, ylabel: str) -> None:
+    """One line per system that has values."""
+    for number, found in enumerate(values.values()):
+        if found:
+            axes.ecdf(found, **_line(number))
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.set_ylim(0, 1.02)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 0.99])
+    axes.grid(color="0.85", linewidth=0.6)
+    positive = [value for found in values.values() for value in found if value > 0]
+    if positive and max(positive) > LOG_FROM * min(positive):
+        _log_axis(axes, max(positive) / min(positive))
+    if not any(values.values()):
+        axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center")
+
+
+def _log_axis(axes: Axes, ratio: float) -> None:
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if ratio < 1000 else (1.0,)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _line(number: int) -> dict[str, Any]:
+    """How the system of this number is drawn, everywhere: no two of 28 alike."""
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": DASHES[number % len(DASHES)],
+        "linewidth": 1.8,
+    }
+
+
+def _bare(axes: Axes) -> None:
+    axes.set_axisbelow(True)
+    axes.tick_params(left=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _save(figure: Figure, path: str | Path, runs: Runs) -> None:
+    """Add what was emulated as a footnote, and write the PNG."""
+    if lines := emulation(runs):
+        note = "\n".join(fill(line, 160) for line in lines)
+        figure.supxlabel(note, x=0.01, ha="left", fontsize=9)
+    figure.savefig(path, dpi=150, format="png")

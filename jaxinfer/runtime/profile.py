@@ -1,0 +1,259 @@
+"""A profile of one instance: points measured on an idle machine, and what is fitted to them.
+
+Kept in ``~/.cache/jaxinfer/profiles``, by what decides the times.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.runtime.devices import CACHE_FOLDER
+from jaxinfer.runtime.engine import Cluster, Engine, Progress
+from jaxinfer.runtime.step_times import Part, Point, StepTimes, measure
+from jaxinfer.serving.step_fit import MixedFit, PrefillFit, StepFit
+from jaxinfer.serving.world import Batch
+
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How well a line fits its points: R^2, and the mean absolute percentage error."""
+
+    r2: float
+    mape: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Times of an instance's steps in seconds, on its own devices, without emulation.
+
+    Attributes:
+        key: what the times hold for.
+        prefills: (length, seconds of each stage) of prefills that run alone.
+        mixed: (prefill context, decode context, seconds of each stage) of iterations with a full
+            chunk.
+        points: all steps measured.
+    """
+
+    key: dict[str, Any]
+    prefills: list[tuple[int, tuple[float, ...]]]
+    mixed: list[tuple[int, int, tuple[float, ...]]]
+    points: list[Point]
+
+    def fit(self, slowdowns: Sequence[float]) -> StepFit:
+        """Cronus eqs. 2 and 3 by least squares, each stage so many times slower."""
+        (prefill, _), (mixed, _) = self._lines(slowdowns)
+        return StepFit(PrefillFit(*prefill), MixedFit(*mixed))
+
+    def quality(self) -> tuple[Quality, Quality]:
+        """Of eqs. 2 and 3."""
+        (_, prefill), (_, mixed) = self._lines([1.0] * len(self.points[0].stages))
+        return prefill, mixed
+
+    def _lines(
+        self, slowdowns: Sequence[float]
+    ) -> tuple[tuple[list[float], Quality], tuple[list[float], Quality]]:
+        prefill = _line(
+            [[n, 1] for n, _ in self.prefills], [np.dot(t, slowdowns) for *_, t in self.prefills]
+        )
+        mixed = _line(
+            [[p, d, 1] for p, d, _ in self.mixed], [np.dot(t, slowdowns) for *_, t in self.mixed]
+        )
+        return prefill, mixed
+
+
+def _line(x: Sequence[Sequence[float]], y: Sequence[float]) -> tuple[list[float], Quality]:
+    xs, ys = np.asarray(x, float), np.asarray(y, float)
+    found, *_ = np.linalg.lstsq(xs, ys, rcond=None)
+    off = ys - xs @ found
+    spread = float(((ys - ys.mean()) ** 2).sum())
+    r2 = 1 - float((off**2).sum()) / spread if spread else 1.0
+    return [float(c) for c in found], Quality(r2, float(np.abs(off / ys).mean()))
+
+
+def profile_key(engine: Engine, model: str) -> dict[str, Any]:
+    """What decides an instance's step times."""
+    plan, options = engine.plan, engine.plan.options
+    return {
+        "model": model,
+        "dtype": plan.dtype.name,
+        "stages": [
+            {
+                "device_kind": stage.devices[0].device_kind,
+                "group": group,
+                "devices": len(stage.devices),
+                "layers": [stage.layers.start, stage.layers.stop],
+                "num_pages": stage.num_pages,
+            }
+            for stage, group in zip(engine.plans, engine.groups, strict=True)
+        ],
+        "chunk_tokens": options.max_num_batched_tokens,
+        "max_num_seqs": options.max_num_seqs,
+        "max_model_len": plan.max_model_len,
+        "page_size": options.page_size,
+        "sharding": options.sharding,
+        "jax": jax.__version__,
+        "cores": os.cpu_count(),
+    }
+
+
+def load_profile(key: dict[str, Any], folder: Path | None = None) -> Profile | None:
+    """The stored profile, if there is one."""
+    path = _path(key, folder)
+    if not path.is_file():
+        return None
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    return Profile(
+        stored["key"],
+        [(n, tuple(t)) for n, t in stored["prefills"]],
+        [(p, d, tuple(t)) for p, d, t in stored["mixed"]],
+        [Point(tuple((a, b) for a, b in parts), tuple(s)) for parts, s in stored["points"]],
+    )
+
+
+def store_profile(profile: Profile, folder: Path | None = None) -> Path:
+    """Keep it for later runs."""
+    path = _path(profile.key, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "key": profile.key,
+        "prefills": profile.prefills,
+        "mixed": profile.mixed,
+        "points": [(point.parts, point.stages) for point in profile.points],
+    }
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps(record), encoding="utf-8")
+    os.replace(part, path)
+    return path
+
+
+def _path(key: dict[str, Any], folder: Path | None) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
+    return (folder or CACHE_FOLDER.expanduser().parent / "profiles") / f"{digest}.json"
+
+
+def profile_engine(engine: Engine, model: str, progress: Callable[[int], None]) -> Profile:
+    """Measure an instance; nothing else may run meanwhile.
+
+    Args:
+        progress: called with the number of steps left to measure.
+    """
+    grid = Grid.of(engine)
+    kv = engine.new_kv()
+    todo = list(dict.fromkeys([*grid.chunks, *(parts for *_, parts in grid.mixed), *grid.decodes]))
+    found: dict[tuple[Part, ...], Point] = {}
+    progress(len(todo))
+    for left, parts in zip(range(len(todo) - 1, -1, -1), todo, strict=True):
+        found[parts] = measure(engine.worker, kv, parts, REPEATS)
+        progress(left)
+    prefills = []
+    for length in grid.lengths:
+        chunks = [found[part,].stages for part in grid.prefill(length)]
+        prefills.append((length, tuple(sum(times) for times in zip(*chunks, strict=True))))
+    mixed = [(p, d, found[parts].stages) for p, d, parts in grid.mixed]
+    return Profile(profile_key(engine, model), prefills, mixed, list(found.values()))
+
+
+def prepare_times(
+    cluster: Cluster, model: str, needs_fits: bool, progress: Progress
+) -> dict[str, StepFit]:
+    """Each instance's fit, and its emulation, from stored profiles or new ones.
+
+    Only what is needed is profiled: all where the system wants fits, else what is emulated.
+    """
+    fits = {}
+    for name, engine in cluster.engines.items():
+        slowdowns = [cluster.config.groups[group].slowdown for group in engine.groups]
+        emulated = any(cluster.config.groups[group].emulate for group in engine.groups)
+        if not (needs_fits or emulated):
+            continue
+        profile = load_profile(profile_key(engine, model))
+        if profile is None:
+            profile = profile_engine(engine, model, partial(progress, f"profiling {name}"))
+            store_profile(profile)
+        fits[name] = profile.fit(slowdowns)
+        for stage, group, times in zip(
+            engine.worker.stages, engine.groups, step_times(engine, profile), strict=True
+        ):
+            if emulate := cluster.config.groups[group].emulate:
+                stage.emulate = partial(_slowed, times, emulate.slowdown)
+    return fits
+
+
+def _slowed(times: StepTimes, slowdown: float, batch: Batch) -> float:
+    return slowdown * times.seconds(batch)
+
+
+def step_times(engine: Engine, profile: Profile) -> list[StepTimes]:
+    """For each stage of an instance."""
+    return [
+        StepTimes.fit(plan.limits, profile.points, stage) for stage, plan in enumerate(engine.plans)
+    ]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The steps to measure on one instance.
+
+    Attributes:
+        chunk_tokens: the token budget.
+        lengths: of prefills.
+        mixed: (prefill context, decode context, parts).
+        decodes: steps of decodes alone, some of each shape.
+    """
+
+    chunk_tokens: int
+    lengths: list[int]
+    mixed: list[tuple[int, int, tuple[Part, ...]]]
+    decodes: list[tuple[Part, ...]]
+
+    @classmethod
+    def of(cls, engine: Engine) -> "Grid":
+        """Four to eight values of each kind, up to what the instance can hold."""
+        limits, kv = engine.plan.limits, engine.new_kv()
+        budget = limits.max_num_batched_tokens
+        room = kv.num_pages * kv.page_size
+        longest = min(engine.plan.max_model_len, room) - 1
+        lengths = _spread(max(min(budget, longest) // 4, 2), longest, 8)
+        decodes = []
+        for rows in limits.row_buckets:
+            most = min(longest, kv.num_pages // rows * kv.page_size - 1)
+            if most > 0:
+                decodes += [((context, 1),) * rows for context in _spread(0, most, 3)]
+        mixed: list[tuple[int, int, tuple[Part, ...]]] = []
+        rows = min(limits.row_buckets[-1] // 2, budget // 2)
+        for prefill in _spread(0, max(longest - budget, 0), 4):
+            count = min(budget, longest - prefill)
+            spare = kv.num_pages - kv.pages_for(prefill + count)
+            contexts = _spread(0, min(longest, spare // max(rows, 1) * kv.page_size - 1), 4)
+            mixed.append((prefill, 0, ((prefill, count),)))
+            if rows and spare >= rows and count > rows + 1:
+                mixed += [
+                    (prefill, rows * c, (*[(c, 1)] * rows, (prefill, count - rows)))
+                    for c in contexts
+                ]
+        return cls(budget, lengths, mixed, decodes)
+
+    def prefill(self, length: int) -> list[Part]:
+        """The chunks of a prefill that runs alone."""
+        starts = range(0, length, self.chunk_tokens)
+        return [(start, min(self.chunk_tokens, length - start)) for start in starts]
+
+    @property
+    def chunks(self) -> list[tuple[Part, ...]]:
+        """Steps with one chunk, of all prefills."""
+        return [(part,) for length in self.lengths for part in self.prefill(length)]
+
+
+def _spread(low: int, high: int, count: int) -> list[int]:
+    """About ``count`` whole numbers from ``low`` to ``high``, evenly."""
+    return sorted({round(value) for value in np.linspace(low, max(high, low), count)})

@@ -1,0 +1,82 @@
+"""Linear models of step time, and least squares for them, in plain Python."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PrefillFit:
+    """Cronus eq. 2: seconds of a prefill that runs alone, over its length in tokens."""
+
+    per_token: float
+    constant: float
+
+    def seconds(self, length: float) -> float:
+        """Of a prefill of so many tokens."""
+        return self.per_token * length + self.constant
+
+
+@dataclass(frozen=True)
+class MixedFit:
+    """Cronus eq. 3: seconds of one iteration with a full chunk beside decodes.
+
+    Contexts are the KV entries that exist before the iteration: those before the chunk, and
+    those of all decodes together.
+    """
+
+    per_prefill_context: float
+    per_decode_context: float
+    constant: float
+
+    def seconds(self, prefill_context: float, decode_context: float) -> float:
+        """Of one iteration."""
+        return (
+            self.per_prefill_context * prefill_context
+            + self.per_decode_context * decode_context
+            + self.constant
+        )
+
+
+@dataclass(frozen=True)
+class StepFit:
+    """How long an instance's steps take."""
+
+    prefill: PrefillFit
+    mixed: MixedFit
+
+
+class LeastSquares:
+    """Ordinary least squares that takes one observation at a time.
+
+    Args:
+        size: number of coefficients.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.count = 0
+        self._xx = [[0.0] * size for _ in range(size)]
+        self._xy = [0.0] * size
+
+    def add(self, x: Sequence[float], y: float) -> None:
+        """One observation of ``y`` at ``x``."""
+        self.count += 1
+        for i, a in enumerate(x):
+            self._xy[i] += a * y
+            for j, b in enumerate(x):
+                self._xx[i][j] += a * b
+
+    def solve(self) -> list[float] | None:
+        """The coefficients, or None where the observations do not decide them."""
+        rows = [[*row, y] for row, y in zip(self._xx, self._xy, strict=True)]
+        size = len(rows)
+        scale = max(abs(value) for row in rows for value in row[:size]) or 1.0
+        for i in range(size):
+            pivot = max(range(i, size), key=lambda r: abs(rows[r][i]))
+            if abs(rows[pivot][i]) <= 1e-12 * scale:
+                return None
+            rows[i], rows[pivot] = rows[pivot], rows[i]
+            for r in range(size):
+                if r != i:
+                    factor = rows[r][i] / rows[i][i]
+                    rows[r] = [a - factor * b for a, b in zip(rows[r], rows[i], strict=True)]
+        return [rows[i][size] / rows[i][i] for i in range(size)]

@@ -1,0 +1,72 @@
+"""Data parallelism over unequal instances (Cronus, sections 3.2 and 5.1)."""
+
+from collections.abc import Collection, Sequence
+
+from pydantic import Field
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.serving.system import Assignment, ClusterView, Leg, RequestView, System
+from jaxinfer.validation import Options, did_you_mean
+
+
+class Share(Options):
+    """What one instance takes.
+
+    Attributes:
+        weight: requests in one round.
+        max_waiting: requests in its queue, at most; an instance at its limit is skipped.
+    """
+
+    weight: int = Field(ge=1)
+    max_waiting: int = Field(ge=1)
+
+
+class DataParallelOptions(Options):
+    """Options of ``DataParallel``. The paper has strong: 3 and 3, weak: 1 and 1."""
+
+    shares: dict[str, Share]
+
+
+class DataParallel(System):
+    """Weighted round-robin: each request runs whole on one instance."""
+
+    Options = DataParallelOptions
+    options: DataParallelOptions
+
+    def __init__(self, options: DataParallelOptions) -> None:
+        super().__init__(options)
+        shares = options.shares.items()
+        # Interleaved: with 3 and 1, the strong one gets three in a row, the weak one the next.
+        self._turns = [name for name, share in shares for _ in range(share.weight)]
+        self._next = 0
+
+    def check(self, instances: Collection[str]) -> None:
+        """One share per instance."""
+        for name in self.options.shares:
+            if name not in instances:
+                raise JaxinferError(f"shares.{name}: {did_you_mean(name, instances)}")
+        if left := [name for name in instances if name not in self.options.shares]:
+            raise JaxinferError(f"shares: instance {left[0]!r} has none")
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
+        """In turns, as long as some queue has room."""
+        room = {
+            name: self.options.shares[name].max_waiting - len(instance.waiting)
+            for name, instance in cluster.instances.items()
+        }
+        assignments = []
+        for request in waiting:
+            name = self._take_turn(room)
+            if name is None:
+                break
+            room[name] -= 1
+            assignments.append(Assignment(request.id, (Leg(name),)))
+        return assignments
+
+    def _take_turn(self, room: dict[str, int]) -> str | None:
+        for _ in self._turns:
+            name = self._turns[self._next]
+            self._next = (self._next + 1) % len(self._turns)
+            if room.get(name, 0) > 0:
+                return name
+        return None
