@@ -1,7 +1,9 @@
 """The command line: ``jaxinfer run``, ``bench``, ``explain``, ``compare`` and ``convert``."""
 
 import json
+import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from jaxinfer.batch_job import BatchJob
 from jaxinfer.config import RunFile, load_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.table import metrics_table
+from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import read_workload
 
 # Options that several commands take.
@@ -114,7 +117,7 @@ def bench(
 
     config = _configure(run_file, settings, model)
     out = _new_file(json_path, force)
-    work = read_workload(workload)[:limit]
+    work = with_arrivals(read_workload(workload)[:limit], Arrivals())
     llm = LLM.from_config(config)
     console = Console()
     figures = []
@@ -126,17 +129,77 @@ def bench(
 
 
 @cli.command()
-@click.argument("tables", nargs=-1, required=True, metavar="RULES...")
-@click.option("--config", "run_file", help="Run file with the model and the engine's options.")
+@click.argument("files", nargs=-1, required=True)
+@click.option("--systems", help="Run files in the first one's folder: cronus,data_parallel,...")
+@click.option("--out", help="New folder for tables, pictures and traces of systems.")
+@click.option("--config", "run_file", help="Of tables: run file with the model and its options.")
 @with_model
-@with_workload
-@with_figures
+@click.option("--workload", help="JSONL of prompt_token_ids, or CSV of lengths.")
+@click.option("--json", "json_path", help="Of tables: file for the figures.")
 @with_limit
 @click.option("--rounds", default=3, type=click.IntRange(min=1), help="Runs of each, in turns.")
 @with_settings
 @with_force
 def compare(
-    tables: tuple[str, ...],
+    files: tuple[str, ...],
+    systems: str | None,
+    out: str | None,
+    run_file: str | None,
+    model: str | None,
+    workload: str | None,
+    json_path: str | None,
+    limit: int | None,
+    rounds: int,
+    settings: tuple[str, ...],
+    force: bool,
+) -> None:
+    """Run one workload under several systems, or several tables of sharding rules, side by side.
+
+    FILES are run files (.yaml), whose first one has the workload; or Python files that define
+    RULES ("default" is the built-in table).
+    """
+    if not any(Path(file).suffix in (".yaml", ".yml") for file in files):
+        _refuse("for run files, not for tables of rules", {"--systems": systems, "--out": out})
+        if not json_path or not workload:
+            raise JaxinferError("tables of rules are compared with --workload and --json")
+        _compare_rules(files, run_file, model, workload, json_path, limit, rounds, settings, force)
+        return
+    _refuse(
+        "for tables of rules, not for run files",
+        {"--config": run_file, "--model": model, "--json": json_path, "--force": force},
+    )
+    if not out:
+        raise JaxinferError("systems are compared with --out FOLDER")
+    more = [f"workload.trace={workload}"] if workload else []
+    more += [f"workload.limit={limit}"] if limit else []
+    names = systems.split(",") if systems else []
+    _compare_systems(files, names, Path(out), rounds, [*settings, *more])
+
+
+def _refuse(why: str, options: dict[str, object]) -> None:
+    for name, value in options.items():
+        if value:
+            raise JaxinferError(f"{name} is {why}")
+
+
+def _compare_systems(
+    files: Sequence[str], systems: Sequence[str], out: Path, rounds: int, settings: Sequence[str]
+) -> None:
+    from jaxinfer.compare import compare_systems, load_systems
+    from jaxinfer.report.comparison import comparison_table, new_folder, write_comparison
+
+    configs = load_systems(files, systems, settings)
+    work = load_run_file(files[0], settings).workload.requests()
+    new_folder(out)
+    runs = compare_systems(configs, work, out, rounds)
+    Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(runs))
+    command = " ".join(["jaxinfer", *sys.argv[1:]])
+    written = write_comparison(runs, out, command)
+    Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)
+
+
+def _compare_rules(
+    tables: Sequence[str],
     run_file: str | None,
     model: str | None,
     workload: str,
@@ -146,16 +209,12 @@ def compare(
     settings: tuple[str, ...],
     force: bool,
 ) -> None:
-    """Run one workload under several tables of sharding rules, side by side.
-
-    RULES are Python files that define RULES; "default" is the built-in table.
-    """
     from jaxinfer.measure import compare_rules
     from jaxinfer.report.plan_table import comparison_table
 
     config = _configure(run_file, settings, model)
     out = _new_file(json_path, force)
-    work = read_workload(workload)[:limit]
+    work = with_arrivals(read_workload(workload)[:limit], Arrivals())
     records = compare_rules(config, tables, work, workload, f"{out}.runs", rounds)
     Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(records))
     out.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
@@ -216,6 +275,7 @@ def _escape(text: str) -> str:
 
 def main() -> None:
     """Entry point: a user's mistake is one line on stderr and exit code 2."""
+    sys.path.insert(0, os.getcwd())  # For a system of the user's own.
     try:
         code = cli(standalone_mode=False)
     except click.ClickException as error:

@@ -126,6 +126,10 @@ class LinkConfig(Options):
     def _as_tuple(cls, value: object) -> object:
         return tuple(value) if isinstance(value, list) else value
 
+    def seconds(self, num_bytes: int) -> float:
+        """From the start to the last byte."""
+        return self.latency_s + num_bytes / (self.gb_s * 1e9)
+
 
 class ClusterConfig(Options):
     """Groups, instances and links that fit together."""
@@ -155,6 +159,11 @@ class ClusterConfig(Options):
     def _check_group(self, where: str, name: str) -> None:
         if name not in self.groups:
             raise JaxinferError(f"{where}: no group {name!r}: {did_you_mean(name, self.groups)}")
+
+    def link(self, source: str, dest: str) -> LinkConfig | None:
+        """The one between two groups, where it is emulated."""
+        ends = {source, dest}
+        return next((link for link in self.links if set(link.between) == ends), None)
 
     @property
     def emulated(self) -> list[str]:

@@ -5,22 +5,49 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from jaxinfer.cluster import ClusterConfig, GroupConfig, InstanceConfig, LinkConfig, one_engine
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options import EngineOptions
 from jaxinfer.systems.registry import make_system
 from jaxinfer.validation import Options
+from jaxinfer.workload.arrivals import Arrivals, with_arrivals
+from jaxinfer.workload.lengths import BenchRequest, read_workload
 
 T = TypeVar("T", bound=Options)
 
 
-class WorkloadFiles(Options):
-    """Where a batch comes from and where its results go."""
+class Workload(Options):
+    """What is to be done.
+
+    Attributes:
+        input, output: of ``run``: where a batch comes from and where its results go.
+        trace: of ``compare``: JSONL of ``prompt_token_ids``, or CSV of lengths.
+        limit: take the trace's first requests only.
+        arrivals: when the trace's requests come in.
+    """
 
     input: str | None = None
     output: str | None = None
+    trace: str | None = None
+    limit: int | None = Field(default=None, ge=1)
+    arrivals: Arrivals = Arrivals()
+
+    @field_validator("arrivals", mode="before")
+    @classmethod
+    def _by_name(cls, value: object) -> object:
+        return {"kind": value} if isinstance(value, str) else value
+
+    def requests(self) -> list[BenchRequest]:
+        """The trace's requests with their times of arrival.
+
+        Raises:
+            JaxinferError: no trace is named, or it cannot be read.
+        """
+        if self.trace is None:
+            raise JaxinferError("no trace: give --workload, or workload.trace in the run file")
+        return with_arrivals(read_workload(self.trace)[: self.limit], self.arrivals)
 
 
 class MetricOptions(Options):
@@ -50,7 +77,7 @@ class RunFile(Options):
     instances: dict[str, InstanceConfig] = Field(default_factory=dict)
     links: tuple[LinkConfig, ...] = ()
     system: dict[str, Any] = Field(default_factory=lambda: {"name": "single"})
-    workload: WorkloadFiles = WorkloadFiles()
+    workload: Workload = Workload()
     metrics: MetricOptions = MetricOptions()
 
     def require_model(self) -> str:
@@ -78,7 +105,7 @@ class RunFile(Options):
 
 _SECTIONS: dict[str, type[Options]] = {
     "engine": EngineOptions,
-    "workload": WorkloadFiles,
+    "workload": Workload,
     "metrics": MetricOptions,
 }
 

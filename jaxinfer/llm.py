@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -12,12 +11,11 @@ from jaxinfer.config import RunFile, load_run_file
 from jaxinfer.continuations import Continuations
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options import EngineOptions
-from jaxinfer.report.metrics import RunMetrics, StepTotals, percentile
+from jaxinfer.report.metrics import RunMetrics, StepTotals, run_metrics
 from jaxinfer.report.progress import LoadProgress, RunProgress
 from jaxinfer.report.run_folder import RunFolder
 from jaxinfer.request import RequestOutput, Sampling, SamplingParams
 from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.devices import describe
 from jaxinfer.runtime.engine import Engine, load_cluster
 from jaxinfer.runtime.profile import prepare_times
 from jaxinfer.runtime.sampling_inputs import sampling_of
@@ -198,7 +196,7 @@ class LLM:
             JaxinferError: two requests have one id; or ``strict_shapes`` is set and a step was not
                 compiled ahead.
         """
-        group = Continuations(requests, self._cached_page_size)
+        group = Continuations(requests, self.cluster.cached_page_size)
         checks = {r.id: StopCheck(sampling_of(r), self.tokenizer) for r in requests}
         self._compile_samplers(requests, progress)
         totals = StepTotals()
@@ -231,10 +229,11 @@ class LLM:
                 elif folder and isinstance(event, TransferDone):
                     folder.add_transfer(event)
 
-            late = self._late_compiles
+            late = self.cluster.late_compiles
             # A run that fails leaves pages in use: the next one gets new pools.
-            kv, self._kv = self._kv or self._new_kv(), {}
             engines = self.cluster.engines
+            kv = self._kv or {name: engine.new_kv() for name, engine in engines.items()}
+            self._kv = {}
             instances = [
                 engine.new_instance(kv[name], self._fits.get(name))
                 for name, engine in engines.items()
@@ -248,65 +247,33 @@ class LLM:
                 shards.on_free = lambda: None  # The loop is not to outlive the run.
             self._kv = kv
             preemptions = sum(instance.num_preemptions for instance in instances)
-            metrics = self._metrics(group.num_parents, requests, world, totals, preemptions, late)
+            served = [(r, sampling_of(r).parent) for r in requests]
+            metrics = run_metrics(
+                served, totals, world.now(), self.ttft_counts_transfer,
+                preemptions=preemptions,
+                num_pages=sum(stage.plan.num_pages - 1 for stage in self.cluster.stages),
+                compiles=sum(stage.step.compiles for stage in self.cluster.stages),
+                compile_s=sum(stage.step.compile_s for stage in self.cluster.stages),
+                late_compiles=self.cluster.late_compiles - late,
+                waited_s=world.waited_s,
+                launching_s=world.launching_s,
+            )  # fmt: skip
             if folder:
-                folder.finish(asdict(metrics), self._overruns(), system.report())
+                folder.finish(asdict(metrics), self.cluster.take_overruns(), system.report())
         return metrics
 
     def reset_prefix_cache(self) -> None:
         """Forget all KV of earlier runs."""
         self._kv = {}
 
-    def _new_kv(self) -> dict[str, KVShards]:
-        return {name: engine.new_kv() for name, engine in self.cluster.engines.items()}
-
-    @property
-    def _cached_page_size(self) -> int | None:
-        """The largest page that the prefix cache of some instance shares, or None."""
-        plans = [engine.plan for engine in self.cluster.engines.values()]
-        sizes = [p.limits.page_size for p in plans if p.options.enable_prefix_caching]
-        return max(sizes, default=None)
-
-    def _overruns(self) -> dict[str, list[float]]:
-        """Of each instance with emulated stages, by how many seconds their steps were late."""
-        found = {}
-        for name, engine in self.cluster.engines.items():
-            if any(stage.emulate for stage in engine.worker.stages):
-                found[name] = [s for stage in engine.worker.stages for s in stage.overruns]
-                for stage in engine.worker.stages:
-                    stage.overruns = []
-        return found
-
-    @property
-    def _late_compiles(self) -> int:
-        engines = self.cluster.engines.values()
-        return sum(stage.step.late_compiles for e in engines for stage in e.worker.stages)
-
     def describe(self) -> dict[str, object]:
         """What runs where, as JSON values."""
-        described = {
-            name: {
-                "engine": engine.plan.options.model_dump(),
-                "stages": [
-                    {
-                        "group": group,
-                        "devices": [describe(device) for device in plan.devices],
-                        "layers": plan.layers.stop - plan.layers.start,
-                        "dtype": plan.dtype.name,
-                        "num_pages": plan.num_pages,
-                    }
-                    for plan, group in zip(engine.plans, engine.groups, strict=True)
-                ],
-                "max_model_len": engine.plan.max_model_len,
-            }
-            for name, engine in self.cluster.engines.items()
-        }
         return {
             "model": self.model,
             "system": dict(self.config.system),
             "ttft_counts_transfer": self.ttft_counts_transfer,
             "emulated": self.cluster.config.emulated,
-            "instances": described,
+            "instances": self.cluster.describe(),
         }
 
     def _generate(
@@ -378,48 +345,6 @@ class LLM:
             metrics=first.metrics,
             prompt_logprobs=prompt_logprobs,
             error=first.error,
-        )
-
-    def _metrics(
-        self,
-        num_requests: int,
-        requests: Sequence[RequestState],
-        world: RealWorld,
-        totals: StepTotals,
-        preemptions: int,
-        late_before: int,
-    ) -> RunMetrics:
-        wall = world.now()
-        done = [request for request in requests if request.error is None]
-        prompt_tokens = sum(request.prompt_len for request in done)
-        output_tokens = sum(len(request.output_token_ids) for request in done)
-        times = [(r.arrival, r.metrics.delivered(self.ttft_counts_transfer)) for r in done]
-        ttft = [tokens[0] - arrival for arrival, tokens in times if tokens]
-        tbt = [b - a for _, tokens in times for a, b in pairwise(tokens)]
-        engines = self.cluster.engines.values()
-        stages = [stage for engine in engines for stage in engine.worker.stages]
-        return RunMetrics(
-            requests=num_requests,
-            failed=num_requests - len({sampling_of(request).parent for request in done}),
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            cached_tokens=sum(request.metrics.num_cached_tokens or 0 for request in done),
-            wall_s=wall,
-            prompt_tok_s=prompt_tokens / wall,
-            output_tok_s=output_tokens / wall,
-            ttft_p50=percentile(ttft, 50),
-            ttft_p99=percentile(ttft, 99),
-            tbt_p50=percentile(tbt, 50),
-            tbt_p99=percentile(tbt, 99),
-            steps=totals.steps,
-            preemptions=preemptions,
-            peak_pages=totals.peak_pages,
-            num_pages=sum(stage.plan.num_pages - 1 for stage in stages),
-            compiles=sum(stage.step.compiles for stage in stages),
-            compile_s=sum(stage.step.compile_s for stage in stages),
-            late_compiles=self._late_compiles - late_before,
-            loop_s=wall - world.waited_s - world.launching_s,
-            launching_s=world.launching_s,
         )
 
 

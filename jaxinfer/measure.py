@@ -19,7 +19,7 @@ Record = dict[str, object]
 
 
 def measure(llm: LLM, work: Sequence[BenchRequest], source: str, run_dir: str) -> RunMetrics:
-    """One run: all requests at once, greedy, EOS ignored, nothing in the prefix cache.
+    """One run: greedy, EOS ignored, nothing in the prefix cache.
 
     Args:
         source: the file that the work comes from, for errors.
@@ -34,9 +34,12 @@ def measure(llm: LLM, work: Sequence[BenchRequest], source: str, run_dir: str) -
             item.prompt_len, llm.vocab_size, seed=index
         )
         try:
-            requests += llm.make_requests(str(index), tokens, params)
+            made = llm.make_requests(str(index), tokens, params)
         except JaxinferError as error:
             raise JaxinferError(f"{source}: request {index}: {error}") from None
+        for request in made:
+            request.arrival = request.metrics.arrival = item.arrival
+        requests += made
     llm.reset_prefix_cache()
     return llm.run(requests, _raise_error, run_dir=run_dir)
 

@@ -1,8 +1,8 @@
 """The options of one engine, for ``LLM``, run files and instances alike."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.validation import Options
@@ -23,6 +23,9 @@ class EngineOptions(Options):
             the memory available when the engine starts, for KV (default 0.2).
         max_num_seqs: requests that run at once, at most.
         max_num_batched_tokens: tokens computed in one step, at most.
+        token_buckets: token counts for which steps with prefill are compiled, the largest of them
+            ``max_num_batched_tokens``; by default down to 64, each a quarter of the next. A step
+            costs as much as its bucket.
         max_model_len: prompt and output tokens of one request, at most; by default what the
             model was made for.
         enable_prefix_caching: keep full pages after a request's end, and start requests that
@@ -40,6 +43,7 @@ class EngineOptions(Options):
     memory_fraction: float | None = Field(default=None, gt=0, le=1)
     max_num_seqs: int = Field(default=64, ge=1)
     max_num_batched_tokens: int = Field(default=512, ge=1)
+    token_buckets: tuple[Annotated[int, Field(ge=2)], ...] | None = None
     max_model_len: int | None = Field(default=None, ge=2)
     enable_prefix_caching: bool = True
     launch_ahead: bool = True
@@ -53,3 +57,19 @@ class EngineOptions(Options):
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least "
                 f"max_num_seqs, {self.max_num_seqs}: every running request decodes in one step"
             )
+        buckets = self.token_buckets
+        if buckets is not None and (
+            sorted(set(buckets)) != list(buckets)
+            or buckets[-1:] != (self.max_num_batched_tokens,)
+            or buckets[0] < self.max_num_seqs
+        ):
+            raise JaxinferError(
+                f"token_buckets is {list(buckets)}, must rise from max_num_seqs, "
+                f"{self.max_num_seqs}, or more to max_num_batched_tokens, "
+                f"{self.max_num_batched_tokens}"
+            )
+
+    @field_validator("token_buckets", mode="before")
+    @classmethod
+    def _as_tuple(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value

@@ -23,9 +23,9 @@ from jaxinfer.report.records import RunRecord
 Runs = Mapping[str, Sequence[RunRecord]]
 
 LEGEND = (
-    "Utilisation: share of the run in which some step ran on the group. Transfer hidden: time in "
-    "which the destination computed meanwhile; visible: the rest. Cut: share of a prompt that the "
-    "first instance computed, mean over finished requests."
+    "Busy: utilisation, the share of the run in which some step ran on the group. Transfer "
+    "hidden: its time in which the destination was computing; visible: the rest. Cut: the share "
+    "of a prompt that the first instance computed, mean over finished requests."
 )
 
 
@@ -69,7 +69,7 @@ class Figures:
 def figures(run: RunRecord) -> Figures:
     """The figures of one run."""
     done = [request for request in run.requests if request.error is None]
-    ttft = [request.ttft for request in run.requests if request.token_times]
+    ttft = [t for request in run.requests if (t := request.ttft) is not None]
     tbt = [gap for request in run.requests for gap in request.tbt]
     cuts = [request.cut / request.prompt_len for request in done]
     hidden_s = sum(t.hidden_s for t in run.transfers)
@@ -114,6 +114,11 @@ def emulation(runs: Runs) -> list[str]:
     return [f"{name}, emulated: {said}" for name, said in words.items() if said]
 
 
+def number_text(value: float) -> str:
+    """Three digits that count, and all before the point."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
 def comparison_table(runs: Runs) -> Table:
     """One row of medians per system; the caption says what was emulated, and what failed."""
     columns, rows = _cells(runs)
@@ -132,15 +137,18 @@ def comparison_table(runs: Runs) -> Table:
     return table
 
 
-def new_folder(folder: Path) -> None:
-    """Make the folder for ``write_comparison``; best called before the runs.
+def new_folder(folder: Path, besides: str | None = None) -> None:
+    """Make the folder for ``write_comparison``; best called before the runs, too.
+
+    Args:
+        besides: name of what may be in it already.
 
     Raises:
         JaxinferError: it cannot be made, or has something in it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        used = any(folder.iterdir())
+        used = any(entry.name != besides for entry in folder.iterdir())
     except OSError as error:
         raise JaxinferError(f"{folder}: cannot make the folder: {error.strerror}") from None
     if used:
@@ -157,12 +165,12 @@ def write_comparison(runs: Runs, folder: Path, command: str) -> list[Path]:
         command: the command line that made the runs.
 
     Raises:
-        JaxinferError: the folder has files in it, or cannot be made.
+        JaxinferError: the folder has more in it than ``runs``, or cannot be made.
     """
     # matplotlib takes a second to load.
     from jaxinfer.report.plots import latency_cdfs, throughput_bars, timeline
 
-    new_folder(folder)
+    new_folder(folder, besides="runs")
     texts = [folder / f"compare.{suffix}" for suffix in ("md", "csv", "json")]
     bars, cdfs = folder / "throughput.png", folder / "latency.png"
     throughput_bars(runs, bars)
@@ -224,14 +232,13 @@ def _cells(runs: Runs) -> tuple[list[str], list[list[str]]]:
     groups = list(dict.fromkeys(group for f in found.values() for group in f.utilisation))
     columns = [
         "system", "requests/s", "output tokens/s", "TTFT p50 / p99", "TBT p50 / p99",
-        *(f"utilisation of {group}" for group in groups),
-        "KV moved", "transfer hidden / visible", "mean cut",
+        *(f"{group} busy" for group in groups), "KV moved", "transfer hidden / visible", "mean cut",
     ]  # fmt: skip
     rows = []
     for name, f in found.items():
         has_transfers = f.hidden_s + f.visible_s > 0
         rows.append([
-            name, _number(f.requests_s), _number(f.output_tok_s),
+            name, number_text(f.requests_s), number_text(f.output_tok_s),
             f"{_seconds(f.ttft_p50)} / {_seconds(f.ttft_p99)}",
             f"{_seconds(f.tbt_p50)} / {_seconds(f.tbt_p99)}",
             *(_percent(f.utilisation.get(group)) for group in groups),
@@ -258,22 +265,19 @@ def _remarks(runs: Runs) -> list[str]:
     ]
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
-
-
 def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
+    return "-" if value is None else f"{number_text(100 * value)} %"
 
 
 def _seconds(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms"
+    return f"{number_text(value)} s" if value >= 1 else f"{number_text(value * 1000)} ms"
 
 
 def _bytes(value: float) -> str:
-    return f"{value / 2**30:,.2f} GiB" if value >= 2**30 else f"{value / 2**20:,.1f} MiB"
+    gib = value / 2**30
+    return f"{number_text(gib)} GiB" if gib >= 1 else f"{number_text(gib * 1024)} MiB"
 
 
 def _slugs(names: Iterable[str]) -> dict[str, str]:
@@ -323,7 +327,7 @@ def _markdown(runs: Runs, command: str) -> str:
     for name, rounds in runs.items():
         rates = sorted(map(_requests_s, rounds))
         shown = str(_median_index(rounds) + 1)
-        spread.append([name, str(len(rounds)), *map(_number, (rates[0], rates[-1])), shown])
+        spread.append([name, str(len(rounds)), *map(number_text, (rates[0], rates[-1])), shown])
     heading = ["system", "rounds", "least requests/s", "most requests/s", "round in the pictures"]
     lines = [
         f"# {_title(runs)}", "", "```sh", command, "```", "",

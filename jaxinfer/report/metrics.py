@@ -4,9 +4,12 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
+from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 
 
@@ -67,6 +70,50 @@ class RunMetrics:
     loop_s: float
     launching_s: float
     peak_rss_mib: float = field(default_factory=lambda: peak_rss_mib())
+
+
+def run_metrics(
+    served: Sequence[tuple[RequestState, str]],
+    totals: StepTotals,
+    wall_s: float,
+    ttft_counts_transfer: bool,
+    waited_s: float,
+    launching_s: float,
+    **given: Any,
+) -> RunMetrics:
+    """The figures of a run that has ended.
+
+    Args:
+        served: all requests, each with the id of the one it was made from.
+        waited_s: seconds in which the loop waited for devices and arrivals.
+        given: fields of ``RunMetrics`` that requests and steps do not tell.
+    """
+    done = [request for request, _ in served if request.error is None]
+    prompt_tokens = sum(request.prompt_len for request in done)
+    output_tokens = sum(len(request.output_token_ids) for request in done)
+    times = [(r.arrival, r.metrics.delivered(ttft_counts_transfer)) for r in done]
+    ttft = [tokens[0] - arrival for arrival, tokens in times if tokens]
+    tbt = [b - a for _, tokens in times for a, b in pairwise(tokens)]
+    parents = {parent for _, parent in served}
+    return RunMetrics(
+        requests=len(parents),
+        failed=len(parents) - len({parent for r, parent in served if r.error is None}),
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        cached_tokens=sum(request.metrics.num_cached_tokens or 0 for request in done),
+        wall_s=wall_s,
+        prompt_tok_s=prompt_tokens / wall_s,
+        output_tok_s=output_tokens / wall_s,
+        ttft_p50=percentile(ttft, 50),
+        ttft_p99=percentile(ttft, 99),
+        tbt_p50=percentile(tbt, 50),
+        tbt_p99=percentile(tbt, 99),
+        steps=totals.steps,
+        peak_pages=totals.peak_pages,
+        loop_s=wall_s - waited_s - launching_s,
+        launching_s=launching_s,
+        **given,
+    )
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:

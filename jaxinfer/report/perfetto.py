@@ -88,11 +88,11 @@ def _transfers(run: RunRecord) -> Iterator[Event]:
 
 
 def _requests(run: RunRecord) -> Iterator[Event]:
-    for request in run.requests:
-        yield from _request(request)
+    for number, request in enumerate(run.requests):
+        yield from _request(number, request)
 
 
-def _request(request: RequestRecord) -> Iterator[Event]:
+def _request(number: int, request: RequestRecord) -> Iterator[Event]:
     """One slice for all of it, and within it one up to the first token and one for the rest.
 
     The viewer puts rows of one name together, so all outer slices have the same.
@@ -102,7 +102,7 @@ def _request(request: RequestRecord) -> Iterator[Event]:
 
     def event(phase: str, name: str, time: int, **args: object) -> Event:
         return {
-            "ph": phase, "name": name, "cat": "request", "id": request.id, "tid": 0, "ts": time,
+            "ph": phase, "name": name, "cat": "request", "id": str(number), "tid": 0, "ts": time,
             "args": args,
         }  # fmt: skip
 

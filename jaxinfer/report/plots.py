@@ -3,11 +3,12 @@
 Colours are those of Okabe and Ito, which colour-blind readers can tell apart.
 """
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import fill
+from textwrap import fill, wrap
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -17,13 +18,14 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.report.comparison import Runs, emulation, figures, median_round
+from jaxinfer.report.comparison import Runs, emulation, figures, median_round, number_text
 from jaxinfer.report.perfetto import step_kind, transfer_lanes
 from jaxinfer.report.records import RunRecord
 
-WIDTH = 11.0  # Inches, at 150 dots each.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
-DASHES = ("-", "--", "-.", ":")
+WIDTH = 11.0  # Inches.
+DPI = 150
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#666666")
+DASHES = ("solid", (0, (5, 1.5)), (0, (6, 1.5, 1.2, 1.5)), (0, (1.5, 1)))
 # What a block of the timeline is, in words, and its colour.
 KINDS = {
     "prefill": ("prefill", "#0072B2"),
@@ -36,6 +38,14 @@ DEFAULT_WINDOW_S = 12.0
 MAX_BLOCKS = 160
 # Ratio of the largest to the smallest value from which on an axis is logarithmic.
 LOG_FROM = 30.0
+
+DOT: dict[str, Any] = {
+    "marker": "o",
+    "markersize": 6,
+    "color": "black",
+    "markeredgecolor": "white",
+    "linestyle": "none",
+}
 
 Block = tuple[str, float, float]  # Kind, start and end in seconds.
 
@@ -66,7 +76,7 @@ def timeline(
     start, stop = _window(run, lanes, start, stop)
     if not start < stop:
         raise JaxinferError(f"timeline of {run.name}: from {start:g} to {stop:g} s is no time")
-    figure = Figure(figsize=(WIDTH, 1.7 + 0.5 * len(lanes)), layout="constrained")
+    figure = _figure(1.4 + 0.5 * len(lanes), {run.name: [run]})
     axes = figure.subplots()
     kinds: set[str] = set()
     for row, lane in enumerate(lanes):
@@ -77,32 +87,35 @@ def timeline(
     axes.set_xlabel("time since the start of the run (s)")
     axes.grid(axis="x", color="0.85", linewidth=0.6)
     _bare(axes)
-    axes.set_title(f"{run.name}: {start:.1f} to {stop:.1f} s of {run.wall_s:.1f} s", loc="left")
+    axes.set_title(f"{run.name}: {start:.2f} to {stop:.2f} s of {run.wall_s:.2f} s", loc="left")
     handles = [Patch(color=c, label=label) for kind, (label, c) in KINDS.items() if kind in kinds]
     if handles:
         figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False)
-    _save(figure, path, {run.name: [run]})
+    figure.savefig(path, dpi=DPI, format="png")
     return figure
 
 
 def latency_cdfs(runs: Runs, path: str | Path) -> Figure:
     """Draw how TTFT and TBT are spread, of each system's round with the median requests/s."""
     chosen = {name: median_round(rounds) for name, rounds in runs.items()}
-    ttft = {n: [r.ttft for r in run.requests if r.token_times] for n, run in chosen.items()}
+    ttft = {n: [t for r in run.requests if (t := r.ttft) is not None] for n, run in chosen.items()}
     tbt = {n: [gap for r in run.requests for gap in r.tbt] for n, run in chosen.items()}
-    figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
+    columns = _legend_columns(runs)
+    figure = _figure(4.2 + 0.2 * math.ceil(len(runs) / columns), runs)
     left, right = figure.subplots(1, 2)
     _draw_cdfs(left, ttft, "time to first token (TTFT, s)", "share of requests")
     _draw_cdfs(right, tbt, "time between tokens (TBT, s)", "share of gaps")
     handles = [Line2D([], [], label=name, **_line(i)) for i, name in enumerate(runs)]
-    figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False)
-    _save(figure, path, runs)
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False)
+    figure.savefig(path, dpi=DPI, format="png")
     return figure
 
 
 def throughput_bars(runs: Runs, path: str | Path) -> Figure:
     """Draw each system's requests/s: a bar up to the median, a dot for each round."""
-    figure = Figure(figsize=(WIDTH, 1.6 + 0.5 * len(runs)), layout="constrained")
+    names = [fill(name, 30) for name in runs]
+    lines = max(name.count("\n") + 1 for name in names)
+    figure = _figure(1.3 + max(0.5, 0.2 * lines) * len(runs), runs)
     axes = figure.subplots()
     most = 0.0
     for row, rounds in enumerate(runs.values()):
@@ -110,20 +123,19 @@ def throughput_bars(runs: Runs, path: str | Path) -> Figure:
         middle, most = statistics.median(rates), max([most, *rates])
         axes.barh(row, middle, 0.66, color=COLOURS[row % len(COLOURS)])
         places = [row + 0.36 * ((i + 0.5) / len(rates) - 0.5) for i in range(len(rates))]
-        axes.plot(rates, places, "o", color="black", markeredgecolor="white", markersize=6)
+        axes.plot(rates, places, **DOT, clip_on=False)
         axes.annotate(
-            f"{middle:.3g}", (max(rates), row), (9, 0), textcoords="offset points", va="center"
+            number_text(middle), (max(rates), row), (9, 0), textcoords="offset points", va="center"
         )
-    axes.set_yticks(range(len(runs)), [fill(name, 24) for name in runs])
+    axes.set_yticks(range(len(runs)), names)
     axes.set_ylim(len(runs) - 0.5, -0.5)
     axes.set_xlim(0, 1.08 * most or 1.0)
     axes.set_xlabel("throughput (finished requests/s)")
     axes.grid(axis="x", color="0.85", linewidth=0.6)
     _bare(axes)
-    dot = Line2D([], [], marker="o", color="black", markeredgecolor="white", linestyle="")
-    handles = {"median of the rounds": Patch(color="0.6"), "one round": dot}
+    handles = {"median of the rounds": Patch(color="0.6"), "one round": Line2D([], [], **DOT)}
     figure.legend(handles.values(), handles, loc="outside upper right", ncols=2, frameon=False)
-    _save(figure, path, runs)
+    figure.savefig(path, dpi=DPI, format="png")
     return figure
 
 
@@ -209,12 +221,22 @@ def _log_axis(axes: Axes, ratio: float) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
+def _legend_columns(names: Collection[str]) -> int:
+    """How many names fit side by side: all of them, or columns as wide as the longest."""
+    handle, letter = 0.7, 0.075
+    if handle * len(names) + letter * sum(map(len, names)) < WIDTH:
+        return len(names)
+    return max(int(WIDTH / (handle + letter * max(map(len, names)))), 1)
+
+
 def _line(number: int) -> dict[str, Any]:
     """How the system of this number is drawn, everywhere: no two of 28 alike."""
     return {
         "color": COLOURS[number % len(COLOURS)],
         "linestyle": DASHES[number % len(DASHES)],
-        "linewidth": 1.8,
+        "linewidth": 2.0,
+        # What has gaps lies over what has none.
+        "zorder": 2.0 + 0.1 * (number % len(DASHES)),
     }
 
 
@@ -224,9 +246,10 @@ def _bare(axes: Axes) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _save(figure: Figure, path: str | Path, runs: Runs) -> None:
-    """Add what was emulated as a footnote, and write the PNG."""
-    if lines := emulation(runs):
-        note = "\n".join(fill(line, 160) for line in lines)
-        figure.supxlabel(note, x=0.01, ha="left", fontsize=9)
-    figure.savefig(path, dpi=150, format="png")
+def _figure(height: float, runs: Runs) -> Figure:
+    """A figure of this height in inches, and of what a footnote on emulation needs below."""
+    lines = [line for said in emulation(runs) for line in wrap(said, 150)]
+    figure = Figure(figsize=(WIDTH, height + 0.17 * len(lines)), layout="constrained")
+    if lines:
+        figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=9)
+    return figure

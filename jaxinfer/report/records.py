@@ -59,9 +59,9 @@ class RequestRecord:
     error: str | None
 
     @property
-    def ttft(self) -> float:
-        """Time to the first token since arrival."""
-        return self.token_times[0] - self.arrival
+    def ttft(self) -> float | None:
+        """Time to the first token since arrival; None where there was none."""
+        return self.token_times[0] - self.arrival if self.token_times else None
 
     @property
     def tbt(self) -> list[float]:
@@ -94,6 +94,8 @@ class RunRecord:
 def read_run(folder: str | Path, name: str | None = None) -> RunRecord:
     """Read a run's folder.
 
+    See ``run_folder.py``, which writes it.
+
     Args:
         name: what to call the run; by default its system's name.
 
@@ -104,6 +106,13 @@ def read_run(folder: str | Path, name: str | None = None) -> RunRecord:
     run = read_json(folder / "run.json")
     if run.get("status") != "finished":
         raise JaxinferError(f"{folder}: the run is {run.get('status')!r}, must be finished")
+    try:
+        return _read_finished(folder, run, name)
+    except (KeyError, TypeError, IndexError) as error:
+        raise JaxinferError(f"{folder}: damaged, {type(error).__name__}: {error}") from None
+
+
+def _read_finished(folder: Path, run: dict[str, Any], name: str | None) -> RunRecord:
     lines = _lines(folder / "steps.jsonl")
     steps = [line for line in lines if "request" not in line]
     transfers = [line for line in lines if "request" in line]

@@ -3,12 +3,12 @@
 import contextlib
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax
 
-from jaxinfer.cluster import GroupConfig
+from jaxinfer.cluster import ClusterConfig, GroupConfig
 from jaxinfer.errors import JaxinferError
 
 CACHE_FOLDER = Path("~/.cache/jaxinfer/compiled")
@@ -31,11 +31,7 @@ def open_groups(groups: Mapping[str, GroupConfig]) -> dict[str, list[jax.Device]
     Raises:
         JaxinferError: there are fewer, or none of the kind, or one is to play a slower GPU.
     """
-    wanted = sum(group.devices for group in groups.values() if group.platform != "gpu")
-    if wanted > max(jax.config.jax_num_cpu_devices, 1):  # type: ignore[attr-defined]
-        # JAX refuses once it has counted.
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", wanted)
+    _count(groups)
     taken: set[jax.Device] = set()
     opened = {}
     for name, group in groups.items():
@@ -52,6 +48,20 @@ def open_groups(groups: Mapping[str, GroupConfig]) -> dict[str, list[jax.Device]
         if group.emulate and opened[name][0].platform != "cpu":
             raise JaxinferError(f"group {name}: emulate works on CPU only, set platform: cpu")
     return opened
+
+
+def count_cpu_devices(clusters: Iterable[ClusterConfig]) -> None:
+    """Have JAX count as many CPU devices as the largest of several clusters needs."""
+    for cluster in clusters:
+        _count(cluster.groups)
+
+
+def _count(groups: Mapping[str, GroupConfig]) -> None:
+    wanted = sum(group.devices for group in groups.values() if group.platform != "gpu")
+    if wanted > max(jax.config.jax_num_cpu_devices, 1):  # type: ignore[attr-defined]
+        # JAX refuses once it has counted.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", wanted)
 
 
 def _devices(name: str, group: GroupConfig) -> list[jax.Device]:

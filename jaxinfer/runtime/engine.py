@@ -7,14 +7,14 @@ from itertools import permutations
 import jax
 import numpy as np
 
-from jaxinfer.cluster import ClusterConfig, InstanceConfig, LinkConfig, one_engine
+from jaxinfer.cluster import ClusterConfig, InstanceConfig, one_engine
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.models.stage import Layers, split
 from jaxinfer.options import EngineOptions
 from jaxinfer.runtime.converted import Shapes, restore
-from jaxinfer.runtime.devices import configure_jax, open_groups
+from jaxinfer.runtime.devices import configure_jax, describe, open_groups
 from jaxinfer.runtime.plan import Plan, make_plan, parameter_shapes
 from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.step import Parameters
@@ -73,6 +73,54 @@ class Cluster:
     engines: Mapping[str, Engine]
     routes: Mapping[tuple[str, str], Route]
 
+    @property
+    def stages(self) -> list[Stage]:
+        """Of all instances."""
+        return [stage for engine in self.engines.values() for stage in engine.worker.stages]
+
+    @property
+    def late_compiles(self) -> int:
+        """Steps compiled during runs."""
+        return sum(stage.step.late_compiles for stage in self.stages)
+
+    @property
+    def cached_page_size(self) -> int | None:
+        """The largest page that the prefix cache of some instance shares, or None."""
+        plans = [engine.plan for engine in self.engines.values()]
+        sizes = [p.limits.page_size for p in plans if p.options.enable_prefix_caching]
+        return max(sizes, default=None)
+
+    def take_overruns(self) -> dict[str, list[float]]:
+        """Of each emulated instance, by how many seconds steps were late since the last call."""
+        found = {}
+        for name, engine in self.engines.items():
+            emulated = [stage for stage in engine.worker.stages if stage.emulate]
+            if emulated:
+                found[name] = [late for stage in emulated for late in stage.overruns]
+            for stage in emulated:
+                stage.overruns = []
+        return found
+
+    def describe(self) -> dict[str, object]:
+        """What runs where, as JSON values."""
+        return {
+            name: {
+                "engine": engine.plan.options.model_dump(),
+                "max_model_len": engine.plan.max_model_len,
+                "stages": [
+                    {
+                        "group": group,
+                        "devices": [describe(device) for device in plan.devices],
+                        "layers": plan.layers.stop - plan.layers.start,
+                        "dtype": plan.dtype.name,
+                        "num_pages": plan.num_pages,
+                    }
+                    for plan, group in zip(engine.plans, engine.groups, strict=True)
+                ],
+            }
+            for name, engine in self.engines.items()
+        }
+
 
 def load_engine(checkpoint: Checkpoint, options: EngineOptions, progress: Progress) -> Engine:
     """One engine on the first devices; see ``load_cluster``."""
@@ -94,14 +142,21 @@ def load_cluster(checkpoint: Checkpoint, config: ClusterConfig, progress: Progre
     for name, stages in plans.items():
         worker = Worker([Stage(plan, next(parameters)) for plan in stages])
         groups = [place.group for place in config.instances[name].places]
+        for stage, before, here in zip(worker.stages[1:], groups, groups[1:], strict=False):
+            stage.link = config.link(before, here)
         engines[name] = Engine(name, worker, stages, groups)
         of = f" of {name}" if len(plans) > 1 else ""
         for left in worker.prepare():
             progress(f"compiling steps{of}", left)
     routes = {}
-    for source, dest in permutations(engines, 2):
-        link = _link(config, source, dest)
-        routes[source, dest] = Route(engines[source].worker, engines[dest].worker, link)
+    for source, dest in permutations(engines.values(), 2):
+        links = {
+            (i, j): link
+            for i, ours in enumerate(source.groups)
+            for j, theirs in enumerate(dest.groups)
+            if (link := config.link(ours, theirs))
+        }
+        routes[source.name, dest.name] = Route(source.worker, dest.worker, links)
     return Cluster(config, engines, routes)
 
 
@@ -141,11 +196,6 @@ def _split(total: int, counts: Sequence[int]) -> list[Layers]:
     if sum(counts) != total:
         raise JaxinferError(f"stages have {sum(counts)} layers, the model has {total}")
     return split(total, counts)
-
-
-def _link(config: ClusterConfig, source: str, dest: str) -> LinkConfig | None:
-    groups = {config.instances[name].places[0].group for name in (source, dest)}
-    return next((link for link in config.links if set(link.between) == groups), None)
 
 
 def load_parameters(checkpoint: Checkpoint, plans: Sequence[Plan]) -> list[Parameters]:

@@ -116,6 +116,7 @@ def make_plan(
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_pages=-(-max_model_len // options.page_size),
         page_size=options.page_size,
+        given_buckets=options.token_buckets,
     )
     weights = memory_of(parameters.values())
     each = memory_of(chain(*abstract_pages(wide, layers, 1, options.page_size, dtype, mesh)))

@@ -97,6 +97,7 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
             for stage, group in zip(engine.plans, engine.groups, strict=True)
         ],
         "chunk_tokens": options.max_num_batched_tokens,
+        "token_buckets": engine.plan.limits.token_buckets,
         "max_num_seqs": options.max_num_seqs,
         "max_model_len": plan.max_model_len,
         "page_size": options.page_size,

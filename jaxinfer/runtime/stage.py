@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
+from jaxinfer.cluster import LinkConfig
 from jaxinfer.runtime.kv_cache import allocate
 from jaxinfer.runtime.plan import Plan
 from jaxinfer.runtime.sampler import SamplerShape, Samples, SamplingInputs
@@ -21,6 +22,7 @@ class Stage:
     Attributes:
         kv: the pages; each step, and each transfer into them, replaces them.
         emulate: seconds that a step is to take on a slower device, or None.
+        link: between the stage before and this one, where that is emulated.
         overruns: seconds by which emulated steps were late, one for each that was.
     """
 
@@ -30,6 +32,7 @@ class Stage:
         self.parameters = parameters
         self.kv = allocate(plan.pages)
         self.emulate: Callable[[Batch], float] | None = None
+        self.link: LinkConfig | None = None
         self.overruns: list[float] = []
         previous = plan.step_arguments[2]
         self._previous_S = jax.device_put(
@@ -78,6 +81,10 @@ class Stage:
         )
         self._previous_S = samples.token_S
         return samples, prompt
+
+    def start_of(self, before: float, x_TD: jax.Array) -> float:
+        """When the hidden states of the stage before, which ended at ``before``, are here."""
+        return before + (self.link.seconds(x_TD.nbytes) if self.link else 0.0)
 
     def end_of(self, batch: Batch, start: float) -> float:
         """When a part of a step that is done now has ended, by ``time.perf_counter``.

@@ -49,12 +49,14 @@ class StepLimits:
 
     Attributes:
         max_pages: pages of the longest sequence.
+        given_buckets: see ``EngineOptions.token_buckets``.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_pages: int
     page_size: int
+    given_buckets: tuple[int, ...] | None = None
 
     @property
     def row_buckets(self) -> list[int]:
@@ -63,7 +65,9 @@ class StepLimits:
 
     @property
     def token_buckets(self) -> list[int]:
-        """Tokens where there is prefill: a quarter as many at each step down."""
+        """Tokens where there is prefill: a quarter as many at each step down, or as given."""
+        if self.given_buckets:
+            return list(self.given_buckets)
         return _ladder(self.max_num_batched_tokens, 4, smallest=64)
 
     @property

@@ -7,7 +7,7 @@ sizes, dtypes, tensor parallelism and pipeline cuts all the same case. Slabs hav
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -72,9 +72,18 @@ class Lane:
 
     Attributes:
         token_bytes: KV bytes per token.
+        link: where it is emulated, its speed: slabs land no sooner.
     """
 
-    def __init__(self, source: Stage, dest: Stage, source_shard: int, dest_shard: int) -> None:
+    def __init__(
+        self,
+        source: Stage,
+        dest: Stage,
+        source_shard: int,
+        dest_shard: int,
+        link: LinkConfig | None,
+    ) -> None:
+        self.link = link
         self.source, self.dest = source, dest
         self.source_shard, self.dest_shard = source_shard, dest_shard
         first = max(source.plan.layers.start, dest.plan.layers.start)
@@ -156,18 +165,19 @@ class Route:
     """From one instance to another: a thread that moves one slab after the other.
 
     Args:
-        link: where the link is emulated, its speed: slabs land no sooner.
+        links: by stages of source and destination, where they are emulated.
     """
 
-    def __init__(self, source: Worker, dest: Worker, link: LinkConfig | None = None) -> None:
+    def __init__(
+        self, source: Worker, dest: Worker, links: Mapping[tuple[int, int], LinkConfig]
+    ) -> None:
         self.lanes = [
-            Lane(ours, theirs, i, j)
+            Lane(ours, theirs, i, j, links.get((i, j)))
             for i, ours in enumerate(source.stages)
             for j, theirs in enumerate(dest.stages)
             if ours.plan.layers.overlaps(theirs.plan.layers)
         ]
         self.token_bytes = sum(lane.token_bytes for lane in self.lanes)
-        self._link = link
         self._queue: SimpleQueue[tuple[Slab, Callable[[Landed | Exception], None]]] = SimpleQueue()
         threading.Thread(target=self._move, daemon=True).start()
 
@@ -191,10 +201,11 @@ class Route:
                 array = jax.device_put(slab.array, slab.lane.dest_sharding)
                 array.block_until_ready()
                 end = time.perf_counter()
-                if self._link:
+                if link := slab.lane.link:
                     num_bytes = (slab.stop - slab.start) * slab.lane.token_bytes
-                    end = max(end, start + num_bytes / (self._link.gb_s * 1e9))
-                    time.sleep(max(end + self._link.latency_s - time.perf_counter(), 0))
+                    # The next slab leaves when this one's last byte has, not when it lands.
+                    end = max(end, start + link.seconds(num_bytes) - link.latency_s)
+                    time.sleep(max(end + link.latency_s - time.perf_counter(), 0))
                 post(Landed(slab, array, start, time.perf_counter()))
             except Exception as error:
                 post(error)

@@ -94,8 +94,12 @@ class Worker:
             step = self._queues[number].get()
             # Whatever fails here would otherwise leave the loop waiting for ever.
             try:
+                ready = step.time
+                if number:
+                    before = step.stages[-1][1]
+                    ready = self.stages[number].start_of(before, step.hidden[number - 1])
                 # A part launched ahead starts when the one before it has ended.
-                start = max(step.stages[-1][1] if step.stages else step.time, end)
+                start = max(ready, end)
                 if last:
                     samples = Samples(*map(np.asarray, step.samples))
                     found = step.prompt and Samples(*map(np.asarray, step.prompt))

@@ -17,6 +17,7 @@ from jaxinfer.serving.system import (
     Action,
     Assignment,
     ClusterView,
+    HandOffRule,
     InstanceView,
     Leg,
     RequestView,
@@ -34,7 +35,9 @@ class CronusOptions(Options):
         max_in_partial: requests in the PPI at most, so that each is cut by fresh statistics.
         candidates: lengths that the Balancer tries.
         refine: go on fitting the Balancer's coefficients from the steps of the run.
-        cut: a fixed share of each prompt for the PPI, in place of the Balancer's.
+        cut: a fixed share of each prompt for the PPI (a fraction), or a fixed number of tokens, in
+            place of the Balancer's.
+        hand_off: when the KV goes on; the paper's CPI fetches it on demand.
     """
 
     partial: str = "ppi"
@@ -42,7 +45,8 @@ class CronusOptions(Options):
     max_in_partial: int = Field(default=2, ge=1)
     candidates: int = Field(default=512, ge=1)
     refine: bool = False
-    cut: float | None = Field(default=None, ge=0, le=1)
+    cut: float | int | None = Field(default=None, ge=0)
+    hand_off: HandOffRule = "on_demand"
 
 
 @dataclass(frozen=True)
@@ -139,13 +143,15 @@ class Cronus(System):
         free = options.max_in_partial - cluster.instances[options.partial].num_requests
         assignments = []
         for request in list(waiting)[: max(free, 0)]:
-            legs = Leg(options.partial, self._cut(request, cluster)), Leg(options.chunked)
-            assignments.append(Assignment(request.id, legs))
+            first = Leg(options.partial, self._cut(request, cluster), options.hand_off)
+            assignments.append(Assignment(request.id, (first, Leg(options.chunked))))
         return assignments
 
     def _cut(self, request: RequestView, cluster: ClusterView) -> int:
-        if self.options.cut is not None:
-            return round(self.options.cut * request.prompt_len)
+        fixed = self.options.cut
+        if fixed is not None:
+            length = fixed if isinstance(fixed, int) else round(fixed * request.prompt_len)
+            return min(length, request.prompt_len)
         load = load_of(cluster.instances[self.options.chunked])
         prefill, mixed = self._fits(cluster)
         length = balance(prefill, mixed, load, request.prompt_len, self.options.candidates)

@@ -1,0 +1,66 @@
+"""Several systems on one workload, side by side: what ``jaxinfer compare`` runs."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jaxinfer.config import RunFile, load_run_file
+from jaxinfer.errors import JaxinferError
+from jaxinfer.llm import LLM
+from jaxinfer.measure import measure
+from jaxinfer.report.records import RunRecord, read_run
+from jaxinfer.runtime.devices import count_cpu_devices
+from jaxinfer.workload.lengths import BenchRequest
+
+
+def load_systems(
+    run_files: Sequence[str], systems: Sequence[str], settings: Sequence[str] = ()
+) -> dict[str, RunFile]:
+    """The run files to compare, by the names of their files.
+
+    Args:
+        systems: names of more run files in the first one's folder.
+        settings: as of ``load_run_file``, applied to each.
+
+    Raises:
+        JaxinferError: a file cannot be read, or two have one name.
+    """
+    folder = Path(run_files[0]).parent
+    paths = [Path(path) for path in run_files]
+    if systems:
+        paths = [folder / f"{name}.yaml" for name in systems]
+    configs = {path.stem: load_run_file(path, settings) for path in paths}
+    if len(configs) < len(paths):
+        raise JaxinferError(f"two of {', '.join(map(str, paths))} have one name")
+    return configs
+
+
+def compare_systems(
+    configs: Mapping[str, RunFile],
+    work: Sequence[BenchRequest],
+    folder: str | Path,
+    rounds: int = 1,
+    progress: bool = True,
+) -> dict[str, list[RunRecord]]:
+    """Run each system on the same work, in turns.
+
+    All are loaded at once, so that rounds interleave.
+
+    Args:
+        configs: by what to call the system.
+        folder: gets ``runs/NAME/N`` with each run's files.
+
+    Returns:
+        Each system's runs, in the order of the rounds.
+
+    Raises:
+        JaxinferError: a system cannot be loaded, or a request cannot be run.
+    """
+    count_cpu_devices(config.cluster() for config in configs.values())
+    loaded = {name: LLM.from_config(config, progress=progress) for name, config in configs.items()}
+    runs: dict[str, list[RunRecord]] = {name: [] for name in configs}
+    for number in range(1, rounds + 1):
+        for name, llm in loaded.items():
+            run_dir = Path(folder) / "runs" / name
+            measure(llm, work, name, str(run_dir))
+            runs[name].append(read_run(run_dir / str(number), name))
+    return runs

@@ -1,0 +1,233 @@
+"""Figures against hand-computed ones, and what the folder holds."""
+
+import csv
+import io
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jaxinfer import JaxinferError
+from jaxinfer.report.comparison import (
+    comparison_table,
+    emulation,
+    figures,
+    median_round,
+    medians,
+    new_folder,
+    number_text,
+    write_comparison,
+)
+from jaxinfer.report.records import RequestRecord, RunRecord
+
+COMMAND = "jaxinfer compare a.yaml b.yaml"
+
+
+def taking(run: RunRecord, *walls: float) -> list[RunRecord]:
+    """Rounds that differ in nothing but their length; 3 requests finish in each."""
+    return [replace(run, wall_s=wall) for wall in walls]
+
+
+def printed(runs: dict[str, list[RunRecord]]) -> list[str]:
+    text = io.StringIO()
+    Console(width=200, file=text).print(comparison_table(runs))
+    return text.getvalue().splitlines()
+
+
+def test_figures_by_hand(small_run: RunRecord) -> None:
+    f = figures(small_run)
+    assert (f.wall_s, f.requests_s, f.output_tok_s) == pytest.approx((10, 0.3, 0.6))
+    # TTFT 1, 1, 5; TBT 0.5, 1, 2: the 99th percentile is 0.98 of the way from second to third.
+    assert (f.ttft_p50, f.ttft_p99) == pytest.approx((1.0, 1 + 0.98 * 4))
+    assert (f.tbt_p50, f.tbt_p99) == pytest.approx((1.0, 1 + 0.98 * 1))
+    assert (f.num_bytes, f.hidden_s, f.visible_s) == pytest.approx((1400, 0.75, 0.75))
+    assert f.mean_cut == pytest.approx((50 / 100 + 0 + 20 / 80) / 3)
+    assert (f.preemptions, f.failed) == (3, 1)
+
+
+def test_rounded_times_leave_nothing_below_zero(small_run: RunRecord) -> None:
+    (one, _) = small_run.transfers
+    hidden = replace(one, start=0.1, end=0.3, hidden_s=0.200001)
+    assert figures(replace(small_run, transfers=(hidden,))).visible_s == 0
+
+
+def test_utilisation_counts_time_shared_by_instances_once(small_run: RunRecord) -> None:
+    # low: 0-2, 1-3, 3-4.5, 4-5 cover 0-5; high: 3-6, 6-7.
+    assert figures(small_run).utilisation == pytest.approx({"low": 0.5, "high": 0.4})
+    nested = replace(small_run.steps[0], stages=((0.5, 1.0),))
+    run = replace(small_run, steps=(*small_run.steps, nested))
+    assert figures(run).utilisation["low"] == pytest.approx(0.5)
+    idle = replace(small_run, groups=small_run.groups | {"c": ("spare",)})
+    assert figures(idle).utilisation["spare"] == 0
+
+
+def test_what_there_is_nothing_of_is_none(small_run: RunRecord) -> None:
+    first = RequestRecord("r0", 0.0, 100, (1.0,), 0, 0, None)
+    f = figures(replace(small_run, requests=(first,), transfers=()))
+    assert (f.ttft_p99, f.tbt_p50, f.tbt_p99, f.mean_cut) == (1.0, None, None, None)
+    assert (f.num_bytes, f.hidden_s, f.visible_s) == (0, 0, 0)
+    f = figures(replace(small_run, requests=small_run.requests[2:3]))
+    assert (f.requests_s, f.ttft_p50, f.mean_cut, f.failed) == (0, None, None, 1)
+    # A failed request's cut does not count; its tokens count for latencies.
+    failed = replace(small_run.requests[0], error="lost")
+    f = figures(replace(small_run, requests=(failed,)))
+    assert (f.mean_cut, f.output_tok_s, f.ttft_p50) == (None, 0, 1.0)
+
+
+def test_medians_are_per_figure(small_run: RunRecord) -> None:
+    rounds = taking(small_run, 10, 30, 20)
+    rounds[1] = replace(rounds[1], transfers=(), requests=rounds[1].requests[:1])
+    (f,) = medians({"x": rounds}).values()
+    # Rounds of 3 / 10, 1 / 30 and 3 / 20 requests/s.
+    assert (f.wall_s, f.requests_s) == pytest.approx((20, 0.15))
+    assert f.utilisation == pytest.approx({"low": 0.25, "high": 0.2})
+    assert (f.num_bytes, f.failed, f.preemptions) == (1400, 1, 3)
+    (f,) = medians({"x": taking(small_run, 10, 20)}).values()
+    assert f.requests_s == pytest.approx((0.3 + 0.15) / 2)
+
+
+def test_medians_are_over_the_rounds_that_have_the_figure(small_run: RunRecord) -> None:
+    uncut = replace(small_run.requests[1], token_times=(2.0,))
+    short = replace(small_run, requests=(uncut,))
+    (f,) = medians({"x": [short, small_run, short]}).values()
+    assert (f.mean_cut, f.tbt_p50) == pytest.approx((0.25, 1.0))
+    (f,) = medians({"x": [short, short]}).values()
+    assert (f.mean_cut, f.tbt_p50) == (None, None)
+
+
+def test_the_median_round_is_one_that_was_run(small_run: RunRecord) -> None:
+    assert median_round(taking(small_run, 10, 30, 20)).wall_s == 20
+    assert median_round(taking(small_run, 10, 30, 20, 40)).wall_s == 30
+    assert median_round(taking(small_run, 10)).wall_s == 10
+
+
+def test_emulation_is_said_once_or_per_system(small_run: RunRecord) -> None:
+    slowed = replace(small_run, emulated=("low: 3 times slower", "link: 2 GB/s"))
+    assert emulation({"x": [small_run], "y": [small_run]}) == []
+    both = {"x": [slowed, slowed], "y": [slowed]}
+    assert emulation(both) == ["emulated: low: 3 times slower; link: 2 GB/s"]
+    assert emulation({"x": [small_run], "y": [slowed]}) == [
+        "y, emulated: low: 3 times slower; link: 2 GB/s"
+    ]
+
+
+def test_the_table_has_a_row_per_system_and_a_column_per_group(small_run: RunRecord) -> None:
+    alone = replace(
+        small_run, groups={"a": ("mid",)}, steps=small_run.steps[:1], transfers=(),
+        requests=small_run.requests[1:2], emulated=("mid: [b] slower",),
+    )  # fmt: skip
+    lines = printed({"[b]": taking(small_run, 10, 20, 40), "alone": [alone]})
+    assert lines[0].strip() == "Serving systems on one workload, medians of 1 to 3 rounds"
+    assert [cell.strip() for cell in lines[1].split("  ") if cell.strip()] == [
+        "system", "requests/s", "output tokens/s", "TTFT p50 / p99", "TBT p50 / p99", "low busy",
+        "high busy", "mid busy", "KV moved", "transfer hidden / visible", "mean cut",
+    ]  # fmt: skip
+    assert [cell.strip() for cell in lines[2].split("  ") if cell.strip()] == [
+        "[b]", "0.150", "0.300", "1.00 s / 4.92 s", "1.00 s / 1.98 s", "25.0 %", "20.0 %", "-",
+        "0.00134 MiB", "750 ms / 750 ms", "25.0 %",
+    ]  # fmt: skip
+    assert [cell.strip() for cell in lines[3].split("  ") if cell.strip()] == [
+        "alone", "0.100", "0.200", "1.00 s / 1.00 s", "500 ms / 500 ms", "-", "-", "20.0 %", "-",
+        "-", "-",
+    ]  # fmt: skip
+    assert [line.strip() for line in lines[4:]] == [
+        "alone, emulated: mid: [b] slower",
+        "[b]: 3 failed requests",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0.00"), (0.01234, "0.0123"), (9.876, "9.88"), (99.96, "100"), (12345.6, "12,346")],
+)
+def test_numbers_keep_three_digits(value: float, text: str) -> None:
+    assert number_text(value) == text
+
+
+def test_csv_and_json_hold_the_figures_exactly(small_run: RunRecord, tmp_path: Path) -> None:
+    uncut = replace(small_run.requests[1], token_times=(2.0,))
+    other = replace(small_run, groups={"a": ("mid",)}, steps=(), requests=(uncut,))
+    runs = {"x": taking(small_run, 10, 30, 20), "y": [other]}
+    write_comparison(runs, tmp_path, COMMAND)
+
+    with (tmp_path / "compare.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["system"], row["round"]) for row in rows] == [
+        ("x", "1"), ("x", "2"), ("x", "3"), ("y", "1"),
+    ]  # fmt: skip
+    for row, run in zip(rows, [*runs["x"], other], strict=True):
+        values = asdict(figures(run))
+        shares = values.pop("utilisation")
+        for name, value in values.items():
+            assert row[name] == "" if value is None else float(row[name]) == value
+        for group in ("low", "high", "mid"):
+            text = row[f"utilisation {group}"]
+            assert text == "" if group not in shares else float(text) == shares[group]
+    assert rows[3]["tbt_p50"] == rows[3]["mean_cut"] == ""
+
+    document = json.loads((tmp_path / "compare.json").read_text())
+    assert document["command"] == COMMAND
+    assert list(document["systems"]) == ["x", "y"]
+    x = document["systems"]["x"]
+    assert x["rounds"] == [asdict(figures(run)) for run in runs["x"]]
+    assert x["median"] == asdict(medians(runs)["x"])
+    assert document["systems"]["y"]["median"]["tbt_p50"] is None
+
+
+def test_markdown_tells_command_rounds_spread_and_emulation(
+    small_run: RunRecord, tmp_path: Path
+) -> None:
+    slowed = replace(small_run, emulated=("low: 3 times slower",))
+    runs = {"high|low": taking(slowed, 10, 40, 20, 30), "y": taking(slowed, 10)}
+    paths = write_comparison(runs, tmp_path / "new" / "folder", COMMAND)
+    text = paths[0].read_text(encoding="utf-8")
+    assert f"```sh\n{COMMAND}\n```" in text
+    assert "\n- emulated: low: 3 times slower\n" in text
+    assert "\n- high|low: 4 failed requests\n" in text
+    # Of 0.3, 0.075, 0.15 and 0.1 requests/s, the middle two are those of rounds 4 and 3.
+    assert "| high\\|low | 0.125 | 0.250 |" in text
+    assert "| high\\|low | 4 | 0.0750 | 0.300 | 4 |" in text
+    assert "| y | 1 | 0.300 | 0.300 | 1 |" in text
+
+
+def test_every_file_is_there_and_linked(small_run: RunRecord, tmp_path: Path) -> None:
+    names = ["Cronus (fixed cut)", "cronus fixed cut", "../x", "\N{GREEK SMALL LETTER ALPHA}"]
+    paths = write_comparison({name: [small_run] for name in names}, tmp_path, COMMAND)
+    slugs = ["cronus-fixed-cut", "cronus-fixed-cut-2", "x", "system"]
+    linked = ["throughput.png", "latency.png"]
+    linked += [file for s in slugs for file in (f"timeline-{s}.png", f"trace-{s}.json")]
+    expected = ["compare.md", "compare.csv", "compare.json", *linked]
+    assert [path.relative_to(tmp_path).as_posix() for path in paths] == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(expected)
+    text = paths[0].read_text(encoding="utf-8")
+    assert all(f"]({name})" in text for name in linked)
+    trace = json.loads((tmp_path / "trace-x.json").read_text())
+    assert trace["otherData"]["system"] == "../x"
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(small_run: RunRecord, tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("mine")
+    with pytest.raises(JaxinferError) as error:
+        write_comparison({"x": [small_run]}, tmp_path, COMMAND)
+    assert str(error.value) == f"{tmp_path}: has files in it, must be a new or an empty folder"
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    with pytest.raises(JaxinferError, match="kept: cannot make the folder: File exists"):
+        new_folder(tmp_path / "kept")
+
+
+def test_the_runs_may_lie_in_the_folder_that_is_written(
+    small_run: RunRecord, tmp_path: Path
+) -> None:
+    folder = tmp_path / "a" / "b"
+    new_folder(folder)
+    new_folder(folder)
+    (folder / "runs").mkdir()
+    write_comparison({"x": [small_run]}, folder, COMMAND)
+    (folder / "compare.md").read_text(encoding="utf-8")
+    with pytest.raises(JaxinferError, match="must be a new or an empty folder"):
+        write_comparison({"x": [small_run]}, folder, COMMAND)
+    (tmp_path / "c" / "runs").mkdir(parents=True)
+    with pytest.raises(JaxinferError, match="must be a new or an empty folder"):
+        new_folder(tmp_path / "c")
