@@ -72,6 +72,7 @@ class LLM:
             self._fits = prepare_times(self.cluster, self.model, system.needs_fits, bar.update)
         self._num_requests = 0
         self._kv: dict[str, KVShards] = {}
+        self._lost: dict[str, str] = {}
 
     @property
     def engine(self) -> Engine:
@@ -196,6 +197,8 @@ class LLM:
             JaxinferError: two requests have one id; or ``strict_shapes`` is set and a step was not
                 compiled ahead.
         """
+        for name, reason in self._lost.items():
+            raise JaxinferError(f"instance {name} was lost, load the model again: {reason}")
         group = Continuations(requests, self.cluster.cached_page_size)
         checks = {r.id: StopCheck(sampling_of(r), self.tokenizer) for r in requests}
         self._compile_samplers(requests, progress)
@@ -240,9 +243,10 @@ class LLM:
             ]
             system = make_system(self.config.system, engines)
             workers = {name: engine.worker for name, engine in engines.items()}
-            world = RealWorld(workers, group.at_once, self.cluster.routes)
+            world = RealWorld(workers, group.at_once, self.cluster.routes, self.config.watchdog_s)
             loop = ServingLoop(world, instances, system, check_stop, on_finish, on_event)
             loop.run()
+            self._lost |= world.lost
             for shards in kv.values():
                 shards.on_free = lambda: None  # The loop is not to outlive the run.
             self._kv = kv
@@ -259,7 +263,9 @@ class LLM:
                 launching_s=world.launching_s,
             )  # fmt: skip
             if folder:
-                folder.finish(asdict(metrics), self.cluster.take_overruns(), system.report())
+                folder.finish(
+                    asdict(metrics), self.cluster.take_overruns(), world.lost, system.report()
+                )
         return metrics
 
     def reset_prefix_cache(self) -> None:

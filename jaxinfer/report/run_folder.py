@@ -97,12 +97,14 @@ class RunFolder:
         self,
         metrics: Mapping[str, object],
         overruns: Mapping[str, Sequence[float]],
+        lost: Mapping[str, str],
         system: Mapping[str, object],
     ) -> None:
         """Complete all files.
 
         Args:
             overruns: instance -> seconds by which its emulated steps were late.
+            lost: instances that have failed, and why.
             system: what the system reports.
         """
         for transfer in list(self._transfers):
@@ -111,6 +113,7 @@ class RunFolder:
             name: {"steps": len(late), "seconds": round(sum(late), 3)}
             for name, late in overruns.items()
         }
+        self._run["lost"] = dict(lost)
         self._run["system_report"] = dict(system)
         self._write("finished", metrics)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxinfer.request import Sampling, SamplingParams
 from jaxinfer.runtime.step_inputs import StepLimits, StepShape
-from jaxinfer.runtime.worker import Worker
+from jaxinfer.runtime.worker import Failed, Worker
 from jaxinfer.serving.page_pool import KVShards
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Batch, Row, StepDone
@@ -109,13 +109,13 @@ def measure(worker: Worker, kv: KVShards, parts: Sequence[Part], repeats: int) -
         kv: empty pools.
     """
     batch = _batch(kv, parts)
-    posted: SimpleQueue[StepDone | Exception] = SimpleQueue()
+    posted: SimpleQueue[StepDone | Failed] = SimpleQueue()
     runs = []
     for _ in range(repeats + 1):
         worker.launch(batch, 0.0, posted.put)
         done = posted.get()
-        if isinstance(done, Exception):
-            raise done
+        if isinstance(done, Failed):
+            raise done.error
         runs.append([end - start for start, end in done.stages])
     for row in batch.rows:
         row.hold.release()

@@ -23,7 +23,7 @@ from jaxinfer.models.sharding import HEADS_AXIS
 from jaxinfer.pallas_kernels.reference import write_kv
 from jaxinfer.runtime.plan import Plan
 from jaxinfer.runtime.stage import Stage
-from jaxinfer.runtime.worker import Worker
+from jaxinfer.runtime.worker import Failed, Worker
 from jaxinfer.serving.transfer import Transfer
 
 SLAB_TOKENS = 256
@@ -178,10 +178,10 @@ class Route:
             if ours.plan.layers.overlaps(theirs.plan.layers)
         ]
         self.token_bytes = sum(lane.token_bytes for lane in self.lanes)
-        self._queue: SimpleQueue[tuple[Slab, Callable[[Landed | Exception], None]]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Slab, Callable[[Landed | Failed], None]]] = SimpleQueue()
         threading.Thread(target=self._move, daemon=True).start()
 
-    def send(self, transfer: Transfer, post: Callable[[Landed | Exception], None]) -> int:
+    def send(self, transfer: Transfer, post: Callable[[Landed | Failed], None]) -> int:
         """Start moving; ``post`` gets each slab as it lands. Returns their number, at once."""
         starts = range(transfer.start, transfer.stop, SLAB_TOKENS)
         for start in starts:
@@ -208,4 +208,4 @@ class Route:
                     time.sleep(max(end + link.latency_s - time.perf_counter(), 0))
                 post(Landed(slab, array, start, time.perf_counter()))
             except Exception as error:
-                post(error)
+                post(Failed(slab.transfer.source, error))

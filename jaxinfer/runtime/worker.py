@@ -24,7 +24,16 @@ from jaxinfer.runtime.step_inputs import build_inputs, row_starts
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Batch, StepDone
 
-Post = Callable[[StepDone | Exception], None]
+
+@dataclass(frozen=True)
+class Failed:
+    """An instance can do no more."""
+
+    instance: str
+    error: Exception
+
+
+Post = Callable[[StepDone | Failed], None]
 
 
 @dataclass
@@ -112,7 +121,7 @@ class Worker:
                 else:
                     self._queues[number + 1].put(step)
             except Exception as error:
-                step.post(error)
+                step.post(Failed(step.batch.instance, error))
 
 
 def _step_done(step: _Launched, samples: Samples, prompt: Samples | None) -> StepDone:

@@ -6,12 +6,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.transfer import Landed, Route
-from jaxinfer.runtime.worker import Worker
+from jaxinfer.runtime.worker import Failed, Worker
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.transfer import Transfer
-from jaxinfer.serving.world import Arrival, Batch, Event, StepDone, Tick, TransferDone
+from jaxinfer.serving.world import Arrival, Batch, Event, InstanceLost, StepDone, Tick, TransferDone
 
 
 class RealWorld:
@@ -20,11 +20,14 @@ class RealWorld:
     Args:
         workers: by instance name.
         routes: by names of source and destination.
+        watchdog_s: an instance that has work and reports nothing for so long is given up; None
+            waits for ever.
         requests: each arrives at its ``arrival``, in seconds from the world's creation.
 
     Attributes:
         waited_s: seconds spent waiting for devices and arrivals.
         launching_s: seconds spent on building and launching steps.
+        lost: instances that have failed, and why.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class RealWorld:
         workers: Mapping[str, Worker],
         requests: Iterable[RequestState],
         routes: Mapping[tuple[str, str], Route] | None = None,
+        watchdog_s: float | None = None,
     ) -> None:
         self.waited_s = 0.0
         self.launching_s = 0.0
@@ -41,11 +45,16 @@ class RealWorld:
         self._arrivals: deque[RequestState] = deque()
         self.add(requests)
         self._ticks: list[float] = []
-        self._posted: queue.SimpleQueue[StepDone | Landed | Exception] = queue.SimpleQueue()
+        self._watchdog_s = watchdog_s
+        self._posted: queue.SimpleQueue[StepDone | Landed | Failed] = queue.SimpleQueue()
         # Of each transfer under way, the slabs still to land and when the first one left.
-        self._slabs_left: dict[int, int] = {}
-        self._left_at: dict[int, float] = {}
-        self._in_flight = 0
+        self._slabs_left: dict[Transfer, int] = {}
+        self._left_at: dict[Transfer, float] = {}
+        # Of each instance with steps or outgoing transfers under way: how many, and since when
+        # nothing has come of them.
+        self._under_way: dict[str, int] = {}
+        self._quiet_since: dict[str, float] = {}
+        self.lost: dict[str, str] = {}
 
     def now(self) -> float:
         """Seconds since the world's creation."""
@@ -68,8 +77,13 @@ class RealWorld:
     def launch(self, batch: Batch) -> None:
         """Start a step on the instance's worker."""
         start = time.perf_counter()
-        self._workers[batch.instance].launch(batch, self._origin, self._posted.put)
-        self._in_flight += 1
+        self._begin(batch.instance)
+        try:
+            self._workers[batch.instance].launch(batch, self._origin, self._posted.put)
+        except JaxinferError:
+            raise
+        except Exception as error:
+            self._posted.put(Failed(batch.instance, error))
         self.launching_s += time.perf_counter() - start
 
     def start_transfer(self, transfer: Transfer) -> None:
@@ -78,9 +92,23 @@ class RealWorld:
             raise JaxinferError("the real world has all KV heads of a stage in one pool")
         start = time.perf_counter()
         route = self._routes[transfer.source, transfer.dest]
-        self._slabs_left[id(transfer)] = route.send(transfer, self._posted.put)
-        self._in_flight += 1
+        self._begin(transfer.source)
+        try:
+            self._slabs_left[transfer] = route.send(transfer, self._posted.put)
+        except Exception as error:
+            self._posted.put(Failed(transfer.source, error))
         self.launching_s += time.perf_counter() - start
+
+    def _begin(self, instance: str) -> None:
+        count = self._under_way.get(instance, 0)
+        self._under_way[instance] = count + 1
+        if not count:
+            self._quiet_since[instance] = time.perf_counter()
+
+    def _end(self, instance: str) -> None:
+        self._under_way[instance] -= 1
+        if not self._under_way[instance]:
+            del self._under_way[instance]
 
     def wake_at(self, time: float) -> None:
         """Ask for a Tick."""
@@ -90,21 +118,37 @@ class RealWorld:
         """What has happened since the last call; waits for the first event.
 
         Raises:
-            Exception: what a step has failed with.
+            Exception: what a step has failed with, where there is but one instance.
         """
         start = time.perf_counter()
         events = self._due_by_clock()
-        while not events and (self._in_flight or self._next_by_clock() is not None):
+        while not events and (self._under_way or self._next_by_clock() is not None):
             due = self._next_by_clock()
             timeout = None if due is None else max(due - self.now(), 0)
+            if self._under_way and self._watchdog_s:
+                timeout = min(timeout or self._watchdog_s, self._watchdog_s)
             try:
                 events += self._take(self._posted.get(timeout=timeout))
             except queue.Empty:
-                events = self._due_by_clock()
+                events = self._due_by_clock() + self._given_up()
         while not self._posted.empty():
             events += self._take(self._posted.get())
         self.waited_s += time.perf_counter() - start
         return events
+
+    def _given_up(self) -> list[Event]:
+        """Instances that have been quiet for too long."""
+        if not self._watchdog_s:
+            return []
+        before = time.perf_counter() - self._watchdog_s
+        quiet = [name for name in self._under_way if self._quiet_since[name] <= before]
+        why = f"it has not reported for {self._watchdog_s:g} s"
+        return [self._lose(name, why) for name in quiet]
+
+    def _lose(self, instance: str, reason: str) -> InstanceLost:
+        self.lost[instance] = reason
+        self._under_way.pop(instance, None)
+        return InstanceLost(instance, reason)
 
     def _next_by_clock(self) -> float | None:
         times = self._ticks[:1]
@@ -122,26 +166,43 @@ class RealWorld:
             events.append(Tick())
         return events
 
-    def _take(self, posted: StepDone | Landed | Exception) -> list[Event]:
+    def _take(self, posted: StepDone | Landed | Failed) -> list[Event]:
         match posted:
-            case Exception():
-                raise posted
+            case Failed():
+                return self._fail(posted)
             case StepDone():
-                self._in_flight -= 1
+                if posted.instance in self.lost:
+                    return []
+                self._quiet_since[posted.instance] = time.perf_counter()
+                self._end(posted.instance)
                 return [posted]
         return self._place(posted)
+
+    def _fail(self, failed: Failed) -> list[Event]:
+        """An error is raised where it is the user's mistake, or nobody could go on."""
+        error = failed.error
+        if isinstance(error, JaxinferError) or len(self._workers) == 1:
+            raise error
+        if failed.instance in self.lost:
+            return []
+        return [self._lose(failed.instance, f"{type(error).__name__}: {one_line(error)}")]
 
     def _place(self, landed: Landed) -> list[Event]:
         """Write a slab to its pages; steps launched from here on read them."""
         transfer, lane = landed.slab.transfer, landed.slab.lane
-        lane.place(landed.slab, landed.array)
-        key = id(transfer)
-        left_at = self._left_at.setdefault(key, landed.start)
-        self._slabs_left[key] -= 1
-        if self._slabs_left[key]:
+        if transfer.source in self.lost:
+            return []  # Its destination's pages may be another request's by now.
+        self._quiet_since[transfer.source] = time.perf_counter()
+        if transfer.dest not in self.lost:
+            lane.place(landed.slab, landed.array)
+        left_at = self._left_at.setdefault(transfer, landed.start)
+        self._slabs_left[transfer] -= 1
+        if self._slabs_left[transfer]:
             return []
-        del self._slabs_left[key], self._left_at[key]
-        self._in_flight -= 1
+        del self._slabs_left[transfer], self._left_at[transfer]
+        self._end(transfer.source)
+        if transfer.dest in self.lost:
+            return []
         route = self._routes[transfer.source, transfer.dest]
         num_bytes = (transfer.stop - transfer.start) * route.token_bytes
         start, end = left_at - self._origin, landed.end - self._origin

@@ -172,6 +172,13 @@ class Instance:
                 return False
         return True
 
+    def remove(self, request: RequestState) -> None:
+        """Take a request out of wherever it is here; its pages are the caller's to free."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self.importing.pop(request.id, None)
+        self.running.pop(request.id, None)
+
     def preempt(self, request: RequestState) -> None:
         """Drop a running request's KV; it is recomputed here, from the head of the queue."""
         del self.running[request.id]

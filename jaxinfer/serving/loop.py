@@ -1,11 +1,12 @@
 """The serving loop: one loop for every system and both worlds."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import FinishReason
 from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.loss import Alive, LostInstance, detach
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import (
     Action,
@@ -20,7 +21,7 @@ from jaxinfer.serving.system import (
     System,
 )
 from jaxinfer.serving.transfer import HandOffs
-from jaxinfer.serving.world import Arrival, Event, StepDone, Tick, TransferDone, World
+from jaxinfer.serving.world import Arrival, Event, InstanceLost, StepDone, Tick, TransferDone, World
 from jaxinfer.validation import did_you_mean
 
 Stop = tuple[FinishReason, int | str | None]
@@ -41,7 +42,7 @@ class ServingLoop:
         check_stop: called with each token that has reached the host; a reason ends the request.
         on_finish: called once per request: ``finish_reason`` and, for one that could never
             fit, ``error`` are set.
-        on_event: called with each StepDone and TransferDone once it has been committed.
+        on_event: called with each StepDone, TransferDone and InstanceLost once it is committed.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class ServingLoop:
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.world = world
-        self.instances: Mapping[str, Instance] = {i.name: i for i in instances}
+        self.instances: dict[str, Instance] = {i.name: i for i in instances}
+        self.lost: dict[str, str] = {}
         self.system = system
         self.hand_offs = HandOffs(world, self.instances)
         self.unrouted: dict[str, RequestState] = {}
@@ -84,6 +86,10 @@ class ServingLoop:
             while not self._in_flight and (self._take_roles() or self._drop_unfetched()):
                 self._decide()
             if not self._in_flight and not self.world.arrivals_left():
+                if self.live and self.lost:
+                    self._give_up()
+                    if self._in_flight:
+                        continue
                 if not self.live:
                     return
                 if self.system.tick_interval is None:
@@ -111,10 +117,10 @@ class ServingLoop:
 
     @property
     def _in_flight(self) -> int:
-        return self._steps_in_flight + self.hand_offs.in_flight
+        return self._steps_in_flight + len(self.hand_offs.moving)
 
     def _view(self) -> ClusterView:
-        return ClusterView(self.world.now(), self.instances)
+        return ClusterView(self.world.now(), Alive(self.instances, self.lost))
 
     # Events: the only places where time moves a request on.
 
@@ -124,7 +130,7 @@ class ServingLoop:
                 self._commit_step(event)
                 self._on_event(event)
                 if self._watches_steps:
-                    self._act(self.system.on_step(event, self._view()))
+                    self._act(lambda: self.system.on_step(event, self._view()))
             case TransferDone():
                 self._commit_transfer(event)
                 self._on_event(event)
@@ -134,7 +140,10 @@ class ServingLoop:
                 self.live[event.request.id] = event.request
                 self.unrouted[event.request.id] = event.request
             case Tick():
-                self._act(self.system.on_tick(self._view()))
+                self._act(lambda: self.system.on_tick(self._view()))
+            case InstanceLost():
+                self._lose(event)
+                self._on_event(event)
             case _:
                 self._changed[event.instance] = None
 
@@ -210,9 +219,7 @@ class ServingLoop:
         self, request: RequestState, reason: FinishReason, detail: int | str | None
     ) -> None:
         if request.legs:
-            here = self.instances[request.legs[0].instance]
-            here.running.pop(request.id, None)
-            here.importing.pop(request.id, None)
+            self.instances[request.legs[0].instance].remove(request)
         request.finish_reason, request.stop_reason = reason, detail
         self.hand_offs.release_export(request)
         if request.hold:
@@ -224,11 +231,49 @@ class ServingLoop:
         del self.live[request.id]
         self._on_finish(request)
 
+    def _lose(self, event: InstanceLost) -> None:
+        lost = self.instances[event.instance]
+        self.lost[lost.name] = event.reason
+        self._steps_in_flight -= lost.in_flight
+        adrift = detach(lost, self.instances, self.live.values(), self.hand_offs)
+        del self.instances[lost.name]
+        lost.kv.on_free = lambda: None
+        self._draining.pop(lost.name, None)
+        self._changed = dict.fromkeys(self.instances)
+        self.unrouted = {request.id: request for request in adrift} | self.unrouted
+
+    def _give_up(self) -> None:
+        """After a loss the system has stalled: fail what it does not route, or else all."""
+        lost = next(reversed(self.lost))
+        self._fail_all(self.unrouted.values(), lost)
+        self._decide()
+        if not self._in_flight:
+            self._fail_all(self.live.values(), lost)
+
+    def _fail_all(self, requests: Iterable[RequestState], lost: str) -> None:
+        for request in list(requests):
+            request.error = (
+                f"request {request.id!r}: instance {lost!r} was lost, and the system has no other "
+                f"for it: {self.lost[lost]}"
+            )
+            self._finish(request, "error", None)
+
     # Decisions: routing, actions, launches.
 
     def _route(self) -> None:
-        for assignment in list(self.system.route(self.unrouted.values(), self._view())):
-            self._assign(assignment)
+        if not self.instances:
+            self._fail_all(self.unrouted.values(), next(reversed(self.lost)))
+            return
+        try:
+            assignments = list(self.system.route(self.unrouted.values(), self._view()))
+        except LostInstance as error:
+            self._fail_all(self.unrouted.values(), error.args[0])
+            return
+        for assignment in assignments:
+            try:
+                self._assign(assignment)
+            except LostInstance as error:
+                self._fail_all([self.unrouted[assignment.request]], error.args[0])
 
     def _assign(self, assignment: Assignment) -> None:
         request = self.unrouted.get(assignment.request)
@@ -247,6 +292,8 @@ class ServingLoop:
         self._changed[legs[0].instance] = None
 
     def _instance(self, name: str) -> Instance:
+        if name in self.lost:
+            raise LostInstance(name)
         if name not in self.instances:
             known = did_you_mean(name, self.instances)
             raise JaxinferError(f"system names instance {name!r}: {known}")
@@ -277,28 +324,34 @@ class ServingLoop:
                 )
         return None
 
-    def _act(self, actions: Iterable[Action]) -> None:
-        for action in list(actions):
-            if isinstance(action, SetRole):
-                self._instance(action.instance).next_role = action.role
-                self._draining[action.instance] = None
-                continue
-            request = self.live.get(action.request)
-            if request is None:
-                continue  # It ended in the step that the system answers.
-            match action:
-                case Pause():
-                    request.paused = True
-                case Resume():
-                    request.paused = False
-                case Reassign():
-                    self._reassign(request, action.legs)
-                case MoveSlices() if self._runs(request) and not request.slice_move:
-                    self.hand_offs.ask_slice_move(request, action)
-                case _:
-                    continue
-            if request.legs:
-                self._changed[request.legs[0].instance] = None
+    def _act(self, ask: Callable[[], Iterable[Action]]) -> None:
+        try:
+            for action in list(ask()) if self.instances else ():
+                self._do(action)
+        except LostInstance:
+            pass  # The system had something in mind for an instance that is no more.
+
+    def _do(self, action: Action) -> None:
+        if isinstance(action, SetRole):
+            self._instance(action.instance).next_role = action.role
+            self._draining[action.instance] = None
+            return
+        request = self.live.get(action.request)
+        if request is None:
+            return  # It ended in the step that the system answers.
+        match action:
+            case Pause():
+                request.paused = True
+            case Resume():
+                request.paused = False
+            case Reassign():
+                self._reassign(request, action.legs)
+            case MoveSlices() if self._runs(request) and not request.slice_move:
+                self.hand_offs.ask_slice_move(request, action)
+            case _:
+                return
+        if request.legs:
+            self._changed[request.legs[0].instance] = None
 
     def _reassign(self, request: RequestState, legs: Sequence[Leg]) -> None:
         if request.legs:

@@ -121,10 +121,16 @@ class StepView(Protocol):
 
 @dataclass(frozen=True)
 class ClusterView:
-    """All instances by name, at one time in seconds."""
+    """All instances by name, but for those that were lost, at one time in seconds."""
 
     now: float
     instances: Mapping[str, InstanceView]
+
+
+def only_one_left(cluster: ClusterView, one: str, other: str) -> str | None:
+    """Of two instances, the one that is left where exactly one was lost."""
+    left = [name for name in (one, other) if name in cluster.instances]
+    return left[0] if len(left) == 1 else None
 
 
 @dataclass(frozen=True)

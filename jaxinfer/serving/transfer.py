@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxinfer.serving.world import World
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Transfer:
     """KV entries ``start`` to ``stop`` of one request on their way between two holds.
 
@@ -42,11 +42,11 @@ class HandOffs:
     """Takes requests from leg to leg, by the rule that the leg names.
 
     Attributes:
-        in_flight: transfers started and not yet done.
+        moving: transfers started and not yet done.
     """
 
     def __init__(self, world: "World", instances: Mapping[str, "Instance"]) -> None:
-        self.in_flight = 0
+        self.moving: list[Transfer] = []
         self._world = world
         self._instances = instances
 
@@ -150,13 +150,9 @@ class HandOffs:
 
     def done(self, transfer: Transfer, end: float) -> None:
         """Commit a transfer that has finished at ``end``, unless its epoch is over."""
-        self.in_flight -= 1
-        transfer.source_hold.unpin()
-        transfer.dest_hold.unpin()
         request = transfer.request
-        if transfer.epoch != request.epoch:
+        if not self._end(transfer):
             return
-        request.transfers -= 1
         if len(request.output_token_ids) == 1:
             request.metrics.received = end
         if move := transfer.slice_move:
@@ -166,6 +162,22 @@ class HandOffs:
             self.start_slice_move(request)
         elif request.exported and request.hold:
             self.pull(request)
+
+    def forget(self, instance: str) -> None:
+        """Give up all transfers from or to an instance that is lost."""
+        for transfer in list(self.moving):
+            if instance in (transfer.source, transfer.dest):
+                self._end(transfer)
+
+    def _end(self, transfer: Transfer) -> bool:
+        """Whether the transfer was still wanted."""
+        self.moving.remove(transfer)
+        transfer.source_hold.unpin()
+        transfer.dest_hold.unpin()
+        if transfer.epoch != transfer.request.epoch:
+            return False
+        transfer.request.transfers -= 1
+        return True
 
     def release_export(self, request: RequestState) -> None:
         """Free the pages of the last leg: they have been fetched, or are given up."""
@@ -195,20 +207,19 @@ class HandOffs:
         if not move:
             request.sent = request.computed
         request.transfers += 1
-        self.in_flight += 1
         source_hold.pin()
         dest_hold.pin()
-        self._world.start_transfer(
-            Transfer(
-                request=request,
-                epoch=request.epoch,
-                source=source,
-                dest=dest,
-                source_hold=source_hold,
-                dest_hold=dest_hold,
-                start=start,
-                stop=request.computed,
-                requested=self._world.now(),
-                slice_move=move,
-            )
+        transfer = Transfer(
+            request=request,
+            epoch=request.epoch,
+            source=source,
+            dest=dest,
+            source_hold=source_hold,
+            dest_hold=dest_hold,
+            start=start,
+            stop=request.computed,
+            requested=self._world.now(),
+            slice_move=move,
         )
+        self.moving.append(transfer)
+        self._world.start_transfer(transfer)

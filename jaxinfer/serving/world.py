@@ -111,7 +111,18 @@ class Tick:
     """The time asked for with ``World.wake_at`` has come."""
 
 
-Event = Arrival | StepDone | TransferDone | StageFree | Tick
+@dataclass(slots=True)
+class InstanceLost:
+    """An instance has failed: nothing of its steps and transfers comes any more.
+
+    ``reason`` is for the user, in one line.
+    """
+
+    instance: str
+    reason: str
+
+
+Event = Arrival | StepDone | TransferDone | StageFree | Tick | InstanceLost
 
 
 class World(Protocol):

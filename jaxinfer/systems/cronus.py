@@ -23,6 +23,7 @@ from jaxinfer.serving.system import (
     RequestView,
     StepView,
     System,
+    only_one_left,
 )
 from jaxinfer.validation import Options, did_you_mean
 
@@ -138,8 +139,10 @@ class Cronus(System):
             raise JaxinferError(f"partial and chunked are both {self.options.partial!r}")
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Cut requests while the PPI takes them."""
+        """Cut requests while the PPI takes them; with one instance lost, all run on the other."""
         options = self.options
+        if left := only_one_left(cluster, options.partial, options.chunked):
+            return [Assignment(request.id, (Leg(left),)) for request in waiting]
         free = options.max_in_partial - cluster.instances[options.partial].num_requests
         assignments = []
         for request in list(waiting)[: max(free, 0)]:

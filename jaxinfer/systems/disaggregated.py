@@ -3,7 +3,15 @@
 from collections.abc import Collection, Sequence
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.serving.system import Assignment, ClusterView, HandOffRule, Leg, RequestView, System
+from jaxinfer.serving.system import (
+    Assignment,
+    ClusterView,
+    HandOffRule,
+    Leg,
+    RequestView,
+    System,
+    only_one_left,
+)
 from jaxinfer.validation import Options, did_you_mean
 
 
@@ -41,8 +49,10 @@ class Disaggregated(System):
             raise JaxinferError(f"prefill and decode are both {self.options.prefill!r}")
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """A leg to the prompt's end, then a leg to the finish."""
+        """A leg to the prompt's end, then one to the finish; or all on what is left."""
         options = self.options
+        if left := only_one_left(cluster, options.prefill, options.decode):
+            return [Assignment(request.id, (Leg(left),)) for request in waiting]
         free = options.max_in_prefill - cluster.instances[options.prefill].num_requests
         return [
             Assignment(

@@ -22,6 +22,7 @@ from jaxinfer.serving.world import (
     Arrival,
     Batch,
     Event,
+    InstanceLost,
     Row,
     StageFree,
     StepDone,
@@ -82,12 +83,16 @@ class Step:
 
 @dataclass
 class Timing:
-    """Durations are drawn from 1 to the maximum, in whole seconds, so that many events tie."""
+    """Durations are drawn from 1 to the maximum, in whole seconds, so that many events tie.
+
+    ``lost`` says when an instance fails.
+    """
 
     seed: int = 0
     max_step: int = 1
     max_transfer: int = 1
     stages: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, float] = field(default_factory=dict)
 
 
 class FakeWorld:
@@ -124,8 +129,11 @@ class FakeWorld:
         self._unwritten: set[tuple[str, int, int]] = set()
         self._last: dict[str, tuple[float, float]] = {}
         self._delivered: deque[Event] = deque()
+        self._gone: set[str] = set()
         for request in requests:
             self._at(request.arrival, lambda r=request: self._arrive(r))
+        for name, time in self.timing.lost.items():
+            self._at(time, lambda n=name: self._lose(n))
 
     # The World protocol.
 
@@ -148,7 +156,8 @@ class FakeWorld:
             self._now = time
             if (event := happen()) is not None:
                 events.append(event)
-        self._delivered = deque(e for e in events if isinstance(e, StepDone | TransferDone))
+        committed = StepDone | TransferDone | InstanceLost
+        self._delivered = deque(e for e in events if isinstance(e, committed))
         return events
 
     def wake_at(self, time: float) -> None:
@@ -181,7 +190,8 @@ class FakeWorld:
             step.end = step.start + duration
             self._last[batch.instance] = 0.0, step.end
         else:
-            self._at(free, lambda: StageFree(batch.instance))
+            name = batch.instance
+            self._at(free, lambda: None if name in self._gone else StageFree(name))
         self._at(step.start, lambda: self._start_step(step))
         self._at(step.end, lambda: self._end_step(step))
         self.check()
@@ -221,6 +231,8 @@ class FakeWorld:
             t, source, dest = self.in_flight_transfers.pop(id(event.transfer))
             self._unuse(t.source, t.source_hold, source)
             self._unuse(t.dest, t.dest_hold, dest)
+        elif isinstance(event, InstanceLost):
+            self._forget(event.instance)
         self.check()
 
     def holds_in_flight(self) -> Counter[Hold]:
@@ -233,6 +245,23 @@ class FakeWorld:
         return users
 
     # Execution.
+
+    def _lose(self, name: str) -> Event:
+        """What has been reported by now is still to be committed; nothing else comes."""
+        self._gone.add(name)
+        return InstanceLost(name, "killed")
+
+    def _forget(self, name: str) -> None:
+        for key, step in list(self.in_flight_steps.items()):
+            if step.batch.instance == name:
+                del self.in_flight_steps[key]
+                for row, tables in zip(step.batch.rows, step.tables, strict=True):
+                    self._unuse(name, row.hold, tables)
+        for key, (t, source, dest) in list(self.in_flight_transfers.items()):
+            if name in (t.source, t.dest):
+                del self.in_flight_transfers[key]
+                self._unuse(t.source, t.source_hold, source)
+                self._unuse(t.dest, t.dest_hold, dest)
 
     def _at(self, time: float, happen: Callable[[], Event | None]) -> None:
         heapq.heappush(self._heap, (time, self._rng.random(), next(self._order), happen))
@@ -253,6 +282,8 @@ class FakeWorld:
         return list(known[row.start : stop])
 
     def _start_step(self, step: Step) -> None:
+        if step.batch.instance in self._gone:
+            return
         for row, tables in zip(step.batch.rows, step.tables, strict=True):
             # What earlier steps still in flight write is there by this step's end.
             written = [
@@ -260,7 +291,9 @@ class FakeWorld:
             ]
             self._verify(step.batch.instance, row.request.id, row.epoch, tables, written)
 
-    def _end_step(self, step: Step) -> Event:
+    def _end_step(self, step: Step) -> Event | None:
+        if step.batch.instance in self._gone:
+            return None
         name, tokens = step.batch.instance, []
         for row, tables, inputs in zip(step.batch.rows, step.tables, step.inputs, strict=True):
             request, epoch = row.request, row.epoch
@@ -280,7 +313,11 @@ class FakeWorld:
                 tokens.append(token)
         return StepDone(step.batch, tokens, step.start, step.end, logprobs=[-1.0] * len(tokens))
 
-    def _end_transfer(self, t: Transfer, source: Tables, dest: Tables, start: float) -> Event:
+    def _end_transfer(
+        self, t: Transfer, source: Tables, dest: Tables, start: float
+    ) -> Event | None:
+        if self._gone & {t.source, t.dest}:
+            return None
         positions = range(t.start, t.stop)
         values = self._verify(t.source, t.request.id, t.epoch, source, positions)
         assert len(values) == len(positions)

@@ -78,6 +78,23 @@ class Follow(System):
         return [Assignment(r.id, self.legs_left(r)[: self.scripts[r.id].at_once]) for r in waiting]
 
 
+class Survivor(Follow):
+    """Follows the scripts, and takes another instance for one that is lost."""
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> list[Assignment]:
+        alive = sorted(cluster.instances)
+        return [
+            Assignment(
+                a.request,
+                tuple(
+                    leg if leg.instance in alive else replace(leg, instance=alive[0])
+                    for leg in a.legs
+                ),
+            )
+            for a in super().route(waiting, cluster)
+        ]
+
+
 class Chaos(Follow):
     """Follows the scripts and now and then does to a request whatever a system may do."""
 

@@ -245,7 +245,7 @@ class Run:
         assert not loop.live
         assert not world.in_flight_steps
         assert not world.in_flight_transfers
-        for instance in self.instances:
+        for instance in loop.instances.values():
             assert not instance.num_requests
             for shard in instance.kv.shards:
                 assert shard.pool.num_free == shard.pool.num_usable

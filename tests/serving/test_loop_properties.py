@@ -1,9 +1,19 @@
 """Random workloads through the loop on the verifying world: tokens, pages and limits hold."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import Chaos, Follow, Scenario, SparesTheOldest, examples, scenarios
+from scenarios import (
+    Chaos,
+    Follow,
+    Scenario,
+    SparesTheOldest,
+    Survivor,
+    examples,
+    scenarios,
+)
 
 
 @examples(200)
@@ -25,6 +35,35 @@ def test_legs_over_instances(scenario: Scenario) -> None:
 def test_systems_may_do_anything_at_any_time(scenario: Scenario, seed: int, actions: int) -> None:
     outcome = scenario.run(Chaos(scenario.by_id, seed, actions, scenario.caching)).verify()
     assert not any(r.error for r in outcome.finished.values())
+
+
+@st.composite
+def losses(draw: st.DrawFn) -> Scenario:
+    scenario = draw(scenarios())
+    names = [name for name, *_ in scenario.instances]
+    lost = draw(st.lists(st.sampled_from(names), unique=True, max_size=len(names)))
+    times = {name: float(draw(st.integers(0, 60))) for name in lost}
+    return replace(scenario, timing=replace(scenario.timing, lost=times))
+
+
+@examples(400)
+@given(losses())
+def test_what_a_lost_instance_had_goes_on_elsewhere(scenario: Scenario) -> None:
+    outcome = scenario.run(Survivor(scenario.by_id)).verify()
+    errors = [r.error for r in outcome.finished.values() if r.error]
+    assert not errors or not outcome.loop.instances
+    assert all("was lost" in error for error in errors)
+
+
+@examples(300)
+@given(losses(), st.integers(0, 2**16), st.integers(0, 20))
+def test_systems_that_know_nothing_of_losses_come_to_an_end(
+    scenario: Scenario, seed: int, actions: int
+) -> None:
+    outcome = scenario.run(Chaos(scenario.by_id, seed, actions, scenario.caching)).verify()
+    for request in outcome.finished.values():
+        assert request.error is None or "was lost" in request.error
+        assert request.error is None or outcome.loop.lost
 
 
 @examples(60)

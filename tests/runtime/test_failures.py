@@ -1,0 +1,150 @@
+"""Instances that fail in the midst of a run: their requests go on elsewhere, or say why not."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxinfer import LLM, JaxinferError, SamplingParams
+from jaxinfer.cluster import GroupConfig, InstanceConfig
+from jaxinfer.config import RunFile
+from jaxinfer.request import RequestOutput
+
+PROMPTS = [{"prompt_token_ids": [7 * i % 256 for i in range(1, n)]} for n in (40, 60, 25, 90, 33)]
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+INSTANCE: dict[str, Any] = {
+    "max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 8, "num_pages": 65,
+}  # fmt: skip
+
+
+def cluster(folder: Path, system: dict[str, Any], *names: str, **more: Any) -> LLM:
+    config = RunFile(
+        model=str(folder),
+        groups={name: GroupConfig() for name in names},
+        instances={name: InstanceConfig(group=name, **INSTANCE) for name in names},
+        system=system,
+        **more,
+    )
+    return LLM.from_config(config, progress=False)
+
+
+CRONUS = {"name": "cronus", "cut": 0.6, "partial": "a", "chunked": "b"}
+SHARES = {"name": "data_parallel", "shares": {n: {"weight": 1, "max_waiting": 2} for n in "ab"}}
+
+
+def break_launch(llm: LLM, name: str, after: int) -> None:
+    worker = llm.cluster.engines[name].worker
+    launch, calls = worker.launch, iter(range(10**6))
+
+    def failing(*args: Any) -> None:
+        if next(calls) >= after:
+            raise RuntimeError("injected")
+        launch(*args)
+
+    worker.launch = failing  # type: ignore[method-assign]
+
+
+def break_device(llm: LLM, name: str, after: int) -> None:
+    """The step was launched; what waits for it finds that it has failed."""
+    stage, calls = llm.cluster.engines[name].worker.stages[-1], iter(range(10**6))
+    end_of = stage.end_of
+
+    def failing(*args: Any) -> float:
+        if next(calls) >= after:
+            raise RuntimeError("injected")
+        return end_of(*args)
+
+    stage.end_of = failing  # type: ignore[method-assign]
+
+
+def hang(llm: LLM, name: str, after: int) -> None:
+    stage, calls = llm.cluster.engines[name].worker.stages[-1], iter(range(10**6))
+    end_of = stage.end_of
+
+    def hanging(*args: Any) -> float:
+        if next(calls) >= after:
+            threading.Event().wait()
+        return end_of(*args)
+
+    stage.end_of = hanging  # type: ignore[method-assign]
+
+
+def break_between_export_and_arrival(llm: LLM, name: str, after: int) -> None:
+    """The pages wait to be fetched; the gather fails."""
+    other = next(n for n in llm.cluster.engines if n != name)
+    (lane,) = llm.cluster.routes[name, other].lanes
+    take, calls = lane.take, iter(range(10**6))
+
+    def failing(*args: Any) -> Any:
+        if next(calls) >= after:
+            raise RuntimeError("injected")
+        return take(*args)
+
+    lane.take = failing  # type: ignore[method-assign]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: LLM) -> list[list[int]]:
+    return tokens(tiny.generate(PROMPTS, PARAMS, progress=False))
+
+
+@pytest.mark.parametrize("system", [CRONUS, SHARES], ids=["cronus", "data_parallel"])
+@pytest.mark.parametrize("lost", ["a", "b"])
+@pytest.mark.parametrize("failure", [break_launch, break_device, hang])
+@pytest.mark.parametrize("after", [0, 3])
+def test_requests_are_recomputed_elsewhere(
+    tiny_folder: Path,
+    tmp_path: Path,
+    expected: list[list[int]],
+    system: dict[str, Any],
+    lost: str,
+    failure: Callable[[LLM, str, int], None],
+    after: int,
+) -> None:
+    llm = cluster(tiny_folder, system, "a", "b", watchdog_s=0.5)
+    failure(llm, lost, after)
+    outputs = llm.generate(PROMPTS, PARAMS, progress=False, run_dir=tmp_path)
+    assert tokens(outputs) == expected
+    run = json.loads((tmp_path / "1" / "run.json").read_text())
+    assert list(run["lost"]) == [lost]
+    assert "injected" in run["lost"][lost] or "has not reported for 0.5 s" in run["lost"][lost]
+    with pytest.raises(JaxinferError, match=f"instance {lost} was lost, load the model again"):
+        llm.generate(PROMPTS, PARAMS, progress=False)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_the_source_dies_between_export_and_arrival(
+    tiny_folder: Path, expected: list[list[int]], after: int
+) -> None:
+    llm = cluster(tiny_folder, CRONUS, "a", "b")
+    break_between_export_and_arrival(llm, "a", after)
+    assert tokens(llm.generate(PROMPTS, PARAMS, progress=False)) == expected
+
+
+def test_with_nobody_left_each_request_says_why(tiny_folder: Path) -> None:
+    llm = cluster(tiny_folder, CRONUS, "a", "b")
+    break_launch(llm, "a", 2)
+    break_launch(llm, "b", 2)
+    outputs = llm.generate(PROMPTS, PARAMS, progress=False)
+    assert len(outputs) == len(PROMPTS)
+    for output in outputs:
+        assert output.error
+        assert (
+            "was lost, and the system has no other for it: RuntimeError: injected" in output.error
+        )
+        assert "\n" not in output.error
+
+
+def test_one_instance_that_hangs_ends_the_batch(tiny_folder: Path) -> None:
+    config = RunFile(model=str(tiny_folder), watchdog_s=0.5)
+    llm = LLM.from_config(config, progress=False)
+    hang(llm, "engine", 1)
+    outputs = llm.generate(PROMPTS[:2], PARAMS, progress=False)
+    assert all("has not reported for 0.5 s" in (output.error or "") for output in outputs)
