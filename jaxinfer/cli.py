@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import click
@@ -237,6 +238,40 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
     for table in plan_tables(plan, step_costs(plan)):
         console.print(table)
         console.print()
+
+
+@cli.command()
+@click.argument("run_file")
+@with_model
+@click.option("--out", required=True, help="New folder for the pictures.")
+@with_settings
+def profile(run_file: str, model: str | None, out: str, settings: tuple[str, ...]) -> None:
+    """Measure the steps of each instance, fit Cronus' eqs. 2 and 3, and keep them for later runs.
+
+    Nothing else should run on the machine meanwhile.
+    """
+    from jaxinfer.report.comparison import new_folder
+    from jaxinfer.report.profile_plot import draw_profile, profile_table
+    from jaxinfer.report.progress import LoadProgress
+    from jaxinfer.runtime.checkpoint import open_checkpoint
+    from jaxinfer.runtime.engine import load_cluster
+    from jaxinfer.runtime.profile import profile_engine, store_profile
+
+    config = _configure(run_file, settings, model)
+    folder = Path(out)
+    new_folder(folder)
+    found = {}
+    with LoadProgress(True) as bar:
+        checkpoint = open_checkpoint(config.require_model())
+        cluster = load_cluster(checkpoint, config.cluster(), bar.update)
+        for name, engine in cluster.engines.items():
+            part = f"profiling {name}"
+            measured = profile_engine(engine, config.require_model(), partial(bar.update, part))
+            store_profile(measured)
+            found[name] = measured, cluster.slowdowns(name)
+            draw_profile(name, *found[name], folder / f"{name}.png")
+    Console(width=None if sys.stdout.isatty() else 140).print(profile_table(found))
+    Console().print(f"pictures: {folder}", soft_wrap=True)
 
 
 @cli.command()

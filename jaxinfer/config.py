@@ -68,6 +68,7 @@ class RunFile(Options):
         engine: of the one instance where ``instances`` is empty, else what they have in common.
         groups, instances, links: see ``ClusterConfig``.
         watchdog_s: an instance that has work and reports nothing for so many seconds is given up.
+        verify_transfers: compare checksums of all KV that goes from instance to instance.
         system: the name of a system, or ``my_module:MySystem``, and its options; by default
             ``single``.
     """
@@ -78,6 +79,7 @@ class RunFile(Options):
     instances: dict[str, InstanceConfig] = Field(default_factory=dict)
     links: tuple[LinkConfig, ...] = ()
     system: dict[str, Any] = Field(default_factory=lambda: {"name": "single"})
+    verify_transfers: bool = False
     watchdog_s: float = Field(default=600, gt=0)
     workload: Workload = Workload()
     metrics: MetricOptions = MetricOptions()

@@ -68,7 +68,10 @@ class LLM:
         self.tokenizer = load_tokenizer(checkpoint)
         self.vocab_size = checkpoint.config.vocab_size
         with LoadProgress(progress) as bar:
-            self.cluster = load_cluster(checkpoint, cluster, bar.update)
+            pairs = system.routes(cluster.instances)
+            self.cluster = load_cluster(
+                checkpoint, cluster, bar.update, pairs, config.verify_transfers
+            )
             self._fits = prepare_times(self.cluster, self.model, system.needs_fits, bar.update)
         self._num_requests = 0
         self._kv: dict[str, KVShards] = {}
@@ -280,6 +283,7 @@ class LLM:
             "ttft_counts_transfer": self.ttft_counts_transfer,
             "emulated": self.cluster.config.emulated,
             "instances": self.cluster.describe(),
+            "measured_gb_s": dict(self.cluster.measured_gb_s),
         }
 
     def _generate(

@@ -1,8 +1,7 @@
 """From a checkpoint and a cluster to instances that can be run."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
 
 import jax
 import numpy as np
@@ -67,11 +66,16 @@ class Engine:
 
 @dataclass(frozen=True)
 class Cluster:
-    """All instances, by name, and the ways between them, by source and destination."""
+    """All instances, by name, and the ways between them, by source and destination.
+
+    Attributes:
+        measured_gb_s: of each way, by ``"source -> destination"``, what a probe has shown.
+    """
 
     config: ClusterConfig
     engines: Mapping[str, Engine]
     routes: Mapping[tuple[str, str], Route]
+    measured_gb_s: Mapping[str, float]
 
     @property
     def stages(self) -> list[Stage]:
@@ -89,6 +93,10 @@ class Cluster:
         plans = [engine.plan for engine in self.engines.values()]
         sizes = [p.limits.page_size for p in plans if p.options.enable_prefix_caching]
         return max(sizes, default=None)
+
+    def slowdowns(self, name: str) -> list[float]:
+        """How many times slower each stage of an instance is emulated to be."""
+        return [self.config.groups[group].slowdown for group in self.engines[name].groups]
 
     def take_overruns(self) -> dict[str, list[float]]:
         """Of each emulated instance, by how many seconds steps were late since the last call."""
@@ -127,8 +135,18 @@ def load_engine(checkpoint: Checkpoint, options: EngineOptions, progress: Progre
     return load_cluster(checkpoint, one_engine(options), progress).engines["engine"]
 
 
-def load_cluster(checkpoint: Checkpoint, config: ClusterConfig, progress: Progress) -> Cluster:
-    """Load weights, allocate KV pools and compile every step and transfer.
+def load_cluster(
+    checkpoint: Checkpoint,
+    config: ClusterConfig,
+    progress: Progress,
+    pairs: Collection[tuple[str, str]] = (),
+    verify: bool = False,
+) -> Cluster:
+    """Load weights, allocate KV pools, compile every step and transfer, and probe the latter.
+
+    Args:
+        pairs: instances from the first of which KV goes to the second.
+        verify: check each transfer.
 
     Raises:
         JaxinferError: the options ask for more than the model or the devices can give, or the
@@ -148,16 +166,19 @@ def load_cluster(checkpoint: Checkpoint, config: ClusterConfig, progress: Progre
         of = f" of {name}" if len(plans) > 1 else ""
         for left in worker.prepare():
             progress(f"compiling steps{of}", left)
-    routes = {}
-    for source, dest in permutations(engines.values(), 2):
+    routes, speeds = {}, {}
+    for pair in pairs:
+        source, dest = (engines[name] for name in pair)
         links = {
             (i, j): link
             for i, ours in enumerate(source.groups)
             for j, theirs in enumerate(dest.groups)
             if (link := config.link(ours, theirs))
         }
-        routes[source.name, dest.name] = Route(source.worker, dest.worker, links)
-    return Cluster(config, engines, routes)
+        route = routes[pair] = Route(source.worker, dest.worker, links, verify)
+        names = " -> ".join(pair)
+        speeds[names] = min(lane.probe(names) for lane in route.lanes)
+    return Cluster(config, engines, routes, speeds)
 
 
 def plan_cluster(model: ModelConfig, config: ClusterConfig) -> dict[str, list[Plan]]:

@@ -173,20 +173,19 @@ def prepare_times(
     """
     fits = {}
     for name, engine in cluster.engines.items():
-        slowdowns = [cluster.config.groups[group].slowdown for group in engine.groups]
-        emulated = any(cluster.config.groups[group].emulate for group in engine.groups)
-        if not (needs_fits or emulated):
+        slowdowns = cluster.slowdowns(name)
+        if not needs_fits and max(slowdowns) == 1:
             continue
         profile = load_profile(profile_key(engine, model))
         if profile is None:
             profile = profile_engine(engine, model, partial(progress, f"profiling {name}"))
             store_profile(profile)
         fits[name] = profile.fit(slowdowns)
-        for stage, group, times in zip(
-            engine.worker.stages, engine.groups, step_times(engine, profile), strict=True
+        for stage, slowdown, times in zip(
+            engine.worker.stages, slowdowns, step_times(engine, profile), strict=True
         ):
-            if emulate := cluster.config.groups[group].emulate:
-                stage.emulate = partial(_slowed, times, emulate.slowdown)
+            if slowdown != 1:
+                stage.emulate = partial(_slowed, times, slowdown)
     return fits
 
 

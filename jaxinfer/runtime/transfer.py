@@ -7,7 +7,7 @@ sizes, dtypes, tensor parallelism and pipeline cuts all the same case. Slabs hav
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -18,11 +18,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.cluster import LinkConfig
+from jaxinfer.errors import JaxinferError
 from jaxinfer.models.layers import KVPages
 from jaxinfer.models.sharding import HEADS_AXIS
 from jaxinfer.pallas_kernels.reference import write_kv
 from jaxinfer.runtime.plan import Plan
 from jaxinfer.runtime.stage import Stage
+from jaxinfer.runtime.transfer_check import checksum, probe
 from jaxinfer.runtime.worker import Failed, Worker
 from jaxinfer.serving.transfer import Transfer
 
@@ -65,6 +67,7 @@ class Slab:
     array: jax.Array
     start: int
     stop: int
+    checksum: jax.Array | None
 
 
 class Lane:
@@ -73,6 +76,9 @@ class Lane:
     Attributes:
         token_bytes: KV bytes per token.
         link: where it is emulated, its speed: slabs land no sooner.
+
+    Args:
+        verify: compare checksums of what was sent and what lies in the destination's pages.
     """
 
     def __init__(
@@ -82,11 +88,13 @@ class Lane:
         source_shard: int,
         dest_shard: int,
         link: LinkConfig | None,
+        verify: bool,
     ) -> None:
         self.link = link
+        self._first_layer = max(source.plan.layers.start, dest.plan.layers.start)
         self.source, self.dest = source, dest
         self.source_shard, self.dest_shard = source_shard, dest_shard
-        first = max(source.plan.layers.start, dest.plan.layers.start)
+        first = self._first_layer
         stop = min(source.plan.layers.stop, dest.plan.layers.stop)
         self._source_slice, self._dest_slice = (
             slice(first - plan.layers.start, stop - plan.layers.start)
@@ -99,17 +107,26 @@ class Lane:
         self.token_bytes = 2 * self.num_layers * K * H * self.dtype.itemsize
         self.shape = 2, self.num_layers, SLAB_TOKENS, K, H
         self.dest_sharding = _by_heads(dest.plan, K)
-        self._gather = self._compile_gather(K)
+        self._gather = self._compile_gather(source.plan, self._source_slice)
         self._scatter = self._compile_scatter()
+        self._read_back = None
+        if verify:
+            self._read_back = self._compile_gather(dest.plan, self._dest_slice)
+            self._checksum = jax.jit(checksum)
 
-    def _compile_gather(self, num_heads: int) -> jax.stages.Compiled:
-        plan = self.source.plan
+    def probe(self, names: str) -> float:
+        """10^9 bytes per second; raises JaxinferError where a known slab does not arrive."""
+        source_sharding = _by_heads(self.source.plan, self.shape[3])
+        return probe(self.shape, self.dtype, source_sharding, self.dest_sharding, names)
+
+    def _compile_gather(self, plan: Plan, layers: slice) -> jax.stages.Compiled:
+        num_heads = self.shape[3]
         jitted = jax.jit(
             partial(gather, num_heads, self.dtype), out_shardings=_by_heads(plan, num_heads)
         )
-        pages = np.zeros(-(-SLAB_TOKENS // plan.limits.page_size) + 1, np.int32)
+        pages = np.zeros(_pages_of_slab(plan), np.int32)
         with jax.set_mesh(plan.mesh):
-            return jitted.lower(plan.pages[self._source_slice], pages, np.int32(0)).compile()
+            return jitted.lower(plan.pages[layers], pages, np.int32(0)).compile()
 
     def _compile_scatter(self) -> jax.stages.Compiled:
         plan = self.dest.plan
@@ -124,25 +141,67 @@ class Lane:
 
     def take(self, transfer: Transfer, start: int, stop: int) -> Slab:
         """Launch the gather of up to ``SLAB_TOKENS`` tokens; returns at once."""
-        size = self.source.plan.limits.page_size
-        table = transfer.source_hold.tables[self.source_shard][0]
-        pages = np.zeros(-(-SLAB_TOKENS // size) + 1, np.int32)
-        here = table[start // size : -(-stop // size)]
-        pages[: len(here)] = here
-        array = self._gather(self.source.kv[self._source_slice], pages, np.int32(start % size))
-        return Slab(transfer, self, array, start, stop)
+        pages, offset = _where(
+            self.source.plan, transfer.source_hold.tables[self.source_shard][0], start, stop
+        )
+        array = self._gather(self.source.kv[self._source_slice], pages, offset)
+        sent = self._checksum(array) if self._read_back else None
+        return Slab(transfer, self, array, start, stop, sent)
 
-    def place(self, slab: Slab, array: jax.Array) -> None:
-        """Launch the scatter of what has arrived; returns at once."""
+    def place(self, slab: Slab, array: jax.Array) -> jax.Array | None:
+        """Launch the scatter of what has arrived; returns at once.
+
+        Where transfers are verified, returns the checksum of what lies in the pages then.
+        """
+        table = slab.transfer.dest_hold.tables[self.dest_shard][0]
         size = self.dest.plan.limits.page_size
-        table = np.asarray(slab.transfer.dest_hold.tables[self.dest_shard][0], np.int32)
         position = np.arange(slab.start, slab.stop)
         page_T, offset_T = np.zeros((2, SLAB_TOKENS), np.int32)
-        page_T[: len(position)] = table[position // size]
+        page_T[: len(position)] = np.asarray(table, np.int32)[position // size]
         offset_T[: len(position)] = position % size
         self.dest.kv[self._dest_slice] = self._scatter(
             self.dest.kv[self._dest_slice], array, page_T, offset_T
         )
+        if self._read_back is None:
+            return None
+        pages, offset = _where(self.dest.plan, table, slab.start, slab.stop)
+        return self._checksum(self._read_back(self.dest.kv[self._dest_slice], pages, offset))
+
+    def compare(self, slab: Slab, arrived: jax.Array) -> None:
+        """Wait for both checksums.
+
+        Raises:
+            JaxinferError: they differ; names the first layer and page.
+        """
+        assert slab.checksum is not None
+        count = slab.stop - slab.start
+        wrong = np.asarray(slab.checksum)[:, :count] != np.asarray(arrived)[:, :count]
+        if wrong.any():
+            layer, token = (int(n) for n in np.argwhere(wrong)[0])
+            t, position = slab.transfer, slab.start + token
+            table = t.dest_hold.tables[self.dest_shard][0]
+            page = table[position // self.dest.plan.limits.page_size]
+            raise JaxinferError(
+                f"transfer of request {t.request.id!r} from {t.source} to {t.dest}: "
+                f"layer {self._first_layer + layer}, page {page} of {t.dest} "
+                f"(token {position}) is not what was sent"
+            )
+
+
+def _pages_of_slab(plan: Plan) -> int:
+    """Pages that a slab's tokens lie in at most."""
+    return -(-SLAB_TOKENS // plan.limits.page_size) + 1
+
+
+def _where(
+    plan: Plan, table: Sequence[int], start: int, stop: int
+) -> tuple[np.ndarray, np.integer]:
+    """The pages of some tokens, padded, and where in the first one they begin."""
+    size = plan.limits.page_size
+    pages = np.zeros(_pages_of_slab(plan), np.int32)
+    here = table[start // size : -(-stop // size)]
+    pages[: len(here)] = here
+    return pages, np.int32(start % size)
 
 
 def _by_heads(plan: Plan, num_heads: int) -> NamedSharding:
@@ -166,20 +225,26 @@ class Route:
 
     Args:
         links: by stages of source and destination, where they are emulated.
+        verify: check each transfer.
     """
 
     def __init__(
-        self, source: Worker, dest: Worker, links: Mapping[tuple[int, int], LinkConfig]
+        self,
+        source: Worker,
+        dest: Worker,
+        links: Mapping[tuple[int, int], LinkConfig],
+        verify: bool = False,
     ) -> None:
         self.lanes = [
-            Lane(ours, theirs, i, j, links.get((i, j)))
+            Lane(ours, theirs, i, j, links.get((i, j)), verify)
             for i, ours in enumerate(source.stages)
             for j, theirs in enumerate(dest.stages)
             if ours.plan.layers.overlaps(theirs.plan.layers)
         ]
         self.token_bytes = sum(lane.token_bytes for lane in self.lanes)
-        self._queue: SimpleQueue[tuple[Slab, Callable[[Landed | Failed], None]]] = SimpleQueue()
-        threading.Thread(target=self._move, daemon=True).start()
+        self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._end = 0.0
+        threading.Thread(target=self._work, daemon=True).start()
 
     def send(self, transfer: Transfer, post: Callable[[Landed | Failed], None]) -> int:
         """Start moving; ``post`` gets each slab as it lands. Returns their number, at once."""
@@ -187,25 +252,41 @@ class Route:
         for start in starts:
             for lane in self.lanes:
                 slab = lane.take(transfer, start, min(start + SLAB_TOKENS, transfer.stop))
-                self._queue.put((slab, post))
+                self._queue.put(partial(self._move, slab, post))
         return len(starts) * len(self.lanes)
 
-    def _move(self) -> None:
-        end = 0.0
+    def place(self, landed: Landed, post: Callable[[Landed | Failed], None]) -> None:
+        """Write a slab to its pages; ``post`` hears of it if it is not what was sent."""
+        lane = landed.slab.lane
+        arrived = lane.place(landed.slab, landed.array)
+        if arrived is not None:
+            self._queue.put(partial(self._check, landed.slab, arrived, post))
+
+    def _work(self) -> None:
         while True:
-            slab, post = self._queue.get()
-            # Whatever fails here would otherwise leave the loop waiting for ever.
-            try:
-                slab.array.block_until_ready()
-                start = max(time.perf_counter(), end)
-                array = jax.device_put(slab.array, slab.lane.dest_sharding)
-                array.block_until_ready()
-                end = time.perf_counter()
-                if link := slab.lane.link:
-                    num_bytes = (slab.stop - slab.start) * slab.lane.token_bytes
-                    # The next slab leaves when this one's last byte has, not when it lands.
-                    end = max(end, start + link.seconds(num_bytes) - link.latency_s)
-                    time.sleep(max(end + link.latency_s - time.perf_counter(), 0))
-                post(Landed(slab, array, start, time.perf_counter()))
-            except Exception as error:
-                post(Failed(slab.transfer.source, error))
+            self._queue.get()()
+
+    def _check(
+        self, slab: Slab, arrived: jax.Array, post: Callable[[Landed | Failed], None]
+    ) -> None:
+        try:
+            slab.lane.compare(slab, arrived)
+        except Exception as error:
+            post(Failed(slab.transfer.source, error))
+
+    def _move(self, slab: Slab, post: Callable[[Landed | Failed], None]) -> None:
+        # Whatever fails here would otherwise leave the loop waiting for ever.
+        try:
+            slab.array.block_until_ready()
+            start = max(time.perf_counter(), self._end)
+            array = jax.device_put(slab.array, slab.lane.dest_sharding)
+            array.block_until_ready()
+            self._end = time.perf_counter()
+            if link := slab.lane.link:
+                num_bytes = (slab.stop - slab.start) * slab.lane.token_bytes
+                # The next slab leaves when this one's last byte has, not when it lands.
+                self._end = max(self._end, start + link.seconds(num_bytes) - link.latency_s)
+                time.sleep(max(self._end + link.latency_s - time.perf_counter(), 0))
+            post(Landed(slab, array, start, time.perf_counter()))
+        except Exception as error:
+            post(Failed(slab.transfer.source, error))

@@ -91,7 +91,12 @@ class RealWorld:
         if transfer.slice_move:
             raise JaxinferError("the real world has all KV heads of a stage in one pool")
         start = time.perf_counter()
-        route = self._routes[transfer.source, transfer.dest]
+        route = self._routes.get((transfer.source, transfer.dest))
+        if route is None:
+            raise JaxinferError(
+                f"system hands KV from {transfer.source} to {transfer.dest}, "
+                "which its routes do not name"
+            )
         self._begin(transfer.source)
         try:
             self._slabs_left[transfer] = route.send(transfer, self._posted.put)
@@ -189,12 +194,13 @@ class RealWorld:
 
     def _place(self, landed: Landed) -> list[Event]:
         """Write a slab to its pages; steps launched from here on read them."""
-        transfer, lane = landed.slab.transfer, landed.slab.lane
+        transfer = landed.slab.transfer
+        route = self._routes[transfer.source, transfer.dest]
         if transfer.source in self.lost:
             return []  # Its destination's pages may be another request's by now.
         self._quiet_since[transfer.source] = time.perf_counter()
         if transfer.dest not in self.lost:
-            lane.place(landed.slab, landed.array)
+            route.place(landed, self._posted.put)
         left_at = self._left_at.setdefault(transfer, landed.start)
         self._slabs_left[transfer] -= 1
         if self._slabs_left[transfer]:
@@ -203,7 +209,6 @@ class RealWorld:
         self._end(transfer.source)
         if transfer.dest in self.lost:
             return []
-        route = self._routes[transfer.source, transfer.dest]
         num_bytes = (transfer.stop - transfer.start) * route.token_bytes
         start, end = left_at - self._origin, landed.end - self._origin
         return [TransferDone(transfer, start, end, num_bytes)]

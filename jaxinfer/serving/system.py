@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any, ClassVar, Literal, Protocol
 
 from jaxinfer.serving.step_fit import StepFit
@@ -212,6 +213,10 @@ class System:
 
     def check(self, instances: Collection[str]) -> None:
         """Raise JaxinferError if the system cannot work with instances of these names."""
+
+    def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
+        """Pairs of instances from the first of which KV may go to the second; by default all."""
+        return list(permutations(instances, 2))
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """Assign legs to some of the requests that have none to run; the rest go on waiting.

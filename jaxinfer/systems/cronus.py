@@ -138,6 +138,10 @@ class Cronus(System):
         if self.options.partial == self.options.chunked:
             raise JaxinferError(f"partial and chunked are both {self.options.partial!r}")
 
+    def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
+        """From the PPI to the CPI."""
+        return [(self.options.partial, self.options.chunked)]
+
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """Cut requests while the PPI takes them; with one instance lost, all run on the other."""
         options = self.options

@@ -48,6 +48,10 @@ class DataParallel(System):
         if left := [name for name in instances if name not in self.options.shares]:
             raise JaxinferError(f"shares: instance {left[0]!r} has none")
 
+    def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
+        """None."""
+        return ()
+
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """In turns, as long as some queue has room."""
         room = {

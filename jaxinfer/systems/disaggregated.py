@@ -48,6 +48,10 @@ class Disaggregated(System):
         if self.options.prefill == self.options.decode:
             raise JaxinferError(f"prefill and decode are both {self.options.prefill!r}")
 
+    def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
+        """From prefill to decode."""
+        return [(self.options.prefill, self.options.decode)]
+
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """A leg to the prompt's end, then one to the finish; or all on what is left."""
         options = self.options

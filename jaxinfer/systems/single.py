@@ -14,6 +14,10 @@ class Single(System):
         if len(instances) != 1:
             raise JaxinferError(f"needs one instance, there are {', '.join(instances)}")
 
+    def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
+        """None."""
+        return ()
+
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """One leg each, to the end."""
         (name,) = cluster.instances

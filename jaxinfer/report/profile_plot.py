@@ -1,0 +1,70 @@
+"""A profile as a table, and as the picture of Cronus' Figure 3 for this machine."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from jaxinfer.runtime.profile import Profile
+
+
+def profile_table(profiles: Mapping[str, tuple[Profile, list[float]]]) -> Table:
+    """One line per instance and equation.
+
+    Args:
+        profiles: instance -> profile, and how many times slower each stage is emulated to be.
+    """
+    table = Table(title="Profile", title_justify="left", box=None, pad_edge=False)
+    for column in ("instance", "equation", "coefficients", "R^2", "MAPE"):
+        table.add_column(column, justify="right" if column in ("R^2", "MAPE") else "left")
+    for name, (profile, slowdowns) in profiles.items():
+        fit, (prefill, mixed) = profile.fit(slowdowns), profile.quality()
+        table.add_row(
+            name,
+            "2: partial prefill",
+            f"{fit.prefill.per_token * 1e3:.4g} ms per token + {fit.prefill.constant * 1e3:.4g} ms",
+            f"{prefill.r2:.3f}",
+            f"{100 * prefill.mape:.1f} %",
+        )
+        table.add_row(
+            "",
+            "3: mixed iteration",
+            f"{fit.mixed.per_prefill_context * 1e6:.4g} us per token of prefill context + "
+            f"{fit.mixed.per_decode_context * 1e6:.4g} of decode context + "
+            f"{fit.mixed.constant * 1e3:.4g} ms",
+            f"{mixed.r2:.3f}",
+            f"{100 * mixed.mape:.1f} %",
+        )
+    return table
+
+
+def draw_profile(name: str, profile: Profile, slowdowns: list[float], path: Path) -> Figure:
+    """Measured times and the fitted lines: prefills over length, iterations over context."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    fit = profile.fit(slowdowns)
+    lengths = np.array([n for n, _ in profile.prefills])
+    left.plot(lengths, [np.dot(t, slowdowns) for _, t in profile.prefills], "o", label="measured")
+    left.plot(lengths, [fit.prefill.seconds(n) for n in lengths], "-", label="eq. 2")
+    left.set_xlabel("length of the prefill (tokens)")
+    left.set_ylabel("time (s)")
+    left.legend(frameon=False)
+    decodes = sorted({d for _, d, _ in profile.mixed})
+    colours = [f"C{number}" for number in range(len(decodes))]
+    for decode, colour in zip(decodes, colours, strict=True):
+        here = [(p, 1e3 * np.dot(t, slowdowns)) for p, d, t in profile.mixed if d == decode]
+        right.plot(*zip(*here, strict=True), "o", color=colour, label=f"{decode:,} tokens")
+        line = [(p, 1e3 * fit.mixed.seconds(p, decode)) for p, _ in here]
+        right.plot(*zip(*line, strict=True), "-", color=colour, linewidth=1)
+    right.set_xlabel("prefill context (tokens)")
+    right.set_ylabel("time of one iteration (ms)")
+    right.legend(title="decode context; lines: eq. 3", frameon=False)
+    key = profile.key
+    chunk = f"chunks of {key['chunk_tokens']} tokens"
+    slowed = [s for s in slowdowns if s != 1]
+    emulated = f", emulated {slowed[0]:g} times slower" if slowed else ""
+    figure.suptitle(f"{name}: {key['model']}, {key['dtype']}, {chunk}{emulated}")
+    figure.savefig(path, dpi=150, format="png")
+    return figure
