@@ -88,6 +88,10 @@ class BatchJob:
             assert isinstance(line, BatchLine)
             yield _last_words(line), self._texts[custom_id].strip()
 
+    def newest_run(self) -> Path:
+        """The folder of this process's run."""
+        return max(Path(self.run_folder).iterdir(), key=lambda path: int(path.name))
+
     @property
     def num_failed(self) -> int:
         """Error lines among the results."""

@@ -81,13 +81,25 @@ def run(
         metrics = job.run()
         if metrics:
             console.print(metrics_table(metrics))
-            console.print(f"run.json and steps.jsonl: {job.run_folder}", soft_wrap=True)
+            if len(config.instances) > 1:
+                _print_cluster(job.newest_run())
+            console.print(
+                f"run.json, steps.jsonl and requests.jsonl: {job.run_folder}", soft_wrap=True
+            )
         console.print(f"results: {output_path}", soft_wrap=True)
         for prompt, answer in job.answers(show):
             console.print(f"\n[bold]{_escape(prompt)}[/bold]\n{_escape(answer)}", highlight=False)
         if job.num_failed:
             console.print(f"{job.num_failed} of {job.num_lines} lines failed; see their error")
             sys.exit(1)
+
+
+def _print_cluster(run_folder: Path) -> None:
+    from jaxinfer.report.comparison import comparison_table
+    from jaxinfer.report.records import read_run
+
+    run = read_run(run_folder)
+    Console(width=None if sys.stdout.isatty() else 160).print(comparison_table({run.name: [run]}))
 
 
 @cli.command()

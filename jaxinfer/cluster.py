@@ -63,11 +63,14 @@ class StageConfig(Options):
     """One pipeline stage.
 
     Attributes:
-        layers: how many; by default, for all stages of an instance, by the groups' speed.
+        layers: how many.
+        share: of the layers, beside the other stages' shares. With neither, the layers are split
+            by the groups' measured speed.
     """
 
     group: str
     layers: int | None = Field(default=None, ge=1)
+    share: float | None = Field(default=None, gt=0)
 
 
 class InstanceConfig(EngineOptions):
@@ -93,8 +96,9 @@ class InstanceConfig(EngineOptions):
         super().model_post_init(context)
         if bool(self.group) == bool(self.stages):
             raise JaxinferError("needs either group or stages")
-        if len({stage.layers is None for stage in self.stages}) > 1:
-            raise JaxinferError("stages: give layers for all of them or for none")
+        kinds = {(stage.layers is None, stage.share is None) for stage in self.stages}
+        if len(kinds) > 1 or (False, False) in kinds:
+            raise JaxinferError("stages: give layers for all of them, or shares, or nothing")
         if "tensor_parallel_size" in self.model_fields_set:
             raise JaxinferError("tensor_parallel_size: an option of the group, not the instance")
         if len(self.stages) > 1 and self.launch_ahead and "launch_ahead" in self.model_fields_set:

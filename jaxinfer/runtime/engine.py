@@ -10,11 +10,12 @@ from jaxinfer.cluster import ClusterConfig, InstanceConfig, one_engine
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import ARCHITECTURES
-from jaxinfer.models.stage import Layers, split
+from jaxinfer.models.stage import split
 from jaxinfer.options import EngineOptions
 from jaxinfer.runtime.converted import Shapes, restore
 from jaxinfer.runtime.devices import configure_jax, describe, open_groups
-from jaxinfer.runtime.plan import Plan, make_plan, parameter_shapes
+from jaxinfer.runtime.layer_split import count_layers, measure_speed
+from jaxinfer.runtime.plan import Plan, choose_dtype, make_plan, parameter_shapes
 from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.step import Parameters
 from jaxinfer.runtime.transfer import Route
@@ -205,18 +206,21 @@ def _plan_stages(
     instance: InstanceConfig,
     free: Mapping[str, Iterator[jax.Device]],
 ) -> Iterator[Plan]:
-    stages = instance.places
-    counts = [stage.layers or model.num_hidden_layers for stage in stages]
-    for place, layers in zip(stages, _split(model.num_hidden_layers, counts), strict=True):
-        group = config.groups[place.group]
-        devices = [next(free[place.group]) for _ in range(group.stage_devices)]
-        yield make_plan(model, instance, devices, layers)
+    groups = [config.groups[stage.group] for stage in instance.places]
+    devices = [
+        [next(free[stage.group]) for _ in range(group.stage_devices)]
+        for stage, group in zip(instance.places, groups, strict=True)
+    ]
 
+    def speed(number: int) -> float:
+        dtype = choose_dtype(instance, devices[number][0])
+        return measure_speed(model, dtype, devices[number]) / groups[number].slowdown
 
-def _split(total: int, counts: Sequence[int]) -> list[Layers]:
-    if sum(counts) != total:
-        raise JaxinferError(f"stages have {sum(counts)} layers, the model has {total}")
-    return split(total, counts)
+    counts = [model.num_hidden_layers]
+    if len(devices) > 1:
+        counts = count_layers(model.num_hidden_layers, instance.places, speed)
+    for here, layers in zip(devices, split(model.num_hidden_layers, counts), strict=True):
+        yield make_plan(model, instance, here, layers)
 
 
 def load_parameters(checkpoint: Checkpoint, plans: Sequence[Plan]) -> list[Parameters]:

@@ -107,8 +107,7 @@ def make_plan(
     layers = layers or Layers(0, config.num_hidden_layers, config.num_hidden_layers)
     mesh = Mesh(np.array(devices), (HEADS_AXIS,))
     wide = padded(config, len(devices))
-    automatic = "float32" if devices[0].platform == "cpu" else "bfloat16"
-    dtype = jnp.dtype(automatic if options.dtype == "auto" else options.dtype)
+    dtype = choose_dtype(options, devices[0])
     rules = load_rules(options.sharding)
     graphdef, parameters = _parameters(wide, layers, dtype, mesh, rules)
     limits = StepLimits(
@@ -136,6 +135,12 @@ def make_plan(
         options, mesh, wide, config.num_key_value_heads, layers, dtype, graphdef, parameters,
         limits, num_pages, max_model_len, weights, num_pages * each, free,
     )  # fmt: skip
+
+
+def choose_dtype(options: EngineOptions, device: jax.Device) -> jnp.dtype:
+    """Of weights and KV cache."""
+    automatic = "float32" if device.platform == "cpu" else "bfloat16"
+    return jnp.dtype(automatic if options.dtype == "auto" else options.dtype)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
