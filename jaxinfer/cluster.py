@@ -128,7 +128,9 @@ class LinkConfig(Options):
     @field_validator("between", mode="before")
     @classmethod
     def _as_tuple(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            raise ValueError(f"must be the names of two groups, not {value!r}")
+        return tuple(value)
 
     def seconds(self, num_bytes: int) -> float:
         """From the start to the last byte."""

@@ -28,14 +28,12 @@ class Arrivals(Options):
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse options that the kind does not use, and the lack of those that it does."""
-        for name, kind in (("seconds", "interval"), ("rate", "poisson")):
-            given = getattr(self, name) is not None
-            if given and self.kind != kind:
+        for name, kind in (("seconds", "interval"), ("rate", "poisson"), ("seed", "poisson")):
+            if name in self.model_fields_set and self.kind != kind:
                 raise JaxinferError(f"{name} is for kind {kind}, not {self.kind}")
-            if not given and self.kind == kind:
+        for name, kind in (("seconds", "interval"), ("rate", "poisson")):
+            if self.kind == kind and getattr(self, name) is None:
                 raise JaxinferError(f"kind {kind} needs {name}")
-        if "seed" in self.model_fields_set and self.kind != "poisson":
-            raise JaxinferError(f"seed is for kind poisson, not {self.kind}")
 
 
 def with_arrivals(work: Sequence[BenchRequest], arrivals: Arrivals) -> list[BenchRequest]:

@@ -1,0 +1,93 @@
+"""The run files that come with jaxinfer are read without a complaint, and mistakes are named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jaxinfer import JaxinferError
+from jaxinfer.config import load_run_file
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "configs").glob("*/*.yaml"))
+CRONUS = ROOT / "configs" / "cpu" / "cronus.yaml"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_run_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_run_file(path)
+    if config.workload.trace:
+        assert len(config.workload.requests()) > 0
+
+
+def test_there_is_one_for_each_system() -> None:
+    systems = {"single", "data_parallel", "pipeline_parallel", "disaggregated", "cronus"}
+    for platform in ("cpu", "gpu"):
+        here = [path for path in FILES if path.parent.name == platform]
+        assert {load_run_file(path).system["name"] for path in here} == systems
+
+
+# (what is set, what the error says)
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"instances.cpi.group": "strnog"}, "no group 'strnog': did you mean 'strong'?"),
+    ({"instances.cpi.group": None}, "instances.cpi: needs either group or stages"),
+    ({"instances.cpi.page_sise": 8}, "did you mean 'page_size'?"),
+    ({"instances.cpi.tensor_parallel_size": 2}, "instances.cpi: tensor_parallel_size: an option"),
+    ({"groups.strong.devices": 0}, "groups.strong: devices is 0"),
+    ({"groups.strong.tensor_parallel_size": 2}, "groups.strong: tensor_parallel_size is 2, the g"),
+    ({"groups.third": {"platform": "cpu"}}, "groups.third: no instance stands on it"),
+    ({"groups.strong.emulate.slowdown": 0.5}, "slowdown is 0.5"),
+    ({"groups.strong.platform": "gpu"}, "groups.strong: emulate: a GPU is not slowed down"),
+    ({"groups.strong.platform": "tpu"}, "groups.strong: platform is 'tpu'"),
+    ({"system": "cronos"}, "system 'cronos': did you mean 'cronus'?"),
+    ({"system.name": None}, "system: needs a name"),
+    ({"system.partial": "pip"}, "system cronus: partial is 'pip': did you mean 'ppi'?"),
+    ({"system.partial": "cpi"}, "system cronus: partial and chunked are both 'cpi'"),
+    ({"system.cuts": 1}, "system cronus: unknown option 'cuts': did you mean 'cut'?"),
+    ({"system": "no_module:Thing"}, "No module named 'no_module'"),
+    ({"system": "json:loads"}, "loads is no jaxinfer.serving.system.System"),
+    ({"system": "single"}, "system single: needs one instance, there are cpi, ppi"),
+    (
+        {"links": [{"between": ["strong", "wek"], "gb_s": 1}]},
+        "no group 'wek': did you mean 'weak'?",
+    ),
+    (
+        {"links": [{"between": ["strong"], "gb_s": 1}]},
+        "links[0]: between: must be the names of two groups",
+    ),
+    ({"links": [{"between": ["strong", "weak"], "gb_s": 0}]}, "links[0]: gb_s is 0"),
+    ({"workload.arrivals": "poisson"}, "workload: kind poisson needs rate"),
+    ({"workload.arrivals": {"kind": "interval", "rate": 1}}, "rate is for kind poisson"),
+    ({"instances.ppi.token_buckets": [32, 64]}, "token_buckets is [32, 64], must rise from"),
+    ({"watchdog_s": -1}, "watchdog_s is -1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MISTAKES, ids=lambda m: str(m)[:50])
+def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    data = yaml.safe_load(CRONUS.read_text())
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        at = data
+        for name in path:
+            at = at.setdefault(name, {})
+        at[last] = value
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(data))
+    with pytest.raises(JaxinferError) as caught:
+        load_run_file(file)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_groups_without_instances(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("groups: {a: {devices: 1}}\n")
+    with pytest.raises(JaxinferError, match="groups and links need instances"):
+        load_run_file(file)
+    file.write_text("groups: [a]\n")
+    with pytest.raises(JaxinferError, match="groups: must be a mapping from names to options"):
+        load_run_file(file)

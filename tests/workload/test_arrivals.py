@@ -1,0 +1,49 @@
+"""When requests come in: times in closed form, and a Poisson process by its moments."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from jaxinfer import JaxinferError
+from jaxinfer.workload.arrivals import Arrivals, with_arrivals
+from jaxinfer.workload.lengths import BenchRequest
+
+TRACE = [0.5, 0.75, 3.0]
+WORK = [BenchRequest(None, 10 + i, 2, time) for i, time in enumerate(TRACE)]
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "times"),
+    [
+        (Arrivals(), [0, 0, 0]),
+        (Arrivals(kind="interval", seconds=0.4), [0, 0.4, 0.8]),
+        (Arrivals(kind="trace"), TRACE),
+    ],
+)
+def test_times(arrivals: Arrivals, times: list[float]) -> None:
+    assert [item.arrival for item in with_arrivals(WORK, arrivals)] == pytest.approx(times)
+    assert [item.prompt_len for item in with_arrivals(WORK, arrivals)] == [10, 11, 12]
+
+
+def test_poisson() -> None:
+    many = [BenchRequest(None, 1, 1, 0.0)] * 20_001
+    times = [r.arrival for r in with_arrivals(many, Arrivals(kind="poisson", rate=4.0, seed=3))]
+    gaps = np.array([b - a for a, b in pairwise(times)])
+    # Exponential: mean and standard deviation are both 1 / rate; 4 standard errors.
+    assert abs(gaps.mean() - 0.25) < 4 * 0.25 / np.sqrt(len(gaps))
+    assert abs(gaps.std() - 0.25) < 4 * 0.25 * np.sqrt(2 / len(gaps))
+    assert abs(np.corrcoef(gaps[1:], gaps[:-1])[0, 1]) < 4 / np.sqrt(len(gaps))
+    again = with_arrivals(many, Arrivals(kind="poisson", rate=4.0, seed=3))
+    assert [r.arrival for r in again] == times
+    other = with_arrivals(many, Arrivals(kind="poisson", rate=4.0, seed=4))
+    assert [r.arrival for r in other] != times
+
+
+def test_what_a_kind_lacks_or_does_not_use() -> None:
+    with pytest.raises(JaxinferError, match="kind interval needs seconds"):
+        Arrivals(kind="interval")
+    with pytest.raises(JaxinferError, match="rate is for kind poisson, not at_once"):
+        Arrivals(rate=1.0)
+    with pytest.raises(JaxinferError, match="seed is for kind poisson, not trace"):
+        Arrivals(kind="trace", seed=1)
