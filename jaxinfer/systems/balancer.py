@@ -1,0 +1,95 @@
+"""Cronus' Balancer: where to cut a prompt (sections 4.3 and 4.4, Algorithm 1)."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from jaxinfer.serving.step_fit import LeastSquares, MixedFit, PrefillFit
+from jaxinfer.serving.system import InstanceView, StepView
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the Balancer knows of the CPI when it cuts a request."""
+
+    free_pages: int
+    page_size: int
+    max_num_batched_tokens: int
+    num_decodes: int
+    decode_context: int
+
+
+def load_of(instance: InstanceView) -> Load:
+    """The CPI's statistics now."""
+    decodes = [r.computed for r in instance.running.values() if r.computed >= r.prompt_len]
+    return Load(
+        instance.num_free_pages,
+        instance.page_size,
+        instance.max_num_batched_tokens,
+        len(decodes),
+        sum(decodes),
+    )
+
+
+def chunked_seconds(fit: MixedFit, load: Load, prompt_len: int, length: int) -> float:
+    """T_chunked: seconds for the CPI to finish a prompt of which ``length`` tokens are there.
+
+    Eq. 1, with the iteration times of eq. 3 at the context before the first and the last chunk.
+    The listing in the paper's appendix has the prompt's length for the first one's context, and
+    calls two things n_p; eqs. 1 to 3 are followed here.
+    """
+    rest = prompt_len - length
+    if not rest:
+        return 0.0
+    chunk = load.max_num_batched_tokens - load.num_decodes
+    if chunk < 1:
+        return float("inf")
+    iterations = ceil(rest / chunk)
+    first = fit.seconds(length, load.decode_context)
+    last = fit.seconds(length + (iterations - 1) * chunk, load.decode_context)
+    return iterations * (first + last) / 2
+
+
+def balance(
+    prefill: PrefillFit, mixed: MixedFit, load: Load, prompt_len: int, candidates: int
+) -> int:
+    """Algorithm 1: L_p, the tokens of the prompt that the PPI computes."""
+    if load.free_pages < ceil(prompt_len / load.page_size):
+        return prompt_len
+
+    def gap(length: int) -> float:
+        return abs(prefill.seconds(length) - chunked_seconds(mixed, load, prompt_len, length))
+
+    return min((ceil(i * prompt_len / candidates) for i in range(1, candidates + 1)), key=gap)
+
+
+class Refined:
+    """Fits of the run's own steps, once they are decided by ``ENOUGH`` of them.
+
+    Attributes:
+        prefill, mixed: None before.
+    """
+
+    ENOUGH = 16
+
+    def __init__(self) -> None:
+        self.prefill: PrefillFit | None = None
+        self.mixed: MixedFit | None = None
+        self._prefills, self._chunks = LeastSquares(2), LeastSquares(3)
+
+    def add_prefill(self, length: int, seconds: float) -> None:
+        """A partial prefill as a whole."""
+        self._prefills.add((length, 1), seconds)
+        found = self._prefills.solve() if self._prefills.count >= self.ENOUGH else None
+        if found and found[0] > 0:
+            self.prefill = PrefillFit(*found)
+
+    def add_mixed(self, step: StepView, max_tokens: int) -> None:
+        """An iteration of the CPI, if its chunks fill it: eq. 3 has no other."""
+        decodes = [row.start for row in step.rows if row.start >= row.request.prompt_len]
+        chunks = [row.start for row in step.rows if row.start < row.request.prompt_len]
+        if not chunks or sum(row.count for row in step.rows) < max_tokens:
+            return
+        self._chunks.add((sum(chunks), sum(decodes), 1), step.end - step.start)
+        found = self._chunks.solve() if self._chunks.count >= self.ENOUGH else None
+        if found:
+            self.mixed = MixedFit(*found)
