@@ -1,0 +1,170 @@
+"""Profiles: the fits against known coefficients, and what emulation makes of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_failures import INSTANCE, PARAMS, PROMPTS, tokens
+
+from jaxinfer import LLM, JaxinferError
+from jaxinfer.cluster import Emulate, GroupConfig, InstanceConfig, LinkConfig
+from jaxinfer.config import RunFile
+from jaxinfer.report.records import read_run
+from jaxinfer.runtime import profile as profiles
+from jaxinfer.runtime.profile import Grid, Profile, load_profile, profile_engine, store_profile
+from jaxinfer.runtime.step_inputs import StepLimits
+from jaxinfer.runtime.step_times import Point, StepTimes, features, shape_of
+
+LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_pages=64, page_size=8)
+
+
+def test_features_count_what_attention_computes() -> None:
+    parts = [(9, 1), (0, 1), (5, 3)]
+    one, pairs, entries = features(parts)
+    assert one == 1
+    assert entries == 10 + 1
+    assert pairs == sum(5 + i for i in (1, 2, 3))
+
+
+def test_step_times_find_known_coefficients() -> None:
+    rng = np.random.default_rng(0)
+    known = {(8, 8, 0): (0.01, 0.0, 2e-6), (8, 64, 8): (0.05, 3e-6, 1e-6)}
+    points = []
+    for _ in range(40):
+        decodes = [(int(rng.integers(0, 400)), 1) for _ in range(int(rng.integers(3, 8)))]
+        for chunk in ([], [(int(rng.integers(0, 300)), int(rng.integers(20, 50)))]):
+            parts = (*decodes, *chunk)
+            weights = known[tuple(shape_of(LIMITS, parts))]
+            points.append(Point(parts, (0.0, float(np.dot(weights, features(parts))))))
+    times = StepTimes.fit(LIMITS, points, stage=1)
+    for shape, weights in known.items():
+        found = next(c for s, c in times.coefficients.items() if tuple(s) == shape)
+        assert found == pytest.approx(weights, rel=1e-6, abs=1e-12)
+
+
+def test_no_step_takes_less_time_for_more_work() -> None:
+    points = [Point(((start, 32),), (0.1 - start * 1e-4,)) for start in (0, 50, 100)]
+    times = StepTimes.fit(LIMITS, points, 0)
+    ((constant, *slopes),) = times.coefficients.values()
+    assert slopes == [0, 0]
+    assert constant == pytest.approx(0.095)
+
+
+def test_fits_are_least_squares_of_eqs_2_and_3() -> None:
+    prefills = [(n, (2e-3 * n + 0.1, 1e-3 * n)) for n in (10, 50, 80)]
+    mixed = [(p, d, (1e-5 * p + 0.2, 3e-6 * d)) for p in (0, 100, 300) for d in (0, 500)]
+    found = Profile({}, prefills, mixed, [Point(((0, 1),), (0.0, 0.0))])
+    fit = found.fit([1.0, 4.0])
+    assert (fit.prefill.per_token, fit.prefill.constant) == pytest.approx((6e-3, 0.1))
+    assert fit.mixed.seconds(200, 1000) == pytest.approx(2e-3 + 0.2 + 4 * 3e-3)
+    for quality in found.quality():
+        assert quality.r2 == pytest.approx(1)
+        assert quality.mape == pytest.approx(0, abs=1e-9)
+
+
+def test_quality_by_hand() -> None:
+    """Points (0, 1), (1, 2), (2, 6): the line is 0.5 + 2.5 x."""
+    found = Profile({}, [(0, (1.0,)), (1, (2.0,)), (2, (6.0,))], [(0, 0, (1.0,))], [
+        Point(((0, 1),), (1.0,))
+    ])  # fmt: skip
+    prefill, _ = found.quality()
+    assert prefill.r2 == pytest.approx(1 - 1.5 / 14)
+    assert prefill.mape == pytest.approx((0.5 / 1 + 1 / 2 + 0.5 / 6) / 3)
+
+
+@pytest.fixture(scope="module")
+def profile(tiny: LLM) -> Profile:
+    return profile_engine(tiny.engine, "tiny", lambda left: None)
+
+
+def test_a_profile_covers_every_shape_and_keeps(
+    tiny: LLM, profile: Profile, tmp_path: Path
+) -> None:
+    limits = tiny.engine.plan.limits
+    assert {shape_of(limits, p.parts) for p in profile.points} == set(limits.shapes())
+    assert all(seconds > 0 for p in profile.points for seconds in p.stages)
+    grid = Grid.of(tiny.engine)
+    for length, stages in profile.prefills:
+        chunks = [next(p for p in profile.points if p.parts == (c,)) for c in grid.prefill(length)]
+        assert stages == pytest.approx((sum(p.seconds for p in chunks),))
+        assert sum(count for _, count in grid.prefill(length)) == length
+    assert load_profile(profile.key, tmp_path) is None
+    store_profile(profile, tmp_path)
+    assert load_profile(profile.key, tmp_path) == profile
+    assert load_profile(profile.key | {"chunk_tokens": 7}, tmp_path) is None
+
+
+def cluster(folder: Path, slowdown: float, **more: Any) -> LLM:
+    config = RunFile(
+        model=str(folder),
+        groups={"a": GroupConfig(emulate=Emulate(slowdown=slowdown)), "b": GroupConfig()},
+        instances={n: InstanceConfig(group=n, **INSTANCE) for n in "ab"},
+        system={"name": "cronus", "partial": "a", "chunked": "b"},
+        **more,
+    )
+    return LLM.from_config(config, progress=False)
+
+
+@pytest.fixture
+def own_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(profiles, "CACHE_FOLDER", tmp_path / "compiled")
+    return tmp_path / "profiles"
+
+
+def test_an_emulated_step_ends_when_the_slower_device_would_have(
+    tiny_folder: Path, tiny: LLM, tmp_path: Path, own_profiles: Path
+) -> None:
+    llm = cluster(tiny_folder, 50.0)
+    assert len(list(own_profiles.iterdir())) == 2
+    expected = tokens(tiny.generate(PROMPTS, PARAMS, progress=False))
+    outputs = llm.generate(PROMPTS, PARAMS, progress=False, run_dir=tmp_path / "run")
+    assert tokens(outputs) == expected
+    run = read_run(tmp_path / "run" / "1")
+    assert run.emulated == ("group a 50 times slower",)
+    emulate = llm.cluster.engines["a"].worker.stages[0].emulate
+    assert emulate is not None
+    assert llm.cluster.engines["b"].worker.stages[0].emulate is None
+    # The Balancer goes by the slower device: eq. 2 is 50 times the measured line.
+    measured = load_profile(profiles.profile_key(llm.cluster.engines["a"], str(tiny_folder)))
+    assert measured is not None
+    assert llm._fits["a"].prefill.per_token == pytest.approx(
+        50 * measured.fit([1.0]).prefill.per_token
+    )
+    cuts = run.run["system_report"]["cuts"]
+    assert set(cuts) == {r.id for r in run.requests}
+    by_id = {r.id: r for r in run.requests}
+    for name, cut in cuts.items():
+        assert cut["length"] == by_id[name].cut
+        assert cut["expected_prefill"] == pytest.approx(
+            llm._fits["a"].prefill.seconds(cut["length"])
+        )
+
+
+def test_profiles_are_found_again(
+    tiny_folder: Path, own_profiles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster(tiny_folder, 2.0)
+    before = {path: json.loads(path.read_text()) for path in own_profiles.iterdir()}
+    monkeypatch.setattr(profiles, "profile_engine", None)
+    cluster(tiny_folder, 3.0)
+    assert {path: json.loads(path.read_text()) for path in own_profiles.iterdir()} == before
+
+
+def test_an_emulated_link_holds_data_back(
+    tiny_folder: Path, tmp_path: Path, own_profiles: Path
+) -> None:
+    link = LinkConfig(between=("a", "b"), gb_s=1e-3, latency_s=0.02)
+    llm = cluster(tiny_folder, 1.0, links=(link,))
+    llm.generate(PROMPTS, PARAMS, progress=False, run_dir=tmp_path / "run")
+    run = read_run(tmp_path / "run" / "1")
+    assert run.transfers
+    for transfer in run.transfers:
+        assert transfer.end - transfer.start >= 0.02 + transfer.num_bytes / 1e6 - 1e-6
+    assert "link a - b of 0.001 GB/s, 0.02 s" in run.emulated
+
+
+def test_a_gpu_is_not_slowed_down() -> None:
+    with pytest.raises(JaxinferError, match="a GPU is not slowed down"):
+        GroupConfig(platform="gpu", emulate=Emulate(slowdown=2))
