@@ -1,17 +1,17 @@
 """From a checkpoint and a cluster to instances that can be run."""
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from jaxinfer.cluster import ClusterConfig, InstanceConfig, one_engine
+from jaxinfer.cluster import ClusterConfig, InstanceConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.models.stage import split
-from jaxinfer.options import EngineOptions
 from jaxinfer.runtime.converted import Shapes, restore
 from jaxinfer.runtime.devices import configure_jax, describe, open_groups
 from jaxinfer.runtime.layer_split import count_layers, measure_speed
@@ -131,11 +131,6 @@ class Cluster:
         }
 
 
-def load_engine(checkpoint: Checkpoint, options: EngineOptions, progress: Progress) -> Engine:
-    """One engine on the first devices; see ``load_cluster``."""
-    return load_cluster(checkpoint, one_engine(options), progress).engines["engine"]
-
-
 def load_cluster(
     checkpoint: Checkpoint,
     config: ClusterConfig,
@@ -179,7 +174,17 @@ def load_cluster(
         route = routes[pair] = Route(source.worker, dest.worker, links, verify)
         names = " -> ".join(pair)
         speeds[names] = min(lane.probe(names) for lane in route.lanes)
-    return Cluster(config, engines, routes, speeds)
+    cluster = Cluster(config, engines, routes, speeds)
+    # Their threads know the workers, not the cluster: once that is gone, all of it can go.
+    weakref.finalize(cluster, _close, [e.worker for e in engines.values()], list(routes.values()))
+    return cluster
+
+
+def _close(workers: Sequence[Worker], routes: Sequence[Route]) -> None:
+    for worker in workers:
+        worker.close()
+    for route in routes:
+        route.close()
 
 
 def plan_cluster(model: ModelConfig, config: ClusterConfig) -> dict[str, list[Plan]]:

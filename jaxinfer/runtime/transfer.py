@@ -242,7 +242,7 @@ class Route:
             if ours.plan.layers.overlaps(theirs.plan.layers)
         ]
         self.token_bytes = sum(lane.token_bytes for lane in self.lanes)
-        self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._end = 0.0
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -262,9 +262,13 @@ class Route:
         if arrived is not None:
             self._queue.put(partial(self._check, landed.slab, arrived, post))
 
+    def close(self) -> None:
+        """End the thread."""
+        self._queue.put(None)
+
     def _work(self) -> None:
-        while True:
-            self._queue.get()()
+        while (job := self._queue.get()) is not None:
+            job()
 
     def _check(
         self, slab: Slab, arrived: jax.Array, post: Callable[[Landed | Failed], None]

@@ -60,7 +60,7 @@ class Worker:
         self.stages = stages
         self._sampler = SamplerShape()
         self._sample_slots: dict[str, int] = {}
-        self._queues: list[SimpleQueue[_Launched]] = [SimpleQueue() for _ in stages]
+        self._queues: list[SimpleQueue[_Launched | None]] = [SimpleQueue() for _ in stages]
         for number in range(len(stages)):
             threading.Thread(target=self._collect, args=(number,), daemon=True).start()
 
@@ -95,12 +95,19 @@ class Worker:
         self._sample_slots = {id: slot for slot, id in enumerate(sampled)}
         self._queues[0].put(_Launched(batch, hidden, samples, prompt, start, origin, post))
 
+    def close(self) -> None:
+        """End the threads, which would keep parameters and executables for ever."""
+        for queue in self._queues:
+            queue.put(None)
+
     def _collect(self, number: int) -> None:
         """Wait for one stage's part of each step, and pass it on."""
         last = number == len(self.stages) - 1
         end = 0.0
         while True:
             step = self._queues[number].get()
+            if step is None:
+                return
             # Whatever fails here would otherwise leave the loop waiting for ever.
             try:
                 ready = step.time

@@ -1,7 +1,10 @@
 """Instances that fail in the midst of a run: their requests go on elsewhere, or say why not."""
 
+import gc
 import json
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,3 +151,18 @@ def test_one_instance_that_hangs_ends_the_batch(tiny_folder: Path) -> None:
     hang(llm, "engine", 1)
     outputs = llm.generate(PROMPTS[:2], PARAMS, progress=False)
     assert all("has not reported for 0.5 s" in (output.error or "") for output in outputs)
+
+
+def test_a_model_that_nobody_has_any_more_is_freed(tiny_folder: Path) -> None:
+    """Its threads end; with them go parameters, pages and executables."""
+    llm = cluster(tiny_folder, CRONUS, "a", "b")
+    llm.generate(PROMPTS, PARAMS, progress=False)
+    stages = [weakref.ref(stage) for stage in llm.cluster.stages]
+    del llm
+    gc.collect()
+    for _ in range(100):
+        if not any(stage() for stage in stages):
+            break
+        time.sleep(0.1)
+        gc.collect()
+    assert not any(stage() for stage in stages)

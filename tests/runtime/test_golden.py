@@ -4,6 +4,7 @@
 between the first and second logit is 0.0056, so every greedy token has to be the same.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxinfer.cluster import one_engine
 from jaxinfer.models.layers import PagedBatch
 from jaxinfer.options import EngineOptions
 from jaxinfer.request import Sampling, SamplingParams
 from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.engine import Engine, load_engine, load_parameters
+from jaxinfer.runtime.engine import Engine, load_cluster, load_parameters
 from jaxinfer.runtime.plan import make_plan
 from jaxinfer.runtime.weights import Checkpoint
 from jaxinfer.runtime.world import RealWorld
@@ -37,12 +39,13 @@ def checkpoint() -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoint: Checkpoint) -> Engine:
+def engine(checkpoint: Checkpoint) -> Iterator[Engine]:
     options = EngineOptions(
         dtype="float32", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512,
         page_size=16, num_pages=129, strict_shapes=True,
     )  # fmt: skip
-    return load_engine(checkpoint, options, lambda part, left: None)
+    loaded = load_cluster(checkpoint, one_engine(options), lambda part, left: None)
+    yield loaded.engines["engine"]  # noqa: PT022 (the cluster lives as long as the fixture)
 
 
 def test_logits(checkpoint: Checkpoint, golden: list[dict[str, Any]]) -> None:

@@ -9,9 +9,10 @@ import pytest
 from test_golden import OPTIONS, serve
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
+from jaxinfer.cluster import one_engine
 from jaxinfer.options import EngineOptions
 from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.engine import Engine, load_engine
+from jaxinfer.runtime.engine import Cluster, load_cluster
 from jaxinfer.runtime.step_inputs import StepShape
 
 TINY = {"page_size": 8, "num_pages": 65, "max_num_seqs": 4, "max_num_batched_tokens": 32}
@@ -22,12 +23,13 @@ PARAMS = [
 PROMPTS = ["Hello", "x" * 70, "Another one"]
 
 
-def demo_engine(devices: int) -> Engine:
+def demo_engine(devices: int) -> Cluster:
     options = EngineOptions(
         dtype="float32", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512,
         page_size=16, num_pages=129, tensor_parallel_size=devices, strict_shapes=True,
     )  # fmt: skip
-    return load_engine(open_checkpoint("smollm2-135m-instruct"), options, lambda part, left: None)
+    checkpoint = open_checkpoint("smollm2-135m-instruct")
+    return load_cluster(checkpoint, one_engine(options), lambda part, left: None)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,8 @@ def demo_engine(devices: int) -> Engine:
 )
 def test_demo_model_gives_its_golden_tokens(golden: list[dict[str, Any]], devices: int) -> None:
     """Three KV heads: two and four devices pad them with zero groups."""
-    engine = demo_engine(devices)
+    loaded = demo_engine(devices)
+    engine = loaded.engines["engine"]
     requests, _ = serve(engine, golden, OPTIONS)
     assert [r.output_token_ids for r in requests] == [c["output_ids"] for c in golden]
 
