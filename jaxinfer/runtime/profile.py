@@ -21,7 +21,7 @@ from jaxinfer.runtime.step_times import Part, Point, StepTimes, measure
 from jaxinfer.serving.step_fit import MixedFit, PrefillFit, StepFit
 from jaxinfer.serving.world import Batch
 
-REPEATS = 3
+PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -146,15 +146,15 @@ def profile_engine(engine: Engine, model: str, progress: Callable[[int], None]) 
     """Measure an instance; nothing else may run meanwhile.
 
     Args:
-        progress: called with the number of steps left to measure.
+        progress: called with the number of runs left.
     """
     grid = Grid.of(engine)
     kv = engine.new_kv()
     todo = list(dict.fromkeys([*grid.chunks, *(parts for *_, parts in grid.mixed), *grid.decodes]))
     found: dict[tuple[Part, ...], Point] = {}
-    progress(len(todo))
-    for left, parts in zip(range(len(todo) - 1, -1, -1), todo, strict=True):
-        found[parts] = measure(engine.worker, kv, parts, REPEATS)
+    progress(PASSES * len(todo))
+    for left, point in measure(engine.worker, kv, todo, PASSES):
+        found[point.parts] = point
         progress(left)
     prefills = []
     for length in grid.lengths:

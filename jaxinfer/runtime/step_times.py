@@ -1,9 +1,8 @@
 """How long steps take: measured on an idle machine, and fitted."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from statistics import median
 
 import numpy as np
 
@@ -102,25 +101,38 @@ def _nonnegative(x: np.ndarray, y: np.ndarray) -> list[float]:
     return [float(value) for value in result]
 
 
-def measure(worker: Worker, kv: KVShards, parts: Sequence[Part], repeats: int) -> Point:
-    """Run a step with these parts, and take the median of several runs.
+def measure(
+    worker: Worker, kv: KVShards, todo: Sequence[tuple[Part, ...]], passes: int
+) -> Iterator[tuple[int, Point]]:
+    """Run each step in several passes; yields how many runs are left, and the quickest so far.
+
+    What else the machine does can only slow a step down, and does so for a while: the passes are
+    apart in time, and the quickest counts.
 
     Args:
         kv: empty pools.
     """
-    batch = _batch(kv, parts)
+    best: dict[tuple[Part, ...], tuple[float, ...]] = {}
+    left = passes * len(todo)
+    for _ in range(passes):
+        for parts in todo:
+            batch = _batch(kv, parts)
+            # The first run after another shape pays for memory that the others have.
+            times = [_run(worker, batch) for _ in range(2)][1]
+            for row in batch.rows:
+                row.hold.release()
+            best[parts] = min(best.get(parts, times), times, key=sum)
+            left -= 1
+            yield left, Point(parts, best[parts])
+
+
+def _run(worker: Worker, batch: Batch) -> tuple[float, ...]:
     posted: SimpleQueue[StepDone | Failed] = SimpleQueue()
-    runs = []
-    for _ in range(repeats + 1):
-        worker.launch(batch, 0.0, posted.put)
-        done = posted.get()
-        if isinstance(done, Failed):
-            raise done.error
-        runs.append([end - start for start, end in done.stages])
-    for row in batch.rows:
-        row.hold.release()
-    # The first run after another shape pays for memory that the others have.
-    return Point(tuple(parts), tuple(median(times) for times in zip(*runs[1:], strict=True)))
+    worker.launch(batch, 0.0, posted.put)
+    done = posted.get()
+    if isinstance(done, Failed):
+        raise done.error
+    return tuple(end - start for start, end in done.stages)
 
 
 def _batch(kv: KVShards, parts: Sequence[Part]) -> Batch:

@@ -67,16 +67,25 @@ class LeastSquares:
 
     def solve(self) -> list[float] | None:
         """The coefficients, or None where the observations do not decide them."""
-        rows = [[*row, y] for row, y in zip(self._xx, self._xy, strict=True)]
-        size = len(rows)
-        scale = max(abs(value) for row in rows for value in row[:size]) or 1.0
+        size = len(self._xy)
+        # Columns of one length: the rank is not to depend on units.
+        length = [self._xx[i][i] ** 0.5 for i in range(size)]
+        if not all(length):
+            return None
+        rows = [
+            [
+                *(self._xx[i][j] / length[i] / length[j] for j in range(size)),
+                self._xy[i] / length[i],
+            ]
+            for i in range(size)
+        ]
         for i in range(size):
             pivot = max(range(i, size), key=lambda r: abs(rows[r][i]))
-            if abs(rows[pivot][i]) <= 1e-12 * scale:
+            if abs(rows[pivot][i]) <= 1e-10:
                 return None
             rows[i], rows[pivot] = rows[pivot], rows[i]
             for r in range(size):
                 if r != i:
                     factor = rows[r][i] / rows[i][i]
                     rows[r] = [a - factor * b for a, b in zip(rows[r], rows[i], strict=True)]
-        return [rows[i][size] / rows[i][i] for i in range(size)]
+        return [rows[i][size] / rows[i][i] / length[i] for i in range(size)]

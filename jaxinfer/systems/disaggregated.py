@@ -2,6 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
+from pydantic import Field
+
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.system import (
     Assignment,
@@ -29,7 +31,7 @@ class DisaggregatedOptions(Options):
     prefill: str = "prefill"
     decode: str = "decode"
     hand_off: HandOffRule = "on_demand"
-    max_in_prefill: int = 2
+    max_in_prefill: int = Field(default=2, ge=1)
 
 
 class Disaggregated(System):

@@ -43,7 +43,7 @@ def make_system(config: Mapping[str, Any], instances: Collection[str]) -> System
 def _find(name: str) -> type[System]:
     target = SYSTEMS.get(name, name)
     module, colon, attribute = target.partition(":")
-    if not colon:
+    if not colon or not all(part.isidentifier() for part in module.split(".")):
         raise JaxinferError(
             f"system {name!r}: {did_you_mean(name, SYSTEMS)}; or my_module:MySystem of your own"
         )
