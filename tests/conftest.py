@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Backend
 
 from jaxinfer import LLM
 
-# Before anything counts the devices.
-jax.config.update("jax_num_cpu_devices", 4)
+# Before anything counts the devices: tensor parallelism over 4 beside 4.
+jax.config.update("jax_num_cpu_devices", 8)
 
 DATA = Path(__file__).parent / "data"
 TINY_OPTIONS: dict[str, Any] = {

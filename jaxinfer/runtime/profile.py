@@ -50,7 +50,7 @@ class Profile:
     points: list[Point]
 
     def fit(self, slowdowns: Sequence[float]) -> StepFit:
-        """Cronus eqs. 2 and 3 by least squares, each stage so many times slower."""
+        """Cronus eqs. 2 and 3, each stage so many times slower."""
         (prefill, _), (mixed, _) = self._lines(slowdowns)
         return StepFit(PrefillFit(*prefill), MixedFit(*mixed))
 
@@ -72,8 +72,9 @@ class Profile:
 
 
 def _line(x: Sequence[Sequence[float]], y: Sequence[float]) -> tuple[list[float], Quality]:
+    """By least squares of the relative error, since prompts are cut by it, short or long."""
     xs, ys = np.asarray(x, float), np.asarray(y, float)
-    found, *_ = np.linalg.lstsq(xs, ys, rcond=None)
+    found, *_ = np.linalg.lstsq(xs / ys[:, None], np.ones_like(ys), rcond=None)
     off = ys - xs @ found
     spread = float(((ys - ys.mean()) ** 2).sum())
     r2 = 1 - float((off**2).sum()) / spread if spread else 1.0
@@ -150,7 +151,8 @@ def profile_engine(engine: Engine, model: str, progress: Callable[[int], None]) 
     """
     grid = Grid.of(engine)
     kv = engine.new_kv()
-    todo = list(dict.fromkeys([*grid.chunks, *(parts for *_, parts in grid.mixed), *grid.decodes]))
+    mixed_parts = (parts for *_, parts in grid.mixed)
+    todo = list(dict.fromkeys([*grid.chunks, *mixed_parts, *grid.others]))
     found: dict[tuple[Part, ...], Point] = {}
     progress(PASSES * len(todo))
     for left, point in measure(engine.worker, kv, todo, PASSES):
@@ -208,13 +210,13 @@ class Grid:
         chunk_tokens: the token budget.
         lengths: of prefills.
         mixed: (prefill context, decode context, parts).
-        decodes: steps of decodes alone, some of each shape.
+        others: steps of decodes alone and of chunks of each bucket, several of each shape.
     """
 
     chunk_tokens: int
     lengths: list[int]
     mixed: list[tuple[int, int, tuple[Part, ...]]]
-    decodes: list[tuple[Part, ...]]
+    others: list[tuple[Part, ...]]
 
     @classmethod
     def of(cls, engine: Engine) -> "Grid":
@@ -224,13 +226,19 @@ class Grid:
         room = kv.num_pages * kv.page_size
         longest = min(engine.plan.max_model_len, room) - 1
         lengths = _spread(max(min(budget, longest) // 4, 2), longest, 8)
-        decodes = []
+        others: list[tuple[Part, ...]] = []
         for rows in limits.row_buckets:
             most = min(longest, kv.num_pages // rows * kv.page_size - 1)
             if most > 0:
-                decodes += [((context, 1),) * rows for context in _spread(0, most, 3)]
+                others += [((context, 1),) * rows for context in _spread(0, most, 3)]
+        for tokens in limits.token_buckets:
+            others += [((c, tokens),) for c in _spread(0, longest - tokens, 3) if tokens <= longest]
         mixed: list[tuple[int, int, tuple[Part, ...]]] = []
         rows = min(limits.row_buckets[-1] // 2, budget // 2)
+        for tokens in limits.token_buckets:
+            middle = min(longest, kv.num_pages // (rows + 2) * kv.page_size - 1) // 2
+            if rows and middle > 0 and 2 <= tokens - rows <= kv.num_pages // 2 * kv.page_size:
+                others.append((*[(middle, 1)] * rows, (0, tokens - rows)))
         for prefill in _spread(0, max(longest - budget, 0), 4):
             count = min(budget, longest - prefill)
             spare = kv.num_pages - kv.pages_for(prefill + count)
@@ -241,7 +249,7 @@ class Grid:
                     (prefill, rows * c, (*[(c, 1)] * rows, (prefill, count - rows)))
                     for c in contexts
                 ]
-        return cls(budget, lengths, mixed, decodes)
+        return cls(budget, lengths, mixed, others)
 
     def prefill(self, length: int) -> list[Part]:
         """The chunks of a prefill that runs alone."""

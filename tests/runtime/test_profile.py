@@ -52,7 +52,7 @@ def test_no_step_takes_less_time_for_more_work() -> None:
     assert constant == pytest.approx(0.095)
 
 
-def test_fits_are_least_squares_of_eqs_2_and_3() -> None:
+def test_fits_find_the_coefficients_of_eqs_2_and_3() -> None:
     prefills = [(n, (2e-3 * n + 0.1, 1e-3 * n)) for n in (10, 50, 80)]
     mixed = [(p, d, (1e-5 * p + 0.2, 3e-6 * d)) for p in (0, 100, 300) for d in (0, 500)]
     found = Profile({}, prefills, mixed, [Point(((0, 1),), (0.0, 0.0))])
@@ -64,14 +64,20 @@ def test_fits_are_least_squares_of_eqs_2_and_3() -> None:
         assert quality.mape == pytest.approx(0, abs=1e-9)
 
 
-def test_quality_by_hand() -> None:
-    """Points (0, 1), (1, 2), (2, 6): the line is 0.5 + 2.5 x."""
-    found = Profile({}, [(0, (1.0,)), (1, (2.0,)), (2, (6.0,))], [(0, 0, (1.0,))], [
-        Point(((0, 1),), (1.0,))
-    ])  # fmt: skip
+def test_the_fit_is_of_relative_errors() -> None:
+    """Points (1, 1), (2, 2), (4, 5)."""
+    prefills = [(1, (1.0,)), (2, (2.0,)), (4, (5.0,))]
+    found = Profile({}, prefills, [(0, 0, (1.0,))], [Point(((0, 1),), (1.0,))])
+    fit = found.fit([1.0]).prefill
+    # Minimises the sum of (1 - (a n + b) / t)^2: the normal equations, by hand.
+    for derivative in (lambda n: n, lambda n: 1):
+        slope = sum((1 - fit.seconds(n) / t[0]) * derivative(n) / t[0] for n, t in prefills)
+        assert slope == pytest.approx(0, abs=1e-12)
     prefill, _ = found.quality()
-    assert prefill.r2 == pytest.approx(1 - 1.5 / 14)
-    assert prefill.mape == pytest.approx((0.5 / 1 + 1 / 2 + 0.5 / 6) / 3)
+    errors = [abs(fit.seconds(n) / t[0] - 1) for n, t in prefills]
+    assert prefill.mape == pytest.approx(sum(errors) / 3)
+    squares = sum((fit.seconds(n) - t[0]) ** 2 for n, t in prefills)
+    assert prefill.r2 == pytest.approx(1 - squares / (26 / 3))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,346 @@
+"""Small models, clusters of two unlike instances, requests, and cases that cover all pairs."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import yaml
+from safetensors.numpy import save_file
+
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
+from jaxinfer.serving.system import System
+
+LAYERS, HEAD_DIM, VOCABULARY = 4, 8, 260
+# Query and KV heads: four devices pad both, two devices the second.
+HEADS = {"two": (4, 2), "three": (6, 3)}
+
+
+def make_model(folder: Path, like: Path, heads: str) -> Path:
+    """A Llama of four layers with the tokenizer of ``like``; weights as those of ``tiny_folder``.
+
+    They are scaled such that attention is neither flat nor hard, and a likeliest token stands out.
+    """
+    shutil.copytree(like, folder)
+    N, K = HEADS[heads]
+    D, F, H, V = 32, 64, HEAD_DIM, VOCABULARY
+    config = json.loads((like / "config.json").read_text()) | {
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": N,
+        "num_key_value_heads": K,
+        "max_position_embeddings": 512,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(K)
+    shapes = {
+        "self_attn.q_proj": (N * H, D, 3),
+        "self_attn.k_proj": (K * H, D, 3),
+        "self_attn.v_proj": (K * H, D, 2),
+        "self_attn.o_proj": (D, N * H, 2),
+        "mlp.gate_proj": (F, D, 2),
+        "mlp.up_proj": (F, D, 2),
+        "mlp.down_proj": (D, F, 2),
+    }
+
+    def draw(rows: int, columns: int, scale: float) -> np.ndarray:
+        return (rng.normal(size=(rows, columns)) * scale / np.sqrt(columns)).astype(np.float32)
+
+    ones = np.ones(D, np.float32)
+    tensors = {"model.embed_tokens.weight": draw(V, D, 5), "lm_head.weight": draw(V, D, 4)}
+    tensors["model.norm.weight"] = ones
+    for i in range(LAYERS):
+        for name, shape in shapes.items():
+            tensors[f"model.layers.{i}.{name}.weight"] = draw(*shape)
+        for name in ("input", "post_attention"):
+            tensors[f"model.layers.{i}.{name}_layernorm.weight"] = ones
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+# Requests.
+
+# Prompt and output tokens. 32 is an edge of pages of 8, 16 and 32. The first ones take few
+# pages to begin with, and grow.
+LENGTHS = [
+    (16, 48), (9, 48), (31, 48), (17, 48), (33, 48), (8, 48), (1, 40), (7, 1), (32, 1),
+    (40, 30), (41, 48), (64, 30), (65, 12), (100, 20),
+]  # fmt: skip
+PEAK = max(prompt + output - 1 for prompt, output in LENGTHS)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt with its options."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+def make_requests(lengths: Sequence[tuple[int, int]] = LENGTHS) -> list[Request]:
+    """By turns greedy and drawn. From 40 tokens on, the prompts begin alike."""
+    rng = np.random.default_rng(7)
+    shared = rng.integers(0, 250, 600).tolist()
+    requests = []
+    for number, (length, output) in enumerate(lengths):
+        own = rng.integers(0, 250, length).tolist()
+        options: dict[str, Any] = {"temperature": 0}
+        if number % 2:
+            options = {"temperature": 0.8, "top_p": 0.9, "seed": 100 + number}
+        params = SamplingParams(max_tokens=output, ignore_eos=True, **options)
+        prompt = [*shared[: length - 4], *own[:4]] if length >= 40 else own
+        requests.append(Request(tuple(prompt), params))
+    return requests
+
+
+def cut_of(cut: float | int | None, prompt_len: int) -> int:
+    """KV entries that the first instance computes, by Cronus's option ``cut``."""
+    if cut is None:
+        return prompt_len
+    return min(cut if isinstance(cut, int) else round(cut * prompt_len), prompt_len)
+
+
+# Clusters.
+
+# Devices of each group; stages of an instance take what they need of them.
+GROUP_DEVICES = 4
+
+
+@dataclass(frozen=True)
+class Side:
+    """One instance: devices of each stage, tokens per page, layers of each stage."""
+
+    devices: int
+    page_size: int
+    stages: tuple[int, ...] = (LAYERS,)
+
+    def pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def __str__(self) -> str:
+        stages = "+".join(map(str, self.stages))
+        return f"tp{self.devices}-p{self.page_size}-l{stages}"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two instances of one model, ``a`` and ``b``, each on a group of its own."""
+
+    heads: str
+    a: Side
+    b: Side
+
+    def __str__(self) -> str:
+        return f"{self.heads}-{self.a}-{self.b}"
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        """Groups and instances of a run file."""
+        groups, instances = {}, {}
+        for name, side in (("a", self.a), ("b", self.b)):
+            groups[name] = {"devices": GROUP_DEVICES, "tensor_parallel_size": side.devices}
+            place: dict[str, Any] = {"group": name}
+            if len(side.stages) > 1:
+                place = {"stages": [{"group": name, "layers": n} for n in side.stages]}
+            instances[name] = place | roomy(side.page_size)
+        return {"groups": groups, "instances": instances}
+
+
+def roomy(page_size: int) -> dict[str, int]:
+    """Options of an instance that has room for all requests at once."""
+    tokens = sum(prompt + output + page_size for prompt, output in LENGTHS)
+    return {"page_size": page_size, "num_pages": -(-tokens // page_size) + 1}
+
+
+class AnyWay(System):
+    """Stands in while a cluster is loaded: it asks for transfers between all instances."""
+
+
+def load(model: Path, folder: Path, **sections: Any) -> LLM:
+    """By way of a run file; ``set_system`` says how its instances are used."""
+    run_file = {
+        "model": str(model),
+        # Chunks of 27 tokens do not end where pages do.
+        "engine": {"max_num_seqs": 4, "max_num_batched_tokens": 27, "strict_shapes": True},
+        "system": "cluster_cases:AnyWay",
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run_file | sections))
+    return LLM.from_config(path, progress=False)
+
+
+def close(llm: LLM) -> None:
+    """Free the executables.
+
+    The threads of workers and routes keep all else for ever; and each executable takes hundreds of
+    memory maps, of which Linux gives a process 65530: without this, it crashes after 30 clusters.
+    """
+    for stage in llm.cluster.stages:
+        stage.step._executables.clear()
+    for route in llm.cluster.routes.values():
+        route.lanes.clear()
+    jax.clear_caches()
+
+
+def set_system(llm: LLM, system: Mapping[str, Any]) -> None:
+    """Of the runs from here on."""
+    llm.config = llm.config.model_copy(update={"system": dict(system)})
+
+
+def set_pools(llm: LLM, num_pages: Mapping[str, int], caching: bool) -> None:
+    """Empty pools with so many free pages, or with as many as there are, for the next run."""
+    llm._kv = {
+        name: KVShards(
+            [
+                Shard(_pool(plan.limits.page_size, plan.num_pages, num_pages.get(name), number))
+                for number, plan in enumerate(engine.plans)
+            ],
+            caching,
+        )
+        for name, engine in llm.cluster.engines.items()
+    }
+
+
+def _pool(page_size: int, there: int, wanted: int | None, number: int) -> PagePool:
+    """Of stage ``number``, whose pages have other numbers than those of the stages before it."""
+    pool = PagePool(there if wanted is None else 1 + wanted + number, page_size)
+    assert pool.num_usable < there
+    pool.take(number)
+    return pool
+
+
+# Cases.
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of serving on a pair.
+
+    Attributes:
+        system: ``data_parallel``, or ``cronus`` or ``disaggregated`` and from where to where.
+        cut: of Cronus.
+        rule: when KV is handed off; "" for ``data_parallel``.
+        small: the instance whose pool is small; "" for none.
+        caching: ``off``, ``on``, or ``twice``: the second run finds the first one's pages.
+    """
+
+    system: str
+    cut: float | int | None
+    rule: str
+    small: str
+    caching: str
+
+    def __str__(self) -> str:
+        cut = "" if self.cut is None else f"-cut{self.cut}"
+        rule = f"-{self.rule}" if self.rule else ""
+        small = f"-small_{self.small}" if self.small else ""
+        return f"{self.system}{cut}{rule}{small}-cache_{self.caching}"
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """Where a request begins and where it ends up."""
+        source, _, dest = self.system.partition("_")[2].partition("_")
+        return source, dest
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The section ``system`` of a run file."""
+        if self.system == "data_parallel":
+            shares = {"a": {"weight": 2, "max_waiting": 3}, "b": {"weight": 1, "max_waiting": 1}}
+            return {"name": "data_parallel", "shares": shares}
+        name = self.system.partition("_")[0]
+        source, dest = self.ends
+        if name == "disaggregated":
+            return {"name": name, "prefill": source, "decode": dest, "hand_off": self.rule}
+        ends = {"partial": source, "chunked": dest}
+        return {"name": name, **ends, "cut": self.cut, "hand_off": self.rule}
+
+
+# Three kinds of instance on either side, so that nine pairs have all pairs of page sizes, of
+# tensor parallelism and of pipeline cuts; each kind comes with both models.
+KINDS_A = (Side(1, 8), Side(2, 16, (1, 3)), Side(4, 32))
+KINDS_B = (Side(1, 32, (3, 1)), Side(2, 8, (2, 2)), Side(4, 16))
+PAIRS = [
+    Pair(("two", "three")[(i + j) % 2], a, b)
+    for i, a in enumerate(KINDS_A)
+    for j, b in enumerate(KINDS_B)
+]
+# All that a group has the devices for.
+SIDES = [
+    Side(devices, page_size, stages)
+    for devices, page_size, stages in product(
+        (1, 2, 4), (8, 16, 32), ((4,), (1, 3), (2, 2), (3, 1), (1, 2, 1))
+    )
+    if devices * len(stages) <= GROUP_DEVICES
+]
+# 0.98 is one token less than all, from 26 to 74 tokens; 1.0 is all.
+CUTS = (0, 1, 31, 32, 33, 0.98, 1.0)
+RULES = ("on_demand", "at_end", "per_chunk")
+WAYS = [
+    Way(system, cut, rule, small, caching)
+    for system, cuts, rules in (
+        ("data_parallel", (None,), ("",)),
+        ("disaggregated_a_b", (None,), RULES),
+        ("disaggregated_b_a", (None,), RULES),
+        ("cronus_a_b", CUTS, RULES),
+        ("cronus_b_a", CUTS, RULES),
+    )
+    for cut, rule, small, caching in product(cuts, rules, ("", "a", "b"), ("off", "on", "twice"))
+]
+
+Row = TypeVar("Row")
+Pairing = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way of serving on a pair of instances."""
+
+    pair: Pair
+    way: Way
+
+    def __str__(self) -> str:
+        return f"{self.pair}-{self.way}"
+
+    @property
+    def pairings(self) -> Iterator[Pairing]:
+        """What is to be covered: pairs of values, and how a way's KV goes."""
+        way = self.way
+        values = [
+            (field.name, getattr(part, field.name))
+            for part in (self.pair, way)
+            for field in fields(part)
+        ]
+        yield from combinations(values, 2)
+        yield "hand-off", (way.system, way.cut, way.rule)
+        yield "shortage", (way.system, way.small, way.rule)
+
+
+def cover(rows: Sequence[Row], wanted: Callable[[Row], Iterable[Pairing]]) -> list[Row]:
+    """Few of the rows that have all that is wanted of any of them: the best one first."""
+    numbers: dict[Pairing, int] = {}
+    masks = []
+    for row in rows:
+        mask = 0
+        for pairing in wanted(row):
+            mask |= 1 << numbers.setdefault(pairing, len(numbers))
+        masks.append(mask)
+    left, chosen = (1 << len(numbers)) - 1, []
+    while left:
+        best = max(range(len(rows)), key=lambda i: (masks[i] & left).bit_count())
+        chosen.append(rows[best])
+        left &= ~masks[best]
+    return chosen
+
+
+def covering_cases() -> list[Case]:
+    """In the order of their pairs of instances, each of which takes seconds to load."""
+    every = [Case(pair, way) for pair in PAIRS for way in WAYS]
+    random.Random(0).shuffle(every)  # Else the first pair would get half of them.
+    return sorted(cover(every, lambda case: case.pairings), key=lambda c: PAIRS.index(c.pair))

@@ -1,0 +1,148 @@
+"""Systems by name, and what is said of wrong ones: one line each."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_checks import Run, make_kv, make_requests
+
+from jaxinfer import JaxinferError
+from jaxinfer.serving.instance import Instance
+from jaxinfer.systems.cronus import Cronus
+from jaxinfer.systems.data_parallel import DataParallel
+from jaxinfer.systems.disaggregated import Disaggregated
+from jaxinfer.systems.pipeline_parallel import PipelineParallel
+from jaxinfer.systems.registry import SYSTEMS, make_system
+from jaxinfer.systems.single import Single
+
+SHARE = {"weight": 1, "max_waiting": 1}
+PAIR = ["ppi", "cpi"]
+OWN = """
+from jaxinfer.serving.system import Assignment, Leg, System
+from jaxinfer.validation import Options
+
+class MyOptions(Options):
+    name_of_first: str = "x"
+
+class MySystem(System):
+    Options = MyOptions
+
+    def route(self, waiting, cluster):
+        return [Assignment(r.id, (Leg(self.options.name_of_first),)) for r in waiting]
+
+class NoSystem:
+    pass
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module with a user's own system."""
+    (tmp_path / "own_system_of_a_user.py").write_text(OWN)
+    (tmp_path / "broken_system_of_a_user.py").write_text("import module_that_is_not_there\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "own_system_of_a_user"
+
+
+@pytest.mark.parametrize(
+    ("config", "instances", "kind"),
+    [
+        ({"name": "single"}, ["engine"], Single),
+        ({"name": "pipeline_parallel"}, ["x"], PipelineParallel),
+        ({"name": "cronus"}, PAIR, Cronus),
+        ({"name": "cronus", "partial": "cpi", "chunked": "ppi", "cut": 0}, PAIR, Cronus),
+        ({"name": "cronus", "cut": 0.5, "hand_off": "per_chunk"}, [*PAIR, "third"], Cronus),
+        ({"name": "disaggregated"}, ["prefill", "decode"], Disaggregated),
+        ({"name": "data_parallel", "shares": {"a": SHARE, "b": SHARE}}, "ab", DataParallel),
+        ({"name": "jaxinfer.systems.single:Single"}, ["engine"], Single),
+    ],
+)
+def test_systems(config: dict[str, Any], instances: Sequence[str], kind: type) -> None:
+    before = dict(config)
+    assert type(make_system(config, instances)) is kind
+    assert config == before
+
+
+def test_all_that_come_with_jaxinfer_are_found() -> None:
+    for name, target in SYSTEMS.items():
+        with pytest.raises(JaxinferError, match=f"system {name}: |shares"):
+            make_system({"name": name}, ["x", "y"])
+        assert target.startswith(f"jaxinfer.systems.{name}:")
+
+
+def test_a_users_own(own: str) -> None:
+    system = make_system({"name": f"{own}:MySystem", "name_of_first": "a"}, ["a"])
+    outcome = Run(system, [Instance("a", make_kv(9, 4))], make_requests([(3, 3)])).verify()
+    assert outcome.route_of("r0") == [("a", 5)]
+
+
+def error_of(config: dict[str, Any], instances: Sequence[str] = PAIR) -> str:
+    with pytest.raises(JaxinferError) as caught:
+        make_system(config, instances)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "system: needs a name, or my_module:MySystem"),
+        ({"name": 3}, "system: needs a name"),
+        ({"name": "cronos"}, "system 'cronos': did you mean 'cronus'?; or my_module:MySystem"),
+        ({"name": "xyz"}, "system 'xyz': known: cronus, data_parallel, disaggregated, pipeline"),
+        ({"name": "Cronus"}, "did you mean 'cronus'?"),
+        ({"name": "not_there_at_all:MySystem"}, "No module named 'not_there_at_all'"),
+        ({"name": "cronus", "cutt": 1}, "system cronus: unknown option 'cutt': did you mean 'cut'"),
+        ({"name": "cronus", "cut": -1}, "system cronus: cut is -1, must be"),
+        ({"name": "cronus", "cut": -0.5}, "system cronus: cut is -0.5, must be"),
+        ({"name": "cronus", "cut": "half"}, "system cronus: cut is 'half', must be"),
+        ({"name": "cronus", "cut": True}, "system cronus: cut is True, must be"),
+        ({"name": "cronus", "hand_off": "late"}, "hand_off is 'late', must be 'on_demand', 'at_e"),
+        ({"name": "cronus", "max_in_partial": 0}, "max_in_partial is 0, must be greater than"),
+        ({"name": "cronus", "candidates": 0}, "candidates is 0, must be greater than"),
+        ({"name": "cronus", "partial": "ppj"}, "partial is 'ppj': did you mean 'ppi'?"),
+        ({"name": "cronus", "chunked": "xyz"}, "chunked is 'xyz': known: cpi, ppi"),
+        ({"name": "cronus", "chunked": "ppi"}, "partial and chunked are both 'ppi'"),
+        ({"name": "disaggregated"}, "system disaggregated: prefill is 'prefill': known: cpi, ppi"),
+        ({"name": "disaggregated", "prefill": "ppi"}, "decode is 'decode': known: cpi, ppi"),
+        ({"name": "disaggregated", "prefill": "ppi", "decode": "ppi"}, "are both 'ppi'"),
+        ({"name": "disaggregated", "cut": 1}, "system disaggregated: unknown option 'cut'"),
+        ({"name": "data_parallel"}, "system data_parallel: DataParallelOptions needs 'shares'"),
+        ({"name": "data_parallel", "shares": {"ppi": SHARE}}, "instance 'cpi' has none"),
+        ({"name": "data_parallel", "shares": {"ppi": SHARE, "cpj": SHARE}}, "mean 'cpi'?"),
+        ({"name": "data_parallel", "shares": {"ppi": {"weight": 1}}}, "Share needs 'max_waiting'"),
+        ({"name": "data_parallel", "shares": {"ppi": SHARE | {"weight": 0}}}, "weight is 0, must"),
+        ({"name": "data_parallel", "shares": {"ppi": SHARE | {"max_waiting": 0}}}, "_waiting is 0"),
+        ({"name": "data_parallel", "shares": {"ppi": SHARE | {"most": 1}}}, "option 'most'"),
+        ({"name": "data_parallel", "shares": 3}, "shares is 3, must be dictionary"),
+        ({"name": "single"}, "system single: needs one instance, there are ppi, cpi"),
+        ({"name": "pipeline_parallel"}, "system pipeline_parallel: needs one instance, there are"),
+        ({"name": "single", "cut": 1}, "system single: unknown option 'cut'"),
+    ],
+)
+def test_errors(config: dict[str, Any], message: str) -> None:
+    assert message in error_of(config)
+
+
+def test_errors_of_a_users_own(own: str) -> None:
+    assert "NoSystem is no jaxinfer.serving.system.System" in error_of({"name": f"{own}:NoSystem"})
+    assert "number is no jaxinfer.serving.system.System" in error_of({"name": f"{own}:number"})
+    assert "has no attribute 'MySystm'" in error_of({"name": f"{own}:MySystm"})
+    assert "module_that_is_not_there" in error_of({"name": "broken_system_of_a_user:MySystem"})
+    wrong = {"name": f"{own}:MySystem", "name_of_frist": "a"}
+    assert "did you mean 'name_of_first'?" in error_of(wrong)
+
+
+@pytest.mark.parametrize("name", [":MySystem", ".relative:MySystem"])
+def test_names_without_a_module(name: str) -> None:
+    with pytest.raises(JaxinferError, match="system "):
+        make_system({"name": name}, PAIR)
+
+
+def test_a_prefill_instance_takes_one_request_at_least() -> None:
+    config = {"name": "disaggregated", "prefill": "ppi", "decode": "cpi", "max_in_prefill": 0}
+    with pytest.raises(JaxinferError, match="max_in_prefill is 0, must be"):
+        make_system(config, PAIR)
