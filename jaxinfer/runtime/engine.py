@@ -176,7 +176,9 @@ def load_cluster(
         speeds[names] = min(lane.probe(names) for lane in route.lanes)
     cluster = Cluster(config, engines, routes, speeds)
     # Their threads know the workers, not the cluster: once that is gone, all of it can go.
-    weakref.finalize(cluster, _close, [e.worker for e in engines.values()], list(routes.values()))
+    workers = [engine.worker for engine in engines.values()]
+    # At the interpreter's end, threads that wake up would crash it.
+    weakref.finalize(cluster, _close, workers, list(routes.values())).atexit = False
     return cluster
 
 

@@ -144,7 +144,7 @@ def _path(key: dict[str, Any], folder: Path | None) -> Path:
 
 
 def profile_engine(engine: Engine, model: str, progress: Callable[[int], None]) -> Profile:
-    """Measure an instance; nothing else may run meanwhile.
+    """Measure an instance; nothing else may run meanwhile, and what its pages hold is lost.
 
     Args:
         progress: called with the number of runs left.

@@ -111,13 +111,14 @@ def test_requests_are_recomputed_elsewhere(
     failure: Callable[[LLM, str, int], None],
     after: int,
 ) -> None:
-    llm = cluster(tiny_folder, system, "a", "b", watchdog_s=0.5)
+    # Long enough for a busy machine; what does not hang never waits for it.
+    llm = cluster(tiny_folder, system, "a", "b", watchdog_s=3 if failure is hang else 600)
     failure(llm, lost, after)
     outputs = llm.generate(PROMPTS, PARAMS, progress=False, run_dir=tmp_path)
     assert tokens(outputs) == expected
     run = json.loads((tmp_path / "1" / "run.json").read_text())
     assert list(run["lost"]) == [lost]
-    assert "injected" in run["lost"][lost] or "has not reported for 0.5 s" in run["lost"][lost]
+    assert "injected" in run["lost"][lost] or "has not reported for 3 s" in run["lost"][lost]
     with pytest.raises(JaxinferError, match=f"instance {lost} was lost, load the model again"):
         llm.generate(PROMPTS, PARAMS, progress=False)
 
@@ -146,11 +147,11 @@ def test_with_nobody_left_each_request_says_why(tiny_folder: Path) -> None:
 
 
 def test_one_instance_that_hangs_ends_the_batch(tiny_folder: Path) -> None:
-    config = RunFile(model=str(tiny_folder), watchdog_s=0.5)
+    config = RunFile(model=str(tiny_folder), watchdog_s=3)
     llm = LLM.from_config(config, progress=False)
     hang(llm, "engine", 1)
     outputs = llm.generate(PROMPTS[:2], PARAMS, progress=False)
-    assert all("has not reported for 0.5 s" in (output.error or "") for output in outputs)
+    assert all("has not reported for 3 s" in (output.error or "") for output in outputs)
 
 
 def test_a_model_that_nobody_has_any_more_is_freed(tiny_folder: Path) -> None:
