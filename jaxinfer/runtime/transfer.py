@@ -25,7 +25,7 @@ from jaxinfer.pallas_kernels.reference import write_kv
 from jaxinfer.runtime.plan import Plan
 from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.transfer_check import checksum, probe
-from jaxinfer.runtime.worker import Failed, Worker
+from jaxinfer.runtime.worker import Failed, Worker, join
 from jaxinfer.serving.transfer import Transfer
 
 SLAB_TOKENS = 256
@@ -244,7 +244,8 @@ class Route:
         self.token_bytes = sum(lane.token_bytes for lane in self.lanes)
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._end = 0.0
-        threading.Thread(target=self._work, daemon=True).start()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
 
     def send(self, transfer: Transfer, post: Callable[[Landed | Failed], None]) -> int:
         """Start moving; ``post`` gets each slab as it lands. Returns their number, at once."""
@@ -265,6 +266,7 @@ class Route:
     def close(self) -> None:
         """End the thread."""
         self._queue.put(None)
+        join([self._thread])
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:

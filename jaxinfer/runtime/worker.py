@@ -61,8 +61,12 @@ class Worker:
         self._sampler = SamplerShape()
         self._sample_slots: dict[str, int] = {}
         self._queues: list[SimpleQueue[_Launched | None]] = [SimpleQueue() for _ in stages]
-        for number in range(len(stages)):
-            threading.Thread(target=self._collect, args=(number,), daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._collect, args=(number,), daemon=True)
+            for number in range(len(stages))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def prepare(self, requests: Iterable[RequestState] = ()) -> Iterator[int]:
         """Compile all steps for a run of these requests; yields how many are left."""
@@ -99,6 +103,7 @@ class Worker:
         """End the threads, which would keep parameters and executables for ever."""
         for queue in self._queues:
             queue.put(None)
+        join(self._threads)
 
     def _collect(self, number: int) -> None:
         """Wait for one stage's part of each step, and pass it on."""
@@ -129,6 +134,16 @@ class Worker:
                     self._queues[number + 1].put(step)
             except Exception as error:
                 step.post(Failed(step.batch.instance, error))
+
+
+def join(threads: Iterable[threading.Thread]) -> None:
+    """Wait for threads that have been told to end, but not for one that hangs.
+
+    One that was still freeing arrays when the interpreter ends would crash it.
+    """
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=2)
 
 
 def _step_done(step: _Launched, samples: Samples, prompt: Samples | None) -> StepDone:

@@ -1,5 +1,6 @@
 """Small models, clusters of two unlike instances, requests, and cases that cover all pairs."""
 
+import gc
 import json
 import random
 import shutil
@@ -175,16 +176,12 @@ def load(model: Path, folder: Path, **sections: Any) -> LLM:
     return LLM.from_config(path, progress=False)
 
 
-def close(llm: LLM) -> None:
-    """Free the executables.
+def free_executables() -> None:
+    """Of models that nobody has any more: JAX's own caches keep them.
 
-    The threads of workers and routes keep all else for ever; and each executable takes hundreds of
-    memory maps, of which Linux gives a process 65530: without this, it crashes after 30 clusters.
+    Each takes hundreds of memory maps, of which Linux gives a process 65530.
     """
-    for stage in llm.cluster.stages:
-        stage.step._executables.clear()
-    for route in llm.cluster.routes.values():
-        route.lanes.clear()
+    gc.collect()
     jax.clear_caches()
 
 

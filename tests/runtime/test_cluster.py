@@ -4,6 +4,7 @@ All in float32, where the likeliest token stands out by more than rounding can c
 """
 
 import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -27,9 +28,9 @@ from cluster_cases import (
     Pair,
     Request,
     Way,
-    close,
     covering_cases,
     cut_of,
+    free_executables,
     load,
     make_model,
     make_requests,
@@ -208,8 +209,8 @@ def alone(models: dict[str, Path]) -> Iterator[dict[str, LLM]]:
         for heads, model in models.items()
     }  # fmt: skip
     yield llms
-    for llm in llms.values():
-        close(llm)
+    llms.clear()
+    free_executables()
 
 
 @pytest.fixture(scope="module")
@@ -238,9 +239,8 @@ class Loader:
         return self._llm
 
     def close(self) -> None:
-        if self._llm:
-            close(self._llm)
         self._llm = self._pair = None
+        free_executables()
 
 
 @pytest.fixture(scope="module")
@@ -425,6 +425,24 @@ def test_chunks_are_sent_while_the_next_ones_are_computed(plain: LLM, tmp_path: 
     last = max(s.stages[-1][1] for s in ran.record.steps if s.instance == "a")
     assert len(ran.moved(0)) >= 3
     assert sum(t.start < last for t in ran.record.transfers) >= 2
+
+
+def test_pages_reserved_ahead_are_taken_back_and_the_kv_is_sent_again(
+    plain: LLM, alone: dict[str, LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first request's output needs them while the second one's prompt is still computed."""
+    (stage, *_) = plain.cluster.engines["b"].worker.stages
+    end_of = stage.end_of
+    monkeypatch.setattr(stage, "end_of", lambda *args: time.sleep(0.02) or end_of(*args))
+    requests = make_requests([(30, 100), (400, 10), (20, 60)])
+    # Room for 6 pages of the first one, which takes 17 in the end, and 50 of the second one.
+    set_pools(plain, {"a": 56}, caching=False)
+    set_system(plain, Way("disaggregated_b_a", None, "per_chunk", "", "").options)
+    assert serve(plain, requests, tmp_path) == serve(alone["two"], requests)
+    ran = Ran.last(tmp_path)
+    assert sum(ran.moved(1)) > 400
+    check_transfers(ran, token_bytes("two"))
+    assert ran.metrics["preemptions"] == 0
 
 
 @pytest.mark.parametrize("rule", RULES)
