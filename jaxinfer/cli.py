@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import click
@@ -267,18 +266,17 @@ def profile(run_file: str, model: str | None, out: str, settings: tuple[str, ...
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.runtime.checkpoint import open_checkpoint
     from jaxinfer.runtime.engine import load_cluster
-    from jaxinfer.runtime.profile import profile_engine, store_profile
+    from jaxinfer.runtime.profile import profile_engines, store_profile
 
     config = _configure(run_file, settings, model)
     folder = Path(out)
     new_folder(folder)
     found = {}
     with LoadProgress(True) as bar:
-        checkpoint = open_checkpoint(config.require_model())
-        cluster = load_cluster(checkpoint, config.cluster(), bar.update)
-        for name, engine in cluster.engines.items():
-            part = f"profiling {name}"
-            measured = profile_engine(engine, config.require_model(), partial(bar.update, part))
+        model = config.require_model()
+        cluster = load_cluster(open_checkpoint(model), config.cluster(), bar.update)
+        engines = {name: (engine, model) for name, engine in cluster.engines.items()}
+        for name, measured in profile_engines(engines, bar.update).items():
             store_profile(measured)
             found[name] = measured, cluster.slowdowns(name)
             draw_profile(name, *found[name], folder / f"{name}.png")

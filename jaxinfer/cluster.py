@@ -79,8 +79,11 @@ class InstanceConfig(EngineOptions):
     Attributes:
         group: of an instance with one stage.
         stages: of an instance with several, in the layers' order.
+        segments: pieces that each stage's layers are compiled in; by the hand-off ``per_segment``,
+            KV leaves as soon as its piece is done.
     """
 
+    segments: int = Field(default=1, ge=1)
     group: str | None = None
     stages: tuple[StageConfig, ...] = ()
 

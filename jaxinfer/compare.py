@@ -56,7 +56,7 @@ def compare_systems(
         JaxinferError: a system cannot be loaded, or a request cannot be run.
     """
     count_cpu_devices(config.cluster() for config in configs.values())
-    loaded = {name: LLM.from_config(config, progress=progress) for name, config in configs.items()}
+    loaded = LLM.load_all(configs, progress=progress)
     runs: dict[str, list[RunRecord]] = {name: [] for name in configs}
     for number in range(1, rounds + 1):
         for name, llm in loaded.items():

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -16,13 +17,14 @@ from jaxinfer.report.progress import LoadProgress, RunProgress
 from jaxinfer.report.run_folder import RunFolder
 from jaxinfer.request import RequestOutput, Sampling, SamplingParams
 from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.engine import Engine, load_cluster
-from jaxinfer.runtime.profile import prepare_times
+from jaxinfer.runtime.engine import Engine, Progress, load_cluster
+from jaxinfer.runtime.profile import Needs, prepare_times
 from jaxinfer.runtime.sampling_inputs import sampling_of
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.loop import ServingLoop, Stop
 from jaxinfer.serving.page_pool import KVShards
 from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.world import Event, StepDone, TransferDone
 from jaxinfer.stop import StopCheck, completion, decoded
 from jaxinfer.systems.registry import make_system
@@ -54,9 +56,11 @@ class LLM:
 
     def __init__(self, model: str, *, progress: bool = True, **engine_options: Any) -> None:
         options = EngineOptions(**engine_options)
-        self._load(RunFile(model=model, engine=options), progress)
+        with LoadProgress(progress) as bar:
+            self._load(RunFile(model=model, engine=options), bar.update)
 
-    def _load(self, config: RunFile, progress: bool) -> None:
+    def _load(self, config: RunFile, progress: Progress) -> Needs:
+        """All but the times of steps, which it says whether it needs."""
         cluster = config.cluster()
         system = make_system(config.system, cluster.instances)
         self.config = config
@@ -67,15 +71,13 @@ class LLM:
         checkpoint = open_checkpoint(self.model)
         self.tokenizer = load_tokenizer(checkpoint)
         self.vocab_size = checkpoint.config.vocab_size
-        with LoadProgress(progress) as bar:
-            pairs = system.routes(cluster.instances)
-            self.cluster = load_cluster(
-                checkpoint, cluster, bar.update, pairs, config.verify_transfers
-            )
-            self._fits = prepare_times(self.cluster, self.model, system.needs_fits, bar.update)
+        pairs = system.routes(cluster.instances)
+        self.cluster = load_cluster(checkpoint, cluster, progress, pairs, config.verify_transfers)
+        self._fits: Mapping[str, StepFit] = {}
         self._num_requests = 0
         self._kv: dict[str, KVShards] = {}
         self._lost: dict[str, str] = {}
+        return Needs(self.cluster, self.model, system.needs_fits)
 
     @property
     def engine(self) -> Engine:
@@ -91,9 +93,24 @@ class LLM:
         """
         if not isinstance(run_file, RunFile):
             run_file = load_run_file(run_file)
-        llm = cls.__new__(cls)
-        llm._load(run_file, progress)
-        return llm
+        return cls.load_all({"": run_file}, progress=progress)[""]
+
+    @classmethod
+    def load_all(cls, configs: Mapping[str, RunFile], *, progress: bool = True) -> "dict[str, LLM]":
+        """Several at once, by what to call them; what they profile, they profile in turns.
+
+        Raises:
+            JaxinferError: as ``from_config``.
+        """
+        llms = {name: cls.__new__(cls) for name in configs}
+        with LoadProgress(progress) as bar:
+            needs = {}
+            for name, llm in llms.items():
+                progress_of = partial(bar.update_of, name) if len(llms) > 1 else bar.update
+                needs[name] = llm._load(configs[name], progress_of)
+            for name, fits in prepare_times(needs, bar.update).items():
+                llms[name]._fits = fits
+        return llms
 
     def generate(
         self,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from flax import nnx
@@ -42,6 +43,12 @@ class Layers:
     def name(self, path: str) -> str:
         """A parameter's path in the stage's model from its path in the whole one's."""
         return _shift(path, -self.start)
+
+    def pieces(self, count: int) -> list["Layers"]:
+        """``count`` runs of layers, the first ones with one more where it does not divide."""
+        size, more = divmod(self.stop - self.start, count)
+        edges = [self.start + i * size + min(i, more) for i in range(count + 1)]
+        return [Layers(a, b, self.total) for a, b in pairwise(edges)]
 
 
 def split(total: int, counts: Sequence[int]) -> list[Layers]:

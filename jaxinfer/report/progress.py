@@ -56,6 +56,10 @@ class LoadProgress(_Shown):
         task, total = self._tasks[part]
         self._bar.update(task, completed=total - left)
 
+    def update_of(self, name: str, part: str, left: int) -> None:
+        """The same for one of several engines."""
+        self.update(f"{name}: {part}", left)
+
 
 class RunProgress(_Shown):
     """Finished requests, and the speed of prefill and decode over the last second."""

@@ -41,6 +41,8 @@ class RunFolder:
         except OSError as error:
             raise JaxinferError(f"run folder {parent}: {error.strerror}") from None
         self._busy: dict[str, list[tuple[float, float]]] = {}
+        # The same of each request's prefill, by request and instance.
+        self._prefills: dict[tuple[str, str], list[tuple[float, float]]] = {}
         self._transfers: list[TransferDone] = []
         self._run = dict(description) | {
             "versions": {name: version(name) for name in PACKAGES},
@@ -70,6 +72,10 @@ class RunFolder:
         self._steps.write(json.dumps(line) + "\n")
         # A step hides a transfer that goes on meanwhile, and ends after it.
         self._busy.setdefault(batch.instance, []).append((done.start, done.end))
+        for row in batch.rows:
+            if row.start < row.request.prompt_len:
+                key = row.request.id, batch.instance
+                self._prefills.setdefault(key, []).append((done.start, done.end))
         for transfer in list(self._transfers):
             if transfer.transfer.dest == batch.instance and transfer.end <= done.end:
                 self._write_transfer(transfer)
@@ -120,7 +126,8 @@ class RunFolder:
     def _write_transfer(self, done: TransferDone) -> None:
         self._transfers.remove(done)
         t = done.transfer
-        busy = self._busy.get(t.dest, [])
+        # Hidden behind any work of the destination's, or the same prompt's at the source.
+        busy = [*self._busy.get(t.dest, []), *self._prefills.get((t.request.id, t.source), [])]
         line = {
             "request": t.request.id,
             "source": t.source,

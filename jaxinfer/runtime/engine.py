@@ -11,7 +11,7 @@ from jaxinfer.cluster import ClusterConfig, InstanceConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import ARCHITECTURES
-from jaxinfer.models.stage import split
+from jaxinfer.models.stage import Layers, split
 from jaxinfer.runtime.converted import Shapes, restore
 from jaxinfer.runtime.devices import configure_jax, describe, open_groups
 from jaxinfer.runtime.layer_split import count_layers, measure_speed
@@ -34,7 +34,8 @@ class Engine:
     """One instance's model on its devices, ready to step.
 
     Attributes:
-        plans: of its stages; ``groups``: names of those that they stand on.
+        plans: of its stages, or where it has segments, of those; ``groups``: names of those that
+            they stand on.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Engine:
 
     def new_instance(self, kv: KVShards, fit: StepFit | None = None) -> Instance:
         """The scheduling side of the engine."""
-        given, stages = self.plan.options, len(self.plans)
+        given, stages = self.plan.options, len(self.worker.parts)
         ahead = given.launch_ahead and stages == 1
         options = InstanceOptions(
             max_num_seqs=given.max_num_seqs,
@@ -155,7 +156,8 @@ def load_cluster(
     engines = {}
     for name, stages in plans.items():
         worker = Worker([Stage(plan, next(parameters)) for plan in stages])
-        groups = [place.group for place in config.instances[name].places]
+        instance = config.instances[name]
+        groups = [place.group for place in instance.places for _ in range(instance.segments)]
         for stage, before, here in zip(worker.stages[1:], groups, groups[1:], strict=False):
             stage.link = config.link(before, here)
         engines[name] = Engine(name, worker, stages, groups)
@@ -227,7 +229,23 @@ def _plan_stages(
     if len(devices) > 1:
         counts = count_layers(model.num_hidden_layers, instance.places, speed)
     for here, layers in zip(devices, split(model.num_hidden_layers, counts), strict=True):
-        yield make_plan(model, instance, here, layers)
+        yield from _plan_segments(model, instance, here, layers)
+
+
+def _plan_segments(
+    model: ModelConfig, instance: InstanceConfig, devices: Sequence[jax.Device], layers: Layers
+) -> Iterator[Plan]:
+    """One stage's, which share its devices' memory."""
+    whole = make_plan(model, instance, devices, layers)
+    if instance.segments == 1:
+        yield whole
+        return
+    count = layers.stop - layers.start
+    if instance.segments > count:
+        raise JaxinferError(f"segments is {instance.segments}, a stage has {count} layers")
+    sized = instance.model_copy(update={"num_pages": whole.num_pages})
+    for piece in layers.pieces(instance.segments):
+        yield make_plan(model, sized, devices, piece)
 
 
 def load_parameters(checkpoint: Checkpoint, plans: Sequence[Plan]) -> list[Parameters]:
@@ -241,7 +259,10 @@ def load_parameters(checkpoint: Checkpoint, plans: Sequence[Plan]) -> list[Param
     architecture = ARCHITECTURES[checkpoint.config.architecture]
 
     def place(path: str, array: np.ndarray) -> list[jax.Array | None]:
-        return [_put(array, plan.parameters.get(path)) for plan in plans]
+        # Segments of one stage share a tied embedding.
+        wanted = [plan.parameters.get(path) for plan in plans]
+        placed = {to: _put(array, to) for to in wanted}
+        return [placed[to] for to in wanted]
 
     loaded = load_weights(checkpoint, architecture.hf_weights(checkpoint.config), place)
     states = []

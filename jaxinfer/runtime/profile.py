@@ -6,7 +6,7 @@ Kept in ``~/.cache/jaxinfer/profiles``, by what decides the times.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -143,45 +143,88 @@ def _path(key: dict[str, Any], folder: Path | None) -> Path:
     return (folder or CACHE_FOLDER.expanduser().parent / "profiles") / f"{digest}.json"
 
 
-def profile_engine(engine: Engine, model: str, progress: Callable[[int], None]) -> Profile:
-    """Measure an instance; nothing else may run meanwhile, and what its pages hold is lost.
+def profile_engines(
+    engines: Mapping[str, tuple[Engine, str]], progress: Progress
+) -> dict[str, Profile]:
+    """Measure instances; nothing else may run meanwhile, and what their pages hold is lost.
+
+    What else the machine does can only slow a step down, and does so for a while: the instances
+    take turns, so that the passes of each are far apart in time, and each step's quickest counts.
 
     Args:
-        progress: called with the number of runs left.
+        engines: with their models' names, by what to call them.
     """
-    grid = Grid.of(engine)
-    kv = engine.new_kv()
-    mixed_parts = (parts for *_, parts in grid.mixed)
-    todo = list(dict.fromkeys([*grid.chunks, *mixed_parts, *grid.others]))
-    found: dict[tuple[Part, ...], Point] = {}
-    progress(PASSES * len(todo))
-    for left, point in measure(engine.worker, kv, todo, PASSES):
-        found[point.parts] = point
-        progress(left)
+    grids = {name: Grid.of(engine) for name, (engine, _) in engines.items()}
+    left = dict.fromkeys(grids, 0)
+    best: dict[str, dict[tuple[Part, ...], Point]] = {name: {} for name in grids}
+    for name, grid in grids.items():
+        left[name] = PASSES * len(grid.steps)
+        progress(f"profiling {name}", left[name])
+    for _ in range(PASSES):
+        for name, (engine, _) in engines.items():
+            for point in measure(engine.worker, engine.new_kv(), grids[name].steps):
+                so_far = best[name].get(point.parts, point)
+                best[name][point.parts] = min(so_far, point, key=lambda point: point.seconds)
+                left[name] -= 1
+                progress(f"profiling {name}", left[name])
+    return {
+        name: _profile(grids[name], best[name], profile_key(engine, model))
+        for name, (engine, model) in engines.items()
+    }
+
+
+def _profile(grid: "Grid", found: Mapping[tuple[Part, ...], Point], key: dict[str, Any]) -> Profile:
     prefills = []
     for length in grid.lengths:
         chunks = [found[part,].stages for part in grid.prefill(length)]
         prefills.append((length, tuple(sum(times) for times in zip(*chunks, strict=True))))
     mixed = [(p, d, found[parts].stages) for p, d, parts in grid.mixed]
-    return Profile(profile_key(engine, model), prefills, mixed, list(found.values()))
+    return Profile(key, prefills, mixed, list(found.values()))
 
 
-def prepare_times(
-    cluster: Cluster, model: str, needs_fits: bool, progress: Progress
-) -> dict[str, StepFit]:
+@dataclass(frozen=True)
+class Needs:
+    """A cluster of one model, and whether its system wants fits."""
+
+    cluster: Cluster
+    model: str
+    fits: bool
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """What is to be profiled: all where the system wants fits, else what is emulated."""
+        return {
+            name: engine
+            for name, engine in self.cluster.engines.items()
+            if self.fits or max(self.cluster.slowdowns(name)) > 1
+        }
+
+
+def prepare_times(needs: Mapping[str, Needs], progress: Progress) -> dict[str, dict[str, StepFit]]:
     """Each instance's fit, and its emulation, from stored profiles or new ones.
 
-    Only what is needed is profiled: all where the system wants fits, else what is emulated.
+    Args:
+        needs: by what to call each cluster.
     """
+    missing: dict[Path, str] = {}
+    new: dict[str, tuple[Engine, str]] = {}
+    for called, need in needs.items():
+        for name, engine in need.engines.items():
+            path = _path(profile_key(engine, need.model), None)
+            if path not in missing and not path.is_file():
+                missing[path] = f"{called}: {name}" if len(needs) > 1 else name
+                new[missing[path]] = engine, need.model
+    for profile in profile_engines(new, progress).values():
+        store_profile(profile)
+    return {called: _use_profiles(need) for called, need in needs.items()}
+
+
+def _use_profiles(need: Needs) -> dict[str, StepFit]:
     fits = {}
-    for name, engine in cluster.engines.items():
-        slowdowns = cluster.slowdowns(name)
-        if not needs_fits and max(slowdowns) == 1:
-            continue
-        profile = load_profile(profile_key(engine, model))
-        if profile is None:
-            profile = profile_engine(engine, model, partial(progress, f"profiling {name}"))
-            store_profile(profile)
+    for name, engine in need.engines.items():
+        profile = load_profile(profile_key(engine, need.model))
+        assert profile
+        slowdowns = need.cluster.slowdowns(name)
         fits[name] = profile.fit(slowdowns)
         for stage, slowdown, times in zip(
             engine.worker.stages, slowdowns, step_times(engine, profile), strict=True
@@ -257,9 +300,10 @@ class Grid:
         return [(start, min(self.chunk_tokens, length - start)) for start in starts]
 
     @property
-    def chunks(self) -> list[tuple[Part, ...]]:
-        """Steps with one chunk, of all prefills."""
-        return [(part,) for length in self.lengths for part in self.prefill(length)]
+    def steps(self) -> list[tuple[Part, ...]]:
+        """All that is measured, each step once."""
+        chunks = [(part,) for length in self.lengths for part in self.prefill(length)]
+        return list(dict.fromkeys([*chunks, *(parts for *_, parts in self.mixed), *self.others]))
 
 
 def _spread(low: int, high: int, count: int) -> list[int]:

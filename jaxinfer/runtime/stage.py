@@ -24,6 +24,7 @@ class Stage:
         emulate: seconds that a step is to take on a slower device, or None.
         link: between the stage before and this one, where that is emulated.
         overruns: seconds by which emulated steps were late, one for each that was.
+        previous_S: the last step's tokens, which feed back into the next.
     """
 
     def __init__(self, plan: Plan, parameters: Parameters) -> None:
@@ -35,7 +36,7 @@ class Stage:
         self.link: LinkConfig | None = None
         self.overruns: list[float] = []
         previous = plan.step_arguments[2]
-        self._previous_S = jax.device_put(
+        self.previous_S = jax.device_put(
             np.zeros(previous.shape, previous.dtype), previous.sharding
         )
 
@@ -51,7 +52,7 @@ class Stage:
             if self.plan.layers.last:
                 sampling = empty_sampling(key.shape.rows, key.sampler)
                 samples, _ = self.step.sample(
-                    key, self.parameters, hidden, self._previous_S, sampling
+                    key, self.parameters, hidden, self.previous_S, sampling
                 )
                 samples.token_S.block_until_ready()
 
@@ -64,7 +65,7 @@ class Stage:
         if x_TD is not None:
             x_TD = put_whole(x_TD, self.plan)
         self.kv, x_SD, x_TD = self.step.forward(
-            key, self.parameters, self.kv, self._previous_S, inputs, x_TD
+            key, self.parameters, self.kv, self.previous_S, inputs, x_TD
         )
         return x_SD, x_TD
 
@@ -77,9 +78,9 @@ class Stage:
     ) -> tuple[Samples, Samples | None]:
         """Launch the head; the tokens feed back into the next step."""
         samples, prompt = self.step.sample(
-            key, self.parameters, hidden, self._previous_S, sampling, next_token_T
+            key, self.parameters, hidden, self.previous_S, sampling, next_token_T
         )
-        self._previous_S = samples.token_S
+        self.previous_S = samples.token_S
         return samples, prompt
 
     def start_of(self, before: float, x_TD: jax.Array) -> float:
@@ -105,9 +106,11 @@ class Stage:
 def put_whole(x: jax.Array, plan: Plan) -> jax.Array:
     """An array that every device of one mesh has whole, on every device of another.
 
-    One device's copy goes out: between unequal numbers of devices, putting the array itself
-    blocks until it exists.
+    On one mesh that is the array itself. Else one device's copy goes out: between unequal numbers
+    of devices, putting the array itself blocks until it exists.
     """
+    if x.sharding == plan.whole:
+        return x
     one = x.addressable_shards[0].data
     copies = [jax.device_put(one, device) for device in plan.devices]
     return jax.make_array_from_single_device_arrays(x.shape, plan.whole, copies)

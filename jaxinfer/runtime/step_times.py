@@ -101,29 +101,19 @@ def _nonnegative(x: np.ndarray, y: np.ndarray) -> list[float]:
     return [float(value) for value in result]
 
 
-def measure(
-    worker: Worker, kv: KVShards, todo: Sequence[tuple[Part, ...]], passes: int
-) -> Iterator[tuple[int, Point]]:
-    """Run each step in several passes; yields how many runs are left, and the quickest so far.
-
-    What else the machine does can only slow a step down, and does so for a while: the passes are
-    apart in time, and the quickest counts.
+def measure(worker: Worker, kv: KVShards, todo: Iterable[tuple[Part, ...]]) -> Iterator[Point]:
+    """Run each step once.
 
     Args:
         kv: empty pools.
     """
-    best: dict[tuple[Part, ...], tuple[float, ...]] = {}
-    left = passes * len(todo)
-    for _ in range(passes):
-        for parts in todo:
-            batch = _batch(kv, parts)
-            # The first run after another shape pays for memory that the others have.
-            times = [_run(worker, batch) for _ in range(2)][1]
-            for row in batch.rows:
-                row.hold.release()
-            best[parts] = min(best.get(parts, times), times, key=sum)
-            left -= 1
-            yield left, Point(parts, best[parts])
+    for parts in todo:
+        batch = _batch(kv, parts)
+        # The first run after another shape pays for memory that the others have.
+        times = [_run(worker, batch) for _ in range(2)][1]
+        for row in batch.rows:
+            row.hold.release()
+        yield Point(parts, times)
 
 
 def _run(worker: Worker, batch: Batch) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ sizes, dtypes, tensor parallelism and pipeline cuts all the same case. Slabs hav
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -60,7 +61,10 @@ def scatter(
 
 @dataclass(frozen=True)
 class Slab:
-    """One piece of a transfer on its way: tokens ``start`` to ``stop`` of some layers."""
+    """One piece of a transfer on its way: tokens ``start`` to ``stop`` of some layers.
+
+    It leaves when ``after`` is done: the part of a step that computes it.
+    """
 
     transfer: Transfer
     lane: "Lane"
@@ -68,6 +72,7 @@ class Slab:
     start: int
     stop: int
     checksum: jax.Array | None
+    after: "Future[None] | None"
 
 
 class Lane:
@@ -139,14 +144,14 @@ class Lane:
         with jax.set_mesh(plan.mesh):
             return jitted.lower(pages, slab, places, places).compile()
 
-    def take(self, transfer: Transfer, start: int, stop: int) -> Slab:
+    def take(self, transfer: Transfer, start: int, stop: int, after: "Future[None] | None") -> Slab:
         """Launch the gather of up to ``SLAB_TOKENS`` tokens; returns at once."""
         pages, offset = _where(
             self.source.plan, transfer.source_hold.tables[self.source_shard][0], start, stop
         )
         array = self._gather(self.source.kv[self._source_slice], pages, offset)
         sent = self._checksum(array) if self._read_back else None
-        return Slab(transfer, self, array, start, stop, sent)
+        return Slab(transfer, self, array, start, stop, sent, after)
 
     def place(self, slab: Slab, array: jax.Array) -> jax.Array | None:
         """Launch the scatter of what has arrived; returns at once.
@@ -210,6 +215,10 @@ def _by_heads(plan: Plan, num_heads: int) -> NamedSharding:
     return NamedSharding(plan.mesh, PartitionSpec(*[None] * 3, HEADS_AXIS if divides else None))
 
 
+def _starts(transfer: Transfer) -> range:
+    return range(transfer.start, transfer.stop, SLAB_TOKENS)
+
+
 @dataclass(frozen=True)
 class Landed:
     """A slab is on the destination's mesh; times are those of ``time.perf_counter``."""
@@ -247,14 +256,29 @@ class Route:
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
-    def send(self, transfer: Transfer, post: Callable[[Landed | Failed], None]) -> int:
-        """Start moving; ``post`` gets each slab as it lands. Returns their number, at once."""
-        starts = range(transfer.start, transfer.stop, SLAB_TOKENS)
-        for start in starts:
+    def num_slabs(self, transfer: Transfer) -> int:
+        """How many will land."""
+        return len(_starts(transfer)) * len(self.lanes)
+
+    def send(
+        self,
+        transfer: Transfer,
+        post: Callable[[Landed | Failed], None],
+        stage: int | None = None,
+        after: "Future[None] | None" = None,
+    ) -> None:
+        """Start moving; ``post`` gets each slab as it lands. Returns at once.
+
+        Args:
+            stage: of the source, whose layers alone go; by default all.
+            after: done when they have been computed, where a step is to do that.
+        """
+        for start in _starts(transfer):
             for lane in self.lanes:
-                slab = lane.take(transfer, start, min(start + SLAB_TOKENS, transfer.stop))
-                self._queue.put(partial(self._move, slab, post))
-        return len(starts) * len(self.lanes)
+                if stage is None or lane.source_shard == stage:
+                    stop = min(start + SLAB_TOKENS, transfer.stop)
+                    slab = lane.take(transfer, start, stop, after)
+                    self._queue.put(partial(self._move, slab, post))
 
     def place(self, landed: Landed, post: Callable[[Landed | Failed], None]) -> None:
         """Write a slab to its pages; ``post`` hears of it if it is not what was sent."""
@@ -284,6 +308,8 @@ class Route:
         # Whatever fails here would otherwise leave the loop waiting for ever.
         try:
             slab.array.block_until_ready()
+            if slab.after:
+                slab.after.result()
             start = max(time.perf_counter(), self._end)
             array = jax.device_put(slab.array, slab.lane.dest_sharding)
             array.block_until_ready()

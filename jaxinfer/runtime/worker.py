@@ -3,7 +3,9 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import groupby
 from queue import SimpleQueue
 
 import jax
@@ -34,10 +36,12 @@ class Failed:
 
 
 Post = Callable[[StepDone | Failed], None]
+# Called with a stage's number when it has been launched, and what will be done when it has ended.
+Launched = Callable[[int, "Future[None]"], None]
 
 
 @dataclass
-class _Launched:
+class _Step:
     """A step under way. Times are those of ``time.perf_counter``."""
 
     batch: Batch
@@ -47,23 +51,30 @@ class _Launched:
     time: float
     origin: float
     post: Post
+    ended: "list[Future[None]]"
     stages: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Worker:
     """The stages of one instance.
 
-    Each has a thread that waits for its device, so that whoever launches never does.
+    Each mesh has a thread that waits for it, so that whoever launches never does.
+
+    Attributes:
+        parts: numbers of the stages, those that follow one another on one mesh together.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = stages
         self._sampler = SamplerShape()
         self._sample_slots: dict[str, int] = {}
-        self._queues: list[SimpleQueue[_Launched | None]] = [SimpleQueue() for _ in stages]
+        numbers = range(len(stages))
+        on_one_mesh = groupby(numbers, lambda number: stages[number].plan.mesh)
+        self.parts = [list(part) for _, part in on_one_mesh]
+        self._queues: list[SimpleQueue[_Step | None]] = [SimpleQueue() for _ in self.parts]
         self._threads = [
             threading.Thread(target=self._collect, args=(number,), daemon=True)
-            for number in range(len(stages))
+            for number in range(len(self.parts))
         ]
         for thread in self._threads:
             thread.start()
@@ -78,8 +89,25 @@ class Worker:
             for left[number] in part:
                 yield sum(left)
 
-    def launch(self, batch: Batch, origin: float, post: Post) -> None:
+    def launch(
+        self, batch: Batch, origin: float, post: Post, launched: Launched = lambda *args: None
+    ) -> None:
         """Start a step and return. ``post`` gets its StepDone, with times since ``origin``."""
+        ended: list[Future[None]] = [Future() for _ in self.stages]
+        try:
+            self._queues[0].put(self._launch(batch, origin, post, launched, ended))
+        except Exception as error:
+            _fail(ended, error)
+            raise
+
+    def _launch(
+        self,
+        batch: Batch,
+        origin: float,
+        post: Post,
+        launched: Launched,
+        ended: "list[Future[None]]",
+    ) -> _Step:
         start = time.perf_counter()
         last = self.stages[-1]
         limits = last.step.limits
@@ -94,10 +122,13 @@ class Worker:
             inputs = build_inputs(batch, key.shape, limits, self._sample_slots, shard)
             x_SD, x_TD = stage.forward(key, inputs, x_TD)
             hidden.append(x_TD)
+            launched(shard, ended[shard])
         samples, prompt = last.sample(key, (x_SD, hidden[-1]), sampling, next_token_T)
         sampled = (row.request.id for row in batch.rows if row.samples)
         self._sample_slots = {id: slot for slot, id in enumerate(sampled)}
-        self._queues[0].put(_Launched(batch, hidden, samples, prompt, start, origin, post))
+        if len(self.parts) == 1:
+            self.stages[0].previous_S = last.previous_S
+        return _Step(batch, hidden, samples, prompt, start, origin, post, ended)
 
     def close(self) -> None:
         """End the threads, which would keep parameters and executables for ever."""
@@ -105,35 +136,49 @@ class Worker:
             queue.put(None)
         join(self._threads)
 
-    def _collect(self, number: int) -> None:
-        """Wait for one stage's part of each step, and pass it on."""
-        last = number == len(self.stages) - 1
+    def _collect(self, part: int) -> None:
+        """Wait for what each step does on one mesh, and pass the step on."""
         end = 0.0
         while True:
-            step = self._queues[number].get()
+            step = self._queues[part].get()
             if step is None:
                 return
             # Whatever fails here would otherwise leave the loop waiting for ever.
             try:
-                ready = step.time
-                if number:
-                    before = step.stages[-1][1]
-                    ready = self.stages[number].start_of(before, step.hidden[number - 1])
-                # A part launched ahead starts when the one before it has ended.
-                start = max(ready, end)
-                if last:
-                    samples = Samples(*map(np.asarray, step.samples))
-                    found = step.prompt and Samples(*map(np.asarray, step.prompt))
-                else:
-                    step.hidden[number].block_until_ready()
-                end = self.stages[number].end_of(step.batch, start)
-                step.stages.append((start, end))
-                if last:
-                    step.post(_step_done(step, samples, found))
-                else:
-                    self._queues[number + 1].put(step)
+                for number in self.parts[part]:
+                    end = self._wait(step, number, end)
+                if part + 1 < len(self.parts):
+                    self._queues[part + 1].put(step)
             except Exception as error:
                 step.post(Failed(step.batch.instance, error))
+                _fail(step.ended, error)
+
+    def _wait(self, step: _Step, number: int, end: float) -> float:
+        """Until one stage's part is done; the one before it on its mesh ended at ``end``."""
+        stage, ready = self.stages[number], step.time
+        if number:
+            ready = stage.start_of(step.stages[-1][1], step.hidden[number - 1])
+        # A part launched ahead starts when the one before it has ended.
+        start = max(ready, end)
+        last = number == len(self.stages) - 1
+        if last:
+            samples = Samples(*map(np.asarray, step.samples))
+            found = step.prompt and Samples(*map(np.asarray, step.prompt))
+        else:
+            step.hidden[number].block_until_ready()
+        end = stage.end_of(step.batch, start)
+        step.stages.append((start, end))
+        if last:
+            step.post(_step_done(step, samples, found))
+        # After the post: transfers of what the step has computed end later than it does.
+        step.ended[number].set_result(None)
+        return end
+
+
+def _fail(ended: "Iterable[Future[None]]", error: Exception) -> None:
+    for future in ended:
+        if not future.done():
+            future.set_exception(error)
 
 
 def join(threads: Iterable[threading.Thread]) -> None:
@@ -146,7 +191,7 @@ def join(threads: Iterable[threading.Thread]) -> None:
             thread.join(timeout=2)
 
 
-def _step_done(step: _Launched, samples: Samples, prompt: Samples | None) -> StepDone:
+def _step_done(step: _Step, samples: Samples, prompt: Samples | None) -> StepDone:
     batch = step.batch
     sampled = [row.request for row in batch.rows if row.samples]
     details = [_sample_logprobs(request, i, samples) for i, request in enumerate(sampled)]

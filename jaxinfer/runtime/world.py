@@ -5,6 +5,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.transfer import Landed, Route
@@ -79,7 +80,13 @@ class RealWorld:
         start = time.perf_counter()
         self._begin(batch.instance)
         try:
-            self._workers[batch.instance].launch(batch, self._origin, self._posted.put)
+            routes = [self._prepare(transfer) for transfer in batch.transfers]
+
+            def launched(stage: int, ended: "Future[None]") -> None:
+                for transfer, route in zip(batch.transfers, routes, strict=True):
+                    route.send(transfer, self._posted.put, stage, ended)
+
+            self._workers[batch.instance].launch(batch, self._origin, self._posted.put, launched)
         except JaxinferError:
             raise
         except Exception as error:
@@ -88,9 +95,18 @@ class RealWorld:
 
     def start_transfer(self, transfer: Transfer) -> None:
         """Start moving KV entries between two instances."""
+        start = time.perf_counter()
+        route = self._prepare(transfer)
+        try:
+            route.send(transfer, self._posted.put)
+        except Exception as error:
+            self._posted.put(Failed(transfer.source, error))
+        self.launching_s += time.perf_counter() - start
+
+    def _prepare(self, transfer: Transfer) -> Route:
+        """Count what will land."""
         if transfer.slice_move:
             raise JaxinferError("the real world has all KV heads of a stage in one pool")
-        start = time.perf_counter()
         route = self._routes.get((transfer.source, transfer.dest))
         if route is None:
             raise JaxinferError(
@@ -98,11 +114,8 @@ class RealWorld:
                 "which its routes do not name"
             )
         self._begin(transfer.source)
-        try:
-            self._slabs_left[transfer] = route.send(transfer, self._posted.put)
-        except Exception as error:
-            self._posted.put(Failed(transfer.source, error))
-        self.launching_s += time.perf_counter() - start
+        self._slabs_left[transfer] = route.num_slabs(transfer)
+        return route
 
     def _begin(self, instance: str) -> None:
         count = self._under_way.get(instance, 0)

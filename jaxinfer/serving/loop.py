@@ -391,6 +391,7 @@ class ServingLoop:
                 instance = self.instances[name]
                 while self.world.can_launch(name) and (batch := instance.form_batch()):
                     self._steps_in_flight += 1
+                    self.hand_offs.send_along(batch)
                     self.world.launch(batch)
                 for request in instance.take_admitted_imports():
                     self.hand_offs.pull(request)

@@ -39,7 +39,7 @@ class RequestState:
         legs: the leg under way and those to come; empty while the system has to route it.
         hold: pages in the instance of the leg under way.
         exported: instance and pages of the last leg, until the KV has been fetched.
-        incoming: pages reserved ahead at the next leg's instance (``per_chunk``).
+        incoming: pages reserved ahead at the next leg's instance.
         sent: KV entries whose transfer to the next leg's instance has started.
         transfers: transfers of this epoch in flight.
         paused: left out of steps by the system.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.validation import Options
 
-HandOffRule = Literal["on_demand", "at_end", "per_chunk"]
+HandOffRule = Literal["on_demand", "at_end", "per_chunk", "per_segment"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Leg:
         hand_off: when the KV goes on to the next leg's instance. ``on_demand``: when that
             instance admits the request; ``at_end``: when this leg ends, if there is room
             (on demand otherwise); ``per_chunk``: after each step, from the moment the next
-            instance has room.
+            instance has room; ``per_segment``: likewise, but during the step, each piece of the
+            model's layers as it has been computed.
     """
 
     instance: str

@@ -11,7 +11,9 @@ from jaxinfer.serving.system import HandOffRule, MoveSlices
 
 if TYPE_CHECKING:
     from jaxinfer.serving.instance import Instance
-    from jaxinfer.serving.world import World
+    from jaxinfer.serving.world import Batch, World
+
+_AHEAD: tuple[HandOffRule, ...] = ("per_chunk", "per_segment")
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +23,8 @@ class Transfer:
     Attributes:
         epoch: the request's epoch at the start; a transfer of an older one is void.
         source: instance of ``source_hold``; ``dest`` likewise.
-        requested: when the data was there to be sent, in seconds.
+        requested: when the data was there to be sent, or the step was launched that computes it,
+            in seconds.
         slice_move: set where only some slices of KV heads move, between shards of one
             instance; otherwise all layers and heads move.
     """
@@ -102,25 +105,46 @@ class HandOffs:
         assert request.exported
         source, hold = request.exported
         if request.sent < request.computed:
-            self._send(request, source, hold, request.legs[0].instance, request.hold)
+            self._start(request, source, hold, request.legs[0].instance, request.hold)
         elif not request.transfers:
             self._arrive(request)
 
     def send_chunk(self, request: RequestState) -> None:
-        """After a step: send what it computed on to a ``per_chunk`` leg's successor."""
+        """After a step: send what it computed, and has not sent, on to the leg's successor."""
         leg = request.legs[0]
-        if leg.hand_off != "per_chunk" or len(request.legs) < 2 or request.transfers:
+        if leg.hand_off not in _AHEAD or request.transfers or request.sent >= request.computed:
             return
-        dest = self._instances[request.legs[1].instance]
-        if dest.name == leg.instance:
-            return
+        if room := self._room_ahead(request, request.computed):
+            assert request.hold
+            self._start(request, leg.instance, request.hold, request.legs[1].instance, room)
+
+    def send_along(self, batch: "Batch") -> None:
+        """Before a step: let it send what it computes of ``per_segment`` legs."""
+        for row in batch.rows:
+            request = row.request
+            if request.legs[0].hand_off != "per_segment":
+                continue
+            if (
+                row.samples
+                and len(request.output_token_ids) + request.pending == request.max_tokens
+            ):
+                continue  # The request ends with this step.
+            stop = row.start + row.count
+            if room := self._room_ahead(request, stop):
+                dest = request.legs[1].instance
+                transfer = self._note(request, batch.instance, row.hold, dest, room, stop)
+                batch.transfers.append(transfer)
+
+    def _room_ahead(self, request: RequestState, num_tokens: int) -> Hold | None:
+        """Pages at the next leg's instance while this leg runs, if that has them to spare."""
+        if len(request.legs) < 2 or request.legs[0].instance == request.legs[1].instance:
+            return None
         if request.incoming is None:
+            dest = self._instances[request.legs[1].instance]
             request.incoming = dest.reserve_ahead(request, request.legs[1])
         # A leg that goes on past its prompt outgrows what was reserved.
-        room = request.incoming and request.incoming.grow(request.computed)
-        if request.incoming and room and request.sent < request.computed:
-            assert request.hold
-            self._send(request, leg.instance, request.hold, dest.name, request.incoming)
+        fits = request.incoming and request.incoming.grow(num_tokens)
+        return request.incoming if fits else None
 
     def ask_slice_move(self, request: RequestState, move: MoveSlices) -> None:
         """Note a move of slices of KV heads; it starts once nothing uses the pages."""
@@ -146,7 +170,7 @@ class HandOffs:
                 hold.drop_slices(move.source_shard, move.slices)
             return
         name = request.legs[0].instance
-        self._send(request, name, hold, name, hold, move)
+        self._start(request, name, hold, name, hold, move)
 
     def done(self, transfer: Transfer, end: float) -> None:
         """Commit a transfer that has finished at ``end``, unless its epoch is over."""
@@ -194,7 +218,7 @@ class HandOffs:
         del dest.importing[request.id]
         dest.running[request.id] = request
 
-    def _send(
+    def _start(
         self,
         request: RequestState,
         source: str,
@@ -203,9 +227,25 @@ class HandOffs:
         dest_hold: Hold,
         move: MoveSlices | None = None,
     ) -> None:
+        """Send what exists."""
+        stop = request.computed
+        self._world.start_transfer(
+            self._note(request, source, source_hold, dest, dest_hold, stop, move)
+        )
+
+    def _note(
+        self,
+        request: RequestState,
+        source: str,
+        source_hold: Hold,
+        dest: str,
+        dest_hold: Hold,
+        stop: int,
+        move: MoveSlices | None = None,
+    ) -> Transfer:
         start = 0 if move else request.sent
         if not move:
-            request.sent = request.computed
+            request.sent = stop
         request.transfers += 1
         source_hold.pin()
         dest_hold.pin()
@@ -217,9 +257,9 @@ class HandOffs:
             source_hold=source_hold,
             dest_hold=dest_hold,
             start=start,
-            stop=request.computed,
+            stop=stop,
             requested=self._world.now(),
             slice_move=move,
         )
         self.moving.append(transfer)
-        self._world.start_transfer(transfer)
+        return transfer

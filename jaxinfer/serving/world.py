@@ -34,6 +34,7 @@ class Batch:
     """The rows of one step, decodes first.
 
     ``num_waiting``, ``num_running`` and ``pages_in_use`` describe the instance at launch.
+    ``transfers`` are of what the step computes: each piece of the model leaves as it is done.
     """
 
     instance: str
@@ -41,6 +42,7 @@ class Batch:
     num_waiting: int
     num_running: int
     pages_in_use: int
+    transfers: list[Transfer] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -144,7 +146,10 @@ class World(Protocol):
         """Whether the instance's first stage takes a batch now."""
 
     def launch(self, batch: Batch) -> None:
-        """Start a step. Steps of one instance run in the order of their launches."""
+        """Start a step, and its transfers, whose TransferDone comes after the StepDone.
+
+        Steps of one instance run in the order of their launches.
+        """
 
     def start_transfer(self, transfer: Transfer) -> None:
         """Start moving KV entries whose source data exists and whose destination is reserved."""

@@ -111,22 +111,26 @@ def cut_of(cut: float | int | None, prompt_len: int) -> int:
 
 # Devices of each group; stages of an instance take what they need of them.
 GROUP_DEVICES = 4
+# Two groups whose stages have unequal numbers of devices.
+G, H = {"devices": 4, "tensor_parallel_size": 2}, {"devices": 2, "tensor_parallel_size": 1}
 
 
 @dataclass(frozen=True)
 class Side:
-    """One instance: devices of each stage, tokens per page, layers of each stage."""
+    """One instance: devices of each stage, tokens per page, layers and segments of each stage."""
 
     devices: int
     page_size: int
     stages: tuple[int, ...] = (LAYERS,)
+    segments: int = 1
 
     def pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
     def __str__(self) -> str:
         stages = "+".join(map(str, self.stages))
-        return f"tp{self.devices}-p{self.page_size}-l{stages}"
+        segments = f"-s{self.segments}" if self.segments > 1 else ""
+        return f"tp{self.devices}-p{self.page_size}-l{stages}{segments}"
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ class Pair:
             place: dict[str, Any] = {"group": name}
             if len(side.stages) > 1:
                 place = {"stages": [{"group": name, "layers": n} for n in side.stages]}
-            instances[name] = place | roomy(side.page_size)
+            instances[name] = place | roomy(side.page_size) | {"segments": side.segments}
         return {"groups": groups, "instances": instances}
 
 
@@ -261,8 +265,8 @@ class Way:
 
 # Three kinds of instance on either side, so that nine pairs have all pairs of page sizes, of
 # tensor parallelism and of pipeline cuts; each kind comes with both models.
-KINDS_A = (Side(1, 8), Side(2, 16, (1, 3)), Side(4, 32))
-KINDS_B = (Side(1, 32, (3, 1)), Side(2, 8, (2, 2)), Side(4, 16))
+KINDS_A = (Side(1, 8, segments=3), Side(2, 16, (1, 3)), Side(4, 32))
+KINDS_B = (Side(1, 32, (3, 1)), Side(2, 8, (2, 2), segments=2), Side(4, 16))
 PAIRS = [
     Pair(("two", "three")[(i + j) % 2], a, b)
     for i, a in enumerate(KINDS_A)
@@ -275,10 +279,10 @@ SIDES = [
         (1, 2, 4), (8, 16, 32), ((4,), (1, 3), (2, 2), (3, 1), (1, 2, 1))
     )
     if devices * len(stages) <= GROUP_DEVICES
-]
+] + [Side(1, 16, segments=4), Side(4, 8, segments=2), Side(2, 32, (2, 2), segments=2)]
 # 0.98 is one token less than all, from 26 to 74 tokens; 1.0 is all.
 CUTS = (0, 1, 31, 32, 33, 0.98, 1.0)
-RULES = ("on_demand", "at_end", "per_chunk")
+RULES = ("on_demand", "at_end", "per_chunk", "per_segment")
 WAYS = [
     Way(system, cut, rule, small, caching)
     for system, cuts, rules in (

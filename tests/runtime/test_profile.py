@@ -13,7 +13,7 @@ from jaxinfer.cluster import Emulate, GroupConfig, InstanceConfig, LinkConfig
 from jaxinfer.config import RunFile
 from jaxinfer.report.records import read_run
 from jaxinfer.runtime import profile as profiles
-from jaxinfer.runtime.profile import Grid, Profile, load_profile, profile_engine, store_profile
+from jaxinfer.runtime.profile import Grid, Profile, load_profile, profile_engines, store_profile
 from jaxinfer.runtime.step_inputs import StepLimits
 from jaxinfer.runtime.step_times import Point, StepTimes, features, shape_of
 
@@ -82,7 +82,10 @@ def test_the_fit_is_of_relative_errors() -> None:
 
 @pytest.fixture(scope="module")
 def profile(tiny: LLM) -> Profile:
-    found = profile_engine(tiny.engine, "tiny", lambda left: None)
+    left: list[int] = []
+    engines = {"x": (tiny.engine, "tiny")}
+    (found,) = profile_engines(engines, lambda part, n: left.append(n)).values()
+    assert left == list(range(3 * len(Grid.of(tiny.engine).steps), -1, -1))
     tiny.reset_prefix_cache()  # Its pages have been written to.
     return found
 
@@ -155,7 +158,7 @@ def test_profiles_are_found_again(
 ) -> None:
     cluster(tiny_folder, 2.0)
     before = {path: json.loads(path.read_text()) for path in own_profiles.iterdir()}
-    monkeypatch.setattr(profiles, "profile_engine", None)
+    monkeypatch.setattr(profiles, "measure", None)
     cluster(tiny_folder, 3.0)
     assert {path: json.loads(path.read_text()) for path in own_profiles.iterdir()} == before
 

@@ -116,6 +116,7 @@ class FakeWorld:
         self.num_steps = 0
         self.batches: list[Batch] = []
         self.transfers: list[Transfer] = []
+        self.sent_along: list[Transfer] = []
         self.in_flight_steps: dict[int, Step] = {}
         self.in_flight_transfers: dict[int, tuple[Transfer, Tables, Tables]] = {}
         self._rng = random.Random(self.timing.seed)
@@ -192,12 +193,30 @@ class FakeWorld:
         else:
             name = batch.instance
             self._at(free, lambda: None if name in self._gone else StageFree(name))
+        for transfer in batch.transfers:
+            assert transfer.source == batch.instance
+            self.sent_along.append(transfer)
+            self._take_transfer(transfer)
         self._at(step.start, lambda: self._start_step(step))
         self._at(step.end, lambda: self._end_step(step))
         self.check()
 
     def start_transfer(self, transfer: Transfer) -> None:
         t = transfer
+        assert t.stop <= t.request.computed
+        source, dest = self._take_transfer(t)
+        self._verify(t.source, t.request.id, t.epoch, source, range(t.start, t.stop))
+        self._send(t, source, dest, self._now)
+
+    def _send(
+        self, t: Transfer, source: Tables, dest: Tables, start: float, shortest: int = 1
+    ) -> None:
+        """It ends some time from now."""
+        end = self._now + self._rng.randint(shortest, self.timing.max_transfer)
+        self._at(end, lambda: self._end_transfer(t, source, dest, start))
+
+    def _take_transfer(self, t: Transfer) -> tuple[Tables, Tables]:
+        """Note the pages that a transfer uses from here on."""
         assert t.source_hold.kv is self.instances[t.source].kv
         assert t.dest_hold.kv is self.instances[t.dest].kv
         assert t.requested == self._now
@@ -214,11 +233,8 @@ class FakeWorld:
         assert 0 <= t.start < t.stop
         self._use(t.source, t.source_hold, source, t.stop)
         self._use(t.dest, t.dest_hold, dest, t.stop)
-        self._verify(t.source, t.request.id, t.epoch, source, range(t.start, t.stop))
         self.in_flight_transfers[id(t)] = t, source, dest
-        start = self._now
-        end = start + self._rng.randint(1, self.timing.max_transfer)
-        self._at(end, lambda: self._end_transfer(t, source, dest, start))
+        return source, dest
 
     def committed(self, event: Event) -> None:
         """To be given to the loop as ``on_event``: from here on the pages may be reused."""
@@ -311,6 +327,10 @@ class FakeWorld:
                 token = next_token(self.references[request.id].id, seen)
                 self._device_tokens[*key, len(seen)] = token
                 tokens.append(token)
+        for transfer in step.batch.transfers:
+            if id(transfer) in self.in_flight_transfers:
+                _, source, dest = self.in_flight_transfers[id(transfer)]
+                self._send(transfer, source, dest, step.start, shortest=0)
         return StepDone(step.batch, tokens, step.start, step.end, logprobs=[-1.0] * len(tokens))
 
     def _end_transfer(

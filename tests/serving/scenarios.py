@@ -42,7 +42,7 @@ def examples(count: int) -> settings:
     )
 
 
-RULES = ("on_demand", "at_end", "per_chunk")
+RULES = ("on_demand", "at_end", "per_chunk", "per_segment")
 # Layouts of an instance's KV: one shard, pipeline stages, ranges of heads, an empty shard.
 LAYOUTS = (((0,),), ((0,), (0,)), ((0, 1), (2, 3)), ((0, 1), (2,), ()))
 

@@ -269,6 +269,8 @@ class Run:
         assert request.arrival <= first < times[0]
         if count == 1:  # Whatever comes after the first token is never sent.
             moved = [t for t in world.transfers if t.request is request and not t.slice_move]
+            if request.max_tokens > 1:  # What leaves with the step that turns out to be the last.
+                moved = [t for t in moved if t not in world.sent_along]
             assert all(t.stop < request.prompt_len for t in moved)
 
 

@@ -85,6 +85,32 @@ def test_per_chunk(seed: int) -> None:
     assert early
 
 
+class PerSegment(System):
+    def route(self, waiting: Waiting, cluster: ClusterView) -> list[Assignment]:
+        first = [(r.id, Leg("A", r.prompt_len, "per_segment")) for r in waiting]
+        return [Assignment(name, (leg, Leg("B"))) for name, leg in first]
+
+
+@SEEDS
+def test_per_segment(seed: int) -> None:
+    outcome = serve(PerSegment(), instance("A"), instance("B", page_size=2), seed=seed, gap=20.0)
+    along = outcome.world.sent_along
+    late = {t.request.id for t in outcome.world.transfers if t not in along}
+    assert len(late) < len(outcome.finished) / 2
+    for name, request in outcome.finished.items():
+        if name in late:
+            continue  # There was no room at B for a while.
+        # With each step goes what it computes, except that of a request which ends with it.
+        steps = [
+            (row.start, row.start + row.count)
+            for batch in outcome.world.batches
+            for row in batch.rows
+            if batch.instance == "A" and row.request is request
+        ]
+        moved = [(start, stop) for *_, start, stop in outcome.transfers_of(name)]
+        assert moved == (steps[:-1] if request.max_tokens == 1 else steps)
+
+
 # 2. Both instances are named when a request comes in (Splitwise).
 
 

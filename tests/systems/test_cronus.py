@@ -29,7 +29,7 @@ def instance(name: str, pages: int, page_size: int = 4, seats: int = 8) -> Insta
     pages=st.tuples(st.sampled_from((10, 11, 40, 200)), st.sampled_from((10, 11, 40, 200))),
     most=st.integers(1, 3),
     cut=st.sampled_from((None, None, 0, 1, 4, 0.5, 1.0)),
-    rule=st.sampled_from(("on_demand", "at_end", "per_chunk")),
+    rule=st.sampled_from(("on_demand", "at_end", "per_chunk", "per_segment")),
     refine=st.booleans(),
     seats=st.sampled_from((1, 8)),
     seed=st.integers(0, 10**6),
