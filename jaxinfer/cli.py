@@ -150,6 +150,7 @@ def bench(
 @click.option("--json", "json_path", help="Of tables: file for the figures.")
 @with_limit
 @click.option("--rounds", default=3, type=click.IntRange(min=1), help="Runs of each, in turns.")
+@click.option("--simulate", is_flag=True, help="On modelled clusters, in virtual time.")
 @with_settings
 @with_force
 def compare(
@@ -162,6 +163,7 @@ def compare(
     json_path: str | None,
     limit: int | None,
     rounds: int,
+    simulate: bool,
     settings: tuple[str, ...],
     force: bool,
 ) -> None:
@@ -171,7 +173,8 @@ def compare(
     RULES ("default" is the built-in table).
     """
     if not any(Path(file).suffix in (".yaml", ".yml") for file in files):
-        _refuse("for run files, not for tables of rules", {"--systems": systems, "--out": out})
+        only: dict[str, object] = {"--systems": systems, "--out": out, "--simulate": simulate}
+        _refuse("for run files, not for tables of rules", only)
         if not json_path or not workload:
             raise JaxinferError("tables of rules are compared with --workload and --json")
         _compare_rules(files, run_file, model, workload, json_path, limit, rounds, settings, force)
@@ -185,7 +188,7 @@ def compare(
     more = [f"workload.trace={workload}"] if workload else []
     more += [f"workload.limit={limit}"] if limit else []
     names = systems.split(",") if systems else []
-    _compare_systems(files, names, Path(out), rounds, [*settings, *more])
+    _compare_systems(files, names, Path(out), 0 if simulate else rounds, [*settings, *more])
 
 
 def _refuse(why: str, options: dict[str, object]) -> None:
@@ -197,13 +200,18 @@ def _refuse(why: str, options: dict[str, object]) -> None:
 def _compare_systems(
     files: Sequence[str], systems: Sequence[str], out: Path, rounds: int, settings: Sequence[str]
 ) -> None:
-    from jaxinfer.compare import compare_systems, load_systems
+    """Without rounds, on modelled clusters."""
+    from jaxinfer.compare import compare_systems, load_systems, simulate_systems
     from jaxinfer.report.comparison import comparison_table, new_folder, write_comparison
 
     configs = load_systems(files, systems, settings)
     work = load_run_file(files[0], settings).workload.requests()
     new_folder(out)
-    runs = compare_systems(configs, work, out, rounds)
+    runs = (
+        compare_systems(configs, work, out, rounds)
+        if rounds
+        else simulate_systems(configs, work, out)
+    )
     Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(runs))
     command = " ".join(["jaxinfer", *sys.argv[1:]])
     written = write_comparison(runs, out, command)
@@ -230,6 +238,21 @@ def _compare_rules(
     records = compare_rules(config, tables, work, workload, f"{out}.runs", rounds)
     Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(records))
     out.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
+
+
+@cli.command()
+@click.argument("run_file")
+@click.option("--workload", help="JSONL of prompt_token_ids, or CSV of lengths.")
+@with_limit
+@click.option("--out", required=True, help="New folder for tables, pictures and traces.")
+@with_settings
+def simulate(
+    run_file: str, workload: str | None, limit: int | None, out: str, settings: tuple[str, ...]
+) -> None:
+    """Serve a workload on a modelled cluster, in virtual time: groups name GPUs by their kind."""
+    more = [f"workload.trace={workload}"] if workload else []
+    more += [f"workload.limit={limit}"] if limit else []
+    _compare_systems([run_file], [], Path(out), 0, [*settings, *more])
 
 
 @cli.command()

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options import EngineOptions
+from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.validation import Options, did_you_mean
 
 
@@ -186,6 +187,17 @@ class ClusterConfig(Options):
             f"link {' - '.join(link.between)} of {link.gb_s:g} GB/s, {link.latency_s:g} s"
             for link in self.links
         ]
+
+
+def instance_options(options: EngineOptions, num_stages: int) -> InstanceOptions:
+    """What of an engine's options its scheduling goes by, on so many pipeline stages."""
+    ahead = options.launch_ahead and num_stages == 1
+    return InstanceOptions(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_in_flight=2 if ahead else num_stages,
+        launch_ahead=ahead,
+    )
 
 
 def one_engine(options: EngineOptions) -> ClusterConfig:

@@ -5,10 +5,8 @@ from pathlib import Path
 
 from jaxinfer.config import RunFile, load_run_file
 from jaxinfer.errors import JaxinferError
-from jaxinfer.llm import LLM
-from jaxinfer.measure import measure
 from jaxinfer.report.records import RunRecord, read_run
-from jaxinfer.runtime.devices import count_cpu_devices
+from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 
 
@@ -55,6 +53,11 @@ def compare_systems(
     Raises:
         JaxinferError: a system cannot be loaded, or a request cannot be run.
     """
+    # A comparison of modelled clusters does without JAX.
+    from jaxinfer.llm import LLM
+    from jaxinfer.measure import measure
+    from jaxinfer.runtime.devices import count_cpu_devices
+
     count_cpu_devices(config.cluster() for config in configs.values())
     loaded = LLM.load_all(configs, progress=progress)
     runs: dict[str, list[RunRecord]] = {name: [] for name in configs}
@@ -63,4 +66,24 @@ def compare_systems(
             run_dir = Path(folder) / "runs" / name
             measure(llm, work, name, str(run_dir))
             runs[name].append(read_run(run_dir / str(number), name))
+    return runs
+
+
+def simulate_systems(
+    configs: Mapping[str, RunFile], work: Sequence[BenchRequest], folder: str | Path
+) -> dict[str, list[RunRecord]]:
+    """The same on modelled clusters, once each.
+
+    Args:
+        configs: by what to call the system; their groups name GPUs.
+        folder: gets ``runs/NAME/1`` with each run's files.
+
+    Raises:
+        JaxinferError: a cluster cannot be what its run file says, or a request cannot be run.
+    """
+    runs = {}
+    for name, config in configs.items():
+        run_dir = Path(folder) / "runs" / name
+        simulate(config, work, run_dir)
+        runs[name] = [read_run(run_dir / "1", name)]
     return runs

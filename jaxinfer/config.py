@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from jaxinfer.cluster import ClusterConfig, GroupConfig, InstanceConfig, LinkConfig, one_engine
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options import EngineOptions
+from jaxinfer.simulate.options import SimulateOptions
 from jaxinfer.systems.registry import make_system
 from jaxinfer.validation import Options
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
@@ -71,6 +72,7 @@ class RunFile(Options):
         verify_transfers: compare checksums of all KV that goes from instance to instance.
         system: the name of a system, or ``my_module:MySystem``, and its options; by default
             ``single``.
+        simulate: costs of a modelled cluster; a real run has its own.
     """
 
     model: str | None = None
@@ -82,6 +84,7 @@ class RunFile(Options):
     verify_transfers: bool = False
     watchdog_s: float = Field(default=600, gt=0)
     workload: Workload = Workload()
+    simulate: SimulateOptions = SimulateOptions()
     metrics: MetricOptions = MetricOptions()
 
     def require_model(self) -> str:
@@ -110,6 +113,7 @@ class RunFile(Options):
 _SECTIONS: dict[str, type[Options]] = {
     "engine": EngineOptions,
     "workload": Workload,
+    "simulate": SimulateOptions,
     "metrics": MetricOptions,
 }
 

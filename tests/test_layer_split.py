@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from jaxinfer import JaxinferError
 from jaxinfer.cluster import InstanceConfig, StageConfig
-from jaxinfer.runtime.layer_split import by_shares, count_layers
+from jaxinfer.layer_split import by_shares, count_layers
 
 
 def never(number: int) -> float:

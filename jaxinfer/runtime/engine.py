@@ -7,21 +7,22 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxinfer.cluster import ClusterConfig, InstanceConfig
+from jaxinfer.cluster import ClusterConfig, InstanceConfig, instance_options
 from jaxinfer.errors import JaxinferError
+from jaxinfer.layer_split import count_layers
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.models.stage import Layers, split
 from jaxinfer.runtime.converted import Shapes, restore
 from jaxinfer.runtime.devices import configure_jax, describe, open_groups
-from jaxinfer.runtime.layer_split import count_layers, measure_speed
 from jaxinfer.runtime.plan import Plan, choose_dtype, make_plan, parameter_shapes
+from jaxinfer.runtime.speed import measure_speed
 from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.step import Parameters
 from jaxinfer.runtime.transfer import Route
 from jaxinfer.runtime.weights import Checkpoint, load_weights
 from jaxinfer.runtime.worker import Worker
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
 from jaxinfer.serving.step_fit import StepFit
 
@@ -55,14 +56,7 @@ class Engine:
 
     def new_instance(self, kv: KVShards, fit: StepFit | None = None) -> Instance:
         """The scheduling side of the engine."""
-        given, stages = self.plan.options, len(self.worker.parts)
-        ahead = given.launch_ahead and stages == 1
-        options = InstanceOptions(
-            max_num_seqs=given.max_num_seqs,
-            max_num_batched_tokens=given.max_num_batched_tokens,
-            max_in_flight=2 if ahead else stages,
-            launch_ahead=ahead,
-        )
+        options = instance_options(self.plan.options, len(self.worker.parts))
         return Instance(self.name, kv, options, fit=fit)
 
 

@@ -1,0 +1,1 @@
+"""The modelled world: virtual time, GPU specs, links and cost models."""

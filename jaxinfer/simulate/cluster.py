@@ -1,0 +1,223 @@
+"""From a run file to a modelled cluster: instances, their costs and pools, and links."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from jaxinfer.cluster import ClusterConfig, InstanceConfig, StageConfig, instance_options
+from jaxinfer.config import RunFile
+from jaxinfer.errors import JaxinferError
+from jaxinfer.layer_split import count_layers
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
+from jaxinfer.serving.step_fit import StepFit
+from jaxinfer.simulate.costs import CostModel
+from jaxinfer.simulate.fit import fit_costs
+from jaxinfer.simulate.hardware import Gpu, ModelShape, find_gpu, find_model
+from jaxinfer.simulate.network import Link
+from jaxinfer.simulate.options import SimulateOptions
+from jaxinfer.simulate.roofline import Efficiency, Roofline, RooflineStage
+from jaxinfer.simulate.world import Lane
+from jaxinfer.validation import did_you_mean
+
+ITEMSIZES = {"auto": 2, "bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class ModelledInstance:
+    """One instance of a modelled cluster.
+
+    Attributes:
+        layers: of each stage; ``groups``: what it stands on; ``num_pages``: its pool, the padding
+            page included.
+        token_bytes: of the KV of one layer of one token.
+    """
+
+    config: InstanceConfig
+    groups: Sequence[str]
+    layers: Sequence[int]
+    num_pages: Sequence[int]
+    token_bytes: int
+    cost: CostModel
+
+    def new_instance(self, name: str, fit: StepFit | None) -> Instance:
+        """The scheduling side, with empty pools."""
+        size = self.config.page_size
+        shards = [Shard(PagePool(count, size)) for count in self.num_pages]
+        kv = KVShards(shards, self.config.enable_prefix_caching)
+        return Instance(name, kv, instance_options(self.config, len(self.groups)), fit=fit)
+
+
+@dataclass(frozen=True)
+class ModelledCluster:
+    """Instances by name, and what lies between them."""
+
+    instances: Mapping[str, ModelledInstance]
+    lanes: Mapping[tuple[str, str], Sequence[Lane]]
+    capacities: Mapping[Link, float]
+
+    def fit(self, name: str) -> StepFit:
+        """What profiling an instance would find."""
+        modelled = self.instances[name]
+        options = modelled.config
+        pool = (min(modelled.num_pages) - 1) * options.page_size
+        longest = min(options.max_model_len or 4096, pool)
+        return fit_costs(
+            modelled.cost, options.max_num_batched_tokens, options.max_num_seqs, longest
+        )
+
+    def describe(self) -> dict[str, object]:
+        """What stands where, as JSON values."""
+        return {
+            name: {
+                "engine": modelled.config.model_dump(exclude={"group", "stages"}),
+                "stages": [
+                    {"group": group, "layers": layers, "num_pages": pages}
+                    for group, layers, pages in zip(
+                        modelled.groups, modelled.layers, modelled.num_pages, strict=True
+                    )
+                ],
+            }
+            for name, modelled in self.instances.items()
+        }
+
+
+def model_cluster(config: RunFile, pairs: Collection[tuple[str, str]]) -> ModelledCluster:
+    """From a run file whose groups name GPUs.
+
+    Args:
+        pairs: instances from the first of which KV goes to the second.
+
+    Raises:
+        JaxinferError: a GPU, a model or a link is missing, or the model does not fit.
+    """
+    cluster, model = config.cluster(), find_model(config.require_model())
+    for group in config.simulate.groups:
+        if group not in cluster.groups:
+            known = did_you_mean(group, cluster.groups)
+            raise JaxinferError(f"simulate.groups: no group {group!r}: {known}")
+    instances = {}
+    for name, instance in cluster.instances.items():
+        try:
+            instances[name] = _model_instance(cluster, config.simulate, model, instance)
+        except JaxinferError as error:
+            raise JaxinferError(f"instances.{name}: {error}") from None
+    lanes = {}
+    for source, dest in pairs:
+        lanes[source, dest] = _lanes(cluster, instances[source], instances[dest])
+    capacities: dict[Link, float] = {}
+    for link in cluster.links:
+        a, b = link.between
+        capacities[a, b] = capacities[b, a] = link.gb_s * 1e9
+    return ModelledCluster(instances, lanes, capacities)
+
+
+def _model_instance(
+    cluster: ClusterConfig, options: SimulateOptions, model: ModelShape, instance: InstanceConfig
+) -> ModelledInstance:
+    itemsize = ITEMSIZES[instance.dtype]
+    places = instance.places
+    layers = _layers(model, cluster, places)
+    gpus = [_gpu(cluster, place.group) for place in places]
+    devices = [cluster.groups[place.group].stage_devices for place in places]
+    parts, pages = [], []
+    for number, (gpu, place) in enumerate(zip(gpus, places, strict=True)):
+        last = number == len(places) - 1
+        costs = options.of(place.group)
+        efficiency = Efficiency(costs.flops, costs.bandwidth, costs.step_s, costs.sequence_s)
+        parts.append(
+            RooflineStage(
+                gpu, model, layers[number], last, devices[number], itemsize, efficiency,
+                gpu.link_gb_s,
+            )
+        )  # fmt: skip
+        weights = model.parameters(layers[number], number == 0, last) * itemsize / devices[number]
+        each = model.kv_bytes(layers[number], itemsize) * instance.page_size / devices[number]
+        pages.append(_num_pages(instance, costs.reserve_gb, model, gpu, place.group, weights, each))
+    links = [
+        _link(cluster, before.group, after.group, "hidden states")
+        for before, after in pairwise(places)
+    ]
+    cost = Roofline(
+        tuple(parts),
+        tuple(latency + options.hop_s for _, latency in links),
+        tuple(1 / rate if rate else 0.0 for rate, _ in links),
+        model.hidden_size * itemsize,
+    )
+    groups = [place.group for place in places]
+    return ModelledInstance(instance, groups, layers, pages, model.kv_bytes(1, itemsize), cost)
+
+
+def _layers(model: ModelShape, cluster: ClusterConfig, places: Sequence[StageConfig]) -> list[int]:
+    """As stated, or by shares, which are by default the groups' peak FLOPs."""
+    if len(places) == 1:
+        return [model.num_hidden_layers]
+
+    def speed(number: int) -> float:
+        group = places[number].group
+        return _gpu(cluster, group).bf16_tflops * cluster.groups[group].stage_devices
+
+    return count_layers(model.num_hidden_layers, places, speed)
+
+
+def _gpu(cluster: ClusterConfig, group: str) -> Gpu:
+    try:
+        return find_gpu(cluster.groups[group].kind)
+    except JaxinferError as error:
+        raise JaxinferError(f"groups.{group}: {error}") from None
+
+
+def _num_pages(
+    instance: InstanceConfig,
+    reserve_gb: float | None,
+    model: ModelShape,
+    gpu: Gpu,
+    group: str,
+    weights: float,
+    each: float,
+) -> int:
+    memory = gpu.memory_gb * 1e9 * (instance.memory_fraction or 0.9)
+    reserve = (reserve_gb or 0.0) * 1e9
+    if reserve_gb is None:
+        itemsize = ITEMSIZES[instance.dtype]
+        numbers = 2 * model.hidden_size + 3 * model.intermediate_size
+        reserve = instance.max_num_batched_tokens * numbers * itemsize
+        reserve += 4 * instance.max_num_seqs * model.vocab_size
+    fits = int((memory - weights - reserve) // each)
+    wanted = instance.num_pages or fits
+    if wanted < 2 or wanted > fits:
+        raise JaxinferError(
+            f"groups.{group}: {memory / 1e9:.1f} of {gpu.memory_gb:g} GB hold "
+            f"{weights / 1e9:.2f} GB of weights, {reserve / 1e9:.2f} GB of activations and "
+            f"{max(fits, 0)} KV pages of {each / 1e6:.2f} MB, not {max(wanted, 2)}"
+        )
+    return wanted
+
+
+def _link(cluster: ClusterConfig, source: str, dest: str, what: str) -> tuple[float, float]:
+    """Bytes per second, 0 within a group, and latency."""
+    if source == dest:
+        return _gpu(cluster, source).link_gb_s * 1e9, 0.0
+    link = cluster.link(source, dest)
+    if link is None:
+        raise JaxinferError(f"links: none between {source} and {dest}, where {what} must go")
+    return link.gb_s * 1e9, link.latency_s
+
+
+def _lanes(cluster: ClusterConfig, source: ModelledInstance, dest: ModelledInstance) -> list[Lane]:
+    """One for each stage of the source and of the destination that have layers in common."""
+    lanes = []
+    for i, (start, stop) in enumerate(_ranges(source.layers)):
+        for j, (begin, end) in enumerate(_ranges(dest.layers)):
+            if (shared := min(stop, end) - max(start, begin)) <= 0:
+                continue
+            here, there = source.groups[i], dest.groups[j]
+            _, latency = _link(cluster, here, there, "KV")
+            path = () if here == there else ((here, there),)
+            lanes.append(Lane(i, shared * source.token_bytes, path, latency))
+    return lanes
+
+
+def _ranges(layers: Sequence[int]) -> list[tuple[int, int]]:
+    stops = [sum(layers[: i + 1]) for i in range(len(layers))]
+    return [(stop - count, stop) for stop, count in zip(stops, layers, strict=True)]

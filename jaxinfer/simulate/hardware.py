@@ -1,0 +1,141 @@
+"""What a modelled cluster is made of: GPUs and models, by name, in numbers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.validation import Options, did_you_mean, read_json
+
+_FACTS = Path(__file__).parent
+
+
+class Gpu(Options):
+    """One kind of GPU, by its maker's numbers.
+
+    Attributes:
+        bf16_tflops: dense, in 10^12 operations per second.
+        memory_gb: in 10^9 bytes; ``memory_gb_s``: its bandwidth per second.
+        link: what connects the GPUs of one node; ``link_gb_s``: 10^9 bytes per second, each way.
+        watts: the limit of its power.
+        checked: whether more than one source has the numbers.
+    """
+
+    bf16_tflops: float = Field(gt=0)
+    memory_gb: float = Field(gt=0)
+    memory_gb_s: float = Field(gt=0)
+    link: str
+    link_gb_s: float = Field(gt=0)
+    watts: float = Field(gt=0)
+    checked: bool
+
+
+class ModelShape(Options):
+    """The numbers of a decoder-only transformer that decide its cost, as Hugging Face names them.
+
+    Attributes:
+        head_dim: by default ``hidden_size / num_attention_heads``.
+        gated: the feed-forward layer has three matrices, not two.
+        num_experts, num_experts_per_tok: 0 is one dense feed-forward layer.
+    """
+
+    hidden_size: int = Field(ge=1)
+    intermediate_size: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    num_key_value_heads: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
+    head_dim: int | None = None
+    tie_word_embeddings: bool = False
+    gated: bool = True
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+
+    @property
+    def head_size(self) -> int:
+        """H."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer: queries, keys, values, output."""
+        N, K = self.num_attention_heads, self.num_key_value_heads
+        return self.hidden_size * self.head_size * (2 * N + 2 * K)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert of one layer, or of its dense feed-forward layer."""
+        return (2 + self.gated) * self.hidden_size * self.intermediate_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer, all experts."""
+        return self.attention_parameters + max(self.num_experts, 1) * self.expert_parameters
+
+    def parameters(self, layers: int, first: bool, last: bool) -> int:
+        """Of a stage."""
+        table = self.vocab_size * self.hidden_size
+        tables = first + last
+        if first and last and self.tie_word_embeddings:
+            tables = 1
+        return layers * self.layer_parameters + tables * table
+
+    def kv_bytes(self, layers: int, itemsize: int) -> int:
+        """Of one token's keys and values."""
+        return 2 * layers * self.num_key_value_heads * self.head_size * itemsize
+
+
+def find_gpu(kind: str | None) -> Gpu:
+    """By its name in ``configs/gpus.yaml``.
+
+    Raises:
+        JaxinferError: there is none of that name.
+    """
+    gpus = _read("gpus.yaml")
+    if kind is None or kind not in gpus:
+        alike = [name for name in gpus if name.startswith(f"{kind}-")]
+        hint = f"known: {', '.join(alike)}" if alike else did_you_mean(str(kind), gpus)
+        raise JaxinferError(f"kind: no GPU {kind!r}: {hint}")
+    return Gpu.model_validate(gpus[kind])
+
+
+def find_model(model: str) -> ModelShape:
+    """By its name in ``configs/models.yaml``, or from a folder with ``config.json``.
+
+    Raises:
+        JaxinferError: there is no such model, or its configuration lacks a number.
+    """
+    models = _read("models.yaml")
+    if model in models:
+        return ModelShape.model_validate(models[model])
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        raise JaxinferError(
+            f"model {model!r}: no folder with config.json; {did_you_mean(model, models)}"
+        )
+    return _from_hugging_face(path)
+
+
+def _from_hugging_face(path: Path) -> ModelShape:
+    config = read_json(path)
+    names = {"num_experts": "num_local_experts", "intermediate_size": "ffn_dim"}
+    found: dict[str, Any] = {
+        name: config.get(name, config.get(names.get(name, name)))
+        for name in ModelShape.model_fields
+        if name != "gated"
+    }
+    found["gated"] = not str(config.get("architectures", [""])[0]).startswith("OPT")
+    if found["num_key_value_heads"] is None:
+        found["num_key_value_heads"] = found["num_attention_heads"]
+    try:
+        return ModelShape.model_validate({k: v for k, v in found.items() if v is not None})
+    except JaxinferError as error:
+        raise JaxinferError(f"{path}: {error}") from None
+
+
+def _read(name: str) -> Mapping[str, Any]:
+    facts: Mapping[str, Any] = yaml.safe_load((_FACTS / name).read_text(encoding="utf-8"))
+    return facts

@@ -1,0 +1,45 @@
+"""The run file's section ``simulate``: what the modelled cluster's numbers leave open."""
+
+from pydantic import Field
+
+from jaxinfer.validation import Options
+
+
+class GroupCosts(Options):
+    """Costs of one device group's steps, where they differ from the others'.
+
+    Attributes:
+        flops, bandwidth: what a kernel reaches of the GPU's peaks.
+        step_s: seconds that the engine adds to each step; ``sequence_s``: for each sequence in it.
+        reserve_gb: memory of each GPU for activations and all else that is neither weights nor KV,
+            in 10^9 bytes; by default what the largest step's hidden states and logits take.
+    """
+
+    flops: float | None = Field(default=None, gt=0, le=1)
+    bandwidth: float | None = Field(default=None, gt=0, le=1)
+    step_s: float | None = Field(default=None, ge=0)
+    sequence_s: float | None = Field(default=None, ge=0)
+    reserve_gb: float | None = Field(default=None, ge=0)
+
+
+class SimulateOptions(Options):
+    """Costs of all groups.
+
+    Attributes:
+        flops, bandwidth, step_s, sequence_s, reserve_gb: see ``GroupCosts``.
+        hop_s: seconds that the engine adds where hidden states go from stage to stage.
+        groups: by group, what differs.
+    """
+
+    flops: float = Field(default=0.6, gt=0, le=1)
+    bandwidth: float = Field(default=0.7, gt=0, le=1)
+    step_s: float = Field(default=0.0, ge=0)
+    sequence_s: float = Field(default=0.0, ge=0)
+    hop_s: float = Field(default=0.0, ge=0)
+    reserve_gb: float | None = Field(default=None, ge=0)
+    groups: dict[str, GroupCosts] = Field(default_factory=dict)
+
+    def of(self, group: str) -> "SimulateOptions":
+        """What holds for one group."""
+        own = self.groups.get(group, GroupCosts())
+        return self.model_copy(update=own.model_dump(exclude_none=True))

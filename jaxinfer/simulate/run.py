@@ -1,0 +1,101 @@
+"""A workload on a modelled cluster: the serving loop in virtual time."""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from jaxinfer.config import RunFile
+from jaxinfer.errors import JaxinferError
+from jaxinfer.report.metrics import RunMetrics, StepTotals, run_metrics
+from jaxinfer.report.run_folder import RunFolder
+from jaxinfer.serving.loop import ServingLoop
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import Event, StepDone, TransferDone
+from jaxinfer.simulate.cluster import model_cluster
+from jaxinfer.simulate.world import SimulatedWorld
+from jaxinfer.systems.registry import make_system
+from jaxinfer.workload.lengths import BenchRequest
+
+
+def simulate(
+    config: RunFile, work: Sequence[BenchRequest], run_dir: str | Path | None = None
+) -> RunMetrics:
+    """Serve requests of given lengths; ``compiles`` and the like are 0.
+
+    Args:
+        run_dir: gets a numbered folder with the run's files, as a real run does.
+
+    Raises:
+        JaxinferError: the cluster cannot be what the run file says, or a request can never fit.
+    """
+    system = make_system(config.system, config.cluster().instances)
+    cluster = model_cluster(config, system.routes(config.instances))
+    counts = config.metrics.ttft_counts_transfer
+    if counts is None:
+        counts = system.ttft_counts_transfer
+    requests = [
+        RequestState(str(number), item.prompt_len, item.max_tokens, item.arrival)
+        for number, item in enumerate(work)
+    ]
+    instances = [
+        modelled.new_instance(name, cluster.fit(name) if system.needs_fits else None)
+        for name, modelled in cluster.instances.items()
+    ]
+    world = SimulatedWorld(
+        {name: modelled.cost for name, modelled in cluster.instances.items()},
+        {name: modelled.config.segments for name, modelled in cluster.instances.items()},
+        cluster.lanes,
+        cluster.capacities,
+        sorted(requests, key=lambda request: request.arrival),
+    )
+    totals, started = StepTotals(), time.perf_counter()
+    with ExitStack() as stack:
+        folder = None
+        if run_dir:
+            description = describe(config, cluster.describe(), counts)
+            folder = stack.enter_context(RunFolder(Path(run_dir), description))
+
+        def on_finish(request: RequestState) -> None:
+            if request.error:
+                raise JaxinferError(request.error)
+            if folder:
+                folder.add_request(request, counts)
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, StepDone):
+                totals.add(event)
+                if folder:
+                    folder.add_step(event)
+            elif folder and isinstance(event, TransferDone):
+                folder.add_transfer(event)
+
+        loop = ServingLoop(world, instances, system, on_finish=on_finish, on_event=on_event)
+        loop.run()
+        metrics = run_metrics(
+            [(request, request.id) for request in requests],
+            totals, world.now(), counts, waited_s=world.now(), launching_s=0.0,
+            preemptions=sum(instance.num_preemptions for instance in instances),
+            num_pages=sum(sum(m.num_pages) - len(m.num_pages) for m in cluster.instances.values()),
+            compiles=0, compile_s=0.0, late_compiles=0,
+        )  # fmt: skip
+        metrics.loop_s = time.perf_counter() - started
+        if folder:
+            folder.finish(asdict(metrics), {}, {}, system.report())
+    return metrics
+
+
+def describe(config: RunFile, instances: object, counts: bool) -> dict[str, object]:
+    """What runs where, as JSON values."""
+    costs = config.simulate.model_dump()
+    gpus = {name: group.kind for name, group in config.groups.items()}
+    return {
+        "model": config.model,
+        "system": dict(config.system),
+        "ttft_counts_transfer": counts,
+        "emulated": [f"all: simulated on {', '.join(f'{n} ({k})' for n, k in gpus.items())}"],
+        "simulate": costs,
+        "instances": instances,
+        "links": [link.model_dump() for link in config.links],
+    }

@@ -1,0 +1,174 @@
+"""The simulated world: virtual time, steps by cost models, transfers as flows over links."""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.transfer import Transfer
+from jaxinfer.serving.world import Arrival, Batch, Event, StepDone, Tick, TransferDone
+from jaxinfer.simulate.costs import CostModel, work_of
+from jaxinfer.simulate.network import Link, Network
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What one stage of the source has of a transfer, and where it goes.
+
+    Attributes:
+        stage: of the source.
+        token_bytes: KV bytes per token.
+        path: the links; empty where source and destination share memory.
+        latency_s: until the first byte lands.
+    """
+
+    stage: int
+    token_bytes: int
+    path: Sequence[Link]
+    latency_s: float
+
+
+@dataclass
+class _Moving:
+    """A transfer under way: lanes still to land, and when the first byte left."""
+
+    transfer: Transfer
+    left: int
+    start: float
+
+
+class SimulatedWorld:
+    """Implements ``jaxinfer.serving.world.World``.
+
+    Args:
+        costs: by instance.
+        segments: by instance, pieces that each stage's layers are computed in.
+        lanes: by names of source and destination.
+        capacities: of the links, in bytes per second.
+        requests: by time of arrival.
+    """
+
+    def __init__(
+        self,
+        costs: Mapping[str, CostModel],
+        segments: Mapping[str, int],
+        lanes: Mapping[tuple[str, str], Sequence[Lane]],
+        capacities: Mapping[Link, float],
+        requests: Iterable[RequestState],
+    ) -> None:
+        self._costs, self._segments, self._lanes = costs, segments, lanes
+        self._network: Network[tuple[_Moving, Lane]] = Network(capacities)
+        self._requests = iter(requests)
+        self._next = next(self._requests, None)
+        self._now = 0.0
+        self._order = itertools.count()
+        self._heap: list[tuple[float, int, Event | Callable[[], Event | None]]] = []
+        # When each stage of an instance is done with what it has been given.
+        self._free: dict[str, list[float]] = {}
+
+    def now(self) -> float:
+        """Seconds of virtual time."""
+        return self._now
+
+    def arrivals_left(self) -> bool:
+        """Whether a request is still to arrive."""
+        return self._next is not None
+
+    def can_launch(self, instance: str) -> bool:
+        """Always: a device queues what it is given."""
+        return True
+
+    def wake_at(self, time: float) -> None:
+        """Ask for a Tick."""
+        self._at(time, Tick())
+
+    def launch(self, batch: Batch) -> None:
+        """Start a step behind those that its stages have been given."""
+        work, cost = work_of(batch), self._costs[batch.instance]
+        seconds, hops = cost.stages(work), cost.hops(work)
+        free = self._free.setdefault(batch.instance, [0.0] * len(seconds))
+        ready = self._now
+        stages: list[tuple[float, float]] = []
+        for number, duration in enumerate(seconds):
+            if number:
+                ready = stages[-1][1] + hops[number - 1]
+            start = max(ready, free[number])
+            free[number] = start + duration
+            stages.append((start, start + duration))
+        tokens = [0] * work.sampled
+        done = StepDone(batch, tokens, stages[0][0], stages[-1][1], stages=stages)
+        self._at(done.end, done)
+        for transfer in batch.transfers:
+            self._send(transfer, stages, self._segments[batch.instance])
+
+    def start_transfer(self, transfer: Transfer) -> None:
+        """Send what exists."""
+        if transfer.slice_move:
+            raise JaxinferError("the simulated world has all KV heads of a stage in one pool")
+        moving = _Moving(transfer, 0, self._now)
+        lanes = self._lanes[transfer.source, transfer.dest]
+        moving.left = len(lanes)
+        for lane in lanes:
+            self._start_lane(moving, lane, 1)
+
+    def _send(
+        self, transfer: Transfer, stages: Sequence[tuple[float, float]], segments: int
+    ) -> None:
+        """Send what a step computes: each stage's share of the layers in pieces, as they end."""
+        lanes = self._lanes[transfer.source, transfer.dest]
+        moving = _Moving(transfer, len(lanes) * segments, math.inf)
+        for lane in lanes:
+            start, end = stages[lane.stage]
+            for piece in range(1, segments + 1):
+                leaves = start + (end - start) * piece / segments
+                self._at(leaves, partial(self._start_lane, moving, lane, segments))
+
+    def _start_lane(self, moving: _Moving, lane: Lane, pieces: int) -> None:
+        moving.start = min(moving.start, self._now)
+        tokens = moving.transfer.stop - moving.transfer.start
+        if lane.path:
+            num_bytes = tokens * lane.token_bytes / pieces
+            self._network.start((moving, lane), lane.path, num_bytes, self._now)
+        else:
+            self._at(self._now + lane.latency_s, partial(self._land, moving))
+
+    def _land(self, moving: _Moving) -> TransferDone | None:
+        moving.left -= 1
+        if moving.left:
+            return None
+        t = moving.transfer
+        token_bytes = sum(lane.token_bytes for lane in self._lanes[t.source, t.dest])
+        return TransferDone(t, moving.start, self._now, (t.stop - t.start) * token_bytes)
+
+    def due_events(self) -> Sequence[Event]:
+        """What happens next in virtual time, and all that happens at the same moment."""
+        events: list[Event] = []
+        while not events and (time := self._next_time()) < math.inf:
+            assert time >= self._now, "time runs back"
+            self._now = time
+            while self._next is not None and self._next.arrival <= time:
+                events.append(Arrival(self._next))
+                self._next = next(self._requests, None)
+            for moving, lane in self._network.take_ended(time):
+                self._at(time + lane.latency_s, partial(self._land, moving))
+            while self._heap and self._heap[0][0] <= time:
+                happens = heapq.heappop(self._heap)[2]
+                event = happens() if callable(happens) else happens
+                if event is not None:
+                    events.append(event)
+        return events
+
+    def _next_time(self) -> float:
+        time = self._heap[0][0] if self._heap else math.inf
+        if self._next is not None:
+            time = min(time, self._next.arrival)
+        if (end := self._network.next_end) is not None:
+            time = min(time, end)
+        return max(time, self._now) if time < math.inf else time
+
+    def _at(self, time: float, happens: Event | Callable[[], Event | None]) -> None:
+        heapq.heappush(self._heap, (time, next(self._order), happens))

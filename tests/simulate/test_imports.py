@@ -1,0 +1,46 @@
+"""The modelled world loads no JAX, and nothing that queues, forms batches or hands out pages."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHOW = "import sys, {}; print(' '.join(sys.modules))"
+
+
+def loaded(module: str) -> set[str]:
+    run = subprocess.run(
+        [sys.executable, "-c", SHOW.format(module)],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["jaxinfer.simulate.run", "jaxinfer.compare", "jaxinfer.cli"])
+def test_a_simulation_does_without_jax(module: str) -> None:
+    found = loaded(module)
+    assert module in found
+    assert not {"jax", "jaxlib", "flax", "transformers", "matplotlib"} & found
+
+
+@pytest.mark.parametrize("module", ["network", "costs", "roofline", "hardware", "options", "fit"])
+def test_costs_know_nothing_of_scheduling(module: str) -> None:
+    """What a step takes is asked for a finished batch; what to put in it is decided elsewhere."""
+    source = (ROOT / "jaxinfer" / "simulate" / f"{module}.py").read_text()
+    imports = {line.split()[1] for line in source.splitlines() if line.startswith("from jaxinfer")}
+    assert imports <= {
+        "jaxinfer.errors",
+        "jaxinfer.validation",
+        "jaxinfer.serving.step_fit",
+        "jaxinfer.serving.world",
+        "jaxinfer.simulate.costs",
+        "jaxinfer.simulate.hardware",
+    }
+
+
+def test_the_world_has_no_queue_policy_or_pages() -> None:
+    source = (ROOT / "jaxinfer" / "simulate" / "world.py").read_text()
+    for name in ("policies", "page_pool", "serving.instance", "form_batch", "waiting", "KVShards"):
+        assert name not in source

@@ -1,0 +1,170 @@
+"""The serving loop in virtual time: closed forms, invariants, refusals."""
+
+import random
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxinfer import JaxinferError
+from jaxinfer.config import RunFile, load_run_file
+from jaxinfer.report.records import RunRecord, read_run
+from jaxinfer.simulate.run import simulate
+from jaxinfer.workload.lengths import BenchRequest
+
+CRONUS = Path(__file__).parents[2] / "configs" / "cronus"
+SYSTEMS = sorted(path.stem for path in CRONUS.glob("*[!n].yaml") if path.stem != "calibration")
+
+
+def run(config: RunFile, work: list[BenchRequest], folder: Path) -> RunRecord:
+    simulate(config, work, folder)
+    newest = max(folder.iterdir(), key=lambda path: int(path.name))
+    return read_run(newest)
+
+
+def lengths(seed: int, count: int, rate: float) -> list[BenchRequest]:
+    rng, now, work = random.Random(seed), 0.0, []
+    for _ in range(count):
+        work.append(BenchRequest(None, rng.randint(1, 3000), rng.randint(1, 400), now))
+        now += rng.expovariate(rate)
+    return work
+
+
+SINGLE = {
+    "model": "llama-3-8b",
+    "engine": {"max_num_seqs": 1, "max_num_batched_tokens": 4096, "launch_ahead": False,
+               "enable_prefix_caching": False, "max_model_len": 4096},
+    "groups": {"g": {"kind": "A100-80G-SXM"}},
+    "instances": {"i": {"group": "g"}},
+}  # fmt: skip
+
+
+def config(folder: Path, **changes: Any) -> RunFile:
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(SINGLE | changes))
+    return load_run_file(path)
+
+
+def test_one_prefill_at_a_time_is_an_m_d_1_queue(tmp_path: Path) -> None:
+    """DistServe's eq. 1: the mean TTFT is D + R D^2 / (2 (1 - R D))."""
+    setup = config(tmp_path)
+    alone = run(setup, [BenchRequest(None, 512, 1, 0.0)], tmp_path / "alone")
+    (d,) = [request.ttft for request in alone.requests]
+    rate, count = 0.6 / d, 60_000
+    rng, now, work = random.Random(3), 0.0, []
+    for _ in range(count):
+        now += rng.expovariate(rate)
+        work.append(BenchRequest(None, 512, 1, now))
+    found = run(setup, work, tmp_path / "many")
+    ttft = [request.ttft for request in sorted(found.requests, key=lambda r: int(r.id))]
+    # Lindley's recursion on the very arrivals is exact; eq. 1 is the mean over all.
+    waited, expected = 0.0, [d]
+    for before, after in pairwise(work):
+        waited = max(waited + d - (after.arrival - before.arrival), 0.0)
+        expected.append(waited + d)
+    # Times in files are rounded to a microsecond, and so is d, hundreds of times in a busy period.
+    assert ttft == pytest.approx(expected, abs=1e-4)
+    assert fmean(ttft) == pytest.approx(d + rate * d**2 / (2 * (1 - rate * d)), rel=0.02)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_same_again_bit_for_bit(system: str, tmp_path: Path) -> None:
+    setup = load_run_file(CRONUS / f"{system}.yaml")
+    work = lengths(1, 60, rate=5.0)
+    files = []
+    for _ in range(2):
+        simulate(setup, work, tmp_path)
+        newest = max(tmp_path.iterdir(), key=lambda path: int(path.name))
+        files.append([(newest / name).read_bytes() for name in ("steps.jsonl", "requests.jsonl")])
+    assert files[0] == files[1]
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10**6), rate=st.sampled_from((0.5, 3.0, 1000.0)))
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_everyone_is_served_and_steps_do_not_overlap(
+    system: str, seed: int, rate: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    work = lengths(seed, 25, rate)
+    setup = load_run_file(CRONUS / f"{system}.yaml")
+    found = run(setup, work, tmp_path_factory.mktemp("run"))
+    by_id = {request.id: request for request in found.requests}
+    for number, item in enumerate(work):
+        times = by_id[str(number)].token_times
+        assert len(times) == item.max_tokens
+        assert item.arrival < times[0]
+        assert list(times) == sorted(times)
+    for instance, groups in found.groups.items():
+        steps = [step for step in found.steps if step.instance == instance]
+        for stage in range(len(groups)):
+            spans = [step.stages[stage] for step in steps]
+            assert all(a[1] <= b[0] + 2e-6 for a, b in pairwise(spans))
+    for transfer in found.transfers:
+        assert transfer.requested <= transfer.start <= transfer.end
+
+
+@pytest.mark.parametrize("system", ["data_parallel", "single"])
+def test_nobody_idles_who_has_work(system: str, tmp_path: Path) -> None:
+    """With all requests there at the start, steps follow each other without a gap."""
+    setup = config(tmp_path)
+    if system == "data_parallel":
+        setup = load_run_file(CRONUS / "data_parallel.yaml")
+    found = run(setup, [BenchRequest(None, 700, 50, 0.0)] * 40, tmp_path / "runs")
+    for instance in found.groups:
+        spans = [step.stages[0] for step in found.steps if step.instance == instance]
+        assert len(spans) > 20
+        assert all(b[0] - a[1] < 2e-6 for a, b in pairwise(spans))
+
+
+def test_kv_takes_its_bytes_over_the_link(tmp_path: Path) -> None:
+    setup = load_run_file(CRONUS / "disaggregated_low_high.yaml")
+    found = run(setup, [BenchRequest(None, 1000, 5, 0.0)], tmp_path)
+    (transfer,) = found.transfers
+    assert transfer.num_bytes == 1000 * 131072
+    assert transfer.end - transfer.start == pytest.approx(131072e3 / 12.5e9 + 1e-5, abs=2e-6)
+
+
+def test_segments_leave_while_the_next_ones_are_computed(tmp_path: Path) -> None:
+    path = CRONUS / "disaggregated_low_high.yaml"
+    ends = {}
+    for rule, segments in (("at_end", 1), ("per_segment", 1), ("per_segment", 8)):
+        changes = [f"system.hand_off={rule}", f"instances.prefill.segments={segments}"]
+        setup = load_run_file(path, changes)
+        found = run(setup, [BenchRequest(None, 1000, 5, 0.0)], tmp_path / f"{rule}-{segments}")
+        (transfer,), step = found.transfers, found.steps[0]
+        assert transfer.num_bytes == 1000 * 131072
+        ends[rule, segments] = transfer.end - step.stages[0][1]
+    alone = 131072e3 / 12.5e9 + 1e-5
+    assert ends["at_end", 1] == ends["per_segment", 1] == pytest.approx(alone, abs=2e-6)
+    # The last of eight pieces is all that is left after the step.
+    assert ends["per_segment", 8] == pytest.approx((alone - 1e-5) / 8 + 1e-5, abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("system", "changes", "message"),
+    [
+        ("cronus", ["links=[]"], "links: none between low and high, where KV must go"),
+        ("pipeline_parallel", ["links=[]"], "links: none between high and low, where hidden"),
+        (
+            "cronus",
+            ["groups.low.kind=T4"],
+            "instances.ppi: groups.low: 14.4 of 16 GB hold 16.06 GB",
+        ),
+        ("cronus", ["groups.low.kind=A11"], "groups.low: kind: no GPU 'A11'"),
+        ("cronus", ["model=llama-9b"], "model 'llama-9b': no folder with config.json"),
+        ("cronus", ["simulate.flops=1.5"], "simulate: flops is 1.5"),
+        ("cronus", ["simulate.groups.weak.flops=1.0"], "simulate.groups: no group 'weak'"),
+        ("cronus", ["instances.cpi.num_pages=1000000"], "not 1000000"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    system: str, changes: list[str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(JaxinferError) as error:
+        simulate(load_run_file(CRONUS / f"{system}.yaml", changes), lengths(0, 3, 1.0))
+    assert message in str(error.value)
