@@ -18,6 +18,7 @@ import yaml
 from scipy.optimize import brentq
 
 from jaxinfer.config import RunFile, load_run_file
+from jaxinfer.simulate.hardware import find_gpu, find_model
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest, read_workload
 
@@ -130,7 +131,7 @@ def calibrate(work: Sequence[BenchRequest]) -> dict[str, Any]:
             lambda x, s=setup, h=(*high, ("groups.low.flops", flops)): throughput(
                 Case(s, "disaggregated_high_low", (*h, ("groups.low.reserve_gb", x))), work
             ),
-            paper("Disagg. H-L", setup), 0.1, 5.2,
+            paper("Disagg. H-L", setup), 0.0, _largest_reserve(low, model),
         )  # fmt: skip
         costs["low"].setdefault(low, {})[model] = {"flops": flops, "reserve_gb": reserve}
     first = next(iter(SETUPS))
@@ -140,6 +141,14 @@ def calibrate(work: Sequence[BenchRequest]) -> dict[str, Any]:
         paper("PP+Chunked", first), 0.0, 0.5,
     )  # fmt: skip
     return costs
+
+
+def _largest_reserve(low: str, model: str) -> float:
+    """GB that leave room for the KV of one request of 8,192 tokens."""
+    shape = find_model(MODELS[model])
+    layers = shape.num_hidden_layers
+    taken = 2 * shape.parameters(layers, True, True) + 8192 * shape.kv_bytes(layers, 2)
+    return 0.9 * find_gpu(low).memory_gb - taken / 1e9
 
 
 def _prefill_only(model: str, flops: float) -> Case:

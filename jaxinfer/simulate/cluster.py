@@ -56,14 +56,14 @@ class ModelledCluster:
     lanes: Mapping[tuple[str, str], Sequence[Lane]]
     capacities: Mapping[Link, float]
 
-    def fit(self, name: str) -> StepFit:
-        """What profiling an instance would find."""
+    def fit(self, name: str, relative: bool) -> StepFit:
+        """What profiling an instance would find; see ``fit_costs``."""
         modelled = self.instances[name]
         options = modelled.config
         pool = (min(modelled.num_pages) - 1) * options.page_size
         longest = min(options.max_model_len or 4096, pool)
         return fit_costs(
-            modelled.cost, options.max_num_batched_tokens, options.max_num_seqs, longest
+            modelled.cost, options.max_num_batched_tokens, options.max_num_seqs, longest, relative
         )
 
     def describe(self) -> dict[str, object]:
@@ -140,7 +140,8 @@ def _model_instance(
     ]
     cost = Roofline(
         tuple(parts),
-        tuple(latency + options.hop_s for _, latency in links),
+        options.hop_s,
+        tuple(latency for _, latency in links),
         tuple(1 / rate if rate else 0.0 for rate, _ in links),
         model.hidden_size * itemsize,
     )

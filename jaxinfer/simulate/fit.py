@@ -5,27 +5,32 @@ from collections.abc import Sequence
 from jaxinfer.serving.step_fit import LeastSquares, MixedFit, PrefillFit, StepFit
 from jaxinfer.simulate.costs import CostModel, Work
 
+_LENGTHS, _CONTEXTS = 64, 8
 
-def fit_costs(cost: CostModel, budget: int, max_num_seqs: int, longest: int) -> StepFit:
-    """By least squares of the relative error, over lengths and contexts as a profile has them.
+
+def fit_costs(
+    cost: CostModel, budget: int, max_num_seqs: int, longest: int, relative: bool
+) -> StepFit:
+    """By least squares, over lengths and contexts that are evenly spread.
 
     Args:
         budget: tokens of one step at most.
         longest: tokens of one request at most.
+        relative: of the relative error, or of that in seconds.
     """
-    lengths = [max(longest * i // 8, 1) for i in range(1, 9)]
+    lengths = sorted({max(longest * i // _LENGTHS, 1) for i in range(1, _LENGTHS + 1)})
     prefills = [((length, 1.0), _prefill(cost, length, budget)) for length in lengths]
-    decodes = max(min(max_num_seqs, budget) // 2, 1)
     mixed = []
-    for start in (0, longest // 4, longest // 2, 3 * longest // 4):
-        mixed.append(
-            ((start, 0.0, 1.0), _seconds(cost, Work(budget, 0, 1, 0, 0, [(start, budget)])))
-        )
-        for context in (longest // 8, longest // 4, longest // 2):
-            chunk = start, budget - decodes
-            work = Work(budget, decodes, decodes + 1, decodes, decodes * context, [chunk])
-            mixed.append(((start, decodes * context, 1.0), _seconds(cost, work)))
-    return StepFit(PrefillFit(*_relative(prefills)), MixedFit(*_relative(mixed)))
+    most = max(min(max_num_seqs, budget) // 2, 1)
+    for start in (longest * i // _CONTEXTS for i in range(_CONTEXTS)):
+        for decodes in (0, most // 8, most // 4, most // 2, most):
+            for context in (longest // 32, longest // 8, longest // 4):
+                chunk = start, budget - decodes
+                work = Work(budget, decodes, decodes + 1, decodes, decodes * context, [chunk])
+                mixed.append(((start, decodes * context, 1.0), _seconds(cost, work)))
+    return StepFit(
+        PrefillFit(*_least_squares(prefills, relative)), MixedFit(*_least_squares(mixed, relative))
+    )
 
 
 def _prefill(cost: CostModel, length: int, budget: int) -> float:
@@ -40,10 +45,11 @@ def _seconds(cost: CostModel, work: Work) -> float:
     return sum(cost.stages(work)) + sum(cost.hops(work))
 
 
-def _relative(points: Sequence[tuple[Sequence[float], float]]) -> list[float]:
+def _least_squares(points: Sequence[tuple[Sequence[float], float]], relative: bool) -> list[float]:
     squares = LeastSquares(len(points[0][0]))
     for x, seconds in points:
-        squares.add([value / seconds for value in x], 1.0)
+        weight = 1 / seconds if relative else 1.0
+        squares.add([value * weight for value in x], seconds * weight)
     found = squares.solve()
     assert found, "the points decide all coefficients"
     return found

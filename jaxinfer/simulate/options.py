@@ -1,5 +1,7 @@
 """The run file's section ``simulate``: what the modelled cluster's numbers leave open."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from jaxinfer.validation import Options
@@ -27,7 +29,9 @@ class SimulateOptions(Options):
 
     Attributes:
         flops, bandwidth, step_s, sequence_s, reserve_gb: see ``GroupCosts``.
-        hop_s: seconds that the engine adds where hidden states go from stage to stage.
+        hop_s: seconds that a stage is busy with sending hidden states on, beside the link's time.
+        fit: what of the Balancer's predictors (Cronus eqs. 2 and 3) has the least squares: their
+            ``relative`` error, as in our profiles, or the ``absolute`` one, as in the paper.
         groups: by group, what differs.
     """
 
@@ -36,6 +40,7 @@ class SimulateOptions(Options):
     step_s: float = Field(default=0.0, ge=0)
     sequence_s: float = Field(default=0.0, ge=0)
     hop_s: float = Field(default=0.0, ge=0)
+    fit: Literal["relative", "absolute"] = "relative"
     reserve_gb: float | None = Field(default=None, ge=0)
     groups: dict[str, GroupCosts] = Field(default_factory=dict)
 

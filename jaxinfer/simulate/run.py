@@ -39,8 +39,9 @@ def simulate(
         RequestState(str(number), item.prompt_len, item.max_tokens, item.arrival)
         for number, item in enumerate(work)
     ]
+    relative = config.simulate.fit == "relative"
     instances = [
-        modelled.new_instance(name, cluster.fit(name) if system.needs_fits else None)
+        modelled.new_instance(name, cluster.fit(name, relative) if system.needs_fits else None)
         for name, modelled in cluster.instances.items()
     ]
     world = SimulatedWorld(
