@@ -218,6 +218,18 @@ def _compare_systems(
     Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)
 
 
+def _replay(real: Path, out: Path) -> None:
+    from jaxinfer.report.comparison import new_folder, write_comparison
+    from jaxinfer.simulate.replay import fidelity, replay
+
+    new_folder(out)
+    both = replay(real, out / "runs")
+    Console(width=None if sys.stdout.isatty() else 120).print(fidelity(*both))
+    command = " ".join(["jaxinfer", *sys.argv[1:]])
+    written = write_comparison({run.name: [run] for run in both}, out, command)
+    Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)
+
+
 def _compare_rules(
     tables: Sequence[str],
     run_file: str | None,
@@ -241,15 +253,28 @@ def _compare_rules(
 
 
 @cli.command()
-@click.argument("run_file")
+@click.argument("run_file", required=False)
 @click.option("--workload", help="JSONL of prompt_token_ids, or CSV of lengths.")
 @with_limit
+@click.option("--replay", metavar="RUN_DIR", help="A finished real run: how far is the simulator?")
 @click.option("--out", required=True, help="New folder for tables, pictures and traces.")
 @with_settings
 def simulate(
-    run_file: str, workload: str | None, limit: int | None, out: str, settings: tuple[str, ...]
+    run_file: str | None,
+    workload: str | None,
+    limit: int | None,
+    replay: str | None,
+    out: str,
+    settings: tuple[str, ...],
 ) -> None:
     """Serve a workload on a modelled cluster, in virtual time: groups name GPUs by their kind."""
+    if replay:
+        why = "for a run file, not for a replay"
+        _refuse(why, {"RUN_FILE": run_file, "--workload": workload, "--limit": limit})
+        _replay(Path(replay), Path(out))
+        return
+    if not run_file:
+        raise JaxinferError("give a run file, or --replay RUN_DIR")
     more = [f"workload.trace={workload}"] if workload else []
     more += [f"workload.limit={limit}"] if limit else []
     _compare_systems([run_file], [], Path(out), 0, [*settings, *more])
@@ -289,7 +314,8 @@ def profile(run_file: str, model: str | None, out: str, settings: tuple[str, ...
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.runtime.checkpoint import open_checkpoint
     from jaxinfer.runtime.engine import load_cluster
-    from jaxinfer.runtime.profile import profile_engines, store_profile
+    from jaxinfer.runtime.profile import profile_engines
+    from jaxinfer.steps.profile import store_profile
 
     config = _configure(run_file, settings, model)
     folder = Path(out)

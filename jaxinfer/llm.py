@@ -18,7 +18,7 @@ from jaxinfer.report.run_folder import RunFolder
 from jaxinfer.request import RequestOutput, Sampling, SamplingParams
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.engine import Engine, Progress, load_cluster
-from jaxinfer.runtime.profile import Needs, prepare_times
+from jaxinfer.runtime.profile import Needs, prepare_times, profile_name
 from jaxinfer.runtime.sampling_inputs import sampling_of
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.loop import ServingLoop, Stop
@@ -299,7 +299,11 @@ class LLM:
             "system": dict(self.config.system),
             "ttft_counts_transfer": self.ttft_counts_transfer,
             "emulated": self.cluster.config.emulated,
-            "instances": self.cluster.describe(),
+            "run_file": self.config.model_dump(mode="json"),
+            "instances": {
+                name: described | {"profile": profile_name(self.cluster.engines[name], self.model)}
+                for name, described in self.cluster.describe().items()
+            },
             "measured_gb_s": dict(self.cluster.measured_gb_s),
         }
 

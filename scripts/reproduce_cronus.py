@@ -15,9 +15,11 @@ from typing import Any
 
 import click
 import yaml
+from matplotlib.figure import Figure
 from scipy.optimize import brentq
 
 from jaxinfer.config import RunFile, load_run_file
+from jaxinfer.report.plots import COLOURS
 from jaxinfer.simulate.hardware import find_gpu, find_model
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest, read_workload
@@ -251,6 +253,101 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
+# Figure 4: one request every so many seconds.
+INTERVALS = (0.1, 0.11, 0.12, 0.13, 0.14, 0.16, 0.18, 0.2, 0.25, 0.3, 0.4, 0.5)
+# "Up to so many percent below": TTFT, then TBT.
+PAPER_RATIOS = {
+    "ttft_p99": {"DP+Chunked": 55, "PP+Chunked": 58, "Disagg. L-H": 84},
+    "tbt_p99": {"DP+Chunked": 63, "PP+Chunked": 70, "Disagg. H-L": 51},
+}
+
+
+def latency(case: Case, work: Sequence[BenchRequest], interval: float) -> tuple[float, float]:
+    """TTFT p99 and TBT p99 in seconds, with requests at a fixed interval."""
+    spaced = [replace(item, arrival=i * interval) for i, item in enumerate(work)]
+    metrics = simulate(case.config(), spaced)
+    assert metrics.ttft_p99 is not None
+    assert metrics.tbt_p99 is not None
+    return metrics.ttft_p99, metrics.tbt_p99
+
+
+def figure_4(costs: dict[str, Any], work: Sequence[BenchRequest]) -> list[dict[str, Any]]:
+    """Every setup and approach at every interval."""
+    points = [(s, a, interval) for s in SETUPS for a in APPROACHES for interval in INTERVALS]
+    cases = [Case(s, APPROACHES[a], numbers(costs, s)) for s, a, _ in points]
+    with ProcessPoolExecutor() as pool:
+        found = pool.map(latency, cases, [work] * len(cases), [p[2] for p in points])
+    return [
+        {"setup": s, "approach": a, "interval_s": i, "ttft_p99": ttft, "tbt_p99": tbt}
+        for (s, a, i), (ttft, tbt) in zip(points, found, strict=True)
+    ]
+
+
+def show_ratios(points: Sequence[dict[str, Any]]) -> None:
+    """How far Cronus is below the others at most, over setups and intervals."""
+    for what, others in PAPER_RATIOS.items():
+        print(f"\n{what}: Cronus below, at most; the paper, ours")
+        for other, theirs in others.items():
+            below = {
+                (p["setup"], p["interval_s"]): 1 - cronus[what] / p[what]
+                for p in points
+                if p["approach"] == other
+                for cronus in points
+                if cronus["approach"] == "Cronus"
+                and (cronus["setup"], cronus["interval_s"]) == (p["setup"], p["interval_s"])
+            }
+            (setup, interval), most = max(below.items(), key=lambda item: item[1])
+            print(f"  {other:12} {theirs} %  {most:4.0%}  ({setup}, every {interval:g} s)")
+
+
+def draw_figure_4(points: Sequence[dict[str, Any]], path: Path) -> None:
+    """As the paper: TTFT above, TBT below, a column for each setup."""
+    figure = Figure(figsize=(13, 6), layout="constrained")
+    axes = figure.subplots(2, len(SETUPS), sharex=True)
+    for row, what in enumerate(PAPER_RATIOS):
+        for column, setup in enumerate(SETUPS):
+            ax = axes[row][column]
+            for colour, approach in zip(COLOURS, APPROACHES, strict=False):
+                here = [p for p in points if (p["setup"], p["approach"]) == (setup, approach)]
+                x = [p["interval_s"] for p in here]
+                ax.plot(x, [p[what] for p in here], "o-", ms=3, color=colour, label=approach)
+            ax.set_yscale("log")
+            ax.grid(alpha=0.3)
+            if row == 0:
+                ax.set_title(setup, fontsize=10)
+            else:
+                ax.set_xlabel("interval between requests (s)")
+        axes[row][0].set_ylabel(f"{what[:4].upper().strip('_')} p99 (s)")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    figure.savefig(path, dpi=120)
+
+
+def table_3(costs: dict[str, Any], work: Sequence[BenchRequest]) -> list[dict[str, Any]]:
+    """Throughput of High-Low and Low-High by that of each of their stages alone, in percent."""
+    prompts = [replace(item, max_tokens=1) for item in work]
+    rows = []
+    for setup in SETUPS:
+        known = numbers(costs, setup)
+        found = []
+        for system, here in (
+            ("disaggregated_high_low", "high"),
+            ("disaggregated_low_high", "low"),
+        ):
+            whole = throughput(Case(setup, system, known), work)
+            prefill = throughput(Case(setup, system, known), prompts)
+            # The other GPU as one that is never what limits.
+            fast = (f"groups.{here}.kind=H200", f"simulate.groups.{here}={{flops: 1.0}}")
+            decode = throughput(Case(setup, system, known, fast), work)
+            found += [100 * whole / prefill, 100 * whole / decode]
+        for number, (stage, value) in enumerate(
+            zip(("H-L prefill", "H-L decode", "L-H prefill", "L-H decode"), found, strict=True)
+        ):
+            theirs = TABLE_3[setup][number]
+            rows.append({"setup": setup, "stage": stage, "paper": theirs, "ours": round(value, 1)})
+    return rows
+
+
 @click.command()
 @click.option("--trace", required=True)
 @click.option("--out", required=True, type=click.Path(path_type=Path))
@@ -262,9 +359,18 @@ def main(trace: str, out: Path, again: bool) -> None:
         CALIBRATION.write_text(yaml.safe_dump(calibrate(work), sort_keys=False), encoding="utf-8")
     costs = yaml.safe_load(CALIBRATION.read_text(encoding="utf-8"))
     out.mkdir(parents=True, exist_ok=True)
-    rows = table_2(costs, work)
-    show(rows)
-    write_csv(out / "table2.csv", rows)
+    cells = table_2(costs, work)
+    show(cells)
+    write_csv(out / "table2.csv", cells)
+    shares = table_3(costs, work)
+    print("\nTable 3, percent: paper, ours")
+    for row in shares:
+        print(f"  {row['setup']:20} {row['stage']:12} {row['paper']:4} {row['ours']:6.1f}")
+    write_csv(out / "table3.csv", shares)
+    points = figure_4(costs, work)
+    show_ratios(points)
+    write_csv(out / "figure4.csv", points)
+    draw_figure_4(points, out / "figure4.png")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from jaxinfer.runtime.profile import Profile
+from jaxinfer.steps.profile import Profile
 
 
 def profile_table(profiles: Mapping[str, tuple[Profile, list[float]]]) -> Table:

@@ -105,12 +105,14 @@ class Cluster:
                 stage.overruns = []
         return found
 
-    def describe(self) -> dict[str, object]:
+    def describe(self) -> dict[str, dict[str, object]]:
         """What runs where, as JSON values."""
         return {
             name: {
                 "engine": engine.plan.options.model_dump(),
                 "max_model_len": engine.plan.max_model_len,
+                "hidden_size": engine.plan.config.hidden_size,
+                "kv_heads": [engine.plan.num_kv_heads, engine.plan.config.head_dim],
                 "stages": [
                     {
                         "group": group,

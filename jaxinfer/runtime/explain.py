@@ -10,7 +10,7 @@ from jaxinfer.runtime.kv_cache import shard_bytes
 from jaxinfer.runtime.plan import Plan
 from jaxinfer.runtime.sampler import SamplerShape
 from jaxinfer.runtime.step import CompiledStep, Key
-from jaxinfer.runtime.step_inputs import StepShape
+from jaxinfer.steps.shapes import StepShape
 
 _COLLECTIVE = re.compile(
     r" = (\(?[^=]*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"

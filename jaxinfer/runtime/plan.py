@@ -20,7 +20,7 @@ from jaxinfer.models.stage import Layers, make_model
 from jaxinfer.options import EngineOptions
 from jaxinfer.runtime.devices import configure_jax, open_groups
 from jaxinfer.runtime.kv_cache import AbstractPages, abstract_pages, available_memory, memory_of
-from jaxinfer.runtime.step_inputs import StepLimits
+from jaxinfer.steps.shapes import StepLimits
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,7 @@
-"""A profile of one instance: points measured on an idle machine, and what is fitted to them.
+"""Measures instances on an idle machine, and gives runs what they need of that."""
 
-Kept in ``~/.cache/jaxinfer/profiles``, by what decides the times.
-"""
-
-import hashlib
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,70 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.runtime.devices import CACHE_FOLDER
 from jaxinfer.runtime.engine import Cluster, Engine, Progress
-from jaxinfer.runtime.step_times import Part, Point, StepTimes, measure
-from jaxinfer.serving.step_fit import MixedFit, PrefillFit, StepFit
+from jaxinfer.runtime.measure_steps import measure
+from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.world import Batch
+from jaxinfer.steps.profile import Profile, load_profile, profile_path, store_profile
+from jaxinfer.steps.times import Part, Point, StepTimes
+from jaxinfer.steps.work import work_of
 
 PASSES = 3
-
-
-@dataclass(frozen=True)
-class Quality:
-    """How well a line fits its points: R^2, and the mean absolute percentage error."""
-
-    r2: float
-    mape: float
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Times of an instance's steps in seconds, on its own devices, without emulation.
-
-    Attributes:
-        key: what the times hold for.
-        prefills: (length, seconds of each stage) of prefills that run alone.
-        mixed: (prefill context, decode context, seconds of each stage) of iterations with a full
-            chunk.
-        points: all steps measured.
-    """
-
-    key: dict[str, Any]
-    prefills: list[tuple[int, tuple[float, ...]]]
-    mixed: list[tuple[int, int, tuple[float, ...]]]
-    points: list[Point]
-
-    def fit(self, slowdowns: Sequence[float]) -> StepFit:
-        """Cronus eqs. 2 and 3, each stage so many times slower."""
-        (prefill, _), (mixed, _) = self._lines(slowdowns)
-        return StepFit(PrefillFit(*prefill), MixedFit(*mixed))
-
-    def quality(self) -> tuple[Quality, Quality]:
-        """Of eqs. 2 and 3."""
-        (_, prefill), (_, mixed) = self._lines([1.0] * len(self.points[0].stages))
-        return prefill, mixed
-
-    def _lines(
-        self, slowdowns: Sequence[float]
-    ) -> tuple[tuple[list[float], Quality], tuple[list[float], Quality]]:
-        prefill = _line(
-            [[n, 1] for n, _ in self.prefills], [np.dot(t, slowdowns) for *_, t in self.prefills]
-        )
-        mixed = _line(
-            [[p, d, 1] for p, d, _ in self.mixed], [np.dot(t, slowdowns) for *_, t in self.mixed]
-        )
-        return prefill, mixed
-
-
-def _line(x: Sequence[Sequence[float]], y: Sequence[float]) -> tuple[list[float], Quality]:
-    """By least squares of the relative error, since prompts are cut by it, short or long."""
-    xs, ys = np.asarray(x, float), np.asarray(y, float)
-    found, *_ = np.linalg.lstsq(xs / ys[:, None], np.ones_like(ys), rcond=None)
-    off = ys - xs @ found
-    spread = float(((ys - ys.mean()) ** 2).sum())
-    r2 = 1 - float((off**2).sum()) / spread if spread else 1.0
-    return [float(c) for c in found], Quality(r2, float(np.abs(off / ys).mean()))
 
 
 def profile_key(engine: Engine, model: str) -> dict[str, Any]:
@@ -108,39 +48,9 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
     }
 
 
-def load_profile(key: dict[str, Any], folder: Path | None = None) -> Profile | None:
-    """The stored profile, if there is one."""
-    path = _path(key, folder)
-    if not path.is_file():
-        return None
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    return Profile(
-        stored["key"],
-        [(n, tuple(t)) for n, t in stored["prefills"]],
-        [(p, d, tuple(t)) for p, d, t in stored["mixed"]],
-        [Point(tuple((a, b) for a, b in parts), tuple(s)) for parts, s in stored["points"]],
-    )
-
-
-def store_profile(profile: Profile, folder: Path | None = None) -> Path:
-    """Keep it for later runs."""
-    path = _path(profile.key, folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "key": profile.key,
-        "prefills": profile.prefills,
-        "mixed": profile.mixed,
-        "points": [(point.parts, point.stages) for point in profile.points],
-    }
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(record), encoding="utf-8")
-    os.replace(part, path)
-    return path
-
-
-def _path(key: dict[str, Any], folder: Path | None) -> Path:
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
-    return (folder or CACHE_FOLDER.expanduser().parent / "profiles") / f"{digest}.json"
+def profile_name(engine: Engine, model: str) -> str:
+    """Of the file that has an instance's profile, if one has been made."""
+    return profile_path(profile_key(engine, model)).stem
 
 
 def profile_engines(
@@ -210,7 +120,7 @@ def prepare_times(needs: Mapping[str, Needs], progress: Progress) -> dict[str, d
     new: dict[str, tuple[Engine, str]] = {}
     for called, need in needs.items():
         for name, engine in need.engines.items():
-            path = _path(profile_key(engine, need.model), None)
+            path = profile_path(profile_key(engine, need.model))
             if path not in missing and not path.is_file():
                 missing[path] = f"{called}: {name}" if len(needs) > 1 else name
                 new[missing[path]] = engine, need.model
@@ -235,7 +145,7 @@ def _use_profiles(need: Needs) -> dict[str, StepFit]:
 
 
 def _slowed(times: StepTimes, slowdown: float, batch: Batch) -> float:
-    return slowdown * times.seconds(batch)
+    return slowdown * times.seconds(work_of(batch))
 
 
 def step_times(engine: Engine, profile: Profile) -> list[StepTimes]:

@@ -18,7 +18,8 @@ from jaxinfer.runtime.devices import return_freed_memory
 from jaxinfer.runtime.plan import Plan
 from jaxinfer.runtime.sampler import SamplerShape, Samples, SamplingInputs, look_up, sample
 from jaxinfer.runtime.sampling_inputs import empty_sampling
-from jaxinfer.runtime.step_inputs import StepInputs, StepShape, empty_inputs
+from jaxinfer.runtime.step_inputs import StepInputs, empty_inputs
+from jaxinfer.steps.shapes import StepShape
 
 Parameters = nnx.State[Any, Any]
 # Rows whose logits are in memory at once where all prompt positions are reported on.

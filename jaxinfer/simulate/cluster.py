@@ -1,6 +1,6 @@
 """From a run file to a modelled cluster: instances, their costs and pools, and links."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -31,6 +31,7 @@ class ModelledInstance:
         layers: of each stage; ``groups``: what it stands on; ``num_pages``: its pool, the padding
             page included.
         token_bytes: of the KV of one layer of one token.
+        segments: pieces that each stage is computed in.
     """
 
     config: InstanceConfig
@@ -39,13 +40,15 @@ class ModelledInstance:
     num_pages: Sequence[int]
     token_bytes: int
     cost: CostModel
+    segments: int
 
     def new_instance(self, name: str, fit: StepFit | None) -> Instance:
         """The scheduling side, with empty pools."""
         size = self.config.page_size
         shards = [Shard(PagePool(count, size)) for count in self.num_pages]
         kv = KVShards(shards, self.config.enable_prefix_caching)
-        return Instance(name, kv, instance_options(self.config, len(self.groups)), fit=fit)
+        options = instance_options(self.config, len(self.config.places))
+        return Instance(name, kv, options, fit=fit)
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,15 @@ def model_cluster(config: RunFile, pairs: Collection[tuple[str, str]]) -> Modell
             instances[name] = _model_instance(cluster, config.simulate, model, instance)
         except JaxinferError as error:
             raise JaxinferError(f"instances.{name}: {error}") from None
-    lanes = {}
-    for source, dest in pairs:
-        lanes[source, dest] = _lanes(cluster, instances[source], instances[dest])
+
+    def path(here: str, there: str) -> tuple[Sequence[Link], float]:
+        _, latency = _link(cluster, here, there, "KV")
+        return () if here == there else ((here, there),), latency
+
+    lanes = {
+        (source, dest): lanes_between(instances[source], instances[dest], path)
+        for source, dest in pairs
+    }
     capacities: dict[Link, float] = {}
     for link in cluster.links:
         a, b = link.between
@@ -146,7 +155,8 @@ def _model_instance(
         model.hidden_size * itemsize,
     )
     groups = [place.group for place in places]
-    return ModelledInstance(instance, groups, layers, pages, model.kv_bytes(1, itemsize), cost)
+    token_bytes = model.kv_bytes(1, itemsize)
+    return ModelledInstance(instance, groups, layers, pages, token_bytes, cost, instance.segments)
 
 
 def _layers(model: ModelShape, cluster: ClusterConfig, places: Sequence[StageConfig]) -> list[int]:
@@ -205,17 +215,22 @@ def _link(cluster: ClusterConfig, source: str, dest: str, what: str) -> tuple[fl
     return link.gb_s * 1e9, link.latency_s
 
 
-def _lanes(cluster: ClusterConfig, source: ModelledInstance, dest: ModelledInstance) -> list[Lane]:
-    """One for each stage of the source and of the destination that have layers in common."""
+def lanes_between(
+    source: ModelledInstance,
+    dest: ModelledInstance,
+    link: Callable[[str, str], tuple[Sequence[Link], float]],
+) -> list[Lane]:
+    """One for each stage of the source and of the destination that have layers in common.
+
+    Args:
+        link: path and latency between two groups.
+    """
     lanes = []
     for i, (start, stop) in enumerate(_ranges(source.layers)):
         for j, (begin, end) in enumerate(_ranges(dest.layers)):
-            if (shared := min(stop, end) - max(start, begin)) <= 0:
-                continue
-            here, there = source.groups[i], dest.groups[j]
-            _, latency = _link(cluster, here, there, "KV")
-            path = () if here == there else ((here, there),)
-            lanes.append(Lane(i, shared * source.token_bytes, path, latency))
+            if (shared := min(stop, end) - max(start, begin)) > 0:
+                path, latency = link(source.groups[i], dest.groups[j])
+                lanes.append(Lane(i, shared * source.token_bytes, path, latency))
     return lanes
 
 

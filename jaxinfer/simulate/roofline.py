@@ -4,8 +4,8 @@
 
 from dataclasses import dataclass
 
-from jaxinfer.simulate.costs import Work
 from jaxinfer.simulate.hardware import Gpu, ModelShape
+from jaxinfer.steps.work import Work
 
 
 @dataclass(frozen=True)

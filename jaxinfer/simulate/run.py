@@ -1,7 +1,7 @@
 """A workload on a modelled cluster: the serving loop in virtual time."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -12,8 +12,9 @@ from jaxinfer.report.metrics import RunMetrics, StepTotals, run_metrics
 from jaxinfer.report.run_folder import RunFolder
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.world import Event, StepDone, TransferDone
-from jaxinfer.simulate.cluster import model_cluster
+from jaxinfer.simulate.cluster import ModelledCluster, model_cluster
 from jaxinfer.simulate.world import SimulatedWorld
 from jaxinfer.systems.registry import make_system
 from jaxinfer.workload.lengths import BenchRequest
@@ -22,7 +23,7 @@ from jaxinfer.workload.lengths import BenchRequest
 def simulate(
     config: RunFile, work: Sequence[BenchRequest], run_dir: str | Path | None = None
 ) -> RunMetrics:
-    """Serve requests of given lengths; ``compiles`` and the like are 0.
+    """Serve requests of given lengths on the cluster that a run file describes.
 
     Args:
         run_dir: gets a numbered folder with the run's files, as a real run does.
@@ -30,8 +31,27 @@ def simulate(
     Raises:
         JaxinferError: the cluster cannot be what the run file says, or a request can never fit.
     """
-    system = make_system(config.system, config.cluster().instances)
-    cluster = model_cluster(config, system.routes(config.instances))
+    named = config.cluster().instances
+    system = make_system(config.system, named)
+    cluster = model_cluster(config, system.routes(named))
+    relative = config.simulate.fit == "relative"
+    fits = {name: cluster.fit(name, relative) for name in named} if system.needs_fits else {}
+    return serve(config, cluster, fits, work, run_dir)
+
+
+def serve(
+    config: RunFile,
+    cluster: ModelledCluster,
+    fits: Mapping[str, StepFit],
+    work: Sequence[BenchRequest],
+    run_dir: str | Path | None,
+) -> RunMetrics:
+    """The same on a cluster that has been modelled; ``compiles`` and the like are 0.
+
+    Args:
+        fits: by instance, what the system may predict with.
+    """
+    system = make_system(config.system, cluster.instances)
     counts = config.metrics.ttft_counts_transfer
     if counts is None:
         counts = system.ttft_counts_transfer
@@ -39,14 +59,12 @@ def simulate(
         RequestState(str(number), item.prompt_len, item.max_tokens, item.arrival)
         for number, item in enumerate(work)
     ]
-    relative = config.simulate.fit == "relative"
     instances = [
-        modelled.new_instance(name, cluster.fit(name, relative) if system.needs_fits else None)
-        for name, modelled in cluster.instances.items()
+        modelled.new_instance(name, fits.get(name)) for name, modelled in cluster.instances.items()
     ]
     world = SimulatedWorld(
         {name: modelled.cost for name, modelled in cluster.instances.items()},
-        {name: modelled.config.segments for name, modelled in cluster.instances.items()},
+        {name: modelled.segments for name, modelled in cluster.instances.items()},
         cluster.lanes,
         cluster.capacities,
         sorted(requests, key=lambda request: request.arrival),

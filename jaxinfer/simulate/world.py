@@ -11,8 +11,9 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.transfer import Transfer
 from jaxinfer.serving.world import Arrival, Batch, Event, StepDone, Tick, TransferDone
-from jaxinfer.simulate.costs import CostModel, work_of
+from jaxinfer.simulate.costs import CostModel
 from jaxinfer.simulate.network import Link, Network
+from jaxinfer.steps.work import work_of
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,11 @@ from jaxinfer.cluster import Emulate, GroupConfig, InstanceConfig, LinkConfig
 from jaxinfer.config import RunFile
 from jaxinfer.report.records import read_run
 from jaxinfer.runtime import profile as profiles
-from jaxinfer.runtime.profile import Grid, Profile, load_profile, profile_engines, store_profile
-from jaxinfer.runtime.step_inputs import StepLimits
-from jaxinfer.runtime.step_times import Point, StepTimes, features, shape_of
+from jaxinfer.runtime.profile import Grid, profile_engines
+from jaxinfer.steps import profile as stored
+from jaxinfer.steps.profile import Profile, load_profile, store_profile
+from jaxinfer.steps.shapes import StepLimits
+from jaxinfer.steps.times import Point, StepTimes, features, shape_of
 
 LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_pages=64, page_size=8)
 
@@ -120,7 +122,7 @@ def cluster(folder: Path, slowdown: float, **more: Any) -> LLM:
 
 @pytest.fixture
 def own_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(profiles, "CACHE_FOLDER", tmp_path / "compiled")
+    monkeypatch.setattr(stored, "FOLDER", tmp_path / "profiles")
     return tmp_path / "profiles"
 
 

@@ -12,10 +12,11 @@ from jaxinfer.runtime.sampling_inputs import (
     sampler_shape,
     sampling_of,
 )
-from jaxinfer.runtime.step_inputs import StepLimits, build_inputs
+from jaxinfer.runtime.step_inputs import build_inputs
 from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Batch, Row
+from jaxinfer.steps.shapes import StepLimits
 
 PAGE = 4
 

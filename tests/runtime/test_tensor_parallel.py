@@ -13,7 +13,7 @@ from jaxinfer.cluster import one_engine
 from jaxinfer.options import EngineOptions
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.engine import Cluster, load_cluster
-from jaxinfer.runtime.step_inputs import StepShape
+from jaxinfer.steps.shapes import StepShape
 
 TINY = {"page_size": 8, "num_pages": 65, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 PARAMS = [

@@ -1,17 +1,12 @@
-"""How long steps take: measured on an idle machine, and fitted."""
+"""How long steps take: fitted to steps that were measured."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
 
 import numpy as np
 
-from jaxinfer.request import Sampling, SamplingParams
-from jaxinfer.runtime.step_inputs import StepLimits, StepShape
-from jaxinfer.runtime.worker import Failed, Worker
-from jaxinfer.serving.page_pool import KVShards
-from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.world import Batch, Row, StepDone
+from jaxinfer.steps.shapes import StepLimits, StepShape
+from jaxinfer.steps.work import Work
 
 # One request's part of a step: KV entries before it, and tokens computed.
 Part = tuple[int, int]
@@ -74,11 +69,11 @@ class StepTimes:
             found[shape] = _nonnegative(x, y)
         return cls(limits, found)
 
-    def seconds(self, batch: Batch) -> float:
-        """Of this batch, alone on the machine."""
-        parts = [(row.start, row.count) for row in batch.rows]
-        weights = self.coefficients[self._limits.shape_for(batch)]
-        return float(np.dot(weights, features(parts)))
+    def seconds(self, work: Work) -> float:
+        """Of one step, alone on the machine."""
+        shape = self._limits.smallest(work.decodes, work.tokens, work.sampled)
+        constant, per_pair, per_entry = self.coefficients[shape]
+        return constant + per_pair * work.pairs + per_entry * work.decode_context
 
 
 def shape_of(limits: StepLimits, parts: Sequence[Part]) -> StepShape:
@@ -99,46 +94,3 @@ def _nonnegative(x: np.ndarray, y: np.ndarray) -> list[float]:
     result = np.zeros(x.shape[1])
     result[kept] = solved
     return [float(value) for value in result]
-
-
-def measure(worker: Worker, kv: KVShards, todo: Iterable[tuple[Part, ...]]) -> Iterator[Point]:
-    """Run each step once.
-
-    Args:
-        kv: empty pools.
-    """
-    for parts in todo:
-        batch = _batch(kv, parts)
-        # The first run after another shape pays for memory that the others have.
-        times = [_run(worker, batch) for _ in range(2)][1]
-        for row in batch.rows:
-            row.hold.release()
-        yield Point(parts, times)
-
-
-def _run(worker: Worker, batch: Batch) -> tuple[float, ...]:
-    posted: SimpleQueue[StepDone | Failed] = SimpleQueue()
-    worker.launch(batch, 0.0, posted.put)
-    done = posted.get()
-    if isinstance(done, Failed):
-        raise done.error
-    return tuple(end - start for start, end in done.stages)
-
-
-def _batch(kv: KVShards, parts: Sequence[Part]) -> Batch:
-    rows = []
-    for number, (start, count) in enumerate(parts):
-        decodes = count == 1
-        request = RequestState(
-            f"profile {number}",
-            prompt_len=max(start, 1) if decodes else start + count + 1,
-            max_tokens=2,
-            prompt_token_ids=[0] * (start + count + 1),
-            payload=Sampling(SamplingParams(temperature=0), seed=0),
-        )
-        if decodes:
-            request.output_token_ids.append(0)
-        hold = kv.reserve(start + count)
-        assert hold, (parts, kv.num_free)
-        rows.append(Row(request, start, count, decodes, False, 0, hold))
-    return Batch("profile", rows, 0, len(rows), 0)

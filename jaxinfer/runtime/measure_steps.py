@@ -1,0 +1,54 @@
+"""Runs steps on an idle machine, to see how long they take."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from queue import SimpleQueue
+
+from jaxinfer.request import Sampling, SamplingParams
+from jaxinfer.runtime.worker import Failed, Worker
+from jaxinfer.serving.page_pool import KVShards
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import Batch, Row, StepDone
+from jaxinfer.steps.times import Part, Point
+
+
+def measure(worker: Worker, kv: KVShards, todo: Iterable[tuple[Part, ...]]) -> Iterator[Point]:
+    """Run each step once.
+
+    Args:
+        kv: empty pools.
+    """
+    for parts in todo:
+        batch = _batch(kv, parts)
+        # The first run after another shape pays for memory that the others have.
+        times = [_run(worker, batch) for _ in range(2)][1]
+        for row in batch.rows:
+            row.hold.release()
+        yield Point(parts, times)
+
+
+def _run(worker: Worker, batch: Batch) -> tuple[float, ...]:
+    posted: SimpleQueue[StepDone | Failed] = SimpleQueue()
+    worker.launch(batch, 0.0, posted.put)
+    done = posted.get()
+    if isinstance(done, Failed):
+        raise done.error
+    return tuple(end - start for start, end in done.stages)
+
+
+def _batch(kv: KVShards, parts: Sequence[Part]) -> Batch:
+    rows = []
+    for number, (start, count) in enumerate(parts):
+        decodes = count == 1
+        request = RequestState(
+            f"profile {number}",
+            prompt_len=max(start, 1) if decodes else start + count + 1,
+            max_tokens=2,
+            prompt_token_ids=[0] * (start + count + 1),
+            payload=Sampling(SamplingParams(temperature=0), seed=0),
+        )
+        if decodes:
+            request.output_token_ids.append(0)
+        hold = kv.reserve(start + count)
+        assert hold, (parts, kv.num_free)
+        rows.append(Row(request, start, count, decodes, False, 0, hold))
+    return Batch("profile", rows, 0, len(rows), 0)

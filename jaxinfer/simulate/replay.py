@@ -1,0 +1,190 @@
+"""A finished real run once more, in virtual time: how far the simulator is from the truth."""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from jaxinfer.cluster import ClusterConfig, InstanceConfig, LinkConfig
+from jaxinfer.config import RunFile
+from jaxinfer.errors import JaxinferError
+from jaxinfer.report.comparison import figures, number_text
+from jaxinfer.report.records import RunRecord, read_run
+from jaxinfer.simulate.cluster import ModelledCluster, ModelledInstance, lanes_between
+from jaxinfer.simulate.network import Link
+from jaxinfer.simulate.run import serve
+from jaxinfer.simulate.world import Lane
+from jaxinfer.steps.profile import Profile, profile_folder, read_profile
+from jaxinfer.steps.shapes import StepLimits
+from jaxinfer.steps.times import StepTimes
+from jaxinfer.steps.work import Work
+from jaxinfer.workload.lengths import BenchRequest
+
+ITEMSIZES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """Step times of a real instance's profile.
+
+    Attributes:
+        slowdowns: of each stage; ``links``: to the next one, where that is emulated.
+        hidden_bytes: of one token's hidden states.
+    """
+
+    limits: StepLimits
+    times: Sequence[StepTimes]
+    slowdowns: Sequence[float]
+    links: Sequence[LinkConfig | None]
+    hidden_bytes: int
+
+    def stages(self, work: Work) -> list[float]:
+        """Seconds of each stage."""
+        both = zip(self.times, self.slowdowns, strict=True)
+        return [slowdown * times.seconds(work) for times, slowdown in both]
+
+    def hops(self, work: Work) -> list[float]:
+        """Seconds between stages; hidden states are padded to their bucket."""
+        tokens = self.limits.smallest(work.decodes, work.tokens, work.sampled).tokens
+        num_bytes = tokens * self.hidden_bytes
+        return [link.seconds(num_bytes) if link else 0.0 for link in self.links]
+
+
+def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
+    """Simulate the run whose files ``folder`` has, into a numbered folder in ``out``.
+
+    Returns:
+        The real run and the simulated one.
+
+    Raises:
+        JaxinferError: the run cannot be read, is not a real one, used its prefix cache, or one of
+            its instances has no profile.
+    """
+    real = read_run(folder, "real")
+    run = real.run
+    if "run_file" not in run:
+        raise JaxinferError(f"{folder}: not a real run, or one of an older version")
+    if run["metrics"]["cached_tokens"]:
+        raise JaxinferError(f"{folder}: the run used its prefix cache, whose hits are not replayed")
+    config = RunFile.model_validate_json(json.dumps(run["run_file"]))
+    cluster = config.cluster()
+    instances = {
+        name: _instance(name, cluster, cluster.instances[name], described)
+        for name, described in run["instances"].items()
+    }
+    lanes: dict[tuple[str, str], Sequence[Lane]] = {}
+    capacities: dict[Link, float] = {}
+    for names, gb_s in run["measured_gb_s"].items():
+        source, dest = names.split(" -> ")
+        lanes[source, dest] = _lanes(cluster, instances[source], instances[dest], gb_s, capacities)
+    work = [
+        BenchRequest(None, request.prompt_len, len(request.token_times), request.arrival)
+        for request in sorted(real.requests, key=lambda request: int(request.id))
+    ]
+    modelled = ModelledCluster(instances, lanes, capacities)
+    slowdowns = {
+        name: [cluster.groups[group].slowdown for group in instance.groups]
+        for name, instance in instances.items()
+    }
+    fits = {name: _profile(name, run).fit(slowdowns[name]) for name in instances}
+    serve(config, modelled, fits, work, out)
+    newest = max((int(path.name) for path in out.iterdir()), default=1)
+    return real, read_run(out / str(newest), "simulated")
+
+
+def _profile(name: str, run: Mapping[str, Any]) -> Profile:
+    path = profile_folder() / f"{run['instances'][name]['profile']}.json"
+    if not path.is_file():
+        raise JaxinferError(
+            f"instance {name}: no profile in {path.parent}; jaxinfer profile RUNFILE makes it"
+        )
+    return read_profile(path)
+
+
+def _instance(
+    name: str, cluster: ClusterConfig, config: InstanceConfig, described: Mapping[str, Any]
+) -> ModelledInstance:
+    profile = _profile(name, {"instances": {name: described}})
+    stages = described["stages"]
+    groups = [stage["group"] for stage in stages]
+    limits = StepLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_pages=-(-described["max_model_len"] // config.page_size),
+        page_size=config.page_size,
+        given_buckets=config.token_buckets,
+    )
+    cost = Profiled(
+        limits,
+        [StepTimes.fit(limits, profile.points, number) for number in range(len(stages))],
+        [cluster.groups[group].slowdown for group in groups],
+        [cluster.link(a, b) for a, b in itertools.pairwise(groups)],
+        4 * described["hidden_size"],
+    )
+    heads, size = described["kv_heads"]
+    itemsize = ITEMSIZES[stages[0]["dtype"]]
+    return ModelledInstance(
+        config,
+        groups,
+        [stage["layers"] for stage in stages],
+        [stage["num_pages"] for stage in stages],
+        2 * heads * size * itemsize,
+        cost,
+        segments=1,
+    )
+
+
+def _lanes(
+    cluster: ClusterConfig,
+    source: ModelledInstance,
+    dest: ModelledInstance,
+    gb_s: float,
+    capacities: dict[Link, float],
+) -> list[Lane]:
+    """Over the emulated link, or at the speed that the probe has found."""
+
+    def link(here: str, there: str) -> tuple[Sequence[Link], float]:
+        found = cluster.link(here, there)
+        capacities[here, there] = (found.gb_s if found else gb_s) * 1e9
+        return ((here, there),), found.latency_s if found else 0.0
+
+    return lanes_between(source, dest, link)
+
+
+def fidelity(real: RunRecord, simulated: RunRecord) -> Table:
+    """Each figure of both runs, and by how much they differ."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "real", "simulated", "difference"):
+        table.add_column(column, justify="right" if column else "left")
+    ours, theirs = figures(simulated), figures(real)
+    rows = [
+        ("makespan (s)", theirs.wall_s, ours.wall_s),
+        *(
+            (f"{name.replace('_', ' ').upper()} (s)", getattr(theirs, name), getattr(ours, name))
+            for name in ("ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99")
+        ),
+        ("KV moved (bytes)", theirs.num_bytes, ours.num_bytes),
+        ("preemptions", theirs.preemptions, ours.preemptions),
+    ]
+    for name, truth, found in rows:
+        off = f"{found / truth - 1:+.1%}" if truth and found is not None else "-"
+        table.add_row(name, *(number_text(v or 0) for v in (truth, found)), off)
+    apart = furthest_apart(real, simulated)
+    table.add_row("output tokens over time, furthest apart", "", "", f"{apart:.1%}")
+    return table
+
+
+def furthest_apart(real: RunRecord, simulated: RunRecord) -> float:
+    """The largest gap between the two runs' output tokens so far, as a share of all of them."""
+    times = [
+        np.sort([time for request in run.requests for time in request.token_times])
+        for run in (real, simulated)
+    ]
+    at = np.concatenate(times)
+    counts = [np.searchsorted(sorted_times, at, side="right") for sorted_times in times]
+    return float(np.abs(counts[0] - counts[1]).max() / len(times[0]))

@@ -1,0 +1,1 @@
+"""Steps as numbers: their buckets, how long they take, and profiles of that."""

@@ -1,0 +1,120 @@
+"""A profile of one instance: points measured on an idle machine, and what is fitted to them.
+
+Kept in ``~/.cache/jaxinfer/profiles``, by what decides the times.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.serving.step_fit import MixedFit, PrefillFit, StepFit
+from jaxinfer.steps.times import Point
+
+FOLDER = Path("~/.cache/jaxinfer/profiles")
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How well a line fits its points: R^2, and the mean absolute percentage error."""
+
+    r2: float
+    mape: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Times of an instance's steps in seconds, on its own devices, without emulation.
+
+    Attributes:
+        key: what the times hold for.
+        prefills: (length, seconds of each stage) of prefills that run alone.
+        mixed: (prefill context, decode context, seconds of each stage) of iterations with a full
+            chunk.
+        points: all steps measured.
+    """
+
+    key: dict[str, Any]
+    prefills: list[tuple[int, tuple[float, ...]]]
+    mixed: list[tuple[int, int, tuple[float, ...]]]
+    points: list[Point]
+
+    def fit(self, slowdowns: Sequence[float]) -> StepFit:
+        """Cronus eqs. 2 and 3, each stage so many times slower."""
+        (prefill, _), (mixed, _) = self._lines(slowdowns)
+        return StepFit(PrefillFit(*prefill), MixedFit(*mixed))
+
+    def quality(self) -> tuple[Quality, Quality]:
+        """Of eqs. 2 and 3."""
+        (_, prefill), (_, mixed) = self._lines([1.0] * len(self.points[0].stages))
+        return prefill, mixed
+
+    def _lines(
+        self, slowdowns: Sequence[float]
+    ) -> tuple[tuple[list[float], Quality], tuple[list[float], Quality]]:
+        prefill = _line(
+            [[n, 1] for n, _ in self.prefills], [np.dot(t, slowdowns) for *_, t in self.prefills]
+        )
+        mixed = _line(
+            [[p, d, 1] for p, d, _ in self.mixed], [np.dot(t, slowdowns) for *_, t in self.mixed]
+        )
+        return prefill, mixed
+
+
+def _line(x: Sequence[Sequence[float]], y: Sequence[float]) -> tuple[list[float], Quality]:
+    """By least squares of the relative error, since prompts are cut by it, short or long."""
+    xs, ys = np.asarray(x, float), np.asarray(y, float)
+    found, *_ = np.linalg.lstsq(xs / ys[:, None], np.ones_like(ys), rcond=None)
+    off = ys - xs @ found
+    spread = float(((ys - ys.mean()) ** 2).sum())
+    r2 = 1 - float((off**2).sum()) / spread if spread else 1.0
+    return [float(c) for c in found], Quality(r2, float(np.abs(off / ys).mean()))
+
+
+def load_profile(key: dict[str, Any], folder: Path | None = None) -> Profile | None:
+    """The stored profile, if there is one."""
+    path = profile_path(key, folder)
+    return read_profile(path) if path.is_file() else None
+
+
+def read_profile(path: Path) -> Profile:
+    """From its file."""
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    return Profile(
+        stored["key"],
+        [(n, tuple(t)) for n, t in stored["prefills"]],
+        [(p, d, tuple(t)) for p, d, t in stored["mixed"]],
+        [Point(tuple((a, b) for a, b in parts), tuple(s)) for parts, s in stored["points"]],
+    )
+
+
+def store_profile(profile: Profile, folder: Path | None = None) -> Path:
+    """Keep it for later runs."""
+    path = profile_path(profile.key, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "key": profile.key,
+        "prefills": profile.prefills,
+        "mixed": profile.mixed,
+        "points": [(point.parts, point.stages) for point in profile.points],
+    }
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps(record), encoding="utf-8")
+    os.replace(part, path)
+    return path
+
+
+def profile_folder() -> Path:
+    """Where profiles are kept."""
+    return FOLDER.expanduser()
+
+
+def profile_path(key: dict[str, Any], folder: Path | None = None) -> Path:
+    """Where the profile with this key is kept."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
+    return (folder or profile_folder()) / f"{digest}.json"

@@ -1,0 +1,91 @@
+"""The buckets that steps are padded to."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxinfer.serving.world import Batch
+
+
+class StepShape(NamedTuple):
+    """What a step is compiled for.
+
+    Attributes:
+        rows: decodes, and tokens sampled, at most.
+        tokens: those of decodes and prefill chunks together.
+        chunks: prefill chunks at most; with none, each token is a decode.
+    """
+
+    rows: int
+    tokens: int
+    chunks: int
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest batch of an instance, and the buckets that follow from it.
+
+    Attributes:
+        max_pages: pages of the longest sequence.
+        given_buckets: see ``EngineOptions.token_buckets``.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_pages: int
+    page_size: int
+    given_buckets: tuple[int, ...] | None = None
+
+    @property
+    def row_buckets(self) -> list[int]:
+        """Decode rows: a quarter as many at each step down."""
+        return _ladder(min(self.max_num_seqs, self.max_num_batched_tokens), 4, smallest=4)
+
+    @property
+    def token_buckets(self) -> list[int]:
+        """Tokens where there is prefill: a quarter as many at each step down, or as given."""
+        if self.given_buckets:
+            return list(self.given_buckets)
+        return _ladder(self.max_num_batched_tokens, 4, smallest=64)
+
+    @property
+    def max_chunks(self) -> int:
+        """Prefill chunks in one step at most; each has two tokens at least."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens // 2)
+
+    def shapes(self) -> list[StepShape]:
+        """All buckets, the largest first."""
+        most = self.row_buckets[-1]
+        shapes = [StepShape(rows, rows, 0) for rows in self.row_buckets]
+        # As many rows as there can be: a few empty ones cost little beside a prefill, and each
+        # shape takes seconds to compile, and a hundred megabytes.
+        shapes += [
+            StepShape(most, tokens, self.max_chunks)
+            for tokens in self.token_buckets
+            if tokens >= max(most, 2)
+        ]
+        return sorted(shapes, key=lambda s: (s.tokens, s.rows, s.chunks), reverse=True)
+
+    def shape_for(self, batch: Batch) -> StepShape:
+        """The smallest bucket that holds the batch."""
+        singles = sum(row.count == 1 for row in batch.rows)
+        return self.smallest(singles, batch.num_tokens, sum(row.samples for row in batch.rows))
+
+    def smallest(self, singles: int, tokens: int, samples: int) -> StepShape:
+        """The smallest bucket for ``tokens``, of which ``singles`` are rows of one."""
+        if tokens == singles:
+            rows = _round_up(max(singles, samples, 1), self.row_buckets)
+            return StepShape(rows, rows, 0)
+        most = self.row_buckets[-1]
+        return StepShape(most, _round_up(max(tokens, most), self.token_buckets), self.max_chunks)
+
+
+def _round_up(count: int, buckets: list[int]) -> int:
+    return buckets[bisect_left(buckets, count)]
+
+
+def _ladder(largest: int, factor: int, smallest: int) -> list[int]:
+    steps = [largest]
+    while steps[-1] // factor >= smallest:
+        steps.append(steps[-1] // factor)
+    return steps[::-1]
