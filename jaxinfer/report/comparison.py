@@ -24,8 +24,9 @@ Runs = Mapping[str, Sequence[RunRecord]]
 
 LEGEND = (
     "Busy: utilisation, the share of the run in which some step ran on the group. Transfer "
-    "hidden: its time in which the destination was computing; visible: the rest. Cut: the share "
-    "of a prompt that the first instance computed, mean over finished requests."
+    "hidden: its time in which the destination was computing, or the source the same prompt; "
+    "visible: the rest. Cut: the share of a prompt that the first instance computed, mean over "
+    "finished requests."
 )
 
 
@@ -43,7 +44,8 @@ class Figures:
             none.
         utilisation: device group -> share of the run, 0 to 1, in which a stage on it was busy.
         num_bytes: KV bytes moved between instances.
-        hidden_s: seconds of transfers in which their destination was computing.
+        hidden_s: seconds of transfers in which their destination was computing, or their source
+            the same prompt.
         visible_s: the other seconds of transfers.
         mean_cut: mean of cut / prompt length over finished requests, 0 to 1; None if none was cut.
         preemptions: of all requests.

@@ -185,14 +185,16 @@ def _draw_lane(axes: Axes, row: int, lane: _Lane, start: float, stop: float) -> 
     inside = [track for track in inside if track]
     for number, track in enumerate(inside):
         height = 0.76 / len(inside)
-        # Edges keep neighbours apart, but would cover blocks of a pixel or two.
+        # Edges keep neighbours apart, but would cover blocks of a pixel or two: transfers, which
+        # may be as short beside steps, get edges of their own colour.
         edge = 0.5 if len(track) <= 1.5 * MAX_BLOCKS else 0.0
+        moves = track[0][0] == "transfer"
         axes.broken_barh(
             [(a, b - a) for _, a, b in track],
             (row - 0.38 + number * height, height),
             facecolors=[KINDS[kind][1] for kind, _, _ in track],
-            edgecolor="white" if edge else "none",
-            linewidth=edge,
+            edgecolor=KINDS["transfer"][1] if moves else "white" if edge else "none",
+            linewidth=1.2 if moves else edge,
         )
     return {kind for track in inside for kind, _, _ in track}
 

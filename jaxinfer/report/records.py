@@ -26,7 +26,7 @@ class TransferRecord:
 
     Attributes:
         requested: when it was asked for; ``start`` is when the first byte left.
-        hidden_s: how much of its time the destination was computing.
+        hidden_s: how much of its time the destination was computing, or the source the prompt.
     """
 
     request: str
