@@ -24,10 +24,10 @@ class StepTotals:
 
     def add(self, done: StepDone) -> None:
         """Count one step."""
-        decodes = done.batch.num_decodes
+        work = done.batch.work
         self.steps += 1
-        self.decode_tokens += decodes
-        self.prefill_tokens += done.batch.num_tokens - decodes
+        self.decode_tokens += work.decodes
+        self.prefill_tokens += work.tokens - work.decodes
         self.peak_pages = max(self.peak_pages, done.batch.pages_in_use)
 
 

@@ -54,14 +54,14 @@ class RunFolder:
     def add_step(self, done: StepDone) -> None:
         """Write a line of ``steps.jsonl``."""
         batch = done.batch
-        decodes = batch.num_decodes
+        work = batch.work
         line = {
             "instance": batch.instance,
             "start": round(done.start, 6),
             "end": round(done.end, 6),
             "rows": len(batch.rows),
-            "decode_tokens": decodes,
-            "prefill_tokens": batch.num_tokens - decodes,
+            "decode_tokens": work.decodes,
+            "prefill_tokens": work.tokens - work.decodes,
             "sampled": len(done.tokens),
             "waiting": batch.num_waiting,
             "running": batch.num_running,

@@ -16,7 +16,6 @@ from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.world import Batch
 from jaxinfer.steps.profile import Profile, load_profile, profile_path, store_profile
 from jaxinfer.steps.times import Part, Point, StepTimes
-from jaxinfer.steps.work import work_of
 
 PASSES = 3
 
@@ -145,7 +144,7 @@ def _use_profiles(need: Needs) -> dict[str, StepFit]:
 
 
 def _slowed(times: StepTimes, slowdown: float, batch: Batch) -> float:
-    return slowdown * times.seconds(work_of(batch))
+    return slowdown * times.seconds(batch.work)
 
 
 def step_times(engine: Engine, profile: Profile) -> list[StepTimes]:

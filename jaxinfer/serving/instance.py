@@ -121,36 +121,29 @@ class Instance:
             request = row.request
             request.launched = row.start + row.count
             request.pending += row.samples
-            row.hold.pin()
+            row.hold.users += 1
         self.in_flight += 1
         return Batch(self.name, rows, len(self.waiting), len(self.running), self.kv.num_in_use)
 
-    def plan_row(self, request: RequestState, budget: int, rows: list[Row]) -> Row | None:
-        """A row of at most ``budget`` tokens with its pages, or None if it has to wait.
+    def plan_row(self, request: RequestState, count: int, rows: list[Row]) -> Row | None:
+        """A row of ``count`` tokens with its pages, or None if it has to wait.
 
         Where pages run out, requests are preempted that have no row in ``rows``, the batch so
         far; the last one is ``request`` itself.
         """
-        if request.paused or request.slice_move or request.id not in self.running:
+        hold = request.hold
+        if hold is None or request.paused or request.slice_move:
+            return None  # Without pages: preempted for another row of this batch.
+        pending = request.pending
+        if pending and not self.options.launch_ahead:
             return None
-        if request.pending and not self.options.launch_ahead:
-            return None
-        start, hold = request.launched, request.hold
-        assert hold
-        count = min(request.leg_goal - start, budget)
+        start = request.launched
         stop = start + count
-        if count < 1 or (stop > hold.capacity and not self._make_room(request, stop, rows)):
+        if stop > hold.capacity and not self._make_room(request, stop, rows):
             return None
-        num_known = request.num_known
-        return Row(
-            request=request,
-            start=start,
-            count=count,
-            samples=stop == num_known + request.pending,
-            input_pending=start >= num_known,
-            epoch=request.epoch,
-            hold=hold,
-        )
+        known = request.prompt_len + len(request.output_token_ids)
+        return Row(request, start, count, stop == known + pending, start >= known,
+                   request.epoch, hold)  # fmt: skip
 
     def _make_room(self, request: RequestState, num_tokens: int, rows: list[Row]) -> bool:
         assert request.hold

@@ -68,6 +68,7 @@ class ServingLoop:
         self._changed: dict[str, None] = {}
         self._draining: dict[str, None] = {}
         self._steps_in_flight = 0
+        self._sends_along = False
         self._watches_steps = type(system).on_step is not System.on_step
         for instance in self.instances.values():
             instance.kv.on_free = partial(self._mark_changed, instance.name)
@@ -152,7 +153,7 @@ class ServingLoop:
         instance.in_flight -= 1
         self._steps_in_flight -= 1
         self._changed[instance.name] = None
-        sample = 0
+        caches, sample = instance.kv.cache is not None, 0
         for row in done.batch.rows:
             request = row.request
             row.hold.unpin()
@@ -161,9 +162,10 @@ class ServingLoop:
             if row.epoch != request.epoch:
                 continue  # Preempted, or stopped before this row's input was known.
             request.computed = row.start + row.count
-            instance.keep_prefix(request)
-            if row.request.id in done.prompt_details:
-                request.prompt_details.update(done.prompt_details[row.request.id])
+            if caches:
+                instance.keep_prefix(request)
+            if done.prompt_details and request.id in done.prompt_details:
+                request.prompt_details.update(done.prompt_details[request.id])
             if request.metrics.first_scheduled is None:
                 request.metrics.first_scheduled = done.start
             if row.samples:
@@ -174,8 +176,8 @@ class ServingLoop:
                     request.details.append(done.details[sample - 1])
                 if self._commit_token(request, done.tokens[sample - 1], done.end):
                     continue
-            request.check()
-            self._after_step(request)
+            if request.slice_move or request.legs[0].until is not None:
+                self._after_step(request)
 
     def _commit_token(self, request: RequestState, token: int, now: float) -> bool:
         """Add a token; True where it ends the request."""
@@ -304,6 +306,7 @@ class ServingLoop:
         left: list[Leg] = []
         for leg in legs:
             self._instance(leg.instance)
+            self._sends_along |= leg.hand_off == "per_segment"
             if leg.until is not None and leg.until <= reached:
                 continue
             if not left or left[-1].until is not None:
@@ -391,7 +394,8 @@ class ServingLoop:
                 instance = self.instances[name]
                 while self.world.can_launch(name) and (batch := instance.form_batch()):
                     self._steps_in_flight += 1
-                    self.hand_offs.send_along(batch)
+                    if self._sends_along:
+                        self.hand_offs.send_along(batch)
                     self.world.launch(batch)
                 for request in instance.take_admitted_imports():
                     self.hand_offs.pull(request)

@@ -42,20 +42,26 @@ def mixed(instance: "Instance") -> list[Row]:
     rows: list[Row] = []
     prefills: list[RequestState] = []
     for request in list(instance.running.values()):
-        if request.leg_goal - request.launched > 1:
+        todo = request.leg_goal - request.launched
+        if todo > 1:
             prefills.append(request)
-        elif budget and (row := instance.plan_row(request, 1, rows)):
+        elif todo and budget and (row := instance.plan_row(request, 1, rows)):
             rows.append(row)
             budget -= 1
     for request in prefills:
-        if budget and (row := instance.plan_row(request, budget, rows)):
+        if budget and (row := _chunk(instance, request, budget, rows)):
             rows.append(row)
             budget -= row.count
     while budget and (admitted := instance.admit_next()):
-        if row := instance.plan_row(admitted, budget, rows):
+        if row := _chunk(instance, admitted, budget, rows):
             rows.append(row)
             budget -= row.count
     return rows
+
+
+def _chunk(instance: "Instance", request: RequestState, budget: int, rows: list[Row]) -> Row | None:
+    count = min(request.leg_goal - request.launched, budget)
+    return instance.plan_row(request, count, rows) if count > 0 else None
 
 
 @dataclass(frozen=True)

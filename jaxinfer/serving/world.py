@@ -7,6 +7,7 @@ from typing import Protocol
 from jaxinfer.serving.page_pool import Hold
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.transfer import Transfer
+from jaxinfer.serving.work import Work, work_of
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class Batch:
 
     ``num_waiting``, ``num_running`` and ``pages_in_use`` describe the instance at launch.
     ``transfers`` are of what the step computes: each piece of the model leaves as it is done.
+    ``work`` counts what the rows hold.
     """
 
     instance: str
@@ -43,16 +45,11 @@ class Batch:
     num_running: int
     pages_in_use: int
     transfers: list[Transfer] = field(default_factory=list)
+    work: Work = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed by this step."""
-        return sum(row.count for row in self.rows)
-
-    @property
-    def num_decodes(self) -> int:
-        """Rows that feed back a sampled token."""
-        return sum(row.count == 1 and row.start >= row.request.prompt_len for row in self.rows)
+    def __post_init__(self) -> None:
+        """Count once."""
+        self.work = work_of(self.rows)
 
 
 @dataclass(slots=True)

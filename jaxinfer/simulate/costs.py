@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from jaxinfer.steps.work import Work
+from jaxinfer.serving.work import Work
 
 
 class CostModel(Protocol):

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from jaxinfer.serving.step_fit import LeastSquares, MixedFit, PrefillFit, StepFit
+from jaxinfer.serving.work import Work
 from jaxinfer.simulate.costs import CostModel
-from jaxinfer.steps.work import Work
 
 _LENGTHS, _CONTEXTS = 64, 8
 

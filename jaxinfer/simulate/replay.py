@@ -15,6 +15,7 @@ from jaxinfer.config import RunFile
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.comparison import figures, number_text
 from jaxinfer.report.records import RunRecord, read_run
+from jaxinfer.serving.work import Work
 from jaxinfer.simulate.cluster import ModelledCluster, ModelledInstance, lanes_between
 from jaxinfer.simulate.network import Link
 from jaxinfer.simulate.run import serve
@@ -22,7 +23,6 @@ from jaxinfer.simulate.world import Lane
 from jaxinfer.steps.profile import Profile, profile_folder, read_profile
 from jaxinfer.steps.shapes import StepLimits
 from jaxinfer.steps.times import StepTimes
-from jaxinfer.steps.work import Work
 from jaxinfer.workload.lengths import BenchRequest
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
@@ -50,7 +50,7 @@ class Profiled:
 
     def hops(self, work: Work) -> list[float]:
         """Seconds between stages; hidden states are padded to their bucket."""
-        tokens = self.limits.smallest(work.decodes, work.tokens, work.sampled).tokens
+        tokens = self.limits.smallest(work.singles, work.tokens, work.sampled).tokens
         num_bytes = tokens * self.hidden_bytes
         return [link.seconds(num_bytes) if link else 0.0 for link in self.links]
 

@@ -4,8 +4,8 @@
 
 from dataclasses import dataclass
 
+from jaxinfer.serving.work import Work
 from jaxinfer.simulate.hardware import Gpu, ModelShape
-from jaxinfer.steps.work import Work
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class RooflineStage:
 
     def _attention(self, work: Work) -> float:
         """Prefill chunks and decodes are kernels of their own."""
-        decodes = work.decode_context * self._kv_bytes * self._per_byte
+        decodes = work.single_context * self._kv_bytes * self._per_byte
         seen = sum(start + count for start, count in work.chunks)
         chunks = work.pairs * self._attention_flops * self._per_flop
         return decodes + max(chunks, seen * self._kv_bytes * self._per_byte)

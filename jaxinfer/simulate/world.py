@@ -13,7 +13,6 @@ from jaxinfer.serving.transfer import Transfer
 from jaxinfer.serving.world import Arrival, Batch, Event, StepDone, Tick, TransferDone
 from jaxinfer.simulate.costs import CostModel
 from jaxinfer.simulate.network import Link, Network
-from jaxinfer.steps.work import work_of
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class SimulatedWorld:
 
     def launch(self, batch: Batch) -> None:
         """Start a step behind those that its stages have been given."""
-        work, cost = work_of(batch), self._costs[batch.instance]
+        work, cost = batch.work, self._costs[batch.instance]
         seconds, hops = cost.stages(work), cost.hops(work)
         free = self._free.setdefault(batch.instance, [0.0] * len(seconds))
         ready = self._now

@@ -68,8 +68,8 @@ class StepLimits:
 
     def shape_for(self, batch: Batch) -> StepShape:
         """The smallest bucket that holds the batch."""
-        singles = sum(row.count == 1 for row in batch.rows)
-        return self.smallest(singles, batch.num_tokens, sum(row.samples for row in batch.rows))
+        work = batch.work
+        return self.smallest(work.singles, work.tokens, work.sampled)
 
     def smallest(self, singles: int, tokens: int, samples: int) -> StepShape:
         """The smallest bucket for ``tokens``, of which ``singles`` are rows of one."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxinfer.serving.work import Work
 from jaxinfer.steps.shapes import StepLimits, StepShape
-from jaxinfer.steps.work import Work
 
 # One request's part of a step: KV entries before it, and tokens computed.
 Part = tuple[int, int]
@@ -71,9 +71,9 @@ class StepTimes:
 
     def seconds(self, work: Work) -> float:
         """Of one step, alone on the machine."""
-        shape = self._limits.smallest(work.decodes, work.tokens, work.sampled)
+        shape = self._limits.smallest(work.singles, work.tokens, work.sampled)
         constant, per_pair, per_entry = self.coefficients[shape]
-        return constant + per_pair * work.pairs + per_entry * work.decode_context
+        return constant + per_pair * work.pairs + per_entry * work.single_context
 
 
 def shape_of(limits: StepLimits, parts: Sequence[Part]) -> StepShape:

@@ -156,7 +156,7 @@ def check_requests(loop: ServingLoop, world: FakeWorld) -> None:
         ]
         assert instance.in_flight == len(batches)
         for batch in batches:
-            assert batch.num_tokens <= options.max_num_batched_tokens
+            assert batch.work.tokens <= options.max_num_batched_tokens
             assert len({row.request.id for row in batch.rows}) == len(batch.rows)
         queues = [*instance.waiting, *instance.importing.values(), *instance.running.values()]
         assert all(loop.live.get(r.id) is r for r in queues)

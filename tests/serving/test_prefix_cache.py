@@ -79,7 +79,7 @@ def test_preempted_requests_find_their_own_pages() -> None:
     assert sum(r.metrics.num_preemptions for r in with_cache.finished.values()) > 0
 
     def computed(outcome: Outcome) -> int:
-        return sum(batch.num_tokens for batch in outcome.world.batches)
+        return sum(batch.work.tokens for batch in outcome.world.batches)
 
     assert computed(with_cache) < computed(without)
 

@@ -3,9 +3,9 @@
 import pytest
 
 from jaxinfer import JaxinferError
+from jaxinfer.serving.work import Work
 from jaxinfer.simulate.hardware import ModelShape, find_gpu, find_model
 from jaxinfer.simulate.roofline import Efficiency, RooflineStage
-from jaxinfer.steps.work import Work
 
 
 # Parameters as the models' cards say (in 10^9), and KV bytes of a token in bfloat16.

@@ -37,7 +37,7 @@ def test_costs_know_nothing_of_scheduling(module: str) -> None:
         "jaxinfer.serving.world",
         "jaxinfer.simulate.costs",
         "jaxinfer.simulate.hardware",
-        "jaxinfer.steps.work",
+        "jaxinfer.serving.work",
     }
 
 
