@@ -128,11 +128,16 @@ def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunF
     for setting in settings:
         _apply(data, setting)
     try:
-        config = RunFile.model_validate(_with_sections(data))
+        config = as_run_file(data)
         make_system(config.system, config.cluster().instances)
         return config
     except JaxinferError as error:
         raise JaxinferError(f"{path}: {error}" if path else str(error)) from None
+
+
+def as_run_file(data: Mapping[str, Any]) -> RunFile:
+    """From what a YAML or JSON file holds."""
+    return RunFile.model_validate(_with_sections(data))
 
 
 def _with_sections(data: Mapping[str, Any]) -> dict[str, Any]:

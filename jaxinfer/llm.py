@@ -299,7 +299,7 @@ class LLM:
             "system": dict(self.config.system),
             "ttft_counts_transfer": self.ttft_counts_transfer,
             "emulated": self.cluster.config.emulated,
-            "run_file": self.config.model_dump(mode="json"),
+            "run_file": self.config.model_dump(mode="json", exclude_unset=True),
             "instances": {
                 name: described | {"profile": profile_name(self.cluster.engines[name], self.model)}
                 for name, described in self.cluster.describe().items()

@@ -1,7 +1,6 @@
 """A finished real run once more, in virtual time: how far the simulator is from the truth."""
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from jaxinfer.cluster import ClusterConfig, InstanceConfig, LinkConfig
-from jaxinfer.config import RunFile
+from jaxinfer.config import as_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.comparison import figures, number_text
 from jaxinfer.report.records import RunRecord, read_run
@@ -71,7 +70,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
         raise JaxinferError(f"{folder}: not a real run, or one of an older version")
     if run["metrics"]["cached_tokens"]:
         raise JaxinferError(f"{folder}: the run used its prefix cache, whose hits are not replayed")
-    config = RunFile.model_validate_json(json.dumps(run["run_file"]))
+    config = as_run_file(run["run_file"])
     cluster = config.cluster()
     instances = {
         name: _instance(name, cluster, cluster.instances[name], described)
