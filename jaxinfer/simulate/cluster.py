@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 from jaxinfer.cluster import ClusterConfig, InstanceConfig, StageConfig, instance_options
 from jaxinfer.config import RunFile
@@ -11,12 +12,13 @@ from jaxinfer.layer_split import count_layers
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
 from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.simulate.costs import CostModel
+from jaxinfer.simulate.costs import CostModel, Pipeline, StageCost
 from jaxinfer.simulate.fit import fit_costs
 from jaxinfer.simulate.hardware import Gpu, ModelShape, find_gpu, find_model
 from jaxinfer.simulate.network import Link
 from jaxinfer.simulate.options import SimulateOptions
-from jaxinfer.simulate.roofline import Efficiency, Roofline, RooflineStage
+from jaxinfer.simulate.roofline import Efficiency, RooflineStage
+from jaxinfer.simulate.tables import TableStage
 from jaxinfer.simulate.world import Lane
 from jaxinfer.validation import did_you_mean
 
@@ -133,13 +135,7 @@ def _model_instance(
     for number, (gpu, place) in enumerate(zip(gpus, places, strict=True)):
         last = number == len(places) - 1
         costs = options.of(place.group)
-        efficiency = Efficiency(costs.flops, costs.bandwidth, costs.step_s, costs.sequence_s)
-        parts.append(
-            RooflineStage(
-                gpu, model, layers[number], last, devices[number], itemsize, efficiency,
-                gpu.link_gb_s,
-            )
-        )  # fmt: skip
+        parts.append(_stage(costs, gpu, model, devices[number], itemsize, layers, number))
         weights = model.parameters(layers[number], number == 0, last) * itemsize / devices[number]
         each = model.kv_bytes(layers[number], itemsize) * instance.page_size / devices[number]
         pages.append(_num_pages(instance, costs.reserve_gb, model, gpu, place.group, weights, each))
@@ -147,7 +143,7 @@ def _model_instance(
         _link(cluster, before.group, after.group, "hidden states")
         for before, after in pairwise(places)
     ]
-    cost = Roofline(
+    cost = Pipeline(
         tuple(parts),
         options.hop_s,
         tuple(latency for _, latency in links),
@@ -157,6 +153,26 @@ def _model_instance(
     groups = [place.group for place in places]
     token_bytes = model.kv_bytes(1, itemsize)
     return ModelledInstance(instance, groups, layers, pages, token_bytes, cost, instance.segments)
+
+
+def _stage(
+    costs: SimulateOptions,
+    gpu: Gpu,
+    model: ModelShape,
+    devices: int,
+    itemsize: int,
+    layers: Sequence[int],
+    number: int,
+) -> StageCost:
+    first, last = number == 0, number == len(layers) - 1
+    if costs.tables:
+        folder = Path(costs.tables)
+        engine = costs.step_s, costs.sequence_s
+        return TableStage(folder, model, devices, layers[number], first, last, *engine)
+    efficiency = Efficiency(costs.flops, costs.bandwidth, costs.step_s, costs.sequence_s)
+    return RooflineStage(
+        gpu, model, layers[number], last, devices, itemsize, efficiency, gpu.link_gb_s
+    )
 
 
 def _layers(model: ModelShape, cluster: ClusterConfig, places: Sequence[StageConfig]) -> list[int]:

@@ -15,6 +15,8 @@ class GroupCosts(Options):
         step_s: seconds that the engine adds to each step; ``sequence_s``: for each sequence in it.
         reserve_gb: memory of each GPU for activations and all else that is neither weights nor KV,
             in 10^9 bytes; by default what the largest step's hidden states and logits take.
+        tables: a folder with measured operators (see ``tables.py``), in place of ``flops`` and
+            ``bandwidth``.
     """
 
     flops: float | None = Field(default=None, gt=0, le=1)
@@ -22,13 +24,14 @@ class GroupCosts(Options):
     step_s: float | None = Field(default=None, ge=0)
     sequence_s: float | None = Field(default=None, ge=0)
     reserve_gb: float | None = Field(default=None, ge=0)
+    tables: str | None = None
 
 
 class SimulateOptions(Options):
     """Costs of all groups.
 
     Attributes:
-        flops, bandwidth, step_s, sequence_s, reserve_gb: see ``GroupCosts``.
+        flops, bandwidth, step_s, sequence_s, reserve_gb, tables: see ``GroupCosts``.
         hop_s: seconds that a stage is busy with sending hidden states on, beside the link's time.
         fit: what of the Balancer's predictors (Cronus eqs. 2 and 3) has the least squares: their
             ``relative`` error, as in our profiles, or the ``absolute`` one, as in the paper.
@@ -42,6 +45,7 @@ class SimulateOptions(Options):
     hop_s: float = Field(default=0.0, ge=0)
     fit: Literal["relative", "absolute"] = "relative"
     reserve_gb: float | None = Field(default=None, ge=0)
+    tables: str | None = None
     groups: dict[str, GroupCosts] = Field(default_factory=dict)
 
     def of(self, group: str) -> "SimulateOptions":

@@ -86,33 +86,3 @@ class RooflineStage:
         seen = sum(start + count for start, count in work.chunks)
         chunks = work.pairs * self._attention_flops * self._per_flop
         return decodes + max(chunks, seen * self._kv_bytes * self._per_byte)
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """An instance's stages, and what lies between them.
-
-    Attributes:
-        send_s: seconds that a stage is busy with sending; it blocks, as vLLM's does.
-        latency_s: from stage to stage, until the first byte; ``byte_s``: per byte.
-        hidden_bytes: of one token's hidden states.
-    """
-
-    parts: tuple[RooflineStage, ...]
-    send_s: float
-    latency_s: tuple[float, ...]
-    byte_s: tuple[float, ...]
-    hidden_bytes: int
-
-    def stages(self, work: Work) -> list[float]:
-        """Seconds of each stage."""
-        *senders, last = self.parts
-        return [*(part.seconds(work) + self.send_s for part in senders), last.seconds(work)]
-
-    def hops(self, work: Work) -> list[float]:
-        """Seconds between stages."""
-        num_bytes = work.tokens * self.hidden_bytes
-        return [
-            fixed + per_byte * num_bytes
-            for fixed, per_byte in zip(self.latency_s, self.byte_s, strict=True)
-        ]
