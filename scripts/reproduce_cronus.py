@@ -25,7 +25,11 @@ from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest, read_workload
 
 FOLDER = Path(__file__).parents[1] / "configs" / "cronus"
-CALIBRATION = FOLDER / "calibration.yaml"
+CALIBRATION = FOLDER.with_name("cronus_calibration.yaml")
+HEADING = (
+    "# What scripts/reproduce_cronus.py --calibrate has found; docs/results/cronus.md says "
+    "from what.\n"
+)
 MODELS = {"LLaMA3-8B": "llama-3-8b", "Qwen2-7B": "qwen2-7b"}
 SETUPS = {f"A100+{low} {model}": (low, model) for low in ("A10", "A30") for model in MODELS}
 APPROACHES = {
@@ -356,12 +360,13 @@ def table_3(costs: dict[str, Any], work: Sequence[BenchRequest]) -> list[dict[st
 @click.command()
 @click.option("--trace", required=True)
 @click.option("--out", required=True, type=click.Path(path_type=Path))
-@click.option("--calibrate", "again", is_flag=True, help="Anew, into configs/cronus.")
+@click.option("--calibrate", "again", is_flag=True, help="Anew, into configs/.")
 def main(trace: str, out: Path, again: bool) -> None:
     """Print the paper's cells beside ours, and write them."""
     work = [replace(item, arrival=0.0) for item in read_workload(trace)[:1000]]
     if again:
-        CALIBRATION.write_text(yaml.safe_dump(calibrate(work), sort_keys=False), encoding="utf-8")
+        found = yaml.safe_dump(calibrate(work), sort_keys=False)
+        CALIBRATION.write_text(HEADING + found, encoding="utf-8")
     costs = yaml.safe_load(CALIBRATION.read_text(encoding="utf-8"))
     out.mkdir(parents=True, exist_ok=True)
     cells = table_2(costs, work)

@@ -26,6 +26,8 @@ PER_LAYER = {
     "layernorm": 2, "qkv_proj": 1, "rotary_emb": 1, "o_proj": 1, "gate_up_proj": 1, "act_fn": 1,
     "down_proj": 1,
 }  # fmt: skip
+# Those that not every profile has apart from others.
+OPTIONAL = {"add": 1, "all_reduce": 2}
 FIRST, LAST, PER_SEQUENCE = ("embedding",), ("final_layernorm",), ("lm_head", "sampler")
 ATTENTION = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
 
@@ -107,7 +109,8 @@ class TableStage:
         per_sequence = _curves(folder, "per_sequence", "sequences")
         once = [dense[name] for name in (*FIRST * first, *LAST * last)]
         self._per_step = once
-        self._per_layer = [(dense[name], count) for name, count in PER_LAYER.items()]
+        every = PER_LAYER | {name: n for name, n in OPTIONAL.items() if name in dense}
+        self._per_layer = [(dense[name], count) for name, count in every.items()]
         self._per_sequence = [per_sequence[name] for name in PER_SEQUENCE * last]
         self._layers, self._step_s, self._sequence_s = layers, step_s, sequence_s
         rows = list(_rows(folder, "attention"))

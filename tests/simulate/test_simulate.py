@@ -18,7 +18,7 @@ from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 
 CRONUS = Path(__file__).parents[2] / "configs" / "cronus"
-SYSTEMS = sorted(path.stem for path in CRONUS.glob("*[!n].yaml") if path.stem != "calibration")
+SYSTEMS = sorted(path.stem for path in CRONUS.glob("*.yaml"))
 
 
 def run(config: RunFile, work: list[BenchRequest], folder: Path) -> RunRecord:
