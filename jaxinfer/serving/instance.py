@@ -111,22 +111,17 @@ class Instance:
         return True
 
     def form_batch(self) -> Batch | None:
-        """The next step by this instance's policy, launched as far as the integers go."""
+        """The next step by this instance's policy, whose rows ``plan_row`` has launched."""
         if self.in_flight >= self.options.max_in_flight:
             return None
         rows = self.policies.form_batch(self)
         if not rows:
             return None
-        for row in rows:
-            request = row.request
-            request.launched = row.start + row.count
-            request.pending += row.samples
-            row.hold.users += 1
         self.in_flight += 1
         return Batch(self.name, rows, len(self.waiting), len(self.running), self.kv.num_in_use)
 
     def plan_row(self, request: RequestState, count: int, rows: list[Row]) -> Row | None:
-        """A row of ``count`` tokens with its pages, or None if it has to wait.
+        """Launch a row of ``count`` tokens with its pages; None if it has to wait.
 
         Where pages run out, requests are preempted that have no row in ``rows``, the batch so
         far; the last one is ``request`` itself.
@@ -142,8 +137,11 @@ class Instance:
         if stop > hold.capacity and not self._make_room(request, stop, rows):
             return None
         known = request.prompt_len + len(request.output_token_ids)
-        return Row(request, start, count, stop == known + pending, start >= known,
-                   request.epoch, hold)  # fmt: skip
+        samples = stop == known + pending
+        request.launched = stop
+        request.pending += samples
+        hold.users += 1
+        return Row(request, start, count, samples, start >= known, request.epoch, hold)
 
     def _make_room(self, request: RequestState, num_tokens: int, rows: list[Row]) -> bool:
         assert request.hold

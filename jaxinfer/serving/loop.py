@@ -27,11 +27,6 @@ from jaxinfer.validation import did_you_mean
 Stop = tuple[FinishReason, int | str | None]
 
 
-def never_stops(request: RequestState, token: int) -> Stop | None:
-    """The stop check of a run in which only ``max_tokens`` ends a request."""
-    return None
-
-
 class ServingLoop:
     """Takes requests from arrival to their end over the instances of one system.
 
@@ -40,6 +35,7 @@ class ServingLoop:
         instances: all of them, with unique names.
         system: decides where each request runs.
         check_stop: called with each token that has reached the host; a reason ends the request.
+            Without, only ``max_tokens`` does.
         on_finish: called once per request: ``finish_reason`` and, for one that could never
             fit, ``error`` are set.
         on_event: called with each StepDone, TransferDone and InstanceLost once it is committed.
@@ -50,7 +46,7 @@ class ServingLoop:
         world: World,
         instances: Iterable[Instance],
         system: System,
-        check_stop: Callable[[RequestState, int], Stop | None] = never_stops,
+        check_stop: Callable[[RequestState, int], Stop | None] | None = None,
         on_finish: Callable[[RequestState], None] = lambda request: None,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
@@ -153,42 +149,43 @@ class ServingLoop:
         instance.in_flight -= 1
         self._steps_in_flight -= 1
         self._changed[instance.name] = None
-        caches, sample = instance.kv.cache is not None, 0
+        # Names for what is the same for all rows: this loop is most of a simulation's time.
+        caches, check_stop = instance.kv.cache is not None, self._check_stop
+        logprobs, details, prompt_details = done.logprobs, done.details, done.prompt_details
+        end, sample = done.end, -1
         for row in done.batch.rows:
-            request = row.request
-            row.hold.unpin()
-            if row.samples:
-                sample += 1
+            request, hold = row.request, row.hold
+            hold.users -= 1
+            if hold.released:
+                hold.free_if_unused()
+            sample += row.samples
             if row.epoch != request.epoch:
                 continue  # Preempted, or stopped before this row's input was known.
             request.computed = row.start + row.count
             if caches:
                 instance.keep_prefix(request)
-            if done.prompt_details and request.id in done.prompt_details:
-                request.prompt_details.update(done.prompt_details[request.id])
-            if request.metrics.first_scheduled is None:
-                request.metrics.first_scheduled = done.start
+            if prompt_details and request.id in prompt_details:
+                request.prompt_details.update(prompt_details[request.id])
+            metrics = request.metrics
+            if metrics.first_scheduled is None:
+                metrics.first_scheduled = done.start
             if row.samples:
                 request.pending -= 1
-                if done.logprobs:
-                    request.cumulative_logprob += done.logprobs[sample - 1]
-                if done.details:
-                    request.details.append(done.details[sample - 1])
-                if self._commit_token(request, done.tokens[sample - 1], done.end):
+                if logprobs:
+                    request.cumulative_logprob += logprobs[sample]
+                if details:
+                    request.details.append(details[sample])
+                token, tokens = done.tokens[sample], request.output_token_ids
+                tokens.append(token)
+                metrics.token_times.append(end)
+                stop = check_stop(request, token) if check_stop else None
+                if stop is None and len(tokens) >= request.max_tokens:
+                    stop = ("length", None)
+                if stop:
+                    self._finish(request, *stop)
                     continue
             if request.slice_move or request.legs[0].until is not None:
                 self._after_step(request)
-
-    def _commit_token(self, request: RequestState, token: int, now: float) -> bool:
-        """Add a token; True where it ends the request."""
-        request.output_token_ids.append(token)
-        request.metrics.token_times.append(now)
-        stop = self._check_stop(request, token)
-        if stop is None and len(request.output_token_ids) >= request.max_tokens:
-            stop = ("length", None)
-        if stop:
-            self._finish(request, *stop)
-        return stop is not None
 
     def _after_step(self, request: RequestState) -> None:
         if request.legs[0].until is not None:

@@ -118,7 +118,12 @@ class Hold:
     def unpin(self) -> None:
         """Count one user fewer; the last one frees pages that were given up meanwhile."""
         self.users -= 1
-        if self.users == 0 and self.released:
+        if self.released:
+            self.free_if_unused()
+
+    def free_if_unused(self) -> None:
+        """Free pages that were given up, unless a user is left."""
+        if self.users == 0:
             self._count_pinned(-1)
             self._free()
 

@@ -24,6 +24,9 @@ class Efficiency:
     sequence_s: float = 0.0
 
 
+_Product = tuple[float, float, float]
+
+
 class RooflineStage:
     """One pipeline stage on ``devices`` GPUs that share each layer.
 
@@ -46,16 +49,28 @@ class RooflineStage:
     ) -> None:
         flops = gpu.bf16_tflops * 1e12 * efficiency.flops * devices
         bandwidth = gpu.memory_gb_s * 1e9 * efficiency.bandwidth * devices
-        self._layers, self._model, self._efficiency = layers, model, efficiency
+        self._layers, self._efficiency = layers, efficiency
         self._per_flop, self._per_byte = 1 / flops, 1 / bandwidth
-        self._itemsize = itemsize
         D, H = model.hidden_size, model.head_size
         N, K, F = model.num_attention_heads, model.num_key_value_heads, model.intermediate_size
-        # Of each product: parameters, and numbers read and written per token.
-        self._dense = [(D * (N + 2 * K) * H, D + (N + 2 * K) * H), (N * H * D, N * H + D)]
+
+        def product(parameters: int, numbers: int) -> _Product:
+            """A matrix product: seconds per token by FLOPs; of the weights, per token by bytes."""
+            return (
+                2 * parameters * self._per_flop,
+                parameters * itemsize * self._per_byte,
+                numbers * itemsize * self._per_byte,
+            )
+
         ups = 1 + model.gated
-        self._mlp = [(ups * D * F, D + ups * F), (F * D, F + D)]
-        self._head = (D * model.vocab_size, D + model.vocab_size) if last else None
+        self._products = [product(D * (N + 2 * K) * H, D + (N + 2 * K) * H)]
+        self._products.append(product(N * H * D, N * H + D))
+        mlp = [product(ups * D * F, D + ups * F), product(F * D, F + D)]
+        self._experts = (model.num_experts, model.num_experts_per_tok, mlp)
+        if not model.num_experts:
+            self._products += mlp
+        V = model.vocab_size
+        self._head = product(D * V, D + V) if last else None
         self._kv_bytes = model.kv_bytes(1, itemsize)
         self._attention_flops = 4 * N * H
         # Two all-reduces of the hidden states in each layer, as rings.
@@ -65,20 +80,20 @@ class RooflineStage:
     def seconds(self, work: Work) -> float:
         """Of one step."""
         T, E = work.tokens, self._efficiency
-        layer = sum(self._product(T, *size) for size in self._dense) + T * self._reduce
-        if experts := self._model.num_experts:
-            routed = T * self._model.num_experts_per_tok
-            read = min(experts, routed)
-            layer += sum(read * self._product(routed / read, *size) for size in self._mlp)
-        else:
-            layer += sum(self._product(T, *size) for size in self._mlp)
+        layer = T * self._reduce
+        for compute, weights, moved in self._products:
+            layer += max(T * compute, weights + T * moved)
+        experts, chosen, mlp = self._experts
+        if experts:
+            read = min(experts, T * chosen)
+            each = T * chosen / read
+            layer += read * sum(max(each * c, w + each * m) for c, w, m in mlp)
         layer += self._attention(work)
-        head = self._product(work.sampled, *self._head) if self._head and work.sampled else 0.0
-        return self._layers * layer + head + E.step_s + E.sequence_s * work.sequences
-
-    def _product(self, tokens: float, parameters: int, numbers: int) -> float:
-        compute = 2 * tokens * parameters * self._per_flop
-        return max(compute, (parameters + tokens * numbers) * self._itemsize * self._per_byte)
+        seconds = self._layers * layer + E.step_s + E.sequence_s * work.sequences
+        if self._head and work.sampled:
+            compute, weights, moved = self._head
+            seconds += max(work.sampled * compute, weights + work.sampled * moved)
+        return seconds
 
     def _attention(self, work: Work) -> float:
         """Prefill chunks and decodes are kernels of their own."""
