@@ -8,6 +8,7 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -41,8 +42,8 @@ class RunFolder:
         except OSError as error:
             raise JaxinferError(f"run folder {parent}: {error.strerror}") from None
         self._busy: dict[str, list[tuple[float, float]]] = {}
-        # The same of each request's prefill, by request and instance.
-        self._prefills: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        # The same of each unfinished request's prefill, by request and instance.
+        self._prefills: dict[str, dict[str, list[tuple[float, float]]]] = {}
         self._transfers: list[TransferDone] = []
         self._run = dict(description) | {
             "versions": {name: version(name) for name in PACKAGES},
@@ -70,12 +71,12 @@ class RunFolder:
         if len(done.stages) > 1:
             line["stages"] = [[round(start, 6), round(end, 6)] for start, end in done.stages]
         self._steps.write(json.dumps(line) + "\n")
-        # A step hides a transfer that goes on meanwhile, and ends after it.
+        # A step hides a transfer that goes on meanwhile, and ends after it. In order of their ends.
         self._busy.setdefault(batch.instance, []).append((done.start, done.end))
         for row in batch.rows:
             if row.start < row.request.prompt_len:
-                key = row.request.id, batch.instance
-                self._prefills.setdefault(key, []).append((done.start, done.end))
+                places = self._prefills.setdefault(row.request.id, {})
+                places.setdefault(batch.instance, []).append((done.start, done.end))
         for transfer in list(self._transfers):
             if transfer.transfer.dest == batch.instance and transfer.end <= done.end:
                 self._write_transfer(transfer)
@@ -98,6 +99,7 @@ class RunFolder:
             "error": request.error,
         }
         self._requests.write(json.dumps(line) + "\n")
+        self._prefills.pop(request.id, None)
 
     def finish(
         self,
@@ -127,7 +129,10 @@ class RunFolder:
         self._transfers.remove(done)
         t = done.transfer
         # Hidden behind any work of the destination's, or the same prompt's at the source.
-        busy = [*self._busy.get(t.dest, []), *self._prefills.get((t.request.id, t.source), [])]
+        busy = [
+            *takewhile(lambda span: span[1] > done.start, reversed(self._busy.get(t.dest, []))),
+            *self._prefills.get(t.request.id, {}).get(t.source, []),
+        ]
         line = {
             "request": t.request.id,
             "source": t.source,
