@@ -218,6 +218,47 @@ def _compare_systems(
     Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)
 
 
+@cli.command()
+@click.argument("run_file")
+@click.option("--workload", help="JSONL of prompt_token_ids, or CSV of lengths.")
+@with_limit
+@click.option("--slo", required=True, help="Seconds: ttft=1,tpot=0.1 (and tbt, e2e).")
+@click.option("--attainment", default=0.9, type=click.FloatRange(0, 1, min_open=True))
+@click.option("--seed", default=0, help="Of the Poisson arrivals.")
+@with_settings
+def capacity(
+    run_file: str,
+    workload: str | None,
+    limit: int | None,
+    slo: str,
+    attainment: float,
+    seed: int,
+    settings: tuple[str, ...],
+) -> None:
+    """Find the largest rate of requests at which a modelled cluster meets its targets."""
+    from jaxinfer.simulate.capacity import capacity, read_slo
+
+    more = [f"workload.trace={workload}"] if workload else []
+    more += [f"workload.limit={limit}"] if limit else []
+    config = load_run_file(run_file, [*settings, *more])
+    work = config.workload.requests()
+    console = Console()
+    best = capacity(
+        config,
+        work,
+        read_slo(slo),
+        attainment,
+        seed=seed,
+        on_load=lambda load: console.print(
+            f"{load.rate:9.3f} requests/s: {load.attainment:6.1%} meet their targets"
+        ),
+    )
+    console.print(
+        f"capacity: {best.rate:.3g} requests/s at {best.attainment:.1%} attainment, "
+        f"goodput {best.goodput:.3g} requests/s"
+    )
+
+
 def _replay(real: Path, out: Path) -> None:
     from jaxinfer.report.comparison import new_folder, write_comparison
     from jaxinfer.simulate.replay import fidelity, replay

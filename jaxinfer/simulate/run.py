@@ -1,7 +1,7 @@
 """A workload on a modelled cluster: the serving loop in virtual time."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -19,14 +19,20 @@ from jaxinfer.simulate.world import SimulatedWorld
 from jaxinfer.systems.registry import make_system
 from jaxinfer.workload.lengths import BenchRequest
 
+OnRequest = Callable[[RequestState, Sequence[float]], None]
+
 
 def simulate(
-    config: RunFile, work: Sequence[BenchRequest], run_dir: str | Path | None = None
+    config: RunFile,
+    work: Sequence[BenchRequest],
+    run_dir: str | Path | None = None,
+    on_request: OnRequest = lambda request, times: None,
 ) -> RunMetrics:
     """Serve requests of given lengths on the cluster that a run file describes.
 
     Args:
         run_dir: gets a numbered folder with the run's files, as a real run does.
+        on_request: called with each request that has ended, and when its tokens were there.
 
     Raises:
         JaxinferError: the cluster cannot be what the run file says, or a request can never fit.
@@ -36,7 +42,7 @@ def simulate(
     cluster = model_cluster(config, system.routes(named))
     relative = config.simulate.fit == "relative"
     fits = {name: cluster.fit(name, relative) for name in named} if system.needs_fits else {}
-    return serve(config, cluster, fits, work, run_dir)
+    return serve(config, cluster, fits, work, run_dir, on_request)
 
 
 def serve(
@@ -45,6 +51,7 @@ def serve(
     fits: Mapping[str, StepFit],
     work: Sequence[BenchRequest],
     run_dir: str | Path | None,
+    on_request: OnRequest = lambda request, times: None,
 ) -> RunMetrics:
     """The same on a cluster that has been modelled; ``compiles`` and the like are 0.
 
@@ -79,6 +86,7 @@ def serve(
         def on_finish(request: RequestState) -> None:
             if request.error:
                 raise JaxinferError(request.error)
+            on_request(request, request.metrics.delivered(counts))
             if folder:
                 folder.add_request(request, counts)
 
