@@ -59,7 +59,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"links": [{"between": ["strong", "weak"], "gb_s": 0}]}, "links[0]: gb_s is 0"),
     ({"workload.arrivals": "poisson"}, "workload: kind poisson needs rate"),
-    ({"workload.arrivals": {"kind": "interval", "rate": 1}}, "rate is for kind poisson"),
+    ({"workload.arrivals": {"kind": "interval", "rate": 1}}, "rate is for kind poisson or gamma"),
     ({"instances.ppi.token_buckets": [32, 64]}, "token_buckets is [32, 64], must rise from"),
     ({"watchdog_s": -1}, "watchdog_s is -1"),
 ]

@@ -11,29 +11,44 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.validation import Options
 from jaxinfer.workload.lengths import BenchRequest
 
+# Which kinds each option is for; all but the seed they cannot do without.
+_USES = {
+    "seconds": ("interval",),
+    "rate": ("poisson", "gamma"),
+    "cv": ("gamma",),
+    "seed": ("poisson", "gamma"),
+    "scale": ("trace",),
+}
+_NEEDS = {"interval": ("seconds",), "poisson": ("rate",), "gamma": ("rate", "cv")}
+
 
 class Arrivals(Options):
     """How requests arrive.
 
     Attributes:
         kind: all ``at_once``; one every ``seconds`` (``interval``); at random, ``rate`` per second
-            on average (``poisson``); or at the times in the ``trace``.
+            on average, alone (``poisson``) or in bursts (``gamma``); or at the times in the
+            ``trace``.
+        cv: of gamma: standard deviation by mean of the times between requests; 1 is Poisson.
         seed: of the random times.
+        scale: of a trace: its times are multiplied by this.
     """
 
-    kind: Literal["at_once", "interval", "poisson", "trace"] = "at_once"
+    kind: Literal["at_once", "interval", "poisson", "gamma", "trace"] = "at_once"
     seconds: float | None = Field(default=None, gt=0)
     rate: float | None = Field(default=None, gt=0)
+    cv: float | None = Field(default=None, gt=0)
     seed: int = 0
+    scale: float = Field(default=1.0, gt=0)
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse options that the kind does not use, and the lack of those that it does."""
-        for name, kind in (("seconds", "interval"), ("rate", "poisson"), ("seed", "poisson")):
-            if name in self.model_fields_set and self.kind != kind:
-                raise JaxinferError(f"{name} is for kind {kind}, not {self.kind}")
-        for name, kind in (("seconds", "interval"), ("rate", "poisson")):
-            if self.kind == kind and getattr(self, name) is None:
-                raise JaxinferError(f"kind {kind} needs {name}")
+        for name, kinds in _USES.items():
+            if name in self.model_fields_set and self.kind not in kinds:
+                raise JaxinferError(f"{name} is for kind {' or '.join(kinds)}, not {self.kind}")
+        for name in _NEEDS.get(self.kind, ()):
+            if getattr(self, name) is None:
+                raise JaxinferError(f"kind {self.kind} needs {name}")
 
 
 def with_arrivals(work: Sequence[BenchRequest], arrivals: Arrivals) -> list[BenchRequest]:
@@ -44,12 +59,22 @@ def with_arrivals(work: Sequence[BenchRequest], arrivals: Arrivals) -> list[Benc
         case "interval":
             assert arrivals.seconds
             times = [i * arrivals.seconds for i in range(len(work))]
-        case "poisson":
-            assert arrivals.rate
-            rng, now, times = random.Random(arrivals.seed), 0.0, []
-            for _ in work:
-                times.append(now)
-                now += rng.expovariate(arrivals.rate)
+        case "poisson" | "gamma":
+            times = _random_times(len(work), arrivals)
         case "trace":
-            times = [item.arrival for item in work]
+            times = [item.arrival * arrivals.scale for item in work]
     return [replace(item, arrival=time) for item, time in zip(work, times, strict=True)]
+
+
+def _random_times(count: int, arrivals: Arrivals) -> list[float]:
+    assert arrivals.rate
+    rng, now, times = random.Random(arrivals.seed), 0.0, []
+    for _ in range(count):
+        times.append(now)
+        if arrivals.kind == "poisson":
+            now += rng.expovariate(arrivals.rate)
+        else:
+            assert arrivals.cv
+            shape = arrivals.cv**-2
+            now += rng.gammavariate(shape, 1 / (shape * arrivals.rate))
+    return times

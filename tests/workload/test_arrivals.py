@@ -19,6 +19,7 @@ WORK = [BenchRequest(None, 10 + i, 2, time) for i, time in enumerate(TRACE)]
         (Arrivals(), [0, 0, 0]),
         (Arrivals(kind="interval", seconds=0.4), [0, 0.4, 0.8]),
         (Arrivals(kind="trace"), TRACE),
+        (Arrivals(kind="trace", scale=2.0), [1.0, 1.5, 6.0]),
     ],
 )
 def test_times(arrivals: Arrivals, times: list[float]) -> None:
@@ -40,10 +41,25 @@ def test_poisson() -> None:
     assert [r.arrival for r in other] != times
 
 
+@pytest.mark.parametrize("cv", [0.5, 1.0, 2.0])
+def test_gamma(cv: float) -> None:
+    many = [BenchRequest(None, 1, 1, 0.0)] * 40_001
+    arrivals = Arrivals(kind="gamma", rate=4.0, cv=cv, seed=3)
+    gaps = np.array([b.arrival - a.arrival for a, b in pairwise(with_arrivals(many, arrivals))])
+    assert abs(gaps.mean() - 0.25) < 4 * cv * 0.25 / np.sqrt(len(gaps))
+    # The variance of a gamma's sample variance: its excess kurtosis is 6 cv^2.
+    error = np.sqrt((2 + 6 * cv**2) / len(gaps))
+    assert abs(gaps.var() / (0.25 * cv) ** 2 - 1) < 4 * error
+
+
 def test_what_a_kind_lacks_or_does_not_use() -> None:
     with pytest.raises(JaxinferError, match="kind interval needs seconds"):
         Arrivals(kind="interval")
-    with pytest.raises(JaxinferError, match="rate is for kind poisson, not at_once"):
+    with pytest.raises(JaxinferError, match="rate is for kind poisson or gamma, not at_once"):
         Arrivals(rate=1.0)
-    with pytest.raises(JaxinferError, match="seed is for kind poisson, not trace"):
+    with pytest.raises(JaxinferError, match="seed is for kind poisson or gamma, not trace"):
         Arrivals(kind="trace", seed=1)
+    with pytest.raises(JaxinferError, match="kind gamma needs cv"):
+        Arrivals(kind="gamma", rate=1.0)
+    with pytest.raises(JaxinferError, match="scale is for kind trace, not interval"):
+        Arrivals(kind="interval", seconds=1.0, scale=2.0)
