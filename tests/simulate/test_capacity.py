@@ -68,7 +68,7 @@ def test_who_finds_an_m_d_1_server_idle(tmp_path: Path) -> None:
     simulate(config, work[:1], on_request=lambda request, times: alone.extend(times))
     (d,) = alone
     loads: list[Load] = []
-    best = capacity(config, work, Slo(ttft=d * (1 + 1e-9)), on_load=loads.append)
+    best = capacity(config, work, Slo(ttft=d + 1e-6), on_load=loads.append)
     assert best.attainment >= 0.9
     assert best.rate == pytest.approx(0.1 / d, rel=0.1)
     assert best.goodput == best.rate * best.attainment
