@@ -1,4 +1,4 @@
-"""The command line: ``jaxinfer run``, ``bench``, ``explain``, ``compare`` and ``convert``."""
+"""The command line: run, bench, compare, simulate, capacity, explain, profile and convert."""
 
 import json
 import os
@@ -149,7 +149,7 @@ def bench(
 @click.option("--workload", help="JSONL of prompt_token_ids, or CSV of lengths.")
 @click.option("--json", "json_path", help="Of tables: file for the figures.")
 @with_limit
-@click.option("--rounds", default=3, type=click.IntRange(min=1), help="Runs of each, in turns.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Runs of each, in turns; 3.")
 @click.option("--simulate", is_flag=True, help="On modelled clusters, in virtual time.")
 @with_settings
 @with_force
@@ -162,7 +162,7 @@ def compare(
     workload: str | None,
     json_path: str | None,
     limit: int | None,
-    rounds: int,
+    rounds: int | None,
     simulate: bool,
     settings: tuple[str, ...],
     force: bool,
@@ -177,7 +177,9 @@ def compare(
         _refuse("for run files, not for tables of rules", only)
         if not json_path or not workload:
             raise JaxinferError("tables of rules are compared with --workload and --json")
-        _compare_rules(files, run_file, model, workload, json_path, limit, rounds, settings, force)
+        _compare_rules(
+            files, run_file, model, workload, json_path, limit, rounds or 3, settings, force
+        )
         return
     _refuse(
         "for tables of rules, not for run files",
@@ -188,7 +190,10 @@ def compare(
     more = [f"workload.trace={workload}"] if workload else []
     more += [f"workload.limit={limit}"] if limit else []
     names = systems.split(",") if systems else []
-    _compare_systems(files, names, Path(out), 0 if simulate else rounds, [*settings, *more])
+    if simulate:
+        _refuse("for real runs: a simulation is the same each time", {"--rounds": rounds})
+    count = 0 if simulate else rounds or 3
+    _compare_systems(files, names, Path(out), count, [*settings, *more])
 
 
 def _refuse(why: str, options: dict[str, object]) -> None:
@@ -311,7 +316,8 @@ def simulate(
     """Serve a workload on a modelled cluster, in virtual time: groups name GPUs by their kind."""
     if replay:
         why = "for a run file, not for a replay"
-        _refuse(why, {"RUN_FILE": run_file, "--workload": workload, "--limit": limit})
+        given = {"--workload": workload, "--limit": limit, "--set": settings}
+        _refuse(why, {"RUN_FILE": run_file, **given})
         _replay(Path(replay), Path(out))
         return
     if not run_file:

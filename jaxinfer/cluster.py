@@ -162,6 +162,10 @@ class ClusterConfig(Options):
                 )
             if not needed[name]:
                 raise JaxinferError(f"groups.{name}: no instance stands on it")
+        pairs = Counter(frozenset(link.between) for link in self.links)
+        for pair, count in pairs.items():
+            if count > 1:
+                raise JaxinferError(f"links: {count} between {' and '.join(sorted(pair))}")
         for number, link in enumerate(self.links):
             for group_name in link.between:
                 self._check_group(f"links[{number}].between", group_name)

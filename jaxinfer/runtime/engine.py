@@ -222,7 +222,7 @@ def _plan_stages(
         return measure_speed(model, dtype, devices[number]) / groups[number].slowdown
 
     counts = [model.num_hidden_layers]
-    if len(devices) > 1:
+    if instance.stages:
         counts = count_layers(model.num_hidden_layers, instance.places, speed)
     for here, layers in zip(devices, split(model.num_hidden_layers, counts), strict=True):
         yield from _plan_segments(model, instance, here, layers)

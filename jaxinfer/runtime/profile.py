@@ -179,7 +179,8 @@ class Grid:
         longest = min(engine.plan.max_model_len, room) - 1
         lengths = _spread(max(min(budget, longest) // 4, 2), longest, 8)
         others: list[tuple[Part, ...]] = []
-        for rows in limits.row_buckets:
+        for bucket in limits.row_buckets:
+            rows = min(bucket, kv.num_pages)  # A small pool never has as many.
             most = min(longest, kv.num_pages // rows * kv.page_size - 1)
             if most > 0:
                 others += [((context, 1),) * rows for context in _spread(0, most, 3)]
@@ -187,9 +188,10 @@ class Grid:
             others += [((c, tokens),) for c in _spread(0, longest - tokens, 3) if tokens <= longest]
         mixed: list[tuple[int, int, tuple[Part, ...]]] = []
         rows = min(limits.row_buckets[-1] // 2, budget // 2)
+        chunk = min(longest, kv.num_pages // 2 * kv.page_size)
         for tokens in limits.token_buckets:
             middle = min(longest, kv.num_pages // (rows + 2) * kv.page_size - 1) // 2
-            if rows and middle > 0 and 2 <= tokens - rows <= kv.num_pages // 2 * kv.page_size:
+            if rows and middle > 0 and 2 <= tokens - rows <= chunk:
                 others.append((*[(middle, 1)] * rows, (0, tokens - rows)))
         for prefill in _spread(0, max(longest - budget, 0), 4):
             count = min(budget, longest - prefill)

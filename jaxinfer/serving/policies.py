@@ -42,14 +42,15 @@ def mixed(instance: "Instance") -> list[Row]:
     rows: list[Row] = []
     prefills: list[RequestState] = []
     for request in list(instance.running.values()):
-        todo = 1
+        todo, launched = 1, request.launched
         # Most are decodes of a last leg, with one token to go: asking costs more than the rest.
         if (
             request.pending
-            or not request.prompt_len <= request.launched < request.peak_tokens
+            or launched + 1 != request.prompt_len + len(request.output_token_ids)
+            or launched >= request.peak_tokens
             or request.legs[0].until is not None
         ):
-            todo = request.leg_goal - request.launched
+            todo = request.leg_goal - launched
         if todo > 1:
             prefills.append(request)
         elif todo and budget and (row := instance.plan_row(request, 1, rows)):

@@ -72,15 +72,12 @@ class Load:
     Attributes:
         rate: requests per second, Poisson.
         attainment: share of them that met their targets.
+        goodput: requests that met their targets, by the seconds until the last one's end.
     """
 
     rate: float
     attainment: float
-
-    @property
-    def goodput(self) -> float:
-        """Requests per second that met their targets."""
-        return self.rate * self.attainment
+    goodput: float
 
 
 def load(config: RunFile, work: Sequence[BenchRequest], slo: Slo, seed: int, rate: float) -> Load:
@@ -92,8 +89,8 @@ def load(config: RunFile, work: Sequence[BenchRequest], slo: Slo, seed: int, rat
         met += slo.met(request.arrival, times)
 
     arrivals = Arrivals(kind="poisson", rate=rate, seed=seed)
-    simulate(config, with_arrivals(work, arrivals), on_request=on_request)
-    return Load(rate, met / len(work))
+    metrics = simulate(config, with_arrivals(work, arrivals), on_request=on_request)
+    return Load(rate, met / len(work), met / metrics.wall_s)
 
 
 def capacity(

@@ -22,7 +22,7 @@ from jaxinfer.simulate.tables import TableStage
 from jaxinfer.simulate.world import Lane
 from jaxinfer.validation import did_you_mean
 
-ITEMSIZES = {"auto": 2, "bfloat16": 2, "float32": 4}
+ITEMSIZES = {"auto": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class ModelledInstance:
             page included.
         token_bytes: of the KV of one layer of one token.
         segments: pieces that each stage is computed in.
+        devices: of each stage, a number for what it runs on; those with one take turns.
     """
 
     config: InstanceConfig
@@ -43,6 +44,7 @@ class ModelledInstance:
     token_bytes: int
     cost: CostModel
     segments: int
+    devices: Sequence[int]
 
     def new_instance(self, name: str, fit: StepFit | None) -> Instance:
         """The scheduling side, with empty pools."""
@@ -108,34 +110,43 @@ def model_cluster(config: RunFile, pairs: Collection[tuple[str, str]]) -> Modell
         except JaxinferError as error:
             raise JaxinferError(f"instances.{name}: {error}") from None
 
+    capacities: dict[Link, float] = {}
+
     def path(here: str, there: str) -> tuple[Sequence[Link], float]:
-        _, latency = _link(cluster, here, there, "KV")
-        return () if here == there else ((here, there),), latency
+        capacities[here, there], latency = _link(cluster, here, there, "KV")
+        return ((here, there),), latency
 
     lanes = {
         (source, dest): lanes_between(instances[source], instances[dest], path)
         for source, dest in pairs
     }
-    capacities: dict[Link, float] = {}
-    for link in cluster.links:
-        a, b = link.between
-        capacities[a, b] = capacities[b, a] = link.gb_s * 1e9
     return ModelledCluster(instances, lanes, capacities)
 
 
 def _model_instance(
     cluster: ClusterConfig, options: SimulateOptions, model: ModelShape, instance: InstanceConfig
 ) -> ModelledInstance:
+    if instance.dtype not in ITEMSIZES:
+        raise JaxinferError(f"dtype is {instance.dtype}, GPUs are modelled with 16-bit floats")
     itemsize = ITEMSIZES[instance.dtype]
     places = instance.places
     layers = _layers(model, cluster, places)
     gpus = [_gpu(cluster, place.group) for place in places]
     devices = [cluster.groups[place.group].stage_devices for place in places]
+    for place, count in zip(places, devices, strict=True):
+        for heads in (model.num_attention_heads, model.num_key_value_heads):
+            if heads % count:
+                raise JaxinferError(
+                    f"groups.{place.group}: {count} devices do not divide the model's {heads} heads"
+                )
+    if instance.segments > min(layers):
+        raise JaxinferError(f"segments is {instance.segments}, a stage has {min(layers)} layers")
     parts, pages = [], []
     for number, (gpu, place) in enumerate(zip(gpus, places, strict=True)):
         last = number == len(places) - 1
         costs = options.of(place.group)
-        parts.append(_stage(costs, gpu, model, devices[number], itemsize, layers, number))
+        kind = str(cluster.groups[place.group].kind)
+        parts.append(_stage(costs, kind, gpu, model, devices[number], itemsize, layers, number))
         weights = model.parameters(layers[number], number == 0, last) * itemsize / devices[number]
         each = model.kv_bytes(layers[number], itemsize) * instance.page_size / devices[number]
         pages.append(_num_pages(instance, costs.reserve_gb, model, gpu, place.group, weights, each))
@@ -152,11 +163,14 @@ def _model_instance(
     )
     groups = [place.group for place in places]
     token_bytes = model.kv_bytes(1, itemsize)
-    return ModelledInstance(instance, groups, layers, pages, token_bytes, cost, instance.segments)
+    return ModelledInstance(
+        instance, groups, layers, pages, token_bytes, cost, instance.segments, range(len(places))
+    )
 
 
 def _stage(
     costs: SimulateOptions,
+    kind: str,
     gpu: Gpu,
     model: ModelShape,
     devices: int,
@@ -168,7 +182,7 @@ def _stage(
     if costs.tables:
         folder = Path(costs.tables)
         engine = costs.step_s, costs.sequence_s
-        return TableStage(folder, model, devices, layers[number], first, last, *engine)
+        return TableStage(folder, model, kind, devices, layers[number], first, last, *engine)
     efficiency = Efficiency(costs.flops, costs.bandwidth, costs.step_s, costs.sequence_s)
     return RooflineStage(
         gpu, model, layers[number], last, devices, itemsize, efficiency, gpu.link_gb_s
@@ -177,8 +191,6 @@ def _stage(
 
 def _layers(model: ModelShape, cluster: ClusterConfig, places: Sequence[StageConfig]) -> list[int]:
     """As stated, or by shares, which are by default the groups' peak FLOPs."""
-    if len(places) == 1:
-        return [model.num_hidden_layers]
 
     def speed(number: int) -> float:
         group = places[number].group
@@ -188,8 +200,11 @@ def _layers(model: ModelShape, cluster: ClusterConfig, places: Sequence[StageCon
 
 
 def _gpu(cluster: ClusterConfig, group: str) -> Gpu:
+    config = cluster.groups[group]
     try:
-        return find_gpu(cluster.groups[group].kind)
+        if config.emulate or config.platform == "cpu":
+            raise JaxinferError("a modelled group is a GPU: platform cpu and emulate do not apply")
+        return find_gpu(config.kind)
     except JaxinferError as error:
         raise JaxinferError(f"groups.{group}: {error}") from None
 
@@ -222,7 +237,7 @@ def _num_pages(
 
 
 def _link(cluster: ClusterConfig, source: str, dest: str, what: str) -> tuple[float, float]:
-    """Bytes per second, 0 within a group, and latency."""
+    """Bytes per second, and latency; within a group, of what connects its GPUs."""
     if source == dest:
         return _gpu(cluster, source).link_gb_s * 1e9, 0.0
     link = cluster.link(source, dest)
@@ -246,7 +261,8 @@ def lanes_between(
         for j, (begin, end) in enumerate(_ranges(dest.layers)):
             if (shared := min(stop, end) - max(start, begin)) > 0:
                 path, latency = link(source.groups[i], dest.groups[j])
-                lanes.append(Lane(i, shared * source.token_bytes, path, latency))
+                token_bytes = min(source.token_bytes, dest.token_bytes)
+                lanes.append(Lane(i, shared * token_bytes, path, latency))
     return lanes
 
 

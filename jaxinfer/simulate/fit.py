@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.step_fit import LeastSquares, MixedFit, PrefillFit, StepFit
 from jaxinfer.serving.work import Work
 from jaxinfer.simulate.costs import CostModel
@@ -52,5 +53,6 @@ def _least_squares(points: Sequence[tuple[Sequence[float], float]], relative: bo
         weight = 1 / seconds if relative else 1.0
         squares.add([value * weight for value in x], seconds * weight)
     found = squares.solve()
-    assert found, "the points decide all coefficients"
+    if not found:
+        raise JaxinferError("the instance is too small to fit step times to: give it more tokens")
     return found

@@ -11,6 +11,11 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.validation import Options, did_you_mean, read_json
 
 _FACTS = Path(__file__).parent
+# Whose layers are attention with grouped KV heads and one feed-forward layer, or experts alike.
+_ARCHITECTURES = tuple(
+    f"{name}ForCausalLM"
+    for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3", "OPT")
+)
 
 
 class Gpu(Options):
@@ -39,7 +44,8 @@ class ModelShape(Options):
     Attributes:
         head_dim: by default ``hidden_size / num_attention_heads``.
         gated: the feed-forward layer has three matrices, not two.
-        num_experts, num_experts_per_tok: 0 is one dense feed-forward layer.
+        num_experts, num_experts_per_tok: 0 is one dense feed-forward layer; ``intermediate_size``
+            is one expert's.
     """
 
     hidden_size: int = Field(ge=1)
@@ -53,6 +59,13 @@ class ModelShape(Options):
     gated: bool = True
     num_experts: int = 0
     num_experts_per_tok: int = 0
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse experts of whom none is asked."""
+        if self.num_experts and not 0 < self.num_experts_per_tok <= self.num_experts:
+            raise JaxinferError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}, of {self.num_experts} experts"
+            )
 
     @property
     def head_size(self) -> int:
@@ -121,13 +134,18 @@ def find_model(model: str) -> ModelShape:
 
 def _from_hugging_face(path: Path) -> ModelShape:
     config = read_json(path)
+    architecture = (config.get("architectures") or [""])[0]
+    if architecture not in _ARCHITECTURES:
+        raise JaxinferError(f"{path}: architecture {architecture!r} is not modelled")
     names = {"num_experts": "num_local_experts", "intermediate_size": "ffn_dim"}
     found: dict[str, Any] = {
         name: config.get(name, config.get(names.get(name, name)))
         for name in ModelShape.model_fields
         if name != "gated"
     }
-    found["gated"] = not str(config.get("architectures", [""])[0]).startswith("OPT")
+    found["gated"] = not architecture.startswith("OPT")
+    if found["num_experts"] and "moe_intermediate_size" in config:
+        found["intermediate_size"] = config["moe_intermediate_size"]
     if found["num_key_value_heads"] is None:
         found["num_key_value_heads"] = found["num_attention_heads"]
     try:

@@ -1,6 +1,7 @@
 """A finished real run once more, in virtual time: how far the simulator is from the truth."""
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from jaxinfer.cluster import ClusterConfig, InstanceConfig, LinkConfig
 from jaxinfer.config import as_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.comparison import figures, number_text
-from jaxinfer.report.records import RunRecord, read_run
+from jaxinfer.report.records import RequestRecord, RunRecord, read_run
 from jaxinfer.serving.work import Work
 from jaxinfer.simulate.cluster import ModelledCluster, ModelledInstance, lanes_between
 from jaxinfer.simulate.network import Link
@@ -68,6 +69,8 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
     run = real.run
     if "run_file" not in run:
         raise JaxinferError(f"{folder}: not a real run, or one of an older version")
+    if run["lost"] or run["metrics"]["failed"]:
+        raise JaxinferError(f"{folder}: the run lost an instance, or requests of it failed")
     if run["metrics"]["cached_tokens"]:
         raise JaxinferError(f"{folder}: the run used its prefix cache, whose hits are not replayed")
     config = as_run_file(run["run_file"])
@@ -83,7 +86,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
         lanes[source, dest] = _lanes(cluster, instances[source], instances[dest], gb_s, capacities)
     work = [
         BenchRequest(None, request.prompt_len, len(request.token_times), request.arrival)
-        for request in sorted(real.requests, key=lambda request: int(request.id))
+        for request in sorted(real.requests, key=_order)
     ]
     modelled = ModelledCluster(instances, lanes, capacities)
     slowdowns = {
@@ -94,6 +97,11 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
     serve(config, modelled, fits, work, out)
     newest = max((int(path.name) for path in out.iterdir()), default=1)
     return real, read_run(out / str(newest), "simulated")
+
+
+def _order(request: RequestRecord) -> tuple[float, list[int]]:
+    """As they came: ids count up, whatever else is in them."""
+    return request.arrival, [int(number) for number in re.findall(r"\d+", request.id)]
 
 
 def _profile(name: str, run: Mapping[str, Any]) -> Profile:
@@ -135,7 +143,13 @@ def _instance(
         2 * heads * size * itemsize,
         cost,
         segments=1,
+        devices=_numbers(groups, config),
     )
+
+
+def _numbers(groups: Sequence[str], config: InstanceConfig) -> list[int]:
+    """Of what each segment runs on: a stage's segments share it."""
+    return [number // config.segments for number in range(len(groups))]
 
 
 def _lanes(

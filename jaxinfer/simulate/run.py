@@ -62,16 +62,14 @@ def serve(
     counts = config.metrics.ttft_counts_transfer
     if counts is None:
         counts = system.ttft_counts_transfer
-    requests = [
-        RequestState(str(number), item.prompt_len, item.max_tokens, item.arrival)
-        for number, item in enumerate(work)
-    ]
+    requests = _requests(config, work)
     instances = [
         modelled.new_instance(name, fits.get(name)) for name, modelled in cluster.instances.items()
     ]
     world = SimulatedWorld(
         {name: modelled.cost for name, modelled in cluster.instances.items()},
         {name: modelled.segments for name, modelled in cluster.instances.items()},
+        {name: modelled.devices for name, modelled in cluster.instances.items()},
         cluster.lanes,
         cluster.capacities,
         sorted(requests, key=lambda request: request.arrival),
@@ -111,6 +109,27 @@ def serve(
         if folder:
             folder.finish(asdict(metrics), {}, {}, system.report())
     return metrics
+
+
+def _requests(config: RunFile, work: Sequence[BenchRequest]) -> list[RequestState]:
+    """Raises JaxinferError where there is none, or one is longer than an instance takes."""
+    if not work:
+        raise JaxinferError("no requests")
+    limits = [options.max_model_len for options in config.cluster().instances.values()]
+    longest = min((limit for limit in limits if limit), default=None)
+    requests = []
+    for number, item in enumerate(work):
+        total = item.prompt_len + item.max_tokens
+        if longest and total > longest:
+            raise JaxinferError(
+                f"request {number}: {item.prompt_len} prompt and {item.max_tokens} output tokens, "
+                f"max_model_len is {longest}"
+            )
+        tokens = item.prompt_token_ids or ()
+        requests.append(
+            RequestState(str(number), item.prompt_len, item.max_tokens, item.arrival, tokens)
+        )
+    return requests
 
 
 def describe(config: RunFile, instances: object, counts: bool) -> dict[str, object]:

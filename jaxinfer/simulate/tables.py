@@ -84,7 +84,8 @@ class TableStage:
     """One pipeline stage by its operators' tables.
 
     Args:
-        folder: with ``meta.yaml``; ``devices``: the degree of tensor parallelism.
+        folder: with ``meta.yaml``; ``kind``: the GPU's name.
+        devices: the degree of tensor parallelism.
         layers: how many; ``first``, ``last``: with the embedding, with the head.
         step_s: seconds that the engine adds to each step; ``sequence_s``: for each sequence.
 
@@ -96,6 +97,7 @@ class TableStage:
         self,
         folder: Path,
         model: ModelShape,
+        kind: str,
         devices: int,
         layers: int,
         first: bool,
@@ -103,8 +105,16 @@ class TableStage:
         step_s: float = 0.0,
         sequence_s: float = 0.0,
     ) -> None:
-        _check_model(folder / "meta.yaml", model)
-        folder = folder / f"tp{devices}"
+        _check_model(folder / "meta.yaml", model, kind)
+        self._layers, self._step_s, self._sequence_s = layers, step_s, sequence_s
+        try:
+            self._read(folder / f"tp{devices}", first, last)
+        except (KeyError, ValueError, TypeError, StopIteration) as error:
+            raise JaxinferError(
+                f"{folder}: not a profile: {type(error).__name__} {error}"
+            ) from None
+
+    def _read(self, folder: Path, first: bool, last: bool) -> None:
         dense = _curves(folder, "dense", "tokens")
         per_sequence = _curves(folder, "per_sequence", "sequences")
         once = [dense[name] for name in (*FIRST * first, *LAST * last)]
@@ -112,7 +122,6 @@ class TableStage:
         every = PER_LAYER | {name: n for name, n in OPTIONAL.items() if name in dense}
         self._per_layer = [(dense[name], count) for name, count in every.items()]
         self._per_sequence = [per_sequence[name] for name in PER_SEQUENCE * last]
-        self._layers, self._step_s, self._sequence_s = layers, step_s, sequence_s
         rows = list(_rows(folder, "attention"))
         grid = {
             tuple(float(row[name]) for name in ATTENTION): float(row["time_us"]) for row in rows
@@ -159,15 +168,18 @@ class TableStage:
         return found * max(count / counts[-1], 1.0) * max(context / contexts[-1], 1.0)
 
 
-def _check_model(path: Path, model: ModelShape) -> None:
-    """Refuse tables of a model with other sizes."""
+def _check_model(path: Path, model: ModelShape, kind: str) -> None:
+    """Refuse tables of a model with other sizes, or of another GPU."""
     try:
         meta = yaml.safe_load(path.read_text(encoding="utf-8"))
-        sizes = meta["engine_effective"]["hf_overrides"]
+        sizes = dict(meta["engine_effective"]["hf_overrides"])
+        measured = str(meta.get("hardware", kind))
     except OSError as error:
         raise JaxinferError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, KeyError, TypeError):
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError):
         raise JaxinferError(f"{path}: does not say what was profiled") from None
+    if measured.replace("-", "").lower() not in kind.replace("-", "").lower():
+        raise JaxinferError(f"{path}: profiled on {measured}, the group has {kind}")
     for name, size in sizes.items():
         ours = getattr(model, name) if name in ModelShape.model_fields else size
         if size != ours and name != "num_hidden_layers":

@@ -22,7 +22,7 @@ class Lane:
     Attributes:
         stage: of the source.
         token_bytes: KV bytes per token.
-        path: the links; empty where source and destination share memory.
+        path: the links.
         latency_s: until the first byte lands.
     """
 
@@ -47,6 +47,7 @@ class SimulatedWorld:
     Args:
         costs: by instance.
         segments: by instance, pieces that each stage's layers are computed in.
+        devices: by instance, a number for what each stage runs on; those with one take turns.
         lanes: by names of source and destination.
         capacities: of the links, in bytes per second.
         requests: by time of arrival.
@@ -56,19 +57,21 @@ class SimulatedWorld:
         self,
         costs: Mapping[str, CostModel],
         segments: Mapping[str, int],
+        devices: Mapping[str, Sequence[int]],
         lanes: Mapping[tuple[str, str], Sequence[Lane]],
         capacities: Mapping[Link, float],
         requests: Iterable[RequestState],
     ) -> None:
         self._costs, self._segments, self._lanes = costs, segments, lanes
+        self._devices = devices
         self._network: Network[tuple[_Moving, Lane]] = Network(capacities)
         self._requests = iter(requests)
         self._next = next(self._requests, None)
         self._now = 0.0
         self._order = itertools.count()
         self._heap: list[tuple[float, int, Event | Callable[[], Event | None]]] = []
-        # When each stage of an instance is done with what it has been given.
-        self._free: dict[str, list[float]] = {}
+        # When each device of an instance is done with what it has been given.
+        self._free: dict[str, dict[int, float]] = {}
 
     def now(self) -> float:
         """Seconds of virtual time."""
@@ -90,14 +93,17 @@ class SimulatedWorld:
         """Start a step behind those that its stages have been given."""
         work, cost = batch.work, self._costs[batch.instance]
         seconds, hops = cost.stages(work), cost.hops(work)
-        free = self._free.setdefault(batch.instance, [0.0] * len(seconds))
+        devices = self._devices[batch.instance]
+        free = self._free.setdefault(batch.instance, dict.fromkeys(devices, 0.0))
+        # One step's stages follow each other anyway; those of the next one wait for the device.
+        since = dict(free)
         ready = self._now
         stages: list[tuple[float, float]] = []
         for number, duration in enumerate(seconds):
             if number:
                 ready = stages[-1][1] + hops[number - 1]
-            start = max(ready, free[number])
-            free[number] = start + duration
+            start = max(ready, since[devices[number]])
+            free[devices[number]] = start + duration
             stages.append((start, start + duration))
         tokens = [0] * work.sampled
         done = StepDone(batch, tokens, stages[0][0], stages[-1][1], stages=stages)
@@ -110,7 +116,7 @@ class SimulatedWorld:
         if transfer.slice_move:
             raise JaxinferError("the simulated world has all KV heads of a stage in one pool")
         moving = _Moving(transfer, 0, self._now)
-        lanes = self._lanes[transfer.source, transfer.dest]
+        lanes = self._lanes_of(transfer)
         moving.left = len(lanes)
         for lane in lanes:
             self._start_lane(moving, lane, 1)
@@ -119,7 +125,7 @@ class SimulatedWorld:
         self, transfer: Transfer, stages: Sequence[tuple[float, float]], segments: int
     ) -> None:
         """Send what a step computes: each stage's share of the layers in pieces, as they end."""
-        lanes = self._lanes[transfer.source, transfer.dest]
+        lanes = self._lanes_of(transfer)
         moving = _Moving(transfer, len(lanes) * segments, math.inf)
         for lane in lanes:
             start, end = stages[lane.stage]
@@ -127,14 +133,20 @@ class SimulatedWorld:
                 leaves = start + (end - start) * piece / segments
                 self._at(leaves, partial(self._start_lane, moving, lane, segments))
 
+    def _lanes_of(self, transfer: Transfer) -> Sequence[Lane]:
+        lanes = self._lanes.get((transfer.source, transfer.dest))
+        if lanes is None:
+            raise JaxinferError(
+                f"system hands KV from {transfer.source} to {transfer.dest}, "
+                "which its routes do not name"
+            )
+        return lanes
+
     def _start_lane(self, moving: _Moving, lane: Lane, pieces: int) -> None:
         moving.start = min(moving.start, self._now)
         tokens = moving.transfer.stop - moving.transfer.start
-        if lane.path:
-            num_bytes = tokens * lane.token_bytes / pieces
-            self._network.start((moving, lane), lane.path, num_bytes, self._now)
-        else:
-            self._at(self._now + lane.latency_s, partial(self._land, moving))
+        num_bytes = tokens * lane.token_bytes / pieces
+        self._network.start((moving, lane), lane.path, num_bytes, self._now)
 
     def _land(self, moving: _Moving) -> TransferDone | None:
         moving.left -= 1
@@ -168,7 +180,7 @@ class SimulatedWorld:
             time = min(time, self._next.arrival)
         if (end := self._network.next_end) is not None:
             time = min(time, end)
-        return max(time, self._now) if time < math.inf else time
+        return time
 
     def _at(self, time: float, happens: Event | Callable[[], Event | None]) -> None:
         heapq.heappush(self._heap, (time, next(self._order), happens))

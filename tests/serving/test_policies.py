@@ -102,6 +102,14 @@ def test_growth_waits_for_pinned_or_exported_pages_instead_of_preempting() -> No
         assert a.num_preemptions == 0
 
 
+def test_what_was_preempted_in_its_output_is_recomputed_in_chunks() -> None:
+    a = make(100, max_num_batched_tokens=6)
+    (request,) = queue(a, (4, 20))
+    request.output_token_ids = [0] * 12
+    assert [step(a) for _ in range(4)] == [[("r0", 0, 6)], [("r0", 6, 6)], [("r0", 12, 4)],
+                                           [("r0", 16, 1)]]  # fmt: skip
+
+
 def test_launch_ahead() -> None:
     for ahead, second in ((True, [("r0", 4, 1)]), (False, [])):
         a = make(10, launch_ahead=ahead, max_in_flight=3)

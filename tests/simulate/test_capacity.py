@@ -71,7 +71,8 @@ def test_who_finds_an_m_d_1_server_idle(tmp_path: Path) -> None:
     best = capacity(config, work, Slo(ttft=d + 1e-6), on_load=loads.append)
     assert best.attainment >= 0.9
     assert best.rate == pytest.approx(0.1 / d, rel=0.1)
-    assert best.goodput == best.rate * best.attainment
+    # The run ends soon after the last arrival.
+    assert best.goodput == pytest.approx(best.rate * best.attainment, rel=0.05)
     worse = min((x for x in loads if x.attainment < 0.9), key=lambda x: x.rate)
     assert best.rate < worse.rate <= 1.02 * best.rate
 

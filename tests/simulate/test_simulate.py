@@ -177,3 +177,34 @@ def test_what_cannot_be_is_refused(
     with pytest.raises(JaxinferError) as error:
         simulate(load_run_file(CRONUS / f"{system}.yaml", changes), lengths(0, 3, 1.0))
     assert message in str(error.value)
+
+
+def test_two_instances_of_one_group_have_its_link_between_them(tmp_path: Path) -> None:
+    groups = {"g": {"kind": "A10", "devices": 2, "tensor_parallel_size": 1}}
+    engine = SINGLE["engine"] | {"max_num_seqs": 4}
+    system = {"name": "disaggregated", "prefill": "a", "decode": "b"}
+    setup = config(tmp_path, groups=groups, engine=engine, system=system,
+                   instances={name: {"group": "g"} for name in "ab"})  # fmt: skip
+    found = run(setup, [BenchRequest(None, 1000, 5, 0.0)], tmp_path / "runs")
+    (transfer,) = found.transfers
+    assert transfer.end - transfer.start == pytest.approx(131072e3 / 32e9, abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["groups.g.platform=cpu"], "groups.g: a modelled group is a GPU"),
+        (["instances.i.dtype=float32"], "dtype is float32"),
+        (["groups.g.devices=16"], "groups.g: 16 devices do not divide the model's 8 heads"),
+        (["instances.i.segments=33"], "segments is 33, a stage has 32 layers"),
+        (["instances.i.max_model_len=100"], "request 0: "),
+        (["simulate.tables=nowhere"], "nowhere/meta.yaml: No such file"),
+    ],
+)
+def test_options_that_do_not_apply_are_refused(
+    changes: list[str], message: str, tmp_path: Path
+) -> None:
+    config(tmp_path)
+    with pytest.raises(JaxinferError) as error:
+        simulate(load_run_file(tmp_path / "run.yaml", changes), [BenchRequest(None, 99, 2, 0.0)])
+    assert message in str(error.value)

@@ -74,25 +74,25 @@ def write(folder: Path, sizes: dict[str, int], lacking: str = "") -> Path:
 
 
 def test_a_step_is_the_sum_of_its_operators(tmp_path: Path) -> None:
-    stage = TableStage(write(tmp_path / "t", SIZES), MODEL, 1, 3, True, True, 0.5, 0.25)
+    stage = TableStage(write(tmp_path / "t", SIZES), MODEL, "A10", 1, 3, True, True, 0.5, 0.25)
     # Two chunks of 16 and 20 after 40 and 10 entries, and 4 decodes that see 70 on average.
     work = Work(40, 4, 6, 5, 280, [(40, 16), (10, 20)])
     per_token = 2 * 1 + 2 + 3 + 4 + 5 + 6 + 7
     attention = 16 * 40 + 20 * 10 + 4 * 70
     micros = 3 * (40 * per_token + attention) + 40 * 8 + 40 * 9 + 2 * 5000
     assert stage.seconds(work) == pytest.approx(micros * 1e-6 + 0.5 + 6 * 0.25)
-    middle = TableStage(tmp_path / "t", MODEL, 1, 2, False, False)
+    middle = TableStage(tmp_path / "t", MODEL, "A10", 1, 2, False, False)
     assert middle.seconds(work) == pytest.approx(2 * (40 * per_token + attention) * 1e-6)
 
 
 def test_what_is_no_profile_of_the_model_is_refused(tmp_path: Path) -> None:
     other = write(tmp_path / "other", SIZES | {"intermediate_size": 32})
     with pytest.raises(JaxinferError, match="profiled with intermediate_size 32, the model has 16"):
-        TableStage(other, MODEL, 1, 3, True, True)
+        TableStage(other, MODEL, "A10", 1, 3, True, True)
     lacking = write(tmp_path / "lacking", SIZES, lacking="o_proj")
     with pytest.raises(JaxinferError, match=r"dense\.csv lacks o_proj"):
-        TableStage(lacking, MODEL, 1, 3, True, True)
+        TableStage(lacking, MODEL, "A10", 1, 3, True, True)
     with pytest.raises(JaxinferError, match=r"tp2.*dense\.csv: No such file"):
-        TableStage(lacking, MODEL, 2, 3, True, True)
+        TableStage(lacking, MODEL, "A10", 2, 3, True, True)
     with pytest.raises(JaxinferError, match=r"meta\.yaml: No such file"):
-        TableStage(tmp_path, MODEL, 1, 3, True, True)
+        TableStage(tmp_path, MODEL, "A10", 1, 3, True, True)
