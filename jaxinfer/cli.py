@@ -187,13 +187,17 @@ def compare(
     )
     if not out:
         raise JaxinferError("systems are compared with --out FOLDER")
-    more = [f"workload.trace={workload}"] if workload else []
-    more += [f"workload.limit={limit}"] if limit else []
+    more = _workload_settings(workload, limit)
     names = systems.split(",") if systems else []
     if simulate:
         _refuse("for real runs: a simulation is the same each time", {"--rounds": rounds})
     count = 0 if simulate else rounds or 3
     _compare_systems(files, names, Path(out), count, [*settings, *more])
+
+
+def _workload_settings(trace: str | None, limit: int | None) -> list[str]:
+    settings = [f"workload.trace={trace}"] if trace else []
+    return settings + ([f"workload.limit={limit}"] if limit else [])
 
 
 def _refuse(why: str, options: dict[str, object]) -> None:
@@ -243,8 +247,7 @@ def capacity(
     """Find the largest rate of requests at which a modelled cluster meets its targets."""
     from jaxinfer.simulate.capacity import capacity, read_slo
 
-    more = [f"workload.trace={workload}"] if workload else []
-    more += [f"workload.limit={limit}"] if limit else []
+    more = _workload_settings(workload, limit)
     config = load_run_file(run_file, [*settings, *more])
     work = config.workload.requests()
     console = Console()
@@ -322,8 +325,7 @@ def simulate(
         return
     if not run_file:
         raise JaxinferError("give a run file, or --replay RUN_DIR")
-    more = [f"workload.trace={workload}"] if workload else []
-    more += [f"workload.limit={limit}"] if limit else []
+    more = _workload_settings(workload, limit)
     _compare_systems([run_file], [], Path(out), 0, [*settings, *more])
 
 

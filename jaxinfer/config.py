@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from jaxinfer.cluster import ClusterConfig, GroupConfig, InstanceConfig, LinkConfig, one_engine
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options import EngineOptions
+from jaxinfer.serving.system import System
 from jaxinfer.simulate.options import SimulateOptions
 from jaxinfer.systems.registry import make_system
 from jaxinfer.validation import Options
@@ -60,6 +61,11 @@ class MetricOptions(Options):
     """
 
     ttft_counts_transfer: bool | None = None
+
+    def counts_transfer(self, system: System) -> bool:
+        """Whether a first token counts only once its KV has arrived."""
+        given = self.ttft_counts_transfer
+        return system.ttft_counts_transfer if given is None else given
 
 
 class RunFile(Options):

@@ -65,9 +65,7 @@ class LLM:
         system = make_system(config.system, cluster.instances)
         self.config = config
         self.model = config.require_model()
-        self.ttft_counts_transfer = system.ttft_counts_transfer
-        if config.metrics.ttft_counts_transfer is not None:
-            self.ttft_counts_transfer = config.metrics.ttft_counts_transfer
+        self.ttft_counts_transfer = config.metrics.counts_transfer(system)
         checkpoint = open_checkpoint(self.model)
         self.tokenizer = load_tokenizer(checkpoint)
         self.vocab_size = checkpoint.config.vocab_size

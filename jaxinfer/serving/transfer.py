@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from jaxinfer.serving.instance import Instance
     from jaxinfer.serving.world import Batch, World
 
+# An instance's name, and the pages there.
+End = tuple[str, Hold]
 _AHEAD: tuple[HandOffRule, ...] = ("per_chunk", "per_segment")
 
 
@@ -103,9 +105,10 @@ class HandOffs:
         """Send what the next leg's instance still lacks; its pages are reserved."""
         assert request.hold
         assert request.exported
-        source, hold = request.exported
         if request.sent < request.computed:
-            self._start(request, source, hold, request.legs[0].instance, request.hold)
+            dest = request.legs[0].instance, request.hold
+            transfer = self._note(request, request.exported, dest, request.computed)
+            self._world.start_transfer(transfer)
         elif not request.transfers:
             self._arrive(request)
 
@@ -116,7 +119,8 @@ class HandOffs:
             return
         if room := self._room_ahead(request, request.computed):
             assert request.hold
-            self._start(request, leg.instance, request.hold, request.legs[1].instance, room)
+            here, there = (leg.instance, request.hold), (request.legs[1].instance, room)
+            self._world.start_transfer(self._note(request, here, there, request.computed))
 
     def send_along(self, batch: "Batch") -> None:
         """Before a step: let it send what it computes of ``per_segment`` legs."""
@@ -131,9 +135,8 @@ class HandOffs:
                 continue  # The request ends with this step.
             stop = row.start + row.count
             if room := self._room_ahead(request, stop):
-                dest = request.legs[1].instance
-                transfer = self._note(request, batch.instance, row.hold, dest, room, stop)
-                batch.transfers.append(transfer)
+                here, there = (batch.instance, row.hold), (request.legs[1].instance, room)
+                batch.transfers.append(self._note(request, here, there, stop))
 
     def _room_ahead(self, request: RequestState, num_tokens: int) -> Hold | None:
         """Pages at the next leg's instance while this leg runs, if that has them to spare."""
@@ -169,8 +172,8 @@ class HandOffs:
             if has_room:  # There is nothing to send.
                 hold.drop_slices(move.source_shard, move.slices)
             return
-        name = request.legs[0].instance
-        self._start(request, name, hold, name, hold, move)
+        here = request.legs[0].instance, hold
+        self._world.start_transfer(self._note(request, here, here, request.computed, move))
 
     def done(self, transfer: Transfer, end: float) -> None:
         """Commit a transfer that has finished at ``end``, unless its epoch is over."""
@@ -218,44 +221,28 @@ class HandOffs:
         del dest.importing[request.id]
         dest.running[request.id] = request
 
-    def _start(
-        self,
-        request: RequestState,
-        source: str,
-        source_hold: Hold,
-        dest: str,
-        dest_hold: Hold,
-        move: MoveSlices | None = None,
-    ) -> None:
-        """Send what exists."""
-        stop = request.computed
-        self._world.start_transfer(
-            self._note(request, source, source_hold, dest, dest_hold, stop, move)
-        )
-
     def _note(
         self,
         request: RequestState,
-        source: str,
-        source_hold: Hold,
-        dest: str,
-        dest_hold: Hold,
+        source: End,
+        dest: End,
         stop: int,
         move: MoveSlices | None = None,
     ) -> Transfer:
+        """A transfer up to ``stop``, of what has not been sent, or of slices."""
         start = 0 if move else request.sent
         if not move:
             request.sent = stop
         request.transfers += 1
-        source_hold.pin()
-        dest_hold.pin()
+        for _, hold in (source, dest):
+            hold.pin()
         transfer = Transfer(
             request=request,
             epoch=request.epoch,
-            source=source,
-            dest=dest,
-            source_hold=source_hold,
-            dest_hold=dest_hold,
+            source=source[0],
+            dest=dest[0],
+            source_hold=source[1],
+            dest_hold=dest[1],
             start=start,
             stop=stop,
             requested=self._world.now(),

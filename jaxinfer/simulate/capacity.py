@@ -18,6 +18,9 @@ from jaxinfer.validation import Options
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
 
+# By which share the rate may be too low.
+_PRECISION = 0.02
+
 
 class Slo(Options):
     """Targets of one request, in seconds; it attains them if it meets all that are set.
@@ -98,15 +101,13 @@ def capacity(
     work: Sequence[BenchRequest],
     slo: Slo,
     attainment: float = 0.9,
-    precision: float = 0.02,
     seed: int = 0,
     on_load: Callable[[Load], None] = lambda load: None,
 ) -> Load:
-    """The largest rate at which so many requests meet their targets, by bisection on all cores.
+    """The largest rate at which so many requests meet their targets, to 2 %, on all cores.
 
     Args:
         work: lengths; their times of arrival do not count.
-        precision: by which share the rate may be too low.
         on_load: called with each rate that was simulated.
 
     Raises:
@@ -138,7 +139,7 @@ def capacity(
                 best = each
             if best.rate > 1e5:
                 raise JaxinferError(f"the targets hold at any rate: {best.rate:g} requests/s")
-        while worst.rate > best.rate * (1 + precision):
+        while worst.rate > best.rate * (1 + _PRECISION):
             step = (worst.rate - best.rate) / (cores + 1)
             for each in all_of([best.rate + step * (i + 1) for i in range(cores)]):
                 if each.attainment < attainment:

@@ -158,7 +158,7 @@ def _model_instance(
         tuple(parts),
         options.hop_s,
         tuple(latency for _, latency in links),
-        tuple(1 / rate if rate else 0.0 for rate, _ in links),
+        tuple(1 / rate for rate, _ in links),
         model.hidden_size * itemsize,
     )
     groups = [place.group for place in places]

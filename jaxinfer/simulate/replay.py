@@ -1,9 +1,9 @@
 """A finished real run once more, in virtual time: how far the simulator is from the truth."""
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from jaxinfer.config import as_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.comparison import figures, number_text
 from jaxinfer.report.records import RequestRecord, RunRecord, read_run
+from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.work import Work
 from jaxinfer.simulate.cluster import ModelledCluster, ModelledInstance, lanes_between
 from jaxinfer.simulate.network import Link
@@ -75,10 +76,11 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
         raise JaxinferError(f"{folder}: the run used its prefix cache, whose hits are not replayed")
     config = as_run_file(run["run_file"])
     cluster = config.cluster()
-    instances = {
-        name: _instance(name, cluster, cluster.instances[name], described)
+    read = {
+        name: _instance(cluster, cluster.instances[name], described, _profile(name, described))
         for name, described in run["instances"].items()
     }
+    instances = {name: instance for name, (instance, _) in read.items()}
     lanes: dict[tuple[str, str], Sequence[Lane]] = {}
     capacities: dict[Link, float] = {}
     for names, gb_s in run["measured_gb_s"].items():
@@ -88,13 +90,8 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
         BenchRequest(None, request.prompt_len, len(request.token_times), request.arrival)
         for request in sorted(real.requests, key=_order)
     ]
-    modelled = ModelledCluster(instances, lanes, capacities)
-    slowdowns = {
-        name: [cluster.groups[group].slowdown for group in instance.groups]
-        for name, instance in instances.items()
-    }
-    fits = {name: _profile(name, run).fit(slowdowns[name]) for name in instances}
-    serve(config, modelled, fits, work, out)
+    fits = {name: fit for name, (_, fit) in read.items()}
+    serve(config, ModelledCluster(instances, lanes, capacities), fits, work, out)
     newest = max((int(path.name) for path in out.iterdir()), default=1)
     return real, read_run(out / str(newest), "simulated")
 
@@ -104,8 +101,8 @@ def _order(request: RequestRecord) -> tuple[float, list[int]]:
     return request.arrival, [int(number) for number in re.findall(r"\d+", request.id)]
 
 
-def _profile(name: str, run: Mapping[str, Any]) -> Profile:
-    path = profile_folder() / f"{run['instances'][name]['profile']}.json"
+def _profile(name: str, described: Mapping[str, Any]) -> Profile:
+    path = profile_folder() / f"{described['profile']}.json"
     if not path.is_file():
         raise JaxinferError(
             f"instance {name}: no profile in {path.parent}; jaxinfer profile RUNFILE makes it"
@@ -114,11 +111,12 @@ def _profile(name: str, run: Mapping[str, Any]) -> Profile:
 
 
 def _instance(
-    name: str, cluster: ClusterConfig, config: InstanceConfig, described: Mapping[str, Any]
-) -> ModelledInstance:
-    profile = _profile(name, {"instances": {name: described}})
+    cluster: ClusterConfig, config: InstanceConfig, described: Mapping[str, Any], profile: Profile
+) -> tuple[ModelledInstance, StepFit]:
+    """As it was, and what its Balancer had to go by."""
     stages = described["stages"]
     groups = [stage["group"] for stage in stages]
+    slowdowns = [cluster.groups[group].slowdown for group in groups]
     limits = StepLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -129,13 +127,13 @@ def _instance(
     cost = Profiled(
         limits,
         [StepTimes.fit(limits, profile.points, number) for number in range(len(stages))],
-        [cluster.groups[group].slowdown for group in groups],
-        [cluster.link(a, b) for a, b in itertools.pairwise(groups)],
+        slowdowns,
+        [cluster.link(a, b) for a, b in pairwise(groups)],
         4 * described["hidden_size"],
     )
     heads, size = described["kv_heads"]
     itemsize = ITEMSIZES[stages[0]["dtype"]]
-    return ModelledInstance(
+    instance = ModelledInstance(
         config,
         groups,
         [stage["layers"] for stage in stages],
@@ -143,13 +141,10 @@ def _instance(
         2 * heads * size * itemsize,
         cost,
         segments=1,
-        devices=_numbers(groups, config),
+        # A stage's segments share its devices.
+        devices=[number // config.segments for number in range(len(groups))],
     )
-
-
-def _numbers(groups: Sequence[str], config: InstanceConfig) -> list[int]:
-    """Of what each segment runs on: a stage's segments share it."""
-    return [number // config.segments for number in range(len(groups))]
+    return instance, profile.fit(slowdowns)
 
 
 def _lanes(
@@ -186,7 +181,8 @@ def fidelity(real: RunRecord, simulated: RunRecord) -> Table:
     ]
     for name, truth, found in rows:
         off = f"{found / truth - 1:+.1%}" if truth and found is not None else "-"
-        table.add_row(name, *(number_text(v or 0) for v in (truth, found)), off)
+        both = ("-" if value is None else number_text(value) for value in (truth, found))
+        table.add_row(name, *both, off)
     apart = furthest_apart(real, simulated)
     table.add_row("output tokens over time, furthest apart", "", "", f"{apart:.1%}")
     return table

@@ -59,9 +59,7 @@ def serve(
         fits: by instance, what the system may predict with.
     """
     system = make_system(config.system, cluster.instances)
-    counts = config.metrics.ttft_counts_transfer
-    if counts is None:
-        counts = system.ttft_counts_transfer
+    counts = config.metrics.counts_transfer(system)
     requests = _requests(config, work)
     instances = [
         modelled.new_instance(name, fits.get(name)) for name, modelled in cluster.instances.items()

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import product
+from math import prod
 from pathlib import Path
 
 import yaml
@@ -57,6 +58,11 @@ class Grid:
     def __init__(self, points: Mapping[tuple[float, ...], float]) -> None:
         self._points = points
         self.axes = [sorted({key[i] for key in points}) for i in range(len(next(iter(points))))]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every point of the grid was measured."""
+        return len(self._points) == prod(map(len, self.axes))
 
     def __call__(self, *at: float) -> float | None:
         """The value there."""
@@ -117,8 +123,7 @@ class TableStage:
     def _read(self, folder: Path, first: bool, last: bool) -> None:
         dense = _curves(folder, "dense", "tokens")
         per_sequence = _curves(folder, "per_sequence", "sequences")
-        once = [dense[name] for name in (*FIRST * first, *LAST * last)]
-        self._per_step = once
+        self._per_step = [dense[name] for name in (*FIRST * first, *LAST * last)]
         every = PER_LAYER | {name: n for name, n in OPTIONAL.items() if name in dense}
         self._per_layer = [(dense[name], count) for name, count in every.items()]
         self._per_sequence = [per_sequence[name] for name in PER_SEQUENCE * last]
@@ -129,6 +134,8 @@ class TableStage:
         self._attention = Grid(grid)
         self._chunks = Grid({key[:2]: t for key, t in grid.items() if key[0] and not key[2]})
         self._decodes = Grid({key[2:]: t for key, t in grid.items() if key[2] and not key[0]})
+        if not (self._chunks.is_full and self._decodes.is_full):
+            raise JaxinferError(f"{folder}: attention.csv lacks points of its grid")
 
     def seconds(self, work: Work) -> float:
         """Of one step."""
@@ -153,19 +160,18 @@ class TableStage:
                 total += together
                 n, chunks = 0, chunks[:-1]
         for start, count in chunks:
-            total += self._alone(self._chunks, count, start)
-        return total + (self._alone(self._decodes, n, context) if n else 0.0)
+            total += _alone(self._chunks, count, start)
+        return total + (_alone(self._decodes, n, context) if n else 0.0)
 
-    def _alone(self, grid: Grid, count: float, context: float) -> float:
-        """Beyond the grid's edges as at its edges, in proportion."""
-        counts, contexts = grid.axes
-        inside = (
-            min(max(count, counts[0]), counts[-1]),
-            min(max(context, contexts[0]), contexts[-1]),
-        )
-        found = grid(*inside)
-        assert found is not None, (count, context)
-        return found * max(count / counts[-1], 1.0) * max(context / contexts[-1], 1.0)
+
+def _alone(grid: Grid, count: float, context: float) -> float:
+    """Beyond a full grid's edges as at its edges, in proportion."""
+    counts, contexts = grid.axes
+    found = grid(
+        min(max(count, counts[0]), counts[-1]), min(max(context, contexts[0]), contexts[-1])
+    )
+    assert found is not None, (count, context)
+    return found * max(count / counts[-1], 1.0) * max(context / contexts[-1], 1.0)
 
 
 def _check_model(path: Path, model: ModelShape, kind: str) -> None:

@@ -30,18 +30,22 @@ class Point:
         return sum(self.stages)
 
 
+def work_of_parts(parts: Iterable[Part]) -> Work:
+    """Of a step with these parts, of which decodes sample."""
+    parts = list(parts)
+    contexts = [start + 1 for start, count in parts if count == 1]
+    chunks = [part for part in parts if part[1] != 1]
+    tokens, singles = sum(count for _, count in parts), len(contexts)
+    return Work(tokens, singles, len(parts), singles, sum(contexts), chunks, singles)
+
+
 def features(parts: Iterable[Part]) -> tuple[float, float, float]:
     """What a step's time goes by, beside its shape.
 
     1, the pairs of chunk tokens and entries they see, and the entries that decodes see.
     """
-    pairs = entries = 0.0
-    for start, count in parts:
-        if count == 1:
-            entries += start + 1
-        else:
-            pairs += count * (start + (count + 1) / 2)
-    return 1.0, pairs, entries
+    work = work_of_parts(parts)
+    return 1.0, work.pairs, work.single_context
 
 
 class StepTimes:
@@ -77,9 +81,9 @@ class StepTimes:
 
 
 def shape_of(limits: StepLimits, parts: Sequence[Part]) -> StepShape:
-    """The bucket of a step with these parts, of which decodes sample."""
-    singles = sum(count == 1 for _, count in parts)
-    return limits.smallest(singles, sum(count for _, count in parts), singles)
+    """The bucket of a step with these parts."""
+    work = work_of_parts(parts)
+    return limits.smallest(work.singles, work.tokens, work.sampled)
 
 
 def _nonnegative(x: np.ndarray, y: np.ndarray) -> list[float]:
