@@ -12,7 +12,7 @@ from jaxinfer.config import RunFile, load_run_file
 from jaxinfer.continuations import Continuations
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options import EngineOptions
-from jaxinfer.report.metrics import RunMetrics, StepTotals, run_metrics
+from jaxinfer.report.metrics import RunMetrics, RunTotals, run_metrics
 from jaxinfer.report.progress import LoadProgress, RunProgress
 from jaxinfer.report.run_folder import RunFolder
 from jaxinfer.request import RequestOutput, Sampling, SamplingParams
@@ -220,7 +220,7 @@ class LLM:
         group = Continuations(requests, self.cluster.cached_page_size)
         checks = {r.id: StopCheck(sampling_of(r), self.tokenizer) for r in requests}
         self._compile_samplers(requests, progress)
-        totals = StepTotals()
+        totals = RunTotals()
         with ExitStack() as stack:
             folder = None
             if run_dir:
@@ -232,6 +232,7 @@ class LLM:
 
             def on_finish(request: RequestState) -> None:
                 world.add(group.released_by(request))
+                totals.add_request(request, request.metrics.delivered(self.ttft_counts_transfer))
                 if folder:
                     folder.add_request(request, self.ttft_counts_transfer)
                 if siblings := group.done_with(request):
@@ -243,7 +244,7 @@ class LLM:
                     for row in event.batch.rows if group.held_back else ():
                         if row.samples:
                             world.add(group.released_by(row.request))
-                    totals.add(event)
+                    totals.add_step(event)
                     bar.step_done(totals)
                     if folder:
                         folder.add_step(event)
@@ -269,9 +270,9 @@ class LLM:
                 shards.on_free = lambda: None  # The loop is not to outlive the run.
             self._kv = kv
             preemptions = sum(instance.num_preemptions for instance in instances)
-            served = [(r, sampling_of(r).parent) for r in requests]
+            served = {sampling_of(r).parent for r in requests if r.error is None}
             metrics = run_metrics(
-                served, totals, world.now(), self.ttft_counts_transfer,
+                totals, group.num_parents, group.num_parents - len(served), world.now(),
                 preemptions=preemptions,
                 num_pages=sum(stage.plan.num_pages - 1 for stage in self.cluster.stages),
                 compiles=sum(stage.step.compiles for stage in self.cluster.stages),

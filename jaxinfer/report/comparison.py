@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.report.metrics import percentile
+from jaxinfer.report.percentiles import percentile
 from jaxinfer.report.perfetto import write_trace
 from jaxinfer.report.records import RunRecord
 

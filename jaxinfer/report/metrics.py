@@ -4,31 +4,55 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from jaxinfer.report.percentiles import Percentiles
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 
 
 @dataclass
-class StepTotals:
-    """Sums over the steps seen so far; tokens are those computed, recomputed ones included."""
+class RunTotals:
+    """Sums over the steps and the requests that have ended so far, in bounded memory.
+
+    Attributes:
+        prefill_tokens, decode_tokens: computed, recomputed ones included.
+        requests, prompt_tokens, cached_tokens, output_tokens, ttft, tbt: of requests that have not
+            failed; see ``RunMetrics``.
+    """
 
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     peak_pages: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    ttft: Percentiles = field(default_factory=Percentiles)
+    tbt: Percentiles = field(default_factory=Percentiles)
 
-    def add(self, done: StepDone) -> None:
+    def add_step(self, done: StepDone) -> None:
         """Count one step."""
         work = done.batch.work
         self.steps += 1
         self.decode_tokens += work.decodes
         self.prefill_tokens += work.tokens - work.decodes
         self.peak_pages = max(self.peak_pages, done.batch.pages_in_use)
+
+    def add_request(self, request: RequestState, times: Sequence[float]) -> None:
+        """Count one request, whose tokens came at these times."""
+        if request.error is not None:
+            return
+        self.requests += 1
+        self.prompt_tokens += request.prompt_len
+        self.cached_tokens += request.metrics.num_cached_tokens or 0
+        self.output_tokens += len(request.output_token_ids)
+        if times:
+            self.ttft.add([times[0] - request.arrival])
+            self.tbt.add(np.diff(times))
 
 
 @dataclass
@@ -73,10 +97,10 @@ class RunMetrics:
 
 
 def run_metrics(
-    served: Sequence[tuple[RequestState, str]],
-    totals: StepTotals,
+    totals: RunTotals,
+    requests: int,
+    failed: int,
     wall_s: float,
-    ttft_counts_transfer: bool,
     waited_s: float,
     launching_s: float,
     **given: Any,
@@ -84,41 +108,29 @@ def run_metrics(
     """The figures of a run that has ended.
 
     Args:
-        served: all requests, each with the id of the one it was made from.
+        requests, failed: prompts, and those of them that have failed.
         waited_s: seconds in which the loop waited for devices and arrivals.
         given: fields of ``RunMetrics`` that requests and steps do not tell.
     """
-    done = [request for request, _ in served if request.error is None]
-    prompt_tokens = sum(request.prompt_len for request in done)
-    output_tokens = sum(len(request.output_token_ids) for request in done)
-    times = [(r.arrival, r.metrics.delivered(ttft_counts_transfer)) for r in done]
-    ttft = [tokens[0] - arrival for arrival, tokens in times if tokens]
-    tbt = [b - a for _, tokens in times for a, b in pairwise(tokens)]
-    parents = {parent for _, parent in served}
     return RunMetrics(
-        requests=len(parents),
-        failed=len(parents) - len({parent for r, parent in served if r.error is None}),
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        cached_tokens=sum(request.metrics.num_cached_tokens or 0 for request in done),
+        requests=requests,
+        failed=failed,
+        prompt_tokens=totals.prompt_tokens,
+        output_tokens=totals.output_tokens,
+        cached_tokens=totals.cached_tokens,
         wall_s=wall_s,
-        prompt_tok_s=prompt_tokens / wall_s,
-        output_tok_s=output_tokens / wall_s,
-        ttft_p50=percentile(ttft, 50),
-        ttft_p99=percentile(ttft, 99),
-        tbt_p50=percentile(tbt, 50),
-        tbt_p99=percentile(tbt, 99),
+        prompt_tok_s=totals.prompt_tokens / wall_s,
+        output_tok_s=totals.output_tokens / wall_s,
+        ttft_p50=totals.ttft.percentile(50),
+        ttft_p99=totals.ttft.percentile(99),
+        tbt_p50=totals.tbt.percentile(50),
+        tbt_p99=totals.tbt.percentile(99),
         steps=totals.steps,
         peak_pages=totals.peak_pages,
         loop_s=wall_s - waited_s - launching_s,
         launching_s=launching_s,
         **given,
     )
-
-
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The percentile with linear interpolation; None of nothing."""
-    return float(np.percentile(values, percent)) if values else None
 
 
 def peak_rss_mib() -> float:

@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from jaxinfer.report.metrics import StepTotals
+from jaxinfer.report.metrics import RunTotals
 
 
 def _bar(enabled: bool) -> Progress:
@@ -73,7 +73,7 @@ class RunProgress(_Shown):
         """Count one finished request."""
         self._bar.advance(self._task)
 
-    def step_done(self, totals: StepTotals) -> None:
+    def step_done(self, totals: RunTotals) -> None:
         """Refresh the speeds, once a second."""
         now = time.perf_counter()
         then, prefill, decode = self._since

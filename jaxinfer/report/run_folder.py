@@ -60,7 +60,7 @@ class RunFolder:
             "instance": batch.instance,
             "start": round(done.start, 6),
             "end": round(done.end, 6),
-            "rows": len(batch.rows),
+            "rows": work.sequences,
             "decode_tokens": work.decodes,
             "prefill_tokens": work.tokens - work.decodes,
             "sampled": len(done.tokens),

@@ -2,8 +2,10 @@
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jaxinfer.serving.decode_group import DecodeGroup
 from jaxinfer.serving.page_pool import Hold, KVShards
 from jaxinfer.serving.policies import Policies
 from jaxinfer.serving.prefix_cache import CachedPage, page_digests
@@ -38,10 +40,14 @@ class InstanceOptions:
 class Instance:
     """Queue, running requests and pages of one full copy of the weights.
 
+    Args:
+        groups_decodes: advance decodes together, where the world looks at no token and the system
+            at no step.
+
     Attributes:
         waiting: requests whose leg runs here and that have no pages here yet.
         importing: requests whose KV is on its way here; they have their pages.
-        running: requests that take part in steps, in the order of their admission.
+        group: the decodes advanced together; None if each is a row.
         num_exported: requests whose pages wait here to be fetched by their next leg's instance.
         in_flight: batches launched and not yet committed.
         fit: how long steps take here, where that has been profiled.
@@ -56,6 +62,7 @@ class Instance:
         policies: Policies | None = None,
         role: str = "",
         fit: StepFit | None = None,
+        groups_decodes: bool = False,
     ) -> None:
         self.name = name
         self.kv = kv
@@ -66,12 +73,26 @@ class Instance:
         self.next_role: str | None = None
         self.waiting: deque[RequestState] = deque()
         self.importing: dict[str, RequestState] = {}
-        self.running: dict[str, RequestState] = {}
+        self._running: dict[str, RequestState] = {}
         self.num_exported = 0
         self.in_flight = 0
         self.num_preemptions = 0
         self.watermark_pages = math.ceil(self.options.watermark * kv.num_pages)
         self._admitted_imports: list[RequestState] = []
+        # Of the batch that is being formed: decodes of the group, and the KV entries they see.
+        self._grouped = self._grouped_context = 0
+        # Those running that are not in the group, in the order of admission, too.
+        self._ungrouped: dict[str, RequestState] = {}
+        # A decode in flight cannot be launched in the next step unless it may be launched ahead.
+        together = self.options.launch_ahead or self.options.max_in_flight == 1
+        self.group = DecodeGroup(kv.page_size) if groups_decodes and together else None
+
+    @property
+    def running(self) -> Mapping[str, RequestState]:
+        """Requests that take part in steps, by id, in the order of their admission."""
+        if self.group:
+            self.group.settle()
+        return self._running
 
     @property
     def num_free_pages(self) -> int:
@@ -96,7 +117,12 @@ class Instance:
     @property
     def num_requests(self) -> int:
         """Requests waiting, importing or running here."""
-        return len(self.waiting) + len(self.importing) + len(self.running)
+        return len(self.waiting) + len(self.importing) + len(self._running)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs here or is on its way."""
+        return not self._running and not self.importing
 
     @property
     def draining(self) -> bool:
@@ -114,11 +140,66 @@ class Instance:
         """The next step by this instance's policy, whose rows ``plan_row`` has launched."""
         if self.in_flight >= self.options.max_in_flight:
             return None
+        self._grouped, self._grouped_context = 0, 0
         rows = self.policies.form_batch(self)
-        if not rows:
+        if not rows and not self._grouped:
             return None
         self.in_flight += 1
-        return Batch(self.name, rows, len(self.waiting), len(self.running), self.kv.num_in_use)
+        return Batch(
+            self.name, rows, len(self.waiting), len(self._running), self.kv.num_in_use,
+            self._grouped, self._grouped_context,
+        )  # fmt: skip
+
+    def ungrouped(self) -> list[RequestState]:
+        """Running requests that each need a row of their own."""
+        return list(self._ungrouped.values())
+
+    def launch_group(self, budget: int) -> int:
+        """Launch all decodes that go together, for at most ``budget`` tokens; how many they are.
+
+        Where there is not room and budget for all of them, and for all other decodes, none does:
+        it is the policy then that decides who waits or leaves.
+        """
+        if (group := self.group) is None:
+            return 0
+        group.retire()
+        others = 0
+        for request in self.ungrouped():
+            if group.takes(request):
+                group.join(request)
+                del self._ungrouped[request.id]
+            else:
+                others += 1
+        if not group.active:
+            return 0
+        if group.pages_needed() + others > self.kv.num_free or len(group.active) + others > budget:
+            for request in self._running.values():
+                if request in group:
+                    group.leave(request)
+            self._ungrouped = dict(self._running)
+            return 0
+        self._grouped, self._grouped_context = group.launch()
+        return self._grouped
+
+    def commit_group(self, end: float) -> tuple[list[RequestState], list[Row]]:
+        """A step of the group has ended.
+
+        Returns:
+            The requests that end with it, in the order of admission; and the step's rows of those
+            that have left the group since it was launched.
+        """
+        assert self.group
+        ended, rows = self.group.commit(end)
+        if len(ended) > 1:
+            ids = {request.id for request in ended}
+            ended = [request for id, request in self._running.items() if id in ids]
+        return ended, rows
+
+    def leave_group(self, request: RequestState) -> None:
+        """Have a request be a row of its own again, with its integers as they are."""
+        if self.group and request in self.group:
+            self.group.leave(request)
+            self._ungrouped = {id: r for id, r in self._running.items() if r not in self.group}
 
     def plan_row(self, request: RequestState, count: int, rows: list[Row]) -> Row | None:
         """Launch a row of ``count`` tokens with its pages; None if it has to wait.
@@ -151,10 +232,13 @@ class Instance:
                 return False  # Pages come back without anyone losing work.
             if self.kv.take_back_reserved():
                 continue
-            if self.num_exported or any(other.slice_move for other in self.running.values()):
+            if self.num_exported or any(other.slice_move for other in self._running.values()):
                 return False  # Here, too.
-            planned = planned or {row.request.id for row in rows}
-            victims = [other for other in self.running.values() if other.id not in planned]
+            if planned is None:
+                planned = {row.request.id for row in rows}
+                if self._grouped and self.group:
+                    planned |= self.group.active.keys()
+            victims = [other for other in self._running.values() if other.id not in planned]
             victim = self.policies.victim(victims)
             if victim is request and self.importing:
                 return False  # What is on its way came later; it can be preempted on arrival.
@@ -165,14 +249,27 @@ class Instance:
 
     def remove(self, request: RequestState) -> None:
         """Take a request out of wherever it is here; its pages are the caller's to free."""
-        if request in self.waiting:
+        if self.runs(request):
+            self._stop(request)
+        elif not self.importing.pop(request.id, None) and request in self.waiting:
             self.waiting.remove(request)
-        self.importing.pop(request.id, None)
-        self.running.pop(request.id, None)
+
+    def runs(self, request: RequestState) -> bool:
+        """Whether the request takes part in steps here."""
+        return request.id in self._running
+
+    def run(self, request: RequestState) -> None:
+        """Have a request take part in steps; its pages and its KV are here."""
+        self._running[request.id] = self._ungrouped[request.id] = request
+
+    def _stop(self, request: RequestState) -> None:
+        self.leave_group(request)
+        del self._running[request.id]
+        self._ungrouped.pop(request.id, None)
 
     def preempt(self, request: RequestState) -> None:
         """Drop a running request's KV; it is recomputed here, from the head of the queue."""
-        del self.running[request.id]
+        self._stop(request)
         assert request.hold
         request.hold.release()
         request.hold = None
@@ -203,7 +300,7 @@ class Instance:
                 request.metrics.add_cached(request.computed)
             self.waiting.remove(request)
             if request.exported is None:
-                self.running[request.id] = request
+                self.run(request)
                 return request
             self.importing[request.id] = request
             self._admitted_imports.append(request)
@@ -258,7 +355,7 @@ class Instance:
     @property
     def has_seat(self) -> bool:
         """Whether one more request may run."""
-        return len(self.running) + len(self.importing) < self.options.max_num_seqs
+        return len(self._running) + len(self.importing) < self.options.max_num_seqs
 
     @property
     def can_import(self) -> bool:

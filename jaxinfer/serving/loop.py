@@ -153,7 +153,13 @@ class ServingLoop:
         caches, check_stop = instance.kv.cache is not None, self._check_stop
         logprobs, details, prompt_details = done.logprobs, done.details, done.prompt_details
         end, sample = done.end, -1
-        for row in done.batch.rows:
+        rows = done.batch.rows
+        if done.batch.grouped:
+            ended, left = instance.commit_group(end)
+            for request in ended:
+                self._finish(request, "length", None)
+            rows = left + rows
+        for row in rows:
             request, hold = row.request, row.hold
             hold.users -= 1
             if hold.released:
@@ -204,7 +210,7 @@ class ServingLoop:
             self._end_leg(request)  # Cut short while its KV was on the way.
 
     def _runs(self, request: RequestState) -> bool:
-        return bool(request.legs) and request.id in self.instances[request.legs[0].instance].running
+        return bool(request.legs) and self.instances[request.legs[0].instance].runs(request)
 
     def _end_leg(self, request: RequestState) -> None:
         self._changed[request.legs[0].instance] = None
@@ -339,6 +345,8 @@ class ServingLoop:
         request = self.live.get(action.request)
         if request is None:
             return  # It ended in the step that the system answers.
+        if request.legs:
+            self.instances[request.legs[0].instance].leave_group(request)
         match action:
             case Pause():
                 request.paused = True
@@ -357,7 +365,7 @@ class ServingLoop:
         if request.legs:
             here = self.instances[request.legs[0].instance]
             self._changed[here.name] = None
-            if request.id in here.running or request.id in here.importing:
+            if here.runs(request) or request.id in here.importing:
                 self._revise_legs(request, here, legs)
                 return
             here.waiting.remove(request)

@@ -101,12 +101,13 @@ class Hold:
         extra = self.kv.pages_for(num_tokens) - self.num_pages
         if extra <= 0:
             return True
-        pairs = list(zip(self.kv.shards, self.tables, strict=True))
-        if any(shard.pool.num_free < extra * len(table) for shard, table in pairs):
-            return False
-        for shard, table in pairs:
+        shards, tables = self.kv.shards, self.tables
+        for shard, table in zip(shards, tables, strict=True):
+            if shard.pool.num_free < extra * len(table):
+                return False
+        for shard, table in zip(shards, tables, strict=True):
             for pages in table.values():
-                pages.extend(shard.pool.take(extra))
+                pages += shard.pool.take(extra)
         self.num_pages += extra
         self.capacity = self.num_pages * self.kv.page_size
         return True

@@ -24,8 +24,7 @@ def greedy(instance: "Instance", request: RequestState, leg: Leg) -> bool:
     for ever. An instance that runs nothing ignores it.
     """
     free = instance.kv.num_free - instance.pages_to_take(request, leg)
-    idle = not instance.running and not instance.importing
-    return free >= (0 if idle else instance.watermark_pages)
+    return free >= (0 if instance.is_idle else instance.watermark_pages)
 
 
 def latest(candidates: Sequence[RequestState]) -> RequestState:
@@ -39,9 +38,10 @@ def mixed(instance: "Instance") -> list[Row]:
     All under the instance's token budget: chunked prefill as in Sarathi-Serve.
     """
     budget = instance.options.max_num_batched_tokens
+    budget -= instance.launch_group(budget)
     rows: list[Row] = []
     prefills: list[RequestState] = []
-    for request in list(instance.running.values()):
+    for request in instance.ungrouped():
         todo, launched = 1, request.launched
         # Most are decodes of a last leg, with one token to go: asking costs more than the rest.
         if (

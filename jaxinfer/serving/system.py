@@ -212,6 +212,11 @@ class System:
     def __init__(self, options: Any = None) -> None:
         self.options = options if options is not None else self.Options()
 
+    @property
+    def needs_decode_rows(self) -> bool:
+        """Whether ``on_step`` looks at the rows of decodes; a simulation may leave them out."""
+        return type(self).on_step is not System.on_step
+
     def check(self, instances: Collection[str]) -> None:
         """Raise JaxinferError if the system cannot work with instances of these names."""
 

@@ -59,7 +59,7 @@ class HandOffs:
         """Take the request out of its instance; its pages stay until they are fetched."""
         leg = request.legs.pop(0)
         source = self._instances[leg.instance]
-        del source.running[request.id]
+        source.remove(request)
         assert request.hold
         assert request.pending == 0
         assert request.launched == request.computed
@@ -219,7 +219,7 @@ class HandOffs:
         request.sent = 0
         dest = self._instances[request.legs[0].instance]
         del dest.importing[request.id]
-        dest.running[request.id] = request
+        dest.run(request)
 
     def _note(
         self,

@@ -35,9 +35,14 @@ class Work:
         return sum(count * (start + (count + 1) / 2) for start, count in self.chunks)
 
 
-def work_of(rows: "Iterable[Row]") -> Work:
-    """Count once; asked for by whoever costs, reports or looks up a step."""
-    singles = context = tokens = sampled = decodes = sequences = 0
+def work_of(rows: "Iterable[Row]", grouped: int = 0, grouped_context: int = 0) -> Work:
+    """Count once; asked for by whoever costs, reports or looks up a step.
+
+    Args:
+        grouped: decodes besides, which see ``grouped_context`` KV entries.
+    """
+    singles = sampled = decodes = sequences = grouped
+    context, tokens = grouped_context, 0
     chunks: list[tuple[int, int]] = []
     for row in rows:
         sequences += 1

@@ -35,6 +35,8 @@ class Batch:
     """The rows of one step, decodes first.
 
     ``num_waiting``, ``num_running`` and ``pages_in_use`` describe the instance at launch.
+    ``grouped`` decodes besides, which see ``grouped_context`` KV entries, have no rows: in a world
+    that looks at none.
     ``transfers`` are of what the step computes: each piece of the model leaves as it is done.
     ``work`` counts what the rows hold.
     """
@@ -44,12 +46,14 @@ class Batch:
     num_waiting: int
     num_running: int
     pages_in_use: int
+    grouped: int = 0
+    grouped_context: int = 0
     transfers: list[Transfer] = field(default_factory=list)
     work: Work = field(init=False)
 
     def __post_init__(self) -> None:
         """Count once."""
-        self.work = work_of(self.rows)
+        self.work = work_of(self.rows, self.grouped, self.grouped_context)
 
 
 @dataclass(slots=True)

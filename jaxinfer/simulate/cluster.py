@@ -46,13 +46,14 @@ class ModelledInstance:
     segments: int
     devices: Sequence[int]
 
-    def new_instance(self, name: str, fit: StepFit | None) -> Instance:
+    def new_instance(self, name: str, fit: StepFit | None, groups_decodes: bool) -> Instance:
         """The scheduling side, with empty pools."""
         size = self.config.page_size
         shards = [Shard(PagePool(count, size)) for count in self.num_pages]
         kv = KVShards(shards, self.config.enable_prefix_caching)
         options = instance_options(self.config, len(self.config.places))
-        return Instance(name, kv, options, fit=fit)
+        grouped = groups_decodes and not self.config.enable_prefix_caching
+        return Instance(name, kv, options, fit=fit, groups_decodes=grouped)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,15 @@
 """A workload on a modelled cluster: the serving loop in virtual time."""
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
 from jaxinfer.config import RunFile
 from jaxinfer.errors import JaxinferError
-from jaxinfer.report.metrics import RunMetrics, StepTotals, run_metrics
+from jaxinfer.report.metrics import RunMetrics, RunTotals, run_metrics
 from jaxinfer.report.run_folder import RunFolder
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
@@ -60,9 +61,10 @@ def serve(
     """
     system = make_system(config.system, cluster.instances)
     counts = config.metrics.counts_transfer(system)
-    requests = _requests(config, work)
+    _check_lengths(config, work)
     instances = [
-        modelled.new_instance(name, fits.get(name)) for name, modelled in cluster.instances.items()
+        modelled.new_instance(name, fits.get(name), not system.needs_decode_rows)
+        for name, modelled in cluster.instances.items()
     ]
     world = SimulatedWorld(
         {name: modelled.cost for name, modelled in cluster.instances.items()},
@@ -70,9 +72,9 @@ def serve(
         {name: modelled.devices for name, modelled in cluster.instances.items()},
         cluster.lanes,
         cluster.capacities,
-        sorted(requests, key=lambda request: request.arrival),
+        _by_arrival(work),
     )
-    totals, started = StepTotals(), time.perf_counter()
+    totals, started = RunTotals(), time.perf_counter()
     with ExitStack() as stack:
         folder = None
         if run_dir:
@@ -82,13 +84,15 @@ def serve(
         def on_finish(request: RequestState) -> None:
             if request.error:
                 raise JaxinferError(request.error)
-            on_request(request, request.metrics.delivered(counts))
+            times = request.metrics.delivered(counts)
+            totals.add_request(request, times)
+            on_request(request, times)
             if folder:
                 folder.add_request(request, counts)
 
         def on_event(event: Event) -> None:
             if isinstance(event, StepDone):
-                totals.add(event)
+                totals.add_step(event)
                 if folder:
                     folder.add_step(event)
             elif folder and isinstance(event, TransferDone):
@@ -97,8 +101,7 @@ def serve(
         loop = ServingLoop(world, instances, system, on_finish=on_finish, on_event=on_event)
         loop.run()
         metrics = run_metrics(
-            [(request, request.id) for request in requests],
-            totals, world.now(), counts, waited_s=world.now(), launching_s=0.0,
+            totals, len(work), 0, world.now(), waited_s=world.now(), launching_s=0.0,
             preemptions=sum(instance.num_preemptions for instance in instances),
             num_pages=sum(sum(m.num_pages) - len(m.num_pages) for m in cluster.instances.values()),
             compiles=0, compile_s=0.0, late_compiles=0,
@@ -109,25 +112,26 @@ def serve(
     return metrics
 
 
-def _requests(config: RunFile, work: Sequence[BenchRequest]) -> list[RequestState]:
+def _check_lengths(config: RunFile, work: Sequence[BenchRequest]) -> None:
     """Raises JaxinferError where there is none, or one is longer than an instance takes."""
     if not work:
         raise JaxinferError("no requests")
     limits = [options.max_model_len for options in config.cluster().instances.values()]
-    longest = min((limit for limit in limits if limit), default=None)
-    requests = []
+    longest = min((limit for limit in limits if limit), default=math.inf)
     for number, item in enumerate(work):
-        total = item.prompt_len + item.max_tokens
-        if longest and total > longest:
+        if item.prompt_len + item.max_tokens > longest:
             raise JaxinferError(
                 f"request {number}: {item.prompt_len} prompt and {item.max_tokens} output tokens, "
                 f"max_model_len is {longest}"
             )
+
+
+def _by_arrival(work: Sequence[BenchRequest]) -> Iterator[RequestState]:
+    """One by one, so that those that have ended are forgotten."""
+    for number in sorted(range(len(work)), key=lambda number: work[number].arrival):
+        item = work[number]
         tokens = item.prompt_token_ids or ()
-        requests.append(
-            RequestState(str(number), item.prompt_len, item.max_tokens, item.arrival, tokens)
-        )
-    return requests
+        yield RequestState(str(number), item.prompt_len, item.max_tokens, item.arrival, tokens)
 
 
 def describe(config: RunFile, instances: object, counts: bool) -> dict[str, object]:

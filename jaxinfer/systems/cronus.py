@@ -123,6 +123,11 @@ class Cronus(System):
             return self._refined.prefill or weak.prefill, self._refined.mixed or strong.mixed
         return weak.prefill, strong.mixed
 
+    @property
+    def needs_decode_rows(self) -> bool:
+        """Where predictors are refined."""
+        return self._refined is not None
+
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         """Note how long the parts take in truth."""
         for row in step.rows:

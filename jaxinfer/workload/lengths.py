@@ -15,7 +15,7 @@ from jaxinfer.validation import did_you_mean
 from jaxinfer.workload.json_lines import as_token_ids, numbered_lines, parse_object, shorten
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class BenchRequest:
     """A request to measure with: ``prompt_len`` tokens in, ``max_tokens`` out.
 

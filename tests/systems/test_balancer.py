@@ -192,7 +192,7 @@ def test_the_statistics_are_those_of_the_moment() -> None:
         request = RequestState(name, prompt_len, 50)
         request.computed = computed
         request.hold = instance.kv.reserve(max(computed, 1))
-        instance.running[name] = request
+        instance.run(request)
     instance.waiting.append(RequestState("e", 5, 5))
     # 2 + 4 + 7 + 1 pages are taken.
     assert load_of(instance) == Load(

@@ -1,0 +1,67 @@
+"""Percentiles of more values than are worth keeping."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+# Values kept as they are: 64 MB.
+EXACT = 2**23
+# Beyond, values are counted in bins that are so much wider than the one before.
+_RATIO = 1.001
+_LEAST, _MOST = 1e-9, 1e9
+
+
+class Percentiles:
+    """Percentiles of a stream of positive values, in bounded memory.
+
+    Of up to ``exact`` values they are exact; of more, within 0.05 % of the value, for values from
+    1e-9 to 1e9.
+    """
+
+    def __init__(self, exact: int = EXACT) -> None:
+        self._exact = exact
+        self._values = np.empty(min(1024, exact))
+        self._used = 0
+        self._bins: np.ndarray | None = None
+
+    def add(self, values: Sequence[float] | np.ndarray) -> None:
+        """Count some values."""
+        used = self._used + len(values)
+        if self._bins is None and used > self._exact:
+            self._bins = np.zeros(_bin(np.array([_MOST]))[0] + 1, np.int64)
+            self._count(self._values[: self._used])
+            self._values, self._used = np.empty(0), 0
+        if self._bins is not None:
+            self._count(np.asarray(values))
+            return
+        if used > len(self._values):
+            self._values = np.resize(
+                self._values, min(max(2 * len(self._values), used), self._exact)
+            )
+        self._values[self._used : used] = values
+        self._used = used
+
+    def _count(self, values: np.ndarray) -> None:
+        assert self._bins is not None
+        np.add.at(self._bins, _bin(values), 1)
+
+    def percentile(self, percent: float) -> float | None:
+        """With linear interpolation between neighbours; None of nothing."""
+        if self._bins is None:
+            return percentile(self._values[: self._used], percent)
+        until = np.cumsum(self._bins)
+        rank = percent / 100 * (until[-1] - 1)
+        low, high = np.searchsorted(until, [math.floor(rank), math.ceil(rank)], side="right")
+        a, b = (_LEAST * _RATIO ** (i + 0.5) for i in (low, high))
+        return float(a + (b - a) * (rank - math.floor(rank)))
+
+
+def _bin(values: np.ndarray) -> np.ndarray:
+    clipped = np.clip(values, _LEAST, _MOST)
+    return (np.log(clipped / _LEAST) / math.log(_RATIO)).astype(np.int64)
+
+
+def percentile(values: Sequence[float] | np.ndarray, percent: float) -> float | None:
+    """The percentile with linear interpolation; None of nothing."""
+    return float(np.percentile(values, percent)) if len(values) else None

@@ -1,0 +1,186 @@
+"""Decodes that are advanced together, where nobody looks at their tokens: a simulation's speed.
+
+A step of hundreds of decodes costs what a step of one does, and its results are the same, bit for
+bit, as those of one row per request.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import Row
+
+# When so many past steps' times have come together, members take what is theirs.
+_TIMES_KEPT = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A request in the group.
+
+    Attributes:
+        first, last: numbers of its first step in the group, and of the one that ends it.
+        start: KV entries launched before the first.
+        launched, committed: group steps of which its integers know already.
+    """
+
+    request: RequestState
+    first: int
+    last: int
+    start: int
+    launched: int
+    committed: int
+
+
+class DecodeGroup:
+    """Running requests of one instance, each of which decodes until it ends with max_tokens.
+
+    Each step of the group is a token for each of them. Their integers stand still meanwhile:
+    ``settle`` brings them up to date, and ``leave`` besides takes a request out. The group counts
+    its steps, and keeps who ends with which, and who needs a page in which: its requests' positions
+    differ by constants.
+
+    Attributes:
+        active: the members that the latest step launched advances, or the next one will.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.active: dict[str, Member] = {}
+        self._members: dict[str, Member] = {}
+        self._launched = 0
+        self._committed = 0
+        # When the steps from number _oldest on were done.
+        self._times: list[float] = []
+        self._oldest = 0
+        self._ends: defaultdict[int, dict[str, Member]] = defaultdict(dict)
+        # By the number of a step modulo the page size: who may need a page in it.
+        self._turns: list[dict[str, Member]] = [{} for _ in range(page_size)]
+        self._context = 0
+        # By the number of a step in flight: its rows of requests that have left meanwhile.
+        self._left: dict[int, list[Row]] = {}
+
+    def __contains__(self, request: RequestState) -> bool:
+        """Whether the request is advanced here."""
+        return request.id in self._members
+
+    @staticmethod
+    def takes(request: RequestState) -> bool:
+        """Whether all that is left of a running request is to decode, one token after the other."""
+        known = request.prompt_len + len(request.output_token_ids) + request.pending
+        return (
+            request.launched + 1 == known
+            and request.prompt_len < known <= request.peak_tokens
+            and request.legs[0].until is None
+            and not request.paused
+            and not request.slice_move
+        )
+
+    def join(self, request: RequestState) -> None:
+        """Take a request in, from the next step on."""
+        left = request.max_tokens - len(request.output_token_ids) - request.pending
+        first, start = self._launched, request.launched
+        member = Member(request, first, first + left - 1, start, first, first)
+        self._members[request.id] = self.active[request.id] = member
+        self._ends[member.last][request.id] = member
+        self._turn_of(member)[request.id] = member
+        self._context += start + 1
+
+    def retire(self) -> None:
+        """Before a step: leave those out whose last one has been launched."""
+        for member in self._ends.get(self._launched - 1, {}).values():
+            if member.request.id in self.active:
+                self._deactivate(member)
+
+    def pages_needed(self) -> int:
+        """Pages per slice that the next step takes."""
+        turn = self._turns[self._launched % len(self._turns)].values()
+        return sum(self._position(member) >= _capacity(member) for member in turn)
+
+    def launch(self) -> tuple[int, int]:
+        """Start a step, for whose pages there is room.
+
+        Returns:
+            Its rows, and the KV entries that they see, their own included.
+        """
+        for member in self._turns[self._launched % len(self._turns)].values():
+            position = self._position(member)
+            if position >= _capacity(member):
+                hold = member.request.hold
+                assert hold
+                grown = hold.grow(position + 1)
+                assert grown, "the room was counted before"
+        rows, context = len(self.active), self._context
+        self._context += rows
+        self._launched += 1
+        return rows, context
+
+    def commit(self, end: float) -> tuple[list[RequestState], list[Row]]:
+        """A step has ended.
+
+        Returns:
+            The requests that end with it, in no order, which have left; and the step's rows of
+            those that left before.
+        """
+        number = self._committed
+        self._times.append(end)
+        self._committed += 1
+        ended = [member.request for member in self._ends.get(number, {}).values()]
+        for request in ended:
+            self.leave(request)
+        self._ends.pop(number, None)
+        if len(self._times) == _TIMES_KEPT:
+            self.settle()
+            self._times.clear()
+            self._oldest = self._committed
+        return ended, self._left.pop(number, [])
+
+    def leave(self, request: RequestState) -> None:
+        """Settle a member and take it out; of steps in flight, it has rows from now on."""
+        member = self._members.pop(request.id)
+        self._settle(member)
+        if request.id in self.active:
+            self._deactivate(member)
+        del self._ends[member.last][request.id]
+        assert request.hold
+        for number in range(max(self._committed, member.first), member.launched):
+            request.hold.pin()
+            start = member.start + number - member.first
+            row = Row(request, start, 1, True, True, request.epoch, request.hold)
+            self._left.setdefault(number, []).append(row)
+
+    def settle(self) -> None:
+        """Bring all members' integers, tokens and times up to date."""
+        for member in self._members.values():
+            self._settle(member)
+
+    def _settle(self, member: Member) -> None:
+        request, stop = member.request, member.last + 1
+        launched, committed = min(self._launched, stop), min(self._committed, stop)
+        ahead = launched - member.launched
+        request.launched += ahead
+        request.pending += ahead
+        member.launched = launched
+        if (count := committed - member.committed) > 0:
+            request.pending -= count
+            request.computed = member.start + committed - member.first
+            request.output_token_ids.extend([0] * count)
+            at = member.committed - self._oldest
+            request.metrics.token_times.extend(self._times[at : at + count])
+            member.committed = committed
+
+    def _deactivate(self, member: Member) -> None:
+        del self.active[member.request.id]
+        del self._turn_of(member)[member.request.id]
+        self._context -= self._position(member) + 1
+
+    def _position(self, member: Member) -> int:
+        """The KV entry that the member's row of the next step writes."""
+        return member.start + self._launched - member.first
+
+    def _turn_of(self, member: Member) -> dict[str, Member]:
+        return self._turns[(member.first - member.start) % len(self._turns)]
+
+
+def _capacity(member: Member) -> int:
+    assert member.request.hold
+    return member.request.hold.capacity
