@@ -1,4 +1,4 @@
-"""The command line: run, bench, compare, simulate, capacity, explain, profile and convert."""
+"""The command line: run, bench, compare, explain, profile, convert; `cli_simulate` has more."""
 
 import json
 import os
@@ -10,38 +10,34 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from jaxinfer import cli_simulate
 from jaxinfer.batch_job import BatchJob
+from jaxinfer.cli_options import (
+    compare_and_write,
+    refuse,
+    with_figures,
+    with_force,
+    with_limit,
+    with_model,
+    with_settings,
+    with_workload,
+    workload_settings,
+)
 from jaxinfer.config import RunFile, load_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.table import metrics_table
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import read_workload
 
-# Options that several commands take.
-with_model = click.option(
-    "--model", help="Demo model's name, .gguf file, folder (converted or Hugging Face), or hub id."
-)
-with_settings = click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="A.B=C",
-    help="Override a run file's value, e.g. engine.max_num_seqs=16; may be repeated.",
-)
-with_workload = click.option(
-    "--workload", required=True, help="JSONL of prompt_token_ids, or CSV of lengths."
-)
-with_figures = click.option("--json", "json_path", required=True, help="File for the figures.")
-with_limit = click.option(
-    "--limit", type=click.IntRange(min=1), help="Take the first N requests only."
-)
-with_force = click.option("--force", is_flag=True, help="Overwrite the file of figures.")
-
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="jaxinfer")
 def cli() -> None:
     """Run and study LLM inference in JAX."""
+
+
+for command in (cli_simulate.simulate, cli_simulate.capacity):
+    cli.add_command(command)
 
 
 @cli.command()
@@ -174,109 +170,25 @@ def compare(
     """
     if not any(Path(file).suffix in (".yaml", ".yml") for file in files):
         only: dict[str, object] = {"--systems": systems, "--out": out, "--simulate": simulate}
-        _refuse("for run files, not for tables of rules", only)
+        refuse("for run files, not for tables of rules", only)
         if not json_path or not workload:
             raise JaxinferError("tables of rules are compared with --workload and --json")
         _compare_rules(
             files, run_file, model, workload, json_path, limit, rounds or 3, settings, force
         )
         return
-    _refuse(
+    refuse(
         "for tables of rules, not for run files",
         {"--config": run_file, "--model": model, "--json": json_path, "--force": force},
     )
     if not out:
         raise JaxinferError("systems are compared with --out FOLDER")
-    more = _workload_settings(workload, limit)
+    more = workload_settings(workload, limit)
     names = systems.split(",") if systems else []
     if simulate:
-        _refuse("for real runs: a simulation is the same each time", {"--rounds": rounds})
+        refuse("for real runs: a simulation is the same each time", {"--rounds": rounds})
     count = 0 if simulate else rounds or 3
-    _compare_systems(files, names, Path(out), count, [*settings, *more])
-
-
-def _workload_settings(trace: str | None, limit: int | None) -> list[str]:
-    settings = [f"workload.trace={trace}"] if trace else []
-    return settings + ([f"workload.limit={limit}"] if limit else [])
-
-
-def _refuse(why: str, options: dict[str, object]) -> None:
-    for name, value in options.items():
-        if value:
-            raise JaxinferError(f"{name} is {why}")
-
-
-def _compare_systems(
-    files: Sequence[str], systems: Sequence[str], out: Path, rounds: int, settings: Sequence[str]
-) -> None:
-    """Without rounds, on modelled clusters."""
-    from jaxinfer.compare import compare_systems, load_systems, simulate_systems
-    from jaxinfer.report.comparison import comparison_table, new_folder, write_comparison
-
-    configs = load_systems(files, systems, settings)
-    work = load_run_file(files[0], settings).workload.requests()
-    new_folder(out)
-    runs = (
-        compare_systems(configs, work, out, rounds)
-        if rounds
-        else simulate_systems(configs, work, out)
-    )
-    Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(runs))
-    command = " ".join(["jaxinfer", *sys.argv[1:]])
-    written = write_comparison(runs, out, command)
-    Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)
-
-
-@cli.command()
-@click.argument("run_file")
-@click.option("--workload", help="JSONL of prompt_token_ids, or CSV of lengths.")
-@with_limit
-@click.option("--slo", required=True, help="Seconds: ttft=1,tpot=0.1 (and tbt, e2e).")
-@click.option("--attainment", default=0.9, type=click.FloatRange(0, 1, min_open=True))
-@click.option("--seed", default=0, help="Of the Poisson arrivals.")
-@with_settings
-def capacity(
-    run_file: str,
-    workload: str | None,
-    limit: int | None,
-    slo: str,
-    attainment: float,
-    seed: int,
-    settings: tuple[str, ...],
-) -> None:
-    """Find the largest rate of requests at which a modelled cluster meets its targets."""
-    from jaxinfer.simulate.capacity import capacity, read_slo
-
-    more = _workload_settings(workload, limit)
-    config = load_run_file(run_file, [*settings, *more])
-    work = config.workload.requests()
-    console = Console()
-    best = capacity(
-        config,
-        work,
-        read_slo(slo),
-        attainment,
-        seed=seed,
-        on_load=lambda load: console.print(
-            f"{load.rate:9.3f} requests/s: {load.attainment:6.1%} meet their targets"
-        ),
-    )
-    console.print(
-        f"capacity: {best.rate:.3g} requests/s at {best.attainment:.1%} attainment, "
-        f"goodput {best.goodput:.3g} requests/s"
-    )
-
-
-def _replay(real: Path, out: Path) -> None:
-    from jaxinfer.report.comparison import new_folder, write_comparison
-    from jaxinfer.simulate.replay import fidelity, replay
-
-    new_folder(out)
-    both = replay(real, out / "runs")
-    Console(width=None if sys.stdout.isatty() else 120).print(fidelity(*both))
-    command = " ".join(["jaxinfer", *sys.argv[1:]])
-    written = write_comparison({run.name: [run] for run in both}, out, command)
-    Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)
+    compare_and_write(files, names, Path(out), count, [*settings, *more])
 
 
 def _compare_rules(
@@ -299,34 +211,6 @@ def _compare_rules(
     records = compare_rules(config, tables, work, workload, f"{out}.runs", rounds)
     Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(records))
     out.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
-
-
-@cli.command()
-@click.argument("run_file", required=False)
-@click.option("--workload", help="JSONL of prompt_token_ids, or CSV of lengths.")
-@with_limit
-@click.option("--replay", metavar="RUN_DIR", help="A finished real run: how far is the simulator?")
-@click.option("--out", required=True, help="New folder for tables, pictures and traces.")
-@with_settings
-def simulate(
-    run_file: str | None,
-    workload: str | None,
-    limit: int | None,
-    replay: str | None,
-    out: str,
-    settings: tuple[str, ...],
-) -> None:
-    """Serve a workload on a modelled cluster, in virtual time: groups name GPUs by their kind."""
-    if replay:
-        why = "for a run file, not for a replay"
-        given = {"--workload": workload, "--limit": limit, "--set": settings}
-        _refuse(why, {"RUN_FILE": run_file, **given})
-        _replay(Path(replay), Path(out))
-        return
-    if not run_file:
-        raise JaxinferError("give a run file, or --replay RUN_DIR")
-    more = _workload_settings(workload, limit)
-    _compare_systems([run_file], [], Path(out), 0, [*settings, *more])
 
 
 @cli.command()

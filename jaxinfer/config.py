@@ -16,6 +16,7 @@ from jaxinfer.systems.registry import make_system
 from jaxinfer.validation import Options
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest, read_workload
+from jaxinfer.workload.synthetic import Synthetic, WorkloadClass, by_name, is_of_class
 
 T = TypeVar("T", bound=Options)
 
@@ -26,13 +27,17 @@ class Workload(Options):
     Attributes:
         input, output: of ``run``: where a batch comes from and where its results go.
         trace: of ``compare``: JSONL of ``prompt_token_ids``, or CSV of lengths.
-        limit: take the trace's first requests only.
-        arrivals: when the trace's requests come in.
+        synthetic: in place of a trace, lengths drawn from published statistics.
+        only: of trace or draws, take the requests of one class.
+        limit: take the first requests only.
+        arrivals: when the requests come in.
     """
 
     input: str | None = None
     output: str | None = None
     trace: str | None = None
+    synthetic: Synthetic | None = None
+    only: WorkloadClass | None = None
     limit: int | None = Field(default=None, ge=1)
     arrivals: Arrivals = Arrivals()
 
@@ -41,15 +46,37 @@ class Workload(Options):
     def _by_name(cls, value: object) -> object:
         return {"kind": value} if isinstance(value, str) else value
 
+    @field_validator("synthetic", mode="before")
+    @classmethod
+    def _by_lengths(cls, value: object) -> object:
+        return by_name(value)
+
     def requests(self) -> list[BenchRequest]:
-        """The trace's requests with their times of arrival.
+        """The requests with their times of arrival.
 
         Raises:
-            JaxinferError: no trace is named, or it cannot be read.
+            JaxinferError: there is no trace, or it cannot be read, or nothing of the class.
         """
-        if self.trace is None:
-            raise JaxinferError("no trace: give --workload, or workload.trace in the run file")
-        return with_arrivals(read_workload(self.trace)[: self.limit], self.arrivals)
+        if self.trace is None and self.synthetic is None:
+            raise JaxinferError(
+                "no trace: give --workload, or workload.trace or synthetic in the run file"
+            )
+        if self.trace is not None and self.synthetic is not None:
+            raise JaxinferError(f"workload: both a trace, {self.trace}, and synthetic lengths")
+        return with_arrivals(self._lengths()[: self.limit], self.arrivals)
+
+    def _lengths(self) -> list[BenchRequest]:
+        if self.synthetic:
+            if self.arrivals.kind == "trace":
+                raise JaxinferError("arrivals: synthetic lengths have no times of a trace")
+            return self.synthetic.requests(self.only)
+        work = read_workload(str(self.trace))
+        if self.only is None:
+            return work
+        kept = [item for item in work if is_of_class(item, self.only)]
+        if not kept:
+            raise JaxinferError(f"workload {self.trace}: none of its {len(work)} is {self.only}")
+        return kept
 
 
 class MetricOptions(Options):

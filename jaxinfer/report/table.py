@@ -31,7 +31,7 @@ def _rows(m: RunMetrics) -> list[tuple[str, str]]:
         ("TBT p50 / p99", f"{_seconds(m.tbt_p50)} / {_seconds(m.tbt_p99)}"),
         ("peak KV pages", f"{m.peak_pages:,} of {m.num_pages:,}"),
         ("preemptions", f"{m.preemptions}"),
-        ("compiles", f"{m.compiles} in {m.compile_s:.1f} s{late}"),
+        *([("compiles", f"{m.compiles} in {m.compile_s:.1f} s{late}")] if m.compiles else []),
     ]
 
 

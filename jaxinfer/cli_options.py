@@ -1,0 +1,64 @@
+"""What several commands have in common."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from jaxinfer.config import load_run_file
+from jaxinfer.errors import JaxinferError
+
+with_model = click.option(
+    "--model", help="Demo model's name, .gguf file, folder (converted or Hugging Face), or hub id."
+)
+with_settings = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="A.B=C",
+    help="Override a run file's value, e.g. engine.max_num_seqs=16; may be repeated.",
+)
+with_workload = click.option(
+    "--workload", required=True, help="JSONL of prompt_token_ids, or CSV of lengths."
+)
+with_figures = click.option("--json", "json_path", required=True, help="File for the figures.")
+with_limit = click.option(
+    "--limit", type=click.IntRange(min=1), help="Take the first N requests only."
+)
+with_force = click.option("--force", is_flag=True, help="Overwrite the file of figures.")
+
+
+def workload_settings(trace: str | None, limit: int | None) -> list[str]:
+    """As settings of the run file."""
+    settings = [f"workload.trace={trace}"] if trace else []
+    return settings + ([f"workload.limit={limit}"] if limit else [])
+
+
+def refuse(why: str, options: dict[str, object]) -> None:
+    """Raise JaxinferError for the first option that is given."""
+    for name, value in options.items():
+        if value:
+            raise JaxinferError(f"{name} is {why}")
+
+
+def compare_and_write(
+    files: Sequence[str], systems: Sequence[str], out: Path, rounds: int, settings: Sequence[str]
+) -> None:
+    """Run systems in turns and write their comparison; without rounds, on modelled clusters."""
+    from jaxinfer.compare import compare_systems, load_systems, simulate_systems
+    from jaxinfer.report.comparison import comparison_table, new_folder, write_comparison
+
+    configs = load_systems(files, systems, settings)
+    work = load_run_file(files[0], settings).workload.requests()
+    new_folder(out)
+    runs = (
+        compare_systems(configs, work, out, rounds)
+        if rounds
+        else simulate_systems(configs, work, out)
+    )
+    Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(runs))
+    command = " ".join(["jaxinfer", *sys.argv[1:]])
+    written = write_comparison(runs, out, command)
+    Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)

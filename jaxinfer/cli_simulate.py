@@ -1,0 +1,115 @@
+"""Commands on modelled clusters: simulate and capacity."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from jaxinfer.cli_options import (
+    compare_and_write,
+    refuse,
+    with_limit,
+    with_settings,
+    workload_settings,
+)
+from jaxinfer.config import load_run_file
+from jaxinfer.errors import JaxinferError
+
+
+@click.command()
+@click.argument("run_file")
+@click.option("--workload", help="JSONL of prompt_token_ids, or CSV of lengths.")
+@with_limit
+@click.option("--slo", required=True, help="Seconds: ttft=1,tpot=0.1 (and tbt, e2e).")
+@click.option("--attainment", default=0.9, type=click.FloatRange(0, 1, min_open=True))
+@click.option("--seed", default=0, help="Of the Poisson arrivals.")
+@with_settings
+def capacity(
+    run_file: str,
+    workload: str | None,
+    limit: int | None,
+    slo: str,
+    attainment: float,
+    seed: int,
+    settings: tuple[str, ...],
+) -> None:
+    """Find the largest rate of requests at which a modelled cluster meets its targets."""
+    from jaxinfer.simulate.capacity import capacity, read_slo
+
+    more = workload_settings(workload, limit)
+    config = load_run_file(run_file, [*settings, *more])
+    work = config.workload.requests()
+    console = Console()
+    best = capacity(
+        config,
+        work,
+        read_slo(slo),
+        attainment,
+        seed=seed,
+        on_load=lambda load: console.print(
+            f"{load.rate:9.3f} requests/s: {load.attainment:6.1%} meet their targets"
+        ),
+    )
+    console.print(
+        f"capacity: {best.rate:.3g} requests/s at {best.attainment:.1%} attainment, "
+        f"goodput {best.goodput:.3g} requests/s"
+    )
+
+
+def _replay(real: Path, out: Path) -> None:
+    from jaxinfer.report.comparison import new_folder, write_comparison
+    from jaxinfer.simulate.replay import fidelity, replay
+
+    new_folder(out)
+    both = replay(real, out / "runs")
+    Console(width=None if sys.stdout.isatty() else 120).print(fidelity(*both))
+    command = " ".join(["jaxinfer", *sys.argv[1:]])
+    written = write_comparison({run.name: [run] for run in both}, out, command)
+    Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)
+
+
+@click.command()
+@click.argument("run_file", required=False)
+@click.option("--workload", help="JSONL of prompt_token_ids, or CSV of lengths.")
+@with_limit
+@click.option("--replay", metavar="RUN_DIR", help="A finished real run: how far is the simulator?")
+@click.option("--out", help="New folder for tables, pictures and traces; else figures alone.")
+@with_settings
+def simulate(
+    run_file: str | None,
+    workload: str | None,
+    limit: int | None,
+    replay: str | None,
+    out: str | None,
+    settings: tuple[str, ...],
+) -> None:
+    """Serve a workload on a modelled cluster, in virtual time: groups name GPUs by their kind."""
+    if replay:
+        why = "for a run file, not for a replay"
+        given = {"--workload": workload, "--limit": limit, "--set": settings}
+        refuse(why, {"RUN_FILE": run_file, **given})
+        if not out:
+            raise JaxinferError("a replay needs --out FOLDER")
+        _replay(Path(replay), Path(out))
+        return
+    if not run_file:
+        raise JaxinferError("give a run file, or --replay RUN_DIR")
+    changes = [*settings, *workload_settings(workload, limit)]
+    if out:
+        compare_and_write([run_file], [], Path(out), 0, changes)
+    else:
+        _print_figures(run_file, changes)
+
+
+def _print_figures(run_file: str, settings: Sequence[str]) -> None:
+    """Of a run of which nothing is kept."""
+    from jaxinfer.report.table import metrics_table
+    from jaxinfer.simulate.run import simulate
+
+    config = load_run_file(run_file, settings)
+    found = simulate(config, config.workload.requests())
+    console = Console()
+    console.print(metrics_table(found))
+    console.print(f"{found.steps:,} steps simulated in {found.loop_s:.1f} s", highlight=False)
