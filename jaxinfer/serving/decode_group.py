@@ -5,8 +5,10 @@ bit, as those of one row per request.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxinfer.serving.page_pool import Hold
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Row
 
@@ -91,24 +93,25 @@ class DecodeGroup:
             if member.request.id in self.active:
                 self._deactivate(member)
 
-    def pages_needed(self) -> int:
-        """Pages per slice that the next step takes."""
-        turn = self._turns[self._launched % len(self._turns)].values()
-        return sum(self._position(member) >= _capacity(member) for member in turn)
+    def full(self) -> list[tuple[Hold, int]]:
+        """Who needs a page for the next step, per slice: their pages, and KV entries then."""
+        found = []
+        for member in self._turns[self._launched % len(self._turns)].values():
+            hold, position = member.request.hold, self._position(member)
+            assert hold
+            if position >= hold.capacity:
+                found.append((hold, position + 1))
+        return found
 
-    def launch(self) -> tuple[int, int]:
+    def launch(self, full: Sequence[tuple[Hold, int]]) -> tuple[int, int]:
         """Start a step, for whose pages there is room.
 
         Returns:
             Its rows, and the KV entries that they see, their own included.
         """
-        for member in self._turns[self._launched % len(self._turns)].values():
-            position = self._position(member)
-            if position >= _capacity(member):
-                hold = member.request.hold
-                assert hold
-                grown = hold.grow(position + 1)
-                assert grown, "the room was counted before"
+        for hold, num_tokens in full:
+            grown = hold.grow(num_tokens)
+            assert grown, "the room was counted before"
         rows, context = len(self.active), self._context
         self._context += rows
         self._launched += 1
@@ -179,8 +182,3 @@ class DecodeGroup:
 
     def _turn_of(self, member: Member) -> dict[str, Member]:
         return self._turns[(member.first - member.start) % len(self._turns)]
-
-
-def _capacity(member: Member) -> int:
-    assert member.request.hold
-    return member.request.hold.capacity

@@ -172,13 +172,14 @@ class Instance:
                 others += 1
         if not group.active:
             return 0
-        if group.pages_needed() + others > self.kv.num_free or len(group.active) + others > budget:
+        full = group.full()
+        if len(full) + others > self.kv.num_free or len(group.active) + others > budget:
             for request in self._running.values():
                 if request in group:
                     group.leave(request)
             self._ungrouped = dict(self._running)
             return 0
-        self._grouped, self._grouped_context = group.launch()
+        self._grouped, self._grouped_context = group.launch(full)
         return self._grouped
 
     def commit_group(self, end: float) -> tuple[list[RequestState], list[Row]]:

@@ -76,7 +76,7 @@ class ServingLoop:
             events = self.world.due_events()
             for event in events:
                 self._apply(event)
-            if any(isinstance(event, Tick) for event in events):
+            if self.system.tick_interval is not None and any(isinstance(e, Tick) for e in events):
                 self._ask_for_tick()  # Only now is it known whether anything is left.
             self._decide()
             # With nothing in flight, nothing changes by itself.

@@ -47,6 +47,29 @@ class PagePool:
             heapq.heappush(self._free, page)
 
 
+class CountedPages(PagePool):
+    """Pages that nobody looks at, as in a simulation: all have the number 0."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        super().__init__(num_pages, page_size)
+        self._free.clear()
+        self._left = self.num_usable
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be handed out now."""
+        return self._left
+
+    def take(self, count: int) -> list[int]:
+        """Hand out pages, of which the caller knows that there are so many."""
+        self._left -= count
+        return [0] * count
+
+    def give(self, pages: list[int]) -> None:
+        """Take pages back."""
+        self._left += len(pages)
+
+
 def _nothing_to_evict() -> None:
     raise RuntimeError("more pages taken than are free")
 

@@ -1,6 +1,7 @@
 """What a modelled cluster is made of: GPUs and models, by name, in numbers."""
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,7 @@ def _from_hugging_face(path: Path) -> ModelShape:
         raise JaxinferError(f"{path}: {error}") from None
 
 
+@cache
 def _read(name: str) -> Mapping[str, Any]:
     facts: Mapping[str, Any] = yaml.safe_load((_FACTS / name).read_text(encoding="utf-8"))
     return facts

@@ -71,7 +71,7 @@ class SimulatedWorld:
         self._order = itertools.count()
         self._heap: list[tuple[float, int, Event | Callable[[], Event | None]]] = []
         # When each device of an instance is done with what it has been given.
-        self._free: dict[str, dict[int, float]] = {}
+        self._free = {name: dict.fromkeys(numbers, 0.0) for name, numbers in devices.items()}
 
     def now(self) -> float:
         """Seconds of virtual time."""
@@ -94,9 +94,9 @@ class SimulatedWorld:
         work, cost = batch.work, self._costs[batch.instance]
         seconds, hops = cost.stages(work), cost.hops(work)
         devices = self._devices[batch.instance]
-        free = self._free.setdefault(batch.instance, dict.fromkeys(devices, 0.0))
+        free = self._free[batch.instance]
         # One step's stages follow each other anyway; those of the next one wait for the device.
-        since = dict(free)
+        since = free.copy()
         ready = self._now
         stages: list[tuple[float, float]] = []
         for number, duration in enumerate(seconds):

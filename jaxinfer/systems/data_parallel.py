@@ -1,6 +1,7 @@
 """Data parallelism over unequal instances (Cronus, sections 3.2 and 5.1)."""
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from pydantic import Field
 
@@ -54,23 +55,23 @@ class DataParallel(System):
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """In turns, as long as some queue has room."""
-        room = {
-            name: self.options.shares[name].max_waiting - len(instance.waiting)
-            for name, instance in cluster.instances.items()
-        }
+        given: Counter[str] = Counter()
         assignments = []
         for request in waiting:
-            name = self._take_turn(room)
+            name = self._take_turn(cluster, given)
             if name is None:
                 break
-            room[name] -= 1
+            given[name] += 1
             assignments.append(Assignment(request.id, (Leg(name),)))
         return assignments
 
-    def _take_turn(self, room: dict[str, int]) -> str | None:
+    def _take_turn(self, cluster: ClusterView, given: Mapping[str, int]) -> str | None:
         for _ in self._turns:
             name = self._turns[self._next]
             self._next = (self._next + 1) % len(self._turns)
-            if room.get(name, 0) > 0:
+            if name not in cluster.instances:
+                continue  # It was lost.
+            room = self.options.shares[name].max_waiting - given.get(name, 0)
+            if len(cluster.instances[name].waiting) < room:
                 return name
         return None
