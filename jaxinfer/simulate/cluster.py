@@ -16,6 +16,7 @@ from jaxinfer.simulate.costs import CostModel, Pipeline, StageCost
 from jaxinfer.simulate.fit import fit_costs
 from jaxinfer.simulate.hardware import Gpu, ModelShape, find_gpu, find_model
 from jaxinfer.simulate.network import Link
+from jaxinfer.simulate.nodes import Placement, Route, place_groups
 from jaxinfer.simulate.options import SimulateOptions
 from jaxinfer.simulate.roofline import Efficiency, RooflineStage
 from jaxinfer.simulate.tables import TableStage
@@ -90,8 +91,39 @@ class ModelledCluster:
         }
 
 
+@dataclass(frozen=True)
+class _Site:
+    """Groups with their GPUs and what lies between: of a hardware file, or as the run file says."""
+
+    cluster: ClusterConfig
+    placement: Placement | None
+
+    def gpu(self, group: str) -> Gpu:
+        """The one that a group has."""
+        config = self.cluster.groups[group]
+        try:
+            if config.emulate or config.platform == "cpu":
+                raise JaxinferError(
+                    "a modelled group is a GPU: platform cpu and emulate do not apply"
+                )
+            return self.placement.node(group).as_gpu() if self.placement else find_gpu(config.kind)
+        except JaxinferError as error:
+            raise JaxinferError(f"groups.{group}: {error}") from None
+
+    def route(self, source: str, dest: str, what: str) -> Route:
+        """From group to group; within one, over what connects its GPUs."""
+        if self.placement:
+            return self.placement.route(source, dest)
+        if source == dest:
+            return Route({(source, dest): self.gpu(source).link_gb_s * 1e9}, 0.0)
+        link = self.cluster.link(source, dest)
+        if link is None:
+            raise JaxinferError(f"links: none between {source} and {dest}, where {what} must go")
+        return Route({(source, dest): link.gb_s * 1e9}, link.latency_s)
+
+
 def model_cluster(config: RunFile, pairs: Collection[tuple[str, str]]) -> ModelledCluster:
-    """From a run file whose groups name GPUs.
+    """From a run file whose groups name GPUs, or nodes of a hardware file.
 
     Args:
         pairs: instances from the first of which KV goes to the second.
@@ -104,18 +136,21 @@ def model_cluster(config: RunFile, pairs: Collection[tuple[str, str]]) -> Modell
         if group not in cluster.groups:
             known = did_you_mean(group, cluster.groups)
             raise JaxinferError(f"simulate.groups: no group {group!r}: {known}")
+    placement = place_groups(cluster, config.simulate)
+    site = _Site(placement.cluster if placement else cluster, placement)
     instances = {}
     for name, instance in cluster.instances.items():
         try:
-            instances[name] = _model_instance(cluster, config.simulate, model, instance)
+            instances[name] = _model_instance(site, config.simulate, model, instance)
         except JaxinferError as error:
             raise JaxinferError(f"instances.{name}: {error}") from None
 
     capacities: dict[Link, float] = {}
 
     def path(here: str, there: str) -> tuple[Sequence[Link], float]:
-        capacities[here, there], latency = _link(cluster, here, there, "KV")
-        return ((here, there),), latency
+        route = site.route(here, there, "KV")
+        capacities.update(route.links)
+        return tuple(route.links), route.latency_s
 
     lanes = {
         (source, dest): lanes_between(instances[source], instances[dest], path)
@@ -125,14 +160,15 @@ def model_cluster(config: RunFile, pairs: Collection[tuple[str, str]]) -> Modell
 
 
 def _model_instance(
-    cluster: ClusterConfig, options: SimulateOptions, model: ModelShape, instance: InstanceConfig
+    site: _Site, options: SimulateOptions, model: ModelShape, instance: InstanceConfig
 ) -> ModelledInstance:
     if instance.dtype not in ITEMSIZES:
         raise JaxinferError(f"dtype is {instance.dtype}, GPUs are modelled with 16-bit floats")
     itemsize = ITEMSIZES[instance.dtype]
     places = instance.places
-    layers = _layers(model, cluster, places)
-    gpus = [_gpu(cluster, place.group) for place in places]
+    cluster = site.cluster
+    layers = _layers(model, site, places)
+    gpus = [site.gpu(place.group) for place in places]
     devices = [cluster.groups[place.group].stage_devices for place in places]
     for place, count in zip(places, devices, strict=True):
         for heads in (model.num_attention_heads, model.num_key_value_heads):
@@ -151,15 +187,14 @@ def _model_instance(
         weights = model.parameters(layers[number], number == 0, last) * itemsize / devices[number]
         each = model.kv_bytes(layers[number], itemsize) * instance.page_size / devices[number]
         pages.append(_num_pages(instance, costs.reserve_gb, model, gpu, place.group, weights, each))
-    links = [
-        _link(cluster, before.group, after.group, "hidden states")
-        for before, after in pairwise(places)
+    hops = [
+        site.route(before.group, after.group, "hidden states") for before, after in pairwise(places)
     ]
     cost = Pipeline(
         tuple(parts),
         options.hop_s,
-        tuple(latency for _, latency in links),
-        tuple(1 / rate for rate, _ in links),
+        tuple(hop.latency_s for hop in hops),
+        tuple(1 / hop.rate for hop in hops),
         model.hidden_size * itemsize,
     )
     groups = [place.group for place in places]
@@ -190,24 +225,14 @@ def _stage(
     )
 
 
-def _layers(model: ModelShape, cluster: ClusterConfig, places: Sequence[StageConfig]) -> list[int]:
+def _layers(model: ModelShape, site: _Site, places: Sequence[StageConfig]) -> list[int]:
     """As stated, or by shares, which are by default the groups' peak FLOPs."""
 
     def speed(number: int) -> float:
         group = places[number].group
-        return _gpu(cluster, group).bf16_tflops * cluster.groups[group].stage_devices
+        return site.gpu(group).bf16_tflops * site.cluster.groups[group].stage_devices
 
     return count_layers(model.num_hidden_layers, places, speed)
-
-
-def _gpu(cluster: ClusterConfig, group: str) -> Gpu:
-    config = cluster.groups[group]
-    try:
-        if config.emulate or config.platform == "cpu":
-            raise JaxinferError("a modelled group is a GPU: platform cpu and emulate do not apply")
-        return find_gpu(config.kind)
-    except JaxinferError as error:
-        raise JaxinferError(f"groups.{group}: {error}") from None
 
 
 def _num_pages(
@@ -235,16 +260,6 @@ def _num_pages(
             f"{max(fits, 0)} KV pages of {each / 1e6:.2f} MB, not {max(wanted, 2)}"
         )
     return wanted
-
-
-def _link(cluster: ClusterConfig, source: str, dest: str, what: str) -> tuple[float, float]:
-    """Bytes per second, and latency; within a group, of what connects its GPUs."""
-    if source == dest:
-        return _gpu(cluster, source).link_gb_s * 1e9, 0.0
-    link = cluster.link(source, dest)
-    if link is None:
-        raise JaxinferError(f"links: none between {source} and {dest}, where {what} must go")
-    return link.gb_s * 1e9, link.latency_s
 
 
 def lanes_between(

@@ -1,9 +1,10 @@
 """The run file's section ``simulate``: what the modelled cluster's numbers leave open."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.validation import Options
 
 
@@ -17,6 +18,7 @@ class GroupCosts(Options):
             in 10^9 bytes; by default what the largest step's hidden states and logits take.
         tables: a folder with measured operators (see ``tables.py``), in place of ``flops`` and
             ``bandwidth``.
+        node: of the hardware file, where the group's GPUs are.
     """
 
     flops: float | None = Field(default=None, gt=0, le=1)
@@ -25,6 +27,14 @@ class GroupCosts(Options):
     sequence_s: float | None = Field(default=None, ge=0)
     reserve_gb: float | None = Field(default=None, ge=0)
     tables: str | None = None
+    node: str | None = None
+
+    @field_validator("node", mode="before")
+    @classmethod
+    def _one_node(cls, value: object) -> object:
+        if isinstance(value, list):
+            raise ValueError(f"a group stands on one node, not {value}: use several as stages")
+        return value
 
 
 class SimulateOptions(Options):
@@ -35,6 +45,8 @@ class SimulateOptions(Options):
         hop_s: seconds that a stage is busy with sending hidden states on, beside the link's time.
         fit: what of the Balancer's predictors (Cronus eqs. 2 and 3) has the least squares: their
             ``relative`` error, as in our profiles, or the ``absolute`` one, as in the paper.
+        hardware: a file with the nodes that the groups stand on (see ``nodes.py``); links and GPUs
+            then follow from it.
         groups: by group, what differs.
     """
 
@@ -46,9 +58,19 @@ class SimulateOptions(Options):
     fit: Literal["relative", "absolute"] = "relative"
     reserve_gb: float | None = Field(default=None, ge=0)
     tables: str | None = None
+    hardware: str | None = None
     groups: dict[str, GroupCosts] = Field(default_factory=dict)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse a node of no file."""
+        for name, group in self.groups.items():
+            if group.node is not None and self.hardware is None:
+                raise JaxinferError(
+                    f"groups.{name}: node is {group.node!r}, needs simulate.hardware, the file "
+                    "that has it"
+                )
 
     def of(self, group: str) -> "SimulateOptions":
         """What holds for one group."""
         own = self.groups.get(group, GroupCosts())
-        return self.model_copy(update=own.model_dump(exclude_none=True))
+        return self.model_copy(update=own.model_dump(exclude_none=True, exclude={"node"}))

@@ -16,6 +16,7 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.world import Event, StepDone, TransferDone
 from jaxinfer.simulate.cluster import ModelledCluster, model_cluster
+from jaxinfer.simulate.nodes import place_groups
 from jaxinfer.simulate.world import SimulatedWorld
 from jaxinfer.systems.registry import make_system
 from jaxinfer.workload.lengths import BenchRequest
@@ -136,8 +137,12 @@ def _by_arrival(work: Sequence[BenchRequest]) -> Iterator[RequestState]:
 
 def describe(config: RunFile, instances: object, counts: bool) -> dict[str, object]:
     """What runs where, as JSON values."""
-    costs = config.simulate.model_dump()
-    gpus = {name: group.kind for name, group in config.groups.items()}
+    placement = place_groups(config.cluster(), config.simulate)
+    groups = placement.cluster.groups if placement else config.groups
+    costs = config.simulate.model_dump(
+        exclude=None if placement else {"hardware": True, "groups": {"__all__": {"node"}}}
+    )
+    gpus = {name: group.kind for name, group in groups.items()}
     return {
         "model": config.model,
         "system": dict(config.system),
@@ -146,4 +151,5 @@ def describe(config: RunFile, instances: object, counts: bool) -> dict[str, obje
         "simulate": costs,
         "instances": instances,
         "links": [link.model_dump() for link in config.links],
+        **({"hardware": placement.describe()} if placement else {}),
     }

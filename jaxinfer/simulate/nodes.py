@@ -1,0 +1,246 @@
+"""Clusters made of nodes: which group stands on which, what lies between, price and power."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from pydantic import Field
+
+from jaxinfer.cluster import ClusterConfig
+from jaxinfer.errors import JaxinferError
+from jaxinfer.simulate.hardware import Gpu, find_gpu
+from jaxinfer.simulate.network import Link
+from jaxinfer.simulate.options import SimulateOptions
+from jaxinfer.validation import Options, did_you_mean
+
+
+class NodeOptions(Options):
+    """One machine.
+
+    Attributes:
+        gpu: a name in ``configs/gpus.yaml``; ``gpus``: how many.
+        nic_gb_s: to other nodes, all its GPUs together, in 10^9 bytes per second, each way.
+        link_gb_s: between its GPUs, likewise; by default the GPU's own.
+        usd_per_hour: of the whole node.
+        watts: of its GPUs together; by default the sum of their limits.
+        flops_scale: what a power cap leaves of the peak FLOPs.
+    """
+
+    gpu: str
+    gpus: int = Field(ge=1)
+    nic_gb_s: float = Field(gt=0)
+    link_gb_s: float | None = Field(default=None, gt=0)
+    usd_per_hour: float | None = Field(default=None, ge=0)
+    watts: float | None = Field(default=None, gt=0)
+    flops_scale: float = Field(default=1.0, gt=0, le=1)
+
+    def as_gpu(self) -> Gpu:
+        """One of its GPUs, as it is here.
+
+        Raises:
+            JaxinferError: there is none of that name.
+        """
+        gpu = find_gpu(self.gpu)
+        tflops, link = gpu.bf16_tflops * self.flops_scale, self.link_gb_s or gpu.link_gb_s
+        return gpu.model_copy(update={"bf16_tflops": tflops, "link_gb_s": link})
+
+    def describe(self) -> dict[str, object]:
+        """GPUs, price and power, as JSON values."""
+        return {
+            "gpu": self.gpu,
+            "gpus": self.gpus,
+            "usd_per_hour": self.usd_per_hour,
+            "watts": self.total_watts,
+        }
+
+    @property
+    def total_watts(self) -> float:
+        """Of its GPUs together."""
+        return self.watts or self.gpus * find_gpu(self.gpu).watts
+
+
+class Hardware(Options):
+    """A hardware file.
+
+    Attributes:
+        source: whence the numbers are, and what is assumed.
+        latency_s: between nodes, seconds until the first byte.
+        nodes: by name.
+    """
+
+    source: str
+    latency_s: float = Field(ge=0)
+    nodes: dict[str, NodeOptions]
+
+
+@dataclass(frozen=True)
+class Route:
+    """From one group to another.
+
+    Attributes:
+        links: on the way, with their bytes per second.
+        latency_s: until the first byte lands.
+    """
+
+    links: Mapping[Link, float]
+    latency_s: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of a flow that is alone."""
+        return min(self.links.values())
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A run file's groups on the nodes of a hardware file.
+
+    Attributes:
+        file: the hardware file's path.
+        cluster: the run file's, each group with its ``kind``.
+        node_of: by group, a node's name.
+    """
+
+    file: str
+    hardware: Hardware
+    cluster: ClusterConfig
+    node_of: Mapping[str, str]
+
+    def node(self, group: str) -> NodeOptions:
+        """What a group stands on."""
+        return self.hardware.nodes[self.node_of[group]]
+
+    def route(self, source: str, dest: str) -> Route:
+        """Within a node from GPU to GPU, else out of the one NIC and into the other."""
+        here, there = self.node_of[source], self.node_of[dest]
+        if here == there:
+            return Route({(source, dest): self.node(source).as_gpu().link_gb_s * 1e9}, 0.0)
+        out, into = self.node(source).nic_gb_s, self.node(dest).nic_gb_s
+        links: dict[Link, float] = {
+            ("nic", here, "out"): out * 1e9,
+            ("nic", there, "in"): into * 1e9,
+        }
+        return Route(links, self.hardware.latency_s)
+
+    def describe(self) -> dict[str, object]:
+        """The nodes that are used, and the sums of their prices and watts, as JSON values.
+
+        The price is None where a node has none.
+        """
+        used = set(self.node_of.values())
+        nodes = {name: node for name, node in self.hardware.nodes.items() if name in used}
+        prices = [node.usd_per_hour for node in nodes.values() if node.usd_per_hour is not None]
+        return {
+            "file": self.file,
+            "source": self.hardware.source,
+            "nodes": {name: node.describe() for name, node in nodes.items()},
+            "usd_per_hour": sum(prices) if len(prices) == len(nodes) else None,
+            "watts": sum(node.total_watts for node in nodes.values()),
+        }
+
+
+def read_hardware(file: str) -> Hardware:
+    """From a YAML file, its path as seen from the working directory.
+
+    Raises:
+        JaxinferError: it cannot be read, or is not what ``Hardware`` says.
+    """
+    try:
+        data = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise JaxinferError(f"simulate.hardware: {file}: {reason}") from None
+    except yaml.YAMLError as error:
+        raise JaxinferError(f"simulate.hardware: {file}: {' '.join(str(error).split())}") from None
+    try:
+        if isinstance(data, dict) and "nodes" in data:
+            data["nodes"] = _read_nodes(data["nodes"])
+        return Hardware.model_validate(data)
+    except JaxinferError as error:
+        raise JaxinferError(f"simulate.hardware: {file}: {error}") from None
+
+
+def _read_nodes(data: object) -> dict[str, NodeOptions]:
+    if not isinstance(data, dict) or not data:
+        raise JaxinferError("nodes: must be a mapping from names to nodes")
+    nodes = {}
+    for name, options in data.items():
+        try:
+            nodes[str(name)] = node = NodeOptions.model_validate(options)
+            node.as_gpu()
+        except JaxinferError as error:
+            # find_gpu names the option of a group.
+            reason = str(error).replace("kind: ", "gpu: ", 1)
+            raise JaxinferError(f"nodes.{name}: {reason}") from None
+    return nodes
+
+
+def place_groups(cluster: ClusterConfig, options: SimulateOptions) -> Placement | None:
+    """All groups on nodes; None without a hardware file.
+
+    Raises:
+        JaxinferError: the file is wrong, a group has no node or is of another kind, a node has too
+            few GPUs, or links are given as well.
+    """
+    file = options.hardware
+    if file is None:
+        return None
+    hardware = read_hardware(file)
+    if cluster.links:
+        raise JaxinferError(f"links: follow from the nodes of {file}; leave out links or hardware")
+    node_of = {group: _node_of(group, options, hardware) for group in cluster.groups}
+    groups = {}
+    for name, group in cluster.groups.items():
+        node = hardware.nodes[node_of[name]]
+        if group.kind not in (None, node.gpu):
+            raise JaxinferError(
+                f"groups.{name}: kind is {group.kind}, node {node_of[name]} of {file} has "
+                f"{node.gpu}; leave out kind"
+            )
+        if options.of(name).tables and node.flops_scale != 1:
+            raise JaxinferError(
+                f"groups.{name}: tables are of an uncapped GPU, node {node_of[name]} of {file} has "
+                f"flops_scale {node.flops_scale:g}; give flops in place of tables"
+            )
+        groups[name] = group.model_copy(update={"kind": node.gpu})
+    _check_counts(file, hardware, cluster, node_of)
+    return Placement(file, hardware, cluster.model_copy(update={"groups": groups}), node_of)
+
+
+def _node_of(group: str, options: SimulateOptions, hardware: Hardware) -> str:
+    node = options.groups[group].node if group in options.groups else None
+    if node is None:
+        known = ", ".join(sorted(hardware.nodes))
+        raise JaxinferError(
+            f"simulate.groups.{group}: needs node, one of {options.hardware}: {known}"
+        )
+    if node not in hardware.nodes:
+        raise JaxinferError(
+            f"simulate.groups.{group}: no node {node!r} in {options.hardware}: "
+            f"{did_you_mean(node, hardware.nodes)}"
+        )
+    return node
+
+
+def _check_counts(
+    file: str, hardware: Hardware, cluster: ClusterConfig, node_of: Mapping[str, str]
+) -> None:
+    standing: dict[str, dict[str, int]] = defaultdict(dict)
+    for name, group in cluster.groups.items():
+        standing[node_of[name]][name] = group.devices
+    for node, devices in standing.items():
+        there = hardware.nodes[node].gpus
+        for group_name, count in devices.items():
+            if count > there:
+                raise JaxinferError(
+                    f"groups.{group_name}: devices is {count}, node {node} of {file} has {there} "
+                    "GPUs; a group stands on one node: use several groups as stages"
+                )
+        if (needed := sum(devices.values())) > there:
+            each = ", ".join(f"{name} {count}" for name, count in devices.items())
+            raise JaxinferError(
+                f"simulate.groups: node {node} of {file} has {there} GPUs, its groups need "
+                f"{needed} ({each})"
+            )
