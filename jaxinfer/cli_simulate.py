@@ -106,10 +106,19 @@ def simulate(
 def _print_figures(run_file: str, settings: Sequence[str]) -> None:
     """Of a run of which nothing is kept."""
     from jaxinfer.report.table import metrics_table
+    from jaxinfer.simulate.nodes import place_groups
     from jaxinfer.simulate.run import simulate
 
     config = load_run_file(run_file, settings)
     found = simulate(config, config.workload.requests())
     console = Console()
     console.print(metrics_table(found))
+    placement = place_groups(config.cluster(), config.simulate)
+    if placement and placement.usd_per_hour is not None:
+        usd = placement.usd_per_hour * found.wall_s / 3600
+        console.print(
+            f"${placement.usd_per_hour:.2f} per hour: ${1000 * usd / found.requests:.3g} per 1,000 "
+            f"requests, ${1e6 * usd / found.output_tokens:.3g} per million output tokens",
+            highlight=False,
+        )
     console.print(f"{found.steps:,} steps simulated in {found.loop_s:.1f} s", highlight=False)

@@ -10,7 +10,7 @@ from jaxinfer.config import RunFile
 from jaxinfer.errors import JaxinferError
 from jaxinfer.layer_split import count_layers
 from jaxinfer.serving.instance import Instance
-from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
+from jaxinfer.serving.page_pool import CountedPages, KVShards, PagePool, Shard
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.simulate.costs import CostModel, Pipeline, StageCost
 from jaxinfer.simulate.fit import fit_costs
@@ -50,10 +50,11 @@ class ModelledInstance:
     def new_instance(self, name: str, fit: StepFit | None, groups_decodes: bool) -> Instance:
         """The scheduling side, with empty pools."""
         size = self.config.page_size
-        shards = [Shard(PagePool(count, size)) for count in self.num_pages]
-        kv = KVShards(shards, self.config.enable_prefix_caching)
+        caching = self.config.enable_prefix_caching
+        pool = PagePool if caching else CountedPages
+        kv = KVShards([Shard(pool(count, size)) for count in self.num_pages], caching)
         options = instance_options(self.config, len(self.config.places))
-        grouped = groups_decodes and not self.config.enable_prefix_caching
+        grouped = groups_decodes and not caching
         return Instance(name, kv, options, fit=fit, groups_decodes=grouped)
 
 

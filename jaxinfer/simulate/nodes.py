@@ -124,19 +124,27 @@ class Placement:
         }
         return Route(links, self.hardware.latency_s)
 
-    def describe(self) -> dict[str, object]:
-        """The nodes that are used, and the sums of their prices and watts, as JSON values.
+    @property
+    def used(self) -> Mapping[str, NodeOptions]:
+        """Nodes with a group."""
+        names = set(self.node_of.values())
+        return {name: node for name, node in self.hardware.nodes.items() if name in names}
 
-        The price is None where a node has none.
-        """
-        used = set(self.node_of.values())
-        nodes = {name: node for name, node in self.hardware.nodes.items() if name in used}
-        prices = [node.usd_per_hour for node in nodes.values() if node.usd_per_hour is not None]
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Of the nodes that are used; None where one has no price."""
+        prices = [node.usd_per_hour for node in self.used.values()]
+        known = [price for price in prices if price is not None]
+        return sum(known) if len(known) == len(prices) else None
+
+    def describe(self) -> dict[str, object]:
+        """The nodes that are used, and the sums of their prices and watts, as JSON values."""
+        nodes = self.used
         return {
             "file": self.file,
             "source": self.hardware.source,
             "nodes": {name: node.describe() for name, node in nodes.items()},
-            "usd_per_hour": sum(prices) if len(prices) == len(nodes) else None,
+            "usd_per_hour": self.usd_per_hour,
             "watts": sum(node.total_watts for node in nodes.values()),
         }
 

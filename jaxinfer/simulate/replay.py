@@ -19,6 +19,7 @@ from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.work import Work
 from jaxinfer.simulate.cluster import ModelledCluster, ModelledInstance, lanes_between
 from jaxinfer.simulate.network import Link
+from jaxinfer.simulate.options import SimulateOptions
 from jaxinfer.simulate.run import serve
 from jaxinfer.simulate.world import Lane
 from jaxinfer.steps.profile import Profile, profile_folder, read_profile
@@ -74,7 +75,8 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
         raise JaxinferError(f"{folder}: the run lost an instance, or requests of it failed")
     if run["metrics"]["cached_tokens"]:
         raise JaxinferError(f"{folder}: the run used its prefix cache, whose hits are not replayed")
-    config = as_run_file(run["run_file"])
+    # Its costs are the profile's, whatever a model of it would have.
+    config = as_run_file(run["run_file"]).model_copy(update={"simulate": SimulateOptions()})
     cluster = config.cluster()
     read = {
         name: _instance(cluster, cluster.instances[name], described, _profile(name, described))
