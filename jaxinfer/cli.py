@@ -36,7 +36,7 @@ def cli() -> None:
     """Run and study LLM inference in JAX."""
 
 
-for command in (cli_simulate.simulate, cli_simulate.capacity):
+for command in (cli_simulate.simulate, cli_simulate.capacity, cli_simulate.calibrate):
     cli.add_command(command)
 
 

@@ -1,4 +1,4 @@
-"""Commands on modelled clusters: simulate and capacity."""
+"""Commands on modelled clusters: simulate, capacity and calibrate."""
 
 import sys
 from collections.abc import Sequence
@@ -56,6 +56,20 @@ def capacity(
         f"capacity: {best.rate:.3g} requests/s at {best.attainment:.1%} attainment, "
         f"goodput {best.goodput:.3g} requests/s"
     )
+
+
+@click.command()
+@click.argument("run_file")
+@click.option("--group", required=True, help="Of the run file; its GPU is calibrated.")
+@click.option("--points", required=True, help="CSV of measured steps.")
+@with_settings
+def calibrate(run_file: str, group: str, points: str, settings: tuple[str, ...]) -> None:
+    """Fit a modelled GPU's efficiencies to measured steps, and print the line for the run file."""
+    from jaxinfer.simulate.calibrate import as_yaml, calibrate_group
+
+    found, table = calibrate_group(load_run_file(run_file, settings), group, points)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    Console().print(as_yaml(group, found), soft_wrap=True, markup=False, highlight=False)
 
 
 def _replay(real: Path, out: Path) -> None:

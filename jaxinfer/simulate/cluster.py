@@ -15,6 +15,7 @@ from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.simulate.costs import CostModel, Pipeline, StageCost
 from jaxinfer.simulate.fit import fit_costs
 from jaxinfer.simulate.hardware import Gpu, ModelShape, find_gpu, find_model
+from jaxinfer.simulate.linear import LinearStage
 from jaxinfer.simulate.network import Link
 from jaxinfer.simulate.nodes import Placement, Route, place_groups
 from jaxinfer.simulate.options import SimulateOptions
@@ -216,6 +217,8 @@ def _stage(
     number: int,
 ) -> StageCost:
     first, last = number == 0, number == len(layers) - 1
+    if costs.linear:
+        return LinearStage(costs.linear, layers[number] / sum(layers))
     if costs.tables:
         folder = Path(costs.tables)
         engine = costs.step_s, costs.sequence_s

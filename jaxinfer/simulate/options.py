@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.simulate.linear import LinearCosts
 from jaxinfer.validation import Options
 
 
@@ -18,6 +19,7 @@ class GroupCosts(Options):
             in 10^9 bytes; by default what the largest step's hidden states and logits take.
         tables: a folder with measured operators (see ``tables.py``), in place of ``flops`` and
             ``bandwidth``.
+        linear: coefficients (see ``linear.py``), in place of all of these.
         node: of the hardware file, where the group's GPUs are.
     """
 
@@ -27,6 +29,7 @@ class GroupCosts(Options):
     sequence_s: float | None = Field(default=None, ge=0)
     reserve_gb: float | None = Field(default=None, ge=0)
     tables: str | None = None
+    linear: LinearCosts | None = None
     node: str | None = None
 
     @field_validator("node", mode="before")
@@ -36,12 +39,16 @@ class GroupCosts(Options):
             raise ValueError(f"a group stands on one node, not {value}: use several as stages")
         return value
 
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse two kinds of costs."""
+        _one_kind(self.tables, self.linear)
+
 
 class SimulateOptions(Options):
     """Costs of all groups.
 
     Attributes:
-        flops, bandwidth, step_s, sequence_s, reserve_gb, tables: see ``GroupCosts``.
+        flops, bandwidth, step_s, sequence_s, reserve_gb, tables, linear: see ``GroupCosts``.
         hop_s: seconds that a stage is busy with sending hidden states on, beside the link's time.
         fit: what of the Balancer's predictors (Cronus eqs. 2 and 3) has the least squares: their
             ``relative`` error, as in our profiles, or the ``absolute`` one, as in the paper.
@@ -58,11 +65,13 @@ class SimulateOptions(Options):
     fit: Literal["relative", "absolute"] = "relative"
     reserve_gb: float | None = Field(default=None, ge=0)
     tables: str | None = None
+    linear: LinearCosts | None = None
     hardware: str | None = None
     groups: dict[str, GroupCosts] = Field(default_factory=dict)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse a node of no file."""
+        """Refuse a node of no file, and two kinds of costs."""
+        _one_kind(self.tables, self.linear)
         for name, group in self.groups.items():
             if group.node is not None and self.hardware is None:
                 raise JaxinferError(
@@ -73,4 +82,13 @@ class SimulateOptions(Options):
     def of(self, group: str) -> "SimulateOptions":
         """What holds for one group."""
         own = self.groups.get(group, GroupCosts())
-        return self.model_copy(update=own.model_dump(exclude_none=True, exclude={"node"}))
+        given = {name: value for name, value in own if value is not None and name != "node"}
+        if own.tables or own.linear:
+            # A group's own kind of costs takes the place of the others'.
+            given |= {"tables": own.tables, "linear": own.linear}
+        return self.model_copy(update=given)
+
+
+def _one_kind(tables: str | None, linear: LinearCosts | None) -> None:
+    if tables and linear:
+        raise JaxinferError(f"both tables, {tables}, and linear: give one of them")

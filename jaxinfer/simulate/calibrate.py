@@ -1,0 +1,251 @@
+"""A GPU's efficiencies (``roofline.Efficiency``) from measured steps: those whose roofline comes
+closest, by least squares of the relative error. What the points cannot tell is left as it was.
+"""
+
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from pydantic import Field
+from rich.table import Table
+from scipy.optimize import least_squares
+
+from jaxinfer.config import RunFile
+from jaxinfer.errors import JaxinferError
+from jaxinfer.serving.work import Work
+from jaxinfer.simulate.cluster import ITEMSIZES, model_cluster
+from jaxinfer.simulate.costs import StageCost
+from jaxinfer.simulate.hardware import find_gpu, find_model
+from jaxinfer.simulate.nodes import place_groups
+from jaxinfer.simulate.roofline import Efficiency, RooflineStage
+from jaxinfer.validation import Options, did_you_mean
+
+# In the order in which they are given up last.
+NAMES = ("flops", "bandwidth", "step_s", "sequence_s")
+# Of 1 / flops, 1 / bandwidth and the engine's seconds.
+_LOWER, _UPPER = np.array([1.0, 1.0, 0.0, 0.0]), np.array([1e3, 1e3, np.inf, np.inf])
+# What a number must change of the steps' times that the others could not change alike.
+_TELLS = 0.05
+# How strongly numbers stay where they were while it is not known which ones the points tell.
+_PULL = 0.01
+
+StageFor = Callable[[Efficiency], StageCost]
+
+
+class Point(Options):
+    """One measured step: a chunk of a prompt beside decodes.
+
+    Attributes:
+        chunk_tokens: 0 for no chunk; ``chunk_context``: KV entries before it.
+        decodes: rows of one token; ``decode_context``: KV entries that each sees, its own
+            included, on average.
+        seconds: that the step took.
+    """
+
+    chunk_tokens: int = Field(ge=0)
+    chunk_context: int = Field(ge=0)
+    decodes: int = Field(ge=0)
+    decode_context: float = Field(ge=0)
+    seconds: float = Field(gt=0)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse a step without tokens."""
+        if not self.chunk_tokens and not self.decodes:
+            raise JaxinferError("an empty step: chunk_tokens and decodes are 0")
+
+    @property
+    def work(self) -> Work:
+        """With the chunk's last token sampled; one token alone is a row as decodes are."""
+        single, chunk = self.chunk_tokens == 1, self.chunk_tokens > 1
+        rows, tokens = self.decodes + single + chunk, self.decodes + self.chunk_tokens
+        seen = round(self.decodes * self.decode_context) + single * (self.chunk_context + 1)
+        chunks = [(self.chunk_context, self.chunk_tokens)] * chunk
+        return Work(tokens, self.decodes + single, rows, rows, seen, chunks, self.decodes)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What has been found.
+
+    Attributes:
+        fitted: the numbers that the points tell; the others are as they were.
+        mape: mean of the relative errors without their signs; ``points``: of how many.
+        worst: the largest relative error, with its sign; ``worst_point``: where it is.
+    """
+
+    efficiency: Efficiency
+    fitted: tuple[str, ...]
+    mape: float
+    worst: float
+    worst_point: Point
+    points: int
+
+
+def read_points(path: str | Path) -> list[Point]:
+    """From a CSV file that has ``Point``'s attributes among its columns.
+
+    Raises:
+        JaxinferError: the file cannot be read, lacks a column, has no row, or has a wrong value.
+    """
+    points = []
+    try:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in Point.model_fields if name not in (reader.fieldnames or ())]
+            if missing:
+                raise JaxinferError(f"{path} line 1: no column {', '.join(missing)}")
+            for row in reader:
+                cells = {name: (row[name] or "").strip() for name in Point.model_fields}
+                try:
+                    points.append(Point.model_validate(cells, strict=False))
+                except JaxinferError as error:
+                    raise JaxinferError(f"{path} line {reader.line_num}: {error}") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise JaxinferError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if not points:
+        raise JaxinferError(f"{path}: a header and no points")
+    return points
+
+
+class _Problem:
+    """Relative errors over numbers in which a step's time is linear by parts: 1 / flops,
+    1 / bandwidth, and the engine's seconds in units in which they are as large as the steps.
+    """
+
+    def __init__(self, stage_for: StageFor, points: Sequence[Point], fixed: Efficiency) -> None:
+        self._stage_for, self._works = stage_for, [point.work for point in points]
+        self._measured = np.array([point.seconds for point in points])
+        rows = np.array([work.sequences for work in self._works])
+        engine = [np.mean((n / self._measured) ** 2) ** -0.5 for n in (1.0, rows)]
+        self._units = np.array([1.0, 1.0, *engine])
+        numbers = [1 / fixed.flops, 1 / fixed.bandwidth, fixed.step_s, fixed.sequence_s]
+        self._fixed = np.array(numbers) / self._units
+
+    def efficiency(self, numbers: np.ndarray) -> Efficiency:
+        """That has these numbers."""
+        flops, bandwidth, *engine = (float(x) for x in numbers * self._units)
+        return Efficiency(1 / flops, 1 / bandwidth, *engine)
+
+    def errors(self, numbers: np.ndarray) -> np.ndarray:
+        """Of each point, relative to what was measured."""
+        stage = self._stage_for(self.efficiency(numbers))
+        return np.array([stage.seconds(work) for work in self._works]) / self._measured - 1
+
+    def solve(self, free: list[int], pull: float) -> np.ndarray:
+        """The best numbers; only those at ``free`` move, against ``pull``."""
+        bounds, fixed = (_LOWER[free], _UPPER[free]), self._fixed[free]
+        weight = pull * len(self._works) ** 0.5
+
+        def numbers(x: np.ndarray) -> np.ndarray:
+            found = self._fixed.copy()
+            found[free] = x
+            return found
+
+        def residuals(x: np.ndarray) -> np.ndarray:
+            return np.concatenate([self.errors(numbers(x)), weight * (x - fixed)])
+
+        # What limits an operator changes from part to part: a minimum need not be the only one.
+        starts = [[1 / f, 1 / b, *self._fixed[2:]] for f, b in product((0.25, 0.8), repeat=2)]
+        tries = [
+            least_squares(residuals, np.clip(start, *bounds), bounds=bounds, method="dogbox")
+            for start in (fixed, *np.array(starts)[:, free])
+        ]
+        return numbers(min(tries, key=lambda found: found.cost).x)
+
+    def told(self) -> list[int]:
+        """Which numbers the points tell, as many as can be told apart.
+
+        By the smaller effect of a step up and one down: points that only say that a GPU is no
+        slower do not say how fast it is.
+        """
+        at, effects = self.solve(list(range(len(NAMES))), _PULL), []
+        for step in np.diag([at[0], at[1], 1.0, 1.0]):
+            up = (self.errors(at + step / 4) - self.errors(at)) * 4
+            down = (self.errors(at) - self.errors(at - step / 5)) * 5
+            effects.append(np.minimum(up, down))
+        products = np.array(effects) @ np.array(effects).T / len(self._works)
+        for size in range(len(NAMES), 1, -1):
+            for some in combinations(range(len(NAMES)), size):
+                # The inverse has what each one's effect is less what the others can stand for.
+                own = np.linalg.inv(products[np.ix_(some, some)] + 1e-9 * np.eye(size)).diagonal()
+                if np.all(own <= _TELLS**-2):
+                    return list(some)
+        return [int(np.argmax(products.diagonal()[:2]))]
+
+
+def calibrate(stage_for: StageFor, points: Sequence[Point], fixed: Efficiency) -> Calibration:
+    """The efficiencies at which a stage's times come closest to the points.
+
+    Args:
+        fixed: for the numbers that the points cannot tell.
+    """
+    problem = _Problem(stage_for, points, fixed)
+    told = problem.told()
+    numbers = problem.solve(told, 0.0)
+    errors = problem.errors(numbers)
+    worst = int(np.argmax(np.abs(errors)))
+    fitted, mape = tuple(NAMES[i] for i in told), float(np.mean(np.abs(errors)))
+    found = problem.efficiency(numbers)
+    return Calibration(found, fitted, mape, float(errors[worst]), points[worst], len(points))
+
+
+def as_yaml(group: str, calibration: Calibration) -> str:
+    """The line to put into a run file."""
+    values = {name: float(f"{x:.4g}") for name, x in asdict(calibration.efficiency).items()}
+    groups = {"groups": {group: values}}
+    return "simulate: " + yaml.safe_dump(groups, default_flow_style=True, width=10**6).strip()
+
+
+def calibration_table(
+    points: Sequence[Point], calibration: Calibration, predicted: Sequence[float]
+) -> Table:
+    """The 20 points that are furthest off, and over it what holds for all."""
+    kept = [name for name in NAMES if name not in calibration.fitted]
+    title = f"mean error of {calibration.points} points: {calibration.mape:.1%}"
+    if kept:
+        title += f"; not told by them, so left as it was: {', '.join(kept)}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in ("chunk", "after", "decodes", "context", "measured (ms)", "predicted", "error"):
+        table.add_column(column, justify="right")
+    rows = [(s / point.seconds - 1, s, point) for s, point in zip(predicted, points, strict=True)]
+    for error, s, point in sorted(rows, key=lambda row: -abs(row[0]))[:20]:
+        counts = point.chunk_tokens, point.chunk_context, point.decodes, point.decode_context
+        times = (f"{1000 * value:.2f}" for value in (point.seconds, s))
+        table.add_row(*(f"{count:g}" for count in counts), *times, f"{error:+.1%}")
+    return table
+
+
+def calibrate_group(config: RunFile, group: str, path: str | Path) -> tuple[Calibration, Table]:
+    """Calibrate a group's GPU on steps measured on an instance of one stage there.
+
+    Raises:
+        JaxinferError: there is no such instance, its times come from tables, or a file is wrong.
+    """
+    cluster, costs = config.cluster(), config.simulate.of(group)
+    if group not in cluster.groups:
+        raise JaxinferError(f"no group {group!r}: {did_you_mean(group, cluster.groups)}")
+    if costs.tables or costs.linear:
+        raise JaxinferError(
+            f"groups.{group}: its times come from tables or linear costs, not from efficiencies"
+        )
+    instances = model_cluster(config, ()).instances.values()
+    alone = next((instance for instance in instances if list(instance.groups) == [group]), None)
+    if alone is None:
+        raise JaxinferError(f"groups.{group}: no instance of one stage stands on it")
+    points, model = read_points(path), find_model(config.require_model())
+    placement = place_groups(cluster, config.simulate)
+    kind, devices = cluster.groups[group].kind, cluster.groups[group].stage_devices
+    gpu = placement.node(group).as_gpu() if placement else find_gpu(kind)
+    sizes = alone.layers[0], True, devices, ITEMSIZES[alone.config.dtype]
+
+    def stage_for(efficiency: Efficiency) -> RooflineStage:
+        return RooflineStage(gpu, model, *sizes, efficiency, gpu.link_gb_s)
+
+    fixed = Efficiency(costs.flops, costs.bandwidth, costs.step_s, costs.sequence_s)
+    stage = stage_for((found := calibrate(stage_for, points, fixed)).efficiency)
+    return found, calibration_table(points, found, [stage.seconds(p.work) for p in points])

@@ -1,0 +1,87 @@
+"""Linear step times: sums by hand, the papers' forms, and the fit that gives them back."""
+
+import pytest
+
+from jaxinfer import JaxinferError
+from jaxinfer.serving.work import Work
+from jaxinfer.simulate.costs import Pipeline
+from jaxinfer.simulate.fit import fit_costs
+from jaxinfer.simulate.linear import LinearCosts, LinearStage
+
+
+def test_a_step_is_the_sum_of_its_counts() -> None:
+    costs = LinearCosts(
+        step_s=1000, token_s=100, sequence_s=10, decode_context_s=1, chunk_context_s=0.5
+    )
+    # Chunks of 16 and 20 tokens after 40 and 10 entries, and 4 decodes that see 280 in all.
+    work = Work(40, 4, 6, 5, 280, [(40, 16), (10, 20)])
+    varying = 40 * 100 + 6 * 10 + 280 * 1 + 50 * 0.5
+    assert LinearStage(costs).seconds(work) == pytest.approx(1000 + varying)
+    assert LinearStage(costs, share=0.25).seconds(work) == pytest.approx(1000 + varying / 4)
+
+
+def test_stages_share_all_but_the_fixed_part() -> None:
+    costs = LinearCosts(step_s=0.5, token_s=0.25)
+    parts = tuple(LinearStage(costs, share) for share in (0.75, 0.25))
+    pipeline = Pipeline(parts, 0.0, (0.0,), (0.0,), 2)
+    work = Work(8, 0, 1, 1, 0, [(0, 8)])
+    assert sum(pipeline.stages(work)) == pytest.approx(2 * 0.5 + 8 * 0.25)
+
+
+@pytest.mark.parametrize(
+    ("start", "decodes", "each"), [(0, 0, 0), (7000, 0, 0), (0, 31, 900), (3584, 200, 1500)]
+)
+def test_eq_3_of_a_full_chunk(start: int, decodes: int, each: int) -> None:
+    budget, k_ctxp, k_ctxd, k_p, b_c = 512, 4.0e-6, 1.5e-7, 6e-5, 0.04
+    costs = LinearCosts(
+        step_s=b_c - k_p * budget, token_s=k_p, decode_context_s=k_ctxd, chunk_context_s=k_ctxp
+    )
+    chunk = start, budget - decodes
+    work = Work(budget, decodes, decodes + 1, decodes, decodes * each, [chunk], decodes)
+    expected = k_ctxp * start + k_ctxd * decodes * each + b_c
+    assert LinearStage(costs).seconds(work) == pytest.approx(expected, rel=1e-12)
+
+
+def test_distserve_profile_of_decodes() -> None:
+    a, b, c = 19.93e-3, 0.627e-6, 0.0385e-3
+    costs = LinearCosts(step_s=a, token_s=c, decode_context_s=b)
+    work = Work(32, 32, 32, 32, 32 * 400, [], 32)
+    assert LinearStage(costs).seconds(work) == pytest.approx(a + b * 32 * 400 + c * 32)
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_the_fit_gives_back_the_coefficients(relative: bool) -> None:
+    """Where prompts take one step: over several, eq. 2 is no straight line."""
+    budget = 2048
+    costs = LinearCosts(step_s=0.012, token_s=6e-5, decode_context_s=1.5e-7, chunk_context_s=4e-6)
+    pipeline = Pipeline((LinearStage(costs),), 0.0, (), (), 2)
+    fit = fit_costs(pipeline, budget, 256, longest=budget, relative=relative)
+    assert fit.prefill.per_token == pytest.approx(6e-5, rel=1e-6)
+    assert fit.prefill.constant == pytest.approx(0.012, rel=1e-6)
+    assert fit.mixed.per_prefill_context == pytest.approx(4e-6, rel=1e-6)
+    assert fit.mixed.per_decode_context == pytest.approx(1.5e-7, rel=1e-6)
+    assert fit.mixed.constant == pytest.approx(0.012 + 6e-5 * budget, rel=1e-6)
+
+
+def test_eq_3_has_no_term_for_sequences() -> None:
+    """A prefill has one sequence: eq. 2 holds; in eq. 3 their number varies beside its terms."""
+    costs = LinearCosts(step_s=0.012, token_s=6e-5, sequence_s=1e-4)
+    pipeline = Pipeline((LinearStage(costs),), 0.0, (), (), 2)
+    fit = fit_costs(pipeline, 2048, 256, longest=2048, relative=True)
+    assert fit.prefill.constant == pytest.approx(0.012 + 1e-4, rel=1e-6)
+    assert fit.mixed.per_decode_context > 1e-9
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "linear: step_s or token_s must be greater than 0"),
+        ({"sequence_s": 1.0, "decode_context_s": 1e-6}, "step_s or token_s must be greater"),
+        ({"step_s": 1.0, "token_s": -1e-6}, "token_s is -1e-06, must be greater than or equal"),
+        ({"step_s": 1.0, "context_s": 1e-6}, "unknown option 'context_s'"),
+    ],
+)
+def test_costs_that_cannot_be_are_refused(given: dict[str, float], message: str) -> None:
+    with pytest.raises(JaxinferError) as error:
+        LinearCosts(**given)
+    assert message in str(error.value)
