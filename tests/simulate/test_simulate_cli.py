@@ -1,12 +1,18 @@
 """The commands on modelled clusters."""
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from jaxinfer import JaxinferError
 from jaxinfer.cli import cli
+from jaxinfer.report.records import read_run
+from jaxinfer.serving.work import Work
+from jaxinfer.simulate.hardware import find_gpu, find_model
+from jaxinfer.simulate.roofline import Efficiency, RooflineStage
 
 CRONUS = Path(__file__).parents[2] / "configs" / "cronus"
 
@@ -51,3 +57,78 @@ def test_capacity(trace: Path) -> None:
 def test_nothing_to_simulate(tmp_path: Path) -> None:
     refused = CliRunner().invoke(cli, ["simulate", "--out", str(tmp_path / "out")])
     assert str(refused.exception) == "give a run file, or --replay RUN_DIR"
+
+
+def test_figures_alone_and_their_price(tmp_path: Path) -> None:
+    """12 requests on two machines of $38 each; without a folder nothing is written."""
+    run_file = tmp_path / "run.yaml"
+    hardware = CRONUS.parent / "clusters" / "splitwise_hh.yaml"
+    run_file.write_text(
+        yaml.safe_dump({
+            "model": "llama-2-70b",
+            "engine": {"enable_prefix_caching": False},
+            "groups": {"p": {"devices": 8}, "t": {"devices": 8}},
+            "instances": {"prefill": {"group": "p"}, "decode": {"group": "t"}},
+            "system": {"name": "disaggregated"},
+            "simulate": {
+                "hardware": str(hardware),
+                "groups": {"p": {"node": "prompt"}, "t": {"node": "token"}},
+            },
+            "workload": {"synthetic": {"lengths": "azure_code", "count": 12}},
+        })
+    )  # fmt: skip
+    before = set(tmp_path.iterdir())
+    ran = CliRunner().invoke(cli, ["simulate", str(run_file)])
+    assert ran.exit_code == 0, ran.output
+    assert set(tmp_path.iterdir()) == before
+    lines = dict(line.rsplit(maxsplit=1) for line in ran.output.splitlines()[:4])
+    seconds = float(ran.output.split("wall time")[1].split()[0])
+    assert lines["requests"] == "12"
+    price = float(re.search(r"\$(\S+) per 1,000 requests", ran.output)[1])  # type: ignore[index]
+    assert "$76.00 per hour" in ran.output
+    assert price == pytest.approx(1000 / 12 * 76 / 3600 * seconds, rel=0.02)
+
+
+def test_calibrate_prints_a_line_for_the_run_file(tmp_path: Path) -> None:
+    """Steps of a GPU that computes at 0.5 and reads at 0.8 of its peaks, by hand."""
+    points = ["chunk_tokens,chunk_context,decodes,decode_context,seconds"]
+    model = find_model("llama-3-8b")
+    stage = RooflineStage(
+        find_gpu("A100-80G-SXM"), model, 32, True, 1, 2, Efficiency(0.5, 0.8, 0.004), 300
+    )
+    for tokens, decodes in ((4096, 0), (1024, 0), (0, 1), (0, 64), (512, 64), (64, 8)):
+        chunks = [(0, tokens)] if tokens else []
+        rows = decodes + len(chunks)
+        work = Work(tokens + decodes, decodes, rows, rows, 900 * decodes, chunks, decodes)
+        points.append(f"{tokens},0,{decodes},{900 * bool(decodes)},{stage.seconds(work)!r}")
+    path = tmp_path / "points.csv"
+    path.write_text("\n".join(points) + "\n")
+    ran = CliRunner().invoke(
+        cli, ["calibrate", str(CRONUS / "cronus.yaml"), "--group", "high", "--points", str(path)]
+    )
+    assert ran.exit_code == 0, ran.output
+    found = yaml.safe_load(ran.output.splitlines()[-1])["simulate"]["groups"]["high"]
+    assert found["flops"] == pytest.approx(0.5, rel=0.01)
+    assert found["bandwidth"] == pytest.approx(0.8, rel=0.01)
+    assert found["step_s"] == pytest.approx(0.004, rel=0.02)
+
+
+def test_linear_costs_in_a_run_file(trace: Path, tmp_path: Path) -> None:
+    """One request of 200 + 10 tokens alone: 1 ms a step and 10 us a token of its prompt."""
+    run_file = tmp_path / "run.yaml"
+    linear = "{step_s: 0.001, token_s: 0.00001}"
+    run_file.write_text(
+        "model: llama-3-8b\nengine: {enable_prefix_caching: false, launch_ahead: false}\n"
+        "groups: {g: {kind: A10}}\ninstances: {i: {group: g}}\n"
+        f"simulate: {{groups: {{g: {{linear: {linear}}}}}}}\n"
+    )
+    given = ["simulate", str(run_file), "--workload", str(trace), "--limit", "1"]
+    out = tmp_path / "out"
+    ran = CliRunner().invoke(cli, [*given, "--out", str(out)])
+    assert ran.exit_code == 0, ran.output
+    (request,) = read_run(next((out / "runs").glob("**/1"))).requests
+    times = [0.003 + i * 0.00101 for i in range(10)]
+    assert request.token_times == pytest.approx(times, abs=2e-6)
+    both = [*given, "--set", "simulate.groups.g.tables=somewhere"]
+    refused = CliRunner().invoke(cli, both)
+    assert "both tables, somewhere, and linear" in str(refused.exception)
