@@ -106,6 +106,7 @@ def draw(
 ) -> None:
     """Both sweeps, and memory."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter, NullFormatter
 
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     for axis, rows, name in ((left, over_requests, "requests"), (middle, over, "instances")):
@@ -113,12 +114,19 @@ def draw(
         axis.loglog(x, y, "o-", label="measured")
         axis.loglog(x, [y[-1] * value / x[-1] for value in x], "--", color="0.6", label="linear")
         axis.set(xlabel=name, ylabel="seconds, process start included")
+        axis.set(xticks=x, yticks=[1, 10, 100, 1000])
+        axis.set_ylim(min(y) / 2, max(y) * 2)
+        for ticks in (axis.xaxis, axis.yaxis):
+            ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+            ticks.set_minor_formatter(NullFormatter())
         axis.legend(frameon=False)
     left.set_title(f"on {over_requests[0]['instances']} GPUs")
     middle.set_title(f"{REQUESTS_EACH:,} requests per GPU")
     ended, mib = zip(*over_requests[-1]["memory"], strict=True)
-    right.plot(ended, mib, "o-")
-    right.set(ylim=(0, None), xlabel="requests ended", ylabel="resident memory (MiB)")
+    right.plot([count / 1000 for count in ended], mib, "o-")
+    right.set(
+        ylim=(0, 1.4 * max(mib)), xlabel="thousand requests ended", ylabel="resident memory (MiB)"
+    )
     right.set_title(f"while {over_requests[-1]['requests']:,} are served")
     figure.savefig(path, dpi=150)
 
