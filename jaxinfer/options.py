@@ -30,6 +30,9 @@ class EngineOptions(Options):
             model was made for.
         enable_prefix_caching: keep full pages after a request's end, and start requests that
             begin alike with them.
+        kernels: what attends: ``pallas`` (kernels for NVIDIA GPUs from sm_80 on), ``plain`` (JAX),
+            ``interpret`` (the kernels on any device, slowly, to check them); ``auto`` takes kernels
+            for 16-bit floats where the device has them.
         launch_ahead: start a decode before the token it follows has reached the host.
         strict_shapes: a step that was not compiled ahead is an error.
         seed: requests without a seed of their own get one from this and their id.
@@ -46,6 +49,7 @@ class EngineOptions(Options):
     token_buckets: tuple[Annotated[int, Field(ge=2)], ...] | None = None
     max_model_len: int | None = Field(default=None, ge=2)
     enable_prefix_caching: bool = True
+    kernels: Literal["auto", "plain", "pallas", "interpret"] = "auto"
     launch_ahead: bool = True
     strict_shapes: bool = False
     seed: int = Field(default=0, ge=0)

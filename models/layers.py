@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxinfer.models.config import Rope
 from jaxinfer.models.sharding import HEADS_AXIS
 from jaxinfer.pallas_kernels import reference
+from jaxinfer.pallas_kernels.choice import Attention, attention
 
 KVPages = tuple[jax.Array, jax.Array]
 # A numpy array on the host, a jax.Array inside the step.
@@ -113,6 +114,7 @@ def paged_attention(
     batch: PagedBatch,
     scale: float | None = None,
     window: int | None = None,
+    kernels: str = "plain",
 ) -> tuple[jax.Array, KVPages]:
     """Write the tokens' KV entries, then attend: decodes and chunks each by their own function.
 
@@ -121,11 +123,13 @@ def paged_attention(
     Args:
         scale: of scores; 1 / sqrt(H) by default.
         window: how many of the last entries a token sees, its own included; all by default.
+        kernels: what attends; see ``pallas_kernels.choice``.
 
     Returns:
         float32 [T, N, H] and the updated pages.
     """
-    attend = partial(_attend, scale=scale or q_TNH.shape[-1] ** -0.5, window=window)
+    scale = scale or q_TNH.shape[-1] ** -0.5
+    attend = partial(_attend, scale=scale, window=window, functions=attention(kernels))
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.shape.get(HEADS_AXIS, 1) == 1:
         return attend(q_TNH, k_TKH, v_TKH, kv, batch)
@@ -147,16 +151,17 @@ def _attend(
     batch: PagedBatch,
     scale: float,
     window: int | None,
+    functions: Attention,
 ) -> tuple[jax.Array, KVPages]:
     kv = reference.write_kv(*kv, k_TKH, v_TKH, batch.page_T, batch.offset_T)
     S, C = batch.decode_length_S.shape[0], batch.chunk_start_C.shape[0]
     q_TNH = q_TNH * scale
-    decoded_SNH = reference.decode_attention(
+    decoded_SNH = functions.decode(
         q_TNH[:S], *kv, batch.decode_table_SM, batch.decode_length_S, window
     )
     if not C:
         return decoded_SNH, kv
-    out_TNH = reference.chunk_attention(
+    out_TNH = functions.chunks(
         q_TNH, *kv, batch.chunk_table_CM, batch.chunk_start_C, batch.chunk_row_C1, window
     )
     is_decode_S11 = (batch.decode_length_S > 0)[:, None, None]

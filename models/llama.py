@@ -46,7 +46,7 @@ class Attention(nnx.Module):
     ) -> None:
         D, H = config.hidden_size, config.head_dim
         N, K = config.num_attention_heads, config.num_key_value_heads
-        self.scale = config.attention_scale
+        self.scale, self.kernels = config.attention_scale, config.kernels
         self.q_DNH = init_weight(rngs, (D, N, H))
         self.k_DKH = init_weight(rngs, (D, K, H))
         self.v_DKH = init_weight(rngs, (D, K, H))
@@ -74,7 +74,9 @@ class Attention(nnx.Module):
         if self.qk_norm:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         q_TNH, k_TKH = apply_rope(q_TNH, *rope), apply_rope(k_TKH, *rope)
-        out_TNH, kv = paged_attention(q_TNH, k_TKH, v_TKH, kv, batch, self.scale, window)
+        out_TNH, kv = paged_attention(
+            q_TNH, k_TKH, v_TKH, kv, batch, self.scale, window, self.kernels
+        )
         # As a matrix product: XLA:CPU transposes the weight, every step, for one over two axes.
         o_NHD = self.o_NHD[...]
         out_TE = out_TNH.reshape(len(x_TD), -1)

@@ -27,6 +27,7 @@ class Layer(nnx.Module):
         D, F = config.hidden_size, config.intermediate_size
         N, H = config.num_attention_heads, config.head_dim
         K = config.num_key_value_heads
+        self.kernels = config.kernels
         self.attn_norm = LayerNorm(D, config.norm_eps)
         self.q_DNH, self.q_bias_NH = init_weight(rngs, (D, N, H)), init_weight(rngs, (N, H))
         self.k_DKH, self.k_bias_KH = init_weight(rngs, (D, K, H)), init_weight(rngs, (K, H))
@@ -44,7 +45,7 @@ class Layer(nnx.Module):
         q_TNH = project("td,dnh->tnh", y_TD, self.q_DNH[...]) + self.q_bias_NH[...]
         k_TKH = project("td,dkh->tkh", y_TD, self.k_DKH[...]) + self.k_bias_KH[...]
         v_TKH = project("td,dkh->tkh", y_TD, self.v_DKH[...]) + self.v_bias_KH[...]
-        out_TNH, kv = paged_attention(q_TNH, k_TKH, v_TKH, kv, batch)
+        out_TNH, kv = paged_attention(q_TNH, k_TKH, v_TKH, kv, batch, kernels=self.kernels)
         o_NHD = self.o_NHD[...]
         out_TE = out_TNH.reshape(len(x_TD), -1)
         x_TD += project("te,ed->td", out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]))

@@ -40,7 +40,7 @@ def write_kv(
     return k_PKHB, v_PKBH
 
 
-def _items(count_S: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def work_items(count_S: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A list of work: ``count[s]`` items for each s, in order, then padding.
 
     Returns, for each of ``most`` items, whose it is (of padding: the last one's) and its index
@@ -133,7 +133,7 @@ def _decode_items(
     S, M = page_table_SM.shape
     from_S = jnp.maximum(length_S - (window or M * B), 0)
     # Whole blocks of items: a slice past the end would start early and repeat some.
-    row_I, column_I, count = _items(-(-length_S // B) - from_S // B, -(-S * M // ITEMS) * ITEMS)
+    row_I, column_I, count = work_items(-(-length_S // B) - from_S // B, -(-S * M // ITEMS) * ITEMS)
     column_I = column_I + from_S[row_I] // B
     page_I = page_table_SM[row_I, jnp.minimum(column_I, M - 1)]
     begin_I, end_I = (jnp.clip(x_S[row_I] - column_I * B, 0, B) for x_S in (from_S, length_S))
@@ -193,7 +193,7 @@ def chunk_attention(
     G = N // K
     size_C = row_C1[1:] - row_C1[:-1]
     # Every chunk ends with a part-filled tile at worst, and none is smaller than a row.
-    chunk_I, index_I, count = _items(-(-size_C // TILE_ROWS), T // TILE_ROWS + min(C, T))
+    chunk_I, index_I, count = work_items(-(-size_C // TILE_ROWS), T // TILE_ROWS + min(C, T))
     # A tile's rows are cut out and put back at once, past the end too.
     q_TNH = jnp.pad(q_TNH.astype(k_PKHB.dtype), ((0, TILE_ROWS), (0, 0), (0, 0)))
 

@@ -119,6 +119,7 @@ class Cluster:
                         "devices": [describe(device) for device in plan.devices],
                         "layers": plan.layers.stop - plan.layers.start,
                         "dtype": plan.dtype.name,
+                        "kernels": plan.config.kernels,
                         "num_pages": plan.num_pages,
                     }
                     for plan, group in zip(engine.plans, engine.groups, strict=True)
@@ -158,8 +159,9 @@ def load_cluster(
             stage.link = config.link(before, here)
         engines[name] = Engine(name, worker, stages, groups)
         of = f" of {name}" if len(plans) > 1 else ""
+        kernels = " and ".join(dict.fromkeys(plan.config.kernels for plan in stages))
         for left in worker.prepare():
-            progress(f"compiling steps{of}", left)
+            progress(f"compiling steps{of}, {kernels} attention", left)
     routes, speeds = {}, {}
     for pair in pairs:
         source, dest = (engines[name] for name in pair)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -18,6 +18,7 @@ from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.sharding import HEADS_AXIS, Rule, load_rules, padded, shard
 from jaxinfer.models.stage import Layers, make_model
 from jaxinfer.options import EngineOptions
+from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.runtime.devices import configure_jax, open_groups
 from jaxinfer.runtime.kv_cache import AbstractPages, abstract_pages, available_memory, memory_of
 from jaxinfer.steps.shapes import StepLimits
@@ -106,8 +107,9 @@ def make_plan(
         devices = open_groups({"engine": group})["engine"]
     layers = layers or Layers(0, config.num_hidden_layers, config.num_hidden_layers)
     mesh = Mesh(np.array(devices), (HEADS_AXIS,))
-    wide = padded(config, len(devices))
     dtype = choose_dtype(options, devices[0])
+    kernels = choose_kernels(options.kernels, devices[0], dtype, config.head_dim)
+    wide = replace(padded(config, len(devices)), kernels=kernels)
     rules = load_rules(options.sharding)
     graphdef, parameters = _parameters(wide, layers, dtype, mesh, rules)
     limits = StepLimits(

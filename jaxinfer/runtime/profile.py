@@ -33,6 +33,7 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
                 "devices": len(stage.devices),
                 "layers": [stage.layers.start, stage.layers.stop],
                 "num_pages": stage.num_pages,
+                "kernels": stage.config.kernels,
             }
             for stage, group in zip(engine.plans, engine.groups, strict=True)
         ],

@@ -1,0 +1,282 @@
+"""Paged attention for NVIDIA GPUs in generic Pallas, which lowers to Triton: sm_80 and later.
+
+The same functions as in ``reference``, whose docstrings say what they compute. Pages lie as there:
+keys ``[K, H, B]``, values ``[K, B, H]``. A program goes through the context in tiles of tokens,
+whatever the page size: a tile's page numbers are looked up in the table, and its keys and values
+gathered through them. Heads that share a KV head are the rows of one tile of queries, padded to
+the 16 rows that a matrix product needs. A head size that is no power of two is cut into pieces
+that are.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE, work_items
+
+# Tokens of context that a program takes at once.
+KV_TILE = 64
+# Rows of a prefill tile: tokens times the query heads of one KV head.
+CHUNK_ROWS = 64
+MIN_ROWS = 16
+# A long context is cut into parts until there are programs for about two waves of a large GPU.
+PROGRAMS = 264
+
+# In a kernel: references to memory, and their values.
+Ref = Any
+
+
+class Softmax(NamedTuple):
+    """An online softmax over R rows: values by pieces of the head, the maximum, the sum."""
+
+    outs: tuple[jax.Array, ...]
+    max_R: jax.Array
+    sum_R: jax.Array
+
+
+def decode_attention(
+    q_SNH: jax.Array,
+    k_PKHB: jax.Array,
+    v_PKBH: jax.Array,
+    page_table_SM: jax.Array,
+    length_S: jax.Array,
+    window: int | None = None,
+    parts: int | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See ``reference.decode_attention``; one program per sequence, KV head and part of its tokens.
+
+    Args:
+        parts: of a context, whose results are combined; by default as many as fill a GPU.
+        interpret: run on any device, slowly, to check results.
+    """
+    S, N, H = q_SNH.shape
+    _, K, _, B = k_PKHB.shape
+    G = N // K
+    R = max(MIN_ROWS, pl.next_power_of_2(G))
+    most = pl.cdiv(page_table_SM.shape[1] * B, KV_TILE)
+    parts = parts or max(min(pl.cdiv(PROGRAMS, S * K), most), 1)
+    q_SKGH = q_SNH.astype(k_PKHB.dtype).reshape(S, K, G, H)
+    q_SKRH = jnp.pad(q_SKGH, ((0, 0), (0, 0), (0, R - G), (0, 0)))
+
+    def result(*rest: int) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
+        block = pl.BlockSpec(
+            (None, None, None, R, *rest), lambda s, h, part: (part, s, h, 0, *(0 for _ in rest))
+        )
+        return block, jax.ShapeDtypeStruct((parts, S, K, R, *rest), jnp.float32)
+
+    specs, shapes = zip(result(H), result(), result(), strict=True)
+    whole = [_whole(x) for x in (k_PKHB, v_PKBH, page_table_SM, length_S)]
+    out, most_seen, total = pl.pallas_call(
+        partial(_decode, parts=parts, window=window),
+        grid=(S, K, parts),
+        in_specs=[pl.BlockSpec((None, None, R, H), lambda s, h, part: (s, h, 0, 0)), *whole],
+        out_specs=list(specs),
+        out_shape=list(shapes),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="paged_decode",
+    )(q_SKRH, k_PKHB, v_PKBH, page_table_SM, length_S)
+    weight = jnp.exp(most_seen - most_seen.max(0))
+    total = jnp.maximum((total * weight).sum(0), 1e-30)
+    out_SKRH = (out * weight[..., None]).sum(0) / total[..., None]
+    return out_SKRH[:, :, :G].reshape(S, N, H)
+
+
+def _decode(
+    q_RH: Ref, k_PKHB: Ref, v_PKBH: Ref, table_SM: Ref, length_S: Ref,
+    out_RH: Ref, max_R: Ref, sum_R: Ref, *, parts: int, window: int | None,
+) -> None:  # fmt: skip
+    s, h, part = (pl.program_id(axis) for axis in range(3))
+    B = v_PKBH.shape[2]
+    length = length_S[s]
+    first = jnp.maximum(length - window, 0) // KV_TILE if window else 0
+    each = pl.cdiv(pl.cdiv(length, KV_TILE) - first, parts)
+    begin = first + part * each
+    end = jnp.minimum(begin + each, pl.cdiv(length, KV_TILE))
+    cuts = _pieces(q_RH.shape[1])
+    q = [q_RH[:, pl.ds(start, size)] for start, size in cuts]
+
+    def one_tile(tile: jax.Array, carry: Softmax) -> Softmax:
+        token = tile * KV_TILE + jnp.arange(KV_TILE)
+        seen = token < length
+        if window:
+            seen &= token >= length - window
+        at = jnp.minimum(token, length - 1)
+        page, offset = table_SM[s, at // B], at % B
+        seen_RJ = jnp.broadcast_to(seen[None, :], (q_RH.shape[0], KV_TILE))
+        return _fold(carry, q, cuts, k_PKHB, v_PKBH, h, page, offset, seen_RJ, seen)
+
+    done = jax.lax.fori_loop(begin, end, one_tile, _start(q_RH.shape[0], cuts))
+    for (start, size), out in zip(cuts, done.outs, strict=True):
+        out_RH[:, pl.ds(start, size)] = out
+    max_R[...] = done.max_R
+    sum_R[...] = done.sum_R
+
+
+def chunk_attention(
+    q_TNH: jax.Array,
+    k_PKHB: jax.Array,
+    v_PKBH: jax.Array,
+    page_table_CM: jax.Array,
+    start_C: jax.Array,
+    row_C1: jax.Array,
+    window: int | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See ``reference.chunk_attention``; one program per tile of a chunk and KV head.
+
+    One launch for all chunks. Rows of no chunk give 0.
+    """
+    T, N, H = q_TNH.shape
+    K = k_PKHB.shape[1]
+    G = N // K
+    padded_G = pl.next_power_of_2(G)
+    tokens = max(CHUNK_ROWS // padded_G, 1)
+    tiles = _tiles(start_C, row_C1, T, tokens)
+    # A tile's rows past its chunk's end are not written, but have a place of their own.
+    nothing = jnp.zeros((T + tokens, K, padded_G, H), jnp.float32)
+    inputs = (q_TNH.astype(k_PKHB.dtype), k_PKHB, v_PKBH, page_table_CM, *tiles, nothing)
+    out = pl.pallas_call(
+        partial(_chunk, tokens=tokens, G=G, window=window),
+        grid=(len(tiles.chunk), K),
+        in_specs=[_whole(x) for x in inputs],
+        out_specs=_whole(nothing),
+        out_shape=jax.ShapeDtypeStruct(nothing.shape, jnp.float32),
+        input_output_aliases={len(inputs) - 1: 0},
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="paged_chunk",
+    )(*inputs)
+    return out[:T, :, :G].reshape(T, N, H)
+
+
+class Tiles(NamedTuple):
+    """Tiles of chunks' rows, all int32 [I].
+
+    Attributes:
+        chunk: whose they are; ``row``: the first one's among the tokens.
+        start: its position in the sequence; ``size``: rows, 0 of padding.
+    """
+
+    chunk: jax.Array
+    row: jax.Array
+    start: jax.Array
+    size: jax.Array
+
+
+def _tiles(start_C: jax.Array, row_C1: jax.Array, T: int, tokens: int) -> Tiles:
+    """All chunks' rows in tiles of ``tokens``; the last one of a chunk may have fewer."""
+    size_C = row_C1[1:] - row_C1[:-1]
+    chunk_I, index_I, count = work_items(
+        pl.cdiv(size_C, tokens), pl.cdiv(T, tokens) + min(len(start_C), T)
+    )
+    done_I = index_I * tokens
+    size_I = jnp.clip(size_C[chunk_I] - done_I, 0, tokens)
+    size_I = jnp.where(jnp.arange(len(chunk_I)) < count, size_I, 0)
+    row_I = jnp.minimum(row_C1[chunk_I] + done_I, T - 1)
+    return Tiles(chunk_I, row_I, start_C[chunk_I] + done_I, size_I)
+
+
+def _chunk(
+    q_TNH: Ref, k_PKHB: Ref, v_PKBH: Ref, table_CM: Ref,
+    chunk_I: Ref, row_I: Ref, start_I: Ref, size_I: Ref, _: Ref, out_TKGH: Ref,
+    *, tokens: int, G: int, window: int | None,
+) -> None:  # fmt: skip
+    i, h = pl.program_id(0), pl.program_id(1)
+    T, N, H = q_TNH.shape
+    B, padded_G = v_PKBH.shape[2], out_TKGH.shape[2]
+    c, row, start, size = chunk_I[i], row_I[i], start_I[i], size_I[i]
+    last = start + size - 1
+    token_R = jnp.arange(tokens * padded_G) // padded_G
+    head_R = jnp.arange(tokens * padded_G) % padded_G
+    # Rows past the end, and heads of padding, compute what is not stored.
+    from_R = jnp.minimum(row + token_R, T - 1), jnp.minimum(h * G + head_R, N - 1)
+    cuts = _pieces(H)
+    q = [
+        q_TNH[from_R[0][:, None], from_R[1][:, None], begin + jnp.arange(length)[None, :]]
+        for begin, length in cuts
+    ]
+
+    def one_tile(tile: jax.Array, carry: Softmax) -> Softmax:
+        token = tile * KV_TILE + jnp.arange(KV_TILE)
+        at = jnp.minimum(token, last)
+        page, offset = table_CM[c, at // B], at % B
+        seen_RJ = token[None, :] <= (start + token_R)[:, None]
+        if window:
+            seen_RJ &= token[None, :] > (start + token_R - window)[:, None]
+        return _fold(carry, q, cuts, k_PKHB, v_PKBH, h, page, offset, seen_RJ, token <= last)
+
+    first = jnp.maximum(start - window + 1, 0) // KV_TILE if window else 0
+    end = jnp.where(size > 0, last // KV_TILE + 1, first)
+    done = jax.lax.fori_loop(first, end, one_tile, _start(tokens * padded_G, cuts))
+    total_R1 = jnp.maximum(done.sum_R, 1e-30)[:, None]
+    for (begin, length), out in zip(cuts, done.outs, strict=True):
+        at = (row + token_R)[:, None], h, head_R[:, None], begin + jnp.arange(length)[None, :]
+        stored = jnp.broadcast_to((token_R < size)[:, None], out.shape)
+        triton.store(out_TKGH.at[at], out / total_R1, mask=stored)
+
+
+def _fold(
+    so_far: Softmax,
+    q: Sequence[jax.Array],
+    cuts: Sequence[tuple[int, int]],
+    k_PKHB: Ref,
+    v_PKBH: Ref,
+    head: jax.Array,
+    page_J: jax.Array,
+    offset_J: jax.Array,
+    seen_RJ: jax.Array,
+    exists_J: jax.Array,
+) -> Softmax:
+    """Take J tokens of one KV head into the softmax.
+
+    Args:
+        q: [R, size] for each piece of the head.
+        seen_RJ: which tokens a row sees; ``exists_J``: which have a value, whatever memory holds.
+    """
+    score_RJ = jnp.zeros(seen_RJ.shape, jnp.float32)
+    for (start, size), piece in zip(cuts, q, strict=True):
+        at = page_J[None, :], head, start + jnp.arange(size)[:, None], offset_J[None, :]
+        score_RJ += _dot(piece, k_PKHB[at])
+    score_RJ = jnp.where(seen_RJ, score_RJ, MASKED)
+    max_R = jnp.maximum(so_far.max_R, score_RJ.max(1))
+    p_RJ = jnp.exp(score_RJ - max_R[:, None])
+    shrink_R = jnp.exp(so_far.max_R - max_R)
+    outs = []
+    for (start, size), out in zip(cuts, so_far.outs, strict=True):
+        at = page_J[:, None], head, offset_J[:, None], start + jnp.arange(size)[None, :]
+        v = v_PKBH[at]
+        # 0 times what lies in a page's unused part may be NaN.
+        v = jnp.where(exists_J[:, None], v, 0).astype(v.dtype)
+        outs.append(out * shrink_R[:, None] + _dot(p_RJ.astype(v.dtype), v))
+    return Softmax(tuple(outs), max_R, so_far.sum_R * shrink_R + p_RJ.sum(1))
+
+
+def _start(rows: int, cuts: Sequence[tuple[int, int]]) -> Softmax:
+    outs = tuple(jnp.zeros((rows, size), jnp.float32) for _, size in cuts)
+    return Softmax(outs, jnp.full((rows,), NO_SCORE, jnp.float32), jnp.zeros((rows,), jnp.float32))
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    return triton.dot(a, b, allow_tf32=False)
+
+
+def _pieces(size: int) -> list[tuple[int, int]]:
+    """Start and size of powers of two that add up to ``size``, the largest first."""
+    pieces, start = [], 0
+    while start < size:
+        length = 1 << ((size - start).bit_length() - 1)
+        pieces.append((start, length))
+        start += length
+    return pieces
+
+
+def _whole(x: jax.Array) -> pl.BlockSpec:
+    """All of an array for every program; it stays in the GPU's memory."""
+    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
