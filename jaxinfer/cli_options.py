@@ -31,8 +31,8 @@ with_force = click.option("--force", is_flag=True, help="Overwrite the file of f
 
 
 def workload_settings(trace: str | None, limit: int | None) -> list[str]:
-    """As settings of the run file."""
-    settings = [f"workload.trace={trace}"] if trace else []
+    """As settings of the run file, whose own workload they replace."""
+    settings = [f"workload.trace={trace}", "workload.synthetic="] if trace else []
     return settings + ([f"workload.limit={limit}"] if limit else [])
 
 

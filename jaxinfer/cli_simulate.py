@@ -64,12 +64,15 @@ def capacity(
 @click.option("--points", required=True, help="CSV of measured steps.")
 @with_settings
 def calibrate(run_file: str, group: str, points: str, settings: tuple[str, ...]) -> None:
-    """Fit a modelled GPU's efficiencies to measured steps, and print the line for the run file."""
+    """Fit a modelled GPU's efficiencies to measured steps; print the run file's new `simulate`."""
     from jaxinfer.simulate.calibrate import as_yaml, calibrate_group
 
-    found, table = calibrate_group(load_run_file(run_file, settings), group, points)
+    config = load_run_file(run_file, settings)
+    found, table = calibrate_group(config, group, points)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-    Console().print(as_yaml(group, found), soft_wrap=True, markup=False, highlight=False)
+    Console().print(
+        as_yaml(group, found, config.simulate), soft_wrap=True, markup=False, highlight=False
+    )
 
 
 def _replay(real: Path, out: Path) -> None:

@@ -11,9 +11,9 @@ from jaxinfer.cluster import ClusterConfig, GroupConfig, InstanceConfig, LinkCon
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options import EngineOptions
 from jaxinfer.serving.system import System
-from jaxinfer.simulate.options import SimulateOptions
+from jaxinfer.simulate.options import GroupCosts, SimulateOptions
 from jaxinfer.systems.registry import make_system
-from jaxinfer.validation import Options
+from jaxinfer.validation import Options, load_yaml
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest, read_workload
 from jaxinfer.workload.synthetic import Synthetic, WorkloadClass, by_name, is_of_class
@@ -71,6 +71,11 @@ class Workload(Options):
                 raise JaxinferError("arrivals: synthetic lengths have no times of a trace")
             return self.synthetic.requests(self.only)
         work = read_workload(str(self.trace))
+        if self.arrivals.kind == "trace" and not any(item.arrival for item in work):
+            raise JaxinferError(
+                f"arrivals: trace, but {self.trace} has no times (or all are 0): take at_once, "
+                "interval, poisson or gamma"
+            )
         if self.only is None:
             return work
         kept = [item for item in work if is_of_class(item, self.only)]
@@ -176,6 +181,8 @@ def as_run_file(data: Mapping[str, Any]) -> RunFile:
 def _with_sections(data: Mapping[str, Any]) -> dict[str, Any]:
     """The parts as checked options, so that an error names the part."""
     read = dict(data)
+    if isinstance(data.get("simulate"), dict) and "groups" in data["simulate"]:
+        _sections("simulate.groups", GroupCosts, data["simulate"]["groups"])
     for name, kind in _SECTIONS.items():
         if name in read:
             read[name] = _section(name, kind, read[name])
@@ -216,7 +223,7 @@ def _section(name: str, kind: type[T], data: object) -> T:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise JaxinferError(f"run file {path}: {reason}") from None

@@ -2,10 +2,13 @@
 
 import difflib
 import json
+import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
+import yaml
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError
 from pydantic import model_validator as _model_validator
 
@@ -72,4 +75,32 @@ def _explain(cls: type[Options], error: ValidationError) -> str:
             return f"{name}: {first['ctx']['error']}"
         case _:
             wanted = first["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-            return f"{name} is {value}, must be {wanted}"
+            return f"{name} is {value}, must be {wanted}{_hint(first['input'])}"
+
+
+def _hint(value: object) -> str:
+    """For a number as YAML 1.1 does not know it, without a dot."""
+    if isinstance(value, str) and re.fullmatch(r"[0-9]+[eE][-+]?[0-9]+", value):
+        return f": YAML wants a dot, {float(value):.1e}"
+    return ""
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a mapping with the same key twice, of which the first would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key, count in Counter(str(key) for key in keys).items():
+            if count > 1:
+                line = node.start_mark.line + 1
+                raise yaml.YAMLError(f"{key!r} stands {count} times in the mapping at line {line}")
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(text: str) -> Any:
+    """What a YAML text holds.
+
+    Raises:
+        yaml.YAMLError: it is not YAML, or has a key twice.
+    """
+    return yaml.load(text, Loader=_UniqueKeys)

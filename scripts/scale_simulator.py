@@ -134,7 +134,12 @@ def draw(
 @click.command()
 @click.option("--out", help="New folder.")
 @click.option("--one", nargs=2, type=int, help="REQUESTS INSTANCES: only this, as JSON.")
-@click.option("--largest", default=REQUESTS[-1], help="Requests of the largest simulation.")
+@click.option(
+    "--largest",
+    default=REQUESTS[-1],
+    type=click.IntRange(REQUESTS[0]),
+    help="Requests of the largest simulation.",
+)
 def main(out: str | None, one: tuple[int, int] | None, largest: int) -> None:
     """Measure, write and draw."""
     if one:

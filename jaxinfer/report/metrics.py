@@ -19,15 +19,14 @@ class RunTotals:
 
     Attributes:
         prefill_tokens, decode_tokens: computed, recomputed ones included.
-        requests, prompt_tokens, cached_tokens, output_tokens, ttft, tbt: of requests that have not
-            failed; see ``RunMetrics``.
+        prompt_tokens, cached_tokens, output_tokens, ttft, tbt: of requests that have not failed;
+            see ``RunMetrics``.
     """
 
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     peak_pages: int = 0
-    requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -46,7 +45,6 @@ class RunTotals:
         """Count one request, whose tokens came at these times."""
         if request.error is not None:
             return
-        self.requests += 1
         self.prompt_tokens += request.prompt_len
         self.cached_tokens += request.metrics.num_cached_tokens or 0
         self.output_tokens += len(request.output_token_ids)

@@ -123,7 +123,10 @@ class StepView(Protocol):
 
 @dataclass(frozen=True)
 class ClusterView:
-    """All instances by name, but for those that were lost, at one time in seconds."""
+    """All instances by name, but for those that were lost, at one time in seconds.
+
+    It holds for one call: what a system keeps of it, requests too, may be out of date in the next.
+    """
 
     now: float
     instances: Mapping[str, InstanceView]

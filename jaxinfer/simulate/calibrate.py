@@ -22,6 +22,7 @@ from jaxinfer.simulate.cluster import ITEMSIZES, model_cluster
 from jaxinfer.simulate.costs import StageCost
 from jaxinfer.simulate.hardware import find_gpu, find_model
 from jaxinfer.simulate.nodes import place_groups
+from jaxinfer.simulate.options import SimulateOptions
 from jaxinfer.simulate.roofline import Efficiency, RooflineStage
 from jaxinfer.validation import Options, did_you_mean
 
@@ -51,12 +52,14 @@ class Point(Options):
     chunk_context: int = Field(ge=0)
     decodes: int = Field(ge=0)
     decode_context: float = Field(ge=0)
-    seconds: float = Field(gt=0)
+    seconds: float = Field(gt=0, le=1e4)
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse a step without tokens."""
         if not self.chunk_tokens and not self.decodes:
             raise JaxinferError("an empty step: chunk_tokens and decodes are 0")
+        if self.seconds < 1e-7:
+            raise JaxinferError(f"seconds is {self.seconds}: no step takes less than 1e-7")
 
     @property
     def work(self) -> Work:
@@ -194,11 +197,13 @@ def calibrate(stage_for: StageFor, points: Sequence[Point], fixed: Efficiency) -
     return Calibration(found, fitted, mape, float(errors[worst]), points[worst], len(points))
 
 
-def as_yaml(group: str, calibration: Calibration) -> str:
-    """The line to put into a run file."""
+def as_yaml(group: str, calibration: Calibration, options: SimulateOptions) -> str:
+    """The whole section ``simulate`` of a run file, with what has been found for a group."""
+    section = options.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     values = {name: float(f"{x:.4g}") for name, x in asdict(calibration.efficiency).items()}
-    groups = {"groups": {group: values}}
-    return "simulate: " + yaml.safe_dump(groups, default_flow_style=True, width=10**6).strip()
+    groups = section.setdefault("groups", {})
+    groups[group] = groups.get(group, {}) | values
+    return yaml.safe_dump({"simulate": section}, default_flow_style=None, sort_keys=False).strip()
 
 
 def calibration_table(

@@ -48,10 +48,12 @@ class ModelledInstance:
     segments: int
     devices: Sequence[int]
 
-    def new_instance(self, name: str, fit: StepFit | None, groups_decodes: bool) -> Instance:
-        """The scheduling side, with empty pools."""
+    def new_instance(
+        self, name: str, fit: StepFit | None, groups_decodes: bool, has_tokens: bool
+    ) -> Instance:
+        """The scheduling side, with empty pools; without tokens, a prefix cache has no use."""
         size = self.config.page_size
-        caching = self.config.enable_prefix_caching
+        caching = self.config.enable_prefix_caching and has_tokens
         pool = PagePool if caching else CountedPages
         kv = KVShards([Shard(pool(count, size)) for count in self.num_pages], caching)
         options = instance_options(self.config, len(self.config.places))

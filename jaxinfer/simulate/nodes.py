@@ -13,7 +13,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.simulate.hardware import Gpu, find_gpu
 from jaxinfer.simulate.network import Link
 from jaxinfer.simulate.options import SimulateOptions
-from jaxinfer.validation import Options, did_you_mean
+from jaxinfer.validation import Options, did_you_mean, load_yaml
 
 
 class NodeOptions(Options):
@@ -156,7 +156,7 @@ def read_hardware(file: str) -> Hardware:
         JaxinferError: it cannot be read, or is not what ``Hardware`` says.
     """
     try:
-        data = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        data = load_yaml(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise JaxinferError(f"simulate.hardware: {file}: {reason}") from None
@@ -207,10 +207,12 @@ def place_groups(cluster: ClusterConfig, options: SimulateOptions) -> Placement 
                 f"groups.{name}: kind is {group.kind}, node {node_of[name]} of {file} has "
                 f"{node.gpu}; leave out kind"
             )
-        if options.of(name).tables and node.flops_scale != 1:
+        costs = options.of(name)
+        if (costs.tables or costs.linear) and node.flops_scale != 1:
             raise JaxinferError(
-                f"groups.{name}: tables are of an uncapped GPU, node {node_of[name]} of {file} has "
-                f"flops_scale {node.flops_scale:g}; give flops in place of tables"
+                f"groups.{name}: tables and linear costs are of an uncapped GPU, node "
+                f"{node_of[name]} of {file} has flops_scale {node.flops_scale:g}; give flops "
+                "in their place"
             )
         groups[name] = group.model_copy(update={"kind": node.gpu})
     _check_counts(file, hardware, cluster, node_of)

@@ -19,7 +19,8 @@ class GroupCosts(Options):
             in 10^9 bytes; by default what the largest step's hidden states and logits take.
         tables: a folder with measured operators (see ``tables.py``), in place of ``flops`` and
             ``bandwidth``.
-        linear: coefficients (see ``linear.py``), in place of all of these.
+        linear: coefficients (see ``linear.py``), in place of ``flops``, ``bandwidth``, ``step_s``
+            and ``sequence_s``.
         node: of the hardware file, where the group's GPUs are.
     """
 
@@ -41,7 +42,7 @@ class GroupCosts(Options):
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse two kinds of costs."""
-        _one_kind(self.tables, self.linear)
+        _one_kind(self)
 
 
 class SimulateOptions(Options):
@@ -71,8 +72,10 @@ class SimulateOptions(Options):
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse a node of no file, and two kinds of costs."""
-        _one_kind(self.tables, self.linear)
+        _one_kind(self)
         for name, group in self.groups.items():
+            if self.linear and not (group.tables or group.flops or group.bandwidth):
+                _unused(f"groups.{name}: ", group, "linear", ("step_s", "sequence_s"))
             if group.node is not None and self.hardware is None:
                 raise JaxinferError(
                     f"groups.{name}: node is {group.node!r}, needs simulate.hardware, the file "
@@ -83,12 +86,25 @@ class SimulateOptions(Options):
         """What holds for one group."""
         own = self.groups.get(group, GroupCosts())
         given = {name: value for name, value in own if value is not None and name != "node"}
-        if own.tables or own.linear:
+        if own.tables or own.linear or own.flops or own.bandwidth:
             # A group's own kind of costs takes the place of the others'.
             given |= {"tables": own.tables, "linear": own.linear}
         return self.model_copy(update=given)
 
 
-def _one_kind(tables: str | None, linear: LinearCosts | None) -> None:
-    if tables and linear:
-        raise JaxinferError(f"both tables, {tables}, and linear: give one of them")
+def _one_kind(costs: GroupCosts | SimulateOptions) -> None:
+    """Refuse what another kind of costs would leave without use."""
+    if costs.tables and costs.linear:
+        raise JaxinferError(f"both tables, {costs.tables}, and linear: give one of them")
+    if costs.tables:
+        _unused("", costs, "tables", ("flops", "bandwidth"))
+    if costs.linear:
+        _unused("", costs, "linear", ("flops", "bandwidth", "step_s", "sequence_s"))
+
+
+def _unused(
+    where: str, costs: GroupCosts | SimulateOptions, kind: str, names: tuple[str, ...]
+) -> None:
+    for name in names:
+        if name in costs.model_fields_set and getattr(costs, name) is not None:
+            raise JaxinferError(f"{where}{name} has no use beside {kind}: give one of them")

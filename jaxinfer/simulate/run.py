@@ -63,8 +63,9 @@ def serve(
     system = make_system(config.system, cluster.instances)
     counts = config.metrics.counts_transfer(system)
     _check_lengths(config, work)
+    has_tokens = any(item.prompt_token_ids for item in work)
     instances = [
-        modelled.new_instance(name, fits.get(name), not system.needs_decode_rows)
+        modelled.new_instance(name, fits.get(name), not system.needs_decode_rows, has_tokens)
         for name, modelled in cluster.instances.items()
     ]
     world = SimulatedWorld(

@@ -125,8 +125,8 @@ class Cronus(System):
 
     @property
     def needs_decode_rows(self) -> bool:
-        """Where predictors are refined."""
-        return self._refined is not None
+        """Where predictors are refined, or a subclass watches."""
+        return self._refined is not None or type(self).on_step is not Cronus.on_step
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         """Note how long the parts take in truth."""

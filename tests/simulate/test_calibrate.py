@@ -206,9 +206,10 @@ def test_a_group_of_a_run_file(tmp_path: Path) -> None:
     console.print(table)
     assert "measured (ms)" in console.export_text()
     # What is to be pasted is read again, as these very numbers.
-    line = as_yaml("g", found)
-    assert "\n" not in line
-    run = as_run_file({**RUN, **yaml.safe_load(line)})
+    before = as_run_file({"simulate": {"hop_s": 0.5, "groups": {"g": {"reserve_gb": 3}}}}).simulate
+    run = as_run_file({**RUN, **yaml.safe_load(as_yaml("g", found, before))})
+    assert run.simulate.hop_s == 0.5
+    assert run.simulate.of("g").reserve_gb == 3
     assert run.simulate.of("g").sequence_s == pytest.approx(2e-4, rel=0.01)
     assert run.simulate.of("g").flops == pytest.approx(0.55, rel=0.01)
 

@@ -107,7 +107,9 @@ def test_calibrate_prints_a_line_for_the_run_file(tmp_path: Path) -> None:
         cli, ["calibrate", str(CRONUS / "cronus.yaml"), "--group", "high", "--points", str(path)]
     )
     assert ran.exit_code == 0, ran.output
-    found = yaml.safe_load(ran.output.splitlines()[-1])["simulate"]["groups"]["high"]
+    section = yaml.safe_load(ran.output[ran.output.index("simulate:") :])["simulate"]
+    assert section["fit"] == "absolute"  # As it was.
+    found = section["groups"]["high"]
     assert found["flops"] == pytest.approx(0.5, rel=0.01)
     assert found["bandwidth"] == pytest.approx(0.8, rel=0.01)
     assert found["step_s"] == pytest.approx(0.004, rel=0.02)
@@ -132,3 +134,53 @@ def test_linear_costs_in_a_run_file(trace: Path, tmp_path: Path) -> None:
     both = [*given, "--set", "simulate.groups.g.tables=somewhere"]
     refused = CliRunner().invoke(cli, both)
     assert "both tables, somewhere, and linear" in str(refused.exception)
+
+
+def test_a_workload_given_replaces_the_files(trace: Path, tmp_path: Path) -> None:
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(
+        "model: llama-3-8b\ngroups: {g: {kind: A10}}\ninstances: {i: {group: g}}\n"
+        "workload: {synthetic: azure_code}\n"
+    )
+    ran = CliRunner().invoke(cli, ["simulate", str(run_file), "--workload", str(trace)])
+    assert ran.exit_code == 0, ran.output
+    assert ran.output.split()[:2] == ["requests", "12"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("simulate: {step_s: 1.0}\nsimulate: {hop_s: 1.0}", "'simulate' stands 2 times"),
+        ("simulate: {step_s: 1e-3}", "step_s is '1e-3', must be number: YAML wants a dot, 1.0e-03"),
+        ("simulate: {groups: {g: [1]}}", "simulate.groups.g: must be a mapping"),
+        ("simulate: {linear: {step_s: 0.1}, flops: 0.5}", "flops has no use beside linear"),
+        ("simulate: {tables: x, bandwidth: 0.5}", "bandwidth has no use beside tables"),
+        (
+            "simulate: {linear: {step_s: 0.1}, groups: {g: {sequence_s: 0.1}}}",
+            "groups.g: sequence_s has no use beside linear",
+        ),
+        ("workload: {arrivals: trace}", "has no times (or all are 0): take at_once"),
+    ],
+)
+def test_refused(lines: str, message: str, trace: Path, tmp_path: Path) -> None:
+    run_file = tmp_path / "run.yaml"
+    groups = "groups: {g: {kind: A10}}\ninstances: {i: {group: g}}\n"
+    run_file.write_text(f"model: llama-3-8b\n{groups}{lines}\n")
+    refused = CliRunner().invoke(cli, ["simulate", str(run_file), "--workload", str(trace)])
+    assert isinstance(refused.exception, JaxinferError)
+    assert message in str(refused.exception)
+
+
+def test_a_group_may_go_back_to_the_roofline(trace: Path, tmp_path: Path) -> None:
+    """Its own efficiencies take the place of the coefficients that hold for the others."""
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("model: llama-3-8b\ngroups: {g: {kind: A10}}\ninstances: {i: {group: g}}\n")
+    given = ["simulate", str(run_file), "--workload", str(trace)]
+    plain, own = (
+        CliRunner().invoke(cli, [*given, *more]).output.splitlines()[:7]
+        for more in (
+            ["--set", "simulate.flops=0.3"],
+            ["--set", "simulate.linear={step_s: 9.0}", "--set", "simulate.groups.g.flops=0.3"],
+        )
+    )
+    assert plain == own
