@@ -258,7 +258,7 @@ NODES = "simulate.groups={high: {node: a100}, low: {node: a10}}"
         ),
         (
             ["links=[]", "simulate.groups.low.node=[a10, a100]"],
-            "simulate.groups.low: node: a group stands on one node, not ['a10', 'a100']: use several",
+            "simulate.groups.low: node: a group stands on one node, not ['a10', 'a100']: use",
         ),
         (
             ["links=[]", "simulate.groups={high: {node: a100}}"],
