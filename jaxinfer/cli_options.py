@@ -1,5 +1,6 @@
 """What several commands have in common."""
 
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,11 +54,15 @@ def compare_and_write(
     configs = load_systems(files, systems, settings)
     work = load_run_file(files[0], settings).workload.requests()
     new_folder(out)
-    runs = (
-        compare_systems(configs, work, out, rounds)
-        if rounds
-        else simulate_systems(configs, work, out)
-    )
+    if rounds:
+        runs = compare_systems(configs, work, out, rounds)
+    else:
+        try:
+            runs = simulate_systems(configs, work, out)
+        except JaxinferError:
+            # Made above, and worth nothing: the command put right is to find it new again.
+            shutil.rmtree(out)
+            raise
     Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(runs))
     command = " ".join(["jaxinfer", *sys.argv[1:]])
     written = write_comparison(runs, out, command)

@@ -184,3 +184,14 @@ def test_a_group_may_go_back_to_the_roofline(trace: Path, tmp_path: Path) -> Non
         )
     )
     assert plain == own
+
+
+def test_a_failed_simulation_leaves_no_folder(trace: Path, tmp_path: Path) -> None:
+    """A pool of 9 pages holds no request of 200 tokens; one of 900 holds all."""
+    out = tmp_path / "out"
+    given = ["simulate", str(CRONUS / "data_parallel.yaml"), "--workload", str(trace)]
+    refused = CliRunner().invoke(cli, [*given, "--out", str(out), "--set", "engine.num_pages=10"])
+    assert "needs 14 pages of 16 tokens" in str(refused.exception)
+    assert not out.exists()
+    again = CliRunner().invoke(cli, [*given, "--out", str(out), "--set", "engine.num_pages=900"])
+    assert again.exit_code == 0, again.output
