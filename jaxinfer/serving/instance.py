@@ -307,6 +307,18 @@ class Instance:
             self._admitted_imports.append(request)
         return None
 
+    def never_holds(self, request: RequestState, leg: Leg) -> str | None:
+        """Why not even an empty pool has room for the leg, with the numbers; None if it has."""
+        kv = self.kv
+        need = kv.pages_for(min(request.peak_tokens, leg.until or request.peak_tokens))
+        if need <= kv.num_pages:
+            return None
+        return (
+            f"request {request.id!r} needs {need} pages of {kv.page_size} tokens "
+            f"({request.prompt_len} prompt + {request.max_tokens} output tokens) on instance "
+            f"{self.name!r}, which has {kv.num_pages}"
+        )
+
     def reserve(self, request: RequestState, leg: Leg) -> Hold | None:
         """Pages for the tokens that ``leg`` starts with, if the admission policy agrees."""
         if not self.policies.admit(self, request, leg):

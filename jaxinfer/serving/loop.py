@@ -319,16 +319,8 @@ class ServingLoop:
 
     def _refusal(self, request: RequestState, legs: Sequence[Leg]) -> str | None:
         """Why no pool could ever hold the request, with the numbers."""
-        for leg in legs:
-            kv = self.instances[leg.instance].kv
-            need = min(request.peak_tokens, leg.until or request.peak_tokens)
-            if kv.pages_for(need) > kv.num_pages:
-                return (
-                    f"request {request.id!r} needs {kv.pages_for(need)} pages of {kv.page_size} "
-                    f"tokens ({request.prompt_len} prompt + {request.max_tokens} output tokens) "
-                    f"on instance {leg.instance!r}, which has {kv.num_pages}"
-                )
-        return None
+        reasons = (self.instances[leg.instance].never_holds(request, leg) for leg in legs)
+        return next((reason for reason in reasons if reason), None)
 
     def _act(self, ask: Callable[[], Iterable[Action]]) -> None:
         try:
