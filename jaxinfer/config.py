@@ -13,10 +13,10 @@ from jaxinfer.options import EngineOptions
 from jaxinfer.serving.system import System
 from jaxinfer.simulate.options import GroupCosts, SimulateOptions
 from jaxinfer.systems.registry import make_system
-from jaxinfer.validation import Options, load_yaml
+from jaxinfer.validation import Options, read_yaml
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest, read_workload
-from jaxinfer.workload.synthetic import Synthetic, WorkloadClass, by_name, is_of_class
+from jaxinfer.workload.synthetic import Synthetic, WorkloadClass, is_of_class
 
 T = TypeVar("T", bound=Options)
 
@@ -49,7 +49,7 @@ class Workload(Options):
     @field_validator("synthetic", mode="before")
     @classmethod
     def _by_lengths(cls, value: object) -> object:
-        return by_name(value)
+        return {"lengths": value} if isinstance(value, str) else value
 
     def requests(self) -> list[BenchRequest]:
         """The requests with their times of arrival.
@@ -162,7 +162,7 @@ def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunF
     Raises:
         JaxinferError: the file or a setting is not what it should be.
     """
-    data = _read_yaml(Path(path)) if path else {}
+    data = _read_file(Path(path)) if path else {}
     for setting in settings:
         _apply(data, setting)
     try:
@@ -182,7 +182,8 @@ def _with_sections(data: Mapping[str, Any]) -> dict[str, Any]:
     """The parts as checked options, so that an error names the part."""
     read = dict(data)
     if isinstance(data.get("simulate"), dict) and "groups" in data["simulate"]:
-        _sections("simulate.groups", GroupCosts, data["simulate"]["groups"])
+        groups = _sections("simulate.groups", GroupCosts, data["simulate"]["groups"])
+        read["simulate"] = data["simulate"] | {"groups": groups}
     for name, kind in _SECTIONS.items():
         if name in read:
             read[name] = _section(name, kind, read[name])
@@ -221,14 +222,11 @@ def _section(name: str, kind: type[T], data: object) -> T:
         raise JaxinferError(f"{name}: {error}") from None
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> dict[str, Any]:
     try:
-        data = load_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise JaxinferError(f"run file {path}: {reason}") from None
-    except yaml.YAMLError as error:
-        raise JaxinferError(f"run file {path}: {' '.join(str(error).split())}") from None
+        data = read_yaml(path)
+    except JaxinferError as error:
+        raise JaxinferError(f"run file {error}") from None
     if not isinstance(data, dict):
         raise JaxinferError(f"run file {path}: must be a mapping of model, engine, workload")
     return data

@@ -97,10 +97,16 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load_yaml(text: str) -> Any:
-    """What a YAML text holds.
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds.
 
     Raises:
-        yaml.YAMLError: it is not YAML, or has a key twice.
+        JaxinferError: the file cannot be read, is not YAML, or has a key twice.
     """
-    return yaml.load(text, Loader=_UniqueKeys)
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise JaxinferError(f"{path}: {reason}") from None
+    except yaml.YAMLError as error:
+        raise JaxinferError(f"{path}: {' '.join(str(error).split())}") from None

@@ -35,7 +35,9 @@ def attention(kernels: str) -> Attention:
     )
 
 
-def choose_kernels(wanted: str, device: jax.Device, dtype: jnp.dtype, head_dim: int) -> Kernels:
+def choose_kernels(
+    wanted: Kernels | Literal["auto"], device: jax.Device, dtype: jnp.dtype, head_dim: int
+) -> Kernels:
     """``auto``: kernels for 16-bit floats on NVIDIA GPUs from sm_80 on, else plain JAX.
 
     Raises:
@@ -46,7 +48,7 @@ def choose_kernels(wanted: str, device: jax.Device, dtype: jnp.dtype, head_dim: 
         raise JaxinferError(f"kernels is pallas, {reason}: auto, plain or interpret would do")
     if wanted == "auto":
         return "pallas" if reason is None and dtype.itemsize == 2 else "plain"
-    return "pallas" if wanted == "pallas" else "interpret" if wanted == "interpret" else "plain"
+    return wanted
 
 
 def _why_not(device: jax.Device, head_dim: int) -> str | None:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from pydantic import Field
 
 from jaxinfer.cluster import ClusterConfig
@@ -13,7 +12,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.simulate.hardware import Gpu, find_gpu
 from jaxinfer.simulate.network import Link
 from jaxinfer.simulate.options import SimulateOptions
-from jaxinfer.validation import Options, did_you_mean, load_yaml
+from jaxinfer.validation import Options, did_you_mean, read_yaml
 
 
 class NodeOptions(Options):
@@ -156,12 +155,9 @@ def read_hardware(file: str) -> Hardware:
         JaxinferError: it cannot be read, or is not what ``Hardware`` says.
     """
     try:
-        data = load_yaml(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise JaxinferError(f"simulate.hardware: {file}: {reason}") from None
-    except yaml.YAMLError as error:
-        raise JaxinferError(f"simulate.hardware: {file}: {' '.join(str(error).split())}") from None
+        data = read_yaml(Path(file))
+    except JaxinferError as error:
+        raise JaxinferError(f"simulate.hardware: {error}") from None
     try:
         if isinstance(data, dict) and "nodes" in data:
             data["nodes"] = _read_nodes(data["nodes"])

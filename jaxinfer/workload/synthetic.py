@@ -6,7 +6,7 @@ from bisect import bisect
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 from pydantic import Field
@@ -96,8 +96,3 @@ def is_of_class(request: BenchRequest, name: WorkloadClass) -> bool:
     heavy_prefill, heavy_decode = name[0] == "H", name[2] == "H"
     prefill = request.prompt_len > _HEAVY_PREFILL
     return prefill == heavy_prefill and (request.max_tokens > _HEAVY_DECODE) == heavy_decode
-
-
-def by_name(value: Any) -> Any:
-    """A name alone stands for its lengths."""
-    return {"lengths": value} if isinstance(value, str) else value
