@@ -15,10 +15,9 @@ from jax.sharding import PartitionSpec
 
 from jaxinfer.models.config import Rope
 from jaxinfer.models.sharding import HEADS_AXIS
-from jaxinfer.pallas_kernels import reference
 from jaxinfer.pallas_kernels.choice import Attention, attention
+from jaxinfer.pallas_kernels.kv_pages import KVPages
 
-KVPages = tuple[jax.Array, jax.Array]
 # A numpy array on the host, a jax.Array inside the step.
 HostOrTraced = Any
 
@@ -136,8 +135,8 @@ def paged_attention(
     heads, whole = PartitionSpec(None, HEADS_AXIS), PartitionSpec()
     on_mesh = jax.shard_map(
         attend,
-        in_specs=(heads, heads, heads, (heads, heads), whole),
-        out_specs=(heads, (heads, heads)),
+        in_specs=(heads, heads, heads, heads, whole),
+        out_specs=(heads, heads),
         check_vma=False,
     )
     return on_mesh(q_TNH, k_TKH, v_TKH, kv, batch)
@@ -153,16 +152,16 @@ def _attend(
     window: int | None,
     functions: Attention,
 ) -> tuple[jax.Array, KVPages]:
-    kv = reference.write_kv(*kv, k_TKH, v_TKH, batch.page_T, batch.offset_T)
+    kv = functions.write(kv, k_TKH, v_TKH, batch.page_T, batch.offset_T)
     S, C = batch.decode_length_S.shape[0], batch.chunk_start_C.shape[0]
     q_TNH = q_TNH * scale
     decoded_SNH = functions.decode(
-        q_TNH[:S], *kv, batch.decode_table_SM, batch.decode_length_S, window
+        q_TNH[:S], kv, batch.decode_table_SM, batch.decode_length_S, window
     )
     if not C:
         return decoded_SNH, kv
     out_TNH = functions.chunks(
-        q_TNH, *kv, batch.chunk_table_CM, batch.chunk_start_C, batch.chunk_row_C1, window
+        q_TNH, kv, batch.chunk_table_CM, batch.chunk_start_C, batch.chunk_row_C1, window
     )
     is_decode_S11 = (batch.decode_length_S > 0)[:, None, None]
     return out_TNH.at[:S].set(jnp.where(is_decode_S11, decoded_SNH, out_TNH[:S])), kv

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.pallas_kernels import reference
+from jaxinfer.pallas_kernels import kv_pages, reference
+from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 Kernels = Literal["plain", "pallas", "interpret"]
 # The first NVIDIA GPUs with products of bfloat16 matrices.
@@ -16,23 +17,30 @@ _CAPABILITY = 8.0
 
 
 class Attention(NamedTuple):
-    """Decode and chunked-prefill attention; see ``reference`` for arguments and results."""
+    """What attends, and writes KV entries; see ``reference`` and ``kv_pages``."""
 
     decode: Callable[..., jax.Array]
     chunks: Callable[..., jax.Array]
+    write: Callable[..., KVPages]
 
 
 def attention(kernels: str) -> Attention:
     """The functions of that name."""
     if kernels == "plain":
-        return Attention(reference.decode_attention, reference.chunk_attention)
-    from jaxinfer.pallas_kernels import generic
+        return Attention(
+            reference.decode_attention, reference.chunk_attention, kv_pages.write_kv
+        )
+    from jaxinfer.pallas_kernels import generic, write
 
-    interpret = kernels == "interpret"
+    run = partial(partial, interpret=kernels == "interpret")
     return Attention(
-        partial(generic.decode_attention, interpret=interpret),
-        partial(generic.chunk_attention, interpret=interpret),
+        run(generic.decode_attention), run(generic.chunk_attention), run(write.write_kv)
     )
+
+
+def keys_by_token(kernels: str) -> bool:
+    """Whether a page's keys lie as [K, B, H], as its values do, and not as [K, H, B]."""
+    return kernels != "plain"
 
 
 def choose_kernels(

@@ -1,11 +1,11 @@
 """Paged attention for NVIDIA GPUs in generic Pallas, which lowers to Triton: sm_80 and later.
 
-The same functions as in ``reference``, whose docstrings say what they compute. Pages lie as there:
-keys ``[K, H, B]``, values ``[K, B, H]``. A program goes through the context in tiles of tokens,
-whatever the page size: a tile's page numbers are looked up in the table, and its keys and values
-gathered through them. Heads that share a KV head are the rows of one tile of queries, padded to
-the 16 rows that a matrix product needs. A head size that is no power of two is cut into pieces
-that are.
+The same functions as in ``reference`` and ``kv_pages``, whose docstrings say what they compute.
+Keys lie as values do, ``[K, B, H]``: whatever the page size, memory is read in rows of a head. A
+program goes through the context in tiles of tokens: a tile's page numbers are looked up in the
+table, and its keys and values gathered through them. Heads that share a KV head are the rows of
+one tile of queries, padded to the 16 rows that a matrix product needs. A head size that is no
+power of two is cut into pieces that are.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE, work_items
 
 # Tokens of context that a program takes at once.
@@ -24,7 +25,7 @@ KV_TILE = 64
 # Rows of a prefill tile: tokens times the query heads of one KV head.
 CHUNK_ROWS = 64
 MIN_ROWS = 16
-# A long context is cut into parts until there are programs for about two waves of a large GPU.
+# Programs that a large GPU runs at once: two on each multiprocessor of an H100.
 PROGRAMS = 264
 
 # In a kernel: references to memory, and their values.
@@ -41,11 +42,11 @@ class Softmax(NamedTuple):
 
 def decode_attention(
     q_SNH: jax.Array,
-    k_PKHB: jax.Array,
-    v_PKBH: jax.Array,
+    kv: KVPages,
     page_table_SM: jax.Array,
     length_S: jax.Array,
     window: int | None = None,
+    soft_cap: float | None = None,
     parts: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -56,12 +57,12 @@ def decode_attention(
         interpret: run on any device, slowly, to check results.
     """
     S, N, H = q_SNH.shape
-    _, K, _, B = k_PKHB.shape
+    _, K, B, _ = kv.values.shape
     G = N // K
     R = max(MIN_ROWS, pl.next_power_of_2(G))
-    most = pl.cdiv(page_table_SM.shape[1] * B, KV_TILE)
-    parts = parts or max(min(pl.cdiv(PROGRAMS, S * K), most), 1)
-    q_SKGH = q_SNH.astype(k_PKHB.dtype).reshape(S, K, G, H)
+    table = _by_head(page_table_SM)
+    parts = parts or parts_of(S * K, pl.cdiv(table.shape[2] * B, KV_TILE), PROGRAMS)
+    q_SKGH = q_SNH.astype(_float_of(kv)).reshape(S, K, G, H)
     q_SKRH = jnp.pad(q_SKGH, ((0, 0), (0, 0), (0, R - G), (0, 0)))
 
     def result(*rest: int) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
@@ -71,17 +72,20 @@ def decode_attention(
         return block, jax.ShapeDtypeStruct((parts, S, K, R, *rest), jnp.float32)
 
     specs, shapes = zip(result(H), result(), result(), strict=True)
-    whole = [_whole(x) for x in (k_PKHB, v_PKBH, page_table_SM, length_S)]
+    inputs = kv, table, length_S
     out, most_seen, total = pl.pallas_call(
-        partial(_decode, parts=parts, window=window),
+        partial(_decode, parts=parts, window=window, soft_cap=soft_cap),
         grid=(S, K, parts),
-        in_specs=[pl.BlockSpec((None, None, R, H), lambda s, h, part: (s, h, 0, 0)), *whole],
+        in_specs=[
+            pl.BlockSpec((None, None, R, H), lambda s, h, part: (s, h, 0, 0)),
+            *jax.tree.map(whole, inputs),
+        ],
         out_specs=list(specs),
         out_shape=list(shapes),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="paged_decode",
-    )(q_SKRH, k_PKHB, v_PKBH, page_table_SM, length_S)
+    )(q_SKRH, *inputs)
     weight = jnp.exp(most_seen - most_seen.max(0))
     total = jnp.maximum((total * weight).sum(0), 1e-30)
     out_SKRH = (out * weight[..., None]).sum(0) / total[..., None]
@@ -89,17 +93,18 @@ def decode_attention(
 
 
 def _decode(
-    q_RH: Ref, k_PKHB: Ref, v_PKBH: Ref, table_SM: Ref, length_S: Ref,
-    out_RH: Ref, max_R: Ref, sum_R: Ref, *, parts: int, window: int | None,
+    q_RH: Ref, kv: KVPages, table_KSM: Ref, length_S: Ref, out_RH: Ref, max_R: Ref, sum_R: Ref,
+    *, parts: int, window: int | None, soft_cap: float | None,
 ) -> None:  # fmt: skip
     s, h, part = (pl.program_id(axis) for axis in range(3))
-    B = v_PKBH.shape[2]
+    B = kv.values.shape[2]
+    of_table = h if table_KSM.shape[0] > 1 else 0
     length = length_S[s]
     first = jnp.maximum(length - window, 0) // KV_TILE if window else 0
     each = pl.cdiv(pl.cdiv(length, KV_TILE) - first, parts)
     begin = first + part * each
     end = jnp.minimum(begin + each, pl.cdiv(length, KV_TILE))
-    cuts = _pieces(q_RH.shape[1])
+    cuts = pieces(q_RH.shape[1])
     q = [q_RH[:, pl.ds(start, size)] for start, size in cuts]
 
     def one_tile(tile: jax.Array, carry: Softmax) -> Softmax:
@@ -108,9 +113,9 @@ def _decode(
         if window:
             seen &= token >= length - window
         at = jnp.minimum(token, length - 1)
-        page, offset = table_SM[s, at // B], at % B
+        tokens = Tokens(h, table_KSM[of_table, s, at // B], at % B, seen)
         seen_RJ = jnp.broadcast_to(seen[None, :], (q_RH.shape[0], KV_TILE))
-        return _fold(carry, q, cuts, k_PKHB, v_PKBH, h, page, offset, seen_RJ, seen)
+        return _fold(carry, q, cuts, kv, tokens, seen_RJ, soft_cap)
 
     done = jax.lax.fori_loop(begin, end, one_tile, _start(q_RH.shape[0], cuts))
     for (start, size), out in zip(cuts, done.outs, strict=True):
@@ -121,12 +126,12 @@ def _decode(
 
 def chunk_attention(
     q_TNH: jax.Array,
-    k_PKHB: jax.Array,
-    v_PKBH: jax.Array,
+    kv: KVPages,
     page_table_CM: jax.Array,
     start_C: jax.Array,
     row_C1: jax.Array,
     window: int | None = None,
+    soft_cap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """See ``reference.chunk_attention``; one program per tile of a chunk and KV head.
@@ -134,21 +139,21 @@ def chunk_attention(
     One launch for all chunks. Rows of no chunk give 0.
     """
     T, N, H = q_TNH.shape
-    K = k_PKHB.shape[1]
+    K = kv.values.shape[1]
     G = N // K
     padded_G = pl.next_power_of_2(G)
     tokens = max(CHUNK_ROWS // padded_G, 1)
-    tiles = _tiles(start_C, row_C1, T, tokens)
+    tiles = chunk_tiles(start_C, row_C1, T, tokens)
     # A tile's rows past its chunk's end are not written, but have a place of their own.
     nothing = jnp.zeros((T + tokens, K, padded_G, H), jnp.float32)
-    inputs = (q_TNH.astype(k_PKHB.dtype), k_PKHB, v_PKBH, page_table_CM, *tiles, nothing)
+    inputs = q_TNH.astype(_float_of(kv)), kv, _by_head(page_table_CM), tiles, nothing
     out = pl.pallas_call(
-        partial(_chunk, tokens=tokens, G=G, window=window),
+        partial(_chunk, tokens=tokens, G=G, window=window, soft_cap=soft_cap),
         grid=(len(tiles.chunk), K),
-        in_specs=[_whole(x) for x in inputs],
-        out_specs=_whole(nothing),
+        in_specs=list(jax.tree.map(whole, inputs)),
+        out_specs=whole(nothing),
         out_shape=jax.ShapeDtypeStruct(nothing.shape, jnp.float32),
-        input_output_aliases={len(inputs) - 1: 0},
+        input_output_aliases={len(jax.tree.leaves(inputs)) - 1: 0},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="paged_chunk",
@@ -170,7 +175,7 @@ class Tiles(NamedTuple):
     size: jax.Array
 
 
-def _tiles(start_C: jax.Array, row_C1: jax.Array, T: int, tokens: int) -> Tiles:
+def chunk_tiles(start_C: jax.Array, row_C1: jax.Array, T: int, tokens: int) -> Tiles:
     """All chunks' rows in tiles of ``tokens``; the last one of a chunk may have fewer."""
     size_C = row_C1[1:] - row_C1[:-1]
     chunk_I, index_I, count = work_items(
@@ -184,20 +189,20 @@ def _tiles(start_C: jax.Array, row_C1: jax.Array, T: int, tokens: int) -> Tiles:
 
 
 def _chunk(
-    q_TNH: Ref, k_PKHB: Ref, v_PKBH: Ref, table_CM: Ref,
-    chunk_I: Ref, row_I: Ref, start_I: Ref, size_I: Ref, _: Ref, out_TKGH: Ref,
-    *, tokens: int, G: int, window: int | None,
+    q_TNH: Ref, kv: KVPages, table_KCM: Ref, tiles: Tiles, _: Ref, out_TKGH: Ref,
+    *, tokens: int, G: int, window: int | None, soft_cap: float | None,
 ) -> None:  # fmt: skip
     i, h = pl.program_id(0), pl.program_id(1)
     T, N, H = q_TNH.shape
-    B, padded_G = v_PKBH.shape[2], out_TKGH.shape[2]
-    c, row, start, size = chunk_I[i], row_I[i], start_I[i], size_I[i]
+    B, padded_G = kv.values.shape[2], out_TKGH.shape[2]
+    c, row, start, size = (x[i] for x in tiles)
+    of_table = h if table_KCM.shape[0] > 1 else 0
     last = start + size - 1
     token_R = jnp.arange(tokens * padded_G) // padded_G
     head_R = jnp.arange(tokens * padded_G) % padded_G
     # Rows past the end, and heads of padding, compute what is not stored.
     from_R = jnp.minimum(row + token_R, T - 1), jnp.minimum(h * G + head_R, N - 1)
-    cuts = _pieces(H)
+    cuts = pieces(H)
     q = [
         q_TNH[from_R[0][:, None], from_R[1][:, None], begin + jnp.arange(length)[None, :]]
         for begin, length in cuts
@@ -206,11 +211,11 @@ def _chunk(
     def one_tile(tile: jax.Array, carry: Softmax) -> Softmax:
         token = tile * KV_TILE + jnp.arange(KV_TILE)
         at = jnp.minimum(token, last)
-        page, offset = table_CM[c, at // B], at % B
+        context = Tokens(h, table_KCM[of_table, c, at // B], at % B, token <= last)
         seen_RJ = token[None, :] <= (start + token_R)[:, None]
         if window:
             seen_RJ &= token[None, :] > (start + token_R - window)[:, None]
-        return _fold(carry, q, cuts, k_PKHB, v_PKBH, h, page, offset, seen_RJ, token <= last)
+        return _fold(carry, q, cuts, kv, context, seen_RJ, soft_cap)
 
     first = jnp.maximum(start - window + 1, 0) // KV_TILE if window else 0
     end = jnp.where(size > 0, last // KV_TILE + 1, first)
@@ -222,40 +227,61 @@ def _chunk(
         triton.store(out_TKGH.at[at], out / total_R1, mask=stored)
 
 
+class Tokens(NamedTuple):
+    """J tokens of a context.
+
+    Attributes:
+        head: the KV head.
+        page_J, offset_J: where they lie.
+        exists_J: which of them have a value, whatever memory holds.
+    """
+
+    head: jax.Array
+    page_J: jax.Array
+    offset_J: jax.Array
+    exists_J: jax.Array
+
+
 def _fold(
     so_far: Softmax,
     q: Sequence[jax.Array],
     cuts: Sequence[tuple[int, int]],
-    k_PKHB: Ref,
-    v_PKBH: Ref,
-    head: jax.Array,
-    page_J: jax.Array,
-    offset_J: jax.Array,
+    kv: KVPages,
+    tokens: Tokens,
     seen_RJ: jax.Array,
-    exists_J: jax.Array,
+    soft_cap: float | None,
 ) -> Softmax:
     """Take J tokens of one KV head into the softmax.
 
     Args:
         q: [R, size] for each piece of the head.
-        seen_RJ: which tokens a row sees; ``exists_J``: which have a value, whatever memory holds.
+        seen_RJ: which tokens a row sees.
     """
+    head, page, offset, exists_J = tokens
     score_RJ = jnp.zeros(seen_RJ.shape, jnp.float32)
     for (start, size), piece in zip(cuts, q, strict=True):
-        at = page_J[None, :], head, start + jnp.arange(size)[:, None], offset_J[None, :]
-        score_RJ += _dot(piece, k_PKHB[at])
+        at = page[None, :], head, offset[None, :], start + jnp.arange(size)[:, None]
+        score_RJ += _dot(piece, kv.keys[at].astype(piece.dtype))
+    if kv.key_scale_PK is not None:
+        score_RJ *= kv.key_scale_PK[page, head][None, :]
+    if soft_cap:
+        score_RJ = soft_cap * jnp.tanh(score_RJ / soft_cap)
     score_RJ = jnp.where(seen_RJ, score_RJ, MASKED)
     max_R = jnp.maximum(so_far.max_R, score_RJ.max(1))
     p_RJ = jnp.exp(score_RJ - max_R[:, None])
     shrink_R = jnp.exp(so_far.max_R - max_R)
+    sum_R = so_far.sum_R * shrink_R + p_RJ.sum(1)
+    if kv.value_scale_PK is not None:
+        # 0 times what lies in the scale of a page that nobody has may be NaN.
+        p_RJ *= jnp.where(exists_J, kv.value_scale_PK[page, head], 0)[None, :]
     outs = []
     for (start, size), out in zip(cuts, so_far.outs, strict=True):
-        at = page_J[:, None], head, offset_J[:, None], start + jnp.arange(size)[None, :]
-        v = v_PKBH[at]
-        # 0 times what lies in a page's unused part may be NaN.
+        at = page[:, None], head, offset[:, None], start + jnp.arange(size)[None, :]
+        v = kv.values[at].astype(q[0].dtype)
+        # The same of a page's unused part.
         v = jnp.where(exists_J[:, None], v, 0).astype(v.dtype)
         outs.append(out * shrink_R[:, None] + _dot(p_RJ.astype(v.dtype), v))
-    return Softmax(tuple(outs), max_R, so_far.sum_R * shrink_R + p_RJ.sum(1))
+    return Softmax(tuple(outs), max_R, sum_R)
 
 
 def _start(rows: int, cuts: Sequence[tuple[int, int]]) -> Softmax:
@@ -267,7 +293,7 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return triton.dot(a, b, allow_tf32=False)
 
 
-def _pieces(size: int) -> list[tuple[int, int]]:
+def pieces(size: int) -> list[tuple[int, int]]:
     """Start and size of powers of two that add up to ``size``, the largest first."""
     pieces, start = [], 0
     while start < size:
@@ -277,6 +303,32 @@ def _pieces(size: int) -> list[tuple[int, int]]:
     return pieces
 
 
-def _whole(x: jax.Array) -> pl.BlockSpec:
+def whole(x: jax.Array) -> pl.BlockSpec:
     """All of an array for every program; it stays in the GPU's memory."""
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+
+
+def _by_head(table: jax.Array) -> jax.Array:
+    """A page table as [1, S, M], of all heads, or [K, S, M]."""
+    return table if table.ndim == 3 else table[None]
+
+
+def _float_of(kv: KVPages) -> jnp.dtype:
+    """What products are computed in."""
+    return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("bfloat16")
+
+
+def parts_of(programs: int, most: int, at_once: int) -> int:
+    """Into how many parts contexts are cut, so that the last wave of programs is nearly full.
+
+    Args:
+        programs: without any cut.
+        most: parts that there can be.
+        at_once: programs that a large GPU runs at once.
+    """
+
+    def cost(parts: int) -> float:
+        # Each part costs a hundredth of what is saved, for its start and for the combination.
+        return pl.cdiv(programs * parts, at_once) / parts * (1 + parts / 100)
+
+    return min(range(1, max(min(most, at_once), 1) + 1), key=cost)

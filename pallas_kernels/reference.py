@@ -1,17 +1,23 @@
 """Paged attention in plain JAX: the implementation on CPU, and every kernel's reference.
 
 A page holds B tokens' keys as ``[K, H, B]`` and values as ``[K, B, H]``: both products of
-attention then read it as it lies (XLA:CPU takes twice as long where it must transpose). A row
-of a page table lists a sequence's pages in token order. Attention is softmax(q k^T) v, where q is
-scaled already, with an online softmax (Milakov and Gimelshein, 2018) over pages, in float32, and
-goes only through the pages that the batch sees, so that one compiled shape serves all lengths.
+attention then read it as it lies (XLA:CPU takes twice as long where it must transpose). The
+kernels' keys are ``[K, B, H]``; all else is theirs too. A row of a page table lists a sequence's
+pages in token order; a table may have one such row for each KV head, ``[K, S, M]``, where heads
+have pages of their own. Attention is softmax(q k^T) v, where q is scaled already, with an online
+softmax (Milakov and Gimelshein, 2018) over pages, in float32, and goes only through the pages that
+the batch sees, so that one compiled shape serves all lengths. With a soft cap c, scores are
+c tanh(q k^T / c).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 # Pairs of sequence and page that decode attention does at once: their pages stay in the cache.
 ITEMS = 32
@@ -26,20 +32,6 @@ MASKED = -1e30
 NO_SCORE = MASKED / 10
 
 
-def write_kv(
-    k_PKHB: jax.Array,
-    v_PKBH: jax.Array,
-    k_TKH: jax.Array,
-    v_TKH: jax.Array,
-    page_T: jax.Array,
-    offset_T: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Write each token's key and value to its place. Padding tokens go to page 0."""
-    k_PKHB = k_PKHB.at[page_T, :, :, offset_T].set(k_TKH.astype(k_PKHB.dtype))
-    v_PKBH = v_PKBH.at[page_T, :, offset_T].set(v_TKH.astype(v_PKBH.dtype))
-    return k_PKHB, v_PKBH
-
-
 def work_items(count_S: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A list of work: ``count[s]`` items for each s, in order, then padding.
 
@@ -51,17 +43,44 @@ def work_items(count_S: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax
     return owner_I, jnp.arange(most) - start_S[owner_I], start_S[-1] + count_S[-1]
 
 
+def by_head(
+    attend: Callable[..., jax.Array],
+    q_XNH: jax.Array,
+    kv: KVPages,
+    table_KXM: jax.Array,
+    *rest: jax.Array,
+) -> jax.Array:
+    """``attend`` for each KV head with its own page table."""
+    K = kv.values.shape[1]
+    q = jnp.split(q_XNH, K, axis=1)
+    return jnp.concatenate([attend(q[h], kv.head(h), table_KXM[h], *rest) for h in range(K)], 1)
+
+
 def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    b = b if b.dtype.itemsize > 1 else b.astype(jnp.float32)
     return jnp.einsum(spec, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
+
+
+def _float_of(kv: KVPages) -> jnp.dtype:
+    """What products are computed in."""
+    return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("float32")
+
+
+def _at(x_PK: jax.Array | None, page: jax.Array) -> jax.Array | None:
+    return None if x_PK is None else x_PK[page]
+
+
+def _capped(score: jax.Array, soft_cap: float | None) -> jax.Array:
+    return soft_cap * jnp.tanh(score / soft_cap) if soft_cap else score
 
 
 def decode_attention(
     q_SNH: jax.Array,
-    k_PKHB: jax.Array,
-    v_PKBH: jax.Array,
+    kv: KVPages,
     page_table_SM: jax.Array,
     length_S: jax.Array,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """Attention of one query row per sequence to its first ``length`` KV entries.
 
@@ -73,12 +92,15 @@ def decode_attention(
     reader's query. Else the items' pages are copied, some at a time: the cost follows the pages
     in use, however large the pool and however unequal the sequences.
     """
+    if page_table_SM.ndim == 3:
+        attend = partial(decode_attention, window=window, soft_cap=soft_cap)
+        return by_head(attend, q_SNH, kv, page_table_SM, length_S)
     S, N, H = q_SNH.shape
-    P, K, _, B = k_PKHB.shape
+    P, K, B, _ = kv.values.shape
     M = page_table_SM.shape[1]
-    q_SKGH = q_SNH.astype(k_PKHB.dtype).reshape(S, K, N // K, H)
+    q_SKGH = q_SNH.astype(_float_of(kv)).reshape(S, K, N // K, H)
     items, count = _decode_items(page_table_SM, length_S, window, B)
-    fold = partial(_fold, q_SKGH)
+    fold = partial(_fold, q_SKGH, soft_cap)
     start = Softmax(
         jnp.zeros((S, K, N // K, H), jnp.float32),
         jnp.full((S, K, N // K), NO_SCORE, jnp.float32),
@@ -87,7 +109,7 @@ def decode_attention(
 
     def some_items(i: jax.Array, carry: Softmax) -> Softmax:
         some = Items(*(jax.lax.dynamic_slice_in_dim(x, i * ITEMS, ITEMS) for x in items))
-        return fold(carry, some, k_PKHB[some.page], v_PKBH[some.page])
+        return fold(carry, some, KVPages(*(_at(x, some.page) for x in kv)))
 
     def by_items() -> Softmax:
         return jax.lax.fori_loop(0, -(-count // ITEMS), some_items, start)
@@ -99,7 +121,7 @@ def decode_attention(
     of_pool = Items(*(jnp.zeros(P, jnp.int32).at[page_I].set(x, mode="drop") for x in items))
     readers_P = jnp.zeros(P, jnp.int32).at[page_I].add(1, mode="drop")
     in_place = (count * POOL_PER_ITEMS >= P) & (readers_P.max() <= 1)
-    done = jax.lax.cond(in_place, lambda: fold(start, of_pool, k_PKHB, v_PKBH), by_items)
+    done = jax.lax.cond(in_place, lambda: fold(start, of_pool, kv), by_items)
     return _normalised(done).reshape(S, N, H)
 
 
@@ -141,12 +163,15 @@ def _decode_items(
 
 
 def _fold(
-    q_SKGH: jax.Array, so_far: Softmax, items: Items, k_IKHB: jax.Array, v_IKBH: jax.Array
+    q_SKGH: jax.Array, soft_cap: float | None, so_far: Softmax, items: Items, pages: KVPages
 ) -> Softmax:
     """Take these items' keys and values into the softmax."""
-    S, B = q_SKGH.shape[0], k_IKHB.shape[-1]
+    S, B = q_SKGH.shape[0], pages.keys.shape[-1]
     out_SKGH, max_SKG, sum_SKG = so_far
-    score = _einsum("ikgh,ikhb->ikgb", q_SKGH[items.row], k_IKHB)
+    score = _einsum("ikgh,ikhb->ikgb", q_SKGH[items.row], pages.keys)
+    if pages.key_scale_PK is not None:
+        score *= pages.key_scale_PK[..., None, None]
+    score = _capped(score, soft_cap)
     offset_B = jnp.arange(B)
     seen_IB = (offset_B >= items.begin[:, None]) & (offset_B < items.end[:, None])
     score = jnp.where(seen_IB[:, None, None], score, MASKED)
@@ -157,7 +182,9 @@ def _fold(
     p = jnp.exp(score - new_max_SKG[items.row][..., None])
     shrink_SKG = jnp.exp(max_SKG - new_max_SKG)
     owner_SI = owner_SI.astype(jnp.float32)
-    out = _einsum("ikgb,ikbh->ikgh", p, v_IKBH)
+    out = _einsum("ikgb,ikbh->ikgh", p, pages.values)
+    if pages.value_scale_PK is not None:
+        out *= pages.value_scale_PK[..., None, None]
     # Of a page that nobody reads, whatever it holds: 0 times NaN would reach every sequence.
     out = jnp.where((items.begin < items.end)[:, None, None, None], out, 0)
     out_SKGH = out_SKGH * shrink_SKG[..., None] + _einsum("si,ikgh->skgh", owner_SI, out)
@@ -171,12 +198,12 @@ def _normalised(done: Softmax) -> jax.Array:
 
 def chunk_attention(
     q_TNH: jax.Array,
-    k_PKHB: jax.Array,
-    v_PKBH: jax.Array,
+    kv: KVPages,
     page_table_CM: jax.Array,
     start_C: jax.Array,
     row_C1: jax.Array,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """Causal attention of a ragged batch of prefill chunks to their own pages.
 
@@ -187,15 +214,18 @@ def chunk_attention(
 
     A chunk is cut into tiles of rows; each tile goes through the pages that any of them sees.
     """
+    if page_table_CM.ndim == 3:
+        attend = partial(chunk_attention, window=window, soft_cap=soft_cap)
+        return by_head(attend, q_TNH, kv, page_table_CM, start_C, row_C1)
     T, N, H = q_TNH.shape
     C = start_C.shape[0]
-    K = k_PKHB.shape[1]
+    K = kv.values.shape[1]
     G = N // K
     size_C = row_C1[1:] - row_C1[:-1]
     # Every chunk ends with a part-filled tile at worst, and none is smaller than a row.
     chunk_I, index_I, count = work_items(-(-size_C // TILE_ROWS), T // TILE_ROWS + min(C, T))
     # A tile's rows are cut out and put back at once, past the end too.
-    q_TNH = jnp.pad(q_TNH.astype(k_PKHB.dtype), ((0, TILE_ROWS), (0, 0), (0, 0)))
+    q_TNH = jnp.pad(q_TNH.astype(_float_of(kv)), ((0, TILE_ROWS), (0, 0), (0, 0)))
 
     def one_tile(tile: jax.Array, out_TNH: jax.Array) -> jax.Array:
         c = chunk_I[tile]
@@ -205,7 +235,7 @@ def chunk_attention(
         q_KRH = q.reshape(TILE_ROWS, K, G, H).transpose(1, 2, 0, 3).reshape(K, -1, H)
         first = start_C[c] + skipped
         last = start_C[c] + jnp.minimum(skipped + TILE_ROWS, size_C[c]) - 1
-        o_KRH = _attend_tile(q_KRH, first, last, k_PKHB, v_PKBH, page_table_CM[c], window)
+        o_KRH = _attend_tile(q_KRH, first, last, kv, page_table_CM[c], window, soft_cap)
         o = o_KRH.reshape(K, G, TILE_ROWS, H).transpose(2, 0, 1, 3).reshape(TILE_ROWS, N, H)
         # Where a chunk ends within the tile, the next chunk's tiles write over the rest.
         return jax.lax.dynamic_update_slice_in_dim(out_TNH, o, row, 0)
@@ -219,23 +249,27 @@ def _attend_tile(
     q_KRH: jax.Array,
     first: jax.Array,
     last: jax.Array,
-    k_PKHB: jax.Array,
-    v_PKBH: jax.Array,
+    kv: KVPages,
     page_M: jax.Array,
     window: int | None,
+    soft_cap: float | None,
 ) -> jax.Array:
     """Causal attention of one tile: TILE_ROWS positions from ``first``, G times over.
 
     No row needs a page past position ``last``. Returns float32 [K, R, H].
     """
-    B = v_PKBH.shape[2]
+    B = kv.values.shape[2]
     position_R = first + jnp.arange(q_KRH.shape[1]) % TILE_ROWS
 
     def one_page(
         j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         out_KRH, max_KR, sum_KR = carry
-        score_KRB = _einsum("krh,khb->krb", q_KRH, k_PKHB[page_M[j]])
+        page = KVPages(*(_at(x, page_M[j]) for x in kv))
+        score_KRB = _einsum("krh,khb->krb", q_KRH, page.keys)
+        if page.key_scale_PK is not None:
+            score_KRB *= page.key_scale_PK[:, None, None]
+        score_KRB = _capped(score_KRB, soft_cap)
         seen_RB = j * B + jnp.arange(B) <= position_R[:, None]
         if window:
             seen_RB &= j * B + jnp.arange(B) > position_R[:, None] - window
@@ -243,8 +277,10 @@ def _attend_tile(
         new_max_KR = jnp.maximum(max_KR, score_KRB.max(-1))
         p_KRB = jnp.exp(score_KRB - new_max_KR[..., None])
         shrink_KR = jnp.exp(max_KR - new_max_KR)
-        out_KRH = out_KRH * shrink_KR[..., None]
-        out_KRH += _einsum("krb,kbh->krh", p_KRB, v_PKBH[page_M[j]])
+        add_KRH = _einsum("krb,kbh->krh", p_KRB, page.values)
+        if page.value_scale_PK is not None:
+            add_KRH *= page.value_scale_PK[:, None, None]
+        out_KRH = out_KRH * shrink_KR[..., None] + add_KRH
         return out_KRH, new_max_KR, sum_KR * shrink_KR + p_KRB.sum(-1)
 
     start = (

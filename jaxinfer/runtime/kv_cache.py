@@ -13,8 +13,7 @@ from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layers import KVPages
 from jaxinfer.models.sharding import pages_sharding
 from jaxinfer.models.stage import Layers
-
-AbstractPages = tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
+from jaxinfer.pallas_kernels.choice import keys_by_token
 
 
 def available_memory() -> int:
@@ -45,21 +44,24 @@ def abstract_pages(
     page_size: int,
     dtype: jnp.dtype,
     mesh: Mesh,
-) -> list[AbstractPages]:
-    """Keys [P, K, H, B] and values [P, K, B, H], one pair of arrays per layer.
+) -> list[KVPages]:
+    """Keys, values and, for entries of 8 bits, their scales: arrays of their own for each layer.
 
     Separate arrays, because a step that is handed one array of all layers copies it.
     """
     K, B, H = config.num_key_value_heads, page_size, config.head_dim
-    array = partial(jax.ShapeDtypeStruct, dtype=dtype, sharding=pages_sharding(mesh))
-    pair = array((num_pages, K, H, B)), array((num_pages, K, B, H))
-    return [pair] * (layers.stop - layers.start)
+    array = partial(jax.ShapeDtypeStruct, sharding=pages_sharding(mesh))
+    by_token = keys_by_token(config.kernels)
+    keys = array((num_pages, K, B, H) if by_token else (num_pages, K, H, B), dtype)
+    scale = array((num_pages, K), jnp.float32) if dtype.itemsize == 1 else None
+    pages = KVPages(keys, array((num_pages, K, B, H), dtype), scale, scale)  # type: ignore[arg-type]
+    return [pages] * (layers.stop - layers.start)
 
 
-def allocate(pages: list[AbstractPages]) -> list[KVPages]:
-    """Zeroed pages."""
+def allocate(pages: list[KVPages]) -> list[KVPages]:
+    """Zeroed pages, of the shapes that ``abstract_pages`` gives."""
 
     def zeros(array: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.jit(lambda: jnp.zeros(array.shape, array.dtype), out_shardings=array.sharding)()
 
-    return [(zeros(k), zeros(v)) for k, v in pages]
+    return [jax.tree.map(zeros, layer) for layer in pages]

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import jax
@@ -15,12 +14,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.cluster import GroupConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.layers import KVPages
 from jaxinfer.models.sharding import HEADS_AXIS, Rule, load_rules, padded, shard
 from jaxinfer.models.stage import Layers, make_model
 from jaxinfer.options import EngineOptions
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.runtime.devices import configure_jax, open_groups
-from jaxinfer.runtime.kv_cache import AbstractPages, abstract_pages, available_memory, memory_of
+from jaxinfer.runtime.kv_cache import abstract_pages, available_memory, memory_of
 from jaxinfer.steps.shapes import StepLimits
 
 
@@ -73,7 +73,7 @@ class Plan:
         return self.state(self.parameters), self.pages, previous_S
 
     @property
-    def pages(self) -> list[AbstractPages]:
+    def pages(self) -> list[KVPages]:
         """The stage's KV pages."""
         return abstract_pages(
             self.config, self.layers, self.num_pages, self.limits.page_size, self.dtype, self.mesh
@@ -120,7 +120,7 @@ def make_plan(
         given_buckets=options.token_buckets,
     )
     weights = memory_of(parameters.values())
-    each = memory_of(chain(*abstract_pages(wide, layers, 1, options.page_size, dtype, mesh)))
+    each = memory_of(jax.tree.leaves(abstract_pages(wide, layers, 1, options.page_size, dtype, mesh)))
     fraction = options.memory_fraction or (0.2 if devices[0].platform == "cpu" else 0.9)
     free, budget = _memory(devices[0], fraction, weights)
     useful = limits.max_pages * options.max_num_seqs + 1

@@ -22,7 +22,8 @@ from jaxinfer.cluster import LinkConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.layers import KVPages
 from jaxinfer.models.sharding import HEADS_AXIS
-from jaxinfer.pallas_kernels.reference import write_kv
+from jaxinfer.pallas_kernels.choice import keys_by_token
+from jaxinfer.pallas_kernels.kv_pages import write_kv
 from jaxinfer.runtime.plan import Plan
 from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.transfer_check import checksum, probe
@@ -32,29 +33,49 @@ from jaxinfer.serving.transfer import Transfer
 SLAB_TOKENS = 256
 
 
-def gather(num_heads: int, dtype: jnp.dtype, kv: list[KVPages], pages_M: jax.Array,
-           offset: jax.Array) -> jax.Array:  # fmt: skip
-    """A slab [2, L, T, K, H] of the entries in some layers' pages, from ``offset`` on."""
+def gather(
+    num_heads: int,
+    dtype: jnp.dtype,
+    by_token: bool,
+    kv: list[KVPages],
+    pages_M: jax.Array,
+    offset: jax.Array,
+) -> jax.Array:
+    """A slab [2, L, T, K, H] of the entries in some layers' pages, from ``offset`` on.
 
-    def in_token_order(pages_PKBH: jax.Array) -> jax.Array:
-        x_MBKH = jnp.swapaxes(pages_PKBH[pages_M, :num_heads], 1, 2).astype(dtype)
+    Args:
+        by_token: see ``choice.keys_by_token``.
+    """
+
+    def in_token_order(pages_PKBH: jax.Array, scale_PK: jax.Array | None) -> jax.Array:
+        x_MKBH = pages_PKBH[pages_M, :num_heads]
+        if scale_PK is not None:
+            x_MKBH = x_MKBH.astype(jnp.float32) * scale_PK[pages_M, :num_heads, None, None]
+        x_MBKH = jnp.swapaxes(x_MKBH, 1, 2).astype(dtype)
         x_XKH = x_MBKH.reshape(-1, *x_MBKH.shape[2:])
         return jax.lax.dynamic_slice_in_dim(x_XKH, offset, SLAB_TOKENS)
 
-    k_LTKH = [in_token_order(jnp.swapaxes(k_PKHB, 2, 3)) for k_PKHB, _ in kv]
-    v_LTKH = [in_token_order(v_PKBH) for _, v_PKBH in kv]
+    def keys(pages: KVPages) -> jax.Array:
+        return pages.keys if by_token else jnp.swapaxes(pages.keys, 2, 3)
+
+    k_LTKH = [in_token_order(keys(pages), pages.key_scale_PK) for pages in kv]
+    v_LTKH = [in_token_order(pages.values, pages.value_scale_PK) for pages in kv]
     return jnp.stack([jnp.stack(k_LTKH), jnp.stack(v_LTKH)])
 
 
 def scatter(
-    kv: list[KVPages], slab_2LTKH: jax.Array, page_T: jax.Array, offset_T: jax.Array
+    by_token: bool,
+    kv: list[KVPages],
+    slab_2LTKH: jax.Array,
+    page_T: jax.Array,
+    offset_T: jax.Array,
 ) -> list[KVPages]:
     """Write a slab's entries to their places; padding goes to page 0. ``kv`` is to be donated."""
-    heads = kv[0][0].shape[1] - slab_2LTKH.shape[3]
+    heads = kv[0].keys.shape[1] - slab_2LTKH.shape[3]
     slab_2LTKH = jnp.pad(slab_2LTKH, [(0, 0)] * 3 + [(0, heads), (0, 0)])
     k_LTKH, v_LTKH = slab_2LTKH
     return [
-        write_kv(*pages, k, v, page_T, offset_T)
+        write_kv(pages, k, v, page_T, offset_T, by_token)
         for pages, k, v in zip(kv, k_LTKH, v_LTKH, strict=True)
     ]
 
@@ -127,7 +148,8 @@ class Lane:
     def _compile_gather(self, plan: Plan, layers: slice) -> jax.stages.Compiled:
         num_heads = self.shape[3]
         jitted = jax.jit(
-            partial(gather, num_heads, self.dtype), out_shardings=_by_heads(plan, num_heads)
+            partial(gather, num_heads, self.dtype, keys_by_token(plan.config.kernels)),
+            out_shardings=_by_heads(plan, num_heads),
         )
         pages = np.zeros(_pages_of_slab(plan), np.int32)
         with jax.set_mesh(plan.mesh):
@@ -137,7 +159,9 @@ class Lane:
         plan = self.dest.plan
         pages = plan.pages[self._dest_slice]
         jitted = jax.jit(
-            scatter, donate_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, pages)
+            partial(scatter, keys_by_token(plan.config.kernels)),
+            donate_argnums=0,
+            out_shardings=jax.tree.map(lambda x: x.sharding, pages),
         )
         slab = jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.dest_sharding)
         places = np.zeros(SLAB_TOKENS, np.int32)

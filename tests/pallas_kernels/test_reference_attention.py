@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxinfer.pallas_kernels import reference
+from jaxinfer.pallas_kernels.kv_pages import KVPages, write_kv
 from jaxinfer.pallas_kernels.reference import (
     TILE_ROWS,
     chunk_attention,
     decode_attention,
-    write_kv,
 )
 
 M = 12  # pages per sequence
@@ -32,11 +32,11 @@ class Cache:
 
     def __init__(self, rng: np.random.Generator, count: int, B: int, K: int, H: int, dtype: str):
         k, v = (rng.normal(size=(count * M + 1, K, *page)) for page in ((H, B), (B, H)))
-        self.pages = jnp.asarray(k, dtype), jnp.asarray(v, dtype)
+        self.pages = KVPages(jnp.asarray(k, dtype), jnp.asarray(v, dtype))
         self.table = 1 + rng.permutation(count * M).reshape(count, M).astype(np.int32)
 
     def sequence(self, i: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        k_MKHB, v_MKBH = (np.asarray(x, np.float32)[self.table[i]] for x in self.pages)
+        k_MKHB, v_MKBH = (np.asarray(x, np.float32)[self.table[i]] for x in self.pages[:2])
         k, v = k_MKHB.transpose(0, 3, 1, 2), v_MKBH.transpose(0, 2, 1, 3)
         return k.reshape(-1, *k.shape[2:])[:length], v.reshape(-1, *v.shape[2:])[:length]
 
@@ -62,11 +62,11 @@ def test_decode(
     cache = Cache(rng, len(lengths), B, K, H, dtype)
     q = rng.normal(size=(len(lengths), K * G, H)).astype(np.float32) / np.sqrt(H)
     used = np.concatenate([row[: -(-n // B)] for row, n in zip(cache.table, lengths, strict=True)])
-    unused = np.setdiff1d(np.arange(len(cache.pages[0])), used)
-    pages = [x.at[unused].set(jnp.nan) for x in cache.pages]
+    unused = np.setdiff1d(np.arange(len(cache.pages.keys)), used)
+    pages = jax.tree.map(lambda x: x.at[unused].set(jnp.nan), cache.pages)
     attend = jax.jit(partial(decode_attention, window=window))
-    assert (" cond[" in str(jax.make_jaxpr(attend)(q, *pages, cache.table, lengths))) == in_place
-    got = attend(q, *pages, cache.table, lengths)
+    assert (" cond[" in str(jax.make_jaxpr(attend)(q, pages, cache.table, lengths))) == in_place
+    got = attend(q, pages, cache.table, lengths)
     assert got.dtype == jnp.float32
     tolerance = 2e-5 if dtype == "float32" else 3e-2
     for i, length in enumerate(lengths):
@@ -84,7 +84,7 @@ def test_decode_of_a_page_with_two_readers(monkeypatch: pytest.MonkeyPatch) -> N
     cache.table[2, :2] = cache.table[0, :2]
     lengths = np.array([11, 20, 9], np.int32)
     q = rng.normal(size=(3, 6, 8)).astype(np.float32)
-    got = jax.jit(decode_attention)(q, *cache.pages, cache.table, lengths)
+    got = jax.jit(decode_attention)(q, cache.pages, cache.table, lengths)
     for i, length in enumerate(lengths):
         expected = dense(q[i], *cache.sequence(i, length))
         np.testing.assert_allclose(got[i], expected, atol=2e-5, rtol=1e-4)
@@ -96,7 +96,7 @@ def test_decode_of_sequences_that_fill_their_tables(S: int) -> None:
     rng = np.random.default_rng(S)
     cache = Cache(rng, S, 4, 2, 8, "float32")
     q = rng.normal(size=(S, 6, 8)).astype(np.float32)
-    got = jax.jit(decode_attention)(q, *cache.pages, cache.table, np.full(S, M * 4, np.int32))
+    got = jax.jit(decode_attention)(q, cache.pages, cache.table, np.full(S, M * 4, np.int32))
     for i in range(S):
         expected = dense(q[i], *cache.sequence(i, M * 4))
         np.testing.assert_allclose(got[i], expected, atol=2e-5, rtol=1e-4)
@@ -118,7 +118,7 @@ def test_chunks(B: int, K: int, G: int, H: int, seed: int, window: int | None) -
     q = rng.normal(size=(T, K * G, H)).astype(np.float32) / np.sqrt(H)
     start_C = np.array(starts + [0] * unused, np.int32)
     attend = jax.jit(chunk_attention, static_argnames="window")
-    got = attend(q, *cache.pages, cache.table, start_C, rows, window=window)
+    got = attend(q, cache.pages, cache.table, start_C, rows, window=window)
     assert got.shape == q.shape
     for c, (size, start) in enumerate(zip(sizes, starts, strict=True)):
         for r in range(size):
@@ -134,7 +134,7 @@ def test_a_full_batch_of_the_smallest_chunks_fits() -> None:
     q = rng.normal(size=(2 * C, 2, 8)).astype(np.float32)
     rows = 2 * np.arange(C + 1, dtype=np.int32)
     start_C = rng.integers(0, M * 4 - 1, C).astype(np.int32)
-    got = jax.jit(chunk_attention)(q, *cache.pages, cache.table, start_C, rows)
+    got = jax.jit(chunk_attention)(q, cache.pages, cache.table, start_C, rows)
     for t in range(2 * C):
         expected = dense(q[t], *cache.sequence(t // 2, start_C[t // 2] + t % 2 + 1))
         np.testing.assert_allclose(got[t], expected, atol=2e-5, rtol=1e-4)
@@ -146,7 +146,7 @@ def test_write_touches_its_places_only() -> None:
     v = jnp.asarray(rng.normal(size=(5, 2, 4, 8)), jnp.float32)
     new = rng.normal(size=(3, 2, 8)).astype(np.float32)
     page, offset = np.array([3, 3, 1]), np.array([0, 2, 3])
-    k2, v2 = write_kv(k, v, new, 2 * new, page, offset)
+    k2, v2, *_ = write_kv(KVPages(k, v), new, 2 * new, page, offset)
     expected_k, expected_v = np.array(k), np.array(v)
     for t in range(3):
         expected_k[page[t], :, :, offset[t]] = new[t]

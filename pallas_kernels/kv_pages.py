@@ -1,0 +1,132 @@
+"""Pages of KV entries: what they hold, and how tokens get into them, in plain JAX."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# The largest value of each kind of entry that needs scales.
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+
+
+class KVPages(NamedTuple):
+    """One layer's P pages of B tokens.
+
+    Attributes:
+        keys: [P, K, B, H], and for the plain functions [P, K, H, B].
+        values: [P, K, B, H].
+        key_scale_PK, value_scale_PK: float32, what entries of 8 bits are to be multiplied by; None
+            of wider ones.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    key_scale_PK: jax.Array | None = None
+    value_scale_PK: jax.Array | None = None
+
+    def head(self, h: int) -> "KVPages":
+        """One KV head's."""
+        return KVPages(*(None if x is None else x[:, h : h + 1] for x in self))
+
+
+def quantise(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """``x / scale`` in 8 bits; ``scale`` has or broadcasts to the shape of ``x``."""
+    largest = LARGEST[jnp.dtype(dtype).name]
+    x = jnp.clip(x / jnp.maximum(scale, 1e-30), -largest, largest)
+    return (jnp.floor(x + 0.5) if jnp.issubdtype(dtype, jnp.integer) else x).astype(dtype)
+
+
+def write_kv(
+    kv: KVPages,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    page_T: jax.Array,
+    offset_T: jax.Array,
+    keys_by_token: bool = False,
+) -> KVPages:
+    """Write each token's key and value to its place. Padding tokens go to page 0.
+
+    ``page_T`` may be [K, T], where heads have pages of their own. A sequence's tokens follow each
+    other. Entries of 8 bits share one scale per page and head, which is that of the largest: where
+    a page's grows, what lies there is rounded again. What lay in a page that begins anew is gone.
+    """
+    if kv.key_scale_PK is not None:
+        return _write_8_bits(kv, k_TKH, v_TKH, page_T, offset_T, keys_by_token)
+    k_TKH, v_TKH = k_TKH.astype(kv.keys.dtype), v_TKH.astype(kv.values.dtype)
+    if page_T.ndim == 2:
+        at = page_T.T, jnp.arange(k_TKH.shape[1]), offset_T[:, None]
+    else:
+        at = page_T, slice(None), offset_T
+    by_head_dim = at[0], at[1], slice(None), at[2]
+    return KVPages(
+        kv.keys.at[at if keys_by_token else by_head_dim].set(k_TKH),
+        kv.values.at[at].set(v_TKH),
+    )
+
+
+class PageRuns(NamedTuple):
+    """Tokens that follow each other in one page, all int32 [T], ``count`` of them meaningful.
+
+    Attributes:
+        token: the first one's index; ``size``: how many they are.
+    """
+
+    token: jax.Array
+    size: jax.Array
+    count: jax.Array
+
+
+def page_runs(page_T: jax.Array, offset_T: jax.Array) -> PageRuns:
+    """The runs of a batch, without those in page 0."""
+    T = len(offset_T)
+    page_T = page_T[0] if page_T.ndim == 2 else page_T
+    begins_T = (offset_T == 0) | (page_T != jnp.roll(page_T, 1)) | (jnp.arange(T) == 0)
+    end_T = jax.lax.cummin(jnp.where(begins_T, jnp.arange(T), T), reverse=True)
+    size_T = jnp.append(end_T[1:], T) - jnp.arange(T)
+    (token_T,) = jnp.nonzero(begins_T & (page_T > 0), size=T, fill_value=0)
+    return PageRuns(token_T, size_T[token_T], (begins_T & (page_T > 0)).sum())
+
+
+def _write_8_bits(
+    kv: KVPages,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    page_T: jax.Array,
+    offset_T: jax.Array,
+    keys_by_token: bool,
+) -> KVPages:
+    T, K, _ = k_TKH.shape
+    B = kv.values.shape[2]
+    runs = page_runs(page_T, offset_T)
+    page_KT = jnp.broadcast_to(page_T, (K, T))
+    head_K, slot_B = jnp.arange(K), jnp.arange(B)
+
+    def one(
+        pages: jax.Array, scale_PK: jax.Array, x_TKH: jax.Array, run: jax.Array, by_token: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        t = runs.token[run]
+        page_K, offset = page_KT[:, t], offset_T[t]
+        padded = jnp.pad(x_TKH.astype(jnp.float32), ((B, B), (0, 0), (0, 0)))
+        new_KBH = jax.lax.dynamic_slice_in_dim(padded, t - offset + B, B).swapaxes(0, 1)
+        old_KBH = pages[page_K, head_K].astype(jnp.float32)
+        old_KBH = old_KBH if by_token else old_KBH.swapaxes(1, 2)
+        is_new_B1 = ((slot_B >= offset) & (slot_B < offset + runs.size[run]))[:, None]
+        largest_K = jnp.where(is_new_B1, jnp.abs(new_KBH), 0).max((1, 2))
+        old_scale_K = jnp.where(offset > 0, scale_PK[page_K, head_K], 0)
+        scale_K = jnp.maximum(old_scale_K, largest_K / LARGEST[pages.dtype.name])
+        kept_KBH = jnp.where((slot_B < offset)[:, None], old_KBH * old_scale_K[:, None, None], 0)
+        x_KBH = jnp.where(is_new_B1, new_KBH, kept_KBH)
+        x_KBH = quantise(x_KBH, scale_K[:, None, None], pages.dtype)
+        x_KBH = x_KBH if by_token else x_KBH.swapaxes(1, 2)
+        return (
+            pages.at[page_K, head_K].set(x_KBH),
+            scale_PK.at[page_K, head_K].set(scale_K),
+        )
+
+    def one_run(run: jax.Array, kv: KVPages) -> KVPages:
+        assert kv.key_scale_PK is not None and kv.value_scale_PK is not None
+        keys, key_scale_PK = one(kv.keys, kv.key_scale_PK, k_TKH, run, keys_by_token)
+        values, value_scale_PK = one(kv.values, kv.value_scale_PK, v_TKH, run, True)
+        return KVPages(keys, values, key_scale_PK, value_scale_PK)
+
+    return jax.lax.fori_loop(0, runs.count, one_run, kv)

@@ -1,0 +1,179 @@
+"""Shapes and inputs on which kernels are compared with the plain functions."""
+
+import random
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import combinations, product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.pallas_kernels.kv_pages import KVPages, write_kv
+
+# Relative to the largest value.
+TOLERANCE = {
+    "float32": 2e-5, "bfloat16": 2e-2, "float16": 2e-3, "int8": 2e-2, "float8_e4m3fn": 2e-2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is computed.
+
+    Attributes:
+        K: KV heads; ``G``: query heads for each; ``H``: their size; ``B``: tokens per page.
+        dtype: of entries.
+        by_head: each KV head has a page table of its own.
+    """
+
+    K: int
+    G: int
+    H: int
+    B: int
+    dtype: str
+    window: int | None = None
+    soft_cap: float | None = None
+    by_head: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"window": self.window, "soft_cap": self.soft_cap}
+
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "K": (1, 2),
+    "G": (1, 2, 3, 4, 7, 8, 16),
+    "H": (64, 80, 96, 128, 256),
+    "B": (8, 16, 32, 64, 128),
+    "dtype": tuple(TOLERANCE),
+    "window": (None, 1, 100),
+    "soft_cap": (None, 2.0),
+    "by_head": (False, True),
+}
+
+
+def grid(**fixed: tuple[Any, ...]) -> list[Shape]:
+    """All combinations, with some axes' values given."""
+    values = VALUES | fixed
+    return [Shape(*found) for found in product(*values.values())]
+
+
+def sampled(shapes: list[Shape], most: int) -> list[Shape]:
+    """Up to ``most`` shapes in which every value of every axis occurs, if so few can do that."""
+    return _covering(shapes, 1)[:most]
+
+
+def pairs(shapes: list[Shape]) -> list[Shape]:
+    """So many that any two values of two axes are together in some."""
+    return _covering(shapes, 2)
+
+
+def _covering(shapes: list[Shape], together: int) -> list[Shape]:
+    """Of a shuffled list, greedily those that have most of what no other has."""
+    left = {found for s in shapes for found in combinations(asdict(s).items(), together)}
+    chosen = []
+    rng = random.Random(0)
+    while left:
+        drawn = rng.sample(shapes, min(len(shapes), 200))
+        best = max(drawn, key=lambda s: len(left & set(combinations(asdict(s).items(), together))))
+        new = left & set(combinations(asdict(best).items(), together))
+        if new:
+            chosen.append(best)
+            left -= new
+    return chosen
+
+
+def tables(rng: np.random.Generator, shape: Shape, lengths: list[int], M: int) -> np.ndarray:
+    """Pages in any order; what a sequence does not reach is page 0. The last two share pages."""
+    rows = [_table(rng, shape, lengths, M) for _ in range(shape.K if shape.by_head else 1)]
+    return np.stack(rows) if shape.by_head else rows[0]
+
+
+def _table(rng: np.random.Generator, shape: Shape, lengths: list[int], M: int) -> np.ndarray:
+    table = 1 + rng.permutation(len(lengths) * M).reshape(len(lengths), M).astype(np.int32)
+    for row, length in zip(table, lengths, strict=True):
+        row[-(-length // shape.B) :] = 0
+    shared = min(lengths[-2:]) // shape.B
+    table[-1, :shared] = table[-2, :shared]
+    return table
+
+
+def filled(rng: np.random.Generator, shape: Shape, table: np.ndarray, lengths: list[int]) -> KVPages:
+    """Keys by token. Page 0 and all that no sequence sees hold NaN, or the largest there is."""
+    P, K, B, H = 1 + len(lengths) * table.shape[-1], shape.K, shape.B, shape.H
+    dtype = jnp.dtype(shape.dtype)
+    entries = [rng.normal(size=(P, K, B, H)) * rng.uniform(0.5, 2, (P, K, 1, 1)) for _ in range(2)]
+    if dtype.itemsize > 1:
+        keys, values = (jnp.asarray(x, dtype) for x in entries)
+        pages = KVPages(keys, values)
+        nothing: Any = jnp.nan
+    else:
+        zeros = jnp.zeros((P, K, B, H), dtype)
+        scale = jnp.zeros((P, K), jnp.float32)
+        pages = KVPages(zeros, zeros, scale, scale)
+        k, v = (np.float32(x.transpose(0, 2, 1, 3).reshape(P * B, K, H)) for x in entries)
+        page, offset = np.divmod(np.arange(P * B, dtype=np.int32), B)
+        pages = jax.jit(partial(write_kv, keys_by_token=True))(pages, k, v, page, offset)
+        nothing = 127 if dtype == jnp.int8 else jnp.nan
+    seen = np.zeros((P, K, B), bool)
+    for head, rows in enumerate(table if shape.by_head else [table] * K):
+        for row, length in zip(rows, lengths, strict=True):
+            position = np.arange(length)
+            seen[row[position // B], head, position % B] = True
+    unseen = jnp.asarray(~seen)[..., None]
+    keys, values = (jnp.where(unseen, jnp.asarray(nothing, dtype), x) for x in pages[:2])
+    pages = pages._replace(keys=keys, values=values)
+    if pages.key_scale_PK is None:
+        return pages
+    no_page = jnp.asarray(~seen.any(2))
+    scales = (jnp.where(no_page, jnp.nan, x) for x in pages[2:])
+    return KVPages(keys, values, *scales)
+
+
+def plain(kv: KVPages) -> KVPages:
+    """The same for the plain functions: keys lie by head size, and nothing is NaN."""
+
+    def number(x: jax.Array) -> jax.Array:
+        return jnp.where(jnp.isnan(x.astype(jnp.float32)), jnp.zeros((), x.dtype), x)
+
+    return jax.tree.map(number, kv._replace(keys=jnp.swapaxes(kv.keys, 2, 3)))
+
+
+def float_of(shape: Shape) -> str:
+    """What a shape is computed in."""
+    return "bfloat16" if jnp.dtype(shape.dtype).itemsize == 1 else shape.dtype
+
+
+def decode_case(shape: Shape, seed: int, longest: int = 300) -> tuple[Any, ...]:
+    """Queries, pages, tables and lengths: 0, 1, page edges and their neighbours."""
+    rng, B = np.random.default_rng(seed), shape.B
+    lengths = [0, 1, B - 1, B, B + 1, 65, 3 * B, longest, longest - 10]
+    M = -(-max(lengths) // B)
+    q = rng.normal(size=(len(lengths), shape.K * shape.G, shape.H)) * shape.H**-0.5
+    table = tables(rng, shape, lengths, M)
+    kv = filled(rng, shape, table, lengths)
+    q_SNH = jnp.asarray(q, float_of(shape)).astype(jnp.float32)
+    return q_SNH, kv, jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
+
+
+def chunk_case(shape: Shape, seed: int) -> tuple[Any, ...]:
+    """Chunks of all lengths after contexts of all lengths, decodes before, padding behind."""
+    rng, B = np.random.default_rng(seed), shape.B
+    sizes = [0, 1, 2, 17, B, 70, 33, 0]
+    starts = [0, 0, B - 1, B, 65, 3, 130, 0]
+    ends = [size + start for size, start in zip(sizes, starts, strict=True)]
+    M = -(-max(ends) // B)
+    rows = 3 + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    q = rng.normal(size=(int(rows[-1]) + 9, shape.K * shape.G, shape.H)) * shape.H**-0.5
+    table = tables(rng, shape, ends, M)
+    kv = filled(rng, shape, table, ends)
+    q_TNH = jnp.asarray(q, float_of(shape)).astype(jnp.float32)
+    arrays = (jnp.asarray(x) for x in (table, np.array(starts, np.int32), rows))
+    return q_TNH, kv, *arrays
+
+
+def close(got: jax.Array, expected: jax.Array, dtype: str) -> None:
+    scale = float(jnp.abs(expected).max()) or 1.0
+    np.testing.assert_allclose(got / scale, expected / scale, atol=TOLERANCE[dtype])
