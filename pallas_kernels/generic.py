@@ -25,8 +25,8 @@ KV_TILE = 64
 # Rows of a prefill tile: tokens times the query heads of one KV head.
 CHUNK_ROWS = 64
 MIN_ROWS = 16
-# Programs that a large GPU runs at once: two on each multiprocessor of an H100.
-PROGRAMS = 264
+# Programs of decode that an H100 runs at once: four on each multiprocessor, by registers and memory.
+PROGRAMS = 528
 
 # In a kernel: references to memory, and their values.
 Ref = Any
@@ -60,7 +60,7 @@ def decode_attention(
     _, K, B, _ = kv.values.shape
     G = N // K
     R = max(MIN_ROWS, pl.next_power_of_2(G))
-    table = _by_head(page_table_SM)
+    table = tables_by_head(page_table_SM)
     parts = parts or parts_of(S * K, pl.cdiv(table.shape[2] * B, KV_TILE), PROGRAMS)
     q_SKGH = q_SNH.astype(_float_of(kv)).reshape(S, K, G, H)
     q_SKRH = jnp.pad(q_SKGH, ((0, 0), (0, 0), (0, R - G), (0, 0)))
@@ -146,7 +146,7 @@ def chunk_attention(
     tiles = chunk_tiles(start_C, row_C1, T, tokens)
     # A tile's rows past its chunk's end are not written, but have a place of their own.
     nothing = jnp.zeros((T + tokens, K, padded_G, H), jnp.float32)
-    inputs = q_TNH.astype(_float_of(kv)), kv, _by_head(page_table_CM), tiles, nothing
+    inputs = q_TNH.astype(_float_of(kv)), kv, tables_by_head(page_table_CM), tiles, nothing
     out = pl.pallas_call(
         partial(_chunk, tokens=tokens, G=G, window=window, soft_cap=soft_cap),
         grid=(len(tiles.chunk), K),
@@ -308,7 +308,7 @@ def whole(x: jax.Array) -> pl.BlockSpec:
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
 
-def _by_head(table: jax.Array) -> jax.Array:
+def tables_by_head(table: jax.Array) -> jax.Array:
     """A page table as [1, S, M], of all heads, or [K, S, M]."""
     return table if table.ndim == 3 else table[None]
 

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxinfer.pallas_kernels import generic
+from jaxinfer.pallas_kernels import generic, write
+from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 GPUS = {"H100": "NVIDIA H100 80GB HBM3", "A100": "NVIDIA A100-SXM4-80GB", "L4": "NVIDIA L4"}
 # Query heads per KV head, head size, tokens per page.
@@ -32,10 +33,12 @@ def variants() -> Iterator[tuple[str, Callable[..., jax.Array], tuple[jax.ShapeD
 
     dtypes, windows = ("bfloat16", "float16", "float32"), (None, 100)
     for (G, H, B), dtype, window in product(SHAPES, dtypes, windows):
-        pages = of((P, K, H, B), dtype), of((P, K, B, H), dtype)
+        entries = of((P, K, B, H), dtype)
+        scale = of((P, K), "float32") if jnp.dtype(dtype).itemsize == 1 else None
+        pages = KVPages(entries, entries, scale, scale)
         name = f"{G} heads of {H}, pages of {B}, {dtype}{', window' if window else ''}"
-        decode = of((S, K * G, H), "float32"), *pages, of((S, M)), of((S,))
-        chunks = of((T, K * G, H), "float32"), *pages, of((C, M)), of((C,)), of((C + 1,))
+        decode = of((S, K * G, H), "float32"), pages, of((S, M)), of((S,))
+        chunks = of((T, K * G, H), "float32"), pages, of((C, M)), of((C,)), of((C + 1,))
         yield f"decode: {name}", partial(generic.decode_attention, window=window), decode
         yield f"chunks: {name}", partial(generic.chunk_attention, window=window), chunks
 

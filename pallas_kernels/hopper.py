@@ -1,0 +1,378 @@
+"""Paged attention for NVIDIA Hopper (sm_90) in Mosaic GPU: pages by TMA, products by wgmma.
+
+The same functions as in ``reference``, whose docstrings say what they compute; keys lie as values
+do, ``[K, B, H]``, in 16-bit floats. A page, or the part of it that a tile of tokens needs, is one
+TMA copy into a ring of slots in shared memory, whose barriers count the copies. Scores leave the
+tensor cores in registers; their weights go back to them through shared memory. The heads that
+share a KV head are rows of one product of at least 64.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxinfer.pallas_kernels.generic import Ref, Tiles, chunk_tiles, parts_of, tables_by_head
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE
+
+# Rows that a warpgroup multiplies at once.
+ROWS = 64
+# Tokens of context in a tile of decodes: two programs then have room on a multiprocessor.
+DECODE_TILE = 64
+# Programs that an H100 runs at once, two on each multiprocessor.
+PROGRAMS = 264
+SLOTS = 2
+# Warpgroups that multiply in a program of prefill; one more fetches.
+CONSUMERS = 2
+LOG2_E = math.log2(math.e)
+
+
+def why_not(head_dim: int, page_size: int, dtype: jnp.dtype) -> str | None:
+    """What these kernels cannot do, in words; None if they can."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"KV entries are {dtype.name}, no 16-bit floats"
+    if head_dim % 16 or head_dim > 256:
+        return f"head_dim is {head_dim}, no multiple of 16 up to 256"
+    if page_size < 8 or (DECODE_TILE % page_size and page_size % 128):
+        return f"page_size is {page_size}, neither 8, 16, 32, 64 nor a multiple of 128"
+    return None
+
+
+class Softmax(NamedTuple):
+    """An online softmax over the rows of a warpgroup: in registers, as wgmma lays them out.
+
+    Attributes:
+        out_RH: values weighted by 2^(score - max).
+        max_R: of scores times log2(e); ``sum_R``: of the weights.
+    """
+
+    out_RH: jax.Array
+    max_R: jax.Array
+    sum_R: jax.Array
+
+
+def decode_attention(
+    q_SNH: jax.Array,
+    kv: KVPages,
+    page_table_SM: jax.Array,
+    length_S: jax.Array,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    parts: int | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """See ``reference.decode_attention``; one program per sequence, KV head and part of its tokens.
+
+    Args:
+        parts: of a context, whose results are combined; by default as many as fill an H100.
+        interpret: parameters of Mosaic's interpret mode, to check results on a CPU.
+    """
+    S, N, H = q_SNH.shape
+    _, K, B, _ = kv.values.shape
+    G, dtype = N // K, kv.keys.dtype
+    R = -(-G // 8) * 8
+    table_KSM = tables_by_head(page_table_SM)
+    most = pl.cdiv(table_KSM.shape[2] * B, DECODE_TILE)
+    parts = parts or parts_of(S * K, most, PROGRAMS)
+    q_SKGH = q_SNH.astype(dtype).reshape(S, K, G, H)
+    q_SKRH = jnp.pad(q_SKGH, ((0, 0), (0, 0), (0, R - G), (0, 0)))
+    copies = pl.cdiv(DECODE_TILE, B)
+    ring = (SLOTS, DECODE_TILE, H)
+    out, lse = plgpu.kernel(
+        partial(_decode, window=window, soft_cap=soft_cap),
+        out_type=(
+            jax.ShapeDtypeStruct((parts, S, K, R, H), dtype),
+            jax.ShapeDtypeStruct((parts, S, K, R), jnp.float32),
+        ),
+        grid=(S, K, parts),
+        grid_names=("sequence", "head", "part"),
+        scratch_types=(
+            _shared((ROWS, H), dtype), _shared(ring, dtype), _shared(ring, dtype),
+            _shared((ROWS, DECODE_TILE), dtype), plgpu.SMEM((ROWS,), jnp.float32),
+            plgpu.Barrier(), plgpu.Barrier(num_arrivals=copies, num_barriers=SLOTS),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=SLOTS),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="paged_decode",
+    )(q_SKRH, kv.keys, kv.values, table_KSM, length_S)  # fmt: skip
+    weight = jnp.exp2(lse - lse.max(0))[..., None]
+    out_SKRH = (out.astype(jnp.float32) * weight).sum(0) / weight.sum(0)
+    return out_SKRH[:, :, :G].reshape(S, N, H)
+
+
+def _decode(
+    q_SKRH: Ref, k_PKBH: Ref, v_PKBH: Ref, table_KSM: Ref, length_S: Ref,
+    out_XSKRH: Ref, lse_XSKR: Ref,
+    q_sm: Ref, k_sm: Ref, v_sm: Ref, weight_sm: Ref, lse_sm: Ref,
+    q_ready: Ref, k_ready: Ref, v_ready: Ref,
+    *, window: int | None, soft_cap: float | None,
+) -> None:  # fmt: skip
+    s, h, part = (lax.axis_index(name) for name in ("sequence", "head", "part"))
+    parts, _, _, R, _ = out_XSKRH.shape
+    length = length_S[s]
+    seen_from = jnp.maximum(length - window, 0) if window else 0
+    tiles = pl.cdiv(length, DECODE_TILE)
+    first = lax.div(seen_from, DECODE_TILE) if window else 0
+    each = pl.cdiv(tiles - first, parts)
+    begin = first + part * each
+    end = jnp.minimum(begin + each, tiles)
+    of_table = h if table_KSM.shape[0] > 1 else 0
+
+    def page(number: jax.Array) -> jax.Array:
+        # A tile may reach past the table's end, where there are no tokens.
+        found: jax.Array = table_KSM[of_table, s, jnp.minimum(number, table_KSM.shape[2] - 1)]
+        return found
+
+    def fetch(tile: jax.Array) -> None:
+        slot = lax.rem(tile - begin, SLOTS)
+        for pages, shared, ready in ((k_PKBH, k_sm, k_ready), (v_PKBH, v_sm, v_ready)):
+            _copy_tile(pages, shared.at[slot], ready.at[slot], page, h, tile)
+
+    plgpu.copy_gmem_to_smem(q_SKRH.at[s, h], q_sm.at[pl.ds(0, R)], q_ready)
+    for ahead in range(SLOTS):
+        pl.when(begin + ahead < end)(partial(fetch, begin + ahead))
+    plgpu.barrier_wait(q_ready)
+
+    def one_tile(tile: jax.Array, carry: Softmax) -> Softmax:
+        slot = lax.rem(tile - begin, SLOTS)
+        token = plgpu.broadcasted_iota(
+            jnp.int32, (ROWS, DECODE_TILE), 1, layout=plgpu.Layout.WGMMA
+        )
+        token += tile * DECODE_TILE
+        seen = token < length
+        if window:
+            seen &= token >= seen_from
+        plgpu.barrier_wait(k_ready.at[slot])
+        score = _capped(_product(q_sm, k_sm.at[slot].transpose((1, 0)), DECODE_TILE), soft_cap)
+        carry, weight = _weigh(carry, jnp.where(seen, score, MASKED))
+        weight_sm[...] = weight.astype(weight_sm.dtype)
+        plgpu.barrier_wait(v_ready.at[slot])
+        _clear_after(v_sm.at[slot], length - tile * DECODE_TILE)
+        plgpu.commit_smem()
+        carry = carry._replace(
+            out_RH=carry.out_RH + _product(weight_sm, v_sm.at[slot], v_sm.shape[2])
+        )
+        pl.when(tile + SLOTS < end)(partial(fetch, tile + SLOTS))
+        return carry
+
+    done = lax.fori_loop(begin, end, one_tile, _start(q_sm.shape[1]))
+    sum_R = jnp.maximum(done.sum_R, 1e-30)
+    q_sm[...] = (done.out_RH / _rows(sum_R, done.out_RH)).astype(q_sm.dtype)
+    lse_sm[...] = done.max_R + jnp.log(sum_R) * LOG2_E
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(q_sm.at[pl.ds(0, R)], out_XSKRH.at[part, s, h])
+    plgpu.copy_smem_to_gmem(lse_sm.at[pl.ds(0, R)], lse_XSKR.at[part, s, h])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def chunk_attention(
+    q_TNH: jax.Array,
+    kv: KVPages,
+    page_table_CM: jax.Array,
+    start_C: jax.Array,
+    row_C1: jax.Array,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """See ``reference.chunk_attention``; one program per tile of a chunk and KV head.
+
+    One launch for all chunks. Queries are laid out by tiles first, so that a tile's rows are one
+    copy in and one out, with room for what a chunk does not fill. Rows of no chunk give 0.
+    """
+    T, N, H = q_TNH.shape
+    K, dtype = kv.values.shape[1], kv.keys.dtype
+    G = N // K
+    R = CONSUMERS * ROWS
+    tokens = R // G
+    tiles = chunk_tiles(start_C, row_C1, T, tokens)
+    I = len(tiles.chunk)
+    row_IX = tiles.row[:, None] + jnp.arange(tokens)
+    q_IXKGH = q_TNH.astype(dtype).reshape(T, K, G, H)[jnp.minimum(row_IX, T - 1)]
+    q_IKRH = q_IXKGH.transpose(0, 2, 1, 3, 4).reshape(I, K, tokens * G, H)
+    q_IKRH = jnp.pad(q_IKRH, ((0, 0), (0, 0), (0, R - tokens * G), (0, 0)))
+    # As much as shared memory has room for.
+    tile = 128 if H <= 128 else 64
+    ready = plgpu.Barrier(num_arrivals=pl.cdiv(tile, kv.values.shape[2]), num_barriers=SLOTS)
+    free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=SLOTS)
+    out_IKRH = plgpu.kernel(
+        partial(_chunk, G=G, tile=tile, window=window, soft_cap=soft_cap),
+        out_type=jax.ShapeDtypeStruct((I, K, R, H), dtype),
+        grid=(I, K),
+        grid_names=("tile", "head"),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types=(
+            _shared((CONSUMERS, ROWS, H), dtype), _shared((SLOTS, tile, H), dtype),
+            _shared((SLOTS, tile, H), dtype), _shared((CONSUMERS, ROWS, tile), dtype),
+            plgpu.Barrier(num_barriers=CONSUMERS), ready, ready, free, free,
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="paged_chunk",
+    )(q_IKRH, kv.keys, kv.values, tables_by_head(page_table_CM), *tiles)  # fmt: skip
+    out_IKXGH = out_IKRH[:, :, : tokens * G].reshape(I, K, tokens, G, H)
+    out_YNH = out_IKXGH.transpose(0, 2, 1, 3, 4).reshape(I * tokens, N, H)
+    is_row_IX = jnp.arange(tokens) < tiles.size[:, None]
+    at_IX = jnp.where(is_row_IX, row_IX, T)
+    of_T = jnp.full(T, -1).at[at_IX.reshape(-1)].set(jnp.arange(I * tokens), mode="drop")
+    return jnp.where((of_T >= 0)[:, None, None], out_YNH[of_T].astype(jnp.float32), 0)
+
+
+def _chunk(
+    q_IKRH: Ref, k_PKBH: Ref, v_PKBH: Ref, table_KCM: Ref,
+    chunk_I: Ref, _: Ref, start_I: Ref, size_I: Ref, out_IKRH: Ref,
+    q_sm: Ref, k_sm: Ref, v_sm: Ref, weight_sm: Ref,
+    q_ready: Ref, k_ready: Ref, v_ready: Ref, k_free: Ref, v_free: Ref,
+    *, G: int, tile: int, window: int | None, soft_cap: float | None,
+) -> None:  # fmt: skip
+    i, h, me = (lax.axis_index(name) for name in ("tile", "head", "warpgroup"))
+    c, start, size = chunk_I[i], start_I[i], size_I[i]
+    length = start + size
+    end = pl.cdiv(length, tile)
+    begin = lax.div(jnp.maximum(start - window + 1, 0), tile) if window else 0
+    of_table = h if table_KCM.shape[0] > 1 else 0
+
+    def page(number: jax.Array) -> jax.Array:
+        found: jax.Array = table_KCM[of_table, c, jnp.minimum(number, table_KCM.shape[2] - 1)]
+        return found
+
+    @pl.when((me == CONSUMERS) & (size > 0))
+    def _fetch() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+
+        @pl.loop(begin, end)
+        def _(step: jax.Array) -> None:
+            slot = lax.rem(step - begin, SLOTS)
+            for pages, shared, ready, free in (
+                (k_PKBH, k_sm, k_ready, k_free), (v_PKBH, v_sm, v_ready, v_free),
+            ):  # fmt: skip
+                pl.when(step >= begin + SLOTS)(partial(plgpu.barrier_wait, free.at[slot]))
+                _copy_tile(pages, shared.at[slot], ready.at[slot], page, h, step)
+
+    @pl.when((me < CONSUMERS) & (size > 0))
+    def _multiply() -> None:
+        plgpu.set_max_registers(232, action="increase")
+        q, weights = q_sm.at[me], weight_sm.at[me]
+        mine = pl.ds(me * ROWS, ROWS)
+        plgpu.copy_gmem_to_smem(q_IKRH.at[i, h, mine], q, q_ready.at[me])
+        plgpu.barrier_wait(q_ready.at[me])
+
+        def one_tile(masked: bool, step: jax.Array, carry: Softmax) -> Softmax:
+            slot = lax.rem(step - begin, SLOTS)
+            plgpu.barrier_wait(k_ready.at[slot])
+            score = _product(q, k_sm.at[slot].transpose((1, 0)), tile)
+            plgpu.barrier_arrive(k_free.at[slot])
+            score = _capped(score, soft_cap)
+            if masked:
+                iota = partial(
+                    plgpu.broadcasted_iota, jnp.int32, (ROWS, tile), layout=plgpu.Layout.WGMMA
+                )
+                # Of the row minus of the token.
+                distance = lax.div(iota(0) + me * ROWS, G) - iota(1) + (start - step * tile)
+                seen = distance >= 0
+                if window:
+                    seen &= distance < window
+                score = jnp.where(seen, score, MASKED)
+            carry, weight = _weigh(carry, score)
+            weights[...] = weight.astype(weights.dtype)
+            plgpu.barrier_wait(v_ready.at[slot])
+            if masked:
+                _clear_after(v_sm.at[slot], length - step * tile)
+            plgpu.commit_smem()
+            out_RH = carry.out_RH + _product(weights, v_sm.at[slot], v_sm.shape[2])
+            plgpu.barrier_arrive(v_free.at[slot])
+            return carry._replace(out_RH=out_RH)
+
+        # Up to here, every row sees every token.
+        whole = begin if window else lax.div(start + 1, tile)
+        done = lax.fori_loop(begin, whole, partial(one_tile, False), _start(q_sm.shape[2]))
+        done = lax.fori_loop(whole, end, partial(one_tile, True), done)
+        sum_R = jnp.maximum(done.sum_R, 1e-30)
+        q[...] = (done.out_RH / _rows(sum_R, done.out_RH)).astype(q_sm.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q, out_IKRH.at[i, h, mine])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _copy_tile(
+    pages_PKBH: Ref,
+    shared: Ref,
+    ready: Ref,
+    page: Callable[[jax.Array], jax.Array],
+    head: jax.Array,
+    tile: jax.Array,
+) -> None:
+    """Start the copies of a tile's tokens, one for each page that they lie in."""
+    B, size = pages_PKBH.shape[2], shared.shape[0]
+    unit = min(B, size)
+    for part in range(size // unit):
+        token = tile * size + part * unit
+        at = pl.ds(lax.rem(token, B), unit) if B > size else slice(None)
+        of_page = pages_PKBH.at[page(lax.div(token, B)), head, at]
+        plgpu.copy_gmem_to_smem(of_page, shared.at[pl.ds(part * unit, unit)], ready)
+
+
+def _product(a: Ref, b: Ref, columns: int) -> jax.Array:
+    """a b, of shared memory, in float32 registers."""
+
+    def multiply(acc: Ref) -> jax.Array:
+        plgpu.wgmma(acc, a, b)
+        found: jax.Array = acc[...]
+        return found
+
+    found: jax.Array = pl.run_scoped(multiply, plgpu.ACC((ROWS, columns), jnp.float32))
+    return found
+
+
+def _weigh(so_far: Softmax, score_RJ: jax.Array) -> tuple[Softmax, jax.Array]:
+    """The softmax with new scores, their values still missing; and the weights of these."""
+    max_R = jnp.maximum(so_far.max_R, score_RJ.max(1) * LOG2_E)
+    weight_RJ = jnp.exp2(score_RJ * LOG2_E - _rows(max_R, score_RJ))
+    shrink_R = jnp.exp2(so_far.max_R - max_R)
+    out_RH = so_far.out_RH * _rows(shrink_R, so_far.out_RH)
+    return Softmax(out_RH, max_R, so_far.sum_R * shrink_R + weight_RJ.sum(1)), weight_RJ
+
+
+def _clear_after(v_JH: Ref, count: jax.Array) -> None:
+    """Zero the values of tokens from ``count`` on: 0 times what memory holds there may be NaN."""
+
+    @pl.when(count < v_JH.shape[0])
+    def _() -> None:
+        for begin in range(0, v_JH.shape[0], ROWS):
+            part = v_JH.at[pl.ds(begin, ROWS)]
+            v = plgpu.layout_cast(part[...], plgpu.Layout.WGMMA)
+            row = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+            part[...] = jnp.where(row + begin < count, v, jnp.zeros_like(v))
+
+
+def _start(head_dim: int) -> Softmax:
+    of_rows = plgpu.Layout.WGMMA.reduce(1)
+    return Softmax(
+        plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
+        plgpu.layout_cast(jnp.full((ROWS,), NO_SCORE, jnp.float32), of_rows),
+        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), of_rows),
+    )
+
+
+def _rows(x_R: jax.Array, like_RX: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(x_R, like_RX.shape, [0])
+
+
+def _capped(score: jax.Array, soft_cap: float | None) -> jax.Array:
+    return soft_cap * jnp.tanh(score / soft_cap) if soft_cap else score
+
+
+def _shared(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+    """Shared memory laid out for wgmma and TMA: rows of as many bytes as divide the last axis."""
+    swizzle = plgpu.find_swizzle(shape[-1] * 16)
+    tiling = plgpu.TilingTransform((8, swizzle // 2))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
