@@ -84,9 +84,9 @@ def decode_attention(
     q_SKGH = q_SNH.astype(dtype).reshape(S, K, G, H)
     q_SKRH = jnp.pad(q_SKGH, ((0, 0), (0, 0), (0, R - G), (0, 0)))
     copies = pl.cdiv(DECODE_TILE, B)
-    ring = (SLOTS, DECODE_TILE, H)
+    ring, shared = (SLOTS, DECODE_TILE, H), partial(_shared, dtype=dtype, head_dim=H)
     out, lse = plgpu.kernel(
-        partial(_decode, window=window, soft_cap=soft_cap),
+        partial(_decode, window=window, soft_cap=soft_cap, interpret=bool(interpret)),
         out_type=(
             jax.ShapeDtypeStruct((parts, S, K, R, H), dtype),
             jax.ShapeDtypeStruct((parts, S, K, R), jnp.float32),
@@ -94,8 +94,8 @@ def decode_attention(
         grid=(S, K, parts),
         grid_names=("sequence", "head", "part"),
         scratch_types=(
-            _shared((ROWS, H), dtype), _shared(ring, dtype), _shared(ring, dtype),
-            _shared((ROWS, DECODE_TILE), dtype), plgpu.SMEM((ROWS,), jnp.float32),
+            shared((ROWS, H)), shared(ring), shared(ring), shared((ROWS, DECODE_TILE)),
+            plgpu.SMEM((ROWS,), jnp.float32),
             plgpu.Barrier(), plgpu.Barrier(num_arrivals=copies, num_barriers=SLOTS),
             plgpu.Barrier(num_arrivals=copies, num_barriers=SLOTS),
         ),
@@ -113,7 +113,7 @@ def _decode(
     out_XSKRH: Ref, lse_XSKR: Ref,
     q_sm: Ref, k_sm: Ref, v_sm: Ref, weight_sm: Ref, lse_sm: Ref,
     q_ready: Ref, k_ready: Ref, v_ready: Ref,
-    *, window: int | None, soft_cap: float | None,
+    *, window: int | None, soft_cap: float | None, interpret: bool,
 ) -> None:  # fmt: skip
     s, h, part = (lax.axis_index(name) for name in ("sequence", "head", "part"))
     parts, _, _, R, _ = out_XSKRH.shape
@@ -157,16 +157,12 @@ def _decode(
         plgpu.barrier_wait(v_ready.at[slot])
         _clear_after(v_sm.at[slot], length - tile * DECODE_TILE)
         plgpu.commit_smem()
-        carry = carry._replace(
-            out_RH=carry.out_RH + _product(weight_sm, v_sm.at[slot], v_sm.shape[2])
-        )
+        carry = _add_values(carry, weight_sm, v_sm.at[slot], interpret)
         pl.when(tile + SLOTS < end)(partial(fetch, tile + SLOTS))
         return carry
 
     done = lax.fori_loop(begin, end, one_tile, _start(q_sm.shape[1]))
-    sum_R = jnp.maximum(done.sum_R, 1e-30)
-    q_sm[...] = (done.out_RH / _rows(sum_R, done.out_RH)).astype(q_sm.dtype)
-    lse_sm[...] = done.max_R + jnp.log(sum_R) * LOG2_E
+    lse_sm[...] = done.max_R + jnp.log(_store(done, q_sm)) * LOG2_E
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q_sm.at[pl.ds(0, R)], out_XSKRH.at[part, s, h])
     plgpu.copy_smem_to_gmem(lse_sm.at[pl.ds(0, R)], lse_XSKR.at[part, s, h])
@@ -201,19 +197,23 @@ def chunk_attention(
     q_IKRH = jnp.pad(q_IKRH, ((0, 0), (0, 0), (0, R - tokens * G), (0, 0)))
     # As much as shared memory has room for.
     tile = 128 if H <= 128 else 64
+    ring, shared = (SLOTS, tile, H), partial(_shared, dtype=dtype, head_dim=H)
     ready = plgpu.Barrier(num_arrivals=pl.cdiv(tile, kv.values.shape[2]), num_barriers=SLOTS)
     free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=SLOTS)
     out_IKRH = plgpu.kernel(
-        partial(_chunk, G=G, tile=tile, window=window, soft_cap=soft_cap),
+        partial(
+            _chunk, G=G, tile=tile, window=window, soft_cap=soft_cap, interpret=bool(interpret)
+        ),
         out_type=jax.ShapeDtypeStruct((I, K, R, H), dtype),
         grid=(I, K),
         grid_names=("tile", "head"),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=(
-            _shared((CONSUMERS, ROWS, H), dtype), _shared((SLOTS, tile, H), dtype),
-            _shared((SLOTS, tile, H), dtype), _shared((CONSUMERS, ROWS, tile), dtype),
+            shared((CONSUMERS, ROWS, H)), shared(ring), shared(ring),
+            shared((CONSUMERS, ROWS, tile)),
             plgpu.Barrier(num_barriers=CONSUMERS), ready, ready, free, free,
+            plgpu.Barrier(num_arrivals=CONSUMERS),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
@@ -231,8 +231,8 @@ def _chunk(
     q_IKRH: Ref, k_PKBH: Ref, v_PKBH: Ref, table_KCM: Ref,
     chunk_I: Ref, _: Ref, start_I: Ref, size_I: Ref, out_IKRH: Ref,
     q_sm: Ref, k_sm: Ref, v_sm: Ref, weight_sm: Ref,
-    q_ready: Ref, k_ready: Ref, v_ready: Ref, k_free: Ref, v_free: Ref,
-    *, G: int, tile: int, window: int | None, soft_cap: float | None,
+    q_ready: Ref, k_ready: Ref, v_ready: Ref, k_free: Ref, v_free: Ref, cleared: Ref,
+    *, G: int, tile: int, window: int | None, soft_cap: float | None, interpret: bool,
 ) -> None:  # fmt: skip
     i, h, me = (lax.axis_index(name) for name in ("tile", "head", "warpgroup"))
     c, start, size = chunk_I[i], start_I[i], size_I[i]
@@ -286,18 +286,17 @@ def _chunk(
             weights[...] = weight.astype(weights.dtype)
             plgpu.barrier_wait(v_ready.at[slot])
             if masked:
-                _clear_after(v_sm.at[slot], length - step * tile)
+                _clear_after(v_sm.at[slot], length - step * tile, me, cleared)
             plgpu.commit_smem()
-            out_RH = carry.out_RH + _product(weights, v_sm.at[slot], v_sm.shape[2])
+            carry = _add_values(carry, weights, v_sm.at[slot], interpret)
             plgpu.barrier_arrive(v_free.at[slot])
-            return carry._replace(out_RH=out_RH)
+            return carry
 
         # Up to here, every row sees every token.
         whole = begin if window else lax.div(start + 1, tile)
         done = lax.fori_loop(begin, whole, partial(one_tile, False), _start(q_sm.shape[2]))
         done = lax.fori_loop(whole, end, partial(one_tile, True), done)
-        sum_R = jnp.maximum(done.sum_R, 1e-30)
-        q[...] = (done.out_RH / _rows(sum_R, done.out_RH)).astype(q_sm.dtype)
+        _store(done, q)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q, out_IKRH.at[i, h, mine])
         plgpu.wait_smem_to_gmem(0)
@@ -342,16 +341,47 @@ def _weigh(so_far: Softmax, score_RJ: jax.Array) -> tuple[Softmax, jax.Array]:
     return Softmax(out_RH, max_R, so_far.sum_R * shrink_R + weight_RJ.sum(1)), weight_RJ
 
 
-def _clear_after(v_JH: Ref, count: jax.Array) -> None:
-    """Zero the values of tokens from ``count`` on: 0 times what memory holds there may be NaN."""
+def _add_values(so_far: Softmax, weight_RJ: Ref, v_JH: Ref, interpret: bool) -> Softmax:
+    """The softmax with the values of what it was weighed with."""
+    if interpret:
+        # Accumulators that start with something are not interpreted.
+        added_RH = _product(weight_RJ, v_JH, v_JH.shape[1])
+        return so_far._replace(out_RH=so_far.out_RH + added_RH)
+
+    def add(acc: Ref) -> None:
+        plgpu.wgmma(acc, weight_RJ, v_JH)
+
+    return so_far._replace(out_RH=pl.run_state(add)(plgpu.ACC.init(so_far.out_RH)))
+
+
+def _store(done: Softmax, out_RH: Ref) -> jax.Array:
+    """Write the softmax to shared memory; returns the weights' sums, of no weights something."""
+    sum_R = jnp.maximum(done.sum_R, 1e-30)
+    out_RH[...] = (done.out_RH / _rows(sum_R, done.out_RH)).astype(out_RH.dtype)
+    return sum_R
+
+
+def _clear_after(v_JH: Ref, count: jax.Array, me: Any = 0, cleared: Ref | None = None) -> None:
+    """Zero the values of tokens from ``count`` on: 0 times what memory holds there may be NaN.
+
+    Args:
+        me: which of the warpgroups that share the tile, and ``cleared``, on which they then wait.
+    """
+
+    def clear(begin: int) -> None:
+        part = v_JH.at[pl.ds(begin, ROWS)]
+        v = plgpu.layout_cast(part[...], plgpu.Layout.WGMMA)
+        row = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+        part[...] = jnp.where(row + begin < count, v, jnp.zeros_like(v))
 
     @pl.when(count < v_JH.shape[0])
     def _() -> None:
         for begin in range(0, v_JH.shape[0], ROWS):
-            part = v_JH.at[pl.ds(begin, ROWS)]
-            v = plgpu.layout_cast(part[...], plgpu.Layout.WGMMA)
-            row = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
-            part[...] = jnp.where(row + begin < count, v, jnp.zeros_like(v))
+            pl.when(me == begin // ROWS % CONSUMERS)(partial(clear, begin))
+        if cleared is not None:
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(cleared)
+            plgpu.barrier_wait(cleared)
 
 
 def _start(head_dim: int) -> Softmax:
@@ -371,8 +401,8 @@ def _capped(score: jax.Array, soft_cap: float | None) -> jax.Array:
     return soft_cap * jnp.tanh(score / soft_cap) if soft_cap else score
 
 
-def _shared(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Shared memory laid out for wgmma and TMA: rows of as many bytes as divide the last axis."""
-    swizzle = plgpu.find_swizzle(shape[-1] * 16)
+def _shared(shape: tuple[int, ...], dtype: jnp.dtype, head_dim: int) -> Any:
+    """Shared memory laid out for TMA and wgmma, which needs both of its operands laid out alike."""
+    swizzle = plgpu.find_swizzle(head_dim * 16)
     tiling = plgpu.TilingTransform((8, swizzle // 2))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
