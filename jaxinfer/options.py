@@ -13,6 +13,8 @@ class EngineOptions(Options):
 
     Attributes:
         dtype: of weights and KV cache; ``auto`` is float32 on CPU and bfloat16 on GPU.
+        kv_cache_dtype: ``int8`` or ``fp8`` (e4m3, on GPUs from sm_89 on) halve the KV cache, with
+            a scale per page and head; ``auto`` is ``dtype``.
         tensor_parallel_size: devices that share each layer.
         sharding: a Python file whose ``RULES`` say how parameters lie on those devices, in
             place of those of ``jaxinfer.models.sharding``.
@@ -30,15 +32,17 @@ class EngineOptions(Options):
             model was made for.
         enable_prefix_caching: keep full pages after a request's end, and start requests that
             begin alike with them.
-        kernels: what attends: ``pallas`` (kernels for NVIDIA GPUs from sm_80 on), ``plain`` (JAX),
-            ``interpret`` (the kernels on any device, slowly, to check them); ``auto`` takes kernels
-            for 16-bit floats where the device has them.
+        kernels: what attends: ``hopper`` (kernels for sm_90), ``generic`` (kernels for NVIDIA GPUs
+            from sm_80 on), ``plain`` (JAX), ``interpret`` (the generic kernels on any device,
+            slowly, to check them); ``auto`` takes the first of these that the device can run, but
+            ``plain`` where entries are float32.
         launch_ahead: start a decode before the token it follows has reached the host.
         strict_shapes: a step that was not compiled ahead is an error.
         seed: requests without a seed of their own get one from this and their id.
     """
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     tensor_parallel_size: int = Field(default=1, ge=1)
     sharding: str | None = None
     page_size: int = Field(default=64, ge=1, le=1024)
@@ -49,7 +53,7 @@ class EngineOptions(Options):
     token_buckets: tuple[Annotated[int, Field(ge=2)], ...] | None = None
     max_model_len: int | None = Field(default=None, ge=2)
     enable_prefix_caching: bool = True
-    kernels: Literal["auto", "plain", "pallas", "interpret"] = "auto"
+    kernels: Literal["auto", "plain", "generic", "hopper", "interpret"] = "auto"
     launch_ahead: bool = True
     strict_shapes: bool = False
     seed: int = Field(default=0, ge=0)

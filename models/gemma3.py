@@ -15,9 +15,10 @@ from flax import nnx
 from jaxinfer.models import llama
 from jaxinfer.models.config import ModelConfig, WeightSpec
 from jaxinfer.models.config_keys import Keys
-from jaxinfer.models.layers import KVPages, PagedBatch, RMSNorm
+from jaxinfer.models.layers import PagedBatch, RMSNorm
 from jaxinfer.models.rope import rope_keys, rope_of
 from jaxinfer.models.weights import same
+from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 LOCAL_THETA, GLOBAL_THETA = 1e4, 1e6
 

@@ -14,7 +14,6 @@ from flax import nnx
 from jaxinfer.models.config import ModelConfig, WeightSpec
 from jaxinfer.models.config_keys import Keys
 from jaxinfer.models.layers import (
-    KVPages,
     PagedBatch,
     RMSNorm,
     apply_rope,
@@ -25,6 +24,7 @@ from jaxinfer.models.layers import (
 )
 from jaxinfer.models.rope import rope_keys, rope_of, stretched
 from jaxinfer.models.weights import heads_bias, heads_in, heads_out, same, transposed
+from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 Tables = tuple[jax.Array, jax.Array]
 

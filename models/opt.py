@@ -7,7 +7,6 @@ from flax import nnx
 from jaxinfer.models.config import ModelConfig, WeightSpec
 from jaxinfer.models.config_keys import Keys
 from jaxinfer.models.layers import (
-    KVPages,
     LayerNorm,
     PagedBatch,
     init_weight,
@@ -15,6 +14,7 @@ from jaxinfer.models.layers import (
     project,
 )
 from jaxinfer.models.weights import heads_bias, heads_in, heads_out, same, transposed
+from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 # Rows of the table before position 0's: fairseq kept them for padding.
 POSITION_OFFSET = 2

@@ -11,9 +11,10 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.pallas_kernels import kv_pages, reference
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
-Kernels = Literal["plain", "pallas", "interpret"]
-# The first NVIDIA GPUs with products of bfloat16 matrices.
-_CAPABILITY = 8.0
+Kernels = Literal["plain", "generic", "hopper", "interpret"]
+# Compute capabilities of NVIDIA GPUs: the first with products of bfloat16 matrices, the first with
+# fp8, and the one with wgmma.
+_BF16, _FP8, _HOPPER = 8.0, 8.9, 9.0
 
 
 class Attention(NamedTuple):
@@ -27,11 +28,13 @@ class Attention(NamedTuple):
 def attention(kernels: str) -> Attention:
     """The functions of that name."""
     if kernels == "plain":
-        return Attention(
-            reference.decode_attention, reference.chunk_attention, kv_pages.write_kv
-        )
+        return Attention(reference.decode_attention, reference.chunk_attention, kv_pages.write_kv)
     from jaxinfer.pallas_kernels import generic, write
 
+    if kernels == "hopper":
+        from jaxinfer.pallas_kernels import hopper
+
+        return Attention(hopper.decode_attention, hopper.chunk_attention, write.write_kv)
     run = partial(partial, interpret=kernels == "interpret")
     return Attention(
         run(generic.decode_attention), run(generic.chunk_attention), run(write.write_kv)
@@ -44,28 +47,61 @@ def keys_by_token(kernels: str) -> bool:
 
 
 def choose_kernels(
-    wanted: Kernels | Literal["auto"], device: jax.Device, dtype: jnp.dtype, head_dim: int
+    wanted: Kernels | Literal["auto"],
+    device: jax.Device,
+    dtype: jnp.dtype,
+    head_dim: int,
+    page_size: int,
 ) -> Kernels:
-    """``auto``: kernels for 16-bit floats on NVIDIA GPUs from sm_80 on, else plain JAX.
+    """What a device runs; ``auto`` takes kernels for entries of 16 and 8 bits where it can.
+
+    Args:
+        dtype: of KV entries.
 
     Raises:
         JaxinferError: kernels are asked for that the device cannot run.
     """
-    reason = _why_not(device, head_dim)
-    if wanted == "pallas" and reason:
-        raise JaxinferError(f"kernels is pallas, {reason}: auto, plain or interpret would do")
+    able: dict[Kernels, str | None] = {
+        "hopper": _why_not_hopper(device, dtype, head_dim, page_size),
+        "generic": _why_not_generic(device, dtype, head_dim),
+    }
     if wanted == "auto":
-        return "pallas" if reason is None and dtype.itemsize == 2 else "plain"
+        fits = [name for name, reason in able.items() if reason is None and dtype.itemsize < 4]
+        return [*fits, "plain"][0]
+    if reason := able.get(wanted):
+        raise JaxinferError(f"kernels is {wanted}, {reason}: auto, plain or interpret would do")
     return wanted
 
 
-def _why_not(device: jax.Device, head_dim: int) -> str | None:
-    """Why a device cannot run the kernels, in words; None if it can."""
+def _capability(device: jax.Device) -> float:
+    """Compute capability of an NVIDIA GPU, 0 of other devices."""
     if device.platform != "gpu":
-        return f"the device is a {device.platform}"
-    capability = getattr(device, "compute_capability", "0")
-    if float(capability) < _CAPABILITY:
-        return f"{device.device_kind} has compute capability {capability}, below {_CAPABILITY}"
+        return 0.0
+    return float(getattr(device, "compute_capability", 0))
+
+
+def _why_not_generic(device: jax.Device, dtype: jnp.dtype, head_dim: int) -> str | None:
+    """Why a device cannot run these kernels, in words; None if it can."""
+    least = _FP8 if dtype == jnp.float8_e4m3fn else _BF16
+    if _capability(device) < least:
+        of_dtype = " with fp8 entries" if least == _FP8 else ""
+        return f"{_name(device)}, they need {least} or more{of_dtype}"
     if head_dim % 16:
         return f"head_dim is {head_dim}, no multiple of 16"
     return None
+
+
+def _why_not_hopper(
+    device: jax.Device, dtype: jnp.dtype, head_dim: int, page_size: int
+) -> str | None:
+    if _capability(device) != _HOPPER:
+        return f"{_name(device)}, they need {_HOPPER}"
+    from jaxinfer.pallas_kernels import hopper
+
+    return hopper.why_not(head_dim, page_size, dtype)
+
+
+def _name(device: jax.Device) -> str:
+    if device.platform != "gpu":
+        return f"the device is a {device.platform}"
+    return f"{device.device_kind} has compute capability {_capability(device)}"

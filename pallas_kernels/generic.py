@@ -25,7 +25,7 @@ KV_TILE = 64
 # Rows of a prefill tile: tokens times the query heads of one KV head.
 CHUNK_ROWS = 64
 MIN_ROWS = 16
-# Programs of decode that an H100 runs at once: four on each multiprocessor, by registers and memory.
+# Decode programs that an H100 runs at once: registers and memory hold four on a multiprocessor.
 PROGRAMS = 528
 
 # In a kernel: references to memory, and their values.

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxinfer.pallas_kernels.generic import Ref, Tiles, chunk_tiles, parts_of, tables_by_head
+from jaxinfer.pallas_kernels.generic import Ref, chunk_tiles, parts_of, tables_by_head
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE
 
@@ -143,9 +143,7 @@ def _decode(
 
     def one_tile(tile: jax.Array, carry: Softmax) -> Softmax:
         slot = lax.rem(tile - begin, SLOTS)
-        token = plgpu.broadcasted_iota(
-            jnp.int32, (ROWS, DECODE_TILE), 1, layout=plgpu.Layout.WGMMA
-        )
+        token = plgpu.broadcasted_iota(jnp.int32, (ROWS, DECODE_TILE), 1, layout=plgpu.Layout.WGMMA)
         token += tile * DECODE_TILE
         seen = token < length
         if window:
@@ -190,10 +188,10 @@ def chunk_attention(
     R = CONSUMERS * ROWS
     tokens = R // G
     tiles = chunk_tiles(start_C, row_C1, T, tokens)
-    I = len(tiles.chunk)
+    count = len(tiles.chunk)
     row_IX = tiles.row[:, None] + jnp.arange(tokens)
     q_IXKGH = q_TNH.astype(dtype).reshape(T, K, G, H)[jnp.minimum(row_IX, T - 1)]
-    q_IKRH = q_IXKGH.transpose(0, 2, 1, 3, 4).reshape(I, K, tokens * G, H)
+    q_IKRH = q_IXKGH.transpose(0, 2, 1, 3, 4).reshape(count, K, tokens * G, H)
     q_IKRH = jnp.pad(q_IKRH, ((0, 0), (0, 0), (0, R - tokens * G), (0, 0)))
     # As much as shared memory has room for.
     tile = 128 if H <= 128 else 64
@@ -204,8 +202,8 @@ def chunk_attention(
         partial(
             _chunk, G=G, tile=tile, window=window, soft_cap=soft_cap, interpret=bool(interpret)
         ),
-        out_type=jax.ShapeDtypeStruct((I, K, R, H), dtype),
-        grid=(I, K),
+        out_type=jax.ShapeDtypeStruct((count, K, R, H), dtype),
+        grid=(count, K),
         grid_names=("tile", "head"),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
@@ -219,11 +217,11 @@ def chunk_attention(
         interpret=interpret,
         kernel_name="paged_chunk",
     )(q_IKRH, kv.keys, kv.values, tables_by_head(page_table_CM), *tiles)  # fmt: skip
-    out_IKXGH = out_IKRH[:, :, : tokens * G].reshape(I, K, tokens, G, H)
-    out_YNH = out_IKXGH.transpose(0, 2, 1, 3, 4).reshape(I * tokens, N, H)
+    out_IKXGH = out_IKRH[:, :, : tokens * G].reshape(count, K, tokens, G, H)
+    out_YNH = out_IKXGH.transpose(0, 2, 1, 3, 4).reshape(count * tokens, N, H)
     is_row_IX = jnp.arange(tokens) < tiles.size[:, None]
     at_IX = jnp.where(is_row_IX, row_IX, T)
-    of_T = jnp.full(T, -1).at[at_IX.reshape(-1)].set(jnp.arange(I * tokens), mode="drop")
+    of_T = jnp.full(T, -1).at[at_IX.reshape(-1)].set(jnp.arange(count * tokens), mode="drop")
     return jnp.where((of_T >= 0)[:, None, None], out_YNH[of_T].astype(jnp.float32), 0)
 
 
@@ -315,7 +313,7 @@ def _copy_tile(
     unit = min(B, size)
     for part in range(size // unit):
         token = tile * size + part * unit
-        at = pl.ds(lax.rem(token, B), unit) if B > size else slice(None)
+        at = pl.ds(lax.rem(token, B), unit) if size < B else slice(None)
         of_page = pages_PKBH.at[page(lax.div(token, B)), head, at]
         plgpu.copy_gmem_to_smem(of_page, shared.at[pl.ds(part * unit, unit)], ready)
 
@@ -328,7 +326,9 @@ def _product(a: Ref, b: Ref, columns: int) -> jax.Array:
         found: jax.Array = acc[...]
         return found
 
-    found: jax.Array = pl.run_scoped(multiply, plgpu.ACC((ROWS, columns), jnp.float32))
+    found: jax.Array = pl.run_scoped(
+        multiply, plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32)
+    )
     return found
 
 
@@ -351,7 +351,7 @@ def _add_values(so_far: Softmax, weight_RJ: Ref, v_JH: Ref, interpret: bool) -> 
     def add(acc: Ref) -> None:
         plgpu.wgmma(acc, weight_RJ, v_JH)
 
-    return so_far._replace(out_RH=pl.run_state(add)(plgpu.ACC.init(so_far.out_RH)))
+    return so_far._replace(out_RH=pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(so_far.out_RH)))
 
 
 def _store(done: Softmax, out_RH: Ref) -> jax.Array:

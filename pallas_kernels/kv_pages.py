@@ -1,6 +1,6 @@
 """Pages of KV entries: what they hold, and how tokens get into them, in plain JAX."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,13 @@ class KVPages(NamedTuple):
 
     def head(self, h: int) -> "KVPages":
         """One KV head's."""
-        return KVPages(*(None if x is None else x[:, h : h + 1] for x in self))
+        one: KVPages = jax.tree.map(lambda x: x[:, h : h + 1], self)
+        return one
+
+    def page(self, page: jax.Array) -> "KVPages":
+        """One page's, or several."""
+        some: KVPages = jax.tree.map(lambda x: x[page], self)
+        return some
 
 
 def quantise(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -53,6 +59,7 @@ def write_kv(
     if kv.key_scale_PK is not None:
         return _write_8_bits(kv, k_TKH, v_TKH, page_T, offset_T, keys_by_token)
     k_TKH, v_TKH = k_TKH.astype(kv.keys.dtype), v_TKH.astype(kv.values.dtype)
+    at: tuple[Any, Any, Any]
     if page_T.ndim == 2:
         at = page_T.T, jnp.arange(k_TKH.shape[1]), offset_T[:, None]
     else:
@@ -65,7 +72,7 @@ def write_kv(
 
 
 class PageRuns(NamedTuple):
-    """Tokens that follow each other in one page, all int32 [T], ``count`` of them meaningful.
+    """Runs of tokens that follow each other in one page, int32 [T]: so many of them, then padding.
 
     Attributes:
         token: the first one's index; ``size``: how many they are.
@@ -73,7 +80,7 @@ class PageRuns(NamedTuple):
 
     token: jax.Array
     size: jax.Array
-    count: jax.Array
+    many: jax.Array
 
 
 def page_runs(page_T: jax.Array, offset_T: jax.Array) -> PageRuns:
@@ -124,9 +131,10 @@ def _write_8_bits(
         )
 
     def one_run(run: jax.Array, kv: KVPages) -> KVPages:
-        assert kv.key_scale_PK is not None and kv.value_scale_PK is not None
+        assert kv.key_scale_PK is not None
+        assert kv.value_scale_PK is not None
         keys, key_scale_PK = one(kv.keys, kv.key_scale_PK, k_TKH, run, keys_by_token)
         values, value_scale_PK = one(kv.values, kv.value_scale_PK, v_TKH, run, True)
         return KVPages(keys, values, key_scale_PK, value_scale_PK)
 
-    return jax.lax.fori_loop(0, runs.count, one_run, kv)
+    return jax.lax.fori_loop(0, runs.many, one_run, kv)

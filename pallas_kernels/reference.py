@@ -66,10 +66,6 @@ def _float_of(kv: KVPages) -> jnp.dtype:
     return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("float32")
 
 
-def _at(x_PK: jax.Array | None, page: jax.Array) -> jax.Array | None:
-    return None if x_PK is None else x_PK[page]
-
-
 def _capped(score: jax.Array, soft_cap: float | None) -> jax.Array:
     return soft_cap * jnp.tanh(score / soft_cap) if soft_cap else score
 
@@ -109,7 +105,7 @@ def decode_attention(
 
     def some_items(i: jax.Array, carry: Softmax) -> Softmax:
         some = Items(*(jax.lax.dynamic_slice_in_dim(x, i * ITEMS, ITEMS) for x in items))
-        return fold(carry, some, KVPages(*(_at(x, some.page) for x in kv)))
+        return fold(carry, some, kv.page(some.page))
 
     def by_items() -> Softmax:
         return jax.lax.fori_loop(0, -(-count // ITEMS), some_items, start)
@@ -265,7 +261,7 @@ def _attend_tile(
         j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         out_KRH, max_KR, sum_KR = carry
-        page = KVPages(*(_at(x, page_M[j]) for x in kv))
+        page = kv.page(page_M[j])
         score_KRB = _einsum("krh,khb->krb", q_KRH, page.keys)
         if page.key_scale_PK is not None:
             score_KRB *= page.key_scale_PK[:, None, None]

@@ -1,7 +1,7 @@
 """Writing KV entries into their pages on NVIDIA GPUs, in generic Pallas: one launch for a step."""
 
+from collections.abc import Callable
 from functools import reduce
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +26,17 @@ def write_kv(
     """
     T, K, _ = k_TKH.shape
     page_KT = page_T if page_T.ndim == 2 else page_T[None]
+    kernel: Callable[..., None]
     if kv.key_scale_PK is None:
         k_TKH, v_TKH = k_TKH.astype(kv.keys.dtype), v_TKH.astype(kv.values.dtype)
-        kernel, inputs, warps = _write, (k_TKH, v_TKH, page_KT, offset_T), 1
+        inputs: tuple[jax.Array, ...] = k_TKH, v_TKH, page_KT, offset_T
+        kernel, warps = _write, 1
     else:
         runs = page_runs(page_T, offset_T)
         # Of what is no run, the size is 0.
-        size = jnp.where(jnp.arange(T) < runs.count, runs.size, 0)
-        kernel = _write_8_bits
-        inputs, warps = (k_TKH, v_TKH, page_KT, offset_T, runs.token, size), 4
+        size = jnp.where(jnp.arange(T) < runs.many, runs.size, 0)
+        inputs = k_TKH, v_TKH, page_KT, offset_T, runs.token, size
+        kernel, warps = _write_8_bits, 4
     arrays, tree = jax.tree.flatten(kv)
     specs = list(map(whole, arrays))
     written = pl.pallas_call(
@@ -90,6 +92,6 @@ def _write_8_bits(
         scale_PK[page, h] = scale
 
     @pl.when(count > 0)
-    def _() -> None:
+    def write_both() -> None:
         one(k_TKH, keys, key_scale_PK)
         one(v_TKH, values, value_scale_PK)

@@ -1,4 +1,4 @@
-"""Lower each attention kernel to CUDA for GPUs that are not here, with the jax that is installed.
+"""Lower each kernel to CUDA for GPUs that are not here, with the jax that is installed.
 
     python scripts/lower_kernels.py
 
@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxinfer.pallas_kernels import generic, write
+from jaxinfer.pallas_kernels import generic, hopper, write
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 GPUS = {"H100": "NVIDIA H100 80GB HBM3", "A100": "NVIDIA A100-SXM4-80GB", "L4": "NVIDIA L4"}
@@ -25,37 +26,74 @@ SHAPES = ((1, 64, 16), (3, 80, 8), (4, 128, 64), (7, 96, 32), (8, 128, 16), (16,
 K, S, C, T, M, P = 2, 8, 4, 256, 64, 600
 
 
-def variants() -> Iterator[tuple[str, Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]]:
-    """Each kernel's name, the function, and abstract arguments."""
+class Variant(NamedTuple):
+    """A kernel with its options, abstract arguments, and the GPUs that it is for."""
 
-    def of(shape: tuple[int, ...], dtype: str = "int32") -> jax.ShapeDtypeStruct:
+    name: str
+    run: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    gpus: tuple[str, ...]
+
+
+def variants() -> Iterator[Variant]:
+    """Every kernel in every shape and dtype; options by turns."""
+    dtypes = "bfloat16", "float16", "float32", "int8", "float8_e4m3fn"
+    for number, ((G, H, B), dtype) in enumerate(product(SHAPES, dtypes)):
+        options: dict[str, Any] = {"window": (None, 100)[number % 2]}
+        options["soft_cap"] = (None, None, 30.0)[number % 3]
+        by_head = number % 4 == 3
+        said = "".join(f", {key}" for key, value in options.items() if value)
+        said += ", tables by head" if by_head else ""
+        name = f"{G} heads of {H}, pages of {B}, {dtype}{said}"
+        decode, chunks, written = _arguments(G, H, B, dtype, by_head)
+        everywhere = tuple(gpu for gpu in GPUS if dtype != "float8_e4m3fn" or gpu != "A100")
+        for what, run, arguments in (
+            ("decode", generic.decode_attention, decode),
+            ("chunks", generic.chunk_attention, chunks),
+        ):
+            yield Variant(f"generic {what}: {name}", partial(run, **options), arguments, everywhere)
+        yield Variant(f"write: {name}", write.write_kv, written, everywhere)
+        if jnp.dtype(dtype).itemsize != 2:
+            continue
+        for what, run, arguments in (
+            ("decode", hopper.decode_attention, decode),
+            ("chunks", hopper.chunk_attention, chunks),
+        ):
+            yield Variant(f"hopper {what}: {name}", partial(run, **options), arguments, ("H100",))
+
+
+def _arguments(G: int, H: int, B: int, dtype: str, by_head: bool) -> tuple[Any, Any, Any]:
+    """Of decode, chunks and write."""
+
+    def of(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
-    dtypes, windows = ("bfloat16", "float16", "float32"), (None, 100)
-    for (G, H, B), dtype, window in product(SHAPES, dtypes, windows):
-        entries = of((P, K, B, H), dtype)
-        scale = of((P, K), "float32") if jnp.dtype(dtype).itemsize == 1 else None
-        pages = KVPages(entries, entries, scale, scale)
-        name = f"{G} heads of {H}, pages of {B}, {dtype}{', window' if window else ''}"
-        decode = of((S, K * G, H), "float32"), pages, of((S, M)), of((S,))
-        chunks = of((T, K * G, H), "float32"), pages, of((C, M)), of((C,)), of((C + 1,))
-        yield f"decode: {name}", partial(generic.decode_attention, window=window), decode
-        yield f"chunks: {name}", partial(generic.chunk_attention, window=window), chunks
+    def table(*shape: int) -> jax.ShapeDtypeStruct:
+        return of(K, *shape) if by_head else of(*shape)
+
+    entries: Any = of(P, K, B, H, dtype=dtype)
+    scale: Any = of(P, K, dtype="float32") if jnp.dtype(dtype).itemsize == 1 else None
+    pages = KVPages(entries, entries, scale, scale)
+    q_SNH, q_TNH = (of(rows, K * G, H, dtype="float32") for rows in (S, T))
+    new_TKH = of(T, K, H, dtype="float32")
+    return (
+        (q_SNH, pages, table(S, M), of(S)),
+        (q_TNH, pages, table(C, M), of(C), of(C + 1)),
+        (pages, new_TKH, new_TKH, table(T), of(T)),
+    )
 
 
-def lower(
-    attend: Callable[..., jax.Array], arguments: tuple[jax.ShapeDtypeStruct, ...], gpu: str
-) -> str:
+def lower(variant: Variant, gpu: str) -> str:
     """How it went, in a word or in the error's first line."""
     device = AbstractDevice(device_kind=GPUS[gpu], num_cores=None, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     try:
         with jax.sharding.use_abstract_mesh(mesh):
-            traced = jax.jit(attend).trace(*arguments)
+            traced = jax.jit(variant.run).trace(*variant.arguments)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
     except Exception as error:  # Whatever it is, the table has it.
         return f"{type(error).__name__}: {error}".splitlines()[0][:80]
-    return "yes" if "triton" in text else "without a kernel"
+    return "yes" if "triton" in text or "mosaic_gpu" in text else "without a kernel"
 
 
 def main() -> int:
@@ -63,10 +101,10 @@ def main() -> int:
     print(f"| jax {jax.__version__} | {' | '.join(GPUS)} |")
     print("|---|" + "---|" * len(GPUS))
     failed = 0
-    for name, attend, arguments in variants():
-        found = [lower(attend, arguments, gpu) for gpu in GPUS]
-        failed += any(how != "yes" for how in found)
-        print(f"| {name} | {' | '.join(found)} |", flush=True)
+    for variant in variants():
+        found = [lower(variant, gpu) if gpu in variant.gpus else "-" for gpu in GPUS]
+        failed += any(how not in ("yes", "-") for how in found)
+        print(f"| {variant.name} | {' | '.join(found)} |", flush=True)
     print(f"\n{failed} failed", file=sys.stderr)
     return min(failed, 1)
 

@@ -119,6 +119,7 @@ class Cluster:
                         "devices": [describe(device) for device in plan.devices],
                         "layers": plan.layers.stop - plan.layers.start,
                         "dtype": plan.dtype.name,
+                        "kv_dtype": plan.kv_dtype.name,
                         "kernels": plan.config.kernels,
                         "num_pages": plan.num_pages,
                     }

@@ -10,10 +10,10 @@ import psutil
 from jax.sharding import Mesh
 
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.layers import KVPages
 from jaxinfer.models.sharding import pages_sharding
 from jaxinfer.models.stage import Layers
 from jaxinfer.pallas_kernels.choice import keys_by_token
+from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 
 def available_memory() -> int:

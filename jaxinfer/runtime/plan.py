@@ -14,14 +14,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.cluster import GroupConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.layers import KVPages
 from jaxinfer.models.sharding import HEADS_AXIS, Rule, load_rules, padded, shard
 from jaxinfer.models.stage import Layers, make_model
 from jaxinfer.options import EngineOptions
 from jaxinfer.pallas_kernels.choice import choose_kernels
+from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.devices import configure_jax, open_groups
 from jaxinfer.runtime.kv_cache import abstract_pages, available_memory, memory_of
 from jaxinfer.steps.shapes import StepLimits
+
+KV_DTYPES = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Plan:
         config: the whole model's, padded to what the devices divide.
         num_kv_heads: of the model, without padding.
         layers: those of this stage.
+        dtype: of weights; ``kv_dtype``: of KV entries.
         parameters: by their path in the whole model, their shapes, dtypes and shardings.
         num_pages: size of the KV pool, the padding page included.
         max_model_len: prompt and output tokens of one request at most.
@@ -45,6 +48,7 @@ class Plan:
     num_kv_heads: int
     layers: Layers
     dtype: jnp.dtype
+    kv_dtype: jnp.dtype
     graphdef: nnx.GraphDef[Any]
     parameters: Mapping[str, jax.ShapeDtypeStruct]
     limits: StepLimits
@@ -76,8 +80,9 @@ class Plan:
     def pages(self) -> list[KVPages]:
         """The stage's KV pages."""
         return abstract_pages(
-            self.config, self.layers, self.num_pages, self.limits.page_size, self.dtype, self.mesh
-        )
+            self.config, self.layers, self.num_pages, self.limits.page_size, self.kv_dtype,
+            self.mesh,
+        )  # fmt: skip
 
     def state(self, leaves: Mapping[str, Any]) -> nnx.State[Any, Any]:
         """Parameters by their path in the whole model, as the step takes them."""
@@ -108,7 +113,10 @@ def make_plan(
     layers = layers or Layers(0, config.num_hidden_layers, config.num_hidden_layers)
     mesh = Mesh(np.array(devices), (HEADS_AXIS,))
     dtype = choose_dtype(options, devices[0])
-    kernels = choose_kernels(options.kernels, devices[0], dtype, config.head_dim)
+    kv_dtype = KV_DTYPES.get(options.kv_cache_dtype, dtype)
+    kernels = choose_kernels(
+        options.kernels, devices[0], kv_dtype, config.head_dim, options.page_size
+    )
     wide = replace(padded(config, len(devices)), kernels=kernels)
     rules = load_rules(options.sharding)
     graphdef, parameters = _parameters(wide, layers, dtype, mesh, rules)
@@ -120,7 +128,8 @@ def make_plan(
         given_buckets=options.token_buckets,
     )
     weights = memory_of(parameters.values())
-    each = memory_of(jax.tree.leaves(abstract_pages(wide, layers, 1, options.page_size, dtype, mesh)))
+    page = abstract_pages(wide, layers, 1, options.page_size, kv_dtype, mesh)
+    each = memory_of(jax.tree.leaves(page))
     fraction = options.memory_fraction or (0.2 if devices[0].platform == "cpu" else 0.9)
     free, budget = _memory(devices[0], fraction, weights)
     useful = limits.max_pages * options.max_num_seqs + 1
@@ -134,8 +143,8 @@ def make_plan(
             f"{weights / 2**30:.3f} GiB of weights; {free / 2**30:.1f} GiB are free"
         )
     return Plan(
-        options, mesh, wide, config.num_key_value_heads, layers, dtype, graphdef, parameters,
-        limits, num_pages, max_model_len, weights, num_pages * each, free,
+        options, mesh, wide, config.num_key_value_heads, layers, dtype, kv_dtype, graphdef,
+        parameters, limits, num_pages, max_model_len, weights, num_pages * each, free,
     )  # fmt: skip
 
 

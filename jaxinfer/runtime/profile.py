@@ -26,6 +26,7 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
     return {
         "model": model,
         "dtype": plan.dtype.name,
+        "kv_dtype": plan.kv_dtype.name,
         "stages": [
             {
                 "device_kind": stage.devices[0].device_kind,

@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.models.layers import KVPages
 from jaxinfer.models.stage import Layers
+from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.devices import return_freed_memory
 from jaxinfer.runtime.plan import Plan
 from jaxinfer.runtime.sampler import SamplerShape, Samples, SamplingInputs, look_up, sample

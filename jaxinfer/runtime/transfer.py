@@ -20,10 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.cluster import LinkConfig
 from jaxinfer.errors import JaxinferError
-from jaxinfer.models.layers import KVPages
 from jaxinfer.models.sharding import HEADS_AXIS
 from jaxinfer.pallas_kernels.choice import keys_by_token
-from jaxinfer.pallas_kernels.kv_pages import write_kv
+from jaxinfer.pallas_kernels.kv_pages import KVPages, write_kv
 from jaxinfer.runtime.plan import Plan
 from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.transfer_check import checksum, probe
@@ -137,6 +136,11 @@ class Lane:
         self._scatter = self._compile_scatter()
         self._read_back = None
         if verify:
+            if 1 in (source.plan.kv_dtype.itemsize, dest.plan.kv_dtype.itemsize):
+                raise JaxinferError(
+                    "verify_transfers compares bits, which entries of 8 bits do not keep: "
+                    "kv_cache_dtype must be auto"
+                )
             self._read_back = self._compile_gather(dest.plan, self._dest_slice)
             self._checksum = jax.jit(checksum)
 

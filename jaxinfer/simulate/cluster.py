@@ -168,6 +168,10 @@ def _model_instance(
 ) -> ModelledInstance:
     if instance.dtype not in ITEMSIZES:
         raise JaxinferError(f"dtype is {instance.dtype}, GPUs are modelled with 16-bit floats")
+    if instance.kv_cache_dtype != "auto":
+        raise JaxinferError(
+            f"kv_cache_dtype is {instance.kv_cache_dtype}, modelled KV is in dtype: auto"
+        )
     itemsize = ITEMSIZES[instance.dtype]
     places = instance.places
     cluster = site.cluster

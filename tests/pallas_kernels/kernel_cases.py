@@ -100,7 +100,9 @@ def _table(rng: np.random.Generator, shape: Shape, lengths: list[int], M: int) -
     return table
 
 
-def filled(rng: np.random.Generator, shape: Shape, table: np.ndarray, lengths: list[int]) -> KVPages:
+def filled(
+    rng: np.random.Generator, shape: Shape, table: np.ndarray, lengths: list[int]
+) -> KVPages:
     """Keys by token. Page 0 and all that no sequence sees hold NaN, or the largest there is."""
     P, K, B, H = 1 + len(lengths) * table.shape[-1], shape.K, shape.B, shape.H
     dtype = jnp.dtype(shape.dtype)

@@ -42,9 +42,7 @@ def check_decode(shape: Shape, seed: int) -> None:
 def check_chunks(shape: Shape, seed: int) -> None:
     q_TNH, kv, *rest = chunk_case(shape, seed)
     rows = np.asarray(rest[-1])
-    expected = jax.jit(partial(reference.chunk_attention, **shape.options))(
-        q_TNH, plain(kv), *rest
-    )
+    expected = jax.jit(partial(reference.chunk_attention, **shape.options))(q_TNH, plain(kv), *rest)
     attend = partial(generic.chunk_attention, interpret=INTERPRET, **shape.options)
     got = jax.jit(attend)(q_TNH, kv, *rest)
     close(got[rows[0] : rows[-1]], expected[rows[0] : rows[-1]], shape.dtype)

@@ -23,7 +23,8 @@ def test_entries_token_by_token(dtype: str, keys_by_token: bool) -> None:
     for t, x_KH in enumerate(x_TKH):
         page, offset = np.array([[3, 5][t // B]], np.int32), np.array([t % B], np.int32)
         kv = write(kv, x_KH[None], -x_KH[None], page, offset, keys_by_token=keys_by_token)
-    assert kv.key_scale_PK is not None and kv.value_scale_PK is not None
+    assert kv.key_scale_PK is not None
+    assert kv.value_scale_PK is not None
     for n, page in enumerate((3, 5)):
         given = x_TKH[n * B : (n + 1) * B].swapaxes(0, 1)
         largest = np.abs(given).max((1, 2))
@@ -51,6 +52,6 @@ def test_runs() -> None:
     page = jnp.array([4, 4, 2, 2, 2, 7, 0, 0], jnp.int32)
     offset = jnp.array([2, 3, 0, 1, 2, 9, 0, 0], jnp.int32)
     runs = page_runs(page, offset)
-    assert runs.count == 3
+    assert runs.many == 3
     assert runs.token[:3].tolist() == [0, 2, 5]
     assert runs.size[:3].tolist() == [2, 3, 1]

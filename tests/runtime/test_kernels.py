@@ -59,37 +59,89 @@ CPU: Any = SimpleNamespace(platform="cpu", device_kind="cpu")
 
 
 @pytest.mark.parametrize(
-    ("wanted", "device", "dtype", "head_dim", "chosen"),
+    ("wanted", "device", "dtype", "head_dim", "page_size", "chosen"),
     [
-        ("auto", CPU, "float32", 64, "plain"),
-        ("auto", CPU, "bfloat16", 64, "plain"),
-        ("auto", gpu("9.0"), "bfloat16", 128, "pallas"),
-        ("auto", gpu("8.6"), "bfloat16", 80, "pallas"),
-        ("auto", gpu("9.0"), "float32", 128, "plain"),
-        ("auto", gpu("7.5"), "bfloat16", 128, "plain"),
-        ("auto", gpu("9.0"), "bfloat16", 72, "plain"),
-        ("pallas", gpu("9.0"), "float32", 128, "pallas"),
-        ("plain", gpu("9.0"), "bfloat16", 128, "plain"),
-        ("interpret", CPU, "float32", 64, "interpret"),
+        ("auto", CPU, "float32", 64, 64, "plain"),
+        ("auto", CPU, "bfloat16", 64, 64, "plain"),
+        ("auto", gpu("9.0"), "bfloat16", 128, 64, "hopper"),
+        ("auto", gpu("9.0"), "bfloat16", 128, 24, "generic"),
+        ("auto", gpu("9.0"), "int8", 128, 64, "generic"),
+        ("auto", gpu("10.0"), "bfloat16", 128, 64, "generic"),
+        ("auto", gpu("8.6"), "bfloat16", 80, 16, "generic"),
+        ("auto", gpu("8.9"), "float8_e4m3fn", 80, 16, "generic"),
+        ("auto", gpu("8.6"), "float8_e4m3fn", 80, 16, "plain"),
+        ("auto", gpu("9.0"), "float32", 128, 64, "plain"),
+        ("auto", gpu("7.5"), "bfloat16", 128, 64, "plain"),
+        ("auto", gpu("9.0"), "bfloat16", 72, 64, "plain"),
+        ("generic", gpu("9.0"), "float32", 128, 64, "generic"),
+        ("hopper", gpu("9.0"), "float16", 128, 64, "hopper"),
+        ("plain", gpu("9.0"), "bfloat16", 128, 64, "plain"),
+        ("interpret", CPU, "float32", 64, 64, "interpret"),
     ],
 )
-def test_choice(wanted: str, device: Any, dtype: str, head_dim: int, chosen: str) -> None:
-    assert choose_kernels(wanted, device, jnp.dtype(dtype), head_dim) == chosen
+def test_choice(
+    wanted: Any, device: Any, dtype: str, head_dim: int, page_size: int, chosen: str
+) -> None:
+    found = choose_kernels(wanted, device, jnp.dtype(dtype), head_dim, page_size)
+    assert found == chosen
 
 
 @pytest.mark.parametrize(
-    ("device", "head_dim", "message"),
+    ("wanted", "device", "dtype", "head_dim", "message"),
     [
-        (CPU, 64, "kernels is pallas, the device is a cpu"),
-        (gpu("7.5"), 64, "NVIDIA X has compute capability 7.5, below 8.0"),
-        (gpu("9.0"), 72, "head_dim is 72, no multiple of 16"),
+        ("generic", CPU, "bfloat16", 64, "kernels is generic, the device is a cpu"),
+        ("hopper", CPU, "bfloat16", 64, "kernels is hopper, the device is a cpu"),
+        (
+            "generic",
+            gpu("7.5"),
+            "bfloat16",
+            64,
+            "NVIDIA X has compute capability 7.5, they need 8.0",
+        ),
+        ("generic", gpu("8.0"), "float8_e4m3fn", 64, "they need 8.9 or more with fp8 entries"),
+        ("generic", gpu("9.0"), "bfloat16", 72, "head_dim is 72, no multiple of 16"),
+        ("hopper", gpu("8.9"), "bfloat16", 128, "compute capability 8.9, they need 9.0"),
+        ("hopper", gpu("9.0"), "float32", 128, "KV entries are float32, no 16-bit floats"),
     ],
 )
-def test_a_device_that_cannot(device: Any, head_dim: int, message: str) -> None:
+def test_a_device_that_cannot(
+    wanted: Any, device: Any, dtype: str, head_dim: int, message: str
+) -> None:
     with pytest.raises(JaxinferError, match=message):
-        choose_kernels("pallas", device, jnp.dtype("bfloat16"), head_dim)
+        choose_kernels(wanted, device, jnp.dtype(dtype), head_dim, 64)
 
 
-def test_refused_before_anything_is_loaded(tiny_folder: Path) -> None:
-    with pytest.raises(JaxinferError, match="kernels is pallas, the device is a cpu"):
-        LLM(str(tiny_folder), progress=False, kernels="pallas", **TINY_OPTIONS)
+@pytest.mark.parametrize("kernels", ["generic", "hopper"])
+def test_refused_before_anything_is_loaded(tiny_folder: Path, kernels: str) -> None:
+    with pytest.raises(JaxinferError, match=f"kernels is {kernels}, the device is a cpu"):
+        LLM(str(tiny_folder), progress=False, kernels=kernels, **TINY_OPTIONS)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_a_cache_of_8_bits(golden: list[dict[str, Any]], kv_cache_dtype: str) -> None:
+    """Both attentions give the same tokens, and int8 gives Hugging Face's for a while."""
+    cases = sorted(golden, key=lambda case: len(case["prompt_ids"]))[:3]
+    found = {}
+    for kernels in ("plain", "interpret"):
+        llm = LLM(
+            "smollm2-135m-instruct", progress=False, kernels=kernels, dtype="float32",
+            kv_cache_dtype=kv_cache_dtype, max_num_seqs=3, max_num_batched_tokens=16,
+            token_buckets=[16], page_size=16, num_pages=60, max_model_len=256,
+        )  # fmt: skip
+        found[kernels] = tokens(llm, [case["prompt_ids"] for case in cases], 4)
+    assert found["plain"] == found["interpret"]
+    if kv_cache_dtype == "int8":
+        assert found["plain"] == [case["output_ids"][:4] for case in cases]
+
+
+def test_a_cache_of_8_bits_takes_half_the_memory(tiny_folder: Path) -> None:
+    """And a scale for each page and head."""
+    options = TINY_OPTIONS | {"page_size": 16, "dtype": "bfloat16"}
+    wide, narrow = (
+        LLM(str(tiny_folder), progress=False, kv_cache_dtype=dtype, **options)
+        for dtype in ("auto", "int8")
+    )
+    kv_bytes = [next(iter(llm.cluster.engines.values())).plan.kv_bytes for llm in (wide, narrow)]
+    plan = next(iter(narrow.cluster.engines.values())).plan
+    layers, heads = len(plan.pages), plan.config.num_key_value_heads
+    assert kv_bytes[1] == kv_bytes[0] // 2 + 2 * 4 * layers * heads * plan.num_pages

@@ -1,0 +1,119 @@
+"""The kernels for Hopper, in Mosaic's interpret mode, against the plain functions."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu
+from kernel_cases import Shape, chunk_case, close, decode_case, grid, pairs, plain, sampled
+
+from jaxinfer.pallas_kernels import hopper, reference
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+
+pytestmark = pytest.mark.gpu
+
+ON_GPU = jax.default_backend() == "gpu"
+InterpretParams = getattr(mosaic_gpu, "InterpretGPUParams", None)
+SHAPES = grid(dtype=("bfloat16", "float16"))
+
+if ON_GPU:
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    runs = pytest.mark.skipif(capability != "9.0", reason="needs an sm_90 GPU")
+else:
+    runs = pytest.mark.skipif(InterpretParams is None, reason="needs jax 0.11: no interpret mode")
+
+
+def interpreted(detect_races: bool = False) -> Any:
+    return None if ON_GPU or InterpretParams is None else InterpretParams(detect_races=detect_races)
+
+
+def check_decode(shape: Shape, seed: int) -> None:
+    q_SNH, kv, *rest = decode_case(shape, seed)
+    expected = jax.jit(partial(reference.decode_attention, **shape.options))(
+        q_SNH, plain(kv), *rest
+    )
+    for parts in (1, 3):
+        attend = partial(hopper.decode_attention, parts=parts, interpret=interpreted())
+        got = jax.jit(partial(attend, **shape.options))(q_SNH, kv, *rest)
+        close(got, expected, shape.dtype)
+        assert not np.any(got[0])  # A sequence of length 0.
+
+
+def check_chunks(shape: Shape, seed: int) -> None:
+    q_TNH, kv, *rest = chunk_case(shape, seed)
+    rows = np.asarray(rest[-1])
+    expected = jax.jit(partial(reference.chunk_attention, **shape.options))(q_TNH, plain(kv), *rest)
+    attend = partial(hopper.chunk_attention, interpret=interpreted(), **shape.options)
+    got = jax.jit(attend)(q_TNH, kv, *rest)
+    close(got[rows[0] : rows[-1]], expected[rows[0] : rows[-1]], shape.dtype)
+    assert not np.any(got[: rows[0]])
+    assert not np.any(got[rows[-1] :])
+
+
+@runs
+@pytest.mark.parametrize("shape", sampled(SHAPES, 5), ids=str)
+def test_decode(shape: Shape) -> None:
+    check_decode(shape, seed=1)
+
+
+@runs
+@pytest.mark.parametrize("shape", sampled(SHAPES, 5), ids=str)
+def test_chunks(shape: Shape) -> None:
+    check_chunks(shape, seed=2)
+
+
+@runs
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", pairs(SHAPES), ids=str)
+def test_every_pair_of_values(shape: Shape) -> None:
+    check_decode(shape, seed=3)
+    check_chunks(shape, seed=4)
+
+
+@runs
+@pytest.mark.skipif(ON_GPU, reason="of the interpreter")
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_warpgroups_do_not_race(page_size: int) -> None:
+    """All reads of shared memory come after the writes that they need; a race raises."""
+    shape = Shape(1, 4, 64, page_size, "bfloat16")
+    params = interpreted(detect_races=True)
+    for attend, case in (
+        (hopper.decode_attention, decode_case(shape, 0)),
+        (hopper.chunk_attention, chunk_case(shape, 0)),
+    ):
+        jax.block_until_ready(jax.jit(partial(attend, interpret=params))(*case))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "dtype", "reason"),
+    [
+        (128, 64, "bfloat16", None),
+        (80, 8, "float16", None),
+        (256, 256, "bfloat16", None),
+        (128, 64, "float32", "KV entries are float32"),
+        (128, 64, "int8", "KV entries are int8"),
+        (72, 64, "bfloat16", "head_dim is 72"),
+        (512, 64, "bfloat16", "head_dim is 512"),
+        (128, 24, "bfloat16", "page_size is 24"),
+        (128, 4, "bfloat16", "page_size is 4"),
+        (128, 192, "bfloat16", "page_size is 192"),
+    ],
+)
+def test_what_they_cannot(head_dim: int, page_size: int, dtype: str, reason: str | None) -> None:
+    found = hopper.why_not(head_dim, page_size, jnp.dtype(dtype))
+    assert (found is None) if reason is None else reason in (found or "")
+
+
+def test_pages_beyond_the_table_are_not_asked_for() -> None:
+    """A table of one page of 8 tokens, a tile of 64."""
+    if not ON_GPU and InterpretParams is None:
+        pytest.skip("needs jax 0.11: no interpret mode")
+    rng = np.random.default_rng(0)
+    kv = KVPages(*(jnp.asarray(rng.normal(size=(3, 1, 8, 64)), jnp.bfloat16) for _ in "kv"))
+    q = jnp.asarray(rng.normal(size=(2, 2, 64)) / 8, jnp.float32)
+    rest = jnp.array([[1], [2]]), jnp.array([8, 3])
+    got = jax.jit(partial(hopper.decode_attention, interpret=interpreted()))(q, kv, *rest)
+    close(got, jax.jit(reference.decode_attention)(q, plain(kv), *rest), "bfloat16")

@@ -1,0 +1,26 @@
+"""Every kernel lowers to CUDA for GPUs that are not here, with the jax that is installed."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+SCRIPT = runpy.run_path(
+    str(Path(__file__).parents[2] / "scripts/lower_kernels.py"), run_name="lower_kernels"
+)
+VARIANTS = {variant.name: variant for variant in SCRIPT["variants"]()}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_lowers(name: str) -> None:
+    variant = VARIANTS[name]
+    found = {gpu: SCRIPT["lower"](variant, gpu) for gpu in variant.gpus}
+    assert found == dict.fromkeys(variant.gpus, "yes")
+
+
+def test_what_a_gpu_does_not_have() -> None:
+    """Entries of fp8 are not multiplied on an A100, nor is wgmma anywhere but on Hopper."""
+    gpus = {name: variant.gpus for name, variant in VARIANTS.items()}
+    assert all("A100" not in on for name, on in gpus.items() if "float8" in name)
+    assert all(on == ("H100",) for name, on in gpus.items() if name.startswith("hopper"))
+    assert {"H100", "A100", "L4"} == {gpu for on in gpus.values() for gpu in on}
