@@ -66,8 +66,8 @@ class LLM:
         self.config = config
         self.model = config.require_model()
         self.ttft_counts_transfer = config.metrics.counts_transfer(system)
-        checkpoint = open_checkpoint(self.model)
-        self.tokenizer = load_tokenizer(checkpoint)
+        checkpoint = open_checkpoint(self.model, cluster.load_format)
+        self.tokenizer = load_tokenizer(checkpoint, required=cluster.load_format != "dummy")
         self.vocab_size = checkpoint.config.vocab_size
         pairs = system.routes(cluster.instances)
         self.cluster = load_cluster(checkpoint, cluster, progress, pairs, config.verify_transfers)
@@ -178,6 +178,8 @@ class LLM:
             raise JaxinferError(
                 f"token id {wrong[0]} is not in the vocabulary of {self.vocab_size}"
             )
+        if params.stop:
+            self.tokenizer.open_stream()  # Refuses where there is no tokenizer.
         seed = params.seed
         if seed is None:
             seed = _hash63(f"{self.config.engine.seed}/{request_id}")
