@@ -210,8 +210,9 @@ class LLM:
         *,
         progress: bool = True,
         run_dir: str | Path | None = None,
+        on_step: Callable[[StepDone], None] = lambda done: None,
     ) -> RunMetrics:
-        """Serve requests made by ``make_requests``; outputs come as requests finish.
+        """Serve requests made by ``make_requests``; outputs and steps come as they finish.
 
         Raises:
             JaxinferError: two requests have one id; or ``strict_shapes`` is set and a step was not
@@ -247,6 +248,7 @@ class LLM:
                         if row.samples:
                             world.add(group.released_by(row.request))
                     totals.add_step(event)
+                    on_step(event)
                     bar.step_done(totals)
                     if folder:
                         folder.add_step(event)
