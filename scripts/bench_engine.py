@@ -70,7 +70,7 @@ class Size:
 
 FULL = Size(
     LLAMA_3_8B, ENGINE | {"max_num_seqs": 256, "max_num_batched_tokens": 2048},
-    requests=1000, longest=8192, copied=2**30, multiplied=8192, steps=16,
+    requests=1000, longest=8192, copied=2**30, multiplied=8192, steps=24,
 )  # fmt: skip
 REHEARSAL = Size(
     TINY,
