@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxinfer.serving.request_state import RequestState
 
 # Of the engine's options, those that may change a result.
-RESULT_OPTIONS = ("dtype", "kv_cache_dtype", "max_model_len", "seed")
+RESULT_OPTIONS = ("dtype", "kv_cache_dtype", "load_format", "max_model_len", "seed")
 
 
 class BatchJob:

@@ -225,7 +225,8 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
     from jaxinfer.runtime.plan import make_plan
 
     config = _configure(run_file, settings, model)
-    plan = make_plan(open_checkpoint(config.require_model()).config, config.engine)
+    checkpoint = open_checkpoint(config.require_model(), config.engine.load_format)
+    plan = make_plan(checkpoint.config, config.engine)
     console = Console(width=None if sys.stdout.isatty() else 120)
     for table in plan_tables(plan, step_costs(plan)):
         console.print(table)
@@ -255,8 +256,9 @@ def profile(run_file: str, model: str | None, out: str, settings: tuple[str, ...
     new_folder(folder)
     found = {}
     with LoadProgress(True) as bar:
-        model = config.require_model()
-        cluster = load_cluster(open_checkpoint(model), config.cluster(), bar.update)
+        model, groups = config.require_model(), config.cluster()
+        checkpoint = open_checkpoint(model, groups.load_format)
+        cluster = load_cluster(checkpoint, groups, bar.update)
         engines = {name: (engine, model) for name, engine in cluster.engines.items()}
         for name, measured in profile_engines(engines, bar.update).items():
             store_profile(measured)

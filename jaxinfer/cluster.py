@@ -162,6 +162,7 @@ class ClusterConfig(Options):
                 )
             if not needed[name]:
                 raise JaxinferError(f"groups.{name}: no instance stands on it")
+        self._check_weights()
         pairs = Counter(frozenset(link.between) for link in self.links)
         for pair, count in pairs.items():
             if count > 1:
@@ -169,6 +170,23 @@ class ClusterConfig(Options):
         for number, link in enumerate(self.links):
             for group_name in link.between:
                 self._check_group(f"links[{number}].between", group_name)
+
+    @property
+    def load_format(self) -> str:
+        """Of all instances: see ``EngineOptions``."""
+        return next((i.load_format for i in self.instances.values()), "auto")
+
+    def _check_weights(self) -> None:
+        """Refuse instances whose weights differ: KV of one would mean nothing to another."""
+        formats = {instance.load_format for instance in self.instances.values()}
+        seeds = {instance.seed for instance in self.instances.values()}
+        if len(formats) > 1:
+            raise JaxinferError("load_format is auto and dummy, must be the same of all instances")
+        if formats == {"dummy"} and len(seeds) > 1:
+            raise JaxinferError(
+                f"seed is {' and '.join(map(str, sorted(seeds)))}, must be the same of all "
+                "instances: load_format dummy draws their weights from it"
+            )
 
     def _check_group(self, where: str, name: str) -> None:
         if name not in self.groups:

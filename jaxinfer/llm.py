@@ -66,8 +66,8 @@ class LLM:
         self.config = config
         self.model = config.require_model()
         self.ttft_counts_transfer = config.metrics.counts_transfer(system)
-        checkpoint = open_checkpoint(self.model)
-        self.tokenizer = load_tokenizer(checkpoint)
+        checkpoint = open_checkpoint(self.model, cluster.load_format)
+        self.tokenizer = load_tokenizer(checkpoint, required=cluster.load_format != "dummy")
         self.vocab_size = checkpoint.config.vocab_size
         pairs = system.routes(cluster.instances)
         self.cluster = load_cluster(checkpoint, cluster, progress, pairs, config.verify_transfers)
@@ -178,6 +178,8 @@ class LLM:
             raise JaxinferError(
                 f"token id {wrong[0]} is not in the vocabulary of {self.vocab_size}"
             )
+        if params.stop:
+            self.tokenizer.open_stream()  # Refuses where there is no tokenizer.
         seed = params.seed
         if seed is None:
             seed = _hash63(f"{self.config.engine.seed}/{request_id}")
@@ -208,8 +210,9 @@ class LLM:
         *,
         progress: bool = True,
         run_dir: str | Path | None = None,
+        on_step: Callable[[StepDone], None] = lambda done: None,
     ) -> RunMetrics:
-        """Serve requests made by ``make_requests``; outputs come as requests finish.
+        """Serve requests made by ``make_requests``; outputs and steps come as they finish.
 
         Raises:
             JaxinferError: two requests have one id; or ``strict_shapes`` is set and a step was not
@@ -245,6 +248,7 @@ class LLM:
                         if row.samples:
                             world.add(group.released_by(row.request))
                     totals.add_step(event)
+                    on_step(event)
                     bar.step_done(totals)
                     if folder:
                         folder.add_step(event)

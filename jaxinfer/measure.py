@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,16 +13,24 @@ from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.request import RequestOutput, SamplingParams
 from jaxinfer.runtime.explain import step_costs, weight_bytes_per_device
 from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import StepDone
 from jaxinfer.workload.lengths import BenchRequest, synthetic_tokens
 
 Record = dict[str, object]
 
 
-def measure(llm: LLM, work: Sequence[BenchRequest], source: str, run_dir: str) -> RunMetrics:
+def measure(
+    llm: LLM,
+    work: Sequence[BenchRequest],
+    source: str,
+    run_dir: str | None,
+    on_step: Callable[[StepDone], None] = lambda done: None,
+) -> RunMetrics:
     """One run: greedy, EOS ignored, nothing in the prefix cache.
 
     Args:
         source: the file that the work comes from, for errors.
+        on_step: called with each step as it ends.
 
     Raises:
         JaxinferError: a request cannot be run, named by its index.
@@ -41,7 +49,7 @@ def measure(llm: LLM, work: Sequence[BenchRequest], source: str, run_dir: str) -
             request.arrival = request.metrics.arrival = item.arrival
         requests += made
     llm.reset_prefix_cache()
-    return llm.run(requests, _raise_error, run_dir=run_dir)
+    return llm.run(requests, _raise_error, run_dir=run_dir, on_step=on_step)
 
 
 def _raise_error(output: RequestOutput) -> None:

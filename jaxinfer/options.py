@@ -12,6 +12,8 @@ class EngineOptions(Options):
     """How a model is run. Names follow vLLM where it has the option.
 
     Attributes:
+        load_format: ``auto`` reads the model's weights; ``dummy`` draws them at random from
+            ``seed``, so that ``config.json`` alone will do to measure speed.
         dtype: of weights and KV cache; ``auto`` is float32 on CPU and bfloat16 on GPU.
         kv_cache_dtype: ``int8`` or ``fp8`` (e4m3, on GPUs from sm_89 on) halve the KV cache, with
             a scale per page and head; ``auto`` is ``dtype``.
@@ -38,9 +40,11 @@ class EngineOptions(Options):
             ``plain`` where entries are float32.
         launch_ahead: start a decode before the token it follows has reached the host.
         strict_shapes: a step that was not compiled ahead is an error.
-        seed: requests without a seed of their own get one from this and their id.
+        seed: requests without a seed of their own get one from this and their id; random weights
+            are drawn from it.
     """
 
+    load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     tensor_parallel_size: int = Field(default=1, ge=1)

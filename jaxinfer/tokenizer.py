@@ -92,6 +92,33 @@ class Tokenizer:
         return _WindowStream(self._backend, self._special_ids)
 
 
+class NoTokenizer(Tokenizer):
+    """Of a model without one: prompts are token ids, and outputs have no text."""
+
+    def __init__(self, name: str, eos_token_ids: tuple[int, ...]) -> None:
+        self.name, self.eos_token_ids, self.vocab_size = name, eos_token_ids, 0
+
+    def encode(self, text: str) -> list[int]:
+        """Refuse."""
+        raise JaxinferError(
+            f"model {self.name!r} has no tokenizer for a text: give prompt_token_ids"
+        )
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Refuse."""
+        return self.encode("")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """No text."""
+        return ""
+
+    def open_stream(self) -> "_Stream":
+        """Refuse."""
+        raise JaxinferError(
+            f"model {self.name!r} has no tokenizer for stop strings: give stop_token_ids"
+        )
+
+
 class Detokenizer:
     """Decodes one sequence token by token; all pieces together equal ``Tokenizer.decode``."""
 
@@ -202,21 +229,30 @@ class _WindowStream:
         return piece
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+def load_tokenizer(checkpoint: Checkpoint, required: bool = True) -> Tokenizer:
     """The tokenizer that ``checkpoint`` carries, with its chat template if it has one.
+
+    Args:
+        required: that a folder has none is an error.
 
     Raises:
         JaxinferError: the tokenizer is missing, damaged, or of a kind that is not supported.
     """
-    source = checkpoint.tokenizer_source
+    source, ends = checkpoint.tokenizer_source, checkpoint.config.eos_token_ids
+    if not required and isinstance(source, Path) and not _tokenizer_file(source).exists():
+        return NoTokenizer(checkpoint.name, ends)
     wrapped = (
         _from_folder(source) if isinstance(source, Path) else _from_gguf(source, checkpoint.path)
     )
-    return Tokenizer(wrapped, checkpoint.name, checkpoint.config.eos_token_ids)
+    return Tokenizer(wrapped, checkpoint.name, ends)
+
+
+def _tokenizer_file(folder: Path) -> Path:
+    return folder / "tokenizer.json"
 
 
 def _from_folder(folder: Path) -> Any:
-    path = folder / "tokenizer.json"
+    path = _tokenizer_file(folder)
     if not path.is_file():
         raise JaxinferError(f"{folder}: has no tokenizer.json, from which the tokenizer is read")
     fast_tokenizer = _fast_tokenizer_class()

@@ -42,18 +42,21 @@ DEMO_MODELS = {
 }
 
 
-def open_checkpoint(model: str) -> Checkpoint:
+def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
     """Open ``model``.
 
     Args:
         model: a demo name, a ``.gguf`` file, a converted folder, a Hugging Face folder with
             safetensors, or, where there is no such path, a hub id: ``org/name`` or
             ``org/name@revision``.
+        load_format: see ``EngineOptions``; by ``dummy``, safetensors are neither fetched nor
+            opened.
 
     Raises:
         JaxinferError: nothing of these, one that cannot be fetched, or a checkpoint that is
             damaged or that asks for something which is not implemented.
     """
+    weights = load_format != "dummy"
     if model in DEMO_MODELS:
         return open_gguf(demo_files(model), model)
     path = Path(model).expanduser()
@@ -61,11 +64,13 @@ def open_checkpoint(model: str) -> Checkpoint:
         return open_gguf([path], path.stem)
     if path.is_dir():
         name = path.resolve().name
-        return _open_converted(path, name) if is_converted(path) else open_folder(path, name)
+        if is_converted(path):
+            return _open_converted(path, name)
+        return open_folder(path, name, weights)
     if path.exists():
         raise JaxinferError(f"{model}: must be a .gguf file or a folder with config.json")
     if is_hub_id(model):
-        return open_folder(fetch(model), model)
+        return open_folder(fetch(model, weights), model, weights)
     raise JaxinferError(
         f"no model {model!r}: must be a .gguf file, a folder that jaxinfer convert wrote, a "
         "Hugging Face folder with config.json and safetensors, a hub id such as org/name, or a "

@@ -17,15 +17,18 @@ from jaxinfer.validation import read_json
 _SAFETENSORS_TYPES = ("F32", "F16", "BF16")
 
 
-def open_folder(path: Path, name: str) -> Checkpoint:
+def open_folder(path: Path, name: str, weights: bool = True) -> Checkpoint:
     """Open the folder ``path``, whose tensors stay on disk.
+
+    Args:
+        weights: open the safetensors; without, there need not be any.
 
     Raises:
         JaxinferError: a file is missing or damaged, or something is not implemented.
     """
     config = read_folder_config(path)
     tensors = {}
-    for shard in _shards(path):
+    for shard in _shards(path) if weights else ():
         tensors.update(_open_safetensors(shard))
     # Saved without a head, as published OPTs are.
     if not any(name.startswith("model.") for name in tensors):

@@ -16,6 +16,7 @@ from jaxinfer.models.stage import Layers, split
 from jaxinfer.runtime.converted import Shapes, restore
 from jaxinfer.runtime.devices import configure_jax, describe, open_groups
 from jaxinfer.runtime.plan import Plan, choose_dtype, make_plan, parameter_shapes
+from jaxinfer.runtime.random_weights import random_parameters
 from jaxinfer.runtime.speed import measure_speed
 from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.step import Parameters
@@ -148,9 +149,10 @@ def load_cluster(
             checkpoint's tensors do not fit the architecture.
     """
     plans = plan_cluster(checkpoint.config, config)
-    progress("loading weights", 1)
+    what = "drawing random weights" if config.load_format == "dummy" else "loading weights"
+    progress(what, 1)
     parameters = iter(load_parameters(checkpoint, [p for stages in plans.values() for p in stages]))
-    progress("loading weights", 0)
+    progress(what, 0)
     engines = {}
     for name, stages in plans.items():
         worker = Worker([Stage(plan, next(parameters)) for plan in stages])
@@ -253,6 +255,8 @@ def load_parameters(checkpoint: Checkpoint, plans: Sequence[Plan]) -> list[Param
     Raises:
         JaxinferError: the tensors do not fit the architecture, or are damaged.
     """
+    if plans[0].options.load_format == "dummy":
+        return random_parameters(checkpoint.config, plans)
     if checkpoint.converted is not None:
         return [_restore(checkpoint, checkpoint.converted, plan) for plan in plans]
     architecture = ARCHITECTURES[checkpoint.config.architecture]

@@ -27,13 +27,14 @@ def is_hub_id(model: str) -> bool:
     return _ID.fullmatch(model) is not None and not model.endswith(".gguf")
 
 
-def fetch(model: str) -> Path:
+def fetch(model: str, weights: bool = True) -> Path:
     """The folder of ``model`` in the hub's cache, downloaded as far as it is not there.
 
     Where the hub cannot be reached, a complete copy in the cache will do.
 
     Args:
         model: ``org/name``, or ``org/name@revision`` with a branch, a tag or a commit.
+        weights: with its safetensors.
 
     Raises:
         JaxinferError: there is no such repository or revision, it is gated, or the hub cannot be
@@ -44,10 +45,11 @@ def fetch(model: str) -> Path:
     # Slow to import, and not needed for local models.
     from huggingface_hub import errors, snapshot_download
 
+    wanted = [name for name in FILES if weights or "safetensors" not in name]
     try:
         return Path(
             snapshot_download(
-                match["repository"], revision=match["revision"], allow_patterns=list(FILES)
+                match["repository"], revision=match["revision"], allow_patterns=wanted
             )
         )
     except errors.GatedRepoError:

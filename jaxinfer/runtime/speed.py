@@ -1,7 +1,7 @@
-"""How fast a stage's devices are, to divide layers by."""
+"""How fast devices are: to divide layers by, and to compare what an engine does with."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import jax
@@ -12,6 +12,8 @@ from jaxinfer.models.config import ModelConfig
 
 _REPEATS = 5
 _TOKENS = 512
+# So many calls are under way at once that launching them costs no time of the device.
+_IN_FLIGHT = 10
 
 
 def measure_speed(config: ModelConfig, dtype: jnp.dtype, devices: Sequence[jax.Device]) -> float:
@@ -29,3 +31,29 @@ def measure_speed(config: ModelConfig, dtype: jnp.dtype, devices: Sequence[jax.D
         layer(x, up).block_until_ready()
         times.append(time.perf_counter() - start)
     return len(devices) / median(times)
+
+
+def copy_rate(size: int) -> float:
+    """Bytes per second of a copy within JAX's first device, of ``size`` bytes, read and written."""
+    x = jnp.zeros(size // 4, jnp.float32)
+    return 2 * x.nbytes / _seconds(jax.jit(lambda x: x + 1), x)
+
+
+def product_rate(size: int) -> float:
+    """FLOPs per second of bfloat16 products on that device, of matrices with ``size`` rows."""
+    # Random: of equal numbers, a GPU at its power limit multiplies more.
+    x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+    return 2 * size**3 / _seconds(jax.jit(lambda x: x @ x), x)
+
+
+def _seconds(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
+    """Of one call among several, the median."""
+    run(x).block_until_ready()
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        for _ in range(_IN_FLIGHT):
+            last = run(x)
+        last.block_until_ready()
+        times.append((time.perf_counter() - start) / _IN_FLIGHT)
+    return median(times)
