@@ -3,141 +3,233 @@
     python scripts/bench_kernels.py --json figures.json
     python scripts/bench_kernels.py --json figures.json --rehearse   # on a CPU: small, interpreted
 
-bfloat16, 32 query and 8 KV heads of 128. Decodes: batches of 64 x 4,096 and 4 x 65,536 tokens of
-context, as a share of the measured copy bandwidth (keys and values are read once). Chunked prefill:
-2,048 new tokens after 8,192, as a share of the measured rate of matrix products. Beside them, the
-plain functions, jax's own paged decode where it runs, and ``jax.nn.dot_product_attention`` (cuDNN)
-on the same data laid out contiguously. Medians of rounds in which the functions take turns.
+bfloat16, 32 query and 8 KV heads of 128, pages of 64 tokens. Decodes: batches of 64 x 4,096 and
+4 x 65,536 tokens of context, as a share of the measured copy bandwidth (keys and values are read
+once). Chunked prefill: 2,048 new tokens after 8,192, as a share of the measured rate of matrix
+products. Beside our kernels: the plain functions, jax's own paged decode,
+``jax.nn.dot_product_attention`` (cuDNN) on the same data laid out contiguously, and torch's
+flex_attention over pages of 128 tokens (--flex; it compiles for a minute). Medians of rounds in
+which the functions take turns, of several calls each, so that launching costs nothing; each result
+is compared with the plain function's.
 """
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+# Torch needs memory, too.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import click
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.pallas_kernels import generic, reference
+from jaxinfer.pallas_kernels import generic, hopper, kv_pages, reference
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.runtime.speed import copy_rate, product_rate
 
 N, K, H, B = 32, 8, 128, 64
-Run = Callable[[], jax.Array]
+CALLS = 10
 
 
-def seconds(runs: Mapping[str, Run], rounds: int) -> dict[str, float]:
-    """Medians; a run's first call compiles and does not count."""
+class Run(NamedTuple):
+    """A function to time: starts its work, and waits for it."""
+
+    start: Callable[[], Any]
+    wait: Callable[[Any], object] = jax.block_until_ready
+
+
+class Case(NamedTuple):
+    """What is computed, and the least seconds that the machine's rates allow."""
+
+    runs: dict[str, Run]
+    least: dict[str, float]
+
+
+def seconds(runs: Mapping[str, Run], rounds: int, calls: int) -> dict[str, float]:
+    """Medians of one call; a run's first one compiles and does not count."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
-        jax.block_until_ready(run())
+        run.wait(run.start())
     for _ in range(rounds):
         for name, run in runs.items():
             start = time.perf_counter()
-            jax.block_until_ready(run())
-            times[name].append(time.perf_counter() - start)
+            for _ in range(calls):
+                last = run.start()
+            run.wait(last)
+            times[name].append((time.perf_counter() - start) / calls)
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def pool(rng: np.random.Generator, sequences: int, length: int) -> tuple[Any, ...]:
-    """Pages in random order, the table, and the same keys and values laid out contiguously."""
+def pool(sequences: int, length: int) -> tuple[KVPages, jax.Array]:
+    """Pages by token, in random order, and their table."""
     M = -(-length // B)
-    table = 1 + rng.permutation(sequences * M).reshape(sequences, M).astype(np.int32)
-    keys = jax.random.split(jax.random.key(0), 2)
-    sizes = (sequences * M + 1, K, H, B), (sequences * M + 1, K, B, H)
-    k, v = (
-        jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True)
+    order = np.random.default_rng(0).permutation(sequences * M)
+    size = sequences * M + 1, K, B, H
+    keys, values = (
+        jax.random.normal(key, size, jnp.bfloat16) for key in jax.random.split(jax.random.key(0))
     )
-    k_SLKH = k[table].transpose(0, 1, 4, 2, 3).reshape(sequences, M * B, K, H)
-    v_SLKH = v[table].transpose(0, 1, 3, 2, 4).reshape(sequences, M * B, K, H)
-    return k, v, jnp.asarray(table), k_SLKH, v_SLKH
+    return KVPages(keys, values), jnp.asarray(1 + order.reshape(sequences, M), jnp.int32)
 
 
-def decode_runs(sequences: int, length: int, interpret: bool) -> dict[str, Run]:
+@jax.jit
+def contiguous(pages_PKBH: jax.Array, table_SM: jax.Array) -> jax.Array:
+    """[S, L, K, H]."""
+    x_SMBKH = pages_PKBH[table_SM].swapaxes(2, 3)
+    return x_SMBKH.reshape(len(table_SM), -1, *x_SMBKH.shape[3:])
+
+
+@jax.jit
+def in_8_bits(kv: KVPages) -> KVPages:
+    """With scales of each page and head."""
+    scales = [jnp.abs(x.astype(jnp.float32)).max((2, 3)) / 127 for x in kv[:2]]
+    keys, values = (
+        kv_pages.quantise(x.astype(jnp.float32), scale[..., None, None], jnp.dtype("int8"))
+        for x, scale in zip(kv[:2], scales, strict=True)
+    )
+    return KVPages(keys, values, *scales)
+
+
+def kernels(name: str, rehearse: bool) -> dict[str, Callable[..., jax.Array]]:
+    """Our functions of that name that run here, the plain one first."""
+    found = {"plain": getattr(reference, name)}
+    found["generic"] = partial(getattr(generic, name), interpret=rehearse)
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    if capability == "9.0":
+        found["hopper"] = getattr(hopper, name)
+    return {how: jax.jit(run) for how, run in found.items()}
+
+
+def decode_case(sequences: int, length: int, copied: float, rehearse: bool, flex: bool) -> Case:
     """One step of decodes."""
-    k, v, table, k_SLKH, v_SLKH = pool(np.random.default_rng(0), sequences, length)
+    kv, table = pool(sequences, length)
     q = jax.random.normal(jax.random.key(1), (sequences, N, H), jnp.bfloat16) * H**-0.5
     lengths = jnp.full((sequences,), length, jnp.int32)
-    ours = jax.jit(partial(generic.decode_attention, interpret=interpret))
-    plain = jax.jit(reference.decode_attention)
-    dense = jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q[:, None], k, v, scale=1.0))
-    runs: dict[str, Run] = {
-        "ours": lambda: ours(q, k, v, table, lengths),
-        "plain": lambda: plain(q, k, v, table, lengths),
-        "contiguous": lambda: dense(q, k_SLKH, v_SLKH),
+    plain = kv._replace(keys=jnp.swapaxes(kv.keys, 2, 3))
+    runs = {
+        how: Run(partial(run, q, plain if how == "plain" else kv, table, lengths))
+        for how, run in kernels("decode_attention", rehearse).items()
     }
-    if not interpret:
+    ours = kernels("decode_attention", rehearse)["generic"]
+    runs["generic, int8"] = Run(partial(ours, q, in_8_bits(kv), table, lengths))
+    dense = jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q[:, None], k, v, scale=1.0)[:, 0])
+    flat = (contiguous(pages, table) for pages in kv[:2])
+    runs["contiguous"] = Run(partial(dense, q, *flat))
+    if not rehearse:
         from jax.experimental.pallas.ops.gpu import paged_attention as shipped
 
-        k_KPBH, v_KPBH = k.transpose(1, 0, 3, 2), v.transpose(1, 0, 2, 3)
-        theirs = jax.jit(shipped.paged_attention)
-        runs["jax's"] = lambda: theirs(q, k_KPBH, v_KPBH, table, lengths)
-    return runs
+        by_head = (pages.swapaxes(0, 1) for pages in kv[:2])
+        runs["jax's"] = Run(partial(jax.jit(shipped.paged_attention), q, *by_head, table, lengths))
+    if flex:
+        runs["flex_attention"] = flex_attention(sequences, 1, length - 1)
+    least = sequences * length * 2 * K * H * 2 / copied
+    return Case(runs, dict.fromkeys(runs, least) | {"generic, int8": least / 2})
 
 
-def chunk_runs(new: int, before: int, interpret: bool) -> dict[str, Run]:
+def chunk_case(new: int, before: int, multiplied: float, rehearse: bool, flex: bool) -> Case:
     """One chunk of a prompt."""
-    k, v, table, k_SLKH, v_SLKH = pool(np.random.default_rng(0), 1, before + new)
+    kv, table = pool(1, before + new)
     q = jax.random.normal(jax.random.key(1), (new, N, H), jnp.bfloat16) * H**-0.5
-    start, rows = jnp.array([before], jnp.int32), jnp.array([0, new], jnp.int32)
-    ours = jax.jit(partial(generic.chunk_attention, interpret=interpret))
-    plain = jax.jit(reference.chunk_attention)
-    seen = jnp.arange(before + new)[None, :] <= before + jnp.arange(new)[:, None]
+    rest = jnp.array([before], jnp.int32), jnp.array([0, new], jnp.int32)
+    plain = kv._replace(keys=jnp.swapaxes(kv.keys, 2, 3))
+    runs = {
+        how: Run(partial(run, q, plain if how == "plain" else kv, table, *rest))
+        for how, run in kernels("chunk_attention", rehearse).items()
+    }
     length = before + new
+    seen = jnp.arange(length)[None, :] <= before + jnp.arange(new)[:, None]
     dense = jax.jit(
         lambda q, k, v: jax.nn.dot_product_attention(
-            q[None], k[:, :length], v[:, :length], mask=seen[None, None], scale=1.0
-        )
+            q[None], k, v, mask=seen[None, None], scale=1.0
+        )[0]
     )
-    return {
-        "ours": lambda: ours(q, k, v, table, start, rows),
-        "plain": lambda: plain(q, k, v, table, start, rows),
-        "contiguous": lambda: dense(q, k_SLKH, v_SLKH),
-    }
+    flat = (contiguous(pages, table)[:, :length] for pages in kv[:2])
+    runs["contiguous"] = Run(partial(dense, q, *flat))
+    if flex:
+        runs["flex_attention"] = flex_attention(1, new, before)
+    pairs = new * before + new * (new + 1) / 2
+    return Case(runs, dict.fromkeys(runs, 4 * N * H * pairs / multiplied))
 
 
-def machine(size: int, rounds: int) -> tuple[float, float]:
-    """Bytes per second of a copy, read and written; FLOPs per second of bfloat16 products."""
-    x = jnp.ones((size, size), jnp.bfloat16)
-    add = jax.jit(lambda x: x + 1)
-    product = jax.jit(lambda x: x @ x)
-    found = seconds({"copy": lambda: add(x), "product": lambda: product(x)}, rounds)
-    return 2 * x.nbytes / found["copy"], 2 * size**3 / found["product"]
+def flex_attention(sequences: int, new: int, before: int) -> Run:
+    """Torch's, causal, over pages of the size that its blocks have. The data are others."""
+    import torch
+    from torch.nn.attention import flex_attention as flex
+    from torch.nn.attention.experimental._paged_attention import PagedAttention
+
+    page, length = 128, before + new
+    each = -(-length // page)
+    paged = PagedAttention(sequences * each, page, sequences, device="cuda")
+    for number in range(sequences):
+        paged.reserve(torch.tensor(number, device="cuda"), torch.tensor(length, device="cuda"))
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    q = torch.randn(sequences, N, new, H, **like)
+    k, v = (torch.randn(1, K, sequences * each * page, H, **like) for _ in "kv")
+
+    def causal(b: Any, h: Any, row: Any, token: Any) -> Any:
+        return row + before >= token
+
+    mask = flex.create_block_mask(causal, sequences, None, new, each * page, BLOCK_SIZE=page)
+    mask = paged.convert_logical_block_mask(mask)
+    attend = torch.compile(flex.flex_attention, dynamic=False)
+    start = partial(attend, q, k, v, block_mask=mask, enable_gqa=True, scale=1.0)
+    return Run(start, lambda _: torch.cuda.synchronize())
+
+
+def measure(case: Case, rounds: int, calls: int) -> dict[str, Any]:
+    """Seconds, the share of the machine's rate, and the largest difference from plain JAX."""
+    found = seconds(case.runs, rounds, calls)
+    expected = case.runs["plain"].start()
+    figures = {}
+    for how, took in found.items():
+        figures[how] = {"seconds": took, "of_the_machine": case.least[how] / took}
+        if how != "flex_attention":
+            error = jnp.abs(case.runs[how].start() - expected).max() / jnp.abs(expected).max()
+            figures[how]["error"] = float(error)
+    return figures
 
 
 @click.command()
 @click.option("--json", "json_path", required=True, help="File for the figures.")
 @click.option("--rounds", default=20)
+@click.option("--flex", is_flag=True, help="With torch's flex_attention.")
 @click.option("--rehearse", is_flag=True, help="Small, and interpreted: on a CPU.")
-def main(json_path: str, rounds: int, rehearse: bool) -> None:
+def main(json_path: str, rounds: int, flex: bool, rehearse: bool) -> None:
     """Measure, print and write."""
-    scale, rounds = (64, 1) if rehearse else (1, rounds)
-    copied, multiplied = machine(8192 // (16 if rehearse else 1), rounds)
-    cases: dict[str, tuple[dict[str, Run], float]] = {}
-    for sequences, length in ((64, 4096 // scale), (4, 65536 // scale)):
-        sequences = max(sequences // scale, 2)
-        least = sequences * length * 2 * K * H * 2 / copied
-        cases[f"decode {sequences} x {length}"] = decode_runs(sequences, length, rehearse), least
-    new, before = 2048 // scale, 8192 // scale
-    pairs = new * before + new * (new + 1) / 2
-    cases[f"chunk {new} after {before}"] = (
-        chunk_runs(new, before, rehearse), 4 * N * H * pairs / multiplied
-    )  # fmt: skip
+    scale, rounds, calls = (64, 1, 1) if rehearse else (1, rounds, CALLS)
+    copied = copy_rate(2**20 if rehearse else 2**30)
+    multiplied = product_rate(512 if rehearse else 8192)
     figures: dict[str, Any] = {
         "jax": jax.__version__, "device": jax.devices()[0].device_kind, "rehearsed": rehearse,
         "copy_gb_s": copied / 1e9, "product_tflops": multiplied / 1e12, "cases": {},
     }  # fmt: skip
-    for name, (runs, least) in cases.items():
-        found = seconds(runs, rounds)
-        figures["cases"][name] = {
-            how: {"seconds": took, "of_the_machine": least / took} for how, took in found.items()
-        }
-        for how, took in found.items():
-            print(f"{name}: {how}: {1000 * took:.3f} ms, {least / took:.0%} of the machine's rate")
-    Path(json_path).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    cases = {
+        "decode 64 x 4096": lambda: decode_case(
+            max(64 // scale, 2), 4096 // scale, copied, rehearse, flex
+        ),
+        "decode 4 x 65536": lambda: decode_case(
+            max(4 // scale, 2), 65536 // scale, copied, rehearse, flex
+        ),
+        "chunk of 2048 after 8192": lambda: chunk_case(
+            2048 // scale, 8192 // scale, multiplied, rehearse, flex
+        ),
+    }
+    for name, make in cases.items():
+        # One after the other: each fills much of the memory.
+        figures["cases"][name] = measure(make(), rounds, calls)
+        for how, of in figures["cases"][name].items():
+            print(
+                f"{name}: {how}: {1000 * of['seconds']:.3f} ms, {of['of_the_machine']:.0%} of the "
+                f"machine's rate, off by {of.get('error', float('nan')):.1e}",
+                flush=True,
+            )
+        Path(json_path).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
