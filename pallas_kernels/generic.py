@@ -40,6 +40,7 @@ class Softmax(NamedTuple):
     sum_R: jax.Array
 
 
+@partial(jax.jit, static_argnames=("window", "soft_cap", "parts", "interpret"))
 def decode_attention(
     q_SNH: jax.Array,
     kv: KVPages,
@@ -124,6 +125,7 @@ def _decode(
     sum_R[...] = done.sum_R
 
 
+@partial(jax.jit, static_argnames=("window", "soft_cap", "interpret"))
 def chunk_attention(
     q_TNH: jax.Array,
     kv: KVPages,

@@ -58,6 +58,7 @@ class Softmax(NamedTuple):
     sum_R: jax.Array
 
 
+@partial(jax.jit, static_argnames=("window", "soft_cap", "parts", "interpret"))
 def decode_attention(
     q_SNH: jax.Array,
     kv: KVPages,
@@ -167,6 +168,7 @@ def _decode(
     plgpu.wait_smem_to_gmem(0)
 
 
+@partial(jax.jit, static_argnames=("window", "soft_cap", "interpret"))
 def chunk_attention(
     q_TNH: jax.Array,
     kv: KVPages,

@@ -1,7 +1,7 @@
 """Writing KV entries into their pages on NVIDIA GPUs, in generic Pallas: one launch for a step."""
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxinfer.pallas_kernels.generic import Ref, pieces, whole
 from jaxinfer.pallas_kernels.kv_pages import LARGEST, KVPages, page_runs, quantise
 
 
+@partial(jax.jit, static_argnames="interpret")
 def write_kv(
     kv: KVPages,
     k_TKH: jax.Array,

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxinfer.cluster import one_engine
 from jaxinfer.models.layers import PagedBatch
 from jaxinfer.options import EngineOptions
+from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.request import Sampling, SamplingParams
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.engine import Engine, load_cluster, load_parameters
@@ -60,7 +61,7 @@ def test_logits(checkpoint: Checkpoint, golden: list[dict[str, Any]]) -> None:
         model = nnx.merge(plan.graphdef, parameters)
         position = jnp.arange(length)
         P, K, H = length // page_size + 1, config.num_key_value_heads, config.head_dim
-        zeros = jnp.zeros((P, K, H, page_size)), jnp.zeros((P, K, page_size, H))
+        zeros = KVPages(jnp.zeros((P, K, H, page_size)), jnp.zeros((P, K, page_size, H)))
         kv = [zeros] * config.num_hidden_layers
         batch = PagedBatch(
             position_T=position,

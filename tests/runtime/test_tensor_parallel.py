@@ -44,8 +44,8 @@ def test_demo_model_gives_its_golden_tokens(golden: list[dict[str, Any]], device
 
     groups = -(-3 // devices)
     kv = engine.worker.stages[0].kv[0]
-    assert {s.data.shape for s in kv[0].addressable_shards} == {(129, groups, 64, 16)}
-    assert {s.data.shape for s in kv[1].addressable_shards} == {(129, groups, 16, 64)}
+    assert {s.data.shape for s in kv.keys.addressable_shards} == {(129, groups, 64, 16)}
+    assert {s.data.shape for s in kv.values.addressable_shards} == {(129, groups, 16, 64)}
     attn = engine.worker.stages[0].parameters["layers"][0]["attn"]
     assert attn["q_DNH"].get_value().addressable_shards[0].data.shape == (576, 3 * groups, 64)
     assert attn["o_NHD"].get_value().addressable_shards[0].data.shape == (3 * groups, 64, 576)
