@@ -20,10 +20,11 @@ from jax.experimental.pallas import triton
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE, work_items
 
-# Tokens of context that a program takes at once.
-KV_TILE = 64
-# Rows of a prefill tile: tokens times the query heads of one KV head.
-CHUNK_ROWS = 64
+# Bytes of keys, and of values, that a program takes at once: two of each fit in shared memory.
+TILE_BYTES = 2**14
+# Rows of a prefill tile, tokens times the query heads of one KV head: in 16-bit floats, and in
+# float32, whose products are not the tensor cores' and take more registers.
+CHUNK_ROWS, CHUNK_ROWS_FLOAT32 = 64, 16
 MIN_ROWS = 16
 # Decode programs that an H100 runs at once: registers and memory hold four on a multiprocessor.
 PROGRAMS = 528
@@ -61,9 +62,10 @@ def decode_attention(
     _, K, B, _ = kv.values.shape
     G = N // K
     R = max(MIN_ROWS, pl.next_power_of_2(G))
-    table = tables_by_head(page_table_SM)
-    parts = parts or parts_of(S * K, pl.cdiv(table.shape[2] * B, KV_TILE), PROGRAMS)
-    q_SKGH = q_SNH.astype(_float_of(kv)).reshape(S, K, G, H)
+    table, dtype = tables_by_head(page_table_SM), _float_of(kv)
+    tile = _tile_tokens(H, dtype)
+    parts = parts or parts_of(S * K, pl.cdiv(table.shape[2] * B, tile), PROGRAMS)
+    q_SKGH = q_SNH.astype(dtype).reshape(S, K, G, H)
     q_SKRH = jnp.pad(q_SKGH, ((0, 0), (0, 0), (0, R - G), (0, 0)))
 
     def result(*rest: int) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
@@ -75,7 +77,7 @@ def decode_attention(
     specs, shapes = zip(result(H), result(), result(), strict=True)
     inputs = kv, table, length_S
     out, most_seen, total = pl.pallas_call(
-        partial(_decode, parts=parts, window=window, soft_cap=soft_cap),
+        partial(_decode, tile=tile, parts=parts, window=window, soft_cap=soft_cap),
         grid=(S, K, parts),
         in_specs=[
             pl.BlockSpec((None, None, R, H), lambda s, h, part: (s, h, 0, 0)),
@@ -95,27 +97,27 @@ def decode_attention(
 
 def _decode(
     q_RH: Ref, kv: KVPages, table_KSM: Ref, length_S: Ref, out_RH: Ref, max_R: Ref, sum_R: Ref,
-    *, parts: int, window: int | None, soft_cap: float | None,
+    *, tile: int, parts: int, window: int | None, soft_cap: float | None,
 ) -> None:  # fmt: skip
     s, h, part = (pl.program_id(axis) for axis in range(3))
     B = kv.values.shape[2]
     of_table = h if table_KSM.shape[0] > 1 else 0
     length = length_S[s]
-    first = jnp.maximum(length - window, 0) // KV_TILE if window else 0
-    each = pl.cdiv(pl.cdiv(length, KV_TILE) - first, parts)
+    first = jnp.maximum(length - window, 0) // tile if window else 0
+    each = pl.cdiv(pl.cdiv(length, tile) - first, parts)
     begin = first + part * each
-    end = jnp.minimum(begin + each, pl.cdiv(length, KV_TILE))
+    end = jnp.minimum(begin + each, pl.cdiv(length, tile))
     cuts = pieces(q_RH.shape[1])
     q = [q_RH[:, pl.ds(start, size)] for start, size in cuts]
 
-    def one_tile(tile: jax.Array, carry: Softmax) -> Softmax:
-        token = tile * KV_TILE + jnp.arange(KV_TILE)
+    def one_tile(number: jax.Array, carry: Softmax) -> Softmax:
+        token = number * tile + jnp.arange(tile)
         seen = token < length
         if window:
             seen &= token >= length - window
         at = jnp.minimum(token, length - 1)
         tokens = Tokens(h, table_KSM[of_table, s, at // B], at % B, seen)
-        seen_RJ = jnp.broadcast_to(seen[None, :], (q_RH.shape[0], KV_TILE))
+        seen_RJ = jnp.broadcast_to(seen[None, :], (q_RH.shape[0], tile))
         return _fold(carry, q, cuts, kv, tokens, seen_RJ, soft_cap)
 
     done = jax.lax.fori_loop(begin, end, one_tile, _start(q_RH.shape[0], cuts))
@@ -144,13 +146,22 @@ def chunk_attention(
     K = kv.values.shape[1]
     G = N // K
     padded_G = pl.next_power_of_2(G)
-    tokens = max(CHUNK_ROWS // padded_G, 1)
+    dtype = _float_of(kv)
+    rows = CHUNK_ROWS_FLOAT32 if dtype == jnp.float32 else CHUNK_ROWS
+    tokens = max(rows // padded_G, 1)
     tiles = chunk_tiles(start_C, row_C1, T, tokens)
     # A tile's rows past its chunk's end are not written, but have a place of their own.
     nothing = jnp.zeros((T + tokens, K, padded_G, H), jnp.float32)
-    inputs = q_TNH.astype(_float_of(kv)), kv, tables_by_head(page_table_CM), tiles, nothing
+    inputs = q_TNH.astype(dtype), kv, tables_by_head(page_table_CM), tiles, nothing
     out = pl.pallas_call(
-        partial(_chunk, tokens=tokens, G=G, window=window, soft_cap=soft_cap),
+        partial(
+            _chunk,
+            tile=_tile_tokens(H, dtype),
+            tokens=tokens,
+            G=G,
+            window=window,
+            soft_cap=soft_cap,
+        ),
         grid=(len(tiles.chunk), K),
         in_specs=list(jax.tree.map(whole, inputs)),
         out_specs=whole(nothing),
@@ -192,7 +203,7 @@ def chunk_tiles(start_C: jax.Array, row_C1: jax.Array, T: int, tokens: int) -> T
 
 def _chunk(
     q_TNH: Ref, kv: KVPages, table_KCM: Ref, tiles: Tiles, _: Ref, out_TKGH: Ref,
-    *, tokens: int, G: int, window: int | None, soft_cap: float | None,
+    *, tile: int, tokens: int, G: int, window: int | None, soft_cap: float | None,
 ) -> None:  # fmt: skip
     i, h = pl.program_id(0), pl.program_id(1)
     T, N, H = q_TNH.shape
@@ -210,8 +221,8 @@ def _chunk(
         for begin, length in cuts
     ]
 
-    def one_tile(tile: jax.Array, carry: Softmax) -> Softmax:
-        token = tile * KV_TILE + jnp.arange(KV_TILE)
+    def one_tile(number: jax.Array, carry: Softmax) -> Softmax:
+        token = number * tile + jnp.arange(tile)
         at = jnp.minimum(token, last)
         context = Tokens(h, table_KCM[of_table, c, at // B], at % B, token <= last)
         seen_RJ = token[None, :] <= (start + token_R)[:, None]
@@ -219,8 +230,8 @@ def _chunk(
             seen_RJ &= token[None, :] > (start + token_R - window)[:, None]
         return _fold(carry, q, cuts, kv, context, seen_RJ, soft_cap)
 
-    first = jnp.maximum(start - window + 1, 0) // KV_TILE if window else 0
-    end = jnp.where(size > 0, last // KV_TILE + 1, first)
+    first = jnp.maximum(start - window + 1, 0) // tile if window else 0
+    end = jnp.where(size > 0, last // tile + 1, first)
     done = jax.lax.fori_loop(first, end, one_tile, _start(tokens * padded_G, cuts))
     total_R1 = jnp.maximum(done.sum_R, 1e-30)[:, None]
     for (begin, length), out in zip(cuts, done.outs, strict=True):
@@ -318,6 +329,11 @@ def tables_by_head(table: jax.Array) -> jax.Array:
 def _float_of(kv: KVPages) -> jnp.dtype:
     """What products are computed in."""
     return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("bfloat16")
+
+
+def _tile_tokens(head_dim: int, dtype: jnp.dtype) -> int:
+    """Tokens of context that a program takes at once."""
+    return min(TILE_BYTES // (pl.next_power_of_2(head_dim) * dtype.itemsize), 64)
 
 
 def parts_of(programs: int, most: int, at_once: int) -> int:

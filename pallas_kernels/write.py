@@ -11,6 +11,8 @@ from jax.experimental.pallas import triton
 from jaxinfer.pallas_kernels.generic import Ref, pieces, whole
 from jaxinfer.pallas_kernels.kv_pages import LARGEST, KVPages, page_runs, quantise
 
+_power = pl.next_power_of_2
+
 
 @partial(jax.jit, static_argnames="interpret")
 def write_kv(
@@ -25,7 +27,8 @@ def write_kv(
 
     The pages are written in place.
     """
-    T, K, _ = k_TKH.shape
+    T, K, H = k_TKH.shape
+    B = kv.values.shape[2]
     page_KT = page_T if page_T.ndim == 2 else page_T[None]
     kernel: Callable[..., None]
     if kv.key_scale_PK is None:
@@ -37,7 +40,8 @@ def write_kv(
         # Of what is no run, the size is 0.
         size = jnp.where(jnp.arange(T) < runs.many, runs.size, 0)
         inputs = k_TKH, v_TKH, page_KT, offset_T, runs.token, size
-        kernel, warps = _write_8_bits, 4
+        # At most 128 of a page's entries for each thread.
+        kernel, warps = _write_8_bits, max(4, _power(B) * _power(H) // 4096)
     arrays, tree = jax.tree.flatten(kv)
     specs = list(map(whole, arrays))
     written = pl.pallas_call(
@@ -76,7 +80,7 @@ def _write_8_bits(
     t, count = token_I[i], size_I[i]
     page, begin = page_KT[h if page_KT.shape[0] > 1 else 0, t], offset_T[t]
     # Rows past the page do what its last one does.
-    slot = jnp.minimum(jnp.arange(pl.next_power_of_2(B)), B - 1)
+    slot = jnp.minimum(jnp.arange(_power(B)), B - 1)
     token = jnp.clip(t + slot - begin, 0, T - 1)[:, None]
     is_old, is_new = (slot < begin)[:, None], ((slot >= begin) & (slot < begin + count))[:, None]
 
