@@ -117,6 +117,7 @@ def test_every_pair_of_values(shape: Shape) -> None:
     check_write(shape, seed=6)
 
 
+@pytest.mark.gpu
 def test_thousands_of_tokens() -> None:
     case = decode_case(Shape(1, 4, 64, 64, "bfloat16"), seed=7, longest=3000)
     q_SNH, kv, *rest = case

@@ -1,0 +1,12 @@
+"""On a GPU, products of float32 in plain JAX would default to TF32."""
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    with jax.default_matmul_precision("highest"):
+        yield
