@@ -60,9 +60,9 @@ def grid(**fixed: tuple[Any, ...]) -> list[Shape]:
     return [Shape(*found) for found in product(*values.values())]
 
 
-def sampled(shapes: list[Shape], most: int) -> list[Shape]:
-    """Up to ``most`` shapes in which every value of every axis occurs, if so few can do that."""
-    return _covering(shapes, 1)[:most]
+def sampled(shapes: list[Shape]) -> list[Shape]:
+    """A few, in which every value of every axis occurs."""
+    return _covering(shapes, 1)
 
 
 def pairs(shapes: list[Shape]) -> list[Shape]:

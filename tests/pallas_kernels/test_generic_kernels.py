@@ -92,19 +92,19 @@ def check_write(shape: Shape, seed: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", sampled(SHAPES, 8), ids=str)
+@pytest.mark.parametrize("shape", sampled(SHAPES), ids=str)
 def test_decode(shape: Shape) -> None:
     check_decode(shape, seed=1)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", sampled(SHAPES, 8), ids=str)
+@pytest.mark.parametrize("shape", sampled(SHAPES), ids=str)
 def test_chunks(shape: Shape) -> None:
     check_chunks(shape, seed=2)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", sampled(SHAPES, 8), ids=str)
+@pytest.mark.parametrize("shape", sampled(SHAPES), ids=str)
 def test_write(shape: Shape) -> None:
     check_write(shape, seed=3)
 
