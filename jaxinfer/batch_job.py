@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxinfer.serving.request_state import RequestState
 
 # Of the engine's options, those that may change a result.
-RESULT_OPTIONS = ("dtype", "kv_cache_dtype", "load_format", "max_model_len", "seed")
+RESULT_OPTIONS = ("dtype", "max_model_len", "seed")
 
 
 class BatchJob:
@@ -59,6 +59,11 @@ class BatchJob:
             "input_sha256": hashlib.sha256(Path(input_path).read_bytes()).hexdigest(),
             "model": model,
         } | {name: engine[name] for name in RESULT_OPTIONS}
+        if engine["load_format"] != "auto":
+            job["load_format"] = engine["load_format"]
+        if engine["kv_cache_dtype"] != "auto":
+            # A page shares its scales.
+            job |= {name: engine[name] for name in ("kv_cache_dtype", "page_size")}
         return cls(config, lines, ResultFile.open(output_path, job, force), output_path)
 
     def run(self) -> RunMetrics | None:

@@ -14,7 +14,8 @@ class EngineOptions(Options):
     Attributes:
         load_format: ``auto`` reads the model's weights; ``dummy`` draws them at random from
             ``seed``, so that ``config.json`` alone will do to measure speed.
-        dtype: of weights and KV cache; ``auto`` is float32 on CPU and bfloat16 on GPU.
+        dtype: of weights and, by default, the KV cache; ``auto`` is float32 on CPU and bfloat16 on
+            GPU.
         kv_cache_dtype: ``int8`` or ``fp8`` (e4m3, on GPUs from sm_89 on) halve the KV cache, with
             a scale per page and head; ``auto`` is ``dtype``.
         tensor_parallel_size: devices that share each layer.

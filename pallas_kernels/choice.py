@@ -51,18 +51,20 @@ def choose_kernels(
     device: jax.Device,
     dtype: jnp.dtype,
     head_dim: int,
+    group: int,
     page_size: int,
 ) -> Kernels:
     """What a device runs; ``auto`` takes kernels for entries of 16 and 8 bits where it can.
 
     Args:
         dtype: of KV entries.
+        group: query heads that share a KV head.
 
     Raises:
         JaxinferError: kernels are asked for that the device cannot run.
     """
     able: dict[Kernels, str | None] = {
-        "hopper": _why_not_hopper(device, dtype, head_dim, page_size),
+        "hopper": _why_not_hopper(device, dtype, head_dim, group, page_size),
         "generic": _why_not_generic(device, dtype, head_dim),
     }
     if wanted == "auto":
@@ -86,19 +88,19 @@ def _why_not_generic(device: jax.Device, dtype: jnp.dtype, head_dim: int) -> str
     if _capability(device) < least:
         of_dtype = " with fp8 entries" if least == _FP8 else ""
         return f"{_name(device)}, they need {least} or more{of_dtype}"
-    if head_dim % 16:
-        return f"head_dim is {head_dim}, no multiple of 16"
+    if head_dim % 16 or head_dim > 512:
+        return f"head_dim is {head_dim}, no multiple of 16 up to 512"
     return None
 
 
 def _why_not_hopper(
-    device: jax.Device, dtype: jnp.dtype, head_dim: int, page_size: int
+    device: jax.Device, dtype: jnp.dtype, head_dim: int, group: int, page_size: int
 ) -> str | None:
     if _capability(device) != _HOPPER:
         return f"{_name(device)}, they need {_HOPPER}"
     from jaxinfer.pallas_kernels import hopper
 
-    return hopper.why_not(head_dim, page_size, dtype)
+    return hopper.why_not(head_dim, group, page_size, dtype)
 
 
 def _name(device: jax.Device) -> str:

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE, work_items
+from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE, capped, work_items
 
 # Bytes of keys, and of values, that a program takes at once: two of each fit in shared memory.
 TILE_BYTES = 2**14
@@ -62,7 +62,7 @@ def decode_attention(
     _, K, B, _ = kv.values.shape
     G = N // K
     R = max(MIN_ROWS, pl.next_power_of_2(G))
-    table, dtype = tables_by_head(page_table_SM), _float_of(kv)
+    table, dtype = tables_by_head(page_table_SM), _product_dtype(kv)
     tile = _tile_tokens(H, dtype)
     parts = parts or parts_of(S * K, pl.cdiv(table.shape[2] * B, tile), PROGRAMS)
     q_SKGH = q_SNH.astype(dtype).reshape(S, K, G, H)
@@ -146,7 +146,7 @@ def chunk_attention(
     K = kv.values.shape[1]
     G = N // K
     padded_G = pl.next_power_of_2(G)
-    dtype = _float_of(kv)
+    dtype = _product_dtype(kv)
     rows = CHUNK_ROWS_FLOAT32 if dtype == jnp.float32 else CHUNK_ROWS
     tokens = max(rows // padded_G, 1)
     tiles = chunk_tiles(start_C, row_C1, T, tokens)
@@ -277,9 +277,7 @@ def _fold(
         score_RJ += _dot(piece, kv.keys[at].astype(piece.dtype))
     if kv.key_scale_PK is not None:
         score_RJ *= kv.key_scale_PK[page, head][None, :]
-    if soft_cap:
-        score_RJ = soft_cap * jnp.tanh(score_RJ / soft_cap)
-    score_RJ = jnp.where(seen_RJ, score_RJ, MASKED)
+    score_RJ = jnp.where(seen_RJ, capped(score_RJ, soft_cap), MASKED)
     max_R = jnp.maximum(so_far.max_R, score_RJ.max(1))
     p_RJ = jnp.exp(score_RJ - max_R[:, None])
     shrink_R = jnp.exp(so_far.max_R - max_R)
@@ -326,14 +324,14 @@ def tables_by_head(table: jax.Array) -> jax.Array:
     return table if table.ndim == 3 else table[None]
 
 
-def _float_of(kv: KVPages) -> jnp.dtype:
+def _product_dtype(kv: KVPages) -> jnp.dtype:
     """What products are computed in."""
     return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("bfloat16")
 
 
 def _tile_tokens(head_dim: int, dtype: jnp.dtype) -> int:
     """Tokens of context that a program takes at once."""
-    return min(TILE_BYTES // (pl.next_power_of_2(head_dim) * dtype.itemsize), 64)
+    return max(min(TILE_BYTES // (pl.next_power_of_2(head_dim) * dtype.itemsize), 64), MIN_ROWS)
 
 
 def parts_of(programs: int, most: int, at_once: int) -> int:

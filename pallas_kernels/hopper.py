@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer.pallas_kernels.generic import Ref, chunk_tiles, parts_of, tables_by_head
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE
+from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE, capped
 
 # Rows that a warpgroup multiplies at once.
 ROWS = 64
@@ -34,12 +34,14 @@ CONSUMERS = 2
 LOG2_E = math.log2(math.e)
 
 
-def why_not(head_dim: int, page_size: int, dtype: jnp.dtype) -> str | None:
-    """What these kernels cannot do, in words; None if they can."""
+def why_not(head_dim: int, group: int, page_size: int, dtype: jnp.dtype) -> str | None:
+    """What these kernels cannot do, in words; None if they can. ``group``: heads per KV head."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"KV entries are {dtype.name}, no 16-bit floats"
     if head_dim % 16 or head_dim > 256:
         return f"head_dim is {head_dim}, no multiple of 16 up to 256"
+    if group > ROWS:
+        return f"{group} query heads share a KV head, more than {ROWS}"
     if page_size < 8 or (DECODE_TILE % page_size and page_size % 128):
         return f"page_size is {page_size}, neither 8, 16, 32, 64 nor a multiple of 128"
     return None
@@ -150,7 +152,7 @@ def _decode(
         if window:
             seen &= token >= seen_from
         plgpu.barrier_wait(k_ready.at[slot])
-        score = _capped(_product(q_sm, k_sm.at[slot].transpose((1, 0)), DECODE_TILE), soft_cap)
+        score = capped(_product(q_sm, k_sm.at[slot].transpose((1, 0)), DECODE_TILE), soft_cap)
         carry, weight = _weigh(carry, jnp.where(seen, score, MASKED))
         weight_sm[...] = weight.astype(weight_sm.dtype)
         plgpu.barrier_wait(v_ready.at[slot])
@@ -181,8 +183,8 @@ def chunk_attention(
 ) -> jax.Array:
     """See ``reference.chunk_attention``; one program per tile of a chunk and KV head.
 
-    One launch for all chunks. Queries are laid out by tiles first, so that a tile's rows are one
-    copy in and one out, with room for what a chunk does not fill. Rows of no chunk give 0.
+    One launch for all chunks. A tile has a place of its own for its results, with room for what a
+    chunk does not fill. Rows of no chunk give 0.
     """
     T, N, H = q_TNH.shape
     K, dtype = kv.values.shape[1], kv.keys.dtype
@@ -191,10 +193,9 @@ def chunk_attention(
     tokens = R // G
     tiles = chunk_tiles(start_C, row_C1, T, tokens)
     count = len(tiles.chunk)
-    row_IX = tiles.row[:, None] + jnp.arange(tokens)
-    q_IXKGH = q_TNH.astype(dtype).reshape(T, K, G, H)[jnp.minimum(row_IX, T - 1)]
-    q_IKRH = q_IXKGH.transpose(0, 2, 1, 3, 4).reshape(count, K, tokens * G, H)
-    q_IKRH = jnp.pad(q_IKRH, ((0, 0), (0, 0), (0, R - tokens * G), (0, 0)))
+    q_KTGH = q_TNH.astype(dtype).reshape(T, K, G, H).swapaxes(0, 1)
+    # A tile may reach past the last row.
+    q_KYH = jnp.pad(q_KTGH.reshape(K, T * G, H), ((0, 0), (0, R), (0, 0)))
     # As much as shared memory has room for.
     tile = 128 if H <= 128 else 64
     ring, shared = (SLOTS, tile, H), partial(_shared, dtype=dtype, head_dim=H)
@@ -218,18 +219,19 @@ def chunk_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_chunk",
-    )(q_IKRH, kv.keys, kv.values, tables_by_head(page_table_CM), *tiles)  # fmt: skip
+    )(q_KYH, kv.keys, kv.values, tables_by_head(page_table_CM), *tiles)  # fmt: skip
+    # Where each row's result is: in which tile, and where in it.
+    row_IX = tiles.row[:, None] + jnp.arange(tokens)
+    row_IX = jnp.where(jnp.arange(tokens) < tiles.size[:, None], row_IX, T)
+    place_T = jnp.full(T, -1).at[row_IX.reshape(-1)].set(jnp.arange(count * tokens), mode="drop")
     out_IKXGH = out_IKRH[:, :, : tokens * G].reshape(count, K, tokens, G, H)
-    out_YNH = out_IKXGH.transpose(0, 2, 1, 3, 4).reshape(count * tokens, N, H)
-    is_row_IX = jnp.arange(tokens) < tiles.size[:, None]
-    at_IX = jnp.where(is_row_IX, row_IX, T)
-    of_T = jnp.full(T, -1).at[at_IX.reshape(-1)].set(jnp.arange(count * tokens), mode="drop")
-    return jnp.where((of_T >= 0)[:, None, None], out_YNH[of_T].astype(jnp.float32), 0)
+    out_TKGH = out_IKXGH[place_T // tokens, :, place_T % tokens].astype(jnp.float32)
+    return jnp.where((place_T >= 0)[:, None, None], out_TKGH.reshape(T, N, H), 0)
 
 
 def _chunk(
-    q_IKRH: Ref, k_PKBH: Ref, v_PKBH: Ref, table_KCM: Ref,
-    chunk_I: Ref, _: Ref, start_I: Ref, size_I: Ref, out_IKRH: Ref,
+    q_KYH: Ref, k_PKBH: Ref, v_PKBH: Ref, table_KCM: Ref,
+    chunk_I: Ref, row_I: Ref, start_I: Ref, size_I: Ref, out_IKRH: Ref,
     q_sm: Ref, k_sm: Ref, v_sm: Ref, weight_sm: Ref,
     q_ready: Ref, k_ready: Ref, v_ready: Ref, k_free: Ref, v_free: Ref, cleared: Ref,
     *, G: int, tile: int, window: int | None, soft_cap: float | None, interpret: bool,
@@ -263,7 +265,8 @@ def _chunk(
         plgpu.set_max_registers(232, action="increase")
         q, weights = q_sm.at[me], weight_sm.at[me]
         mine = pl.ds(me * ROWS, ROWS)
-        plgpu.copy_gmem_to_smem(q_IKRH.at[i, h, mine], q, q_ready.at[me])
+        first = pl.ds(row_I[i] * G + me * ROWS, ROWS)
+        plgpu.copy_gmem_to_smem(q_KYH.at[h, first], q, q_ready.at[me])
         plgpu.barrier_wait(q_ready.at[me])
 
         def one_tile(masked: bool, step: jax.Array, carry: Softmax) -> Softmax:
@@ -271,7 +274,7 @@ def _chunk(
             plgpu.barrier_wait(k_ready.at[slot])
             score = _product(q, k_sm.at[slot].transpose((1, 0)), tile)
             plgpu.barrier_arrive(k_free.at[slot])
-            score = _capped(score, soft_cap)
+            score = capped(score, soft_cap)
             if masked:
                 iota = partial(
                     plgpu.broadcasted_iota, jnp.int32, (ROWS, tile), layout=plgpu.Layout.WGMMA
@@ -397,10 +400,6 @@ def _start(head_dim: int) -> Softmax:
 
 def _rows(x_R: jax.Array, like_RX: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(x_R, like_RX.shape, [0])
-
-
-def _capped(score: jax.Array, soft_cap: float | None) -> jax.Array:
-    return soft_cap * jnp.tanh(score / soft_cap) if soft_cap else score
 
 
 def _shared(shape: tuple[int, ...], dtype: jnp.dtype, head_dim: int) -> Any:

@@ -52,9 +52,10 @@ def write_kv(
 ) -> KVPages:
     """Write each token's key and value to its place. Padding tokens go to page 0.
 
-    ``page_T`` may be [K, T], where heads have pages of their own. A sequence's tokens follow each
-    other. Entries of 8 bits share one scale per page and head, which is that of the largest: where
-    a page's grows, what lies there is rounded again. What lay in a page that begins anew is gone.
+    ``page_T`` may be [K, T], where heads have pages of their own. Entries
+    of 8 bits share one scale per page and head, which is that of the largest: where a page's grows,
+    what lies there is rounded again. A page is written in order, next to each other's tokens in the
+    batch: what lay at and after the first one's offset is gone.
     """
     if kv.key_scale_PK is not None:
         return _write_8_bits(kv, k_TKH, v_TKH, page_T, offset_T, keys_by_token)
@@ -107,14 +108,16 @@ def _write_8_bits(
     runs = page_runs(page_T, offset_T)
     page_KT = jnp.broadcast_to(page_T, (K, T))
     head_K, slot_B = jnp.arange(K), jnp.arange(B)
+    # Room for what a page holds before and after the batch's tokens.
+    around = (B, B), (0, 0), (0, 0)
+    k_YKH, v_YKH = (jnp.pad(x.astype(jnp.float32), around) for x in (k_TKH, v_TKH))
 
     def one(
-        pages: jax.Array, scale_PK: jax.Array, x_TKH: jax.Array, run: jax.Array, by_token: bool
+        pages: jax.Array, scale_PK: jax.Array, x_YKH: jax.Array, run: jax.Array, by_token: bool
     ) -> tuple[jax.Array, jax.Array]:
         t = runs.token[run]
         page_K, offset = page_KT[:, t], offset_T[t]
-        padded = jnp.pad(x_TKH.astype(jnp.float32), ((B, B), (0, 0), (0, 0)))
-        new_KBH = jax.lax.dynamic_slice_in_dim(padded, t - offset + B, B).swapaxes(0, 1)
+        new_KBH = jax.lax.dynamic_slice_in_dim(x_YKH, t - offset + B, B).swapaxes(0, 1)
         old_KBH = pages[page_K, head_K].astype(jnp.float32)
         old_KBH = old_KBH if by_token else old_KBH.swapaxes(1, 2)
         is_new_B1 = ((slot_B >= offset) & (slot_B < offset + runs.size[run]))[:, None]
@@ -133,8 +136,8 @@ def _write_8_bits(
     def one_run(run: jax.Array, kv: KVPages) -> KVPages:
         assert kv.key_scale_PK is not None
         assert kv.value_scale_PK is not None
-        keys, key_scale_PK = one(kv.keys, kv.key_scale_PK, k_TKH, run, keys_by_token)
-        values, value_scale_PK = one(kv.values, kv.value_scale_PK, v_TKH, run, True)
+        keys, key_scale_PK = one(kv.keys, kv.key_scale_PK, k_YKH, run, keys_by_token)
+        values, value_scale_PK = one(kv.values, kv.value_scale_PK, v_YKH, run, True)
         return KVPages(keys, values, key_scale_PK, value_scale_PK)
 
     return jax.lax.fori_loop(0, runs.many, one_run, kv)

@@ -66,7 +66,8 @@ def _float_of(kv: KVPages) -> jnp.dtype:
     return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("float32")
 
 
-def _capped(score: jax.Array, soft_cap: float | None) -> jax.Array:
+def capped(score: jax.Array, soft_cap: float | None) -> jax.Array:
+    """Scores between -cap and cap."""
     return soft_cap * jnp.tanh(score / soft_cap) if soft_cap else score
 
 
@@ -167,7 +168,7 @@ def _fold(
     score = _einsum("ikgh,ikhb->ikgb", q_SKGH[items.row], pages.keys)
     if pages.key_scale_PK is not None:
         score *= pages.key_scale_PK[..., None, None]
-    score = _capped(score, soft_cap)
+    score = capped(score, soft_cap)
     offset_B = jnp.arange(B)
     seen_IB = (offset_B >= items.begin[:, None]) & (offset_B < items.end[:, None])
     score = jnp.where(seen_IB[:, None, None], score, MASKED)
@@ -265,7 +266,7 @@ def _attend_tile(
         score_KRB = _einsum("krh,khb->krb", q_KRH, page.keys)
         if page.key_scale_PK is not None:
             score_KRB *= page.key_scale_PK[:, None, None]
-        score_KRB = _capped(score_KRB, soft_cap)
+        score_KRB = capped(score_KRB, soft_cap)
         seen_RB = j * B + jnp.arange(B) <= position_R[:, None]
         if window:
             seen_RB &= j * B + jnp.arange(B) > position_R[:, None] - window

@@ -41,7 +41,7 @@ def write_kv(
         size = jnp.where(jnp.arange(T) < runs.many, runs.size, 0)
         inputs = k_TKH, v_TKH, page_KT, offset_T, runs.token, size
         # At most 128 of a page's entries for each thread.
-        kernel, warps = _write_8_bits, max(4, _power(B) * _power(H) // 4096)
+        kernel, warps = _write_8_bits, min(max(4, _power(B) * _power(H) // 4096), 32)
     arrays, tree = jax.tree.flatten(kv)
     specs = list(map(whole, arrays))
     written = pl.pallas_call(

@@ -1,6 +1,7 @@
 """How a model lies on its devices: all that can be said before anything is loaded."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,8 +116,9 @@ def make_plan(
     dtype = choose_dtype(options, devices[0])
     kv_dtype = KV_DTYPES.get(options.kv_cache_dtype, dtype)
     kernels = choose_kernels(
-        options.kernels, devices[0], kv_dtype, config.head_dim, options.page_size
-    )
+        options.kernels, devices[0], kv_dtype, config.head_dim,
+        config.num_attention_heads // config.num_key_value_heads, options.page_size,
+    )  # fmt: skip
     wide = replace(padded(config, len(devices)), kernels=kernels)
     rules = load_rules(options.sharding)
     graphdef, parameters = _parameters(wide, layers, dtype, mesh, rules)
@@ -133,7 +135,13 @@ def make_plan(
     fraction = options.memory_fraction or (0.2 if devices[0].platform == "cpu" else 0.9)
     free, budget = _memory(devices[0], fraction, weights)
     useful = limits.max_pages * options.max_num_seqs + 1
-    num_pages = options.num_pages or min(budget // each, useful)
+    addressed = _addressable(wide, kv_dtype, options.page_size, len(devices))
+    num_pages = options.num_pages or min(budget // each, useful, addressed)
+    if num_pages > addressed:
+        raise JaxinferError(
+            f"num_pages is {num_pages}, kernels {kernels} address {addressed} pages of "
+            f"{options.page_size} tokens in 8 bits"
+        )
     if num_pages < 2 or weights + num_pages * each > free:
         what = f"num_pages {num_pages} of {options.page_size} tokens takes"
         if not options.num_pages:
@@ -148,8 +156,19 @@ def make_plan(
     )  # fmt: skip
 
 
+def _addressable(config: ModelConfig, kv_dtype: jnp.dtype, page_size: int, devices: int) -> int:
+    """Pages that the attention in use can address.
+
+    Triton's kernels take 32-bit offsets for arrays of less than 2^32 bytes, signed.
+    """
+    if kv_dtype.itemsize > 1 or config.kernels not in ("generic", "interpret"):
+        return sys.maxsize
+    heads = config.num_key_value_heads // devices
+    return 2**31 // (heads * page_size * config.head_dim)
+
+
 def choose_dtype(options: EngineOptions, device: jax.Device) -> jnp.dtype:
-    """Of weights and KV cache."""
+    """Of weights, and of the KV cache unless ``kv_cache_dtype`` says otherwise."""
     automatic = "float32" if device.platform == "cpu" else "bfloat16"
     return jnp.dtype(automatic if options.dtype == "auto" else options.dtype)
 

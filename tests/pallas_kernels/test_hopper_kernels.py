@@ -75,10 +75,13 @@ def test_every_pair_of_values(shape: Shape) -> None:
 
 @runs
 @pytest.mark.skipif(ON_GPU, reason="of the interpreter")
-@pytest.mark.parametrize("page_size", [16, 128])
-def test_warpgroups_do_not_race(page_size: int) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(1, 4, 64, 16, "bfloat16"), Shape(1, 3, 256, 128, "bfloat16", window=100)],
+    ids=str,
+)
+def test_warpgroups_do_not_race(shape: Shape) -> None:
     """All reads of shared memory come after the writes that they need; a race raises."""
-    shape = Shape(1, 4, 64, page_size, "bfloat16")
     params = interpreted(detect_races=True)
     for attend, case in (
         (hopper.decode_attention, decode_case(shape, 0)),
@@ -88,22 +91,25 @@ def test_warpgroups_do_not_race(page_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "page_size", "dtype", "reason"),
+    ("head_dim", "group", "page_size", "dtype", "reason"),
     [
-        (128, 64, "bfloat16", None),
-        (80, 8, "float16", None),
-        (256, 256, "bfloat16", None),
-        (128, 64, "float32", "KV entries are float32"),
-        (128, 64, "int8", "KV entries are int8"),
-        (72, 64, "bfloat16", "head_dim is 72"),
-        (512, 64, "bfloat16", "head_dim is 512"),
-        (128, 24, "bfloat16", "page_size is 24"),
-        (128, 4, "bfloat16", "page_size is 4"),
-        (128, 192, "bfloat16", "page_size is 192"),
+        (128, 4, 64, "bfloat16", None),
+        (80, 64, 8, "float16", None),
+        (256, 1, 256, "bfloat16", None),
+        (128, 4, 64, "float32", "KV entries are float32"),
+        (128, 4, 64, "int8", "KV entries are int8"),
+        (72, 4, 64, "bfloat16", "head_dim is 72"),
+        (512, 4, 64, "bfloat16", "head_dim is 512"),
+        (128, 71, 64, "bfloat16", "71 query heads share a KV head"),
+        (128, 4, 24, "bfloat16", "page_size is 24"),
+        (128, 4, 4, "bfloat16", "page_size is 4"),
+        (128, 4, 192, "bfloat16", "page_size is 192"),
     ],
 )
-def test_what_they_cannot(head_dim: int, page_size: int, dtype: str, reason: str | None) -> None:
-    found = hopper.why_not(head_dim, page_size, jnp.dtype(dtype))
+def test_what_they_cannot(
+    head_dim: int, group: int, page_size: int, dtype: str, reason: str | None
+) -> None:
+    found = hopper.why_not(head_dim, group, page_size, jnp.dtype(dtype))
     assert (found is None) if reason is None else reason in (found or "")
 
 

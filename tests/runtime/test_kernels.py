@@ -4,12 +4,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
+from jaxinfer.config import load_run_file
 from jaxinfer.pallas_kernels.choice import choose_kernels
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.runtime.transfer import SLAB_TOKENS, gather, scatter
 
 TINY_OPTIONS: dict[str, Any] = {
     "max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 8, "num_pages": 65,
@@ -83,7 +88,7 @@ CPU: Any = SimpleNamespace(platform="cpu", device_kind="cpu")
 def test_choice(
     wanted: Any, device: Any, dtype: str, head_dim: int, page_size: int, chosen: str
 ) -> None:
-    found = choose_kernels(wanted, device, jnp.dtype(dtype), head_dim, page_size)
+    found = choose_kernels(wanted, device, jnp.dtype(dtype), head_dim, 4, page_size)
     assert found == chosen
 
 
@@ -109,7 +114,7 @@ def test_a_device_that_cannot(
     wanted: Any, device: Any, dtype: str, head_dim: int, message: str
 ) -> None:
     with pytest.raises(JaxinferError, match=message):
-        choose_kernels(wanted, device, jnp.dtype(dtype), head_dim, 64)
+        choose_kernels(wanted, device, jnp.dtype(dtype), head_dim, 4, 64)
 
 
 @pytest.mark.parametrize("kernels", ["generic", "hopper"])
@@ -175,3 +180,49 @@ def test_a_cache_of_8_bits_takes_half_the_memory(tiny_folder: Path) -> None:
     plan = next(iter(narrow.cluster.engines.values())).plan
     layers, heads = len(plan.pages), plan.config.num_key_value_heads
     assert kv_bytes[1] == kv_bytes[0] // 2 + 2 * 4 * layers * heads * plan.num_pages
+
+
+def test_what_8_bits_cannot(tiny_folder: Path, tmp_path: Path) -> None:
+    """Checksums of transfers, and more pages than kernels address."""
+    path = tmp_path / "run.yaml"
+    run = {
+        "model": str(tiny_folder), "engine": {"kv_cache_dtype": "int8", **TINY_OPTIONS},
+        "groups": {"a": {}, "b": {}}, "instances": {"p": {"group": "a"}, "d": {"group": "b"}},
+        "system": {"name": "disaggregated", "prefill": "p", "decode": "d"},
+        "verify_transfers": True,
+    }  # fmt: skip
+    path.write_text(yaml.safe_dump(run))
+    file = load_run_file(path)
+    with pytest.raises(JaxinferError, match="verify_transfers compares bits"):
+        LLM.from_config(file, progress=False)
+    options = TINY_OPTIONS | {"num_pages": 2**27, "page_size": 128}
+    with pytest.raises(JaxinferError, match=r"num_pages is 134217728, kernels interpret address"):
+        LLM(str(tiny_folder), progress=False, kernels="interpret", kv_cache_dtype="int8", **options)
+
+
+@pytest.mark.parametrize("by_token", [(False, True), (True, False)])
+def test_slabs_of_8_bits(by_token: tuple[bool, bool]) -> None:
+    """A slab from pages of one size arrives in pages of another, to half a step of both scales."""
+    rng = np.random.default_rng(0)
+    K, H, size, other = 2, 8, 12, 16
+    given = np.float32(rng.normal(size=(2, SLAB_TOKENS, K, H)))
+
+    def pool(page_size: int, by_token: bool) -> KVPages:
+        count = SLAB_TOKENS // page_size + 3
+        shape = (count, K, page_size, H) if by_token else (count, K, H, page_size)
+        scale = jnp.zeros((count, K), jnp.float32)
+        values = jnp.zeros((count, K, page_size, H), jnp.int8)
+        return KVPages(jnp.zeros(shape, jnp.int8), values, scale, scale)
+
+    def places(page_size: int) -> tuple[jax.Array, jax.Array]:
+        position = jnp.arange(SLAB_TOKENS)
+        return 1 + position // page_size, position % page_size
+
+    first = scatter(by_token[0], [pool(size, by_token[0])], given[:, None], *places(size))
+    pages = jnp.arange(1, SLAB_TOKENS // size + 2)
+    slab = gather(K, jnp.dtype("float32"), by_token[0], first, pages, jnp.int32(0))
+    second = scatter(by_token[1], [pool(other, by_token[1])], slab, *places(other))
+    pages = jnp.arange(1, SLAB_TOKENS // other + 1)
+    back = gather(K, jnp.dtype("float32"), by_token[1], second, pages, jnp.int32(0))
+    step = np.abs(given).max() / 127
+    assert np.abs(back[:, 0] - given).max() <= 1.02 * step
