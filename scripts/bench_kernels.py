@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 # Torch needs memory, too.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -46,24 +46,35 @@ class Run(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is computed, and the least seconds that the machine's rates allow."""
+    """What is computed, and the least seconds that the machine's rates allow.
 
-    runs: dict[str, Run]
+    Attributes:
+        runs: by name, what makes them; peers last.
+    """
+
+    runs: dict[str, Callable[[], Run]]
     least: dict[str, float]
 
 
-def seconds(runs: Mapping[str, Run], rounds: int, calls: int) -> dict[str, float]:
-    """Medians of one call; a run's first one compiles and does not count."""
+def seconds(runs: Mapping[str, Run], rounds: int) -> dict[str, float]:
+    """Medians of one call, of runs that have been compiled.
+
+    As many calls are in flight as take a twentieth of a second; a slow one has few rounds.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run.wait(run.start())
-    for _ in range(rounds):
+    calls: dict[str, int] = {}
+    for number in range(rounds):
         for name, run in runs.items():
+            if number >= 3 and calls[name] == 1:
+                continue
             start = time.perf_counter()
-            for _ in range(calls):
+            for _ in range(calls.get(name, 1)):
                 last = run.start()
             run.wait(last)
-            times[name].append((time.perf_counter() - start) / calls)
+            took = (time.perf_counter() - start) / calls.get(name, 1)
+            if number:
+                times[name].append(took)
+            calls[name] = max(min(int(0.05 / took), CALLS), 1)
     return {name: statistics.median(found) for name, found in times.items()}
 
 
@@ -96,6 +107,11 @@ def in_8_bits(kv: KVPages) -> KVPages:
     return KVPages(keys, values, *scales)
 
 
+def dense_kind(rehearse: bool) -> Literal["cudnn", "xla"]:
+    """What attends to contiguous data."""
+    return "xla" if rehearse else "cudnn"
+
+
 def kernels(name: str, rehearse: bool) -> dict[str, Callable[..., jax.Array]]:
     """Our functions of that name that run here, the plain one first."""
     found = {"plain": getattr(reference, name)}
@@ -112,22 +128,28 @@ def decode_case(sequences: int, length: int, copied: float, rehearse: bool, flex
     q = jax.random.normal(jax.random.key(1), (sequences, N, H), jnp.bfloat16) * H**-0.5
     lengths = jnp.full((sequences,), length, jnp.int32)
     plain = kv._replace(keys=jnp.swapaxes(kv.keys, 2, 3))
-    runs = {
-        how: Run(partial(run, q, plain if how == "plain" else kv, table, lengths))
+    runs: dict[str, Callable[[], Run]] = {
+        how: partial(Run, partial(run, q, plain if how == "plain" else kv, table, lengths))
         for how, run in kernels("decode_attention", rehearse).items()
     }
     ours = kernels("decode_attention", rehearse)["generic"]
-    runs["generic, int8"] = Run(partial(ours, q, in_8_bits(kv), table, lengths))
-    dense = jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q[:, None], k, v, scale=1.0)[:, 0])
-    flat = (contiguous(pages, table) for pages in kv[:2])
-    runs["contiguous"] = Run(partial(dense, q, *flat))
+    runs["generic, int8"] = lambda: Run(partial(ours, q, in_8_bits(kv), table, lengths))
+    kind = dense_kind(rehearse)
+    attend = partial(jax.nn.dot_product_attention, implementation=kind, scale=1.0)
+    dense = jax.jit(lambda q, k, v: attend(q[:, None], k, v)[:, 0])
+    flat = [contiguous(pages, table) for pages in kv[:2]]
+    runs[f"contiguous, {kind}"] = lambda: Run(partial(dense, q, *flat))
     if not rehearse:
         from jax.experimental.pallas.ops.gpu import paged_attention as shipped
 
-        by_head = (pages.swapaxes(0, 1) for pages in kv[:2])
-        runs["jax's"] = Run(partial(jax.jit(shipped.paged_attention), q, *by_head, table, lengths))
+        by_head = [pages.swapaxes(0, 1) for pages in kv[:2]]
+        for block in (1, 2, 4):
+            theirs = jax.jit(partial(shipped.paged_attention, pages_per_compute_block=block))
+            runs[f"jax's, {block} pages"] = partial(
+                Run, partial(theirs, q, *by_head, table, lengths)
+            )
     if flex:
-        runs["flex_attention"] = flex_attention(sequences, 1, length - 1)
+        runs["flex_attention"] = lambda: flex_attention(sequences, 1, length - 1)
     least = sequences * length * 2 * K * H * 2 / copied
     return Case(runs, dict.fromkeys(runs, least) | {"generic, int8": least / 2})
 
@@ -138,21 +160,19 @@ def chunk_case(new: int, before: int, multiplied: float, rehearse: bool, flex: b
     q = jax.random.normal(jax.random.key(1), (new, N, H), jnp.bfloat16) * H**-0.5
     rest = jnp.array([before], jnp.int32), jnp.array([0, new], jnp.int32)
     plain = kv._replace(keys=jnp.swapaxes(kv.keys, 2, 3))
-    runs = {
-        how: Run(partial(run, q, plain if how == "plain" else kv, table, *rest))
+    runs: dict[str, Callable[[], Run]] = {
+        how: partial(Run, partial(run, q, plain if how == "plain" else kv, table, *rest))
         for how, run in kernels("chunk_attention", rehearse).items()
     }
     length = before + new
     seen = jnp.arange(length)[None, :] <= before + jnp.arange(new)[:, None]
-    dense = jax.jit(
-        lambda q, k, v: jax.nn.dot_product_attention(
-            q[None], k, v, mask=seen[None, None], scale=1.0
-        )[0]
-    )
-    flat = (contiguous(pages, table)[:, :length] for pages in kv[:2])
-    runs["contiguous"] = Run(partial(dense, q, *flat))
+    kind = dense_kind(rehearse)
+    attend = partial(jax.nn.dot_product_attention, implementation=kind, scale=1.0)
+    dense = jax.jit(lambda q, k, v: attend(q[None], k, v, mask=seen[None, None])[0])
+    flat = [contiguous(pages, table)[:, :length] for pages in kv[:2]]
+    runs[f"contiguous, {kind}"] = lambda: Run(partial(dense, q, *flat))
     if flex:
-        runs["flex_attention"] = flex_attention(1, new, before)
+        runs["flex_attention"] = lambda: flex_attention(1, new, before)
     pairs = new * before + new * (new + 1) / 2
     return Case(runs, dict.fromkeys(runs, 4 * N * H * pairs / multiplied))
 
@@ -182,16 +202,29 @@ def flex_attention(sequences: int, new: int, before: int) -> Run:
     return Run(start, lambda _: torch.cuda.synchronize())
 
 
-def measure(case: Case, rounds: int, calls: int) -> dict[str, Any]:
-    """Seconds, the share of the machine's rate, and the largest difference from plain JAX."""
-    found = seconds(case.runs, rounds, calls)
-    expected = case.runs["plain"].start()
-    figures = {}
-    for how, took in found.items():
-        figures[how] = {"seconds": took, "of_the_machine": case.least[how] / took}
-        if how != "flex_attention":
-            error = jnp.abs(case.runs[how].start() - expected).max() / jnp.abs(expected).max()
-            figures[how]["error"] = float(error)
+def measure(case: Case, rounds: int) -> dict[str, Any]:
+    """Seconds, the share of the machine's rate, and the largest difference from plain JAX.
+
+    A run that fails has its error's first line, and the others are timed.
+    """
+    runs: dict[str, Run] = {}
+    figures: dict[str, Any] = {}
+    expected: Any = None
+    for how, make in case.runs.items():
+        try:
+            run = make()
+            found = run.start()
+            run.wait(found)
+        except Exception as error:  # Whatever it is, the figures have it.
+            figures[how] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+            continue
+        runs[how], figures[how] = run, {}
+        expected = found if how == "plain" else expected
+        if how != "flex_attention" and expected is not None:
+            off = jnp.abs(found - expected).max() / jnp.abs(expected).max()
+            figures[how]["error"] = float(off)
+    for how, took in seconds(runs, rounds).items():
+        figures[how] |= {"seconds": took, "of_the_machine": case.least[how] / took}
     return figures
 
 
@@ -202,7 +235,7 @@ def measure(case: Case, rounds: int, calls: int) -> dict[str, Any]:
 @click.option("--rehearse", is_flag=True, help="Small, and interpreted: on a CPU.")
 def main(json_path: str, rounds: int, flex: bool, rehearse: bool) -> None:
     """Measure, print and write."""
-    scale, rounds, calls = (64, 1, 1) if rehearse else (1, rounds, CALLS)
+    scale, rounds = (64, 2) if rehearse else (1, rounds)
     copied = copy_rate(2**20 if rehearse else 2**30)
     multiplied = product_rate(512 if rehearse else 8192)
     figures: dict[str, Any] = {
@@ -222,13 +255,13 @@ def main(json_path: str, rounds: int, flex: bool, rehearse: bool) -> None:
     }
     for name, make in cases.items():
         # One after the other: each fills much of the memory.
-        figures["cases"][name] = measure(make(), rounds, calls)
+        figures["cases"][name] = measure(make(), rounds)
         for how, of in figures["cases"][name].items():
-            print(
-                f"{name}: {how}: {1000 * of['seconds']:.3f} ms, {of['of_the_machine']:.0%} of the "
-                f"machine's rate, off by {of.get('error', float('nan')):.1e}",
-                flush=True,
-            )
+            said = of.get("failed")
+            if said is None:
+                said = f"{1000 * of['seconds']:.3f} ms, {of['of_the_machine']:.0%} of the machine's"
+                said += f" rate, off by {of.get('error', float('nan')):.1e}"
+            print(f"{name}: {how}: {said}", flush=True)
         Path(json_path).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 

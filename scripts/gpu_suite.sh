@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All that is measured on a machine with an NVIDIA GPU, in one command and under twelve minutes.
+# All that is measured on a machine with an NVIDIA GPU, in one command and under fifteen
+# minutes; where a command may take ten: --only device,tests,kernels, then --only engine,cronus.
 #
 #   scripts/gpu_suite.sh --collect-wheels DIR            # on a machine with a network
 #   scripts/gpu_suite.sh --wheels DIR --trace CSV --out docs/results/gpu/NAME
@@ -129,10 +130,11 @@ if [[ -n $wheels ]]; then
 fi
 
 stage device 20 "$python" scripts/describe_machine.py "$out/device.json" $rehearse
-stage tests 150 "$python" -m pytest tests/pallas_kernels -m "gpu and not slow" -p no:cacheprovider --durations=5
+stage tests 150 "$python" -m pytest tests/pallas_kernels -m "gpu and not slow" -p no:cacheprovider \
+    -v --tb=short --maxfail=5 --durations=5
 stage kernels 180 "$python" scripts/bench_kernels.py --json "$out/kernels.json" ${rehearse:---flex}
 # Weights and KV have the GPU to themselves.
-stage engine 240 env XLA_PYTHON_CLIENT_MEM_FRACTION=.92 "$python" scripts/bench_engine.py \
+stage engine 400 env XLA_PYTHON_CLIENT_MEM_FRACTION=.92 "$python" scripts/bench_engine.py \
     --json "$out/engine.json" ${trace:+--trace "$trace"} $rehearse
 # Cronus over the GPU and the host's CPU, and the GPU alone.
 model=configs/gpu/smollm2-135m
