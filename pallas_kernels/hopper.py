@@ -183,8 +183,9 @@ def chunk_attention(
 ) -> jax.Array:
     """See ``reference.chunk_attention``; one program per tile of a chunk and KV head.
 
-    One launch for all chunks. A tile has a place of its own for its results, with room for what a
-    chunk does not fill. Rows of no chunk give 0.
+    One launch for all chunks. Queries are laid out by tiles first: a copy by TMA begins at a
+    multiple of 8 rows. Results are, too, with room for what a chunk does not fill. Rows of no chunk
+    give 0.
     """
     T, N, H = q_TNH.shape
     K, dtype = kv.values.shape[1], kv.keys.dtype
@@ -193,9 +194,10 @@ def chunk_attention(
     tokens = R // G
     tiles = chunk_tiles(start_C, row_C1, T, tokens)
     count = len(tiles.chunk)
-    q_KTGH = q_TNH.astype(dtype).reshape(T, K, G, H).swapaxes(0, 1)
-    # A tile may reach past the last row.
-    q_KYH = jnp.pad(q_KTGH.reshape(K, T * G, H), ((0, 0), (0, R), (0, 0)))
+    row_IX = tiles.row[:, None] + jnp.arange(tokens)
+    q_IXKGH = q_TNH.astype(dtype).reshape(T, K, G, H)[jnp.minimum(row_IX, T - 1)]
+    q_IKRH = q_IXKGH.transpose(0, 2, 1, 3, 4).reshape(count, K, tokens * G, H)
+    q_IKRH = jnp.pad(q_IKRH, ((0, 0), (0, 0), (0, R - tokens * G), (0, 0)))
     # As much as shared memory has room for.
     tile = 128 if H <= 128 else 64
     ring, shared = (SLOTS, tile, H), partial(_shared, dtype=dtype, head_dim=H)
@@ -219,9 +221,8 @@ def chunk_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_chunk",
-    )(q_KYH, kv.keys, kv.values, tables_by_head(page_table_CM), *tiles)  # fmt: skip
+    )(q_IKRH, kv.keys, kv.values, tables_by_head(page_table_CM), *tiles)  # fmt: skip
     # Where each row's result is: in which tile, and where in it.
-    row_IX = tiles.row[:, None] + jnp.arange(tokens)
     row_IX = jnp.where(jnp.arange(tokens) < tiles.size[:, None], row_IX, T)
     place_T = jnp.full(T, -1).at[row_IX.reshape(-1)].set(jnp.arange(count * tokens), mode="drop")
     out_IKXGH = out_IKRH[:, :, : tokens * G].reshape(count, K, tokens, G, H)
@@ -230,8 +231,8 @@ def chunk_attention(
 
 
 def _chunk(
-    q_KYH: Ref, k_PKBH: Ref, v_PKBH: Ref, table_KCM: Ref,
-    chunk_I: Ref, row_I: Ref, start_I: Ref, size_I: Ref, out_IKRH: Ref,
+    q_IKRH: Ref, k_PKBH: Ref, v_PKBH: Ref, table_KCM: Ref,
+    chunk_I: Ref, _: Ref, start_I: Ref, size_I: Ref, out_IKRH: Ref,
     q_sm: Ref, k_sm: Ref, v_sm: Ref, weight_sm: Ref,
     q_ready: Ref, k_ready: Ref, v_ready: Ref, k_free: Ref, v_free: Ref, cleared: Ref,
     *, G: int, tile: int, window: int | None, soft_cap: float | None, interpret: bool,
@@ -265,8 +266,7 @@ def _chunk(
         plgpu.set_max_registers(232, action="increase")
         q, weights = q_sm.at[me], weight_sm.at[me]
         mine = pl.ds(me * ROWS, ROWS)
-        first = pl.ds(row_I[i] * G + me * ROWS, ROWS)
-        plgpu.copy_gmem_to_smem(q_KYH.at[h, first], q, q_ready.at[me])
+        plgpu.copy_gmem_to_smem(q_IKRH.at[i, h, mine], q, q_ready.at[me])
         plgpu.barrier_wait(q_ready.at[me])
 
         def one_tile(masked: bool, step: jax.Array, carry: Softmax) -> Softmax:
