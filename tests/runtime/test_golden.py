@@ -117,7 +117,10 @@ def serve(
     [
         OPTIONS,
         replace(OPTIONS, max_num_batched_tokens=23),
-        replace(OPTIONS, max_num_batched_tokens=2, max_num_seqs=2),
+        # Between the others, and long.
+        pytest.param(
+            replace(OPTIONS, max_num_batched_tokens=2, max_num_seqs=2), marks=pytest.mark.slow
+        ),
         replace(OPTIONS, max_num_batched_tokens=1, max_num_seqs=1),
         replace(OPTIONS, launch_ahead=False, max_in_flight=1),
     ],
