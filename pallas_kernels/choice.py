@@ -35,9 +35,11 @@ def attention(kernels: str) -> Attention:
         from jaxinfer.pallas_kernels import hopper
 
         return Attention(hopper.decode_attention, hopper.chunk_attention, write.write_kv)
-    run = partial(partial, interpret=kernels == "interpret")
+    interpret = kernels == "interpret"
     return Attention(
-        run(generic.decode_attention), run(generic.chunk_attention), run(write.write_kv)
+        partial(generic.decode_attention, interpret=interpret),
+        partial(generic.chunk_attention, interpret=interpret),
+        partial(write.write_kv, interpret=interpret),
     )
 
 

@@ -8,7 +8,6 @@ share a KV head are rows of one product of at least 64.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -127,17 +126,12 @@ def _decode(
     each = pl.cdiv(tiles - first, parts)
     begin = first + part * each
     end = jnp.minimum(begin + each, tiles)
-    of_table = h if table_KSM.shape[0] > 1 else 0
-
-    def page(number: jax.Array) -> jax.Array:
-        # A tile may reach past the table's end, where there are no tokens.
-        found: jax.Array = table_KSM[of_table, s, jnp.minimum(number, table_KSM.shape[2] - 1)]
-        return found
+    table_M = table_KSM.at[h if table_KSM.shape[0] > 1 else 0, s]
 
     def fetch(tile: jax.Array) -> None:
         slot = lax.rem(tile - begin, SLOTS)
         for pages, shared, ready in ((k_PKBH, k_sm, k_ready), (v_PKBH, v_sm, v_ready)):
-            _copy_tile(pages, shared.at[slot], ready.at[slot], page, h, tile)
+            _copy_tile(pages, shared.at[slot], ready.at[slot], table_M, h, tile)
 
     plgpu.copy_gmem_to_smem(q_SKRH.at[s, h], q_sm.at[pl.ds(0, R)], q_ready)
     for ahead in range(SLOTS):
@@ -242,11 +236,7 @@ def _chunk(
     length = start + size
     end = pl.cdiv(length, tile)
     begin = lax.div(jnp.maximum(start - window + 1, 0), tile) if window else 0
-    of_table = h if table_KCM.shape[0] > 1 else 0
-
-    def page(number: jax.Array) -> jax.Array:
-        found: jax.Array = table_KCM[of_table, c, jnp.minimum(number, table_KCM.shape[2] - 1)]
-        return found
+    table_M = table_KCM.at[h if table_KCM.shape[0] > 1 else 0, c]
 
     @pl.when((me == CONSUMERS) & (size > 0))
     def _fetch() -> None:
@@ -259,7 +249,7 @@ def _chunk(
                 (k_PKBH, k_sm, k_ready, k_free), (v_PKBH, v_sm, v_ready, v_free),
             ):  # fmt: skip
                 pl.when(step >= begin + SLOTS)(partial(plgpu.barrier_wait, free.at[slot]))
-                _copy_tile(pages, shared.at[slot], ready.at[slot], page, h, step)
+                _copy_tile(pages, shared.at[slot], ready.at[slot], table_M, h, step)
 
     @pl.when((me < CONSUMERS) & (size > 0))
     def _multiply() -> None:
@@ -309,7 +299,7 @@ def _copy_tile(
     pages_PKBH: Ref,
     shared: Ref,
     ready: Ref,
-    page: Callable[[jax.Array], jax.Array],
+    table_M: Ref,
     head: jax.Array,
     tile: jax.Array,
 ) -> None:
@@ -318,9 +308,12 @@ def _copy_tile(
     unit = min(B, size)
     for part in range(size // unit):
         token = tile * size + part * unit
+        # A tile may reach past the table's end, where there are no tokens.
+        page = table_M[jnp.minimum(lax.div(token, B), table_M.shape[0] - 1)]
         at = pl.ds(lax.rem(token, B), unit) if size < B else slice(None)
-        of_page = pages_PKBH.at[page(lax.div(token, B)), head, at]
-        plgpu.copy_gmem_to_smem(of_page, shared.at[pl.ds(part * unit, unit)], ready)
+        plgpu.copy_gmem_to_smem(
+            pages_PKBH.at[page, head, at], shared.at[pl.ds(part * unit, unit)], ready
+        )
 
 
 def _product(a: Ref, b: Ref, columns: int) -> jax.Array:

@@ -128,12 +128,12 @@ def decode_case(sequences: int, length: int, copied: float, rehearse: bool, flex
     q = jax.random.normal(jax.random.key(1), (sequences, N, H), jnp.bfloat16) * H**-0.5
     lengths = jnp.full((sequences,), length, jnp.int32)
     plain = kv._replace(keys=jnp.swapaxes(kv.keys, 2, 3))
+    ours = kernels("decode_attention", rehearse)
     runs: dict[str, Callable[[], Run]] = {
         how: partial(Run, partial(run, q, plain if how == "plain" else kv, table, lengths))
-        for how, run in kernels("decode_attention", rehearse).items()
+        for how, run in ours.items()
     }
-    ours = kernels("decode_attention", rehearse)["generic"]
-    runs["generic, int8"] = lambda: Run(partial(ours, q, in_8_bits(kv), table, lengths))
+    runs["generic, int8"] = lambda: Run(partial(ours["generic"], q, in_8_bits(kv), table, lengths))
     kind = dense_kind(rehearse)
     attend = partial(jax.nn.dot_product_attention, implementation=kind, scale=1.0)
     dense = jax.jit(lambda q, k, v: attend(q[:, None], k, v)[:, 0])

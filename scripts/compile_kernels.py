@@ -33,7 +33,8 @@ from lower_kernels import Variant, variants
 from jaxinfer.options import EngineOptions
 from jaxinfer.runtime import plan as planning
 from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.step import CompiledStep
+from jaxinfer.runtime.sampler import SamplerShape
+from jaxinfer.runtime.step import CompiledStep, Key
 
 SCRATCH = Path(os.environ["PATH"].split(":")[0]).parent
 PTXAS = """#!/bin/sh
@@ -158,8 +159,9 @@ def steps(gpu: str, kv_cache_dtype: Any, count: int) -> str:
     try:
         with jax.default_device(plan.devices[0]):
             for shape in plan.limits.shapes():
-                memory = compiled.compile_shape(shape).memory_analysis()
-                array = plan.kv_bytes // len(jax.tree.leaves(plan.pages))
+                layers, *_ = compiled.compile_parts(Key(shape, SamplerShape()))
+                memory = layers.memory_analysis()
+                array = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.pages))
                 in_place = memory.alias_size_in_bytes >= plan.kv_bytes
                 copied += not in_place or memory.temp_size_in_bytes >= array
     except Exception as error:  # Whatever it is, the table has it.

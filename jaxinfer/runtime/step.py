@@ -208,10 +208,6 @@ class CompiledStep:
         """The executables of one step, compiled for their own sake."""
         return [self._compile(part) for part in self._parts(key)]
 
-    def compile_shape(self, shape: StepShape) -> jax.stages.Compiled:
-        """The stage's layers for steps of one shape."""
-        return self._compile(shape)
-
     def _compile(self, part: Any) -> jax.stages.Compiled:
         with jax.set_mesh(self._mesh):
             return self._lower(part).compile()

@@ -1,6 +1,7 @@
 """Shapes and inputs on which kernels are compared with the plain functions."""
 
 import random
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import combinations, product
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.pallas_kernels import reference
 from jaxinfer.pallas_kernels.kv_pages import KVPages, write_kv
 
 # Relative to the largest value.
@@ -179,3 +181,27 @@ def chunk_case(shape: Shape, seed: int) -> tuple[Any, ...]:
 def close(got: jax.Array, expected: jax.Array, dtype: str) -> None:
     scale = float(jnp.abs(expected).max()) or 1.0
     np.testing.assert_allclose(got / scale, expected / scale, atol=TOLERANCE[dtype])
+
+
+def check_decode(attend: Callable[..., jax.Array], shape: Shape, seed: int) -> None:
+    """Compare with the plain function, whole and in parts."""
+    q_SNH, kv, *rest = decode_case(shape, seed)
+    expected = jax.jit(partial(reference.decode_attention, **shape.options))(
+        q_SNH, plain(kv), *rest
+    )
+    for parts in (1, 3):
+        got = jax.jit(partial(attend, parts=parts, **shape.options))(q_SNH, kv, *rest)
+        close(got, expected, shape.dtype)
+        assert not np.any(got[0])  # A sequence of length 0.
+
+
+def check_chunks(attend: Callable[..., jax.Array], shape: Shape, seed: int) -> None:
+    """Compare with the plain function."""
+    q_TNH, kv, *rest = chunk_case(shape, seed)
+    first, last = (int(np.asarray(rest[-1])[i]) for i in (0, -1))
+    expected = jax.jit(partial(reference.chunk_attention, **shape.options))(q_TNH, plain(kv), *rest)
+    got = jax.jit(partial(attend, **shape.options))(q_TNH, kv, *rest)
+    close(got[first:last], expected[first:last], shape.dtype)
+    # All that is returned was written, or is 0.
+    assert not np.any(got[:first])
+    assert not np.any(got[last:])

@@ -8,7 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
-from kernel_cases import Shape, chunk_case, close, decode_case, grid, pairs, plain, sampled
+from kernel_cases import (
+    Shape,
+    check_chunks,
+    check_decode,
+    chunk_case,
+    close,
+    decode_case,
+    grid,
+    pairs,
+    plain,
+    sampled,
+)
 
 from jaxinfer.pallas_kernels import hopper, reference
 from jaxinfer.pallas_kernels.kv_pages import KVPages
@@ -30,47 +41,28 @@ def interpreted(detect_races: bool = False) -> Any:
     return None if ON_GPU or InterpretParams is None else InterpretParams(detect_races=detect_races)
 
 
-def check_decode(shape: Shape, seed: int) -> None:
-    q_SNH, kv, *rest = decode_case(shape, seed)
-    expected = jax.jit(partial(reference.decode_attention, **shape.options))(
-        q_SNH, plain(kv), *rest
-    )
-    for parts in (1, 3):
-        attend = partial(hopper.decode_attention, parts=parts, interpret=interpreted())
-        got = jax.jit(partial(attend, **shape.options))(q_SNH, kv, *rest)
-        close(got, expected, shape.dtype)
-        assert not np.any(got[0])  # A sequence of length 0.
-
-
-def check_chunks(shape: Shape, seed: int) -> None:
-    q_TNH, kv, *rest = chunk_case(shape, seed)
-    rows = np.asarray(rest[-1])
-    expected = jax.jit(partial(reference.chunk_attention, **shape.options))(q_TNH, plain(kv), *rest)
-    attend = partial(hopper.chunk_attention, interpret=interpreted(), **shape.options)
-    got = jax.jit(attend)(q_TNH, kv, *rest)
-    close(got[rows[0] : rows[-1]], expected[rows[0] : rows[-1]], shape.dtype)
-    assert not np.any(got[: rows[0]])
-    assert not np.any(got[rows[-1] :])
+DECODE = partial(hopper.decode_attention, interpret=interpreted())
+CHUNKS = partial(hopper.chunk_attention, interpret=interpreted())
 
 
 @runs
 @pytest.mark.parametrize("shape", sampled(SHAPES), ids=str)
 def test_decode(shape: Shape) -> None:
-    check_decode(shape, seed=1)
+    check_decode(DECODE, shape, seed=1)
 
 
 @runs
 @pytest.mark.parametrize("shape", sampled(SHAPES), ids=str)
 def test_chunks(shape: Shape) -> None:
-    check_chunks(shape, seed=2)
+    check_chunks(CHUNKS, shape, seed=2)
 
 
 @runs
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", pairs(SHAPES), ids=str)
 def test_every_pair_of_values(shape: Shape) -> None:
-    check_decode(shape, seed=3)
-    check_chunks(shape, seed=4)
+    check_decode(DECODE, shape, seed=3)
+    check_chunks(CHUNKS, shape, seed=4)
 
 
 @runs
