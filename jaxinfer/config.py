@@ -145,7 +145,9 @@ class RunFile(Options):
             if self.groups or self.links:
                 raise JaxinferError("groups and links need instances that stand on them")
             return one_engine(self.engine)
-        return ClusterConfig(groups=self.groups, instances=self.instances, links=self.links)
+        own = {name: _given(instance) for name, instance in self.instances.items()}
+        instances = _sections("instances", InstanceConfig, own, _given(self.engine))
+        return ClusterConfig(groups=self.groups, instances=instances, links=self.links)
 
 
 _SECTIONS: dict[str, type[Options]] = {
@@ -213,6 +215,10 @@ def _sections(
         )
         for key, value in data.items()
     }
+
+
+def _given(options: Options) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in options.model_fields_set}
 
 
 def _section(name: str, kind: type[T], data: object) -> T:

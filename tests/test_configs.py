@@ -7,7 +7,9 @@ import pytest
 import yaml
 
 from jaxinfer import JaxinferError
-from jaxinfer.config import load_run_file
+from jaxinfer.cluster import GroupConfig, InstanceConfig
+from jaxinfer.config import RunFile, load_run_file
+from jaxinfer.options import EngineOptions
 
 ROOT = Path(__file__).parents[1]
 # Hardware files are not run files: tests/simulate/test_nodes.py has them.
@@ -92,3 +94,20 @@ def test_groups_without_instances(tmp_path: Path) -> None:
     file.write_text("groups: [a]\n")
     with pytest.raises(JaxinferError, match="groups: must be a mapping from names to options"):
         load_run_file(file)
+
+
+def test_instances_made_in_python_have_the_engine_s_options() -> None:
+    instances = {"a": InstanceConfig(group="a", page_size=8), "b": InstanceConfig(group="b")}
+    config = RunFile(
+        engine=EngineOptions(page_size=32, max_num_seqs=4),
+        groups={"a": GroupConfig(), "b": GroupConfig()},
+        instances=instances,
+    )
+    made = config.cluster().instances
+    assert [(i.group, i.page_size, i.max_num_seqs) for i in made.values()] == [
+        ("a", 8, 4),
+        ("b", 32, 4),
+    ]
+    wrong = config.model_copy(update={"engine": EngineOptions(tensor_parallel_size=2)})
+    with pytest.raises(JaxinferError, match=r"instances\.a: tensor_parallel_size: an option of"):
+        wrong.cluster()
