@@ -5,7 +5,7 @@ from dataclasses import replace
 from jaxinfer.request import CompletionOutput, Logprob, Sampling
 from jaxinfer.serving.loop import Stop
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.tokenizer import Detokenizer, Tokenizer
+from jaxinfer.tokenizer import Tokenizer
 
 
 class StopCheck:
@@ -20,7 +20,7 @@ class StopCheck:
         self._stop_ids = frozenset(params.stop_token_ids)
         self._stop = params.stop
         self._tokenizer = tokenizer
-        self._stream = Detokenizer(tokenizer) if params.stop else None
+        self._stream = tokenizer.open_stream() if params.stop else None
         # The end of the text, in which a stop string may have begun.
         self._tail = ""
         self._tail_len = max(map(len, params.stop), default=1) - 1

@@ -85,8 +85,8 @@ class Tokenizer:
         """Write the tokenizer's files as Hugging Face's tools read them."""
         self._wrapped.save_pretrained(folder)
 
-    def open_stream(self) -> "_Stream":
-        """A new incremental decoder; see ``Detokenizer``."""
+    def open_stream(self) -> "Stream":
+        """A new incremental decoder."""
         if isinstance(self._backend.decoder, decoders.ByteLevel):
             return _ByteStream(self._backend, self._special_ids)
         return _WindowStream(self._backend, self._special_ids)
@@ -112,46 +112,23 @@ class NoTokenizer(Tokenizer):
         """No text."""
         return ""
 
-    def open_stream(self) -> "_Stream":
+    def open_stream(self) -> "Stream":
         """Refuse."""
         raise JaxinferError(
             f"model {self.name!r} has no tokenizer for stop strings: give stop_token_ids"
         )
 
 
-class Detokenizer:
-    """Decodes one sequence token by token; all pieces together equal ``Tokenizer.decode``."""
+class Stream(Protocol):
+    """Decodes one sequence token by token.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._stream = tokenizer.open_stream()
-        self._pieces: list[str] = []
+    All pieces together are what ``Tokenizer.decode`` gives, but for an incomplete character at the
+    end. Bytes in tokens of their own (``<0x0A>``) come as soon as they make up characters; should
+    an invalid one follow, ``decode`` has U+FFFD in place of all of them, in a text as long.
+    """
 
     def add(self, token_id: int) -> str:
         """The text that ``token_id`` completes; empty within a character of several bytes."""
-        piece = self._stream.add(token_id)
-        if piece:
-            self._pieces.append(piece)
-        return piece
-
-    def flush(self) -> str:
-        """The text still held back at the end; an incomplete character becomes U+FFFD."""
-        piece = self._stream.flush()
-        if piece:
-            self._pieces.append(piece)
-        return piece
-
-    @property
-    def text(self) -> str:
-        """All text so far."""
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
-
-
-class _Stream(Protocol):
-    def add(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -187,9 +164,6 @@ class _ByteStream:
             content = token.encode()
         return self._decoder.decode(content)
 
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
 
 class _WindowStream:
     """For any other decoder: decodes the last tokens with and without the new ones.
@@ -210,19 +184,14 @@ class _WindowStream:
         if token is None:
             return ""
         self._ids.append(token_id)
-        # One invalid byte makes the whole run of byte tokens invalid, so it must end first.
-        if len(token) == 6 and token.startswith("<0x"):
-            return ""
         text = self._backend.decode(self._ids)
         if text.endswith(_REPLACEMENT) or len(text) <= len(self._context):
             return ""
-        return self._emit(text)
-
-    def flush(self) -> str:
-        return self._emit(self._backend.decode(self._ids))
-
-    def _emit(self, text: str) -> str:
         piece = text[len(self._context) :]
+        if len(token) == 6 and token.startswith("<0x"):
+            # Stays whole: an invalid byte would make all bytes of the run invalid.
+            self._context = text
+            return piece
         self._ids = self._ids[self._read :]
         self._read = len(self._ids)
         self._context = self._backend.decode(self._ids)

@@ -12,11 +12,19 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_checks import USER, demo, demo_checkpoint, error_of, pieces, stream, tiny_vocabulary
+from tokenizer_checks import (
+    USER,
+    check_stream,
+    demo,
+    demo_checkpoint,
+    error_of,
+    pieces,
+    tiny_vocabulary,
+)
 from transformers import PreTrainedTokenizerFast
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from jaxinfer.tokenizer import Tokenizer, load_tokenizer
 
 CASES = json.loads((Path(__file__).parent / "data" / "smollm2_golden.json").read_text())["cases"]
 
@@ -77,7 +85,8 @@ class TestGolden:
     def test_output_text(self, case: dict[str, Any]) -> None:
         text = case["output_text"].removesuffix("<|im_end|>")
         assert demo().decode(case["output_ids"]) == text
-        assert stream(demo(), case["output_ids"]) == text
+        stream = demo().open_stream()
+        assert "".join(stream.add(token_id) for token_id in case["output_ids"]) == text
 
 
 class TestEncode:
@@ -137,42 +146,35 @@ class TestChat:
         assert "\n" not in str(caught.value)
 
 
-class TestDetokenizer:
+class TestStream:
     @given(st.lists(st.integers(0, 49151), max_size=60))
     @settings(max_examples=200, deadline=None)
     def test_random_ids(self, ids: list[int]) -> None:
-        assert stream(demo(), ids) == demo().decode(ids)
+        check_stream(demo(), ids)
 
     @given(st.text(max_size=40))
     @settings(max_examples=200, deadline=None)
     def test_random_text(self, text: str) -> None:
         ids = demo().encode(text)
-        assert stream(demo(), ids) == demo().decode(ids)
+        check_stream(demo(), ids)
 
     @given(st.lists(st.integers(0, 265), max_size=40))
     @settings(max_examples=300, deadline=None)
     def test_random_bytes_and_plain_tokens(self, ids: list[int]) -> None:
         tokenizer = byte_level_with_plain_tokens()
-        assert stream(tokenizer, ids) == tokenizer.decode(ids)
+        check_stream(tokenizer, ids)
 
     @given(st.lists(st.integers(0, 270) | st.integers(255, 267), max_size=40))
     @settings(max_examples=300, deadline=None)
     def test_random_sentencepiece_ids(self, ids: list[int]) -> None:
         tokenizer = sentencepiece_style()
-        assert stream(tokenizer, ids) == tokenizer.decode(ids)
+        check_stream(tokenizer, ids)
 
     def test_a_character_of_several_tokens_comes_whole(self) -> None:
         ids = demo().encode("🦙")
         assert len(ids) > 1
-        detokenizer = Detokenizer(demo())
-        assert [detokenizer.add(token_id) for token_id in ids] == [""] * (len(ids) - 1) + ["🦙"]
-
-    def test_flush_shows_the_incomplete_character(self) -> None:
-        ids = demo().encode("a🦙")[:-1]
-        detokenizer = Detokenizer(demo())
-        assert "".join(detokenizer.add(token_id) for token_id in ids) == "a"
-        assert detokenizer.flush() == "\ufffd"
-        assert detokenizer.text == "a\ufffd"
+        stream = demo().open_stream()
+        assert [stream.add(token_id) for token_id in ids] == [""] * (len(ids) - 1) + ["🦙"]
 
     def test_invalid_bytes_are_not_held_back(self) -> None:
         (stray,) = [
@@ -180,11 +182,21 @@ class TestDetokenizer:
             for token_id in range(256)
             if byte_level_with_plain_tokens()._backend.id_to_token(token_id) == "ÿ"
         ]
-        detokenizer = Detokenizer(byte_level_with_plain_tokens())
-        assert [detokenizer.add(stray) for _ in range(3)] == ["\ufffd"] * 3
+        stream = byte_level_with_plain_tokens().open_stream()
+        assert [stream.add(stray) for _ in range(3)] == ["\ufffd"] * 3
+
+    @pytest.mark.parametrize("text", ["\n", "é€", "a\n\nb"])
+    def test_bytes_come_with_the_token_that_completes_them(self, text: str) -> None:
+        tokenizer, stream = sentencepiece_style(), sentencepiece_style().open_stream()
+        by_bytes = [3 + byte for byte in text.encode()]
+        pieces = [stream.add(token_id) for token_id in by_bytes]
+        assert "".join(pieces) == tokenizer.decode(by_bytes) == text
+        assert [piece for piece in pieces if piece] == list(text)
 
     def test_unknown_and_special_ids_are_skipped(self) -> None:
-        assert stream(demo(), [504, 2, 60000, 1, 3575]) == demo().decode([504, 3575])
+        stream = demo().open_stream()
+        text = "".join(stream.add(token_id) for token_id in [504, 2, 60000, 1, 3575])
+        assert text == demo().decode([504, 3575])
 
 
 class TestFolder:

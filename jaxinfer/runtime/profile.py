@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxinfer.runtime.engine import Cluster, Engine, Progress
 from jaxinfer.runtime.measure_steps import measure
+from jaxinfer.serving.page_pool import KVShards
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.world import Batch
 from jaxinfer.steps.profile import Profile, load_profile, profile_path, store_profile
@@ -107,7 +108,9 @@ class Needs:
         return {
             name: engine
             for name, engine in self.cluster.engines.items()
-            if self.fits or max(self.cluster.slowdowns(name)) > 1
+            if self.fits
+            or max(self.cluster.slowdowns(name)) > 1
+            or any(stage.link for stage in engine.worker.stages)
         }
 
 
@@ -140,7 +143,8 @@ def _use_profiles(need: Needs) -> dict[str, StepFit]:
         for stage, slowdown, times in zip(
             engine.worker.stages, slowdowns, step_times(engine, profile), strict=True
         ):
-            if slowdown != 1:
+            # Behind an emulated link, inputs come late: when a step ends, only times can tell.
+            if slowdown != 1 or stage.link:
                 stage.emulate = partial(_slowed, times, slowdown)
     return fits
 
@@ -187,7 +191,11 @@ class Grid:
             if most > 0:
                 others += [((context, 1),) * rows for context in _spread(0, most, 3)]
         for tokens in limits.token_buckets:
-            others += [((c, tokens),) for c in _spread(0, longest - tokens, 3) if tokens <= longest]
+            if tokens <= longest:
+                others += [((c, tokens),) for c in _spread(0, longest - tokens, 3)]
+            else:
+                sizes = {longest // share for share in (1, 2, 4)} - {0, 1}
+                others += [_prompts(tokens, size, limits.max_chunks, kv) for size in sorted(sizes)]
         mixed: list[tuple[int, int, tuple[Part, ...]]] = []
         rows = min(limits.row_buckets[-1] // 2, budget // 2)
         chunk = min(longest, kv.num_pages // 2 * kv.page_size)
@@ -217,6 +225,17 @@ class Grid:
         """All that is measured, each step once."""
         chunks = [(part,) for length in self.lengths for part in self.prefill(length)]
         return list(dict.fromkeys([*chunks, *(parts for *_, parts in self.mixed), *self.others]))
+
+
+def _prompts(tokens: int, size: int, most: int, kv: KVShards) -> tuple[Part, ...]:
+    """Prompts of ``size`` tokens, ``tokens`` together or as many as fit."""
+    parts: list[Part] = []
+    pages = kv.num_pages
+    while len(parts) < most and (count := min(size, tokens, pages * kv.page_size)) > 1:
+        parts.append((0, count))
+        tokens -= count
+        pages -= kv.pages_for(count)
+    return tuple(parts)
 
 
 def _spread(low: int, high: int, count: int) -> list[int]:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.transfer import Landed, Route
@@ -87,6 +88,9 @@ class RealWorld:
                     route.send(transfer, self._posted.put, stage, ended)
 
             self._workers[batch.instance].launch(batch, self._origin, self._posted.put, launched)
+            if self._under_way[batch.instance] == 1:
+                # Launching may have compiled for long.
+                self._quiet_since[batch.instance] = time.perf_counter()
         except JaxinferError:
             raise
         except Exception as error:
@@ -139,20 +143,28 @@ class RealWorld:
             Exception: what a step has failed with, where there is but one instance.
         """
         start = time.perf_counter()
-        events = self._due_by_clock()
+        events = self._due_now()
         while not events and (self._under_way or self._next_by_clock() is not None):
-            due = self._next_by_clock()
-            timeout = None if due is None else max(due - self.now(), 0)
-            if self._under_way and self._watchdog_s:
-                timeout = min(timeout or self._watchdog_s, self._watchdog_s)
-            try:
-                events += self._take(self._posted.get(timeout=timeout))
-            except queue.Empty:
-                events = self._due_by_clock() + self._given_up()
-        while not self._posted.empty():
-            events += self._take(self._posted.get())
+            with suppress(queue.Empty):
+                events += self._take(self._posted.get(timeout=self._patience()))
+            events += self._due_now()
         self.waited_s += time.perf_counter() - start
         return events
+
+    def _due_now(self) -> list[Event]:
+        events = self._due_by_clock()
+        while not self._posted.empty():
+            events += self._take(self._posted.get())
+        return events + self._given_up()
+
+    def _patience(self) -> float | None:
+        """Seconds until the clock has something, or an instance has been quiet for too long."""
+        ends = []
+        if (due := self._next_by_clock()) is not None:
+            ends.append(self._origin + due)
+        if self._watchdog_s:
+            ends += [self._quiet_since[name] + self._watchdog_s for name in self._under_way]
+        return max(min(ends) - time.perf_counter(), 0) if ends else None
 
     def _given_up(self) -> list[Event]:
         """Instances that have been quiet for too long."""
