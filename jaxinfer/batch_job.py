@@ -5,11 +5,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxinfer.config import RunFile
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options import EngineOptions
 from jaxinfer.report.metrics import RunMetrics
+from jaxinfer.report.run_folder import run_folders
 from jaxinfer.request import RequestOutput
 from jaxinfer.workload.batch_input import BadLine, BatchLine, Conversation, read_batch
 from jaxinfer.workload.batch_output import ResultFile, error_line, result_line
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from jaxinfer.llm import LLM
     from jaxinfer.serving.request_state import RequestState
 
-# Of the engine's options, those that may change a result.
+# Of an instance's options, those that may change a result.
 RESULT_OPTIONS = ("dtype", "max_model_len", "seed")
 
 
@@ -27,6 +29,7 @@ class BatchJob:
 
     Attributes:
         num_lines: requests in the input; num_resumed: those with a result when opened.
+        lost: why some lines have no result, where an instance was lost; the next run has them.
         run_folder: where ``run`` leaves ``run.json`` and ``steps.jsonl``, in numbered folders.
     """
 
@@ -41,6 +44,7 @@ class BatchJob:
         self._lines = {line.custom_id: line for line in lines}
         self._results = results
         self._texts: dict[str, str] = {}
+        self.lost: str | None = None
 
     @classmethod
     def open(cls, config: RunFile, input_path: str, output_path: str, force: bool) -> Self:
@@ -54,16 +58,13 @@ class BatchJob:
         lines = read_batch(input_path)
         if os.path.exists(output_path) and os.path.samefile(input_path, output_path):
             raise JaxinferError(f"{output_path}: the output must not be the input")
-        engine = config.engine.model_dump()
         job = {
             "input_sha256": hashlib.sha256(Path(input_path).read_bytes()).hexdigest(),
             "model": model,
-        } | {name: engine[name] for name in RESULT_OPTIONS}
-        if engine["load_format"] != "auto":
-            job["load_format"] = engine["load_format"]
-        if engine["kv_cache_dtype"] != "auto":
-            # A page shares its scales.
-            job |= {name: engine[name] for name in ("kv_cache_dtype", "page_size")}
+        } | _result_options(config.engine)
+        if config.instances:
+            instances = config.cluster().instances
+            job["instances"] = {name: _result_options(i) for name, i in instances.items()}
         return cls(config, lines, ResultFile.open(output_path, job, force), output_path)
 
     def run(self) -> RunMetrics | None:
@@ -95,12 +96,17 @@ class BatchJob:
 
     def newest_run(self) -> Path:
         """The folder of this process's run."""
-        return max(Path(self.run_folder).iterdir(), key=lambda path: int(path.name))
+        return run_folders(Path(self.run_folder))[-1]
 
     @property
     def num_failed(self) -> int:
         """Error lines among the results."""
         return self._results.num_failed
+
+    @property
+    def num_missing(self) -> int:
+        """Lines without a result."""
+        return self.num_lines - len(self._results.finished)
 
     def _requests(self, llm: "LLM", line: BatchLine) -> "list[RequestState]":
         try:
@@ -119,11 +125,18 @@ class BatchJob:
     def _take(self, output: RequestOutput) -> None:
         line = self._lines[output.request_id]
         assert isinstance(line, BatchLine)
+        if output.lost:
+            self.lost = output.error
+            return
         if output.error:
             self._fail(line, output.error)
             return
         assert self._config.model
-        self._results.append(result_line(line, output, self._config.model))
+        try:
+            self._results.append(result_line(line, output, self._config.model))
+        except ValueError:
+            self._fail(line, "a log probability is NaN or infinite, which JSON cannot say")
+            return
         self._texts[line.custom_id] = output.outputs[0].text
 
     def _fail(self, line: BatchLine | BadLine, reason: str) -> None:
@@ -140,6 +153,17 @@ class BatchJob:
     ) -> None:
         """Close the output."""
         self._results.close()
+
+
+def _result_options(options: EngineOptions) -> dict[str, Any]:
+    """What of an instance's options may change a result."""
+    found = {name: getattr(options, name) for name in RESULT_OPTIONS}
+    if options.load_format != "auto":
+        found["load_format"] = options.load_format
+    if options.kv_cache_dtype != "auto":
+        # A page shares its scales.
+        found |= {name: getattr(options, name) for name in ("kv_cache_dtype", "page_size")}
+    return found
 
 
 def _last_words(line: BatchLine) -> str:

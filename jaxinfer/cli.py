@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.text import Text
 
 from jaxinfer import cli_simulate
 from jaxinfer.batch_job import BatchJob
@@ -59,7 +60,7 @@ def run(
 ) -> None:
     """Answer a file of requests. The same command continues an interrupted run.
 
-    Exits with 0 if every line got an answer, 1 if some got an error line, 2 if it could not run.
+    Exits with 0 if every line got an answer, 1 if some did not, 2 if it could not run.
     """
     config = _configure(run_file, settings, model)
     input_path = input_path or config.workload.input
@@ -73,7 +74,10 @@ def run(
     with BatchJob.open(config, input_path, output_path, force) as job:
         if job.num_resumed:
             console.print(f"continuing: {job.num_resumed} of {job.num_lines} lines are done")
-        metrics = job.run()
+        try:
+            metrics = job.run()
+        except KeyboardInterrupt:
+            sys.exit(_fail("interrupted; the same command continues", 130))
         if metrics:
             console.print(metrics_table(metrics))
             if len(config.instances) > 1:
@@ -83,9 +87,19 @@ def run(
             )
         console.print(f"results: {output_path}", soft_wrap=True)
         for prompt, answer in job.answers(show):
-            console.print(f"\n[bold]{_escape(prompt)}[/bold]\n{_escape(answer)}", highlight=False)
+            console.print()
+            console.print(Text(prompt, style="bold"))
+            console.print(Text(answer))
         if job.num_failed:
             console.print(f"{job.num_failed} of {job.num_lines} lines failed; see their error")
+        if job.lost:
+            console.print(
+                f"{job.num_missing} of {job.num_lines} lines have no result, the same command goes "
+                f"on with them: {job.lost}",
+                markup=False,
+                soft_wrap=True,
+            )
+        if job.num_failed or job.lost:
             sys.exit(1)
 
 
@@ -298,10 +312,6 @@ def _configure(run_file: str | None, settings: tuple[str, ...], model: str | Non
     return config.model_copy(update={"model": model}) if model else config
 
 
-def _escape(text: str) -> str:
-    return text.replace("[", "\\[")
-
-
 def main() -> None:
     """Entry point: a user's mistake is one line on stderr and exit code 2."""
     sys.path.insert(0, os.getcwd())  # For a system of the user's own.
@@ -312,7 +322,7 @@ def main() -> None:
     except JaxinferError as error:
         code = _fail(str(error))
     except (click.Abort, KeyboardInterrupt):
-        code = _fail("interrupted; the same command continues", 130)
+        code = _fail("interrupted", 130)
     sys.exit(code or 0)
 
 

@@ -1,5 +1,6 @@
 """What several commands have in common."""
 
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ with_force = click.option("--force", is_flag=True, help="Overwrite the file of f
 
 def workload_settings(trace: str | None, limit: int | None) -> list[str]:
     """As settings of the run file, whose own workload they replace."""
-    settings = [f"workload.trace={trace}", "workload.synthetic="] if trace else []
+    settings = [f"workload.trace={json.dumps(trace)}", "workload.synthetic="] if trace else []
     return settings + ([f"workload.limit={limit}"] if limit else [])
 
 

@@ -24,6 +24,8 @@ def load_systems(
     """
     folder = Path(run_files[0]).parent
     paths = [Path(path) for path in run_files]
+    if systems and len(run_files) > 1:
+        raise JaxinferError(f"--systems are run files beside {run_files[0]}: give only that one")
     if systems:
         paths = [folder / f"{name}.yaml" for name in systems]
     configs = {path.stem: load_run_file(path, settings) for path in paths}

@@ -147,6 +147,12 @@ class RunFile(Options):
             return one_engine(self.engine)
         own = {name: _given(instance) for name, instance in self.instances.items()}
         instances = _sections("instances", InstanceConfig, own, _given(self.engine))
+        for name, instance in instances.items():
+            if instance.seed != self.engine.seed:
+                raise JaxinferError(
+                    f"instances.{name}: seed is {instance.seed}, must be engine.seed's "
+                    f"{self.engine.seed}: a request draws the same tokens on each instance"
+                )
         return ClusterConfig(groups=self.groups, instances=instances, links=self.links)
 
 

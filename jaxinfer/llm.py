@@ -256,6 +256,7 @@ class LLM:
                     folder.add_transfer(event)
 
             late = self.cluster.late_compiles
+            self.cluster.take_overruns()  # Those of runs that nobody recorded.
             # A run that fails leaves pages in use: the next one gets new pools.
             engines = self.cluster.engines
             kv = self._kv or {name: engine.new_kv() for name, engine in engines.items()}
@@ -274,9 +275,9 @@ class LLM:
                 shards.on_free = lambda: None  # The loop is not to outlive the run.
             self._kv = kv
             preemptions = sum(instance.num_preemptions for instance in instances)
-            served = {sampling_of(r).parent for r in requests if r.error is None}
+            failed = {sampling_of(r).parent for r in requests if r.error}
             metrics = run_metrics(
-                totals, group.num_parents, group.num_parents - len(served), world.now(),
+                totals, group.num_parents, len(failed), world.now(),
                 preemptions=preemptions,
                 num_pages=sum(stage.plan.num_pages - 1 for stage in self.cluster.stages),
                 compiles=sum(stage.step.compiles for stage in self.cluster.stages),
@@ -362,8 +363,9 @@ class LLM:
 
     def _output(self, siblings: list[RequestState], checks: dict[str, StopCheck]) -> RequestOutput:
         first = siblings[0]
+        failed = next((request for request in siblings if request.error), None)
         prompt_logprobs = None
-        if sampling_of(first).params.prompt_logprobs is not None and not first.error:
+        if sampling_of(first).params.prompt_logprobs is not None and not failed:
             found = (first.prompt_details[p] for p in range(1, first.prompt_len))
             prompt_logprobs = [None, *(decoded(position, self.tokenizer) for position in found)]
         return RequestOutput(
@@ -373,12 +375,13 @@ class LLM:
             outputs=[
                 completion(request, checks.pop(request.id), self.tokenizer)
                 for request in siblings
-                if not request.error
+                if not failed
             ],
             finished=True,
             metrics=first.metrics,
             prompt_logprobs=prompt_logprobs,
-            error=first.error,
+            error=failed.error if failed else None,
+            lost=any(request.finish_reason == "lost" for request in siblings),
         )
 
 

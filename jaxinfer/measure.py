@@ -10,6 +10,7 @@ from jaxinfer.config import RunFile
 from jaxinfer.errors import JaxinferError
 from jaxinfer.llm import LLM
 from jaxinfer.report.metrics import RunMetrics
+from jaxinfer.report.run_folder import run_folders
 from jaxinfer.request import RequestOutput, SamplingParams
 from jaxinfer.runtime.explain import step_costs, weight_bytes_per_device
 from jaxinfer.serving.request_state import RequestState
@@ -102,12 +103,14 @@ def compare_rules(
 
 def _load(config: RunFile, table: str) -> LLM:
     sharding = None if table == "default" else table
-    engine = config.engine.model_copy(update={"sharding": sharding})
-    return LLM.from_config(config.model_copy(update={"engine": engine}))
+    changed = {"sharding": sharding}
+    engine = config.engine.model_copy(update=changed)
+    instances = {n: i.model_copy(update=changed) for n, i in config.instances.items()}
+    return LLM.from_config(config.model_copy(update={"engine": engine, "instances": instances}))
 
 
 def _last_steps(folder: Path, runs: int) -> list[dict[str, float]]:
-    newest = sorted(folder.iterdir(), key=lambda path: int(path.name))[-runs:]
+    newest = run_folders(folder)[-runs:]
     return [json.loads(line) for path in newest for line in (path / "steps.jsonl").open()]
 
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from jaxinfer.errors import JaxinferError
 from jaxinfer.validation import Options
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error", "lost"]
 
 
 def _as_list(value: object) -> object:
@@ -198,7 +198,8 @@ class RequestOutput:
 
     ``prompt`` is None where it was not given as text. ``prompt_logprobs``, where asked for, has
     None for the first token, of which the model says nothing. ``error`` says why a request was
-    refused; it has no outputs then.
+    refused, or could not be finished; it has no outputs then. ``lost``: because an instance was
+    lost, so that the same request may succeed later.
     """
 
     request_id: str
@@ -209,3 +210,4 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
+    lost: bool = False

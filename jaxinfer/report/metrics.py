@@ -19,6 +19,7 @@ class RunTotals:
 
     Attributes:
         prefill_tokens, decode_tokens: computed, recomputed ones included.
+        pages_in_use: of each instance, when its last step was launched; peak_pages: of all.
         prompt_tokens, cached_tokens, output_tokens, ttft, tbt: of requests that have not failed;
             see ``RunMetrics``.
     """
@@ -26,6 +27,7 @@ class RunTotals:
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    pages_in_use: dict[str, int] = field(default_factory=dict)
     peak_pages: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -39,7 +41,8 @@ class RunTotals:
         self.steps += 1
         self.decode_tokens += work.decodes
         self.prefill_tokens += work.tokens - work.decodes
-        self.peak_pages = max(self.peak_pages, done.batch.pages_in_use)
+        self.pages_in_use[done.instance] = done.batch.pages_in_use
+        self.peak_pages = max(self.peak_pages, sum(self.pages_in_use.values()))
 
     def add_request(self, request: RequestState, times: Sequence[float]) -> None:
         """Count one request, whose tokens came at these times."""

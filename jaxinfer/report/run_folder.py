@@ -177,8 +177,14 @@ def _overlap(start: float, end: float, busy: Sequence[tuple[float, float]]) -> f
     return covered
 
 
+def run_folders(parent: Path) -> list[Path]:
+    """Those of all runs so far, the newest last."""
+    found = [path for path in parent.iterdir() if path.name.isdecimal()]
+    return sorted(found, key=lambda path: int(path.name))
+
+
 def _next_folder(parent: Path) -> Path:
-    used = [int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()]
+    used = [int(path.name) for path in run_folders(parent)[-1:]]
     path = parent / str(max(used, default=0) + 1)
     path.mkdir()
     return path

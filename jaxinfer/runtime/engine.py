@@ -1,7 +1,7 @@
 """From a checkpoint and a cluster to instances that can be run."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -199,11 +199,20 @@ def plan_cluster(model: ModelConfig, config: ClusterConfig) -> dict[str, list[Pl
         JaxinferError: as ``make_plan``, with the instance's name where there are several.
     """
     configure_jax()
-    free = {name: iter(devices) for name, devices in open_groups(config.groups).items()}
-    plans = {}
+    groups = open_groups(config.groups)
+    for link in config.links:
+        for end in link.between:
+            if groups[end][0].platform != "cpu":
+                raise JaxinferError(
+                    f"links: {' - '.join(link.between)} is emulated, on CPU only, and {end} is a "
+                    "GPU: leave links to `simulate`"
+                )
+    free = {name: iter(devices) for name, devices in groups.items()}
+    plans: dict[str, list[Plan]] = {}
     for name, instance in config.instances.items():
+        planned = [plan for stages in plans.values() for plan in stages]
         try:
-            plans[name] = list(_plan_stages(model, config, instance, free))
+            plans[name] = list(_plan_stages(model, config, instance, free, _host_bytes(planned)))
         except JaxinferError as error:
             of = f"instances.{name}: " if len(config.instances) > 1 else ""
             raise JaxinferError(f"{of}{error}") from None
@@ -215,6 +224,7 @@ def _plan_stages(
     config: ClusterConfig,
     instance: InstanceConfig,
     free: Mapping[str, Iterator[jax.Device]],
+    taken: int,
 ) -> Iterator[Plan]:
     groups = [config.groups[stage.group] for stage in instance.places]
     devices = [
@@ -230,23 +240,34 @@ def _plan_stages(
     if instance.stages:
         counts = count_layers(model.num_hidden_layers, instance.places, speed)
     for here, layers in zip(devices, split(model.num_hidden_layers, counts), strict=True):
-        yield from _plan_segments(model, instance, here, layers)
+        plans = _plan_segments(model, instance, here, layers, taken)
+        taken += _host_bytes(plans)
+        yield from plans
+
+
+def _host_bytes(plans: Iterable[Plan]) -> int:
+    """What they will take of the host's memory."""
+    on_host = [plan for plan in plans if plan.devices[0].platform == "cpu"]
+    return sum(plan.weight_bytes + plan.kv_bytes for plan in on_host)
 
 
 def _plan_segments(
-    model: ModelConfig, instance: InstanceConfig, devices: Sequence[jax.Device], layers: Layers
-) -> Iterator[Plan]:
+    model: ModelConfig,
+    instance: InstanceConfig,
+    devices: Sequence[jax.Device],
+    layers: Layers,
+    taken: int,
+) -> list[Plan]:
     """One stage's, which share its devices' memory."""
-    whole = make_plan(model, instance, devices, layers)
+    whole = make_plan(model, instance, devices, layers, taken)
     if instance.segments == 1:
-        yield whole
-        return
+        return [whole]
     count = layers.stop - layers.start
     if instance.segments > count:
         raise JaxinferError(f"segments is {instance.segments}, a stage has {count} layers")
     sized = instance.model_copy(update={"num_pages": whole.num_pages})
-    for piece in layers.pieces(instance.segments):
-        yield make_plan(model, sized, devices, piece)
+    pieces = layers.pieces(instance.segments)
+    return [make_plan(model, sized, devices, piece, taken) for piece in pieces]
 
 
 def load_parameters(checkpoint: Checkpoint, plans: Sequence[Plan]) -> list[Parameters]:

@@ -95,12 +95,14 @@ def make_plan(
     options: EngineOptions,
     devices: Sequence[jax.Device] = (),
     layers: Layers | None = None,
+    taken: int = 0,
 ) -> Plan:
     """Decide shardings, buckets and the size of the KV pool.
 
     Args:
         devices: of the stage; by default JAX's first ``tensor_parallel_size``.
         layers: of the stage; by default all.
+        taken: bytes of a CPU's memory that other plans will take.
 
     Raises:
         JaxinferError: the options ask for more than the model, the devices or their memory can
@@ -133,7 +135,7 @@ def make_plan(
     page = abstract_pages(wide, layers, 1, options.page_size, kv_dtype, mesh)
     each = memory_of(jax.tree.leaves(page))
     fraction = options.memory_fraction or (0.2 if devices[0].platform == "cpu" else 0.9)
-    free, budget = _memory(devices[0], fraction, weights)
+    free, budget = _memory(devices[0], fraction, weights, taken)
     useful = limits.max_pages * options.max_num_seqs + 1
     addressed = _addressable(wide, kv_dtype, options.page_size, len(devices))
     num_pages = options.num_pages or min(budget // each, useful, addressed)
@@ -213,11 +215,11 @@ def _abstract_model(
     }
 
 
-def _memory(device: jax.Device, fraction: float, weights: int) -> tuple[int, int]:
+def _memory(device: jax.Device, fraction: float, weights: int, taken: int) -> tuple[int, int]:
     """Free bytes of the memory, and how many of them pages may take beside the weights."""
     if device.platform == "cpu":
         # Shared with the rest of the machine: a share of what is left, the weights apart.
-        free = available_memory()
+        free = available_memory() - taken
         return free, math.floor(min(free * fraction, free - weights))
     stats = device.memory_stats()
     free = stats["bytes_limit"] - stats["bytes_in_use"]

@@ -25,6 +25,8 @@ from jaxinfer.serving.world import Arrival, Event, InstanceLost, StepDone, Tick,
 from jaxinfer.validation import did_you_mean
 
 Stop = tuple[FinishReason, int | str | None]
+# After so many ticks in a row that change nothing, a system has stalled.
+MAX_IDLE_TICKS = 100_000
 
 
 class ServingLoop:
@@ -36,8 +38,8 @@ class ServingLoop:
         system: decides where each request runs.
         check_stop: called with each token that has reached the host; a reason ends the request.
             Without, only ``max_tokens`` does.
-        on_finish: called once per request: ``finish_reason`` and, for one that could never
-            fit, ``error`` are set.
+        on_finish: called once per request: ``finish_reason`` is set, and ``error`` for one that
+            could never fit, or that a lost instance had and no other takes.
         on_event: called with each StepDone, TransferDone and InstanceLost once it is committed.
     """
 
@@ -72,6 +74,7 @@ class ServingLoop:
     def run(self) -> None:
         """Serve until all requests have come in and ended, and nothing is in flight."""
         self._ask_for_tick()
+        idle_ticks = 0
         while True:
             events = self.world.due_events()
             for event in events:
@@ -85,12 +88,15 @@ class ServingLoop:
             if not self._in_flight and not self.world.arrivals_left():
                 if self.live and self.lost:
                     self._give_up()
-                    if self._in_flight:
+                    if self._in_flight or self.world.arrivals_left():
                         continue
                 if not self.live:
                     return
-                if self.system.tick_interval is None:
-                    raise RuntimeError(self._explain_stall())
+                idle_ticks += 1
+                if self.system.tick_interval is None or idle_ticks > MAX_IDLE_TICKS:
+                    raise JaxinferError(self._explain_stall())
+            else:
+                idle_ticks = 0
 
     def _ask_for_tick(self) -> None:
         interval = self.system.tick_interval
@@ -261,7 +267,7 @@ class ServingLoop:
                 f"request {request.id!r}: instance {lost!r} was lost, and the system has no other "
                 f"for it: {self.lost[lost]}"
             )
-            self._finish(request, "error", None)
+            self._finish(request, "lost", None)
 
     # Decisions: routing, actions, launches.
 

@@ -144,6 +144,8 @@ def _from_hugging_face(path: Path) -> ModelShape:
         for name in ModelShape.model_fields
         if name != "gated"
     }
+    if found["tie_word_embeddings"] is None:
+        found["tie_word_embeddings"] = architecture.startswith(("Gemma3", "OPT"))
     found["gated"] = not architecture.startswith("OPT")
     if found["num_experts"] and "moe_intermediate_size" in config:
         found["intermediate_size"] = config["moe_intermediate_size"]

@@ -15,6 +15,7 @@ from jaxinfer.config import as_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.comparison import figures, number_text
 from jaxinfer.report.records import RequestRecord, RunRecord, read_run
+from jaxinfer.report.run_folder import run_folders
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.work import Work
 from jaxinfer.simulate.cluster import ModelledCluster, ModelledInstance, lanes_between
@@ -94,8 +95,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
     ]
     fits = {name: fit for name, (_, fit) in read.items()}
     serve(config, ModelledCluster(instances, lanes, capacities), fits, work, out)
-    newest = max((int(path.name) for path in out.iterdir()), default=1)
-    return real, read_run(out / str(newest), "simulated")
+    return real, read_run(run_folders(out)[-1], "simulated")
 
 
 def _order(request: RequestRecord) -> tuple[float, list[int]]:

@@ -7,6 +7,7 @@ beside its decodes, and decodes. The Balancer cuts each prompt so that both part
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 
 from pydantic import Field
 
@@ -93,7 +94,7 @@ class Cronus(System):
             return [Assignment(request.id, (Leg(left),)) for request in waiting]
         free = options.max_in_partial - cluster.instances[options.partial].num_requests
         assignments = []
-        for request in list(waiting)[: max(free, 0)]:
+        for request in islice(waiting, max(free, 0)):
             first = Leg(options.partial, self._cut(request, cluster), options.hand_off)
             assignments.append(Assignment(request.id, (first, Leg(options.chunked))))
         return assignments

@@ -1,6 +1,7 @@
 """Disaggregated prefill (Cronus, section 3.1): all of a prompt here, all decoding there."""
 
 from collections.abc import Collection, Sequence
+from itertools import islice
 
 from pydantic import Field
 
@@ -65,5 +66,5 @@ class Disaggregated(System):
                 request.id,
                 (Leg(options.prefill, request.prompt_len, options.hand_off), Leg(options.decode)),
             )
-            for request in list(waiting)[: max(free, 0)]
+            for request in islice(waiting, max(free, 0))
         ]

@@ -136,6 +136,12 @@ class FakeWorld:
         for name, time in self.timing.lost.items():
             self._at(time, lambda n=name: self._lose(n))
 
+    def add(self, request: RequestState) -> None:
+        """Let one more arrive, now."""
+        self.references[request.id] = Reference(request)
+        self._arrivals += 1
+        self._at(self._now, lambda: self._arrive(request))
+
     # The World protocol.
 
     def now(self) -> float:

@@ -251,7 +251,7 @@ class Run:
                 assert shard.pool.num_free == shard.pool.num_usable
         assert set(finished) == {r.id for r in self.requests}
         for request in self.requests:
-            if request.finish_reason != "error":
+            if request.finish_reason not in ("error", "lost"):
                 self._check_output(request, world)
 
     def _check_output(self, request: RequestState, world: FakeWorld) -> None:

@@ -8,9 +8,11 @@ from scenarios import RULES, Follow, Script
 from serving_checks import Outcome, Run, make_kv, make_requests
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.serving import loop as loop_module
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
+from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import (
     Action,
     Assignment,
@@ -322,8 +324,41 @@ def test_a_system_that_stalls_is_named(action: Action | None) -> None:
 
     system = Do(action) if action else Idle()
     name, left = ("Do", 1) if action else ("Idle", 2)
-    with pytest.raises(RuntimeError, match=f"{name} has stalled: {left} requests are left .*r1"):
+    with pytest.raises(JaxinferError, match=f"{name} has stalled: {left} requests are left .*r1"):
         Run(system, [tiny("A", 20)], make_requests([(3, 9)] * 2)).verify()
+
+
+def test_a_system_whose_ticks_change_nothing_has_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Idle(System):
+        tick_interval = 1.0
+
+        def route(self, waiting, cluster):  # type: ignore[no-untyped-def]
+            return []
+
+    monkeypatch.setattr(loop_module, "MAX_IDLE_TICKS", 10)
+    with pytest.raises(JaxinferError, match="Idle has stalled: 1 requests are left"):
+        Run(Idle(), [tiny("A", 20)], make_requests([(3, 9)])).verify()
+
+
+def test_requests_that_come_once_the_last_is_given_up() -> None:
+    """As continuations do, which wait for another's prompt."""
+
+    class OnlyA(System):
+        def route(self, waiting, cluster: ClusterView):  # type: ignore[no-untyped-def]
+            return [Assignment(r.id, (Leg("A"),)) for r in waiting if "A" in cluster.instances]
+
+    instances = [tiny("A", 20), tiny("B", 20)]
+    first, second = make_requests([(3, 9)] * 2)
+    world = FakeWorld(instances, [first], Timing(lost={"A": 2.0}))
+    finished = []
+
+    def on_finish(request: RequestState) -> None:
+        finished.append((request.id, request.finish_reason))
+        if request is first:
+            world.add(second)
+
+    ServingLoop(world, instances, OnlyA(), on_finish=on_finish, on_event=world.committed).run()
+    assert finished == [(first.id, "lost"), (second.id, "lost")]
 
 
 def test_two_requests_with_one_id() -> None:
