@@ -111,18 +111,18 @@ def paged_attention(
     v_TKH: jax.Array,
     kv: KVPages,
     batch: PagedBatch,
+    kernels: str,
     scale: float | None = None,
     window: int | None = None,
-    kernels: str = "plain",
 ) -> tuple[jax.Array, KVPages]:
     """Write the tokens' KV entries, then attend: decodes and chunks each by their own function.
 
     Heads are independent: on a mesh, each device attends with its own.
 
     Args:
+        kernels: what attends, and so how keys lie; see ``pallas_kernels.choice``.
         scale: of scores; 1 / sqrt(H) by default.
         window: how many of the last entries a token sees, its own included; all by default.
-        kernels: what attends; see ``pallas_kernels.choice``.
 
     Returns:
         float32 [T, N, H] and the updated pages.

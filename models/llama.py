@@ -75,7 +75,7 @@ class Attention(nnx.Module):
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         q_TNH, k_TKH = apply_rope(q_TNH, *rope), apply_rope(k_TKH, *rope)
         out_TNH, kv = paged_attention(
-            q_TNH, k_TKH, v_TKH, kv, batch, self.scale, window, self.kernels
+            q_TNH, k_TKH, v_TKH, kv, batch, self.kernels, self.scale, window
         )
         # As a matrix product: XLA:CPU transposes the weight, every step, for one over two axes.
         o_NHD = self.o_NHD[...]

@@ -12,6 +12,7 @@ and waiting for the host.
 """
 
 import json
+import math
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -200,9 +201,12 @@ def show_run(run: dict[str, Any]) -> None:
 @click.option("--trace", help="CSV of prompt and output lengths.")
 @click.option("--requests", type=click.IntRange(min=2), help="The first N lengths; 1000.")
 @click.option("--json", "json_path", required=True, help="File for the figures.")
+@click.option("--kernels", default="auto", help="What attends, as of the engine's option.")
 @click.option("--rehearse", is_flag=True, help="A tiny model, kernels interpreted: on a CPU.")
-def main(trace: str | None, requests: int | None, json_path: str, rehearse: bool) -> None:
-    """Measure, print and write."""
+def main(
+    trace: str | None, requests: int | None, json_path: str, kernels: str, rehearse: bool
+) -> None:
+    """Measure, print and write; exit with 1 if log probabilities are not numbers."""
     size = REHEARSAL if rehearse else FULL
     work = lengths(trace, size, requests or size.requests)
     rates = {
@@ -211,7 +215,7 @@ def main(trace: str | None, requests: int | None, json_path: str, rehearse: bool
     }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(size.model))
-        llm = LLM(folder, **size.engine)
+        llm = LLM(folder, **{"kernels": kernels} | size.engine)
         roofline = roofline_of(folder, rates, llm.engine.plan.dtype.itemsize)
     figures: dict[str, Any] = {
         "jax": jax.__version__,
@@ -227,14 +231,20 @@ def main(trace: str | None, requests: int | None, json_path: str, rehearse: bool
     show_steps(figures)
     write(json_path, figures)
     steps: list[Work] = []
+    wrong = 0
 
     def on_step(done: StepDone) -> None:
+        nonlocal wrong
         steps.append(done.batch.work)
+        wrong += sum(not math.isfinite(logprob) for logprob in done.logprobs)
 
     metrics = measure(llm, work, trace or LENGTHS, run_dir=None, on_step=on_step)
     figures["run"] = run_figures(metrics, steps, roofline)
+    figures["not_finite"] = wrong
     show_run(figures["run"])
     write(json_path, figures)
+    if wrong:
+        raise SystemExit(f"{wrong} log probabilities are not finite")
 
 
 def write(path: str, figures: dict[str, Any]) -> None:

@@ -10,12 +10,16 @@ products. Beside our kernels: the plain functions, jax's own paged decode,
 ``jax.nn.dot_product_attention`` (cuDNN) on the same data laid out contiguously, and torch's
 flex_attention over pages of 128 tokens (--flex; it compiles for a minute). Medians of rounds in
 which the functions take turns, of several calls each, so that launching costs nothing; each result
-is compared with the plain function's.
+is compared with the plain function's. A case has a process of its own, and another without Mosaic's
+kernel should that end or hang it.
 """
 
 import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -36,6 +40,10 @@ from jaxinfer.runtime.speed import copy_rate, product_rate
 
 N, K, H, B = 32, 8, 128, 64
 CALLS = 10
+# Seconds for one case, compilation included; one that hangs is stopped.
+CASE_S = 120
+# Of the largest value: products of bfloat16.
+TOLERANCE = 2e-2
 
 
 class Run(NamedTuple):
@@ -170,7 +178,10 @@ def chunk_case(new: int, before: int, multiplied: float, rehearse: bool, flex: b
     attend = partial(jax.nn.dot_product_attention, implementation=kind, scale=1.0)
     dense = jax.jit(lambda q, k, v: attend(q[None], k, v, mask=seen[None, None])[0])
     flat = [contiguous(pages, table)[:, :length] for pages in kv[:2]]
+    # The mask is an array of biases to cuDNN; without, it is given more to do, but less to read.
     runs[f"contiguous, {kind}"] = lambda: Run(partial(dense, q, *flat))
+    whole = jax.jit(lambda q, k, v: attend(q[None], k, v)[0])
+    runs[f"contiguous, {kind}, unmasked"] = lambda: Run(partial(whole, q, *flat))
     if flex:
         runs["flex_attention"] = lambda: flex_attention(1, new, before)
     pairs = new * before + new * (new + 1) / 2
@@ -220,7 +231,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
             continue
         runs[how], figures[how] = run, {}
         expected = found if how == "plain" else expected
-        if how != "flex_attention" and expected is not None:
+        if how != "flex_attention" and "unmasked" not in how and expected is not None:
             off = jnp.abs(found - expected).max() / jnp.abs(expected).max()
             figures[how]["error"] = float(off)
     for how, took in seconds(runs, rounds).items():
@@ -228,41 +239,94 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     return figures
 
 
+CASES: dict[str, Callable[[int, float, float, bool, bool], Case]] = {
+    "decode 64 x 4096": lambda scale, copied, _, *how: decode_case(
+        max(64 // scale, 2), 4096 // scale, copied, *how
+    ),
+    "decode 4 x 65536": lambda scale, copied, _, *how: decode_case(
+        max(4 // scale, 2), 65536 // scale, copied, *how
+    ),
+    "chunk of 2048 after 8192": lambda scale, _, multiplied, *how: chunk_case(
+        2048 // scale, 8192 // scale, multiplied, *how
+    ),
+}
+
+
+def run_case(name: str, rounds: int, flex: bool, rehearse: bool, without: str) -> dict[str, Any]:
+    """All runs of one case but ``without``, and the machine's rates."""
+    copied = copy_rate(2**20 if rehearse else 2**30)
+    multiplied = product_rate(512 if rehearse else 8192)
+    case = CASES[name](64 if rehearse else 1, copied, multiplied, rehearse, flex)
+    case.runs.pop(without, None)
+    return {
+        "jax": jax.__version__, "device": jax.devices()[0].device_kind, "rehearsed": rehearse,
+        "copy_gb_s": copied / 1e9, "product_tflops": multiplied / 1e12,
+        "runs": measure(case, 2 if rehearse else rounds),
+    }  # fmt: skip
+
+
+def in_own_process(name: str, options: list[str], without: str) -> dict[str, Any] | str:
+    """The case's figures, or how its process ended: a GPU's fault takes all of a process along."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "case.json"
+        command = [sys.executable, __file__, *options, "--case", name, "--json", str(path)]
+        try:
+            done = subprocess.run([*command, "--without", without], timeout=CASE_S)
+        except subprocess.TimeoutExpired:
+            return f"stopped at {CASE_S} s"
+        if done.returncode:
+            return f"exit status {done.returncode}"
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+
+def is_wrong(how: str, run: Mapping[str, Any]) -> bool:
+    """Whether one of our kernels failed or is off by more than rounding."""
+    ours = how in ("generic", "hopper")
+    return ours and not run.get("error", float("inf")) < TOLERANCE
+
+
 @click.command()
 @click.option("--json", "json_path", required=True, help="File for the figures.")
 @click.option("--rounds", default=20)
 @click.option("--flex", is_flag=True, help="With torch's flex_attention.")
 @click.option("--rehearse", is_flag=True, help="Small, and interpreted: on a CPU.")
-def main(json_path: str, rounds: int, flex: bool, rehearse: bool) -> None:
-    """Measure, print and write."""
-    scale, rounds = (64, 2) if rehearse else (1, rounds)
-    copied = copy_rate(2**20 if rehearse else 2**30)
-    multiplied = product_rate(512 if rehearse else 8192)
-    figures: dict[str, Any] = {
-        "jax": jax.__version__, "device": jax.devices()[0].device_kind, "rehearsed": rehearse,
-        "copy_gb_s": copied / 1e9, "product_tflops": multiplied / 1e12, "cases": {},
-    }  # fmt: skip
-    cases = {
-        "decode 64 x 4096": lambda: decode_case(
-            max(64 // scale, 2), 4096 // scale, copied, rehearse, flex
-        ),
-        "decode 4 x 65536": lambda: decode_case(
-            max(4 // scale, 2), 65536 // scale, copied, rehearse, flex
-        ),
-        "chunk of 2048 after 8192": lambda: chunk_case(
-            2048 // scale, 8192 // scale, multiplied, rehearse, flex
-        ),
-    }
-    for name, make in cases.items():
-        # One after the other: each fills much of the memory.
-        figures["cases"][name] = measure(make(), rounds)
-        for how, of in figures["cases"][name].items():
+@click.option("--case", type=click.Choice(list(CASES)), help="This one alone, in this process.")
+@click.option("--without", default="", help="A run of the case to leave out.")
+def main(
+    json_path: str, rounds: int, flex: bool, rehearse: bool, case: str | None, without: str
+) -> None:
+    """Measure, print and write; exit with 1 if a kernel of ours has failed or is wrong."""
+    if case:
+        write(json_path, run_case(case, rounds, flex, rehearse, without))
+        return
+    options = ["--rounds", str(rounds), *["--flex"] * flex, *["--rehearse"] * rehearse]
+    figures: dict[str, Any] = {}
+    wrong = 0
+    for name in CASES:
+        found = in_own_process(name, options, without)
+        if isinstance(found, str) and without != "hopper":
+            ended, found = found, in_own_process(name, options, "hopper")
+            if not isinstance(found, str):
+                found["runs"]["hopper"] = {"failed": ended}
+        if isinstance(found, str):
+            found = {"runs": {"all": {"failed": found}}}
+            wrong += 1
+        figures[name] = found
+        write(json_path, figures)
+        for how, of in found["runs"].items():
+            wrong += is_wrong(how, of)
             said = of.get("failed")
             if said is None:
                 said = f"{1000 * of['seconds']:.3f} ms, {of['of_the_machine']:.0%} of the machine's"
                 said += f" rate, off by {of.get('error', float('nan')):.1e}"
             print(f"{name}: {how}: {said}", flush=True)
-        Path(json_path).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    raise SystemExit(wrong > 0)
+
+
+def write(path: str, figures: dict[str, Any]) -> None:
+    """As JSON."""
+    Path(path).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All that is measured on a machine with an NVIDIA GPU, in one command and under fifteen
-# minutes; where a command may take ten: --only device,tests,kernels, then --only engine,cronus.
+# All that is measured on a machine with an NVIDIA GPU, in one command: some ten minutes, at most
+# twenty-five. Where a command may take ten: --only device,tests,kernels, engine, then cronus.
 #
 #   scripts/gpu_suite.sh --collect-wheels DIR            # on a machine with a network
 #   scripts/gpu_suite.sh --wheels DIR --trace CSV --out docs/results/gpu/NAME
@@ -8,14 +8,16 @@
 #
 # The machine with the GPU has Python 3.12 ($PYTHON, by default python3) with JAX for CUDA, flax and
 # transformers; what else the project needs comes as wheels. Without --wheels, that Python must have
-# the project and all it needs. --only device,tests,kernels,engine,cronus runs some of the stages.
+# the project and all it needs. --only device,tests,kernels,engine,cronus runs some of the stages;
+# --kernels generic has the engine do without Mosaic's, --flex adds torch's flex_attention.
 # Each stage has a log and a time limit, and the next one runs whatever became of it; the exit
 # status is 1 if one has failed, and summary.md says which.
 set -uo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
-collect= wheels= trace= out= only=device,tests,kernels,engine,cronus rehearse=
+collect= wheels= trace= out= only=device,tests,kernels,engine,cronus rehearse= flex=
+kernels=auto
 
 fail() {
     echo "gpu_suite.sh: $*" >&2
@@ -25,8 +27,10 @@ fail() {
 while (($#)); do
     case $1 in
         --rehearse) rehearse=--rehearse && shift && continue ;;
-        --collect-wheels | --wheels | --trace | --out | --only) ;;
-        *) fail "unknown option $1: --collect-wheels, --wheels, --trace, --out, --only, --rehearse" ;;
+        --flex) flex=--flex && shift && continue ;;
+        --collect-wheels | --wheels | --trace | --out | --only | --kernels) ;;
+        *) fail "unknown option $1: --collect-wheels, --wheels, --trace, --out, --only," \
+            "--kernels, --flex, --rehearse" ;;
     esac
     [[ -n ${2:-} ]] || fail "$1 needs a value"
     case $1 in
@@ -35,6 +39,7 @@ while (($#)); do
         --trace) trace=$(realpath "$2") ;;
         --out) out=$(realpath -m "$2") ;;
         --only) only=$2 ;;
+        --kernels) kernels=$2 ;;
     esac
     shift 2
 done
@@ -45,7 +50,7 @@ lacking() {
 import re, sys, tomllib
 project = tomllib.load(open(sys.argv[1], "rb"))
 # JAX, flax and transformers, and what they bring.
-there = {"jax", "numpy", "scipy", "flax", "optax", "orbax-checkpoint", "tensorstore",
+there = {"jax", "numpy", "ml_dtypes", "scipy", "flax", "optax", "orbax-checkpoint", "tensorstore",
          "transformers", "tokenizers", "huggingface_hub", "safetensors"}
 tests = [need for need in project["project"]["optional-dependencies"]["dev"]
          if re.match("pytest|hypothesis", need)]
@@ -70,7 +75,8 @@ collect_wheels() {
 
 # A virtual environment over $python's packages, which may lie in a virtual environment themselves.
 make_environment() {
-    "$python" -m venv "$scratch/venv" || return
+    # Some systems' Python has no ensurepip; pip lies below.
+    "$python" -m venv --without-pip "$scratch/venv" || return
     "$python" -c '
 import site, sys, sysconfig
 paths = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib"),
@@ -123,19 +129,29 @@ failed=0
 export PYTHONPATH=$repository PYTHONUNBUFFERED=1
 # No silent fall back to the CPU, which is the weak group of the last stage.
 if [[ -n $rehearse ]]; then export JAX_PLATFORMS=cpu; else export JAX_PLATFORMS=cuda,cpu; fi
+# Where a CUDA toolkit is installed, Mosaic needs its assembler and libraries, too.
+if [[ -z $rehearse && -d /usr/local/cuda/bin ]]; then
+    export CUDA_ROOT=/usr/local/cuda PATH=/usr/local/cuda/bin:$PATH
+fi
 printf '| stage | result | seconds | output |\n|---|---|---:|---|\n' >"$out/summary.md"
 if [[ -n $wheels ]]; then
     make_environment || fail "cannot install $wheels over $python"
     echo "environment: $((SECONDS - start)) s"
 fi
 
-stage device 20 "$python" scripts/describe_machine.py "$out/device.json" $rehearse
-stage tests 150 "$python" -m pytest tests/pallas_kernels -m "gpu and not slow" -p no:cacheprovider \
-    -v --tb=short --maxfail=5 --durations=5
-stage kernels 180 "$python" scripts/bench_kernels.py --json "$out/kernels.json" ${rehearse:---flex}
+stage device 90 "$python" scripts/describe_machine.py "$out/device.json" $rehearse
+# A fault of the GPU ends the process: with several, it costs one test.
+workers=()
+if [[ -z $rehearse ]] && "$python" -c 'import xdist, pytest_timeout' 2>/dev/null; then
+    workers=(-n 6 --max-worker-restart=8 --timeout=90)
+fi
+stage tests 280 env XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" -m pytest \
+    tests/pallas_kernels tests/runtime/test_kernels.py -m "gpu and not slow" -p no:cacheprovider \
+    -vv --tb=short --durations=5 "${workers[@]}"
+stage kernels 420 "$python" scripts/bench_kernels.py --json "$out/kernels.json" $flex $rehearse
 # Weights and KV have the GPU to themselves.
-stage engine 400 env XLA_PYTHON_CLIENT_MEM_FRACTION=.92 "$python" scripts/bench_engine.py \
-    --json "$out/engine.json" ${trace:+--trace "$trace"} $rehearse
+stage engine 560 env XLA_PYTHON_CLIENT_MEM_FRACTION=.92 "$python" scripts/bench_engine.py \
+    --json "$out/engine.json" --kernels "$kernels" ${trace:+--trace "$trace"} $rehearse
 # Cronus over the GPU and the host's CPU, and the GPU alone.
 model=configs/gpu/smollm2-135m
 settings=(--set engine.load_format=dummy)
@@ -147,7 +163,7 @@ if [[ -n $rehearse ]]; then
     settings+=(--limit 4 --set groups.strong.platform=cpu --set engine.max_num_seqs=4)
 fi
 # Relative, since the results quote the command.
-stage cronus 110 "$python" -m jaxinfer compare configs/gpu/cronus.yaml --systems cronus,single \
+stage cronus 240 "$python" -m jaxinfer compare configs/gpu/cronus.yaml --systems cronus,single \
     --rounds 1 --out "$(realpath --relative-to=. "$out")/cronus" --set "model=$model" "${settings[@]}"
 
 echo "all: $((SECONDS - start)) s; $out/summary.md"

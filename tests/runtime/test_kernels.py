@@ -1,5 +1,6 @@
 """The engine with Pallas kernels, interpreted; and which devices get them."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.transfer import SLAB_TOKENS, gather, scatter
 
+ROOT = Path(__file__).parents[2]
 TINY_OPTIONS: dict[str, Any] = {
     "max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 8, "num_pages": 65,
 }  # fmt: skip
@@ -139,7 +141,7 @@ def test_a_cache_of_8_bits(golden: list[dict[str, Any]]) -> None:
         dtype: prompt_logprobs(
             LLM(
                 "smollm2-135m-instruct", progress=False, dtype="float32", kv_cache_dtype=dtype,
-                max_num_seqs=2, max_num_batched_tokens=64, token_buckets=[64], page_size=48,
+                max_num_seqs=2, max_num_batched_tokens=64, token_buckets=[32], page_size=48,
                 num_pages=20, max_model_len=512,
             ),
             prompt,
@@ -226,3 +228,34 @@ def test_slabs_of_8_bits(by_token: tuple[bool, bool]) -> None:
     back = gather(K, jnp.dtype("float32"), by_token[1], second, pages, jnp.int32(0))
     step = np.abs(given).max() / 127
     assert np.abs(back[:, 0] - given).max() <= 1.02 * step
+
+
+@pytest.mark.gpu
+def test_log_probabilities_in_bfloat16(tmp_path: Path) -> None:
+    """Of prompts in chunks beside decodes: those of the plain functions, but for rounding."""
+    config = json.loads((ROOT / "configs/gpu/smollm2-135m/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "vocab_size": 512}))
+    prompts = [{"prompt_token_ids": [37 * i % 512 for i in range(1, n)]} for n in (150, 20, 70)]
+    params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
+    found = []
+    for kernels in ("plain", "auto" if jax.default_backend() == "gpu" else "interpret"):
+        llm = LLM(
+            str(tmp_path), progress=False, kernels=kernels, dtype="bfloat16", load_format="dummy",
+            max_num_seqs=4, max_num_batched_tokens=32, page_size=16, num_pages=40,
+            max_model_len=256, token_buckets=[32],
+        )  # fmt: skip
+        outputs = llm.generate(prompts, params, progress=False)
+        found.append(
+            [
+                position[token].logprob
+                for output in outputs
+                for token, position in zip(
+                    output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True
+                )
+                if position
+            ]
+        )
+    plain, ours = map(np.array, found)
+    assert len(plain) == 149 + 19 + 69 - 3
+    assert np.std(plain) > 0.3
+    assert abs(plain - ours).mean() < 0.01 * np.std(plain)
