@@ -98,10 +98,13 @@ def expected(tiny: LLM) -> list[list[int]]:
     return tokens(tiny.generate(PROMPTS, PARAMS, progress=False))
 
 
-@pytest.mark.parametrize("system", [CRONUS, SHARES], ids=["cronus", "data_parallel"])
-@pytest.mark.parametrize("lost", ["a", "b"])
+# Every pair of system, instance and time, and each of these with each failure.
 @pytest.mark.parametrize("failure", [break_launch, break_device, hang])
-@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize(
+    ("system", "lost", "after"),
+    [(CRONUS, "a", 0), (CRONUS, "b", 3), (SHARES, "a", 3), (SHARES, "b", 0)],
+    ids=lambda x: x["name"] if isinstance(x, dict) else str(x),
+)
 def test_requests_are_recomputed_elsewhere(
     tiny_folder: Path,
     tmp_path: Path,
