@@ -235,16 +235,22 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
     """Say how a model would lie on its devices and what its steps cost. No weights are loaded."""
     from jaxinfer.report.plan_table import plan_tables
     from jaxinfer.runtime.checkpoint import open_checkpoint
+    from jaxinfer.runtime.engine import plan_cluster
     from jaxinfer.runtime.explain import step_costs
-    from jaxinfer.runtime.plan import make_plan
 
     config = _configure(run_file, settings, model)
-    checkpoint = open_checkpoint(config.require_model(), config.engine.load_format)
-    plan = make_plan(checkpoint.config, config.engine)
+    cluster = config.cluster()
+    checkpoint = open_checkpoint(config.require_model(), cluster.load_format)
+    stages = plan_cluster(checkpoint.config, cluster)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    for table in plan_tables(plan, step_costs(plan)):
-        console.print(table)
-        console.print()
+    for name, plans in stages.items():
+        for plan in plans:
+            if config.instances:
+                layers = f"layers {plan.layers.start} to {plan.layers.stop - 1}"
+                console.print(Text(f"Instance {name}, {layers}", style="bold"))
+            for table in plan_tables(plan, step_costs(plan)):
+                console.print(table)
+                console.print()
 
 
 @cli.command()

@@ -7,7 +7,9 @@ import pytest
 import yaml
 
 from jaxinfer import JaxinferError
+from jaxinfer.cli_options import workload_settings
 from jaxinfer.cluster import GroupConfig, InstanceConfig
+from jaxinfer.compare import load_systems
 from jaxinfer.config import RunFile, load_run_file
 from jaxinfer.options import EngineOptions
 
@@ -65,6 +67,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"workload.arrivals": {"kind": "interval", "rate": 1}}, "rate is for kind poisson or gamma"),
     ({"instances.ppi.token_buckets": [32, 64]}, "token_buckets is [32, 64], must rise from"),
     ({"watchdog_s": -1}, "watchdog_s is -1"),
+    ({"instances.cpi.seed": 5}, "instances.cpi: seed is 5, must be engine.seed's 0"),
 ]
 
 
@@ -111,3 +114,13 @@ def test_instances_made_in_python_have_the_engine_s_options() -> None:
     wrong = config.model_copy(update={"engine": EngineOptions(tensor_parallel_size=2)})
     with pytest.raises(JaxinferError, match=r"instances\.a: tensor_parallel_size: an option of"):
         wrong.cluster()
+
+
+@pytest.mark.parametrize("name", ["my trace #1.csv", "a: b.csv", "'q'.csv", "null", "1.5"])
+def test_a_trace_s_name_is_taken_as_it_is(name: str) -> None:
+    assert load_run_file(None, workload_settings(name, None)).workload.trace == name
+
+
+def test_systems_stand_beside_one_file() -> None:
+    with pytest.raises(JaxinferError, match="beside a.yaml: give only that one"):
+        load_systems(["a.yaml", "b.yaml"], ["cronus"])

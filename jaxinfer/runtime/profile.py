@@ -1,9 +1,11 @@
 """Measures instances on an idle machine, and gives runs what they need of that."""
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +46,15 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
         "max_num_seqs": options.max_num_seqs,
         "max_model_len": plan.max_model_len,
         "page_size": options.page_size,
-        "sharding": options.sharding,
+        "sharding": _digest(options.sharding) if options.sharding else None,
         "jax": jax.__version__,
+        "jaxinfer": version("jaxinfer"),
         "cores": os.cpu_count(),
     }
+
+
+def _digest(file: str) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
 
 
 def profile_name(engine: Engine, model: str) -> str:
@@ -188,8 +195,7 @@ class Grid:
         for bucket in limits.row_buckets:
             rows = min(bucket, kv.num_pages)  # A small pool never has as many.
             most = min(longest, kv.num_pages // rows * kv.page_size - 1)
-            if most > 0:
-                others += [((context, 1),) * rows for context in _spread(0, most, 3)]
+            others += [((context, 1),) * rows for context in _spread(0, most, 3)]
         for tokens in limits.token_buckets:
             if tokens <= longest:
                 others += [((c, tokens),) for c in _spread(0, longest - tokens, 3)]

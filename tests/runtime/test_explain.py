@@ -30,6 +30,32 @@ def plan_for(folder: Path, **options: object) -> Plan:
     )
 
 
+def test_each_stage_of_a_run_file(tiny_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        json.dumps(
+            {
+                "model": str(tiny_folder),
+                "engine": TINY,
+                "groups": {"a": {}, "b": {"devices": 2}},
+                "instances": {
+                    "alone": {"group": "b", "num_pages": 33},
+                    "piped": {"stages": [{"group": "a", "layers": 2}]},
+                },
+            }
+            | {"system": {"name": "cronus", "partial": "alone", "chunked": "piped"}}
+        )
+    )
+    result = CliRunner().invoke(cli, ["explain", str(file)], catch_exceptions=False)
+    assert result.exit_code == 0
+    first, second = result.output.split("Instance piped, layers 0 to 1")
+    assert "Instance alone, layers 0 to 1" in first
+    assert "32 of 8 tokens" in first
+    assert "2 x cpu" in first
+    assert "64 of 8 tokens" in second
+    assert "1 x cpu" in second
+
+
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_bytes_are_those_of_the_arrays_that_are_loaded(tiny_folder: Path, devices: int) -> None:
     plan = plan_for(tiny_folder, tensor_parallel_size=devices)

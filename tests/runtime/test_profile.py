@@ -2,18 +2,22 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_failures import INSTANCE, PARAMS, PROMPTS, tokens
 
 from jaxinfer import LLM, JaxinferError
-from jaxinfer.cluster import Emulate, GroupConfig, InstanceConfig, LinkConfig
+from jaxinfer.cluster import Emulate, GroupConfig, InstanceConfig, LinkConfig, StageConfig
 from jaxinfer.config import RunFile
 from jaxinfer.report.records import read_run
 from jaxinfer.runtime import profile as profiles
 from jaxinfer.runtime.profile import Grid, profile_engines
+from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
 from jaxinfer.steps import profile as stored
 from jaxinfer.steps.profile import Profile, load_profile, store_profile
 from jaxinfer.steps.shapes import StepLimits
@@ -109,6 +113,34 @@ def test_a_profile_covers_every_shape_and_keeps(
     assert load_profile(profile.key | {"chunk_tokens": 7}, tmp_path) is None
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_whatever_fits_in_a_step_has_been_measured(data: st.DataObject) -> None:
+    draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
+    page_size, seqs = 2 ** draw(0, 4), draw(1, 8)
+    budget, longest = draw(max(seqs, 2), 300), draw(8, 200)
+    limits = StepLimits(seqs, budget, -(-longest // page_size), page_size)
+    fewest = -(-longest // page_size)
+    pages = draw(fewest, fewest + 40)
+    kv = KVShards([Shard(PagePool(pages + 1, page_size), (0,))])
+    engine: Any = SimpleNamespace(
+        plan=SimpleNamespace(limits=limits, max_model_len=longest), new_kv=lambda: kv
+    )
+    measured = Grid.of(engine).steps
+    for parts in measured:
+        assert sum(kv.pages_for(start + count) for start, count in parts) <= pages
+    shapes = {shape_of(limits, parts) for parts in measured}
+    tokens, free, parts = budget, pages, []
+    for _ in range(draw(1, seqs)):  # A step of prompts' chunks and of decodes.
+        most = min(tokens, longest - 1, free * page_size)
+        if most < 1:
+            break
+        parts.append((0, draw(1, most)))
+        tokens -= parts[-1][1]
+        free -= kv.pages_for(parts[-1][1])
+    assert shape_of(limits, parts) in shapes
+
+
 def cluster(folder: Path, slowdown: float, **more: Any) -> LLM:
     config = RunFile(
         model=str(folder),
@@ -176,6 +208,42 @@ def test_an_emulated_link_holds_data_back(
     for transfer in run.transfers:
         assert transfer.end - transfer.start >= 0.02 + transfer.num_bytes / 1e6 - 1e-6
     assert "link a - b of 0.001 GB/s, 0.02 s" in run.emulated
+
+
+def test_an_emulated_link_holds_hidden_states_back(
+    tiny_folder: Path, tmp_path: Path, own_profiles: Path
+) -> None:
+    """Also where the stage behind it is as fast as it is."""
+    config = RunFile(
+        model=str(tiny_folder),
+        groups={"a": GroupConfig(), "b": GroupConfig()},
+        instances={
+            "x": InstanceConfig(
+                stages=(StageConfig(group="a", layers=1), StageConfig(group="b", layers=1)),
+                **INSTANCE,
+            )
+        },
+        links=(LinkConfig(between=("a", "b"), gb_s=1, latency_s=0.05),),
+    )
+    llm = LLM.from_config(config, progress=False)
+    llm.generate(PROMPTS[:1], PARAMS, progress=False, run_dir=tmp_path)
+    steps = [json.loads(line) for line in (tmp_path / "1" / "steps.jsonl").open()]
+    assert steps
+    for step in steps:
+        (_, first), (second, end) = step["stages"]
+        assert second >= first + 0.05 - 1e-6
+        assert end >= second
+
+
+def test_a_link_of_a_gpu_is_not_emulated(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(platform="gpu")
+    opened = {"a": [gpu], "b": [gpu]}
+    monkeypatch.setattr("jaxinfer.runtime.engine.open_groups", lambda groups: opened)
+    link = LinkConfig(between=("a", "b"), gb_s=1)
+    with pytest.raises(JaxinferError, match="links: a - b is emulated, on CPU only, and a is a"):
+        cluster(tiny_folder, 1.0, links=(link,))
 
 
 def test_a_gpu_is_not_slowed_down() -> None:

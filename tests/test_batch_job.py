@@ -1,0 +1,120 @@
+"""Batches whose machine fails, and what makes two jobs the same."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxinfer import LLM, JaxinferError, RequestOutput
+from jaxinfer.batch_job import BatchJob
+from jaxinfer.cluster import GroupConfig, InstanceConfig
+from jaxinfer.config import RunFile
+from jaxinfer.options import EngineOptions
+
+ENGINE: dict[str, Any] = {
+    "max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 8, "num_pages": 65,
+}  # fmt: skip
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    lines = [{"prompt": text, "max_tokens": 3, "logprobs": 0} for text in ("one", "two", "three")]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def with_outputs(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[int, RequestOutput], RequestOutput]
+) -> None:
+    """Change each output, by its place among those that come."""
+    run = LLM.run
+
+    def changed(self: LLM, requests: Any, on_output: Any, **options: Any) -> Any:
+        came: list[RequestOutput] = []
+
+        def take(output: RequestOutput) -> None:
+            came.append(output)
+            on_output(change(len(came) - 1, output))
+
+        return run(self, requests, take, **options)
+
+    monkeypatch.setattr(LLM, "run", changed)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_a_lost_instance_had_is_left_to_the_next_run(
+    tiny_folder: Path, tmp_path: Path, source: Path
+) -> None:
+    config = RunFile(model=str(tiny_folder), engine=EngineOptions(**ENGINE))
+    out = tmp_path / "out.jsonl"
+
+    def lose(number: int, output: RequestOutput) -> RequestOutput:
+        return replace(output, outputs=[], error="gone", lost=True) if number else output
+
+    with pytest.MonkeyPatch.context() as patch:
+        with_outputs(patch, lose)
+        with BatchJob.open(config, str(source), str(out), force=False) as job:
+            job.run()
+            assert (job.lost, job.num_missing, job.num_failed) == ("gone", 2, 0)
+    assert len(records(out)) == 1
+    with BatchJob.open(config, str(source), str(out), force=False) as job:
+        assert job.num_resumed == 1
+        job.run()
+        assert (job.lost, job.num_missing, job.num_failed) == (None, 0, 0)
+    assert all(record["error"] is None for record in records(out))
+
+
+def test_a_log_probability_that_json_cannot_say(
+    tiny_folder: Path, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunFile(model=str(tiny_folder), engine=EngineOptions(**ENGINE))
+
+    def spoil(number: int, output: RequestOutput) -> RequestOutput:
+        if number == 1:
+            (choice,) = output.outputs
+            first = (choice.logprobs or [])[0]
+            first[choice.token_ids[0]] = replace(first[choice.token_ids[0]], logprob=math.nan)
+        return output
+
+    with_outputs(monkeypatch, spoil)
+    with BatchJob.open(config, str(source), str(tmp_path / "out"), force=False) as job:
+        job.run()
+        assert (job.num_failed, job.num_missing) == (1, 0)
+    errors = [record["error"]["message"] for record in records(tmp_path / "out") if record["error"]]
+    assert len(errors) == 1
+    assert "NaN" in errors[0]
+
+
+def cluster(options: Sequence[dict[str, Any]]) -> RunFile:
+    names = ["a", "b"]
+    return RunFile(
+        model="no-such-model",
+        groups={name: GroupConfig() for name in names},
+        instances={
+            name: InstanceConfig(group=name, **given)
+            for name, given in zip(names, options, strict=True)
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    "other", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}, {"max_model_len": 99}]
+)
+def test_another_instance_is_another_job(tmp_path: Path, other: dict[str, Any]) -> None:
+    source, out = tmp_path / "bad.jsonl", str(tmp_path / "out")
+    source.write_text('{"prompt": ""}\n')
+    with BatchJob.open(cluster([{}, {"max_num_seqs": 3}]), str(source), out, force=False) as job:
+        job.run()  # Has nothing to serve.
+    # What changes no result may change.
+    with BatchJob.open(cluster([{}, {"max_num_seqs": 5}]), str(source), out, force=False) as job:
+        assert job.num_resumed == 1
+    with pytest.raises(JaxinferError, match="instances"):
+        BatchJob.open(cluster([{}, other]), str(source), out, force=False)
