@@ -122,5 +122,5 @@ def test_a_trace_s_name_is_taken_as_it_is(name: str) -> None:
 
 
 def test_systems_stand_beside_one_file() -> None:
-    with pytest.raises(JaxinferError, match="beside a.yaml: give only that one"):
+    with pytest.raises(JaxinferError, match=r"beside a\.yaml: give only that one"):
         load_systems(["a.yaml", "b.yaml"], ["cronus"])
