@@ -179,14 +179,8 @@ class ClusterConfig(Options):
     def _check_weights(self) -> None:
         """Refuse instances whose weights differ: KV of one would mean nothing to another."""
         formats = {instance.load_format for instance in self.instances.values()}
-        seeds = {instance.seed for instance in self.instances.values()}
         if len(formats) > 1:
             raise JaxinferError("load_format is auto and dummy, must be the same of all instances")
-        if formats == {"dummy"} and len(seeds) > 1:
-            raise JaxinferError(
-                f"seed is {' and '.join(map(str, sorted(seeds)))}, must be the same of all "
-                "instances: load_format dummy draws their weights from it"
-            )
 
     def _check_group(self, where: str, name: str) -> None:
         if name not in self.groups:

@@ -151,7 +151,7 @@ class RunFile(Options):
             if instance.seed != self.engine.seed:
                 raise JaxinferError(
                     f"instances.{name}: seed is {instance.seed}, must be engine.seed's "
-                    f"{self.engine.seed}: a request draws the same tokens on each instance"
+                    f"{self.engine.seed}: tokens, and random weights, are the same on each instance"
                 )
         return ClusterConfig(groups=self.groups, instances=instances, links=self.links)
 

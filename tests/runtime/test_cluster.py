@@ -124,7 +124,9 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "three-stages")) for n in PLACES]
+)
 def test_one_instance_over_several_devices(
     name: str, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:

@@ -121,7 +121,9 @@ def serve(
         pytest.param(
             replace(OPTIONS, max_num_batched_tokens=2, max_num_seqs=2), marks=pytest.mark.slow
         ),
-        replace(OPTIONS, max_num_batched_tokens=1, max_num_seqs=1),
+        pytest.param(
+            replace(OPTIONS, max_num_batched_tokens=1, max_num_seqs=1), marks=pytest.mark.slow
+        ),
         replace(OPTIONS, launch_ahead=False, max_in_flight=1),
     ],
     ids=["mixed-64", "mixed-23", "chunks-of-2", "token-by-token", "not-ahead"],

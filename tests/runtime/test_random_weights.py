@@ -172,7 +172,7 @@ def test_refusals(bare: Path) -> None:
         ({"load_format": "dummy"}, {}, "load_format is auto and dummy, must be the same"),
         (
             {"load_format": "dummy"}, {"load_format": "dummy", "seed": 3},
-            "seed is 0 and 3, must be the same of all instances",
+            "instances.y: seed is 3, must be engine.seed's 0",
         ),
     ],
 )  # fmt: skip
