@@ -132,8 +132,9 @@ class BatchJob:
             self._fail(line, output.error)
             return
         assert self._config.model
+        record = result_line(line, output, self._config.model)
         try:
-            self._results.append(result_line(line, output, self._config.model))
+            self._results.append(record)
         except ValueError:
             self._fail(line, "a log probability is NaN or infinite, which JSON cannot say")
             return

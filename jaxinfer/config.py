@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from jaxinfer.cluster import ClusterConfig, GroupConfig, InstanceConfig, LinkConfig, one_engine
 from jaxinfer.errors import JaxinferError
@@ -125,6 +125,18 @@ class RunFile(Options):
     simulate: SimulateOptions = SimulateOptions()
     metrics: MetricOptions = MetricOptions()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _share_engine(cls, data: Any) -> Any:
+        """Give instances the engine's options, but for those that they set themselves."""
+        if not isinstance(data, dict) or "instances" not in data:
+            return data
+        own = data["instances"]
+        if isinstance(own, dict):
+            own = {name: _given(instance) for name, instance in own.items()}
+        common = _given(data.get("engine", {}))
+        return data | {"instances": _sections("instances", InstanceConfig, own, common)}
+
     def require_model(self) -> str:
         """The model.
 
@@ -145,15 +157,13 @@ class RunFile(Options):
             if self.groups or self.links:
                 raise JaxinferError("groups and links need instances that stand on them")
             return one_engine(self.engine)
-        own = {name: _given(instance) for name, instance in self.instances.items()}
-        instances = _sections("instances", InstanceConfig, own, _given(self.engine))
-        for name, instance in instances.items():
+        for name, instance in self.instances.items():
             if instance.seed != self.engine.seed:
                 raise JaxinferError(
                     f"instances.{name}: seed is {instance.seed}, must be engine.seed's "
                     f"{self.engine.seed}: tokens, and random weights, are the same on each instance"
                 )
-        return ClusterConfig(groups=self.groups, instances=instances, links=self.links)
+        return ClusterConfig(groups=self.groups, instances=self.instances, links=self.links)
 
 
 _SECTIONS: dict[str, type[Options]] = {
@@ -197,9 +207,6 @@ def _with_sections(data: Mapping[str, Any]) -> dict[str, Any]:
             read[name] = _section(name, kind, read[name])
     if "groups" in read:
         read["groups"] = _sections("groups", GroupConfig, read["groups"])
-    if "instances" in read:
-        common = dict(data.get("engine") or {})
-        read["instances"] = _sections("instances", InstanceConfig, read["instances"], common)
     if isinstance(read.get("links"), list):
         read["links"] = tuple(
             _section(f"links[{number}]", LinkConfig, link)
@@ -223,7 +230,10 @@ def _sections(
     }
 
 
-def _given(options: Options) -> dict[str, Any]:
+def _given(options: object) -> Any:
+    """What has been set of options, as a mapping."""
+    if not isinstance(options, Options):
+        return options
     return {name: getattr(options, name) for name in options.model_fields_set}
 
 

@@ -52,10 +52,10 @@ def write_kv(
 ) -> KVPages:
     """Write each token's key and value to its place. Padding tokens go to page 0.
 
-    ``page_T`` may be [K, T], where heads have pages of their own. Entries
-    of 8 bits share one scale per page and head, which is that of the largest: where a page's grows,
-    what lies there is rounded again. A page is written in order, next to each other's tokens in the
-    batch: what lay at and after the first one's offset is gone.
+    ``page_T`` may be [K, T], where heads have pages of their own. Entries of 8 bits share one scale
+    per page and head, which is that of the largest: where it grows, what lies there is rounded
+    again. A page's tokens stand next to each other in the batch, in order: what lay at and after
+    the first one's offset is gone.
     """
     if kv.key_scale_PK is not None:
         return _write_8_bits(kv, k_TKH, v_TKH, page_T, offset_T, keys_by_token)

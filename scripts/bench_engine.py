@@ -201,10 +201,10 @@ def show_run(run: dict[str, Any]) -> None:
 @click.option("--trace", help="CSV of prompt and output lengths.")
 @click.option("--requests", type=click.IntRange(min=2), help="The first N lengths; 1000.")
 @click.option("--json", "json_path", required=True, help="File for the figures.")
-@click.option("--kernels", default="auto", help="What attends, as of the engine's option.")
+@click.option("--kernels", help="What attends, as of the engine's option.")
 @click.option("--rehearse", is_flag=True, help="A tiny model, kernels interpreted: on a CPU.")
 def main(
-    trace: str | None, requests: int | None, json_path: str, kernels: str, rehearse: bool
+    trace: str | None, requests: int | None, json_path: str, kernels: str | None, rehearse: bool
 ) -> None:
     """Measure, print and write; exit with 1 if log probabilities are not numbers."""
     size = REHEARSAL if rehearse else FULL
@@ -215,7 +215,7 @@ def main(
     }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(size.model))
-        llm = LLM(folder, **{"kernels": kernels} | size.engine)
+        llm = LLM(folder, **size.engine | ({"kernels": kernels} if kernels else {}))
         roofline = roofline_of(folder, rates, llm.engine.plan.dtype.itemsize)
     figures: dict[str, Any] = {
         "jax": jax.__version__,

@@ -30,6 +30,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from lower_kernels import Variant, variants
 
+from jaxinfer.models.stage import Layers
 from jaxinfer.options import EngineOptions
 from jaxinfer.runtime import plan as planning
 from jaxinfer.runtime.checkpoint import open_checkpoint
@@ -153,7 +154,8 @@ def steps(gpu: str, kv_cache_dtype: Any, count: int) -> str:
         load_format="dummy", dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, num_pages=2000,
         tensor_parallel_size=count,
     )  # fmt: skip
-    plan = planning.make_plan(checkpoint.config, options, devices(gpu, count))
+    everything = Layers(0, config["num_hidden_layers"], config["num_hidden_layers"])
+    plan = planning.make_plan(checkpoint.config, options, devices(gpu, count), everything, 0)
     compiled = CompiledStep(plan)
     copied = 0
     try:

@@ -111,9 +111,8 @@ def test_instances_made_in_python_have_the_engine_s_options() -> None:
         ("a", 8, 4),
         ("b", 32, 4),
     ]
-    wrong = config.model_copy(update={"engine": EngineOptions(tensor_parallel_size=2)})
     with pytest.raises(JaxinferError, match=r"instances\.a: tensor_parallel_size: an option of"):
-        wrong.cluster()
+        RunFile(engine=EngineOptions(tensor_parallel_size=2), instances=instances)
 
 
 @pytest.mark.parametrize("name", ["my trace #1.csv", "a: b.csv", "'q'.csv", "null", "1.5"])

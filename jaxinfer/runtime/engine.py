@@ -209,10 +209,11 @@ def plan_cluster(model: ModelConfig, config: ClusterConfig) -> dict[str, list[Pl
                 )
     free = {name: iter(devices) for name, devices in groups.items()}
     plans: dict[str, list[Plan]] = {}
+    taken = 0
     for name, instance in config.instances.items():
-        planned = [plan for stages in plans.values() for plan in stages]
         try:
-            plans[name] = list(_plan_stages(model, config, instance, free, _host_bytes(planned)))
+            plans[name] = list(_plan_stages(model, config, instance, free, taken))
+            taken += _host_bytes(plans[name])
         except JaxinferError as error:
             of = f"instances.{name}: " if len(config.instances) > 1 else ""
             raise JaxinferError(f"{of}{error}") from None

@@ -12,7 +12,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.cluster import GroupConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.sharding import HEADS_AXIS, Rule, load_rules, padded, shard
@@ -20,7 +19,6 @@ from jaxinfer.models.stage import Layers, make_model
 from jaxinfer.options import EngineOptions
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.runtime.devices import configure_jax, open_groups
 from jaxinfer.runtime.kv_cache import abstract_pages, available_memory, memory_of
 from jaxinfer.steps.shapes import StepLimits
 
@@ -93,27 +91,21 @@ class Plan:
 def make_plan(
     config: ModelConfig,
     options: EngineOptions,
-    devices: Sequence[jax.Device] = (),
-    layers: Layers | None = None,
-    taken: int = 0,
+    devices: Sequence[jax.Device],
+    layers: Layers,
+    taken: int,
 ) -> Plan:
     """Decide shardings, buckets and the size of the KV pool.
 
     Args:
-        devices: of the stage; by default JAX's first ``tensor_parallel_size``.
-        layers: of the stage; by default all.
+        devices, layers: of the stage.
         taken: bytes of a CPU's memory that other plans will take.
 
     Raises:
         JaxinferError: the options ask for more than the model, the devices or their memory can
             give, or the sharding rules do not fit the parameters.
     """
-    configure_jax()
     max_model_len = _max_model_len(config, options)
-    if not devices:
-        group = GroupConfig(devices=options.tensor_parallel_size)
-        devices = open_groups({"engine": group})["engine"]
-    layers = layers or Layers(0, config.num_hidden_layers, config.num_hidden_layers)
     mesh = Mesh(np.array(devices), (HEADS_AXIS,))
     dtype = choose_dtype(options, devices[0])
     kv_dtype = KV_DTYPES.get(options.kv_cache_dtype, dtype)

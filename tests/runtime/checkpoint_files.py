@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxinfer.cluster import one_engine
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
+from jaxinfer.options import EngineOptions
+from jaxinfer.runtime.engine import plan_cluster
+from jaxinfer.runtime.plan import Plan
 
 DEMO = "smollm2-135m-instruct"
 CONFIG = {
@@ -57,6 +61,12 @@ GGUF_NAMES = {
     LAYER + "mlp.down_proj.weight": "blk.0.ffn_down.weight",
 }
 Weights = dict[str, np.ndarray]
+
+
+def plan_alone(model: ModelConfig, options: EngineOptions) -> Plan:
+    """Of one instance with one stage."""
+    ((plan,),) = plan_cluster(model, one_engine(options)).values()
+    return plan
 
 
 def make_weights() -> Weights:

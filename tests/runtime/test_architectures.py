@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from checkpoint_files import plan_alone
 from flax import nnx
 
 from jaxinfer import JaxinferError
@@ -21,7 +22,7 @@ from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.checkpoint_folder import read_folder_config
 from jaxinfer.runtime.engine import load_parameters
 from jaxinfer.runtime.kv_cache import abstract_pages, allocate
-from jaxinfer.runtime.plan import Plan, make_plan
+from jaxinfer.runtime.plan import Plan
 
 DATA = Path(__file__).parents[1] / "data" / "architectures"
 EXPERT_RULES = Path(__file__).parents[2] / "configs" / "sharding" / "experts.py"
@@ -37,7 +38,7 @@ class Model:
         options = EngineOptions(
             dtype="float32", tensor_parallel_size=devices, sharding=sharding, num_pages=PAGES + 1
         )
-        self.plan: Plan = make_plan(checkpoint.config, options)
+        self.plan: Plan = plan_alone(checkpoint.config, options)
         (self.parameters,) = load_parameters(checkpoint, [self.plan])
         self.table = 1 + np.random.default_rng(0).permutation(PAGES).astype(np.int32)
         self.clear()

@@ -15,6 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore
+from checkpoint_files import plan_alone
 from click.testing import CliRunner
 from safetensors.numpy import save_file
 from test_tensor_parallel import TINY, outputs
@@ -28,7 +29,6 @@ from jaxinfer.runtime import converted
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.checkpoint_folder import read_folder_config
 from jaxinfer.runtime.engine import load_parameters
-from jaxinfer.runtime.plan import make_plan
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 ARCHITECTURES = Path(__file__).parents[1] / "data" / "architectures"
@@ -61,7 +61,7 @@ def load(model: Path, devices: int, dtype: str = "float32") -> dict[str, jax.Arr
     options = EngineOptions.model_validate(TINY | {"tensor_parallel_size": devices, "dtype": dtype})
     checkpoint = open_checkpoint(str(model))
     leaves = jax.tree_util.tree_leaves_with_path(
-        load_parameters(checkpoint, [make_plan(checkpoint.config, options)])[0]
+        load_parameters(checkpoint, [plan_alone(checkpoint.config, options)])[0]
     )
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
@@ -162,7 +162,7 @@ def stored_arrays(folder: Path, paths: Iterable[str]) -> dict[str, tensorstore.T
 
 def bytes_for_each_device(folder: Path, devices: int) -> list[tuple[int, int]]:
     """What reading each device's shards, without padding, reads, and how many bytes they are."""
-    plan = make_plan(
+    plan = plan_alone(
         open_checkpoint(str(folder)).config,
         EngineOptions.model_validate(TINY | {"tensor_parallel_size": devices}),
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from checkpoint_files import plan_alone
 from click.testing import CliRunner
 
 from jaxinfer import LLM, JaxinferError
@@ -19,13 +20,13 @@ from jaxinfer.runtime.explain import (
     step_costs,
     weight_bytes_per_device,
 )
-from jaxinfer.runtime.plan import Plan, make_plan
+from jaxinfer.runtime.plan import Plan
 
 TINY = {"page_size": 8, "num_pages": 65, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 
 
 def plan_for(folder: Path, **options: object) -> Plan:
-    return make_plan(
+    return plan_alone(
         open_checkpoint(str(folder)).config, EngineOptions.model_validate(TINY | options)
     )
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_files import plan_alone
 from flax import nnx
 
 from jaxinfer.cluster import one_engine
@@ -21,7 +22,6 @@ from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.request import Sampling, SamplingParams
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.engine import Engine, load_cluster, load_parameters
-from jaxinfer.runtime.plan import make_plan
 from jaxinfer.runtime.weights import Checkpoint
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.instance import Instance, InstanceOptions
@@ -52,7 +52,7 @@ def engine(checkpoint: Checkpoint) -> Iterator[Engine]:
 def test_logits(checkpoint: Checkpoint, golden: list[dict[str, Any]]) -> None:
     """The whole sequence in one chunk: top two logits and logsumexp at each output position."""
     config = checkpoint.config
-    plan = make_plan(config, EngineOptions(dtype="float32"))
+    plan = plan_alone(config, EngineOptions(dtype="float32"))
     (parameters,) = load_parameters(checkpoint, [plan])
     length, page_size = 512, 64
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from checkpoint_files import CONFIG, error_of, make_folder, make_gguf, make_weights
+from checkpoint_files import CONFIG, error_of, make_folder, make_gguf, make_weights, plan_alone
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.config import as_run_file
@@ -15,7 +15,6 @@ from jaxinfer.convert import convert
 from jaxinfer.options import EngineOptions
 from jaxinfer.runtime import hub
 from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.plan import make_plan
 from jaxinfer.runtime.random_weights import _key_data, _program, random_parameters
 from jaxinfer.tokenizer import NoTokenizer
 
@@ -55,7 +54,7 @@ def tokens(llm: LLM) -> list[list[int]]:
 def weights(model: str, **options: Any) -> dict[str, np.ndarray]:
     """By path, without compiling a step."""
     config = open_checkpoint(model, "dummy").config
-    plan = make_plan(config, EngineOptions(**ENGINE | options))
+    plan = plan_alone(config, EngineOptions(**ENGINE | options))
     leaves = jax.tree.leaves_with_path(random_parameters(config, [plan])[0])
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
@@ -86,7 +85,7 @@ def test_same_tokens_on_several_devices(
 
 def test_each_device_draws_its_own_shard(bare: Path) -> None:
     options = EngineOptions(**ENGINE, tensor_parallel_size=3)
-    to = make_plan(open_checkpoint(str(bare), "dummy").config, options).parameters
+    to = plan_alone(open_checkpoint(str(bare), "dummy").config, options).parameters
     query = to["layers.0.attn.q_DNH"]
     text = _program(query.shape, query, False).lower(_key_data(0, "x")).compile().as_text()
     assert text
