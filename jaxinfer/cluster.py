@@ -213,6 +213,7 @@ def instance_options(options: EngineOptions, num_stages: int) -> InstanceOptions
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_in_flight=2 if ahead else num_stages,
         launch_ahead=ahead,
+        chunks_in_flight=options.chunks_in_flight,
     )
 
 

@@ -40,6 +40,9 @@ class EngineOptions(Options):
             slowly, to check them); ``auto`` takes the first of these that the device can run, but
             ``plain`` where entries are float32.
         launch_ahead: start a decode before the token it follows has reached the host.
+        chunks_in_flight: of one prompt. ``all``: a chunk is launched before the last one has ended,
+            so that a long prompt fills all pipeline stages; ``1``: it waits, as in Vidur and in
+            vLLM before version 1.
         strict_shapes: a step that was not compiled ahead is an error.
         seed: requests without a seed of their own get one from this and their id; random weights
             are drawn from it.
@@ -60,6 +63,7 @@ class EngineOptions(Options):
     enable_prefix_caching: bool = True
     kernels: Literal["auto", "plain", "generic", "hopper", "interpret"] = "auto"
     launch_ahead: bool = True
+    chunks_in_flight: Literal[1, "all"] = "all"
     strict_shapes: bool = False
     seed: int = Field(default=0, ge=0)
 

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxinfer.serving.decode_group import DecodeGroup
 from jaxinfer.serving.page_pool import Hold, KVShards
@@ -25,6 +26,7 @@ class InstanceOptions:
         max_in_flight: batches launched and not yet committed, at most: one per pipeline stage,
             and one more to launch ahead.
         launch_ahead: a decode may be launched while its input token is still on the device.
+        chunks_in_flight: 1 if a prompt's chunk waits for the end of the last one's step.
         max_transfers_in_flight: requests being imported, at most.
         watermark: fraction of the pages that admission leaves free.
     """
@@ -33,6 +35,7 @@ class InstanceOptions:
     max_num_batched_tokens: int = 512
     max_in_flight: int = 2
     launch_ahead: bool = True
+    chunks_in_flight: Literal[1, "all"] = "all"
     max_transfers_in_flight: int = 4
     watermark: float = 0.01
 
@@ -165,7 +168,7 @@ class Instance:
         group.retire()
         others = 0
         for request in self.ungrouped():
-            if group.takes(request):
+            if group.takes(request) and not self._follows_a_chunk(request):
                 group.join(request)
                 del self._ungrouped[request.id]
             else:
@@ -215,6 +218,8 @@ class Instance:
         if pending and not self.options.launch_ahead:
             return None
         start = request.launched
+        if self._follows_a_chunk(request):
+            return None
         stop = start + count
         if stop > hold.capacity and not self._make_room(request, stop, rows):
             return None
@@ -224,6 +229,12 @@ class Instance:
         request.pending += samples
         hold.users += 1
         return Row(request, start, count, samples, start >= known, request.epoch, hold)
+
+    def _follows_a_chunk(self, request: RequestState) -> bool:
+        """Whether what comes next waits for the end of a step that samples nothing."""
+        if self.options.chunks_in_flight != 1:
+            return False
+        return request.launched > request.computed and not request.pending
 
     def _make_room(self, request: RequestState, num_tokens: int, rows: list[Row]) -> bool:
         assert request.hold
@@ -243,6 +254,8 @@ class Instance:
             victim = self.policies.victim(victims)
             if victim is request and self.importing:
                 return False  # What is on its way came later; it can be preempted on arrival.
+            if len(victims) == 1 and request.id != next(reversed(self._running)):
+                return False  # Those that came later are in this batch: their turn comes first.
             self.preempt(victim)
             if victim is request:
                 return False

@@ -172,6 +172,7 @@ def options(draw: st.DrawFn) -> InstanceOptions:
         max_num_batched_tokens=draw(st.sampled_from((1, 2, 3, 5, 16))),
         max_in_flight=draw(st.integers(1, 3)),
         launch_ahead=draw(st.booleans()),
+        chunks_in_flight=draw(st.sampled_from((1, "all"))),
         max_transfers_in_flight=draw(st.integers(1, 3)),
         watermark=draw(st.sampled_from((0.0, 0.01, 0.25))),
     )

@@ -158,6 +158,14 @@ def check_requests(loop: ServingLoop, world: FakeWorld) -> None:
         for batch in batches:
             assert batch.work.tokens <= options.max_num_batched_tokens
             assert len({row.request.id for row in batch.rows}) == len(batch.rows)
+        if options.chunks_in_flight == 1:
+            chunks = [
+                (row.request.id, row.epoch)
+                for batch in batches
+                for row in batch.rows
+                if not row.samples
+            ]
+            assert len(set(chunks)) == len(chunks)
         queues = [*instance.waiting, *instance.importing.values(), *instance.running.values()]
         assert all(loop.live.get(r.id) is r for r in queues)
         assert all(r.legs[0].instance == instance.name for r in queues)

@@ -131,6 +131,22 @@ def test_two_legs_in_one_place_move_nothing() -> None:
     assert not outcome.world.transfers
 
 
+def test_nobody_loses_work_to_those_that_came_later() -> None:
+    """r1's third leg needs two pages more. They come free when r0, which decodes, has ended."""
+    r1 = (Leg("A", 2), Leg("A", 3), Leg("A"))
+    pools = [
+        tiny("A", 5, max_num_batched_tokens=2, max_in_flight=1, launch_ahead=False),
+        tiny("B", 3, max_num_batched_tokens=1, max_in_flight=1, launch_ahead=False),
+    ]
+    scripts = {
+        "r0": Script(1, 2, 0.0, None, (Leg("B", 1), Leg("A")), 1),
+        "r1": Script(5, 1, 0.0, None, r1, 1),
+    }
+    requests = make_requests([(1, 2), (5, 1)])
+    outcome = Run(Follow(scripts), pools, requests, Timing(0, 1, max_transfer=4)).verify()
+    assert [outcome.finished[name].metrics.num_preemptions for name in ("r0", "r1")] == [0, 0]
+
+
 def ahead(
     late: Sequence[tuple[float, tuple[int, int]]], pages: int, first: tuple[int, int], seats: int
 ) -> Outcome:

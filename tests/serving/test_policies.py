@@ -37,7 +37,7 @@ def rows_of(batch: Batch | None) -> list[tuple[str, int, int]]:
     return [(r.request.id, r.start, r.count) for r in batch.rows] if batch else []
 
 
-def make(pages: int, **options: float | bool) -> Instance:
+def make(pages: int, **options: float | str) -> Instance:
     return Instance("A", make_kv(pages, 4), InstanceOptions(**options))  # type: ignore[arg-type]
 
 
@@ -124,6 +124,17 @@ def test_launch_ahead() -> None:
             assert batch.rows[0].samples
             assert rows_of(a.form_batch()) == [("r0", 5, 1)]
             assert a.form_batch() is None  # Three in flight; and the last token needs no step.
+
+
+def test_a_chunk_may_have_to_wait_for_the_last_one() -> None:
+    for chunks, rows in (("all", [("r0", 4, 4)]), (1, [])):
+        a = make(10, max_num_batched_tokens=4, max_in_flight=4, chunks_in_flight=chunks)
+        (request,) = queue(a, (9, 3))
+        assert rows_of(a.form_batch()) == [("r0", 0, 4)]
+        assert rows_of(a.form_batch()) == rows
+        request.computed = request.launched = 8
+        assert rows_of(a.form_batch()) == [("r0", 8, 1)]
+        assert rows_of(a.form_batch()) == [("r0", 9, 1)]  # A decode waits for no chunk.
 
 
 @pytest.mark.parametrize("until", [1, 3, 4, 5, 9])

@@ -130,6 +130,25 @@ def test_nobody_idles_who_has_work(system: str, tmp_path: Path) -> None:
         assert all(b[0] - a[1] < 2e-6 for a, b in pairwise(spans))
 
 
+@pytest.mark.parametrize(("chunks", "first"), [("all", 4), (1, 6)])
+def test_chunks_of_a_prompt_in_a_pipeline(chunks: str | int, first: int, tmp_path: Path) -> None:
+    """Three chunks through two stages of a second each: with 1 in flight, six seconds."""
+    setup = config(
+        tmp_path,
+        engine=SINGLE["engine"]
+        | {"max_num_batched_tokens": 100, "chunks_in_flight": chunks, "max_num_seqs": 2},
+        groups={"g": {"kind": "A100-80G-SXM", "devices": 2, "tensor_parallel_size": 1}},
+        instances={"i": {"stages": [{"group": "g", "layers": 16}] * 2}},
+        simulate={"linear": {"step_s": 1.0}},
+    )
+    alone = run(setup, [BenchRequest(None, 300, 2, 0.0)], tmp_path / "alone")
+    ends = pytest.approx((first, first + 2), abs=1e-3)  # Hidden states take microseconds.
+    assert alone.requests[0].token_times == ends
+    # Another prompt's chunks fill what waiting leaves.
+    both = run(setup, [BenchRequest(None, 300, 1, 0.0)] * 2, tmp_path / "both")
+    assert both.wall_s == pytest.approx(7, abs=1e-3)
+
+
 def test_kv_takes_its_bytes_over_the_link(tmp_path: Path) -> None:
     setup = load_run_file(CRONUS / "disaggregated_low_high.yaml")
     found = run(setup, [BenchRequest(None, 1000, 5, 0.0)], tmp_path)
