@@ -66,12 +66,6 @@ def test_a_decode_takes_its_bytes() -> None:
     assert stage("A10", half, last=True).seconds(work) == pytest.approx(2 * expected + 0.75)
 
 
-def test_devices_share_a_layer() -> None:
-    work = Work(7, 0, 1, 1, 0, [(100, 7)])
-    one, two = (stage("A10", last=True, devices=n).seconds(work) for n in (1, 2))
-    assert two == pytest.approx(one / 2)
-
-
 def slow(
     flops: float, bandwidth: float, last: bool = False, devices: int = 1, itemsize: int = 2,
     link: float = 1.0, efficiency: Efficiency = FULL, **model: object,
@@ -147,6 +141,15 @@ def test_a_mixture_reads_the_experts_that_its_tokens_choose(
     flops = sum(2 * w * tokens for w, _ in dense) + 4 * 8 * tokens * (tokens + 1) / 2
     flops += 2 * tokens * sum(2 * w for w, _ in (UPS, DOWN))
     assert slow(100.0, 1e12, **experts).seconds(work) == pytest.approx(3 * flops / 100)
+
+
+@pytest.mark.parametrize(("flops", "bandwidth"), [(100.0, 1e12), (1e12, 50.0)])
+def test_devices_share_a_layer_and_the_head(flops: float, bandwidth: float) -> None:
+    work = Work(7, 1, 3, 2, 9, [(0, 4), (6, 2)])
+    one, two = (
+        slow(flops, bandwidth, last=True, devices=n, link=1e15).seconds(work) for n in (1, 2)
+    )
+    assert two == pytest.approx(one / 2)
 
 
 @pytest.mark.parametrize(("devices", "share"), [(1, 0.0), (2, 1 / 2), (4, 3 / 4)])
