@@ -95,14 +95,12 @@ class SimulatedWorld:
         seconds, hops = cost.stages(work), cost.hops(work)
         devices = self._devices[batch.instance]
         free = self._free[batch.instance]
-        # One step's stages follow each other anyway; those of the next one wait for the device.
-        since = free.copy()
         ready = self._now
         stages: list[tuple[float, float]] = []
         for number, duration in enumerate(seconds):
             if number:
                 ready = stages[-1][1] + hops[number - 1]
-            start = max(ready, since[devices[number]])
+            start = max(ready, free[devices[number]])
             free[devices[number]] = start + duration
             stages.append((start, start + duration))
         tokens = [0] * work.sampled

@@ -1,5 +1,7 @@
 """Targets of requests, and the rate that meets them."""
 
+import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import yaml
 
 from jaxinfer import JaxinferError
 from jaxinfer.config import RunFile, load_run_file
-from jaxinfer.simulate.capacity import Load, Slo, capacity, read_slo
+from jaxinfer.simulate.capacity import Load, Slo, capacity, load, read_slo
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 
@@ -61,20 +63,90 @@ def prefills(folder: Path) -> RunFile:
     return load_run_file(path)
 
 
+def alone(config: RunFile) -> float:
+    """Seconds of one prefill."""
+    found: list[float] = []
+    simulate(config, WORK[:1], on_request=lambda request, times: found.extend(times))
+    return found[0]
+
+
+WORK = [BenchRequest(None, 512, 1, 0.0)] * 6_000
+
+
+def lindley(count: int, seconds: float, rate: float, seed: int) -> tuple[list[float], float]:
+    """How long each request waits in an M/D/1 queue, and when the last one is done."""
+    rng, now, free, waits = random.Random(seed), 0.0, 0.0, []
+    for _ in range(count):
+        waits.append(max(free - now, 0.0))
+        free = now + waits[-1] + seconds
+        now += rng.expovariate(rate)
+    return waits, free
+
+
 def test_who_finds_an_m_d_1_server_idle(tmp_path: Path) -> None:
     """A share 1 - R D of Poisson arrivals does not wait: so R = 0.1 / D lets 90 % through."""
-    config, work = prefills(tmp_path), [BenchRequest(None, 512, 1, 0.0)] * 6_000
-    alone: list[float] = []
-    simulate(config, work[:1], on_request=lambda request, times: alone.extend(times))
-    (d,) = alone
-    loads: list[Load] = []
-    best = capacity(config, work, Slo(ttft=d + 1e-6), on_load=loads.append)
-    assert best.attainment >= 0.9
-    assert best.rate == pytest.approx(0.1 / d, rel=0.1)
-    # The run ends soon after the last arrival.
-    assert best.goodput == pytest.approx(best.rate * best.attainment, rel=0.05)
-    worse = min((x for x in loads if x.attainment < 0.9), key=lambda x: x.rate)
-    assert best.rate < worse.rate <= 1.02 * best.rate
+    config = prefills(tmp_path)
+    d = alone(config)
+    found = load(config, WORK, Slo(ttft=d + 1e-6), 0, 0.1 / d)
+    assert found.attainment == pytest.approx(0.9, abs=0.01)
+    waits, end = lindley(len(WORK), d, 0.1 / d, seed=0)
+    met = sum(wait < 1e-6 for wait in waits)
+    assert found == Load(0.1 / d, met / len(WORK), pytest.approx(met / end))
+
+
+class InProcess:
+    """In place of a pool of processes, whose start takes longer than what is tried here."""
+
+    def __init__(self, *given: object) -> None:
+        pass
+
+    def __enter__(self) -> "InProcess":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    map = staticmethod(map)
+
+
+def on_cores(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxinfer.simulate.capacity.os.cpu_count", lambda: count)
+    monkeypatch.setattr("jaxinfer.simulate.capacity.ProcessPoolExecutor", InProcess)
+
+
+@pytest.mark.parametrize(("cores", "seed", "target"), [(1, 0, None), (2, 7, 0.97), (4, 1, 0.5)])
+def test_the_rate_is_the_largest_that_meets_the_targets(
+    cores: int, seed: int, target: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rate tried is as Lindley's recursion has it on the very arrivals."""
+    on_cores(cores, monkeypatch)
+    config, work = prefills(tmp_path), WORK[:300]
+    d, loads = alone(config), list[Load]()
+    share = {} if target is None else {"attainment": target}
+    best = capacity(config, work, Slo(ttft=2 * d), seed=seed, on_load=loads.append, **share)
+    target = target or 0.9
+    for each in loads:
+        waits, end = lindley(len(work), d, each.rate, seed)
+        met = sum(wait <= d + 1e-9 for wait in waits)
+        assert (each.attainment, each.goodput) == pytest.approx((met / 300, met / end))
+    met_at = [each.rate for each in loads if each.attainment >= target]
+    missed_at = [each.rate for each in loads if each.attainment < target]
+    assert best == max(loads, key=lambda each: (each.rate in met_at, each.rate))
+    assert max(met_at) == best.rate < min(missed_at) <= 1.02 * best.rate
+    assert len(set(met_at + missed_at)) == len(loads)
+    # Twice the rate each time, as many at once as there are cores, then equal steps between.
+    assert loads[0].rate == 1e-3
+    first = [each.rate / 0.125 for each in loads[1 : max(cores, 2) + 1]]
+    assert first == [2**i for i in range(max(cores, 2))]
+    last = [each.rate for each in loads[-cores:]]
+    steps = [b - a for a, b in pairwise(last)]
+    assert steps == pytest.approx(steps[:1] * len(steps))
+
+
+def test_targets_that_any_rate_meets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cores(4, monkeypatch)
+    with pytest.raises(JaxinferError, match=r"hold at any rate: 262144 requests/s"):
+        capacity(prefills(tmp_path), WORK[:3], Slo(ttft=100.0))
 
 
 def test_targets_that_no_rate_meets(tmp_path: Path) -> None:

@@ -28,6 +28,16 @@ def test_stages_share_all_but_the_fixed_part() -> None:
     assert sum(pipeline.stages(work)) == pytest.approx(2 * 0.5 + 8 * 0.25)
 
 
+def test_what_lies_between_stages() -> None:
+    """Those that send are busy with it, the last one is not; a hop moves every token's numbers."""
+    parts = tuple(LinearStage(LinearCosts(step_s=seconds)) for seconds in (1.0, 2.0, 3.0))
+    pipeline = Pipeline(parts, 0.25, (10.0, 20.0), (0.001, 0.01), 5)
+    work = Work(8, 1, 4, 2, 7, [(2, 3), (0, 2), (9, 2)])
+    assert pipeline.stages(work) == [1.25, 2.25, 3.0]
+    assert pipeline.hops(work) == pytest.approx([10 + 40 * 0.001, 20 + 40 * 0.01])
+    assert Pipeline(parts[:1], 0.25, (), (), 5).stages(work) == [1.0]
+
+
 @pytest.mark.parametrize(
     ("start", "decodes", "each"), [(0, 0, 0), (7000, 0, 0), (0, 31, 900), (3584, 200, 1500)]
 )
@@ -47,6 +57,12 @@ def test_distserve_profile_of_decodes() -> None:
     costs = LinearCosts(step_s=a, token_s=c, decode_context_s=b)
     work = Work(32, 32, 32, 32, 32 * 400, [], 32)
     assert LinearStage(costs).seconds(work) == pytest.approx(a + b * 32 * 400 + c * 32)
+
+
+def test_either_of_both_gives_steps_a_time() -> None:
+    work = Work(8, 0, 1, 1, 0, [(0, 8)])
+    assert LinearStage(LinearCosts(step_s=0.5)).seconds(work) == 0.5
+    assert LinearStage(LinearCosts(token_s=0.5)).seconds(work) == 4.0
 
 
 @pytest.mark.parametrize("relative", [True, False])
@@ -72,11 +88,87 @@ def test_eq_3_has_no_term_for_sequences() -> None:
     assert fit.mixed.per_decode_context > 1e-9
 
 
+class Curved:
+    """A cost that no line fits, with a hop; it notes what it has been asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Work, float]] = []
+
+    def stages(self, work: Work) -> list[float]:
+        chunks = sum((start + 10) * count**1.5 for start, count in work.chunks)
+        seconds = 0.5 + 0.01 * chunks + 0.002 * work.single_context**1.2 + 0.1 * work.sampled
+        self.asked.append((work, seconds + 0.25))
+        return [seconds]
+
+    def hops(self, work: Work) -> list[float]:
+        return [0.25]
+
+
+def test_what_a_profile_measures() -> None:
+    """64 lengths up to 128 in steps of 48 tokens; 8 contexts, 5 counts of decodes, 3 of theirs."""
+    cost = Curved()
+    fit_costs(cost, 48, 32, longest=128, relative=True)
+    works = [work for work, _ in cost.asked]
+    prefills, mixed = works[: -8 * 5 * 3], works[-8 * 5 * 3 :]
+    expected = [
+        Work(count, 0, 1, start + count == length, 0, [(start, count)])
+        for length in range(2, 129, 2)
+        for start, count in ((0, min(length, 48)), (48, min(length - 48, 48)), (96, length - 96))
+        if count > 0
+    ]
+    assert prefills == expected
+    assert mixed == [
+        Work(48, n, n + 1, n, n * context, [(start, 48 - n)])
+        for start in range(0, 128, 16)
+        for n in (0, 2, 4, 8, 16)
+        for context in (4, 16, 32)
+    ]
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_the_fit_has_the_least_squares(relative: bool) -> None:
+    """The normal equations, by what has been asked for: no error is left along any column."""
+    cost = Curved()
+    fit = fit_costs(cost, 48, 32, longest=128, relative=relative)
+    by_length: dict[int, float] = {}
+    total = 0.0
+    for work, seconds in cost.asked[: -8 * 5 * 3]:
+        total += seconds
+        if work.sampled:
+            ((start, count),) = work.chunks
+            by_length[start + count], total = total, 0.0
+    assert len(by_length) == 64
+    eq_2 = [((n, 1.0), s, fit.prefill.seconds(n)) for n, s in by_length.items()]
+    eq_3 = [
+        ((work.chunks[0][0], work.single_context, 1.0), s,
+         fit.mixed.seconds(work.chunks[0][0], work.single_context))
+        for work, s in cost.asked[-8 * 5 * 3 :]
+    ]  # fmt: skip
+    for points in (eq_2, eq_3):
+        errors = [found - s for _, s, found in points]
+        assert max(abs(error) for error in errors) > 0.01
+        for column in range(len(points[0][0])):
+            weights = [x[column] / (s * s if relative else 1) for x, s, _ in points]
+            left = sum(w * e for w, e in zip(weights, errors, strict=True))
+            size = sum(abs(w * e) for w, e in zip(weights, errors, strict=True))
+            assert abs(left) < 1e-6 * size
+
+
+def test_an_instance_without_room_for_two_decodes_is_refused() -> None:
+    """One token to a step: no chunk beside a decode, and nothing to fit eq. 3 to."""
+    with pytest.raises(JaxinferError, match="too small to fit step times to: give it more tokens"):
+        fit_costs(Curved(), 1, 1, longest=1, relative=True)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({}, "linear: step_s or token_s must be greater than 0"),
         ({"sequence_s": 1.0, "decode_context_s": 1e-6}, "step_s or token_s must be greater"),
+        ({"step_s": -1.0, "token_s": 1.0}, "step_s is -1.0, must be greater than or equal to 0"),
+        ({"step_s": 1.0, "sequence_s": -1.0}, "sequence_s is -1.0, must be greater than or equal"),
+        ({"step_s": 1.0, "decode_context_s": -1.0}, "decode_context_s is -1.0, must be greater"),
+        ({"step_s": 1.0, "chunk_context_s": -1.0}, "chunk_context_s is -1.0, must be greater"),
         ({"step_s": 1.0, "token_s": -1e-6}, "token_s is -1e-06, must be greater than or equal"),
         ({"step_s": 1.0, "context_s": 1e-6}, "unknown option 'context_s'"),
     ],

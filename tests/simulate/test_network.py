@@ -1,5 +1,6 @@
 """Fair shares of links: known examples, and what max-min fairness means."""
 
+import math
 from collections import defaultdict
 
 import pytest
@@ -71,3 +72,59 @@ def test_rates_are_max_min_fair(capacities: list[float], paths: list[set[int]]) 
             )
             for link in path
         )
+
+
+@given(
+    capacities=st.lists(st.floats(0.1, 1e3), min_size=1, max_size=3),
+    flows=st.lists(
+        st.tuples(st.sets(st.integers(0, 2), min_size=1), st.floats(1, 1e9), st.floats(0, 1e3)),
+        min_size=1,
+        max_size=12,
+    ),
+)
+def test_time_does_not_run_back_and_no_link_idles(
+    capacities: list[float], flows: list[tuple[set[int], float, float]]
+) -> None:
+    """Whoever starts when: a link that all flows cross is done when all bytes have crossed it."""
+    network: Network[int] = Network(dict(enumerate(capacities)) | {"all": 0.05})
+    now, ended, done = 0.0, 0, 0.0
+    for number, (links, num_bytes, gap) in enumerate(flows):
+        path = ["all", *sorted({link % len(capacities) for link in links})]
+        start = now + gap
+        while (end := network.next_end) is not None and end <= start:
+            assert end >= now
+            now, ended = end, ended + len(network.take_ended(end))
+        now = start
+        network.start(number, path, num_bytes, now)
+        done = max(done, now) + num_bytes / 0.05
+    while (end := network.next_end) is not None:
+        assert end >= now
+        now, ended = end, ended + len(network.take_ended(end))
+    assert ended == len(flows)
+    assert now == pytest.approx(done, rel=1e-6)
+
+
+def test_flows_that_end_together_are_told_in_the_order_of_their_start() -> None:
+    network: Network[str] = Network({"x": 10.0, "y": 5.0})
+    for tag, path, num_bytes in (("b", ["y"], 25.0), ("a", ["x"], 50.0), ("c", ["y"], 90.0)):
+        network.start(tag, path, num_bytes, now=1.0)
+    assert network.next_end == 6.0
+    assert network.take_ended(5.9) == []
+    # y's two share it: b has 12.5 B left at 6.
+    assert network.take_ended(6.0) == ["a"]
+    network.start("d", ["x"], 50.0, now=6.0)
+    assert network.next_end == 11.0
+    assert network.take_ended(11.0) == ["b", "d"]
+    assert drain(network) == {"c": 1 + 115 / 5}
+    assert network.next_end is None
+
+
+def test_rounding_does_not_end_a_flow_in_the_past() -> None:
+    """What is left of a is nothing but the last bit of its end; by rounding, less than nothing."""
+    network: Network[str] = Network({"x": 82.0, "y": 1.0})
+    network.start("a", ["x"], 92.0, now=0.6816364556074682)
+    now = 1.8035876751196633
+    assert network.next_end == math.nextafter(now, math.inf)
+    network.start("b", ["y"], 1.0, now)
+    assert network.next_end == now
+    assert network.take_ended(now) == ["a"]
