@@ -109,8 +109,8 @@ class HandOffs:
             dest = request.legs[0].instance, request.hold
             transfer = self._note(request, request.exported, dest, request.computed)
             self._world.start_transfer(transfer)
-        elif not request.transfers:
-            self._arrive(request)
+        elif not any(transfer.dest_hold is request.hold for transfer in self.moving):
+            self._arrive(request)  # What still goes to an earlier destination is not waited for.
 
     def send_chunk(self, request: RequestState) -> None:
         """After a step: send what it computed, and has not sent, on to the leg's successor."""
