@@ -193,8 +193,10 @@ class HandOffs:
     def forget(self, instance: str) -> None:
         """Give up all transfers from or to an instance that is lost."""
         for transfer in list(self.moving):
-            if instance in (transfer.source, transfer.dest):
-                self._end(transfer)
+            if instance not in (transfer.source, transfer.dest) or not self._end(transfer):
+                continue
+            if transfer.source != instance and transfer.request.slice_move:
+                self.start_slice_move(transfer.request)  # It has waited for this one.
 
     def _end(self, transfer: Transfer) -> bool:
         """Whether the transfer was still wanted."""

@@ -98,7 +98,8 @@ class Step:
 class Timing:
     """Durations are drawn from 1 to the maximum, in whole seconds, so that many events tie.
 
-    ``transfers`` has the seconds of those to an instance, and ``lost`` says when one fails.
+    ``transfers`` has the seconds of those to an instance, and ``lost`` says when one fails. What
+    happens at one time happens in any order, unless ``in_order``.
     """
 
     seed: int = 0
@@ -107,6 +108,7 @@ class Timing:
     stages: dict[str, int] = field(default_factory=dict)
     transfers: dict[str, int] = field(default_factory=dict)
     lost: dict[str, float] = field(default_factory=dict)
+    in_order: bool = False
 
 
 class FakeWorld:
@@ -321,7 +323,8 @@ class FakeWorld:
                 self._unuse(t.dest, t.dest_hold, dest)
 
     def _at(self, time: float, happen: Callable[[], Event | None]) -> None:
-        heapq.heappush(self._heap, (time, self._rng.random(), next(self._order), happen))
+        tie = 0.0 if self.timing.in_order else self._rng.random()
+        heapq.heappush(self._heap, (time, tie, next(self._order), happen))
 
     def _arrive(self, request: RequestState) -> Event:
         self._arrivals -= 1

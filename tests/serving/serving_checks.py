@@ -188,8 +188,7 @@ def check_nobody_idles(loop: ServingLoop, world: FakeWorld) -> None:
             else:
                 extra = instance.pages_to_take(head, leg)
                 fits = instance.policies.admit(instance, head, leg) and all(
-                    shard.pool.num_free >= extra * len(shard.slices)
-                    for shard in instance.kv.shards
+                    shard.pool.num_free >= extra * len(shard.slices) for shard in instance.kv.shards
                 )
             assert not fits, f"{instance.name} has room for {head}"
 
@@ -314,7 +313,6 @@ class Run:
             if request.max_tokens > 1:  # What leaves with the step that turns out to be the last.
                 moved = [t for t in moved if t not in world.sent_along]
             assert all(t.stop < request.prompt_len for t in moved)
-
 
     def _check_times(self, request: RequestState, world: FakeWorld) -> None:
         """Tokens come at the ends of steps that sample them; the first of its steps was earlier."""

@@ -182,7 +182,7 @@ def test_the_latest_makes_room_and_goes_to_the_head_of_the_queue() -> None:
 
 
 def test_who_has_a_row_in_the_batch_is_spared() -> None:
-    instance, (a, b, c) = crowd()
+    instance, (a, _, c) = crowd()
     rows = [Row(c, 4, 1, True, False, 0, c.hold)]
     assert instance.plan_row(a, 1, rows)
     assert (names(instance.running.values()), names(instance.waiting)) == (["a", "c"], ["b"])
@@ -196,7 +196,7 @@ def test_the_last_one_left_makes_room_itself() -> None:
 
 
 def test_as_many_leave_as_it_takes() -> None:
-    instance, (a, b, c) = crowd()
+    instance, (a, _, _) = crowd()
     a.hold.grow(4)
     a.output_token_ids = [0] * 5
     assert instance.plan_row(a, 5, [])  # Nine tokens: three more pages.

@@ -125,4 +125,8 @@ def test_what_is_on_its_way_is_forgotten() -> None:
     cluster.hand_offs._note(request, here, there, 4)
     cluster.lose_b()
     assert cluster.hand_offs.moving == []
-    assert (request.transfers, request.hold.users, request.legs) == (0, 0, [Leg("A", 8, "per_chunk")])
+    assert (request.transfers, request.hold.users, request.legs) == (
+        0,
+        0,
+        [Leg("A", 8, "per_chunk")],
+    )
