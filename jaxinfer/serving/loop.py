@@ -248,7 +248,6 @@ class ServingLoop:
         self._steps_in_flight -= lost.in_flight
         adrift = detach(lost, self.instances, self.live.values(), self.hand_offs)
         del self.instances[lost.name]
-        lost.kv.on_free = lambda: None
         self._draining.pop(lost.name, None)
         self._changed = dict.fromkeys(self.instances)
         self.unrouted = {request.id: request for request in adrift} | self.unrouted

@@ -109,8 +109,8 @@ class HandOffs:
             dest = request.legs[0].instance, request.hold
             transfer = self._note(request, request.exported, dest, request.computed)
             self._world.start_transfer(transfer)
-        elif not request.transfers:
-            self._arrive(request)
+        elif not any(transfer.dest_hold is request.hold for transfer in self.moving):
+            self._arrive(request)  # What still goes to an earlier destination is not waited for.
 
     def send_chunk(self, request: RequestState) -> None:
         """After a step: send what it computed, and has not sent, on to the leg's successor."""
@@ -193,8 +193,10 @@ class HandOffs:
     def forget(self, instance: str) -> None:
         """Give up all transfers from or to an instance that is lost."""
         for transfer in list(self.moving):
-            if instance in (transfer.source, transfer.dest):
-                self._end(transfer)
+            if instance not in (transfer.source, transfer.dest) or not self._end(transfer):
+                continue
+            if transfer.source != instance and transfer.request.slice_move:
+                self.start_slice_move(transfer.request)  # It has waited for this one.
 
     def _end(self, transfer: Transfer) -> bool:
         """Whether the transfer was still wanted."""

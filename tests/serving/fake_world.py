@@ -50,6 +50,11 @@ def next_token(request_id: str, tokens: Iterable[int]) -> int:
     return state % 50_021
 
 
+def logprob_of(token: int) -> float:
+    """What the world gives as a sampled token's log probability; sums of them are exact."""
+    return -(1 + token % 64) / 64
+
+
 class Reference:
     """All tokens of one request as if it were alone in the world, in closed form."""
 
@@ -60,11 +65,19 @@ class Reference:
         self._tokens = list(request.prompt_token_ids) or [
             prompt_token(request.id, p) for p in range(request.prompt_len)
         ]
+        self._beginnings: list[tuple[int, ...]] = [()]
 
     def token(self, position: int) -> int:
         while len(self._tokens) <= position:
             self._tokens.append(next_token(self.id, self._tokens))
         return self._tokens[position]
+
+    def beginning(self, count: int) -> tuple[int, ...]:
+        """The first ``count`` tokens, as the same object each time: equal ones compare fast."""
+        while len(self._beginnings) <= count:
+            number = len(self._beginnings) - 1
+            self._beginnings.append((*self._beginnings[number], self.token(number)))
+        return self._beginnings[count]
 
     def output(self, count: int) -> list[int]:
         return [self.token(self.prompt_len + i) for i in range(count)]
@@ -85,18 +98,24 @@ class Step:
 class Timing:
     """Durations are drawn from 1 to the maximum, in whole seconds, so that many events tie.
 
-    ``lost`` says when an instance fails.
+    ``transfers`` has the seconds of those to an instance, and ``lost`` says when one fails. What
+    happens at one time happens in any order, unless ``in_order``.
     """
 
     seed: int = 0
     max_step: int = 1
     max_transfer: int = 1
     stages: dict[str, int] = field(default_factory=dict)
+    transfers: dict[str, int] = field(default_factory=dict)
     lost: dict[str, float] = field(default_factory=dict)
+    in_order: bool = False
 
 
 class FakeWorld:
-    """Implements ``jaxinfer.serving.world.World``. ``check`` is called after every change."""
+    """Implements ``jaxinfer.serving.world.World``.
+
+    ``check`` is called after every change, and ``at_rest`` when all has been decided for now.
+    """
 
     def __init__(
         self,
@@ -105,16 +124,19 @@ class FakeWorld:
         timing: Timing | None = None,
         check: Callable[[], None] = lambda: None,
         max_steps: int = 100_000,
+        at_rest: Callable[[], None] = lambda: None,
     ) -> None:
         self.instances = {i.name: i for i in instances}
         self.timing = timing or Timing()
         self.check = check
+        self.at_rest = at_rest
         self.max_steps = max_steps
         self.max_time = 100_000.0
         self.references = {r.id: Reference(r) for r in requests}
         self.caching = any(i.kv.cache for i in instances)
         self.num_steps = 0
         self.batches: list[Batch] = []
+        self.steps: list[Step] = []
         self.transfers: list[Transfer] = []
         self.sent_along: list[Transfer] = []
         self.in_flight_steps: dict[int, Step] = {}
@@ -155,6 +177,7 @@ class FakeWorld:
 
     def due_events(self) -> list[Event]:
         self.check()
+        self.at_rest()
         assert self._heap or not self.num_steps, "nothing is left to wait for"
         events: list[Event] = []
         while self._heap and (not events or self._heap[0][0] <= self._now):
@@ -174,6 +197,7 @@ class FakeWorld:
     def launch(self, batch: Batch) -> None:
         assert batch.rows
         assert self.can_launch(batch.instance)
+        self._check_counts(batch)
         self.num_steps += 1
         assert self.num_steps <= self.max_steps, "livelock"
         self.batches.append(batch)
@@ -184,6 +208,7 @@ class FakeWorld:
             for position in range(row.start, row.start + row.count):
                 self._unwritten.add((row.request.id, row.epoch, position))
         self.in_flight_steps[id(batch)] = step
+        self.steps.append(step)
         stages = self.timing.stages.get(batch.instance, 1)
         stage_free, last_end = self._last.get(batch.instance, (0.0, 0.0))
         duration = self._rng.randint(1, self.timing.max_step)
@@ -207,6 +232,17 @@ class FakeWorld:
         self._at(step.end, lambda: self._end_step(step))
         self.check()
 
+    def _check_counts(self, batch: Batch) -> None:
+        """What a batch says of its instance at launch."""
+        instance = self.instances[batch.instance]
+        pools = [shard.pool for shard in instance.kv.shards]
+        assert batch.num_waiting == len(instance.waiting)
+        assert batch.num_running == len(instance.running)
+        assert batch.pages_in_use == sum(pool.num_usable - pool.num_free for pool in pools)
+        assert batch.grouped == batch.grouped_context == 0
+        assert batch.work.tokens == sum(row.count for row in batch.rows)
+        assert batch.work.sampled == sum(row.samples for row in batch.rows)
+
     def start_transfer(self, transfer: Transfer) -> None:
         t = transfer
         assert t.stop <= t.request.computed
@@ -218,7 +254,8 @@ class FakeWorld:
         self, t: Transfer, source: Tables, dest: Tables, start: float, shortest: int = 1
     ) -> None:
         """It ends some time from now."""
-        end = self._now + self._rng.randint(shortest, self.timing.max_transfer)
+        drawn = self._rng.randint(shortest, self.timing.max_transfer)
+        end = self._now + self.timing.transfers.get(t.dest, drawn)
         self._at(end, lambda: self._end_transfer(t, source, dest, start))
 
     def _take_transfer(self, t: Transfer) -> tuple[Tables, Tables]:
@@ -286,7 +323,8 @@ class FakeWorld:
                 self._unuse(t.dest, t.dest_hold, dest)
 
     def _at(self, time: float, happen: Callable[[], Event | None]) -> None:
-        heapq.heappush(self._heap, (time, self._rng.random(), next(self._order), happen))
+        tie = 0.0 if self.timing.in_order else self._rng.random()
+        heapq.heappush(self._heap, (time, tie, next(self._order), happen))
 
     def _arrive(self, request: RequestState) -> Event:
         self._arrivals -= 1
@@ -317,6 +355,7 @@ class FakeWorld:
         if step.batch.instance in self._gone:
             return None
         name, tokens = step.batch.instance, []
+        prompts: dict[str, dict[int, object]] = defaultdict(dict)
         for row, tables, inputs in zip(step.batch.rows, step.tables, step.inputs, strict=True):
             request, epoch = row.request, row.epoch
             key = (request.id, epoch)
@@ -327,6 +366,8 @@ class FakeWorld:
                 assert position // self.instances[name].page_size not in row.hold.cached
                 self._write(name, tables, position, self._content(request.id, epoch, position))
                 assert value == self.references[request.id].token(position)
+                if position < request.prompt_len:
+                    prompts[request.id][position] = ("prompt", value)
                 self._unwritten.remove((*key, position))
                 seen.append(value)
             if row.samples:
@@ -337,7 +378,15 @@ class FakeWorld:
             if id(transfer) in self.in_flight_transfers:
                 _, source, dest = self.in_flight_transfers[id(transfer)]
                 self._send(transfer, source, dest, step.start, shortest=0)
-        return StepDone(step.batch, tokens, step.start, step.end, logprobs=[-1.0] * len(tokens))
+        return StepDone(
+            step.batch,
+            tokens,
+            step.start,
+            step.end,
+            logprobs=[logprob_of(token) for token in tokens],
+            details=[("sampled", token) for token in tokens],
+            prompt_details=prompts,
+        )
 
     def _end_transfer(
         self, t: Transfer, source: Tables, dest: Tables, start: float
@@ -374,7 +423,7 @@ class FakeWorld:
         reference = self.references[request]
         value = reference.token(position)
         if self.caching:
-            return tuple(reference.token(p) for p in range(position)), position, value
+            return reference.beginning(position), position, value
         return request, epoch, position, value
 
     def _write(self, name: str, tables: Tables, position: int, content: Cell) -> None:

@@ -1,11 +1,10 @@
 """Runs a loop on the fake world and asserts the invariants after every event and launch."""
 
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fake_world import FakeWorld, Timing
+from fake_world import FakeWorld, Timing, logprob_of
 
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.loop import ServingLoop, Stop
@@ -172,6 +171,36 @@ def check_requests(loop: ServingLoop, world: FakeWorld) -> None:
     assert set(loop.unrouted) <= set(loop.live)
 
 
+def check_nobody_idles(loop: ServingLoop, world: FakeWorld) -> None:
+    """With room for a batch, nobody is left who could take part in it, or be admitted."""
+    for instance in loop.instances.values():
+        options = instance.options
+        if instance.in_flight >= options.max_in_flight or not world.can_launch(instance.name):
+            continue
+        for request in instance.running.values():
+            assert request.hold
+            chunk = min(request.leg_goal, request.launched + options.max_num_batched_tokens)
+            assert (
+                request.paused
+                or request.slice_move
+                or chunk <= request.launched
+                or (request.pending and not options.launch_ahead)
+                or chunk > request.hold.capacity
+            ), f"{instance.name} has nothing in flight for {request}"
+        if instance.waiting and instance.has_seat:
+            head, leg = instance.waiting[0], instance.waiting[0].legs[0]
+            if head.exported and head.exported[0] == instance.name:
+                fits = True
+            elif head.exported and not instance.can_import:
+                fits = False
+            else:
+                extra = instance.pages_to_take(head, leg)
+                fits = instance.policies.admit(instance, head, leg) and all(
+                    shard.pool.num_free >= extra * len(shard.slices) for shard in instance.kv.shards
+                )
+            assert not fits, f"{instance.name} has room for {head}"
+
+
 @dataclass
 class Outcome:
     """What a verified run leaves behind."""
@@ -232,7 +261,14 @@ class Run:
 
         work = sum(r.peak_tokens for r in self.requests)
         bound = self.max_steps or 20 + work * (4 + len(self.requests))
-        world = FakeWorld(self.instances, self.requests, self.timing, check, max_steps=bound)
+        world = FakeWorld(
+            self.instances,
+            self.requests,
+            self.timing,
+            check,
+            max_steps=bound,
+            at_rest=lambda: check_nobody_idles(loop, world),
+        )
         loop = ServingLoop(
             world,
             self.instances,
@@ -271,16 +307,35 @@ class Run:
         times = request.metrics.token_times
         assert len(times) == count
         assert times == sorted(times)
-        assert request.cumulative_logprob == -count
-        first = request.metrics.first_scheduled
-        assert first is not None
-        assert request.arrival <= first < times[0]
+        tokens = request.output_token_ids
+        assert request.stop_reason == (tokens[-1] if stopped else None)
+        assert request.cumulative_logprob == sum(logprob_of(token) for token in tokens)
+        assert request.details == [("sampled", token) for token in tokens]
+        for position, detail in request.prompt_details.items():
+            assert detail == ("prompt", world.references[request.id].token(position))
+        if not world.caching:
+            assert sorted(request.prompt_details) == list(range(request.prompt_len))
+        self._check_times(request, world)
         if count == 1:  # Whatever comes after the first token is never sent.
             moved = [t for t in world.transfers if t.request is request and not t.slice_move]
             if request.max_tokens > 1:  # What leaves with the step that turns out to be the last.
                 moved = [t for t in moved if t not in world.sent_along]
             assert all(t.stop < request.prompt_len for t in moved)
 
-
-def shuffled(seed: int, items: Sequence[str]) -> list[str]:
-    return random.Random(seed).sample(list(items), len(items))
+    def _check_times(self, request: RequestState, world: FakeWorld) -> None:
+        """Tokens come at the ends of steps that sample them; the first of its steps was earlier."""
+        steps = [
+            (step.start, step.end, row)
+            for step in world.steps
+            for row in step.batch.rows
+            if row.request is request
+        ]
+        times = request.metrics.token_times
+        for position, time in enumerate(times, request.prompt_len):
+            ends = [
+                end for _, end, row in steps if row.samples and row.start + row.count == position
+            ]
+            assert time in ends
+        first = request.metrics.first_scheduled
+        assert first in [start for start, _, _ in steps]
+        assert request.arrival <= first < times[0]

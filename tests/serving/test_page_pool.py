@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from scenarios import examples
 from serving_checks import make_kv, pages_of
 
-from jaxinfer.serving.page_pool import Hold, KVShards, PagePool, Shard
+from jaxinfer.serving.page_pool import CountedPages, Hold, KVShards, PagePool, Shard
+from jaxinfer.serving.prefix_cache import CachedPage
 
 
 def test_pool_hands_out_lowest_pages_and_never_page_0() -> None:
@@ -73,6 +74,144 @@ def test_slices_that_cannot_move(source: int, dest: int, slices: tuple[int, ...]
     assert hold
     assert not hold.can_move(source, dest, slices)
     assert hold.can_move(0, 1, (0, 1))
+
+
+def test_more_than_is_free_cannot_be_taken() -> None:
+    pool = PagePool(3, 4)
+    assert pool.take(2) == [1, 2]
+    assert pool.num_free == 0
+    with pytest.raises(RuntimeError, match="more pages taken than are free"):
+        pool.take(1)
+
+
+def test_the_smallest_pool_holds_one_page() -> None:
+    assert PagePool(2, 1).take(1) == [1]
+
+
+def test_pages_that_are_only_counted() -> None:
+    pool = CountedPages(6, 4)
+    assert (pool.num_usable, pool.num_free, pool.num_pinned) == (5, 5, 0)
+    assert pool.take(3) == [0, 0, 0]
+    assert pool.num_free == 2
+    pool.give([0, 0])
+    assert pool.num_free == 4
+
+
+def test_numbers_over_all_shards() -> None:
+    """The smallest decides what fits; pages pinned and in use are added up."""
+    shards = [
+        Shard(PagePool(11, 4), (0, 1)),
+        Shard(PagePool(5, 4), (2,)),
+        Shard(PagePool(3, 4), ()),
+    ]
+    kv = KVShards(shards)
+    assert (kv.page_size, kv.num_pages, kv.num_free, kv.num_in_use) == (4, 4, 4, 0)
+    assert (kv.cache, kv.reserved) == (None, {})
+    hold = kv.reserve(9)
+    assert hold
+    assert (hold.num_pages, hold.num_hashed, hold.users) == (3, 0, 0)
+    assert (kv.num_free, kv.num_in_use) == (1, 9)
+    hold.pin()
+    hold.release()
+    assert (kv.num_pinned, kv.num_in_use) == (9, 9)
+    assert [shard.pool.num_pinned for shard in shards] == [6, 3, 0]
+    hold.unpin()
+    assert (kv.num_pinned, kv.num_in_use) == (0, 0)
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
+def test_pages_for_tokens(tokens: int, pages: int) -> None:
+    assert make_kv(9, 4).pages_for(tokens) == pages
+
+
+@pytest.mark.parametrize(("pools", "fits"), [((6, 3), True), ((5, 3), False), ((6, 2), False)])
+def test_each_slice_needs_its_pages(pools: tuple[int, int], fits: bool) -> None:
+    """Two slices of three pages here, and one of three there."""
+    first, second = pools
+    kv = KVShards([Shard(PagePool(first + 1, 4), (0, 1)), Shard(PagePool(second + 1, 4), (2,))])
+    assert (kv.reserve(12) is not None) == fits
+
+
+def test_growth_needs_room_for_each_slice() -> None:
+    kv = KVShards([Shard(PagePool(6, 4), (0, 1))])
+    hold = kv.reserve(8)
+    assert hold
+    assert kv.shards[0].pool.num_free == 1
+    assert not hold.grow(9)
+    assert (hold.num_pages, kv.shards[0].pool.num_free) == (2, 1)
+
+
+def test_slices_move_where_there_is_room_for_all_of_them() -> None:
+    kv = KVShards([Shard(PagePool(9, 4), (0, 1)), Shard(PagePool(6, 4), ())])
+    freed = []
+    kv.on_free = lambda: freed.append([shard.pool.num_free for shard in kv.shards])
+    hold = kv.reserve(9)
+    assert hold
+    assert not hold.copy_slices(0, 1, (0, 1))  # Six pages, of which there are five.
+    assert hold.tables == [{0: [1, 2, 3], 1: [4, 5, 6]}, {}]
+    assert hold.copy_slices(0, 1, (1,))
+    assert hold.tables[1] == {1: [1, 2, 3]}
+    assert freed == []
+    hold.drop_slices(0, (1,))
+    assert (hold.tables, freed) == ([{0: [1, 2, 3]}, {1: [1, 2, 3]}], [[5, 2]])
+
+
+def test_the_latest_reservation_is_given_back() -> None:
+    kv = make_kv(9, 4)
+    assert not kv.take_back_reserved()
+    one, two, three = (kv.reserve(4) for _ in range(3))
+    assert one
+    assert two
+    assert three
+    kv.reserved = {one: one.release, two: two.release}
+    assert kv.take_back_reserved()
+    assert [hold.released for hold in (one, two, three)] == [False, True, False]
+    assert list(kv.reserved) == [one]
+
+
+def test_a_hold_that_begins_with_cached_pages() -> None:
+    """They count as taken where nobody has them; they are nobody's to free."""
+    kv = make_kv(9, 4, [(0, 1), (2,)], caching=True)
+    first = kv.reserve(12)
+    assert first
+    assert kv.cache
+    kv.cache.keep(first, [b"0", b"1"])
+    assert first.num_hashed == 2
+    pages = kv.cache.match([b"0", b"1", b"2"])
+    assert len(pages) == 2
+    assert (kv.pages_to_take(17, pages), kv.pages_to_take(17)) == (3, 5)
+    second = kv.reserve(17, pages)
+    assert second
+    assert (second.num_pages, second.num_hashed, second.capacity) == (5, 2, 20)
+    assert [table[piece][:2] for table in second.tables for piece in table] == [
+        table[piece][:2] for table in first.tables for piece in table
+    ]
+    assert kv.num_free == 3
+    first.release()
+    assert kv.num_free == 4  # Of its three pages, two are the second one's, too.
+    second.release()
+    assert (kv.num_free, [len(shard.pool._free) for shard in kv.shards]) == (9, [14, 7])
+    assert [shard.pool.num_idle for shard in kv.shards] == [4, 2]
+    # All idle: they have to be taken.
+    assert kv.pages_to_take(17, pages) == 5
+    assert [page.holds for page in pages] == [0, 0]
+    assert kv.reserve(40, pages) is None
+    assert [page.holds for page in pages] == [0, 0]
+
+
+def test_the_last_pages_become_idle_first() -> None:
+    """Without those before them, they would not be found."""
+    kv = make_kv(4, 4, caching=True)
+    hold = kv.reserve(12)
+    assert hold
+    assert kv.cache
+    kv.cache.keep(hold, [b"0", b"1", b"2"])
+    hold.release()
+    assert list(kv.cache._idle) == [b"2", b"1", b"0"]
+    other = kv.reserve(8)
+    assert other
+    assert isinstance(kv.cache.match([b"0"])[0], CachedPage)
+    assert len(kv.cache.match([b"0", b"1", b"2"])) == 2
 
 
 class Pools(RuleBasedStateMachine):

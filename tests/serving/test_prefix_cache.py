@@ -93,8 +93,83 @@ def test_requests_that_share_pages_fit_where_they_otherwise_would_not() -> None:
     assert max(b.num_running for b in serve(apart, num_pages=10).world.batches) == 1
 
 
+def test_pages_by_themselves() -> None:
+    kv = make_kv(4, PAGE, [(0, 1), (2,)], caching=True)
+    cache, pools = kv.cache, [shard.pool for shard in kv.shards]
+    assert cache
+    hold = kv.reserve(12)
+    assert hold
+    digests = [b"a", b"b", b"c"]
+    cache.keep(hold, digests[:1])
+    cache.keep(hold, digests)
+    cache.keep(hold, digests[:2])  # Known already.
+    assert hold.num_hashed == 3
+    assert [page.pages for page in hold.cached.values()] == [
+        [{0: i, 1: i + 3}, {2: i}] for i in (1, 2, 3)]  # fmt: skip
+    assert cache.match(digests) == list(hold.cached.values())
+    assert cache.match([b"a", b"x", b"c"]) == [hold.cached[0]]
+    assert cache.match([b"x", b"b"]) == []
+    (page,) = cache.match([b"b"])
+    assert page.holds == 1
+    cache.acquire(page)
+    assert (page.holds, [pool.num_idle for pool in pools]) == (2, [0, 0])
+    hold.release()
+    assert (page.holds, [pool.num_idle for pool in pools]) == (1, [4, 2])
+    cache.drop(page)
+    assert [pool.num_idle for pool in pools] == [6, 3]
+    cache.acquire(page)
+    assert [pool.num_idle for pool in pools] == [4, 2]
+    # The third page is the longest idle, since the last ones are dropped first.
+    cache.evict()
+    assert [pool.num_idle for pool in pools] == [2, 1]
+    assert [sorted(pool._free) for pool in pools] == [[3, 6, 7, 8], [3, 4]]
+    assert (cache.match([b"c"]), len(cache.match([b"a"])), len(cache.match([b"b"]))) == ([], 1, 1)
+
+
+def test_pages_known_already_stay_those_of_the_first() -> None:
+    kv = make_kv(9, PAGE, caching=True)
+    first, second = kv.reserve(8), kv.reserve(8)
+    assert kv.cache
+    assert first
+    assert second
+    kv.cache.keep(first, [b"a"])
+    kv.cache.keep(second, [b"a", b"b"])
+    assert (list(first.cached), list(second.cached), second.num_hashed) == ([0], [1], 2)
+    assert kv.cache.match([b"a"]) == [first.cached[0]]
+    second.release()
+    assert (kv.num_free, len(kv.shards[0].pool._free)) == (7, 6)  # One of the two is kept.
+
+
+def test_a_pool_takes_from_the_free_pages_before_it_evicts() -> None:
+    kv = make_kv(3, PAGE, caching=True)
+    hold = kv.reserve(8)
+    assert kv.cache
+    assert hold
+    kv.cache.keep(hold, [b"a", b"b"])
+    hold.release()
+    other = kv.reserve(4)
+    assert other
+    assert (other.tables, len(kv.cache.match([b"a", b"b"]))) == ([{0: [3]}], 2)
+    assert kv.reserve(4)
+    assert len(kv.cache.match([b"a", b"b"])) == 1
+
+
 def test_digests_depend_on_all_tokens_before() -> None:
     one, other = request("r0", [1, 2, 3, 4, 5, 6]), request("r1", [9, 2, 3, 4, 5, 6])
     digests = page_digests(one, 2, 3)
     assert len({*digests, *page_digests(other, 2, 3)}) == 6
     assert page_digests(request("r2", [1, 2, 3, 4]), 2, 2) == digests[:2]
+    assert page_digests(one, 2, 1) == digests[:1]
+    assert one.page_digests == {2: digests}
+
+
+def test_digests_of_two_page_sizes_and_of_outputs() -> None:
+    found = request("r0", [1, 2, 3], 9)
+    found.output_token_ids = [4, 5, 6, 7, 8]
+    prompt = request("r1", [1, 2, 3, 4, 5, 6, 7, 8])
+    for size, count in ((2, 2), (2, 4), (4, 2), (4, 1)):
+        assert page_digests(found, size, count) == page_digests(prompt, size, count)
+        assert len(page_digests(found, size, count)) == count
+    # A page of the same tokens after others is another one.
+    again = page_digests(request("r2", [1, 2, 1, 2]), 2, 2)
+    assert again[0] != again[1]

@@ -1,6 +1,8 @@
 """Cronus in the fake world: how many requests the PPI has, and who computes what."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_world import Timing
@@ -12,6 +14,7 @@ from serving_checks import Run, make_kv, make_requests
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.step_fit import MixedFit, PrefillFit, StepFit
+from jaxinfer.serving.system import ClusterView, Leg
 from jaxinfer.systems.cronus import Cronus, CronusOptions
 
 FIT = StepFit(PrefillFit(0.4, 1), MixedFit(0.01, 0.01, 1))
@@ -134,3 +137,144 @@ def test_fixed_cuts(cut: float | int, lengths: list[int]) -> None:
     for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         route = [("ppi", length), ("cpi", prompt + 1 - length)]
         assert outcome.route_of(f"r{number}") == [part for part in route if part[1]]
+
+
+def make(**options: Any) -> Cronus:
+    return Cronus(CronusOptions.model_validate(options))
+
+
+def test_options() -> None:
+    assert vars(CronusOptions()) == {
+        "partial": "ppi", "chunked": "cpi", "max_in_partial": 2, "candidates": 512,
+        "refine": False, "cut": None, "hand_off": "on_demand",
+    }  # fmt: skip
+    system = make(partial="p", chunked="c")
+    system.check(["c", "p"])
+    assert system.routes(["c", "p", "x"]) == [("p", "c")]
+    assert system.needs_fits
+    assert not make(cut=0.5).needs_fits
+    assert not system.ttft_counts_transfer
+    assert system.tick_interval is None
+
+
+class Watches(Cronus):
+    def on_step(self, step, cluster):  # type: ignore[no-untyped-def]
+        return ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "refine", "needed"),
+    [(Cronus, False, False), (Cronus, True, True), (Watches, False, True), (Watches, True, True)],
+)
+def test_decodes_are_looked_at_only_where_predictors_are_refined(
+    kind: type[Cronus], refine: bool, needed: bool
+) -> None:
+    assert kind(CronusOptions(refine=refine)).needs_decode_rows == needed
+
+
+def route(system: Cronus, count: int, **num_requests: int) -> list[tuple[str, tuple[Leg, ...]]]:
+    """Legs of ``count`` requests with prompts of 10 tokens."""
+    there = {name: SimpleNamespace(num_requests=n) for name, n in num_requests.items()}
+    waiting = [SimpleNamespace(id=f"r{i}", prompt_len=10) for i in range(count)]
+    assignments = system.route(waiting, ClusterView(0.0, there))  # type: ignore[arg-type]
+    return [(a.request, a.legs) for a in assignments]
+
+
+@pytest.mark.parametrize(
+    ("most", "there", "given"), [(2, 0, 2), (2, 1, 1), (2, 2, 0), (2, 3, 0), (1, 0, 1), (4, 1, 3)]
+)
+def test_so_many_in_the_ppi(most: int, there: int, given: int) -> None:
+    system = make(cut=4, max_in_partial=most, hand_off="at_end")
+    legs = (Leg("ppi", 4, "at_end"), Leg("cpi"))
+    assert route(system, 5, ppi=there, cpi=7) == [(f"r{i}", legs) for i in range(given)]
+
+
+@pytest.mark.parametrize("left", ["ppi", "cpi"])
+def test_all_on_what_is_left(left: str) -> None:
+    """Uncut, and however many are there."""
+    assert route(make(), 3, **{left: 5}) == [(f"r{i}", (Leg(left),)) for i in range(3)]
+
+
+def request(name: str, prompt_len: int = 10) -> Any:
+    return SimpleNamespace(id=name, prompt_len=prompt_len)
+
+
+def step(instance: str, took: float, *rows: tuple[Any, int, int]) -> Any:
+    """Rows are (request, start, count); it starts at 100 s."""
+    views = [SimpleNamespace(request=r, start=start, count=count) for r, start, count in rows]
+    return SimpleNamespace(instance=instance, rows=views, start=100.0, end=100.0 + took)
+
+
+def unlike(name: str, fit: StepFit) -> Instance:
+    return Instance(name, make_kv(10, 4), InstanceOptions(max_num_batched_tokens=5), fit=fit)
+
+
+@pytest.mark.parametrize("candidates", [10, 2])
+def test_what_was_expected_and_what_came(candidates: int) -> None:
+    """Of ten tokens, the PPI needs one second each, the CPI two per chunk of five and a token."""
+    weak = StepFit(PrefillFit(1, 0), MixedFit(9, 9, 9))
+    strong = StepFit(PrefillFit(9, 9), MixedFit(0, 0, 2))
+    pool = {"ppi": unlike("ppi", weak), "cpi": unlike("cpi", strong)}
+    cluster, system = ClusterView(0.0, pool), make(candidates=candidates)
+    ((_, legs),) = [(a.request, a.legs) for a in system.route([request("a")], cluster)]
+    # At 4 tokens both take 4 s; at 5, the CPI has one chunk of 2 s left, and the PPI takes 5 s.
+    length, expected = (4, 4.0) if candidates == 10 else (5, 2.0)
+    assert legs == (Leg("ppi", length), Leg("cpi"))
+    a, other = request("a"), request("other")
+    for each in (
+        step("ppi", 1.5, (a, 0, 2), (other, 0, 3)),
+        step("ppi", 0.25, (a, 2, length - 2)),
+        step("cpi", 2.5, (a, length, 4)),
+        step("cpi", 4.0, (other, 3, 1), (a, 9, 1)),
+        step("cpi", 32.0, (a, 10, 1)),  # Its first decode.
+        step("cpi", 64.0, (a, 11, 1), (other, 4, 1)),
+    ):
+        assert not list(system.on_step(each, cluster))
+    assert system.report() == {
+        "cuts": {
+            "a": {
+                "prompt_len": 10,
+                "length": length,
+                "expected_prefill": float(length),
+                "expected_chunked": expected,
+                "prefill": 1.75,
+                "chunked": 6.5,
+            }
+        }
+    }
+
+
+def test_refining_takes_each_prefill_once_it_is_whole() -> None:
+    """And of the CPI's iterations those that its chunks fill."""
+    system = make(refine=True, candidates=10)
+    fits = StepFit(PrefillFit(1, 0), MixedFit(0, 0, 2))
+    cluster = ClusterView(0.0, {"ppi": unlike("ppi", fits), "cpi": unlike("cpi", fits)})
+    refined, prefills, mixed = system._refined, [], []
+    assert refined
+    refined.add_prefill = lambda *seen: prefills.append(seen)  # type: ignore[method-assign]
+    refined.add_mixed = lambda *seen: mixed.append(seen)  # type: ignore[method-assign]
+    system.route([request("a")], cluster)
+    a = request("a")
+    steps = [step("ppi", 1.5, (a, 0, 2)), step("ppi", 0.25, (a, 2, 2)), step("cpi", 2, (a, 4, 5))]
+    for each in steps:
+        system.on_step(each, cluster)
+    assert prefills == [(4, 1.75)]
+    assert mixed == [(steps[2], 5)]
+
+
+def test_the_balancer_looks_at_the_cpi() -> None:
+    """Its free pages: where they are short, the PPI computes all."""
+    fits = StepFit(PrefillFit(1, 0), MixedFit(0, 0, 2))
+    pool = {"ppi": unlike("ppi", fits), "cpi": unlike("cpi", fits)}
+    assert make()._cut(request("a"), ClusterView(0.0, pool)) == 4
+    pool["cpi"].kv.reserve(32)  # Eight of ten pages; the prompt takes three.
+    assert make()._cut(request("a"), ClusterView(0.0, pool)) == 10
+    pool["ppi"].kv.reserve(40)
+    pool["cpi"] = unlike("cpi", fits)
+    assert make()._cut(request("a"), ClusterView(0.0, pool)) == 4
+
+
+def test_only_cuts_by_the_balancer_are_reported() -> None:
+    system = make(cut=4)
+    route(system, 2, ppi=0, cpi=0)
+    assert system.report() == {"cuts": {}}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scenarios import examples
 from serving_checks import Run, make_kv, make_requests
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.system import ClusterView, Leg
@@ -81,6 +82,21 @@ def test_a_round_without_room_takes_no_turn() -> None:
 def test_an_instance_that_is_gone_is_skipped() -> None:
     assert letters(route(make(PAPER), 10, strong=0)) == "sss"
     assert letters(route(make(PAPER), 10, weak=0)) == "w"
+
+
+def test_one_share_per_instance() -> None:
+    system = make(PAPER)
+    system.check(["weak", "strong"])
+    assert not list(system.routes(["weak", "strong"]))
+    assert not any((system.needs_decode_rows, system.needs_fits, system.ttft_counts_transfer))
+    for names, message in (
+        (["strong", "weak", "third"], "shares: instance 'third' has none"),
+        (["strong"], "shares.weak: known: strong"),
+        (["strong", "weal"], "shares.weak: did you mean 'weal'?"),
+    ):
+        with pytest.raises(JaxinferError) as error:
+            system.check(names)
+        assert str(error.value) == message
 
 
 @examples(100)

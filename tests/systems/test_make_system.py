@@ -73,6 +73,11 @@ def test_all_that_come_with_jaxinfer_are_found() -> None:
         assert target.startswith(f"jaxinfer.systems.{name}:")
 
 
+def test_names() -> None:
+    assert list(SYSTEMS) == [
+        "single", "cronus", "data_parallel", "disaggregated", "pipeline_parallel"]  # fmt: skip
+
+
 def test_a_users_own(own: str) -> None:
     system = make_system({"name": f"{own}:MySystem", "name_of_first": "a"}, ["a"])
     outcome = Run(system, [Instance("a", make_kv(9, 4))], make_requests([(3, 3)])).verify()

@@ -1,0 +1,54 @@
+"""What a system has without saying so."""
+
+import pytest
+
+from jaxinfer.serving.system import Assignment, ClusterView, Leg, NoOptions, System, only_one_left
+
+
+class Plain(System):
+    """Says nothing."""
+
+
+class Watches(System):
+    def on_step(self, step, cluster):  # type: ignore[no-untyped-def]
+        return ()
+
+
+VIEW = ClusterView(0.0, {})
+
+
+def test_a_leg_goes_to_the_end_and_is_fetched_on_demand() -> None:
+    assert Leg("A") == Leg("A", None, "on_demand")
+    assert Assignment("r", (Leg("A"),)).legs == (Leg("A"),)
+
+
+def test_defaults() -> None:
+    system = Plain()
+    assert (system.tick_interval, system.needs_fits, system.ttft_counts_transfer) == (
+        None, False, False)  # fmt: skip
+    assert system.options == NoOptions()
+    given = NoOptions()
+    assert Plain(given).options is given
+    assert (system.check([]), system.report()) == (None, {})
+    assert list(system.on_tick(VIEW)) == list(system.on_step(None, VIEW)) == []  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError):
+        system.route([], VIEW)
+
+
+def test_kv_may_go_from_any_instance_to_any_other() -> None:
+    assert sorted(Plain().routes(["x", "y", "z"])) == [
+        ("x", "y"), ("x", "z"), ("y", "x"), ("y", "z"), ("z", "x"), ("z", "y")]  # fmt: skip
+
+
+def test_who_watches_steps_needs_the_rows_of_decodes() -> None:
+    assert not Plain().needs_decode_rows
+    assert Watches().needs_decode_rows
+
+
+@pytest.mark.parametrize(
+    ("there", "left"),
+    [("xy", None), ("x", "x"), ("y", "y"), ("", None), ("yz", "y"), ("z", None), ("xyz", None)],
+)
+def test_the_one_of_two_that_is_left(there: str, left: str | None) -> None:
+    cluster = ClusterView(0.0, dict.fromkeys(there))  # type: ignore[arg-type]
+    assert only_one_left(cluster, "x", "y") == left
