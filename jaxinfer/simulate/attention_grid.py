@@ -7,7 +7,7 @@ entry (``c key``, ``n k``), and the longest run of entries that one row goes thr
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import product
 from typing import cast
 
@@ -16,9 +16,9 @@ from scipy.interpolate import RBFInterpolator
 from scipy.optimize import nnls
 
 At = tuple[float, float, float, float]
-# More points than that, and every other one of the longest axis is left out.
-_MOST_POINTS = 50_000
-# Of the points nearest to one that was not measured.
+# Of points that were not measured; with more, every other place of the longest axis is left out.
+_MOST_FILLED = 20_000
+# Points nearest to one that was not measured, from which it is interpolated.
 _NEIGHBOURS = 32
 
 
@@ -33,8 +33,8 @@ class AttentionGrid:
 
     A point of the grid that was not measured has its base times what the measured ones around it
     take of theirs, interpolated over the logarithms (radial basis functions); beyond the edges,
-    the edge's time grows as the base does. What is a sum of the base's parts is met exactly,
-    everywhere.
+    the edge's time grows as the base does. So a time that is a sum of the base's parts is met
+    exactly at the grid's points, measured or not, and beyond its edges.
 
     Args:
         points: microseconds by (c, y, n, k), greater than 0.
@@ -70,7 +70,8 @@ class AttentionGrid:
         return c, self._key_of(c, y), n, k
 
     def _base(self, at: Sequence[float]) -> float:
-        return math.fsum(map(float.__mul__, self._weights, base_of(self._keyed(at))))
+        parts = base_of(self._keyed(at))
+        return sum([weight * part for weight, part in zip(self._weights, parts, strict=True)])
 
     def _logs(self, points: Iterable[Sequence[float]]) -> np.ndarray:
         return np.log1p([self._keyed(at) for at in points])
@@ -95,9 +96,9 @@ class AttentionGrid:
         return found
 
 
-def _axes(points: Iterable[At]) -> list[list[float]]:
+def _axes(points: Collection[At]) -> list[list[float]]:
     axes = [sorted(set(values)) for values in zip(*points, strict=True)]
-    while math.prod(map(len, axes)) > _MOST_POINTS:
+    while math.prod(map(len, axes)) - len(points) > _MOST_FILLED:
         longest = max(axes, key=len)
         longest[:] = [*longest[:-1:2], longest[-1]]
     return axes
