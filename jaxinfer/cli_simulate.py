@@ -130,7 +130,7 @@ def _print_figures(run_file: str, settings: Sequence[str]) -> None:
     found = simulate(config, config.workload.requests())
     console = Console()
     console.print(metrics_table(found))
-    placement = place_groups(config.cluster(), config.simulate)
+    placement = place_groups(config.cluster(), config.simulate, config.own)
     if placement and placement.usd_per_hour is not None:
         usd = placement.usd_per_hour * found.wall_s / 3600
         console.print(

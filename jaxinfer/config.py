@@ -11,6 +11,7 @@ from jaxinfer.cluster import ClusterConfig, GroupConfig, InstanceConfig, LinkCon
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options import EngineOptions
 from jaxinfer.serving.system import System
+from jaxinfer.simulate.hardware import Catalogue, Gpu, ModelShape
 from jaxinfer.simulate.options import GroupCosts, SimulateOptions
 from jaxinfer.systems.registry import make_system
 from jaxinfer.validation import Options, read_yaml
@@ -111,6 +112,7 @@ class RunFile(Options):
         system: the name of a system, or ``my_module:MySystem``, and its options; by default
             ``single``.
         simulate: costs of a modelled cluster; a real run has its own.
+        gpus, models: of a modelled cluster, by name, those that are not shipped.
     """
 
     model: str | None = None
@@ -124,6 +126,8 @@ class RunFile(Options):
     workload: Workload = Workload()
     simulate: SimulateOptions = SimulateOptions()
     metrics: MetricOptions = MetricOptions()
+    gpus: dict[str, Gpu] = Field(default_factory=dict)
+    models: dict[str, ModelShape] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -136,6 +140,15 @@ class RunFile(Options):
             own = {name: _given(instance) for name, instance in own.items()}
         common = _given(data.get("engine", {}))
         return data | {"instances": _sections("instances", InstanceConfig, own, common)}
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse names that are shipped."""
+        Catalogue(self.gpus, self.models)
+
+    @property
+    def own(self) -> Catalogue:
+        """The GPUs and models that the file adds to those that are shipped."""
+        return Catalogue(self.gpus, self.models)
 
     def require_model(self) -> str:
         """The model.
@@ -172,6 +185,7 @@ _SECTIONS: dict[str, type[Options]] = {
     "simulate": SimulateOptions,
     "metrics": MetricOptions,
 }
+_NAMED: dict[str, type[Options]] = {"groups": GroupConfig, "gpus": Gpu, "models": ModelShape}
 
 
 def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunFile:
@@ -205,8 +219,9 @@ def _with_sections(data: Mapping[str, Any]) -> dict[str, Any]:
     for name, kind in _SECTIONS.items():
         if name in read:
             read[name] = _section(name, kind, read[name])
-    if "groups" in read:
-        read["groups"] = _sections("groups", GroupConfig, read["groups"])
+    for name, kind in _NAMED.items():
+        if name in read:
+            read[name] = _sections(name, kind, read[name])
     if isinstance(read.get("links"), list):
         read["links"] = tuple(
             _section(f"links[{number}]", LinkConfig, link)

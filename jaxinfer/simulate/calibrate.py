@@ -20,7 +20,6 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.work import Work
 from jaxinfer.simulate.cluster import ITEMSIZES, model_cluster
 from jaxinfer.simulate.costs import StageCost
-from jaxinfer.simulate.hardware import find_gpu, find_model
 from jaxinfer.simulate.nodes import place_groups
 from jaxinfer.simulate.options import SimulateOptions
 from jaxinfer.simulate.roofline import Efficiency, RooflineStage
@@ -242,14 +241,16 @@ def calibrate_group(config: RunFile, group: str, path: str | Path) -> tuple[Cali
     alone = next((instance for instance in instances if list(instance.groups) == [group]), None)
     if alone is None:
         raise JaxinferError(f"groups.{group}: no instance of one stage stands on it")
-    points, model = read_points(path), find_model(config.require_model())
-    placement = place_groups(cluster, config.simulate)
+    points = read_points(path)
+    placement = place_groups(cluster, config.simulate, config.own)
+    known = placement.known if placement else config.own
+    model = known.model(config.require_model())
     kind, devices = cluster.groups[group].kind, cluster.groups[group].stage_devices
-    gpu = placement.node(group).as_gpu() if placement else find_gpu(kind)
+    gpu = placement.gpu(group) if placement else known.gpu(kind)
     sizes = alone.layers[0], True, devices, ITEMSIZES[alone.config.dtype]
 
     def stage_for(efficiency: Efficiency) -> RooflineStage:
-        return RooflineStage(gpu, model, *sizes, efficiency, gpu.link_gb_s)
+        return RooflineStage(gpu, model, *sizes, efficiency, *gpu.stated_collective)
 
     fixed = Efficiency(costs.flops, costs.bandwidth, costs.step_s, costs.sequence_s)
     stage = stage_for((found := calibrate(stage_for, points, fixed)).efficiency)

@@ -14,13 +14,12 @@ from jaxinfer.serving.page_pool import CountedPages, KVShards, PagePool, Shard
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.simulate.costs import CostModel, Pipeline, StageCost
 from jaxinfer.simulate.fit import fit_costs
-from jaxinfer.simulate.hardware import Gpu, ModelShape, find_gpu, find_model
+from jaxinfer.simulate.hardware import Catalogue, Gpu, ModelShape
 from jaxinfer.simulate.linear import LinearStage
 from jaxinfer.simulate.network import Link
 from jaxinfer.simulate.nodes import Placement, Route, place_groups
 from jaxinfer.simulate.options import SimulateOptions
 from jaxinfer.simulate.roofline import Efficiency, RooflineStage
-from jaxinfer.simulate.tables import TableStage
 from jaxinfer.simulate.world import Lane
 from jaxinfer.validation import did_you_mean
 
@@ -37,6 +36,7 @@ class ModelledInstance:
         token_bytes: of the KV of one layer of one token.
         segments: pieces that each stage is computed in.
         devices: of each stage, a number for what it runs on; those with one take turns.
+        tables: of each stage, what its tables had, where it has any.
     """
 
     config: InstanceConfig
@@ -47,6 +47,7 @@ class ModelledInstance:
     cost: CostModel
     segments: int
     devices: Sequence[int]
+    tables: Sequence[Mapping[str, object] | None] = ()
 
     def new_instance(
         self, name: str, fit: StepFit | None, groups_decodes: bool, has_tokens: bool
@@ -86,8 +87,13 @@ class ModelledCluster:
                 "engine": modelled.config.model_dump(exclude={"group", "stages"}),
                 "stages": [
                     {"group": group, "layers": layers, "num_pages": pages}
-                    for group, layers, pages in zip(
-                        modelled.groups, modelled.layers, modelled.num_pages, strict=True
+                    | ({"tables": tables} if tables else {})
+                    for group, layers, pages, tables in zip(
+                        modelled.groups,
+                        modelled.layers,
+                        modelled.num_pages,
+                        modelled.tables or [None] * len(modelled.groups),
+                        strict=True,
                     )
                 ],
             }
@@ -101,6 +107,7 @@ class _Site:
 
     cluster: ClusterConfig
     placement: Placement | None
+    known: Catalogue
 
     def gpu(self, group: str) -> Gpu:
         """The one that a group has."""
@@ -110,7 +117,7 @@ class _Site:
                 raise JaxinferError(
                     "a modelled group is a GPU: platform cpu and emulate do not apply"
                 )
-            return self.placement.node(group).as_gpu() if self.placement else find_gpu(config.kind)
+            return self.placement.gpu(group) if self.placement else self.known.gpu(config.kind)
         except JaxinferError as error:
             raise JaxinferError(f"groups.{group}: {error}") from None
 
@@ -135,13 +142,15 @@ def model_cluster(config: RunFile, pairs: Collection[tuple[str, str]]) -> Modell
     Raises:
         JaxinferError: a GPU, a model or a link is missing, or the model does not fit.
     """
-    cluster, model = config.cluster(), find_model(config.require_model())
+    cluster = config.cluster()
     for group in config.simulate.groups:
         if group not in cluster.groups:
             known = did_you_mean(group, cluster.groups)
             raise JaxinferError(f"simulate.groups: no group {group!r}: {known}")
-    placement = place_groups(cluster, config.simulate)
-    site = _Site(placement.cluster if placement else cluster, placement)
+    placement = place_groups(cluster, config.simulate, config.own)
+    catalogue = placement.known if placement else config.own
+    model = catalogue.model(config.require_model())
+    site = _Site(placement.cluster if placement else cluster, placement, catalogue)
     instances = {}
     for name, instance in cluster.instances.items():
         try:
@@ -207,8 +216,10 @@ def _model_instance(
     )
     groups = [place.group for place in places]
     token_bytes = model.kv_bytes(1, itemsize)
+    read = tuple(getattr(part, "read", None) for part in parts)
+    where = range(len(places))
     return ModelledInstance(
-        instance, groups, layers, pages, token_bytes, cost, instance.segments, range(len(places))
+        instance, groups, layers, pages, token_bytes, cost, instance.segments, where, read
     )
 
 
@@ -226,12 +237,16 @@ def _stage(
     if costs.linear:
         return LinearStage(costs.linear, layers[number] / sum(layers))
     if costs.tables:
-        folder = Path(costs.tables)
-        engine = costs.step_s, costs.sequence_s
-        return TableStage(folder, model, kind, devices, layers[number], first, last, *engine)
+        # Loads scipy, which takes as long as a small simulation.
+        from jaxinfer.simulate.tables import TableStage
+
+        here = devices, itemsize, layers[number], first, last
+        return TableStage(
+            Path(costs.tables), model, gpu, kind, *here, costs.step_s, costs.sequence_s
+        )
     efficiency = Efficiency(costs.flops, costs.bandwidth, costs.step_s, costs.sequence_s)
     return RooflineStage(
-        gpu, model, layers[number], last, devices, itemsize, efficiency, gpu.link_gb_s
+        gpu, model, layers[number], last, devices, itemsize, efficiency, *gpu.stated_collective
     )
 
 
@@ -254,7 +269,8 @@ def _num_pages(
     weights: float,
     each: float,
 ) -> int:
-    memory = gpu.memory_gb * 1e9 * (instance.memory_fraction or 0.9)
+    # The fraction is for a pool that takes what there is; one that is given may take all.
+    memory = gpu.memory_gb * 1e9 * (1.0 if instance.num_pages else instance.memory_fraction or 0.9)
     reserve = (reserve_gb or 0.0) * 1e9
     if reserve_gb is None:
         itemsize = ITEMSIZES[instance.dtype]

@@ -1,6 +1,7 @@
 """What a modelled cluster is made of: GPUs and models, by name, in numbers."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ _ARCHITECTURES = tuple(
     f"{name}ForCausalLM"
     for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3", "OPT")
 )
+# Collectives over PCIe, where cards do not read each other's memory: the rate that LLMServingSim's
+# example clusters give two such cards (16 GiB/s). Public runs of nccl-tests on four RTX 4090 have
+# 12.8 GB/s, and 26 to 36 us from 128 KiB to 2 MiB beside it (tinygrad/open-gpu-kernel-modules#22).
+PCIE_GB_S, PCIE_S = 17.0, 30e-6
+# Over NVLink: NCCL on two A100 or H100 SXM, 256 KiB to 16 MiB, as in NVIDIA's aiconfigurator.
+NVLINK_SHARE, NVLINK_S = 0.5, 12e-6
 
 
 class Gpu(Options):
@@ -28,6 +35,9 @@ class Gpu(Options):
         link: what connects the GPUs of one node; ``link_gb_s``: 10^9 bytes per second, each way.
         watts: the limit of its power.
         checked: whether more than one source has the numbers.
+        all_reduce_gb_s: what an all-reduce of many bytes gets of the link, as nccl-tests' busbw,
+            in 10^9 bytes per second; ``all_reduce_s``: seconds that each takes besides. Without
+            them, see ``collective`` and ``stated_collective``.
     """
 
     bf16_tflops: float = Field(gt=0)
@@ -36,7 +46,29 @@ class Gpu(Options):
     link: str
     link_gb_s: float = Field(gt=0)
     watts: float = Field(gt=0)
-    checked: bool
+    checked: bool = False
+    all_reduce_gb_s: float | None = Field(default=None, gt=0)
+    all_reduce_s: float | None = Field(default=None, ge=0)
+
+    @property
+    def stated_collective(self) -> tuple[float, float]:
+        """For rooflines, which state fractions of peaks: by default the link's rate alone."""
+        return self.all_reduce_gb_s or self.link_gb_s, self.all_reduce_s or 0.0
+
+    @property
+    def collective(self) -> tuple[float, float]:
+        """The rate of collectives in 10^9 bytes per second, and the seconds of each besides.
+
+        For tables, which are measured. By default, over PCIe no more than ``PCIE_GB_S``, of any
+        generation, since it goes through the host's memory; else ``NVLINK_SHARE`` of the link.
+        """
+        if self.link.lower().startswith("pcie"):
+            gb_s, each_s = min(self.link_gb_s, PCIE_GB_S), PCIE_S
+        else:
+            gb_s, each_s = NVLINK_SHARE * self.link_gb_s, NVLINK_S
+        if self.all_reduce_gb_s is not None:
+            gb_s = self.all_reduce_gb_s
+        return gb_s, each_s if self.all_reduce_s is None else self.all_reduce_s
 
 
 class ModelShape(Options):
@@ -102,35 +134,84 @@ class ModelShape(Options):
         return 2 * layers * self.num_key_value_heads * self.head_size * itemsize
 
 
-def find_gpu(kind: str | None) -> Gpu:
-    """By its name in ``configs/gpus.yaml``.
+@dataclass(frozen=True)
+class Catalogue:
+    """GPUs and models by name: those that are shipped, and one's own.
+
+    Attributes:
+        gpus, models: one's own.
 
     Raises:
-        JaxinferError: there is none of that name.
+        JaxinferError: one's own has the name of one that is shipped.
     """
-    gpus = _read("gpus.yaml")
-    if kind is None or kind not in gpus:
-        alike = [name for name in gpus if name.startswith(f"{kind}-")]
-        hint = f"known: {', '.join(alike)}" if alike else did_you_mean(str(kind), gpus)
-        raise JaxinferError(f"kind: no GPU {kind!r}: {hint}")
-    return Gpu.model_validate(gpus[kind])
+
+    gpus: Mapping[str, Gpu] = field(default_factory=dict)
+    models: Mapping[str, ModelShape] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for section, own in (("gpus", self.gpus), ("models", self.models)):
+            for name in own:
+                if name in _read(f"{section}.yaml"):
+                    raise JaxinferError(
+                        f"{section}.{name}: configs/{section}.yaml has that name; give it another"
+                    )
+
+    def and_those_of(self, file: str, more: "Catalogue") -> "Catalogue":
+        """These and a file's.
+
+        Raises:
+            JaxinferError: both have one name.
+        """
+        for section in ("gpus", "models"):
+            for name in getattr(more, section):
+                if name in getattr(self, section):
+                    raise JaxinferError(f"{section}.{name}: {file} has that name, too")
+        return Catalogue({**self.gpus, **more.gpus}, {**self.models, **more.models})
+
+    def gpu(self, kind: str | None) -> Gpu:
+        """By its name.
+
+        Raises:
+            JaxinferError: there is none of that name.
+        """
+        if kind is not None and kind in self.gpus:
+            return self.gpus[kind]
+        shipped = _read("gpus.yaml")
+        if kind is None or kind not in shipped:
+            known = [*shipped, *self.gpus]
+            alike = [name for name in known if name.startswith(f"{kind}-")]
+            hint = f"known: {', '.join(alike)}" if alike else did_you_mean(str(kind), known)
+            raise JaxinferError(f"kind: no GPU {kind!r}: {hint}")
+        return Gpu.model_validate(shipped[kind])
+
+    def model(self, name: str) -> ModelShape:
+        """By its name, or from a folder with ``config.json``.
+
+        Raises:
+            JaxinferError: there is no such model, or its configuration lacks a number.
+        """
+        if name in self.models:
+            return self.models[name]
+        shipped = _read("models.yaml")
+        if name in shipped:
+            return ModelShape.model_validate(shipped[name])
+        path = Path(name) / "config.json"
+        if not path.is_file():
+            raise JaxinferError(
+                f"model {name!r}: no folder with config.json; "
+                f"{did_you_mean(name, [*shipped, *self.models])}"
+            )
+        return _from_hugging_face(path)
+
+
+def find_gpu(kind: str | None) -> Gpu:
+    """By its name in ``configs/gpus.yaml``; see ``Catalogue.gpu``."""
+    return Catalogue().gpu(kind)
 
 
 def find_model(model: str) -> ModelShape:
-    """By its name in ``configs/models.yaml``, or from a folder with ``config.json``.
-
-    Raises:
-        JaxinferError: there is no such model, or its configuration lacks a number.
-    """
-    models = _read("models.yaml")
-    if model in models:
-        return ModelShape.model_validate(models[model])
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        raise JaxinferError(
-            f"model {model!r}: no folder with config.json; {did_you_mean(model, models)}"
-        )
-    return _from_hugging_face(path)
+    """By its name in ``configs/models.yaml``, or a folder; see ``Catalogue.model``."""
+    return Catalogue().model(model)
 
 
 def _from_hugging_face(path: Path) -> ModelShape:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from jaxinfer.cluster import ClusterConfig
 from jaxinfer.errors import JaxinferError
-from jaxinfer.simulate.hardware import Gpu, find_gpu
+from jaxinfer.simulate.hardware import Catalogue, Gpu, ModelShape
 from jaxinfer.simulate.network import Link
 from jaxinfer.simulate.options import SimulateOptions
 from jaxinfer.validation import Options, did_you_mean, read_yaml
@@ -19,9 +19,10 @@ class NodeOptions(Options):
     """One machine.
 
     Attributes:
-        gpu: a name in ``configs/gpus.yaml``; ``gpus``: how many.
+        gpu: a name in ``configs/gpus.yaml`` or a section ``gpus``; ``gpus``: how many.
         nic_gb_s: to other nodes, all its GPUs together, in 10^9 bytes per second, each way.
         link_gb_s: between its GPUs, likewise; by default the GPU's own.
+        all_reduce_gb_s, all_reduce_s: as a GPU's, for this node's link.
         usd_per_hour: of the whole node.
         watts: of its GPUs together; by default the sum of their limits.
         flops_scale: what a power cap leaves of the peak FLOPs.
@@ -31,33 +32,31 @@ class NodeOptions(Options):
     gpus: int = Field(ge=1)
     nic_gb_s: float = Field(gt=0)
     link_gb_s: float | None = Field(default=None, gt=0)
+    all_reduce_gb_s: float | None = Field(default=None, gt=0)
+    all_reduce_s: float | None = Field(default=None, ge=0)
     usd_per_hour: float | None = Field(default=None, ge=0)
     watts: float | None = Field(default=None, gt=0)
     flops_scale: float = Field(default=1.0, gt=0, le=1)
 
-    def as_gpu(self) -> Gpu:
+    def as_gpu(self, known: Catalogue) -> Gpu:
         """One of its GPUs, as it is here.
 
         Raises:
             JaxinferError: there is none of that name.
         """
-        gpu = find_gpu(self.gpu)
-        tflops, link = gpu.bf16_tflops * self.flops_scale, self.link_gb_s or gpu.link_gb_s
-        return gpu.model_copy(update={"bf16_tflops": tflops, "link_gb_s": link})
+        gpu = known.gpu(self.gpu)
+        own: dict[str, object] = {"bf16_tflops": gpu.bf16_tflops * self.flops_scale}
+        if self.link_gb_s is not None:
+            # What the GPU's own link gives a collective says nothing of this one.
+            own |= {"link_gb_s": self.link_gb_s, "all_reduce_gb_s": None}
+        for name in ("all_reduce_gb_s", "all_reduce_s"):
+            if (value := getattr(self, name)) is not None:
+                own[name] = value
+        return gpu.model_copy(update=own)
 
-    def describe(self) -> dict[str, object]:
-        """GPUs, price and power, as JSON values."""
-        return {
-            "gpu": self.gpu,
-            "gpus": self.gpus,
-            "usd_per_hour": self.usd_per_hour,
-            "watts": self.total_watts,
-        }
-
-    @property
-    def total_watts(self) -> float:
+    def total_watts(self, known: Catalogue) -> float:
         """Of its GPUs together."""
-        return self.watts or self.gpus * find_gpu(self.gpu).watts
+        return self.watts or self.gpus * known.gpu(self.gpu).watts
 
 
 class Hardware(Options):
@@ -67,11 +66,14 @@ class Hardware(Options):
         source: whence the numbers are, and what is assumed.
         latency_s: between nodes, seconds until the first byte.
         nodes: by name.
+        gpus, models: by name, those that are not shipped.
     """
 
     source: str
     latency_s: float = Field(ge=0)
     nodes: dict[str, NodeOptions]
+    gpus: dict[str, Gpu] = Field(default_factory=dict)
+    models: dict[str, ModelShape] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,22 +102,28 @@ class Placement:
         file: the hardware file's path.
         cluster: the run file's, each group with its ``kind``.
         node_of: by group, a node's name.
+        known: GPUs and models, those of both files included.
     """
 
     file: str
     hardware: Hardware
     cluster: ClusterConfig
     node_of: Mapping[str, str]
+    known: Catalogue
 
     def node(self, group: str) -> NodeOptions:
         """What a group stands on."""
         return self.hardware.nodes[self.node_of[group]]
 
+    def gpu(self, group: str) -> Gpu:
+        """What it stands on one of, or several."""
+        return self.node(group).as_gpu(self.known)
+
     def route(self, source: str, dest: str) -> Route:
         """Within a node from GPU to GPU, else out of the one NIC and into the other."""
         here, there = self.node_of[source], self.node_of[dest]
         if here == there:
-            return Route({(source, dest): self.node(source).as_gpu().link_gb_s * 1e9}, 0.0)
+            return Route({(source, dest): self.gpu(source).link_gb_s * 1e9}, 0.0)
         out, into = self.node(source).nic_gb_s, self.node(dest).nic_gb_s
         links: dict[Link, float] = {
             ("nic", here, "out"): out * 1e9,
@@ -138,18 +146,29 @@ class Placement:
 
     def describe(self) -> dict[str, object]:
         """The nodes that are used, and the sums of their prices and watts, as JSON values."""
-        nodes = self.used
+        watts = {name: node.total_watts(self.known) for name, node in self.used.items()}
         return {
             "file": self.file,
             "source": self.hardware.source,
-            "nodes": {name: node.describe() for name, node in nodes.items()},
+            "nodes": {
+                name: {
+                    "gpu": node.gpu,
+                    "gpus": node.gpus,
+                    "usd_per_hour": node.usd_per_hour,
+                    "watts": watts[name],
+                }
+                for name, node in self.used.items()
+            },
             "usd_per_hour": self.usd_per_hour,
-            "watts": sum(node.total_watts for node in nodes.values()),
+            "watts": sum(watts.values()),
         }
 
 
-def read_hardware(file: str) -> Hardware:
+def read_hardware(file: str, known: Catalogue | None = None) -> Hardware:
     """From a YAML file, its path as seen from the working directory.
+
+    Args:
+        known: GPUs and models of the run file.
 
     Raises:
         JaxinferError: it cannot be read, or is not what ``Hardware`` says.
@@ -159,30 +178,55 @@ def read_hardware(file: str) -> Hardware:
     except JaxinferError as error:
         raise JaxinferError(f"simulate.hardware: {error}") from None
     try:
-        if isinstance(data, dict) and "nodes" in data:
-            data["nodes"] = _read_nodes(data["nodes"])
-        return Hardware.model_validate(data)
+        if isinstance(data, dict):
+            for name, kind in _SECTIONS.items():
+                if name in data:
+                    data[name] = _read_section(name, kind, data[name])
+        hardware = Hardware.model_validate(data)
+        together = _together(hardware, known)
+        for name, node in hardware.nodes.items():
+            _check_gpu(name, node, together)
+        return hardware
     except JaxinferError as error:
         raise JaxinferError(f"simulate.hardware: {file}: {error}") from None
 
 
-def _read_nodes(data: object) -> dict[str, NodeOptions]:
-    if not isinstance(data, dict) or not data:
-        raise JaxinferError("nodes: must be a mapping from names to nodes")
-    nodes = {}
+def _together(hardware: Hardware, known: Catalogue | None) -> Catalogue:
+    own = Catalogue(hardware.gpus, hardware.models)
+    return (known or Catalogue()).and_those_of("the run file", own)
+
+
+_SECTIONS: dict[str, type[Options]] = {"nodes": NodeOptions, "gpus": Gpu, "models": ModelShape}
+
+
+def _read_section(section: str, kind: type[Options], data: object) -> dict[str, Options]:
+    if not isinstance(data, dict) or (section == "nodes" and not data):
+        raise JaxinferError(f"{section}: must be a mapping from names to {section}")
+    found = {}
     for name, options in data.items():
         try:
-            nodes[str(name)] = node = NodeOptions.model_validate(options)
-            node.as_gpu()
+            found[str(name)] = kind.model_validate(options)
         except JaxinferError as error:
-            # find_gpu names the option of a group.
-            reason = str(error).replace("kind: ", "gpu: ", 1)
-            raise JaxinferError(f"nodes.{name}: {reason}") from None
-    return nodes
+            raise JaxinferError(f"{section}.{name}: {error}") from None
+    return found
 
 
-def place_groups(cluster: ClusterConfig, options: SimulateOptions) -> Placement | None:
+def _check_gpu(name: str, node: NodeOptions, known: Catalogue) -> None:
+    try:
+        known.gpu(node.gpu)
+    except JaxinferError as error:
+        # The catalogue names the option of a group.
+        reason = str(error).replace("kind: ", "gpu: ", 1)
+        raise JaxinferError(f"nodes.{name}: {reason}") from None
+
+
+def place_groups(
+    cluster: ClusterConfig, options: SimulateOptions, known: Catalogue | None = None
+) -> Placement | None:
     """All groups on nodes; None without a hardware file.
+
+    Args:
+        known: GPUs and models of the run file.
 
     Raises:
         JaxinferError: the file is wrong, a group has no node or is of another kind, a node has too
@@ -191,7 +235,7 @@ def place_groups(cluster: ClusterConfig, options: SimulateOptions) -> Placement 
     file = options.hardware
     if file is None:
         return None
-    hardware = read_hardware(file)
+    hardware = read_hardware(file, known)
     if cluster.links:
         raise JaxinferError(f"links: follow from the nodes of {file}; leave out links or hardware")
     node_of = {group: _node_of(group, options, hardware) for group in cluster.groups}
@@ -212,7 +256,8 @@ def place_groups(cluster: ClusterConfig, options: SimulateOptions) -> Placement 
             )
         groups[name] = group.model_copy(update={"kind": node.gpu})
     _check_counts(file, hardware, cluster, node_of)
-    return Placement(file, hardware, cluster.model_copy(update={"groups": groups}), node_of)
+    placed = cluster.model_copy(update={"groups": groups})
+    return Placement(file, hardware, placed, node_of, _together(hardware, known))
 
 
 def _node_of(group: str, options: SimulateOptions, hardware: Hardware) -> str:

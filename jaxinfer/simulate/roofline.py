@@ -33,7 +33,7 @@ class RooflineStage:
     Args:
         layers: how many; ``last``: with the head.
         itemsize: bytes of a weight and of a KV entry's number.
-        link_gb_s: of the all-reduces, each way.
+        link_gb_s: of the all-reduces, each way; ``all_reduce_s``: seconds of each besides.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class RooflineStage:
         itemsize: int,
         efficiency: Efficiency,
         link_gb_s: float,
+        all_reduce_s: float = 0.0,
     ) -> None:
         flops = gpu.bf16_tflops * 1e12 * efficiency.flops * devices
         bandwidth = gpu.memory_gb_s * 1e9 * efficiency.bandwidth * devices
@@ -76,11 +77,12 @@ class RooflineStage:
         # Two all-reduces of the hidden states in each layer, as rings.
         reduced = 2 * 2 * (devices - 1) / devices * D * itemsize
         self._reduce = reduced / (link_gb_s * 1e9) if devices > 1 else 0.0
+        self._reduce_each = 2 * all_reduce_s if devices > 1 else 0.0
 
     def seconds(self, work: Work) -> float:
         """Of one step."""
         T, E = work.tokens, self._efficiency
-        layer = T * self._reduce
+        layer = T * self._reduce + self._reduce_each
         for compute, weights, moved in self._products:
             layer += max(T * compute, weights + T * moved)
         experts, chosen, mlp = self._experts

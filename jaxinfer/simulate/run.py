@@ -138,7 +138,7 @@ def _by_arrival(work: Sequence[BenchRequest]) -> Iterator[RequestState]:
 
 def describe(config: RunFile, instances: object, counts: bool) -> dict[str, object]:
     """What runs where, as JSON values."""
-    placement = place_groups(config.cluster(), config.simulate)
+    placement = place_groups(config.cluster(), config.simulate, config.own)
     groups = placement.cluster.groups if placement else config.groups
     costs = config.simulate.model_dump(
         exclude=None if placement else {"hardware": True, "groups": {"__all__": {"node"}}}

@@ -16,7 +16,7 @@ from jaxinfer.serving.transfer import Transfer
 from jaxinfer.serving.world import TransferDone
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.costs import Pipeline
-from jaxinfer.simulate.hardware import find_gpu
+from jaxinfer.simulate.hardware import Catalogue, find_gpu
 from jaxinfer.simulate.nodes import Hardware, place_groups, read_hardware
 from jaxinfer.simulate.run import simulate
 from jaxinfer.simulate.world import SimulatedWorld
@@ -61,7 +61,7 @@ def test_every_file_can_be_read(file: Path) -> None:
     assert found.source
     assert found.nodes
     for node in found.nodes.values():
-        assert find_gpu(node.gpu).watts * node.gpus >= node.total_watts
+        assert find_gpu(node.gpu).watts * node.gpus >= node.total_watts(Catalogue())
         assert node.gpus <= 8
 
 
@@ -102,7 +102,8 @@ def test_splitwise_has_its_prices_and_caps() -> None:
     pairs = {"aa": 35.2, "hh": 76.0, "ha": 55.6, "hhcap": 76.0}
     assert {pair: price(f"splitwise_{pair}") for pair in pairs} == pytest.approx(pairs)
     capped = hardware("splitwise_hhcap").nodes
-    assert capped["token"].total_watts == capped["prompt"].total_watts / 2
+    watts = {name: node.total_watts(Catalogue()) for name, node in capped.items()}
+    assert watts["token"] == watts["prompt"] / 2
     assert capped["token"].flops_scale == pytest.approx(1 / 1.3, abs=5e-4)
 
 
@@ -236,6 +237,22 @@ def test_a_run_says_what_its_nodes_cost(
     assert found["watts"] == watts
 
 
+def test_a_run_costs_nothing_that_is_known_where_one_node_has_no_price(tmp_path: Path) -> None:
+    nodes = {
+        "dear": {"gpu": "A10", "gpus": 1, "nic_gb_s": 1.0, "usd_per_hour": 2.5},
+        "cheap": {"gpu": "A10", "gpus": 1, "nic_gb_s": 1.0, "usd_per_hour": 0.0},
+        "lent": {"gpu": "A10", "gpus": 1, "nic_gb_s": 1.0},
+    }
+    file = tmp_path / "file.yaml"
+    file.write_text(yaml.safe_dump({"source": "none", "latency_s": 0.0, "nodes": nodes}))
+    for used, usd in ((["dear", "cheap"], 2.5), (["dear", "lent"], None), (["cheap"], 0.0)):
+        config = on_nodes("distserve", {node: node for node in used})
+        costs = config.simulate.model_copy(update={"hardware": str(file)})
+        placement = place_groups(config.cluster(), costs)
+        assert placement
+        assert placement.usd_per_hour == usd
+
+
 NODES = "simulate.groups={high: {node: a100}, low: {node: a10}}"
 
 
@@ -294,6 +311,11 @@ def test_tables_do_not_know_of_a_cap() -> None:
         place_groups(config.cluster(), costs)
 
 
+OWN = {
+    "bf16_tflops": 1, "memory_gb": 1, "memory_gb_s": 1, "link": "none", "link_gb_s": 1, "watts": 1,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("node", "rest", "message"),
     [
@@ -305,7 +327,12 @@ def test_tables_do_not_know_of_a_cap() -> None:
         ({"nic": 1}, {}, "nodes.x: unknown option 'nic': "),
         ({}, {"latency_s": -1}, "latency_s is -1, must be greater than or equal to 0"),
         ({}, {"nodes": []}, "nodes: must be a mapping from names to nodes"),
+        ({}, {"nodes": {}}, "nodes: must be a mapping from names to nodes"),
         ({}, {"sources": ""}, "unknown option 'sources': did you mean 'source'?"),
+        ({}, {"gpus": {"A10": OWN}}, "gpus.A10: configs/gpus.yaml has that name; give it another"),
+        ({}, {"gpus": {"card": OWN | {"watts": 0}}}, "gpus.card: watts is 0, must be greater tha"),
+        ({}, {"gpus": []}, "gpus: must be a mapping from names to gpus"),
+        ({}, {"models": {"qwen2-7b": {}}}, "models.qwen2-7b: ModelShape needs 'hidden_size'"),
     ],
 )
 def test_a_wrong_file_is_named_with_what_is_wrong(
@@ -318,6 +345,9 @@ def test_a_wrong_file_is_named_with_what_is_wrong(
     with pytest.raises(JaxinferError) as error:
         read_hardware(str(file))
     assert str(error.value).startswith(f"simulate.hardware: {file}: {message}")
+    file.write_text("source: none\nlatency_s: 0.0\n")
+    with pytest.raises(JaxinferError, match=f"{file}: Hardware needs 'nodes'"):
+        read_hardware(str(file))
     file.write_text("nodes: [")
     with pytest.raises(JaxinferError, match=f"{file}: while parsing"):
         read_hardware(str(file))
