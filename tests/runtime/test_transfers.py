@@ -175,6 +175,27 @@ def test_a_hang_is_noticed_that_begins_when_nobody_was_waited_for(
         ends.set()
 
 
+def test_a_transfer_begins_with_the_first_of_its_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which need not be the first to land: the second one's link is faster."""
+    there = jnp.zeros(1)
+    monkeypatch.setattr(transfers, "jax", SimpleNamespace(device_put=lambda *args: there))
+    lanes: Any = [
+        Lane(LinkConfig(between=("g", "h"), gb_s=1e-3), ("g", "h")),
+        Lane(LinkConfig(between=("g", "i"), gb_s=1e-2), ("g", "i")),
+    ]
+    for lane in lanes:
+        lane.dest_sharding = there.sharding
+    lanes[1].array = Array(lambda: time.sleep(0.1))
+    workers: Any = {name: Pretended(None) for name in "ab"}
+    route = Route(lanes)
+    world = RealWorld(workers, [], {("a", "b"): route})
+    world.start_transfer(transfer("a", "b", 0, 200))
+    (done,) = until(world, TransferDone)
+    route.close()
+    assert done.end - done.start == pytest.approx(0.2, abs=1e-6)
+    assert done.num_bytes == 2 * 200 * 1000
+
+
 def test_a_slow_link_is_no_silence() -> None:
     slow = LinkConfig(between=("g", "h"), gb_s=1.4e-4)
     with routed(("a", "b"), link=slow, watchdog_s=0.5) as (world, _):
