@@ -176,6 +176,11 @@ class RunFile(Options):
                     f"instances.{name}: seed is {instance.seed}, must be engine.seed's "
                     f"{self.engine.seed}: tokens, and random weights, are the same on each instance"
                 )
+            if self.verify_transfers and instance.kv_cache_dtype != "auto":
+                raise JaxinferError(
+                    f"instances.{name}: kv_cache_dtype is {instance.kv_cache_dtype}, must be auto: "
+                    "verify_transfers compares bits, which entries of 8 bits do not keep"
+                )
         return ClusterConfig(groups=self.groups, instances=self.instances, links=self.links)
 
 

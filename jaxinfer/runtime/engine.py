@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import jax
@@ -15,6 +16,7 @@ from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.models.stage import Layers, split
 from jaxinfer.runtime.converted import Shapes, restore
 from jaxinfer.runtime.devices import configure_jax, describe, open_groups
+from jaxinfer.runtime.lane import Lane
 from jaxinfer.runtime.plan import Plan, choose_dtype, make_plan, parameter_shapes
 from jaxinfer.runtime.random_weights import random_parameters
 from jaxinfer.runtime.speed import measure_speed
@@ -153,43 +155,46 @@ def load_cluster(
     progress(what, 1)
     parameters = iter(load_parameters(checkpoint, [p for stages in plans.values() for p in stages]))
     progress(what, 0)
-    engines = {}
-    for name, stages in plans.items():
-        worker = Worker([Stage(plan, next(parameters)) for plan in stages])
-        instance = config.instances[name]
-        groups = [place.group for place in instance.places for _ in range(instance.segments)]
-        for stage, before, here in zip(worker.stages[1:], groups, groups[1:], strict=False):
-            stage.link = config.link(before, here)
-        engines[name] = Engine(name, worker, stages, groups)
-        of = f" of {name}" if len(plans) > 1 else ""
-        kernels = " and ".join(dict.fromkeys(plan.config.kernels for plan in stages))
-        for left in worker.prepare():
-            progress(f"compiling steps{of}, {kernels} attention", left)
-    routes, speeds = {}, {}
-    for pair in pairs:
-        source, dest = (engines[name] for name in pair)
-        links = {
-            (i, j): link
-            for i, ours in enumerate(source.groups)
-            for j, theirs in enumerate(dest.groups)
-            if (link := config.link(ours, theirs))
-        }
-        route = routes[pair] = Route(source.worker, dest.worker, links, verify)
-        names = " -> ".join(pair)
-        speeds[names] = min(lane.probe(names) for lane in route.lanes)
-    cluster = Cluster(config, engines, routes, speeds)
-    # Their threads know the workers, not the cluster: once that is gone, all of it can go.
-    workers = [engine.worker for engine in engines.values()]
-    # At the interpreter's end, threads that wake up would crash it.
-    weakref.finalize(cluster, _close, workers, list(routes.values())).atexit = False
+    engines, routes, speeds = {}, {}, {}
+    # Threads would keep weights and pages of a cluster that fails to load.
+    with ExitStack() as opened:
+        for name, stages in plans.items():
+            worker = Worker([Stage(plan, next(parameters)) for plan in stages])
+            opened.callback(worker.close)
+            engines[name] = _engine(config, name, worker, stages)
+            of = f" of {name}" if len(plans) > 1 else ""
+            kernels = " and ".join(dict.fromkeys(plan.config.kernels for plan in stages))
+            for left in worker.prepare():
+                progress(f"compiling steps{of}, {kernels} attention", left)
+        for pair in pairs:
+            source, dest = (engines[name] for name in pair)
+            routes[pair] = route = Route(_lanes(config, source, dest, verify))
+            opened.callback(route.close)
+            names = " -> ".join(pair)
+            speeds[names] = min(lane.probe(names) for lane in route.lanes)
+        cluster = Cluster(config, engines, routes, speeds)
+        # The threads know the workers, not the cluster: once that is gone, all of it can go.
+        # At the interpreter's end, threads that wake up would crash it.
+        weakref.finalize(cluster, opened.pop_all().close).atexit = False
     return cluster
 
 
-def _close(workers: Sequence[Worker], routes: Sequence[Route]) -> None:
-    for worker in workers:
-        worker.close()
-    for route in routes:
-        route.close()
+def _engine(config: ClusterConfig, name: str, worker: Worker, plans: Sequence[Plan]) -> Engine:
+    instance = config.instances[name]
+    groups = [place.group for place in instance.places for _ in range(instance.segments)]
+    for stage, before, here in zip(worker.stages[1:], groups, groups[1:], strict=False):
+        stage.link = config.link(before, here)
+    return Engine(name, worker, plans, groups)
+
+
+def _lanes(config: ClusterConfig, source: Engine, dest: Engine, verify: bool) -> list[Lane]:
+    """Of all stages that have layers in common."""
+    return [
+        Lane(ours, theirs, i, j, (here, there), config.link(here, there), verify)
+        for i, (ours, here) in enumerate(zip(source.worker.stages, source.groups, strict=True))
+        for j, (theirs, there) in enumerate(zip(dest.worker.stages, dest.groups, strict=True))
+        if ours.plan.layers.overlaps(theirs.plan.layers)
+    ]
 
 
 def plan_cluster(model: ModelConfig, config: ClusterConfig) -> dict[str, list[Plan]]:

@@ -28,6 +28,7 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
     plan, options = engine.plan, engine.plan.options
     return {
         "model": model,
+        "config": _digest(repr(plan.config).encode()),
         "dtype": plan.dtype.name,
         "kv_dtype": plan.kv_dtype.name,
         "stages": [
@@ -46,15 +47,17 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
         "max_num_seqs": options.max_num_seqs,
         "max_model_len": plan.max_model_len,
         "page_size": options.page_size,
-        "sharding": _digest(options.sharding) if options.sharding else None,
+        "sharding": _digest(Path(options.sharding).read_bytes()) if options.sharding else None,
         "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "jaxinfer": version("jaxinfer"),
         "cores": os.cpu_count(),
     }
 
 
-def _digest(file: str) -> str:
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def profile_name(engine: Engine, model: str) -> str:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.runtime.emulated_links import EmulatedLinks
 from jaxinfer.runtime.transfer import Landed, Route
 from jaxinfer.runtime.worker import Failed, Worker
 from jaxinfer.serving.request_state import RequestState
@@ -22,8 +23,8 @@ class RealWorld:
     Args:
         workers: by instance name.
         routes: by names of source and destination.
-        watchdog_s: an instance that has work and reports nothing for so long is given up; None
-            waits for ever.
+        watchdog_s: an instance whose steps or transfers are waited for, and which reports nothing
+            for so long, is given up; None waits for ever.
         requests: each arrives at its ``arrival``, in seconds from the world's creation.
 
     Attributes:
@@ -43,6 +44,8 @@ class RealWorld:
         self.launching_s = 0.0
         self._workers = workers
         self._routes = routes or {}
+        lanes = [lane for route in self._routes.values() for lane in route.lanes]
+        self._links = EmulatedLinks(lanes)
         self._origin = time.perf_counter()
         self._arrivals: deque[RequestState] = deque()
         self.add(requests)
@@ -52,10 +55,9 @@ class RealWorld:
         # Of each transfer under way, the slabs still to land and when the first one left.
         self._slabs_left: dict[Transfer, int] = {}
         self._left_at: dict[Transfer, float] = {}
-        # Of each instance with steps or outgoing transfers under way: how many, and since when
-        # nothing has come of them.
-        self._under_way: dict[str, int] = {}
-        self._quiet_since: dict[str, float] = {}
+        # Of each instance, the steps under way, and when it was given the first or reported one.
+        self._steps: dict[str, int] = {}
+        self._heard_at: dict[str, float] = {}
         self.lost: dict[str, str] = {}
 
     def now(self) -> float:
@@ -79,7 +81,9 @@ class RealWorld:
     def launch(self, batch: Batch) -> None:
         """Start a step on the instance's worker."""
         start = time.perf_counter()
-        self._begin(batch.instance)
+        self._steps[batch.instance] = self._steps.get(batch.instance, 0) + 1
+        if self._steps[batch.instance] == 1:
+            self._heard_at[batch.instance] = start
         try:
             routes = [self._prepare(transfer) for transfer in batch.transfers]
 
@@ -88,9 +92,9 @@ class RealWorld:
                     route.send(transfer, self._posted.put, stage, ended)
 
             self._workers[batch.instance].launch(batch, self._origin, self._posted.put, launched)
-            if self._under_way[batch.instance] == 1:
+            if self._steps[batch.instance] == 1:
                 # Launching may have compiled for long.
-                self._quiet_since[batch.instance] = time.perf_counter()
+                self._heard_at[batch.instance] = time.perf_counter()
         except JaxinferError:
             raise
         except Exception as error:
@@ -117,20 +121,8 @@ class RealWorld:
                 f"system hands KV from {transfer.source} to {transfer.dest}, "
                 "which its routes do not name"
             )
-        self._begin(transfer.source)
         self._slabs_left[transfer] = route.num_slabs(transfer)
         return route
-
-    def _begin(self, instance: str) -> None:
-        count = self._under_way.get(instance, 0)
-        self._under_way[instance] = count + 1
-        if not count:
-            self._quiet_since[instance] = time.perf_counter()
-
-    def _end(self, instance: str) -> None:
-        self._under_way[instance] -= 1
-        if not self._under_way[instance]:
-            del self._under_way[instance]
 
     def wake_at(self, time: float) -> None:
         """Ask for a Tick."""
@@ -144,7 +136,7 @@ class RealWorld:
         """
         start = time.perf_counter()
         events = self._due_now()
-        while not events and (self._under_way or self._next_by_clock() is not None):
+        while not events and (self._steps or self._slabs_left or self._next_by_clock() is not None):
             with suppress(queue.Empty):
                 events += self._take(self._posted.get(timeout=self._patience()))
             events += self._due_now()
@@ -155,29 +147,47 @@ class RealWorld:
         events = self._due_by_clock()
         while not self._posted.empty():
             events += self._take(self._posted.get())
+        for landed in self._links.take_landed(time.perf_counter()):
+            events += self._place(landed)
         return events + self._given_up()
 
     def _patience(self) -> float | None:
         """Seconds until the clock has something, or an instance has been quiet for too long."""
-        ends = []
+        ends = [] if (lands := self._links.next_time) is None else [lands]
         if (due := self._next_by_clock()) is not None:
             ends.append(self._origin + due)
         if self._watchdog_s:
-            ends += [self._quiet_since[name] + self._watchdog_s for name in self._under_way]
+            # A route that waits for nobody as yet may come to.
+            quiet_since = [time.perf_counter(), *self._quiet_since().values()]
+            ends.append(min(quiet_since) + self._watchdog_s)
         return max(min(ends) - time.perf_counter(), 0) if ends else None
+
+    def _quiet_since(self) -> dict[str, float]:
+        """Instances that are waited for, and since when they have reported nothing."""
+        found = {name: self._heard_at[name] for name in self._steps}
+        for waits_for in [route.waits_for for route in self._routes.values()]:
+            if waits_for and waits_for[0] not in self.lost:
+                name, start = waits_for
+                start = max(start, self._heard_at.get(name, start))
+                found[name] = min(start, found.get(name, start))
+        return found
 
     def _given_up(self) -> list[Event]:
         """Instances that have been quiet for too long."""
         if not self._watchdog_s:
             return []
         before = time.perf_counter() - self._watchdog_s
-        quiet = [name for name in self._under_way if self._quiet_since[name] <= before]
+        quiet = [name for name, since in self._quiet_since().items() if since <= before]
         why = f"it has not reported for {self._watchdog_s:g} s"
         return [self._lose(name, why) for name in quiet]
 
     def _lose(self, instance: str, reason: str) -> InstanceLost:
         self.lost[instance] = reason
-        self._under_way.pop(instance, None)
+        self._steps.pop(instance, None)
+        for transfer in list(self._slabs_left):
+            if instance in (transfer.source, transfer.dest):
+                del self._slabs_left[transfer]
+                self._left_at.pop(transfer, None)
         return InstanceLost(instance, reason)
 
     def _next_by_clock(self) -> float | None:
@@ -203,9 +213,14 @@ class RealWorld:
             case StepDone():
                 if posted.instance in self.lost:
                     return []
-                self._quiet_since[posted.instance] = time.perf_counter()
-                self._end(posted.instance)
+                self._heard_at[posted.instance] = time.perf_counter()
+                self._steps[posted.instance] -= 1
+                if not self._steps[posted.instance]:
+                    del self._steps[posted.instance]
                 return [posted]
+        if posted.slab.lane.link:
+            self._links.hold_back(posted)
+            return []
         return self._place(posted)
 
     def _fail(self, failed: Failed) -> list[Event]:
@@ -220,20 +235,18 @@ class RealWorld:
     def _place(self, landed: Landed) -> list[Event]:
         """Write a slab to its pages; steps launched from here on read them."""
         transfer = landed.slab.transfer
+        if transfer not in self._slabs_left:
+            return []  # Given up with one of its instances.
         route = self._routes[transfer.source, transfer.dest]
-        if transfer.source in self.lost:
-            return []  # Its destination's pages may be another request's by now.
-        self._quiet_since[transfer.source] = time.perf_counter()
-        if transfer.dest not in self.lost:
+        try:
             route.place(landed, self._posted.put)
-        left_at = self._left_at.setdefault(transfer, landed.start)
+        except Exception as error:
+            return self._fail(Failed(transfer.dest, error))
+        self._left_at[transfer] = min(self._left_at.get(transfer, landed.start), landed.start)
         self._slabs_left[transfer] -= 1
         if self._slabs_left[transfer]:
             return []
-        del self._slabs_left[transfer], self._left_at[transfer]
-        self._end(transfer.source)
-        if transfer.dest in self.lost:
-            return []
+        del self._slabs_left[transfer]
         num_bytes = (transfer.stop - transfer.start) * route.token_bytes
-        start, end = left_at - self._origin, landed.end - self._origin
+        start, end = self._left_at.pop(transfer) - self._origin, landed.end - self._origin
         return [TransferDone(transfer, start, end, num_bytes)]

@@ -9,6 +9,7 @@ from jaxinfer.cluster import ClusterConfig, InstanceConfig, StageConfig, instanc
 from jaxinfer.config import RunFile
 from jaxinfer.errors import JaxinferError
 from jaxinfer.layer_split import count_layers
+from jaxinfer.network import Link
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.page_pool import CountedPages, KVShards, PagePool, Shard
 from jaxinfer.serving.step_fit import StepFit
@@ -16,7 +17,6 @@ from jaxinfer.simulate.costs import CostModel, Pipeline, StageCost
 from jaxinfer.simulate.fit import fit_costs
 from jaxinfer.simulate.hardware import Catalogue, Gpu, ModelShape
 from jaxinfer.simulate.linear import LinearStage
-from jaxinfer.simulate.network import Link
 from jaxinfer.simulate.nodes import Placement, Route, place_groups
 from jaxinfer.simulate.options import SimulateOptions
 from jaxinfer.simulate.roofline import Efficiency, RooflineStage

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from jaxinfer.cluster import ClusterConfig
 from jaxinfer.errors import JaxinferError
+from jaxinfer.network import Link
 from jaxinfer.simulate.hardware import Catalogue, Gpu, ModelShape
-from jaxinfer.simulate.network import Link
 from jaxinfer.simulate.options import SimulateOptions
 from jaxinfer.validation import Options, did_you_mean, read_yaml
 

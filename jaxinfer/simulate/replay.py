@@ -13,13 +13,13 @@ from rich.table import Table
 from jaxinfer.cluster import ClusterConfig, InstanceConfig, LinkConfig
 from jaxinfer.config import as_run_file
 from jaxinfer.errors import JaxinferError
+from jaxinfer.network import Link
 from jaxinfer.report.comparison import figures, number_text
 from jaxinfer.report.records import RequestRecord, RunRecord, read_run
 from jaxinfer.report.run_folder import run_folders
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.work import Work
 from jaxinfer.simulate.cluster import ModelledCluster, ModelledInstance, lanes_between
-from jaxinfer.simulate.network import Link
 from jaxinfer.simulate.options import SimulateOptions
 from jaxinfer.simulate.run import serve
 from jaxinfer.simulate.world import Lane
@@ -107,7 +107,8 @@ def _profile(name: str, described: Mapping[str, Any]) -> Profile:
     path = profile_folder() / f"{described['profile']}.json"
     if not path.is_file():
         raise JaxinferError(
-            f"instance {name}: no profile in {path.parent}; jaxinfer profile RUNFILE makes it"
+            f"instance {name}: no profile {path}, by which its run went; jaxinfer profile RUNFILE "
+            "makes one for runs from then on"
         )
     return read_profile(path)
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.network import Link, Network
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.transfer import Transfer
 from jaxinfer.serving.world import Arrival, Batch, Event, StepDone, Tick, TransferDone
 from jaxinfer.simulate.costs import CostModel
-from jaxinfer.simulate.network import Link, Network
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class StepTimes:
         for shape, here in by_shape.items():
             x = np.array([features(point.parts) for point in here])
             y = np.array([point.stages[stage] for point in here])
-            found[shape] = _nonnegative(x, y)
+            found[shape] = nonnegative(x, y)
         return cls(limits, found)
 
     def seconds(self, work: Work) -> float:
@@ -86,15 +86,17 @@ def shape_of(limits: StepLimits, parts: Sequence[Part]) -> StepShape:
     return limits.smallest(work.singles, work.tokens, work.sampled)
 
 
-def _nonnegative(x: np.ndarray, y: np.ndarray) -> list[float]:
-    """Least squares in which time never falls with work: columns that would are left out."""
-    kept = list(range(x.shape[1]))
-    while True:
-        solved, *_ = np.linalg.lstsq(x[:, kept], y, rcond=None)
-        negative = [column for column, value in zip(kept, solved, strict=True) if value < 0]
-        if not negative:
-            break
-        kept.remove(negative[-1])
-    result = np.zeros(x.shape[1])
-    result[kept] = solved
-    return [float(value) for value in result]
+def nonnegative(x: np.ndarray, y: np.ndarray) -> list[float]:
+    """Least squares in which time never falls with work: no coefficient is below zero.
+
+    Args:
+        x: [points, features]; ``y``: [points].
+    """
+    solved, *_ = np.linalg.lstsq(x, y, rcond=None)
+    if (solved < 0).any():
+        from scipy.optimize import nnls  # Slow to load, and seldom needed.
+
+        # Pairs of tokens are counted in millions: of one size, all columns are solved for alike.
+        size = np.maximum(np.linalg.norm(x, axis=0), 1)
+        solved = nnls(x / size, y)[0] / size
+    return [float(value) for value in solved]

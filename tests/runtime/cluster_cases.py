@@ -189,6 +189,31 @@ def free_executables() -> None:
     jax.clear_caches()
 
 
+class Loader:
+    """Loads one cluster at a time."""
+
+    def __init__(self, models: Mapping[str, Path], folder: Path) -> None:
+        self._models, self._folder = models, folder
+        self._pair: Pair | None = None
+        self._llm: LLM | None = None
+
+    def pair(self, pair: Pair) -> LLM:
+        """Anew only where it is not the one that was asked for last."""
+        if pair != self._pair or not self._llm:
+            self._llm = self.load(pair.heads, **pair.sections)
+            self._pair = pair
+        return self._llm
+
+    def load(self, heads: str, **sections: Any) -> LLM:
+        self.close()
+        self._llm = load(self._models[heads], self._folder, **sections)
+        return self._llm
+
+    def close(self) -> None:
+        self._llm = self._pair = None
+        free_executables()
+
+
 def set_system(llm: LLM, system: Mapping[str, Any]) -> None:
     """Of the runs from here on."""
     llm.config = llm.config.model_copy(update={"system": dict(system)})

@@ -19,6 +19,7 @@ from cluster_cases import (
     Case,
     G,
     H,
+    Loader,
     Pair,
     Request,
     covering_cases,
@@ -35,7 +36,6 @@ from cluster_checks import (
     check_run,
     serve,
 )
-from conftest import Loader
 
 from jaxinfer import LLM
 

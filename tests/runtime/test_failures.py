@@ -5,16 +5,19 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
 from jaxinfer.cluster import GroupConfig, InstanceConfig
 from jaxinfer.config import RunFile
 from jaxinfer.request import RequestOutput
+from jaxinfer.runtime.worker import Worker
 
 PROMPTS = [{"prompt_token_ids": [7 * i % 256 for i in range(1, n)]} for n in (40, 60, 25, 90, 33)]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -170,3 +173,30 @@ def test_a_model_that_nobody_has_any_more_is_freed(tiny_folder: Path) -> None:
         time.sleep(0.1)
         gc.collect()
     assert not any(stage() for stage in stages)
+
+
+@pytest.mark.parametrize("part", ["steps of the second instance", "transfers"])
+def test_a_load_that_fails_late_leaves_nothing(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Neither threads, which would keep all they know, nor weights and pages."""
+    prepared = iter(("steps of the first instance", "steps of the second instance"))
+
+    def prepare(worker: Worker) -> Iterator[int]:
+        if next(prepared) == part:
+            raise RuntimeError("injected")
+        return iter(())
+
+    def probe(names: str) -> float:
+        raise RuntimeError("injected")
+
+    lane = SimpleNamespace(token_bytes=1, probe=probe)
+    monkeypatch.setattr(Worker, "prepare", prepare)
+    monkeypatch.setattr("jaxinfer.runtime.engine.Lane", lambda *args: lane)
+    gc.collect()
+    threads, arrays = threading.active_count(), len(jax.live_arrays())
+    with pytest.raises(RuntimeError, match="injected"):
+        cluster(tiny_folder, CRONUS, "a", "b")
+    gc.collect()
+    assert threading.active_count() == threads
+    assert len(jax.live_arrays()) == arrays

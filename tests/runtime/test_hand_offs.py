@@ -14,6 +14,7 @@ from cluster_cases import (
     RULES,
     G,
     H,
+    Loader,
     Request,
     Way,
     make_requests,
@@ -31,7 +32,6 @@ from cluster_checks import (
     serve,
     token_bytes,
 )
-from conftest import Loader
 
 from jaxinfer import LLM, SamplingParams
 

@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
-from jaxinfer.config import load_run_file
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.runtime.transfer import SLAB_TOKENS, gather, scatter
+from jaxinfer.runtime.lane import SLAB_TOKENS, gather, scatter
 
 ROOT = Path(__file__).parents[2]
 TINY_OPTIONS: dict[str, Any] = {
@@ -184,19 +182,7 @@ def test_a_cache_of_8_bits_takes_half_the_memory(tiny_folder: Path) -> None:
     assert kv_bytes[1] == kv_bytes[0] // 2 + 2 * 4 * layers * heads * plan.num_pages
 
 
-def test_what_8_bits_cannot(tiny_folder: Path, tmp_path: Path) -> None:
-    """Checksums of transfers, and more pages than kernels address."""
-    path = tmp_path / "run.yaml"
-    run = {
-        "model": str(tiny_folder), "engine": {"kv_cache_dtype": "int8", **TINY_OPTIONS},
-        "groups": {"a": {}, "b": {}}, "instances": {"p": {"group": "a"}, "d": {"group": "b"}},
-        "system": {"name": "disaggregated", "prefill": "p", "decode": "d"},
-        "verify_transfers": True,
-    }  # fmt: skip
-    path.write_text(yaml.safe_dump(run))
-    file = load_run_file(path)
-    with pytest.raises(JaxinferError, match="verify_transfers compares bits"):
-        LLM.from_config(file, progress=False)
+def test_more_pages_of_8_bits_than_kernels_address(tiny_folder: Path) -> None:
     options = TINY_OPTIONS | {"num_pages": 2**27, "page_size": 128}
     with pytest.raises(JaxinferError, match=r"num_pages is 134217728, kernels interpret address"):
         LLM(str(tiny_folder), progress=False, kernels="interpret", kv_cache_dtype="int8", **options)

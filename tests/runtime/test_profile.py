@@ -1,12 +1,14 @@
 """Profiles: the fits against known coefficients, and what emulation makes of them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from checkpoint_files import plan_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_failures import INSTANCE, PARAMS, PROMPTS, tokens
@@ -14,8 +16,12 @@ from test_failures import INSTANCE, PARAMS, PROMPTS, tokens
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.cluster import Emulate, GroupConfig, InstanceConfig, LinkConfig, StageConfig
 from jaxinfer.config import RunFile
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.options import EngineOptions
 from jaxinfer.report.records import read_run
 from jaxinfer.runtime import profile as profiles
+from jaxinfer.runtime.checkpoint import open_checkpoint
+from jaxinfer.runtime.engine import Engine
 from jaxinfer.runtime.profile import Grid, profile_engines
 from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
 from jaxinfer.steps import profile as stored
@@ -111,6 +117,46 @@ def test_a_profile_covers_every_shape_and_keeps(
     store_profile(profile, tmp_path)
     assert load_profile(profile.key, tmp_path) == profile
     assert load_profile(profile.key | {"chunk_tokens": 7}, tmp_path) is None
+
+
+def key_of(config: ModelConfig, **options: Any) -> dict[str, Any]:
+    plan = plan_alone(config, EngineOptions.model_validate(INSTANCE | options))
+    nothing: Any = None
+    return profiles.profile_key(Engine("x", nothing, [plan], ["g"]), "the same name")
+
+
+def test_a_profile_is_of_one_configuration(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a model's name stands for may change behind it, and so may what compiles it."""
+    rules = tmp_path / "rules.py"
+    rules.write_text("RULES = ()")
+    config = open_checkpoint(str(tiny_folder)).config
+    keys = [
+        key_of(config),
+        *(
+            key_of(replace(config, **{name: getattr(config, name) + 8}))
+            for name in ("intermediate_size", "vocab_size", "max_position_embeddings")
+        ),
+        key_of(replace(config, windows=(8, None))),
+        key_of(config, dtype="bfloat16"),
+        key_of(config, kv_cache_dtype="int8"),
+        key_of(config, kernels="interpret", page_size=16),
+        key_of(config, page_size=16),
+        key_of(config, num_pages=60),
+        key_of(config, max_num_seqs=2),
+        key_of(config, max_num_batched_tokens=40),
+        key_of(config, max_num_batched_tokens=40, token_buckets=[10, 40]),
+        key_of(config, max_model_len=100),
+        key_of(config, tensor_parallel_size=2),
+        key_of(config, sharding=str(rules)),
+    ]
+    rules.write_text("RULES = []")
+    keys.append(key_of(config, sharding=str(rules)))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=1")
+    keys.append(key_of(config))
+    assert len({store_profile(Profile(key, [], [], []), tmp_path) for key in keys}) == len(keys)
+    assert key_of(config) == keys[-1]
 
 
 @settings(max_examples=300, deadline=None)

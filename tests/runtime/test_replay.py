@@ -74,7 +74,7 @@ def test_what_cannot_be_replayed(tiny_folder: Path, tmp_path: Path, own_profiles
         replay(tmp_path / "replays" / "1", tmp_path / "again")
     for path in own_profiles.iterdir():
         path.unlink()
-    with pytest.raises(JaxinferError, match=r"instance a: no profile in .*; jaxinfer profile"):
+    with pytest.raises(JaxinferError, match=r"instance a: no profile .*\.json, by which its run"):
         replay(tmp_path / "runs" / "1", tmp_path / "again")
     given = [str(tmp_path / "runs" / "1"), "--limit", "3", "--out", str(tmp_path / "out")]
     refused = CliRunner().invoke(cli, ["simulate", "--replay", *given])

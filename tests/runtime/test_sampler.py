@@ -33,7 +33,7 @@ NONE_BEFORE = np.zeros(4, np.int32)
 
 @partial(jax.jit, static_argnames="top")
 def draw(logits: np.ndarray, inputs: SamplingInputs, top: int = 0) -> Any:
-    return sample(logits, NONE_BEFORE, inputs, top)
+    return sample(logits, jnp.asarray(NONE_BEFORE), inputs, top)
 
 
 def inputs(
@@ -218,6 +218,42 @@ def test_edits_add_up_and_forbid() -> None:
     assert token.tolist() == [3, 0]
     # What is reported is the model's own probability.
     np.testing.assert_allclose(logprob, -np.log(V), rtol=1e-5)
+
+
+def test_edits_come_before_penalties() -> None:
+    """A bias of 3 on a token seen before: (1 + 3) / 2, and not 1 / 2 + 3."""
+    logits = np.array([[1, 2.5, 3.25, 0]], np.float32)
+    given = empty_sampling(1, SamplerShape(edits=1, history=1))
+    given.edit_token_SE[0], given.edit_SE[0] = 0, 3
+    given.history_SL[0], given.repetition_S[0] = 0, 2
+    assert draw(logits, given)[0].tolist() == [2]
+    given.repetition_S[0] = 1
+    assert draw(logits, given)[0].tolist() == [0]
+
+
+def test_a_top_p_of_1_keeps_what_its_sum_cannot_show() -> None:
+    """In float32, e^-20 is nothing beside 1; a row beside it has another p."""
+    logits = np.zeros((2, 4), np.float32)
+    logits[:, 0] = 20
+    kept = np.isfinite(jax.jit(keep_top_p)(logits, np.array([1, 0.9], np.float32)))
+    assert kept.tolist() == [[True] * 4, [True, False, False, False]]
+
+
+def test_min_p_is_of_the_whole_distribution() -> None:
+    """It comes before top_p: of 0.5, 0.3 and 0.2, a third of 0.5 leaves all, 0.7 the first two."""
+    logits = np.tile(np.log(np.array([0.5, 0.3, 0.2], np.float32)), (400, 1))
+    token = np.asarray(draw(logits, inputs(400, 1.0, top_p=0.7, min_p=0.33))[0])
+    assert set(token.tolist()) == {0, 1}
+
+
+def test_extreme_logits_are_told_apart() -> None:
+    """The bisection takes all 32 bits: neighbouring floats, and both signs."""
+    one = np.nextafter(np.float32(1), np.float32(2))
+    logits = np.array([[1, one, -1, -one], [3e38, -3e38, 0, -0.0], [1, 1, 1, 1]], np.float32)
+    kept = np.isfinite(jax.jit(keep_top_k)(logits, np.array([1, 2, 2], np.int32)))
+    assert kept.tolist() == [
+        [False, True, False, False], [True, False, True, False], [True, True, True, True]
+    ]  # fmt: skip
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)

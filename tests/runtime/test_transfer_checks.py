@@ -11,8 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_failures import CRONUS, PARAMS, PROMPTS, cluster, tokens
 
 from jaxinfer import LLM, JaxinferError
+from jaxinfer.config import as_run_file
 from jaxinfer.runtime import transfer_check
-from jaxinfer.runtime.transfer import Lane, Slab
+from jaxinfer.runtime.lane import Lane, Slab
 from jaxinfer.runtime.transfer_check import checksum, probe
 
 
@@ -53,6 +54,16 @@ def test_a_page_that_arrives_changed_is_named(
         llm.generate(PROMPTS, PARAMS, progress=False)
     assert "from a to b: layer 1, page " in str(caught.value)
     assert "(token 9) is not what was sent" in str(caught.value)
+
+
+def test_entries_of_8_bits_are_refused_before_anything_is_loaded() -> None:
+    instances = {"a": {"group": "g"}, "b": {"group": "h", "kv_cache_dtype": "int8"}}
+    run = {"groups": {"g": {}, "h": {}}, "instances": instances, "verify_transfers": True}
+    with pytest.raises(
+        JaxinferError, match=r"^instances\.b: kv_cache_dtype is int8, must be auto: verify_transf"
+    ):
+        as_run_file(run).cluster()
+    assert as_run_file(run | {"verify_transfers": False}).cluster().instances
 
 
 def test_the_probe_finds_copies_that_lose_data(monkeypatch: pytest.MonkeyPatch) -> None:

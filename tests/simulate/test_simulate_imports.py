@@ -25,9 +25,7 @@ def test_a_simulation_does_without_jax(module: str) -> None:
     assert not {"jax", "jaxlib", "flax", "transformers", "matplotlib"} & found
 
 
-@pytest.mark.parametrize(
-    "module", ["network", "costs", "roofline", "hardware", "options", "fit", "linear"]
-)
+@pytest.mark.parametrize("module", ["costs", "roofline", "hardware", "options", "fit", "linear"])
 def test_costs_know_nothing_of_scheduling(module: str) -> None:
     """What a step takes is asked for a finished batch; what to put in it is decided elsewhere."""
     source = (ROOT / "jaxinfer" / "simulate" / f"{module}.py").read_text()

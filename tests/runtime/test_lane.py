@@ -1,0 +1,176 @@
+"""What a lane gathers, scatters and checks, against arrays on the host; no model is loaded."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxinfer import JaxinferError
+from jaxinfer.cluster import ClusterConfig
+from jaxinfer.models.config import ModelConfig, Rope
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.runtime.engine import plan_cluster
+from jaxinfer.runtime.lane import SLAB_TOKENS, Lane
+from jaxinfer.runtime.plan import Plan
+from jaxinfer.serving.transfer import Transfer
+
+H, TOKENS = 8, 300
+
+
+def model(layers: int, kv_heads: int) -> ModelConfig:
+    return ModelConfig(
+        "LlamaForCausalLM", 16, 16, 16, layers, 2 * kv_heads, kv_heads, H, 512, 1e-5, True, None,
+        (), (None,) * layers, Rope((1.0,) * (H // 2)),
+    )  # fmt: skip
+
+
+def plans(kv_heads: int, source: dict[str, Any], dest: dict[str, Any]) -> list[list[Plan]]:
+    """Of two instances of a model of four layers, on two devices each."""
+    ends = {"a": source, "b": dest}
+    groups = {
+        name: {"devices": 2, "tensor_parallel_size": end.pop("tp", 2)} for name, end in ends.items()
+    }
+    instances = {}
+    for name, end in ends.items():
+        layers = end.pop("layers", None)
+        place = {"stages": [{"group": name, "layers": n} for n in layers]} if layers else None
+        instances[name] = (place or {"group": name}) | {"num_pages": 80} | end
+    config = ClusterConfig.model_validate({"groups": groups, "instances": instances})
+    return list(plan_cluster(model(4, kv_heads), config).values())
+
+
+def pages_of(plan: Plan, rng: np.random.Generator) -> list[KVPages]:
+    """Full of numbers, those of heads that are padding included."""
+
+    def full(array: jax.ShapeDtypeStruct) -> jax.Array:
+        drawn = rng.normal(size=array.shape).astype(array.dtype)
+        return jax.device_put(drawn, array.sharding)
+
+    return [jax.tree.map(full, layer) for layer in plan.pages]
+
+
+def entries(kv: KVPages, plan: Plan, table: np.ndarray, count: int) -> np.ndarray:
+    """Keys and values [2, token, KV head, head dim] of a table's first tokens."""
+    size = plan.limits.page_size
+    position = np.arange(count)
+    page, offset = table[position // size], position % size
+    heads = slice(plan.num_kv_heads)
+    keys = np.asarray(kv.keys)[page, heads, :, offset]
+    values = np.asarray(kv.values)[page, heads, offset]
+    return np.stack([keys, values]).astype(np.float32)
+
+
+class Pair:
+    """Two instances, their pages, and a request that has all of a table in each stage's."""
+
+    def __init__(self, kv_heads: int, source: dict[str, Any], dest: dict[str, Any]) -> None:
+        rng = np.random.default_rng(0)
+        self.plans = plans(kv_heads, source, dest)
+        self.stages: list[list[Any]] = [
+            [SimpleNamespace(plan=plan, kv=pages_of(plan, rng)) for plan in stages]
+            for stages in self.plans
+        ]
+        self.tables = [
+            [1 + rng.permutation(plan.num_pages - 1) for plan in ps] for ps in self.plans
+        ]
+        self.holds: list[Any] = [
+            SimpleNamespace(tables=[[table.tolist()] for table in tables]) for tables in self.tables
+        ]
+
+    def lane(self, i: int, j: int, verify: bool = False) -> Lane:
+        return Lane(self.stages[0][i], self.stages[1][j], i, j, ("g", "h"), None, verify)
+
+    def transfer(self, start: int, stop: int) -> Transfer:
+        request: Any = SimpleNamespace(id="r7")
+        return Transfer(request, 0, "a", "b", *self.holds, start, stop, 0.0)
+
+    def entries(self, end: int, stage: int, layer: int) -> np.ndarray:
+        where = self.stages[end][stage]
+        return entries(where.kv[layer], where.plan, self.tables[end][stage], TOKENS)
+
+
+# Both instances, the stages of each that the lane is between, and which layers these share.
+Case = tuple[int, dict[str, Any], dict[str, Any], int, int, list[tuple[int, int]]]
+ALL = [(n, n) for n in range(4)]
+CASES: dict[str, Case] = {
+    "stages": (
+        2, {"page_size": 8, "layers": [3, 1], "tp": 1},
+        {"page_size": 12, "layers": [1, 3], "tp": 1}, 0, 1, [(1, 0), (2, 1)],
+    ),
+    # Three heads, which two devices pad to four.
+    "padded": (3, {"page_size": 16, "tp": 1}, {"page_size": 8}, 0, 0, ALL),
+    "from padded": (3, {"page_size": 32}, {"page_size": 16, "tp": 1}, 0, 0, ALL),
+    "narrower": (2, {"page_size": 16}, {"page_size": 10, "dtype": "bfloat16"}, 0, 0, ALL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_sent_lies_in_its_pages_and_nothing_else_changes(name: str) -> None:
+    kv_heads, source, dest, i, j, layers = CASES[name]
+    pair = Pair(kv_heads, dict(source), dict(dest))
+    lane = pair.lane(i, j, verify=True)
+    itemsize = 2 if name == "narrower" else 4
+    assert lane.dtype.itemsize == itemsize
+    assert lane.token_bytes == 2 * len(layers) * kv_heads * H * itemsize
+    assert (lane.source_shard, lane.dest_shard) == (i, j)
+    before = [pair.entries(1, j, n) for n in range(len(pair.stages[1][j].kv))]
+    for start, stop in ((3, 3 + SLAB_TOKENS), (3 + SLAB_TOKENS, 290)):
+        transfer = pair.transfer(3, 290)
+        slab = lane.take(transfer, start, stop, None)
+        array = jax.device_put(slab.array, lane.dest_sharding)
+        arrived = lane.place(slab, array)
+        assert arrived is not None
+        lane.compare(slab, arrived)
+    wanted = {there: pair.entries(0, i, here) for here, there in layers}
+    for layer, old in enumerate(before):
+        found = pair.entries(1, j, layer)
+        if layer in wanted:
+            sent = wanted[layer][:, 3:290]
+            if itemsize == 2:
+                sent = sent.astype(ml_dtypes.bfloat16).astype(np.float32)
+            np.testing.assert_array_equal(found[:, 3:290], sent)
+        else:
+            np.testing.assert_array_equal(found, old)
+        np.testing.assert_array_equal(found[:, :3], old[:, :3])
+        np.testing.assert_array_equal(found[:, 290:], old[:, 290:])
+
+
+def test_slabs_lie_by_heads_where_devices_divide_them() -> None:
+    for kv_heads, shape in ((2, (2, 4, SLAB_TOKENS, 1, H)), (3, (2, 4, SLAB_TOKENS, 3, H))):
+        lane = Pair(kv_heads, {"page_size": 64, "tp": 1}, {"page_size": 64}).lane(0, 0)
+        assert lane.dest_sharding.shard_shape(lane.shape) == shape
+
+
+def test_a_difference_is_named_by_its_layer_in_the_model() -> None:
+    """Of what was sent, that is: what a page holds behind it does not count."""
+    kv_heads, source, dest, i, j, _ = CASES["stages"]
+    pair = Pair(kv_heads, dict(source), dict(dest))
+    lane = pair.lane(i, j, verify=True)
+    slab = lane.take(pair.transfer(20, 40), 20, 40, None)
+    arrived = lane.place(slab, jax.device_put(slab.array, lane.dest_sharding))
+    assert arrived is not None
+    sent = np.asarray(slab.checksum)
+    lane.compare(slab, jnp.asarray(sent.copy()))
+    changed = sent.copy()
+    changed[:, 20:] += 1
+    lane.compare(slab, jnp.asarray(changed))
+    changed[1, 19] += 1
+    page = pair.tables[1][j][39 // 12]
+    with pytest.raises(
+        JaxinferError,
+        match=f"request 'r7' from a to b: layer 2, page {page} of b \\(token 39\\) is not what",
+    ):
+        lane.compare(slab, jnp.asarray(changed))
+
+
+def test_nothing_is_read_back_unless_it_is_asked_for() -> None:
+    pair = Pair(2, {"page_size": 64}, {"page_size": 64})
+    lane = pair.lane(0, 0)
+    slab = lane.take(pair.transfer(0, 10), 0, 10, None)
+    assert slab.checksum is None
+    assert lane.place(slab, jax.device_put(slab.array, lane.dest_sharding)) is None
+    assert lane.probe("a -> b") > 0

@@ -1,0 +1,171 @@
+"""What is measured, kept and given to runs, with instances that take a stated time."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxinfer.cluster import LinkConfig
+from jaxinfer.runtime import profile as profiles
+from jaxinfer.runtime.profile import Grid, Needs, prepare_times, profile_engines
+from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
+from jaxinfer.steps import profile as stored
+from jaxinfer.steps.profile import load_profile
+from jaxinfer.steps.shapes import StepLimits
+from jaxinfer.steps.times import Part, Point, shape_of, work_of_parts
+
+LIMITS = StepLimits(8, 64, max_pages=16, page_size=8, given_buckets=(16, 64))
+
+
+class Engine:
+    """Two stages: of one second for each token of the step's bucket, and of two a step."""
+
+    def __init__(self, name: str, max_model_len: int = 121, num_pages: int = 65) -> None:
+        self.name = name
+        self.worker = SimpleNamespace(
+            stages=[SimpleNamespace(link=None, emulate=None) for _ in range(2)], name=name
+        )
+        self.plan = SimpleNamespace(limits=LIMITS, max_model_len=max_model_len)
+        self.plans = [self.plan] * 2
+        self.num_pages = num_pages
+
+    def new_kv(self) -> KVShards:
+        return KVShards([Shard(PagePool(self.num_pages, 8))])
+
+
+def seconds(parts: Sequence[Part]) -> float:
+    return float(shape_of(LIMITS, parts).tokens)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The instances in turn; the second pass alone is not disturbed."""
+    names: list[str] = []
+
+    def measure(worker: Any, kv: KVShards, steps: Sequence[Any]) -> Iterator[Point]:
+        assert kv.num_pages == 64
+        names.append(worker.name)
+        disturbed = 0.0 if names.count(worker.name) == 2 else 5.0
+        for parts in steps:
+            yield Point(parts, (seconds(parts) + disturbed, 2.0))
+
+    monkeypatch.setattr(profiles, "measure", measure)
+    monkeypatch.setattr(profiles, "profile_key", lambda engine, model: {"of": [engine.name, model]})
+    return names
+
+
+def engine(name: str, **more: Any) -> Any:
+    return Engine(name, **more)
+
+
+def test_what_is_measured() -> None:
+    """Prompts of up to 120 tokens, in chunks of 64; a pool of 64 pages of 8."""
+    grid = Grid.of(engine("x"))
+    assert grid.chunk_tokens == 64
+    assert grid.lengths == [16, 31, 46, 61, 75, 90, 105, 120]
+    assert grid.prefill(120) == [(0, 64), (64, 56)]
+    assert grid.prefill(64) == [(0, 64)]
+    # A full chunk after 0, 19, 37 and 56 entries, alone and with the decodes of half the rows,
+    # which share the pages that it leaves: 56 of them, or 53, 51 and 49.
+    alone = [(p, d, parts) for p, d, parts in grid.mixed if len(parts) == 1]
+    assert alone == [(p, 0, ((p, 64),)) for p in (0, 19, 37, 56)]
+    mixed = [(p, d) for p, d, parts in grid.mixed if len(parts) > 1]
+    most = {0: 111, 19: 103, 37: 95, 56: 95}
+    assert mixed == [
+        (p, 4 * d)
+        for p, last in most.items()
+        for d in (0, *(round(last * k / 3) for k in (1, 2, 3)))
+    ]
+    for p, d, parts in grid.mixed:
+        if len(parts) > 1:
+            assert parts == (*[(d // 4, 1)] * 4, (p, 60))
+    decodes = {parts for parts in grid.others if all(count == 1 for _, count in parts)}
+    assert decodes == {((context, 1),) * 8 for context in (0, 32, 63)}
+    chunks = [parts for parts in grid.others if len(parts) == 1]
+    assert chunks == [((c, 16),) for c in (0, 52, 104)] + [((c, 64),) for c in (0, 28, 56)]
+    assert len(set(grid.steps)) == len(grid.steps)
+
+
+def test_a_small_pool_limits_what_is_measured() -> None:
+    """Nine pages of 8, as many as 72 entries: the last token has none."""
+    grid = Grid.of(engine("x", num_pages=10))
+    assert grid.lengths[-1] == 71
+    assert max(start + count for parts in grid.steps for start, count in parts) == 71
+    # Where the largest bucket is longer than any prompt, several prompts fill it.
+    grid = Grid.of(engine("x", max_model_len=41))
+    assert ((0, 40), (0, 24)) in grid.others
+    assert ((0, 20), (0, 20), (0, 20), (0, 4)) in grid.others
+
+
+def test_instances_take_turns_and_the_quickest_pass_counts(measured: list[str]) -> None:
+    told: list[tuple[str, int]] = []
+    given = {name: (engine(name), "model") for name in "xy"}
+    found = profile_engines(given, lambda what, left: told.append((what, left)))
+    assert measured == ["x", "y"] * 3
+    steps = len(Grid.of(engine("x")).steps)
+    for name, profile in found.items():
+        assert profile.key == {"of": [name, "model"]}
+        left = [number for what, number in told if what == f"profiling {name}"]
+        assert left == list(range(3 * steps, -1, -1))
+        assert {point.parts: point.stages for point in profile.points} == {
+            parts: (seconds(parts), 2.0) for parts in Grid.of(engine("x")).steps
+        }
+        # 120 tokens in two chunks: as long as both.
+        assert dict(profile.prefills)[120] == (128.0, 4.0)
+        assert dict(profile.prefills)[61] == (64.0, 2.0)
+        assert all(stages == (64.0, 2.0) for *_, stages in profile.mixed)
+
+
+class Cluster:
+    """Instances by how many times slower their stages are emulated to be."""
+
+    def __init__(self, **slowdowns: list[float]) -> None:
+        self.engines = {name: engine(name) for name in slowdowns}
+        self._slowdowns = slowdowns
+
+    def slowdowns(self, name: str) -> list[float]:
+        return self._slowdowns[name]
+
+
+def needs(cluster: Cluster, fits: bool) -> Needs:
+    given: Any = cluster
+    return Needs(given, "model", fits)
+
+
+def test_what_is_emulated_or_fitted_is_profiled() -> None:
+    cluster = Cluster(plain=[1.0, 1.0], slow=[1.0, 2.0], linked=[1.0, 1.0])
+    cluster.engines["linked"].worker.stages[1].link = LinkConfig(between=("a", "b"), gb_s=1)
+    assert list(needs(cluster, fits=False).engines) == ["slow", "linked"]
+    assert list(needs(cluster, fits=True).engines) == ["plain", "slow", "linked"]
+
+
+def test_times_are_measured_once_and_slowed_down(
+    measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "FOLDER", tmp_path)
+    told: set[str] = set()
+    clusters = {"one": Cluster(x=[1.0, 3.0], y=[1.0, 1.0]), "two": Cluster(x=[2.0, 1.0])}
+    for cluster in clusters.values():
+        cluster.engines["x"].worker.stages[1].link = LinkConfig(between=("a", "b"), gb_s=1)
+    given = {name: needs(cluster, fits=True) for name, cluster in clusters.items()}
+    fits = prepare_times(given, lambda what, left: told.add(what))
+    # What both clusters have is measured for one of them.
+    assert told == {"profiling one: x", "profiling one: y"}
+    assert measured == ["x", "y"] * 3
+    assert load_profile({"of": ["x", "model"]}) is not None
+    # Eq. 3: a full chunk takes as many seconds as tokens in the one stage, two in the other.
+    assert fits["one"]["x"].mixed.seconds(0, 0) == pytest.approx(64 + 3 * 2)
+    assert fits["two"]["x"].mixed.seconds(0, 0) == pytest.approx(2 * 64 + 2)
+    assert fits["one"]["y"].mixed.seconds(0, 0) == pytest.approx(64 + 2)
+    # Of a chunk of 16 tokens, a bucket of its own.
+    work: Any = SimpleNamespace(work=work_of_parts([(0, 16)]))
+    stages = {name: cluster.engines["x"].worker.stages for name, cluster in clusters.items()}
+    times = {name: [s.emulate and s.emulate(work) for s in own] for name, own in stages.items()}
+    # The first stage of one is as fast as the machine, and nothing comes late to it.
+    assert times["one"] == [None, pytest.approx(3 * 2)]
+    assert times["two"] == [pytest.approx(2 * 16), pytest.approx(2)]
+    assert [s.emulate for s in clusters["one"].engines["y"].worker.stages] == [None, None]
+    prepare_times(given, lambda what, left: told.add("again"))
+    assert "again" not in told
