@@ -9,7 +9,7 @@ import yaml
 from pydantic import Field
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.validation import Options, did_you_mean, read_json
+from jaxinfer.validation import OptionError, Options, did_you_mean, read_json
 
 _FACTS = Path(__file__).parent
 # Whose layers are attention with grouped KV heads and one feed-forward layer, or experts alike.
@@ -112,7 +112,7 @@ def find_gpu(kind: str | None) -> Gpu:
     if kind is None or kind not in gpus:
         alike = [name for name in gpus if name.startswith(f"{kind}-")]
         hint = f"known: {', '.join(alike)}" if alike else did_you_mean(str(kind), gpus)
-        raise JaxinferError(f"kind: no GPU {kind!r}: {hint}")
+        raise OptionError(f"kind: no GPU {kind!r}: {hint}")
     return Gpu.model_validate(gpus[kind])
 
 

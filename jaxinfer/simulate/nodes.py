@@ -12,7 +12,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.simulate.hardware import Gpu, find_gpu
 from jaxinfer.simulate.network import Link
 from jaxinfer.simulate.options import SimulateOptions
-from jaxinfer.validation import Options, did_you_mean, read_yaml
+from jaxinfer.validation import Named, Options, did_you_mean, read_yaml
 
 
 class NodeOptions(Options):
@@ -71,7 +71,7 @@ class Hardware(Options):
 
     source: str
     latency_s: float = Field(ge=0)
-    nodes: dict[str, NodeOptions]
+    nodes: Named[NodeOptions] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
@@ -159,26 +159,21 @@ def read_hardware(file: str) -> Hardware:
     except JaxinferError as error:
         raise JaxinferError(f"simulate.hardware: {error}") from None
     try:
-        if isinstance(data, dict) and "nodes" in data:
-            data["nodes"] = _read_nodes(data["nodes"])
-        return Hardware.model_validate(data)
+        hardware = Hardware.model_validate(data)
+        for name, node in hardware.nodes.items():
+            _check_gpu(name, node)
+        return hardware
     except JaxinferError as error:
         raise JaxinferError(f"simulate.hardware: {file}: {error}") from None
 
 
-def _read_nodes(data: object) -> dict[str, NodeOptions]:
-    if not isinstance(data, dict) or not data:
-        raise JaxinferError("nodes: must be a mapping from names to nodes")
-    nodes = {}
-    for name, options in data.items():
-        try:
-            nodes[str(name)] = node = NodeOptions.model_validate(options)
-            node.as_gpu()
-        except JaxinferError as error:
-            # find_gpu names the option of a group.
-            reason = str(error).replace("kind: ", "gpu: ", 1)
-            raise JaxinferError(f"nodes.{name}: {reason}") from None
-    return nodes
+def _check_gpu(name: str, node: NodeOptions) -> None:
+    try:
+        node.as_gpu()
+    except JaxinferError as error:
+        # find_gpu names the option of a group.
+        reason = str(error).removeprefix("kind: ")
+        raise JaxinferError(f"nodes.{name}.gpu: {reason}") from None
 
 
 def place_groups(cluster: ClusterConfig, options: SimulateOptions) -> Placement | None:
@@ -200,7 +195,7 @@ def place_groups(cluster: ClusterConfig, options: SimulateOptions) -> Placement 
         node = hardware.nodes[node_of[name]]
         if group.kind not in (None, node.gpu):
             raise JaxinferError(
-                f"groups.{name}: kind is {group.kind}, node {node_of[name]} of {file} has "
+                f"groups.{name}.kind is {group.kind}, node {node_of[name]} of {file} has "
                 f"{node.gpu}; leave out kind"
             )
         costs = options.of(name)
@@ -220,11 +215,11 @@ def _node_of(group: str, options: SimulateOptions, hardware: Hardware) -> str:
     if node is None:
         known = ", ".join(sorted(hardware.nodes))
         raise JaxinferError(
-            f"simulate.groups.{group}: needs node, one of {options.hardware}: {known}"
+            f"simulate.groups.{group}.node is missing, one of {options.hardware}: {known}"
         )
     if node not in hardware.nodes:
         raise JaxinferError(
-            f"simulate.groups.{group}: no node {node!r} in {options.hardware}: "
+            f"simulate.groups.{group}.node is {node!r}, not in {options.hardware}: "
             f"{did_you_mean(node, hardware.nodes)}"
         )
     return node
@@ -241,7 +236,7 @@ def _check_counts(
         for group_name, count in devices.items():
             if count > there:
                 raise JaxinferError(
-                    f"groups.{group_name}: devices is {count}, node {node} of {file} has {there} "
+                    f"groups.{group_name}.devices is {count}, node {node} of {file} has {there} "
                     "GPUs; a group stands on one node: use several groups as stages"
                 )
         if (needed := sum(devices.values())) > there:

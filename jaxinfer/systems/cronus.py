@@ -25,7 +25,7 @@ from jaxinfer.serving.system import (
     only_one_left,
 )
 from jaxinfer.systems.balancer import Refined, balance, chunked_seconds, load_of
-from jaxinfer.validation import Options, did_you_mean
+from jaxinfer.validation import OptionError, Options, did_you_mean
 
 # Cuts kept for the report, the first of a run: 12 MB.
 REPORTED = 2**15
@@ -85,7 +85,7 @@ class Cronus(System):
         for role in ("partial", "chunked"):
             name = getattr(self.options, role)
             if name not in instances:
-                raise JaxinferError(f"{role} is {name!r}: {did_you_mean(name, instances)}")
+                raise OptionError(f"{role} is {name!r}: {did_you_mean(name, instances)}")
         if self.options.partial == self.options.chunked:
             raise JaxinferError(f"partial and chunked are both {self.options.partial!r}")
 
