@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options import EngineOptions
 from jaxinfer.serving.instance import InstanceOptions
-from jaxinfer.validation import Options, did_you_mean
+from jaxinfer.validation import Named, OptionError, Options, did_you_mean
 
 
 class Emulate(Options):
@@ -42,9 +42,9 @@ class GroupConfig(Options):
     def model_post_init(self, context: Any, /) -> None:
         """Refuse combinations that cannot work."""
         if self.emulate and self.platform == "gpu":
-            raise JaxinferError("emulate: a GPU is not slowed down; leave it to platform: cpu")
+            raise OptionError("emulate: a GPU is not slowed down; leave it to platform: cpu")
         if self.stage_devices > self.devices:
-            raise JaxinferError(
+            raise OptionError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}, "
                 f"the group has {self.devices} devices"
             )
@@ -86,14 +86,7 @@ class InstanceConfig(EngineOptions):
 
     segments: int = Field(default=1, ge=1)
     group: str | None = None
-    stages: tuple[StageConfig, ...] = ()
-
-    @field_validator("stages", mode="before")
-    @classmethod
-    def _read_stages(cls, value: object) -> object:
-        if not isinstance(value, list):
-            return value
-        return tuple(StageConfig.model_validate(item) for item in value)
+    stages: tuple[StageConfig, ...] = Field(default=(), strict=False)
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse combinations that cannot work."""
@@ -102,11 +95,11 @@ class InstanceConfig(EngineOptions):
             raise JaxinferError("needs either group or stages")
         kinds = {(stage.layers is None, stage.share is None) for stage in self.stages}
         if len(kinds) > 1 or (False, False) in kinds:
-            raise JaxinferError("stages: give layers for all of them, or shares, or nothing")
+            raise OptionError("stages: give layers for all of them, or shares, or nothing")
         if "tensor_parallel_size" in self.model_fields_set:
-            raise JaxinferError("tensor_parallel_size: an option of the group, not the instance")
+            raise OptionError("tensor_parallel_size: an option of the group, not the instance")
         if len(self.stages) > 1 and self.launch_ahead and "launch_ahead" in self.model_fields_set:
-            raise JaxinferError(
+            raise OptionError(
                 "launch_ahead is True, must be false with several stages: tokens go to the host"
             )
 
@@ -144,21 +137,22 @@ class LinkConfig(Options):
 class ClusterConfig(Options):
     """Groups, instances and links that fit together."""
 
-    groups: dict[str, GroupConfig]
-    instances: dict[str, InstanceConfig]
-    links: tuple[LinkConfig, ...] = ()
+    groups: Named[GroupConfig]
+    instances: Named[InstanceConfig]
+    links: tuple[LinkConfig, ...] = Field(default=(), strict=False)
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse names that are not there and devices that are not enough."""
         needed: Counter[str] = Counter()
         for name, instance in self.instances.items():
-            for stage in instance.places:
-                self._check_group(f"instances.{name}", stage.group)
+            for number, stage in enumerate(instance.places):
+                place = f"stages[{number}].group" if instance.stages else "group"
+                self._check_group(f"instances.{name}.{place}", stage.group)
                 needed[stage.group] += self.groups[stage.group].stage_devices
         for name, group in self.groups.items():
             if needed[name] > group.devices:
                 raise JaxinferError(
-                    f"groups.{name}: devices is {group.devices}, its instances need {needed[name]}"
+                    f"groups.{name}.devices is {group.devices}, its instances need {needed[name]}"
                 )
             if not needed[name]:
                 raise JaxinferError(f"groups.{name}: no instance stands on it")

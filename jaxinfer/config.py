@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import yaml
 from pydantic import Field, field_validator, model_validator
 
 from jaxinfer.cluster import ClusterConfig, GroupConfig, InstanceConfig, LinkConfig, one_engine
@@ -12,14 +11,15 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.options import EngineOptions
 from jaxinfer.serving.system import System
 from jaxinfer.simulate.hardware import Catalogue, Gpu, ModelShape
-from jaxinfer.simulate.options import GroupCosts, SimulateOptions
+from jaxinfer.simulate.options import SimulateOptions
 from jaxinfer.systems.registry import make_system
-from jaxinfer.validation import Options, read_yaml
+from jaxinfer.validation import Named, Options, parse_yaml, read_yaml, shown, within
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest, read_workload
 from jaxinfer.workload.synthetic import Synthetic, WorkloadClass, is_of_class
 
-T = TypeVar("T", bound=Options)
+# What may stand for a group of options, and which of them it then is.
+_SHORT = {"system": "name", "workload.arrivals": "kind", "workload.synthetic": "lengths"}
 
 
 class Workload(Options):
@@ -69,13 +69,16 @@ class Workload(Options):
     def _lengths(self) -> list[BenchRequest]:
         if self.synthetic:
             if self.arrivals.kind == "trace":
-                raise JaxinferError("arrivals: synthetic lengths have no times of a trace")
-            return self.synthetic.requests(self.only)
+                raise JaxinferError("workload.arrivals: synthetic lengths have no times of a trace")
+            try:
+                return self.synthetic.requests(self.only)
+            except JaxinferError as error:
+                raise within("workload.synthetic", error) from None
         work = read_workload(str(self.trace))
         if self.arrivals.kind == "trace" and not any(item.arrival for item in work):
             raise JaxinferError(
-                f"arrivals: trace, but {self.trace} has no times (or all are 0): take at_once, "
-                "interval, poisson or gamma"
+                f"workload.arrivals: trace, but {self.trace} has no times (or all are 0): take "
+                "at_once, interval, poisson or gamma"
             )
         if self.only is None:
             return work
@@ -117,29 +120,45 @@ class RunFile(Options):
 
     model: str | None = None
     engine: EngineOptions = EngineOptions()
-    groups: dict[str, GroupConfig] = Field(default_factory=dict)
-    instances: dict[str, InstanceConfig] = Field(default_factory=dict)
-    links: tuple[LinkConfig, ...] = ()
+    groups: Named[GroupConfig] = Field(default_factory=dict)
+    instances: Named[InstanceConfig] = Field(default_factory=dict)
+    links: tuple[LinkConfig, ...] = Field(default=(), strict=False)
     system: dict[str, Any] = Field(default_factory=lambda: {"name": "single"})
     verify_transfers: bool = False
     watchdog_s: float = Field(default=600, gt=0)
     workload: Workload = Workload()
     simulate: SimulateOptions = SimulateOptions()
     metrics: MetricOptions = MetricOptions()
-    gpus: dict[str, Gpu] = Field(default_factory=dict)
-    models: dict[str, ModelShape] = Field(default_factory=dict)
+    gpus: Named[Gpu] = Field(default_factory=dict)
+    models: Named[ModelShape] = Field(default_factory=dict)
+
+    @field_validator("system", mode="before")
+    @classmethod
+    def _by_name(cls, value: object) -> object:
+        if isinstance(value, str):
+            return {"name": value}
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"must be a name, or a mapping of name and options, not {shown(value)}"
+            )
+        return value
 
     @model_validator(mode="before")
     @classmethod
     def _share_engine(cls, data: Any) -> Any:
         """Give instances the engine's options, but for those that they set themselves."""
-        if not isinstance(data, dict) or "instances" not in data:
+        if not isinstance(data, dict) or not isinstance(data.get("instances"), dict):
             return data
-        own = data["instances"]
-        if isinstance(own, dict):
-            own = {name: _given(instance) for name, instance in own.items()}
         common = _given(data.get("engine", {}))
-        return data | {"instances": _sections("instances", InstanceConfig, own, common)}
+        if not isinstance(common, dict):
+            return data
+        own = {name: _given(instance) for name, instance in data["instances"].items()}
+        return data | {
+            "instances": {
+                name: {**common, **value} if isinstance(value, dict) else value
+                for name, value in own.items()
+            }
+        }
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse names that are shipped."""
@@ -173,24 +192,15 @@ class RunFile(Options):
         for name, instance in self.instances.items():
             if instance.seed != self.engine.seed:
                 raise JaxinferError(
-                    f"instances.{name}: seed is {instance.seed}, must be engine.seed's "
+                    f"instances.{name}.seed is {instance.seed}, must be engine.seed's "
                     f"{self.engine.seed}: tokens, and random weights, are the same on each instance"
                 )
             if self.verify_transfers and instance.kv_cache_dtype != "auto":
                 raise JaxinferError(
-                    f"instances.{name}: kv_cache_dtype is {instance.kv_cache_dtype}, must be auto: "
+                    f"instances.{name}.kv_cache_dtype is {instance.kv_cache_dtype}, must be auto: "
                     "verify_transfers compares bits, which entries of 8 bits do not keep"
                 )
         return ClusterConfig(groups=self.groups, instances=self.instances, links=self.links)
-
-
-_SECTIONS: dict[str, type[Options]] = {
-    "engine": EngineOptions,
-    "workload": Workload,
-    "simulate": SimulateOptions,
-    "metrics": MetricOptions,
-}
-_NAMED: dict[str, type[Options]] = {"groups": GroupConfig, "gpus": Gpu, "models": ModelShape}
 
 
 def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunFile:
@@ -212,42 +222,7 @@ def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunF
 
 def as_run_file(data: Mapping[str, Any]) -> RunFile:
     """From what a YAML or JSON file holds."""
-    return RunFile.model_validate(_with_sections(data))
-
-
-def _with_sections(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts as checked options, so that an error names the part."""
-    read = dict(data)
-    if isinstance(data.get("simulate"), dict) and "groups" in data["simulate"]:
-        groups = _sections("simulate.groups", GroupCosts, data["simulate"]["groups"])
-        read["simulate"] = data["simulate"] | {"groups": groups}
-    for name, kind in _SECTIONS.items():
-        if name in read:
-            read[name] = _section(name, kind, read[name])
-    for name, kind in _NAMED.items():
-        if name in read:
-            read[name] = _sections(name, kind, read[name])
-    if isinstance(read.get("links"), list):
-        read["links"] = tuple(
-            _section(f"links[{number}]", LinkConfig, link)
-            for number, link in enumerate(read["links"])
-        )
-    if isinstance(read.get("system"), str):
-        read["system"] = {"name": read["system"]}
-    return read
-
-
-def _sections(
-    name: str, kind: type[T], data: object, common: Mapping[str, Any] | None = None
-) -> dict[str, T]:
-    if not isinstance(data, dict):
-        raise JaxinferError(f"{name}: must be a mapping from names to options")
-    return {
-        str(key): _section(
-            f"{name}.{key}", kind, {**(common or {}), **value} if isinstance(value, dict) else value
-        )
-        for key, value in data.items()
-    }
+    return RunFile.model_validate(data)
 
 
 def _given(options: object) -> Any:
@@ -255,13 +230,6 @@ def _given(options: object) -> Any:
     if not isinstance(options, Options):
         return options
     return {name: getattr(options, name) for name in options.model_fields_set}
-
-
-def _section(name: str, kind: type[T], data: object) -> T:
-    try:
-        return kind.model_validate(data)
-    except JaxinferError as error:
-        raise JaxinferError(f"{name}: {error}") from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -277,13 +245,22 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _apply(data: dict[str, Any], setting: str) -> None:
     key, equals, value = setting.partition("=")
     *path, last = key.split(".")
+    if "[" in key:
+        name = key.partition("[")[0]
+        raise JaxinferError(f"--set {setting!r}: a list is set as a whole: {name}=[...]")
     if not equals or not all([*path, last]):
         raise JaxinferError(f"--set {setting!r}: must look like engine.max_num_seqs=16")
-    for name in path:
-        data = data.setdefault(name, {})
-        if not isinstance(data, dict):
-            raise JaxinferError(f"--set {setting!r}: {name!r} holds no options")
+    at = data
+    for depth, name in enumerate(path, 1):
+        where = ".".join(path[:depth])
+        inner = at.setdefault(name, {})
+        short = _SHORT.get(where)
+        if short and isinstance(inner, str):
+            inner = at[name] = {short: inner}
+        if not isinstance(inner, dict):
+            raise JaxinferError(f"--set {setting!r}: {where} is {shown(inner)}, has no options")
+        at = inner
     try:
-        data[last] = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise JaxinferError(f"--set {setting!r}: {value!r} is not a YAML value") from None
+        at[last] = parse_yaml(value)
+    except JaxinferError as error:
+        raise JaxinferError(f"--set {shown(setting)}: {error}") from None

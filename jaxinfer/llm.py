@@ -25,7 +25,7 @@ from jaxinfer.serving.loop import ServingLoop, Stop
 from jaxinfer.serving.page_pool import KVShards
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.serving.world import Event, StepDone, TransferDone
+from jaxinfer.serving.world import Event, InstanceLost, StepDone, TransferDone
 from jaxinfer.stop import StopCheck, completion, decoded
 from jaxinfer.systems.registry import make_system
 from jaxinfer.tokenizer import load_tokenizer
@@ -251,9 +251,11 @@ class LLM:
                     on_step(event)
                     bar.step_done(totals)
                     if folder:
-                        folder.add_step(event)
+                        folder.add_step(event, loop.hand_offs.moving)
                 elif folder and isinstance(event, TransferDone):
-                    folder.add_transfer(event)
+                    folder.add_transfer(event, loop.instances)
+                elif folder and isinstance(event, InstanceLost):
+                    folder.lose_instance(event.instance)
 
             late = self.cluster.late_compiles
             self.cluster.take_overruns()  # Those of runs that nobody recorded.

@@ -2,10 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from jaxinfer.errors import JaxinferError
-from jaxinfer.validation import Options
+from jaxinfer.validation import OptionError, Options
 
 
 class EngineOptions(Options):
@@ -58,7 +57,9 @@ class EngineOptions(Options):
     memory_fraction: float | None = Field(default=None, gt=0, le=1)
     max_num_seqs: int = Field(default=64, ge=1)
     max_num_batched_tokens: int = Field(default=512, ge=1)
-    token_buckets: tuple[Annotated[int, Field(ge=2)], ...] | None = None
+    token_buckets: tuple[Annotated[int, Field(ge=2)], ...] | None = Field(
+        default=None, strict=False
+    )
     max_model_len: int | None = Field(default=None, ge=2)
     enable_prefix_caching: bool = True
     kernels: Literal["auto", "plain", "generic", "hopper", "interpret"] = "auto"
@@ -70,7 +71,7 @@ class EngineOptions(Options):
     def model_post_init(self, context: Any, /) -> None:
         """Refuse combinations that cannot work."""
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise JaxinferError(
+            raise OptionError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least "
                 f"max_num_seqs, {self.max_num_seqs}: every running request decodes in one step"
             )
@@ -80,13 +81,8 @@ class EngineOptions(Options):
             or buckets[-1:] != (self.max_num_batched_tokens,)
             or buckets[0] < self.max_num_seqs
         ):
-            raise JaxinferError(
+            raise OptionError(
                 f"token_buckets is {list(buckets)}, must rise from max_num_seqs, "
                 f"{self.max_num_seqs}, or more to max_num_batched_tokens, "
                 f"{self.max_num_batched_tokens}"
             )
-
-    @field_validator("token_buckets", mode="before")
-    @classmethod
-    def _as_tuple(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from jaxinfer.errors import JaxinferError
-from jaxinfer.validation import Options
+from jaxinfer.validation import OptionError, Options
 
 FinishReason = Literal["stop", "length", "error", "lost"]
 
@@ -91,11 +90,11 @@ class SamplingParams(Options):
     def model_post_init(self, context: object, /) -> None:
         """Refuse combinations that cannot work."""
         if self.min_tokens > self.max_tokens:
-            raise JaxinferError(
+            raise OptionError(
                 f"min_tokens is {self.min_tokens}, must be at most max_tokens, {self.max_tokens}"
             )
         if self.n > 1 and self.temperature == 0:
-            raise JaxinferError(f"n is {self.n}, must be 1 with temperature 0: all would be equal")
+            raise OptionError(f"n is {self.n}, must be 1 with temperature 0: all would be equal")
 
     @property
     def has_penalties(self) -> bool:

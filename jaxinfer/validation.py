@@ -4,22 +4,35 @@ import difflib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from types import NoneType
+from typing import Annotated, Any, Self, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+)
 from pydantic import model_validator as _model_validator
 
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import JaxinferError, one_line
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``name``'s nearest neighbour in ``known`` as a clause, else the list of what is known."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+
+
+def shown(value: object) -> str:
+    """A value as part of a message: its start will do."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -34,48 +47,139 @@ def read_json(path: Path) -> dict[str, Any]:
         raise JaxinferError(f"{path}: cannot read the file: {error.strerror}") from None
     except ValueError as error:
         raise JaxinferError(f"{path}: not valid JSON: {error}") from None
+    except RecursionError:
+        raise JaxinferError(f"{path}: nested too deeply") from None
     if not isinstance(values, dict):
         raise JaxinferError(f"{path}: must hold a JSON object, not {type(values).__name__}")
     return values
+
+
+class OptionError(JaxinferError):
+    """A mistake in one option: the message begins with its path, as ``stages[0].group``."""
+
+
+def within(name: str, error: JaxinferError) -> OptionError:
+    """The error of an option, or of a group of them, with the name of what has it before."""
+    return OptionError(f"{name}{'.' if isinstance(error, OptionError) else ': '}{error}")
 
 
 class Options(BaseModel):
     """Base of all option sets: frozen, strictly typed, no unknown key, no NaN or infinity.
 
     Raises:
-        JaxinferError: instead of pydantic's report, naming the first wrong option.
+        JaxinferError: instead of pydantic's report, naming the first wrong option with its path.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
+    def __init__(self, /, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise _explain(type(self), error) from None
+
+    # Options within others are not made by __init__: the whole reports, which knows their path.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @classmethod
+    def model_validate(cls, obj: Any, **how: Any) -> Self:
+        """Check what a file or a caller gives."""
+        try:
+            return super().model_validate(obj, **how)
+        except ValidationError as error:
+            raise _explain(cls, error) from None
+
     @_model_validator(mode="wrap")
     @classmethod
-    def _one_line_errors(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _place_refusals(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Let pydantic note where the options are that ``model_post_init`` refuses."""
         try:
             return handler(data)
-        except ValidationError as error:
-            raise JaxinferError(_explain(cls, error)) from None
+        except JaxinferError as error:
+            raise ValueError(error) from None
 
 
-def _explain(cls: type[Options], error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    # A union reports the tag of each member it tried behind the field's name.
-    name = str(first["loc"][0]) if first["loc"] else cls.__name__
-    value = repr(first["input"])
-    if len(value) > 60:
-        value = value[:57] + "..."
+T = TypeVar("T")
+
+
+def _text_keys(value: object) -> object:
+    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else value
+
+
+# By names of the user's choice, which in YAML may look like numbers.
+Named = Annotated[dict[str, T], BeforeValidator(_text_keys)]
+
+# What pydantic's kinds of errors ask for, where its own words are not a user's.
+_WANTED = {
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "int_parsing": "an integer",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "string_type": "a string",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "tuple_type": "a list",
+}
+
+
+def _explain(kind: type[Options], error: ValidationError) -> JaxinferError:
+    # A mistyped option that is needed is missing, too: its own name says more.
+    first = min(error.errors(include_url=False), key=lambda each: each["type"] == "missing")
+    path, options = _follow(kind, first["loc"])
+    value = shown(first["input"])
+    wanted = _WANTED.get(first["type"])
     match first["type"]:
-        case "extra_forbidden":
-            return f"unknown option {name!r}: {did_you_mean(name, cls.model_fields)}"
+        case "extra_forbidden" | "invalid_key":
+            known = did_you_mean(str(first["loc"][-1]), options.model_fields)
+            return OptionError(f"{path}: unknown option, {known}")
         case "missing":
-            return f"{cls.__name__} needs {name!r}"
-        case "model_type":
-            return f"must be a mapping of options, not {value}"
+            return OptionError(f"{path} is missing")
         case "value_error":
-            return f"{name}: {first['ctx']['error']}"
+            reason = first["ctx"]["error"]
+            refusal = reason.args[0]
+            inner = refusal if isinstance(refusal, JaxinferError) else JaxinferError(str(reason))
+            return within(path, inner) if path else inner
+        case _ if not path:
+            return JaxinferError(f"must be {wanted}, not {value}")
         case _:
-            wanted = first["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-            return f"{name} is {value}, must be {wanted}{_hint(first['input'])}"
+            said = re.sub(r"^\w+ should ", "", first["msg"]).partition(" after validation")[0]
+            wanted = f"be {wanted}" if wanted else said
+            return OptionError(f"{path} is {value}, must {wanted}{_hint(first['input'])}")
+
+
+def _follow(kind: type[Options], loc: Sequence[int | str]) -> tuple[str, type[Options]]:
+    """The path to what pydantic locates, as a user would write it, and the options it is in."""
+    path, options = "", kind
+    annotation: Any = kind
+    for key in map(_as_name, loc):
+        at = _without_none(annotation)
+        if isinstance(at, type) and issubclass(at, Options):
+            options, field = at, at.model_fields.get(key)
+            path, annotation = f"{path}.{key}", field.annotation if field else None
+        elif get_origin(at) is dict:
+            path, annotation = f"{path}.{key}", get_args(at)[1]
+        elif get_origin(at) is tuple:
+            path, annotation = f"{path}[{key}]", get_args(at)[0]
+        else:
+            break  # The rest tells which member of a union was tried.
+    return path.removeprefix("."), options
+
+
+def _as_name(key: int | str) -> str:
+    """As it is where it can be nothing but a name."""
+    text = str(key)
+    return text if re.fullmatch(r"[\w.-]{1,60}", text) else shown(text)
+
+
+def _without_none(annotation: Any) -> Any:
+    if get_origin(annotation) is Annotated:
+        return _without_none(get_args(annotation)[0])
+    members = [member for member in get_args(annotation) if member is not NoneType]
+    is_optional = NoneType in get_args(annotation) and len(members) == 1
+    return _without_none(members[0]) if is_optional else annotation
 
 
 def _hint(value: object) -> str:
@@ -88,25 +192,47 @@ def _hint(value: object) -> str:
 class _UniqueKeys(yaml.SafeLoader):
     """Refuses a mapping with the same key twice, of which the first would be lost."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key, count in Counter(str(key) for key in keys).items():
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Look before keys are merged (``<<``): those may be overridden."""
+        node = super().compose_mapping_node(anchor)
+        assert isinstance(node, yaml.MappingNode)
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        merge = "tag:yaml.org,2002:merge"
+        names = [key.value if key.tag == merge else self.construct_object(key) for key in keys]
+        for name, count in Counter(map(str, names)).items():
             if count > 1:
                 line = node.start_mark.line + 1
-                raise yaml.YAMLError(f"{key!r} stands {count} times in the mapping at line {line}")
-        return super().construct_mapping(node, deep)
+                raise yaml.YAMLError(f"{name!r} stands {count} times in the mapping at line {line}")
+        return node
+
+
+def parse_yaml(text: str) -> Any:
+    """What a YAML text holds.
+
+    Raises:
+        JaxinferError: it is not YAML, has a key twice, or is nested too deeply.
+    """
+    try:
+        return yaml.load(text, Loader=_UniqueKeys)
+    except yaml.YAMLError as error:
+        raise JaxinferError(one_line(error)) from None
+    except RecursionError:
+        raise JaxinferError("nested too deeply") from None
+    except (ValueError, LookupError, AttributeError) as error:
+        # How yaml answers 2024-13-45, numbers of thousands of digits, and !!bool x.
+        raise JaxinferError(f"not a YAML value: {one_line(error)}") from None
 
 
 def read_yaml(path: Path) -> Any:
     """What a YAML file holds.
 
     Raises:
-        JaxinferError: the file cannot be read, is not YAML, or has a key twice.
+        JaxinferError: the file cannot be read, or ``parse_yaml`` refuses what is in it.
     """
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+        return parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise JaxinferError(f"{path}: {reason}") from None
-    except yaml.YAMLError as error:
-        raise JaxinferError(f"{path}: {' '.join(str(error).split())}") from None
+    except JaxinferError as error:
+        raise JaxinferError(f"{path}: {error}") from None

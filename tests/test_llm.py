@@ -182,7 +182,7 @@ def test_bad_prompts_are_named_before_anything_runs(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_num_seq": 4}, "unknown option 'max_num_seq': did you mean 'max_num_seqs'"),
+        ({"max_num_seq": 4}, "max_num_seq: unknown option, did you mean 'max_num_seqs'"),
         ({"num_pages": 1}, "num_pages is 1, must be"),
         ({"dtype": "fp8"}, "dtype is 'fp8', must be"),
         ({"max_model_len": 257}, "max_model_len is 257, the model was made for 256"),

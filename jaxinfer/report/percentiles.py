@@ -10,6 +10,8 @@ EXACT = 2**23
 # Beyond, values are counted in bins that are so much wider than the one before.
 _RATIO = 1.001
 _LEAST, _MOST = 1e-9, 1e9
+# Values counted at a time: their logarithms take room, too.
+_BLOCK = 2**16
 
 
 class Percentiles:
@@ -36,15 +38,16 @@ class Percentiles:
             self._count(np.asarray(values))
             return
         if used > len(self._values):
-            self._values = np.resize(
-                self._values, min(max(2 * len(self._values), used), self._exact)
-            )
+            longer = np.empty(min(max(2 * len(self._values), used), self._exact))
+            longer[: self._used] = self._values[: self._used]
+            self._values = longer
         self._values[self._used : used] = values
         self._used = used
 
     def _count(self, values: np.ndarray) -> None:
         assert self._bins is not None
-        np.add.at(self._bins, _bin(values), 1)
+        for start in range(0, len(values), _BLOCK):
+            np.add.at(self._bins, _bin(values[start : start + _BLOCK]), 1)
 
     def percentile(self, percent: float) -> float | None:
         """With linear interpolation between neighbours; None of nothing."""

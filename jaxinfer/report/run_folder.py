@@ -6,15 +6,16 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
-from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.report.hidden_time import HasSteps, HiddenTime, Settled
 from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.transfer import Transfer
 from jaxinfer.serving.world import StepDone, TransferDone
 
 PACKAGES = ("jaxinfer", "jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers")
@@ -41,10 +42,7 @@ class RunFolder:
             self._requests = (self.path / "requests.jsonl").open("w", encoding="utf-8")
         except OSError as error:
             raise JaxinferError(f"run folder {parent}: {error.strerror}") from None
-        self._busy: dict[str, list[tuple[float, float]]] = {}
-        # The same of each unfinished request's prefill, by request and instance.
-        self._prefills: dict[str, dict[str, list[tuple[float, float]]]] = {}
-        self._transfers: list[TransferDone] = []
+        self._hidden = HiddenTime()
         self._run = dict(description) | {
             "versions": {name: version(name) for name in PACKAGES},
             "python": sys.version.split()[0],
@@ -52,8 +50,12 @@ class RunFolder:
         }
         self._write("running", {})
 
-    def add_step(self, done: StepDone) -> None:
-        """Write a line of ``steps.jsonl``."""
+    def add_step(self, done: StepDone, moving: Sequence[Transfer]) -> None:
+        """Write a line of ``steps.jsonl``.
+
+        Args:
+            moving: transfers that have not landed.
+        """
         batch = done.batch
         work = batch.work
         line = {
@@ -71,19 +73,19 @@ class RunFolder:
         if len(done.stages) > 1:
             line["stages"] = [[round(start, 6), round(end, 6)] for start, end in done.stages]
         self._steps.write(json.dumps(line) + "\n")
-        # A step hides a transfer that goes on meanwhile, and ends after it. In order of their ends.
-        self._busy.setdefault(batch.instance, []).append((done.start, done.end))
-        for row in batch.rows:
-            if row.start < row.request.prompt_len:
-                places = self._prefills.setdefault(row.request.id, {})
-                places.setdefault(batch.instance, []).append((done.start, done.end))
-        for transfer in list(self._transfers):
-            if transfer.transfer.dest == batch.instance and transfer.end <= done.end:
-                self._write_transfer(transfer)
+        self._write_transfers(self._hidden.add_step(done, moving))
 
-    def add_transfer(self, done: TransferDone) -> None:
-        """Write a line of ``steps.jsonl``, once it is known what went on meanwhile."""
-        self._transfers.append(done)
+    def add_transfer(self, done: TransferDone, instances: Mapping[str, HasSteps]) -> None:
+        """Write a line of ``steps.jsonl``, once it is known what went on meanwhile.
+
+        Args:
+            instances: all but those that were lost.
+        """
+        self._write_transfers(self._hidden.add_transfer(done, instances))
+
+    def lose_instance(self, name: str) -> None:
+        """No step of this instance ends any more."""
+        self._write_transfers(self._hidden.lose(name))
 
     def add_request(self, request: RequestState, ttft_counts_transfer: bool) -> None:
         """Write a line of ``requests.jsonl``."""
@@ -99,7 +101,6 @@ class RunFolder:
             "error": request.error,
         }
         self._requests.write(json.dumps(line) + "\n")
-        self._prefills.pop(request.id, None)
 
     def finish(
         self,
@@ -115,8 +116,6 @@ class RunFolder:
             lost: instances that have failed, and why.
             system: what the system reports.
         """
-        for transfer in list(self._transfers):
-            self._write_transfer(transfer)
         self._run["overruns"] = {
             name: {"steps": len(late), "seconds": round(sum(late), 3)}
             for name, late in overruns.items()
@@ -125,32 +124,29 @@ class RunFolder:
         self._run["system_report"] = dict(system)
         self._write("finished", metrics)
 
-    def _write_transfer(self, done: TransferDone) -> None:
-        self._transfers.remove(done)
-        t = done.transfer
-        # Hidden behind any work of the destination's, or the same prompt's at the source.
-        busy = [
-            *takewhile(lambda span: span[1] > done.start, reversed(self._busy.get(t.dest, []))),
-            *self._prefills.get(t.request.id, {}).get(t.source, []),
-        ]
-        line = {
-            "request": t.request.id,
-            "source": t.source,
-            "dest": t.dest,
-            "tokens": t.stop - t.start,
-            "bytes": done.num_bytes,
-            "requested": round(t.requested, 6),
-            "start": round(done.start, 6),
-            "end": round(done.end, 6),
-            "hidden_s": round(_overlap(done.start, done.end, busy), 6),
-        }
-        self._steps.write(json.dumps(line) + "\n")
+    def _write_transfers(self, settled: Iterable[Settled]) -> None:
+        for done, hidden_s in settled:
+            t = done.transfer
+            line = {
+                "request": t.request.id,
+                "source": t.source,
+                "dest": t.dest,
+                "tokens": t.stop - t.start,
+                "bytes": done.num_bytes,
+                "requested": round(t.requested, 6),
+                "start": round(done.start, 6),
+                "end": round(done.end, 6),
+                "hidden_s": round(hidden_s, 6),
+            }
+            self._steps.write(json.dumps(line) + "\n")
 
     def _write(self, status: str, metrics: Mapping[str, object]) -> None:
         path = self.path / "run.json"
         part = path.with_suffix(".part")
         record = {"status": status} | self._run | {"metrics": dict(metrics)}
-        part.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        with part.open("w", encoding="utf-8") as file:
+            json.dump(record, file, indent=2)
+            file.write("\n")
         os.replace(part, path)
 
     def __enter__(self) -> Self:
@@ -165,16 +161,6 @@ class RunFolder:
         """Flush the lines, whatever has happened."""
         self._steps.close()
         self._requests.close()
-
-
-def _overlap(start: float, end: float, busy: Sequence[tuple[float, float]]) -> float:
-    """Seconds from ``start`` to ``end`` in which an instance was busy; its steps may overlap."""
-    covered, at = 0.0, start
-    for a, b in sorted(busy):
-        if b > at and a < end:
-            covered += min(b, end) - max(a, at)
-            at = min(b, end)
-    return covered
 
 
 def run_folders(parent: Path) -> list[Path]:

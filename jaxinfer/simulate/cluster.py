@@ -21,7 +21,7 @@ from jaxinfer.simulate.nodes import Placement, Route, place_groups
 from jaxinfer.simulate.options import SimulateOptions
 from jaxinfer.simulate.roofline import Efficiency, RooflineStage
 from jaxinfer.simulate.world import Lane
-from jaxinfer.validation import did_you_mean
+from jaxinfer.validation import OptionError, did_you_mean, within
 
 ITEMSIZES = {"auto": 2, "bfloat16": 2}
 
@@ -117,9 +117,13 @@ class _Site:
                 raise JaxinferError(
                     "a modelled group is a GPU: platform cpu and emulate do not apply"
                 )
-            return self.placement.gpu(group) if self.placement else self.known.gpu(config.kind)
+            if self.placement:
+                return self.placement.gpu(group)
+            if config.kind is None:
+                raise OptionError("kind is missing, must name the GPU that is modelled")
+            return self.known.gpu(config.kind)
         except JaxinferError as error:
-            raise JaxinferError(f"groups.{group}: {error}") from None
+            raise within(f"groups.{group}", error) from None
 
     def route(self, source: str, dest: str, what: str) -> Route:
         """From group to group; within one, over what connects its GPUs."""
@@ -146,17 +150,19 @@ def model_cluster(config: RunFile, pairs: Collection[tuple[str, str]]) -> Modell
     for group in config.simulate.groups:
         if group not in cluster.groups:
             known = did_you_mean(group, cluster.groups)
-            raise JaxinferError(f"simulate.groups: no group {group!r}: {known}")
+            raise JaxinferError(f"simulate.groups.{group}: no such group: {known}")
     placement = place_groups(cluster, config.simulate, config.own)
     catalogue = placement.known if placement else config.own
     model = catalogue.model(config.require_model())
     site = _Site(placement.cluster if placement else cluster, placement, catalogue)
+    for group in cluster.groups:
+        site.gpu(group)  # A mistake there is not an instance's.
     instances = {}
     for name, instance in cluster.instances.items():
         try:
             instances[name] = _model_instance(site, config.simulate, model, instance)
         except JaxinferError as error:
-            raise JaxinferError(f"instances.{name}: {error}") from None
+            raise within(f"instances.{name}", error) from None
 
     capacities: dict[Link, float] = {}
 
@@ -176,9 +182,9 @@ def _model_instance(
     site: _Site, options: SimulateOptions, model: ModelShape, instance: InstanceConfig
 ) -> ModelledInstance:
     if instance.dtype not in ITEMSIZES:
-        raise JaxinferError(f"dtype is {instance.dtype}, GPUs are modelled with 16-bit floats")
+        raise OptionError(f"dtype is {instance.dtype}, GPUs are modelled with 16-bit floats")
     if instance.kv_cache_dtype != "auto":
-        raise JaxinferError(
+        raise OptionError(
             f"kv_cache_dtype is {instance.kv_cache_dtype}, modelled KV is in dtype: auto"
         )
     itemsize = ITEMSIZES[instance.dtype]
@@ -194,7 +200,7 @@ def _model_instance(
                     f"groups.{place.group}: {count} devices do not divide the model's {heads} heads"
                 )
     if instance.segments > min(layers):
-        raise JaxinferError(f"segments is {instance.segments}, a stage has {min(layers)} layers")
+        raise OptionError(f"segments is {instance.segments}, a stage has {min(layers)} layers")
     parts, pages = [], []
     for number, (gpu, place) in enumerate(zip(gpus, places, strict=True)):
         last = number == len(places) - 1

@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.validation import Options, did_you_mean, read_json
+from jaxinfer.validation import OptionError, Options, did_you_mean, read_json
 
 _FACTS = Path(__file__).parent
 # Whose layers are attention with grouped KV heads and one feed-forward layer, or experts alike.
@@ -181,7 +181,7 @@ class Catalogue:
             known = [*shipped, *self.gpus]
             alike = [name for name in known if name.startswith(f"{kind}-")]
             hint = f"known: {', '.join(alike)}" if alike else did_you_mean(str(kind), known)
-            raise JaxinferError(f"kind: no GPU {kind!r}: {hint}")
+            raise OptionError(f"kind: no GPU {kind!r}: {hint}")
         return Gpu.model_validate(shipped[kind])
 
     def model(self, name: str) -> ModelShape:

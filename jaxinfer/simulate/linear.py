@@ -51,7 +51,7 @@ class LinearCosts(Options):
     def model_post_init(self, context: Any, /) -> None:
         """Refuse steps that may take no time."""
         if not self.step_s and not self.token_s:
-            raise JaxinferError("linear: step_s or token_s must be greater than 0")
+            raise JaxinferError("step_s or token_s must be greater than 0")
 
 
 class LinearStage:

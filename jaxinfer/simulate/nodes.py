@@ -12,7 +12,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.network import Link
 from jaxinfer.simulate.hardware import Catalogue, Gpu, ModelShape
 from jaxinfer.simulate.options import SimulateOptions
-from jaxinfer.validation import Options, did_you_mean, read_yaml
+from jaxinfer.validation import Named, Options, did_you_mean, read_yaml
 
 
 class NodeOptions(Options):
@@ -71,9 +71,9 @@ class Hardware(Options):
 
     source: str
     latency_s: float = Field(ge=0)
-    nodes: dict[str, NodeOptions]
-    gpus: dict[str, Gpu] = Field(default_factory=dict)
-    models: dict[str, ModelShape] = Field(default_factory=dict)
+    nodes: Named[NodeOptions] = Field(min_length=1)
+    gpus: Named[Gpu] = Field(default_factory=dict)
+    models: Named[ModelShape] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -178,10 +178,6 @@ def read_hardware(file: str, known: Catalogue | None = None) -> Hardware:
     except JaxinferError as error:
         raise JaxinferError(f"simulate.hardware: {error}") from None
     try:
-        if isinstance(data, dict):
-            for name, kind in _SECTIONS.items():
-                if name in data:
-                    data[name] = _read_section(name, kind, data[name])
         hardware = Hardware.model_validate(data)
         together = _together(hardware, known)
         for name, node in hardware.nodes.items():
@@ -196,28 +192,13 @@ def _together(hardware: Hardware, known: Catalogue | None) -> Catalogue:
     return (known or Catalogue()).and_those_of("the run file", own)
 
 
-_SECTIONS: dict[str, type[Options]] = {"nodes": NodeOptions, "gpus": Gpu, "models": ModelShape}
-
-
-def _read_section(section: str, kind: type[Options], data: object) -> dict[str, Options]:
-    if not isinstance(data, dict) or (section == "nodes" and not data):
-        raise JaxinferError(f"{section}: must be a mapping from names to {section}")
-    found = {}
-    for name, options in data.items():
-        try:
-            found[str(name)] = kind.model_validate(options)
-        except JaxinferError as error:
-            raise JaxinferError(f"{section}.{name}: {error}") from None
-    return found
-
-
 def _check_gpu(name: str, node: NodeOptions, known: Catalogue) -> None:
     try:
         known.gpu(node.gpu)
     except JaxinferError as error:
         # The catalogue names the option of a group.
-        reason = str(error).replace("kind: ", "gpu: ", 1)
-        raise JaxinferError(f"nodes.{name}: {reason}") from None
+        reason = str(error).removeprefix("kind: ")
+        raise JaxinferError(f"nodes.{name}.gpu: {reason}") from None
 
 
 def place_groups(
@@ -244,7 +225,7 @@ def place_groups(
         node = hardware.nodes[node_of[name]]
         if group.kind not in (None, node.gpu):
             raise JaxinferError(
-                f"groups.{name}: kind is {group.kind}, node {node_of[name]} of {file} has "
+                f"groups.{name}.kind is {group.kind}, node {node_of[name]} of {file} has "
                 f"{node.gpu}; leave out kind"
             )
         costs = options.of(name)
@@ -265,11 +246,11 @@ def _node_of(group: str, options: SimulateOptions, hardware: Hardware) -> str:
     if node is None:
         known = ", ".join(sorted(hardware.nodes))
         raise JaxinferError(
-            f"simulate.groups.{group}: needs node, one of {options.hardware}: {known}"
+            f"simulate.groups.{group}.node is missing, one of {options.hardware}: {known}"
         )
     if node not in hardware.nodes:
         raise JaxinferError(
-            f"simulate.groups.{group}: no node {node!r} in {options.hardware}: "
+            f"simulate.groups.{group}.node is {node!r}, not in {options.hardware}: "
             f"{did_you_mean(node, hardware.nodes)}"
         )
     return node
@@ -286,7 +267,7 @@ def _check_counts(
         for group_name, count in devices.items():
             if count > there:
                 raise JaxinferError(
-                    f"groups.{group_name}: devices is {count}, node {node} of {file} has {there} "
+                    f"groups.{group_name}.devices is {count}, node {node} of {file} has {there} "
                     "GPUs; a group stands on one node: use several groups as stages"
                 )
         if (needed := sum(devices.values())) > there:

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.simulate.linear import LinearCosts
-from jaxinfer.validation import Options
+from jaxinfer.validation import Named, OptionError, Options
 
 
 class GroupCosts(Options):
@@ -68,17 +68,17 @@ class SimulateOptions(Options):
     tables: str | None = None
     linear: LinearCosts | None = None
     hardware: str | None = None
-    groups: dict[str, GroupCosts] = Field(default_factory=dict)
+    groups: Named[GroupCosts] = Field(default_factory=dict)
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse a node of no file, and two kinds of costs."""
         _one_kind(self)
         for name, group in self.groups.items():
             if self.linear and not (group.tables or group.flops or group.bandwidth):
-                _unused(f"groups.{name}: ", group, "linear", ("step_s", "sequence_s"))
+                _unused(f"groups.{name}.", group, "linear", ("step_s", "sequence_s"))
             if group.node is not None and self.hardware is None:
-                raise JaxinferError(
-                    f"groups.{name}: node is {group.node!r}, needs simulate.hardware, the file "
+                raise OptionError(
+                    f"groups.{name}.node is {group.node!r}, needs simulate.hardware, the file "
                     "that has it"
                 )
 
@@ -107,4 +107,4 @@ def _unused(
 ) -> None:
     for name in names:
         if name in costs.model_fields_set and getattr(costs, name) is not None:
-            raise JaxinferError(f"{where}{name} has no use beside {kind}: give one of them")
+            raise OptionError(f"{where}{name} has no use beside {kind}: give one of them")

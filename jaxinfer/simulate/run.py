@@ -96,9 +96,9 @@ def serve(
             if isinstance(event, StepDone):
                 totals.add_step(event)
                 if folder:
-                    folder.add_step(event)
+                    folder.add_step(event, loop.hand_offs.moving)
             elif folder and isinstance(event, TransferDone):
-                folder.add_transfer(event)
+                folder.add_transfer(event, loop.instances)
 
         loop = ServingLoop(world, instances, system, on_finish=on_finish, on_event=on_event)
         loop.run()

@@ -25,7 +25,10 @@ from jaxinfer.serving.system import (
     only_one_left,
 )
 from jaxinfer.systems.balancer import Refined, balance, chunked_seconds, load_of
-from jaxinfer.validation import Options, did_you_mean
+from jaxinfer.validation import OptionError, Options, did_you_mean
+
+# Cuts kept for the report, the first of a run: 12 MB.
+REPORTED = 2**15
 
 
 class CronusOptions(Options):
@@ -50,7 +53,7 @@ class CronusOptions(Options):
     hand_off: HandOffRule = "on_demand"
 
 
-@dataclass
+@dataclass(slots=True)
 class Cut:
     """One request's cut: what the Balancer expected, and what came. Times in seconds."""
 
@@ -72,6 +75,9 @@ class Cronus(System):
         super().__init__(options)
         self.needs_fits = options.cut is None
         self.cuts: dict[str, Cut] = {}
+        # Beyond those in the report, cuts that are needed to refine: until the PPI is done.
+        self._in_partial: dict[str, Cut] = {}
+        self._left_out = 0
         self._refined = Refined() if options.refine else None
 
     def check(self, instances: Collection[str]) -> None:
@@ -79,7 +85,7 @@ class Cronus(System):
         for role in ("partial", "chunked"):
             name = getattr(self.options, role)
             if name not in instances:
-                raise JaxinferError(f"{role} is {name!r}: {did_you_mean(name, instances)}")
+                raise OptionError(f"{role} is {name!r}: {did_you_mean(name, instances)}")
         if self.options.partial == self.options.chunked:
             raise JaxinferError(f"partial and chunked are both {self.options.partial!r}")
 
@@ -107,7 +113,14 @@ class Cronus(System):
         load = load_of(cluster.instances[self.options.chunked])
         prefill, mixed = self._fits(cluster)
         length = balance(prefill, mixed, load, request.prompt_len, self.options.candidates)
-        self.cuts[request.id] = Cut(
+        if len(self.cuts) < REPORTED:
+            kept = self.cuts
+        else:
+            kept = self._in_partial
+            self._left_out += 1
+            if not self._refined:
+                return length
+        kept[request.id] = Cut(
             request.prompt_len,
             length,
             prefill.seconds(length),
@@ -132,13 +145,15 @@ class Cronus(System):
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         """Note how long the parts take in truth."""
         for row in step.rows:
-            cut = self.cuts.get(row.request.id)
+            name = row.request.id
+            cut = self.cuts.get(name) or self._in_partial.get(name)
             if cut is None or row.start >= cut.prompt_len:
                 continue
             if step.instance == self.options.partial:
                 cut.prefill += step.end - step.start
                 if self._refined and row.start + row.count == cut.length:
                     self._refined.add_prefill(cut.length, cut.prefill)
+                    self._in_partial.pop(name, None)
             else:
                 cut.chunked += step.end - step.start
         if self._refined and step.instance == self.options.chunked:
@@ -146,5 +161,6 @@ class Cronus(System):
         return ()
 
     def report(self) -> Mapping[str, object]:
-        """Each request's cut, expected and true times."""
-        return {"cuts": {name: asdict(cut) for name, cut in self.cuts.items()}}
+        """The requests' cuts, expected and true times; of many requests, the first ones'."""
+        cuts = {name: asdict(cut) for name, cut in self.cuts.items()}
+        return {"cuts": cuts} | ({"cuts_left_out": self._left_out} if self._left_out else {})

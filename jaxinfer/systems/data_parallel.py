@@ -5,9 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from pydantic import Field
 
-from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.system import Assignment, ClusterView, Leg, RequestView, System
-from jaxinfer.validation import Options, did_you_mean
+from jaxinfer.validation import OptionError, Options, did_you_mean
 
 
 class Share(Options):
@@ -45,9 +44,9 @@ class DataParallel(System):
         """One share per instance."""
         for name in self.options.shares:
             if name not in instances:
-                raise JaxinferError(f"shares.{name}: {did_you_mean(name, instances)}")
+                raise OptionError(f"shares.{name}: {did_you_mean(name, instances)}")
         if left := [name for name in instances if name not in self.options.shares]:
-            raise JaxinferError(f"shares: instance {left[0]!r} has none")
+            raise OptionError(f"shares: instance {left[0]!r} has none")
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
         """None."""

@@ -15,7 +15,7 @@ from jaxinfer.serving.system import (
     System,
     only_one_left,
 )
-from jaxinfer.validation import Options, did_you_mean
+from jaxinfer.validation import OptionError, Options, did_you_mean
 
 
 class DisaggregatedOptions(Options):
@@ -47,7 +47,7 @@ class Disaggregated(System):
         for role in ("prefill", "decode"):
             name = getattr(self.options, role)
             if name not in instances:
-                raise JaxinferError(f"{role} is {name!r}: {did_you_mean(name, instances)}")
+                raise OptionError(f"{role} is {name!r}: {did_you_mean(name, instances)}")
         if self.options.prefill == self.options.decode:
             raise JaxinferError(f"prefill and decode are both {self.options.prefill!r}")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.serving.system import System
-from jaxinfer.validation import did_you_mean
+from jaxinfer.validation import OptionError, did_you_mean, within
 
 SYSTEMS = {
     "single": "jaxinfer.systems.single:Single",
@@ -35,6 +35,8 @@ def make_system(config: Mapping[str, Any], instances: Collection[str]) -> System
     try:
         system = kind(kind.Options.model_validate(options))
         system.check(instances)
+    except OptionError as error:
+        raise within("system", error) from None
     except JaxinferError as error:
         raise JaxinferError(f"system {name}: {error}") from None
     return system

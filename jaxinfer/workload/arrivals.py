@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.validation import Options
+from jaxinfer.validation import OptionError, Options
 from jaxinfer.workload.lengths import BenchRequest
 
 # Which kinds each option is for; all but the seed they cannot do without.
@@ -45,7 +45,7 @@ class Arrivals(Options):
         """Refuse options that the kind does not use, and the lack of those that it does."""
         for name, kinds in _USES.items():
             if name in self.model_fields_set and self.kind not in kinds:
-                raise JaxinferError(f"{name} is for kind {' or '.join(kinds)}, not {self.kind}")
+                raise OptionError(f"{name} is for kind {' or '.join(kinds)}, not {self.kind}")
         for name in _NEEDS.get(self.kind, ()):
             if getattr(self, name) is None:
                 raise JaxinferError(f"kind {self.kind} needs {name}")

@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.validation import Options, did_you_mean
+from jaxinfer.validation import OptionError, Options, did_you_mean
 from jaxinfer.workload.lengths import BenchRequest
 
 _FACTS = Path(__file__).with_name("lengths.yaml")
@@ -59,7 +59,7 @@ class Synthetic(Options):
     def _draws(self) -> Iterator[BenchRequest]:
         known = yaml.safe_load(_FACTS.read_text(encoding="utf-8"))
         if self.lengths not in known:
-            raise JaxinferError(f"no lengths {self.lengths!r}: {did_you_mean(self.lengths, known)}")
+            raise OptionError(f"lengths is {self.lengths!r}: {did_you_mean(self.lengths, known)}")
         facts = known[self.lengths]
         prompt, output = Distribution(**facts["prompt"]), Distribution(**facts["output"])
         most = facts.get("most_in_all", math.inf)

@@ -1,5 +1,7 @@
 """Percentiles of a stream against numpy's of all values."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -41,3 +43,16 @@ def test_zeros_and_many_values() -> None:
     for percent in (1, 50, 99, 99.9):
         assert found.percentile(percent) == pytest.approx(np.percentile(values, percent), rel=1e-3)
     assert found.percentile(0) == pytest.approx(0, abs=1e-8)
+
+
+def test_counting_takes_no_room_beside_the_values() -> None:
+    """All values that were kept are counted with the first one too many: 8 MiB of them."""
+    found = Percentiles(exact=2**20)
+    values = np.random.default_rng(0).lognormal(-3, 1, 2**20)
+    found.add(values)
+    tracemalloc.start()
+    found.add([1.0])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * 2**20
+    assert found.percentile(50) == pytest.approx(np.percentile(values, 50), rel=6e-4)

@@ -43,7 +43,7 @@ def test_one_token_has_no_time_between() -> None:
     [
         ("ttft", "slo 'ttft': must look like ttft=1.5"),
         ("ttft=fast", "slo 'ttft=fast'"),
-        ("tfft=1", "unknown option 'tfft': did you mean 'ttft'?"),
+        ("tfft=1", "tfft: unknown option, did you mean 'ttft'?"),
         ("ttft=0", "ttft is 0"),
     ],
 )

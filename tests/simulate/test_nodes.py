@@ -262,7 +262,7 @@ NODES = "simulate.groups={high: {node: a100}, low: {node: a10}}"
         ([], "links: follow from the nodes of FILE; leave out links or hardware"),
         (
             ["links=[]", "simulate.groups.low.node=a100"],
-            "groups.low: kind is A10, node a100 of FILE has A100-80G-SXM; leave out kind",
+            "groups.low.kind is A10, node a100 of FILE has A100-80G-SXM; leave out kind",
         ),
         (
             ["links=[]", "groups={high: {}, low: {}}", "simulate.groups.low.node=a100"],
@@ -270,24 +270,24 @@ NODES = "simulate.groups={high: {node: a100}, low: {node: a10}}"
         ),
         (
             ["links=[]", "groups.high.devices=4"],
-            "groups.high: devices is 4, node a100 of FILE has 1 GPUs; a group stands on one node: "
+            "groups.high.devices is 4, node a100 of FILE has 1 GPUs; a group stands on one node: "
             "use several groups as stages",
         ),
         (
             ["links=[]", "simulate.groups.low.node=[a10, a100]"],
-            "simulate.groups.low: node: a group stands on one node, not ['a10', 'a100']: use",
+            "simulate.groups.low.node: a group stands on one node, not ['a10', 'a100']: use",
         ),
         (
             ["links=[]", "simulate.groups={high: {node: a100}}"],
-            "simulate.groups.low: needs node, one of FILE: a10, a100",
+            "simulate.groups.low.node is missing, one of FILE: a10, a100",
         ),
         (
             ["links=[]", "simulate.groups.low.node=a12"],
-            "simulate.groups.low: no node 'a12' in FILE: did you mean 'a10'?",
+            "simulate.groups.low.node is 'a12', not in FILE: did you mean 'a10'?",
         ),
         (
             ["simulate.hardware=null"],
-            "simulate: groups.high: node is 'a100', needs simulate.hardware",
+            "simulate.groups.high.node is 'a100', needs simulate.hardware",
         ),
         (["simulate.hardware=none.yaml"], "simulate.hardware: none.yaml: No such file"),
         (["links=[]", "groups.low.platform=cpu"], "groups.low: a modelled group is a GPU"),
@@ -319,20 +319,20 @@ OWN = {
 @pytest.mark.parametrize(
     ("node", "rest", "message"),
     [
-        ({"gpu": "A100"}, {}, "nodes.x: gpu: no GPU 'A100': known: A100-80G-SXM, A100-80G-PCIe"),
-        ({"gpu": "A110"}, {}, "nodes.x: gpu: no GPU 'A110': did you mean 'A10'?"),
-        ({"gpus": 0}, {}, "nodes.x: gpus is 0, must be greater than or equal to 1"),
-        ({"nic_gb_s": 0}, {}, "nodes.x: nic_gb_s is 0, must be greater than 0"),
-        ({"flops_scale": 1.5}, {}, "nodes.x: flops_scale is 1.5, must be less than or equal to 1"),
-        ({"nic": 1}, {}, "nodes.x: unknown option 'nic': "),
+        ({"gpu": "A100"}, {}, "nodes.x.gpu: no GPU 'A100': known: A100-80G-SXM, A100-80G-PCIe"),
+        ({"gpu": "A110"}, {}, "nodes.x.gpu: no GPU 'A110': did you mean 'A10'?"),
+        ({"gpus": 0}, {}, "nodes.x.gpus is 0, must be greater than or equal to 1"),
+        ({"nic_gb_s": 0}, {}, "nodes.x.nic_gb_s is 0, must be greater than 0"),
+        ({"flops_scale": 1.5}, {}, "nodes.x.flops_scale is 1.5, must be less than or equal to 1"),
+        ({"nic": 1}, {}, "nodes.x.nic: unknown option, "),
         ({}, {"latency_s": -1}, "latency_s is -1, must be greater than or equal to 0"),
-        ({}, {"nodes": []}, "nodes: must be a mapping from names to nodes"),
-        ({}, {"nodes": {}}, "nodes: must be a mapping from names to nodes"),
-        ({}, {"sources": ""}, "unknown option 'sources': did you mean 'source'?"),
+        ({}, {"nodes": []}, "nodes is [], must be a mapping"),
+        ({}, {"nodes": {}}, "nodes is {}, must have at least 1 item"),
+        ({}, {"sources": ""}, "sources: unknown option, did you mean 'source'?"),
         ({}, {"gpus": {"A10": OWN}}, "gpus.A10: configs/gpus.yaml has that name; give it another"),
-        ({}, {"gpus": {"card": OWN | {"watts": 0}}}, "gpus.card: watts is 0, must be greater tha"),
-        ({}, {"gpus": []}, "gpus: must be a mapping from names to gpus"),
-        ({}, {"models": {"qwen2-7b": {}}}, "models.qwen2-7b: ModelShape needs 'hidden_size'"),
+        ({}, {"gpus": {"card": OWN | {"watts": 0}}}, "gpus.card.watts is 0, must be greater tha"),
+        ({}, {"gpus": []}, "gpus is [], must be a mapping"),
+        ({}, {"models": {"qwen2-7b": {}}}, "models.qwen2-7b.hidden_size is missing"),
     ],
 )
 def test_a_wrong_file_is_named_with_what_is_wrong(
@@ -346,7 +346,7 @@ def test_a_wrong_file_is_named_with_what_is_wrong(
         read_hardware(str(file))
     assert str(error.value).startswith(f"simulate.hardware: {file}: {message}")
     file.write_text("source: none\nlatency_s: 0.0\n")
-    with pytest.raises(JaxinferError, match=f"{file}: Hardware needs 'nodes'"):
+    with pytest.raises(JaxinferError, match=f"{file}: nodes is missing"):
         read_hardware(str(file))
     file.write_text("nodes: [")
     with pytest.raises(JaxinferError, match=f"{file}: while parsing"):

@@ -66,13 +66,13 @@ CPU = ROOT / "configs" / "cpu" / "single.yaml"
             {"models": {"llama-3-8b": MODEL}},
             "models.llama-3-8b: configs/models.yaml has that name; give it another",
         ),
-        ({"gpus": {"c": CARD | {"memory_gb": 0}}}, "gpus.c: memory_gb is 0, must be greater than"),
+        ({"gpus": {"c": CARD | {"memory_gb": 0}}}, "gpus.c.memory_gb is 0, must be greater than"),
         (
             {"gpus": {"c": CARD | {"wats": 1}}},
-            "gpus.c: unknown option 'wats': did you mean 'watts'",
+            "gpus.c.wats: unknown option, did you mean 'watts'",
         ),
-        ({"gpus": {"c": {"link": "NVLink"}}}, "gpus.c: Gpu needs 'bf16_tflops'"),
-        ({"gpus": ["c"]}, "gpus: must be a mapping from names to options"),
+        ({"gpus": {"c": {"link": "NVLink"}}}, "gpus.c.bf16_tflops is missing"),
+        ({"gpus": ["c"]}, "gpus is ['c'], must be a mapping"),
         (
             {"models": {"m": MODEL | {"num_experts": 4}}},
             "models.m: num_experts_per_tok is 0, of 4 experts",

@@ -151,13 +151,13 @@ def test_a_workload_given_replaces_the_files(trace: Path, tmp_path: Path) -> Non
     ("lines", "message"),
     [
         ("simulate: {step_s: 1.0}\nsimulate: {hop_s: 1.0}", "'simulate' stands 2 times"),
-        ("simulate: {step_s: 1e-3}", "step_s is '1e-3', must be number: YAML wants a dot, 1.0e-03"),
-        ("simulate: {groups: {g: [1]}}", "simulate.groups.g: must be a mapping"),
+        ("simulate: {step_s: 1e-3}", "is '1e-3', must be a number: YAML wants a dot, 1.0e-03"),
+        ("simulate: {groups: {g: [1]}}", "simulate.groups.g is [1], must be a mapping"),
         ("simulate: {linear: {step_s: 0.1}, flops: 0.5}", "flops has no use beside linear"),
         ("simulate: {tables: x, bandwidth: 0.5}", "bandwidth has no use beside tables"),
         (
             "simulate: {linear: {step_s: 0.1}, groups: {g: {sequence_s: 0.1}}}",
-            "groups.g: sequence_s has no use beside linear",
+            "simulate.groups.g.sequence_s has no use beside linear",
         ),
         ("workload: {arrivals: trace}", "has no times (or all are 0): take at_once"),
     ],

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from jaxinfer import JaxinferError
+from jaxinfer.network import Link
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
 from jaxinfer.serving.transfer import Transfer
 from jaxinfer.serving.work import Work
 from jaxinfer.serving.world import Arrival, Batch, Row, StepDone, Tick, TransferDone
-from jaxinfer.simulate.network import Link
 from jaxinfer.simulate.world import Lane, SimulatedWorld
 
 

@@ -278,3 +278,35 @@ def test_only_cuts_by_the_balancer_are_reported() -> None:
     system = make(cut=4)
     route(system, 2, ppi=0, cpi=0)
     assert system.report() == {"cuts": {}}
+
+
+@pytest.mark.parametrize("refine", [True, False])
+def test_the_report_is_bounded_and_says_what_it_leaves_out(
+    refine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve() -> Cronus:
+        cronus = Cronus(CronusOptions(refine=refine))
+        pool = [instance("ppi", 100, seats=1), instance("cpi", 100)]
+        lengths = [(5 + i, 3) for i in range(25)]
+        Run(cronus, pool, make_requests(lengths), Timing(3, 3, 6)).verify()
+        return cronus
+
+    whole = serve().report()
+    assert set(whole) == {"cuts"}
+    monkeypatch.setattr("jaxinfer.systems.cronus.REPORTED", 4)
+    cronus = serve()
+    found = cronus.report()
+    cuts, all_cuts = found["cuts"], whole["cuts"]
+    assert isinstance(cuts, dict)
+    assert isinstance(all_cuts, dict)
+    # The same to the last digit, refined or not, for those that are there.
+    assert list(cuts.items()) == list(all_cuts.items())[:4]
+    assert found["cuts_left_out"] == len(all_cuts) - 4 == 21
+    assert not cronus._in_partial
+    # What is left out counts for the fits all the same.
+    monkeypatch.undo()
+    other = serve()
+    assert (cronus._refined is None) == (not refine)
+    if cronus._refined and other._refined:
+        assert cronus._refined.prefill == other._refined.prefill is not None
+        assert cronus._refined.mixed == other._refined.mixed

@@ -73,7 +73,7 @@ def test_the_same_for_the_same_seed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"synthetic": "azure_convers"}, "no lengths .azure_convers.: .*azure_conversation"),
+        ({"synthetic": "azure_convers"}, "lengths is .azure_convers.: .*_conversation"),
         ({"synthetic": "sharegpt", "trace": "x.csv"}, "both a trace, x.csv, and synthetic"),
         ({"synthetic": "sharegpt", "arrivals": "trace"}, "no times of a trace"),
         ({"synthetic": "bwb_4k", "only": "LPLD"}, "only LPLD: none of 10000 draws of bwb_4k"),

@@ -1,0 +1,125 @@
+"""How much of a transfer's time was hidden behind steps."""
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxinfer.serving.transfer import Transfer
+from jaxinfer.serving.world import StepDone, TransferDone
+
+# A transfer that has landed, and its hidden seconds.
+Settled = tuple[TransferDone, float]
+
+
+class HasSteps(Protocol):
+    """An instance, as far as it matters here."""
+
+    @property
+    def in_flight(self) -> int:
+        """Steps launched and not yet ended."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that has ended, and the requests of whose prompts it computed a part."""
+
+    start: float
+    end: float
+    prompts: frozenset[str]
+
+
+@dataclass(slots=True)
+class _Landed:
+    """A transfer, and by instance the steps that may have run beside it and have not ended."""
+
+    done: TransferDone
+    steps: dict[str, int]
+
+
+class HiddenTime:
+    """Finds the hidden seconds of each transfer, and keeps what transfers under way need for it.
+
+    Any step of the destination's hides a transfer that goes on meanwhile; of the source's, those
+    that compute the same prompt. Which steps these are is known once all that were in flight at
+    either end have ended: later ones start after the transfer's last byte.
+    """
+
+    def __init__(self) -> None:
+        # By instance, in the order of their ends.
+        self._steps: defaultdict[str, deque[_Step]] = defaultdict(deque)
+        self._landed: list[_Landed] = []
+
+    def add_step(self, done: StepDone, moving: Sequence[Transfer]) -> list[Settled]:
+        """A step has ended.
+
+        Args:
+            moving: transfers that have not landed.
+
+        Returns:
+            The transfers of which all is known with this step.
+        """
+        steps = self._steps[done.instance]
+        if moving or self._landed:
+            prompts = frozenset(
+                row.request.id for row in done.rows if row.start < row.request.prompt_len
+            )
+            steps.append(_Step(done.start, done.end, prompts))
+            # Bytes that are yet to land left no earlier.
+            oldest = min(
+                [transfer.requested for transfer in moving]
+                + [landed.done.start for landed in self._landed]
+            )
+            while steps and steps[0].end <= oldest:
+                steps.popleft()
+        else:
+            steps.clear()
+        for landed in self._landed:
+            if landed.steps.get(done.instance):
+                landed.steps[done.instance] -= 1
+        return self._take_settled()
+
+    def add_transfer(self, done: TransferDone, instances: Mapping[str, HasSteps]) -> list[Settled]:
+        """A transfer has landed.
+
+        Args:
+            instances: all but those that were lost.
+
+        Returns:
+            As of ``add_step``.
+        """
+        ends = {done.transfer.source, done.transfer.dest} & instances.keys()
+        self._landed.append(_Landed(done, {name: instances[name].in_flight for name in ends}))
+        return self._take_settled()
+
+    def lose(self, instance: str) -> list[Settled]:
+        """An instance was lost: its steps in flight never end. Returns as ``add_step`` does."""
+        for landed in self._landed:
+            landed.steps.pop(instance, None)
+        return self._take_settled()
+
+    def _take_settled(self) -> list[Settled]:
+        settled = [landed.done for landed in self._landed if not any(landed.steps.values())]
+        if settled:
+            self._landed = [landed for landed in self._landed if any(landed.steps.values())]
+        return [(done, self._hidden(done)) for done in settled]
+
+    def _hidden(self, done: TransferDone) -> float:
+        transfer = done.transfer
+        busy = [(step.start, step.end) for step in self._steps[transfer.dest]]
+        busy += [
+            (step.start, step.end)
+            for step in self._steps[transfer.source]
+            if transfer.request.id in step.prompts
+        ]
+        return _overlap(done.start, done.end, busy)
+
+
+def _overlap(start: float, end: float, busy: Iterable[tuple[float, float]]) -> float:
+    """Seconds from ``start`` to ``end`` in which an instance was busy; its steps may overlap."""
+    covered, at = 0.0, start
+    for a, b in sorted(busy):
+        if b > at and a < end:
+            covered += min(b, end) - max(a, at)
+            at = min(b, end)
+    return covered
