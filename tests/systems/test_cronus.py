@@ -22,6 +22,11 @@ def instance(name: str, pages: int, page_size: int = 4, seats: int = 8) -> Insta
     return Instance(name, make_kv(pages, page_size), options, fit=FIT)
 
 
+def fixed_cut(cut: float | None) -> dict[str, float]:
+    """Cronus' options for a cut after so many tokens, or at a share of the prompt."""
+    return {} if cut is None else {f"cut_{'tokens' if isinstance(cut, int) else 'share'}": cut}
+
+
 @examples(150)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 10)), min_size=1, max_size=10),
@@ -46,7 +51,7 @@ def test_the_ppi_never_has_more_requests_than_it_may(
     seed: int,
 ) -> None:
     options = CronusOptions.model_validate(
-        {"max_in_partial": most, "cut": cut, "hand_off": rule, "refine": refine}
+        {"max_in_partial": most, "hand_off": rule, "refine": refine} | fixed_cut(cut)
     )
     cronus = Cronus(options)
 
@@ -119,14 +124,13 @@ def test_each_cut_is_made_when_the_ppi_has_room_and_not_before() -> None:
         (7, [1, 7, 7]),
         (0.5, [0, 5, 50]),
         (0.98, [1, 10, 99]),
+        (1, [1, 1, 1]),
         (1.0, [1, 10, 101]),
-        (2.5, [1, 10, 101]),
         (10**6, [1, 10, 101]),
     ],
 )
 def test_fixed_cuts(cut: float | int, lengths: list[int]) -> None:
-    """A whole number counts tokens, another one is a share."""
-    cronus = Cronus(CronusOptions(cut=cut))
+    cronus = Cronus(CronusOptions.model_validate(fixed_cut(cut)))
     assert not cronus.needs_fits
     prompts = [1, 10, 101]
     pool = [instance("ppi", 100), instance("cpi", 100)]
