@@ -13,8 +13,9 @@ from jaxinfer.options import EngineOptions
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.run_folder import run_folders
 from jaxinfer.request import RequestOutput
-from jaxinfer.workload.batch_input import BadLine, BatchLine, Conversation, read_batch
+from jaxinfer.workload.batch_input import BadLine, BatchLine, read_batch
 from jaxinfer.workload.batch_output import ResultFile, error_line, result_line
+from jaxinfer.workload.conversation import Conversation
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
@@ -55,11 +56,12 @@ class BatchJob:
                 to another job.
         """
         model = config.require_model()
-        lines = read_batch(input_path)
+        digest = hashlib.sha256()
+        lines = read_batch(input_path, digest)
         if os.path.exists(output_path) and os.path.samefile(input_path, output_path):
             raise JaxinferError(f"{output_path}: the output must not be the input")
         job = {
-            "input_sha256": hashlib.sha256(Path(input_path).read_bytes()).hexdigest(),
+            "input_sha256": digest.hexdigest(),
             "model": model,
         } | _result_options(config.engine)
         if config.instances:

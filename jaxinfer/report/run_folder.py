@@ -37,8 +37,8 @@ class RunFolder:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             self.path = _next_folder(parent)
-            self._steps = (self.path / "steps.jsonl").open("w", encoding="utf-8")
-            self._requests = (self.path / "requests.jsonl").open("w", encoding="utf-8")
+            self._steps = _Lines(self.path / "steps.jsonl")
+            self._requests = _Lines(self.path / "requests.jsonl")
         except OSError as error:
             raise JaxinferError(f"run folder {parent}: {error.strerror}") from None
         self._busy: dict[str, list[tuple[float, float]]] = {}
@@ -150,8 +150,11 @@ class RunFolder:
         path = self.path / "run.json"
         part = path.with_suffix(".part")
         record = {"status": status} | self._run | {"metrics": dict(metrics)}
-        part.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        try:
+            part.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            os.replace(part, path)
+        except OSError as error:
+            raise _cannot_write(path, error) from None
 
     def __enter__(self) -> Self:
         return self
@@ -162,9 +165,34 @@ class RunFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Flush the lines, whatever has happened."""
-        self._steps.close()
-        self._requests.close()
+        """Flush the lines, whatever has happened; the first error counts."""
+        try:
+            self._steps.close()
+        finally:
+            self._requests.close()
+
+
+class _Lines:
+    """A file of lines that is being written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, path.open("w", encoding="utf-8")
+
+    def write(self, line: str) -> None:
+        try:
+            self._file.write(line)
+        except OSError as error:
+            raise _cannot_write(self._path, error) from None
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            raise _cannot_write(self._path, error) from None
+
+
+def _cannot_write(path: Path, error: OSError) -> JaxinferError:
+    return JaxinferError(f"cannot write {path}: {error.strerror}")
 
 
 def _overlap(start: float, end: float, busy: Sequence[tuple[float, float]]) -> float:

@@ -9,9 +9,9 @@ from jaxinfer.workload.batch_input import (
     DEFAULT_MAX_TOKENS,
     BadLine,
     BatchLine,
-    Conversation,
     read_batch,
 )
+from jaxinfer.workload.conversation import Conversation
 
 
 def read(tmp_path: Path, *lines: object) -> list[BatchLine | BadLine]:
