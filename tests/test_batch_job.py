@@ -51,9 +51,9 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def test_what_a_lost_instance_had_is_left_to_the_next_run(
-    tiny_folder: Path, tmp_path: Path, source: Path
+    model: str, tmp_path: Path, source: Path
 ) -> None:
-    config = RunFile(model=str(tiny_folder), engine=EngineOptions(**ENGINE))
+    config = RunFile(model=model, engine=EngineOptions(**ENGINE))
     out = tmp_path / "out.jsonl"
 
     def lose(number: int, output: RequestOutput) -> RequestOutput:
@@ -73,9 +73,9 @@ def test_what_a_lost_instance_had_is_left_to_the_next_run(
 
 
 def test_a_log_probability_that_json_cannot_say(
-    tiny_folder: Path, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = RunFile(model=str(tiny_folder), engine=EngineOptions(**ENGINE))
+    config = RunFile(model=model, engine=EngineOptions(**ENGINE))
 
     def spoil(number: int, output: RequestOutput) -> RequestOutput:
         if number == 1:
