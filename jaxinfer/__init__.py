@@ -1,20 +1,30 @@
 """LLM inference in JAX over device groups that differ."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.errors import JaxinferError
-from jaxinfer.request import CompletionOutput, RequestOutput, SamplingParams
-
 if TYPE_CHECKING:
+    from jaxinfer.errors import JaxinferError
     from jaxinfer.llm import LLM
+    from jaxinfer.request import CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = ["LLM", "CompletionOutput", "JaxinferError", "RequestOutput", "SamplingParams"]
 
+_HOMES = {
+    "LLM": "llm",
+    "CompletionOutput": "request",
+    "JaxinferError": "errors",
+    "RequestOutput": "request",
+    "SamplingParams": "request",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Import ``LLM``, and with it JAX, when it is first asked for."""
-    if name == "LLM":
-        from jaxinfer.llm import LLM
+    """Import a name when it is first asked for: ``LLM`` takes JAX with it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxinfer' has no attribute {name!r}")
+    return getattr(import_module(f"jaxinfer.{_HOMES[name]}"), name)
 
-        return LLM
-    raise AttributeError(f"module 'jaxinfer' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

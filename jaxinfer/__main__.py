@@ -1,5 +1,18 @@
-"""``python -m jaxinfer``."""
+"""The command ``jaxinfer``, and ``python -m jaxinfer``."""
 
-from jaxinfer.cli import main
+from jaxinfer.signals import Interrupted, end_on_signals, leave
 
-main()
+
+def main() -> None:
+    """Run one command. A user's mistake, a full disk or a signal is one line on stderr."""
+    try:
+        end_on_signals()
+        from jaxinfer.cli import main  # Takes most of a second.
+
+        main()
+    except Interrupted as ended:
+        leave("; ".join([str(ended), *getattr(ended, "__notes__", [])]), ended.code)
+
+
+if __name__ == "__main__":
+    main()

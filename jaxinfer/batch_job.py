@@ -13,8 +13,9 @@ from jaxinfer.options import EngineOptions
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.run_folder import run_folders
 from jaxinfer.request import RequestOutput
-from jaxinfer.workload.batch_input import BadLine, BatchLine, Conversation, read_batch
+from jaxinfer.workload.batch_input import BadLine, BatchLine, read_batch
 from jaxinfer.workload.batch_output import ResultFile, error_line, result_line
+from jaxinfer.workload.conversation import Conversation
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
@@ -55,11 +56,12 @@ class BatchJob:
                 to another job.
         """
         model = config.require_model()
-        lines = read_batch(input_path)
+        digest = hashlib.sha256()
+        lines = read_batch(input_path, digest)
         if os.path.exists(output_path) and os.path.samefile(input_path, output_path):
             raise JaxinferError(f"{output_path}: the output must not be the input")
         job = {
-            "input_sha256": hashlib.sha256(Path(input_path).read_bytes()).hexdigest(),
+            "input_sha256": digest.hexdigest(),
             "model": model,
         } | _result_options(config.engine)
         if config.instances:
@@ -68,23 +70,33 @@ class BatchJob:
         return cls(config, lines, ResultFile.open(output_path, job, force), output_path)
 
     def run(self) -> RunMetrics | None:
-        """Serve all lines without a result; None if there are none."""
-        todo: list[BatchLine] = []
-        for line in self._lines.values():
-            if line.custom_id in self._results.finished:
-                continue
+        """Serve all lines without a result; None if there are none.
+
+        Raises:
+            JaxinferError: the model cannot be loaded, and nothing has been written; or the results
+                cannot be written.
+        """
+        left = [line for id, line in self._lines.items() if id not in self._results.finished]
+        todo = [line for line in left if isinstance(line, BatchLine)]
+        llm = self._load(bool(todo)) if left else None
+        for line in left:
             if isinstance(line, BadLine):
                 self._fail(line, line.reason)
-            else:
-                todo.append(line)
-        if not todo:
+        if not llm:
             return None
-
-        from jaxinfer.llm import LLM
-
-        llm = LLM.from_config(self._config)
         requests = [request for line in todo for request in self._requests(llm, line)]
         return llm.run(requests, self._take, run_dir=self.run_folder)
+
+    def _load(self, whole: bool) -> "LLM | None":
+        """The model, or, for lines that are all bad, only a look at whether there is one."""
+        if whole:
+            from jaxinfer.llm import LLM
+
+            return LLM.from_config(self._config)
+        from jaxinfer.runtime.checkpoint import open_checkpoint
+
+        open_checkpoint(self._config.require_model(), self._config.cluster().load_format)
+        return None
 
     def answers(self, count: int) -> Iterator[tuple[str, str]]:
         """Prompt and answer of the first few lines that this process has served."""

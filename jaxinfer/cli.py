@@ -1,5 +1,6 @@
 """The command line: run, bench, compare, explain, profile, convert; `cli_simulate` has more."""
 
+import errno
 import json
 import os
 import sys
@@ -27,8 +28,12 @@ from jaxinfer.cli_options import (
 from jaxinfer.config import RunFile, load_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.table import metrics_table
+from jaxinfer.signals import Interrupted, leave
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import read_workload
+
+# What files, pipes and terminals that take a command's output may fail with.
+_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -72,12 +77,15 @@ def run(
         )
     console = Console(width=None if sys.stdout.isatty() else 100)
     with BatchJob.open(config, input_path, output_path, force) as job:
+        if not job.num_lines:
+            console.print(f"0 requests in {input_path}", soft_wrap=True)
         if job.num_resumed:
             console.print(f"continuing: {job.num_resumed} of {job.num_lines} lines are done")
         try:
             metrics = job.run()
-        except KeyboardInterrupt:
-            sys.exit(_fail("interrupted; the same command continues", 130))
+        except Interrupted as ended:
+            ended.add_note("the same command continues")
+            raise
         if metrics:
             console.print(metrics_table(metrics))
             if len(config.instances) > 1:
@@ -232,8 +240,12 @@ def _compare_rules(
 @with_model
 @with_settings
 def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) -> None:
-    """Say how a model would lie on its devices and what its steps cost. No weights are loaded."""
+    """Say how a model would lie on its devices and what its steps cost.
+
+    No weights are loaded, but the largest steps are compiled, which may take a minute.
+    """
     from jaxinfer.report.plan_table import plan_tables
+    from jaxinfer.report.progress import LoadProgress
     from jaxinfer.runtime.checkpoint import open_checkpoint
     from jaxinfer.runtime.engine import plan_cluster
     from jaxinfer.runtime.explain import step_costs
@@ -242,15 +254,22 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
     cluster = config.cluster()
     checkpoint = open_checkpoint(config.require_model(), cluster.load_format)
     stages = plan_cluster(checkpoint.config, cluster)
+    plans = [(name, plan) for name, of_one in stages.items() for plan in of_one]
+    costs = []
+    with LoadProgress(True) as bar:
+        part = "compiling the largest steps, to see what they cost"
+        bar.update(part, len(plans))
+        for _, plan in plans:
+            costs.append(step_costs(plan))
+            bar.update(part, len(plans) - len(costs))
     console = Console(width=None if sys.stdout.isatty() else 120)
-    for name, plans in stages.items():
-        for plan in plans:
-            if config.instances:
-                layers = f"layers {plan.layers.start} to {plan.layers.stop - 1}"
-                console.print(Text(f"Instance {name}, {layers}", style="bold"))
-            for table in plan_tables(plan, step_costs(plan)):
-                console.print(table)
-                console.print()
+    for (name, plan), cost in zip(plans, costs, strict=True):
+        if config.instances:
+            layers = f"layers {plan.layers.start} to {plan.layers.stop - 1}"
+            console.print(Text(f"Instance {name}, {layers}", style="bold"))
+        for table in plan_tables(plan, cost):
+            console.print(table)
+            console.print()
 
 
 @cli.command()
@@ -319,19 +338,16 @@ def _configure(run_file: str | None, settings: tuple[str, ...], model: str | Non
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line on stderr and exit code 2."""
+    """Run one command: a user's mistake is one line on stderr and exit code 2."""
     sys.path.insert(0, os.getcwd())  # For a system of the user's own.
     try:
         code = cli(standalone_mode=False)
     except click.ClickException as error:
-        code = _fail(error.format_message())
+        leave(error.format_message(), 2)
     except JaxinferError as error:
-        code = _fail(str(error))
-    except (click.Abort, KeyboardInterrupt):
-        code = _fail("interrupted", 130)
+        leave(str(error), 2)
+    except OSError as error:
+        if error.errno not in _OF_OUTPUT:
+            raise
+        leave(f"cannot write {error.filename or 'the output'}: {error.strerror}", 2)
     sys.exit(code or 0)
-
-
-def _fail(message: str, code: int = 2) -> int:
-    print(f"jaxinfer: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    return code

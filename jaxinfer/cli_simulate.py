@@ -23,7 +23,7 @@ from jaxinfer.errors import JaxinferError
 @click.option("--workload", help="JSONL of prompt_token_ids, or CSV of lengths.")
 @with_limit
 @click.option("--slo", required=True, help="Seconds: ttft=1,tpot=0.1 (and tbt, e2e).")
-@click.option("--attainment", default=0.9, type=click.FloatRange(0, 1, min_open=True))
+@click.option("--attainment", default=0.9, help="Share of the requests that must meet them.")
 @click.option("--seed", default=0, help="Of the Poisson arrivals.")
 @with_settings
 def capacity(
@@ -77,11 +77,13 @@ def calibrate(run_file: str, group: str, points: str, settings: tuple[str, ...])
 
 def _replay(real: Path, out: Path) -> None:
     from jaxinfer.report.comparison import new_folder, write_comparison
-    from jaxinfer.simulate.replay import fidelity, replay
+    from jaxinfer.simulate.replay import fidelity, overruns, replay
 
     new_folder(out)
     both = replay(real, out / "runs")
     Console(width=None if sys.stdout.isatty() else 120).print(fidelity(*both))
+    for hint in overruns(both[0]):
+        Console().print(hint, soft_wrap=True, markup=False, highlight=False)
     command = " ".join(["jaxinfer", *sys.argv[1:]])
     written = write_comparison({run.name: [run] for run in both}, out, command)
     Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)

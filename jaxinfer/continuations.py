@@ -23,7 +23,7 @@ class Continuations:
         held_back: the others, by the request that they were made from.
 
     Raises:
-        JaxinferError: two requests have one id.
+        JaxinferError: two requests have one id, or one has been in a run.
     """
 
     def __init__(self, requests: Sequence[RequestState], page_size: int | None) -> None:
@@ -32,6 +32,10 @@ class Continuations:
         self.at_once: list[RequestState] = []
         ids = set()
         for request in requests:
+            if request.epoch or request.legs or request.computed:
+                raise JaxinferError(
+                    f"request {request.id!r} is used up: make_requests makes new ones"
+                )
             if request.id in ids:
                 raise JaxinferError(f"two requests have the id {request.id!r}")
             ids.add(request.id)

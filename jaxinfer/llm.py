@@ -1,17 +1,29 @@
 """Offline inference in Python: ``LLM(model).generate(prompts)``."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from jaxinfer.config import RunFile, load_run_file
 from jaxinfer.continuations import Continuations
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options import EngineOptions
+from jaxinfer.prompts import (
+    Messages,
+    Params,
+    Prompt,
+    listed_conversations,
+    listed_prompts,
+    model_name,
+    paired,
+    text_or_token_ids,
+)
 from jaxinfer.report.metrics import RunMetrics, RunTotals, run_metrics
 from jaxinfer.report.progress import LoadProgress, RunProgress
 from jaxinfer.report.run_folder import RunFolder
@@ -29,20 +41,13 @@ from jaxinfer.serving.world import Event, InstanceLost, StepDone, TransferDone
 from jaxinfer.stop import StopCheck, completion, decoded
 from jaxinfer.systems.registry import make_system
 from jaxinfer.tokenizer import load_tokenizer
-
-
-class TokensPrompt(TypedDict):
-    """A prompt that is tokenised already."""
-
-    prompt_token_ids: list[int]
-
-
-Prompt = str | TokensPrompt
-Conversation = Sequence[Mapping[str, Any]]
+from jaxinfer.workload.conversation import read_conversation
 
 
 class LLM:
     """A language model on this process's first devices.
+
+    It may be shared by threads; their calls are served one after the other.
 
     Args:
         model: the demo name ``smollm2-135m-instruct``, a ``.gguf`` file, a folder (converted, or
@@ -54,10 +59,13 @@ class LLM:
         JaxinferError: an unknown or wrong option, or a model that cannot be loaded.
     """
 
-    def __init__(self, model: str, *, progress: bool = True, **engine_options: Any) -> None:
+    def __init__(
+        self, model: str | os.PathLike[str], *, progress: bool = True, **engine_options: Any
+    ) -> None:
+        name = model_name(model)
         options = EngineOptions(**engine_options)
         with LoadProgress(progress) as bar:
-            self._load(RunFile(model=model, engine=options), bar.update)
+            self._load(RunFile(model=name, engine=options), bar.update)
 
     def _load(self, config: RunFile, progress: Progress) -> Needs:
         """All but the times of steps, which it says whether it needs."""
@@ -75,6 +83,8 @@ class LLM:
         self._num_requests = 0
         self._kv: dict[str, KVShards] = {}
         self._lost: dict[str, str] = {}
+        self._lock = threading.RLock()
+        self._is_running = False
         return Needs(self.cluster, self.model, system.needs_fits)
 
     @property
@@ -112,8 +122,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Params = None,
         *,
         progress: bool = True,
         run_dir: str | Path | None = None,
@@ -133,13 +143,20 @@ class LLM:
         Raises:
             JaxinferError: a prompt that cannot be run, named by its index, before any is run.
         """
-        many = [prompts] if isinstance(prompts, str | Mapping) else prompts
-        return self._generate(many, self._encode, sampling_params, progress, run_dir)
+
+        def encode(prompt: object) -> tuple[str | None, list[int]]:
+            found = text_or_token_ids(prompt)
+            return (
+                (found, self.tokenizer.encode(found)) if isinstance(found, str) else (None, found)
+            )
+
+        many = listed_prompts(prompts)
+        return self._generate(many, encode, sampling_params, progress, run_dir)
 
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Messages | Iterable[Messages],
+        sampling_params: Params = None,
         *,
         progress: bool = True,
         run_dir: str | Path | None = None,
@@ -147,14 +164,14 @@ class LLM:
         """Answer one conversation or several, as ``generate`` does prompts.
 
         Args:
-            messages: lists of ``{"role": ..., "content": ...}``.
+            messages: lists of ``{"role": ..., "content": ...}``. A content is a text, or a list of
+                parts, ``{"type": "text", "text": ...}``, as in a line of a batch.
         """
-        one = len(messages) > 0 and isinstance(messages[0], Mapping)
-        many: Sequence[Any] = [messages] if one else messages
 
-        def encode(conversation: Conversation) -> tuple[None, list[int]]:
-            return None, self.tokenizer.encode_chat(conversation)
+        def encode(conversation: object) -> tuple[None, list[int]]:
+            return None, self.tokenizer.encode_chat(read_conversation(conversation).messages)
 
+        many = listed_conversations(messages)
         return self._generate(many, encode, sampling_params, progress, run_dir)
 
     def make_requests(
@@ -215,9 +232,33 @@ class LLM:
         """Serve requests made by ``make_requests``; outputs and steps come as they finish.
 
         Raises:
-            JaxinferError: two requests have one id; or ``strict_shapes`` is set and a step was not
+            JaxinferError: two requests have one id, or one has been in a run; this is called from
+                ``on_output`` or ``on_step``; or ``strict_shapes`` is set and a step was not
                 compiled ahead.
         """
+        with self._alone():
+            return self._run(requests, on_output, progress, run_dir, on_step)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One run at a time: the next one has the same devices and KV."""
+        with self._lock:
+            if self._is_running:
+                raise JaxinferError("this LLM is in the middle of a run: wait until it has ended")
+            self._is_running = True
+            try:
+                yield
+            finally:
+                self._is_running = False
+
+    def _run(
+        self,
+        requests: Sequence[RequestState],
+        on_output: Callable[[RequestOutput], None],
+        progress: bool,
+        run_dir: str | Path | None,
+        on_step: Callable[[StepDone], None],
+    ) -> RunMetrics:
         for name, reason in self._lost.items():
             raise JaxinferError(f"instance {name} was lost, load the model again: {reason}")
         group = Continuations(requests, self.cluster.cached_page_size)
@@ -296,7 +337,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all KV of earlier runs."""
-        self._kv = {}
+        with self._lock:
+            self._kv = {}
 
     def describe(self) -> dict[str, object]:
         """What runs where, as JSON values."""
@@ -317,41 +359,30 @@ class LLM:
         self,
         prompts: Sequence[Any],
         encode: Callable[[Any], tuple[str | None, list[int]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: Params,
         progress: bool,
         run_dir: str | Path | None,
     ) -> list[RequestOutput]:
         texts: dict[str, str | None] = {}
         requests: list[RequestState] = []
-        for index, (prompt, params) in enumerate(_paired(prompts, sampling_params)):
-            request_id = str(self._num_requests + index)
-            try:
-                texts[request_id], tokens = encode(prompt)
-                requests += self.make_requests(request_id, tokens, params)
-            except JaxinferError as error:
-                raise JaxinferError(f"prompt {index}: {error}") from None
-        self._num_requests += len(texts)
+        pairs = paired(prompts, sampling_params)
         outputs: dict[str, RequestOutput] = {}
 
         def on_output(output: RequestOutput) -> None:
             output.prompt = texts[output.request_id]
             outputs[output.request_id] = output
 
-        self.run(requests, on_output, progress=progress, run_dir=run_dir)
+        with self._lock:
+            for index, (prompt, params) in enumerate(pairs):
+                request_id = str(self._num_requests + index)
+                try:
+                    texts[request_id], tokens = encode(prompt)
+                    requests += self.make_requests(request_id, tokens, params)
+                except JaxinferError as error:
+                    raise JaxinferError(f"prompt {index}: {error}") from None
+            self._num_requests += len(texts)
+            self.run(requests, on_output, progress=progress, run_dir=run_dir)
         return [outputs[request_id] for request_id in texts]
-
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        match prompt:
-            case str():
-                if not prompt:
-                    raise JaxinferError("the prompt is empty")
-                return prompt, self.tokenizer.encode(prompt)
-            case {"prompt_token_ids": list(tokens), **rest} if not rest:
-                if all(type(token) is int for token in tokens):
-                    return None, tokens
-        raise JaxinferError(
-            f"{str(prompt)[:60]!r} must be a text or {{'prompt_token_ids': [integers]}}"
-        )
 
     def _compile_samplers(self, requests: Sequence[RequestState], progress: bool) -> None:
         """What these requests' options need and no run before needed."""
@@ -389,13 +420,3 @@ class LLM:
 
 def _hash63(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
-
-
-def _paired(
-    prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
-) -> Iterable[tuple[Any, SamplingParams]]:
-    if params is None or isinstance(params, SamplingParams):
-        params = [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise JaxinferError(f"{len(prompts)} prompts, but {len(params)} sampling_params")
-    return zip(prompts, params, strict=True)

@@ -2,9 +2,9 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from jaxinfer.validation import OptionError, Options
 
@@ -17,7 +17,26 @@ def _as_list(value: object) -> object:
         return ()
     if isinstance(value, str):
         return (value,)
-    return tuple(value) if isinstance(value, list) else value
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{str(value)[:60]} must be a list")
+    return tuple(value)
+
+
+def _not_empty(value: tuple[str, ...]) -> tuple[str, ...]:
+    if "" in value:
+        raise ValueError("'' is empty, must have at least one character")
+    return value
+
+
+def _plain(value: object) -> object:
+    """Arrays and their numbers as Python's own, in lists and mappings too."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
 
 
 def _with_int_keys(value: object) -> object:
@@ -25,9 +44,9 @@ def _with_int_keys(value: object) -> object:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        return value
+        raise ValueError(f"{str(value)[:60]} must be a mapping from tokens to numbers")
     converted = {
-        int(k) if isinstance(k, str) and re.fullmatch(r"-?[0-9]{1,12}", k) else k: v
+        int(k) if isinstance(k, str) and re.fullmatch(r"-?[0-9]{1,12}", k) else _plain(k): v
         for k, v in value.items()
     }
     if len(converted) < len(value):
@@ -40,7 +59,8 @@ class SamplingParams(Options):
 
     Attributes:
         n: continuations of the prompt, each with a seed of its own.
-        temperature: 0 is greedy; logits are divided by it otherwise.
+        temperature: 0 is greedy; logits are divided by it otherwise. At 100, hardly a token is
+            likelier than another.
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         top_p: of those, keep the smallest set whose probability reaches ``top_p``.
         min_p: keep tokens that are at least ``min_p`` times as likely as the likeliest; comes
@@ -65,7 +85,7 @@ class SamplingParams(Options):
     """
 
     n: int = Field(default=1, ge=1, le=128)
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, le=100)
     top_k: int = Field(default=0, ge=-1)
     top_p: float = Field(default=1.0, gt=0, le=1)
     min_p: float = Field(default=0.0, ge=0, le=1)
@@ -81,11 +101,16 @@ class SamplingParams(Options):
     min_tokens: int = Field(default=0, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=20)
     prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_list)] = ()
+    stop: Annotated[tuple[str, ...], BeforeValidator(_as_list), AfterValidator(_not_empty)] = ()
     stop_token_ids: Annotated[
         tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_list)
     ] = ()
     ignore_eos: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_arrays(cls, data: Any) -> Any:
+        return _plain(data)
 
     def model_post_init(self, context: object, /) -> None:
         """Refuse combinations that cannot work."""

@@ -2,6 +2,7 @@
 
 import codecs
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,28 +44,23 @@ class Tokenizer:
         """Token ids of ``text``, with BOS where the model's tokenizer adds one.
 
         Special tokens written in the text become those tokens.
+
+        Raises:
+            JaxinferError: it holds half of a surrogate pair, which is no text.
         """
-        return self._backend.encode(text).ids
+        return self._ids(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a chat up to where the assistant begins to answer.
 
         Args:
-            messages: each ``{"role": ..., "content": ...}``.
+            messages: each ``{"role": ..., "content": ...}``; one at least.
 
         Raises:
             JaxinferError: the model has no chat template, or its template refuses the messages.
         """
         if not self._wrapped.chat_template:
             raise JaxinferError(f"model {self.name!r} has no chat template; use a plain prompt")
-        if not messages:
-            raise JaxinferError("a chat must have at least one message")
-        for index, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise JaxinferError(
-                    f"message {index} of the chat is {_short(message)}, must be "
-                    "{'role': ..., 'content': ...}"
-                )
         try:
             text = self._wrapped.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True
@@ -75,7 +71,18 @@ class Tokenizer:
             raise JaxinferError(
                 f"the chat template of {self.name!r} refuses the messages: {one_line(error)}"
             ) from None
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            half = re.search("[\ud800-\udfff]", text)
+            if not half:
+                raise
+            raise JaxinferError(
+                f"the text holds {half[0]!r}, which is half of a surrogate pair"
+            ) from None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids``; special and unknown tokens are skipped."""
@@ -253,8 +260,3 @@ def _fast_tokenizer_class() -> Any:
     finally:
         logger.removeFilter(is_no_advice)
     return PreTrainedTokenizerFast
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from jaxinfer import LLM
+from jaxinfer import LLM, JaxinferError
+from jaxinfer.config import RunFile
 
 # Before anything counts the devices: tensor parallelism over 4 beside 4.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -104,3 +105,16 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(tiny_folder: Path) -> LLM:
     """The tiny model, with a pool of 64 pages of 8 tokens."""
     return LLM(str(tiny_folder), progress=False, **TINY_OPTIONS)
+
+
+@pytest.fixture
+def model(tiny: LLM, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The tiny model's folder; whoever loads it by a run file gets the one that is loaded."""
+
+    def load(config: RunFile) -> LLM:
+        if config.model != str(tiny_folder):
+            raise JaxinferError(f"no model {config.model}")
+        return tiny
+
+    monkeypatch.setattr(LLM, "from_config", load)
+    return str(tiny_folder)

@@ -51,9 +51,9 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def test_what_a_lost_instance_had_is_left_to_the_next_run(
-    tiny_folder: Path, tmp_path: Path, source: Path
+    model: str, tmp_path: Path, source: Path
 ) -> None:
-    config = RunFile(model=str(tiny_folder), engine=EngineOptions(**ENGINE))
+    config = RunFile(model=model, engine=EngineOptions(**ENGINE))
     out = tmp_path / "out.jsonl"
 
     def lose(number: int, output: RequestOutput) -> RequestOutput:
@@ -73,9 +73,9 @@ def test_what_a_lost_instance_had_is_left_to_the_next_run(
 
 
 def test_a_log_probability_that_json_cannot_say(
-    tiny_folder: Path, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = RunFile(model=str(tiny_folder), engine=EngineOptions(**ENGINE))
+    config = RunFile(model=model, engine=EngineOptions(**ENGINE))
 
     def spoil(number: int, output: RequestOutput) -> RequestOutput:
         if number == 1:
@@ -93,10 +93,10 @@ def test_a_log_probability_that_json_cannot_say(
     assert "NaN" in errors[0]
 
 
-def cluster(options: Sequence[dict[str, Any]]) -> RunFile:
+def cluster(model: Path, options: Sequence[dict[str, Any]]) -> RunFile:
     names = ["a", "b"]
     return RunFile(
-        model="no-such-model",
+        model=str(model),
         groups={name: GroupConfig() for name in names},
         instances={
             name: InstanceConfig(group=name, **given)
@@ -108,13 +108,19 @@ def cluster(options: Sequence[dict[str, Any]]) -> RunFile:
 @pytest.mark.parametrize(
     "other", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}, {"max_model_len": 99}]
 )
-def test_another_instance_is_another_job(tmp_path: Path, other: dict[str, Any]) -> None:
+def test_another_instance_is_another_job(
+    tiny_folder: Path, tmp_path: Path, other: dict[str, Any]
+) -> None:
     source, out = tmp_path / "bad.jsonl", str(tmp_path / "out")
     source.write_text('{"prompt": ""}\n')
-    with BatchJob.open(cluster([{}, {"max_num_seqs": 3}]), str(source), out, force=False) as job:
+
+    def opened(*options: dict[str, Any]) -> BatchJob:
+        return BatchJob.open(cluster(tiny_folder, options), str(source), out, force=False)
+
+    with opened({}, {"max_num_seqs": 3}) as job:
         job.run()  # Has nothing to serve.
     # What changes no result may change.
-    with BatchJob.open(cluster([{}, {"max_num_seqs": 5}]), str(source), out, force=False) as job:
+    with opened({}, {"max_num_seqs": 5}) as job:
         assert job.num_resumed == 1
     with pytest.raises(JaxinferError, match="instances"):
-        BatchJob.open(cluster([{}, other]), str(source), out, force=False)
+        opened({}, other)

@@ -112,7 +112,7 @@ def test_nothing_is_overwritten_unasked(
     assert jaxinfer(environment, "run", run_file, "--input", first, "--output", out).returncode == 0
     before = out.read_bytes()
     refused = jaxinfer(environment, "run", run_file, "--input", second, "--output", out)
-    assert_one_line_error(refused, "another job", "input_sha256", "--force")
+    assert_one_line_error(refused, "another job", "the input has changed", "--force")
     seed = ("--set", "engine.seed=5")
     refused = jaxinfer(environment, "run", run_file, "--input", first, "--output", out, *seed)
     assert_one_line_error(refused, "seed was 0, is now 5")

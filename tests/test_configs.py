@@ -50,7 +50,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"system.name": None}, "system: needs a name"),
     ({"system.partial": "pip"}, "system.partial is 'pip': did you mean 'ppi'?"),
     ({"system.partial": "cpi"}, "system cronus: partial and chunked are both 'cpi'"),
-    ({"system.cuts": 1}, "system.cuts: unknown option, did you mean 'cut'?"),
+    ({"system.cut_shar": 1}, "system.cut_shar: unknown option, did you mean 'cut_share'?"),
     ({"system": "no_module:Thing"}, "No module named 'no_module'"),
     ({"system": "json:loads"}, "loads is no jaxinfer.serving.system.System"),
     ({"system": "single"}, "system single: needs one instance, there are cpi, ppi"),

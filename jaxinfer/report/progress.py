@@ -1,5 +1,6 @@
-"""Progress bars on stderr."""
+"""Progress on stderr: bars on a terminal, lines in a file."""
 
+import math
 import sys
 import time
 from types import TracebackType
@@ -10,24 +11,46 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from jaxinfer.report.metrics import RunTotals
 
-
-def _bar(enabled: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-        TextColumn("{task.fields[rates]}"),
-        TimeElapsedColumn(),
-        console=Console(file=sys.stderr),
-        disable=not enabled,
-    )
+# Between lines about one part; each has one at its beginning and one at its end.
+LINES_EVERY_S = 30.0
 
 
 class _Shown:
-    """Shows a bar while in use."""
+    """Shows parts of the work, and how much of each is done, while in use."""
 
     def __init__(self, enabled: bool) -> None:
-        self._bar = _bar(enabled)
+        console = Console(file=sys.stderr)
+        # Bars would come in a file when all is over.
+        self._writes_lines = enabled and not console.is_terminal
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[rates]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not enabled or self._writes_lines,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        # Of each part, when it began and when it was last written about.
+        self._times: dict[str, tuple[float, float]] = {}
+
+    def _show(self, part: str, done: int, total: int, rates: str = "") -> None:
+        if self._writes_lines:
+            self._write(part, done, total, rates)
+            return
+        if part not in self._tasks:
+            self._tasks[part] = self._bar.add_task(part, total=total, rates="")
+        self._bar.update(self._tasks[part], completed=done, rates=rates)
+
+    def _write(self, part: str, done: int, total: int, rates: str) -> None:
+        now = time.perf_counter()
+        began, last = self._times.get(part, (now, -math.inf))
+        if done < total and now - last < LINES_EVERY_S:
+            return
+        self._times[part] = began, now
+        line = f"{part}: {done} of {total}, {now - began:.0f} s"
+        print(f"{line}, {rates}" if rates else line, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -43,18 +66,16 @@ class _Shown:
 
 
 class LoadProgress(_Shown):
-    """One bar per part of an engine's start."""
+    """The parts of an engine's start."""
 
     def __init__(self, enabled: bool) -> None:
         super().__init__(enabled)
-        self._tasks: dict[str, tuple[TaskID, int]] = {}
+        self._totals: dict[str, int] = {}
 
     def update(self, part: str, left: int) -> None:
         """Say how much is left of a part; the first call for it says how much there is."""
-        if part not in self._tasks:
-            self._tasks[part] = self._bar.add_task(part, total=left, rates=""), left
-        task, total = self._tasks[part]
-        self._bar.update(task, completed=total - left)
+        total = self._totals.setdefault(part, left)
+        self._show(part, total - left, total)
 
     def update_of(self, name: str, part: str, left: int) -> None:
         """The same for one of several engines."""
@@ -66,12 +87,18 @@ class RunProgress(_Shown):
 
     def __init__(self, enabled: bool, num_requests: int) -> None:
         super().__init__(enabled)
-        self._task = self._bar.add_task("requests", total=num_requests, rates="")
+        self._done, self._num_requests, self._rates = 0, num_requests, ""
         self._since = (time.perf_counter(), 0, 0)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._show_requests()
+        return self
 
     def request_done(self) -> None:
         """Count one finished request."""
-        self._bar.advance(self._task)
+        self._done += 1
+        self._show_requests()
 
     def step_done(self, totals: RunTotals) -> None:
         """Refresh the speeds, once a second."""
@@ -80,6 +107,9 @@ class RunProgress(_Shown):
         if now - then >= 1:
             prefill_rate = (totals.prefill_tokens - prefill) / (now - then)
             decode_rate = (totals.decode_tokens - decode) / (now - then)
-            rates = f"prefill {prefill_rate:,.0f} tok/s, decode {decode_rate:,.0f} tok/s"
-            self._bar.update(self._task, rates=rates)
+            self._rates = f"prefill {prefill_rate:,.0f} tok/s, decode {decode_rate:,.0f} tok/s"
             self._since = now, totals.prefill_tokens, totals.decode_tokens
+            self._show_requests()
+
+    def _show_requests(self) -> None:
+        self._show("requests", self._done, self._num_requests, self._rates)

@@ -38,8 +38,8 @@ class RunFolder:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             self.path = _next_folder(parent)
-            self._steps = (self.path / "steps.jsonl").open("w", encoding="utf-8")
-            self._requests = (self.path / "requests.jsonl").open("w", encoding="utf-8")
+            self._steps = _Lines(self.path / "steps.jsonl")
+            self._requests = _Lines(self.path / "requests.jsonl")
         except OSError as error:
             raise JaxinferError(f"run folder {parent}: {error.strerror}") from None
         self._hidden = HiddenTime()
@@ -144,10 +144,13 @@ class RunFolder:
         path = self.path / "run.json"
         part = path.with_suffix(".part")
         record = {"status": status} | self._run | {"metrics": dict(metrics)}
-        with part.open("w", encoding="utf-8") as file:
-            json.dump(record, file, indent=2)
-            file.write("\n")
-        os.replace(part, path)
+        try:
+            with part.open("w", encoding="utf-8") as file:
+                json.dump(record, file, indent=2)
+                file.write("\n")
+            os.replace(part, path)
+        except OSError as error:
+            raise _cannot_write(path, error) from None
 
     def __enter__(self) -> Self:
         return self
@@ -158,9 +161,34 @@ class RunFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Flush the lines, whatever has happened."""
-        self._steps.close()
-        self._requests.close()
+        """Flush the lines, whatever has happened; the first error counts."""
+        try:
+            self._steps.close()
+        finally:
+            self._requests.close()
+
+
+class _Lines:
+    """A file of lines that is being written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, path.open("w", encoding="utf-8")
+
+    def write(self, line: str) -> None:
+        try:
+            self._file.write(line)
+        except OSError as error:
+            raise _cannot_write(self._path, error) from None
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            raise _cannot_write(self._path, error) from None
+
+
+def _cannot_write(path: Path, error: OSError) -> JaxinferError:
+    return JaxinferError(f"cannot write {path}: {error.strerror}")
 
 
 def run_folders(parent: Path) -> list[Path]:

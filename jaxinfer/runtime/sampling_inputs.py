@@ -15,6 +15,8 @@ from jaxinfer.serving.world import Batch, Row
 
 # Past every vocabulary: edits and history end with it.
 NO_TOKEN = 2**31 - 1
+# Below, the likeliest token alone is left, and the arrays' float32 would have infinities or 0.
+_LEAST = 1e-30
 
 
 def sampling_of(request: RequestState) -> Sampling:
@@ -92,9 +94,9 @@ def build_sampling(
 def _fill_draw(inputs: SamplingInputs, i: int, row: Row) -> None:
     sampling = sampling_of(row.request)
     params, seed = sampling.params, sampling.seed
-    inputs.temperature_S[i] = params.temperature
-    inputs.top_k_S[i] = max(params.top_k, 0)
-    inputs.top_p_S[i] = params.top_p
+    inputs.temperature_S[i] = max(params.temperature, _LEAST)
+    inputs.top_k_S[i] = min(max(params.top_k, 0), NO_TOKEN)
+    inputs.top_p_S[i] = max(params.top_p, _LEAST)
     inputs.min_p_S[i] = params.min_p
     inputs.seed_S2[i] = seed >> 32, seed & 0xFFFFFFFF
     inputs.position_S[i] = row.start + row.count

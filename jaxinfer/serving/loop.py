@@ -5,6 +5,7 @@ from functools import partial
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import FinishReason
+from jaxinfer.serving.answers import check_legs, listed
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.loss import Alive, LostInstance, detach
 from jaxinfer.serving.request_state import RequestState
@@ -133,7 +134,7 @@ class ServingLoop:
                 self._commit_step(event)
                 self._on_event(event)
                 if self._watches_steps:
-                    self._act(lambda: self.system.on_step(event, self._view()))
+                    self._act("on_step", lambda: self.system.on_step(event, self._view()))
             case TransferDone():
                 self._commit_transfer(event)
                 self._on_event(event)
@@ -143,7 +144,7 @@ class ServingLoop:
                 self.live[event.request.id] = event.request
                 self.unrouted[event.request.id] = event.request
             case Tick():
-                self._act(lambda: self.system.on_tick(self._view()))
+                self._act("on_tick", lambda: self.system.on_tick(self._view()))
             case InstanceLost():
                 self._lose(event)
                 self._on_event(event)
@@ -275,7 +276,8 @@ class ServingLoop:
             self._fail_all(self.unrouted.values(), next(reversed(self.lost)))
             return
         try:
-            assignments = list(self.system.route(self.unrouted.values(), self._view()))
+            answer = self.system.route(self.unrouted.values(), self._view())
+            assignments = listed(self.system, "route", answer)
         except LostInstance as error:
             self._fail_all(self.unrouted.values(), error.args[0])
             return
@@ -289,6 +291,7 @@ class ServingLoop:
         request = self.unrouted.get(assignment.request)
         if request is None:
             raise JaxinferError(f"system routes {assignment.request!r}, which does not wait")
+        check_legs(request.id, assignment.legs)
         legs = self._legs_beyond(request.computed, assignment.legs)
         if not legs:
             raise JaxinferError(f"system gives {request.id!r} no leg past {request.computed}")
@@ -327,10 +330,12 @@ class ServingLoop:
         reasons = (self.instances[leg.instance].never_holds(request, leg) for leg in legs)
         return next((reason for reason in reasons if reason), None)
 
-    def _act(self, ask: Callable[[], Iterable[Action]]) -> None:
+    def _act(self, hook: str, ask: Callable[[], Iterable[Action]]) -> None:
         try:
-            for action in list(ask()) if self.instances else ():
-                self._do(action)
+            # Mostly there are none, and this is done at each step.
+            if self.instances and (answer := ask()) != ():
+                for action in listed(self.system, hook, answer):
+                    self._do(action)
         except LostInstance:
             pass  # The system had something in mind for an instance that is no more.
 
@@ -350,6 +355,7 @@ class ServingLoop:
             case Resume():
                 request.paused = False
             case Reassign():
+                check_legs(request.id, action.legs)
                 self._reassign(request, action.legs)
             case MoveSlices() if self._runs(request) and not request.slice_move:
                 self.hand_offs.ask_slice_move(request, action)

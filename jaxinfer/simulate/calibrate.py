@@ -34,6 +34,9 @@ _TELLS = 0.05
 # How strongly numbers stay where they were while it is not known which ones the points tell.
 _PULL = 0.01
 
+# Of a step's tokens and contexts.
+_MOST = 10**7
+
 StageFor = Callable[[Efficiency], StageCost]
 
 
@@ -47,10 +50,10 @@ class Point(Options):
         seconds: that the step took.
     """
 
-    chunk_tokens: int = Field(ge=0)
-    chunk_context: int = Field(ge=0)
-    decodes: int = Field(ge=0)
-    decode_context: float = Field(ge=0)
+    chunk_tokens: int = Field(ge=0, le=_MOST)
+    chunk_context: int = Field(ge=0, le=_MOST)
+    decodes: int = Field(ge=0, le=_MOST)
+    decode_context: float = Field(ge=0, le=_MOST)
     seconds: float = Field(gt=0, le=1e4)
 
     def model_post_init(self, context: Any, /) -> None:

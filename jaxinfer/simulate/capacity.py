@@ -1,6 +1,7 @@
 """The largest rate of requests at which a modelled cluster keeps its promises."""
 
 import os
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -56,15 +57,17 @@ def read_slo(text: str) -> Slo:
     """From ``ttft=1,tpot=0.1``.
 
     Raises:
-        JaxinferError: a target is unknown or is no number of seconds.
+        JaxinferError: a target is unknown, is given twice, or is no number of seconds.
     """
-    targets = {}
+    targets: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
         try:
-            targets[name.strip()] = float(value)
+            seconds = float(value)
         except ValueError:
             raise JaxinferError(f"slo {part!r}: must look like ttft=1.5") from None
+        if targets.setdefault(name.strip(), seconds) is not seconds:
+            raise JaxinferError(f"slo {text!r}: {name.strip()} is given twice, give it once")
     return Slo(**targets)
 
 
@@ -108,15 +111,21 @@ def capacity(
 
     Args:
         work: lengths; their times of arrival do not count.
+        attainment: above 0 and at most 1.
         on_load: called with each rate that was simulated.
 
     Raises:
-        JaxinferError: a request alone misses its targets too often, or none ever does.
+        JaxinferError: a request alone misses its targets too often, or none ever does; or
+            ``attainment`` is no share.
     """
+    if not 0 < attainment <= 1:
+        raise JaxinferError(f"attainment is {attainment:g}, must be above 0 and at most 1")
     cores = os.cpu_count() or 1
     try_rate = partial(load, config, work, slo, seed)
     # Not forked: who calls may have threads, as JAX has.
-    with ProcessPoolExecutor(cores, get_context("spawn")) as pool:
+    # Ctrl-C goes to all of them, and is the parent's to answer.
+    deaf = signal.SIGINT, signal.SIG_IGN
+    with ProcessPoolExecutor(cores, get_context("spawn"), signal.signal, deaf) as pool:
 
         def all_of(rates: Sequence[float]) -> list[Load]:
             found = list(pool.map(try_rate, rates))

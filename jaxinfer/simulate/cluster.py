@@ -286,9 +286,10 @@ def _num_pages(
     fits = int((memory - weights - reserve) // each)
     wanted = instance.num_pages or fits
     if wanted < 2 or wanted > fits:
+        kept = "for activations" if reserve_gb is None else "by reserve_gb"
         raise JaxinferError(
             f"groups.{group}: {memory / 1e9:.1f} of {gpu.memory_gb:g} GB hold "
-            f"{weights / 1e9:.2f} GB of weights, {reserve / 1e9:.2f} GB of activations and "
+            f"{weights / 1e9:.2f} GB of weights, {reserve / 1e9:.2f} GB kept {kept}, and "
             f"{max(fits, 0)} KV pages of {each / 1e6:.2f} MB, not {max(wanted, 2)}"
         )
     return wanted

@@ -191,6 +191,20 @@ def fidelity(real: RunRecord, simulated: RunRecord) -> Table:
     return table
 
 
+def overruns(real: RunRecord) -> list[str]:
+    """Of instances whose emulated steps were late by over 1 % of the run: why figures differ.
+
+    Such a run is slower than the devices that it emulates, and those are what is simulated.
+    """
+    return [
+        f"{name}: {late['steps']} steps overran the emulated device, by {late['seconds']:.3g} s in "
+        "all: the machine was too slow for it, so the real run is slower than what it emulates "
+        "(give its group a larger slowdown)"
+        for name, late in real.run["overruns"].items()
+        if late["seconds"] > 0.01 * real.wall_s
+    ]
+
+
 def furthest_apart(real: RunRecord, simulated: RunRecord) -> float:
     """The largest gap between the two runs' output tokens so far, as a share of all of them."""
     times = [

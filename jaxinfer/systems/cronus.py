@@ -39,8 +39,8 @@ class CronusOptions(Options):
         max_in_partial: requests in the PPI at most, so that each is cut by fresh statistics.
         candidates: lengths that the Balancer tries.
         refine: go on fitting the Balancer's coefficients from the steps of the run.
-        cut: a fixed share of each prompt for the PPI (a fraction), or a fixed number of tokens, in
-            place of the Balancer's.
+        cut_share, cut_tokens: in place of the Balancer's cuts, a share of each prompt, or so many
+            of its tokens, for the PPI.
         hand_off: when the KV goes on; the paper's CPI fetches it on demand.
     """
 
@@ -49,8 +49,20 @@ class CronusOptions(Options):
     max_in_partial: int = Field(default=2, ge=1)
     candidates: int = Field(default=512, ge=1)
     refine: bool = False
-    cut: float | int | None = Field(default=None, ge=0)
+    cut_share: float | None = Field(default=None, ge=0, le=1)
+    cut_tokens: int | None = Field(default=None, ge=0)
     hand_off: HandOffRule = "on_demand"
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse two kinds of cuts."""
+        if self.cut_share is not None and self.cut_tokens is not None:
+            raise JaxinferError("both cut_share and cut_tokens: give one of them")
+
+    def fixed_cut(self, prompt_len: int) -> int | None:
+        """Tokens of a prompt that the PPI computes; None where the Balancer says so."""
+        if self.cut_share is not None:
+            return round(self.cut_share * prompt_len)
+        return None if self.cut_tokens is None else min(self.cut_tokens, prompt_len)
 
 
 @dataclass(slots=True)
@@ -73,7 +85,7 @@ class Cronus(System):
 
     def __init__(self, options: CronusOptions) -> None:
         super().__init__(options)
-        self.needs_fits = options.cut is None
+        self.needs_fits = options.fixed_cut(0) is None
         self.cuts: dict[str, Cut] = {}
         # Beyond those in the report, cuts that are needed to refine: until the PPI is done.
         self._in_partial: dict[str, Cut] = {}
@@ -106,10 +118,9 @@ class Cronus(System):
         return assignments
 
     def _cut(self, request: RequestView, cluster: ClusterView) -> int:
-        fixed = self.options.cut
+        fixed = self.options.fixed_cut(request.prompt_len)
         if fixed is not None:
-            length = fixed if isinstance(fixed, int) else round(fixed * request.prompt_len)
-            return min(length, request.prompt_len)
+            return fixed
         load = load_of(cluster.instances[self.options.chunked])
         prefill, mixed = self._fits(cluster)
         length = balance(prefill, mixed, load, request.prompt_len, self.options.candidates)

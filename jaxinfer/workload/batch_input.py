@@ -17,7 +17,8 @@ from pathlib import Path
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import SamplingParams
 from jaxinfer.validation import did_you_mean
-from jaxinfer.workload.json_lines import as_token_ids, numbered_lines, parse_object, shorten
+from jaxinfer.workload.conversation import Conversation, read_conversation
+from jaxinfer.workload.json_lines import Digest, as_token_ids, numbered_lines, parse_object, shorten
 
 # OpenAI's 16 cuts most answers short; its chat default, the rest of the context, lets one line
 # hold up a batch.
@@ -47,13 +48,6 @@ _ONLY_VALUE: dict[str, object] = {
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """Messages for a chat template, each ``{"role": ..., "content": ...}``, both strings."""
-
-    messages: list[dict[str, str]]
-
-
-@dataclass(frozen=True)
 class BatchLine:
     """A request as read from line ``number``: a text, token ids, or a conversation."""
 
@@ -75,18 +69,22 @@ class BadLine:
     reason: str
 
 
-def read_batch(path: str | Path) -> list[BatchLine | BadLine]:
+def read_batch(path: str | Path, digest: Digest | None = None) -> list[BatchLine | BadLine]:
     """Read all requests of a JSONL file, in its order.
 
     Blank lines are skipped but counted. A line without ``custom_id`` gets ``line-N``. All
     returned ids differ; the second user of an id is a bad line.
+
+    Args:
+        path: is opened once, so that it may be a pipe.
+        digest: takes in all bytes of the file.
 
     Raises:
         JaxinferError: the file is missing, a folder, or cannot be read.
     """
     lines: list[BatchLine | BadLine] = []
     number_of: dict[str, int] = {}
-    for number, raw in numbered_lines(Path(path)):
+    for number, raw in numbered_lines(Path(path), digest):
         line = _read_line(number, raw)
         if line.custom_id in number_of:
             line = _duplicate(line, number_of)
@@ -158,7 +156,7 @@ def _prompt(
     value = body[given[0]]
     match given[0]:
         case "messages":
-            return _conversation(value)
+            return read_conversation(value)
         case "prompt":
             return _text_or_token_ids(value)
         case _:
@@ -175,44 +173,6 @@ def _text_or_token_ids(value: object) -> str | list[int]:
     if isinstance(value, list):
         return as_token_ids(value, "prompt")
     raise JaxinferError(f"prompt is {shorten(value)}, must be a string or a list of token ids")
-
-
-def _conversation(value: object) -> Conversation:
-    if not isinstance(value, list) or not value:
-        raise JaxinferError(f"messages is {shorten(value)}, must be a non-empty list of messages")
-    return Conversation([_message(item, f"messages[{i}]") for i, item in enumerate(value)])
-
-
-def _message(value: object, name: str) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise JaxinferError(f"{name} is {shorten(value)}, must be an object with role and content")
-    message = _without_nulls(value)
-    for key in message:
-        if key not in ("role", "content"):
-            raise JaxinferError(f"{name} has {shorten(key)}, can only have role and content")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        raise JaxinferError(f"{name} has role {shorten(role)}, must be a non-empty string")
-    return {"role": role, "content": _content(content, name)}
-
-
-def _content(value: object, name: str) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise JaxinferError(
-            f"{name} has content {shorten(value)}, must be a string or a list of text parts"
-        )
-    texts = []
-    for part in value:
-        text = part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str) or part != {"type": "text", "text": text}:
-            raise JaxinferError(
-                f"{name} has content part {shorten(part)}, "
-                'must be {"type": "text", "text": "..."}'
-            )
-        texts.append(text)
-    return "\n".join(texts)  # as vLLM joins them
 
 
 def _sampling(body: dict[str, object]) -> SamplingParams:

@@ -20,7 +20,8 @@ from typing import Self
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import CompletionOutput, Logprob, RequestOutput
-from jaxinfer.workload.batch_input import BadLine, BatchLine, Conversation
+from jaxinfer.workload.batch_input import BadLine, BatchLine
+from jaxinfer.workload.conversation import Conversation
 from jaxinfer.workload.json_lines import shorten
 
 Record = dict[str, object]
@@ -153,7 +154,8 @@ class ResultFile:
 
         Args:
             path: the output. An empty file is as good as none.
-            job: all that decides the results, as JSON values; compared key by key.
+            job: all that decides the results, as JSON values; compared key by key. The input's
+                digest is ``input_sha256``.
             force: start over, dropping whatever the file holds.
 
         Raises:
@@ -274,12 +276,12 @@ def _check_same_job(path: Path, sidecar: Path, job: Mapping[str, object]) -> Non
     before, now = dict(_flat(recorded)), dict(_flat(job))
     differing = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
     if differing:
-        key = differing[0]
-        old, new = _short_value(before, key), _short_value(now, key)
+        key = "input_sha256" if "input_sha256" in differing else differing[0]
+        changed = f"{key} was {_short_value(before, key)}, is now {_short_value(now, key)}"
+        if key == "input_sha256":
+            changed = "the input has changed"
         more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-        raise JaxinferError(
-            f"{path} holds results of another job: {key} was {old}, is now {new}{more}: {remedy}"
-        )
+        raise JaxinferError(f"{path} holds results of another job: {changed}{more}: {remedy}")
 
 
 def _flat(value: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:

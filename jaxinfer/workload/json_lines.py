@@ -4,7 +4,7 @@ import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from jaxinfer.errors import JaxinferError
 
@@ -18,8 +18,17 @@ def shorten(value: object, limit: int = 60) -> str:
     return f"{text[:half]}...{text[-half:]}"
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+class Digest(Protocol):
+    """A hash of ``hashlib``'s."""
+
+    def update(self, data: bytes, /) -> None:
+        """Take in more bytes."""
+
+
+def numbered_lines(path: Path, digest: Digest | None = None) -> Iterator[tuple[int, bytes]]:
     """Yield each line that is not blank with its number, which counts the blank ones, from 1.
+
+    ``digest`` takes in all bytes of the file.
 
     Raises:
         JaxinferError: the file is missing, a folder, or cannot be read.
@@ -27,6 +36,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, 1):
+                if digest:
+                    digest.update(raw)
                 line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
                 if line.strip():
                     yield number, line
@@ -54,7 +65,8 @@ def parse_object(raw: bytes) -> dict[str, object]:
         half = shorten(error.object[error.start])
         raise JaxinferError(f"not Unicode text: {half} is half of a surrogate pair") from None
     except json.JSONDecodeError as error:
-        raise JaxinferError(f"not JSON: {error.msg} at column {error.colno}") from None
+        message = error.msg.removesuffix(" at")
+        raise JaxinferError(f"not JSON: {message} at column {error.colno}") from None
     except ValueError as error:
         raise JaxinferError(f"not JSON: {str(error).partition(';')[0]}") from None
     except RecursionError:

@@ -24,7 +24,7 @@ def settings(rule: str, cut: float, token_s: float, transfer_s: float) -> list[s
     return [
         f"simulate={{linear: {{token_s: {token_s}}}}}",
         f"links=[{{between: [high, low], gb_s: {TOKEN_BYTES / transfer_s / 1e9}}}]",
-        f"system.cut={cut}",
+        f"system.cut_share={cut}",
         f"system.hand_off={rule}",
         "engine.max_num_seqs=2",
         "engine.max_num_batched_tokens=2",

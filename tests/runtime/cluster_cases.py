@@ -101,10 +101,15 @@ def make_requests(lengths: Sequence[tuple[int, int]] = LENGTHS) -> list[Request]
 
 
 def cut_of(cut: float | int | None, prompt_len: int) -> int:
-    """KV entries that the first instance computes, by Cronus's option ``cut``."""
+    """KV entries that the first instance computes: so many, or a share of the prompt."""
     if cut is None:
         return prompt_len
     return min(cut if isinstance(cut, int) else round(cut * prompt_len), prompt_len)
+
+
+def cut_option(cut: float | int) -> dict[str, float]:
+    """The same as Cronus' option."""
+    return {"cut_tokens" if isinstance(cut, int) else "cut_share": cut}
 
 
 # Clusters.
@@ -250,7 +255,7 @@ class Way:
 
     Attributes:
         system: ``data_parallel``, or ``cronus`` or ``disaggregated`` and from where to where.
-        cut: of Cronus.
+        cut: of Cronus: tokens, or a share of the prompt.
         rule: when KV is handed off; "" for ``data_parallel``.
         small: the instance whose pool is small; "" for none.
         caching: ``off``, ``on``, or ``twice``: the second run finds the first one's pages.
@@ -284,8 +289,9 @@ class Way:
         source, dest = self.ends
         if name == "disaggregated":
             return {"name": name, "prefill": source, "decode": dest, "hand_off": self.rule}
+        assert self.cut is not None
         ends = {"partial": source, "chunked": dest}
-        return {"name": name, **ends, "cut": self.cut, "hand_off": self.rule}
+        return {"name": name, **ends, **cut_option(self.cut), "hand_off": self.rule}
 
 
 # Three kinds of instance on either side, so that nine pairs have all pairs of page sizes, of

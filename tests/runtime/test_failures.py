@@ -37,7 +37,7 @@ def cluster(folder: Path, system: dict[str, Any], *names: str, **more: Any) -> L
     return LLM.from_config(config, progress=False)
 
 
-CRONUS = {"name": "cronus", "cut": 0.6, "partial": "a", "chunked": "b"}
+CRONUS = {"name": "cronus", "cut_share": 0.6, "partial": "a", "chunked": "b"}
 SHARES = {"name": "data_parallel", "shares": {n: {"weight": 1, "max_waiting": 2} for n in "ab"}}
 
 

@@ -17,6 +17,7 @@ from cluster_cases import (
     Loader,
     Request,
     Way,
+    cut_option,
     make_requests,
     roomy,
     set_pools,
@@ -38,7 +39,7 @@ from jaxinfer import LLM, SamplingParams
 
 def cronus(partial: str, chunked: str, cut: float, rule: str = "on_demand") -> dict[str, Any]:
     ends = {"partial": partial, "chunked": chunked}
-    return {"name": "cronus", **ends, "cut": cut, "hand_off": rule}
+    return {"name": "cronus", **ends, **cut_option(cut), "hand_off": rule}
 
 
 def test_instances_whose_stages_lie_on_the_same_two_groups(

@@ -1,6 +1,7 @@
 """Single situations in the loop: deadlocks that must not be, errors, late completions."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from fake_world import FakeWorld, Timing
@@ -330,6 +331,73 @@ def test_a_system_that_routes_what_does_not_wait() -> None:
 def test_a_system_that_gives_no_leg() -> None:
     with pytest.raises(JaxinferError, match="'r0' no leg past 0"):
         follow([(Leg("A", 0),)], [tiny("A", 20)], [(3, 9)])
+
+
+LEGS = "must be a number of KV entries, or None for the request's end"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "Answers.route returns None, must be a sequence of assignments"),
+        (3, "Answers.route returns 3, must be a sequence of assignments"),
+        (
+            Assignment("r0", (Leg("A"),)),
+            "Answers.route returns Assignment(request='r0', legs=(Leg(",
+        ),
+        ([("r0", Leg("A"))], "Answers.route returns [('r0', Leg(instance='A', "),
+        ([Assignment("r0", Leg("A"))], "gives 'r0' the legs Leg(instance='A'"),  # type: ignore[arg-type]
+        ([Assignment("r0", ("A",))], "gives 'r0' the legs ('A',), must be a tuple"),  # type: ignore[arg-type]
+        ([Assignment("r0", (Leg("A", -5), Leg("A")))], f"a leg on 'A' until -5, {LEGS}"),
+        ([Assignment("r0", (Leg("A", 2.5), Leg("A")))], f"a leg on 'A' until 2.5, {LEGS}"),  # type: ignore[arg-type]
+        ([Assignment("r0", (Leg("A", 3, "late"),))], "with hand_off 'late', must be one of on_d"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_system_whose_route_answers_wrongly(answer: Any, message: str) -> None:
+    class Answers(System):
+        def route(self, waiting, cluster):  # type: ignore[no-untyped-def]
+            return answer
+
+    with pytest.raises(JaxinferError) as caught:
+        Run(Answers(), [tiny("A", 20)], make_requests([(3, 9)])).verify()
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("hook", ["on_step", "on_tick"])
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "returns None, must be a sequence of actions"),
+        (["r0"], "returns ['r0'], must be a sequence of actions"),
+        ([Reassign("r0", (Leg("A", -1),))], f"until -1, {LEGS}"),
+        ([Reassign("r0", Leg("A"))], "must be a tuple of Leg"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_system_whose_hooks_answer_wrongly(hook: str, answer: Any, message: str) -> None:
+    class Answers(System):
+        tick_interval = 1.0 if hook == "on_tick" else None
+
+        def route(self, waiting, cluster):  # type: ignore[no-untyped-def]
+            return [Assignment(request.id, (Leg("A"),)) for request in waiting]
+
+    setattr(Answers, hook, lambda *_: answer)
+    with pytest.raises(JaxinferError) as caught:
+        Run(Answers(), [tiny("A", 20)], make_requests([(3, 9)])).verify()
+    assert message in str(caught.value)
+    if "returns" in message:
+        assert str(caught.value).startswith(f"Answers.{hook} ")
+
+
+def test_a_system_may_answer_with_any_iterable() -> None:
+    class Generates(System):
+        def route(self, waiting, cluster):  # type: ignore[no-untyped-def]
+            return (Assignment(request.id, (Leg("A"),)) for request in waiting)
+
+        def on_step(self, step, cluster):  # type: ignore[no-untyped-def]
+            return iter(())
+
+    outcome = Run(Generates(), [tiny("A", 20)], make_requests([(3, 9)])).verify()
+    assert outcome.route_of("r0") == [("A", 11)]
 
 
 @pytest.mark.parametrize("action", [None, Pause("r1")])

@@ -232,6 +232,11 @@ HEADER = "chunk_tokens,chunk_context,decodes,decode_context,seconds\n"
         (HEADER + "16,0,0,0,nan\n", "line 2: seconds is 'nan', must be"),
         (HEADER + "16,0,0,0,9e-8\n", "line 2: seconds is 9e-08: no step takes less than 1e-7"),
         (HEADER + "16,0,0,0,10001\n", "line 2: seconds is '10001', must be less than or equal"),
+        (HEADER + f"{10**18},0,0,0,0.1\n", f"chunk_tokens is '{10**18}', must be less than or eq"),
+        (HEADER + f"16,{10**18},0,0,0.1\n", f"chunk_context is '{10**18}', must be less than or"),
+        (HEADER + f"0,0,{10**18},0,0.1\n", f"decodes is '{10**18}', must be less than or equal"),
+        (HEADER + "0,0,1,1e300,0.1\n", "decode_context is '1e300', must be less than or equal to"),
+        (HEADER + "16,0,0,0,1e300\n", "line 2: seconds is '1e300', must be less than or equal to"),
         (HEADER + "0,5,0,5,0.1\n", "line 2: an empty step: chunk_tokens and decodes are 0"),
     ],
 )

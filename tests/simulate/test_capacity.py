@@ -45,12 +45,22 @@ def test_one_token_has_no_time_between() -> None:
         ("ttft=fast", "slo 'ttft=fast'"),
         ("tfft=1", "tfft: unknown option, did you mean 'ttft'?"),
         ("ttft=0", "ttft is 0"),
+        ("ttft=inf", "ttft is inf"),
+        ("ttft=1,ttft=2", "slo 'ttft=1,ttft=2': ttft is given twice, give it once"),
+        ("ttft=1,tbt=2, ttft=1", "ttft is given twice"),
     ],
 )
 def test_what_is_no_target(slo: str, message: str) -> None:
     with pytest.raises(JaxinferError) as error:
         read_slo(slo)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("attainment", [float("nan"), float("inf"), 0.0, -0.5, 1.1, 90])
+def test_what_is_no_share(tmp_path: Path, attainment: float) -> None:
+    work = [BenchRequest(None, 10, 1, 0.0)]
+    with pytest.raises(JaxinferError, match=r"^attainment is .*, must be above 0 and at most 1$"):
+        capacity(prefills(tmp_path), work, read_slo("ttft=1"), attainment)
 
 
 def prefills(folder: Path) -> RunFile:

@@ -182,6 +182,16 @@ def test_segments_leave_while_the_next_ones_are_computed(tmp_path: Path) -> None
             ["groups.low.kind=T4"],
             "instances.ppi: groups.low: 14.4 of 16 GB hold 16.06 GB",
         ),
+        (
+            "cronus",
+            ["simulate.reserve_gb=500"],
+            "72.0 of 80 GB hold 16.06 GB of weights, 500.00 GB kept by reserve_gb, and 0 KV pages",
+        ),
+        (
+            "cronus",
+            ["instances.cpi.num_pages=1000000"],
+            "16.06 GB of weights, 0.18 GB kept for activations, and",
+        ),
         ("cronus", ["groups.low.kind=A11"], "groups.low.kind: no GPU 'A11'"),
         ("cronus", ["groups.low.kind="], "groups.low.kind is missing, must name the GPU that is"),
         ("cronus", ["model=llama-9b"], "model 'llama-9b': no folder with config.json"),

@@ -157,7 +157,7 @@ def test_what_runs_where_is_written(tmp_path: Path) -> None:
 
 
 def test_what_a_system_reports_is_written(tmp_path: Path) -> None:
-    system = {"name": "cronus", "partial": "a", "chunked": "b", "cut": 0.5}
+    system = {"name": "cronus", "partial": "a", "chunked": "b", "cut_share": 0.5}
     engine = {"max_num_batched_tokens": 64, "num_pages": 300}
     links = [{"between": ["ga", "gb"], "gb_s": 10.0}]
     served(seconds("ab", engine, system=system, links=links), [job(100, 2)], tmp_path)
@@ -204,13 +204,13 @@ def test_decodes_have_rows_only_where_the_system_looks_at_them(
     links = [{"between": ["ga", "gb"], "gb_s": 10.0}]
     engine = {"max_num_batched_tokens": 64, "num_pages": 300}
     system: dict[str, Any] = {"name": "cronus", "partial": "a", "chunked": "b"}
-    for more, grouped in (({"cut": 0.5}, True), ({"refine": True}, False)):
+    for more, grouped in (({"cut_share": 0.5}, True), ({"refine": True}, False)):
         served(seconds("ab", engine, system=system | more, links=links), [job(4, 2)])
         assert {name: given[1:] for name, given in made.items()} == {
             "a": (grouped, False), "b": (grouped, False)
         }  # fmt: skip
         fits = [given[0] for given in made.values()]
-        assert all(isinstance(fit, StepFit) for fit in fits) == ("cut" not in more)
+        assert all(isinstance(fit, StepFit) for fit in fits) == ("cut_share" not in more)
     served(seconds(), [job(2, 2, 0.0, [5, 6])])
     assert made["a"] == (None, True, True)
 

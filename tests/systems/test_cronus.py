@@ -25,6 +25,11 @@ def instance(name: str, pages: int, page_size: int = 4, seats: int = 8) -> Insta
     return Instance(name, make_kv(pages, page_size), options, fit=FIT)
 
 
+def fixed_cut(cut: float | None) -> dict[str, float]:
+    """Cronus' options for a cut after so many tokens, or at a share of the prompt."""
+    return {} if cut is None else {f"cut_{'tokens' if isinstance(cut, int) else 'share'}": cut}
+
+
 @examples(150)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 10)), min_size=1, max_size=10),
@@ -49,7 +54,7 @@ def test_the_ppi_never_has_more_requests_than_it_may(
     seed: int,
 ) -> None:
     options = CronusOptions.model_validate(
-        {"max_in_partial": most, "cut": cut, "hand_off": rule, "refine": refine}
+        {"max_in_partial": most, "hand_off": rule, "refine": refine} | fixed_cut(cut)
     )
     cronus = Cronus(options)
 
@@ -122,14 +127,13 @@ def test_each_cut_is_made_when_the_ppi_has_room_and_not_before() -> None:
         (7, [1, 7, 7]),
         (0.5, [0, 5, 50]),
         (0.98, [1, 10, 99]),
+        (1, [1, 1, 1]),
         (1.0, [1, 10, 101]),
-        (2.5, [1, 10, 101]),
         (10**6, [1, 10, 101]),
     ],
 )
 def test_fixed_cuts(cut: float | int, lengths: list[int]) -> None:
-    """A whole number counts tokens, another one is a share."""
-    cronus = Cronus(CronusOptions(cut=cut))
+    cronus = Cronus(CronusOptions.model_validate(fixed_cut(cut)))
     assert not cronus.needs_fits
     prompts = [1, 10, 101]
     pool = [instance("ppi", 100), instance("cpi", 100)]
@@ -146,13 +150,13 @@ def make(**options: Any) -> Cronus:
 def test_options() -> None:
     assert vars(CronusOptions()) == {
         "partial": "ppi", "chunked": "cpi", "max_in_partial": 2, "candidates": 512,
-        "refine": False, "cut": None, "hand_off": "on_demand",
+        "refine": False, "cut_share": None, "cut_tokens": None, "hand_off": "on_demand",
     }  # fmt: skip
     system = make(partial="p", chunked="c")
     system.check(["c", "p"])
     assert system.routes(["c", "p", "x"]) == [("p", "c")]
     assert system.needs_fits
-    assert not make(cut=0.5).needs_fits
+    assert not make(cut_share=0.5).needs_fits
     assert not system.ttft_counts_transfer
     assert system.tick_interval is None
 
@@ -184,7 +188,7 @@ def route(system: Cronus, count: int, **num_requests: int) -> list[tuple[str, tu
     ("most", "there", "given"), [(2, 0, 2), (2, 1, 1), (2, 2, 0), (2, 3, 0), (1, 0, 1), (4, 1, 3)]
 )
 def test_so_many_in_the_ppi(most: int, there: int, given: int) -> None:
-    system = make(cut=4, max_in_partial=most, hand_off="at_end")
+    system = make(cut_tokens=4, max_in_partial=most, hand_off="at_end")
     legs = (Leg("ppi", 4, "at_end"), Leg("cpi"))
     assert route(system, 5, ppi=there, cpi=7) == [(f"r{i}", legs) for i in range(given)]
 
@@ -275,7 +279,7 @@ def test_the_balancer_looks_at_the_cpi() -> None:
 
 
 def test_only_cuts_by_the_balancer_are_reported() -> None:
-    system = make(cut=4)
+    system = make(cut_tokens=4)
     route(system, 2, ppi=0, cpi=0)
     assert system.report() == {"cuts": {}}
 

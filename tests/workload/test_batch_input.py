@@ -9,9 +9,9 @@ from jaxinfer.workload.batch_input import (
     DEFAULT_MAX_TOKENS,
     BadLine,
     BatchLine,
-    Conversation,
     read_batch,
 )
+from jaxinfer.workload.conversation import Conversation
 
 
 def read(tmp_path: Path, *lines: object) -> list[BatchLine | BadLine]:
@@ -141,6 +141,8 @@ BAD = [
     ("null", "None is not a JSON object"),
     ('{"prompt": "a", "temperature": NaN}', "NaN is not JSON"),
     ('{"prompt": "a", "temperature": -Infinity}', "-Infinity is not JSON"),
+    ('{"prompt": "a\x01"}', "not JSON: Invalid control character at column 14"),
+    ({"prompt": "a", "stop": ""}, "stop: '' is empty, must have at least one character"),
     ('{"prompt": "a", "temperature": 1e999}', "temperature is inf, must be"),
     ('{"prompt": "a", "prompt": "b"}', "'prompt' is given twice"),
     (r'{"prompt": "\ud800"}', r"'\ud800' is half of a surrogate pair"),

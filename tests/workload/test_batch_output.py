@@ -23,8 +23,9 @@ from jaxinfer.request import (
     RequestOutput,
     SamplingParams,
 )
-from jaxinfer.workload.batch_input import BadLine, BatchLine, Conversation
+from jaxinfer.workload.batch_input import BadLine, BatchLine
 from jaxinfer.workload.batch_output import ResultFile, error_line, result_line
+from jaxinfer.workload.conversation import Conversation
 
 JOB = {"input_sha256": "ab" * 32, "model": "tiny", "engine": {"dtype": "float32", "seed": 0}}
 ROOT = Path(jaxinfer.errors.__file__).parents[1]
@@ -175,7 +176,8 @@ def test_a_record_is_in_the_file_when_append_returns(out):
         ({"engine": {"dtype": "float32", "seed": 0.0}}, "engine.seed was 0, is now 0.0:"),
         ({"engine": {}}, "engine was not set, is now {} (and 2 more):"),
         ({"extra": None}, "extra was not set, is now None:"),
-        ({"input_sha256": "cd" * 32}, "is now 'cdcdcdcdcdcdcdcdcdc...dcdcdcdcdcdcdcdcdcd':"),
+        ({"input_sha256": "cd" * 32}, "of another job: the input has changed: give another output"),
+        ({"input_sha256": "cd", "model": "x"}, "the input has changed (and 1 more): give another"),
     ],
 )
 def test_other_job_is_refused_and_nothing_is_lost(out, change, difference):

@@ -1,0 +1,77 @@
+"""How a command ends on Ctrl-C (SIGINT) and SIGTERM: by one line, and soon.
+
+This module is loaded before all that is slow to import, so it needs none of that.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import NoReturn
+
+# For what a command clears away; then it ends, whatever it is at.
+GRACE_S = 3.0
+_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+
+
+class Interrupted(BaseException):
+    """A signal has come. ``code`` is the exit code that shells know it by."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(_WORDS[signal.Signals(number)])
+        self.code = 128 + number
+
+
+def end_on_signals() -> None:
+    """Raise ``Interrupted`` in the main thread on a signal; after ``GRACE_S``, end the process.
+
+    The exception alone would not do: it waits for the end of a call into C++, such as a long
+    compilation, and is lost where C++ has called Python.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in _WORDS:
+        signal.signal(number, _interrupt)
+    sys.unraisablehook = _report
+    threading.Thread(target=_end, args=(reader,), daemon=True).start()
+
+
+def leave(message: str, code: int) -> NoReturn:
+    """End the process at once, with one line on stderr.
+
+    Not by ``sys.exit``: it would take the interpreter down under XLA's threads, which then abort.
+    """
+    if multiprocessing := sys.modules.get("multiprocessing"):
+        for child in multiprocessing.active_children():
+            child.kill()
+    try:
+        sys.stdout.flush()
+        print(f"jaxinfer: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    except OSError:
+        pass  # What they go to is full or closed.
+    os._exit(code)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    for other in _WORDS:
+        signal.signal(other, signal.SIG_IGN)  # A second one would stop the clearing away.
+    raise Interrupted(number)
+
+
+def _report(lost: "sys.UnraisableHookArgs") -> None:
+    """Of an exception that nobody could take; where it is the signal's, the thread ends us."""
+    if not isinstance(lost.exc_value, Interrupted):
+        sys.__unraisablehook__(lost)
+
+
+def _end(reader: int) -> None:
+    while (number := os.read(reader, 1)[0]) not in _WORDS:
+        pass  # Somebody else's.
+    time.sleep(GRACE_S)
+    if sys.stderr.isatty():
+        print("\x1b[?25h", file=sys.stderr)  # The cursor, which progress bars hide.
+    ended = Interrupted(number)
+    leave(str(ended), ended.code)
