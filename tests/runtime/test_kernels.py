@@ -29,6 +29,7 @@ def tokens(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in found]
 
 
+@pytest.mark.slow
 def test_greedy_tokens_of_the_demo_model(golden: list[dict[str, Any]]) -> None:
     """Those of Hugging Face transformers, with chunks of prompts beside decodes."""
     cases = sorted(golden, key=lambda case: len(case["prompt_ids"]))[:3]
