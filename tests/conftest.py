@@ -65,3 +65,9 @@ def tiny_loaded_once(tiny: "LLM", monkeypatch: pytest.MonkeyPatch) -> None:
         return load(run_file, **options)
 
     monkeypatch.setattr(LLM, "from_config", find)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are loaded without compiling their steps."""
+    monkeypatch.setattr("jaxinfer.runtime.worker.Worker.prepare", lambda worker: iter(()))

@@ -172,7 +172,7 @@ def test_a_cache_of_8_bits_in_kernels(tiny_folder: Path, kv_cache_dtype: str) ->
     assert np.sqrt(np.mean((found[0] - found[1]) ** 2)) < 0.03 * found[0].std()
 
 
-def test_a_cache_of_8_bits_takes_half_the_memory(tiny_folder: Path) -> None:
+def test_a_cache_of_8_bits_takes_half_the_memory(tiny_folder: Path, uncompiled: None) -> None:
     """And a scale for each page and head."""
     options = TINY_OPTIONS | {"page_size": 16, "dtype": "bfloat16"}
     wide, narrow = (
