@@ -12,7 +12,7 @@ PYTHON312 ?= python3.12
 # What a GPU machine is expected to have.
 CUDA_JAX := 0.11.2
 
-.PHONY: demo test test-all lower-all compile-all lint format clean
+.PHONY: demo test test-slow test-all lower-all compile-all lint format clean
 
 # Made anew when the dependencies change.
 $(VENV)/installed: pyproject.toml
@@ -27,13 +27,17 @@ demo: $(VENV)/installed
 	mkdir -p runs/demo
 	$(BIN)/jaxinfer run configs/demo/demo.yaml --force --show 3
 
-# By two processes: much of it is compilation, which keeps one and a third cores busy.
+# By two processes: much of it is compilation, which keeps one and a third cores busy. A file stays
+# with one of them, so that what its tests share is compiled once; the last files are short.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
-test-all: $(VENV)/installed
+# Most of it is one file.
+test-slow: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet $(GEMMA)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+
+test-all: test test-slow
 
 lower-all:
 	for jax in $(JAX_VERSIONS); do \

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_model import TINY_OPTIONS
 
 from jaxinfer import LLM, JaxinferError, RequestOutput
 from jaxinfer.batch_job import BatchJob
 from jaxinfer.cluster import GroupConfig, InstanceConfig
 from jaxinfer.config import RunFile
 from jaxinfer.options import EngineOptions
-
-ENGINE: dict[str, Any] = {
-    "max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 8, "num_pages": 65,
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -51,9 +48,9 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def test_what_a_lost_instance_had_is_left_to_the_next_run(
-    model: str, tmp_path: Path, source: Path
+    tiny_folder: Path, tiny_loaded_once: None, tmp_path: Path, source: Path
 ) -> None:
-    config = RunFile(model=model, engine=EngineOptions(**ENGINE))
+    config = RunFile(model=str(tiny_folder), engine=EngineOptions(**TINY_OPTIONS))
     out = tmp_path / "out.jsonl"
 
     def lose(number: int, output: RequestOutput) -> RequestOutput:
@@ -73,9 +70,13 @@ def test_what_a_lost_instance_had_is_left_to_the_next_run(
 
 
 def test_a_log_probability_that_json_cannot_say(
-    model: str, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path,
+    tiny_loaded_once: None,
+    tmp_path: Path,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = RunFile(model=model, engine=EngineOptions(**ENGINE))
+    config = RunFile(model=str(tiny_folder), engine=EngineOptions(**TINY_OPTIONS))
 
     def spoil(number: int, output: RequestOutput) -> RequestOutput:
         if number == 1:

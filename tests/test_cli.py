@@ -1,5 +1,8 @@
-"""The command line in processes of its own, on the tiny model."""
+"""The command line on the tiny model: in this process, and in its own where that may be killed."""
 
+import contextlib
+import errno
+import io
 import json
 import os
 import random
@@ -7,32 +10,55 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from tiny_model import TINY_OPTIONS
 
-ENGINE = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 8, "num_pages": 65}
-Run = subprocess.CompletedProcess[str]
+from jaxinfer.cli import main
+from jaxinfer.workload import batch_output
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """One compilation cache for all the processes here."""
-    cache = str(tmp_path_factory.mktemp("compiled"))
-    return dict(os.environ) | {"JAX_COMPILATION_CACHE_DIR": cache, "COLUMNS": "200"}
+class Run(NamedTuple):
+    """How a command ended."""
+
+    returncode: int | str | None
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(autouse=True)
+def _wide_and_loaded_once(monkeypatch: pytest.MonkeyPatch, tiny_loaded_once: None) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 @pytest.fixture
 def run_file(tiny_folder: Path, tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
-    path.write_text(json.dumps({"model": str(tiny_folder), "engine": ENGINE}))
+    path.write_text(json.dumps({"model": str(tiny_folder), "engine": TINY_OPTIONS}))
     return path
 
 
-def jaxinfer(environment: dict[str, str], *arguments: str | Path) -> Run:
-    command = [sys.executable, "-m", "jaxinfer", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+def jaxinfer(*arguments: str | Path) -> Run:
+    """A command, run in this process."""
+    out, errors = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(errors),
+    ):
+        patch.setattr(sys, "argv", ["jaxinfer", *map(str, arguments)])
+        patch.setattr(sys, "path", list(sys.path))
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return Run(ended.value.code, out.getvalue(), errors.getvalue())
+
+
+def process(*arguments: str | Path) -> list[str]:
+    """The same command for a process of its own."""
+    return [sys.executable, "-m", "jaxinfer", *map(str, arguments)]
 
 
 def write_lines(path: Path, lines: list[Any]) -> Path:
@@ -55,7 +81,7 @@ def assert_one_line_error(done: Run, *words: str) -> None:
         assert word in message[0]
 
 
-def test_good_and_bad_lines(run_file: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+def test_good_and_bad_lines(run_file: Path, tmp_path: Path) -> None:
     chat = {
         "custom_id": "a chat",
         "method": "POST",
@@ -79,7 +105,7 @@ def test_good_and_bad_lines(run_file: Path, tmp_path: Path, environment: dict[st
         ],
     )
     out = tmp_path / "out.jsonl"
-    done = jaxinfer(environment, "run", run_file, "--input", source, "--output", out)
+    done = jaxinfer("run", run_file, "--input", source, "--output", out)
     assert done.returncode == 1, done.stderr
     assert "8 of 11 lines failed" in done.stdout
     assert "requests" in done.stdout
@@ -97,40 +123,38 @@ def test_good_and_bad_lines(run_file: Path, tmp_path: Path, environment: dict[st
         assert error.startswith(f"line {number}: ")
         assert reason in error
 
-    again = jaxinfer(environment, "run", run_file, "--input", source, "--output", out)
+    again = jaxinfer("run", run_file, "--input", source, "--output", out)
     assert again.returncode == 1
     assert "continuing: 11 of 11 lines are done" in again.stdout
     assert records(out) == got
 
 
-def test_nothing_is_overwritten_unasked(
-    run_file: Path, tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_nothing_is_overwritten_unasked(run_file: Path, tmp_path: Path) -> None:
     first = write_lines(tmp_path / "first.jsonl", [{"prompt": "Hello", "max_tokens": 2}])
     second = write_lines(tmp_path / "second.jsonl", [{"prompt": "Hallo", "max_tokens": 2}])
     out = tmp_path / "out.jsonl"
-    assert jaxinfer(environment, "run", run_file, "--input", first, "--output", out).returncode == 0
+    assert jaxinfer("run", run_file, "--input", first, "--output", out).returncode == 0
     before = out.read_bytes()
-    refused = jaxinfer(environment, "run", run_file, "--input", second, "--output", out)
+    refused = jaxinfer("run", run_file, "--input", second, "--output", out)
     assert_one_line_error(refused, "another job", "the input has changed", "--force")
     seed = ("--set", "engine.seed=5")
-    refused = jaxinfer(environment, "run", run_file, "--input", first, "--output", out, *seed)
+    refused = jaxinfer("run", run_file, "--input", first, "--output", out, *seed)
     assert_one_line_error(refused, "seed was 0, is now 5")
-    refused = jaxinfer(environment, "run", run_file, "--input", first, "--output", first, "--force")
+    refused = jaxinfer("run", run_file, "--input", first, "--output", first, "--force")
     assert_one_line_error(refused, "the output must not be the input")
     assert out.read_bytes() == before
-    forced = jaxinfer(environment, "run", run_file, "--input", second, "--output", out, "--force")
+    forced = jaxinfer("run", run_file, "--input", second, "--output", out, "--force")
     assert forced.returncode == 0
     assert out.read_bytes() != before
 
 
-def test_bench(run_file: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+def test_bench(run_file: Path, tmp_path: Path) -> None:
     work = write_lines(
         tmp_path / "work.jsonl",
         [{"prompt_token_ids": [i, 2, 3], "max_tokens": 5 + i} for i in range(6)],
     )
     out = tmp_path / "bench.json"
-    done = jaxinfer(environment, "bench", run_file, "--workload", work, "--json", out)
+    done = jaxinfer("bench", run_file, "--workload", work, "--json", out)
     assert done.returncode == 0, done.stderr
     (figures,) = json.loads(out.read_text())
     assert figures["prompt_tokens"] == 18
@@ -139,13 +163,13 @@ def test_bench(run_file: Path, tmp_path: Path, environment: dict[str, str]) -> N
     assert figures["output_tok_s"] == pytest.approx(45 / figures["wall_s"])
     assert figures["peak_rss_mib"] > 50
     assert (tmp_path / "bench.json.runs" / "1" / "steps.jsonl").exists()
-    refused = jaxinfer(environment, "bench", run_file, "--workload", work, "--json", out)
+    refused = jaxinfer("bench", run_file, "--workload", work, "--json", out)
     assert_one_line_error(refused, "bench.json exists", "--force")
 
     lengths = tmp_path / "lengths.csv"
     lengths.write_text("num_prefill_tokens,num_decode_tokens\n40,3\n7,9\n5,5\n")
     more = ("--json", tmp_path / "csv.json", "--limit", "2", "--repeat", "2")
-    done = jaxinfer(environment, "bench", run_file, "--workload", lengths, *more)
+    done = jaxinfer("bench", run_file, "--workload", lengths, *more)
     assert done.returncode == 0, done.stderr
     twice = json.loads((tmp_path / "csv.json").read_text())
     assert [(f["prompt_tokens"], f["output_tokens"]) for f in twice] == [(47, 12)] * 2
@@ -195,7 +219,7 @@ def test_mistakes_are_one_line(
     tiny_folder: Path,
     run_file: Path,
     tmp_path: Path,
-    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write_lines(tmp_path / "in.jsonl", [{"prompt": "Hello", "max_tokens": 2}])
     (tmp_path / "unknown.gguf").write_bytes(b"GGML" + bytes(100))
@@ -211,16 +235,51 @@ def test_mistakes_are_one_line(
     for option, value in standard.items():
         if option not in arguments:
             given += [option, value]
-    command = [sys.executable, "-m", "jaxinfer", "run", *given, *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
-    )
+    monkeypatch.chdir(tmp_path)
+    done = jaxinfer("run", *given, *arguments)
     assert_one_line_error(done, *words)
 
 
+def test_a_mistake_in_a_process_of_its_own(run_file: Path, tmp_path: Path) -> None:
+    command = process("run", run_file, "--input", "missing.jsonl", "--output", tmp_path / "out")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert_one_line_error(Run(done.returncode, done.stdout, done.stderr), "missing.jsonl")
+
+
 def test_a_full_disk_is_one_line_and_keeps_what_is_written(
-    run_file: Path, tmp_path: Path, environment: dict[str, str]
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The eighth line fits in part."""
+    lines = [{"prompt": f"Hello {i}", "max_tokens": 8} for i in range(20)]
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    out = tmp_path / "out.jsonl"
+    write, calls = os.write, []
+
+    def write_until_full(fd: int, data: bytes) -> int:
+        calls.append(fd)
+        if len(calls) > 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data[:9] if len(calls) == 8 else data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_output.os, "write", write_until_full)
+        done = jaxinfer("run", run_file, "--input", source, "--output", out)
+    assert_one_line_error(done, "cannot write", "out.jsonl", "run the same command again")
+    check_resumed(run_file, source, out)
+
+
+def check_resumed(run_file: Path, source: Path, out: Path) -> None:
+    """Seven lines of twenty are there; the same command adds the others."""
+    kept = records(out)
+    assert len(kept) == 7
+    assert jaxinfer("run", run_file, "--input", source, "--output", out).returncode == 0
+    got = records(out)
+    assert len(got) == 20
+    assert all(got[key] == kept[key] for key in kept)
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_a_process_of_its_own(run_file: Path, tmp_path: Path) -> None:
     """A limit on file sizes stands in for the disk: the write fails half way."""
     lines = [{"prompt": f"Hello {i}", "max_tokens": 8} for i in range(20)]
     source = write_lines(tmp_path / "in.jsonl", lines)
@@ -237,21 +296,17 @@ def test_a_full_disk_is_one_line_and_keeps_what_is_written(
         "\no.os.write = write; main()"
     )
     command = [sys.executable, "-c", limited, "run", run_file, "--input", source, "--output", out]
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, env=environment, check=False
-    )
-    assert_one_line_error(done, "cannot write", "out.jsonl", "run the same command again")
-    kept = records(out)
-    assert len(kept) == 7
-    resumed = jaxinfer(environment, "run", run_file, "--input", source, "--output", out)
-    assert resumed.returncode == 0
-    got = records(out)
-    assert len(got) == 20
-    assert all(got[key] == kept[key] for key in kept)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    ended = Run(done.returncode, done.stdout, done.stderr)
+    assert_one_line_error(ended, "cannot write", "out.jsonl", "run the same command again")
+    check_resumed(run_file, source, out)
 
 
-def test_ten_kills(run_file: Path, tmp_path: Path, environment: dict[str, str]) -> None:
-    """kill -9 at ten random moments of the work, resumed each time: equal to no kill at all."""
+@pytest.mark.parametrize(
+    ("kills", "count"), [([1, 2], 50), pytest.param(range(10), 150, marks=pytest.mark.slow)]
+)
+def test_kills(run_file: Path, tmp_path: Path, kills: Sequence[int], count: int) -> None:
+    """kill -9 at random moments of the work, resumed each time: equal to no kill at all."""
     lines = [
         {
             "prompt": f"Request number {i}. " + "lorem ipsum " * (i % 9),
@@ -259,35 +314,30 @@ def test_ten_kills(run_file: Path, tmp_path: Path, environment: dict[str, str]) 
             "temperature": (i % 3) / 2,
             "ignore_eos": i % 2 == 0,
         }
-        for i in range(150)
+        for i in range(count)
     ]
     source = write_lines(tmp_path / "in.jsonl", lines)
     whole = tmp_path / "whole.jsonl"
-    done = jaxinfer(environment, "run", run_file, "--input", source, "--output", whole)
+    done = jaxinfer("run", run_file, "--input", source, "--output", whole)
     assert done.returncode == 0, done.stderr
 
     out = tmp_path / "out.jsonl"
-    command = [
-        sys.executable, "-m", "jaxinfer", "run", run_file, "--input", source, "--output", out,
-    ]  # fmt: skip
+    command = process("run", run_file, "--input", source, "--output", out)
     rng = random.Random(7)
     sizes = []
-    for kill in range(10):
+    for kill in kills:
         before = out.stat().st_size if out.exists() else 0
-        process = subprocess.Popen(
-            list(map(str, command)),
-            env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         # Some kills hit the start, most the work: the moment after some more bytes.
         goal = before + rng.randrange(1, whole.stat().st_size // 12)
-        while kill % 5 and process.poll() is None and _size(out) < goal:
-            time.sleep(0.001)
+        while kill % 5 and running.poll() is None and _size(out) < goal:
+            time.sleep(0.005)
         time.sleep(rng.random() * (0.02 if kill % 5 else 1.5))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        running.send_signal(signal.SIGKILL)
+        running.wait()
         sizes.append(_size(out))
     assert sizes[-1] < whole.stat().st_size, "the kills came too late to test anything"
-    done = jaxinfer(environment, "run", run_file, "--input", source, "--output", out)
+    done = jaxinfer("run", run_file, "--input", source, "--output", out)
     assert done.returncode == 0, done.stderr
     assert records(out) == records(whole)
 

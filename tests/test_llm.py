@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_model import TINY_OPTIONS
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
 from jaxinfer.report.run_folder import PACKAGES
@@ -15,6 +16,24 @@ from jaxinfer.stop import StopCheck
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PROMPTS = ["Hello", "A longer prompt than the other one, by far.", "x" * 150, "Ünïcode ✓"]
+
+
+@pytest.fixture(scope="module")
+def small(tiny_folder: Path) -> LLM:
+    """24 pages, and two buckets of rows."""
+    return LLM(
+        str(tiny_folder), progress=False, page_size=8, num_pages=25, max_num_seqs=16,
+        max_num_batched_tokens=32,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unlike(tiny_folder: Path) -> LLM:
+    """Unlike ``tiny`` in all that is to change no token."""
+    return LLM(
+        str(tiny_folder), progress=False, page_size=16, max_num_seqs=2, max_num_batched_tokens=7,
+        launch_ahead=False,
+    )  # fmt: skip
 
 
 def tokens(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
@@ -79,15 +98,11 @@ def test_sampled_tokens_do_not_depend_on_batch_mates_order_or_preemption(tiny: L
     assert metrics.output_tokens == 16 * 40
 
 
-def test_preemption_happens_and_changes_nothing(tiny_folder: Path) -> None:
-    llm = LLM(
-        str(tiny_folder), progress=False, page_size=8, num_pages=26, max_num_seqs=4,
-        max_num_batched_tokens=32,
-    )  # fmt: skip
+def test_preemption_happens_and_changes_nothing(tiny: LLM, small: LLM) -> None:
     params = GREEDY.model_copy(update={"max_tokens": 90})
-    prompts = [PROMPTS[1] + str(i) for i in range(4)]
-    alone = [tokens(llm, p, params)[0] for p in prompts]
-    outputs = llm.generate(prompts, params, progress=False)
+    prompts = [PROMPTS[1] + str(i) for i in range(6)]
+    alone = [tokens(tiny, p, params)[0] for p in prompts]
+    outputs = small.generate(prompts, params, progress=False)
     assert sum(o.metrics.num_preemptions for o in outputs) > 0
     assert [o.outputs[0].token_ids for o in outputs] == alone
 
@@ -144,16 +159,14 @@ def test_max_tokens_ends_at_the_models_length(tiny: LLM) -> None:
     assert len(ids) == 256 - 250
 
 
-def test_a_request_too_large_for_the_pool_is_refused_and_the_rest_served(
-    tiny_folder: Path,
-) -> None:
-    llm = LLM(str(tiny_folder), progress=False, page_size=8, num_pages=6, max_num_seqs=2,
-              max_num_batched_tokens=32)  # fmt: skip
-    outputs = llm.generate(["x" * 40, "Hello", "y" * 21], GREEDY, progress=False)
+def test_a_request_too_large_for_the_pool_is_refused_and_the_rest_served(small: LLM) -> None:
+    """Of 20 tokens of output, the last has no KV."""
+    prompts = ["x" * (24 * 8 - 19 + 1), "Hello", "y" * (24 * 8 - 19)]
+    outputs = small.generate(prompts, GREEDY, progress=False)
     assert outputs[0].outputs == []
     assert outputs[0].error
-    assert "needs 8 pages" in outputs[0].error
-    assert "which has 5" in outputs[0].error
+    assert "needs 25 pages" in outputs[0].error
+    assert "which has 24" in outputs[0].error
     assert [len(o.outputs[0].token_ids) for o in outputs[1:]] == [20, 20]
 
 
@@ -201,10 +214,8 @@ def test_wrong_options_are_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_launch_ahead_and_pool_size_do_not_change_tokens(tiny: LLM, tiny_folder: Path) -> None:
-    other = LLM(str(tiny_folder), progress=False, page_size=16, max_num_seqs=2,
-                max_num_batched_tokens=7, launch_ahead=False)  # fmt: skip
-    assert tokens(other, PROMPTS, GREEDY) == tokens(tiny, PROMPTS, GREEDY)
+def test_launch_ahead_and_pool_size_do_not_change_tokens(tiny: LLM, unlike: LLM) -> None:
+    assert tokens(unlike, PROMPTS, GREEDY) == tokens(tiny, PROMPTS, GREEDY)
 
 
 def test_a_run_leaves_its_files(tiny: LLM, tmp_path: Path) -> None:
@@ -236,8 +247,7 @@ def test_a_run_leaves_its_files(tiny: LLM, tmp_path: Path) -> None:
 def test_strict_shapes_refuses_a_step_that_was_not_compiled(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(str(tiny_folder), progress=False, strict_shapes=True, max_num_seqs=2,
-              max_num_batched_tokens=8)  # fmt: skip
+    llm = LLM(str(tiny_folder), progress=False, strict_shapes=True, **TINY_OPTIONS)
     assert tokens(llm, "Hello", GREEDY)
     step = llm.engine.worker.stages[0].step
     assert step.late_compiles == 0
@@ -371,51 +381,48 @@ def test_tokens_outside_the_vocabulary_are_refused(tiny: LLM, option: str) -> No
         tiny.generate("Hello", params, progress=False)
 
 
-def test_a_prompt_seen_before_is_not_computed_again(tiny_folder: Path) -> None:
+def test_a_prompt_seen_before_is_not_computed_again(tiny: LLM) -> None:
     """Pages of 8 tokens: 43 prompt tokens leave 40 that can be reused."""
-    llm = LLM(str(tiny_folder), progress=False, page_size=8, num_pages=65)
-    off = LLM(str(tiny_folder), progress=False, page_size=8, enable_prefix_caching=False)
     prompt = PROMPTS[1]
-    assert len(llm.tokenizer.encode(prompt)) == 43
-    for cached in (0, 40, 40):
-        (output,) = llm.generate(prompt, GREEDY, progress=False)
-        assert output.metrics.num_cached_tokens == cached
-        assert output.outputs[0].token_ids == tokens(off, prompt, GREEDY)[0]
-    llm.reset_prefix_cache()
-    assert llm.generate(prompt, GREEDY, progress=False)[0].metrics.num_cached_tokens == 0
+    assert len(tiny.tokenizer.encode(prompt)) == 43
+    tiny.reset_prefix_cache()
+    found = [tiny.generate(prompt, GREEDY, progress=False)[0] for _ in range(3)]
+    assert [output.metrics.num_cached_tokens for output in found] == [0, 40, 40]
+    assert len({tuple(output.outputs[0].token_ids) for output in found}) == 1
+    tiny.reset_prefix_cache()
+    assert tiny.generate(prompt, GREEDY, progress=False)[0].metrics.num_cached_tokens == 0
     # The other continuations wait for the first one's pages.
     params = SamplingParams(n=4, seed=1, max_tokens=5)
-    llm.reset_prefix_cache()
-    requests = llm.make_requests("r", llm.tokenizer.encode(prompt), params)
-    metrics = llm.run(requests, lambda output: None, progress=False)
+    tiny.reset_prefix_cache()
+    requests = tiny.make_requests("r", tiny.tokenizer.encode(prompt), params)
+    metrics = tiny.run(requests, lambda output: None, progress=False)
     assert [r.metrics.num_cached_tokens for r in requests] == [0, 40, 40, 40]
     assert (metrics.requests, metrics.prompt_tokens, metrics.cached_tokens) == (1, 172, 120)
 
 
 def test_an_interrupted_run_leaves_a_fresh_pool(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+    small: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(str(tiny_folder), progress=False, page_size=8, num_pages=33)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.worker, "launch", lambda *args: 1 / 0)
+        patch.setattr(small.engine.worker, "launch", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            llm.generate(PROMPTS, GREEDY, progress=False)
-    outputs = llm.generate(PROMPTS, GREEDY, progress=False)
+            small.generate(PROMPTS, GREEDY, progress=False)
+    outputs = small.generate(PROMPTS, GREEDY, progress=False)
     assert [len(o.outputs[0].token_ids) for o in outputs] == [20] * 4
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7}, {"num_pages": 22}])
+@pytest.mark.parametrize("name", ["tiny", "small", "unlike"])
 def test_prompt_logprobs_are_those_of_the_tokens_one_by_one(
-    tiny: LLM, tiny_folder: Path, options: dict[str, Any]
+    tiny: LLM, name: str, request: pytest.FixtureRequest
 ) -> None:
     """Against what ``logprobs`` reports after each beginning of the prompt."""
-    settings = {"page_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32} | options
-    llm = LLM(str(tiny_folder), progress=False, **settings)
-    prompts = [tiny.tokenizer.encode(p) for p in ("Hello there", PROMPTS[1], "x" * 60)]
+    llm = request.getfixturevalue(name)
+    prompts = [tiny.tokenizer.encode(p) for p in ("Hello there", PROMPTS[1], "x" * 90)]
     params = GREEDY.model_copy(update={"prompt_logprobs": 2})
     for _ in range(2):  # The second time, the prefix cache has it all.
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, progress=False)
         assert [o.metrics.num_cached_tokens for o in outputs] == [0, 0, 0]
+        assert (sum(o.metrics.num_preemptions for o in outputs) > 0) == (name == "small")
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.prompt_logprobs is not None
         first, *rest = output.prompt_logprobs

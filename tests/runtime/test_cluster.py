@@ -24,6 +24,7 @@ from cluster_cases import (
     Request,
     covering_cases,
     cut_of,
+    few_cases,
     roomy,
     set_pools,
     set_system,
@@ -40,6 +41,7 @@ from cluster_checks import (
 from jaxinfer import LLM
 
 
+@pytest.mark.slow
 def test_tokens_stand_out(alone: dict[str, LLM]) -> None:
     """What makes equality a fair demand: greedy by a margin, draws by options near theirs."""
     greedy = [request for request in REQUESTS if request.params.temperature == 0]
@@ -78,6 +80,14 @@ def check_case(case: Case, llm: LLM, expected: list[Done], folder: Path) -> None
     check_run(Ran.last(folder), pair, way)
 
 
+@pytest.mark.parametrize("case", few_cases(), ids=str)
+def test_ways_of_serving_give_the_same_tokens(
+    case: Case, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    check_case(case, loader.pair(case.pair), expected[case.pair.heads], tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", covering_cases(), ids=str)
 def test_every_way_of_serving_gives_the_same_tokens(
     case: Case, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
@@ -125,7 +135,11 @@ PLACES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "three-stages")) for n in PLACES]
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] * (n in ("three-stages", "two-groups")))
+        for n in PLACES
+    ],
 )
 def test_one_instance_over_several_devices(
     name: str, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path

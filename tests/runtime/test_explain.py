@@ -58,7 +58,9 @@ def test_each_stage_of_a_run_file(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_bytes_are_those_of_the_arrays_that_are_loaded(tiny_folder: Path, devices: int) -> None:
+def test_bytes_are_those_of_the_arrays_that_are_loaded(
+    tiny_folder: Path, uncompiled: None, devices: int
+) -> None:
     plan = plan_for(tiny_folder, tensor_parallel_size=devices)
     llm = LLM(str(tiny_folder), progress=False, tensor_parallel_size=devices, **TINY)  # type: ignore[arg-type]
     worker = llm.engine.worker

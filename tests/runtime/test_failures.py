@@ -16,6 +16,7 @@ import pytest
 from jaxinfer import LLM, JaxinferError, SamplingParams
 from jaxinfer.cluster import GroupConfig, InstanceConfig
 from jaxinfer.config import RunFile
+from jaxinfer.options import EngineOptions
 from jaxinfer.request import RequestOutput
 from jaxinfer.runtime.worker import Worker
 
@@ -101,13 +102,22 @@ def expected(tiny: LLM) -> list[list[int]]:
     return tokens(tiny.generate(PROMPTS, PARAMS, progress=False))
 
 
-# Every pair of system, instance and time, and each of these with each failure.
-@pytest.mark.parametrize("failure", [break_launch, break_device, hang])
+FAILURES = (break_launch, break_device, hang)
+LOSSES = ((CRONUS, "a", 0), (CRONUS, "b", 3), (SHARES, "a", 3), (SHARES, "b", 0))
+
+
+# Every pair of system, instance and time; each of these with each failure takes longer.
 @pytest.mark.parametrize(
-    ("system", "lost", "after"),
-    [(CRONUS, "a", 0), (CRONUS, "b", 3), (SHARES, "a", 3), (SHARES, "b", 0)],
-    ids=lambda x: x["name"] if isinstance(x, dict) else str(x),
-)
+    ("system", "lost", "after", "failure"),
+    [
+        pytest.param(
+            *loss, failure, id=f"{loss[0]['name']}-{loss[1]}-{loss[2]}-{failure.__name__}",
+            marks=[pytest.mark.slow] * ((i + j) % 2),
+        )
+        for i, loss in enumerate(LOSSES)
+        for j, failure in enumerate(FAILURES)
+    ],
+)  # fmt: skip
 def test_requests_are_recomputed_elsewhere(
     tiny_folder: Path,
     tmp_path: Path,
@@ -153,7 +163,7 @@ def test_with_nobody_left_each_request_says_why(tiny_folder: Path) -> None:
 
 
 def test_one_instance_that_hangs_ends_the_batch(tiny_folder: Path) -> None:
-    config = RunFile(model=str(tiny_folder), watchdog_s=3)
+    config = RunFile(model=str(tiny_folder), engine=EngineOptions(**INSTANCE), watchdog_s=3)
     llm = LLM.from_config(config, progress=False)
     hang(llm, "engine", 1)
     outputs = llm.generate(PROMPTS[:2], PARAMS, progress=False)

