@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from conftest import TINY_OPTIONS
+from tiny_model import TINY_OPTIONS
 
 from jaxinfer import JaxinferError
 from jaxinfer.batch_job import BatchJob
