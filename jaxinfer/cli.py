@@ -160,7 +160,9 @@ def bench(
 
 @cli.command()
 @click.argument("files", nargs=-1, required=True)
-@click.option("--systems", help="Run files in the first one's folder: cronus,data_parallel,...")
+@click.option(
+    "--systems", help="More run files of FILE's folder: data_parallel,...; FILE itself runs, too."
+)
 @click.option("--out", help="New folder for tables, pictures and traces of systems.")
 @click.option("--config", "run_file", help="Of tables: run file with the model and its options.")
 @with_model

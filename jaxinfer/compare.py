@@ -16,18 +16,20 @@ def load_systems(
     """The run files to compare, by the names of their files.
 
     Args:
-        systems: names of more run files in the first one's folder.
+        systems: names of more run files in the first one's folder. It comes first, or where its
+            own name is among them.
         settings: as of ``load_run_file``, applied to each.
 
     Raises:
         JaxinferError: a file cannot be read, or two have one name.
     """
-    folder = Path(run_files[0]).parent
+    first = Path(run_files[0])
     paths = [Path(path) for path in run_files]
     if systems and len(run_files) > 1:
         raise JaxinferError(f"--systems are run files beside {run_files[0]}: give only that one")
     if systems:
-        paths = [folder / f"{name}.yaml" for name in systems]
+        names = systems if first.stem in systems else [first.stem, *systems]
+        paths = [first if name == first.stem else first.with_name(f"{name}.yaml") for name in names]
     configs = {path.stem: load_run_file(path, settings) for path in paths}
     if len(configs) < len(paths):
         raise JaxinferError(f"two of {', '.join(map(str, paths))} have one name")

@@ -120,6 +120,32 @@ def test_a_trace_s_name_is_taken_as_it_is(name: str) -> None:
     assert load_run_file(None, workload_settings(name, None)).workload.trace == name
 
 
+@pytest.mark.parametrize(
+    ("systems", "found"),
+    [
+        ([], ["cronus"]),
+        (["single"], ["cronus", "single"]),
+        (["single", "data_parallel"], ["cronus", "single", "data_parallel"]),
+        (["single", "cronus"], ["single", "cronus"]),
+    ],
+)
+def test_a_file_is_compared_with_the_systems_beside_it(
+    systems: list[str], found: list[str]
+) -> None:
+    configs = load_systems([str(CRONUS)], systems)
+    assert list(configs) == found
+    assert [config.system["name"] for config in configs.values()] == found
+
+
+def test_a_file_of_another_suffix_is_compared_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine.yml").write_text(CRONUS.read_text())
+    (tmp_path / "other.yaml").write_text("system: single\n")
+    configs = load_systems([str(tmp_path / "mine.yml")], ["other"])
+    assert [config.system["name"] for config in configs.values()] == ["cronus", "single"]
+    with pytest.raises(JaxinferError, match=r"two of .*other\.yaml, .*other\.yaml have one name"):
+        load_systems([str(tmp_path / "mine.yml")], ["other", "other"])
+
+
 def test_systems_stand_beside_one_file() -> None:
     with pytest.raises(JaxinferError, match=r"beside a\.yaml: give only that one"):
         load_systems(["a.yaml", "b.yaml"], ["cronus"])

@@ -75,7 +75,7 @@ def test_text_parts_become_one_text(tmp_path):
 
 def test_sampling_options_and_defaults(tmp_path):
     assert good(tmp_path, {"prompt": "Hi"}).sampling == SamplingParams(
-        temperature=1.0, max_tokens=DEFAULT_MAX_TOKENS
+        temperature=1.0, max_tokens=256
     )
     options = {
         "temperature": 1,
@@ -127,6 +127,7 @@ def test_sampling_options(tmp_path):
         frequency_penalty=-0.5, repetition_penalty=1.1, min_p=0.1, max_tokens=DEFAULT_MAX_TOKENS,
     )  # fmt: skip
     assert good(tmp_path, chat(logprobs=True)).sampling.logprobs == 0
+    assert good(tmp_path, chat(logprobs=True, top_logprobs=20)).sampling.logprobs == 20
     assert good(tmp_path, completion(logprobs=2)).sampling.logprobs == 2
     assert good(tmp_path, completion(logprobs=0, top_logprobs=0)).sampling.logprobs == 0
 
@@ -189,6 +190,9 @@ BAD = [
     (chat(n=0), "n is 0, must be"),
     (chat(n=True), "n is True, must be"),
     (chat(best_of=2), "best_of is 2, not supported except as 1"),
+    (chat(best_of=True), "best_of is True, not supported except as 1"),
+    (chat(stream=0), "stream is 0, not supported except as false"),
+    (chat(top_logprobs=-1), "top_logprobs is -1, must be an integer from 0 to 20"),
     (chat(n=2, temperature=0), "n is 2, must be 1 with temperature 0"),
     (chat(min_tokens=9, max_tokens=8), "min_tokens is 9, must be at most max_tokens, 8"),
     (chat(logit_bias={"x": 1}), "logit_bias.x is 'x', must be"),

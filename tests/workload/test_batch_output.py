@@ -90,6 +90,17 @@ def test_chat_result_line():
     ]
 
 
+def test_usage_counts_the_prompt_once_and_the_tokens_of_all_choices():
+    choices = [
+        CompletionOutput(i, "x", tokens, None, finish_reason="length")
+        for i, tokens in enumerate(([5, 6], [7], [8, 9, 10]))
+    ]
+    output = RequestOutput("r", None, [1, 2, 3, 4], choices, True, RequestMetrics(arrival=0.0))
+    body = result_line(line_for("Hi"), output, "tiny")["response"]["body"]
+    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+
+
 def test_logprobs_in_both_formats():
     found = [
         {7: Logprob(-0.5, 1, "Yo"), 8: Logprob(-1.5, 2, "No")},
@@ -397,6 +408,10 @@ def test_disk_full_in_the_middle_of_a_line_keeps_the_lines_before(out):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert file.finished == {"a"}
+        # Closed and unlocked at once: nothing may follow a line that was lost.
+        with pytest.raises(ValueError, match="is closed"):
+            file.append(record("c"))
+        ResultFile.open(out, JOB, force=False).close()
     assert str(error.value).startswith(f"cannot write {out}: File too large; results so far")
     assert "\n" not in str(error.value)
     assert out.read_bytes() == whole

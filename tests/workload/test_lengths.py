@@ -1,4 +1,5 @@
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,19 @@ def test_csv_formats(tmp_path, text, requests):
     assert read(tmp_path, "trace.csv", text) == requests
 
 
+def test_a_time_without_a_zone_is_utc(tmp_path, monkeypatch):
+    """Local time has hours that do not exist, or come twice."""
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        rows = "2023-03-12 01:30:00,1,1\n2023-03-12 03:30:00,1,1\n2023-03-12 03:30:00+01:00,1,1\n"
+        found = read(tmp_path, "trace.csv", AZURE + rows)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert [item.arrival for item in found] == [0.0, 7200.0, 3600.0]
+
+
 def test_jsonl(tmp_path):
     lines = [
         {"prompt_token_ids": [1, 2], "max_tokens": 3},
@@ -65,6 +79,9 @@ def test_jsonl(tmp_path):
         ("a.csv", "num_prefill_tokens,num_decode_tokens,num_decode_tokens\n1,2,3\n", "must have"),
         ("a.csv", VIDUR + "1,2,0\n0,2,0\n", "line 3: num_prefill_tokens is '0', must be"),
         ("a.csv", VIDUR + "1,-2,0\n", "line 2: num_decode_tokens is '-2', must be"),
+        ("a.csv", VIDUR + "\u00b2,2,0\n", "line 2: num_prefill_tokens is '\u00b2', must be"),
+        ("a.csv", VIDUR + "\u0664,2,0\n", "line 2: num_prefill_tokens is '\u0664', must be"),
+        ("a.csv", VIDUR + "1,2,inf\n", "line 2: arrived_at is 'inf', must be"),
         ("a.csv", VIDUR + "1.5,2,0\n", "line 2: num_prefill_tokens is '1.5', must be"),
         ("a.csv", VIDUR + "1,2,-1\n", "line 2: arrived_at is '-1', must be"),
         ("a.csv", VIDUR + "1,2,nan\n", "line 2: arrived_at is 'nan', must be"),

@@ -1,0 +1,138 @@
+"""Run folders: written, and read as what was written."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxinfer import JaxinferError
+from jaxinfer.report.records import RequestRecord, StepRecord, TransferRecord, read_run
+from jaxinfer.report.run_folder import RunFolder, run_folders
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.work import Work
+from jaxinfer.serving.world import StepDone, TransferDone
+
+DESCRIPTION: dict[str, Any] = {
+    "system": {"name": "two"},
+    "emulated": ["all: slow"],
+    "instances": {
+        "a": {"stages": [{"group": "low"}, {"group": "high"}]},
+        "b": {"stages": [{"group": "high"}]},
+    },
+}
+
+
+def step(instance: str, spans: list[tuple[float, float]], tokens: int, decodes: int) -> StepDone:
+    work = Work(tokens, decodes, 3, 2, 0, [], decodes)
+    batch: Any = SimpleNamespace(instance=instance, rows=[], work=work, num_waiting=4,
+                                 num_running=5, pages_in_use=6)  # fmt: skip
+    return StepDone(batch, (1, 2), spans[0][0], spans[-1][1], stages=spans)
+
+
+def request(cut: int | None, error: str | None) -> RequestState:
+    made = RequestState("r0", 100, 10, 1.0000004)
+    made.metrics.token_times = [2.00000049, 3.5]
+    made.metrics.received = 2.75
+    made.metrics.cut, made.metrics.num_preemptions, made.metrics.num_cached_tokens = cut, 2, 16
+    made.error = error
+    return made
+
+
+def write(folder: Path, counts_transfer: bool = False) -> RunFolder:
+    with RunFolder(folder, DESCRIPTION) as made:
+        moved: Any = SimpleNamespace(source="a", dest="b", start=4, stop=30, requested=0.25,
+                                     request=SimpleNamespace(id="r0"))  # fmt: skip
+        made.add_step(step("a", [(0.0, 1.00000049), (1.5, 2.0)], 40, 3), [moved])
+        made.add_step(step("b", [(0.75, 1.25)], 7, 7), [moved])
+        idle: Any = {name: SimpleNamespace(in_flight=0) for name in "ab"}
+        made.add_transfer(TransferDone(moved, 0.5, 1.0, 2600), idle)
+        made.add_request(request(120, None), counts_transfer)
+        made.add_request(request(None, "lost"), counts_transfer)
+        made.finish({"wall_s": 4.0}, {"b": [0.25, 0.5]}, {"a": "failed"}, {"cuts": {}})
+    return made
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    found = read_run(write(tmp_path).path)
+    assert (found.name, found.wall_s, found.emulated) == ("two", 4.0, ("all: slow",))
+    assert found.groups == {"a": ("low", "high"), "b": ("high",)}
+    assert found.steps == (
+        StepRecord("a", ((0.0, 1.0), (1.5, 2.0)), 37, 3),
+        StepRecord("b", ((0.75, 1.25),), 0, 7),
+    )
+    # The destination computes from 0.75 on.
+    assert found.transfers == (TransferRecord("r0", "a", "b", 26, 2600, 0.25, 0.5, 1.0, 0.25),)
+    assert found.requests == (
+        RequestRecord("r0", 1.0, 100, (2.0, 3.5), 100, 2, None),
+        RequestRecord("r0", 1.0, 100, (2.0, 3.5), 0, 2, "lost"),
+    )
+    assert found.run["overruns"] == {"b": {"steps": 2, "seconds": 0.75}}
+    assert found.run["lost"] == {"a": "failed"}
+    assert found.run["system_report"] == {"cuts": {}}
+    assert found.run["versions"]["jaxinfer"]
+    counted = read_run(write(tmp_path, counts_transfer=True).path)
+    assert counted.requests[0].token_times == (2.75, 3.5)
+
+
+def test_lines_have_what_the_documentation_names(tmp_path: Path) -> None:
+    path = write(tmp_path).path
+    first, second, moved = map(json.loads, (path / "steps.jsonl").read_text().splitlines())
+    assert first == {
+        "instance": "a", "start": 0.0, "end": 2.0, "rows": 3, "decode_tokens": 3,
+        "prefill_tokens": 37, "sampled": 2, "waiting": 4, "running": 5, "pages_in_use": 6,
+        "stages": [[0.0, 1.0], [1.5, 2.0]],
+    }  # fmt: skip
+    assert "stages" not in second
+    assert moved["tokens"] == 26
+    line, _ = map(json.loads, (path / "requests.jsonl").read_text().splitlines())
+    assert line["cached_tokens"] == 16
+
+
+def test_a_run_has_the_name_that_its_reader_gives(tmp_path: Path) -> None:
+    path = write(tmp_path).path
+    assert read_run(path, "mine").name == "mine"
+    assert read_run(str(path), None).name == "two"
+
+
+def test_latencies() -> None:
+    record = RequestRecord("r", 1.0, 5, (1.5, 1.75, 3.0), 0, 0, None)
+    assert record.ttft == 0.5
+    assert record.tbt == [0.25, 1.25]
+    none = RequestRecord("r", 1.0, 5, (), 0, 0, None)
+    assert (none.ttft, none.tbt) == (None, [])
+
+
+def test_folders_count_up(tmp_path: Path) -> None:
+    (tmp_path / "9").mkdir()
+    (tmp_path / "10").mkdir()
+    (tmp_path / "notes").mkdir()
+    with RunFolder(tmp_path, DESCRIPTION) as made:
+        assert made.path == tmp_path / "11"
+        assert json.loads((made.path / "run.json").read_text())["status"] == "running"
+    assert [path.name for path in run_folders(tmp_path)] == ["9", "10", "11"]
+    with RunFolder(tmp_path / "new" / "folder", DESCRIPTION) as made:
+        assert made.path.name == "1"
+    (tmp_path / "file").touch()
+    with pytest.raises(JaxinferError, match=r"^run folder .*/file: "):
+        RunFolder(tmp_path / "file", DESCRIPTION)
+
+
+def test_a_run_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, DESCRIPTION) as made:
+        pass
+    with pytest.raises(JaxinferError, match=r"/1: the run is 'running', must be finished"):
+        read_run(made.path)
+    path = write(tmp_path).path
+    steps = path / "steps.jsonl"
+    whole = steps.read_text()
+    steps.write_text(whole + "{")
+    with pytest.raises(JaxinferError, match=r"steps\.jsonl: not JSON lines: "):
+        read_run(path)
+    steps.write_text(whole.replace("decode_tokens", "tokens"))
+    with pytest.raises(JaxinferError, match="damaged, KeyError: 'decode_tokens'"):
+        read_run(path)
+    steps.unlink()
+    with pytest.raises(JaxinferError, match=r"steps\.jsonl: No such file"):
+        read_run(path)
