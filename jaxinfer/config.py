@@ -256,10 +256,12 @@ def _apply(data: dict[str, Any], setting: str) -> None:
         inner = at.setdefault(name, {})
         short = _SHORT.get(where)
         if short and isinstance(inner, str):
-            inner = at[name] = {short: inner}
+            inner = {short: inner}
         if not isinstance(inner, dict):
             raise JaxinferError(f"--set {setting!r}: {where} is {shown(inner)}, has no options")
-        at = inner
+        # A copy: an alias in YAML is one mapping in several places.
+        at[name] = dict(inner)
+        at = at[name]
     try:
         at[last] = parse_yaml(value)
     except JaxinferError as error:

@@ -277,6 +277,13 @@ def test_a_setting_goes_where_the_short_form_has_only_a_name(tmp_path: Path) -> 
     assert [item.arrival for item in config.workload.requests()] == [0.0, 2.5, 5.0]
 
 
+def test_a_setting_changes_no_alias_of_what_it_sets(tmp_path: Path) -> None:
+    text = "groups: {a: &g {devices: 1}, b: *g}\ninstances: {a: {group: a}, b: {group: b}}\n"
+    (tmp_path / "f.yaml").write_text(f"{text}system: {{name: cronus, partial: a, chunked: b}}")
+    config = load_run_file(tmp_path / "f.yaml", ["groups.a.devices=4", "groups.a.kind=A10"])
+    assert config.groups == {"a": GroupConfig(devices=4, kind="A10"), "b": GroupConfig()}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
