@@ -239,7 +239,6 @@ def test_a_run_leaves_its_files(tiny: LLM, tmp_path: Path) -> None:
         assert before["start"] <= before["end"] <= after["start"] <= after["end"]
     m = run["metrics"]
     assert m["late_compiles"] == 0
-    assert 0 < m["loop_s"] < m["wall_s"]
     assert m["prompt_tokens"] == prompt_tokens
     assert m["output_tokens"] == 80
 

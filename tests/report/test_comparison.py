@@ -146,6 +146,17 @@ def test_numbers_keep_three_digits(value: float, text: str) -> None:
     assert number_text(value) == text
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(2**20 // 2, "0.500 MiB"), (2**30 - 2**20, "1,023 MiB"), (2**30, "1.00 GiB"),
+     (3 * 2**29, "1.50 GiB"), (2**42, "4,096 GiB")],
+)  # fmt: skip
+def test_bytes_are_in_units_that_are_read(small_run: RunRecord, num_bytes: int, text: str) -> None:
+    (one, _) = small_run.transfers
+    run = replace(small_run, transfers=(replace(one, num_bytes=num_bytes),))
+    assert f" {text} " in printed({"x": [run]})[2]
+
+
 def test_csv_and_json_hold_the_figures_exactly(small_run: RunRecord, tmp_path: Path) -> None:
     uncut = replace(small_run.requests[1], token_times=(2.0,))
     other = replace(small_run, groups={"a": ("mid",)}, steps=(), requests=(uncut,))
@@ -193,9 +204,15 @@ def test_markdown_tells_command_rounds_spread_and_emulation(
 
 
 def test_every_file_is_there_and_linked(small_run: RunRecord, tmp_path: Path) -> None:
-    names = ["Cronus (fixed cut)", "cronus fixed cut", "../x", "\N{GREEK SMALL LETTER ALPHA}"]
+    names = [
+        "Cronus (fixed cut)",
+        "cronus fixed cut",
+        "Cronus, fixed: cut",
+        "../x",
+        "\N{GREEK SMALL LETTER ALPHA}",
+    ]
     paths = write_comparison({name: [small_run] for name in names}, tmp_path, COMMAND)
-    slugs = ["cronus-fixed-cut", "cronus-fixed-cut-2", "x", "system"]
+    slugs = [*(f"cronus-fixed-cut{number}" for number in ("", "-2", "-3")), "x", "system"]
     linked = ["throughput.png", "latency.png"]
     linked += [file for s in slugs for file in (f"timeline-{s}.png", f"trace-{s}.json")]
     expected = ["compare.md", "compare.csv", "compare.json", *linked]

@@ -152,6 +152,15 @@ def test_lanes_are_as_few_as_transfers_overlap(small_run: RunRecord) -> None:
     assert found == {("a", "b"): [["0", "1"], ["2", "3"], ["4"]], ("b", "a"): [["r0"]]}
 
 
+def test_lanes_of_transfers_that_start_together(small_run: RunRecord) -> None:
+    """The one that ends first has the first lane, and of those alike, the one named first."""
+    one = small_run.transfers[0]
+    spans = [("c", 0.0, 5.0), ("b", 0.0, 1.0), ("a", 0.0, 5.0), ("d", 1.0, 2.0)]
+    moves = [replace(one, request=name, start=a, end=b) for name, a, b in spans]
+    ((_, lanes),) = transfer_lanes(replace(small_run, transfers=tuple(moves))).items()
+    assert [[t.request for t in lane] for lane in lanes] == [["b", "d"], ["a"], ["c"]]
+
+
 def test_kinds_of_steps() -> None:
     kinds = [step_kind(StepRecord("a", ((0, 1),), p, d)) for p, d in ((5, 0), (5, 2), (0, 2))]
     assert kinds == ["prefill", "mixed", "decode"]

@@ -77,6 +77,15 @@ def test_timeline_has_a_lane_per_stage_and_route(small_run: RunRecord, tmp_path:
     assert footnote(figure) == ""
 
 
+def test_lanes_go_by_groups_as_instances_name_them(small_run: RunRecord, tmp_path: Path) -> None:
+    """Whatever the names; a group's lanes stand together, in the order of its instances."""
+    groups = {"z": ("w",), "b": ("a", "w"), "a": ("w",), "y": ("a",)}
+    run = replace(small_run, groups=groups, steps=(), transfers=())
+    assert lanes(timeline(run, tmp_path / "t.png")) == [
+        "w: z", "w: b, stage 2", "w: a", "a: b, stage 1", "a: y"
+    ]  # fmt: skip
+
+
 def test_timeline_shows_the_window_alone(small_run: RunRecord, tmp_path: Path) -> None:
     figure = timeline(small_run, tmp_path / "t.png", start=3.75, stop=5.5)
     assert figure.axes[0].get_xlim() == (3.75, 5.5)
@@ -152,6 +161,15 @@ def test_bars_are_medians_and_dots_are_rounds(small_run: RunRecord, tmp_path: Pa
     assert list(axes.lines[0].get_xdata()) == pytest.approx([0.3, 0.1, 0.15])
     assert list(axes.lines[1].get_xdata()) == pytest.approx([0.3])
     assert [text.get_text() for text in axes.texts] == ["0.150", "0.300"]
+    # Beside the fastest round, with room up to the edge; the first system is at the top.
+    assert np.array([text.xy for text in axes.texts]) == pytest.approx(
+        np.array([[0.3, 0], [0.3, 1]])
+    )  # type: ignore[attr-defined]
+    assert axes.get_xlim() == pytest.approx((0, 1.08 * 0.3))
+    assert axes.get_ylim() == (1.5, -0.5)
+    # Three rounds are spread over 0.36 of the bar's height, one is in its middle.
+    assert list(axes.lines[0].get_ydata()) == pytest.approx([-0.12, 0, 0.12])
+    assert list(axes.lines[1].get_ydata()) == pytest.approx([1])
     assert lanes(figure) == ["a system whose name is too\nlong for a line", "y"]
     assert axes.get_xlabel() == "throughput (finished requests/s)"
     assert legend(figure) == ["median of the rounds", "one round"]

@@ -63,6 +63,11 @@ def test_what_is_no_share(tmp_path: Path, attainment: float) -> None:
         capacity(prefills(tmp_path), work, read_slo("ttft=1"), attainment)
 
 
+def test_no_target_at_all() -> None:
+    with pytest.raises(JaxinferError, match=r"^no target: give ttft, tpot, tbt or e2e$"):
+        Slo()
+
+
 def prefills(folder: Path) -> RunFile:
     """One prefill at a time."""
     path = folder / "run.yaml"
@@ -151,6 +156,38 @@ def test_the_rate_is_the_largest_that_meets_the_targets(
     last = [each.rate for each in loads[-cores:]]
     steps = [b - a for a, b in pairwise(last)]
     assert steps == pytest.approx(steps[:1] * len(steps))
+
+
+def test_a_rate_that_does_well_above_one_that_does_not_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All up to 3, from 5 to 6 and at 16 requests/s meet their targets; 3 is what can be had."""
+    on_cores(4, monkeypatch)
+
+    def scripted(config: object, work: object, slo: object, seed: int, rate: float) -> Load:
+        return Load(rate, float(rate <= 3 or 5 <= rate <= 6 or rate == 16), rate)
+
+    monkeypatch.setattr("jaxinfer.simulate.capacity.load", scripted)
+    loads = list[Load]()
+    best = capacity(prefills(tmp_path), WORK[:3], Slo(ttft=1), on_load=loads.append)
+    # From 1 on, to 8: four equal steps.
+    assert [each.rate for each in loads[5:13]] == pytest.approx([8, 16, 32, 64, 2.4, 3.8, 5.2, 6.6])
+    assert 3 / 1.02 <= best.rate <= 3
+
+
+def test_targets_that_some_requests_miss_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cores(1, monkeypatch)
+    config = prefills(tmp_path)
+    work = [WORK[0], BenchRequest(None, 900, 1, 0.0)] * 2
+    slo = Slo(ttft=1.01 * alone(config))
+    with pytest.raises(JaxinferError) as error:
+        capacity(config, work, slo)
+    assert str(error.value) == (
+        "50.0% of the requests meet their targets even one at a time, not 90%"
+    )
+    assert capacity(config, work, slo, attainment=0.5).attainment == 0.5
 
 
 def test_targets_that_any_rate_meets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import pytest
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import SamplingParams
 from jaxinfer.workload.batch_input import (
-    DEFAULT_MAX_TOKENS,
     BadLine,
     BatchLine,
     read_batch,
@@ -110,7 +109,7 @@ def test_max_completion_tokens_is_max_tokens(tmp_path):
     ],
 )
 def test_options_that_ask_for_nothing_are_accepted(tmp_path, harmless):
-    default = SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
+    default = SamplingParams(max_tokens=256)
     assert good(tmp_path, chat(**harmless)).sampling == default
 
 
@@ -124,7 +123,7 @@ def test_sampling_options(tmp_path):
     )  # fmt: skip
     assert line.sampling == SamplingParams(
         logprobs=4, n=3, min_tokens=2, logit_bias={17: -5, 3: 1.5}, presence_penalty=0.5,
-        frequency_penalty=-0.5, repetition_penalty=1.1, min_p=0.1, max_tokens=DEFAULT_MAX_TOKENS,
+        frequency_penalty=-0.5, repetition_penalty=1.1, min_p=0.1, max_tokens=256,
     )  # fmt: skip
     assert good(tmp_path, chat(logprobs=True)).sampling.logprobs == 0
     assert good(tmp_path, chat(logprobs=True, top_logprobs=20)).sampling.logprobs == 20
