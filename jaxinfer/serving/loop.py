@@ -220,7 +220,6 @@ class ServingLoop:
         return bool(request.legs) and self.instances[request.legs[0].instance].runs(request)
 
     def _end_leg(self, request: RequestState) -> None:
-        self._changed[request.legs[0].instance] = None
         self.hand_offs.end_leg(request)
         if request.legs:
             self._changed[request.legs[0].instance] = None

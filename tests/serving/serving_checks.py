@@ -203,11 +203,12 @@ def check_nobody_idles(loop: ServingLoop, world: FakeWorld) -> None:
 
 @dataclass
 class Outcome:
-    """What a verified run leaves behind."""
+    """What a verified run leaves behind; ``ended`` has when each request was given back."""
 
     loop: ServingLoop
     world: FakeWorld
     finished: dict[str, RequestState]
+    ended: dict[str, float]
 
     def transfers_of(self, request: str) -> list[tuple[str, str, int, int]]:
         """(source, destination, start, stop) of each transfer."""
@@ -249,10 +250,12 @@ class Run:
 
     def verify(self) -> Outcome:
         finished: dict[str, RequestState] = {}
+        ended: dict[str, float] = {}
 
         def finish(request: RequestState) -> None:
             assert request.id not in finished
             finished[request.id] = request
+            ended[request.id] = world.now()
 
         def check() -> None:
             check_pools(loop, world)
@@ -279,7 +282,7 @@ class Run:
         )
         loop.run()
         self._check_end(loop, world, finished)
-        return Outcome(loop, world, finished)
+        return Outcome(loop, world, finished, ended)
 
     def _check_end(
         self, loop: ServingLoop, world: FakeWorld, finished: dict[str, RequestState]

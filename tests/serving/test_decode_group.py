@@ -8,14 +8,145 @@ from hypothesis import strategies as st
 from scenarios import Chaos, Follow, Scenario, examples, scenarios
 from serving_checks import make_kv, make_requests
 
+from jaxinfer.serving import decode_group
+from jaxinfer.serving.decode_group import DecodeGroup
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Action, ClusterView, System
+from jaxinfer.serving.system import Action, ClusterView, Leg, MoveSlices, System
 from jaxinfer.serving.work import Work
-from jaxinfer.serving.world import Event, StepDone
+from jaxinfer.serving.world import Event, Row, StepDone
 from jaxinfer.simulate.world import Lane, SimulatedWorld
 from jaxinfer.systems.single import Single
+
+
+def member(name: str, computed: int = 4, output: int = 1, prompt_len: int = 4) -> RequestState:
+    """A request with nine output tokens at most, whose hold has two tokens a page."""
+    request = RequestState(name, prompt_len, 9)
+    request.legs = [Leg("A")]
+    request.output_token_ids = [0] * output
+    request.computed = request.launched = computed
+    request.hold = make_kv(50, 2).reserve(computed)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("computed", "output", "pending", "takes"),
+    [
+        (4, 1, 0, True),
+        (3, 0, 0, False),  # The prompt's last token is no decode.
+        (4, 0, 1, True),  # Its first token is in flight.
+        (4, 2, 0, False),  # Two to go: it was preempted.
+        (11, 8, 0, True),  # The last token is to come.
+        (11, 7, 1, True),
+        (12, 9, 0, False),
+        (12, 8, 1, False),
+    ],
+)
+def test_who_only_has_to_decode(computed: int, output: int, pending: int, takes: bool) -> None:
+    request = member("r", computed, output)
+    request.pending = pending
+    assert DecodeGroup.takes(request) == takes
+
+
+def test_who_is_not_to_decode_to_the_end() -> None:
+    ends, paused, moves = (member(name) for name in "abc")
+    ends.legs = [Leg("A", 9), Leg("B")]
+    paused.paused = True
+    moves.slice_move = MoveSlices("c", 0, 1, (0,))
+    assert not any(DecodeGroup.takes(request) for request in (ends, paused, moves))
+
+
+def step(group: DecodeGroup) -> tuple[int, int]:
+    group.retire()
+    return group.launch(group.full())
+
+
+def integers(request: RequestState) -> tuple[int, int, int, int]:
+    return request.computed, request.launched, request.pending, len(request.output_token_ids)
+
+
+def test_a_member_from_its_first_step_to_its_last() -> None:
+    """r has three tokens to go, s one; of nine each."""
+    group, r, s = DecodeGroup(2), member("r", 9, 6), member("s", 11, 8)
+    group.join(r)
+    group.join(s)
+    assert (r in group, member("t") in group) == (True, False)
+    assert step(group) == (2, 10 + 12)
+    assert step(group) == (1, 11)  # s has launched its last one.
+    assert list(group.active) == ["r"]
+    assert integers(r) == (9, 9, 0, 6)  # They stand still.
+    group.settle()
+    assert integers(r) == (9, 11, 2, 6)
+    assert integers(s) == (11, 12, 1, 8)
+    assert group.commit(1.5) == ([s], [])
+    assert (s in group, integers(s), s.metrics.token_times) == (False, (12, 12, 0, 9), [1.5])
+    assert integers(r) == (9, 11, 2, 6)
+    group.settle()
+    assert (integers(r), r.metrics.token_times) == ((10, 11, 1, 7), [1.5])
+    assert step(group) == (1, 12)
+    assert group.commit(2.5) == ([], [])
+    assert group.commit(3.5) == ([r], [])
+    assert (integers(r), r.metrics.token_times) == ((12, 12, 0, 9), [1.5, 2.5, 3.5])
+    group.retire()
+    assert not group.active
+
+
+def test_pages_are_taken_where_a_member_needs_one() -> None:
+    """Two tokens a page: with 4 and 6 entries now, with 5 in the next step."""
+    group = DecodeGroup(2)
+    requests = [member("r", 4, 1), member("s", 5, 2), member("t", 6, 3)]
+    for request in requests:
+        group.join(request)
+    for pages in ([3, 3, 4], [3, 4, 4], [4, 4, 5]):
+        group.retire()
+        full = group.full()
+        assert group.launch(full)[0] == 3
+        assert [r.hold.num_pages for r in requests if r.hold] == pages
+        assert all(hold.num_pages == -(-tokens // 2) for hold, tokens in full)
+
+
+def test_who_leaves_has_rows_of_the_steps_in_flight() -> None:
+    group, r, s = DecodeGroup(2), member("r"), member("s", 6, 3)
+    group.join(r)
+    step(group)
+    group.join(s)
+    assert [step(group), step(group)] == [(2, 6 + 7), (2, 7 + 8)]
+    assert group.commit(1.0) == ([], [])
+    group.leave(r)
+    group.leave(s)
+    assert (integers(r), integers(s)) == ((5, 7, 2, 2), (6, 8, 2, 3))
+    assert (group.active, r in group) == ({}, False)
+    for end, starts in ((2.0, (5, 6)), (3.0, (6, 7))):
+        ended, rows = group.commit(end)
+        assert not ended
+        assert rows == [
+            Row(request, start, 1, True, True, 0, request.hold)
+            for request, start in zip((r, s), starts, strict=True)
+            if request.hold
+        ]
+    assert [request.hold.users for request in (r, s) if request.hold] == [2, 2]
+    assert (group._times, r.metrics.token_times) == ([1.0, 2.0, 3.0], [1.0])
+    assert step(group) == (0, 0)
+
+
+def test_members_take_their_times_before_these_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_group, "_TIMES_KEPT", 3)
+    group, r, s = DecodeGroup(2), member("r"), member("s", 6, 3)
+    group.join(r)
+    for number in range(8):
+        if number == 2:
+            group.join(s)
+        step(group)
+        step(group) if number == 0 else None  # One is always in flight besides.
+        ended, _ = group.commit(float(number))
+        assert len(group._times) == (number + 1) % 3
+        assert ended == ([r] if number == 7 else [])
+    group.settle()
+    assert r.metrics.token_times == [float(i) for i in range(8)]
+    assert s.metrics.token_times == [float(i) for i in range(3, 8)]
 
 
 class Costs:

@@ -67,7 +67,16 @@ def test_pinned_pages_come_free_with_the_last_user() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "dest", "slices"), [(0, 0, (1,)), (0, 2, (1,)), (1, 0, (1,)), (-1, 0, (0,))]
+    ("source", "dest", "slices"),
+    [
+        (0, 0, (1,)),
+        (0, 2, (1,)),
+        (0, -1, (1,)),
+        (1, 0, (1,)),
+        (-1, 0, (2,)),
+        (2, 0, (1,)),
+        (0, 1, (0, 2)),
+    ],
 )
 def test_slices_that_cannot_move(source: int, dest: int, slices: tuple[int, ...]) -> None:
     hold = make_kv(4, 4, [(0, 1), (2,)]).reserve(4)
@@ -95,22 +104,23 @@ def test_pages_that_are_only_counted() -> None:
     assert pool.num_free == 2
     pool.give([0, 0])
     assert pool.num_free == 4
+    assert not pool._free  # No list of a large pool's pages.
 
 
 def test_numbers_over_all_shards() -> None:
     """The smallest decides what fits; pages pinned and in use are added up."""
     shards = [
-        Shard(PagePool(11, 4), (0, 1)),
+        Shard(PagePool(8, 4), (0, 1)),
         Shard(PagePool(5, 4), (2,)),
         Shard(PagePool(3, 4), ()),
     ]
     kv = KVShards(shards)
-    assert (kv.page_size, kv.num_pages, kv.num_free, kv.num_in_use) == (4, 4, 4, 0)
+    assert (kv.page_size, kv.num_pages, kv.num_free, kv.num_in_use) == (4, 3, 3, 0)
     assert (kv.cache, kv.reserved) == (None, {})
     hold = kv.reserve(9)
     assert hold
     assert (hold.num_pages, hold.num_hashed, hold.users) == (3, 0, 0)
-    assert (kv.num_free, kv.num_in_use) == (1, 9)
+    assert (kv.num_free, kv.num_in_use) == (0, 9)
     hold.pin()
     hold.release()
     assert (kv.num_pinned, kv.num_in_use) == (9, 9)

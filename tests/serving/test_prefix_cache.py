@@ -136,8 +136,12 @@ def test_pages_known_already_stay_those_of_the_first() -> None:
     kv.cache.keep(second, [b"a", b"b"])
     assert (list(first.cached), list(second.cached), second.num_hashed) == ([0], [1], 2)
     assert kv.cache.match([b"a"]) == [first.cached[0]]
+    first.release()
+    kv.cache.evict()
+    kv.cache.keep(second, [b"a", b"b"])  # Each is offered once.
+    assert (list(second.cached), kv.cache.match([b"a"])) == ([1], [])
     second.release()
-    assert (kv.num_free, len(kv.shards[0].pool._free)) == (7, 6)  # One of the two is kept.
+    assert (kv.num_free, len(kv.shards[0].pool._free)) == (9, 8)
 
 
 def test_a_pool_takes_from_the_free_pages_before_it_evicts() -> None:

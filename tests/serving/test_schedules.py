@@ -179,6 +179,14 @@ def test_a_preempted_request_is_recomputed_with_what_it_had() -> None:
     assert [r.metrics.num_preemptions for r in outcome.finished.values()] == [0, 1]
 
 
+def test_a_row_of_who_has_stopped_takes_nobodys_token() -> None:
+    """r0 stops with its second token, while its next row is in flight ahead of r1's."""
+    a = pool("A", max_in_flight=2, launch_ahead=True)
+    outcome = follow([TO_A] * 2, [a], [(2, 9), (2, 4)], stop_at={"r0": 2})
+    assert steps(outcome)[2:4] == ["2-3 A r0:3+1 r1:3+1", "3-4 A r1:4+1"]
+    assert outcome.ended == {"r0": 2, "r1": 4}
+
+
 # Hand-offs: six prompt tokens on A, the second token on B.
 
 
@@ -350,6 +358,17 @@ def test_heads_move_once_the_step_in_flight_has_ended() -> None:
     outcome = serve(Plan({"r0": TO_A}, {0.5: [move, move]}), [a], [(6, 2)])
     assert steps(outcome) == ["0-1 A r0:0+4", "2-3 A r0:4+2", "3-4 A r0:6+1"]
     assert moves(outcome) == ["1 r0 A>A 0-4"]
+
+
+def test_heads_without_room_to_move_do_not_hold_their_request_up() -> None:
+    """They wait for the chunk on its way to B; then there is no room, and the next step starts."""
+    a = Instance("A", make_kv(20, 1, [(0, 1), (2,)]), InstanceOptions(8, 4, 1, False))
+    plan = Plan(
+        {"r0": (Leg("A", 12, "per_chunk"), Leg("B"))}, {1.5: [MoveSlices("r0", 0, 1, (1,))]}
+    )
+    outcome = serve(plan, [a, pool("B")], [(12, 2)], timing=unit(transfers={"B": 4}))
+    assert moves(outcome) == ["1 r0 A>B 0-4", "6 r0 A>B 4-12"]
+    assert steps(outcome)[1:] == ["1-2 A r0:4+4", "5-6 A r0:8+4", "10-11 B r0:12+1"]
 
 
 # Roles.
@@ -629,6 +648,27 @@ def test_the_last_loss_is_what_the_rest_is_told() -> None:
         )
     assert outcome.loop.lost == {"A": "killed", "B": "killed"}
     assert outcome.loop.instances == {}
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_who_comes_after_the_last_instance_is_lost_is_told_at_once(asks: bool) -> None:
+    """Or after the one that the system asks for."""
+    pools = [pool("B"), *([pool("A")] if asks else [])]
+    system = Names(True) if asks else Plan({f"r{i}": (Leg("B"),) for i in range(3)}, ticks=False)
+    lengths, arrivals = [(4, 9), (4, 1), (4, 1)], [2.0, 4.0, 9.0]
+    outcome = serve(system, pools, lengths, arrivals, timing=lost("B", 1.0))
+    reasons = [outcome.finished[f"r{i}"].finish_reason for i in range(3)]
+    assert reasons == (["lost", "length", "length"] if asks else ["lost"] * 3)
+    assert outcome.ended == {"r0": 2, "r1": 5 if asks else 4, "r2": 10 if asks else 9}
+
+
+def test_who_has_nowhere_to_go_hears_of_the_last_loss() -> None:
+    """C is left, but the system routes nobody twice."""
+    plan = OnlyFirst({"r0": TO_A, "r1": (Leg("B"),)})
+    timing = unit(lost={"A": 1.5, "B": 2.5})
+    outcome = serve(plan, [pool(name) for name in "ABC"], [(4, 9)] * 2, timing=timing)
+    assert [r.error and "instance 'B' was lost" in r.error for r in outcome.finished.values()] == [
+        True, True]  # fmt: skip
 
 
 def test_heads_that_waited_for_a_chunk_move_when_its_destination_is_lost() -> None:
