@@ -1,5 +1,6 @@
 """Batches whose machine fails, and what makes two jobs the same."""
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -125,3 +126,40 @@ def test_another_instance_is_another_job(
         assert job.num_resumed == 1
     with pytest.raises(JaxinferError, match="instances"):
         opened({}, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        ({}, {}),
+        ({"max_num_seqs": 3, "page_size": 8, "num_pages": 99}, {}),
+        ({"seed": 5, "dtype": "bfloat16", "max_model_len": 77}, {}),
+        ({"load_format": "dummy"}, {"load_format": "dummy"}),
+        ({"kv_cache_dtype": "int8", "page_size": 8}, {"kv_cache_dtype": "int8", "page_size": 8}),
+    ],
+)
+def test_what_a_job_is_known_by(
+    tmp_path: Path, source: Path, options: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """What may change a result, and nothing else; what is as always is not mentioned."""
+    config = RunFile(model="a model", engine=EngineOptions(**options))
+    BatchJob.open(config, str(source), str(tmp_path / "out"), force=False).__exit__(
+        None, None, None
+    )
+    always = {"dtype": "auto", "max_model_len": None, "seed": 0}
+    assert json.loads((tmp_path / "out.job.json").read_text()) == {
+        "model": "a model",
+        "input_sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
+        **{name: options.get(name, value) for name, value in always.items()},
+        **more,
+    }
+
+
+def test_the_output_is_not_the_input(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "link").symlink_to(source)
+    before = source.read_bytes()
+    config = RunFile(model="a model")
+    for output in (source, tmp_path / "link"):
+        with pytest.raises(JaxinferError, match="the output must not be the input"):
+            BatchJob.open(config, str(source), str(output), force=True)
+    assert source.read_bytes() == before

@@ -178,3 +178,30 @@ def test_an_interrupted_job_says_how_it_goes_on(
     assert str(caught.value) == "terminated"
     assert caught.value.__notes__ == ["the same command continues"]
     assert caught.value.code == 143
+
+
+def test_the_first_answers_are_shown_with_what_was_asked_last(model: str, tmp_path: Path) -> None:
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "And you?"}]
+    options = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    source = write(
+        tmp_path / "in.jsonl",
+        "no JSON",
+        {"messages": talk, **options},
+        {"prompt_token_ids": [72, 73, 74], **options},
+        {"prompt": "the last one", **options},
+    )
+    result = run(model, source, tmp_path / "out.jsonl", "--show", "2")
+    assert result.exit_code == 1
+    assert "And you?" in result.output
+    assert "Be brief." not in result.output
+    assert "3 tokens" in result.output
+    assert "the last one" not in result.output
+
+
+def test_each_process_has_a_run_folder_of_its_own(model: str, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", GOOD), tmp_path / "out.jsonl"
+    config = RunFile(model=model, engine=EngineOptions(**TINY_OPTIONS))
+    for number in (1, 2):
+        with BatchJob.open(config, str(source), str(out), force=True) as job:
+            job.run()
+            assert job.newest_run() == Path(f"{out}.runs") / str(number)

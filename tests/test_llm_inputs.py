@@ -1,5 +1,6 @@
 """What users hand to the Python interface, odd and wrong: served, or refused in one line."""
 
+import hashlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, JaxinferError, RequestOutput, SamplingParams
+from jaxinfer.runtime.sampling_inputs import sampling_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 HELLO = [72, 69, 76, 76, 79]
@@ -270,3 +272,38 @@ def test_requests_of_a_run_that_failed_are_used_up(tiny: LLM) -> None:
             tiny.run(requests, progress=False, **hook)
         with pytest.raises(JaxinferError, match="used up"):
             tiny.run(requests, print, progress=False)
+
+
+def hash63(text: str) -> int:
+    """As the README of a resumed job has it: by BLAKE2, not by Python's own hash."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+def seeds(llm: LLM, request_id: str, **options: Any) -> list[int]:
+    made = llm.make_requests(request_id, HELLO, SamplingParams(**options))
+    return [sampling_of(request).seed for request in made]
+
+
+def test_seeds_follow_from_the_engine_s_and_the_id(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same in each process, so that a job that is resumed repeats its tokens."""
+    second = hash63("7#0")
+    assert seeds(tiny, "a", seed=7, n=3) == [7, second, hash63(f"{second}#1")]
+    assert seeds(tiny, "a") == [hash63("0/a")]
+    engine = tiny.config.engine.model_copy(update={"seed": 5})
+    monkeypatch.setattr(tiny, "config", tiny.config.model_copy(update={"engine": engine}))
+    assert seeds(tiny, "a") == [hash63("5/a")]
+
+
+def test_requests_of_all_calls_have_ids_of_their_own(tiny: LLM) -> None:
+    calls = [tiny.generate(["a", "b", "c"], GREEDY, progress=False) for _ in range(2)]
+    assert len({output.request_id for outputs in calls for output in outputs}) == 6
+
+
+def test_one_continuation_reports_on_the_prompt(tiny: LLM) -> None:
+    """The others may take its KV from the prefix cache."""
+    params = SamplingParams(n=3, prompt_logprobs=2)
+    requests = tiny.make_requests("a", HELLO, params)
+    assert [sampling_of(r).params.prompt_logprobs for r in requests] == [2, None, None]
+    assert [request.takes_cached for request in requests] == [False, True, True]
