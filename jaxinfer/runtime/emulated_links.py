@@ -61,6 +61,7 @@ class EmulatedLinks:
 
     def _advance(self, now: float) -> None:
         while (end := self._network.next_end) is not None and end <= now:
+            self._now = end
             for flow in self._network.take_ended(end):
                 queue = self._queues[flow]
                 landed = queue.popleft()

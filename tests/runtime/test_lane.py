@@ -101,6 +101,10 @@ CASES: dict[str, Case] = {
         2, {"page_size": 8, "layers": [3, 1], "tp": 1},
         {"page_size": 12, "layers": [1, 3], "tp": 1}, 0, 1, [(1, 0), (2, 1)],
     ),
+    "other stages": (
+        2, {"page_size": 16, "layers": [1, 3], "tp": 1},
+        {"page_size": 8, "layers": [3, 1], "tp": 1}, 1, 0, [(0, 1), (1, 2)],
+    ),
     # Three heads, which two devices pad to four.
     "padded": (3, {"page_size": 16, "tp": 1}, {"page_size": 8}, 0, 0, ALL),
     "from padded": (3, {"page_size": 32}, {"page_size": 16, "tp": 1}, 0, 0, ALL),

@@ -70,6 +70,7 @@ def routed(
     finally:
         for route in routes.values():
             route.close()
+            assert not route._thread.is_alive()
 
 
 def until(world: RealWorld, kind: type, count: int = 1) -> list[Any]:
@@ -295,6 +296,24 @@ def test_two_routes_share_a_link(world: Callable[[list[Sent]], list[float]]) -> 
 )  # fmt: skip
 def test_both_worlds_share_links_alike(sent: list[Sent]) -> None:
     assert on_emulated_links(sent) == pytest.approx(simulated(sent), abs=1e-9)
+
+
+def test_a_slab_that_is_reported_late_starts_after_what_has_been_taken_off_the_link() -> None:
+    """It left at 1.05, when a was on the link still, and was put by 1.1, when a had landed."""
+    lanes: Any = {name: Lane(LINK) for name in "abc"}
+    links = EmulatedLinks(lanes.values())
+
+    def send(name: str, tokens: int, start: float) -> None:
+        slab = lanes[name].take(transfer(name, "x"), 0, tokens, None)
+        links.hold_back(Landed(slab, slab.array, start, start))
+
+    send("a", 100, 1.0)
+    send("c", 250, 1.0)
+    assert links.take_landed(1.1) == []
+    send("b", 100, 1.05)
+    # From 1.1 on, a thousand a second each: 100 of b, and c has 50 more.
+    ends = {landed.slab.transfer.source: landed.end for landed in links.take_landed(2.0)}
+    assert ends == pytest.approx({"a": 1.15, "b": 1.25, "c": 1.275})
 
 
 def test_each_way_over_a_link_has_its_rate() -> None:
