@@ -2,7 +2,7 @@
 
 A batch has a chunk of ``c`` tokens whose tokens see ``key`` entries on average, and ``n`` decodes
 that see ``k`` each. Its base is what such a kernel does: a launch, tokens, pairs of a token and an
-entry (``c key``, ``n k``), and the longest run of entries that one row goes through.
+entry (``c key``, ``n k``), and the run of entries that one row goes through.
 """
 
 import math
@@ -25,7 +25,7 @@ _NEIGHBOURS = 32
 def base_of(at: At) -> tuple[float, ...]:
     """What the kernel does at (c, key, n, k)."""
     c, key, n, k = at
-    return 1.0, c, n, c * key, n * k, k, key + c / 2 if c else 0.0
+    return 1.0, c, n, c * key, n * k, k, key
 
 
 class AttentionGrid:

@@ -24,7 +24,7 @@ LAYER = {
 }  # fmt: skip
 # Microseconds per token, so that each operator's count tells in the sum.
 DENSE = {name: 10.0**-place for place, name in enumerate([*LAYER, "embedding", "final_layernorm"])}
-HEADS = {"lm_head": 1000.0, "sampler": 7.0}
+HEADS, LAUNCH = {"lm_head": 1000.0, "sampler": 7.0}, 50.0
 PCIE = Gpu(bf16_tflops=100, memory_gb=24, memory_gb_s=1000, link="PCIe5", link_gb_s=64, watts=300)
 # Two chunks of 16 and 20 after 40 and 10 entries, and 4 decodes that see 70 on average.
 WORK = Work(40, 4, 6, 5, 280, [(40, 16), (10, 20)])
@@ -47,8 +47,8 @@ def table(*lines: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def curves(axis: str, slopes: dict[str, float], at: tuple[int, ...]) -> str:
-    rows = [f"{name},{x},{slope * x}" for name, slope in slopes.items() for x in at]
+def curves(axis: str, slopes: dict[str, float], at: tuple[int, ...], launch: float = 0.0) -> str:
+    rows = [f"{name},{x},{launch + slope * x}" for name, slope in slopes.items() for x in at]
     return table(f"layer,{axis},time_us", *rows)
 
 
@@ -66,7 +66,7 @@ def write(
     (folder / "meta.yaml").write_text(yaml.safe_dump(meta))
     own: dict[str, str | None] = {
         "dense": curves("tokens", DENSE, (1, 100)),
-        "per_sequence": curves("sequences", HEADS, (1, 10)),
+        "per_sequence": curves("sequences", HEADS, (1, 10), LAUNCH),
         "attention": batches(ROWS),
     }  # fmt: skip
     for name, text in (own | files).items():
@@ -116,7 +116,7 @@ def test_a_step_is_the_sum_of_its_operators(tmp_path: Path) -> None:
     together = 3 + 0.5 * 36 + 0.25 * 4 + 0.01 * PAIRS + 0.02 * 280
     layer = 40 * per_token(LAYER) + together
     ends = 40 * (DENSE["embedding"] + DENSE["final_layernorm"])
-    expected = 3 * layer + ends + 5 * 1007
+    expected = 3 * layer + ends + 5 * 1007 + 2 * LAUNCH
     assert micros(folder, WORK) == pytest.approx(expected, rel=1e-6)
     engine = 0.5e6 + 6 * 0.25e6
     assert micros(folder, WORK, step_s=0.5, sequence_s=0.25) == pytest.approx(expected + engine)
@@ -141,8 +141,12 @@ def test_a_step_is_the_sum_of_its_operators(tmp_path: Path) -> None:
 def test_decodes_or_chunks_alone(work: Work, alone: float, tmp_path: Path) -> None:
     """Nothing is sampled, and the head not computed, where a step has chunks' middles only."""
     dense = work.tokens * (3 * per_token(LAYER) + DENSE["embedding"] + DENSE["final_layernorm"])
-    expected = 3 * alone + dense + work.sampled * 1007
-    assert micros(write(tmp_path / "t"), work) == pytest.approx(expected, rel=1e-5)
+    head = work.sampled * 1007 + 2 * LAUNCH if work.sampled else 0
+    # Batches of both take longer here, which is nothing to those of one kind.
+    rows = [(*row, attention(*row) * (3 if row[0] and row[2] else 1)) for row in ROWS]
+    lines = [",".join(map(str, row)) for row in rows]
+    folder = write(tmp_path / "t", attention=table(OLD, *lines))
+    assert micros(folder, work) == pytest.approx(3 * alone + dense + head, rel=1e-5)
 
 
 def test_without_batches_of_both_a_step_has_two_kernels(tmp_path: Path) -> None:
@@ -154,7 +158,7 @@ def test_without_batches_of_both_a_step_has_two_kernels(tmp_path: Path) -> None:
 
 
 def test_a_packed_table_and_points_measured_twice(tmp_path: Path) -> None:
-    folder = write(tmp_path / "t")
+    folder = write(tmp_path / "t", dense=curves("tokens", DENSE, (1, 100), launch=1))
     expected = micros(folder, WORK)
     plain = folder / "tp1" / "attention.csv"
     head, *rows = plain.read_text().splitlines()
@@ -163,20 +167,23 @@ def test_a_packed_table_and_points_measured_twice(tmp_path: Path) -> None:
     with gzip.open(folder / "tp1" / "attention.csv.gz", "wt") as file:
         file.write(table(head, *far, *near))
     plain.unlink()
+    dense = [curves("tokens", DENSE, (1, 100), launch).splitlines() for launch in (1.5, 0.5)]
+    (folder / "tp1" / "dense.csv").write_text(table(*dense[0], *dense[1][1:]))
     assert micros(folder, WORK) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_newer_columns_mean_the_same(tmp_path: Path) -> None:
     """What chunks see on average, in place of what lies before them, and columns besides."""
     rows = [
-        f"attention,{c},{p + c / 2 if c else 0},{n},{k},1,{attention(c, p, n, k)},v4"
+        f"attention,{c},{p + c / 2 if c else 999},{n},{k if n else 99},1,{attention(c, p, n, k)},v4"
         for c, p, n, k in ROWS
     ]
     rows.append("attention,0,0,1,100,4,1e9,v4")
     head = "layer,prefill_chunk,prefill_key,n_decode,kv_decode,decode_q_len,time_us,protocol"
     newer = write(tmp_path / "newer", attention=table(head, *rows))
-    old = micros(write(tmp_path / "old"), WORK)
-    assert micros(newer, WORK) == pytest.approx(old, rel=1e-6)
+    old = write(tmp_path / "old")
+    for work in (WORK, Work(1, 1, 1, 1, 100, []), Work(16, 0, 1, 0, 0, [(40, 16)])):
+        assert micros(newer, work) == pytest.approx(micros(old, work), rel=1e-6)
 
 
 @pytest.mark.parametrize(("name", "count"), [("qk_norm", 1), ("add", 1), ("all_reduce", 2)])
