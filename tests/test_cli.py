@@ -51,6 +51,7 @@ def jaxinfer(*arguments: str | Path) -> Run:
     ):
         patch.setattr(sys, "argv", ["jaxinfer", *map(str, arguments)])
         patch.setattr(sys, "path", list(sys.path))
+        patch.setattr("os._exit", sys.exit)  # By which mistakes end a process at once.
         with pytest.raises(SystemExit) as ended:
             main()
     return Run(ended.value.code, out.getvalue(), errors.getvalue())

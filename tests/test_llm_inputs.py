@@ -80,8 +80,8 @@ def test_numbers_of_numpy_are_sampling_options() -> None:
         ({"stop_token_ids": 3}, "stop_token_ids: 3 must be a list"),
         ({"logit_bias": [3]}, r"logit_bias: \[3\] must be a mapping from tokens to numbers"),
         ({"temperature": 1e308}, r"temperature is 1e\+308, must be less than or equal to 100"),
-        ({"max_tokens": np.float32(3)}, "max_tokens is 3.0, must be integer"),
-        ({"max_tokens": np.array([3])}, r"max_tokens is \[3\], must be integer"),
+        ({"max_tokens": np.float32(3)}, "max_tokens is 3.0, must be an integer"),
+        ({"max_tokens": np.array([3])}, r"max_tokens is \[3\], must be an integer"),
     ],
 )
 def test_wrong_sampling_options(option: dict[str, Any], message: str) -> None:
