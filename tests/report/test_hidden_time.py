@@ -107,9 +107,9 @@ def test_hidden_seconds_are_those_of_a_search_of_all_steps(
     assert not hidden_time._landed
 
 
-def step(instance: str, start: float, end: float, *prompts: str) -> StepDone:
-    """That computes the start of prompts."""
-    rows = [SimpleNamespace(request=SimpleNamespace(id=p, prompt_len=9), start=0) for p in prompts]
+def step(instance: str, start: float, end: float, *prompts: str, at: int = 8) -> StepDone:
+    """Of requests with nine tokens of prompt, the row of the KV entry ``at``."""
+    rows = [SimpleNamespace(request=SimpleNamespace(id=p, prompt_len=9), start=at) for p in prompts]
     return StepDone(SimpleNamespace(instance=instance, rows=rows), (), start, end)  # type: ignore[arg-type]
 
 
@@ -144,6 +144,14 @@ def test_all_steps_in_flight_are_waited_for() -> None:
     assert hidden.add_step(step("a", 0, 3, "q"), []) == []
     assert hidden.add_step(step("b", 0, 1.5), []) == []
     assert hidden.add_step(step("b", 3, 5), []) == [(done, 1.5)]
+
+
+@pytest.mark.parametrize(("at", "seconds"), [(8, 2.0), (9, 0.0)])
+def test_the_source_s_decodes_of_the_request_hide_nothing(at: int, seconds: float) -> None:
+    hidden, moving = HiddenTime(), [transfer(1.0)]
+    hidden.add_step(step("a", 0, 3, "r", at=at), moving)
+    done = TransferDone(moving[0], 1.0, 4.0)
+    assert hidden.add_transfer(done, in_flight(a=0, b=0)) == [(done, seconds)]
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])

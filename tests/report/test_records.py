@@ -90,6 +90,17 @@ def test_lines_have_what_the_documentation_names(tmp_path: Path) -> None:
     assert line["cached_tokens"] == 16
 
 
+def test_a_transfer_is_written_when_an_end_of_it_is_lost(tmp_path: Path) -> None:
+    moved: Any = SimpleNamespace(source="a", dest="b", start=0, stop=2, requested=0.0,
+                                 request=SimpleNamespace(id="r0"))  # fmt: skip
+    in_flight: Any = {name: SimpleNamespace(in_flight=int(name == "a")) for name in "ab"}
+    with RunFolder(tmp_path, DESCRIPTION) as made:
+        made.add_transfer(TransferDone(moved, 0.0, 1.0, 8), in_flight)
+        made.lose_instance("a")
+    (line,) = (made.path / "steps.jsonl").read_text().splitlines()
+    assert json.loads(line)["hidden_s"] == 0.0
+
+
 def test_a_run_has_the_name_that_its_reader_gives(tmp_path: Path) -> None:
     path = write(tmp_path).path
     assert read_run(path, "mine").name == "mine"
