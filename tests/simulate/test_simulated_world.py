@@ -94,6 +94,12 @@ def test_a_slow_first_stage_leaves_the_second_one_waiting() -> None:
     assert step(modelled).stages == [(3, 6), (6.25, 7.25)]
 
 
+def test_each_hop_takes_its_own_time() -> None:
+    modelled = world(Given((1.0, 1.0, 1.0), (0.25, 0.5)), (0, 1, 2))
+    modelled.launch(batch(2))
+    assert step(modelled).stages == [(0, 2), (2.5, 4.5), (5.5, 7.5)]
+
+
 def test_stages_of_one_device_take_turns() -> None:
     """Two pieces on device 0 and one on device 1: a step gives the device both at once."""
     modelled = world(Given((1.0, 2.0, 4.0), (0.0, 0.0)), (0, 0, 1))
