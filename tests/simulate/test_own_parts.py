@@ -1,6 +1,7 @@
 """GPUs and models of one's own, in run files and hardware files; what their links give rings."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +62,21 @@ CPU = ROOT / "configs" / "cpu" / "single.yaml"
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"gpus": {"A10": CARD}}, "gpus.A10: configs/gpus.yaml has that name; give it another"),
+        ({"gpus": {"A10": CARD}}, r"gpus\.A10: configs/gpus.yaml has that name; give it another"),
         (
             {"models": {"llama-3-8b": MODEL}},
-            "models.llama-3-8b: configs/models.yaml has that name; give it another",
+            r"models\.llama-3-8b: configs/models.yaml has that name; give it another",
         ),
-        ({"gpus": {"c": CARD | {"memory_gb": 0}}}, "gpus.c: memory_gb is 0, must be greater than"),
+        ({"gpus": {"c": CARD | {"memory_gb": 0}}}, r"gpus\.c(: |\.)memory_gb is 0, must be gre"),
         (
             {"gpus": {"c": CARD | {"wats": 1}}},
-            "gpus.c: unknown option 'wats': did you mean 'watts'",
+            r"gpus\.c.*wats.* did you mean 'watts'",
         ),
-        ({"gpus": {"c": {"link": "NVLink"}}}, "gpus.c: Gpu needs 'bf16_tflops'"),
-        ({"gpus": ["c"]}, "gpus: must be a mapping from names to options"),
+        ({"gpus": {"c": {"link": "NVLink"}}}, r"gpus\.c.*bf16_tflops"),
+        ({"gpus": ["c"]}, "gpus.* must be a mapping"),
         (
             {"models": {"m": MODEL | {"num_experts": 4}}},
-            "models.m: num_experts_per_tok is 0, of 4 experts",
+            r"models\.m(: |\.)num_experts_per_tok is 0, of 4 experts",
         ),
     ],
 )
@@ -87,7 +88,8 @@ def test_mistakes_carry_their_path_in_either_world(
     run_file.write_text(yaml.safe_dump(data))
     with pytest.raises(JaxinferError) as error:
         load_run_file(run_file)
-    assert str(error.value).startswith(f"{run_file}: {message}")
+    assert re.match(f"{run_file}: {message}", str(error.value))
+    assert "\n" not in str(error.value)
 
 
 def test_a_real_runs_file_may_have_them() -> None:
