@@ -221,7 +221,12 @@ def test_a_list_is_called_a_list(tmp_path: Path, data: dict[str, Any], path: str
         (CRONUS, "model", ["a"], "model is ['a'], must be a string"),
         (CRONUS, "watchdog_s", float("nan"), "watchdog_s is nan, must be a finite number"),
         (CRONUS, "engine.page_size", "x" * 999, f"engine.page_size is '{'x' * 56}..., must be an"),
-        (CRONUS, "engine.two\nlines", 1, r"engine.'two\nlines': unknown option, known: dtype, "),
+        (
+            CRONUS,
+            "engine.two\nlines",
+            1,
+            r"engine.'two\nlines': unknown option, known: chunks_in_f",
+        ),
         (HARDWARE, "nodes", {}, "nodes is {}, must have at least 1 item"),
         (HARDWARE, "nodes.x.gpu", "A11", "nodes.x.gpu: no GPU 'A11': did you mean 'A10'?"),
         (HARDWARE, "nodes.x", {"gpu": "A10", "nic_gb_s": 1}, "nodes.x.gpus is missing"),

@@ -57,6 +57,11 @@ def test_figures_that_only_some_runs_have() -> None:
     assert late["prompt tokens"] == "0"
 
 
+@pytest.fixture(autouse=True)
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+
+
 class Clock:
     """Seconds that a test sets."""
 
@@ -77,7 +82,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def shown(bar: Any) -> list[str]:
     """What a bar says, but for its length and its time."""
     text = io.StringIO()
-    Console(file=text, width=200).print(bar._bar.get_renderable())
+    Console(file=text, width=200, force_terminal=False).print(bar._bar.get_renderable())
     return [
         " ".join(word for word in line.split() if word.strip("━╸╺") and ":" not in word[-3:-2])
         for line in text.getvalue().splitlines()

@@ -171,7 +171,7 @@ def test_refusals(bare: Path) -> None:
         ({"load_format": "dummy"}, {}, "load_format is auto and dummy, must be the same"),
         (
             {"load_format": "dummy"}, {"load_format": "dummy", "seed": 3},
-            "instances.y: seed is 3, must be engine.seed's 0",
+            "instances.y.seed is 3, must be engine.seed's 0",
         ),
     ],
 )  # fmt: skip

@@ -60,7 +60,7 @@ def test_entries_of_8_bits_are_refused_before_anything_is_loaded() -> None:
     instances = {"a": {"group": "g"}, "b": {"group": "h", "kv_cache_dtype": "int8"}}
     run = {"groups": {"g": {}, "h": {}}, "instances": instances, "verify_transfers": True}
     with pytest.raises(
-        JaxinferError, match=r"^instances\.b: kv_cache_dtype is int8, must be auto: verify_transf"
+        JaxinferError, match=r"^instances\.b\.kv_cache_dtype is int8, must be auto: verify_transf"
     ):
         as_run_file(run).cluster()
     assert as_run_file(run | {"verify_transfers": False}).cluster().instances

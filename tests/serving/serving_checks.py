@@ -185,6 +185,7 @@ def check_nobody_idles(loop: ServingLoop, world: FakeWorld) -> None:
                 or request.slice_move
                 or chunk <= request.launched
                 or (request.pending and not options.launch_ahead)
+                or instance._follows_a_chunk(request)
                 or chunk > request.hold.capacity
             ), f"{instance.name} has nothing in flight for {request}"
         if instance.waiting and instance.has_seat:

@@ -53,7 +53,7 @@ def names(requests: Any) -> list[str]:
 
 
 def test_default_limits() -> None:
-    assert InstanceOptions() == InstanceOptions(64, 512, 2, True, 4, 0.01)
+    assert InstanceOptions() == InstanceOptions(64, 512, 2, True, "all", 4, 0.01)
     instance = Instance("A", make_kv(301, 4))
     assert instance.options == InstanceOptions()
     assert instance.watermark_pages == 4  # 3.01, and one more for the rest.
@@ -512,7 +512,9 @@ def test_a_batch_counts_the_group_anew_each_time() -> None:
 
 
 def test_the_group_is_spared_when_others_need_room() -> None:
-    """The pages are as good as full: a chunk may not evict who decodes in the same step."""
+    """The pages are as good as full: a chunk may not evict who decodes in the same step. It waits,
+    with the pages that it has, for those who came later.
+    """
     instance = counted(6)
     chunk = running(instance, "chunk", 9, 2, 0)
     for name in "ab":
@@ -521,8 +523,8 @@ def test_the_group_is_spared_when_others_need_room() -> None:
     batch = instance.form_batch()
     assert batch
     assert (batch.grouped, batch.rows) == (2, [])
-    assert names(instance.running.values()) == ["a", "b"]
-    assert (chunk.metrics.num_preemptions, names(instance.waiting)) == (1, ["chunk"])
+    assert names(instance.running.values()) == ["chunk", "a", "b"]
+    assert (chunk.computed, instance.num_preemptions) == (2, 0)
 
 
 def test_those_who_end_together_end_in_the_order_of_admission() -> None:
