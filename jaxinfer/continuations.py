@@ -32,6 +32,8 @@ class Continuations:
         self.at_once: list[RequestState] = []
         ids = set()
         for request in requests:
+            if not isinstance(request, RequestState):
+                raise JaxinferError(f"request {request!r} is none that make_requests has made")
             if request.epoch or request.legs or request.computed:
                 raise JaxinferError(
                     f"request {request.id!r} is used up: make_requests makes new ones"

@@ -18,11 +18,14 @@ from jaxinfer.prompts import (
     Messages,
     Params,
     Prompt,
+    check_params,
+    listed,
     listed_conversations,
     listed_prompts,
     model_name,
     paired,
     text_or_token_ids,
+    token_ids,
 )
 from jaxinfer.report.metrics import RunMetrics, RunTotals, run_metrics
 from jaxinfer.report.progress import LoadProgress, RunProgress
@@ -180,8 +183,11 @@ class LLM:
         """``params.n`` requests for ``run``, their seeds and their longest output decided.
 
         Raises:
-            JaxinferError: no tokens, tokens outside the vocabulary, or too many of them.
+            JaxinferError: no tokens, tokens outside the vocabulary, or too many of them; or
+                ``params`` are no ``SamplingParams``.
         """
+        check_params(params)
+        prompt_token_ids = token_ids(prompt_token_ids)
         limit = min(engine.plan.max_model_len for engine in self.cluster.engines.values())
         if not prompt_token_ids:
             raise JaxinferError("the prompt is empty")
@@ -222,7 +228,7 @@ class LLM:
 
     def run(
         self,
-        requests: Sequence[RequestState],
+        requests: Iterable[RequestState],
         on_output: Callable[[RequestOutput], None],
         *,
         progress: bool = True,
@@ -237,7 +243,7 @@ class LLM:
                 compiled ahead.
         """
         with self._alone():
-            return self._run(requests, on_output, progress, run_dir, on_step)
+            return self._run(listed("requests", requests), on_output, progress, run_dir, on_step)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

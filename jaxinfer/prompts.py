@@ -25,9 +25,9 @@ def model_name(model: object) -> str:
     """The model that an ``LLM`` is to have.
 
     Raises:
-        JaxinferError: it is no text and no path.
+        JaxinferError: it is no text and no path, or empty.
     """
-    if not isinstance(model, str | os.PathLike):
+    if not isinstance(model, str | os.PathLike) or not os.fspath(model):
         raise JaxinferError(
             f"model is {shorten(model)}, must be a demo's name, a file, a folder or a hub id"
         )
@@ -41,7 +41,7 @@ def listed_prompts(prompts: object) -> list[Any]:
         JaxinferError: it is no prompt and nothing that has some.
     """
     one = isinstance(prompts, str | bytes | Mapping)
-    return [prompts] if one else _listed("prompts", prompts)
+    return [prompts] if one else listed("prompts", prompts)
 
 
 def listed_conversations(messages: object) -> list[Any]:
@@ -52,7 +52,7 @@ def listed_conversations(messages: object) -> list[Any]:
     """
     if isinstance(messages, str | bytes | Mapping):
         return [messages]
-    many = _listed("messages", messages)
+    many = listed("messages", messages)
     return [many] if many and isinstance(many[0], Mapping) else many
 
 
@@ -64,13 +64,9 @@ def paired(prompts: Sequence[Any], params: Params) -> list[tuple[Any, SamplingPa
     """
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(prompts)
-    many = [params] if isinstance(params, str | Mapping) else _listed("sampling_params", params)
+    many = [params] if isinstance(params, str | Mapping) else listed("sampling_params", params)
     for given in many:
-        if not isinstance(given, SamplingParams):
-            raise JaxinferError(
-                f"sampling_params is {shorten(given)}, must be SamplingParams(...), or one of "
-                "them for each prompt"
-            )
+        check_params(given)
     if len(many) != len(prompts):
         raise JaxinferError(f"{len(prompts)} prompts, but {len(many)} sampling_params")
     return list(zip(prompts, many, strict=True))
@@ -88,24 +84,42 @@ def text_or_token_ids(prompt: object) -> str | list[int]:
                 raise JaxinferError("the prompt is empty")
             return prompt
         case {"prompt_token_ids": given, **rest} if not rest:
-            if (tokens := _token_ids(given)) is not None:
-                return tokens
+            return token_ids(given)
     raise JaxinferError(
         f"{str(prompt)[:60]!r} must be a text or {{'prompt_token_ids': [integers]}}"
     )
 
 
-def _token_ids(given: object) -> list[int] | None:
+def token_ids(given: object) -> list[int]:
+    """Integers of any kind, in a list, a tuple or an array, as Python's own.
+
+    Raises:
+        JaxinferError: it is anything else.
+    """
     values = given.tolist() if hasattr(given, "tolist") else given
-    if not isinstance(values, list | tuple):
-        return None
-    for kind in {type(value) for value in values}:
-        if kind is bool or not issubclass(kind, Integral):
-            return None
-    return [int(value) for value in values]
+    if isinstance(values, list | tuple):
+        kinds = {type(value) for value in values}
+        # True is an integer too.
+        if all(kind is not bool and issubclass(kind, Integral) for kind in kinds):
+            return [int(value) for value in values]
+    raise JaxinferError(f"prompt_token_ids is {shorten(given)}, must be a list of integers")
 
 
-def _listed(name: str, given: object) -> list[Any]:
+def check_params(given: object) -> None:
+    """Raise JaxinferError for what are no sampling parameters."""
+    if not isinstance(given, SamplingParams):
+        raise JaxinferError(
+            f"sampling_params is {shorten(given)}, must be SamplingParams(...), or one of them "
+            "for each prompt"
+        )
+
+
+def listed(name: str, given: object) -> list[Any]:
+    """As a list, whatever it is that has items.
+
+    Raises:
+        JaxinferError: it has none.
+    """
     if not isinstance(given, Iterable):
         raise JaxinferError(f"{name} is {shorten(given)}, must be one or a list of them")
     return list(given)

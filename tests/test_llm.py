@@ -177,7 +177,7 @@ def test_a_request_too_large_for_the_pool_is_refused_and_the_rest_served(small: 
         (["ok", {"prompt_token_ids": []}], GREEDY, "prompt 1: the prompt is empty"),
         (["ok", {"prompt_token_ids": [999]}], GREEDY, "token id 999 is not in the vocabulary"),
         (["ok", {"prompt_token_ids": [-1]}], GREEDY, "token id -1 is not in the vocabulary"),
-        ([{"prompt_token_ids": ["a"]}], GREEDY, "must be a text or"),
+        ([{"prompt_token_ids": ["a"]}], GREEDY, "must be a list of integers"),
         ([{"prompt_token_idz": [1]}], GREEDY, "must be a text or"),
         ([3], GREEDY, "must be a text or"),
         ("x" * 256, GREEDY, "prompt 0: the prompt has 256 tokens, max_model_len is 256"),

@@ -48,7 +48,7 @@ def test_token_ids_of_any_kind(tiny: LLM, plain: list[int], given: Any) -> None:
     "given", [np.array([1.0]), np.array([[1]]), [True], [1, True], 5, "ab", np.int64(5), {1}, None]
 )
 def test_what_are_no_token_ids(tiny: LLM, given: Any) -> None:
-    with pytest.raises(JaxinferError, match=r"prompt 0: .* must be a text or"):
+    with pytest.raises(JaxinferError, match=r"prompt 0: prompt_token_ids is .* must be a list"):
         tiny.generate({"prompt_token_ids": given}, GREEDY, progress=False)
 
 
@@ -173,7 +173,7 @@ def test_wrong_chats(tiny: LLM, messages: Any, message: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("model", [None, 3, ["smollm2-135m-instruct"]])
+@pytest.mark.parametrize("model", [None, "", 3, ["smollm2-135m-instruct"]])
 def test_a_model_that_is_no_name(model: Any) -> None:
     with pytest.raises(JaxinferError, match=r"^model is .*, must be a demo's name, a file"):
         LLM(model)
@@ -245,6 +245,26 @@ def test_a_run_within_a_run_is_refused(tiny: LLM) -> None:
     tiny.run(tiny.make_requests("a", HELLO, GREEDY), take, progress=False)
     assert said == ["this LLM is in the middle of a run: wait until it has ended"] * 2
     assert len(tiny.generate("Hello", GREEDY, progress=False)) == 1
+
+
+def test_requests_made_by_hand(tiny: LLM, plain: list[int]) -> None:
+    """As by ``generate``; they may come from a generator."""
+    made = (r for name in "ab" for r in tiny.make_requests(name, np.array(HELLO), GREEDY))  # type: ignore[arg-type]
+    outputs: list[RequestOutput] = []
+    tiny.run(made, outputs.append, progress=False)
+    assert tokens(outputs) == [plain] * 2
+
+
+def test_what_requests_are_not_made_of(tiny: LLM) -> None:
+    for given in ("abc", [1.5], [True], None):
+        with pytest.raises(JaxinferError, match=r"^prompt_token_ids is .*, must be a list of int"):
+            tiny.make_requests("a", given, GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(JaxinferError, match=r"^sampling_params is None, must be SamplingParams"):
+        tiny.make_requests("a", HELLO, None)  # type: ignore[arg-type]
+    with pytest.raises(JaxinferError, match=r"^requests is None, must be one or a list of them"):
+        tiny.run(None, print, progress=False)  # type: ignore[arg-type]
+    with pytest.raises(JaxinferError, match=r"^request 'a' is none that make_requests has made$"):
+        tiny.run(["a"], print, progress=False)  # type: ignore[list-item]
 
 
 def test_requests_are_used_up_by_a_run(tiny: LLM) -> None:
