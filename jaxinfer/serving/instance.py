@@ -309,7 +309,7 @@ class Instance:
                 request.hold = self.reserve(request, request.legs[0])
             if request.hold is None:
                 return None
-            if not request.exported and not request.computed:
+            if not request.computed:
                 request.computed = request.launched = len(request.hold.cached) * self.page_size
                 request.metrics.add_cached(request.computed)
             self.waiting.remove(request)
@@ -350,7 +350,7 @@ class Instance:
         """
         if not (self.kv.cache and request.takes_cached and request.prompt_token_ids):
             return []
-        if request.computed or request.hold or request.exported:
+        if request.computed or request.hold:
             return []
         count = (request.known_until(leg) - 1) // self.page_size
         return self.kv.cache.match(page_digests(request, self.page_size, count))

@@ -403,7 +403,7 @@ def test_cached_pages_are_counted_as_computed() -> None:
     assert instance.pages_to_take(other, Leg("A")) == 1
 
 
-@pytest.mark.parametrize("why", ["takes none", "no tokens", "computed", "has pages", "exported"])
+@pytest.mark.parametrize("why", ["takes none", "no tokens", "computed", "has pages"])
 def test_who_starts_without_cached_pages(why: str) -> None:
     instance, request = cached_instance()
     if why == "takes none":
@@ -412,11 +412,8 @@ def test_who_starts_without_cached_pages(why: str) -> None:
         request.prompt_token_ids = ()
     elif why == "computed":
         request.computed = 1
-    elif why == "has pages":
-        request.hold = instance.kv.reserve(2)
     else:
-        exported_at("B", instance, request)
-        request.computed = 0
+        request.hold = instance.kv.reserve(2)
     assert instance.cached_prefix(request, Leg("A")) == []
     assert make().cached_prefix(request, Leg("A")) == []
 

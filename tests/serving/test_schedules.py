@@ -526,6 +526,48 @@ def test_kv_is_kept_while_a_paused_request_has_the_room_for_it() -> None:
     assert moves(outcome) == ["5.5 r0 A>B 0-4"]
 
 
+class HoldsBack(System):
+    """Pauses r1 once its prompt is done, until r0 takes part in a step on B."""
+
+    def route(self, waiting, cluster: ClusterView):  # type: ignore[no-untyped-def]
+        legs = {"r0": (Leg("A", 8), Leg("B")), "r1": (Leg("B"),)}
+        return [Assignment(r.id, legs[r.id]) for r in waiting]
+
+    def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
+        if step.instance == "A" or step.rows[0].start < 4:
+            return ()
+        return (Resume("r1") if step.rows[0].request.id == "r0" else Pause("r1"),)
+
+
+def test_kv_is_dropped_for_the_same_in_the_cache_of_who_cannot_fetch_it() -> None:
+    """B has three free pages for the nine of r0, but r1's eight are those of the same prompt."""
+    opts = InstanceOptions(8, 4, 1, False, watermark=0.0)
+    pools = [pool("A"), Instance("B", make_kv(11, 1, caching=True), opts)]
+    requests = make_requests([(8, 3), (8, 2)], shared=[8, 8])
+    outcome = Run(HoldsBack(), pools, requests, unit()).verify()
+    assert steps(outcome)[4:] == ["2-3 B r0:8+1", "3-4 B r1:8+1 r0:9+1"]
+    assert moves(outcome) == []
+
+
+class Refuses(System):
+    """What has left A goes to an instance that is too small; r1 waits for A's other role."""
+
+    def route(self, waiting, cluster: ClusterView):  # type: ignore[no-untyped-def]
+        legs = {"r0": (Leg("tiny"),) if cluster.now else (Leg("A", 4),)}
+        if cluster.instances["A"].role == "x":
+            legs["r1"] = TO_A
+        return [Assignment(r.id, legs[r.id]) for r in waiting if r.id in legs]
+
+    def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
+        return (SetRole("A", "x"),) if step.start == 0 else ()
+
+
+def test_a_role_is_taken_when_the_last_request_is_refused() -> None:
+    outcome = serve(Refuses(), [pool("A"), pool("tiny", 2)], [(4, 4), (4, 1)])
+    assert outcome.ended == {"r0": 1, "r1": 2}
+    assert outcome.finished["r0"].finish_reason == "error"
+
+
 # Losses.
 
 
