@@ -104,21 +104,24 @@ class Curved:
         return [0.25]
 
 
-def test_what_a_profile_measures() -> None:
-    """64 lengths up to 128 in steps of 48 tokens; 8 contexts, 5 counts of decodes, 3 of theirs."""
+@pytest.mark.parametrize(("budget", "seqs"), [(48, 32), (32, 100)])
+def test_what_a_profile_measures(budget: int, seqs: int) -> None:
+    """64 lengths up to 128 in steps of the budget; 8 contexts, 5 counts of decodes, 3 of theirs.
+
+    Decodes are up to half of what a step can have, by its sequences or by its tokens.
+    """
     cost = Curved()
-    fit_costs(cost, 48, 32, longest=128, relative=True)
+    fit_costs(cost, budget, seqs, longest=128, relative=True)
     works = [work for work, _ in cost.asked]
     prefills, mixed = works[: -8 * 5 * 3], works[-8 * 5 * 3 :]
-    expected = [
+    assert prefills == [
         Work(count, 0, 1, start + count == length, 0, [(start, count)])
         for length in range(2, 129, 2)
-        for start, count in ((0, min(length, 48)), (48, min(length - 48, 48)), (96, length - 96))
-        if count > 0
+        for start in range(0, length, budget)
+        for count in [min(length - start, budget)]
     ]
-    assert prefills == expected
     assert mixed == [
-        Work(48, n, n + 1, n, n * context, [(start, 48 - n)])
+        Work(budget, n, n + 1, n, n * context, [(start, budget - n)])
         for start in range(0, 128, 16)
         for n in (0, 2, 4, 8, 16)
         for context in (4, 16, 32)
