@@ -44,6 +44,11 @@ def test_figures_by_hand(small_run: RunRecord) -> None:
     assert (f.tbt_p50, f.tbt_p99) == pytest.approx((1.0, 1 + 0.98 * 1))
     assert (f.num_bytes, f.hidden_s, f.visible_s) == pytest.approx((1400, 0.75, 0.75))
     assert f.mean_cut == pytest.approx((50 / 100 + 0 + 20 / 80) / 3)
+    # A mean: the median of these would be 0.25 still.
+    cut = replace(small_run.requests[0], cut=80)
+    f = figures(replace(small_run, requests=(cut, *small_run.requests[1:])))
+    assert f.mean_cut == pytest.approx((80 / 100 + 0 + 20 / 80) / 3)
+    f = figures(small_run)
     assert (f.preemptions, f.failed) == (3, 1)
 
 
@@ -136,6 +141,20 @@ def test_the_table_has_a_row_per_system_and_a_column_per_group(small_run: RunRec
         "alone, emulated: mid: [b] slower",
         "[b]: 3 failed requests",
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (2**20, "1.00 MiB"),
+        (2**30 - 2**20, "1,023 MiB"),
+        (2**30, "1.00 GiB"),
+        (3 * 2**29, "1.50 Gi"),
+    ],
+)
+def test_bytes_have_a_unit_of_their_size(small_run: RunRecord, num_bytes: int, text: str) -> None:
+    moved = replace(small_run.transfers[0], num_bytes=num_bytes)
+    assert f"  {text}" in printed({"x": [replace(small_run, transfers=(moved,))]})[2]
 
 
 @pytest.mark.parametrize(
