@@ -140,7 +140,7 @@ def test_a_cache_of_8_bits(golden: list[dict[str, Any]]) -> None:
         dtype: prompt_logprobs(
             LLM(
                 "smollm2-135m-instruct", progress=False, dtype="float32", kv_cache_dtype=dtype,
-                max_num_seqs=2, max_num_batched_tokens=64, token_buckets=[32], page_size=48,
+                max_num_seqs=2, max_num_batched_tokens=64, token_buckets=[64], page_size=48,
                 num_pages=20, max_model_len=512,
             ),
             prompt,
