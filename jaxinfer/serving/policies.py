@@ -45,8 +45,7 @@ def mixed(instance: "Instance") -> list[Row]:
         todo, launched = 1, request.launched
         # Most are decodes of a last leg, with one token to go: asking costs more than the rest.
         if (
-            request.pending
-            or launched + 1 != request.prompt_len + len(request.output_token_ids)
+            launched + 1 != request.prompt_len + len(request.output_token_ids)
             or launched >= request.peak_tokens
             or request.legs[0].until is not None
         ):

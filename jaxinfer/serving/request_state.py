@@ -105,7 +105,7 @@ class RequestState:
     def known_tokens(self, start: int, stop: int) -> list[int]:
         """Tokens on the host at positions ``start`` to ``stop``."""
         L = self.prompt_len
-        prompt = list(self.prompt_token_ids[start : min(stop, L)])
+        prompt = list(self.prompt_token_ids[start:stop])
         return prompt + self.output_token_ids[max(start - L, 0) : max(stop - L, 0)]
 
     def known_until(self, leg: Leg) -> int:

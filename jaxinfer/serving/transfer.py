@@ -88,7 +88,7 @@ class HandOffs:
         if request.exported and request.exported[0] == dest.name:
             dest.waiting.appendleft(request)
             return
-        if rule == "at_end" and request.exported and not request.incoming:
+        if rule == "at_end" and not request.incoming:
             request.incoming = dest.reserve_ahead(request, leg)
         if request.incoming:
             del dest.kv.reserved[request.incoming]
@@ -128,10 +128,7 @@ class HandOffs:
             request = row.request
             if request.legs[0].hand_off != "per_segment":
                 continue
-            if (
-                row.samples
-                and len(request.output_token_ids) + request.pending == request.max_tokens
-            ):
+            if len(request.output_token_ids) + request.pending == request.max_tokens:
                 continue  # The request ends with this step.
             stop = row.start + row.count
             if room := self._room_ahead(request, stop):

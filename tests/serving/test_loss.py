@@ -86,6 +86,16 @@ def test_kv_elsewhere_is_kept_and_sent_again() -> None:
     assert cluster.pools["A"].num_exported == 1
 
 
+def test_pages_for_what_was_on_its_way_come_free() -> None:
+    """From B to C: its pages at C are for others, and so is its seat."""
+    cluster = Cluster()
+    request, c = cluster.request(Leg("C"), exported="B"), cluster.pools["C"]
+    assert c.admit_next() is None
+    assert (list(c.importing), c.kv.num_free) == ([request.id], 16)
+    assert cluster.lose_b() == [request]
+    assert (c.importing, c.kv.num_free, request.hold) == ({}, 20, None)
+
+
 def test_legs_from_the_lost_instance_on_are_dropped() -> None:
     cluster = Cluster()
     request = cluster.request(Leg("A", 6), Leg("C", 7), Leg("B", 8), Leg("A"), runs=True)

@@ -57,6 +57,65 @@ def test_a_budget_of_one_token_serves_the_oldest_first() -> None:
     assert rows == [[("r0", i, 1)] for i in range(4)] + [[("r1", 0, 1)], []]
 
 
+def running(instance: Instance, name: str, prompt_len: int, computed: int) -> RequestState:
+    """As it is after a pause, or when it has come from elsewhere; decodes have one token."""
+    request = RequestState(name, prompt_len, 5)
+    request.legs = [Leg(instance.name)]
+    request.output_token_ids = [0] * (computed >= prompt_len)
+    request.computed = request.launched = computed
+    request.hold = instance.kv.reserve(computed)
+    instance.run(request)
+    return request
+
+
+def test_decodes_come_before_prompts_admitted_earlier_and_those_in_their_order() -> None:
+    a = make(100, max_num_batched_tokens=6)
+    for name, prompt_len, computed in (("p", 9, 2), ("d", 4, 4), ("q", 9, 5), ("e", 3, 3)):
+        running(a, name, prompt_len, computed)
+    assert step(a) == [("d", 4, 1), ("e", 3, 1), ("p", 2, 4)]
+    assert step(a) == [("d", 5, 1), ("e", 4, 1), ("p", 6, 3), ("q", 5, 1)]
+
+
+def test_a_budget_that_decodes_use_up_admits_nobody() -> None:
+    a = make(100, max_num_batched_tokens=2)
+    for name in ("d", "e", "f"):
+        running(a, name, 4, 4)
+    running(a, "p", 9, 2)
+    queue(a, (3, 3))
+    assert step(a) == [("d", 4, 1), ("e", 4, 1)]
+    assert (len(a.waiting), len(a.running)) == (1, 4)
+    b = make(100, max_num_batched_tokens=3)
+    for name in ("d", "e", "f"):
+        running(b, name, 4, 4)
+    queue(b, (3, 3))
+    assert step(b) == [("d", 4, 1), ("e", 4, 1), ("f", 4, 1)]
+    assert (len(b.waiting), len(b.running)) == (1, 3)
+
+
+def test_chunks_in_flight_count_as_done() -> None:
+    """The next chunk follows the one in flight, up to the leg's end and no further."""
+    a = make(100, max_num_batched_tokens=6, max_in_flight=3)
+    running(a, "p", 9, 0)
+    assert [rows_of(a.form_batch()) for _ in range(2)] == [[("p", 0, 6)], [("p", 6, 3)]]
+    assert rows_of(a.form_batch()) == [("p", 9, 1)]
+    b = make(100, max_num_batched_tokens=6, max_in_flight=3)
+    running(b, "p", 5, 0).legs = [Leg("A", 4), Leg("B")]
+    assert rows_of(b.form_batch()) == [("p", 0, 4)]
+    assert b.form_batch() is None
+
+
+def test_decodes_of_the_group_take_their_part_of_the_budget() -> None:
+    options = InstanceOptions(max_num_batched_tokens=6)
+    a = Instance("A", make_kv(100, 4), options, groups_decodes=True)
+    for name in ("d", "e", "f"):
+        running(a, name, 4, 4)
+    queue(a, (9, 3))
+    batch = a.form_batch()
+    assert batch
+    assert (batch.grouped, batch.grouped_context, rows_of(batch)) == (3, 15, [("r0", 0, 3)])
+    assert batch.work.tokens == 6
+
+
 def test_seats() -> None:
     a = make(100, max_num_batched_tokens=100, max_num_seqs=2)
     queue(a, (2, 3), (2, 3), (2, 3))
@@ -158,9 +217,3 @@ def test_policies_are_replaceable() -> None:
     queue(b, (5, 1))
     assert b.form_batch() is None
     assert latest(make_requests([(1, 1), (2, 2)])).id == "r1"
-
-
-@pytest.mark.parametrize(("prompt_len", "max_tokens"), [(0, 1), (1, 0), (-1, 5)])
-def test_a_request_has_a_prompt_and_an_output(prompt_len: int, max_tokens: int) -> None:
-    with pytest.raises(ValueError, match="'x'"):
-        RequestState("x", prompt_len, max_tokens)

@@ -28,6 +28,12 @@ def test_a_new_request() -> None:
     assert RequestState("y", 1, 1).arrival == 0
 
 
+@pytest.mark.parametrize(("prompt_len", "max_tokens"), [(0, 1), (1, 0), (-1, 5)])
+def test_a_request_has_a_prompt_and_an_output(prompt_len: int, max_tokens: int) -> None:
+    with pytest.raises(ValueError, match="'x'"):
+        RequestState("x", prompt_len, max_tokens)
+
+
 @pytest.mark.parametrize(
     ("start", "stop", "tokens"),
     [

@@ -25,7 +25,7 @@ def test_a_line() -> None:
     assert fitted((0, 1, 2.0), (1, 1, 5.0), (2, 1, 5.0)) == pytest.approx([1.5, 2.5])
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("scale", [1e-12, 1e-6, 1.0, 1e6])
 def test_units_do_not_matter(scale: float) -> None:
     found = fitted((0, 1, 1.0), (scale, 1, 3.0), (3 * scale, 1, 7.0))
     assert found == pytest.approx([2 / scale, 1])
@@ -45,6 +45,11 @@ def test_columns_that_are_nearly_alike(apart: float, decided: bool) -> None:
     assert (found is not None) == decided
     if found:
         assert found == pytest.approx([1, 1], rel=1e-3)
+
+
+def test_columns_that_have_nothing_in_common() -> None:
+    assert fitted((1, 1, 3.0), (-1, 1, 1.0)) == pytest.approx([1, 2])
+    assert fitted((1, 0, 0, 5.0), (0, 2, 0, 8.0), (0, 0, 3, 3.0)) == pytest.approx([5, 4, 1])
 
 
 def test_undecided() -> None:
