@@ -53,7 +53,13 @@ for command in (cli_simulate.simulate, cli_simulate.capacity, cli_simulate.calib
 @click.option("--output", "output_path", help="JSONL of results, appended as requests finish.")
 @with_settings
 @click.option("--force", is_flag=True, help="Start over where the output exists.")
-@click.option("--show", default=0, metavar="N", help="Print the first N answers at the end.")
+@click.option(
+    "--show",
+    default=0,
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Print the first N answers at the end.",
+)
 def run(
     run_file: str | None,
     model: str | None,

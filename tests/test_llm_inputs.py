@@ -10,6 +10,7 @@ import pytest
 
 from jaxinfer import LLM, JaxinferError, RequestOutput, SamplingParams
 from jaxinfer.runtime.sampling_inputs import sampling_of
+from jaxinfer.tokenizer import NoTokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 HELLO = [72, 69, 76, 76, 79]
@@ -327,3 +328,11 @@ def test_one_continuation_reports_on_the_prompt(tiny: LLM) -> None:
     requests = tiny.make_requests("a", HELLO, params)
     assert [sampling_of(r).params.prompt_logprobs for r in requests] == [2, None, None]
     assert [request.takes_cached for request in requests] == [False, True, True]
+
+
+def test_stop_strings_need_a_tokenizer(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before anything runs; stop tokens do without."""
+    monkeypatch.setattr(tiny, "tokenizer", NoTokenizer("bare", ()))
+    with pytest.raises(JaxinferError, match="'bare' has no tokenizer for stop strings"):
+        tiny.make_requests("a", HELLO, SamplingParams(stop="x"))
+    assert tiny.make_requests("a", HELLO, SamplingParams(stop_token_ids=(1,)))

@@ -118,6 +118,18 @@ class TestChat:
             "<|im_start|>assistant\n"
         )
 
+    def test_what_begins_a_text_is_the_template_s_to_write(self) -> None:
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "Hi": 1}, "<s>"))
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+        wrapped = PreTrainedTokenizerFast(
+            tokenizer_object=backend, chat_template="{{ messages[0].content }}"
+        )
+        tokenizer = Tokenizer(wrapped, "with BOS", ())
+        assert tokenizer.encode("Hi") == [0, 1]
+        assert tokenizer.encode_chat([USER]) == [1]
+
     def test_model_without_template(self) -> None:
         tokenizer = load_tokenizer(tiny_vocabulary(chat_template=None))
         with pytest.raises(JaxinferError, match="has no chat template"):

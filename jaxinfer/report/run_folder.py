@@ -151,6 +151,8 @@ class RunFolder:
             os.replace(part, path)
         except OSError as error:
             raise _cannot_write(path, error) from None
+        except (TypeError, ValueError) as error:
+            raise JaxinferError(f"{path}: what the system reports is no JSON: {error}") from None
 
     def __enter__(self) -> Self:
         return self

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.serving.system import System
-from jaxinfer.validation import OptionError, did_you_mean, within
+from jaxinfer.validation import OptionError, Options, did_you_mean, within
 
 SYSTEMS = {
     "single": "jaxinfer.systems.single:Single",
@@ -35,6 +35,7 @@ def make_system(config: Mapping[str, Any], instances: Collection[str]) -> System
     try:
         system = kind(kind.Options.model_validate(options))
         system.check(instances)
+        _check_attributes(system, instances)
     except OptionError as error:
         raise within("system", error) from None
     except JaxinferError as error:
@@ -55,4 +56,21 @@ def _find(name: str) -> type[System]:
         raise JaxinferError(f"system {name!r}: {one_line(error)}") from None
     if not (isinstance(found, type) and issubclass(found, System)):
         raise JaxinferError(f"system {name!r}: {attribute} is no jaxinfer.serving.system.System")
+    if found.route is System.route:
+        raise JaxinferError(f"system {name!r}: {attribute} has no method route")
+    if not (isinstance(found.Options, type) and issubclass(found.Options, Options)):
+        raise JaxinferError(
+            f"system {name!r}: {attribute}.Options is {found.Options!r}, must be a subclass of "
+            "jaxinfer.validation.Options"
+        )
     return found
+
+
+def _check_attributes(system: System, instances: Collection[str]) -> None:
+    """Raise JaxinferError for what the loop could not work with."""
+    interval = system.tick_interval
+    if interval is not None and not interval > 0:
+        raise JaxinferError(f"tick_interval is {interval}, must be seconds above 0, or None")
+    pairs = system.routes(instances)
+    if not isinstance(pairs, Collection):
+        raise JaxinferError(f"routes returns {pairs!r}, must be pairs of instances")

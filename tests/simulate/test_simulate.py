@@ -17,6 +17,7 @@ from jaxinfer.config import RunFile, load_run_file
 from jaxinfer.report.records import RunRecord, read_run
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.run import simulate
+from jaxinfer.systems.single import Single
 from jaxinfer.workload.lengths import BenchRequest
 
 CRONUS = Path(__file__).parents[2] / "configs" / "cronus"
@@ -237,3 +238,9 @@ def test_options_that_do_not_apply_are_refused(
     with pytest.raises(JaxinferError) as error:
         simulate(load_run_file(tmp_path / "run.yaml", changes), [BenchRequest(None, 99, 2, 0.0)])
     assert message in str(error.value)
+
+
+def test_a_report_that_is_no_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Single, "report", lambda self: {"seen": {1, 2}})
+    with pytest.raises(JaxinferError, match=r"run\.json: what the system reports is no JSON"):
+        run(config(tmp_path), [BenchRequest(None, 10, 2, 0.0)], tmp_path / "runs")

@@ -31,6 +31,19 @@ class MySystem(System):
     def route(self, waiting, cluster):
         return [Assignment(r.id, (Leg(self.options.name_of_first),)) for r in waiting]
 
+class NoRoute(System):
+    pass
+
+class OddOptions(MySystem):
+    Options = 3
+
+class NoTicks(MySystem):
+    tick_interval = 0
+
+class NoRoutes(MySystem):
+    def routes(self, instances):
+        return None
+
 class NoSystem:
     pass
 
@@ -141,6 +154,10 @@ def test_errors(config: dict[str, Any], message: str) -> None:
 
 def test_errors_of_a_users_own(own: str) -> None:
     assert "NoSystem is no jaxinfer.serving.system.System" in error_of({"name": f"{own}:NoSystem"})
+    assert "NoRoute has no method route" in error_of({"name": f"{own}:NoRoute"})
+    assert "OddOptions.Options is 3, must be a subclass" in error_of({"name": f"{own}:OddOptions"})
+    assert "tick_interval is 0, must be seconds above" in error_of({"name": f"{own}:NoTicks"})
+    assert "routes returns None, must be pairs" in error_of({"name": f"{own}:NoRoutes"})
     assert "number is no jaxinfer.serving.system.System" in error_of({"name": f"{own}:number"})
     assert "has no attribute 'MySystm'" in error_of({"name": f"{own}:MySystm"})
     assert "module_that_is_not_there" in error_of({"name": "broken_system_of_a_user:MySystem"})
