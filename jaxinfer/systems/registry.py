@@ -56,8 +56,6 @@ def _find(name: str) -> type[System]:
         raise JaxinferError(f"system {name!r}: {one_line(error)}") from None
     if not (isinstance(found, type) and issubclass(found, System)):
         raise JaxinferError(f"system {name!r}: {attribute} is no jaxinfer.serving.system.System")
-    if found.route is System.route:
-        raise JaxinferError(f"system {name!r}: {attribute} has no method route")
     if not (isinstance(found.Options, type) and issubclass(found.Options, Options)):
         raise JaxinferError(
             f"system {name!r}: {attribute}.Options is {found.Options!r}, must be a subclass of "

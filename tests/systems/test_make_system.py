@@ -154,7 +154,6 @@ def test_errors(config: dict[str, Any], message: str) -> None:
 
 def test_errors_of_a_users_own(own: str) -> None:
     assert "NoSystem is no jaxinfer.serving.system.System" in error_of({"name": f"{own}:NoSystem"})
-    assert "NoRoute has no method route" in error_of({"name": f"{own}:NoRoute"})
     assert "OddOptions.Options is 3, must be a subclass" in error_of({"name": f"{own}:OddOptions"})
     assert "tick_interval is 0, must be seconds above" in error_of({"name": f"{own}:NoTicks"})
     assert "routes returns None, must be pairs" in error_of({"name": f"{own}:NoRoutes"})
