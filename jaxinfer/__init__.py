@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxinfer.errors import JaxinferError
     from jaxinfer.llm import LLM
+    from jaxinfer.report.frames import load_run
     from jaxinfer.request import CompletionOutput, RequestOutput, SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "JaxinferError", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM", "CompletionOutput", "JaxinferError", "RequestOutput", "SamplingParams", "load_run"
+]  # fmt: skip
 
 _HOMES = {
     "LLM": "llm",
@@ -16,6 +19,7 @@ _HOMES = {
     "JaxinferError": "errors",
     "RequestOutput": "request",
     "SamplingParams": "request",
+    "load_run": "report.frames",
 }
 
 

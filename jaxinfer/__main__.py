@@ -1,13 +1,13 @@
 """The command ``jaxinfer``, and ``python -m jaxinfer``."""
 
-from jaxinfer.signals import Interrupted, end_on_signals, leave
+from jaxinfer.commands.signals import Interrupted, end_on_signals, leave
 
 
 def main() -> None:
     """Run one command. A user's mistake, a full disk or a signal is one line on stderr."""
     try:
         end_on_signals()
-        from jaxinfer.cli import main  # Takes most of a second.
+        from jaxinfer.commands.app import main  # Takes most of a second.
 
         main()
     except Interrupted as ended:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jaxinfer.config import RunFile, load_run_file
+from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.records import RunRecord, read_run
 from jaxinfer.simulate.run import simulate

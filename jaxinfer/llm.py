@@ -1,50 +1,40 @@
 """Offline inference in Python: ``LLM(model).generate(prompts)``."""
 
-import hashlib
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.config import RunFile, load_run_file
-from jaxinfer.continuations import Continuations
-from jaxinfer.errors import JaxinferError
-from jaxinfer.options import EngineOptions
-from jaxinfer.prompts import (
-    Messages,
-    Params,
-    Prompt,
-    check_params,
-    listed,
-    listed_conversations,
-    listed_prompts,
-    model_name,
-    paired,
-    text_or_token_ids,
-    token_ids,
-)
-from jaxinfer.report.metrics import RunMetrics, RunTotals, run_metrics
-from jaxinfer.report.progress import LoadProgress, RunProgress
-from jaxinfer.report.run_folder import RunFolder
-from jaxinfer.request import RequestOutput, Sampling, SamplingParams
+from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.resolve import resolve
+from jaxinfer.config.run_file import RunFile, load_run_file
+from jaxinfer.report.metrics import RunMetrics
+from jaxinfer.report.progress import LoadProgress
+from jaxinfer.request import RequestOutput, SamplingParams
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.engine import Engine, Progress, load_cluster
 from jaxinfer.runtime.profile import Needs, prepare_times, profile_name
-from jaxinfer.runtime.sampling_inputs import sampling_of
-from jaxinfer.runtime.world import RealWorld
-from jaxinfer.serving.loop import ServingLoop, Stop
-from jaxinfer.serving.page_pool import KVShards
+from jaxinfer.runtime.requests import AskedPrompts, Encode, RequestMaker
+from jaxinfer.runtime.runs import Runs
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.serving.world import Event, InstanceLost, StepDone, TransferDone
-from jaxinfer.stop import StopCheck, completion, decoded
-from jaxinfer.systems.registry import make_system
-from jaxinfer.tokenizer import load_tokenizer
+from jaxinfer.serving.world import StepDone
+from jaxinfer.text.prompts import (
+    Messages,
+    Params,
+    Prompt,
+    each_conversation,
+    each_prompt,
+    iterable,
+    model_name,
+    text_or_token_ids,
+)
+from jaxinfer.text.tokenizer import load_tokenizer
 from jaxinfer.workload.conversation import read_conversation
+from jaxinfer.workload.predictor import real_predictor
 
 
 class LLM:
@@ -72,23 +62,22 @@ class LLM:
 
     def _load(self, config: RunFile, progress: Progress) -> Needs:
         """All but the times of steps, which it says whether it needs."""
-        cluster = config.cluster()
-        system = make_system(config.system, cluster.instances)
+        site = resolve(config)
+        config.workload.check_real()
+        predict = real_predictor(config.workload.predictor)
         self.config = config
         self.model = config.require_model()
-        self.ttft_counts_transfer = config.metrics.counts_transfer(system)
-        checkpoint = open_checkpoint(self.model, cluster.load_format)
-        self.tokenizer = load_tokenizer(checkpoint, required=cluster.load_format != "dummy")
+        checkpoint = open_checkpoint(self.model, site.cluster.load_format)
+        self.tokenizer = load_tokenizer(checkpoint, required=site.cluster.load_format != "dummy")
         self.vocab_size = checkpoint.config.vocab_size
-        pairs = system.routes(cluster.instances)
-        self.cluster = load_cluster(checkpoint, cluster, progress, pairs, config.verify_transfers)
-        self._fits: Mapping[str, StepFit] = {}
-        self._num_requests = 0
-        self._kv: dict[str, KVShards] = {}
-        self._lost: dict[str, str] = {}
-        self._lock = threading.RLock()
-        self._is_running = False
-        return Needs(self.cluster, self.model, system.needs_fits)
+        self.cluster = load_cluster(
+            checkpoint, site.cluster, progress, site.pairs, config.verify_transfers
+        )
+        longest = min(engine.plan.max_model_len for engine in self.cluster.engines.values())
+        self._maker = RequestMaker(self.tokenizer, self.vocab_size, longest, config.engine.seed)
+        self._ids = map(str, count())
+        self._runs = Runs(site, self.cluster, self.tokenizer, config.watchdog_s, predict)
+        return Needs(self.cluster, self.model, site.needs_fits)
 
     @property
     def engine(self) -> Engine:
@@ -120,7 +109,7 @@ class LLM:
                 progress_of = partial(bar.update_of, name) if len(llms) > 1 else bar.update
                 needs[name] = llm._load(configs[name], progress_of)
             for name, fits in prepare_times(needs, bar.update).items():
-                llms[name]._fits = fits
+                llms[name]._runs.fits = fits
         return llms
 
     def generate(
@@ -146,15 +135,32 @@ class LLM:
         Raises:
             JaxinferError: a prompt that cannot be run, named by its index, before any is run.
         """
+        asked = self._asked(each_prompt(prompts), self._encode, sampling_params)
+        return self._all_outputs(asked, progress, run_dir)
 
-        def encode(prompt: object) -> tuple[str | None, list[int]]:
-            found = text_or_token_ids(prompt)
-            return (
-                (found, self.tokenizer.encode(found)) if isinstance(found, str) else (None, found)
-            )
+    def generate_iter(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Params = None,
+        *,
+        progress: bool = True,
+        run_dir: str | Path | None = None,
+    ) -> Generator[RequestOutput, None, None]:
+        """Continue each prompt, as ``generate`` does; each output comes as soon as it is finished.
 
-        many = listed_prompts(prompts)
-        return self._generate(many, encode, sampling_params, progress, run_dir)
+        Outputs come in the order of their ends: ``prompt_index`` says which prompt each is of, so
+        ``sorted(outputs, key=lambda output: output.prompt_index)`` has them in the prompts' order.
+        Prompts (and their sampling parameters, if each has its own) may be an iterator: they are
+        read as the run goes on, see ``run``, and a prompt that cannot be run ends it when it is
+        read.
+
+        The run goes on while the caller waits for an output, in the caller's thread; in between,
+        no more is launched. It ends with the last output, or when the iterator is closed, which
+        leaving a ``for`` loop over it does: what is under way is waited for, its KV is given up
+        (and the prefix cache with it), and this LLM is free for the next run.
+        """
+        asked = self._asked(each_prompt(prompts), self._encode, sampling_params)
+        return self._outputs(asked, progress, run_dir)
 
     def chat(
         self,
@@ -170,12 +176,20 @@ class LLM:
             messages: lists of ``{"role": ..., "content": ...}``. A content is a text, or a list of
                 parts, ``{"type": "text", "text": ...}``, as in a line of a batch.
         """
+        asked = self._asked(each_conversation(messages), self._encode_chat, sampling_params)
+        return self._all_outputs(asked, progress, run_dir)
 
-        def encode(conversation: object) -> tuple[None, list[int]]:
-            return None, self.tokenizer.encode_chat(read_conversation(conversation).messages)
-
-        many = listed_conversations(messages)
-        return self._generate(many, encode, sampling_params, progress, run_dir)
+    def chat_iter(
+        self,
+        messages: Messages | Iterable[Messages],
+        sampling_params: Params = None,
+        *,
+        progress: bool = True,
+        run_dir: str | Path | None = None,
+    ) -> Generator[RequestOutput, None, None]:
+        """Answer conversations as ``chat`` does; each output comes as in ``generate_iter``."""
+        asked = self._asked(each_conversation(messages), self._encode_chat, sampling_params)
+        return self._outputs(asked, progress, run_dir)
 
     def make_requests(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
@@ -186,45 +200,7 @@ class LLM:
             JaxinferError: no tokens, tokens outside the vocabulary, or too many of them; or
                 ``params`` are no ``SamplingParams``.
         """
-        check_params(params)
-        prompt_token_ids = token_ids(prompt_token_ids)
-        limit = min(engine.plan.max_model_len for engine in self.cluster.engines.values())
-        if not prompt_token_ids:
-            raise JaxinferError("the prompt is empty")
-        if len(prompt_token_ids) >= limit:
-            raise JaxinferError(
-                f"the prompt has {len(prompt_token_ids)} tokens, max_model_len is {limit}: "
-                "there is no room for an output"
-            )
-        named = [*prompt_token_ids, *params.logit_bias, *params.stop_token_ids]
-        if wrong := [token for token in named if not 0 <= token < self.vocab_size]:
-            raise JaxinferError(
-                f"token id {wrong[0]} is not in the vocabulary of {self.vocab_size}"
-            )
-        if params.stop:
-            self.tokenizer.open_stream()  # Refuses where there is no tokenizer.
-        seed = params.seed
-        if seed is None:
-            seed = _hash63(f"{self.config.engine.seed}/{request_id}")
-        ends = () if params.ignore_eos else tuple(self.tokenizer.eos_token_ids)
-        ends += params.stop_token_ids
-        requests = []
-        for index in range(params.n):
-            # Such that no two requests with different ids get the same.
-            suffixed = params.n > 1 or request_id.endswith(")")
-            request = RequestState(
-                id=f"{request_id} ({index + 1} of {params.n})" if suffixed else request_id,
-                prompt_len=len(prompt_token_ids),
-                max_tokens=min(params.max_tokens, limit - len(prompt_token_ids)),
-                prompt_token_ids=prompt_token_ids,
-                payload=Sampling(params, seed, ends, request_id, index),
-            )
-            request.takes_cached = params.prompt_logprobs is None
-            requests.append(request)
-            # The other continuations: seeds of their own, and the prompt reported on once.
-            params = params.model_copy(update={"prompt_logprobs": None})
-            seed = _hash63(f"{seed}#{index}")
-        return requests
+        return self._maker.make(request_id, prompt_token_ids, params)
 
     def run(
         self,
@@ -234,124 +210,45 @@ class LLM:
         progress: bool = True,
         run_dir: str | Path | None = None,
         on_step: Callable[[StepDone], None] = lambda done: None,
+        num_requests: int = 0,
     ) -> RunMetrics:
         """Serve requests made by ``make_requests``; outputs and steps come as they finish.
+
+        A list arrives as a whole, each request at its ``arrival``. Anything without a length is
+        read as the run goes on, so that it may be longer than memory: up to twice as many requests
+        as all instances run at once (``max_num_seqs``) and 16 are read and not finished; of those
+        that are, their ids are kept. One that is read after its ``arrival`` arrives when it is
+        read. Continuations of one prompt follow one another.
+
+        Args:
+            num_requests: how many prompts will come, for the bar, where that is known.
 
         Raises:
             JaxinferError: two requests have one id, or one has been in a run; this is called from
                 ``on_output`` or ``on_step``; or ``strict_shapes`` is set and a step was not
                 compiled ahead.
         """
-        with self._alone():
-            return self._run(listed("requests", requests), on_output, progress, run_dir, on_step)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One run at a time: the next one has the same devices and KV."""
-        with self._lock:
-            if self._is_running:
-                raise JaxinferError("this LLM is in the middle of a run: wait until it has ended")
-            self._is_running = True
-            try:
-                yield
-            finally:
-                self._is_running = False
-
-    def _run(
-        self,
-        requests: Sequence[RequestState],
-        on_output: Callable[[RequestOutput], None],
-        progress: bool,
-        run_dir: str | Path | None,
-        on_step: Callable[[StepDone], None],
-    ) -> RunMetrics:
-        for name, reason in self._lost.items():
-            raise JaxinferError(f"instance {name} was lost, load the model again: {reason}")
-        group = Continuations(requests, self.cluster.cached_page_size)
-        checks = {r.id: StopCheck(sampling_of(r), self.tokenizer) for r in requests}
-        self._compile_samplers(requests, progress)
-        totals = RunTotals()
-        with ExitStack() as stack:
-            folder = None
-            if run_dir:
-                folder = stack.enter_context(RunFolder(Path(run_dir), self.describe()))
-            bar = stack.enter_context(RunProgress(progress, group.num_parents))
-
-            def check_stop(request: RequestState, token: int) -> Stop | None:
-                return checks[request.id].add(token)
-
-            def on_finish(request: RequestState) -> None:
-                world.add(group.released_by(request))
-                totals.add_request(request, request.metrics.delivered(self.ttft_counts_transfer))
-                if folder:
-                    folder.add_request(request, self.ttft_counts_transfer)
-                if siblings := group.done_with(request):
-                    on_output(self._output(siblings, checks))
-                    bar.request_done()
-
-            def on_event(event: Event) -> None:
-                if isinstance(event, StepDone):
-                    for row in event.batch.rows if group.held_back else ():
-                        if row.samples:
-                            world.add(group.released_by(row.request))
-                    totals.add_step(event)
-                    on_step(event)
-                    bar.step_done(totals)
-                    if folder:
-                        folder.add_step(event, loop.hand_offs.moving)
-                elif folder and isinstance(event, TransferDone):
-                    folder.add_transfer(event, loop.instances)
-                elif folder and isinstance(event, InstanceLost):
-                    folder.lose_instance(event.instance)
-
-            late = self.cluster.late_compiles
-            self.cluster.take_overruns()  # Those of runs that nobody recorded.
-            # A run that fails leaves pages in use: the next one gets new pools.
-            engines = self.cluster.engines
-            kv = self._kv or {name: engine.new_kv() for name, engine in engines.items()}
-            self._kv = {}
-            instances = [
-                engine.new_instance(kv[name], self._fits.get(name))
-                for name, engine in engines.items()
-            ]
-            system = make_system(self.config.system, engines)
-            workers = {name: engine.worker for name, engine in engines.items()}
-            world = RealWorld(workers, group.at_once, self.cluster.routes, self.config.watchdog_s)
-            loop = ServingLoop(world, instances, system, check_stop, on_finish, on_event)
-            loop.run()
-            self._lost |= world.lost
-            for shards in kv.values():
-                shards.on_free = lambda: None  # The loop is not to outlive the run.
-            self._kv = kv
-            preemptions = sum(instance.num_preemptions for instance in instances)
-            failed = {sampling_of(r).parent for r in requests if r.error}
-            metrics = run_metrics(
-                totals, group.num_parents, len(failed), world.now(),
-                preemptions=preemptions,
-                num_pages=sum(stage.plan.num_pages - 1 for stage in self.cluster.stages),
-                compiles=sum(stage.step.compiles for stage in self.cluster.stages),
-                compile_s=sum(stage.step.compile_s for stage in self.cluster.stages),
-                late_compiles=self.cluster.late_compiles - late,
-                waited_s=world.waited_s,
-                launching_s=world.launching_s,
-            )  # fmt: skip
-            if folder:
-                folder.finish(
-                    asdict(metrics), self.cluster.take_overruns(), world.lost, system.report()
-                )
-        return metrics
+        with self._runs.alone():
+            requests = iterable("requests", requests)
+            return self._runs.run(
+                requests, on_output, self.describe, progress, run_dir, on_step, num_requests
+            )
 
     def reset_prefix_cache(self) -> None:
-        """Forget all KV of earlier runs."""
-        with self._lock:
-            self._kv = {}
+        """Forget all KV of earlier runs.
+
+        Raises:
+            JaxinferError: this is called in the middle of a run.
+        """
+        with self._runs.alone():
+            self._runs.kv = {}
 
     def describe(self) -> dict[str, object]:
         """What runs where, as JSON values."""
         return {
             "model": self.model,
             "system": dict(self.config.system),
-            "ttft_counts_transfer": self.ttft_counts_transfer,
+            "ttft_counts_transfer": self._runs.site.counts_transfer,
             "emulated": self.cluster.config.emulated,
             "run_file": self.config.model_dump(mode="json", exclude_unset=True),
             "instances": {
@@ -361,68 +258,36 @@ class LLM:
             "measured_gb_s": dict(self.cluster.measured_gb_s),
         }
 
-    def _generate(
-        self,
-        prompts: Sequence[Any],
-        encode: Callable[[Any], tuple[str | None, list[int]]],
-        sampling_params: Params,
-        progress: bool,
-        run_dir: str | Path | None,
+    def _encode(self, prompt: object) -> tuple[str | None, list[int]]:
+        found = text_or_token_ids(prompt)
+        return (found, self.tokenizer.encode(found)) if isinstance(found, str) else (None, found)
+
+    def _encode_chat(self, conversation: object) -> tuple[None, list[int]]:
+        return None, self.tokenizer.encode_chat(read_conversation(conversation).messages)
+
+    def _asked(self, prompts: Iterable[Any], encode: Encode, params: Params) -> AskedPrompts:
+        return AskedPrompts(self._ids, self.make_requests, prompts, encode, params)
+
+    def _all_outputs(
+        self, asked: AskedPrompts, progress: bool, run_dir: str | Path | None
     ) -> list[RequestOutput]:
-        texts: dict[str, str | None] = {}
-        requests: list[RequestState] = []
-        pairs = paired(prompts, sampling_params)
-        outputs: dict[str, RequestOutput] = {}
+        outputs: list[RequestOutput] = []
+        with self._runs.alone():
+            requests = list(asked.requests())
+            self._runs.run(requests, outputs.append, self.describe, progress, run_dir)
+        return sorted(map(asked.answered, outputs), key=lambda output: output.prompt_index)
 
-        def on_output(output: RequestOutput) -> None:
-            output.prompt = texts[output.request_id]
-            outputs[output.request_id] = output
-
-        with self._lock:
-            for index, (prompt, params) in enumerate(pairs):
-                request_id = str(self._num_requests + index)
-                try:
-                    texts[request_id], tokens = encode(prompt)
-                    requests += self.make_requests(request_id, tokens, params)
-                except JaxinferError as error:
-                    raise JaxinferError(f"prompt {index}: {error}") from None
-            self._num_requests += len(texts)
-            self.run(requests, on_output, progress=progress, run_dir=run_dir)
-        return [outputs[request_id] for request_id in texts]
-
-    def _compile_samplers(self, requests: Sequence[RequestState], progress: bool) -> None:
-        """What these requests' options need and no run before needed."""
-        for engine in self.cluster.engines.values():
-            left = engine.worker.prepare(requests)
-            if total := next(left):
-                with LoadProgress(progress) as bar:
-                    bar.update("compiling samplers", total)
-                    for count in left:
-                        bar.update("compiling samplers", count)
-
-    def _output(self, siblings: list[RequestState], checks: dict[str, StopCheck]) -> RequestOutput:
-        first = siblings[0]
-        failed = next((request for request in siblings if request.error), None)
-        prompt_logprobs = None
-        if sampling_of(first).params.prompt_logprobs is not None and not failed:
-            found = (first.prompt_details[p] for p in range(1, first.prompt_len))
-            prompt_logprobs = [None, *(decoded(position, self.tokenizer) for position in found)]
-        return RequestOutput(
-            request_id=sampling_of(first).parent,
-            prompt=None,
-            prompt_token_ids=list(first.prompt_token_ids),
-            outputs=[
-                completion(request, checks.pop(request.id), self.tokenizer)
-                for request in siblings
-                if not failed
-            ],
-            finished=True,
-            metrics=first.metrics,
-            prompt_logprobs=prompt_logprobs,
-            error=failed.error if failed else None,
-            lost=any(request.finish_reason == "lost" for request in siblings),
-        )
-
-
-def _hash63(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+    def _outputs(
+        self, asked: AskedPrompts, progress: bool, run_dir: str | Path | None
+    ) -> Generator[RequestOutput, None, None]:
+        found: deque[RequestOutput] = deque()
+        with self._runs.alone():
+            requests, known = asked.requests(), asked.num_known
+            rounds = self._runs.rounds(
+                requests, found.append, self.describe, progress, run_dir, num_requests=known
+            )
+            with closing(rounds):
+                for _ in chain(rounds, [None]):  # The last round ends without a stop.
+                    while found:
+                        yield asked.answered(found.popleft())
+                        self._runs.resume()

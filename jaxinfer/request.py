@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from jaxinfer.validation import OptionError, Options
+from jaxinfer.config.validation import OptionError, Options
 
 FinishReason = Literal["stop", "length", "error", "lost"]
 
@@ -223,7 +223,8 @@ class RequestOutput:
     ``prompt`` is None where it was not given as text. ``prompt_logprobs``, where asked for, has
     None for the first token, of which the model says nothing. ``error`` says why a request was
     refused, or could not be finished; it has no outputs then. ``lost``: because an instance was
-    lost, so that the same request may succeed later.
+    lost, so that the same request may succeed later. ``prompt_index`` counts the prompts of one
+    call from 0, in the order in which they were given; requests that were made by hand have 0.
     """
 
     request_id: str
@@ -235,3 +236,4 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
     lost: bool = False
+    prompt_index: int = 0

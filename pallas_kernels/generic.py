@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE, capped, work_items
+from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE, work_items
 
 # Bytes of keys, and of values, that a program takes at once: two of each fit in shared memory.
 TILE_BYTES = 2**14
@@ -41,14 +41,13 @@ class Softmax(NamedTuple):
     sum_R: jax.Array
 
 
-@partial(jax.jit, static_argnames=("window", "soft_cap", "parts", "interpret"))
+@partial(jax.jit, static_argnames=("window", "parts", "interpret"))
 def decode_attention(
     q_SNH: jax.Array,
     kv: KVPages,
     page_table_SM: jax.Array,
     length_S: jax.Array,
     window: int | None = None,
-    soft_cap: float | None = None,
     parts: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -62,9 +61,9 @@ def decode_attention(
     _, K, B, _ = kv.values.shape
     G = N // K
     R = max(MIN_ROWS, pl.next_power_of_2(G))
-    table, dtype = tables_by_head(page_table_SM), _product_dtype(kv)
+    dtype = _product_dtype(kv)
     tile = _tile_tokens(H, dtype)
-    parts = parts or parts_of(S * K, pl.cdiv(table.shape[2] * B, tile), PROGRAMS)
+    parts = parts or parts_of(S * K, pl.cdiv(page_table_SM.shape[1] * B, tile), PROGRAMS)
     q_SKGH = q_SNH.astype(dtype).reshape(S, K, G, H)
     q_SKRH = jnp.pad(q_SKGH, ((0, 0), (0, 0), (0, R - G), (0, 0)))
 
@@ -75,9 +74,9 @@ def decode_attention(
         return block, jax.ShapeDtypeStruct((parts, S, K, R, *rest), jnp.float32)
 
     specs, shapes = zip(result(H), result(), result(), strict=True)
-    inputs = kv, table, length_S
+    inputs = kv, page_table_SM, length_S
     out, most_seen, total = pl.pallas_call(
-        partial(_decode, tile=tile, parts=parts, window=window, soft_cap=soft_cap),
+        partial(_decode, tile=tile, parts=parts, window=window),
         grid=(S, K, parts),
         in_specs=[
             pl.BlockSpec((None, None, R, H), lambda s, h, part: (s, h, 0, 0)),
@@ -96,12 +95,11 @@ def decode_attention(
 
 
 def _decode(
-    q_RH: Ref, kv: KVPages, table_KSM: Ref, length_S: Ref, out_RH: Ref, max_R: Ref, sum_R: Ref,
-    *, tile: int, parts: int, window: int | None, soft_cap: float | None,
+    q_RH: Ref, kv: KVPages, table_SM: Ref, length_S: Ref, out_RH: Ref, max_R: Ref, sum_R: Ref,
+    *, tile: int, parts: int, window: int | None,
 ) -> None:  # fmt: skip
     s, h, part = (pl.program_id(axis) for axis in range(3))
     B = kv.values.shape[2]
-    of_table = h if table_KSM.shape[0] > 1 else 0
     length = length_S[s]
     first = jnp.maximum(length - window, 0) // tile if window else 0
     each = pl.cdiv(pl.cdiv(length, tile) - first, parts)
@@ -116,9 +114,9 @@ def _decode(
         if window:
             seen &= token >= length - window
         at = jnp.minimum(token, length - 1)
-        tokens = Tokens(h, table_KSM[of_table, s, at // B], at % B, seen)
+        tokens = Tokens(h, table_SM[s, at // B], at % B, seen)
         seen_RJ = jnp.broadcast_to(seen[None, :], (q_RH.shape[0], tile))
-        return _fold(carry, q, cuts, kv, tokens, seen_RJ, soft_cap)
+        return _fold(carry, q, cuts, kv, tokens, seen_RJ)
 
     done = jax.lax.fori_loop(begin, end, one_tile, _start(q_RH.shape[0], cuts))
     for (start, size), out in zip(cuts, done.outs, strict=True):
@@ -127,7 +125,7 @@ def _decode(
     sum_R[...] = done.sum_R
 
 
-@partial(jax.jit, static_argnames=("window", "soft_cap", "interpret"))
+@partial(jax.jit, static_argnames=("window", "interpret"))
 def chunk_attention(
     q_TNH: jax.Array,
     kv: KVPages,
@@ -135,7 +133,6 @@ def chunk_attention(
     start_C: jax.Array,
     row_C1: jax.Array,
     window: int | None = None,
-    soft_cap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """See ``reference.chunk_attention``; one program per tile of a chunk and KV head.
@@ -152,16 +149,9 @@ def chunk_attention(
     tiles = chunk_tiles(start_C, row_C1, T, tokens)
     # A tile's rows past its chunk's end are not written, but have a place of their own.
     nothing = jnp.zeros((T + tokens, K, padded_G, H), jnp.float32)
-    inputs = q_TNH.astype(dtype), kv, tables_by_head(page_table_CM), tiles, nothing
+    inputs = q_TNH.astype(dtype), kv, page_table_CM, tiles, nothing
     out = pl.pallas_call(
-        partial(
-            _chunk,
-            tile=_tile_tokens(H, dtype),
-            tokens=tokens,
-            G=G,
-            window=window,
-            soft_cap=soft_cap,
-        ),
+        partial(_chunk, tile=_tile_tokens(H, dtype), tokens=tokens, G=G, window=window),
         grid=(len(tiles.chunk), K),
         in_specs=list(jax.tree.map(whole, inputs)),
         out_specs=whole(nothing),
@@ -202,14 +192,13 @@ def chunk_tiles(start_C: jax.Array, row_C1: jax.Array, T: int, tokens: int) -> T
 
 
 def _chunk(
-    q_TNH: Ref, kv: KVPages, table_KCM: Ref, tiles: Tiles, _: Ref, out_TKGH: Ref,
-    *, tile: int, tokens: int, G: int, window: int | None, soft_cap: float | None,
+    q_TNH: Ref, kv: KVPages, table_CM: Ref, tiles: Tiles, _: Ref, out_TKGH: Ref,
+    *, tile: int, tokens: int, G: int, window: int | None,
 ) -> None:  # fmt: skip
     i, h = pl.program_id(0), pl.program_id(1)
     T, N, H = q_TNH.shape
     B, padded_G = kv.values.shape[2], out_TKGH.shape[2]
     c, row, start, size = (x[i] for x in tiles)
-    of_table = h if table_KCM.shape[0] > 1 else 0
     last = start + size - 1
     token_R = jnp.arange(tokens * padded_G) // padded_G
     head_R = jnp.arange(tokens * padded_G) % padded_G
@@ -224,11 +213,11 @@ def _chunk(
     def one_tile(number: jax.Array, carry: Softmax) -> Softmax:
         token = number * tile + jnp.arange(tile)
         at = jnp.minimum(token, last)
-        context = Tokens(h, table_KCM[of_table, c, at // B], at % B, token <= last)
+        context = Tokens(h, table_CM[c, at // B], at % B, token <= last)
         seen_RJ = token[None, :] <= (start + token_R)[:, None]
         if window:
             seen_RJ &= token[None, :] > (start + token_R - window)[:, None]
-        return _fold(carry, q, cuts, kv, context, seen_RJ, soft_cap)
+        return _fold(carry, q, cuts, kv, context, seen_RJ)
 
     first = jnp.maximum(start - window + 1, 0) // tile if window else 0
     end = jnp.where(size > 0, last // tile + 1, first)
@@ -262,7 +251,6 @@ def _fold(
     kv: KVPages,
     tokens: Tokens,
     seen_RJ: jax.Array,
-    soft_cap: float | None,
 ) -> Softmax:
     """Take J tokens of one KV head into the softmax.
 
@@ -277,7 +265,7 @@ def _fold(
         score_RJ += _dot(piece, kv.keys[at].astype(piece.dtype))
     if kv.key_scale_PK is not None:
         score_RJ *= kv.key_scale_PK[page, head][None, :]
-    score_RJ = jnp.where(seen_RJ, capped(score_RJ, soft_cap), MASKED)
+    score_RJ = jnp.where(seen_RJ, score_RJ, MASKED)
     max_R = jnp.maximum(so_far.max_R, score_RJ.max(1))
     p_RJ = jnp.exp(score_RJ - max_R[:, None])
     shrink_R = jnp.exp(so_far.max_R - max_R)
@@ -317,11 +305,6 @@ def pieces(size: int) -> list[tuple[int, int]]:
 def whole(x: jax.Array) -> pl.BlockSpec:
     """All of an array for every program; it stays in the GPU's memory."""
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
-
-
-def tables_by_head(table: jax.Array) -> jax.Array:
-    """A page table as [1, S, M], of all heads, or [K, S, M]."""
-    return table if table.ndim == 3 else table[None]
 
 
 def _product_dtype(kv: KVPages) -> jnp.dtype:

@@ -17,9 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxinfer.pallas_kernels.generic import Ref, chunk_tiles, parts_of, tables_by_head
+from jaxinfer.pallas_kernels.generic import Ref, chunk_tiles, parts_of
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE, capped
+from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE
 
 # Rows that a warpgroup multiplies at once.
 ROWS = 64
@@ -59,14 +59,13 @@ class Softmax(NamedTuple):
     sum_R: jax.Array
 
 
-@partial(jax.jit, static_argnames=("window", "soft_cap", "parts", "interpret"))
+@partial(jax.jit, static_argnames=("window", "parts", "interpret"))
 def decode_attention(
     q_SNH: jax.Array,
     kv: KVPages,
     page_table_SM: jax.Array,
     length_S: jax.Array,
     window: int | None = None,
-    soft_cap: float | None = None,
     parts: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -80,15 +79,14 @@ def decode_attention(
     _, K, B, _ = kv.values.shape
     G, dtype = N // K, kv.keys.dtype
     R = -(-G // 8) * 8
-    table_KSM = tables_by_head(page_table_SM)
-    most = pl.cdiv(table_KSM.shape[2] * B, DECODE_TILE)
+    most = pl.cdiv(page_table_SM.shape[1] * B, DECODE_TILE)
     parts = parts or parts_of(S * K, most, PROGRAMS)
     q_SKGH = q_SNH.astype(dtype).reshape(S, K, G, H)
     q_SKRH = jnp.pad(q_SKGH, ((0, 0), (0, 0), (0, R - G), (0, 0)))
     copies = pl.cdiv(DECODE_TILE, B)
     ring, shared = (SLOTS, DECODE_TILE, H), partial(_shared, dtype=dtype, head_dim=H)
     out, lse = plgpu.kernel(
-        partial(_decode, window=window, soft_cap=soft_cap, interpret=bool(interpret)),
+        partial(_decode, window=window, interpret=bool(interpret)),
         out_type=(
             jax.ShapeDtypeStruct((parts, S, K, R, H), dtype),
             jax.ShapeDtypeStruct((parts, S, K, R), jnp.float32),
@@ -104,18 +102,18 @@ def decode_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_decode",
-    )(q_SKRH, kv.keys, kv.values, table_KSM, length_S)  # fmt: skip
+    )(q_SKRH, kv.keys, kv.values, page_table_SM, length_S)  # fmt: skip
     weight = jnp.exp2(lse - lse.max(0))[..., None]
     out_SKRH = (out.astype(jnp.float32) * weight).sum(0) / weight.sum(0)
     return out_SKRH[:, :, :G].reshape(S, N, H)
 
 
 def _decode(
-    q_SKRH: Ref, k_PKBH: Ref, v_PKBH: Ref, table_KSM: Ref, length_S: Ref,
+    q_SKRH: Ref, k_PKBH: Ref, v_PKBH: Ref, table_SM: Ref, length_S: Ref,
     out_XSKRH: Ref, lse_XSKR: Ref,
     q_sm: Ref, k_sm: Ref, v_sm: Ref, weight_sm: Ref, lse_sm: Ref,
     q_ready: Ref, k_ready: Ref, v_ready: Ref,
-    *, window: int | None, soft_cap: float | None, interpret: bool,
+    *, window: int | None, interpret: bool,
 ) -> None:  # fmt: skip
     s, h, part = (lax.axis_index(name) for name in ("sequence", "head", "part"))
     parts, _, _, R, _ = out_XSKRH.shape
@@ -126,7 +124,7 @@ def _decode(
     each = pl.cdiv(tiles - first, parts)
     begin = first + part * each
     end = jnp.minimum(begin + each, tiles)
-    table_M = table_KSM.at[h if table_KSM.shape[0] > 1 else 0, s]
+    table_M = table_SM.at[s]
 
     def fetch(tile: jax.Array) -> None:
         slot = lax.rem(tile - begin, SLOTS)
@@ -146,7 +144,7 @@ def _decode(
         if window:
             seen &= token >= seen_from
         plgpu.barrier_wait(k_ready.at[slot])
-        score = capped(_product(q_sm, k_sm.at[slot].transpose((1, 0)), DECODE_TILE), soft_cap)
+        score = _product(q_sm, k_sm.at[slot].transpose((1, 0)), DECODE_TILE)
         carry, weight = _weigh(carry, jnp.where(seen, score, MASKED))
         weight_sm[...] = weight.astype(weight_sm.dtype)
         plgpu.barrier_wait(v_ready.at[slot])
@@ -164,7 +162,7 @@ def _decode(
     plgpu.wait_smem_to_gmem(0)
 
 
-@partial(jax.jit, static_argnames=("window", "soft_cap", "interpret"))
+@partial(jax.jit, static_argnames=("window", "interpret"))
 def chunk_attention(
     q_TNH: jax.Array,
     kv: KVPages,
@@ -172,7 +170,6 @@ def chunk_attention(
     start_C: jax.Array,
     row_C1: jax.Array,
     window: int | None = None,
-    soft_cap: float | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """See ``reference.chunk_attention``; one program per tile of a chunk and KV head.
@@ -198,9 +195,7 @@ def chunk_attention(
     ready = plgpu.Barrier(num_arrivals=pl.cdiv(tile, kv.values.shape[2]), num_barriers=SLOTS)
     free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=SLOTS)
     out_IKRH = plgpu.kernel(
-        partial(
-            _chunk, G=G, tile=tile, window=window, soft_cap=soft_cap, interpret=bool(interpret)
-        ),
+        partial(_chunk, G=G, tile=tile, window=window, interpret=bool(interpret)),
         out_type=jax.ShapeDtypeStruct((count, K, R, H), dtype),
         grid=(count, K),
         grid_names=("tile", "head"),
@@ -215,7 +210,7 @@ def chunk_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_chunk",
-    )(q_IKRH, kv.keys, kv.values, tables_by_head(page_table_CM), *tiles)  # fmt: skip
+    )(q_IKRH, kv.keys, kv.values, page_table_CM, *tiles)  # fmt: skip
     # Where each row's result is: in which tile, and where in it.
     row_IX = jnp.where(jnp.arange(tokens) < tiles.size[:, None], row_IX, T)
     place_T = jnp.full(T, -1).at[row_IX.reshape(-1)].set(jnp.arange(count * tokens), mode="drop")
@@ -225,18 +220,18 @@ def chunk_attention(
 
 
 def _chunk(
-    q_IKRH: Ref, k_PKBH: Ref, v_PKBH: Ref, table_KCM: Ref,
+    q_IKRH: Ref, k_PKBH: Ref, v_PKBH: Ref, table_CM: Ref,
     chunk_I: Ref, _: Ref, start_I: Ref, size_I: Ref, out_IKRH: Ref,
     q_sm: Ref, k_sm: Ref, v_sm: Ref, weight_sm: Ref,
     q_ready: Ref, k_ready: Ref, v_ready: Ref, k_free: Ref, v_free: Ref, cleared: Ref,
-    *, G: int, tile: int, window: int | None, soft_cap: float | None, interpret: bool,
+    *, G: int, tile: int, window: int | None, interpret: bool,
 ) -> None:  # fmt: skip
     i, h, me = (lax.axis_index(name) for name in ("tile", "head", "warpgroup"))
     c, start, size = chunk_I[i], start_I[i], size_I[i]
     length = start + size
     end = pl.cdiv(length, tile)
     begin = lax.div(jnp.maximum(start - window + 1, 0), tile) if window else 0
-    table_M = table_KCM.at[h if table_KCM.shape[0] > 1 else 0, c]
+    table_M = table_CM.at[c]
 
     @pl.when((me == CONSUMERS) & (size > 0))
     def _fetch() -> None:
@@ -264,7 +259,6 @@ def _chunk(
             plgpu.barrier_wait(k_ready.at[slot])
             score = _product(q, k_sm.at[slot].transpose((1, 0)), tile)
             plgpu.barrier_arrive(k_free.at[slot])
-            score = capped(score, soft_cap)
             if masked:
                 iota = partial(
                     plgpu.broadcasted_iota, jnp.int32, (ROWS, tile), layout=plgpu.Layout.WGMMA

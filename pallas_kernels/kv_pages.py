@@ -1,6 +1,6 @@
 """Pages of KV entries: what they hold, and how tokens get into them, in plain JAX."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,6 @@ class KVPages(NamedTuple):
     values: jax.Array
     key_scale_PK: jax.Array | None = None
     value_scale_PK: jax.Array | None = None
-
-    def head(self, h: int) -> "KVPages":
-        """One KV head's."""
-        one: KVPages = jax.tree.map(lambda x: x[:, h : h + 1], self)
-        return one
 
     def page(self, page: jax.Array) -> "KVPages":
         """One page's, or several."""
@@ -52,20 +47,15 @@ def write_kv(
 ) -> KVPages:
     """Write each token's key and value to its place. Padding tokens go to page 0.
 
-    ``page_T`` may be [K, T], where heads have pages of their own. Entries of 8 bits share one scale
-    per page and head, which is that of the largest: where it grows, what lies there is rounded
-    again. A page's tokens stand next to each other in the batch, in order: what lay at and after
-    the first one's offset is gone.
+    Entries of 8 bits share one scale per page and head, which is that of the largest: where it
+    grows, what lies there is rounded again. A page's tokens stand next to each other in the batch,
+    in order: what lay at and after the first one's offset is gone.
     """
     if kv.key_scale_PK is not None:
         return _write_8_bits(kv, k_TKH, v_TKH, page_T, offset_T, keys_by_token)
     k_TKH, v_TKH = k_TKH.astype(kv.keys.dtype), v_TKH.astype(kv.values.dtype)
-    at: tuple[Any, Any, Any]
-    if page_T.ndim == 2:
-        at = page_T.T, jnp.arange(k_TKH.shape[1]), offset_T[:, None]
-    else:
-        at = page_T, slice(None), offset_T
-    by_head_dim = at[0], at[1], slice(None), at[2]
+    at = page_T, slice(None), offset_T
+    by_head_dim = page_T, slice(None), slice(None), offset_T
     return KVPages(
         kv.keys.at[at if keys_by_token else by_head_dim].set(k_TKH),
         kv.values.at[at].set(v_TKH),
@@ -87,7 +77,6 @@ class PageRuns(NamedTuple):
 def page_runs(page_T: jax.Array, offset_T: jax.Array) -> PageRuns:
     """The runs of a batch, without those in page 0."""
     T = len(offset_T)
-    page_T = page_T[0] if page_T.ndim == 2 else page_T
     begins_T = (offset_T == 0) | (page_T != jnp.roll(page_T, 1)) | (jnp.arange(T) == 0)
     end_T = jax.lax.cummin(jnp.where(begins_T, jnp.arange(T), T), reverse=True)
     size_T = jnp.append(end_T[1:], T) - jnp.arange(T)
@@ -103,11 +92,9 @@ def _write_8_bits(
     offset_T: jax.Array,
     keys_by_token: bool,
 ) -> KVPages:
-    T, K, _ = k_TKH.shape
     B = kv.values.shape[2]
     runs = page_runs(page_T, offset_T)
-    page_KT = jnp.broadcast_to(page_T, (K, T))
-    head_K, slot_B = jnp.arange(K), jnp.arange(B)
+    slot_B = jnp.arange(B)
     # Room for what a page holds before and after the batch's tokens.
     around = (B, B), (0, 0), (0, 0)
     k_YKH, v_YKH = (jnp.pad(x.astype(jnp.float32), around) for x in (k_TKH, v_TKH))
@@ -116,22 +103,19 @@ def _write_8_bits(
         pages: jax.Array, scale_PK: jax.Array, x_YKH: jax.Array, run: jax.Array, by_token: bool
     ) -> tuple[jax.Array, jax.Array]:
         t = runs.token[run]
-        page_K, offset = page_KT[:, t], offset_T[t]
+        page, offset = page_T[t], offset_T[t]
         new_KBH = jax.lax.dynamic_slice_in_dim(x_YKH, t - offset + B, B).swapaxes(0, 1)
-        old_KBH = pages[page_K, head_K].astype(jnp.float32)
+        old_KBH = pages[page].astype(jnp.float32)
         old_KBH = old_KBH if by_token else old_KBH.swapaxes(1, 2)
         is_new_B1 = ((slot_B >= offset) & (slot_B < offset + runs.size[run]))[:, None]
         largest_K = jnp.where(is_new_B1, jnp.abs(new_KBH), 0).max((1, 2))
-        old_scale_K = jnp.where(offset > 0, scale_PK[page_K, head_K], 0)
+        old_scale_K = jnp.where(offset > 0, scale_PK[page], 0)
         scale_K = jnp.maximum(old_scale_K, largest_K / LARGEST[pages.dtype.name])
         kept_KBH = jnp.where((slot_B < offset)[:, None], old_KBH * old_scale_K[:, None, None], 0)
         x_KBH = jnp.where(is_new_B1, new_KBH, kept_KBH)
         x_KBH = quantise(x_KBH, scale_K[:, None, None], pages.dtype)
         x_KBH = x_KBH if by_token else x_KBH.swapaxes(1, 2)
-        return (
-            pages.at[page_K, head_K].set(x_KBH),
-            scale_PK.at[page_K, head_K].set(scale_K),
-        )
+        return pages.at[page].set(x_KBH), scale_PK.at[page].set(scale_K)
 
     def one_run(run: jax.Array, kv: KVPages) -> KVPages:
         assert kv.key_scale_PK is not None

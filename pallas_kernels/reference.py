@@ -3,14 +3,11 @@
 A page holds B tokens' keys as ``[K, H, B]`` and values as ``[K, B, H]``: both products of
 attention then read it as it lies (XLA:CPU takes twice as long where it must transpose). The
 kernels' keys are ``[K, B, H]``; all else is theirs too. A row of a page table lists a sequence's
-pages in token order; a table may have one such row for each KV head, ``[K, S, M]``, where heads
-have pages of their own. Attention is softmax(q k^T) v, where q is scaled already, with an online
+pages in token order. Attention is softmax(q k^T) v, where q is scaled already, with an online
 softmax (Milakov and Gimelshein, 2018) over pages, in float32, and goes only through the pages that
-the batch sees, so that one compiled shape serves all lengths. With a soft cap c, scores are
-c tanh(q k^T / c).
+the batch sees, so that one compiled shape serves all lengths.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -43,19 +40,6 @@ def work_items(count_S: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax
     return owner_I, jnp.arange(most) - start_S[owner_I], start_S[-1] + count_S[-1]
 
 
-def by_head(
-    attend: Callable[..., jax.Array],
-    q_XNH: jax.Array,
-    kv: KVPages,
-    table_KXM: jax.Array,
-    *rest: jax.Array,
-) -> jax.Array:
-    """``attend`` for each KV head with its own page table."""
-    K = kv.values.shape[1]
-    q = jnp.split(q_XNH, K, axis=1)
-    return jnp.concatenate([attend(q[h], kv.head(h), table_KXM[h], *rest) for h in range(K)], 1)
-
-
 def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     b = b if b.dtype.itemsize > 1 else b.astype(jnp.float32)
     return jnp.einsum(spec, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
@@ -66,18 +50,12 @@ def _float_of(kv: KVPages) -> jnp.dtype:
     return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("float32")
 
 
-def capped(score: jax.Array, soft_cap: float | None) -> jax.Array:
-    """Scores between -cap and cap."""
-    return soft_cap * jnp.tanh(score / soft_cap) if soft_cap else score
-
-
 def decode_attention(
     q_SNH: jax.Array,
     kv: KVPages,
     page_table_SM: jax.Array,
     length_S: jax.Array,
     window: int | None = None,
-    soft_cap: float | None = None,
 ) -> jax.Array:
     """Attention of one query row per sequence to its first ``length`` KV entries.
 
@@ -89,15 +67,12 @@ def decode_attention(
     reader's query. Else the items' pages are copied, some at a time: the cost follows the pages
     in use, however large the pool and however unequal the sequences.
     """
-    if page_table_SM.ndim == 3:
-        attend = partial(decode_attention, window=window, soft_cap=soft_cap)
-        return by_head(attend, q_SNH, kv, page_table_SM, length_S)
     S, N, H = q_SNH.shape
     P, K, B, _ = kv.values.shape
     M = page_table_SM.shape[1]
     q_SKGH = q_SNH.astype(_float_of(kv)).reshape(S, K, N // K, H)
     items, count = _decode_items(page_table_SM, length_S, window, B)
-    fold = partial(_fold, q_SKGH, soft_cap)
+    fold = partial(_fold, q_SKGH)
     start = Softmax(
         jnp.zeros((S, K, N // K, H), jnp.float32),
         jnp.full((S, K, N // K), NO_SCORE, jnp.float32),
@@ -159,16 +134,13 @@ def _decode_items(
     return Items(row_I, page_I, begin_I, end_I), count
 
 
-def _fold(
-    q_SKGH: jax.Array, soft_cap: float | None, so_far: Softmax, items: Items, pages: KVPages
-) -> Softmax:
+def _fold(q_SKGH: jax.Array, so_far: Softmax, items: Items, pages: KVPages) -> Softmax:
     """Take these items' keys and values into the softmax."""
     S, B = q_SKGH.shape[0], pages.keys.shape[-1]
     out_SKGH, max_SKG, sum_SKG = so_far
     score = _einsum("ikgh,ikhb->ikgb", q_SKGH[items.row], pages.keys)
     if pages.key_scale_PK is not None:
         score *= pages.key_scale_PK[..., None, None]
-    score = capped(score, soft_cap)
     offset_B = jnp.arange(B)
     seen_IB = (offset_B >= items.begin[:, None]) & (offset_B < items.end[:, None])
     score = jnp.where(seen_IB[:, None, None], score, MASKED)
@@ -200,7 +172,6 @@ def chunk_attention(
     start_C: jax.Array,
     row_C1: jax.Array,
     window: int | None = None,
-    soft_cap: float | None = None,
 ) -> jax.Array:
     """Causal attention of a ragged batch of prefill chunks to their own pages.
 
@@ -211,9 +182,6 @@ def chunk_attention(
 
     A chunk is cut into tiles of rows; each tile goes through the pages that any of them sees.
     """
-    if page_table_CM.ndim == 3:
-        attend = partial(chunk_attention, window=window, soft_cap=soft_cap)
-        return by_head(attend, q_TNH, kv, page_table_CM, start_C, row_C1)
     T, N, H = q_TNH.shape
     C = start_C.shape[0]
     K = kv.values.shape[1]
@@ -232,7 +200,7 @@ def chunk_attention(
         q_KRH = q.reshape(TILE_ROWS, K, G, H).transpose(1, 2, 0, 3).reshape(K, -1, H)
         first = start_C[c] + skipped
         last = start_C[c] + jnp.minimum(skipped + TILE_ROWS, size_C[c]) - 1
-        o_KRH = _attend_tile(q_KRH, first, last, kv, page_table_CM[c], window, soft_cap)
+        o_KRH = _attend_tile(q_KRH, first, last, kv, page_table_CM[c], window)
         o = o_KRH.reshape(K, G, TILE_ROWS, H).transpose(2, 0, 1, 3).reshape(TILE_ROWS, N, H)
         # Where a chunk ends within the tile, the next chunk's tiles write over the rest.
         return jax.lax.dynamic_update_slice_in_dim(out_TNH, o, row, 0)
@@ -249,7 +217,6 @@ def _attend_tile(
     kv: KVPages,
     page_M: jax.Array,
     window: int | None,
-    soft_cap: float | None,
 ) -> jax.Array:
     """Causal attention of one tile: TILE_ROWS positions from ``first``, G times over.
 
@@ -266,7 +233,6 @@ def _attend_tile(
         score_KRB = _einsum("krh,khb->krb", q_KRH, page.keys)
         if page.key_scale_PK is not None:
             score_KRB *= page.key_scale_PK[:, None, None]
-        score_KRB = capped(score_KRB, soft_cap)
         seen_RB = j * B + jnp.arange(B) <= position_R[:, None]
         if window:
             seen_RB &= j * B + jnp.arange(B) > position_R[:, None] - window

@@ -29,17 +29,16 @@ def write_kv(
     """
     T, K, H = k_TKH.shape
     B = kv.values.shape[2]
-    page_KT = page_T if page_T.ndim == 2 else page_T[None]
     kernel: Callable[..., None]
     if kv.key_scale_PK is None:
         k_TKH, v_TKH = k_TKH.astype(kv.keys.dtype), v_TKH.astype(kv.values.dtype)
-        inputs: tuple[jax.Array, ...] = k_TKH, v_TKH, page_KT, offset_T
+        inputs: tuple[jax.Array, ...] = k_TKH, v_TKH, page_T, offset_T
         kernel, warps = _write, 1
     else:
         runs = page_runs(page_T, offset_T)
         # Of what is no run, the size is 0.
         size = jnp.where(jnp.arange(T) < runs.many, runs.size, 0)
-        inputs = k_TKH, v_TKH, page_KT, offset_T, runs.token, size
+        inputs = k_TKH, v_TKH, page_T, offset_T, runs.token, size
         # At most 128 of a page's entries for each thread.
         kernel, warps = _write_8_bits, min(max(4, _power(B) * _power(H) // 4096), 32)
     arrays, tree = jax.tree.flatten(kv)
@@ -60,10 +59,10 @@ def write_kv(
 
 
 def _write(
-    k_TKH: Ref, v_TKH: Ref, page_KT: Ref, offset_T: Ref, _: KVPages, keys: Ref, values: Ref
+    k_TKH: Ref, v_TKH: Ref, page_T: Ref, offset_T: Ref, _: KVPages, keys: Ref, values: Ref
 ) -> None:
     t, h = pl.program_id(0), pl.program_id(1)
-    page = page_KT[h if page_KT.shape[0] > 1 else 0, t]
+    page = page_T[t]
     for start, size in pieces(k_TKH.shape[2]):
         piece = pl.ds(start, size)
         keys[page, h, offset_T[t], piece] = k_TKH[t, h, piece]
@@ -71,14 +70,14 @@ def _write(
 
 
 def _write_8_bits(
-    k_TKH: Ref, v_TKH: Ref, page_KT: Ref, offset_T: Ref, token_I: Ref, size_I: Ref, _: KVPages,
+    k_TKH: Ref, v_TKH: Ref, page_T: Ref, offset_T: Ref, token_I: Ref, size_I: Ref, _: KVPages,
     keys: Ref, values: Ref, key_scale_PK: Ref, value_scale_PK: Ref,
 ) -> None:  # fmt: skip
     i, h = pl.program_id(0), pl.program_id(1)
     T, _, H = k_TKH.shape
     B = values.shape[2]
     t, count = token_I[i], size_I[i]
-    page, begin = page_KT[h if page_KT.shape[0] > 1 else 0, t], offset_T[t]
+    page, begin = page_T[t], offset_T[t]
     # Rows past the page do what its last one does.
     slot = jnp.minimum(jnp.arange(_power(B)), B - 1)
     token = jnp.clip(t + slot - begin, 0, T - 1)[:, None]

@@ -27,7 +27,7 @@ from jaxinfer.measure import measure
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.runtime.device_time import DeviceTime, StepTracer
 from jaxinfer.runtime.speed import copy_rate, product_rate
-from jaxinfer.serving.work import Work
+from jaxinfer.serving.batch import Work
 from jaxinfer.serving.world import StepDone
 from jaxinfer.simulate.hardware import Gpu, find_model
 from jaxinfer.simulate.roofline import Efficiency, RooflineStage

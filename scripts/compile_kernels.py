@@ -30,8 +30,8 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from lower_kernels import Variant, variants
 
+from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.stage import Layers
-from jaxinfer.options import EngineOptions
 from jaxinfer.runtime import plan as planning
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.sampler import SamplerShape

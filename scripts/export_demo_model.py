@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors.numpy import save_file
 
 from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.tokenizer import load_tokenizer
+from jaxinfer.text.tokenizer import load_tokenizer
 
 
 def main(folder: Path) -> None:

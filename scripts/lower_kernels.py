@@ -36,22 +36,21 @@ class Variant(NamedTuple):
 
 
 def variants() -> Iterator[Variant]:
-    """Every kernel in every shape and dtype; options by turns."""
+    """Every kernel in every shape and dtype; every other one with a window."""
     dtypes = "bfloat16", "float16", "float32", "int8", "float8_e4m3fn"
     for number, ((G, H, B), dtype) in enumerate(product(SHAPES, dtypes)):
-        options: dict[str, Any] = {"window": (None, 100)[number % 2]}
-        options["soft_cap"] = (None, None, 30.0)[number % 3]
-        by_head = number % 4 == 3
-        said = "".join(f", {key}" for key, value in options.items() if value)
-        said += ", tables by head" if by_head else ""
+        window = (None, 100)[number % 2]
+        said = ", window" if window else ""
         name = f"{G} heads of {H}, pages of {B}, {dtype}{said}"
-        decode, chunks, written = _arguments(G, H, B, dtype, by_head)
+        decode, chunks, written = _arguments(G, H, B, dtype)
         everywhere = tuple(gpu for gpu in GPUS if dtype != "float8_e4m3fn" or gpu != "A100")
         for what, run, arguments in (
             ("decode", generic.decode_attention, decode),
             ("chunks", generic.chunk_attention, chunks),
         ):
-            yield Variant(f"generic {what}: {name}", partial(run, **options), arguments, everywhere)
+            yield Variant(
+                f"generic {what}: {name}", partial(run, window=window), arguments, everywhere
+            )
         yield Variant(f"write: {name}", write.write_kv, written, everywhere)
         if jnp.dtype(dtype).itemsize != 2:
             continue
@@ -59,17 +58,16 @@ def variants() -> Iterator[Variant]:
             ("decode", hopper.decode_attention, decode),
             ("chunks", hopper.chunk_attention, chunks),
         ):
-            yield Variant(f"hopper {what}: {name}", partial(run, **options), arguments, ("H100",))
+            yield Variant(
+                f"hopper {what}: {name}", partial(run, window=window), arguments, ("H100",)
+            )
 
 
-def _arguments(G: int, H: int, B: int, dtype: str, by_head: bool) -> tuple[Any, Any, Any]:
+def _arguments(G: int, H: int, B: int, dtype: str) -> tuple[Any, Any, Any]:
     """Of decode, chunks and write."""
 
     def of(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-    def table(*shape: int) -> jax.ShapeDtypeStruct:
-        return of(K, *shape) if by_head else of(*shape)
 
     entries: Any = of(P, K, B, H, dtype=dtype)
     scale: Any = of(P, K, dtype="float32") if jnp.dtype(dtype).itemsize == 1 else None
@@ -77,9 +75,9 @@ def _arguments(G: int, H: int, B: int, dtype: str, by_head: bool) -> tuple[Any, 
     q_SNH, q_TNH = (of(rows, K * G, H, dtype="float32") for rows in (S, T))
     new_TKH = of(T, K, H, dtype="float32")
     return (
-        (q_SNH, pages, table(S, M), of(S)),
-        (q_TNH, pages, table(C, M), of(C), of(C + 1)),
-        (pages, new_TKH, new_TKH, table(T), of(T)),
+        (q_SNH, pages, of(S, M), of(S)),
+        (q_TNH, pages, of(C, M), of(C), of(C + 1)),
+        (pages, new_TKH, new_TKH, of(T), of(T)),
     )
 
 

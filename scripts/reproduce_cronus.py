@@ -18,7 +18,7 @@ import yaml
 from matplotlib.figure import Figure
 from scipy.optimize import brentq
 
-from jaxinfer.config import RunFile, load_run_file
+from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.simulate.hardware import find_gpu, find_model
 from jaxinfer.simulate.run import simulate

@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from jaxinfer.config import RunFile, as_run_file
+from jaxinfer.config.run_file import RunFile, as_run_file
 
 # Kind of GPU -> requests in one turn, and requests per second.
 WEIGHTS = {"H100-SXM": 8, "A100-80G-SXM": 4, "L40S": 2, "A10": 1}

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from jaxinfer.config import load_run_file
+from jaxinfer.config.run_file import load_run_file
 from jaxinfer.report.records import read_run
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest

@@ -20,7 +20,7 @@ from typing import Any
 import click
 import yaml
 
-from jaxinfer.config import load_run_file
+from jaxinfer.config.run_file import load_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.records import RequestRecord, RunRecord, read_run
 from jaxinfer.simulate.run import simulate

@@ -5,6 +5,7 @@ Imports of JAX are left to the fixtures: many tests are of plain Python.
 
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     from jaxinfer import LLM
 
 # On a CPU, most of the tests' time goes into compilation, and little into what was compiled.
-QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"
+if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # Later ones end at this flag.
+    QUICK_TO_COMPILE += " --xla_cpu_use_fusion_emitters=false"
 if "cuda" not in os.environ.get("JAX_PLATFORMS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}"
 # Before anything counts the devices: tensor parallelism over 4 beside 4.
@@ -67,8 +70,8 @@ def tiny_loaded_once(tiny: "LLM", monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever loads the tiny model with its usual options gets ``tiny``."""
     from tiny_model import TINY_OPTIONS
 
+    from jaxinfer.config.engine import EngineOptions
     from jaxinfer.llm import LLM
-    from jaxinfer.options import EngineOptions
 
     load = LLM.from_config
 

@@ -1,19 +1,26 @@
-"""Commands in the docs: options that exist, files that are there, outputs that git ignores."""
+"""The docs: commands with options and files that exist, links, narrow prose, a short README."""
 
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
-from jaxinfer.cli import cli
-from jaxinfer.config import as_run_file, load_run_file
+from jaxinfer.commands.app import COMMANDS as NAMES
+from jaxinfer.commands.app import cli
+from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.run_file import as_run_file, load_run_file
 from jaxinfer.models.sharding import load_rules
+from jaxinfer.serving.policies import KINDS
+from jaxinfer.systems.registry import SYSTEMS
 from jaxinfer.workload.lengths import read_workload
 
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = sorted((ROOT / "docs" / "results").glob("*.md"))
 # What each command writes to.
 OUTPUTS = ("output_path", "json_path", "out", "destination")
 
@@ -22,7 +29,7 @@ def commands() -> Iterator[str]:
     """Those that stand in a block of their own, backslashes joined."""
     for path in DOCS:
         for line in path.read_text().replace("\\\n", " ").splitlines():
-            if line.startswith("    jaxinfer "):
+            if re.match(r" {4,}jaxinfer ", line):
                 yield line.strip()
 
 
@@ -31,14 +38,17 @@ COMMANDS = list(commands())
 
 def test_there_are_some() -> None:
     named = {shlex.split(command)[1] for command in COMMANDS}
-    assert named == set(cli.commands)
+    assert named == set(NAMES)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_docs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_of_the_docs(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    _, name, *arguments = shlex.split(command)
-    with cli.commands[name].make_context(name, arguments) as context:
+    _, name, *arguments = shlex.split(line)
+    command = cli.get_command(click.Context(cli), name)
+    assert command
+    # A copy: click takes the arguments out of its list.
+    with command.make_context(name, list(arguments)) as context:
         given = context.params
     for output in OUTPUTS:
         if given.get(output):
@@ -52,8 +62,8 @@ def test_a_command_of_the_docs(command: str, monkeypatch: pytest.MonkeyPatch) ->
             assert load_rules(path)
     if given.get("workload"):
         assert read_workload(given["workload"])
-    for name in (given.get("systems") or "").split(","):
-        assert not name or Path(f"configs/cpu/{name}.yaml").is_file()
+    for name in filter(None, (given.get("systems") or "").split(",")):
+        assert Path(given["files"][0]).with_name(f"{name}.yaml").is_file()
 
 
 def test_the_first_run_file_in_the_docs() -> None:
@@ -63,5 +73,89 @@ def test_the_first_run_file_in_the_docs() -> None:
     assert str(config.workload.output).startswith("runs/")
 
 
+def test_all_options_of_an_engine_are_in_the_docs() -> None:
+    text = (ROOT / "docs" / "run-file.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert set(EngineOptions.model_fields) <= set(rows)
+
+
+def test_all_policies_are_in_the_docs() -> None:
+    section = (ROOT / "docs" / "run-file.md").read_text().split("## Policies")[1].split("\n## ")[0]
+    example = as_run_file(yaml.safe_load(section.split("```yaml\n")[1].split("```")[0]))
+    for kind, policies in KINDS.items():
+        assert getattr(example.engine.policies, kind)
+        for name, policy in policies.items():
+            assert f"`{name}`" in section, name
+            for option in policy.Options.model_fields if isinstance(policy, type) else ():
+                assert f"`{option}`" in section, f"{name}.{option}"
+
+
 def test_git_ignores_where_they_write() -> None:
     assert "/runs/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+@pytest.mark.parametrize("page", [*DOCS, *RESULTS], ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in targets(page.read_text()):
+        file, _, section = target.partition("#")
+        path = page.parent / file if file else page
+        assert path.exists(), target
+        assert not section or section in anchors(path.read_text()), target
+
+
+def targets(text: str) -> list[str]:
+    """Where links and pictures lead, but to the web."""
+    inline = re.findall(r"\]\(([^)\s]+)\)", text)
+    defined = re.findall(r"^\[[^\]]+\]: (\S+)", text, re.MULTILINE)
+    return [target for target in [*inline, *defined] if "://" not in target]
+
+
+def anchors(text: str) -> set[str]:
+    """Of a page's headings, as GitHub names them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_are_found() -> None:
+    text = "## A b, c\n[x](y.md#a-b-c), ![z](z.png), [w](https://w) and [v][v]\n\n[v]: v.md\n"
+    assert targets(text) == ["y.md#a-b-c", "z.png", "v.md"]
+    assert anchors(text) == {"a-b-c"}
+
+
+def prose(text: str) -> Iterator[str]:
+    """Lines of neither tables nor code nor pictures, and without links that stand alone."""
+    code = False
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            code = not code
+        elif not code and not re.match(r"\||!\[|\[[^\]]+\]: | {4,}jaxinfer ", line):
+            yield line
+
+
+@pytest.mark.parametrize("page", [*DOCS, *RESULTS], ids=lambda p: p.name)
+def test_prose_is_narrow(page: Path) -> None:
+    assert not [line for line in prose(page.read_text()) if len(line) > 100]
+
+
+@pytest.mark.parametrize("page", [*DOCS, *RESULTS], ids=lambda p: p.name)
+def test_every_block_of_code_ends(page: Path) -> None:
+    fences = [line for line in page.read_text().splitlines() if line.lstrip().startswith("```")]
+    assert len(fences) % 2 == 0
+    assert all(line.strip() != "```" for line in fences[::2])
+    assert all(line.strip() == "```" for line in fences[1::2])
+
+
+def test_prose_is_told_from_the_rest() -> None:
+    text = "a\n| b |\n```py\nc\n```\n- [d](e)\n![f](g)\n[h]: i\n    jaxinfer run\n"
+    assert list(prose(text)) == ["a", "- [d](e)"]
+
+
+def test_the_readme_has_all_systems() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(SYSTEMS)
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 700
+    assert all(len(line) <= 100 for line in text.splitlines())

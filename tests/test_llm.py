@@ -10,9 +10,12 @@ import pytest
 from tiny_model import TINY_OPTIONS
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
+from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.run_file import RunFile, Workload
 from jaxinfer.report.run_folder import PACKAGES
 from jaxinfer.request import Sampling
-from jaxinfer.stop import StopCheck
+from jaxinfer.text.stop import StopCheck
+from jaxinfer.workload.predictor import Buckets
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PROMPTS = ["Hello", "A longer prompt than the other one, by far.", "x" * 150, "Ünïcode ✓"]
@@ -181,7 +184,8 @@ def test_a_request_too_large_for_the_pool_is_refused_and_the_rest_served(small: 
         ([{"prompt_token_idz": [1]}], GREEDY, "must be a text or"),
         ([3], GREEDY, "must be a text or"),
         ("x" * 256, GREEDY, "prompt 0: the prompt has 256 tokens, max_model_len is 256"),
-        (["a", "b"], [GREEDY], "2 prompts, but 1 sampling_params"),
+        (["a", "b"], [GREEDY], "1 sampling_params, but more prompts"),
+        (["a"], [GREEDY, GREEDY], "1 prompts, but more sampling_params"),
     ],
 )
 def test_bad_prompts_are_named_before_anything_runs(
@@ -197,7 +201,8 @@ def test_bad_prompts_are_named_before_anything_runs(
     [
         ({"max_num_seq": 4}, "max_num_seq: unknown option, did you mean 'max_num_seqs'"),
         ({"num_pages": 1}, "num_pages is 1, must be"),
-        ({"dtype": "fp8"}, "dtype is 'fp8', must be"),
+        ({"dtype": "fp16"}, "dtype is 'fp16', must be"),
+        ({"dtype": "fp8"}, "dtype is fp8, a run has weights of float32 or bfloat16"),
         ({"max_model_len": 257}, "max_model_len is 257, the model was made for 256"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "must be at least max_num_seqs"),
         ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),
@@ -443,3 +448,31 @@ def test_prompt_logprobs_are_those_of_the_tokens_one_by_one(
             if token in expected:
                 assert position[token].rank == expected[token].rank
                 assert position[token].logprob == pytest.approx(expected[token].logprob, abs=1e-4)
+
+
+def test_a_users_predictor_is_asked_as_requests_come_in(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "predictor_of_prompts.py").write_text(
+        "def predict(request):\n    return 1, 2 * request.prompt_len\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    workload = Workload(predictor="predictor_of_prompts:predict")
+    config = RunFile(
+        model=str(tiny_folder), engine=EngineOptions(**TINY_OPTIONS), workload=workload
+    )
+    llm = LLM.from_config(config, progress=False)
+    made = llm.make_requests("a", [5, 6, 7], GREEDY)
+    llm.run(made, lambda output: None, progress=False)
+    assert [request.predicted for request in made] == [(1, 6)]
+
+
+@pytest.mark.parametrize(
+    "option", [{"predictor": Buckets(granularity=9, accuracy=1)}, {"max_tokens": 5}]
+)
+def test_what_only_a_modelled_run_knows(tiny_folder: Path, option: dict[str, Any]) -> None:
+    config = RunFile(model=str(tiny_folder), workload=Workload(**option))
+    with pytest.raises(
+        JaxinferError, match=r"^workload\.(predictor: b|max_tokens: w).* modelled run"
+    ):
+        LLM.from_config(config, progress=False)

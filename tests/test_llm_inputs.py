@@ -3,14 +3,16 @@
 import hashlib
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxinfer import LLM, JaxinferError, RequestOutput, SamplingParams
+from jaxinfer.runtime.runs import Runs
 from jaxinfer.runtime.sampling_inputs import sampling_of
-from jaxinfer.tokenizer import NoTokenizer
+from jaxinfer.text.tokenizer import NoTokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 HELLO = [72, 69, 76, 76, 79]
@@ -204,9 +206,9 @@ def test_runs_do_not_overlap(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None
     """The second thread waits until the first one's run has ended, and then has its turn."""
     inside, overlaps = threading.Semaphore(1), []
     started, go_on = threading.Event(), threading.Event()
-    run = LLM._run
+    run = Runs.run
 
-    def watched(self: LLM, *args: Any) -> Any:
+    def watched(self: Runs, *args: Any) -> Any:
         overlaps.append(not inside.acquire(blocking=False))
         started.set()
         go_on.wait(30)
@@ -215,7 +217,7 @@ def test_runs_do_not_overlap(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None
         finally:
             inside.release()
 
-    monkeypatch.setattr(LLM, "_run", watched)
+    monkeypatch.setattr(Runs, "run", watched)
 
     def ask() -> None:
         tiny.generate("Hello", GREEDY, progress=False)
@@ -244,7 +246,8 @@ def test_a_run_within_a_run_is_refused(tiny: LLM) -> None:
             said.append(str(caught.value))
 
     tiny.run(tiny.make_requests("a", HELLO, GREEDY), take, progress=False)
-    assert said == ["this LLM is in the middle of a run: wait until it has ended"] * 2
+    refusal = "this LLM is in the middle of a run: wait until it has ended, or close its iterator"
+    assert said == [refusal] * 2
     assert len(tiny.generate("Hello", GREEDY, progress=False)) == 1
 
 
@@ -312,8 +315,7 @@ def test_seeds_follow_from_the_engine_s_and_the_id(
     second = hash63("7#0")
     assert seeds(tiny, "a", seed=7, n=3) == [7, second, hash63(f"{second}#1")]
     assert seeds(tiny, "a") == [hash63("0/a")]
-    engine = tiny.config.engine.model_copy(update={"seed": 5})
-    monkeypatch.setattr(tiny, "config", tiny.config.model_copy(update={"engine": engine}))
+    monkeypatch.setattr(tiny, "_maker", replace(tiny._maker, seed=5))
     assert seeds(tiny, "a") == [hash63("5/a")]
 
 
@@ -332,7 +334,8 @@ def test_one_continuation_reports_on_the_prompt(tiny: LLM) -> None:
 
 def test_stop_strings_need_a_tokenizer(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before anything runs; stop tokens do without."""
-    monkeypatch.setattr(tiny, "tokenizer", NoTokenizer("bare", ()))
+    bare = replace(tiny._maker, tokenizer=NoTokenizer("bare", ()))
+    monkeypatch.setattr(tiny, "_maker", bare)
     with pytest.raises(JaxinferError, match="'bare' has no tokenizer for stop strings"):
         tiny.make_requests("a", HELLO, SamplingParams(stop="x"))
     assert tiny.make_requests("a", HELLO, SamplingParams(stop_token_ids=(1,)))

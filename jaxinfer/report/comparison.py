@@ -6,21 +6,26 @@
 import csv
 import json
 import re
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.report.percentiles import percentile
+from jaxinfer.report.figures import (
+    Runs,
+    emulation,
+    figures,
+    median_index,
+    median_round,
+    medians,
+    number_text,
+    requests_per_s,
+)
 from jaxinfer.report.perfetto import write_trace
-from jaxinfer.report.records import RunRecord
-
-Runs = Mapping[str, Sequence[RunRecord]]
+from jaxinfer.report.pictures import picture_link
 
 LEGEND = (
     "Busy: utilisation, the share of the run in which some step ran on the group. Transfer "
@@ -29,96 +34,24 @@ LEGEND = (
     "finished requests."
 )
 
-
-@dataclass(frozen=True)
-class Figures:
-    """What a run comes to, or the median of several. A median's counts may be halves.
-
-    Attributes:
-        wall_s: seconds of the run.
-        requests_s: finished requests per second.
-        output_tok_s: output tokens of finished requests per second.
-        ttft_p50, ttft_p99: seconds from arrival to first token, over all requests that have one;
-            None if none has.
-        tbt_p50, tbt_p99: seconds between tokens, over all gaps of all requests; None if there are
-            none.
-        utilisation: device group -> share of the run, 0 to 1, in which a stage on it was busy.
-        num_bytes: KV bytes moved between instances.
-        hidden_s: seconds of transfers in which their destination was computing, or their source
-            the same prompt.
-        visible_s: the other seconds of transfers.
-        mean_cut: mean of cut / prompt length over finished requests, 0 to 1; None if none was cut.
-        preemptions: of all requests.
-        failed: requests with an error.
-    """
-
-    wall_s: float
-    requests_s: float
-    output_tok_s: float
-    ttft_p50: float | None
-    ttft_p99: float | None
-    tbt_p50: float | None
-    tbt_p99: float | None
-    utilisation: Mapping[str, float]
-    num_bytes: float
-    hidden_s: float
-    visible_s: float
-    mean_cut: float | None
-    preemptions: float
-    failed: float
-
-
-def figures(run: RunRecord) -> Figures:
-    """The figures of one run."""
-    done = [request for request in run.requests if request.error is None]
-    ttft = [t for request in run.requests if (t := request.ttft) is not None]
-    tbt = [gap for request in run.requests for gap in request.tbt]
-    cuts = [request.cut / request.prompt_len for request in done]
-    hidden_s = sum(t.hidden_s for t in run.transfers)
-    transfer_s = sum(t.end - t.start for t in run.transfers)
-    return Figures(
-        wall_s=run.wall_s,
-        requests_s=_requests_s(run),
-        output_tok_s=sum(len(request.token_times) for request in done) / run.wall_s,
-        ttft_p50=percentile(ttft, 50),
-        ttft_p99=percentile(ttft, 99),
-        tbt_p50=percentile(tbt, 50),
-        tbt_p99=percentile(tbt, 99),
-        utilisation=_utilisation(run),
-        num_bytes=sum(t.num_bytes for t in run.transfers),
-        hidden_s=hidden_s,
-        # Files have rounded times, whose sum may be less by some microseconds.
-        visible_s=max(transfer_s - hidden_s, 0.0),
-        mean_cut=statistics.fmean(cuts) if any(cuts) else None,
-        preemptions=sum(request.preemptions for request in run.requests),
-        failed=len(run.requests) - len(done),
-    )
-
-
-def medians(runs: Runs) -> dict[str, Figures]:
-    """Each system's figures, each the median over the rounds that have it."""
-    return {name: _median([figures(run) for run in rounds]) for name, rounds in runs.items()}
-
-
-def median_round(rounds: Sequence[RunRecord]) -> RunRecord:
-    """The run with the median requests/s; of an even number, the slower of the middle two."""
-    return rounds[_median_index(rounds)]
-
-
-def emulation(runs: Runs) -> list[str]:
-    """What was emulated, as lines: one if it is the same for all, else one per system."""
-    words = {
-        name: "; ".join(dict.fromkeys(word for run in rounds for word in run.emulated))
-        for name, rounds in runs.items()
-    }
-    if len(set(words.values())) == 1:
-        return [f"emulated: {said}" for said in set(words.values()) if said]
-    return [f"{name}, emulated: {said}" for name, said in words.items() if said]
-
-
-def number_text(value: float) -> str:
-    """Three digits that count, and all before the point."""
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
+LATENCY_WORDS = {
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "tbt": "TBT",
+    "e2e": "end-to-end",
+    "normalised": "end-to-end by output tokens",
+    "delay": "scheduling delay",
+}
+# Fields of figures -> heading, and what a value is multiplied by for it.
+EXTRA_WORDS = {
+    "steady_requests_s": ("requests/s without ramp and drain", 1),
+    "steady_output_tok_s": ("output tokens/s without ramp and drain", 1),
+    "mfu": ("MFU, %", 100),
+    "usd_per_request": ("$ per 1,000 requests", 1000),
+    "usd_per_million_output_tokens": ("$ per million output tokens", 1),
+    "wh_per_request": ("Wh per request, at most", 1),
+    "wh_per_million_output_tokens": ("Wh per million output tokens, at most", 1),
+}
 
 
 def comparison_table(runs: Runs) -> Table:
@@ -157,7 +90,7 @@ def new_folder(folder: Path, besides: str | None = None) -> None:
         raise JaxinferError(f"{folder}: has files in it, must be a new or an empty folder")
 
 
-def write_comparison(runs: Runs, folder: Path, command: str) -> list[Path]:
+def write_comparison(runs: Runs, folder: Path, command: str, pictures: str = "png") -> list[Path]:
     """Write the comparison, its pictures and its traces; returns the files.
 
     ``compare.md`` is for readers, ``compare.csv`` has the figures of each round, ``compare.json``
@@ -165,6 +98,7 @@ def write_comparison(runs: Runs, folder: Path, command: str) -> list[Path]:
 
     Args:
         command: the command line that made the runs.
+        pictures: their format, ``png``, ``svg`` or ``pdf``.
 
     Raises:
         JaxinferError: the folder has more in it than ``runs``, or cannot be made.
@@ -174,59 +108,20 @@ def write_comparison(runs: Runs, folder: Path, command: str) -> list[Path]:
 
     new_folder(folder, besides="runs")
     texts = [folder / f"compare.{suffix}" for suffix in ("md", "csv", "json")]
-    bars, cdfs = folder / "throughput.png", folder / "latency.png"
+    bars, cdfs = folder / f"throughput.{pictures}", folder / f"latency.{pictures}"
     throughput_bars(runs, bars)
     latency_cdfs(runs, cdfs)
     written = [*texts, bars, cdfs]
     for name, slug in _slugs(runs).items():
-        picture, trace = folder / f"timeline-{slug}.png", folder / f"trace-{slug}.json"
+        picture, trace = folder / f"timeline-{slug}.{pictures}", folder / f"trace-{slug}.json"
         run = replace(median_round(runs[name]), name=name)
         timeline(run, picture)
         write_trace(run, trace)
         written += [picture, trace]
     _write_csv(runs, texts[1])
     texts[2].write_text(json.dumps(_document(runs, command), indent=2) + "\n", encoding="utf-8")
-    texts[0].write_text(_markdown(runs, command), encoding="utf-8")
+    texts[0].write_text(_markdown(runs, command, pictures), encoding="utf-8")
     return written
-
-
-def _requests_s(run: RunRecord) -> float:
-    return sum(request.error is None for request in run.requests) / run.wall_s
-
-
-def _median_index(rounds: Sequence[RunRecord]) -> int:
-    order = sorted(range(len(rounds)), key=lambda i: _requests_s(rounds[i]))
-    return order[(len(rounds) - 1) // 2]
-
-
-def _utilisation(run: RunRecord) -> dict[str, float]:
-    busy: dict[str, list[tuple[float, float]]] = {
-        group: [] for groups in run.groups.values() for group in groups
-    }
-    for step in run.steps:
-        for group, interval in zip(run.groups[step.instance], step.stages, strict=True):
-            busy[group].append(interval)
-    return {group: _covered(intervals) / run.wall_s for group, intervals in busy.items()}
-
-
-def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union; instances that share a group overlap."""
-    covered, at = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        covered += max(end - max(start, at), 0.0)
-        at = max(at, end)
-    return covered
-
-
-def _median(rounds: Sequence[Figures]) -> Figures:
-    values: dict[str, Any] = {}
-    for name in (field.name for field in fields(Figures)):
-        found = [value for f in rounds if (value := getattr(f, name)) is not None]
-        if name == "utilisation":
-            values[name] = {g: statistics.median(u[g] for u in found) for g in found[0]}
-        else:
-            values[name] = statistics.median(found) if found else None
-    return Figures(**values)
 
 
 def _cells(runs: Runs) -> tuple[list[str], list[list[str]]]:
@@ -249,6 +144,38 @@ def _cells(runs: Runs) -> tuple[list[str], list[list[str]]]:
             _percent(f.mean_cut),
         ])  # fmt: skip
     return columns, rows
+
+
+def _latency_cells(runs: Runs) -> tuple[list[str], list[list[str]]]:
+    """Means and percentiles of all latencies."""
+    columns = ["system", "latency", "mean", "p50", "p90", "p99"]
+    rows = [
+        [name, words, *(_seconds(getattr(f, f"{metric}_{column}")) for column in columns[2:])]
+        for name, f in medians(runs).items()
+        for metric, words in LATENCY_WORDS.items()
+    ]
+    return columns, rows
+
+
+def _extra_lines(runs: Runs) -> list[str]:
+    """A table of what is known of some system besides."""
+    found = medians(runs)
+    known = {
+        field: (words, factor)
+        for field, (words, factor) in EXTRA_WORDS.items()
+        if any(getattr(f, field) is not None for f in found.values())
+    }
+    if not known:
+        return []
+    rows = [
+        [name, *(_number(getattr(f, field), factor) for field, (_, factor) in known.items())]
+        for name, f in found.items()
+    ]
+    return [*_markdown_table(["system", *(words for words, _ in known.values())], rows), ""]
+
+
+def _number(value: float | None, factor: float) -> str:
+    return "-" if value is None else number_text(value * factor)
 
 
 def _title(runs: Runs) -> str:
@@ -323,12 +250,12 @@ def _document(runs: Runs, command: str) -> dict[str, object]:
     return {"command": command, "systems": systems}
 
 
-def _markdown(runs: Runs, command: str) -> str:
+def _markdown(runs: Runs, command: str, pictures: str) -> str:
     columns, rows = _cells(runs)
     spread = []
     for name, rounds in runs.items():
-        rates = sorted(map(_requests_s, rounds))
-        shown = str(_median_index(rounds) + 1)
+        rates = sorted(map(requests_per_s, rounds))
+        shown = str(median_index(rounds) + 1)
         spread.append([name, str(len(rounds)), *map(number_text, (rates[0], rates[-1])), shown])
     heading = ["system", "rounds", "least requests/s", "most requests/s", "round in the pictures"]
     lines = [
@@ -336,14 +263,16 @@ def _markdown(runs: Runs, command: str) -> str:
         *(f"- {line}" for line in _remarks(runs)), "",
         *_markdown_table(columns, rows), "",
         LEGEND, "",
+        *_markdown_table(*_latency_cells(runs)), "",
+        *_extra_lines(runs),
         *_markdown_table(heading, spread), "",
-        "![Requests per second](throughput.png)", "",
-        "![Distributions of TTFT and TBT](latency.png)", "",
+        picture_link("Requests per second", f"throughput.{pictures}"), "",
+        picture_link("Distributions of TTFT and TBT", f"latency.{pictures}"), "",
     ]  # fmt: skip
     for name, slug in _slugs(runs).items():
         lines += [
             f"## {name}", "",
-            f"![Timeline](timeline-{slug}.png)", "",
+            picture_link("Timeline", f"timeline-{slug}.{pictures}"), "",
             f"The whole run: [trace-{slug}.json](trace-{slug}.json), for <https://ui.perfetto.dev>.",
             "",
         ]  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from jaxinfer.serving.transfer import Transfer
+from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.world import StepDone, TransferDone
 
 # A transfer that has landed, and its hidden seconds.

@@ -2,15 +2,31 @@
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from jaxinfer.report.percentiles import Percentiles
+from jaxinfer.report.course import Course
+from jaxinfer.report.latencies import Latencies, LatencyTotals
+from jaxinfer.report.yardstick import Yardstick
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
+
+
+@dataclass(slots=True)
+class InstanceTotals:
+    """One instance's steps so far. Times in seconds since the run began.
+
+    Attributes:
+        first_step, last_step: start of the first one, and end of the last.
+        busy_s: time in which some step ran.
+        pages_in_use: when the last step was launched.
+    """
+
+    first_step: float
+    last_step: float
+    busy_s: float = 0.0
+    pages_in_use: int = 0
 
 
 @dataclass
@@ -19,53 +35,98 @@ class RunTotals:
 
     Attributes:
         prefill_tokens, decode_tokens: computed, recomputed ones included.
-        pages_in_use: of each instance, when its last step was launched; peak_pages: of all.
-        prompt_tokens, cached_tokens, output_tokens, ttft, tbt: of requests that have not failed;
+        pairs: of a computed token and a KV entry that it sees.
+        instances: those that have had a step.
+        pages_in_use: of all instances, each when its last step was launched; peak_pages: at most.
+        prompt_tokens, cached_tokens, output_tokens, latencies: of requests that have not failed;
             see ``RunMetrics``.
     """
 
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    pages_in_use: dict[str, int] = field(default_factory=dict)
+    pairs: float = 0.0
+    instances: dict[str, InstanceTotals] = field(default_factory=dict)
+    pages_in_use: int = 0
     peak_pages: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    ttft: Percentiles = field(default_factory=Percentiles)
-    tbt: Percentiles = field(default_factory=Percentiles)
+    latencies: LatencyTotals = field(default_factory=LatencyTotals)
+    course: Course = field(default_factory=Course)
 
     def add_step(self, done: StepDone) -> None:
         """Count one step."""
-        work = done.batch.work
+        # Done at each of a simulation's steps: what is cheap to write is not always cheap.
+        batch, start, end = done.batch, done.start, done.end
+        work = batch.work
+        decodes = work.decodes
         self.steps += 1
-        self.decode_tokens += work.decodes
-        self.prefill_tokens += work.tokens - work.decodes
-        self.pages_in_use[done.instance] = done.batch.pages_in_use
-        self.peak_pages = max(self.peak_pages, sum(self.pages_in_use.values()))
+        self.decode_tokens += decodes
+        self.prefill_tokens += work.tokens - decodes
+        self.pairs += work.single_context
+        if work.chunks:
+            self.pairs += work.pairs
+        totals = self.instances.get(batch.instance)
+        if totals is None:
+            totals = self.instances[batch.instance] = InstanceTotals(start, start)
+        # Steps of one instance end in the order of their starts; stages work on several at once.
+        last = totals.last_step
+        totals.busy_s += end - (start if start > last else last)
+        totals.last_step = end
+        if more := batch.pages_in_use - totals.pages_in_use:
+            totals.pages_in_use += more
+            self.pages_in_use += more
+            if self.pages_in_use > self.peak_pages:
+                self.peak_pages = self.pages_in_use
 
     def add_request(self, request: RequestState, times: Sequence[float]) -> None:
         """Count one request, whose tokens came at these times."""
         if request.error is not None:
             return
+        metrics, outputs = request.metrics, len(request.output_token_ids)
         self.prompt_tokens += request.prompt_len
-        self.cached_tokens += request.metrics.num_cached_tokens or 0
-        self.output_tokens += len(request.output_token_ids)
+        self.cached_tokens += metrics.num_cached_tokens or 0
+        self.output_tokens += outputs
         if times:
-            self.ttft.add([times[0] - request.arrival])
-            self.tbt.add(np.diff(times))
+            self.latencies.add(request.arrival, metrics.first_scheduled, times)
+            self.course.add(times[-1], outputs)
 
 
-@dataclass
-class RunMetrics:
+@dataclass(kw_only=True)
+class InstanceUse:
+    """What became of one instance's time, in seconds since the run began.
+
+    Attributes:
+        first_step, last_step: start of the first one, and end of the last; None without steps.
+        busy_s: time in which some step ran.
+        role_s: role -> time in it; that without a role is left out.
+    """
+
+    first_step: float | None
+    last_step: float | None
+    busy_s: float
+    role_s: Mapping[str, float]
+
+
+@dataclass(kw_only=True)
+class RunMetrics(Latencies):
     """A run in figures. Times in seconds, without loading and compiling ahead.
 
     Attributes:
         prompt_tokens: once for each of the ``n`` continuations of a prompt.
         cached_tokens: those of them whose KV the prefix cache had when their request started.
         prompt_tok_s, output_tok_s: tokens of finished requests per second of the whole run.
-        ttft_p50, ttft_p99: time to first token since arrival.
-        tbt_p50, tbt_p99: time between tokens, over all pairs of neighbouring tokens.
+        steady_requests_s, steady_output_tok_s: the same of requests and output tokens without the
+            run's beginning and end: see ``Course.steady``; None of runs that are too short.
+        instances: by name.
+        mfu: FLOPs that the model takes for all tokens that were computed, by what the GPUs could
+            have done in the whole run at their peak (Chowdhery et al., PaLM, 2022, appendix B; but
+            recomputed tokens count); None where that is not known.
+        usd_per_request, usd_per_million_output_tokens: of the machines, for the whole run; None
+            where they have no price.
+        wh_per_request, wh_per_million_output_tokens: watt-hours, likewise, at the limit of the
+            GPUs' power: an upper bound.
         peak_pages: KV pages in use at most; num_pages: the pool without its padding page.
         compiles, compile_s: before and during the run; late_compiles: during the run.
         loop_s: the serving loop's own Python time, launching_s: that of building and launching
@@ -81,10 +142,14 @@ class RunMetrics:
     wall_s: float
     prompt_tok_s: float
     output_tok_s: float
-    ttft_p50: float | None
-    ttft_p99: float | None
-    tbt_p50: float | None
-    tbt_p99: float | None
+    steady_requests_s: float | None = None
+    steady_output_tok_s: float | None = None
+    instances: Mapping[str, InstanceUse] = field(default_factory=dict)
+    mfu: float | None = None
+    usd_per_request: float | None = None
+    usd_per_million_output_tokens: float | None = None
+    wh_per_request: float | None = None
+    wh_per_million_output_tokens: float | None = None
     steps: int
     preemptions: int
     peak_pages: int
@@ -102,17 +167,22 @@ def run_metrics(
     requests: int,
     failed: int,
     wall_s: float,
-    waited_s: float,
-    launching_s: float,
+    role_s: Mapping[str, Mapping[str, float]] | None = None,
+    yardstick: Yardstick | None = None,
     **given: Any,
 ) -> RunMetrics:
     """The figures of a run that has ended.
 
     Args:
         requests, failed: prompts, and those of them that have failed.
-        waited_s: seconds in which the loop waited for devices and arrivals.
+        role_s: of each instance, role -> seconds in it.
+        yardstick: what is known of model and GPUs.
         given: fields of ``RunMetrics`` that requests and steps do not tell.
     """
+    steady = totals.course.steady()
+    known = yardstick or Yardstick()
+    tokens = totals.prefill_tokens + totals.decode_tokens
+    served = requests - failed
     return RunMetrics(
         requests=requests,
         failed=failed,
@@ -122,16 +192,35 @@ def run_metrics(
         wall_s=wall_s,
         prompt_tok_s=totals.prompt_tokens / wall_s,
         output_tok_s=totals.output_tokens / wall_s,
-        ttft_p50=totals.ttft.percentile(50),
-        ttft_p99=totals.ttft.percentile(99),
-        tbt_p50=totals.tbt.percentile(50),
-        tbt_p99=totals.tbt.percentile(99),
+        steady_requests_s=steady[0] if steady else None,
+        steady_output_tok_s=steady[1] if steady else None,
+        instances=_uses(totals, role_s or {}),
+        mfu=known.mfu(tokens, totals.pairs, totals.output_tokens, wall_s),
+        usd_per_request=_each(known.usd(wall_s), served),
+        usd_per_million_output_tokens=_each(known.usd(wall_s), totals.output_tokens / 1e6),
+        wh_per_request=_each(known.watt_hours(wall_s), served),
+        wh_per_million_output_tokens=_each(known.watt_hours(wall_s), totals.output_tokens / 1e6),
         steps=totals.steps,
         peak_pages=totals.peak_pages,
-        loop_s=wall_s - waited_s - launching_s,
-        launching_s=launching_s,
-        **given,
+        **(given | totals.latencies.figures()),
     )
+
+
+def _each(total: float | None, count: float) -> float | None:
+    return None if total is None or not count else total / count
+
+
+def _uses(totals: RunTotals, role_s: Mapping[str, Mapping[str, float]]) -> dict[str, InstanceUse]:
+    uses = {}
+    for name in dict.fromkeys([*role_s, *totals.instances]):
+        steps = totals.instances.get(name)
+        uses[name] = InstanceUse(
+            first_step=steps.first_step if steps else None,
+            last_step=steps.last_step if steps else None,
+            busy_s=steps.busy_s if steps else 0.0,
+            role_s={role: s for role, s in role_s.get(name, {}).items() if role},
+        )
+    return uses
 
 
 def peak_rss_mib() -> float:

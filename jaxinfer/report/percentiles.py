@@ -12,13 +12,15 @@ _RATIO = 1.001
 _LEAST, _MOST = 1e-9, 1e9
 # Values counted at a time: their logarithms take room, too.
 _BLOCK = 2**16
+# Single values that make it worth it to call numpy.
+_SINGLE = 1024
 
 
 class Percentiles:
     """Percentiles of a stream of positive values, in bounded memory.
 
     Of up to ``exact`` values they are exact; of more, within 0.05 % of the value, for values from
-    1e-9 to 1e9.
+    1e-9 to 1e9. The mean is exact.
     """
 
     def __init__(self, exact: int = EXACT) -> None:
@@ -26,6 +28,19 @@ class Percentiles:
         self._values = np.empty(min(1024, exact))
         self._used = 0
         self._bins: np.ndarray | None = None
+        # Of the values in bins.
+        self._sum = 0.0
+        self._single: list[float] = []
+
+    def append(self, value: float) -> None:
+        """Count one value."""
+        self._single.append(value)
+        if len(self._single) == _SINGLE:
+            self._count_single()
+
+    def _count_single(self) -> None:
+        values, self._single = self._single, []
+        self.add(values)
 
     def add(self, values: Sequence[float] | np.ndarray) -> None:
         """Count some values."""
@@ -46,18 +61,39 @@ class Percentiles:
 
     def _count(self, values: np.ndarray) -> None:
         assert self._bins is not None
+        self._sum += float(values.sum())
         for start in range(0, len(values), _BLOCK):
             np.add.at(self._bins, _bin(values[start : start + _BLOCK]), 1)
 
+    @property
+    def mean(self) -> float | None:
+        """None of nothing."""
+        self._count_single()
+        if self._bins is not None:
+            return self._sum / int(self._bins.sum())
+        return float(self._values[: self._used].mean()) if self._used else None
+
     def percentile(self, percent: float) -> float | None:
         """With linear interpolation between neighbours; None of nothing."""
-        if self._bins is None:
-            return percentile(self._values[: self._used], percent)
-        until = np.cumsum(self._bins)
-        rank = percent / 100 * (until[-1] - 1)
-        low, high = np.searchsorted(until, [math.floor(rank), math.ceil(rank)], side="right")
-        a, b = (_LEAST * _RATIO ** (i + 0.5) for i in (low, high))
-        return float(a + (b - a) * (rank - math.floor(rank)))
+        return self.percentiles([percent])[0]
+
+    def percentiles(self, percents: Sequence[float]) -> list[float | None]:
+        """Several; cheaper than one by one."""
+        self._count_single()
+        if self._bins is not None:
+            until = np.cumsum(self._bins)
+            return [_between_bins(until, percent) for percent in percents]
+        if not self._used:
+            return [None] * len(percents)
+        return [float(each) for each in np.percentile(self._values[: self._used], percents)]
+
+
+def _between_bins(until: np.ndarray, percent: float) -> float:
+    """From how many values there are up to each bin's end."""
+    rank = percent / 100 * (until[-1] - 1)
+    low, high = np.searchsorted(until, [math.floor(rank), math.ceil(rank)], side="right")
+    a, b = (_LEAST * _RATIO ** (i + 0.5) for i in (low, high))
+    return float(a + (b - a) * (rank - math.floor(rank)))
 
 
 def _bin(values: np.ndarray) -> np.ndarray:

@@ -70,7 +70,7 @@ def _steps(plan: Plan, costs: list[StepCost]) -> Table:
     return table
 
 
-def comparison_table(records: list[dict[str, Any]]) -> Table:
+def rules_table(records: list[dict[str, Any]]) -> Table:
     """What ``measure.compare_rules`` returns."""
     table = _table(
         "Sharding rules on one workload: medians",

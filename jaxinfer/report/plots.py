@@ -1,4 +1,4 @@
-"""Pictures of runs, as PNG: what ran when, how latencies are spread, throughput.
+"""Pictures of runs: what ran when, how latencies are spread, throughput.
 
 Colours are those of Okabe and Ito, which colour-blind readers can tell apart.
 """
@@ -18,12 +18,12 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.report.comparison import Runs, emulation, figures, median_round, number_text
+from jaxinfer.report.figures import Runs, emulation, figures, median_round, number_text
 from jaxinfer.report.perfetto import step_kind, transfer_lanes
+from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.records import RunRecord
 
 WIDTH = 11.0  # Inches.
-DPI = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#666666")
 DASHES = ("solid", (0, (5, 1.5)), (0, (6, 1.5, 1.2, 1.5)), (0, (1.5, 1)))
 # What a block of the timeline is, in words, and its colour.
@@ -70,7 +70,7 @@ def timeline(
             and less where steps are so short that they would run together.
 
     Raises:
-        JaxinferError: the window is empty.
+        JaxinferError: the window is empty, or the file's ending is not .png, .svg or .pdf.
     """
     lanes = _lanes(run)
     start, stop = _window(run, lanes, start, stop)
@@ -91,7 +91,7 @@ def timeline(
     handles = [Patch(color=c, label=label) for kind, (label, c) in KINDS.items() if kind in kinds]
     if handles:
         figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False)
-    figure.savefig(path, dpi=DPI, format="png")
+    save_picture(figure, path)
     return figure
 
 
@@ -107,7 +107,7 @@ def latency_cdfs(runs: Runs, path: str | Path) -> Figure:
     _draw_cdfs(right, tbt, "time between tokens (TBT, s)", "share of gaps")
     handles = [Line2D([], [], label=name, **_line(i)) for i, name in enumerate(runs)]
     figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False)
-    figure.savefig(path, dpi=DPI, format="png")
+    save_picture(figure, path)
     return figure
 
 
@@ -135,7 +135,7 @@ def throughput_bars(runs: Runs, path: str | Path) -> Figure:
     _bare(axes)
     handles = {"median of the rounds": Patch(color="0.6"), "one round": Line2D([], [], **DOT)}
     figure.legend(handles.values(), handles, loc="outside upper right", ncols=2, frameon=False)
-    figure.savefig(path, dpi=DPI, format="png")
+    save_picture(figure, path)
     return figure
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from jaxinfer.report.pictures import save_picture
 from jaxinfer.steps.profile import Profile
 
 
@@ -66,5 +67,5 @@ def draw_profile(name: str, profile: Profile, slowdowns: list[float], path: Path
     slowed = [s for s in slowdowns if s != 1]
     emulated = f", emulated {slowed[0]:g} times slower" if slowed else ""
     figure.suptitle(f"{name}: {key['model']}, {key['dtype']}, {chunk}{emulated}")
-    figure.savefig(path, dpi=150, format="png")
+    save_picture(figure, path)
     return figure

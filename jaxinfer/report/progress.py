@@ -32,16 +32,26 @@ class _Shown:
             disable=not enabled or self._writes_lines,
         )
         self._tasks: dict[str, TaskID] = {}
+        # Of each part, how much there is, and how much of it is left.
+        self._parts: dict[str, tuple[int, int]] = {}
         # Of each part, when it began and when it was last written about.
         self._times: dict[str, tuple[float, float]] = {}
+
+    def update(self, part: str, left: int) -> None:
+        """Say how much is left of a part; more than before is more that there is to do."""
+        total, before = self._parts.get(part, (0, 0))
+        total += max(left - before, 0)
+        self._parts[part] = total, left
+        self._show(part, total - left, total)
 
     def _show(self, part: str, done: int, total: int, rates: str = "") -> None:
         if self._writes_lines:
             self._write(part, done, total, rates)
             return
+        self._bar.start()
         if part not in self._tasks:
             self._tasks[part] = self._bar.add_task(part, total=total, rates="")
-        self._bar.update(self._tasks[part], completed=done, rates=rates)
+        self._bar.update(self._tasks[part], completed=done, total=total, rates=rates)
 
     def _write(self, part: str, done: int, total: int, rates: str) -> None:
         now = time.perf_counter()
@@ -53,7 +63,6 @@ class _Shown:
         print(f"{line}, {rates}" if rates else line, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
-        self._bar.start()
         return self
 
     def __exit__(
@@ -62,20 +71,12 @@ class _Shown:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bar.stop()
+        if self._tasks:
+            self._bar.stop()
 
 
 class LoadProgress(_Shown):
     """The parts of an engine's start."""
-
-    def __init__(self, enabled: bool) -> None:
-        super().__init__(enabled)
-        self._totals: dict[str, int] = {}
-
-    def update(self, part: str, left: int) -> None:
-        """Say how much is left of a part; the first call for it says how much there is."""
-        total = self._totals.setdefault(part, left)
-        self._show(part, total - left, total)
 
     def update_of(self, name: str, part: str, left: int) -> None:
         """The same for one of several engines."""
@@ -83,7 +84,11 @@ class LoadProgress(_Shown):
 
 
 class RunProgress(_Shown):
-    """Finished requests, and the speed of prefill and decode over the last second."""
+    """Finished requests, and the speed of prefill and decode over the last second.
+
+    Args:
+        num_requests: as many as are known to come.
+    """
 
     def __init__(self, enabled: bool, num_requests: int) -> None:
         super().__init__(enabled)
@@ -99,6 +104,10 @@ class RunProgress(_Shown):
         """Count one finished request."""
         self._done += 1
         self._show_requests()
+
+    def requests_known(self, num_requests: int) -> None:
+        """So many requests have come; there may be more."""
+        self._num_requests = max(self._num_requests, num_requests)
 
     def step_done(self, totals: RunTotals) -> None:
         """Refresh the speeds, once a second."""

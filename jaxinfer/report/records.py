@@ -1,13 +1,14 @@
 """A finished run as its folder tells it: ``run.json``, ``steps.jsonl`` and ``requests.jsonl``."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.config.validation import read_json
 from jaxinfer.errors import JaxinferError
-from jaxinfer.validation import read_json
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class RequestRecord:
         token_times: when each output token was there. Where the run counts transfers into TTFT,
             the first is there once the KV has arrived.
         cut: tokens of the prompt whose KV the first instance computed and handed on; 0 if none.
+        first_scheduled: start of its first step; None where there was none, or the file has none.
     """
 
     id: str
@@ -57,6 +59,7 @@ class RequestRecord:
     cut: int
     preemptions: int
     error: str | None
+    first_scheduled: float | None = None
 
     @property
     def ttft(self) -> float | None:
@@ -91,10 +94,45 @@ class RunRecord:
     run: Mapping[str, Any]
 
 
-def read_run(folder: str | Path, name: str | None = None) -> RunRecord:
+@dataclass(frozen=True)
+class RunLines:
+    """A finished run's files as they are: lines of ``steps.jsonl`` apart by what they tell of."""
+
+    run: dict[str, Any]
+    steps: list[dict[str, Any]]
+    transfers: list[dict[str, Any]]
+    requests: list[dict[str, Any]]
+
+
+def read_lines(folder: str | Path) -> RunLines:
     """Read a run's folder.
 
     See ``run_folder.py``, which writes it.
+
+    Raises:
+        JaxinferError: a file is missing or is no JSON, or the run did not finish.
+    """
+    folder = Path(folder)
+    run = read_json(folder / "run.json")
+    if run.get("status") != "finished":
+        raise JaxinferError(f"{folder}: the run is {run.get('status')!r}, must be finished")
+    lines = _lines(folder / "steps.jsonl")
+    steps = [line for line in lines if "request" not in line]
+    transfers = [line for line in lines if "request" in line]
+    return RunLines(run, steps, transfers, _lines(folder / "requests.jsonl"))
+
+
+@contextmanager
+def reporting_damage(folder: str | Path) -> Iterator[None]:
+    """Raise JaxinferError where a run's lines lack what they should have."""
+    try:
+        yield
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise JaxinferError(f"{folder}: damaged, {type(error).__name__}: {error}") from None
+
+
+def read_run(folder: str | Path, name: str | None = None) -> RunRecord:
+    """Read a run's folder.
 
     Args:
         name: what to call the run; by default its system's name.
@@ -102,20 +140,12 @@ def read_run(folder: str | Path, name: str | None = None) -> RunRecord:
     Raises:
         JaxinferError: a file is missing or damaged, or the run did not finish.
     """
-    folder = Path(folder)
-    run = read_json(folder / "run.json")
-    if run.get("status") != "finished":
-        raise JaxinferError(f"{folder}: the run is {run.get('status')!r}, must be finished")
-    try:
-        return _read_finished(folder, run, name)
-    except (KeyError, TypeError, IndexError) as error:
-        raise JaxinferError(f"{folder}: damaged, {type(error).__name__}: {error}") from None
+    with reporting_damage(folder):
+        return _as_record(read_lines(folder), name)
 
 
-def _read_finished(folder: Path, run: dict[str, Any], name: str | None) -> RunRecord:
-    lines = _lines(folder / "steps.jsonl")
-    steps = [line for line in lines if "request" not in line]
-    transfers = [line for line in lines if "request" in line]
+def _as_record(lines: RunLines, name: str | None) -> RunRecord:
+    run = lines.run
     return RunRecord(
         name=name or run["system"]["name"],
         wall_s=run["metrics"]["wall_s"],
@@ -131,21 +161,21 @@ def _read_finished(folder: Path, run: dict[str, Any], name: str | None) -> RunRe
                 s["prefill_tokens"],
                 s["decode_tokens"],
             )
-            for s in steps
+            for s in lines.steps
         ),
         transfers=tuple(
             TransferRecord(
                 t["request"], t["source"], t["dest"], t["tokens"], t["bytes"], t["requested"],
                 t["start"], t["end"], t["hidden_s"],
             )
-            for t in transfers
+            for t in lines.transfers
         ),
         requests=tuple(
             RequestRecord(
                 r["id"], r["arrival"], r["prompt_len"], tuple(r["token_times"]), r["cut"],
-                r["preemptions"], r["error"],
+                r["preemptions"], r["error"], r.get("first_scheduled"),
             )
-            for r in _lines(folder / "requests.jsonl")
+            for r in lines.requests
         ),
         run=run,
     )  # fmt: skip

@@ -14,8 +14,8 @@ from typing import Self
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.hidden_time import HasSteps, HiddenTime, Settled
+from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.transfer import Transfer
 from jaxinfer.serving.world import StepDone, TransferDone
 
 PACKAGES = ("jaxinfer", "jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers")
@@ -89,10 +89,11 @@ class RunFolder:
 
     def add_request(self, request: RequestState, ttft_counts_transfer: bool) -> None:
         """Write a line of ``requests.jsonl``."""
-        metrics = request.metrics
+        metrics, first = request.metrics, request.metrics.first_scheduled
         line = {
             "id": request.id,
             "arrival": round(metrics.arrival, 6),
+            "first_scheduled": None if first is None else round(first, 6),
             "prompt_len": request.prompt_len,
             "cut": min(metrics.cut or 0, request.prompt_len),
             "preemptions": metrics.num_preemptions,

@@ -29,10 +29,20 @@ def _rows(m: RunMetrics) -> list[tuple[str, str]]:
         ("decode", f"{m.output_tok_s:,.1f} tokens/s"),
         ("TTFT p50 / p99", f"{_seconds(m.ttft_p50)} / {_seconds(m.ttft_p99)}"),
         ("TBT p50 / p99", f"{_seconds(m.tbt_p50)} / {_seconds(m.tbt_p99)}"),
+        ("end-to-end p50 / p99", f"{_seconds(m.e2e_p50)} / {_seconds(m.e2e_p99)}"),
+        *_without_ends(m),
+        *([("MFU", f"{100 * m.mfu:.1f} %")] if m.mfu is not None else []),
         ("peak KV pages", f"{m.peak_pages:,} of {m.num_pages:,}"),
         ("preemptions", f"{m.preemptions}"),
         *([("compiles", f"{m.compiles} in {m.compile_s:.1f} s{late}")] if m.compiles else []),
     ]
+
+
+def _without_ends(m: RunMetrics) -> list[tuple[str, str]]:
+    if m.steady_requests_s is None:
+        return []
+    tokens = f"{m.steady_output_tok_s:,.1f} tokens/s"
+    return [("without ramp and drain", f"{m.steady_requests_s:.3g} requests/s, {tokens}")]
 
 
 def _seconds(value: float | None) -> str:

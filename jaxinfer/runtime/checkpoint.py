@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from jaxinfer.config.validation import did_you_mean
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.checkpoint_folder import open_folder
 from jaxinfer.runtime.checkpoint_gguf import open_gguf
 from jaxinfer.runtime.converted import is_converted, read_manifest
 from jaxinfer.runtime.hub import fetch, is_hub_id
 from jaxinfer.runtime.weights import Checkpoint
-from jaxinfer.validation import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
 
-from jaxinfer.serving.work import Work
+from jaxinfer.serving.batch import Work
 from jaxinfer.serving.world import StepDone
 
 _MARK = "jaxinfer step done"

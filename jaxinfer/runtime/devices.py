@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jaxinfer.cluster import ClusterConfig, GroupConfig
+from jaxinfer.config.cluster import ClusterConfig, GroupConfig
 from jaxinfer.errors import JaxinferError
 
 CACHE_FOLDER = Path("~/.cache/jaxinfer/compiled")
@@ -78,7 +78,7 @@ def _devices(name: str, group: GroupConfig) -> list[jax.Device]:
     return found
 
 
-def describe(device: jax.Device) -> str:
+def device_name(device: jax.Device) -> str:
     """E.g. ``"cpu (cpu:0)"`` or ``"NVIDIA H100 80GB HBM3 (gpu:0)"``."""
     return f"{device.device_kind} ({device.platform}:{device.id})"
 

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
-from jaxinfer.network import Link, Network
 from jaxinfer.runtime.lane import Lane
 from jaxinfer.runtime.transfer import Landed
-from jaxinfer.serving.transfer import Transfer
+from jaxinfer.serving.batch import Transfer
+from jaxinfer.steps.network import Link, Network
 
 # The slabs of one transfer that take one lane follow one another.
 Flow = tuple[Transfer, Lane]

@@ -8,25 +8,27 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxinfer.cluster import ClusterConfig, InstanceConfig, instance_options
+from jaxinfer.config.cluster import ClusterConfig, InstanceConfig, instance_options
+from jaxinfer.config.layer_split import count_layers
 from jaxinfer.errors import JaxinferError
-from jaxinfer.layer_split import count_layers
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.models.stage import Layers, split
 from jaxinfer.runtime.converted import Shapes, restore
-from jaxinfer.runtime.devices import configure_jax, describe, open_groups
+from jaxinfer.runtime.devices import configure_jax, device_name, open_groups
 from jaxinfer.runtime.lane import Lane
 from jaxinfer.runtime.plan import Plan, choose_dtype, make_plan, parameter_shapes
 from jaxinfer.runtime.random_weights import random_parameters
 from jaxinfer.runtime.speed import measure_speed
 from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.step import Parameters
-from jaxinfer.runtime.transfer import Route
+from jaxinfer.runtime.transfer import Channel
 from jaxinfer.runtime.weights import Checkpoint, load_weights
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.instance import Instance
-from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
+from jaxinfer.serving.kv_shards import KVShards
+from jaxinfer.serving.page_pool import PagePool, Shard
+from jaxinfer.serving.policies import make_policies
 from jaxinfer.serving.step_fit import StepFit
 
 # What the user sees of a long start: a description, and how many parts are left.
@@ -40,12 +42,14 @@ class Engine:
     Attributes:
         plans: of its stages, or where it has segments, of those; ``groups``: names of those that
             they stand on.
+        role: at the start of a run.
     """
 
     name: str
     worker: Worker
     plans: Sequence[Plan]
     groups: Sequence[str]
+    role: str = ""
 
     @property
     def plan(self) -> Plan:
@@ -60,7 +64,8 @@ class Engine:
     def new_instance(self, kv: KVShards, fit: StepFit | None = None) -> Instance:
         """The scheduling side of the engine."""
         options = instance_options(self.plan.options, len(self.worker.parts))
-        return Instance(self.name, kv, options, fit=fit)
+        policies = make_policies(self.plan.options.policies)
+        return Instance(self.name, kv, options, policies, self.role, fit)
 
 
 @dataclass(frozen=True)
@@ -73,13 +78,22 @@ class Cluster:
 
     config: ClusterConfig
     engines: Mapping[str, Engine]
-    routes: Mapping[tuple[str, str], Route]
+    channels: Mapping[tuple[str, str], Channel]
     measured_gb_s: Mapping[str, float]
 
     @property
     def stages(self) -> list[Stage]:
         """Of all instances."""
         return [stage for engine in self.engines.values() for stage in engine.worker.stages]
+
+    @property
+    def read_ahead(self) -> int:
+        """Unfinished requests up to which a run reads on: all instances full, and as many waiting.
+
+        A few more, so that small instances do not wait for each request.
+        """
+        engines = self.engines.values()
+        return 2 * sum(engine.plan.options.max_num_seqs for engine in engines) + 16
 
     @property
     def late_compiles(self) -> int:
@@ -119,7 +133,7 @@ class Cluster:
                 "stages": [
                     {
                         "group": group,
-                        "devices": [describe(device) for device in plan.devices],
+                        "devices": [device_name(device) for device in plan.devices],
                         "layers": plan.layers.stop - plan.layers.start,
                         "dtype": plan.dtype.name,
                         "kv_dtype": plan.kv_dtype.name,
@@ -155,7 +169,7 @@ def load_cluster(
     progress(what, 1)
     parameters = iter(load_parameters(checkpoint, [p for stages in plans.values() for p in stages]))
     progress(what, 0)
-    engines, routes, speeds = {}, {}, {}
+    engines, channels, speeds = {}, {}, {}
     # Threads would keep weights and pages of a cluster that fails to load.
     with ExitStack() as opened:
         for name, stages in plans.items():
@@ -168,11 +182,11 @@ def load_cluster(
                 progress(f"compiling steps{of}, {kernels} attention", left)
         for pair in pairs:
             source, dest = (engines[name] for name in pair)
-            routes[pair] = route = Route(_lanes(config, source, dest, verify))
-            opened.callback(route.close)
+            channels[pair] = channel = Channel(_lanes(config, source, dest, verify))
+            opened.callback(channel.close)
             names = " -> ".join(pair)
-            speeds[names] = min(lane.probe(names) for lane in route.lanes)
-        cluster = Cluster(config, engines, routes, speeds)
+            speeds[names] = min(lane.probe(names) for lane in channel.lanes)
+        cluster = Cluster(config, engines, channels, speeds)
         # The threads know the workers, not the cluster: once that is gone, all of it can go.
         # At the interpreter's end, threads that wake up would crash it.
         weakref.finalize(cluster, opened.pop_all().close).atexit = False
@@ -184,7 +198,7 @@ def _engine(config: ClusterConfig, name: str, worker: Worker, plans: Sequence[Pl
     groups = [place.group for place in instance.places for _ in range(instance.segments)]
     for stage, before, here in zip(worker.stages[1:], groups, groups[1:], strict=False):
         stage.link = config.link(before, here)
-    return Engine(name, worker, plans, groups)
+    return Engine(name, worker, plans, groups, instance.role)
 
 
 def _lanes(config: ClusterConfig, source: Engine, dest: Engine, verify: bool) -> list[Lane]:

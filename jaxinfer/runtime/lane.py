@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxinfer.cluster import LinkConfig
+from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.sharding import HEADS_AXIS
 from jaxinfer.pallas_kernels.choice import keys_by_token
@@ -23,7 +23,7 @@ from jaxinfer.pallas_kernels.kv_pages import KVPages, write_kv
 from jaxinfer.runtime.plan import Plan
 from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.transfer_check import checksum, probe
-from jaxinfer.serving.transfer import Transfer
+from jaxinfer.serving.batch import Transfer
 
 SLAB_TOKENS = 256
 

@@ -5,13 +5,16 @@ from queue import SimpleQueue
 
 from jaxinfer.request import Sampling, SamplingParams
 from jaxinfer.runtime.worker import Failed, Worker
-from jaxinfer.serving.page_pool import KVShards
+from jaxinfer.serving.batch import Batch, Row
+from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.world import Batch, Row, StepDone
+from jaxinfer.serving.world import StepDone
 from jaxinfer.steps.times import Part, Point
 
 
-def measure(worker: Worker, kv: KVShards, todo: Iterable[tuple[Part, ...]]) -> Iterator[Point]:
+def measure_steps(
+    worker: Worker, kv: KVShards, todo: Iterable[tuple[Part, ...]]
+) -> Iterator[Point]:
     """Run each step once.
 
     Args:

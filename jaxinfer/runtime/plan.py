@@ -12,11 +12,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxinfer.config.engine import EngineOptions
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.sharding import HEADS_AXIS, Rule, load_rules, padded, shard
 from jaxinfer.models.stage import Layers, make_model
-from jaxinfer.options import EngineOptions
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.kv_cache import abstract_pages, available_memory, memory_of
@@ -162,7 +162,16 @@ def _addressable(config: ModelConfig, kv_dtype: jnp.dtype, page_size: int, devic
 
 
 def choose_dtype(options: EngineOptions, device: jax.Device) -> jnp.dtype:
-    """Of weights, and of the KV cache unless ``kv_cache_dtype`` says otherwise."""
+    """Of weights, and of the KV cache unless ``kv_cache_dtype`` says otherwise.
+
+    Raises:
+        JaxinferError: weights of 8 bits, which are modelled only.
+    """
+    if options.dtype in KV_DTYPES:
+        raise JaxinferError(
+            f"dtype is {options.dtype}, a run has weights of float32 or bfloat16: weights of 8 "
+            "bits are for simulate"
+        )
     automatic = "float32" if device.platform == "cpu" else "bfloat16"
     return jnp.dtype(automatic if options.dtype == "auto" else options.dtype)
 

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 
 from jaxinfer.runtime.engine import Cluster, Engine, Progress
-from jaxinfer.runtime.measure_steps import measure
-from jaxinfer.serving.page_pool import KVShards
+from jaxinfer.runtime.measure_steps import measure_steps
+from jaxinfer.serving.batch import Batch
+from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.serving.world import Batch
 from jaxinfer.steps.profile import Profile, load_profile, profile_path, store_profile
 from jaxinfer.steps.times import Part, Point, StepTimes
 
@@ -84,7 +84,7 @@ def profile_engines(
         progress(f"profiling {name}", left[name])
     for _ in range(PASSES):
         for name, (engine, _) in engines.items():
-            for point in measure(engine.worker, engine.new_kv(), grids[name].steps):
+            for point in measure_steps(engine.worker, engine.new_kv(), grids[name].steps):
                 so_far = best[name].get(point.parts, point)
                 best[name][point.parts] = min(so_far, point, key=lambda point: point.seconds)
                 left[name] -= 1
@@ -172,7 +172,7 @@ def step_times(engine: Engine, profile: Profile) -> list[StepTimes]:
 
 @dataclass(frozen=True)
 class Grid:
-    """The steps to measure on one instance.
+    """The steps to measure_steps on one instance.
 
     Attributes:
         chunk_tokens: the token budget.

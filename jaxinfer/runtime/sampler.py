@@ -32,6 +32,9 @@ class SamplerShape(NamedTuple):
     prompt_top: int = 0
 
 
+PLAIN_SAMPLER = SamplerShape()
+
+
 class SamplingInputs(NamedTuple):
     """One row per token to draw.
 

@@ -10,8 +10,8 @@ import numpy as np
 from jaxinfer.request import Sampling
 from jaxinfer.runtime.sampler import SamplerShape, SamplingInputs
 from jaxinfer.runtime.step_inputs import row_starts
+from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.world import Batch, Row
 
 # Past every vocabulary: edits and history end with it.
 NO_TOKEN = 2**31 - 1

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from jaxinfer.cluster import LinkConfig
+from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.runtime.kv_cache import allocate
 from jaxinfer.runtime.plan import Plan
 from jaxinfer.runtime.sampler import SamplerShape, Samples, SamplingInputs
 from jaxinfer.runtime.sampling_inputs import empty_sampling
 from jaxinfer.runtime.step import CompiledStep, Key, Parameters
 from jaxinfer.runtime.step_inputs import StepInputs, empty_inputs
-from jaxinfer.serving.world import Batch
+from jaxinfer.serving.batch import Batch
 
 
 class Stage:
@@ -44,7 +44,7 @@ class Stage:
         """Compile all steps with this sampler; yields how many are left."""
 
         def run_on_padding(key: Key) -> None:
-            x_TD = None
+            x_TD, previous_S = None, self.previous_S
             if not self.plan.layers.first:
                 like = self.step.hidden(key.shape.tokens)
                 x_TD = jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
@@ -55,6 +55,8 @@ class Stage:
                     key, self.parameters, hidden, self.previous_S, sampling
                 )
                 samples.token_S.block_until_ready()
+                # In the middle of a run, the next step is still to be fed.
+                self.previous_S = previous_S
 
         return self.step.compile_ahead(sampler, run_on_padding)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxinfer.models.layers import PagedBatch
-from jaxinfer.serving.world import Batch, Row
+from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
 

@@ -12,7 +12,7 @@ import jax
 
 from jaxinfer.runtime.lane import SLAB_TOKENS, Lane, Slab
 from jaxinfer.runtime.worker import Failed, join
-from jaxinfer.serving.transfer import Transfer
+from jaxinfer.serving.batch import Transfer
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Landed:
 Post = Callable[[Landed | Failed], None]
 
 
-class Route:
+class Channel:
     """From one instance to another: a thread that moves one slab after the other.
 
     Args:

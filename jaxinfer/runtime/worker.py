@@ -12,19 +12,19 @@ import jax
 import numpy as np
 
 from jaxinfer.request import Logprob
-from jaxinfer.runtime.sampler import SamplerShape, Samples
+from jaxinfer.runtime.sampler import PLAIN_SAMPLER, SamplerShape, Samples
 from jaxinfer.runtime.sampling_inputs import (
     build_sampling,
     next_prompt_tokens,
     prompt_positions,
-    sampler_shape,
     sampling_of,
 )
 from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.step import Key
 from jaxinfer.runtime.step_inputs import build_inputs, row_starts
+from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.world import Batch, StepDone
+from jaxinfer.serving.world import StepDone
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Worker:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = stages
-        self._sampler = SamplerShape()
+        self._sampler = PLAIN_SAMPLER
         self._sample_slots: dict[str, int] = {}
         numbers = range(len(stages))
         on_one_mesh = groupby(numbers, lambda number: stages[number].plan.mesh)
@@ -79,10 +79,13 @@ class Worker:
         for thread in self._threads:
             thread.start()
 
-    def prepare(self, requests: Iterable[RequestState] = ()) -> Iterator[int]:
-        """Compile all steps for a run of these requests; yields how many are left."""
-        self._sampler = sampler_shape(requests)
-        parts = [stage.compile_ahead(self._sampler) for stage in self.stages]
+    def prepare(self, sampler: SamplerShape = PLAIN_SAMPLER) -> Iterator[int]:
+        """Compile all steps with this sampler, which those launched from now on have.
+
+        Yields how many are left, their number first.
+        """
+        self._sampler = sampler
+        parts = [stage.compile_ahead(sampler) for stage in self.stages]
         left = [next(part) for part in parts]
         yield sum(left)
         for number, part in enumerate(parts):
@@ -152,6 +155,7 @@ class Worker:
             except Exception as error:
                 step.post(Failed(step.batch.instance, error))
                 _fail(step.ended, error)
+            del step  # Its requests are not to wait here for the next one.
 
     def _wait(self, step: _Step, number: int, end: float) -> float:
         """Until one stage's part is done; the one before it on its mesh ended at ``end``."""

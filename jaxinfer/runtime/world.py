@@ -4,17 +4,17 @@ import heapq
 import queue
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.emulated_links import EmulatedLinks
-from jaxinfer.runtime.transfer import Landed, Route
+from jaxinfer.runtime.transfer import Channel, Landed
 from jaxinfer.runtime.worker import Failed, Worker
+from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.transfer import Transfer
-from jaxinfer.serving.world import Arrival, Batch, Event, InstanceLost, StepDone, Tick, TransferDone
+from jaxinfer.serving.world import Arrival, Event, InstanceLost, StepDone, Tick, TransferDone
 
 
 class RealWorld:
@@ -22,10 +22,11 @@ class RealWorld:
 
     Args:
         workers: by instance name.
-        routes: by names of source and destination.
+        channels: by names of source and destination.
         watchdog_s: an instance whose steps or transfers are waited for, and which reports nothing
             for so long, is given up; None waits for ever.
         requests: each arrives at its ``arrival``, in seconds from the world's creation.
+        more_to_come: whether somebody will still ``add`` requests.
 
     Attributes:
         waited_s: seconds spent waiting for devices and arrivals.
@@ -37,18 +38,20 @@ class RealWorld:
         self,
         workers: Mapping[str, Worker],
         requests: Iterable[RequestState],
-        routes: Mapping[tuple[str, str], Route] | None = None,
+        channels: Mapping[tuple[str, str], Channel] | None = None,
         watchdog_s: float | None = None,
+        more_to_come: Callable[[], bool] = lambda: False,
     ) -> None:
         self.waited_s = 0.0
         self.launching_s = 0.0
         self._workers = workers
-        self._routes = routes or {}
-        lanes = [lane for route in self._routes.values() for lane in route.lanes]
+        self._channels = channels or {}
+        lanes = [lane for channel in self._channels.values() for lane in channel.lanes]
         self._links = EmulatedLinks(lanes)
         self._origin = time.perf_counter()
         self._arrivals: deque[RequestState] = deque()
         self.add(requests)
+        self._more_to_come = more_to_come
         self._ticks: list[float] = []
         self._watchdog_s = watchdog_s
         self._posted: queue.SimpleQueue[StepDone | Landed | Failed] = queue.SimpleQueue()
@@ -72,11 +75,23 @@ class RealWorld:
 
     def arrivals_left(self) -> bool:
         """Whether a request is still to arrive."""
-        return bool(self._arrivals)
+        return bool(self._arrivals) or self._more_to_come()
 
-    def can_launch(self, instance: str) -> bool:
-        """Always: a device queues what it is given."""
-        return True
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step and no transfer is under way, and no request known is to arrive."""
+        return not (self._steps or self._slabs_left or self._arrivals)
+
+    def drain(self) -> None:
+        """Wait for all that is under way, for its own sake: nothing arrives or ticks any more.
+
+        Raises:
+            Exception: as ``due_events``.
+        """
+        self._arrivals.clear()
+        self._ticks.clear()
+        while not self.is_idle:
+            self.due_events()
 
     def launch(self, batch: Batch) -> None:
         """Start a step on the instance's worker."""
@@ -85,11 +100,11 @@ class RealWorld:
         if self._steps[batch.instance] == 1:
             self._heard_at[batch.instance] = start
         try:
-            routes = [self._prepare(transfer) for transfer in batch.transfers]
+            channels = [self._prepare(transfer) for transfer in batch.transfers]
 
             def launched(stage: int, ended: "Future[None]") -> None:
-                for transfer, route in zip(batch.transfers, routes, strict=True):
-                    route.send(transfer, self._posted.put, stage, ended)
+                for transfer, channel in zip(batch.transfers, channels, strict=True):
+                    channel.send(transfer, self._posted.put, stage, ended)
 
             self._workers[batch.instance].launch(batch, self._origin, self._posted.put, launched)
             if self._steps[batch.instance] == 1:
@@ -104,25 +119,25 @@ class RealWorld:
     def start_transfer(self, transfer: Transfer) -> None:
         """Start moving KV entries between two instances."""
         start = time.perf_counter()
-        route = self._prepare(transfer)
+        channel = self._prepare(transfer)
         try:
-            route.send(transfer, self._posted.put)
+            channel.send(transfer, self._posted.put)
         except Exception as error:
             self._posted.put(Failed(transfer.source, error))
         self.launching_s += time.perf_counter() - start
 
-    def _prepare(self, transfer: Transfer) -> Route:
+    def _prepare(self, transfer: Transfer) -> Channel:
         """Count what will land."""
         if transfer.slice_move:
             raise JaxinferError("the real world has all KV heads of a stage in one pool")
-        route = self._routes.get((transfer.source, transfer.dest))
-        if route is None:
+        channel = self._channels.get((transfer.source, transfer.dest))
+        if channel is None:
             raise JaxinferError(
                 f"system hands KV from {transfer.source} to {transfer.dest}, "
                 "which its routes do not name"
             )
-        self._slabs_left[transfer] = route.num_slabs(transfer)
-        return route
+        self._slabs_left[transfer] = channel.num_slabs(transfer)
+        return channel
 
     def wake_at(self, time: float) -> None:
         """Ask for a Tick."""
@@ -157,7 +172,7 @@ class RealWorld:
         if (due := self._next_by_clock()) is not None:
             ends.append(self._origin + due)
         if self._watchdog_s:
-            # A route that waits for nobody as yet may come to.
+            # A channel that waits for nobody as yet may come to.
             quiet_since = [time.perf_counter(), *self._quiet_since().values()]
             ends.append(min(quiet_since) + self._watchdog_s)
         return max(min(ends) - time.perf_counter(), 0) if ends else None
@@ -165,7 +180,7 @@ class RealWorld:
     def _quiet_since(self) -> dict[str, float]:
         """Instances that are waited for, and since when they have reported nothing."""
         found = {name: self._heard_at[name] for name in self._steps}
-        for waits_for in [route.waits_for for route in self._routes.values()]:
+        for waits_for in [channel.waits_for for channel in self._channels.values()]:
             if waits_for and waits_for[0] not in self.lost:
                 name, start = waits_for
                 start = max(start, self._heard_at.get(name, start))
@@ -237,9 +252,9 @@ class RealWorld:
         transfer = landed.slab.transfer
         if transfer not in self._slabs_left:
             return []  # Given up with one of its instances.
-        route = self._routes[transfer.source, transfer.dest]
+        channel = self._channels[transfer.source, transfer.dest]
         try:
-            route.place(landed, self._posted.put)
+            channel.place(landed, self._posted.put)
         except Exception as error:
             return self._fail(Failed(transfer.dest, error))
         self._left_at[transfer] = min(self._left_at.get(transfer, landed.start), landed.start)
@@ -247,6 +262,6 @@ class RealWorld:
         if self._slabs_left[transfer]:
             return []
         del self._slabs_left[transfer]
-        num_bytes = (transfer.stop - transfer.start) * route.token_bytes
+        num_bytes = (transfer.stop - transfer.start) * channel.token_bytes
         start, end = self._left_at.pop(transfer) - self._origin, landed.end - self._origin
         return [TransferDone(transfer, start, end, num_bytes)]

@@ -5,12 +5,12 @@ bit, as those of one row per request.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxinfer.serving.page_pool import Hold
+from jaxinfer.serving.batch import Row
+from jaxinfer.serving.kv_shards import Hold
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.world import Row
 
 # When so many past steps' times have come together, members take what is theirs.
 _TIMES_KEPT = 4096
@@ -22,6 +22,8 @@ class Member:
 
     Attributes:
         first, last: numbers of its first step in the group, and of the one that ends it.
+        last_launch: number of the last step that it may take part in, by its limit. It takes part
+            in those after ``last`` that are launched before that one has ended.
         start: KV entries launched before the first.
         launched, committed: group steps of which its integers know already.
     """
@@ -29,49 +31,61 @@ class Member:
     request: RequestState
     first: int
     last: int
+    last_launch: int
     start: int
     launched: int
     committed: int
 
 
 class DecodeGroup:
-    """Running requests of one instance, each of which decodes until it ends with max_tokens.
+    """Running requests of one instance, each of which decodes until it ends.
 
     Each step of the group is a token for each of them. Their integers stand still meanwhile:
     ``settle`` brings them up to date, and ``leave`` besides takes a request out. The group counts
     its steps, and keeps who ends with which, and who needs a page in which: its requests' positions
     differ by constants.
 
+    Args:
+        num_output: output tokens that end a request, ``max_tokens`` or less.
+
     Attributes:
         active: the members that the latest step launched advances, or the next one will.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, num_output: Callable[[RequestState], int]) -> None:
+        self._num_output = num_output
         self.active: dict[str, Member] = {}
         self._members: dict[str, Member] = {}
+        # Of those, who has not been seen to end a step of the group; and of the others, how many
+        # they are, and the sum of their KV entries less the group's steps that have ended.
+        self._fresh: dict[str, Member] = {}
+        self._num_begun = self._entries = 0
         self._launched = 0
         self._committed = 0
         # When the steps from number _oldest on were done.
         self._times: list[float] = []
         self._oldest = 0
         self._ends: defaultdict[int, dict[str, Member]] = defaultdict(dict)
+        self._last_launches: defaultdict[int, dict[str, Member]] = defaultdict(dict)
         # By the number of a step modulo the page size: who may need a page in it.
         self._turns: list[dict[str, Member]] = [{} for _ in range(page_size)]
         self._context = 0
         # By the number of a step in flight: its rows of requests that have left meanwhile.
         self._left: dict[int, list[Row]] = {}
 
+    def __len__(self) -> int:
+        return len(self._members)
+
     def __contains__(self, request: RequestState) -> bool:
         """Whether the request is advanced here."""
         return request.id in self._members
 
-    @staticmethod
-    def takes(request: RequestState) -> bool:
+    def takes(self, request: RequestState) -> bool:
         """Whether all that is left of a running request is to decode, one token after the other."""
-        known = request.prompt_len + len(request.output_token_ids) + request.pending
+        sampled = len(request.output_token_ids) + request.pending
         return (
-            request.launched + 1 == known
-            and request.prompt_len < known <= request.peak_tokens
+            request.launched + 1 == request.prompt_len + sampled
+            and 0 < sampled < self._num_output(request)
             and request.legs[0].until is None
             and not request.paused
             and not request.slice_move
@@ -79,17 +93,18 @@ class DecodeGroup:
 
     def join(self, request: RequestState) -> None:
         """Take a request in, from the next step on."""
-        left = request.max_tokens - len(request.output_token_ids) - request.pending
         first, start = self._launched, request.launched
-        member = Member(request, first, first + left - 1, start, first, first)
-        self._members[request.id] = self.active[request.id] = member
-        self._ends[member.last][request.id] = member
+        before = first - 1 - len(request.output_token_ids) - request.pending
+        last, last_launch = before + self._num_output(request), before + request.max_tokens
+        member = Member(request, first, last, last_launch, start, first, first)
+        self._members[request.id] = self.active[request.id] = self._fresh[request.id] = member
+        self._ends[last][request.id] = self._last_launches[last_launch][request.id] = member
         self._turn_of(member)[request.id] = member
         self._context += start + 1
 
     def retire(self) -> None:
         """Before a step: leave those out whose last one has been launched."""
-        for member in self._ends.get(self._launched - 1, {}).values():
+        for member in self._last_launches.get(self._launched - 1, {}).values():
             if member.request.id in self.active:
                 self._deactivate(member)
 
@@ -140,10 +155,17 @@ class DecodeGroup:
     def leave(self, request: RequestState) -> None:
         """Settle a member and take it out; of steps in flight, it has rows from now on."""
         member = self._members.pop(request.id)
+        if not self._fresh.pop(request.id, None):
+            self._num_begun -= 1
+            self._entries -= member.start - member.first
         self._settle(member)
         if request.id in self.active:
             self._deactivate(member)
         del self._ends[member.last][request.id]
+        with_it = self._last_launches[member.last_launch]
+        del with_it[request.id]
+        if not with_it:
+            del self._last_launches[member.last_launch]
         assert request.hold
         for number in range(max(self._committed, member.first), member.launched):
             request.hold.pin()
@@ -151,13 +173,29 @@ class DecodeGroup:
             row = Row(request, start, 1, True, True, request.epoch, request.hold)
             self._left.setdefault(number, []).append(row)
 
+    def begun(self) -> int:
+        """KV entries of all members but the fresh ones, who have no step of the group behind them.
+
+        In no more time than there are fresh ones; nobody's integers are brought up to date.
+        """
+        while self._fresh and (member := next(iter(self._fresh.values()))).first < self._committed:
+            del self._fresh[member.request.id]
+            self._num_begun += 1
+            self._entries += member.start - member.first
+        return self._entries + self._num_begun * self._committed
+
+    def fresh(self) -> list[RequestState]:
+        """Members with no step of the group behind them: their ``computed`` is as it is."""
+        self.begun()
+        return [member.request for member in self._fresh.values()]
+
     def settle(self) -> None:
         """Bring all members' integers, tokens and times up to date."""
         for member in self._members.values():
             self._settle(member)
 
     def _settle(self, member: Member) -> None:
-        request, stop = member.request, member.last + 1
+        request, stop = member.request, member.last_launch + 1
         launched, committed = min(self._launched, stop), min(self._committed, stop)
         ahead = launched - member.launched
         request.launched += ahead

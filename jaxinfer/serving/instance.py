@@ -1,19 +1,19 @@
-"""One instance: its queue, its running requests, its pages, and the planning of its steps."""
+"""One instance: its queue, its running requests and its pages."""
 
 import math
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from operator import attrgetter
+from typing import Literal, Protocol
 
-from jaxinfer.serving.decode_group import DecodeGroup
-from jaxinfer.serving.page_pool import Hold, KVShards
-from jaxinfer.serving.policies import Policies
-from jaxinfer.serving.prefix_cache import CachedPage, page_digests
+from jaxinfer.serving.batch import Batch
+from jaxinfer.serving.kv_shards import Hold, KVShards
+from jaxinfer.serving.prefix_cache import CachedPage
 from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.running import Running
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.system import Leg
-from jaxinfer.serving.world import Batch, Row
+from jaxinfer.serving.waiting import Waiting
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,35 @@ class InstanceOptions:
     watermark: float = 0.01
 
 
+class InstancePolicies(Protocol):
+    """What an instance has decided for it; ``serving/policies.py`` has those that there are."""
+
+    def order(self, waiting: Sequence[RequestState]) -> RequestState:
+        """Who of those that wait is to be admitted next."""
+
+    def admit(self, instance: "Instance", request: RequestState, leg: Leg) -> bool:
+        """Whether there is room for a request that starts a leg."""
+
+    def next_batch(self, instance: "Instance") -> Batch | None:
+        """The next step, whose rows have been launched; None if nothing can take part in one."""
+
+    def victim(self, candidates: Sequence[RequestState]) -> RequestState:
+        """Who loses its pages where one more is needed."""
+
+
 class Instance:
     """Queue, running requests and pages of one full copy of the weights.
 
     Args:
         groups_decodes: advance decodes together, where the world looks at no token and the system
             at no step.
+        num_output: output tokens that end a request, where the world knows better than
+            ``max_tokens``; only for decodes that are advanced together.
 
     Attributes:
         waiting: requests whose leg runs here and that have no pages here yet.
         importing: requests whose KV is on its way here; they have their pages.
-        group: the decodes advanced together; None if each is a row.
+        taking_part: requests that take part in steps.
         num_exported: requests whose pages wait here to be fetched by their next leg's instance.
         in_flight: batches launched and not yet committed.
         fit: how long steps take here, where that has been profiled.
@@ -61,41 +79,55 @@ class Instance:
         self,
         name: str,
         kv: KVShards,
-        options: InstanceOptions | None = None,
-        policies: Policies | None = None,
+        options: InstanceOptions,
+        policies: InstancePolicies,
         role: str = "",
         fit: StepFit | None = None,
         groups_decodes: bool = False,
+        num_output: Callable[[RequestState], int] = attrgetter("max_tokens"),
     ) -> None:
         self.name = name
         self.kv = kv
-        self.options = options or InstanceOptions()
-        self.policies = policies or Policies()
+        self.options = options
+        self.policies = policies
         self.role = role
+        self._role_since = 0.0
+        self._role_s: dict[str, float] = {}
         self.fit = fit
         self.next_role: str | None = None
-        self.waiting: deque[RequestState] = deque()
+        self.waiting = Waiting()
         self.importing: dict[str, RequestState] = {}
-        self._running: dict[str, RequestState] = {}
-        self.num_exported = 0
-        self.in_flight = 0
-        self.num_preemptions = 0
+        self.num_exported = self.in_flight = self.num_preemptions = 0
         self.watermark_pages = math.ceil(self.options.watermark * kv.num_pages)
         self._admitted_imports: list[RequestState] = []
-        # Of the batch that is being formed: decodes of the group, and the KV entries they see.
-        self._grouped = self._grouped_context = 0
-        # Those running that are not in the group, in the order of admission, too.
-        self._ungrouped: dict[str, RequestState] = {}
-        # A decode in flight cannot be launched in the next step unless it may be launched ahead.
-        together = self.options.launch_ahead or self.options.max_in_flight == 1
-        self.group = DecodeGroup(kv.page_size) if groups_decodes and together else None
+        page_size = kv.page_size if groups_decodes else None
+        self.taking_part = Running(page_size, self.options.launch_ahead, num_output)
 
     @property
     def running(self) -> Mapping[str, RequestState]:
         """Requests that take part in steps, by id, in the order of their admission."""
-        if self.group:
-            self.group.settle()
-        return self._running
+        return self.taking_part.by_id()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that take part in steps."""
+        return len(self.taking_part)
+
+    @property
+    def kv_entries(self) -> int:
+        """KV entries that exist of the requests that take part in steps."""
+        return self.taking_part.kv_entries
+
+    @property
+    def prompt_tokens_left(self) -> int:
+        """Prompt tokens that requests waiting, importing or running here have still to compute."""
+        importing = sum(request.prompt_tokens_left for request in self.importing.values())
+        return self.waiting.prompt_tokens_left + importing + self.taking_part.prompt_tokens_left
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool per slice of KV heads, free or not."""
+        return self.kv.num_pages
 
     @property
     def num_free_pages(self) -> int:
@@ -120,170 +152,49 @@ class Instance:
     @property
     def num_requests(self) -> int:
         """Requests waiting, importing or running here."""
-        return len(self.waiting) + len(self.importing) + len(self._running)
+        return len(self.waiting) + len(self.importing) + len(self.taking_part)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs here or is on its way."""
-        return not self._running and not self.importing
+        return not self.taking_part and not self.importing
 
     @property
     def draining(self) -> bool:
         """Whether a new role waits for the last request to leave."""
         return self.next_role is not None
 
-    def take_role_when_drained(self) -> bool:
+    def take_role_when_drained(self, now: float) -> bool:
         """Change the role if one is due and nothing is left of the old one."""
         if self.next_role is None or self.num_requests or self.num_exported:
             return False
+        self._role_s, self._role_since = self.role_seconds(now), now
         self.role, self.next_role = self.next_role, None
         return True
 
+    def role_seconds(self, now: float) -> dict[str, float]:
+        """How long it has had each role, ``""`` being none."""
+        before = self._role_s.get(self.role, 0.0)
+        return self._role_s | {self.role: before + now - self._role_since}
+
     def form_batch(self) -> Batch | None:
-        """The next step by this instance's policy, whose rows ``plan_row`` has launched."""
+        """The next step by this instance's policy, whose rows have been launched."""
         if self.in_flight >= self.options.max_in_flight:
             return None
-        self._grouped, self._grouped_context = 0, 0
-        rows = self.policies.form_batch(self)
-        if not rows and not self._grouped:
-            return None
-        self.in_flight += 1
-        return Batch(
-            self.name, rows, len(self.waiting), len(self._running), self.kv.num_in_use,
-            self._grouped, self._grouped_context,
-        )  # fmt: skip
-
-    def ungrouped(self) -> list[RequestState]:
-        """Running requests that each need a row of their own."""
-        return list(self._ungrouped.values())
-
-    def launch_group(self, budget: int) -> int:
-        """Launch all decodes that go together, for at most ``budget`` tokens; how many they are.
-
-        Where there is not room and budget for all of them, and for all other decodes, none does:
-        it is the policy then that decides who waits or leaves.
-        """
-        if (group := self.group) is None:
-            return 0
-        group.retire()
-        others = 0
-        for request in self.ungrouped():
-            if group.takes(request) and not self._follows_a_chunk(request):
-                group.join(request)
-                del self._ungrouped[request.id]
-            else:
-                others += 1
-        if not group.active:
-            return 0
-        full = group.full()
-        if len(full) + others > self.kv.num_free or len(group.active) + others > budget:
-            for request in self._running.values():
-                if request in group:
-                    group.leave(request)
-            self._ungrouped = dict(self._running)
-            return 0
-        self._grouped, self._grouped_context = group.launch(full)
-        return self._grouped
-
-    def commit_group(self, end: float) -> tuple[list[RequestState], list[Row]]:
-        """A step of the group has ended.
-
-        Returns:
-            The requests that end with it, in the order of admission; and the step's rows of those
-            that have left the group since it was launched.
-        """
-        assert self.group
-        ended, rows = self.group.commit(end)
-        if len(ended) > 1:
-            ids = {request.id for request in ended}
-            ended = [request for id, request in self._running.items() if id in ids]
-        return ended, rows
-
-    def leave_group(self, request: RequestState) -> None:
-        """Have a request be a row of its own again, with its integers as they are."""
-        if self.group and request in self.group:
-            self.group.leave(request)
-            self._ungrouped = {id: r for id, r in self._running.items() if r not in self.group}
-
-    def plan_row(self, request: RequestState, count: int, rows: list[Row]) -> Row | None:
-        """Launch a row of ``count`` tokens with its pages; None if it has to wait.
-
-        Where pages run out, requests are preempted that have no row in ``rows``, the batch so
-        far; the last one is ``request`` itself.
-        """
-        hold = request.hold
-        if hold is None or request.paused or request.slice_move:
-            return None  # Without pages: preempted for another row of this batch.
-        pending = request.pending
-        if pending and not self.options.launch_ahead:
-            return None
-        start = request.launched
-        if self._follows_a_chunk(request):
-            return None
-        stop = start + count
-        if stop > hold.capacity and not self._make_room(request, stop, rows):
-            return None
-        known = request.prompt_len + len(request.output_token_ids)
-        samples = stop == known + pending
-        request.launched = stop
-        request.pending += samples
-        hold.users += 1
-        return Row(request, start, count, samples, start >= known, request.epoch, hold)
-
-    def _follows_a_chunk(self, request: RequestState) -> bool:
-        """Whether what comes next waits for the end of a step that samples nothing."""
-        if self.options.chunks_in_flight != 1:
-            return False
-        return request.launched > request.computed and not request.pending
-
-    def _make_room(self, request: RequestState, num_tokens: int, rows: list[Row]) -> bool:
-        assert request.hold
-        planned: set[str] | None = None
-        while not request.hold.grow(num_tokens):
-            if self.kv.num_pinned:
-                return False  # Pages come back without anyone losing work.
-            if self.kv.take_back_reserved():
-                continue
-            if self.num_exported or any(other.slice_move for other in self._running.values()):
-                return False  # Here, too.
-            if planned is None:
-                planned = {row.request.id for row in rows}
-                if self._grouped and self.group:
-                    planned |= self.group.active.keys()
-            victims = [other for other in self._running.values() if other.id not in planned]
-            victim = self.policies.victim(victims)
-            if victim is request and self.importing:
-                return False  # What is on its way came later; it can be preempted on arrival.
-            if len(victims) == 1 and request.id != next(reversed(self._running)):
-                return False  # Those that came later are in this batch: their turn comes first.
-            self.preempt(victim)
-            if victim is request:
-                return False
-        return True
+        batch = self.policies.next_batch(self)
+        self.in_flight += batch is not None
+        return batch
 
     def remove(self, request: RequestState) -> None:
         """Take a request out of wherever it is here; its pages are the caller's to free."""
-        if self.runs(request):
-            self._stop(request)
+        if request in self.taking_part:
+            self.taking_part.remove(request)
         elif not self.importing.pop(request.id, None) and request in self.waiting:
             self.waiting.remove(request)
 
-    def runs(self, request: RequestState) -> bool:
-        """Whether the request takes part in steps here."""
-        return request.id in self._running
-
-    def run(self, request: RequestState) -> None:
-        """Have a request take part in steps; its pages and its KV are here."""
-        self._running[request.id] = self._ungrouped[request.id] = request
-
-    def _stop(self, request: RequestState) -> None:
-        self.leave_group(request)
-        del self._running[request.id]
-        self._ungrouped.pop(request.id, None)
-
     def preempt(self, request: RequestState) -> None:
         """Drop a running request's KV; it is recomputed here, from the head of the queue."""
-        self._stop(request)
+        self.taking_part.remove(request)
         assert request.hold
         request.hold.release()
         request.hold = None
@@ -292,33 +203,31 @@ class Instance:
         self.num_preemptions += 1
         self.waiting.appendleft(request)
 
-    def admit_next(self) -> RequestState | None:
-        """Move the next waiting request to ``running``, with its pages, and return it.
+    def admit(self, request: RequestState) -> bool:
+        """Have a waiting request run, or import its KV, where there are pages for it.
 
-        Requests whose KV lies elsewhere are admitted on the way; see ``take_admitted_imports``.
+        Those whose KV is to be imported are left for ``take_admitted_imports``.
         """
-        while self.waiting and self.has_seat:
-            request = self.policies.order(self.waiting)
-            if request.exported and request.exported[0] == self.name:
-                _, request.hold = request.exported
-                request.exported = None
-                self.num_exported -= 1
-            elif request.exported and not self.can_import:
-                return None
-            else:
-                request.hold = self.reserve(request, request.legs[0])
-            if request.hold is None:
-                return None
-            if not request.computed:
-                request.computed = request.launched = len(request.hold.cached) * self.page_size
-                request.metrics.add_cached(request.computed)
-            self.waiting.remove(request)
-            if request.exported is None:
-                self.run(request)
-                return request
+        if request.exported and request.exported[0] == self.name:
+            _, request.hold = request.exported
+            request.exported = None
+            self.num_exported -= 1
+        elif request.exported and not self.can_import:
+            return False
+        else:
+            request.hold = self.reserve(request, request.legs[0])
+        if request.hold is None:
+            return False
+        self.waiting.remove(request)
+        if not request.computed:
+            request.computed = request.launched = len(request.hold.cached) * self.page_size
+            request.metrics.add_cached(request.computed)
+        if request.exported is None:
+            self.taking_part.add(request)
+        else:
             self.importing[request.id] = request
             self._admitted_imports.append(request)
-        return None
+        return True
 
     def never_holds(self, request: RequestState, leg: Leg) -> str | None:
         """Why not even an empty pool has room for the leg, with the numbers; None if it has."""
@@ -353,13 +262,13 @@ class Instance:
         if request.computed or request.hold:
             return []
         count = (request.known_until(leg) - 1) // self.page_size
-        return self.kv.cache.match(page_digests(request, self.page_size, count))
+        return self.kv.cache.match(request.page_digests(self.page_size, count))
 
     def keep_prefix(self, request: RequestState) -> None:
         """Offer the request's pages that have become full to the prefix cache."""
         hold, full = request.hold, request.computed // self.page_size
         if self.kv.cache and hold and full > hold.num_hashed and request.prompt_token_ids:
-            self.kv.cache.keep(hold, page_digests(request, self.page_size, full))
+            hold.keep(request.page_digests(self.page_size, full))
 
     def reserve_ahead(self, request: RequestState, leg: Leg) -> Hold | None:
         """Pages for a request that is still elsewhere, where nobody here waits for room.
@@ -381,7 +290,7 @@ class Instance:
     @property
     def has_seat(self) -> bool:
         """Whether one more request may run."""
-        return len(self._running) + len(self.importing) < self.options.max_num_seqs
+        return len(self.taking_part) + len(self.importing) < self.options.max_num_seqs
 
     @property
     def can_import(self) -> bool:

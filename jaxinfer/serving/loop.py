@@ -1,11 +1,13 @@
 """The serving loop: one loop for every system and both worlds."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
+from jaxinfer.config.validation import did_you_mean
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import FinishReason
 from jaxinfer.serving.answers import check_legs, listed
+from jaxinfer.serving.hooks import Hooks
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.loss import Alive, LostInstance, detach
 from jaxinfer.serving.request_state import RequestState
@@ -23,7 +25,6 @@ from jaxinfer.serving.system import (
 )
 from jaxinfer.serving.transfer import HandOffs
 from jaxinfer.serving.world import Arrival, Event, InstanceLost, StepDone, Tick, TransferDone, World
-from jaxinfer.validation import did_you_mean
 
 Stop = tuple[FinishReason, int | str | None]
 # After so many ticks in a row that change nothing, a system has stalled.
@@ -42,6 +43,7 @@ class ServingLoop:
         on_finish: called once per request: ``finish_reason`` is set, and ``error`` for one that
             could never fit, or that a lost instance had and no other takes.
         on_event: called with each StepDone, TransferDone and InstanceLost once it is committed.
+        predict: called with each request that comes in: its ``predicted``.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class ServingLoop:
         check_stop: Callable[[RequestState, int], Stop | None] | None = None,
         on_finish: Callable[[RequestState], None] = lambda request: None,
         on_event: Callable[[Event], None] = lambda event: None,
+        predict: Callable[[RequestState], tuple[int, int] | None] | None = None,
     ) -> None:
         self.world = world
         self.instances: dict[str, Instance] = {i.name: i for i in instances}
@@ -63,17 +66,23 @@ class ServingLoop:
         self._check_stop = check_stop
         self._on_finish = on_finish
         self._on_event = on_event
+        self._predict = predict
         # Instances whose state has changed since they were last asked for a batch.
         self._changed: dict[str, None] = {}
         self._draining: dict[str, None] = {}
         self._steps_in_flight = 0
         self._sends_along = False
-        self._watches_steps = type(system).on_step is not System.on_step
+        self._hooks = Hooks(system, self._view)
         for instance in self.instances.values():
             instance.kv.on_free = partial(self._mark_changed, instance.name)
 
     def run(self) -> None:
         """Serve until all requests have come in and ended, and nothing is in flight."""
+        for _ in self.rounds():
+            pass
+
+    def rounds(self) -> Iterator[None]:
+        """As ``run``, with a stop after each round: of events, and what is launched upon them."""
         self._ask_for_tick()
         idle_ticks = 0
         while True:
@@ -98,6 +107,7 @@ class ServingLoop:
                     raise JaxinferError(self._explain_stall())
             else:
                 idle_ticks = 0
+            yield
 
     def _ask_for_tick(self) -> None:
         interval = self.system.tick_interval
@@ -111,7 +121,10 @@ class ServingLoop:
         self._launch()
 
     def _take_roles(self) -> bool:
-        taken = [name for name in self._draining if self.instances[name].take_role_when_drained()]
+        if not self._draining:
+            return False
+        now, instances = self.world.now(), self.instances
+        taken = [name for name in self._draining if instances[name].take_role_when_drained(now)]
         for name in taken:
             del self._draining[name]
         return bool(taken)
@@ -133,7 +146,7 @@ class ServingLoop:
             case StepDone():
                 self._commit_step(event)
                 self._on_event(event)
-                if self._watches_steps:
+                if self._hooks.steps:
                     self._act("on_step", lambda: self.system.on_step(event, self._view()))
             case TransferDone():
                 self._commit_transfer(event)
@@ -141,6 +154,8 @@ class ServingLoop:
             case Arrival():
                 if event.request.id in self.live:
                     raise ValueError(f"two requests at once have the id {event.request.id!r}")
+                if self._predict:
+                    event.request.predicted = self._predict(event.request)
                 self.live[event.request.id] = event.request
                 self.unrouted[event.request.id] = event.request
             case Tick():
@@ -148,8 +163,6 @@ class ServingLoop:
             case InstanceLost():
                 self._lose(event)
                 self._on_event(event)
-            case _:
-                self._changed[event.instance] = None
 
     def _commit_step(self, done: StepDone) -> None:
         instance = self.instances[done.batch.instance]
@@ -162,9 +175,10 @@ class ServingLoop:
         end, sample = done.end, -1
         rows = done.batch.rows
         if done.batch.grouped:
-            ended, left = instance.commit_group(end)
+            ended, left = instance.taking_part.commit_group(end)
             for request in ended:
-                self._finish(request, "length", None)
+                at_limit = len(request.output_token_ids) >= request.max_tokens
+                self._finish(request, "length" if at_limit else "stop", None)
             rows = left + rows
         for row in rows:
             request, hold = row.request, row.hold
@@ -217,14 +231,19 @@ class ServingLoop:
             self._end_leg(request)  # Cut short while its KV was on the way.
 
     def _runs(self, request: RequestState) -> bool:
-        return bool(request.legs) and self.instances[request.legs[0].instance].runs(request)
+        return (
+            bool(request.legs) and request in self.instances[request.legs[0].instance].taking_part
+        )
 
     def _end_leg(self, request: RequestState) -> None:
+        leg = request.legs[0]
         self.hand_offs.end_leg(request)
         if request.legs:
             self._changed[request.legs[0].instance] = None
         else:
             self.unrouted[request.id] = request
+        if self._hooks.leg_ends:
+            self._hooks.leg_ended(request, leg)
 
     def _finish(
         self, request: RequestState, reason: FinishReason, detail: int | str | None
@@ -240,6 +259,8 @@ class ServingLoop:
         request.legs.clear()
         self.unrouted.pop(request.id, None)
         del self.live[request.id]
+        if self._hooks.finishes:
+            self._hooks.finished(request)
         self._on_finish(request)
 
     def _lose(self, event: InstanceLost) -> None:
@@ -347,7 +368,7 @@ class ServingLoop:
         if request is None:
             return  # It ended in the step that the system answers.
         if request.legs:
-            self.instances[request.legs[0].instance].leave_group(request)
+            self.instances[request.legs[0].instance].taking_part.leave_group(request)
         match action:
             case Pause():
                 request.paused = True
@@ -367,7 +388,7 @@ class ServingLoop:
         if request.legs:
             here = self.instances[request.legs[0].instance]
             self._changed[here.name] = None
-            if here.runs(request) or request.id in here.importing:
+            if request in here.taking_part or request.id in here.importing:
                 self._revise_legs(request, here, legs)
                 return
             here.waiting.remove(request)
@@ -399,7 +420,7 @@ class ServingLoop:
             changed, self._changed = self._changed, {}
             for name in changed:
                 instance = self.instances[name]
-                while self.world.can_launch(name) and (batch := instance.form_batch()):
+                while batch := instance.form_batch():
                     self._steps_in_flight += 1
                     if self._sends_along:
                         self.hand_offs.send_along(batch)
@@ -418,8 +439,12 @@ class ServingLoop:
         for request in reversed(self.live.values()):
             if request.exported and (request.legs or not system_speaks_again):
                 self.hand_offs.release_export(request)
-                request.void_kv()
-                self._changed.update((leg.instance, None) for leg in request.legs[:1])
+                if request.legs:
+                    here = self.instances[request.legs[0].instance]
+                    here.waiting.void_kv(request)
+                    self._changed[here.name] = None
+                else:
+                    request.void_kv()
                 return True
         return False
 

@@ -1,81 +1,159 @@
-"""What an instance decides by configuration: order, admission, batch forming, victims."""
+"""The policies of one instance, by the names that a run file gives them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
+from jaxinfer.config.validation import (
+    OptionError,
+    Options,
+    did_you_mean,
+    import_own,
+    shown,
+    within,
+)
+from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.serving import admission, batching
+from jaxinfer.serving.batch import Batch
+from jaxinfer.serving.forming import Forming
+from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg
-from jaxinfer.serving.world import Row
 
-if TYPE_CHECKING:
-    from jaxinfer.serving.instance import Instance
+ORDERS: Mapping[str, Any] = {
+    "fcfs": admission.first_come_first_served,
+    "shortest_prompt_first": admission.shortest_prompt_first,
+    "longest_prompt_first": admission.longest_prompt_first,
+}
+ADMISSIONS: Mapping[str, Any] = {
+    "greedy": admission.greedy,
+    "whole_request": admission.whole_request,
+    "reserve_longest": admission.ReserveLongest,
+    "reserve_static": admission.ReserveStatic,
+    "reserve_dynamic": admission.ReserveDynamic,
+    "peak": admission.Peak,
+}
+BATCHES: Mapping[str, Any] = {
+    "mixed": batching.mixed,
+    "prefill_first": batching.PrefillFirst,
+    "whole_prompts": batching.WholePrompts,
+    "one_batch": batching.one_batch,
+}
+VICTIMS: Mapping[str, Any] = {"latest": admission.latest}
+KINDS = {"order": ORDERS, "admit": ADMISSIONS, "form_batch": BATCHES, "victim": VICTIMS}
+
+Policy = str | dict[str, Any]
 
 
-def first_come_first_served(waiting: Sequence[RequestState]) -> RequestState:
-    """The head of the queue: a preempted request, else the one that has waited longest."""
-    return waiting[0]
+class PolicyOptions(Options):
+    """Each a name, or a mapping of ``name`` and options, or ``my_module:my_policy``.
 
+    A policy of one's own is a function, or a class with a class ``Options`` whose instances are
+    called as a function is; each instance gets an object of its own.
 
-def greedy(instance: "Instance", request: RequestState, leg: Leg) -> bool:
-    """Admit where the leg's tokens known so far fit and the watermark stays free.
-
-    Without a watermark, the growth of the running requests would evict what has just come in,
-    for ever. An instance that runs nothing ignores it.
+    Attributes:
+        order: of those that wait, who is next: ``order(waiting) -> request``.
+        admit: whether there is room for it: ``admit(instance, request, leg) -> bool``.
+        form_batch: what the next step computes: ``form_batch(batch)``, a ``Forming``.
+        victim: who loses its pages where one more is needed: ``victim(candidates) -> request``.
     """
-    free = instance.kv.num_free - instance.pages_to_take(request, leg)
-    return free >= (0 if instance.is_idle else instance.watermark_pages)
 
+    order: Policy = "fcfs"
+    admit: Policy = "greedy"
+    form_batch: Policy = "mixed"
+    victim: Policy = "latest"
 
-def latest(candidates: Sequence[RequestState]) -> RequestState:
-    """Preempt the request admitted last, so that the oldest always gets to its end."""
-    return candidates[-1]
-
-
-def mixed(instance: "Instance") -> list[Row]:
-    """Decodes first, then prefill chunks of what runs, then of what is admitted.
-
-    All under the instance's token budget: chunked prefill as in Sarathi-Serve.
-    """
-    budget = instance.options.max_num_batched_tokens
-    budget -= instance.launch_group(budget)
-    rows: list[Row] = []
-    prefills: list[RequestState] = []
-    for request in instance.ungrouped():
-        todo, launched = 1, request.launched
-        # Most are decodes of a last leg, with one token to go: asking costs more than the rest.
-        if (
-            launched + 1 != request.prompt_len + len(request.output_token_ids)
-            or launched >= request.peak_tokens
-            or request.legs[0].until is not None
-        ):
-            todo = request.leg_goal - launched
-        if todo > 1:
-            prefills.append(request)
-        elif todo and budget and (row := instance.plan_row(request, 1, rows)):
-            rows.append(row)
-            budget -= 1
-    for request in prefills:
-        if budget and (row := _chunk(instance, request, budget, rows)):
-            rows.append(row)
-            budget -= row.count
-    while budget and (admitted := instance.admit_next()):
-        if row := _chunk(instance, admitted, budget, rows):
-            rows.append(row)
-            budget -= row.count
-    return rows
-
-
-def _chunk(instance: "Instance", request: RequestState, budget: int, rows: list[Row]) -> Row | None:
-    count = min(request.leg_goal - request.launched, budget)
-    return instance.plan_row(request, count, rows) if count > 0 else None
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse what is no policy, before anything is loaded."""
+        make_policies(self)
 
 
 @dataclass(frozen=True)
 class Policies:
     """The policies of one instance."""
 
-    order: Callable[[Sequence[RequestState]], RequestState] = first_come_first_served
-    admit: Callable[["Instance", RequestState, Leg], bool] = greedy
-    form_batch: Callable[["Instance"], list[Row]] = mixed
-    victim: Callable[[Sequence[RequestState]], RequestState] = latest
+    order: Callable[[Sequence[RequestState]], RequestState] = admission.first_come_first_served
+    admit: Callable[[Instance, RequestState, Leg], bool] = admission.greedy
+    form_batch: Callable[[Forming], None] = batching.mixed
+    victim: Callable[[Sequence[RequestState]], RequestState] = admission.latest
+
+    def next_batch(self, instance: Instance) -> Batch | None:
+        """The next step, whose rows have been launched; None if nothing can take part in one."""
+        batch = Forming(instance)
+        self.form_batch(batch)
+        return batch.batch()
+
+
+def make_policies(options: PolicyOptions) -> Policies:
+    """New ones, for one instance.
+
+    Raises:
+        JaxinferError: there is none of a name, or its options are wrong.
+    """
+    return Policies(**{kind: _make(kind, getattr(options, kind)) for kind in KINDS})
+
+
+def _make(kind: str, given: Policy) -> Callable[..., Any]:
+    options = dict(given) if isinstance(given, dict) else {"name": given}
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise OptionError(f"{kind}.name is missing, one of {', '.join(KINDS[kind])}")
+    own = ":" in name
+    found = _import(kind, name) if own else KINDS[kind].get(name)
+    if found is None:
+        raise OptionError(
+            f"{kind}: no policy {name!r}: {did_you_mean(name, KINDS[kind])}; or my_module:policy "
+            "of your own"
+        )
+    if isinstance(found, type):
+        found = _with_options(kind, found, options)
+    elif options:
+        raise OptionError(f"{kind}.{next(iter(options))}: {name} has no options")
+    return _Own(kind, name, found) if own else found
+
+
+def _import(kind: str, name: str) -> Any:
+    try:
+        found = import_own(name)
+    except JaxinferError as error:
+        raise OptionError(f"{kind}: {error}") from None
+    if not callable(found):
+        raise OptionError(f"{kind}: {name!r} is {shown(found)}, must be a function or a class")
+    return found
+
+
+def _with_options(kind: str, policy: Any, options: Mapping[str, Any]) -> Callable[..., Any]:
+    wanted = getattr(policy, "Options", None)
+    try:
+        if wanted is None and options:
+            raise OptionError(f"{next(iter(options))}: {policy.__name__} has no options")
+        return policy(wanted.model_validate(options)) if wanted else policy()
+    except JaxinferError as error:
+        raise within(kind, error) from None
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A user's policy: what it raises, or answers amiss, is one line that names it."""
+
+    kind: str
+    name: str
+    policy: Callable[..., Any]
+
+    def __call__(self, *asked: Any) -> Any:
+        try:
+            answer = self.policy(*asked)
+        except JaxinferError:
+            raise
+        except Exception as error:
+            raise JaxinferError(
+                f"policies.{self.kind}: {self.name} raises {type(error).__name__}: "
+                f"{one_line(error)}"
+            ) from error
+        among = self.kind in ("order", "victim")
+        if among and not any(answer is request for request in asked[0]):
+            raise JaxinferError(
+                f"policies.{self.kind}: {self.name} returns {shown(answer)}, must be one of the "
+                "requests that it is given"
+            )
+        return answer

@@ -4,14 +4,9 @@ A page is known by a digest of its tokens and of all tokens before them, so that
 mean equal KV entries. Only pages whose entries exist are kept; nobody writes to them again.
 """
 
-from array import array
 from collections.abc import Sequence
-from hashlib import blake2b
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jaxinfer.serving.page_pool import Hold, Shard
-    from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.page_pool import Shard
 
 
 class CachedPage:
@@ -37,7 +32,7 @@ class PrefixCache:
         shards: of the instance; each counts its idle pages as free.
     """
 
-    def __init__(self, shards: "list[Shard]") -> None:
+    def __init__(self, shards: list[Shard]) -> None:
         self._shards = shards
         self._pages: dict[bytes, CachedPage] = {}
         self._idle: dict[bytes, CachedPage] = {}
@@ -68,14 +63,12 @@ class PrefixCache:
             self._idle[page.digest] = page
             self._count_idle(page, 1)
 
-    def keep(self, hold: "Hold", digests: Sequence[bytes]) -> None:
-        """Take in the first pages of a hold, whose entries exist by now, less those known."""
-        for index in range(hold.num_hashed, len(digests)):
-            if digests[index] not in self._pages:
-                pages = [{s: p[index] for s, p in table.items()} for table in hold.tables]
-                page = hold.cached[index] = CachedPage(digests[index], pages)
-                self._pages[page.digest] = page
-        hold.num_hashed = max(hold.num_hashed, len(digests))
+    def add(self, digest: bytes, pages: list[dict[int, int]]) -> CachedPage | None:
+        """Take in a page that one hold has and whose entries exist; None if its like is known."""
+        if digest in self._pages:
+            return None
+        page = self._pages[digest] = CachedPage(digest, pages)
+        return page
 
     def evict(self) -> None:
         """Free the page that has been idle for longest."""
@@ -88,13 +81,3 @@ class PrefixCache:
     def _count_idle(self, page: CachedPage, by: int) -> None:
         for shard, table in zip(self._shards, page.pages, strict=True):
             shard.pool.num_idle += by * len(table)
-
-
-def page_digests(request: "RequestState", page_size: int, count: int) -> list[bytes]:
-    """Digests of the request's first ``count`` pages, whose tokens are all known."""
-    digests = request.page_digests.setdefault(page_size, [])
-    for index in range(len(digests), count):
-        tokens = request.known_tokens(index * page_size, (index + 1) * page_size)
-        before = digests[-1] if digests else b""
-        digests.append(blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest())
-    return digests[:count]

@@ -1,13 +1,12 @@
 """One request as the loop keeps it: a few ordered integers and where its KV lies."""
 
+from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from hashlib import blake2b
 
 from jaxinfer.request import FinishReason, RequestMetrics
+from jaxinfer.serving.kv_shards import Hold
 from jaxinfer.serving.system import Leg, MoveSlices
-
-if TYPE_CHECKING:
-    from jaxinfer.serving.page_pool import Hold
 
 
 class RequestState:
@@ -27,9 +26,9 @@ class RequestState:
     Attributes:
         peak_tokens: KV entries at the request's longest: the last token needs none.
         output_token_ids: tokens that have reached the host.
-        page_digests: page size -> digests of the first pages, for prefix caching.
         details: what the world reports with each of them, if it does.
         prompt_details: what it reports of the prompt, by position.
+        predicted: output tokens, at least and at most, where something predicts them.
         goes_first: joins a queue at its head.
         takes_cached: may start with pages of the prefix cache.
         computed: KV entries that exist, in ``hold`` or, between two legs, in ``exported``.
@@ -47,11 +46,12 @@ class RequestState:
     """
 
     __slots__ = (
-        "arrival", "computed", "cumulative_logprob", "details", "epoch", "error", "exported",
-        "finish_reason", "goes_first", "hold", "id", "incoming", "launched", "legs", "max_tokens",
-        "metrics", "output_token_ids", "page_digests", "paused", "payload", "peak_tokens",
-        "pending", "prompt_details", "prompt_len", "prompt_token_ids", "sent", "slice_move",
-        "stop_reason", "takes_cached", "transfers",
+        "_digests", "arrival", "computed", "cumulative_logprob", "details", "epoch",
+        "error", "exported", "finish_reason", "goes_first", "hold", "id", "incoming",
+        "launched", "legs", "max_tokens", "metrics", "output_token_ids", "paused",
+        "payload", "peak_tokens", "pending", "predicted", "prompt_details", "prompt_len",
+        "prompt_token_ids", "sent", "slice_move", "stop_reason", "takes_cached",
+        "transfers",
     )  # fmt: skip
 
     def __init__(
@@ -76,9 +76,10 @@ class RequestState:
         self.cumulative_logprob = 0.0
         self.details: list[object] = []
         self.prompt_details: dict[int, object] = {}
+        self.predicted: tuple[int, int] | None = None
         self.goes_first = False
         self.takes_cached = True
-        self.page_digests: dict[int, list[bytes]] = {}
+        self._digests: dict[int, list[bytes]] = {}
         self.metrics = RequestMetrics(arrival)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -102,11 +103,36 @@ class RequestState:
         """Prompt and output tokens on the host."""
         return self.prompt_len + len(self.output_token_ids)
 
+    @property
+    def first_token_at(self) -> float | None:
+        """When its first token reached the host; None before."""
+        times = self.metrics.token_times
+        return times[0] if times else None
+
+    @property
+    def prompt_tokens_left(self) -> int:
+        """Prompt tokens that this leg has still to compute."""
+        until = self.legs[0].until
+        stop = self.prompt_len if until is None else min(until, self.prompt_len)
+        return max(stop - self.computed, 0)
+
     def known_tokens(self, start: int, stop: int) -> list[int]:
         """Tokens on the host at positions ``start`` to ``stop``."""
         L = self.prompt_len
         prompt = list(self.prompt_token_ids[start:stop])
         return prompt + self.output_token_ids[max(start - L, 0) : max(stop - L, 0)]
+
+    def page_digests(self, page_size: int, count: int) -> list[bytes]:
+        """Of the first ``count`` pages, all of whose tokens are known: what a prefix cache asks.
+
+        A page's digest is of its tokens and of all tokens before them.
+        """
+        digests = self._digests.setdefault(page_size, [])
+        for index in range(len(digests), count):
+            tokens = self.known_tokens(index * page_size, (index + 1) * page_size)
+            before = digests[-1] if digests else b""
+            digests.append(blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest())
+        return digests[:count]
 
     def known_until(self, leg: Leg) -> int:
         """KV entries of the tokens known now, up to the leg's end."""

@@ -1,6 +1,6 @@
 """Linear models of step time, and least squares for them, in plain Python."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -38,11 +38,33 @@ class MixedFit:
 
 
 @dataclass(frozen=True)
+class DecodeFit:
+    """Aladdin eq. 3: seconds of one iteration of decodes alone.
+
+    The context is the KV entries that all of them see together, their own included.
+    """
+
+    per_context: float
+    per_sequence: float
+    constant: float
+
+    def seconds(self, context: float, sequences: float) -> float:
+        """Of one iteration."""
+        return self.per_context * context + self.per_sequence * sequences + self.constant
+
+
+@dataclass(frozen=True)
 class StepFit:
-    """How long an instance's steps take."""
+    """How long an instance's steps take.
+
+    Attributes:
+        decode: None where batches and contexts do not vary enough to tell, as in an instance that
+            runs one request at a time.
+    """
 
     prefill: PrefillFit
     mixed: MixedFit
+    decode: DecodeFit | None = None
 
 
 class LeastSquares:
@@ -89,3 +111,21 @@ class LeastSquares:
                     factor = rows[r][i] / rows[i][i]
                     rows[r] = [a - factor * b for a, b in zip(rows[r], rows[i], strict=True)]
         return [rows[i][size] / rows[i][i] / length[i] for i in range(size)]
+
+
+def least_squares(
+    points: Iterable[tuple[Sequence[float], float]], relative: bool
+) -> list[float] | None:
+    """Coefficients of ``x`` for points ``(x, seconds)``, or None where they do not decide them.
+
+    Args:
+        relative: of the relative error, or of that in seconds.
+    """
+    points = list(points)
+    if not points or len(points) < len(points[0][0]):
+        return None
+    squares = LeastSquares(len(points[0][0]))
+    for x, seconds in points:
+        weight = 1 / seconds if relative else 1.0
+        squares.add([value * weight for value in x], seconds * weight)
+    return squares.solve()

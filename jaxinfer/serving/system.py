@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, ClassVar, Literal, Protocol
 
+from jaxinfer.config.validation import Options
 from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.validation import Options
 
 HandOffRule = Literal["on_demand", "at_end", "per_chunk", "per_segment"]
 
@@ -43,6 +43,14 @@ class RequestView(Protocol):
     @property
     def arrival(self) -> float: ...  # noqa: D102
     @property
+    def first_token_at(self) -> float | None:
+        """When its first token was there; None before."""
+
+    @property
+    def predicted(self) -> tuple[int, int] | None:
+        """Output tokens, at least and at most, where something predicts them."""
+
+    @property
     def computed(self) -> int:
         """KV entries that exist."""
 
@@ -62,7 +70,10 @@ class RequestView(Protocol):
 
 
 class InstanceView(Protocol):
-    """One instance's statistics, read-only. Pages are counted per slice of KV heads."""
+    """One instance's statistics, read-only. Pages are counted per slice of KV heads.
+
+    In a simulation, ``running`` costs what its requests are; the counts do not.
+    """
 
     @property
     def name(self) -> str: ...  # noqa: D102
@@ -71,6 +82,10 @@ class InstanceView(Protocol):
     @property
     def draining(self) -> bool:
         """Whether a new role waits for the last request to leave."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, free or not."""
 
     @property
     def num_free_pages(self) -> int: ...  # noqa: D102
@@ -91,7 +106,24 @@ class InstanceView(Protocol):
         """Requests waiting, importing or running here."""
 
     @property
+    def num_running(self) -> int: ...  # noqa: D102
+    @property
+    def kv_entries(self) -> int:
+        """KV entries that exist of the requests running here."""
+
+    @property
+    def prompt_tokens_left(self) -> int:
+        """Prompt tokens that requests waiting, importing or running here have still to compute.
+
+        Up to the end of their legs; those of a preempted request count again.
+        """
+
+    @property
     def waiting(self) -> Collection[RequestView]: ...  # noqa: D102
+    @property
+    def importing(self) -> Mapping[str, RequestView]:
+        """By id: requests whose KV is on its way here."""
+
     @property
     def running(self) -> Mapping[str, RequestView]:
         """By id, in the order of admission."""
@@ -130,12 +162,6 @@ class ClusterView:
 
     now: float
     instances: Mapping[str, InstanceView]
-
-
-def only_one_left(cluster: ClusterView, one: str, other: str) -> str | None:
-    """Of two instances, the one that is left where exactly one was lost."""
-    left = [name for name in (one, other) if name in cluster.instances]
-    return left[0] if len(left) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -238,6 +264,25 @@ class System:
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         """Called when a step has been committed."""
         return ()
+
+    def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
+        """Called when a leg has ended and its request goes on.
+
+        All KV entries of ``leg`` exist, and the request is where it goes next: with its next leg's
+        instance, or among those that wait for ``route``. Of a leg that ``Reassign`` cut short,
+        ``leg.until`` is where it was cut. Not called for a leg that had nothing to compute, one
+        that a lost instance took along (the request comes back to ``route``), one that was
+        replaced before it ran, and the one that the request ends in, of which ``on_finish`` tells.
+        It may be in the midst of a step's requests: others of that step may still have to come.
+        """
+
+    def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
+        """Called once per request that has come in, when it has ended, in whatever way.
+
+        Also for one that no pool can hold, and one that failed with a lost instance. It has left
+        its instance and given its pages back; ``legs`` is empty, and ``num_known`` counts its
+        output. Like ``on_leg_end``, it may be in the midst of a step's requests.
+        """
 
     def report(self) -> Mapping[str, object]:
         """What the system has to say of a run that has ended, as JSON values."""

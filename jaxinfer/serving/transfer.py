@@ -1,46 +1,40 @@
-"""How KV entries move: transfers, and the hand-off of a request from one leg to the next."""
+"""How KV entries move: transfers, and the hand-off of a request from one leg to the next.
+
+A hand-off from leg to leg, by the fields of its request that tell where it is:
+
+| state | fields set | pages there | pages here | where it stands |
+|---|---|---|---|---|
+| the first leg runs | hold | none | hold | there: running |
+| room is reserved ahead | hold, incoming | incoming | hold | there: running |
+| the leg has ended | exported | none, or incoming | exported | unrouted, or here: waiting |
+| its KV is fetched | exported, hold | hold | exported | here: importing |
+| the next leg runs | hold | hold | none | here: running |
+
+"There" is the instance of the leg that was, "here" that of the next. ``sent`` counts the KV entries
+whose transfer here has started, ``transfers`` those that have not landed. Who frees pages:
+
+- ``hold``: the request's end, its preemption, or the loss of the instance.
+- ``exported``: ``_arrive``, once all has landed; or the request's end; or the loop, where nobody
+  fetches them and nothing else can go on (the KV is recomputed then).
+- ``incoming``: an ``epoch`` that ends, legs that change, or the instance, which takes back what is
+  reserved when those that run there need it; what was sent is void, and ``sent`` is 0 again.
+
+All of them stay pinned until the last step or transfer that uses them is done.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.serving.page_pool import Hold
+from jaxinfer.serving.batch import Batch, Transfer
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.kv_shards import Hold
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import HandOffRule, MoveSlices
-
-if TYPE_CHECKING:
-    from jaxinfer.serving.instance import Instance
-    from jaxinfer.serving.world import Batch, World
+from jaxinfer.serving.world import World
 
 # An instance's name, and the pages there.
 End = tuple[str, Hold]
 _AHEAD: tuple[HandOffRule, ...] = ("per_chunk", "per_segment")
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """KV entries ``start`` to ``stop`` of one request on their way between two holds.
-
-    Attributes:
-        epoch: the request's epoch at the start; a transfer of an older one is void.
-        source: instance of ``source_hold``; ``dest`` likewise.
-        requested: when the data was there to be sent, or the step was launched that computes it,
-            in seconds.
-        slice_move: set where only some slices of KV heads move, between shards of one
-            instance; otherwise all layers and heads move.
-    """
-
-    request: RequestState
-    epoch: int
-    source: str
-    dest: str
-    source_hold: Hold
-    dest_hold: Hold
-    start: int
-    stop: int
-    requested: float
-    slice_move: MoveSlices | None = None
 
 
 class HandOffs:
@@ -50,7 +44,7 @@ class HandOffs:
         moving: transfers started and not yet done.
     """
 
-    def __init__(self, world: "World", instances: Mapping[str, "Instance"]) -> None:
+    def __init__(self, world: World, instances: Mapping[str, Instance]) -> None:
         self.moving: list[Transfer] = []
         self._world = world
         self._instances = instances
@@ -122,7 +116,7 @@ class HandOffs:
             here, there = (leg.instance, request.hold), (request.legs[1].instance, room)
             self._world.start_transfer(self._note(request, here, there, request.computed))
 
-    def send_along(self, batch: "Batch") -> None:
+    def send_along(self, batch: Batch) -> None:
         """Before a step: let it send what it computes of ``per_segment`` legs."""
         for row in batch.rows:
             request = row.request
@@ -218,7 +212,7 @@ class HandOffs:
         request.sent = 0
         dest = self._instances[request.legs[0].instance]
         del dest.importing[request.id]
-        dest.run(request)
+        dest.taking_part.add(request)
 
     def _note(
         self,

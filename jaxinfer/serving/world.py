@@ -4,56 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from jaxinfer.serving.page_pool import Hold
+from jaxinfer.serving.batch import Batch, Row, Transfer
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.transfer import Transfer
-from jaxinfer.serving.work import Work, work_of
-
-
-@dataclass(slots=True)
-class Row:
-    """One request's part of a batch: KV entries ``start`` to ``start + count``.
-
-    Attributes:
-        samples: the row's last position yields a token.
-        input_pending: the row's input token is still on the device (``count`` is 1 then).
-        epoch: the request's epoch at launch; a row of an older one is void.
-        hold: the pages it reads and writes, in use until the step ends.
-    """
-
-    request: RequestState
-    start: int
-    count: int
-    samples: bool
-    input_pending: bool
-    epoch: int
-    hold: Hold
-
-
-@dataclass(slots=True)
-class Batch:
-    """The rows of one step, decodes first.
-
-    ``num_waiting``, ``num_running`` and ``pages_in_use`` describe the instance at launch.
-    ``grouped`` decodes besides, which see ``grouped_context`` KV entries, have no rows: in a world
-    that looks at none.
-    ``transfers`` are of what the step computes: each piece of the model leaves as it is done.
-    ``work`` counts what the rows hold.
-    """
-
-    instance: str
-    rows: list[Row]
-    num_waiting: int
-    num_running: int
-    pages_in_use: int
-    grouped: int = 0
-    grouped_context: int = 0
-    transfers: list[Transfer] = field(default_factory=list)
-    work: Work = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Count once."""
-        self.work = work_of(self.rows, self.grouped, self.grouped_context)
 
 
 @dataclass(slots=True)
@@ -103,13 +55,6 @@ class TransferDone:
 
 
 @dataclass(slots=True)
-class StageFree:
-    """``World.can_launch`` of this instance may have become true."""
-
-    instance: str
-
-
-@dataclass(slots=True)
 class Tick:
     """The time asked for with ``World.wake_at`` has come."""
 
@@ -125,7 +70,7 @@ class InstanceLost:
     reason: str
 
 
-Event = Arrival | StepDone | TransferDone | StageFree | Tick | InstanceLost
+Event = Arrival | StepDone | TransferDone | Tick | InstanceLost
 
 
 class World(Protocol):
@@ -142,9 +87,6 @@ class World(Protocol):
 
     def arrivals_left(self) -> bool:
         """Whether an Arrival is still to come."""
-
-    def can_launch(self, instance: str) -> bool:
-        """Whether the instance's first stage takes a batch now."""
 
     def launch(self, batch: Batch) -> None:
         """Start a step, and its transfers, whose TransferDone comes after the StepDone.

@@ -4,7 +4,7 @@ closest, by least squares of the relative error. What the points cannot tell is 
 
 import csv
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,15 @@ from pydantic import Field
 from rich.table import Table
 from scipy.optimize import least_squares
 
-from jaxinfer.config import RunFile
+from jaxinfer.config.costs import SimulateOptions, measured_kind
+from jaxinfer.config.resolve import resolve
+from jaxinfer.config.run_file import RunFile
+from jaxinfer.config.validation import Options, did_you_mean
 from jaxinfer.errors import JaxinferError
-from jaxinfer.serving.work import Work
-from jaxinfer.simulate.cluster import ITEMSIZES, model_cluster
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.cluster import model_cluster, stage_parts
 from jaxinfer.simulate.costs import StageCost
-from jaxinfer.simulate.nodes import place_groups
-from jaxinfer.simulate.options import SimulateOptions
 from jaxinfer.simulate.roofline import Efficiency, RooflineStage
-from jaxinfer.validation import Options, did_you_mean
 
 # In the order in which they are given up last.
 NAMES = ("flops", "bandwidth", "step_s", "sequence_s")
@@ -40,7 +40,7 @@ _MOST = 10**7
 StageFor = Callable[[Efficiency], StageCost]
 
 
-class Point(Options):
+class MeasuredStep(Options):
     """One measured step: a chunk of a prompt beside decodes.
 
     Attributes:
@@ -87,12 +87,12 @@ class Calibration:
     fitted: tuple[str, ...]
     mape: float
     worst: float
-    worst_point: Point
+    worst_point: MeasuredStep
     points: int
 
 
-def read_points(path: str | Path) -> list[Point]:
-    """From a CSV file that has ``Point``'s attributes among its columns.
+def read_points(path: str | Path) -> list[MeasuredStep]:
+    """From a CSV file that has ``MeasuredStep``'s attributes among its columns.
 
     Raises:
         JaxinferError: the file cannot be read, lacks a column, has no row, or has a wrong value.
@@ -101,13 +101,15 @@ def read_points(path: str | Path) -> list[Point]:
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            missing = [name for name in Point.model_fields if name not in (reader.fieldnames or ())]
+            missing = [
+                name for name in MeasuredStep.model_fields if name not in (reader.fieldnames or ())
+            ]
             if missing:
                 raise JaxinferError(f"{path} line 1: no column {', '.join(missing)}")
             for row in reader:
-                cells = {name: (row[name] or "").strip() for name in Point.model_fields}
+                cells = {name: (row[name] or "").strip() for name in MeasuredStep.model_fields}
                 try:
-                    points.append(Point.model_validate(cells, strict=False))
+                    points.append(MeasuredStep.model_validate(cells, strict=False))
                 except JaxinferError as error:
                     raise JaxinferError(f"{path} line {reader.line_num}: {error}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -122,7 +124,9 @@ class _Problem:
     1 / bandwidth, and the engine's seconds in units in which they are as large as the steps.
     """
 
-    def __init__(self, stage_for: StageFor, points: Sequence[Point], fixed: Efficiency) -> None:
+    def __init__(
+        self, stage_for: StageFor, points: Sequence[MeasuredStep], fixed: Efficiency
+    ) -> None:
         self._stage_for, self._works = stage_for, [point.work for point in points]
         self._measured = np.array([point.seconds for point in points])
         rows = np.array([work.sequences for work in self._works])
@@ -183,7 +187,9 @@ class _Problem:
         return [int(np.argmax(products.diagonal()[:2]))]
 
 
-def calibrate(stage_for: StageFor, points: Sequence[Point], fixed: Efficiency) -> Calibration:
+def calibrate(
+    stage_for: StageFor, points: Sequence[MeasuredStep], fixed: Efficiency
+) -> Calibration:
     """The efficiencies at which a stage's times come closest to the points.
 
     Args:
@@ -209,7 +215,7 @@ def as_yaml(group: str, calibration: Calibration, options: SimulateOptions) -> s
 
 
 def calibration_table(
-    points: Sequence[Point], calibration: Calibration, predicted: Sequence[float]
+    points: Sequence[MeasuredStep], calibration: Calibration, predicted: Sequence[float]
 ) -> Table:
     """The 20 points that are furthest off, and over it what holds for all."""
     kept = [name for name in NAMES if name not in calibration.fitted]
@@ -233,27 +239,22 @@ def calibrate_group(config: RunFile, group: str, path: str | Path) -> tuple[Cali
     Raises:
         JaxinferError: there is no such instance, its times come from tables, or a file is wrong.
     """
-    cluster, costs = config.cluster(), config.simulate.of(group)
+    site = resolve(config)
+    cluster, costs = site.cluster, config.simulate.of(group)
     if group not in cluster.groups:
         raise JaxinferError(f"no group {group!r}: {did_you_mean(group, cluster.groups)}")
-    if costs.tables or costs.linear:
-        raise JaxinferError(
-            f"groups.{group}: its times come from tables or linear costs, not from efficiencies"
-        )
-    instances = model_cluster(config, ()).instances.values()
+    if kind := measured_kind(costs):
+        raise JaxinferError(f"groups.{group}: its times come from {kind}, not from efficiencies")
+    # What lies between instances does not matter here.
+    instances = model_cluster(replace(site, pairs=())).instances.values()
     alone = next((instance for instance in instances if list(instance.groups) == [group]), None)
     if alone is None:
         raise JaxinferError(f"groups.{group}: no instance of one stage stands on it")
     points = read_points(path)
-    placement = place_groups(cluster, config.simulate, config.own)
-    known = placement.known if placement else config.own
-    model = known.model(config.require_model())
-    kind, devices = cluster.groups[group].kind, cluster.groups[group].stage_devices
-    gpu = placement.gpu(group) if placement else known.gpu(kind)
-    sizes = alone.layers[0], True, devices, ITEMSIZES[alone.config.dtype]
+    (part,) = stage_parts(site, site.model, alone.config)
 
     def stage_for(efficiency: Efficiency) -> RooflineStage:
-        return RooflineStage(gpu, model, *sizes, efficiency, *gpu.stated_collective)
+        return RooflineStage.of(part, costs.model_copy(update=asdict(efficiency)))
 
     fixed = Efficiency(costs.flops, costs.bandwidth, costs.step_s, costs.sequence_s)
     stage = stage_for((found := calibrate(stage_for, points, fixed)).efficiency)

@@ -1,158 +1,168 @@
-"""The largest rate of requests at which a modelled cluster keeps its promises."""
+"""The largest rate of requests at which a modelled cluster keeps its targets."""
 
-import os
-import signal
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from multiprocessing import get_context
+from typing import Protocol
 
-from pydantic import Field
-
-from jaxinfer.config import RunFile
+from jaxinfer.config.run_file import RunFile
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.simulate.run import simulate
-from jaxinfer.validation import Options
+from jaxinfer.simulate.alone import serve_alone
+from jaxinfer.simulate.run import prepare, serve
+from jaxinfer.simulate.targets import Targets, Verdict
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
 
-# By which share the rate may be too low.
-_PRECISION = 0.02
-
-
-class Slo(Options):
-    """Targets of one request, in seconds; it attains them if it meets all that are set.
-
-    Attributes:
-        ttft: time to first token; ``e2e``: to the last one.
-        tpot: mean time between tokens; ``tbt``: the longest one.
-    """
-
-    ttft: float | None = Field(default=None, gt=0)
-    tpot: float | None = Field(default=None, gt=0)
-    tbt: float | None = Field(default=None, gt=0)
-    e2e: float | None = Field(default=None, gt=0)
-
-    def model_post_init(self, context: object, /) -> None:
-        """Refuse none at all."""
-        if not self.model_fields_set:
-            raise JaxinferError("no target: give ttft, tpot, tbt or e2e")
-
-    def met(self, arrival: float, times: Sequence[float]) -> bool:
-        """By a request whose tokens came at these times."""
-        gaps = [b - a for a, b in pairwise(times)]
-        found = (
-            (self.ttft, times[0] - arrival),
-            (self.e2e, times[-1] - arrival),
-            (self.tpot, (times[-1] - times[0]) / len(gaps) if gaps else 0.0),
-            (self.tbt, max(gaps, default=0.0)),
-        )
-        return all(target is None or value <= target for target, value in found)
-
-
-def read_slo(text: str) -> Slo:
-    """From ``ttft=1,tpot=0.1``.
-
-    Raises:
-        JaxinferError: a target is unknown, is given twice, or is no number of seconds.
-    """
-    targets: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        try:
-            seconds = float(value)
-        except ValueError:
-            raise JaxinferError(f"slo {part!r}: must look like ttft=1.5") from None
-        if targets.setdefault(name.strip(), seconds) is not seconds:
-            raise JaxinferError(f"slo {text!r}: {name.strip()} is given twice, give it once")
-    return Slo(**targets)
+# The least rate that is tried, in requests per second, and one that no cluster comes near.
+_LEAST, _MOST = 1e-3, 1e5
+# Requests that tell, alone, whether the search is worth its time.
+_SAMPLE = 100
 
 
 @dataclass(frozen=True)
-class Load:
+class TriedRate:
     """What a rate of requests comes to.
 
     Attributes:
         rate: requests per second, Poisson.
-        attainment: share of them that met their targets.
-        goodput: requests that met their targets, by the seconds until the last one's end.
+        gpus: of the cluster.
+        goodput: requests that count as good (see ``Verdict``), by the seconds until the last one's
+            end; None of a run that was stopped since its targets could no longer be met.
     """
 
     rate: float
-    attainment: float
-    goodput: float
+    gpus: int
+    verdict: Verdict
+    goodput: float | None
+
+    @property
+    def goodput_per_gpu(self) -> float | None:
+        """Its share of each GPU."""
+        return None if self.goodput is None else self.goodput / self.gpus
 
 
-def load(config: RunFile, work: Sequence[BenchRequest], slo: Slo, seed: int, rate: float) -> Load:
-    """Simulate one rate."""
-    met = 0
+class RateMap(Protocol):
+    """``map``, or a pool's, which may call ahead of what is asked for."""
+
+    def __call__(
+        self, call: Callable[[float], TriedRate], rates: Iterable[float], /
+    ) -> Iterator[TriedRate]:
+        """What each rate comes to, in their order."""
+
+
+class _HopelessError(Exception):
+    """Ends a run that cannot meet its targets any more."""
+
+
+def num_gpus(config: RunFile) -> int:
+    """Of the whole cluster."""
+    return sum(group.devices for group in config.cluster().groups.values())
+
+
+def requests_for(
+    config: RunFile, work: Sequence[BenchRequest], requests_per_gpu: int
+) -> Sequence[BenchRequest]:
+    """The first requests, so many for each GPU.
+
+    Raises:
+        JaxinferError: there are fewer.
+    """
+    gpus = num_gpus(config)
+    needed = requests_per_gpu * gpus
+    if len(work) < needed:
+        raise JaxinferError(
+            f"requests_per_gpu is {requests_per_gpu}, which for {gpus} GPUs is {needed} requests: "
+            f"the workload has {len(work)}"
+        )
+    return work[:needed]
+
+
+def load(
+    config: RunFile,
+    work: Sequence[BenchRequest],
+    targets: Targets,
+    seeds: Sequence[int],
+    rate: float,
+) -> TriedRate:
+    """Simulate one rate, once with each seed; all requests count as those of one run."""
+    watch = targets.watch(work, len(seeds))
+    prepared = prepare(config)
 
     def on_request(request: RequestState, times: Sequence[float]) -> None:
-        nonlocal met
-        met += slo.met(request.arrival, times)
+        watch.add(request, times)
+        if watch.hopeless:
+            raise _HopelessError
 
-    arrivals = Arrivals(kind="poisson", rate=rate, seed=seed)
-    metrics = simulate(config, with_arrivals(work, arrivals), on_request=on_request)
-    return Load(rate, met / len(work), met / metrics.wall_s)
+    seconds = 0.0
+    try:
+        for seed in seeds:
+            arrivals = Arrivals(kind="poisson", rate=rate, seed=seed)
+            run = serve(*prepared, with_arrivals(work, arrivals), None, on_request)
+            seconds += run.wall_s
+    except _HopelessError:
+        return TriedRate(rate, num_gpus(config), watch.verdict(), None)
+    verdict = watch.verdict()
+    return TriedRate(rate, num_gpus(config), verdict, verdict.good / seconds)
 
 
 def capacity(
     config: RunFile,
     work: Sequence[BenchRequest],
-    slo: Slo,
-    attainment: float = 0.9,
-    seed: int = 0,
-    on_load: Callable[[Load], None] = lambda load: None,
-) -> Load:
-    """The largest rate at which so many requests meet their targets, to 2 %, on all cores.
+    targets: Targets,
+    seeds: Sequence[int] = (0,),
+    precision: float = 0.02,
+    on_load: Callable[[TriedRate], None] = lambda load: None,
+    map_rates: RateMap = map,
+    at_once: int = 1,
+) -> TriedRate:
+    """The largest rate at which the targets are met; of rate 0 where none is.
+
+    What a rate comes to is looked at no further than the first of several that misses them.
 
     Args:
         work: lengths; their times of arrival do not count.
-        attainment: above 0 and at most 1.
+        seeds: of the arrivals.
+        precision: by which share the rate may be too low.
         on_load: called with each rate that was simulated.
+        map_rates: runs several rates, as a pool of processes would; ``at_once`` is how many it
+            takes. With one, the search is by bisection.
 
     Raises:
-        JaxinferError: a request alone misses its targets too often, or none ever does; or
-            ``attainment`` is no share.
+        JaxinferError: the targets hold at any rate, or the cluster cannot be what the run file
+            says.
     """
-    if not 0 < attainment <= 1:
-        raise JaxinferError(f"attainment is {attainment:g}, must be above 0 and at most 1")
-    cores = os.cpu_count() or 1
-    try_rate = partial(load, config, work, slo, seed)
-    # Not forked: who calls may have threads, as JAX has.
-    # Ctrl-C goes to all of them, and is the parent's to answer.
-    deaf = signal.SIGINT, signal.SIG_IGN
-    with ProcessPoolExecutor(cores, get_context("spawn"), signal.signal, deaf) as pool:
+    try_rate = partial(load, config, work, targets, seeds)
+    best: TriedRate | None = None
+    worst: TriedRate | None = None
 
-        def all_of(rates: Sequence[float]) -> list[Load]:
-            found = list(pool.map(try_rate, rates))
-            for each in found:
-                on_load(each)
-            return found
+    def rise(rates: Sequence[float]) -> None:
+        nonlocal best, worst
+        for each in map_rates(try_rate, rates):
+            on_load(each)
+            if not each.verdict.met:
+                worst = each
+                return
+            best = each
 
-        best, worst = all_of([1e-3])[0], None
-        if best.attainment < attainment:
-            raise JaxinferError(
-                f"{best.attainment:.1%} of the requests meet their targets even one at a time, "
-                f"not {attainment:.0%}"
-            )
-        while worst is None:
-            last = max(best.rate * 8, 0.125)
-            for each in all_of([last * 2**i for i in range(max(cores, 2))]):
-                if each.attainment < attainment:
-                    worst = each
-                    break
-                best = each
-            if best.rate > 1e5:
-                raise JaxinferError(f"the targets hold at any rate: {best.rate:g} requests/s")
-        while worst.rate > best.rate * (1 + _PRECISION):
-            step = (worst.rate - best.rate) / (cores + 1)
-            for each in all_of([best.rate + step * (i + 1) for i in range(cores)]):
-                if each.attainment < attainment:
-                    worst = each
-                    break
-                best = each
-    return best
+    if not _met_alone(config, work, targets):
+        rise([_LEAST])
+    while worst is None:
+        least = 0.125 if best is None else max(best.rate * 8, 0.125)
+        rise([least * 2**i for i in range(max(at_once, 2))])
+        if best and best.rate > _MOST:
+            raise JaxinferError(f"the targets hold at any rate: {best.rate:g} requests/s")
+    while worst.rate > (low := best.rate if best else _LEAST) * (1 + precision):
+        step = (worst.rate - low) / (at_once + 1)
+        rise([low + step * (i + 1) for i in range(at_once)])
+    if best is None and worst.rate > _LEAST:
+        rise([_LEAST])
+    return best or TriedRate(0.0, worst.gpus, worst.verdict, 0.0)
+
+
+def _met_alone(config: RunFile, work: Sequence[BenchRequest], targets: Targets) -> bool:
+    """Whether a sample of the requests, evenly spread, meets the targets one at a time."""
+    sample = work[:: max(len(work) // _SAMPLE, 1)]
+    watch = targets.watch(sample)
+    serve_alone(config, sample, watch.add)
+    return watch.verdict().met

@@ -1,10 +1,17 @@
 """How long a modelled instance's steps take."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Protocol
 
-from jaxinfer.serving.work import Work
+from jaxinfer.config.costs import SimulateOptions, measured_kind
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.hardware import Gpu, ModelShape
+
+# Bytes of a number of hidden states and logits.
+ITEMSIZE = 2
 
 
 class CostModel(Protocol):
@@ -21,6 +28,50 @@ class StageCost(Protocol):
     """The times of one pipeline stage's part of a step."""
 
     def seconds(self, work: Work) -> float: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What a pipeline stage has of a model, and where.
+
+    Attributes:
+        kind: the GPU's name; ``devices``: how many share each layer.
+        layers: how many; ``share``: of the model's.
+        first, last: with the embedding, with the head.
+        weight_size, kv_size: bytes of a weight, and of a KV entry's number.
+    """
+
+    gpu: Gpu
+    kind: str
+    model: ModelShape
+    layers: int
+    share: float
+    first: bool
+    last: bool
+    devices: int
+    weight_size: int
+    kv_size: int
+
+
+# By kind of costs. Each is read when it is asked for: that of tables loads scipy.
+STAGES = {
+    "roofline": "jaxinfer.simulate.roofline:RooflineStage",
+    "linear": "jaxinfer.simulate.linear:LinearStage",
+    "phases": "jaxinfer.simulate.phases:PhaseStage",
+    "curves": "jaxinfer.simulate.curves:CurveStage",
+    "tables": "jaxinfer.simulate.tables:TableStage",
+}
+
+
+def make_stage(part: StagePart, costs: SimulateOptions) -> StageCost:
+    """By the kind of costs that the options have, which is the roofline's where they have none.
+
+    Raises:
+        JaxinferError: as the class of that kind.
+    """
+    module, name = STAGES[measured_kind(costs) or "roofline"].split(":")
+    stage: StageCost = getattr(import_module(module), name).of(part, costs)
+    return stage
 
 
 @dataclass(frozen=True)
@@ -51,3 +102,28 @@ class Pipeline:
             fixed + per_byte * num_bytes
             for fixed, per_byte in zip(self.latency_s, self.byte_s, strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class Padded:
+    """An instance whose steps with prefill are padded to given numbers of tokens.
+
+    Attributes:
+        buckets: rising; the last one is the most that a step has.
+    """
+
+    cost: CostModel
+    buckets: Sequence[int]
+
+    def stages(self, work: Work) -> Sequence[float]:
+        """Seconds of each stage."""
+        return self.cost.stages(self._padded(work))
+
+    def hops(self, work: Work) -> Sequence[float]:
+        """Seconds between stages."""
+        return self.cost.hops(self._padded(work))
+
+    def _padded(self, work: Work) -> Work:
+        if not work.chunks:
+            return work
+        return replace(work, tokens=self.buckets[bisect_left(self.buckets, work.tokens)])

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from pydantic import Field
 
+from jaxinfer.config.validation import OptionError, Options, did_you_mean, read_json
 from jaxinfer.errors import JaxinferError
-from jaxinfer.validation import OptionError, Options, did_you_mean, read_json
 
 _FACTS = Path(__file__).parent
 # Whose layers are attention with grouped KV heads and one feed-forward layer, or experts alike.
@@ -34,6 +34,7 @@ class Gpu(Options):
         memory_gb: in 10^9 bytes; ``memory_gb_s``: its bandwidth per second.
         link: what connects the GPUs of one node; ``link_gb_s``: 10^9 bytes per second, each way.
         watts: the limit of its power.
+        device_kind: what JAX calls it.
         checked: whether more than one source has the numbers.
         all_reduce_gb_s: what an all-reduce of many bytes gets of the link, as nccl-tests' busbw,
             in 10^9 bytes per second; ``all_reduce_s``: seconds that each takes besides. Without
@@ -46,6 +47,7 @@ class Gpu(Options):
     link: str
     link_gb_s: float = Field(gt=0)
     watts: float = Field(gt=0)
+    device_kind: str | None = None
     checked: bool = False
     all_reduce_gb_s: float | None = Field(default=None, gt=0)
     all_reduce_s: float | None = Field(default=None, ge=0)
@@ -207,6 +209,14 @@ class Catalogue:
 def find_gpu(kind: str | None) -> Gpu:
     """By its name in ``configs/gpus.yaml``; see ``Catalogue.gpu``."""
     return Catalogue().gpu(kind)
+
+
+def gpu_of_device(device_kind: str) -> Gpu | None:
+    """The one in ``configs/gpus.yaml`` that JAX calls so; None where there is none."""
+    for facts in _read("gpus.yaml").values():
+        if facts.get("device_kind") == device_kind:
+            return Gpu.model_validate(facts)
+    return None
 
 
 def find_model(model: str) -> ModelShape:

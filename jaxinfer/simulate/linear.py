@@ -15,43 +15,16 @@ and b_c is ``step_s + token_s B + sequence_s (1 + d)``, so the form is eq. 3's w
 is 0. How much of b_c comes with the tokens, eq. 3 leaves open: with eq. 2 of the same instance,
 ``step_s`` is ``b_c - k_p B``. A decode sees its own entry, too, which eq. 3 leaves out.
 
-DistServe's profiles, in milliseconds: prefill ``a + b sum(L) + c sum(L^2)`` gives ``step_s`` a and
-``token_s`` b; c has no counterpart, as what a chunk's tokens see of each other is not counted here.
-Decode ``a + b (context tokens) + c (batch size)`` gives ``step_s`` a, ``decode_context_s`` b, and
-c is ``token_s + sequence_s``.
+DistServe's profiles have a term in the squares of prompts' lengths, and decode coefficients by the
+size of the batch: see ``phases.py``.
 """
 
-from typing import Any
+from typing import Self
 
-from pydantic import Field
-
-from jaxinfer.errors import JaxinferError
-from jaxinfer.serving.work import Work
-from jaxinfer.validation import Options
-
-
-class LinearCosts(Options):
-    """Coefficients, in seconds; see this module's head for those of papers.
-
-    Attributes:
-        step_s: per step; ``token_s``: per token computed; ``sequence_s``: per sequence in it.
-        decode_context_s: per KV entry that a row of one token sees, its own included.
-        chunk_context_s: per KV entry before a chunk, however long the chunk.
-
-    Raises:
-        JaxinferError: steps would take no time.
-    """
-
-    step_s: float = Field(default=0.0, ge=0)
-    token_s: float = Field(default=0.0, ge=0)
-    sequence_s: float = Field(default=0.0, ge=0)
-    decode_context_s: float = Field(default=0.0, ge=0)
-    chunk_context_s: float = Field(default=0.0, ge=0)
-
-    def model_post_init(self, context: Any, /) -> None:
-        """Refuse steps that may take no time."""
-        if not self.step_s and not self.token_s:
-            raise JaxinferError("step_s or token_s must be greater than 0")
+from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.step_costs import LinearCosts
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.costs import StagePart
 
 
 class LinearStage:
@@ -64,6 +37,12 @@ class LinearStage:
 
     def __init__(self, costs: LinearCosts, share: float = 1.0) -> None:
         self._costs, self._share = costs, share
+
+    @classmethod
+    def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
+        """From a run file's options, which have these costs."""
+        assert costs.linear
+        return cls(costs.linear, part.share)
 
     def seconds(self, work: Work) -> float:
         """Of one step."""

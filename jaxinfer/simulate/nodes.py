@@ -4,15 +4,17 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from jaxinfer.cluster import ClusterConfig
+from jaxinfer.config.cluster import ClusterConfig
+from jaxinfer.config.costs import SimulateOptions, measured_kind
+from jaxinfer.config.replicas import replicate
+from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean, read_yaml
 from jaxinfer.errors import JaxinferError
-from jaxinfer.network import Link
 from jaxinfer.simulate.hardware import Catalogue, Gpu, ModelShape
-from jaxinfer.simulate.options import SimulateOptions
-from jaxinfer.validation import Named, Options, did_you_mean, read_yaml
+from jaxinfer.steps.network import Link
 
 
 class NodeOptions(Options):
@@ -59,25 +61,73 @@ class NodeOptions(Options):
         return self.watts or self.gpus * known.gpu(self.gpu).watts
 
 
+class NodeLink(Options):
+    """What lies between two nodes, in place of their network cards.
+
+    Attributes:
+        between: names of the two nodes.
+        gb_s: bandwidth in 10^9 bytes per second, each way.
+        latency_s: until the first byte; by default that between all nodes.
+    """
+
+    between: tuple[str, str] = Field(strict=False)
+    gb_s: float = Field(gt=0)
+    latency_s: float | None = Field(default=None, ge=0)
+
+
 class Hardware(Options):
     """A hardware file.
 
     Attributes:
         source: whence the numbers are, and what is assumed.
         latency_s: between nodes, seconds until the first byte.
-        nodes: by name.
+        nodes: by name; one with ``replicas: 3`` and the name x is x0, x1 and x2.
+        links: of pairs of nodes that have one of their own.
         gpus, models: by name, those that are not shipped.
     """
 
     source: str
     latency_s: float = Field(ge=0)
     nodes: Named[NodeOptions] = Field(min_length=1)
+    links: tuple[NodeLink, ...] = Field(default=(), strict=False)
     gpus: Named[Gpu] = Field(default_factory=dict)
     models: Named[ModelShape] = Field(default_factory=dict)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _replicate(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("nodes"), dict):
+            return data
+        nodes, _ = replicate("nodes", data["nodes"])
+        return {**data, "nodes": nodes}
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse links of no nodes, and two of one pair."""
+        pairs = set()
+        for number, link in enumerate(self.links):
+            where = f"links[{number}].between"
+            for name in link.between:
+                if name not in self.nodes:
+                    raise OptionError(
+                        f"{where}: no node {name!r}: {did_you_mean(name, self.nodes)}"
+                    )
+            pair = frozenset(link.between)
+            if len(pair) == 1:
+                raise OptionError(
+                    f"{where}: {link.between[0]} twice; within a node it is the node's link_gb_s"
+                )
+            if pair in pairs:
+                raise OptionError(f"{where}: {' and '.join(sorted(pair))} have a link already")
+            pairs.add(pair)
+
+    def link(self, here: str, there: str) -> NodeLink | None:
+        """The one of a pair of nodes, where they have one of their own."""
+        ends = {here, there}
+        return next((link for link in self.links if set(link.between) == ends), None)
+
 
 @dataclass(frozen=True)
-class Route:
+class NetworkPath:
     """From one group to another.
 
     Attributes:
@@ -119,17 +169,24 @@ class Placement:
         """What it stands on one of, or several."""
         return self.node(group).as_gpu(self.known)
 
-    def route(self, source: str, dest: str) -> Route:
-        """Within a node from GPU to GPU, else out of the one NIC and into the other."""
+    def path(self, source: str, dest: str, gpu_pairs: int = 1) -> NetworkPath:
+        """Within a node from GPU to GPU, else over the nodes' own link or by their cards.
+
+        Args:
+            gpu_pairs: how many send at once, within a node.
+        """
         here, there = self.node_of[source], self.node_of[dest]
         if here == there:
-            return Route({(source, dest): self.gpu(source).link_gb_s * 1e9}, 0.0)
+            return NetworkPath({(source, dest): gpu_pairs * self.gpu(source).link_gb_s * 1e9}, 0.0)
+        if link := self.hardware.link(here, there):
+            latency = self.hardware.latency_s if link.latency_s is None else link.latency_s
+            return NetworkPath({("link", here, there): link.gb_s * 1e9}, latency)
         out, into = self.node(source).nic_gb_s, self.node(dest).nic_gb_s
         links: dict[Link, float] = {
             ("nic", here, "out"): out * 1e9,
             ("nic", there, "in"): into * 1e9,
         }
-        return Route(links, self.hardware.latency_s)
+        return NetworkPath(links, self.hardware.latency_s)
 
     @property
     def used(self) -> Mapping[str, NodeOptions]:
@@ -144,9 +201,13 @@ class Placement:
         known = [price for price in prices if price is not None]
         return sum(known) if len(known) == len(prices) else None
 
+    @property
+    def watts(self) -> float:
+        """Of the GPUs of the nodes that are used, all of them."""
+        return sum(node.total_watts(self.known) for node in self.used.values())
+
     def describe(self) -> dict[str, object]:
         """The nodes that are used, and the sums of their prices and watts, as JSON values."""
-        watts = {name: node.total_watts(self.known) for name, node in self.used.items()}
         return {
             "file": self.file,
             "source": self.hardware.source,
@@ -155,12 +216,12 @@ class Placement:
                     "gpu": node.gpu,
                     "gpus": node.gpus,
                     "usd_per_hour": node.usd_per_hour,
-                    "watts": watts[name],
+                    "watts": node.total_watts(self.known),
                 }
                 for name, node in self.used.items()
             },
             "usd_per_hour": self.usd_per_hour,
-            "watts": sum(watts.values()),
+            "watts": self.watts,
         }
 
 
@@ -228,12 +289,10 @@ def place_groups(
                 f"groups.{name}.kind is {group.kind}, node {node_of[name]} of {file} has "
                 f"{node.gpu}; leave out kind"
             )
-        costs = options.of(name)
-        if (costs.tables or costs.linear) and node.flops_scale != 1:
+        if (kind := measured_kind(options.of(name))) and node.flops_scale != 1:
             raise JaxinferError(
-                f"groups.{name}: tables and linear costs are of an uncapped GPU, node "
-                f"{node_of[name]} of {file} has flops_scale {node.flops_scale:g}; give flops "
-                "in their place"
+                f"groups.{name}: {kind} are of an uncapped GPU, node {node_of[name]} of {file} "
+                f"has flops_scale {node.flops_scale:g}; give flops in their place"
             )
         groups[name] = group.model_copy(update={"kind": node.gpu})
     _check_counts(file, hardware, cluster, node_of)
@@ -249,9 +308,13 @@ def _node_of(group: str, options: SimulateOptions, hardware: Hardware) -> str:
             f"simulate.groups.{group}.node is missing, one of {options.hardware}: {known}"
         )
     if node not in hardware.nodes:
+        hint = did_you_mean(node, hardware.nodes)
+        if f"{node}0" in hardware.nodes:
+            hint = (
+                f"its replicas are {node}0, ...; of a group with replicas, {node}* has its number"
+            )
         raise JaxinferError(
-            f"simulate.groups.{group}.node is {node!r}, not in {options.hardware}: "
-            f"{did_you_mean(node, hardware.nodes)}"
+            f"simulate.groups.{group}.node is {node!r}, not in {options.hardware}: {hint}"
         )
     return node
 

@@ -10,19 +10,20 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from jaxinfer.cluster import ClusterConfig, InstanceConfig, LinkConfig
-from jaxinfer.config import as_run_file
+from jaxinfer.config.cluster import ClusterConfig, InstanceConfig, LinkConfig
+from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.resolve import resolve
+from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import JaxinferError
-from jaxinfer.network import Link
-from jaxinfer.report.comparison import figures, number_text
+from jaxinfer.report.figures import figures, number_text
 from jaxinfer.report.records import RequestRecord, RunRecord, read_run
 from jaxinfer.report.run_folder import run_folders
+from jaxinfer.serving.batch import Work
 from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.serving.work import Work
 from jaxinfer.simulate.cluster import ModelledCluster, ModelledInstance, lanes_between
-from jaxinfer.simulate.options import SimulateOptions
 from jaxinfer.simulate.run import serve
-from jaxinfer.simulate.world import Lane
+from jaxinfer.simulate.world import StagePair
+from jaxinfer.steps.network import Link
 from jaxinfer.steps.profile import Profile, profile_folder, read_profile
 from jaxinfer.steps.shapes import StepLimits
 from jaxinfer.steps.times import StepTimes
@@ -78,13 +79,14 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
         raise JaxinferError(f"{folder}: the run used its prefix cache, whose hits are not replayed")
     # Its costs are the profile's, whatever a model of it would have.
     config = as_run_file(run["run_file"]).model_copy(update={"simulate": SimulateOptions()})
-    cluster = config.cluster()
+    site = resolve(config)
+    cluster = site.cluster
     read = {
         name: _instance(cluster, cluster.instances[name], described, _profile(name, described))
         for name, described in run["instances"].items()
     }
     instances = {name: instance for name, (instance, _) in read.items()}
-    lanes: dict[tuple[str, str], Sequence[Lane]] = {}
+    lanes: dict[tuple[str, str], Sequence[StagePair]] = {}
     capacities: dict[Link, float] = {}
     for names, gb_s in run["measured_gb_s"].items():
         source, dest = names.split(" -> ")
@@ -94,7 +96,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
         for request in sorted(real.requests, key=_order)
     ]
     fits = {name: fit for name, (_, fit) in read.items()}
-    serve(config, ModelledCluster(instances, lanes, capacities), fits, work, out)
+    serve(site, ModelledCluster(instances, lanes, capacities), fits, work, out)
     return real, read_run(run_folders(out)[-1], "simulated")
 
 
@@ -156,7 +158,7 @@ def _lanes(
     dest: ModelledInstance,
     gb_s: float,
     capacities: dict[Link, float],
-) -> list[Lane]:
+) -> list[StagePair]:
     """Over the emulated link, or at the speed that the probe has found."""
 
     def link(here: str, there: str) -> tuple[Sequence[Link], float]:

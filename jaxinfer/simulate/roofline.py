@@ -3,8 +3,11 @@
 """
 
 from dataclasses import dataclass
+from typing import Self
 
-from jaxinfer.serving.work import Work
+from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.costs import ITEMSIZE, StagePart
 from jaxinfer.simulate.hardware import Gpu, ModelShape
 
 
@@ -32,7 +35,8 @@ class RooflineStage:
 
     Args:
         layers: how many; ``last``: with the head.
-        itemsize: bytes of a weight and of a KV entry's number.
+        itemsize: bytes of a number of hidden states; ``weight_size`` and ``kv_size``, of a weight
+            and of a KV entry's, are by default the same.
         link_gb_s: of the all-reduces, each way; ``all_reduce_s``: seconds of each besides.
     """
 
@@ -47,6 +51,8 @@ class RooflineStage:
         efficiency: Efficiency,
         link_gb_s: float,
         all_reduce_s: float = 0.0,
+        weight_size: int | None = None,
+        kv_size: int | None = None,
     ) -> None:
         flops = gpu.bf16_tflops * 1e12 * efficiency.flops * devices
         bandwidth = gpu.memory_gb_s * 1e9 * efficiency.bandwidth * devices
@@ -59,7 +65,7 @@ class RooflineStage:
             """A matrix product: seconds per token by FLOPs; of the weights, per token by bytes."""
             return (
                 2 * parameters * self._per_flop,
-                parameters * itemsize * self._per_byte,
+                parameters * (weight_size or itemsize) * self._per_byte,
                 numbers * itemsize * self._per_byte,
             )
 
@@ -72,12 +78,21 @@ class RooflineStage:
             self._products += mlp
         V = model.vocab_size
         self._head = product(D * V, D + V) if last else None
-        self._kv_bytes = model.kv_bytes(1, itemsize)
+        self._kv_bytes = model.kv_bytes(1, kv_size or itemsize)
         self._attention_flops = 4 * N * H
         # Two all-reduces of the hidden states in each layer, as rings.
         reduced = 2 * 2 * (devices - 1) / devices * D * itemsize
         self._reduce = reduced / (link_gb_s * 1e9) if devices > 1 else 0.0
         self._reduce_each = 2 * all_reduce_s if devices > 1 else 0.0
+
+    @classmethod
+    def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
+        """From a run file's options, where they have no other costs."""
+        efficiency = Efficiency(costs.flops, costs.bandwidth, costs.step_s, costs.sequence_s)
+        return cls(
+            part.gpu, part.model, part.layers, part.last, part.devices, ITEMSIZE, efficiency,
+            *part.gpu.stated_collective, part.weight_size, part.kv_size,
+        )  # fmt: skip
 
     def seconds(self, work: Work) -> float:
         """Of one step."""

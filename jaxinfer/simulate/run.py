@@ -1,24 +1,21 @@
 """A workload on a modelled cluster: the serving loop in virtual time."""
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from jaxinfer.config import RunFile
+from jaxinfer.config.resolve import Resolved, resolve
+from jaxinfer.config.run_file import RunFile
 from jaxinfer.errors import JaxinferError
-from jaxinfer.report.metrics import RunMetrics, RunTotals, run_metrics
-from jaxinfer.report.run_folder import RunFolder
+from jaxinfer.report.metrics import RunMetrics
+from jaxinfer.report.recorder import Recorder
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.serving.world import Event, StepDone, TransferDone
+from jaxinfer.serving.world import Event
 from jaxinfer.simulate.cluster import ModelledCluster, model_cluster
-from jaxinfer.simulate.nodes import place_groups
+from jaxinfer.simulate.requests import ModelledRequests
 from jaxinfer.simulate.world import SimulatedWorld
-from jaxinfer.systems.registry import make_system
 from jaxinfer.workload.lengths import BenchRequest
 
 OnRequest = Callable[[RequestState, Sequence[float]], None]
@@ -39,16 +36,27 @@ def simulate(
     Raises:
         JaxinferError: the cluster cannot be what the run file says, or a request can never fit.
     """
-    named = config.cluster().instances
-    system = make_system(config.system, named)
-    cluster = model_cluster(config, system.routes(named))
-    relative = config.simulate.fit == "relative"
-    fits = {name: cluster.fit(name, relative) for name in named} if system.needs_fits else {}
-    return serve(config, cluster, fits, work, run_dir, on_request)
+    site, cluster, fits = prepare(config)
+    return serve(site, cluster, fits, work, run_dir, on_request)
+
+
+def prepare(config: RunFile) -> tuple[Resolved, ModelledCluster, dict[str, StepFit]]:
+    """What ``serve`` needs besides requests.
+
+    Raises:
+        JaxinferError: the cluster cannot be what the run file says.
+    """
+    site = resolve(config)
+    cluster = model_cluster(site)
+    fits = {}
+    if site.needs_fits:
+        relative = config.simulate.fit == "relative"
+        fits = {name: cluster.fit(name, relative) for name in cluster.instances}
+    return site, cluster, fits
 
 
 def serve(
-    config: RunFile,
+    site: Resolved,
     cluster: ModelledCluster,
     fits: Mapping[str, StepFit],
     work: Sequence[BenchRequest],
@@ -60,97 +68,58 @@ def serve(
     Args:
         fits: by instance, what the system may predict with.
     """
-    system = make_system(config.system, cluster.instances)
-    counts = config.metrics.counts_transfer(system)
-    _check_lengths(config, work)
-    has_tokens = any(item.prompt_token_ids for item in work)
-    instances = [
-        modelled.new_instance(name, fits.get(name), not system.needs_decode_rows, has_tokens)
-        for name, modelled in cluster.instances.items()
-    ]
+    system, modelled = site.new_system(), cluster.instances
+    requests = ModelledRequests(work, site.run_file.workload, site.instances)
+    alike = not system.needs_decode_rows, requests.has_tokens, requests.num_output
+    instances = [each.new_instance(name, fits.get(name), *alike) for name, each in modelled.items()]
     world = SimulatedWorld(
-        {name: modelled.cost for name, modelled in cluster.instances.items()},
-        {name: modelled.segments for name, modelled in cluster.instances.items()},
-        {name: modelled.devices for name, modelled in cluster.instances.items()},
+        {name: each.cost for name, each in modelled.items()},
+        {name: each.segments for name, each in modelled.items()},
+        {name: each.devices for name, each in modelled.items()},
         cluster.lanes,
         cluster.capacities,
-        _by_arrival(work),
+        requests.by_arrival(),
     )
-    totals, started = RunTotals(), time.perf_counter()
-    with ExitStack() as stack:
-        folder = None
-        if run_dir:
-            description = describe(config, cluster.describe(), counts)
-            folder = stack.enter_context(RunFolder(Path(run_dir), description))
+    started = time.perf_counter()
 
-        def on_finish(request: RequestState) -> None:
-            if request.error:
-                raise JaxinferError(request.error)
-            times = request.metrics.delivered(counts)
-            totals.add_request(request, times)
-            on_request(request, times)
-            if folder:
-                folder.add_request(request, counts)
+    def on_finish(request: RequestState) -> None:
+        if request.error:
+            raise JaxinferError(request.error)
+        on_request(request, recorder.add_request(request))
 
-        def on_event(event: Event) -> None:
-            if isinstance(event, StepDone):
-                totals.add_step(event)
-                if folder:
-                    folder.add_step(event, loop.hand_offs.moving)
-            elif folder and isinstance(event, TransferDone):
-                folder.add_transfer(event, loop.instances)
+    def on_event(event: Event) -> None:
+        recorder.add_event(event, loop)
 
-        loop = ServingLoop(world, instances, system, on_finish=on_finish, on_event=on_event)
+    with Recorder(run_dir, lambda: describe_run(site, cluster), site.counts_transfer) as recorder:
+        loop = ServingLoop(
+            world, instances, system, requests.check_stop, on_finish, on_event, requests.predict
+        )
         loop.run()
-        metrics = run_metrics(
-            totals, len(work), 0, world.now(), waited_s=world.now(), launching_s=0.0,
+        return recorder.finish(
+            loop, len(requests), 0, overruns={}, lost={},
             preemptions=sum(instance.num_preemptions for instance in instances),
-            num_pages=sum(sum(m.num_pages) - len(m.num_pages) for m in cluster.instances.values()),
+            num_pages=sum(sum(each.num_pages) - len(each.num_pages) for each in modelled.values()),
+            loop_s=time.perf_counter() - started, launching_s=0.0,
             compiles=0, compile_s=0.0, late_compiles=0,
+            role_s={i.name: i.role_seconds(world.now()) for i in instances},
+            yardstick=cluster.yardstick,
         )  # fmt: skip
-        metrics.loop_s = time.perf_counter() - started
-        if folder:
-            folder.finish(asdict(metrics), {}, {}, system.report())
-    return metrics
 
 
-def _check_lengths(config: RunFile, work: Sequence[BenchRequest]) -> None:
-    """Raises JaxinferError where there is none, or one is longer than an instance takes."""
-    if not work:
-        raise JaxinferError("no requests")
-    limits = [options.max_model_len for options in config.cluster().instances.values()]
-    longest = min((limit for limit in limits if limit), default=math.inf)
-    for number, item in enumerate(work):
-        if item.prompt_len + item.max_tokens > longest:
-            raise JaxinferError(
-                f"request {number}: {item.prompt_len} prompt and {item.max_tokens} output tokens, "
-                f"max_model_len is {longest}"
-            )
-
-
-def _by_arrival(work: Sequence[BenchRequest]) -> Iterator[RequestState]:
-    """One by one, so that those that have ended are forgotten."""
-    for number in sorted(range(len(work)), key=lambda number: work[number].arrival):
-        item = work[number]
-        tokens = item.prompt_token_ids or ()
-        yield RequestState(str(number), item.prompt_len, item.max_tokens, item.arrival, tokens)
-
-
-def describe(config: RunFile, instances: object, counts: bool) -> dict[str, object]:
+def describe_run(site: Resolved, cluster: ModelledCluster) -> dict[str, object]:
     """What runs where, as JSON values."""
-    placement = place_groups(config.cluster(), config.simulate, config.own)
-    groups = placement.cluster.groups if placement else config.groups
+    config, placement = site.run_file, site.placement
     costs = config.simulate.model_dump(
         exclude=None if placement else {"hardware": True, "groups": {"__all__": {"node"}}}
     )
-    gpus = {name: group.kind for name, group in groups.items()}
+    gpus = ", ".join(f"{name} ({group.kind})" for name, group in site.groups.items())
     return {
         "model": config.model,
         "system": dict(config.system),
-        "ttft_counts_transfer": counts,
-        "emulated": [f"all: simulated on {', '.join(f'{n} ({k})' for n, k in gpus.items())}"],
+        "ttft_counts_transfer": site.counts_transfer,
+        "emulated": [f"all: simulated on {gpus}"],
         "simulate": costs,
-        "instances": instances,
+        "instances": cluster.describe(),
         "links": [link.model_dump() for link in config.links],
         **({"hardware": placement.describe()} if placement else {}),
     }

@@ -1,13 +1,16 @@
 """Step times from tables of measured operators, interpolated, as Vidur does (section 4.2)."""
 
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
+from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.errors import JaxinferError
-from jaxinfer.serving.work import Work
+from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.attention_grid import At, AttentionGrid
+from jaxinfer.simulate.costs import ITEMSIZE, StagePart
+from jaxinfer.simulate.curve import Curve, add_up
 from jaxinfer.simulate.hardware import Gpu, ModelShape
 from jaxinfer.simulate.table_files import (
     FIRST,
@@ -21,35 +24,6 @@ from jaxinfer.simulate.table_files import (
     operator_points,
     unread_files,
 )
-
-
-class Curve:
-    """A function of one number through measured points, linear between them; never below 0.
-
-    Below its points, along the first two; above, along the last and the first that is half as far.
-    """
-
-    def __init__(self, points: Mapping[float, float]) -> None:
-        self.x = sorted(points)
-        self._y = [points[x] for x in self.x]
-        half = next(i for i, x in enumerate(self.x) if 2 * x >= self.x[-1])
-        self._half = min(half, max(len(self.x) - 2, 0))
-
-    def __call__(self, x: float) -> float:
-        """The value at x."""
-        if len(self.x) == 1:
-            return self._y[0]
-        i = j = min(max(bisect_right(self.x, x), 1), len(self.x) - 1)
-        i = self._half if x > self.x[-1] else i - 1
-        a, b, fa, fb = self.x[i], self.x[j], self._y[i], self._y[j]
-        return max(fa + (fb - fa) * (x - a) / (b - a), 0.0)
-
-
-def add_up(curves: Iterable[tuple[Curve, int]]) -> Curve:
-    """So many of each, as one curve."""
-    counted = list(curves)
-    points = {x for curve, _ in counted for x in curve.x}
-    return Curve({x: sum(count * curve(x) for curve, count in counted) for x in points})
 
 
 class Attention:
@@ -203,6 +177,15 @@ class TableStage:
             self._collectives = rings(gpu, model, devices, itemsize, layers, first, last)
             gb_s, each_s = gpu.collective
             self.read["collectives"] = {"gb_s": gb_s, "each_s": each_s, "all_reduces_per_layer": 2}
+
+    @classmethod
+    def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
+        """From a run file's options, which have these costs."""
+        assert costs.tables
+        return cls(
+            Path(costs.tables), part.model, part.gpu, part.kind, part.devices, ITEMSIZE,
+            part.layers, part.first, part.last, costs.step_s, costs.sequence_s,
+        )  # fmt: skip
 
     def seconds(self, work: Work) -> float:
         """Of one step."""

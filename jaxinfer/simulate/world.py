@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.network import Link, Network
+from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.transfer import Transfer
-from jaxinfer.serving.world import Arrival, Batch, Event, StepDone, Tick, TransferDone
+from jaxinfer.serving.world import Arrival, Event, StepDone, Tick, TransferDone
 from jaxinfer.simulate.costs import CostModel
+from jaxinfer.steps.network import Link, Network
 
 
 @dataclass(frozen=True)
-class Lane:
+class StagePair:
     """What one stage of the source has of a transfer, and where it goes.
 
     Attributes:
@@ -58,13 +58,13 @@ class SimulatedWorld:
         costs: Mapping[str, CostModel],
         segments: Mapping[str, int],
         devices: Mapping[str, Sequence[int]],
-        lanes: Mapping[tuple[str, str], Sequence[Lane]],
+        lanes: Mapping[tuple[str, str], Sequence[StagePair]],
         capacities: Mapping[Link, float],
         requests: Iterable[RequestState],
     ) -> None:
         self._costs, self._segments, self._lanes = costs, segments, lanes
         self._devices = devices
-        self._network: Network[tuple[_Moving, Lane]] = Network(capacities)
+        self._network: Network[tuple[_Moving, StagePair]] = Network(capacities)
         self._requests = iter(requests)
         self._next = next(self._requests, None)
         self._now = 0.0
@@ -80,10 +80,6 @@ class SimulatedWorld:
     def arrivals_left(self) -> bool:
         """Whether a request is still to arrive."""
         return self._next is not None
-
-    def can_launch(self, instance: str) -> bool:
-        """Always: a device queues what it is given."""
-        return True
 
     def wake_at(self, time: float) -> None:
         """Ask for a Tick."""
@@ -131,7 +127,7 @@ class SimulatedWorld:
                 leaves = start + (end - start) * piece / segments
                 self._at(leaves, partial(self._start_lane, moving, lane, segments))
 
-    def _lanes_of(self, transfer: Transfer) -> Sequence[Lane]:
+    def _lanes_of(self, transfer: Transfer) -> Sequence[StagePair]:
         lanes = self._lanes.get((transfer.source, transfer.dest))
         if lanes is None:
             raise JaxinferError(
@@ -140,7 +136,7 @@ class SimulatedWorld:
             )
         return lanes
 
-    def _start_lane(self, moving: _Moving, lane: Lane, pieces: int) -> None:
+    def _start_lane(self, moving: _Moving, lane: StagePair, pieces: int) -> None:
         moving.start = min(moving.start, self._now)
         tokens = moving.transfer.stop - moving.transfer.start
         num_bytes = tokens * lane.token_bytes / pieces
@@ -176,9 +172,8 @@ class SimulatedWorld:
         time = self._heap[0][0] if self._heap else math.inf
         if self._next is not None:
             time = min(time, self._next.arrival)
-        if (end := self._network.next_end) is not None:
-            time = min(time, end)
-        return time
+        end = self._network.next_end
+        return time if end is None else min(time, end)
 
     def _at(self, time: float, happens: Event | Callable[[], Event | None]) -> None:
         heapq.heappush(self._heap, (time, next(self._order), happens))

@@ -13,8 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.serving.step_fit import MixedFit, PrefillFit, StepFit
-from jaxinfer.steps.times import Point
+from jaxinfer.serving.step_fit import (
+    DecodeFit,
+    MixedFit,
+    PrefillFit,
+    StepFit,
+    least_squares,
+)
+from jaxinfer.steps.times import Point, work_of_parts
 
 FOLDER = Path("~/.cache/jaxinfer/profiles")
 
@@ -45,9 +51,18 @@ class Profile:
     points: list[Point]
 
     def fit(self, slowdowns: Sequence[float]) -> StepFit:
-        """Cronus eqs. 2 and 3, each stage so many times slower."""
+        """Cronus eqs. 2 and 3, and Aladdin's eq. 3, each stage so many times slower."""
         (prefill, _), (mixed, _) = self._lines(slowdowns)
-        return StepFit(PrefillFit(*prefill), MixedFit(*mixed))
+        works = [(work_of_parts(point.parts), point.stages) for point in self.points]
+        decodes = [
+            ((work.single_context, work.singles, 1.0), float(np.dot(stages, slowdowns)))
+            for work, stages in works
+            if not work.chunks
+        ]
+        decode = least_squares(decodes, relative=True)
+        return StepFit(
+            PrefillFit(*prefill), MixedFit(*mixed), DecodeFit(*decode) if decode else None
+        )
 
     def quality(self) -> tuple[Quality, Quality]:
         """Of eqs. 2 and 3."""

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxinfer.serving.world import Batch
+from jaxinfer.serving.batch import Batch
 
 
 class StepShape(NamedTuple):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxinfer.serving.work import Work
+from jaxinfer.serving.batch import Work
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
 # One request's part of a step: KV entries before it, and tokens computed.

@@ -11,6 +11,7 @@ from itertools import islice
 
 from pydantic import Field
 
+from jaxinfer.config.validation import Options
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.step_fit import MixedFit, PrefillFit
 from jaxinfer.serving.system import (
@@ -22,10 +23,9 @@ from jaxinfer.serving.system import (
     RequestView,
     StepView,
     System,
-    only_one_left,
 )
 from jaxinfer.systems.balancer import Refined, balance, chunked_seconds, load_of
-from jaxinfer.validation import OptionError, Options, did_you_mean
+from jaxinfer.systems.roles import alive, check_roles, whole_on_least_loaded
 
 # Cuts kept for the report, the first of a run: 12 MB.
 REPORTED = 2**15
@@ -94,12 +94,8 @@ class Cronus(System):
 
     def check(self, instances: Collection[str]) -> None:
         """Two instances, by the names in the options."""
-        for role in ("partial", "chunked"):
-            name = getattr(self.options, role)
-            if name not in instances:
-                raise OptionError(f"{role} is {name!r}: {did_you_mean(name, instances)}")
-        if self.options.partial == self.options.chunked:
-            raise JaxinferError(f"partial and chunked are both {self.options.partial!r}")
+        options = self.options
+        check_roles({"partial": (options.partial,), "chunked": (options.chunked,)}, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
         """From the PPI to the CPI."""
@@ -108,8 +104,9 @@ class Cronus(System):
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """Cut requests while the PPI takes them; with one instance lost, all run on the other."""
         options = self.options
-        if left := only_one_left(cluster, options.partial, options.chunked):
-            return [Assignment(request.id, (Leg(left),)) for request in waiting]
+        left = alive((options.partial, options.chunked), cluster)
+        if len(left) == 1:
+            return whole_on_least_loaded(left, waiting, cluster)
         free = options.max_in_partial - cluster.instances[options.partial].num_requests
         assignments = []
         for request in islice(waiting, max(free, 0)):

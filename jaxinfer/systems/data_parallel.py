@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from pydantic import Field
 
+from jaxinfer.config.validation import OptionError, Options, did_you_mean
 from jaxinfer.serving.system import Assignment, ClusterView, Leg, RequestView, System
-from jaxinfer.validation import OptionError, Options, did_you_mean
 
 
 class Share(Options):

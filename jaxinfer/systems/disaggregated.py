@@ -1,11 +1,15 @@
-"""Disaggregated prefill (Cronus, section 3.1): all of a prompt here, all decoding there."""
+"""Disaggregated prefill: all of a prompt here, all decoding there.
 
+With one instance of each, Cronus' baseline (section 3.1); with several, DistServe's and the like.
+"""
+
+from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import islice
+from itertools import product
 
 from pydantic import Field
 
-from jaxinfer.errors import JaxinferError
+from jaxinfer.config.validation import Options
 from jaxinfer.serving.system import (
     Assignment,
     ClusterView,
@@ -13,9 +17,14 @@ from jaxinfer.serving.system import (
     Leg,
     RequestView,
     System,
-    only_one_left,
 )
-from jaxinfer.validation import OptionError, Options, did_you_mean
+from jaxinfer.systems.roles import (
+    Names,
+    alive,
+    check_roles,
+    least_loaded,
+    whole_on_least_loaded,
+)
 
 
 class DisaggregatedOptions(Options):
@@ -24,47 +33,55 @@ class DisaggregatedOptions(Options):
     High-low and low-high are the same system with the instances on the other group.
 
     Attributes:
-        prefill, decode: names of the two instances.
+        prefill, decode: a name, or names, of instances.
         hand_off: when the KV goes on.
-        max_in_prefill: requests that wait or run in the prefill instance, at most.
+        max_in_prefill: requests that wait or run in one prefill instance, at most.
     """
 
-    prefill: str = "prefill"
-    decode: str = "decode"
+    prefill: Names = ("prefill",)
+    decode: Names = ("decode",)
     hand_off: HandOffRule = "on_demand"
     max_in_prefill: int = Field(default=2, ge=1)
 
 
 class Disaggregated(System):
-    """As Cronus with the cut at the prompt's end, which is how the paper runs it."""
+    """As Cronus with the cut at the prompt's end, which is how its paper runs it.
+
+    A request gets the prefill instance with the fewest requests of those that take one more, and
+    the decode instance with the fewest, when the former has room for it.
+    """
 
     Options = DisaggregatedOptions
     options: DisaggregatedOptions
     ttft_counts_transfer = True
 
     def check(self, instances: Collection[str]) -> None:
-        """Two instances, by the names in the options."""
-        for role in ("prefill", "decode"):
-            name = getattr(self.options, role)
-            if name not in instances:
-                raise OptionError(f"{role} is {name!r}: {did_you_mean(name, instances)}")
-        if self.options.prefill == self.options.decode:
-            raise JaxinferError(f"prefill and decode are both {self.options.prefill!r}")
+        """All there, by the names in the options, and none with two roles."""
+        roles = {"prefill": self.options.prefill, "decode": self.options.decode}
+        check_roles(roles, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """From prefill to decode."""
-        return [(self.options.prefill, self.options.decode)]
+        """From each that prefills to each that decodes."""
+        return list(product(self.options.prefill, self.options.decode))
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """A leg to the prompt's end, then one to the finish; or all on what is left."""
+        """A leg to the prompt's end, then one to the finish.
+
+        Where all of one role are lost, each request runs whole on one of the others.
+        """
         options = self.options
-        if left := only_one_left(cluster, options.prefill, options.decode):
-            return [Assignment(request.id, (Leg(left),)) for request in waiting]
-        free = options.max_in_prefill - cluster.instances[options.prefill].num_requests
-        return [
-            Assignment(
-                request.id,
-                (Leg(options.prefill, request.prompt_len, options.hand_off), Leg(options.decode)),
-            )
-            for request in islice(waiting, max(free, 0))
-        ]
+        prefill, decode = alive(options.prefill, cluster), alive(options.decode, cluster)
+        if bool(prefill) != bool(decode):
+            return whole_on_least_loaded(prefill or decode, waiting, cluster)
+        given: Counter[str] = Counter()
+        assignments = []
+        for request in waiting:
+            # Without any left, to ask for one tells the loop that they were lost.
+            here = least_loaded(prefill or options.prefill, cluster, given)
+            if cluster.instances[here].num_requests + given[here] >= options.max_in_prefill:
+                break
+            there = least_loaded(decode, cluster, given)
+            given.update((here, there))
+            first = Leg(here, request.prompt_len, options.hand_off)
+            assignments.append(Assignment(request.id, (first, Leg(there))))
+        return assignments

@@ -4,14 +4,15 @@ import importlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from jaxinfer.config.validation import OptionError, Options, did_you_mean, within
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.serving.system import System
-from jaxinfer.validation import OptionError, Options, did_you_mean, within
 
 SYSTEMS = {
     "single": "jaxinfer.systems.single:Single",
     "cronus": "jaxinfer.systems.cronus:Cronus",
     "data_parallel": "jaxinfer.systems.data_parallel:DataParallel",
+    "least_loaded": "jaxinfer.systems.least_loaded:LeastLoaded",
     "disaggregated": "jaxinfer.systems.disaggregated:Disaggregated",
     "pipeline_parallel": "jaxinfer.systems.pipeline_parallel:PipelineParallel",
 }
@@ -59,7 +60,7 @@ def _find(name: str) -> type[System]:
     if not (isinstance(found.Options, type) and issubclass(found.Options, Options)):
         raise JaxinferError(
             f"system {name!r}: {attribute}.Options is {found.Options!r}, must be a subclass of "
-            "jaxinfer.validation.Options"
+            "jaxinfer.config.validation.Options"
         )
     return found
 

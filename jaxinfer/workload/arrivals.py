@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from jaxinfer.config.validation import OptionError, Options
 from jaxinfer.errors import JaxinferError
-from jaxinfer.validation import OptionError, Options
 from jaxinfer.workload.lengths import BenchRequest
 
 # Which kinds each option is for; all but the seed they cannot do without.

@@ -10,15 +10,25 @@ A plain line is what would be the body of an OpenAI line, with the prompt in any
 One bad line does not spoil the file: it comes back as a ``BadLine`` with its reason.
 """
 
+import hashlib
 import json
-from dataclasses import dataclass
+import os
+import stat
+import zlib
+from array import array
+from collections.abc import Container, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
+from types import TracebackType
+from typing import IO, Self
 
+from jaxinfer.config.validation import did_you_mean
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import SamplingParams
-from jaxinfer.validation import did_you_mean
 from jaxinfer.workload.conversation import Conversation, read_conversation
-from jaxinfer.workload.json_lines import Digest, as_token_ids, numbered_lines, parse_object, shorten
+from jaxinfer.workload.json_lines import as_token_ids, numbered, parse_object, readable, shorten
 
 # OpenAI's 16 cuts most answers short; its chat default, the rest of the context, lets one line
 # hold up a batch.
@@ -69,28 +79,96 @@ class BadLine:
     reason: str
 
 
-def read_batch(path: str | Path, digest: Digest | None = None) -> list[BatchLine | BadLine]:
-    """Read all requests of a JSONL file, in its order.
+class BatchFile:
+    """The requests of a JSONL file, read twice: at first for what holds of the whole file.
 
-    Blank lines are skipped but counted. A line without ``custom_id`` gets ``line-N``. All
-    returned ids differ; the second user of an id is a bad line.
+    Blank lines are skipped but counted. A line without ``custom_id`` gets ``line-N``. All ids
+    differ; the second user of an id is a bad line. Ids, numbers and bad lines' reasons are in
+    memory, some 200 bytes for each line, but no prompts.
 
     Args:
-        path: is opened once, so that it may be a pipe.
-        digest: takes in all bytes of the file.
+        path: is opened once, so that it may be a pipe; what comes out of one is kept in a
+            temporary file.
+
+    Attributes:
+        number_of: id -> line number, in the file's order.
+        bad: id -> bad line, likewise.
+        sha256: of all bytes of the file, in hexadecimal digits.
 
     Raises:
         JaxinferError: the file is missing, a folder, or cannot be read.
     """
-    lines: list[BatchLine | BadLine] = []
-    number_of: dict[str, int] = {}
-    for number, raw in numbered_lines(Path(path), digest):
+
+    def __init__(self, path: str | Path) -> None:
+        self.number_of: dict[str, int] = {}
+        self.bad: dict[str, BadLine] = {}
+        self._path = Path(path)
+        self._checksums = array("L")
+        digest = hashlib.sha256()
+        with readable(self._path), ExitStack() as opened:
+            source: IO[bytes] = opened.enter_context(self._path.open("rb"))
+            self._file = source
+            if not stat.S_ISREG(os.fstat(source.fileno()).st_mode):
+                self._file = opened.enter_context(TemporaryFile())
+            for number, raw in numbered(self._taken(source, digest)):
+                self._add(number, raw)
+            self._opened = opened.pop_all()
+
+    def _taken(self, source: IO[bytes], digest: "hashlib._Hash") -> Iterator[bytes]:
+        for raw in source:
+            digest.update(raw)
+            if self._file is not source:
+                self._file.write(raw)
+            yield raw
+        self.sha256 = digest.hexdigest()
+
+    def _add(self, number: int, raw: bytes) -> None:
         line = _read_line(number, raw)
-        if line.custom_id in number_of:
-            line = _duplicate(line, number_of)
-        number_of[line.custom_id] = number
-        lines.append(line)
-    return lines
+        if line.custom_id in self.number_of:
+            line = _duplicate(line, self.number_of)
+        self.number_of[line.custom_id] = number
+        self._checksums.append(zlib.crc32(raw))
+        if isinstance(line, BadLine):
+            self.bad[line.custom_id] = line
+
+    def lines(self, skipped: Container[str]) -> Iterator[BatchLine]:
+        """Read the good lines again, one by one, without those of some ids.
+
+        Raises:
+            JaxinferError: the file cannot be read, or is no longer what it was.
+        """
+        with readable(self._path):
+            self._file.seek(0)
+            found = numbered(self._file)
+            known = zip(self.number_of.items(), self._checksums, strict=True)
+            for (custom_id, number), checksum in known:
+                now, raw = next(found, (0, b""))
+                if now != number or zlib.crc32(raw) != checksum:
+                    raise JaxinferError(
+                        f"{self._path} has changed since it was opened, at line {number}: "
+                        "leave it as it is until all of its lines are done"
+                    )
+                if custom_id in self.bad or custom_id in skipped:
+                    continue
+                line = _read_line(number, raw)
+                assert isinstance(line, BatchLine)
+                # One string for all that keep the id.
+                yield replace(line, custom_id=custom_id)
+
+    def close(self) -> None:
+        """Close the file; closing twice is fine."""
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 def _read_line(number: int, raw: bytes) -> BatchLine | BadLine:

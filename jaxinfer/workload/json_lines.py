@@ -2,9 +2,10 @@
 
 import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from jaxinfer.errors import JaxinferError
 
@@ -18,31 +19,31 @@ def shorten(value: object, limit: int = 60) -> str:
     return f"{text[:half]}...{text[-half:]}"
 
 
-class Digest(Protocol):
-    """A hash of ``hashlib``'s."""
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raise JaxinferError where what is done inside cannot read ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise JaxinferError(f"cannot read {path}: {error.strerror or error}") from error
 
-    def update(self, data: bytes, /) -> None:
-        """Take in more bytes."""
+
+def numbered(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield each line that is not blank with its number, which counts the blank ones, from 1."""
+    for number, raw in enumerate(file, 1):
+        line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+        if line.strip():
+            yield number, line
 
 
-def numbered_lines(path: Path, digest: Digest | None = None) -> Iterator[tuple[int, bytes]]:
-    """Yield each line that is not blank with its number, which counts the blank ones, from 1.
-
-    ``digest`` takes in all bytes of the file.
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The same of a file.
 
     Raises:
         JaxinferError: the file is missing, a folder, or cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                if digest:
-                    digest.update(raw)
-                line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-                if line.strip():
-                    yield number, line
-    except OSError as error:
-        raise JaxinferError(f"cannot read {path}: {error.strerror or error}") from error
+    with readable(path), path.open("rb") as file:
+        yield from numbered(file)
 
 
 def parse_object(raw: bytes) -> dict[str, object]:

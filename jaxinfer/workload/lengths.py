@@ -2,16 +2,16 @@
 
 import contextlib
 import csv
-import dataclasses
 import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 
+from jaxinfer.config.validation import did_you_mean
 from jaxinfer.errors import JaxinferError
-from jaxinfer.validation import did_you_mean
 from jaxinfer.workload.json_lines import as_token_ids, numbered_lines, parse_object, shorten
 
 
@@ -29,8 +29,10 @@ class BenchRequest:
     arrival: float
 
 
-def read_workload(path: str | Path) -> list[BenchRequest]:
+def read_workload(path: str | Path, limit: int | None = None) -> list[BenchRequest]:
     """Read a ``.jsonl`` file of prompts or a ``.csv`` trace of lengths, in the file's order.
+
+    With ``limit``, the first so many; what comes after them is not looked at.
 
     JSONL lines have ``prompt_token_ids`` and ``max_tokens`` (and may have ``id``,
     ``prompt_len``, ``text``); all arrive at 0. A CSV has Vidur's columns (``arrived_at`` in
@@ -44,9 +46,9 @@ def read_workload(path: str | Path) -> list[BenchRequest]:
     path = Path(path)
     match path.suffix:
         case ".jsonl":
-            requests = _read_jsonl(path)
+            requests = _read_jsonl(path, limit)
         case ".csv":
-            requests = _read_csv(path)
+            requests = _read_csv(path, limit)
         case _:
             raise JaxinferError(f"workload {path} must be a .jsonl or .csv file")
     if not requests:
@@ -59,9 +61,9 @@ def synthetic_tokens(length: int, vocab_size: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(vocab_size), k=length)
 
 
-def _read_jsonl(path: Path) -> list[BenchRequest]:
+def _read_jsonl(path: Path, limit: int | None) -> list[BenchRequest]:
     requests = []
-    for number, raw in numbered_lines(path):
+    for number, raw in islice(numbered_lines(path), limit):
         with _line(path, number):
             requests.append(_from_json(raw))
     return requests
@@ -103,7 +105,7 @@ class _Columns:
         needed = {self.prompt, self.output} | ({self.time} if self.time_required else set())
         return needed <= set(header) <= needed | {self.time, *self.extra}
 
-    def describe(self) -> str:
+    def header(self) -> str:
         return f"{self.prompt},{self.output}" + (
             f",{self.time}" if self.time_required else f"[,{self.time}]"
         )
@@ -143,20 +145,29 @@ _AZURE_2023 = _Columns(
 _FORMATS = (_VIDUR, _AZURE_2023)
 
 
-def _read_csv(path: Path) -> list[BenchRequest]:
+def _read_csv(path: Path, limit: int | None) -> list[BenchRequest]:
     rows = _rows(path)
     _, header = next(rows, (1, []))
     columns = next((c for c in _FORMATS if c.fit(header)), None)
     if columns is None or len(set(header)) < len(header):
-        wanted = " or ".join(c.describe() for c in _FORMATS)
+        wanted = " or ".join(c.header() for c in _FORMATS)
         raise JaxinferError(
             f"workload {path} has the columns {shorten(','.join(header))}, must have {wanted}"
         )
-    requests = []
-    for number, cells in rows:
-        with _line(path, number):
-            requests.append(_from_cells(columns, header, cells))
-    return _since_first(requests) if columns is _AZURE_2023 else requests
+    found = []
+    for number, cells in islice(rows, limit):
+        try:
+            found.append(_from_cells(columns, header, cells))
+        except JaxinferError as error:
+            raise _at_line(path, number, error) from None
+    start = 0.0
+    if columns is _AZURE_2023:
+        start = min((time for _, _, time in found), default=0.0)
+    # Seconds since 1970 leave a float no digits beyond the microsecond.
+    return [
+        BenchRequest(None, prompt, output, round(time - start, 6) if start else time)
+        for prompt, output, time in found
+    ]
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -173,16 +184,13 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise JaxinferError(f"cannot read {path} as CSV: {error}") from error
 
 
-def _from_cells(columns: _Columns, header: list[str], cells: list[str]) -> BenchRequest:
+def _from_cells(columns: _Columns, header: list[str], cells: list[str]) -> tuple[int, int, float]:
+    """Prompt and output tokens, and when the request comes."""
     if len(cells) != len(header):
         raise JaxinferError(f"{len(cells)} cells, must be {len(header)} as in the header")
     row = dict(zip(header, cells, strict=True))
-    return BenchRequest(
-        None,
-        _length(row, columns.prompt),
-        _length(row, columns.output),
-        columns.seconds(row[columns.time]) if columns.time in row else 0.0,
-    )
+    time = columns.seconds(row[columns.time]) if columns.time in row else 0.0
+    return _length(row, columns.prompt), _length(row, columns.output), time
 
 
 def _length(row: dict[str, str], name: str) -> int:
@@ -192,15 +200,13 @@ def _length(row: dict[str, str], name: str) -> int:
     return int(cell)
 
 
-def _since_first(requests: list[BenchRequest]) -> list[BenchRequest]:
-    start = min((r.arrival for r in requests), default=0.0)
-    # Seconds since 1970 leave a float no digits beyond the microsecond.
-    return [dataclasses.replace(r, arrival=round(r.arrival - start, 6)) for r in requests]
-
-
 @contextlib.contextmanager
 def _line(path: Path, number: int) -> Iterator[None]:
     try:
         yield
     except JaxinferError as error:
-        raise JaxinferError(f"{path} line {number}: {error}") from None
+        raise _at_line(path, number, error) from None
+
+
+def _at_line(path: Path, number: int, error: JaxinferError) -> JaxinferError:
+    return JaxinferError(f"{path} line {number}: {error}")

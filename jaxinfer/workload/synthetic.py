@@ -11,8 +11,8 @@ from typing import Literal
 import yaml
 from pydantic import Field
 
+from jaxinfer.config.validation import OptionError, Options, did_you_mean
 from jaxinfer.errors import JaxinferError
-from jaxinfer.validation import OptionError, Options, did_you_mean
 from jaxinfer.workload.lengths import BenchRequest
 
 _FACTS = Path(__file__).with_name("lengths.yaml")

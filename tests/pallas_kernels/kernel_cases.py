@@ -27,7 +27,6 @@ class Shape:
     Attributes:
         K: KV heads; ``G``: query heads for each; ``H``: their size; ``B``: tokens per page.
         dtype: of entries.
-        by_head: each KV head has a page table of its own.
     """
 
     K: int
@@ -36,12 +35,6 @@ class Shape:
     B: int
     dtype: str
     window: int | None = None
-    soft_cap: float | None = None
-    by_head: bool = False
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"window": self.window, "soft_cap": self.soft_cap}
 
 
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -51,8 +44,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "B": (8, 16, 32, 64, 128),
     "dtype": tuple(TOLERANCE),
     "window": (None, 1, 100),
-    "soft_cap": (None, 2.0),
-    "by_head": (False, True),
 }
 
 
@@ -89,11 +80,6 @@ def _covering(shapes: list[Shape], together: int) -> list[Shape]:
 
 def tables(rng: np.random.Generator, shape: Shape, lengths: list[int], M: int) -> np.ndarray:
     """Pages in any order; what a sequence does not reach is page 0. The last two share pages."""
-    rows = [_table(rng, shape, lengths, M) for _ in range(shape.K if shape.by_head else 1)]
-    return np.stack(rows) if shape.by_head else rows[0]
-
-
-def _table(rng: np.random.Generator, shape: Shape, lengths: list[int], M: int) -> np.ndarray:
     table = 1 + rng.permutation(len(lengths) * M).reshape(len(lengths), M).astype(np.int32)
     for row, length in zip(table, lengths, strict=True):
         row[-(-length // shape.B) :] = 0
@@ -121,17 +107,16 @@ def filled(
         page, offset = np.divmod(np.arange(P * B, dtype=np.int32), B)
         pages = jax.jit(partial(write_kv, keys_by_token=True))(pages, k, v, page, offset)
         nothing = 127 if dtype == jnp.int8 else jnp.nan
-    seen = np.zeros((P, K, B), bool)
-    for head, rows in enumerate(table if shape.by_head else [table] * K):
-        for row, length in zip(rows, lengths, strict=True):
-            position = np.arange(length)
-            seen[row[position // B], head, position % B] = True
-    unseen = jnp.asarray(~seen)[..., None]
+    seen = np.zeros((P, B), bool)
+    for row, length in zip(table, lengths, strict=True):
+        position = np.arange(length)
+        seen[row[position // B], position % B] = True
+    unseen = jnp.asarray(~seen)[:, None, :, None]
     keys, values = (jnp.where(unseen, jnp.asarray(nothing, dtype), x) for x in pages[:2])
     pages = pages._replace(keys=keys, values=values)
     if pages.key_scale_PK is None:
         return pages
-    no_page = jnp.asarray(~seen.any(2))
+    no_page = jnp.asarray(~seen.any(1))[:, None]
     scales = (jnp.where(no_page, jnp.nan, x) for x in pages[2:])
     return KVPages(keys, values, *scales)
 
@@ -186,11 +171,11 @@ def close(got: jax.Array, expected: jax.Array, dtype: str) -> None:
 def check_decode(attend: Callable[..., jax.Array], shape: Shape, seed: int) -> None:
     """Compare with the plain function, whole and in parts."""
     q_SNH, kv, *rest = decode_case(shape, seed)
-    expected = jax.jit(partial(reference.decode_attention, **shape.options))(
+    expected = jax.jit(partial(reference.decode_attention, window=shape.window))(
         q_SNH, plain(kv), *rest
     )
     for parts in (1, 3):
-        got = jax.jit(partial(attend, parts=parts, **shape.options))(q_SNH, kv, *rest)
+        got = jax.jit(partial(attend, parts=parts, window=shape.window))(q_SNH, kv, *rest)
         close(got, expected, shape.dtype)
         assert not np.any(got[0])  # A sequence of length 0.
 
@@ -199,8 +184,10 @@ def check_chunks(attend: Callable[..., jax.Array], shape: Shape, seed: int) -> N
     """Compare with the plain function."""
     q_TNH, kv, *rest = chunk_case(shape, seed)
     first, last = (int(np.asarray(rest[-1])[i]) for i in (0, -1))
-    expected = jax.jit(partial(reference.chunk_attention, **shape.options))(q_TNH, plain(kv), *rest)
-    got = jax.jit(partial(attend, **shape.options))(q_TNH, kv, *rest)
+    expected = jax.jit(partial(reference.chunk_attention, window=shape.window))(
+        q_TNH, plain(kv), *rest
+    )
+    got = jax.jit(partial(attend, window=shape.window))(q_TNH, kv, *rest)
     close(got[first:last], expected[first:last], shape.dtype)
     # All that is returned was written, or is 0.
     assert not np.any(got[:first])

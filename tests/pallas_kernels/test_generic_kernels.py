@@ -35,13 +35,12 @@ def write_case(shape: Shape, seed: int) -> tuple[Any, ...]:
     rng, K, B, H = np.random.default_rng(seed), shape.K, shape.B, shape.H
     spans = [(B - 1, 1), (0, 2 * B + 1), (3, 1), (B // 2, B), (B, B)]
     M, T = 4, sum(size for _, size in spans) + 3
-    heads = K if shape.by_head else 1
-    table = 1 + np.stack([rng.permutation(len(spans) * M).reshape(-1, M) for _ in range(heads)])
-    page_KT, offset_T = np.zeros((heads, T), np.int32), np.zeros(T, np.int32)
+    table = 1 + rng.permutation(len(spans) * M).reshape(-1, M)
+    page_T, offset_T = np.zeros((2, T), np.int32)
     t = 0
     for number, (start, size) in enumerate(spans):
         position = start + np.arange(size)
-        page_KT[:, t : t + size] = table[:, number][:, position // B]
+        page_T[t : t + size] = table[number, position // B]
         offset_T[t : t + size] = position % B
         t += size
     shapes = (len(spans) * M + 1, K, B, H), (T, K, H)
@@ -53,7 +52,6 @@ def write_case(shape: Shape, seed: int) -> tuple[Any, ...]:
         kv = KVPages(*pages, scale, 2 * scale)
     else:
         kv = KVPages(*(x.astype(dtype) for x in pages))
-    page_T = page_KT if shape.by_head else page_KT[0]
     return kv, *new, jnp.asarray(page_T), jnp.asarray(offset_T)
 
 

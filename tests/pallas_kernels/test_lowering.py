@@ -9,7 +9,7 @@ SCRIPT = runpy.run_path(
     str(Path(__file__).parents[2] / "scripts/lower_kernels.py"), run_name="lower_kernels"
 )
 VARIANTS = {variant.name: variant for variant in SCRIPT["variants"]()}
-# Shapes, dtypes and options; few of them have every dtype, window, soft cap and kind of table.
+# Shapes, dtypes and options; few of them have every dtype, with and without a window.
 CASES = list(dict.fromkeys(name.partition(": ")[2] for name in VARIANTS))
 FEW = CASES[::7]
 

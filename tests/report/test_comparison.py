@@ -10,16 +10,8 @@ import pytest
 from rich.console import Console
 
 from jaxinfer import JaxinferError
-from jaxinfer.report.comparison import (
-    comparison_table,
-    emulation,
-    figures,
-    median_round,
-    medians,
-    new_folder,
-    number_text,
-    write_comparison,
-)
+from jaxinfer.report.comparison import comparison_table, new_folder, write_comparison
+from jaxinfer.report.figures import emulation, figures, median_round, medians, number_text
 from jaxinfer.report.records import RequestRecord, RunRecord
 
 COMMAND = "jaxinfer compare a.yaml b.yaml"
@@ -50,6 +42,41 @@ def test_figures_by_hand(small_run: RunRecord) -> None:
     assert f.mean_cut == pytest.approx((80 / 100 + 0 + 20 / 80) / 3)
     f = figures(small_run)
     assert (f.preemptions, f.failed) == (3, 1)
+
+
+def test_all_latencies_by_hand(small_run: RunRecord) -> None:
+    first, *rest = small_run.requests
+    f = figures(replace(small_run, requests=(replace(first, first_scheduled=0.25), *rest)))
+    # Of three requests that did not fail: 4, 1.5 and 5 seconds for 3, 2 and 1 tokens.
+    assert f.e2e_mean == pytest.approx(3.5)
+    assert (f.e2e_p50, f.e2e_p90) == pytest.approx((4, 4.8))
+    assert f.normalised_mean == pytest.approx((4 / 3 + 0.75 + 5) / 3)
+    assert (f.tpot_mean, f.tpot_p50) == pytest.approx((1, 1))
+    assert (f.delay_mean, f.delay_p99) == (0.25, 0.25)
+    assert (f.ttft_mean, f.ttft_p90) == pytest.approx((7 / 3, 4.2))
+    assert f.tbt_mean == pytest.approx(3.5 / 3)
+    # What failed has no end, but a first token and times between tokens.
+    failed = replace(first, error="lost", token_times=(9.0, 12.0))
+    f = figures(replace(small_run, requests=(failed, rest[0])))
+    assert (f.e2e_mean, f.tpot_mean) == pytest.approx((1.5, 0.5))
+    assert (f.ttft_mean, f.tbt_mean) == pytest.approx((5, 1.75))
+
+
+def test_what_the_run_itself_knows(small_run: RunRecord, tmp_path: Path) -> None:
+    """Of rounds with MFU 20, 40 and 30 % the median; dollars of the other system alone."""
+    known = [
+        replace(small_run, run={"metrics": {"mfu": mfu, "steady_requests_s": 1.25}})
+        for mfu in (0.2, 0.4, 0.3)
+    ]
+    dear = replace(small_run, run={"metrics": {"usd_per_request": 0.0125}})
+    runs = {"x": known, "y": [dear]}
+    assert (figures(known[1]).mfu, medians(runs)["x"].mfu) == (0.4, 0.3)
+    text = write_comparison(runs, tmp_path, COMMAND)[0].read_text()
+    heading = "| system | requests/s without ramp and drain | MFU, % | $ per 1,000 requests |"
+    assert f"{heading}\n| --- | ---: | ---: | ---: |\n| x | 1.25 | 30.0 | - |\n" in text
+    assert "\n| y | - | - | 12.5 |\n" in text
+    assert "\n| x | end-to-end | 3.50 s | 4.00 s | 4.80 s | 4.98 s |\n" in text
+    assert "\n| y | scheduling delay | - | - | - | - |\n" in text
 
 
 def test_rounded_times_leave_nothing_below_zero(small_run: RunRecord) -> None:

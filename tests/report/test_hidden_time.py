@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.config import load_run_file
+from jaxinfer.config.run_file import load_run_file
 from jaxinfer.report import run_folder
 from jaxinfer.report.hidden_time import HiddenTime
 from jaxinfer.serving.world import StepDone, TransferDone
@@ -144,6 +144,15 @@ def test_all_steps_in_flight_are_waited_for() -> None:
     assert hidden.add_step(step("a", 0, 3, "q"), []) == []
     assert hidden.add_step(step("b", 0, 1.5), []) == []
     assert hidden.add_step(step("b", 3, 5), []) == [(done, 1.5)]
+
+
+def test_a_step_that_starts_after_the_last_byte_hides_nothing() -> None:
+    """It was launched before, behind one that goes on until then."""
+    hidden = HiddenTime()
+    done = TransferDone(transfer(1.0), 1.0, 4.0)
+    assert hidden.add_transfer(done, in_flight(a=0, b=2)) == []
+    assert hidden.add_step(step("b", 2, 6), []) == []
+    assert hidden.add_step(step("b", 6, 9), []) == [(done, 2.0)]
 
 
 @pytest.mark.parametrize(("at", "seconds"), [(8, 2.0), (9, 0.0)])

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxinfer.report import metrics
-from jaxinfer.report.metrics import RunTotals, run_metrics
+from jaxinfer.report.metrics import InstanceUse, RunTotals, run_metrics
+from jaxinfer.report.yardstick import ModelFlops, Yardstick
+from jaxinfer.serving.batch import Work
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.work import Work
 
 
 def ended(
@@ -20,14 +21,19 @@ def ended(
     request = RequestState("r", prompt, 10, arrival)
     request.output_token_ids = [0] * outputs
     request.metrics.num_cached_tokens = cached
+    request.metrics.first_scheduled = arrival + 0.125
     request.error = error
     return request
 
 
-def step(instance: str, tokens: int, decodes: int, pages: int) -> Any:
-    work = Work(tokens, decodes, 1, 1, 0, [], decodes)
+def step(
+    instance: str, tokens: int, decodes: int, pages: int, start: float = 0.0, end: float = 1.0
+) -> Any:
+    """Decodes see three entries each; the other tokens are a prompt's from the second on."""
+    chunks = [(1, tokens - decodes)] if tokens > decodes else []
+    work = Work(tokens, decodes, 1, 1, 3 * decodes, chunks, decodes)
     batch = SimpleNamespace(instance=instance, work=work, pages_in_use=pages)
-    return SimpleNamespace(instance=instance, batch=batch)
+    return SimpleNamespace(batch=batch, start=start, end=end)
 
 
 def test_totals_of_steps() -> None:
@@ -42,7 +48,27 @@ def test_totals_of_steps() -> None:
     assert (totals.steps, totals.prefill_tokens, totals.decode_tokens) == (4, 122, 39)
     # At most nine at once: five of a's and four of b's.
     assert totals.peak_pages == 9
-    assert totals.pages_in_use == {"a": 2, "b": 5}
+    assert totals.pages_in_use == 2 + 5
+    # A chunk of 70 after one entry: 2 + 3 + ... + 71; then one of 50, and one of 2.
+    chunks = sum(range(2, 72)) + sum(range(2, 52)) + 2 + 3
+    assert totals.pairs == 3 * 39 + chunks
+
+
+def test_time_of_each_instance_is_counted_once() -> None:
+    """Steps of a overlap from 2 to 3; b has one; c none, but a role."""
+    totals = RunTotals()
+    for name, start, end in (("a", 1, 3), ("b", 5, 6), ("a", 2, 4), ("a", 7, 7.5)):
+        totals.add_step(step(name, 1, 1, 0, start, end))
+    roles = {"a": {"": 8.0}, "c": {"": 1.0, "off": 7.0}}
+    found = run_metrics(
+        totals, 1, 0, 8.0, roles, preemptions=0, num_pages=9,
+        loop_s=0.0, launching_s=0.0, compiles=0, compile_s=0.0, late_compiles=0,
+    )  # fmt: skip
+    assert found.instances == {
+        "a": InstanceUse(first_step=1, last_step=7.5, busy_s=3.5, role_s={}),
+        "b": InstanceUse(first_step=5, last_step=6, busy_s=1, role_s={}),
+        "c": InstanceUse(first_step=None, last_step=None, busy_s=0.0, role_s={"off": 7.0}),
+    }
 
 
 def test_totals_of_requests_are_of_those_that_have_not_failed() -> None:
@@ -53,17 +79,20 @@ def test_totals_of_requests_are_of_those_that_have_not_failed() -> None:
     totals.add_request(ended(1, 0, 0.0, 0, None), [])
     assert (totals.prompt_tokens, totals.cached_tokens, totals.output_tokens) == (111, 16, 4)
     # Since arrival: 1 and 0.25 seconds; gaps of 0.5 and 1.5.
-    assert [totals.ttft.percentile(p) for p in (0, 100)] == [0.25, 1.0]
-    assert [totals.tbt.percentile(p) for p in (0, 100)] == [0.5, 1.5]
+    found = totals.latencies
+    assert [found.ttft.percentile(p) for p in (0, 100)] == [0.25, 1.0]
+    assert [found.tbt.percentile(p) for p in (0, 100)] == [0.5, 1.5]
+    assert [found.delay.percentile(p) for p in (0, 100)] == [0.125, 0.125]
+    assert found.delay.mean == 0.125
 
 
 def test_figures_of_a_run() -> None:
     totals = RunTotals(steps=7, prompt_tokens=120, cached_tokens=8, output_tokens=60, peak_pages=3)
     ttft, tbt = [1.0, 2.0, 4.0, 8.0], [0.1 * i for i in range(1, 12)]
-    totals.ttft.add(ttft)
-    totals.tbt.add(tbt)
+    totals.latencies.ttft.add(ttft)
+    totals.latencies.tbt.add(tbt)
     found = run_metrics(
-        totals, requests=5, failed=1, wall_s=10.0, waited_s=6.0, launching_s=1.5,
+        totals, requests=5, failed=1, wall_s=10.0, loop_s=2.5, launching_s=1.5,
         preemptions=2, num_pages=9, compiles=4, compile_s=3.0, late_compiles=1,
     )  # fmt: skip
     assert (found.requests, found.failed, found.steps, found.preemptions) == (5, 1, 7, 2)
@@ -76,6 +105,42 @@ def test_figures_of_a_run() -> None:
     assert (found.ttft_p50, found.ttft_p99) == pytest.approx((3.0, 4.0 + 0.97 * 4.0))
     assert (found.tbt_p50, found.tbt_p99) == pytest.approx((0.6, np.percentile(tbt, 99)))
     assert found.tbt_p99 == pytest.approx(1.09)
+
+
+def test_without_ramp_and_drain() -> None:
+    """Ten requests end at 1, 2, ... 9 and 100 s: eight of them in the eight seconds from 1 to 9."""
+    totals = RunTotals()
+    for number in range(1, 11):
+        end = 100.0 if number == 10 else float(number)
+        totals.add_request(ended(1, number, 0.0, 0, None), [0.5, end])
+    found = run_metrics(
+        totals, 10, 0, 100.0, preemptions=0, num_pages=9,
+        loop_s=0.0, launching_s=0.0, compiles=0, compile_s=0.0, late_compiles=0,
+    )  # fmt: skip
+    assert (found.steady_requests_s, found.steady_output_tok_s) == (1.0, sum(range(2, 10)) / 8)
+
+
+def test_what_it_takes_for_each_request_and_token() -> None:
+    """A kilowatt and 3.6 dollars an hour for 100 seconds: 27.8 Wh and 10 cents."""
+    totals = RunTotals(prefill_tokens=90, decode_tokens=10, pairs=500.0, output_tokens=20)
+    model = ModelFlops(token=7.0, pair=2.0, sampled=3.0)
+    yardstick = Yardstick(model=model, peak_flops=40.0, usd_per_hour=3.6, watts=1000.0)
+    rest = {"preemptions": 0, "num_pages": 9, "compiles": 0, "compile_s": 0.0, "late_compiles": 0,
+            "loop_s": 0.0, "launching_s": 0.0}  # fmt: skip
+    found = run_metrics(totals, 5, 1, 100.0, None, yardstick, **rest)
+    assert found.mfu == pytest.approx((100 * 7 + 500 * 2 + 20 * 3) / 4000)
+    assert found.usd_per_request == pytest.approx(0.1 / 4)
+    assert found.usd_per_million_output_tokens == pytest.approx(0.1 / 20e-6)
+    assert found.wh_per_request == pytest.approx(1000 * 100 / 3600 / 4)
+    assert found.wh_per_million_output_tokens == pytest.approx(1000 * 100 / 3600 / 20e-6)
+    names = [name for name in vars(found) if name.startswith(("usd_", "wh_", "mfu", "steady_"))]
+    assert len(names) == 7
+    unknown = run_metrics(totals, 5, 1, 100.0, None, Yardstick(), **rest)
+    assert [getattr(unknown, name) for name in names] == [None] * 7
+    half = run_metrics(totals, 5, 1, 100.0, None, Yardstick(model=model), **rest)
+    assert half.mfu is None
+    nothing = run_metrics(RunTotals(), 1, 1, 100.0, None, yardstick, **rest)
+    assert [getattr(nothing, name) for name in names if "_per_" in name] == [None] * 4
 
 
 def test_peak_memory_is_in_mib(monkeypatch: pytest.MonkeyPatch) -> None:

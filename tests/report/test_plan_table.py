@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
-from jaxinfer.report.plan_table import comparison_table, mib, plan_tables
+from jaxinfer.report.plan_table import mib, plan_tables, rules_table
 from jaxinfer.runtime.explain import StepCost
 from jaxinfer.runtime.plan import Plan
 from jaxinfer.steps.shapes import StepLimits, StepShape
@@ -81,7 +81,7 @@ def test_rules_side_by_side() -> None:
             "largest_decode_step": {"collectives": {}},
         }  # fmt: skip
 
-    found = rows(comparison_table([record("a", 2.0, 0.0012), record("b", 3.0, None)]))
+    found = rows(rules_table([record("a", 2.0, 0.0012), record("b", 3.0, None)]))
     step = ("8 all-reduce, 2.0 MiB", "none")
     assert found == [
         ("a", "3.0 MiB", "2.00 s", "1.00", "500.0 ms", "1.2 ms", *step),

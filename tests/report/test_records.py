@@ -10,8 +10,8 @@ import pytest
 from jaxinfer import JaxinferError
 from jaxinfer.report.records import RequestRecord, StepRecord, TransferRecord, read_run
 from jaxinfer.report.run_folder import RunFolder, run_folders
+from jaxinfer.serving.batch import Work
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.work import Work
 from jaxinfer.serving.world import StepDone, TransferDone
 
 DESCRIPTION: dict[str, Any] = {
@@ -35,6 +35,7 @@ def request(cut: int | None, error: str | None) -> RequestState:
     made = RequestState("r0", 100, 10, 1.0000004)
     made.metrics.token_times = [2.00000049, 3.5]
     made.metrics.received = 2.75
+    made.metrics.first_scheduled = None if error else 1.25000049
     made.metrics.cut, made.metrics.num_preemptions, made.metrics.num_cached_tokens = cut, 2, 16
     made.error = error
     return made
@@ -65,7 +66,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     # The destination computes from 0.75 on.
     assert found.transfers == (TransferRecord("r0", "a", "b", 26, 2600, 0.25, 0.5, 1.0, 0.25),)
     assert found.requests == (
-        RequestRecord("r0", 1.0, 100, (2.0, 3.5), 100, 2, None),
+        RequestRecord("r0", 1.0, 100, (2.0, 3.5), 100, 2, None, 1.25),
         RequestRecord("r0", 1.0, 100, (2.0, 3.5), 0, 2, "lost"),
     )
     assert found.run["overruns"] == {"b": {"steps": 2, "seconds": 0.75}}
@@ -134,6 +135,9 @@ def test_a_run_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with RunFolder(tmp_path, DESCRIPTION) as made:
         pass
     with pytest.raises(JaxinferError, match=r"/1: the run is 'running', must be finished"):
+        read_run(made.path)
+    (made.path / "run.json").write_text("{}")
+    with pytest.raises(JaxinferError, match=r"/1: the run is None, must be finished"):
         read_run(made.path)
     path = write(tmp_path).path
     steps = path / "steps.jsonl"

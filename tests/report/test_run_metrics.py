@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from jaxinfer.report.metrics import RunTotals, run_metrics
+from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.world import Batch, Row, StepDone
+from jaxinfer.serving.world import StepDone
 
 HOLD: Any = None
 
@@ -35,7 +36,7 @@ def test_steps_and_requests_add_up() -> None:
     totals.add_step(step("a", 1, (10, 1)))
     totals.add_step(step("b", 6, (0, 10)))
     assert (totals.steps, totals.decode_tokens, totals.prefill_tokens) == (4, 3, 17)
-    assert totals.pages_in_use == {"a": 1, "b": 6}
+    assert totals.pages_in_use == 1 + 6
     assert totals.peak_pages == 9
     totals.add_request(request(2.0, 3, cached=4), [3.0, 3.5, 5.5])
     totals.add_request(request(0.0, 1), [5.0])
@@ -44,7 +45,7 @@ def test_steps_and_requests_add_up() -> None:
     totals.add_request(failed, [7.0, 9.0])
     totals.add_request(request(0.0, 0), [])
     found = run_metrics(
-        totals, 5, 1, 8.0, waited_s=4.5, launching_s=1.5,
+        totals, 5, 1, 8.0, loop_s=2.0, launching_s=1.5,
         preemptions=2, num_pages=20, compiles=3, compile_s=0.5, late_compiles=1,
     )  # fmt: skip
     assert (found.requests, found.failed, found.steps, found.preemptions) == (5, 1, 4, 2)
@@ -55,14 +56,13 @@ def test_steps_and_requests_add_up() -> None:
     assert (found.tbt_p50, found.tbt_p99) == pytest.approx((1.25, 0.5 + 0.99 * 1.5))
     assert (found.peak_pages, found.num_pages) == (9, 20)
     assert (found.compiles, found.compile_s, found.late_compiles) == (3, 0.5, 1)
-    # What is left of the wall time beside waiting and launching.
     assert (found.loop_s, found.launching_s) == (2.0, 1.5)
     assert 1 < found.peak_rss_mib < 1e6
 
 
 def test_a_run_of_nothing_has_no_latencies() -> None:
     found = run_metrics(
-        RunTotals(), 0, 0, 1.0, waited_s=0.0, launching_s=0.0,
+        RunTotals(), 0, 0, 1.0, loop_s=1.0, launching_s=0.0,
         preemptions=0, num_pages=1, compiles=0, compile_s=0.0, late_compiles=0,
     )  # fmt: skip
     assert (found.ttft_p50, found.ttft_p99, found.tbt_p50, found.tbt_p99) == (None,) * 4

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxinfer.cluster import one_engine
+from jaxinfer.config.cluster import one_engine
+from jaxinfer.config.engine import EngineOptions
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.options import EngineOptions
 from jaxinfer.runtime.engine import plan_cluster
 from jaxinfer.runtime.plan import Plan
 

@@ -16,7 +16,9 @@ import yaml
 from safetensors.numpy import save_file
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
+from jaxinfer.config.resolve import resolve
+from jaxinfer.serving.kv_shards import KVShards
+from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.system import System
 
 LAYERS, HEAD_DIM, VOCABULARY = 4, 8, 260
@@ -222,11 +224,12 @@ class Loader:
 def set_system(llm: LLM, system: Mapping[str, Any]) -> None:
     """Of the runs from here on."""
     llm.config = llm.config.model_copy(update={"system": dict(system)})
+    llm._runs.site = resolve(llm.config)
 
 
 def set_pools(llm: LLM, num_pages: Mapping[str, int], caching: bool) -> None:
     """Empty pools with so many free pages, or with as many as there are, for the next run."""
-    llm._kv = {
+    llm._runs.kv = {
         name: KVShards(
             [
                 Shard(_pool(plan.limits.page_size, plan.num_pages, num_pages.get(name), number))

@@ -15,9 +15,9 @@ from checkpoint_files import plan_alone
 from flax import nnx
 
 from jaxinfer import JaxinferError
+from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layers import PagedBatch
-from jaxinfer.options import EngineOptions
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.checkpoint_folder import read_folder_config
 from jaxinfer.runtime.engine import load_parameters

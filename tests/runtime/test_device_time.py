@@ -8,7 +8,7 @@ from jax.profiler import ProfileData
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.runtime.device_time import Kernel, StepTracer, device_time, read_trace
-from jaxinfer.serving.work import Work
+from jaxinfer.serving.batch import Work
 
 KERNELS = [
     Kernel("paged_decode", 0.5, 1.5),  # Before the first mark in part.

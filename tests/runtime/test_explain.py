@@ -9,8 +9,8 @@ from checkpoint_files import plan_alone
 from click.testing import CliRunner
 
 from jaxinfer import LLM, JaxinferError
-from jaxinfer.cli import cli
-from jaxinfer.options import EngineOptions
+from jaxinfer.commands.app import cli
+from jaxinfer.config.engine import EngineOptions
 from jaxinfer.runtime import weights
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.explain import (

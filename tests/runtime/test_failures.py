@@ -14,9 +14,9 @@ import jax
 import pytest
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
-from jaxinfer.cluster import GroupConfig, InstanceConfig
-from jaxinfer.config import RunFile
-from jaxinfer.options import EngineOptions
+from jaxinfer.config.cluster import GroupConfig, InstanceConfig
+from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.run_file import RunFile
 from jaxinfer.request import RequestOutput
 from jaxinfer.runtime.worker import Worker
 
@@ -82,7 +82,7 @@ def hang(llm: LLM, name: str, after: int) -> None:
 def break_between_export_and_arrival(llm: LLM, name: str, after: int) -> None:
     """The pages wait to be fetched; the gather fails."""
     other = next(n for n in llm.cluster.engines if n != name)
-    (lane,) = llm.cluster.routes[name, other].lanes
+    (lane,) = llm.cluster.channels[name, other].lanes
     take, calls = lane.take, iter(range(10**6))
 
     def failing(*args: Any) -> Any:

@@ -15,9 +15,9 @@ import pytest
 from checkpoint_files import plan_alone
 from flax import nnx
 
-from jaxinfer.cluster import one_engine
+from jaxinfer.config.cluster import one_engine
+from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.layers import PagedBatch
-from jaxinfer.options import EngineOptions
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.request import Sampling, SamplingParams
 from jaxinfer.runtime.checkpoint import open_checkpoint
@@ -25,8 +25,10 @@ from jaxinfer.runtime.engine import Engine, load_cluster, load_parameters
 from jaxinfer.runtime.weights import Checkpoint
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.loop import ServingLoop
-from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
+from jaxinfer.serving.page_pool import PagePool, Shard
+from jaxinfer.serving.policies import Policies
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.systems.single import Single
 
@@ -107,7 +109,7 @@ def serve(
         for i, c in enumerate(cases)
     ]
     kv = kv or KVShards([Shard(PagePool(num_pages, 16))])
-    instance = Instance("engine", kv, options)
+    instance = Instance("engine", kv, options, Policies())
     world = RealWorld({"engine": engine.worker}, requests)
     ServingLoop(world, [instance], Single()).run()
     return requests, instance

@@ -1,6 +1,7 @@
 """Hand-offs between two instances: long prompts, options, stops, links, dtypes, segments."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def test_stops(
     set_pools(plain, {}, caching=False)
     assert [done.tokens for done in serve(plain, requests, tmp_path)] == wanted
     # A second run finds nothing amiss in the pools that the first one left.
-    for instance, shards in plain._kv.items():
+    for instance, shards in plain._runs.kv.items():
         assert not shards.reserved
         for number, shard in enumerate(shards.shards):
             assert shard.pool.num_free == shard.pool.num_usable - number, instance
@@ -208,8 +209,8 @@ def test_stops(
 def test_the_first_token_counts_from_its_kvs_arrival(plain: LLM, tmp_path: Path) -> None:
     for counts in (True, False):
         plain.reset_prefix_cache()
-        plain.ttft_counts_transfer = counts
         set_system(plain, Way("disaggregated_a_b", None, "on_demand", "", "").options)
+        plain._runs.site = replace(plain._runs.site, counts_transfer=counts)
         serve(plain, run_dir=tmp_path)
         ran = Ran.last(tmp_path)
         arrived = {t.request: t.end for t in ran.record.transfers}
@@ -217,7 +218,6 @@ def test_the_first_token_counts_from_its_kvs_arrival(plain: LLM, tmp_path: Path)
             if output > 1:
                 assert (request.token_times[0] == arrived[request.id]) == counts
                 assert (request.token_times[0] >= arrived[request.id]) == counts
-    plain.ttft_counts_transfer = False
 
 
 def test_an_emulated_link_is_as_slow_as_it_says(

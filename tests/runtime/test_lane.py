@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from jaxinfer import JaxinferError
-from jaxinfer.cluster import ClusterConfig
+from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.models.config import ModelConfig, Rope
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.engine import plan_cluster
 from jaxinfer.runtime.lane import SLAB_TOKENS, Lane
 from jaxinfer.runtime.plan import Plan
-from jaxinfer.serving.transfer import Transfer
+from jaxinfer.serving.batch import Transfer
 
 H, TOKENS = 8, 300
 
@@ -167,6 +167,13 @@ def test_a_difference_is_named_by_its_layer_in_the_model() -> None:
     with pytest.raises(
         JaxinferError,
         match=f"request 'r7' from a to b: layer 2, page {page} of b \\(token 39\\) is not what",
+    ):
+        lane.compare(slab, jnp.asarray(changed))
+    # Of several, the first one is named.
+    changed[1, 12:] += 1
+    page = pair.tables[1][j][32 // 12]
+    with pytest.raises(
+        JaxinferError, match=f"layer 2, page {page} of b \\(token 32\\) is not what"
     ):
         lane.compare(slab, jnp.asarray(changed))
 

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import JaxinferError
+from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.config import ModelConfig, Rope
 from jaxinfer.models.stage import Layers
-from jaxinfer.options import EngineOptions
 from jaxinfer.runtime import kv_cache
 from jaxinfer.runtime import plan as plans
 from jaxinfer.runtime.kv_cache import abstract_pages, allocate, available_memory, memory_of
@@ -129,6 +129,8 @@ def test_dtypes() -> None:
     gpu: Any = SimpleNamespace(platform="gpu")
     assert choose_dtype(EngineOptions(), gpu) == "bfloat16"
     assert choose_dtype(EngineOptions(dtype="float32"), gpu) == "float32"
+    with pytest.raises(JaxinferError, match="dtype is fp8, a run has weights of float32 or bfloa"):
+        choose_dtype(EngineOptions(dtype="fp8"), gpu)
 
 
 def test_the_longest_sequence() -> None:

@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 from test_failures import INSTANCE, PARAMS, PROMPTS, tokens
 
 from jaxinfer import LLM, JaxinferError
-from jaxinfer.cluster import Emulate, GroupConfig, InstanceConfig, LinkConfig, StageConfig
-from jaxinfer.config import RunFile
+from jaxinfer.config.cluster import Emulate, GroupConfig, InstanceConfig, LinkConfig, StageConfig
+from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.run_file import RunFile
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.options import EngineOptions
 from jaxinfer.report.records import read_run
 from jaxinfer.runtime import profile as profiles
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.engine import Engine
 from jaxinfer.runtime.profile import Grid, profile_engines
-from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
+from jaxinfer.serving.kv_shards import KVShards
+from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.steps import profile as stored
 from jaxinfer.steps.profile import Profile, load_profile, store_profile
 from jaxinfer.steps.shapes import StepLimits
@@ -220,7 +221,7 @@ def test_an_emulated_step_ends_when_the_slower_device_would_have(
     # The Balancer goes by the slower device: eq. 2 is 50 times the measured line.
     measured = load_profile(profiles.profile_key(llm.cluster.engines["a"], str(tiny_folder)))
     assert measured is not None
-    assert llm._fits["a"].prefill.per_token == pytest.approx(
+    assert llm._runs.fits["a"].prefill.per_token == pytest.approx(
         50 * measured.fit([1.0]).prefill.per_token
     )
     cuts = run.run["system_report"]["cuts"]
@@ -229,7 +230,7 @@ def test_an_emulated_step_ends_when_the_slower_device_would_have(
     for name, cut in cuts.items():
         assert cut["length"] == by_id[name].cut
         assert cut["expected_prefill"] == pytest.approx(
-            llm._fits["a"].prefill.seconds(cut["length"])
+            llm._runs.fits["a"].prefill.seconds(cut["length"])
         )
 
 
@@ -238,7 +239,7 @@ def test_profiles_are_found_again(
 ) -> None:
     cluster(tiny_folder, 2.0)
     before = {path: json.loads(path.read_text()) for path in own_profiles.iterdir()}
-    monkeypatch.setattr(profiles, "measure", None)
+    monkeypatch.setattr(profiles, "measure_steps", None)
     cluster(tiny_folder, 3.0)
     assert {path: json.loads(path.read_text()) for path in own_profiles.iterdir()} == before
 

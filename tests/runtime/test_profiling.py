@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.cluster import LinkConfig
+from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.runtime import profile as profiles
 from jaxinfer.runtime.profile import Grid, Needs, prepare_times, profile_engines
-from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
+from jaxinfer.serving.kv_shards import KVShards
+from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.steps import profile as stored
 from jaxinfer.steps.profile import load_profile
 from jaxinfer.steps.shapes import StepLimits
@@ -51,7 +52,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for parts in steps:
             yield Point(parts, (seconds(parts) + disturbed, 2.0))
 
-    monkeypatch.setattr(profiles, "measure", measure)
+    monkeypatch.setattr(profiles, "measure_steps", measure)
     monkeypatch.setattr(profiles, "profile_key", lambda engine, model: {"of": [engine.name, model]})
     return names
 

@@ -8,10 +8,10 @@ from click.testing import CliRunner
 from test_failures import INSTANCE, PARAMS, PROMPTS
 
 from jaxinfer import LLM, JaxinferError
-from jaxinfer.cli import cli
-from jaxinfer.cluster import Emulate, GroupConfig, InstanceConfig, LinkConfig
-from jaxinfer.config import RunFile
-from jaxinfer.report.comparison import figures
+from jaxinfer.commands.app import cli
+from jaxinfer.config.cluster import Emulate, GroupConfig, InstanceConfig, LinkConfig
+from jaxinfer.config.run_file import RunFile
+from jaxinfer.report.figures import figures
 from jaxinfer.simulate.replay import fidelity, furthest_apart, replay
 from jaxinfer.steps import profile as stored
 

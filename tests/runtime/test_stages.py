@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.cluster import LinkConfig
+from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.runtime import stage as stages
 from jaxinfer.runtime.sampler import SamplerShape
 from jaxinfer.runtime.stage import Stage, put_whole

@@ -13,9 +13,10 @@ from jaxinfer.runtime.sampling_inputs import (
     sampling_of,
 )
 from jaxinfer.runtime.step_inputs import build_inputs
-from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
+from jaxinfer.serving.batch import Batch, Row
+from jaxinfer.serving.kv_shards import KVShards
+from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.world import Batch, Row
 from jaxinfer.steps.shapes import StepLimits
 
 PAGE = 4
@@ -130,6 +131,27 @@ def test_every_row_finds_its_tokens_places_and_sample(
     assert (paged.page_T[~used] == 0).all()
     assert (paged.decode_length_S[singles:] == 0).all()
     assert (paged.chunk_row_C1[chunks:] == paged.chunk_row_C1[chunks]).all()
+
+
+def test_a_stage_s_entries_lie_in_its_own_pages() -> None:
+    """The second stage's first three pages are another's; a chunk of six, then a decode."""
+    limits = StepLimits(4, 16, max_pages=3, page_size=PAGE)
+    kv = KVShards([Shard(PagePool(20, PAGE)), Shard(PagePool(20, PAGE))])
+    kv.shards[1].pool.take(3)
+    rows = []
+    for name, start, count in (("chunk", 3, 6), ("decode", 4, 1)):
+        request = RequestState(name, 9, 5, prompt_token_ids=range(9))
+        hold = kv.reserve(start + count)
+        assert hold
+        rows.append(Row(request, start, count, False, False, 0, hold))
+    batch = Batch("engine", rows, 0, 2, 0)
+    for shard, first in ((0, 1), (1, 4)):
+        paged = build_inputs(batch, limits.shape_for(batch), limits, {}, shard).batch
+        assert paged.chunk_table_CM[0].tolist() == [first, first + 1, first + 2]
+        assert paged.decode_table_SM[0, :2].tolist() == [first + 3, first + 4]
+        # The decode's entry 4, then the chunk's 3 to 8.
+        assert paged.page_T[:7].tolist() == [first + n for n in (4, 0, 1, 1, 1, 1, 2)]
+        assert paged.offset_T[:7].tolist() == [0, 3, 0, 1, 2, 3, 0]
 
 
 def test_buckets() -> None:

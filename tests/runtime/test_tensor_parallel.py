@@ -9,8 +9,8 @@ import pytest
 from test_golden import OPTIONS, serve
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
-from jaxinfer.cluster import one_engine
-from jaxinfer.options import EngineOptions
+from jaxinfer.config.cluster import one_engine
+from jaxinfer.config.engine import EngineOptions
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.engine import Cluster, load_cluster
 from jaxinfer.steps.shapes import StepShape

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_failures import CRONUS, PARAMS, PROMPTS, cluster, tokens
 
 from jaxinfer import LLM, JaxinferError
-from jaxinfer.config import as_run_file
+from jaxinfer.config.run_file import as_run_file
 from jaxinfer.runtime import transfer_check
 from jaxinfer.runtime.lane import Lane, Slab
 from jaxinfer.runtime.transfer_check import checksum, probe

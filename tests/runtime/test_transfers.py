@@ -16,16 +16,15 @@ from hypothesis import strategies as st
 from test_world import Pretended
 
 from jaxinfer import JaxinferError
-from jaxinfer.cluster import LinkConfig
+from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.runtime import transfer as transfers
 from jaxinfer.runtime.emulated_links import EmulatedLinks
 from jaxinfer.runtime.lane import Slab
-from jaxinfer.runtime.transfer import Landed, Route
+from jaxinfer.runtime.transfer import Channel, Landed
 from jaxinfer.runtime.world import RealWorld
-from jaxinfer.serving.transfer import Transfer
-from jaxinfer.serving.world import Batch, Event, InstanceLost, TransferDone
-from jaxinfer.simulate.world import Lane as ModelledLane
-from jaxinfer.simulate.world import SimulatedWorld
+from jaxinfer.serving.batch import Batch, Transfer
+from jaxinfer.serving.world import Event, InstanceLost, TransferDone
+from jaxinfer.simulate.world import SimulatedWorld, StagePair
 
 
 class Lane:
@@ -63,14 +62,14 @@ def routed(
 ) -> Iterator[tuple[RealWorld, dict[Any, Lane]]]:
     """A world of instances whose steps never end, with a lane between each of the pairs."""
     lanes = {pair: Lane(link) for pair in pairs}
-    routes = {pair: Route([lane]) for pair, lane in lanes.items()}  # type: ignore[list-item]
+    channels = {pair: Channel([lane]) for pair, lane in lanes.items()}  # type: ignore[list-item]
     workers: dict[str, Any] = {name: Pretended(None) for pair in pairs for name in pair}
     try:
-        yield RealWorld(workers, [], routes, watchdog_s), lanes
+        yield RealWorld(workers, [], channels, watchdog_s), lanes
     finally:
-        for route in routes.values():
-            route.close()
-            assert not route._thread.is_alive()
+        for channel in channels.values():
+            channel.close()
+            assert not channel._thread.is_alive()
 
 
 def until(world: RealWorld, kind: type, count: int = 1) -> list[Any]:
@@ -91,6 +90,26 @@ def test_slabs_land_and_the_transfer_is_done() -> None:
     assert lanes["a", "b"].placed == [(10, 266), (266, 522), (522, 600)]
     assert done.num_bytes == 590 * 1000
     assert 0 < done.start < done.end < world.now()
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1])
+def test_a_stage_sends_its_own_layers(stage: int | None) -> None:
+    """Of two stages at the source, each with a lane: three slabs."""
+    lanes: list[Any] = [Lane(), Lane()]
+    lanes[1].source_shard = 1
+    channel, landed = Channel(lanes), list[Any]()
+    moving = transfer("a", "b", 10, 600)
+    assert (channel.num_slabs(moving), channel.token_bytes) == (6, 2000)
+    try:
+        channel.send(moving, landed.append, stage)
+    finally:
+        channel.close()  # Behind what has been sent.
+    assert [(lanes.index(each.slab.lane), each.slab.start, each.slab.stop) for each in landed] == [
+        (number, start, stop)
+        for start, stop in ((10, 266), (266, 522), (522, 600))
+        for number in (0, 1)
+        if stage in (None, number)
+    ]
 
 
 # What a slab goes through, and whose it is.
@@ -170,7 +189,7 @@ def test_a_hang_is_noticed_that_begins_when_nobody_was_waited_for(
     ends = threading.Event()
     with routed(("a", "b"), watchdog_s=0.3) as (world, lanes):
         in_gather(lanes["a", "b"], ends.wait, monkeypatch)
-        world._routes["a", "b"]._queue.put(lambda: time.sleep(0.1))
+        world._channels["a", "b"]._queue.put(lambda: time.sleep(0.1))
         world.start_transfer(transfer("a", "b"))
         assert [event.instance for event in until(world, InstanceLost)] == ["a"]
         ends.set()
@@ -188,11 +207,11 @@ def test_a_transfer_begins_with_the_first_of_its_slabs(monkeypatch: pytest.Monke
         lane.dest_sharding = there.sharding
     lanes[1].array = Array(lambda: time.sleep(0.1))
     workers: Any = {name: Pretended(None) for name in "ab"}
-    route = Route(lanes)
-    world = RealWorld(workers, [], {("a", "b"): route})
+    channel = Channel(lanes)
+    world = RealWorld(workers, [], {("a", "b"): channel})
     world.start_transfer(transfer("a", "b", 0, 200))
     (done,) = until(world, TransferDone)
-    route.close()
+    channel.close()
     assert done.end - done.start == pytest.approx(0.2, abs=1e-6)
     assert done.num_bytes == 2 * 200 * 1000
 
@@ -256,7 +275,7 @@ def on_emulated_links(sent: list[Sent]) -> list[float]:
 
 
 def simulated(sent: list[Sent]) -> list[float]:
-    lanes = {(name, "b"): [ModelledLane(0, 1000, ["link"], 0.05)] for _, name, _ in sent}
+    lanes = {(name, "b"): [StagePair(0, 1000, ["link"], 0.05)] for _, name, _ in sent}
     world = SimulatedWorld({}, {}, {}, lanes, {"link": 2e6}, [])
     moving = [transfer(name, "b", 0, tokens) for _, name, tokens in sent]
     ends: dict[int, float] = {}
@@ -282,7 +301,7 @@ def test_two_routes_share_a_link(world: Callable[[list[Sent]], list[float]]) -> 
     # The second one comes when the first one has 400 left.
     found = world([(1.0, "a", 600), (1.1, "c", 600)])
     assert found == pytest.approx([1.1 + 0.4 + 0.05, 1.1 + 0.5 + 0.05])
-    # Of one route, they share it likewise.
+    # Of one channel, they share it likewise.
     found = world([(1.0, "a", 600), (1.0, "a", 200)])
     assert found == pytest.approx([1.45, 1.25])
 
@@ -337,7 +356,7 @@ def test_a_slab_that_the_machine_moves_slower_lands_when_it_has() -> None:
 
 
 def test_concurrent_transfers_of_a_run_take_the_links_time() -> None:
-    """600 tokens over two routes, at 2,000 a second; the machine itself takes no time."""
+    """600 tokens over two channels, at 2,000 a second; the machine itself takes no time."""
     with routed(("a", "b"), ("c", "b"), link=LINK) as (world, _):
         world.start_transfer(transfer("a", "b", 0, 400))
         world.start_transfer(transfer("c", "b", 0, 200))

@@ -12,10 +12,13 @@ import pytest
 
 from jaxinfer.request import Logprob, Sampling, SamplingParams
 from jaxinfer.runtime.sampler import SamplerShape, Samples
+from jaxinfer.runtime.sampling_inputs import sampler_shape
 from jaxinfer.runtime.worker import Failed, Worker, join
-from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
+from jaxinfer.serving.batch import Batch, Row
+from jaxinfer.serving.kv_shards import KVShards
+from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.world import Batch, Row, StepDone
+from jaxinfer.serving.world import StepDone
 from jaxinfer.steps.shapes import StepLimits
 
 LIMITS = StepLimits(max_num_seqs=4, max_num_batched_tokens=16, max_pages=8, page_size=4)
@@ -109,7 +112,7 @@ def test_what_is_left_to_compile_counts_down_over_all_stages() -> None:
     first, second = Stage("a", []), Stage("b", [])
     first.left, second.left = [2, 1, 0], [1, 0]
     worker = worker_of(first, second)
-    assert list(worker.prepare([request(logprobs=3)])) == [3, 2, 1, 0]
+    assert list(worker.prepare(sampler_shape([request(logprobs=3)]))) == [3, 2, 1, 0]
     assert first.sampler == second.sampler == SamplerShape(top=8)
     worker.close()
 
@@ -175,9 +178,10 @@ def test_a_token_that_is_on_the_device_is_found_by_its_place() -> None:
 
 def test_each_stage_has_its_own_pages() -> None:
     stages = [Stage(mesh, [1.0]) for mesh in "abc"]
+    KV.shards[1].pool.take(1)
     step = batch(row(PROMPT, 0, 3, True))
     (tables,) = [each.hold.tables for each in step.rows]
-    KV.shards[1].pool.take(1)
+    assert tables[0] != tables[1]
     run(worker_of(*stages), step)
     for number, stage in enumerate(stages):
         found = stage.given[0][1].batch.chunk_table_CM[0, : len(tables[number][0])]
@@ -202,7 +206,7 @@ def test_log_probabilities_of_prompts() -> None:
     stage.prompt = samples(16)
     worker = worker_of(stage)
     asking, decoding = request("asks", prompt=5, prompt_logprobs=1), request("decodes")
-    list(worker.prepare([asking]))
+    list(worker.prepare(sampler_shape([asking])))
     rows = [row(decoding, 2, 1, True), row(asking, 1, 4, True)]
     (done,) = run(worker, batch(*rows))
     # Rows 1 to 4 of the step are positions 1 to 4; of 4, the next token is not the prompt's.
@@ -219,7 +223,7 @@ def test_log_probabilities_of_prompts() -> None:
 def test_nothing_is_said_of_prompts_where_no_row_asks() -> None:
     stage = Stage("a", [1.0])
     worker = worker_of(stage)
-    list(worker.prepare([request("asks", prompt_logprobs=1)]))
+    list(worker.prepare(sampler_shape([request("asks", prompt_logprobs=1)])))
     run(worker, batch(row(request("decodes"), 2, 1, True)))
     assert stage.sampled[2] is None
 

@@ -14,10 +14,10 @@ from jaxinfer import JaxinferError
 from jaxinfer.runtime import world as worlds
 from jaxinfer.runtime.worker import Failed
 from jaxinfer.runtime.world import RealWorld
+from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
-from jaxinfer.serving.transfer import Transfer
-from jaxinfer.serving.world import Arrival, Batch, InstanceLost, StepDone
+from jaxinfer.serving.world import Arrival, InstanceLost, StepDone
 
 
 class Pretended:
@@ -262,3 +262,25 @@ def test_transfers_that_the_real_world_does_not_know() -> None:
     sliced = Transfer(nothing, 0, "a", "a", nothing, nothing, 0, 1, 0.0, MoveSlices("r", 0, 1, ()))
     with pytest.raises(JaxinferError, match="all KV heads of a stage in one pool"):
         world.start_transfer(sliced)
+
+
+def test_a_world_that_is_drained_waits_for_steps_alone() -> None:
+    """Not for what would have arrived, nor for ticks."""
+    workers: dict[str, Any] = {"a": Pretended(0.2)}
+    more = [True]
+    world = RealWorld(workers, [], more_to_come=lambda: more[0])
+    assert world.is_idle
+    assert world.arrivals_left()
+    more.clear()
+    more.append(False)
+    assert not world.arrivals_left()
+    world.add([RequestState("late", 1, 1, arrival=100.0)])
+    world.wake_at(100.0)
+    assert not world.is_idle
+    world.launch(Batch("a", [], 0, 0, 0))
+    begin = time.perf_counter()
+    world.drain()
+    assert 0.1 < time.perf_counter() - begin < 30
+    assert world.is_idle
+    assert not world.arrivals_left()
+    assert world.due_events() == []

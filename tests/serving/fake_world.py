@@ -14,21 +14,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from jaxinfer.serving.batch import Batch, Row, Transfer
 from jaxinfer.serving.instance import Instance
-from jaxinfer.serving.page_pool import Hold
+from jaxinfer.serving.kv_shards import Hold
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.transfer import Transfer
-from jaxinfer.serving.world import (
-    Arrival,
-    Batch,
-    Event,
-    InstanceLost,
-    Row,
-    StageFree,
-    StepDone,
-    Tick,
-    TransferDone,
-)
+from jaxinfer.serving.world import Arrival, Event, InstanceLost, StepDone, Tick, TransferDone
 
 Cell = tuple[Hashable, ...]
 # For each shard, slice -> page numbers: a copy of Hold.tables.
@@ -172,9 +162,6 @@ class FakeWorld:
     def arrivals_left(self) -> bool:
         return self._arrivals > 0
 
-    def can_launch(self, instance: str) -> bool:
-        return self._last.get(instance, (0.0, 0.0))[0] <= self._now
-
     def due_events(self) -> list[Event]:
         self.check()
         self.at_rest()
@@ -196,7 +183,6 @@ class FakeWorld:
 
     def launch(self, batch: Batch) -> None:
         assert batch.rows
-        assert self.can_launch(batch.instance)
         self._check_counts(batch)
         self.num_steps += 1
         assert self.num_steps <= self.max_steps, "livelock"
@@ -214,16 +200,10 @@ class FakeWorld:
         duration = self._rng.randint(1, self.timing.max_step)
         step.start = max(self._now, stage_free)
         step.end = max(step.start + duration * stages, last_end + 1)
-        # One stage: a queue on the device, which takes a step at any time.
-        free = step.start + duration if stages > 1 else 0.0
-        self._last[batch.instance] = free, step.end
         if stages == 1:
             step.start = max(step.start, last_end)
             step.end = step.start + duration
-            self._last[batch.instance] = 0.0, step.end
-        else:
-            name = batch.instance
-            self._at(free, lambda: None if name in self._gone else StageFree(name))
+        self._last[batch.instance] = step.start + duration, step.end
         for transfer in batch.transfers:
             assert transfer.source == batch.instance
             self.sent_along.append(transfer)

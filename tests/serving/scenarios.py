@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fake_world import Timing
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from serving_checks import Run, make_kv, make_requests
 
 from jaxinfer.serving.instance import Instance, InstanceOptions
-from jaxinfer.serving.policies import Policies
+from jaxinfer.serving.policies import Policies, PolicyOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import (
     Action,
@@ -218,14 +218,14 @@ class Scenario:
     def run(
         self,
         system: System,
-        policies: Policies | None = None,
+        policies: Callable[[], Policies] = Policies,
         instance_type: type[Instance] = Instance,
     ) -> Run:
         lengths = [(s.prompt_len, s.max_tokens) for s in self.scripts]
         return Run(
             system,
             [
-                instance_type(name, make_kv(pages, size, layout, self.caching), opts, policies)
+                instance_type(name, make_kv(pages, size, layout, self.caching), opts, policies())
                 for name, pages, size, layout, opts in self.instances
             ],
             make_requests(
@@ -235,6 +235,7 @@ class Scenario:
             ),
             self.timing,
             {name: s.stop_at for name, s in self.by_id.items() if s.stop_at},
+            greedy=policies is Policies,
         )
 
 
@@ -260,3 +261,35 @@ def scenarios(
         stages=stages,
     )
     return Scenario(requests, instances, timing, caching=draw(st.booleans()))
+
+
+BOUNDS = st.sampled_from(("low", "high"))
+ADMISSIONS = st.sampled_from(("greedy", "whole_request")) | st.one_of(
+    st.fixed_dictionaries({"name": st.just("reserve_longest"), "tokens": st.integers(2, 40)}),
+    *(
+        st.fixed_dictionaries({"name": st.just(name), "bound": BOUNDS})
+        for name in ("reserve_static", "reserve_dynamic", "peak")
+    ),
+)
+BATCHES = st.sampled_from(("mixed", "one_batch")) | st.one_of(
+    st.fixed_dictionaries(
+        {"name": st.just("prefill_first"), "prefill_tokens": st.none() | st.integers(1, 12)}
+    ),
+    st.fixed_dictionaries(
+        {
+            "name": st.just("whole_prompts"),
+            "step_tokens": st.integers(1, 12),
+            "max_skips": st.integers(1, 3),
+        }
+    ),
+)
+
+
+@st.composite
+def policy_options(draw: st.DrawFn) -> PolicyOptions:
+    orders = ("fcfs", "shortest_prompt_first", "longest_prompt_first")
+    return PolicyOptions(
+        order=draw(st.sampled_from(orders)),
+        admit=draw(ADMISSIONS),
+        form_batch=draw(BATCHES),
+    )

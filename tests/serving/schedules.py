@@ -8,7 +8,7 @@ from typing import Any
 
 from fake_world import Step, Timing
 from scenarios import Follow, Script
-from serving_checks import Outcome, Run, make_kv, make_requests
+from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.system import Action, Assignment, ClusterView, Leg, System
@@ -25,7 +25,7 @@ def pool(name: str, pages: int = 50, page_size: int = 1, **options: Any) -> Inst
     """Four tokens in a step, one step at a time, and no watermark, unless said otherwise."""
     defaults = {"max_num_batched_tokens": 4, "max_in_flight": 1, "launch_ahead": False}
     opts = InstanceOptions(**(defaults | {"watermark": 0.0} | options))
-    return Instance(name, make_kv(pages, page_size), opts)
+    return new_instance(name, make_kv(pages, page_size), opts)
 
 
 class Plan(System):

@@ -3,15 +3,29 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fake_world import FakeWorld, Timing, logprob_of
 
-from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.kv_shards import Hold, KVShards
 from jaxinfer.serving.loop import ServingLoop, Stop
-from jaxinfer.serving.page_pool import Hold, KVShards, PagePool, Shard
+from jaxinfer.serving.page_pool import PagePool, Shard
+from jaxinfer.serving.policies import Policies
 from jaxinfer.serving.prefix_cache import CachedPage
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import System
+
+
+def new_instance(
+    name: str,
+    kv: KVShards,
+    options: InstanceOptions | None = None,
+    policies: Policies | None = None,
+    **more: Any,
+) -> Instance:
+    """With the usual options and policies where none are given."""
+    return Instance(name, kv, options or InstanceOptions(), policies or Policies(), **more)
 
 
 def make_kv(
@@ -171,11 +185,15 @@ def check_requests(loop: ServingLoop, world: FakeWorld) -> None:
     assert set(loop.unrouted) <= set(loop.live)
 
 
-def check_nobody_idles(loop: ServingLoop, world: FakeWorld) -> None:
+def follows_a_chunk(request: RequestState) -> bool:
+    return request.launched > request.computed and not request.pending
+
+
+def check_nobody_idles(loop: ServingLoop) -> None:
     """With room for a batch, nobody is left who could take part in it, or be admitted."""
     for instance in loop.instances.values():
         options = instance.options
-        if instance.in_flight >= options.max_in_flight or not world.can_launch(instance.name):
+        if instance.in_flight >= options.max_in_flight:
             continue
         for request in instance.running.values():
             assert request.hold
@@ -185,7 +203,7 @@ def check_nobody_idles(loop: ServingLoop, world: FakeWorld) -> None:
                 or request.slice_move
                 or chunk <= request.launched
                 or (request.pending and not options.launch_ahead)
-                or instance._follows_a_chunk(request)
+                or (options.chunks_in_flight == 1 and follows_a_chunk(request))
                 or chunk > request.hold.capacity
             ), f"{instance.name} has nothing in flight for {request}"
         if instance.waiting and instance.has_seat:
@@ -244,6 +262,8 @@ class Run:
     stop_at: dict[str, int] = field(default_factory=dict)
     max_steps: int | None = None
     watch: Callable[[ServingLoop], None] = lambda loop: None
+    # Whether each step takes in whatever it can.
+    greedy: bool = True
 
     def _check_stop(self, request: RequestState, token: int) -> Stop | None:
         stop_at = self.stop_at.get(request.id)
@@ -271,7 +291,7 @@ class Run:
             self.timing,
             check,
             max_steps=bound,
-            at_rest=lambda: check_nobody_idles(loop, world),
+            at_rest=lambda: check_nobody_idles(loop) if self.greedy else None,
         )
         loop = ServingLoop(
             world,

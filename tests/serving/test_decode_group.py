@@ -1,22 +1,27 @@
 """Decodes advanced together give what rows of their own give, to the last bit."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import permutations
+from operator import attrgetter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import Chaos, Follow, Scenario, examples, scenarios
-from serving_checks import make_kv, make_requests
+from scenarios import Chaos, Follow, Scenario, examples, policy_options, scenarios
+from serving_checks import make_kv, make_requests, new_instance
 
 from jaxinfer.serving import decode_group
+from jaxinfer.serving.batch import Row, Work
 from jaxinfer.serving.decode_group import DecodeGroup
-from jaxinfer.serving.instance import Instance, InstanceOptions
-from jaxinfer.serving.loop import ServingLoop
+from jaxinfer.serving.instance import InstanceOptions
+from jaxinfer.serving.loop import ServingLoop, Stop
+from jaxinfer.serving.policies import Policies, PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Action, ClusterView, Leg, MoveSlices, System
-from jaxinfer.serving.work import Work
-from jaxinfer.serving.world import Event, Row, StepDone
-from jaxinfer.simulate.world import Lane, SimulatedWorld
+from jaxinfer.serving.system import Action, ClusterView, Leg, MoveSlices, RequestView, System
+from jaxinfer.serving.world import Event, StepDone
+from jaxinfer.simulate.world import SimulatedWorld, StagePair
 from jaxinfer.systems.single import Single
 
 
@@ -28,6 +33,10 @@ def member(name: str, computed: int = 4, output: int = 1, prompt_len: int = 4) -
     request.computed = request.launched = computed
     request.hold = make_kv(50, 2).reserve(computed)
     return request
+
+
+def new_group() -> DecodeGroup:
+    return DecodeGroup(2, lambda request: request.max_tokens)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +55,7 @@ def member(name: str, computed: int = 4, output: int = 1, prompt_len: int = 4) -
 def test_who_only_has_to_decode(computed: int, output: int, pending: int, takes: bool) -> None:
     request = member("r", computed, output)
     request.pending = pending
-    assert DecodeGroup.takes(request) == takes
+    assert new_group().takes(request) == takes
 
 
 def test_who_is_not_to_decode_to_the_end() -> None:
@@ -54,7 +63,7 @@ def test_who_is_not_to_decode_to_the_end() -> None:
     ends.legs = [Leg("A", 9), Leg("B")]
     paused.paused = True
     moves.slice_move = MoveSlices("c", 0, 1, (0,))
-    assert not any(DecodeGroup.takes(request) for request in (ends, paused, moves))
+    assert not any(new_group().takes(request) for request in (ends, paused, moves))
 
 
 def step(group: DecodeGroup) -> tuple[int, int]:
@@ -70,7 +79,7 @@ def integers(request: RequestState) -> tuple[int, int, int, int]:
 
 def test_a_member_from_its_first_step_to_its_last() -> None:
     """r has three tokens to go, s one; of nine each."""
-    group, r, s = DecodeGroup(2), member("r", 9, 6), member("s", 11, 8)
+    group, r, s = new_group(), member("r", 9, 6), member("s", 11, 8)
     group.join(r)
     group.join(s)
     assert (r in group, member("t") in group) == (True, False)
@@ -97,7 +106,7 @@ def test_a_member_from_its_first_step_to_its_last() -> None:
 
 def test_pages_are_taken_where_a_member_needs_one() -> None:
     """Two tokens a page: with 4 and 6 entries now, with 5 in the next step."""
-    group = DecodeGroup(2)
+    group = new_group()
     requests = [member("r", 4, 1), member("s", 5, 2), member("t", 6, 3)]
     for request in requests:
         group.join(request)
@@ -110,7 +119,7 @@ def test_pages_are_taken_where_a_member_needs_one() -> None:
 
 
 def test_who_leaves_has_rows_of_the_steps_in_flight() -> None:
-    group, r, s = DecodeGroup(2), member("r"), member("s", 6, 3)
+    group, r, s = new_group(), member("r"), member("s", 6, 3)
     group.join(r)
     step(group)
     group.join(s)
@@ -137,7 +146,7 @@ def test_members_take_their_times_before_these_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(decode_group, "_TIMES_KEPT", 3)
-    group, r, s = DecodeGroup(2), member("r"), member("s", 6, 3)
+    group, r, s = new_group(), member("r"), member("s", 6, 3)
     group.join(r)
     for number in range(8):
         if number == 2:
@@ -152,15 +161,19 @@ def test_members_take_their_times_before_these_are_forgotten(
     assert s.metrics.token_times == [float(i) for i in range(3, 8)]
 
 
+@dataclass
 class Costs:
-    """A time of its own for whatever a step may hold."""
+    """A time of its own for whatever a step may hold, and each stage."""
+
+    num_stages: int = 1
 
     def stages(self, work: Work) -> list[float]:
         parts = (work.tokens, work.sampled, work.single_context, work.pairs, work.decodes)
-        return [0.1 + sum(0.37**i * part for i, part in enumerate(parts, 1))]
+        seconds = 0.1 + sum(0.37**i * part for i, part in enumerate(parts, 1))
+        return [seconds * (1 + 0.3 * number) for number in range(self.num_stages)]
 
     def hops(self, work: Work) -> list[float]:
-        return []
+        return [0.01 * work.tokens] * (self.num_stages - 1)
 
 
 class Ticks(Chaos):
@@ -179,17 +192,55 @@ class Ticks(Chaos):
         return list(super().on_tick(cluster))
 
 
-def outcome(scenario: Scenario, system: System, together: bool) -> tuple[object, ...]:
+class Hears(Ticks):
+    """Keeps what its hooks are told."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.heard: list[tuple[object, ...]] = []
+
+    def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
+        self._note("leg", leg, request, cluster)
+
+    def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
+        self._note("end", None, request, cluster)
+
+    def _note(self, hook: str, leg: Leg | None, request: RequestView, cluster: ClusterView) -> None:
+        self.heard.append((request.id, cluster.now, hook, leg, request.num_known))
+
+
+def outcome(
+    scenario: Scenario,
+    system: System,
+    together: bool,
+    policies: Callable[[], Policies] = Policies,
+    num_output: Callable[[RequestState], int] = attrgetter("max_tokens"),
+) -> tuple[object, ...]:
+    """With ``num_output``, requests end at other lengths than their limits."""
+
+    def check_stop(request: RequestState, token: int) -> Stop | None:
+        sampled = len(request.output_token_ids)
+        return ("stop", None) if sampled == num_output(request) < request.max_tokens else None
+
     instances = [
-        Instance(name, make_kv(pages, size, layout), options, groups_decodes=together)
+        new_instance(
+            name,
+            make_kv(pages, size, layout),
+            options,
+            policies(),
+            groups_decodes=together,
+            num_output=num_output,
+        )
         for name, pages, size, layout, options in scenario.instances
     ]
     names = [instance.name for instance in instances]
-    lanes = {pair: [Lane(0, 3, (pair,), 0.05)] for pair in permutations(names, 2)}
+    lanes = {pair: [StagePair(0, 3, (pair,), 0.05)] for pair in permutations(names, 2)}
     lengths = [(s.prompt_len, s.max_tokens) for s in scenario.scripts]
     requests = make_requests(lengths, [s.arrival for s in scenario.scripts])
+    stages = {name: scenario.timing.stages.get(name, 1) for name in names}
+    devices = {name: range(count) for name, count in stages.items()}
     world = SimulatedWorld(
-        {name: Costs() for name in names}, dict.fromkeys(names, 1), dict.fromkeys(names, (0,)),
+        {name: Costs(count) for name, count in stages.items()}, dict.fromkeys(names, 1), devices,
         lanes, dict.fromkeys(lanes, 7.0), sorted(requests, key=lambda r: r.arrival),
     )  # fmt: skip
     steps: list[tuple[object, ...]] = []
@@ -200,13 +251,14 @@ def outcome(scenario: Scenario, system: System, together: bool) -> tuple[object,
             batch = event.batch
             steps.append((event.instance, event.start, event.end, batch.work, batch.pages_in_use))
 
-    ServingLoop(
-        world, instances, system, on_finish=lambda r: ended.append(r.id), on_event=on_event
-    ).run()
+    ServingLoop(world, instances, system, check_stop, lambda r: ended.append(r.id), on_event).run()
     for request in requests:
-        assert request.error or len(request.output_token_ids) == request.max_tokens
+        assert request.error or len(request.output_token_ids) == num_output(request)
     assert all(instance.kv.num_in_use == 0 for instance in instances)
-    times = [(r.metrics.token_times, r.metrics.num_preemptions, r.metrics.cut) for r in requests]
+    times = [
+        (r.metrics.token_times, r.metrics.num_preemptions, r.metrics.cut, r.finish_reason)
+        for r in requests
+    ]
     # In one step, who ends without a row of its own ends before those with one.
     return steps, sorted(ended), times, world.now()
 
@@ -227,6 +279,74 @@ def test_whatever_a_system_may_do(scenario: Scenario, seed: int) -> None:
     assert one == other
 
 
+@examples(150)
+@given(scenario=scenarios(max_requests=12), seed=st.integers(0, 2**16))
+def test_hooks_hear_the_same_and_leave_decodes_together(scenario: Scenario, seed: int) -> None:
+    one, other = (Hears(scenario.by_id, seed, 6) for _ in range(2))
+    assert outcome(scenario, one, True) == outcome(scenario, other, False)
+    assert sorted(one.heard, key=str) == sorted(other.heard, key=str)
+    assert sum(hook == "end" for _, _, hook, *_ in one.heard) == len(scenario.scripts)
+
+
+@examples(300)
+@given(scenario=scenarios(max_requests=12), chosen=policy_options())
+def test_any_policies(scenario: Scenario, chosen: PolicyOptions) -> None:
+    one, other = (
+        outcome(scenario, Follow(scenario.by_id), together, lambda: make_policies(chosen))
+        for together in (True, False)
+    )
+    assert one == other
+
+
+@examples(300)
+@given(
+    scenario=scenarios(max_requests=12),
+    seed=st.integers(0, 2**16),
+    chosen=st.none() | policy_options(),
+)
+def test_ends_that_only_the_world_knows(
+    scenario: Scenario, seed: int, chosen: PolicyOptions | None
+) -> None:
+    """Decodes launched behind a request's last one take part in their steps, and are void."""
+
+    def num_output(request: RequestState) -> int:
+        return scenario.by_id[request.id].stop_at or request.max_tokens
+
+    def policies() -> Policies:
+        return make_policies(chosen or PolicyOptions())
+
+    systems = (Ticks(scenario.by_id, seed, 6 if chosen is None else 0) for _ in range(2))
+    one, other = (
+        outcome(scenario, system, together, policies, num_output)
+        for system, together in zip(systems, (True, False), strict=True)
+    )
+    assert one == other
+
+
+def test_a_member_that_ends_before_its_limit() -> None:
+    """r ends with its eighth of nine tokens, of which six are there; steps are launched ahead."""
+    group, r = DecodeGroup(2, lambda request: 8), member("r", 9, 6)
+    group.join(r)
+    assert [step(group) for _ in range(5)] == [(1, 10), (1, 11), (1, 12), (0, 0), (0, 0)]
+    assert group.commit(1.0) == ([], [])
+    assert group.commit(2.0) == ([r], [])
+    assert (integers(r), r.metrics.token_times) == ((11, 12, 1, 8), [1.0, 2.0])
+    assert (r in group, group._ends, group._last_launches) == (False, {}, {})
+    assert r.hold
+    # The third was in vain, but its pages are in use until it ends.
+    assert r.hold.users == 1
+    assert group.commit(3.0) == ([], [Row(r, 11, 1, True, True, 0, r.hold)])
+    assert group.commit(4.0) == ([], [])
+
+
+def test_who_has_its_last_token_on_the_way_stays_out() -> None:
+    group = DecodeGroup(2, lambda request: 8)
+    for output, pending, takes in ((6, 1, True), (7, 1, False), (6, 2, False), (7, 0, True)):
+        request = member("r", 3 + output + pending, output)
+        request.pending = pending
+        assert group.takes(request) == takes
+
+
 @pytest.mark.parametrize("ahead", [True, False])
 def test_long_decodes_are_together_and_their_times_are_kept(ahead: bool) -> None:
     """One request lives through more steps than the group keeps the times of."""
@@ -234,7 +354,7 @@ def test_long_decodes_are_together_and_their_times_are_kept(ahead: bool) -> None
         [(5, 30_000), *[(7, 100)] * 40], [0.0, *(i * 900.0 for i in range(40))]
     )
     options = InstanceOptions(max_in_flight=1 + ahead, launch_ahead=ahead)
-    instance = Instance("A", make_kv(4000, 16), options, groups_decodes=True)
+    instance = new_instance("A", make_kv(4000, 16), options, groups_decodes=True)
     world = SimulatedWorld({"A": Costs()}, {"A": 1}, {"A": (0,)}, {}, {}, requests)
     num_rows: list[int] = []
     ends: list[float] = []
@@ -243,8 +363,8 @@ def test_long_decodes_are_together_and_their_times_are_kept(ahead: bool) -> None
         assert isinstance(event, StepDone)
         num_rows.append(len(event.rows))
         ends.append(event.end)
-        assert instance.group
-        assert len(instance.group._times) < 10_000
+        (group,) = instance.taking_part._groups
+        assert len(group._times) < 10_000
 
     ServingLoop(world, [instance], Single(), on_event=on_event).run()
     assert sum(num_rows) <= 3 * len(requests)

@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from serving_checks import Run, make_kv, make_requests
+from serving_checks import Run, make_kv, make_requests, new_instance
 
-from jaxinfer.serving.instance import Instance
 from jaxinfer.systems.registry import make_system
 
 DOC = Path(__file__).parents[2] / "docs" / "adding-a-system.md"
@@ -18,6 +17,6 @@ def test_the_class_in_the_docs_serves(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(tmp_path)
     instances = ["prefill", "decode"]
     system = make_system({"name": "system_of_the_docs:PrefillThenDecode"}, instances)
-    pool = [Instance(name, make_kv(9, 4)) for name in instances]
+    pool = [new_instance(name, make_kv(9, 4)) for name in instances]
     outcome = Run(system, pool, make_requests([(6, 3)])).verify()
     assert outcome.route_of("r0") == [("prefill", 6), ("decode", 2)]

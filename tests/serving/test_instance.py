@@ -3,18 +3,20 @@
 from typing import Any
 
 import pytest
-from serving_checks import make_kv, make_requests
+from serving_checks import make_kv, make_requests, new_instance
 
+from jaxinfer.serving.batch import Batch, Row
+from jaxinfer.serving.forming import Forming
 from jaxinfer.serving.instance import Instance, InstanceOptions
-from jaxinfer.serving.page_pool import CountedPages, KVShards, Shard
+from jaxinfer.serving.kv_shards import KVShards
+from jaxinfer.serving.page_pool import CountedPages, Shard
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg, MoveSlices
-from jaxinfer.serving.world import Batch, Row
 
 
 def make(pages: int = 20, page_size: int = 2, grouped: bool = False, **options: Any) -> Instance:
     opts = InstanceOptions(**({"watermark": 0.0} | options))
-    return Instance("A", make_kv(pages, page_size), opts, groups_decodes=grouped)
+    return new_instance("A", make_kv(pages, page_size), opts, groups_decodes=grouped)
 
 
 def running(
@@ -27,7 +29,31 @@ def running(
     request.computed = request.launched = computed
     request.hold = instance.kv.reserve(computed)
     assert request.hold
-    instance.run(request)
+    instance.taking_part.add(request)
+    return request
+
+
+def add(
+    instance: Instance, request: RequestState, count: int, rows: list[Row] | None = None
+) -> Row | None:
+    """The request's row in a batch that has others so far; None where it waits."""
+    batch = Forming(instance)
+    batch.rows = rows or []
+    return batch.rows[-1] if batch.add(request, count) else None
+
+
+def group(instance: Instance, budget: int = 99) -> Forming:
+    """A batch that has begun with those that go together."""
+    batch = Forming(instance)
+    batch.budget = budget
+    batch.add_group()
+    assert batch.budget == budget - batch.grouped
+    return batch
+
+
+def remove(instance: Instance, name: str) -> RequestState:
+    request = instance.running[name]
+    instance.taking_part.remove(request)
     return request
 
 
@@ -54,14 +80,15 @@ def names(requests: Any) -> list[str]:
 
 def test_default_limits() -> None:
     assert InstanceOptions() == InstanceOptions(64, 512, 2, True, "all", 4, 0.01)
-    instance = Instance("A", make_kv(301, 4))
+    instance = new_instance("A", make_kv(301, 4))
     assert instance.options == InstanceOptions()
     assert instance.watermark_pages == 4  # 3.01, and one more for the rest.
-    assert (instance.role, instance.fit, instance.group) == ("", None, None)
+    assert (instance.role, instance.fit) == ("", None)
+    assert instance.taking_part.ready_group() is None
 
 
 def test_what_a_system_sees() -> None:
-    instance = Instance("A", make_kv(10, 4, [(0, 1), (2,)]), InstanceOptions(8, 77))
+    instance = new_instance("A", make_kv(10, 4, [(0, 1), (2,)]), InstanceOptions(8, 77))
     running(instance, "r")
     instance.importing["i"] = RequestState("i", 1, 1)
     waiting(instance, "w")
@@ -85,7 +112,7 @@ def test_idle_is_who_runs_and_imports_nothing() -> None:
 @pytest.mark.parametrize("left", ["waiting", "importing", "running", "exported", None])
 def test_a_role_is_taken_once_nothing_of_the_old_one_is_left(left: str | None) -> None:
     instance = make()
-    assert not instance.take_role_when_drained()
+    assert not instance.take_role_when_drained(1.0)
     instance.next_role = "decode"
     assert instance.draining
     if left == "waiting":
@@ -96,9 +123,19 @@ def test_a_role_is_taken_once_nothing_of_the_old_one_is_left(left: str | None) -
         running(instance, "r")
     elif left == "exported":
         instance.num_exported = 1
-    assert instance.take_role_when_drained() == (left is None)
+    assert instance.take_role_when_drained(3.0) == (left is None)
     assert (instance.role, instance.draining) == (("", True) if left else ("decode", False))
-    assert not instance.take_role_when_drained()
+    had = {"": 8.0} if left else {"": 3.0, "decode": 5.0}
+    assert instance.role_seconds(8.0) == had
+    assert not instance.take_role_when_drained(9.0)
+
+
+def test_seconds_of_roles_that_come_back_add_up() -> None:
+    instance = make()
+    for role, now in (("prefill", 1.0), ("decode", 4.0), ("prefill", 6.0), ("prefill", 7.0)):
+        instance.next_role = role
+        assert instance.take_role_when_drained(now)
+    assert instance.role_seconds(10.0) == {"": 1.0, "prefill": 7.0, "decode": 2.0}
 
 
 def test_a_batch_says_how_the_instance_is() -> None:
@@ -126,12 +163,12 @@ def test_nothing_to_do_is_no_batch() -> None:
 def test_a_row_of_a_prompt_and_the_next_ahead() -> None:
     instance = make()
     request = running(instance, "r", 6, 2, 0)
-    row = instance.plan_row(request, 3, [])
+    row = add(instance, request, 3)
     assert row == Row(request, 2, 3, False, False, 0, request.hold)
     assert (request.launched, request.pending, request.computed) == (5, 0, 2)
-    row = instance.plan_row(request, 1, [])
+    row = add(instance, request, 1)
     assert row == Row(request, 5, 1, True, False, 0, request.hold)
-    row = instance.plan_row(request, 1, [])
+    row = add(instance, request, 1)
     assert row == Row(request, 6, 1, True, True, 0, request.hold)
     assert (request.launched, request.pending, request.hold.users) == (7, 2, 3)
 
@@ -139,9 +176,9 @@ def test_a_row_of_a_prompt_and_the_next_ahead() -> None:
 def test_a_full_page_is_filled_before_another_is_taken() -> None:
     instance = make()
     request = running(instance, "r", 4, 3, 0)
-    assert instance.plan_row(request, 1, [])
+    assert add(instance, request, 1)
     assert request.hold.num_pages == 2
-    assert instance.plan_row(request, 1, [])
+    assert add(instance, request, 1)
     assert request.hold.num_pages == 3
 
 
@@ -157,7 +194,7 @@ def test_who_gets_no_row(why: str) -> None:
         request.slice_move = MoveSlices("r", 0, 1, (0,))
     else:
         request.pending = 1
-    assert instance.plan_row(request, 1, []) is None
+    assert not add(instance, request, 1)
     assert request.launched == 4
 
 
@@ -172,26 +209,25 @@ def crowd(**options: Any) -> tuple[Instance, list[Any]]:
 def test_the_latest_makes_room_and_goes_to_the_head_of_the_queue() -> None:
     instance, (a, b, c) = crowd()
     other = waiting(instance, "w")
-    row = instance.plan_row(a, 1, [])
+    row = add(instance, a, 1)
     assert row
     assert (names(instance.running.values()), names(instance.waiting)) == (["a", "b"], ["c", "w"])
     assert (c.hold, c.computed, c.launched, c.epoch) == (None, 0, 0, 1)
     assert (c.metrics.num_preemptions, instance.num_preemptions) == (1, 1)
     assert (b.epoch, other.epoch, a.hold.num_pages, instance.kv.num_free) == (0, 0, 3, 1)
-    assert names(instance.ungrouped()) == ["a", "b"]
+    assert names(instance.taking_part.ungrouped()) == ["a", "b"]
 
 
 def test_who_has_a_row_in_the_batch_is_spared() -> None:
     instance, (a, _, c) = crowd()
-    rows = [Row(c, 4, 1, True, False, 0, c.hold)]
-    assert instance.plan_row(a, 1, rows)
+    assert add(instance, a, 1, [Row(c, 4, 1, True, False, 0, c.hold)])
     assert (names(instance.running.values()), names(instance.waiting)) == (["a", "c"], ["b"])
 
 
 def test_the_last_one_left_makes_room_itself() -> None:
     instance, (a, b, c) = crowd()
     rows = [Row(r, 3, 1, True, False, 0, r.hold) for r in (a, b)]
-    assert instance.plan_row(c, 1, rows) is None
+    assert not add(instance, c, 1, rows)
     assert (names(instance.running.values()), c.hold) == (["a", "b"], None)
 
 
@@ -199,7 +235,7 @@ def test_as_many_leave_as_it_takes() -> None:
     instance, (a, _, _) = crowd()
     a.hold.grow(4)
     a.output_token_ids = [0] * 5
-    assert instance.plan_row(a, 5, [])  # Nine tokens: three more pages.
+    assert add(instance, a, 5)  # Nine tokens: three more pages.
     assert (names(instance.running.values()), names(instance.waiting)) == (["a"], ["b", "c"])
 
 
@@ -214,7 +250,7 @@ def test_pages_that_come_back_are_waited_for(why: str) -> None:
     else:
         b.slice_move = MoveSlices("b", 0, 1, (0,))
     before = instance.num_preemptions
-    assert instance.plan_row(a, 1, []) is None
+    assert not add(instance, a, 1)
     assert instance.num_preemptions == before
     assert (a.launched, a.pending) == (4, 0)
 
@@ -233,7 +269,7 @@ def test_the_latest_reservation_is_taken_back_first(exported: bool) -> None:
     a = running(instance, "a")
     first, second = ahead(instance, "first"), ahead(instance, "second")
     instance.num_exported = exported
-    assert instance.plan_row(a, 1, [])
+    assert add(instance, a, 1)
     assert first.incoming
     assert second.incoming is None
     assert list(instance.kv.reserved) == [first.incoming]
@@ -246,7 +282,7 @@ def test_an_import_on_its_way_is_waited_for_by_the_last_one_that_runs() -> None:
     coming = RequestState("i", 8, 1)
     coming.hold = instance.kv.reserve(8)
     instance.importing["i"] = coming
-    assert instance.plan_row(a, 1, []) is None
+    assert not add(instance, a, 1)
     assert (instance.num_preemptions, names(instance.running.values())) == (0, ["a"])
 
 
@@ -258,14 +294,14 @@ def test_remove_from_wherever_it_is(place: str) -> None:
     request = RequestState("x", 1, 1)
     request.legs = [Leg("A")]
     if place == "running":
-        instance.run(request)
+        instance.taking_part.add(request)
     elif place == "importing":
         instance.importing["x"] = request
     elif place == "waiting":
         instance.waiting.append(request)
     instance.remove(request)
     assert instance.num_requests == 3
-    assert names(instance.ungrouped()) == ["r"]
+    assert names(instance.taking_part.ungrouped()) == ["r"]
     assert (others[0].hold.released, names(instance.waiting)) == (False, ["w"])
 
 
@@ -275,11 +311,11 @@ def test_remove_from_wherever_it_is(place: str) -> None:
 def test_admission_in_order_with_pages_for_what_is_known() -> None:
     instance = make(max_num_seqs=2)
     first, second, third = (waiting(instance, name, 5) for name in "abc")
-    assert instance.admit_next() is first
+    assert Forming(instance).admit() is first
     assert first.hold
     assert (first.hold.num_pages, first.computed) == (3, 0)
-    assert instance.admit_next() is second
-    assert instance.admit_next() is None
+    assert Forming(instance).admit() is second
+    assert Forming(instance).admit() is None
     assert (names(instance.running.values()), list(instance.waiting)) == (["a", "b"], [third])
 
 
@@ -290,7 +326,7 @@ def test_an_import_takes_a_seat() -> None:
     instance.importing["i"] = RequestState("i", 1, 1)
     assert (instance.has_seat, instance.can_import) == (False, False)
     waiting(instance, "w")
-    assert instance.admit_next() is None
+    assert Forming(instance).admit() is None
 
 
 def test_imports_at_once() -> None:
@@ -299,7 +335,7 @@ def test_imports_at_once() -> None:
     for request in requests:
         exported_at("B", instance, request)
     plain = waiting(instance, "d")
-    assert instance.admit_next() is None
+    assert Forming(instance).admit() is None
     assert names(instance.importing.values()) == ["a", "b"]
     assert names(instance.take_admitted_imports()) == ["a", "b"]
     assert instance.take_admitted_imports() == []
@@ -313,7 +349,7 @@ def test_imports_are_admitted_on_the_way_to_the_next_that_can_run() -> None:
     instance = make()
     exported_at("B", instance, waiting(instance, "a"))
     plain = waiting(instance, "b")
-    assert instance.admit_next() is plain
+    assert Forming(instance).admit() is plain
     assert names(instance.take_admitted_imports()) == ["a"]
 
 
@@ -323,7 +359,7 @@ def test_kv_that_is_here_is_taken_as_it_is() -> None:
     exported_at("A", instance, request)
     hold = request.exported[1] if request.exported else None
     assert instance.kv.num_free == 0
-    assert instance.admit_next() is request
+    assert Forming(instance).admit() is request
     assert (request.hold, request.exported, instance.num_exported) == (hold, None, 0)
     assert (request.computed, names(instance.running.values())) == (4, ["a"])
 
@@ -359,7 +395,7 @@ def test_nothing_is_reserved_ahead_where_there_is_no_room_to_spare(why: str) -> 
     if why == "waiting":
         waiting(instance, "w")
     elif why == "imports":
-        instance.importing["i"] = instance._running.pop("r")
+        instance.importing["i"] = remove(instance, "r")
     elif why == "seats":
         running(instance, "s")
     request = RequestState("x", 8 if why == "pages" else 2, 9)
@@ -372,7 +408,7 @@ def test_nothing_is_reserved_ahead_where_there_is_no_room_to_spare(why: str) -> 
 
 def cached_instance() -> tuple[Instance, RequestState]:
     """Page size 2; the pages of tokens 0 to 7 are cached and idle."""
-    instance = Instance("A", make_kv(20, 2, caching=True), InstanceOptions(watermark=0.0))
+    instance = new_instance("A", make_kv(20, 2, caching=True), InstanceOptions(watermark=0.0))
     (first,) = make_requests([(8, 2)], shared=[8])
     first.legs = [Leg("A")]
     first.hold = instance.kv.reserve(8)
@@ -396,7 +432,7 @@ def test_cached_pages_are_counted_as_computed() -> None:
     instance, request = cached_instance()
     assert instance.pages_to_take(request, Leg("A")) == 4  # All idle: they count as free.
     instance.waiting.append(request)
-    assert instance.admit_next() is request
+    assert Forming(instance).admit() is request
     assert (request.computed, request.launched, request.metrics.num_cached_tokens) == (6, 6, 6)
     other = make_requests([(8, 2)], shared=[8])[0]
     other.legs = [Leg("A")]
@@ -419,7 +455,7 @@ def test_who_starts_without_cached_pages(why: str) -> None:
 
 
 def test_pages_are_kept_once_they_are_full() -> None:
-    instance = Instance("A", make_kv(20, 2, caching=True))
+    instance = new_instance("A", make_kv(20, 2, caching=True))
     (request,) = make_requests([(7, 2)], shared=[7])
     request.hold = instance.kv.reserve(7)
     assert request.hold
@@ -436,18 +472,30 @@ def counted(pages: int, **options: Any) -> Instance:
     """As a simulation has it."""
     kv = KVShards([Shard(CountedPages(pages + 1, 2))])
     opts = InstanceOptions(**({"watermark": 0.0, "max_in_flight": 1} | options))
-    return Instance("A", kv, opts, groups_decodes=True)
+    return new_instance("A", kv, opts, groups_decodes=True)
 
 
-@pytest.mark.parametrize(
-    ("ahead", "in_flight", "grouped"),
-    [(True, 2, True), (True, 1, True), (False, 1, True), (False, 2, False)],
-)
-def test_who_decodes_together(ahead: bool, in_flight: int, grouped: bool) -> None:
-    options = {"launch_ahead": ahead, "max_in_flight": in_flight}
-    assert bool(make(grouped=True, **options).group) == grouped
-    assert make(**options).group is None
-    assert make(**options).launch_group(99) == 0
+def test_nobody_decodes_together_unless_asked_to() -> None:
+    instance = make()
+    running(instance, "a")
+    assert group(instance).grouped == 0
+    assert instance.taking_part.ready_group() is None
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_steps_in_flight_have_groups_of_their_own_unless_launched_ahead(ahead: bool) -> None:
+    """Two decodes go together; a third one joins them, or goes by itself until they are back."""
+    instance = counted(99, max_in_flight=3, launch_ahead=ahead)
+    a, b = running(instance, "a"), running(instance, "b")
+    counts = [group(instance).grouped]
+    c = running(instance, "c", computed=4)
+    counts += [group(instance).grouped, group(instance).grouped]
+    assert counts == ([2, 3, 3] if ahead else [2, 1, 0])
+    for end in (1.0, 2.0):
+        assert instance.taking_part.commit_group(end) == ([], [])
+    assert group(instance).grouped == 3
+    instance.taking_part.by_id()
+    assert [len(r.output_token_ids) for r in (a, b, c)] == ([3, 3, 2] if ahead else [2, 2, 2])
 
 
 @pytest.mark.parametrize(("pages", "together"), [(9, 3), (8, 0)])
@@ -456,11 +504,13 @@ def test_the_pages_just_suffice(pages: int, together: int) -> None:
     instance = counted(pages)
     requests = [running(instance, name) for name in "abc"]
     assert instance.kv.num_free == pages - 6
-    assert instance.launch_group(99) == together
+    batch = group(instance)
+    assert batch.grouped == together
     assert instance.kv.num_free == (0 if together else 2)
-    assert len(instance.ungrouped()) == 3 - together
+    assert len(instance.taking_part.ungrouped()) == 3 - together
     assert instance.num_preemptions == 0
-    assert (instance._grouped, instance._grouped_context) == ((3, 15) if together else (0, 0))
+    formed = batch.batch()
+    assert (formed.grouped_context if formed else None) == (15 if together else None)
     assert [r.hold.num_pages for r in requests] == [3 if together else 2] * 3
 
 
@@ -470,11 +520,11 @@ def test_the_budget_just_suffices_for_the_group_and_all_others(budget: int, toge
     other = running(instance, "first", 9, 2, 0)
     for name in "abc":
         running(instance, name)
-    assert instance.launch_group(budget) == together
+    assert group(instance, budget).grouped == together
     if together:
-        assert instance.ungrouped() == [other]
+        assert instance.taking_part.ungrouped() == [other]
     else:
-        assert names(instance.ungrouped()) == ["first", "a", "b", "c"]
+        assert names(instance.taking_part.ungrouped()) == ["first", "a", "b", "c"]
 
 
 def test_room_for_others_is_left_by_the_group() -> None:
@@ -485,13 +535,13 @@ def test_room_for_others_is_left_by_the_group() -> None:
     # Four free pages less one: two for the group and one for the other.
     assert instance.kv.num_free == 4
     instance.kv.reserve(2)
-    assert instance.launch_group(99) == 2
+    assert group(instance).grouped == 2
     crowded = counted(9)
     running(crowded, "prompt", 4, 2, 0)
     for name in "ab":
         running(crowded, name)
     crowded.kv.reserve(4)
-    assert crowded.launch_group(99) == 0
+    assert group(crowded).grouped == 0
 
 
 def test_a_batch_counts_the_group_anew_each_time() -> None:
@@ -503,7 +553,7 @@ def test_a_batch_counts_the_group_anew_each_time() -> None:
     request = instance.running["a"]
     assert (request.launched, request.pending) == (7, 3)
     request.paused = True
-    instance.leave_group(request)
+    instance.taking_part.leave_group(request)
     instance.in_flight = 0
     assert instance.form_batch() is None
 
@@ -533,11 +583,11 @@ def test_those_who_end_together_end_in_the_order_of_admission() -> None:
     first = instance.form_batch()
     assert first
     assert first.grouped == 2
-    instance.commit_group(1.0)
+    instance.taking_part.commit_group(1.0)
     instance.in_flight = 0
     requests[0].paused = False
-    assert instance.launch_group(99) == 3
-    ended, left = instance.commit_group(2.0)
+    assert group(instance).grouped == 3
+    ended, left = instance.taking_part.commit_group(2.0)
     assert (names(ended), left) == (["r2", "r0", "r1"], [])
 
 
@@ -545,9 +595,9 @@ def test_who_leaves_the_group_keeps_its_place() -> None:
     instance = counted(99)
     requests = [running(instance, name) for name in "abc"]
     running(instance, "prompt", 9, 2, 0)
-    assert instance.launch_group(99) == 3
-    instance.leave_group(requests[1])
-    assert names(instance.ungrouped()) == ["b", "prompt"]
-    instance.leave_group(requests[0])
-    assert names(instance.ungrouped()) == ["a", "b", "prompt"]
+    assert group(instance).grouped == 3
+    instance.taking_part.leave_group(requests[1])
+    assert names(instance.taking_part.ungrouped()) == ["b", "prompt"]
+    instance.taking_part.leave_group(requests[0])
+    assert names(instance.taking_part.ungrouped()) == ["a", "b", "prompt"]
     assert isinstance(instance.form_batch(), Batch)

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 from fake_world import FakeWorld, Timing
 from scenarios import RULES, Follow, Script
-from serving_checks import Outcome, Run, make_kv, make_requests
+from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving import loop as loop_module
 from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.loop import ServingLoop
-from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
+from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import (
     Action,
@@ -34,7 +35,7 @@ EVERY_RULE = pytest.mark.parametrize("rule", RULES)
 def tiny(name: str, pages: int, page_size: int = 1, **options: float | bool) -> Instance:
     defaults = {"max_num_batched_tokens": 4, "watermark": 0.0}
     opts = InstanceOptions(**(defaults | options))  # type: ignore[arg-type]
-    return Instance(name, make_kv(pages, page_size), opts)
+    return new_instance(name, make_kv(pages, page_size), opts)
 
 
 def follow(
@@ -233,7 +234,7 @@ def test_heads_move_while_a_chunk_is_on_its_way(after: int, leave: bool) -> None
     actions = (move, Reassign("r0", (Leg("B"),))) if leave else (move,)
     system = Do(*actions, after=after, legs=(Leg("A", 9, "per_chunk"), Leg("B")))
     kv, opts = make_kv(30, 1, [(0, 1), (2,)]), InstanceOptions(16, 3, max_in_flight=1)
-    run = Run(system, [Instance("A", kv, opts), tiny("B", 30)], make_requests([(9, 5)]))
+    run = Run(system, [new_instance("A", kv, opts), tiny("B", 30)], make_requests([(9, 5)]))
     outcome = run.verify()
     kinds = [bool(t.slice_move) for t in outcome.world.transfers]
     assert kinds[:2] == [False, True]
@@ -242,7 +243,7 @@ def test_heads_move_while_a_chunk_is_on_its_way(after: int, leave: bool) -> None
 @pytest.mark.parametrize("max_transfer", [3, 30])
 def test_growth_waits_for_heads_that_move(max_transfer: int) -> None:
     kv = KVShards([Shard(PagePool(27, 1), (0, 1)), Shard(PagePool(60, 1), (2,))])
-    a = Instance("A", kv, InstanceOptions(8, 8, watermark=0.0))
+    a = new_instance("A", kv, InstanceOptions(8, 8, watermark=0.0))
     lengths = [(1, 12), (4, 5)]
     system = Do(MoveSlices("r1", 0, 1, (1,)), after=4)
     timing = Timing(max_transfer=max_transfer)
@@ -306,7 +307,7 @@ class StartElsewhere(System):
 )
 def test_a_request_without_kv_needs_no_transfer(action: Action, place: str) -> None:
     kv = make_kv(20, 4, [(0, 1), (2,)])
-    pools = [Instance("A", kv, InstanceOptions(max_num_seqs=1, watermark=0.0)), tiny("B", 30)]
+    pools = [new_instance("A", kv, InstanceOptions(max_num_seqs=1, watermark=0.0)), tiny("B", 30)]
     requests = make_requests([(3, 8), (3, 2), (3, 20)], [0.0, 1.0, 0.0])
     outcome = Run(StartElsewhere(action), pools, requests).verify()
     assert outcome.route_of("r1") == [(place, 4)]

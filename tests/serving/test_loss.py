@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 from fake_world import FakeWorld, Timing
-from serving_checks import make_kv
+from serving_checks import make_kv, new_instance
 
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.forming import Forming
+from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.loss import Alive, LostInstance, detach
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg, MoveSlices
@@ -18,7 +19,7 @@ class Cluster:
 
     def __init__(self) -> None:
         opts = InstanceOptions(watermark=0.0)
-        self.pools = {name: Instance(name, make_kv(20, 2), opts) for name in "ABC"}
+        self.pools = {name: new_instance(name, make_kv(20, 2), opts) for name in "ABC"}
         self.hand_offs = HandOffs(FakeWorld([], [], Timing()), self.pools)
         self.live: list[RequestState] = []
 
@@ -30,7 +31,7 @@ class Cluster:
             request.computed = request.launched = 4
         if runs:
             request.hold = self.pools[legs[0].instance].kv.reserve(4)
-            self.pools[legs[0].instance].run(request)
+            self.pools[legs[0].instance].taking_part.add(request)
         elif legs:
             self.pools[legs[0].instance].waiting.append(request)
         if exported:
@@ -46,7 +47,7 @@ class Cluster:
 
 
 def test_asking_for_a_lost_instance_is_told_apart_from_a_typo() -> None:
-    a = Instance("A", make_kv(4, 4))
+    a = new_instance("A", make_kv(4, 4))
     alive = Alive({"A": a}, {"B": "killed"})
     assert alive["A"] is a
     assert list(alive) == ["A"]
@@ -77,7 +78,7 @@ def test_kv_elsewhere_is_kept_and_sent_again() -> None:
     cluster = Cluster()
     request = cluster.request(Leg("A", 4), Leg("B"), runs=True)
     cluster.hand_offs.end_leg(request)
-    assert cluster.pools["B"].admit_next() is None
+    assert Forming(cluster.pools["B"]).admit() is None
     assert cluster.pools["B"].take_admitted_imports() == [request]
     request.sent = 2
     assert cluster.lose_b() == [request]
@@ -90,7 +91,7 @@ def test_pages_for_what_was_on_its_way_come_free() -> None:
     """From B to C: its pages at C are for others, and so is its seat."""
     cluster = Cluster()
     request, c = cluster.request(Leg("C"), exported="B"), cluster.pools["C"]
-    assert c.admit_next() is None
+    assert Forming(c).admit() is None
     assert (list(c.importing), c.kv.num_free) == ([request.id], 16)
     assert cluster.lose_b() == [request]
     assert (c.importing, c.kv.num_free, request.hold) == ({}, 20, None)

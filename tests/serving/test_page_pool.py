@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from scenarios import examples
 from serving_checks import make_kv, pages_of
 
-from jaxinfer.serving.page_pool import CountedPages, Hold, KVShards, PagePool, Shard
+from jaxinfer.serving.kv_shards import Hold, KVShards
+from jaxinfer.serving.page_pool import CountedPages, PagePool, Shard
 from jaxinfer.serving.prefix_cache import CachedPage
 
 
@@ -166,6 +167,14 @@ def test_slices_move_where_there_is_room_for_all_of_them() -> None:
     assert (hold.tables, freed) == ([{0: [1, 2, 3]}, {1: [1, 2, 3]}], [[5, 2]])
 
 
+def test_slices_may_take_all_that_is_free() -> None:
+    kv = KVShards([Shard(PagePool(7, 4), (0, 1)), Shard(PagePool(7, 4), ())])
+    hold = kv.reserve(9)
+    assert hold
+    assert hold.copy_slices(0, 1, (0, 1))
+    assert [shard.pool.num_free for shard in kv.shards] == [0, 0]
+
+
 def test_the_latest_reservation_is_given_back() -> None:
     kv = make_kv(9, 4)
     assert not kv.take_back_reserved()
@@ -185,7 +194,7 @@ def test_a_hold_that_begins_with_cached_pages() -> None:
     first = kv.reserve(12)
     assert first
     assert kv.cache
-    kv.cache.keep(first, [b"0", b"1"])
+    first.keep([b"0", b"1"])
     assert first.num_hashed == 2
     pages = kv.cache.match([b"0", b"1", b"2"])
     assert len(pages) == 2
@@ -215,7 +224,7 @@ def test_the_last_pages_become_idle_first() -> None:
     hold = kv.reserve(12)
     assert hold
     assert kv.cache
-    kv.cache.keep(hold, [b"0", b"1", b"2"])
+    hold.keep([b"0", b"1", b"2"])
     hold.release()
     assert list(kv.cache._idle) == [b"2", b"1", b"0"]
     other = kv.reserve(8)

@@ -1,13 +1,14 @@
 """What a step holds: decodes first, under the budget, admissions above the watermark."""
 
 import pytest
-from serving_checks import make_kv, make_requests
+from serving_checks import make_kv, make_requests, new_instance
 
+from jaxinfer.serving.admission import latest
+from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.instance import Instance, InstanceOptions
-from jaxinfer.serving.policies import Policies, latest
+from jaxinfer.serving.policies import Policies
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg
-from jaxinfer.serving.world import Batch
 
 
 def queue(instance: Instance, *lengths: tuple[int, int]) -> list[RequestState]:
@@ -38,7 +39,7 @@ def rows_of(batch: Batch | None) -> list[tuple[str, int, int]]:
 
 
 def make(pages: int, **options: float | str) -> Instance:
-    return Instance("A", make_kv(pages, 4), InstanceOptions(**options))  # type: ignore[arg-type]
+    return new_instance("A", make_kv(pages, 4), InstanceOptions(**options))  # type: ignore[arg-type]
 
 
 def test_decodes_first_then_running_prefills_then_admissions() -> None:
@@ -64,7 +65,7 @@ def running(instance: Instance, name: str, prompt_len: int, computed: int) -> Re
     request.output_token_ids = [0] * (computed >= prompt_len)
     request.computed = request.launched = computed
     request.hold = instance.kv.reserve(computed)
-    instance.run(request)
+    instance.taking_part.add(request)
     return request
 
 
@@ -106,7 +107,7 @@ def test_chunks_in_flight_count_as_done() -> None:
 
 def test_decodes_of_the_group_take_their_part_of_the_budget() -> None:
     options = InstanceOptions(max_num_batched_tokens=6)
-    a = Instance("A", make_kv(100, 4), options, groups_decodes=True)
+    a = new_instance("A", make_kv(100, 4), options, groups_decodes=True)
     for name in ("d", "e", "f"):
         running(a, name, 4, 4)
     queue(a, (9, 3))
@@ -209,11 +210,11 @@ def test_who_computes_the_last_prompt_position_samples(until: int) -> None:
 
 def test_policies_are_replaceable() -> None:
     shortest = Policies(order=lambda waiting: min(waiting, key=lambda r: r.prompt_len))
-    a = Instance("A", make_kv(100, 4), InstanceOptions(max_num_batched_tokens=100), shortest)
+    a = new_instance("A", make_kv(100, 4), InstanceOptions(max_num_batched_tokens=100), shortest)
     queue(a, (5, 1), (2, 1), (3, 1))
     assert [name for name, *_ in step(a)] == ["r1", "r2", "r0"]
     closed = Policies(admit=lambda instance, request, leg: False)
-    b = Instance("B", make_kv(100, 4), policies=closed)
+    b = new_instance("B", make_kv(100, 4), policies=closed)
     queue(b, (5, 1))
     assert b.form_batch() is None
     assert latest(make_requests([(1, 1), (2, 2)])).id == "r1"

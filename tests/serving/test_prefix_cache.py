@@ -2,10 +2,9 @@
 
 import pytest
 from scenarios import Follow, Script
-from serving_checks import Outcome, Run, make_kv, make_requests
+from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
-from jaxinfer.serving.instance import Instance, InstanceOptions
-from jaxinfer.serving.prefix_cache import page_digests
+from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg
 
@@ -16,7 +15,7 @@ def serve(
     requests: list[RequestState], num_pages: int = 50, max_num_seqs: int = 8, caching: bool = True
 ) -> Outcome:
     options = InstanceOptions(max_num_seqs=max_num_seqs, max_num_batched_tokens=16, watermark=0)
-    instance = Instance("A", make_kv(num_pages, PAGE, caching=caching), options)
+    instance = new_instance("A", make_kv(num_pages, PAGE, caching=caching), options)
     scripts = {
         r.id: Script(r.prompt_len, r.max_tokens, r.arrival, None, (Leg("A"),), 1) for r in requests
     }
@@ -100,9 +99,9 @@ def test_pages_by_themselves() -> None:
     hold = kv.reserve(12)
     assert hold
     digests = [b"a", b"b", b"c"]
-    cache.keep(hold, digests[:1])
-    cache.keep(hold, digests)
-    cache.keep(hold, digests[:2])  # Known already.
+    hold.keep(digests[:1])
+    hold.keep(digests)
+    hold.keep(digests[:2])  # Known already.
     assert hold.num_hashed == 3
     assert [page.pages for page in hold.cached.values()] == [
         [{0: i, 1: i + 3}, {2: i}] for i in (1, 2, 3)]  # fmt: skip
@@ -132,13 +131,13 @@ def test_pages_known_already_stay_those_of_the_first() -> None:
     assert kv.cache
     assert first
     assert second
-    kv.cache.keep(first, [b"a"])
-    kv.cache.keep(second, [b"a", b"b"])
+    first.keep([b"a"])
+    second.keep([b"a", b"b"])
     assert (list(first.cached), list(second.cached), second.num_hashed) == ([0], [1], 2)
     assert kv.cache.match([b"a"]) == [first.cached[0]]
     first.release()
     kv.cache.evict()
-    kv.cache.keep(second, [b"a", b"b"])  # Each is offered once.
+    second.keep([b"a", b"b"])  # Each is offered once.
     assert (list(second.cached), kv.cache.match([b"a"])) == ([1], [])
     second.release()
     assert (kv.num_free, len(kv.shards[0].pool._free)) == (9, 8)
@@ -149,7 +148,7 @@ def test_a_pool_takes_from_the_free_pages_before_it_evicts() -> None:
     hold = kv.reserve(8)
     assert kv.cache
     assert hold
-    kv.cache.keep(hold, [b"a", b"b"])
+    hold.keep([b"a", b"b"])
     hold.release()
     other = kv.reserve(4)
     assert other
@@ -160,11 +159,11 @@ def test_a_pool_takes_from_the_free_pages_before_it_evicts() -> None:
 
 def test_digests_depend_on_all_tokens_before() -> None:
     one, other = request("r0", [1, 2, 3, 4, 5, 6]), request("r1", [9, 2, 3, 4, 5, 6])
-    digests = page_digests(one, 2, 3)
-    assert len({*digests, *page_digests(other, 2, 3)}) == 6
-    assert page_digests(request("r2", [1, 2, 3, 4]), 2, 2) == digests[:2]
-    assert page_digests(one, 2, 1) == digests[:1]
-    assert one.page_digests == {2: digests}
+    digests = one.page_digests(2, 3)
+    assert len({*digests, *other.page_digests(2, 3)}) == 6
+    assert request("r2", [1, 2, 3, 4]).page_digests(2, 2) == digests[:2]
+    assert one.page_digests(2, 1) == digests[:1]
+    assert one.page_digests(2, 3) == digests
 
 
 def test_digests_of_two_page_sizes_and_of_outputs() -> None:
@@ -172,8 +171,8 @@ def test_digests_of_two_page_sizes_and_of_outputs() -> None:
     found.output_token_ids = [4, 5, 6, 7, 8]
     prompt = request("r1", [1, 2, 3, 4, 5, 6, 7, 8])
     for size, count in ((2, 2), (2, 4), (4, 2), (4, 1)):
-        assert page_digests(found, size, count) == page_digests(prompt, size, count)
-        assert len(page_digests(found, size, count)) == count
+        assert found.page_digests(size, count) == prompt.page_digests(size, count)
+        assert len(found.page_digests(size, count)) == count
     # A page of the same tokens after others is another one.
-    again = page_digests(request("r2", [1, 2, 1, 2]), 2, 2)
+    again = request("r2", [1, 2, 1, 2]).page_digests(2, 2)
     assert again[0] != again[1]

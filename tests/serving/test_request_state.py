@@ -3,7 +3,7 @@
 import pytest
 from serving_checks import make_kv
 
-from jaxinfer.serving.page_pool import Hold
+from jaxinfer.serving.kv_shards import Hold
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg
 

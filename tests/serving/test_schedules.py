@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 from schedules import TO_A, Plan, follow, moves, pool, serve, steps, times, unit
-from serving_checks import make_kv
+from serving_checks import make_kv, new_instance
 
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.system import Leg, MoveSlices, Pause, Reassign, Resume, SetRole
 
@@ -208,6 +208,14 @@ def test_other_legs_that_end_where_the_step_in_flight_does() -> None:
     assert steps(outcome)[1] == "2-3 B r0:4+2"
 
 
+def test_other_legs_while_two_steps_are_in_flight() -> None:
+    """A leg to the end of the first one would leave the second one's entries with nobody."""
+    plan = Plan({"r0": TO_A}, {0.5: [Reassign("r0", (Leg("A", 4), Leg("B")))]})
+    outcome = serve(plan, [pool("A", max_in_flight=2), pool("B")], [(10, 1)])
+    assert steps(outcome) == ["0-1 A r0:0+4", "1-2 A r0:4+4", "3-4 B r0:8+2"]
+    assert moves(outcome) == ["2 r0 A>B 0-8"]
+
+
 def test_a_change_of_mind_about_the_next_instance() -> None:
     """Pages reserved there are given back; the late chunk to B holds nobody up."""
     legs = (Leg("A", 6, "per_chunk"), Leg("B"))
@@ -248,7 +256,7 @@ def test_a_refused_change_of_legs_ends_the_request_at_once() -> None:
 
 
 def test_heads_move_once_the_step_in_flight_has_ended() -> None:
-    a = Instance("A", make_kv(20, 1, [(0, 1), (2,)]), InstanceOptions(8, 4, 1, False))
+    a = new_instance("A", make_kv(20, 1, [(0, 1), (2,)]), InstanceOptions(8, 4, 1, False))
     move = MoveSlices("r0", 0, 1, (1,))
     outcome = serve(Plan({"r0": TO_A}, {0.5: [move, move]}), [a], [(6, 2)])
     assert steps(outcome) == ["0-1 A r0:0+4", "2-3 A r0:4+2", "3-4 A r0:6+1"]
@@ -257,7 +265,7 @@ def test_heads_move_once_the_step_in_flight_has_ended() -> None:
 
 def test_heads_without_room_to_move_do_not_hold_their_request_up() -> None:
     """They wait for the chunk on its way to B; then there is no room, and the next step starts."""
-    a = Instance("A", make_kv(20, 1, [(0, 1), (2,)]), InstanceOptions(8, 4, 1, False))
+    a = new_instance("A", make_kv(20, 1, [(0, 1), (2,)]), InstanceOptions(8, 4, 1, False))
     plan = Plan(
         {"r0": (Leg("A", 12, "per_chunk"), Leg("B"))}, {1.5: [MoveSlices("r0", 0, 1, (1,))]}
     )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from fake_world import FakeWorld, Timing
 from schedules import TO_A, Plan, follow, moves, pool, serve, steps, times, unit
-from serving_checks import Run, make_kv, make_requests
+from serving_checks import Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving import loop as loop_module
@@ -69,6 +69,12 @@ def test_so_many_idle_ticks_in_a_row_are_a_stall(
     else:
         with pytest.raises(JaxinferError, match="Plan has stalled: 3 requests are left"):
             serve(plan, [pool("A")], [(4, 1)] * 4)
+
+
+def test_a_system_may_think_for_a_while() -> None:
+    """A thousand ticks that change nothing are no stall."""
+    outcome = serve(Plan({"r0": TO_A}, later={"r0": 500.0}), [pool("A")], [(4, 1)])
+    assert times(outcome) == [501]
 
 
 def test_a_stall_names_who_is_left() -> None:
@@ -171,7 +177,7 @@ class HoldsBack(System):
 def test_kv_is_dropped_for_the_same_in_the_cache_of_who_cannot_fetch_it() -> None:
     """B has three free pages for the nine of r0, but r1's eight are those of the same prompt."""
     opts = InstanceOptions(8, 4, 1, False, watermark=0.0)
-    pools = [pool("A"), Instance("B", make_kv(11, 1, caching=True), opts)]
+    pools = [pool("A"), new_instance("B", make_kv(11, 1, caching=True), opts)]
     requests = make_requests([(8, 3), (8, 2)], shared=[8, 8])
     outcome = Run(HoldsBack(), pools, requests, unit()).verify()
     assert steps(outcome)[4:] == ["2-3 B r0:8+1", "3-4 B r1:8+1 r0:9+1"]
@@ -343,7 +349,7 @@ def test_who_has_nowhere_to_go_hears_of_the_last_loss() -> None:
 
 
 def test_heads_that_waited_for_a_chunk_move_when_its_destination_is_lost() -> None:
-    a = Instance("A", make_kv(30, 1, [(0, 1), (2,)]), InstanceOptions(8, 4, 1, False))
+    a = new_instance("A", make_kv(30, 1, [(0, 1), (2,)]), InstanceOptions(8, 4, 1, False))
     move = MoveSlices("r0", 0, 1, (1,))
     plan = Avoids({"r0": (Leg("A", 12, "per_chunk"), Leg("B"))}, {1.5: [move]})
     outcome = serve(plan, [a, pool("B")], [(12, 2)], timing=lost("B", 3.5, transfers={"B": 9}))

@@ -2,7 +2,13 @@
 
 import pytest
 
-from jaxinfer.serving.step_fit import LeastSquares, MixedFit, PrefillFit
+from jaxinfer.serving.step_fit import (
+    DecodeFit,
+    LeastSquares,
+    MixedFit,
+    PrefillFit,
+    least_squares,
+)
 
 
 def test_seconds() -> None:
@@ -10,6 +16,7 @@ def test_seconds() -> None:
     fit = MixedFit(per_prefill_context=2, per_decode_context=3, constant=7)
     assert fit.seconds(10, 100) == 327
     assert fit.seconds(0, 0) == 7
+    assert DecodeFit(per_context=2, per_sequence=3, constant=7).seconds(10, 100) == 327
 
 
 def fitted(*rows: tuple[float, ...]) -> list[float] | None:
@@ -56,3 +63,12 @@ def test_undecided() -> None:
     assert LeastSquares(2).solve() is None
     assert fitted((0, 1, 1.0), (0, 2, 2.0)) is None
     assert fitted((1, 1, 1.0)) is None
+
+
+def test_relative_and_absolute_errors() -> None:
+    """A constant for 1 and 3: 2 in the middle; by relative errors (1/1 + 1/3) / (1 + 1/9)."""
+    points = [((1.0,), 1.0), ((1.0,), 3.0)]
+    assert least_squares(points, relative=False) == pytest.approx([2.0])
+    assert least_squares(points, relative=True) == pytest.approx([1.2])
+    assert least_squares([], relative=True) is None
+    assert least_squares([((1.0, 0.0), 0.0)], relative=True) is None

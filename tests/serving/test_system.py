@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinfer.serving.system import Assignment, ClusterView, Leg, NoOptions, System, only_one_left
+from jaxinfer.serving.system import Assignment, ClusterView, Leg, NoOptions, System
 
 
 class Plain(System):
@@ -43,12 +43,3 @@ def test_kv_may_go_from_any_instance_to_any_other() -> None:
 def test_who_watches_steps_needs_the_rows_of_decodes() -> None:
     assert not Plain().needs_decode_rows
     assert Watches().needs_decode_rows
-
-
-@pytest.mark.parametrize(
-    ("there", "left"),
-    [("xy", None), ("x", "x"), ("y", "y"), ("", None), ("yz", "y"), ("z", None), ("xyz", None)],
-)
-def test_the_one_of_two_that_is_left(there: str, left: str | None) -> None:
-    cluster = ClusterView(0.0, dict.fromkeys(there))  # type: ignore[arg-type]
-    assert only_one_left(cluster, "x", "y") == left

@@ -4,10 +4,11 @@ from collections.abc import Collection, Iterator, Sequence
 
 import pytest
 from fake_world import Timing
-from serving_checks import Outcome, Run, make_kv, make_requests
+from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.serving.instance import Instance, InstanceOptions
-from jaxinfer.serving.page_pool import KVShards, PagePool, Shard
+from jaxinfer.serving.kv_shards import KVShards
+from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.system import (
     Action,
     Assignment,
@@ -39,7 +40,7 @@ def instance(
     budget: int = 5,
 ) -> Instance:
     options = InstanceOptions(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-    return Instance(name, make_kv(pages, page_size, slices), options, role=role)
+    return new_instance(name, make_kv(pages, page_size, slices), options, role=role)
 
 
 def serve(
@@ -228,7 +229,7 @@ class MoveHeads(System):
 def test_migration_of_some_heads(seed: int) -> None:
     # Shard 0 has room for 14 pages of each of its slices, shard 1 pages to spare.
     kv = KVShards([Shard(PagePool(29, 4), (0, 1)), Shard(PagePool(60, 4), (2,))])
-    a = Instance("A", kv, InstanceOptions(max_num_seqs=8, max_num_batched_tokens=5))
+    a = new_instance("A", kv, InstanceOptions(max_num_seqs=8, max_num_batched_tokens=5))
     outcome = serve(MoveHeads(), a, seed=seed)
     moved = [t for t in outcome.world.transfers if t.slice_move]
     assert moved

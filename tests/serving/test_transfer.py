@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 from scenarios import RULES
-from serving_checks import make_kv
+from serving_checks import make_kv, new_instance
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.batch import Batch, Row, Transfer
+from jaxinfer.serving.forming import Forming
+from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg, MoveSlices
-from jaxinfer.serving.transfer import HandOffs, Transfer
-from jaxinfer.serving.world import Batch, Row
+from jaxinfer.serving.transfer import HandOffs
 
 
 class Notes:
@@ -34,7 +35,8 @@ class Place:
     def __init__(self, seats: int = 8, caching: bool = False, **options: Any) -> None:
         opts = InstanceOptions(seats, 4, watermark=0.0, **options)
         self.pools = {
-            name: Instance(name, make_kv(20, 2, [(0, 1), (2,)], caching), opts) for name in "ABC"
+            name: new_instance(name, make_kv(20, 2, [(0, 1), (2,)], caching), opts)
+            for name in "ABC"
         }
         self.world = Notes()
         self.hand_offs = HandOffs(self.world, self.pools)  # type: ignore[arg-type]
@@ -47,7 +49,7 @@ class Place:
         request.computed = request.launched = computed
         here = self.pools[legs[0].instance]
         request.hold = here.kv.reserve(max(computed, 1))
-        here.run(request)
+        here.taking_part.add(request)
         return request
 
     def sent(self) -> list[tuple[str, str, int, int]]:
@@ -75,7 +77,7 @@ def test_the_cut_is_where_the_first_leg_ended() -> None:
     place = Place()
     request = place.request(Leg("A", 3), Leg("A", 5), Leg("B"), computed=3)
     place.hand_offs.end_leg(request)
-    assert place.pools["A"].admit_next() is request
+    assert Forming(place.pools["A"]).admit() is request
     request.computed = request.launched = 5
     place.hand_offs.end_leg(request)
     assert (request.metrics.cut, request.exported[0]) == (3, "A")
@@ -160,6 +162,7 @@ def test_a_second_hand_off_does_not_count_for_the_first_token() -> None:
 def test_who_goes_first_joins_at_the_head(first: bool) -> None:
     place = Place()
     waiting = RequestState("w", 3, 3)
+    waiting.legs = [Leg("B")]
     place.pools["B"].waiting.append(waiting)
     request = place.request(Leg("B"))
     request.goes_first = first
@@ -170,12 +173,14 @@ def test_who_goes_first_joins_at_the_head(first: bool) -> None:
 def test_kv_that_is_here_already_goes_to_the_head_and_moves_nothing() -> None:
     place = Place()
     a = place.pools["A"]
-    a.waiting.append(RequestState("w", 3, 3))
+    waiting = RequestState("w", 3, 3)
+    waiting.legs = [Leg("A")]
+    a.waiting.append(waiting)
     request = place.request(Leg("A", 6, "at_end"), Leg("A"))
     hold = request.hold
     place.hand_offs.end_leg(request)
     assert [r.id for r in a.waiting] == ["r", "w"]
-    assert a.admit_next() is request
+    assert Forming(a).admit() is request
     assert (request.hold, request.exported, a.num_exported) == (hold, None, 0)
     assert (request.computed, place.sent()) == (6, [])
 
@@ -366,7 +371,7 @@ def test_pages_reserved_ahead_where_there_is_no_room_any_more(limit: str) -> Non
     b = place.pools["B"]
     other = RequestState("o", 3, 3)
     if limit == "seats":
-        b.run(other)
+        b.taking_part.add(other)
     elif limit == "transfers":
         b.importing["o"] = other
     else:
@@ -463,6 +468,17 @@ def test_transfers_of_a_lost_instance_are_forgotten(lost: str, left: list[str]) 
     assert [t.source + t.dest for t in place.hand_offs.moving] == left
     assert one.hold.users == one.transfers == ("AB" in left)
     assert other.hold.users == other.transfers == ("BC" in left)
+
+
+@pytest.mark.parametrize(("lost", "started"), [("A", [None]), ("B", [None, MOVE])])
+def test_slices_that_wait_for_a_chunk_to_a_lost_instance(lost: str, started: list[Any]) -> None:
+    """They move at once, unless they were lost themselves."""
+    place = Place()
+    request = place.request(*CHUNKS)
+    place.hand_offs.send_chunk(request)
+    place.hand_offs.ask_slice_move(request, MOVE)
+    place.hand_offs.forget(lost)
+    assert [t.slice_move for t in place.world.started] == started
 
 
 def test_an_export_is_released_once() -> None:

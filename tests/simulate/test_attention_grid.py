@@ -1,7 +1,7 @@
 """Attention by measured points: exact where the truth is known, holes, edges, points anywhere."""
 
 import random
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -49,6 +49,19 @@ def test_a_full_grid_has_its_points() -> None:
     assert all(found(*at) == value for at, value in points.items())
 
 
+@pytest.mark.parametrize("axis", range(4))
+def test_between_two_places_only_these_two_count(axis: int) -> None:
+    """A quarter of the way, among points that follow no law."""
+    rng = random.Random(0)
+    points = {at: rng.uniform(1, 9) for at in product(*SIDES)}
+    found = AttentionGrid(points, key_of)
+    for at, (low, high) in product(points, pairwise(SIDES[axis])):
+        here, a, b = (
+            (*at[:axis], x, *at[axis + 1 :]) for x in (0.75 * low + 0.25 * high, low, high)
+        )
+        assert found(*here) == pytest.approx(0.75 * points[a] + 0.25 * points[b])
+
+
 def test_two_sweeps_fill_each_others_holes() -> None:
     """Each over places of its own; what they leave open is met, as is what lies beyond."""
     sweeps = [product(*(side[:2] for side in SIDES)), product(*(side[1:] for side in SIDES))]
@@ -93,6 +106,18 @@ def test_points_may_lie_anywhere() -> None:
         # Between its points a grid is above a square of c by no more than a cell's width allows.
         assert found(c, p, n, k) == pytest.approx(truth(c, p, n, k), rel=0.25)
         assert found(2048.0, p, n, k) == pytest.approx(truth(2048.0, p, n, k), rel=1e-3)
+
+
+def test_a_coarser_grid_keeps_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four chunks by two counts of decodes, three of them not measured, of which two may be."""
+    monkeypatch.setattr("jaxinfer.simulate.attention_grid._MOST_FILLED", 2)
+    points = {(c, 0.0, 1.0, 1.0): micros for c, micros in ((1.0, 2.0), (2.0, 9.0), (3.0, 4.0))}
+    points |= {(4.0, 0.0, 1.0, 1.0): 3.0, (1.0, 0.0, 2.0, 1.0): 5.0}
+    found = AttentionGrid(points, key_of)
+    assert (found.size, found.filled) == (6, 2)
+    measured = {at: micros for at, micros in points.items() if at[0] != 2}
+    assert all(found(*at) == micros for at, micros in measured.items())
+    assert found(2.0, 0.0, 1.0, 1.0) == pytest.approx(3.0)  # Between 1 and 3.
 
 
 def test_one_point_is_a_grid() -> None:

@@ -11,11 +11,13 @@ import yaml
 from rich.console import Console
 
 from jaxinfer import JaxinferError
-from jaxinfer.config import as_run_file
-from jaxinfer.serving.work import Work
+from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.run_file import as_run_file
+from jaxinfer.serving.batch import Work
+from jaxinfer.serving.system import System
 from jaxinfer.simulate.calibrate import (
     Calibration,
-    Point,
+    MeasuredStep,
     as_yaml,
     calibrate,
     calibrate_group,
@@ -23,7 +25,6 @@ from jaxinfer.simulate.calibrate import (
     read_points,
 )
 from jaxinfer.simulate.hardware import find_gpu, find_model
-from jaxinfer.simulate.options import SimulateOptions
 from jaxinfer.simulate.roofline import Efficiency, RooflineStage
 
 GPU, MODEL = find_gpu("A10"), find_model("llama-3-8b")
@@ -44,13 +45,15 @@ def stage(efficiency: Efficiency) -> RooflineStage:
     return RooflineStage(GPU, MODEL, LAYERS, True, 1, 2, efficiency, GPU.link_gb_s)
 
 
-def point(counts: Counts, seconds: float = 1.0) -> Point:
-    return Point.model_validate(dict(zip(Point.model_fields, (*counts, seconds), strict=True)))
+def point(counts: Counts, seconds: float = 1.0) -> MeasuredStep:
+    return MeasuredStep.model_validate(
+        dict(zip(MeasuredStep.model_fields, (*counts, seconds), strict=True))
+    )
 
 
 def measured(
     steps: Sequence[Counts], truth: Efficiency = TRUTH, noise: float = 0.0, seed: int = 0
-) -> list[Point]:
+) -> list[MeasuredStep]:
     rng, made = random.Random(seed), stage(truth)
     return [
         point(counts, made.seconds(point(counts).work) * (1 + rng.gauss(0, noise)))
@@ -266,8 +269,13 @@ def test_no_file(tmp_path: Path) -> None:
         read_points(tmp_path / "bytes.csv")
 
 
+class Anywhere(System):
+    """Serves no request here."""
+
+
 RUN = {
     "model": "llama-3-8b",
+    "system": f"{__name__}:Anywhere",
     "groups": {"g": {"kind": "A10", "devices": 2}, "h": {"kind": "A10"}},
     "links": [{"between": ["g", "h"], "gb_s": 10.0}],
     "instances": {
@@ -278,7 +286,7 @@ RUN = {
 }
 
 
-def write(points: Sequence[Point], path: Path) -> Path:
+def write(points: Sequence[MeasuredStep], path: Path) -> Path:
     rows = [",".join(str(value) for value in p.model_dump().values()) for p in points]
     path.write_text(HEADER + "\n".join(rows) + "\n")
     return path
@@ -329,7 +337,7 @@ def test_a_group_of_a_hardware_file(tmp_path: Path) -> None:
     [
         ({}, "gg", "no group 'gg': did you mean 'g'?"),
         ({"simulate": {"tables": "somewhere"}}, "g", "groups.g: its times come from tables"),
-        ({"simulate": {"linear": {"step_s": 1}}}, "g", "groups.g: its times come from tables or l"),
+        ({"simulate": {"linear": {"step_s": 1}}}, "g", "groups.g: its times come from linear"),
         (
             {"instances": {"b": {"stages": [{"group": "g"}, {"group": "h"}]}}},
             "h",

@@ -1,79 +1,38 @@
-"""Targets of requests, and the rate that meets them."""
+"""The rate that meets targets."""
 
+import math
 import random
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from jaxinfer import JaxinferError
-from jaxinfer.config import RunFile, load_run_file
-from jaxinfer.simulate.capacity import Load, Slo, capacity, load, read_slo
+from jaxinfer.config.run_file import RunFile, load_run_file
+from jaxinfer.simulate.alone import reference_latencies
+from jaxinfer.simulate.capacity import TriedRate, capacity, load, num_gpus, requests_for
 from jaxinfer.simulate.run import simulate
+from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets, Verdict
 from jaxinfer.workload.lengths import BenchRequest
 
 
-@pytest.mark.parametrize(
-    ("slo", "met"),
-    [
-        ("ttft=2", True),
-        ("ttft=1.9", False),
-        ("e2e=6", True),
-        ("e2e=5.9", False),
-        ("tpot=2", True),
-        ("tpot=1.9", False),
-        ("tbt=3", True),
-        ("tbt=2.9", False),
-        ("ttft=2, tbt=3", True),
-        ("ttft=2,tbt=2.9", False),
-    ],
-)
-def test_targets(slo: str, met: bool) -> None:
-    """Arrived at 10; tokens at 12, 15, 16."""
-    assert read_slo(slo).met(10.0, [12.0, 15.0, 16.0]) == met
-
-
-def test_one_token_has_no_time_between() -> None:
-    assert Slo(tpot=0.1, tbt=0.1).met(0.0, [5.0])
-
-
-@pytest.mark.parametrize(
-    ("slo", "message"),
-    [
-        ("ttft", "slo 'ttft': must look like ttft=1.5"),
-        ("ttft=fast", "slo 'ttft=fast'"),
-        ("tfft=1", "tfft: unknown option, did you mean 'ttft'?"),
-        ("ttft=0", "ttft is 0"),
-        ("ttft=inf", "ttft is inf"),
-        ("ttft=1,ttft=2", "slo 'ttft=1,ttft=2': ttft is given twice, give it once"),
-        ("ttft=1,tbt=2, ttft=1", "ttft is given twice"),
-    ],
-)
-def test_what_is_no_target(slo: str, message: str) -> None:
-    with pytest.raises(JaxinferError) as error:
-        read_slo(slo)
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize("attainment", [float("nan"), float("inf"), 0.0, -0.5, 1.1, 90])
-def test_what_is_no_share(tmp_path: Path, attainment: float) -> None:
-    work = [BenchRequest(None, 10, 1, 0.0)]
-    with pytest.raises(JaxinferError, match=r"^attainment is .*, must be above 0 and at most 1$"):
-        capacity(prefills(tmp_path), work, read_slo("ttft=1"), attainment)
-
-
-def test_no_target_at_all() -> None:
-    with pytest.raises(JaxinferError, match=r"^no target: give ttft, tpot, tbt or e2e$"):
-        Slo()
-
-
-def prefills(folder: Path) -> RunFile:
+def prefills(folder: Path, devices: int = 1) -> RunFile:
     """One prefill at a time."""
     path = folder / "run.yaml"
     engine = {"max_num_seqs": 1, "max_num_batched_tokens": 1024, "launch_ahead": False,
               "max_model_len": 1024, "enable_prefix_caching": False}  # fmt: skip
-    run = {"model": "llama-3-8b", "engine": engine, "groups": {"g": {"kind": "A10"}}}
+    run = {
+        "model": "llama-3-8b",
+        "engine": engine,
+        "groups": {"g": {"kind": "A10", "devices": devices}},
+    }
     path.write_text(yaml.safe_dump(run | {"instances": {"i": {"group": "g"}}}))
     return load_run_file(path)
 
@@ -102,101 +61,210 @@ def test_who_finds_an_m_d_1_server_idle(tmp_path: Path) -> None:
     """A share 1 - R D of Poisson arrivals does not wait: so R = 0.1 / D lets 90 % through."""
     config = prefills(tmp_path)
     d = alone(config)
-    found = load(config, WORK, Slo(ttft=d + 1e-6), 0, 0.1 / d)
-    assert found.attainment == pytest.approx(0.9, abs=0.01)
+    found = load(config, WORK, RequestTargets({"ttft": d + 1e-6}, 0.5), [0], 0.1 / d)
+    assert found.verdict.attainment == pytest.approx(0.9, abs=0.01)
     waits, end = lindley(len(WORK), d, 0.1 / d, seed=0)
     met = sum(wait < 1e-6 for wait in waits)
-    assert found == Load(0.1 / d, met / len(WORK), pytest.approx(met / end))
+    share = met / len(WORK)
+    assert found == TriedRate(
+        0.1 / d, 1, Verdict(True, met, share, {"ttft": share}), pytest.approx(met / end)
+    )
+    assert found.goodput_per_gpu == found.goodput
 
 
-class InProcess:
-    """In place of a pool of processes, whose start takes longer than what is tried here."""
+def test_requests_of_several_seeds_count_as_one_run_s(tmp_path: Path) -> None:
+    config, work = prefills(tmp_path, devices=2), WORK[:400]
+    d = alone(config)
+    rate, seeds = 0.6 / d, [3, 1, 8]
+    runs = [lindley(len(work), d, rate, seed) for seed in seeds]
+    waits = [wait for found, _ in runs for wait in found]
+    seconds = sum(end for _, end in runs)
+    met = sum(wait <= d + 1e-9 for wait in waits)
+    found = load(config, work, RequestTargets({"ttft": 2 * d}, 0.1), seeds, rate)
+    assert found.verdict.attainment == met / 1200
+    assert found.goodput == pytest.approx(met / seconds)
+    assert found.goodput_per_gpu == pytest.approx(met / seconds / 2)
+    by_percentile = PercentileTargets([("ttft", 90, 10.0), ("ttft", 35, 10.0)])
+    found = load(config, work, by_percentile, seeds, rate)
+    assert found.verdict.figures == pytest.approx(
+        {f"ttft p{p}": d + np.percentile(waits, p) for p in (90, 35)}
+    )
+    # All requests are good where the percentiles are.
+    assert found.goodput == pytest.approx(1200 / seconds)
 
-    def __init__(self, *given: object) -> None:
-        pass
 
-    def __enter__(self) -> "InProcess":
-        return self
+@pytest.mark.parametrize("targets", [RequestTargets, "percentiles"])
+def test_a_hopeless_run_ends_early(targets: Any, tmp_path: Path) -> None:
+    """At ten times what it can take, the third prefill in a row is the first to miss its target."""
+    config = prefills(tmp_path)
+    d, seen = alone(config), list[float]()
 
-    def __exit__(self, *error: object) -> None:
-        pass
+    class Spy:
+        def watch(self, work: Any, runs: int = 1) -> Any:
+            limit = 2.9 * d
+            inner: Targets = RequestTargets({"ttft": limit}, 0.99)
+            if targets == "percentiles":
+                inner = PercentileTargets([("ttft", 99, limit)])
+            watch = inner.watch(work, runs)
+            add = watch.add
 
-    map = staticmethod(map)
+            def counted(request: Any, times: Any) -> None:
+                seen.append(times[0] - request.arrival)
+                add(request, times)
+
+            watch.add = counted  # type: ignore[method-assign]
+            return watch
+
+    found = load(config, WORK[:1000], Spy(), [0, 1], 10 / d)
+    # 1 % of 2,000 may; the 21st ends it, among the first of the first run.
+    assert sum(ttft > 2.9 * d for ttft in seen) == 21
+    assert len(seen) < 50
+    assert (found.verdict.met, found.goodput, found.goodput_per_gpu) == (False, None, None)
 
 
-def on_cores(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxinfer.simulate.capacity.os.cpu_count", lambda: count)
-    monkeypatch.setattr("jaxinfer.simulate.capacity.ProcessPoolExecutor", InProcess)
-
-
-@pytest.mark.parametrize(("cores", "seed", "target"), [(1, 0, None), (2, 7, 0.97), (4, 1, 0.5)])
+@pytest.mark.parametrize(
+    ("at_once", "seed", "target"), [(1, 0, 0.9), (2, 7, 0.97), (4, 1, 0.5), (1, 5, 0.99)]
+)
 def test_the_rate_is_the_largest_that_meets_the_targets(
-    cores: int, seed: int, target: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at_once: int, seed: int, target: float, tmp_path: Path
 ) -> None:
     """Every rate tried is as Lindley's recursion has it on the very arrivals."""
-    on_cores(cores, monkeypatch)
     config, work = prefills(tmp_path), WORK[:300]
-    d, loads = alone(config), list[Load]()
-    share = {} if target is None else {"attainment": target}
-    best = capacity(config, work, Slo(ttft=2 * d), seed=seed, on_load=loads.append, **share)
-    target = target or 0.9
+    d, loads = alone(config), list[TriedRate]()
+    targets = RequestTargets({"ttft": 2 * d}, target)
+    best = capacity(config, work, targets, [seed], on_load=loads.append, at_once=at_once)
     for each in loads:
         waits, end = lindley(len(work), d, each.rate, seed)
         met = sum(wait <= d + 1e-9 for wait in waits)
-        assert (each.attainment, each.goodput) == pytest.approx((met / 300, met / end))
-    met_at = [each.rate for each in loads if each.attainment >= target]
-    missed_at = [each.rate for each in loads if each.attainment < target]
-    assert best == max(loads, key=lambda each: (each.rate in met_at, each.rate))
+        assert each.verdict.met == (met / 300 >= target)
+        if each.verdict.met:
+            found = each.verdict.attainment, each.verdict.good, each.goodput
+            assert found == pytest.approx((met / 300, met, met / end))
+        else:
+            assert each.verdict.attainment == (math.ceil(300 * target) - 1) / 300
+            assert each.goodput is None
+    met_at = [each.rate for each in loads if each.verdict.met]
+    missed_at = [each.rate for each in loads if not each.verdict.met]
+    assert best == max(loads, key=lambda each: (each.verdict.met, each.rate))
     assert max(met_at) == best.rate < min(missed_at) <= 1.02 * best.rate
     assert len(set(met_at + missed_at)) == len(loads)
-    # Twice the rate each time, as many at once as there are cores, then equal steps between.
-    assert loads[0].rate == 1e-3
-    first = [each.rate / 0.125 for each in loads[1 : max(cores, 2) + 1]]
-    assert first == [2**i for i in range(max(cores, 2))]
-    last = [each.rate for each in loads[-cores:]]
-    steps = [b - a for a, b in pairwise(last)]
-    assert steps == pytest.approx(steps[:1] * len(steps))
+    # Twice the rate each time, as many at once as asked for, up to the first that misses.
+    first = [each.rate / 0.125 for each in loads[: max(at_once, 2)]]
+    assert first == [2**i for i in range(max(at_once, 2))]
 
 
-def test_a_rate_that_does_well_above_one_that_does_not_is_left_out(
+def scripted(
+    monkeypatch: pytest.MonkeyPatch, met: Callable[[float], bool], met_alone: bool = True
+) -> list[float]:
+    """Put a rule in the simulator's place; the list gets the rates that are tried."""
+    tried: list[float] = []
+
+    def rule(config: Any, work: Any, targets: Any, seeds: Any, rate: float) -> TriedRate:
+        tried.append(rate)
+        return TriedRate(rate, 1, Verdict(met(rate), 1, None, {}), rate)
+
+    monkeypatch.setattr("jaxinfer.simulate.capacity.load", rule)
+    monkeypatch.setattr("jaxinfer.simulate.capacity._met_alone", lambda *given: met_alone)
+    return tried
+
+
+TARGETS = RequestTargets({"ttft": 1.0})
+
+
+def test_with_one_process_the_search_is_by_bisection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tried = scripted(monkeypatch, lambda rate: rate <= 3)
+    best = capacity(prefills(tmp_path), WORK[:3], TARGETS, precision=0.1)
+    # 32 is not tried, nor is 8: the first that misses ends the rise.
+    assert tried == [0.125, 0.25, 2, 4, 3, 3.5, 3.25]
+    assert best.rate == 3
+
+
+@pytest.mark.parametrize("share", [0.9, 1.0])
+def test_a_rate_that_does_well_above_one_that_does_not_is_left_out(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All up to 3, from 5 to 6 and at 16 requests/s meet their targets; 3 is what can be had."""
-    on_cores(4, monkeypatch)
+    tried = scripted(monkeypatch, lambda rate: rate <= 3 or 5 <= rate <= 6 or rate == 16)
+    pools: list[list[float]] = []
 
-    def scripted(config: object, work: object, slo: object, seed: int, rate: float) -> Load:
-        return Load(rate, float(rate <= 3 or 5 <= rate <= 6 or rate == 16), rate)
+    def pool(call: Callable[[float], TriedRate], rates: Iterable[float]) -> Iterator[TriedRate]:
+        pools.append(list(rates))
+        return iter([call(rate) for rate in pools[-1]])
 
-    monkeypatch.setattr("jaxinfer.simulate.capacity.load", scripted)
-    loads = list[Load]()
-    best = capacity(prefills(tmp_path), WORK[:3], Slo(ttft=1), on_load=loads.append)
+    targets = RequestTargets({"ttft": 1.0}, share)
+    best = capacity(prefills(tmp_path), WORK[:3], targets, map_rates=pool, at_once=4)
     # From 1 on, to 8: four equal steps.
-    assert [each.rate for each in loads[5:13]] == pytest.approx([8, 16, 32, 64, 2.4, 3.8, 5.2, 6.6])
+    assert pools[:2] == [[0.125, 0.25, 0.5, 1], [8, 16, 32, 64]]
+    assert pools[2] == pytest.approx([2.4, 3.8, 5.2, 6.6])
+    assert len(tried) == 4 * len(pools)
     assert 3 / 1.02 <= best.rate <= 3
 
 
-def test_targets_that_some_requests_miss_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@given(exponent=st.floats(-3.2, 4), met_alone=st.booleans(), at_once=st.integers(1, 3))
+@example(exponent=math.log10(1.001e-3), met_alone=True, at_once=1)
+@example(exponent=math.log10(1.001e-3), met_alone=False, at_once=1)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_capacity_is_found_whatever_the_sample_says(
+    exponent: float, met_alone: bool, at_once: int, tmp_path: Path
 ) -> None:
-    on_cores(1, monkeypatch)
+    true = 10**exponent
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        tried = scripted(monkeypatch, lambda rate: rate <= true, met_alone)
+        best = capacity(prefills(tmp_path), WORK[:3], TARGETS, at_once=at_once)
+    assert len(set(tried)) == len(tried)
+    if true < 1e-3:
+        assert (best.rate, best.goodput, best.verdict.met) == (0, 0, False)
+    else:
+        assert best.rate <= true <= best.rate * 1.02
+    if true < 1e-3 and not met_alone:
+        assert tried == [1e-3]
+
+
+def test_targets_that_some_requests_miss_alone(tmp_path: Path) -> None:
     config = prefills(tmp_path)
     work = [WORK[0], BenchRequest(None, 900, 1, 0.0)] * 2
-    slo = Slo(ttft=1.01 * alone(config))
-    with pytest.raises(JaxinferError) as error:
-        capacity(config, work, slo)
-    assert str(error.value) == (
-        "50.0% of the requests meet their targets even one at a time, not 90%"
-    )
-    assert capacity(config, work, slo, attainment=0.5).attainment == 0.5
+    limits = {"ttft": 1.01 * alone(config)}
+    loads: list[TriedRate] = []
+    found = capacity(config, work, RequestTargets(limits), on_load=loads.append)
+    assert (found.rate, found.goodput, found.goodput_per_gpu) == (0, 0, 0)
+    assert [each.rate for each in loads] == [1e-3]
+    assert capacity(config, work, RequestTargets(limits, 0.5)).verdict.attainment == 0.5
 
 
-def test_targets_that_any_rate_meets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cores(4, monkeypatch)
+def test_a_sample_is_spread_over_the_work(tmp_path: Path) -> None:
+    """The first half alone would meet the target; every second request of all does not."""
+    config = prefills(tmp_path)
+    work = [WORK[0]] * 150 + [BenchRequest(None, 900, 1, 0.0)] * 150
+    loads: list[TriedRate] = []
+    targets = RequestTargets({"ttft": 1.01 * alone(config)})
+    assert capacity(config, work, targets, on_load=loads.append).rate == 0
+    assert [each.rate for each in loads] == [1e-3]
+
+
+def test_targets_that_any_rate_meets(tmp_path: Path) -> None:
     with pytest.raises(JaxinferError, match=r"hold at any rate: 262144 requests/s"):
-        capacity(prefills(tmp_path), WORK[:3], Slo(ttft=100.0))
+        capacity(prefills(tmp_path), WORK[:3], RequestTargets({"ttft": 100.0}), at_once=4)
 
 
-def test_targets_that_no_rate_meets(tmp_path: Path) -> None:
-    work = [BenchRequest(None, 512, 1, 0.0)] * 20
-    with pytest.raises(JaxinferError, match=r"0\.0% of the requests .* one at a time, not 90%"):
-        capacity(prefills(tmp_path), work, Slo(ttft=1e-6))
+def test_requests_by_the_number_of_gpus(tmp_path: Path) -> None:
+    config = prefills(tmp_path, devices=4)
+    halves = {"groups": {"g": config.groups["g"].model_copy(update={"tensor_parallel_size": 2})}}
+    assert num_gpus(config) == num_gpus(config.model_copy(update=halves)) == 4
+    assert requests_for(config, WORK, 75) == WORK[:300]
+    with pytest.raises(JaxinferError) as error:
+        requests_for(config, WORK[:299], 75)
+    assert str(error.value) == (
+        "requests_per_gpu is 75, which for 4 GPUs is 300 requests: the workload has 299"
+    )
+
+
+def test_with_a_pool_of_processes(tmp_path: Path) -> None:
+    """Targets beside a reference, and all else, get there and back."""
+    config = prefills(tmp_path)
+    targets = RequestTargets({"ttft": 2.0}, reference=reference_latencies(config, WORK[:50]))
+    here = capacity(config, WORK[:50], targets, [0, 1], at_once=2)
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        there = capacity(config, WORK[:50], targets, [0, 1], map_rates=pool.map, at_once=2)
+    assert there == here

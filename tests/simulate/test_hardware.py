@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinfer import JaxinferError
-from jaxinfer.serving.work import Work
+from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.hardware import Gpu, ModelShape, find_gpu, find_model
 from jaxinfer.simulate.roofline import Efficiency, RooflineStage
 
@@ -14,7 +14,16 @@ from jaxinfer.simulate.roofline import Efficiency, RooflineStage
     [
         ("llama-3-8b", 8.03, 131072),
         ("qwen2-7b", 7.62, 57344),
+        ("llama-2-7b", 6.738, 524288),
+        ("llama-2-13b", 13.016, 819200),
         ("llama-2-70b", 68.98, 327680),
+        ("opt-13b", 12.853, 819200),
+        ("opt-30b", 29.975, 2 * 48 * 7168 * 2),
+        ("opt-66b", 65.72, 2 * 64 * 9216 * 2),
+        ("opt-175b", 174.6, 2 * 96 * 12288 * 2),
+        ("bloom-176b", 176.247, 4014080),
+        ("qwen-72b", 72.288, 2 * 80 * 8192 * 2),
+        ("internlm-20b", 20.09, 2 * 60 * 5120 * 2),
         ("codellama-34b", 33.74, 196608),
         ("smollm2-135m-instruct", 0.1345, 46080 // 2),
     ],

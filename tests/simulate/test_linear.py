@@ -1,9 +1,11 @@
 """Linear step times: sums by hand, the papers' forms, and the fit that gives them back."""
 
+from typing import Any
+
 import pytest
 
 from jaxinfer import JaxinferError
-from jaxinfer.serving.work import Work
+from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs import Pipeline
 from jaxinfer.simulate.fit import fit_costs
 from jaxinfer.simulate.linear import LinearCosts, LinearStage
@@ -71,7 +73,7 @@ def test_the_fit_gives_back_the_coefficients(relative: bool) -> None:
     budget = 2048
     costs = LinearCosts(step_s=0.012, token_s=6e-5, decode_context_s=1.5e-7, chunk_context_s=4e-6)
     pipeline = Pipeline((LinearStage(costs),), 0.0, (), (), 2)
-    fit = fit_costs(pipeline, budget, 256, longest=budget, relative=relative)
+    fit = fit_costs(pipeline, budget, 256, longest=budget, pool=10**5, relative=relative)
     assert fit.prefill.per_token == pytest.approx(6e-5, rel=1e-6)
     assert fit.prefill.constant == pytest.approx(0.012, rel=1e-6)
     assert fit.mixed.per_prefill_context == pytest.approx(4e-6, rel=1e-6)
@@ -83,9 +85,30 @@ def test_eq_3_has_no_term_for_sequences() -> None:
     """A prefill has one sequence: eq. 2 holds; in eq. 3 their number varies beside its terms."""
     costs = LinearCosts(step_s=0.012, token_s=6e-5, sequence_s=1e-4)
     pipeline = Pipeline((LinearStage(costs),), 0.0, (), (), 2)
-    fit = fit_costs(pipeline, 2048, 256, longest=2048, relative=True)
+    fit = fit_costs(pipeline, 2048, 256, longest=2048, pool=10**5, relative=True)
     assert fit.prefill.constant == pytest.approx(0.012 + 1e-4, rel=1e-6)
     assert fit.mixed.per_decode_context > 1e-9
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_the_fit_of_decodes_gives_back_the_coefficients(relative: bool) -> None:
+    costs = LinearCosts(step_s=0.012, token_s=6e-5, sequence_s=1e-4, decode_context_s=1.5e-7)
+    pipeline = Pipeline((LinearStage(costs),), 0.0, (), (), 2)
+    fit = fit_costs(pipeline, 2048, 256, longest=2048, pool=10**5, relative=relative).decode
+    assert fit
+    assert fit.per_context == pytest.approx(1.5e-7, rel=1e-6)
+    assert fit.per_sequence == pytest.approx(1.6e-4, rel=1e-6)
+    assert fit.constant == pytest.approx(0.012, rel=1e-6)
+    assert fit.seconds(1000, 8) == pytest.approx(0.012 + 1.5e-4 + 12.8e-4, rel=1e-6)
+
+
+def test_one_request_at_a_time_tells_nothing_of_batches() -> None:
+    """Nor does a context of one token; the other fits are there all the same."""
+    costs = LinearCosts(step_s=0.012, token_s=6e-5, decode_context_s=1.5e-7)
+    pipeline = Pipeline((LinearStage(costs),), 0.0, (), (), 2)
+    fit = fit_costs(pipeline, 2048, 1, longest=2048, pool=10**5, relative=True)
+    assert fit.decode is None
+    assert fit.prefill.per_token == pytest.approx(6e-5, rel=1e-6)
 
 
 class Curved:
@@ -108,12 +131,13 @@ class Curved:
 def test_what_a_profile_measures(budget: int, seqs: int) -> None:
     """64 lengths up to 128 in steps of the budget; 8 contexts, 5 counts of decodes, 3 of theirs.
 
-    Decodes are up to half of what a step can have, by its sequences or by its tokens.
+    Decodes beside a chunk are up to half of what a step can have, by its sequences or by its
+    tokens; alone they are all of it, at contexts up to what the pool of 1,000 holds of each.
     """
     cost = Curved()
-    fit_costs(cost, budget, seqs, longest=128, relative=True)
+    fit_costs(cost, budget, seqs, longest=128, pool=1000, relative=True)
     works = [work for work, _ in cost.asked]
-    prefills, mixed = works[: -8 * 5 * 3], works[-8 * 5 * 3 :]
+    prefills, mixed, decodes = split(works)
     assert prefills == [
         Work(count, 0, 1, start + count == length, 0, [(start, count)])
         for length in range(2, 129, 2)
@@ -126,16 +150,29 @@ def test_what_a_profile_measures(budget: int, seqs: int) -> None:
         for n in (0, 2, 4, 8, 16)
         for context in (4, 16, 32)
     ]
+    assert decodes == [
+        Work(n, n, n, n, n * context, [], n)
+        for n, reach in ((1, 128), (4, 128), (8, 125), (12, 83), (16, 62), (20, 50), (24, 41),
+                         (28, 35), (32, 31))
+        for context in sorted({max(reach // part, 1) for part in (32, 8, 4, 2, 1)})
+    ]  # fmt: skip
+
+
+def split(asked: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Prefills, mixed steps, decodes; of 9 batches, each with 5 contexts."""
+    ends = len(asked) - 9 * 5 - 8 * 5 * 3, len(asked) - 9 * 5
+    return asked[: ends[0]], asked[ends[0] : ends[1]], asked[ends[1] :]
 
 
 @pytest.mark.parametrize("relative", [True, False])
 def test_the_fit_has_the_least_squares(relative: bool) -> None:
     """The normal equations, by what has been asked for: no error is left along any column."""
     cost = Curved()
-    fit = fit_costs(cost, 48, 32, longest=128, relative=relative)
+    fit = fit_costs(cost, 48, 32, longest=128, pool=1000, relative=relative)
     by_length: dict[int, float] = {}
     total = 0.0
-    for work, seconds in cost.asked[: -8 * 5 * 3]:
+    prefills, mixed, decodes = split(cost.asked)
+    for work, seconds in prefills:
         total += seconds
         if work.sampled:
             ((start, count),) = work.chunks
@@ -145,9 +182,15 @@ def test_the_fit_has_the_least_squares(relative: bool) -> None:
     eq_3 = [
         ((work.chunks[0][0], work.single_context, 1.0), s,
          fit.mixed.seconds(work.chunks[0][0], work.single_context))
-        for work, s in cost.asked[-8 * 5 * 3 :]
+        for work, s in mixed
     ]  # fmt: skip
-    for points in (eq_2, eq_3):
+    assert fit.decode
+    aladdin_3 = [
+        ((work.single_context, work.singles, 1.0), s,
+         fit.decode.seconds(work.single_context, work.singles))
+        for work, s in decodes
+    ]  # fmt: skip
+    for points in (eq_2, eq_3, aladdin_3):
         errors = [found - s for _, s, found in points]
         assert max(abs(error) for error in errors) > 0.01
         for column in range(len(points[0][0])):
@@ -160,7 +203,7 @@ def test_the_fit_has_the_least_squares(relative: bool) -> None:
 def test_an_instance_without_room_for_two_decodes_is_refused() -> None:
     """One token to a step: no chunk beside a decode, and nothing to fit eq. 3 to."""
     with pytest.raises(JaxinferError, match="too small to fit step times to: give it more tokens"):
-        fit_costs(Curved(), 1, 1, longest=1, relative=True)
+        fit_costs(Curved(), 1, 1, longest=1, pool=1, relative=True)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from jaxinfer import JaxinferError
-from jaxinfer.config import RunFile, as_run_file, load_run_file
-from jaxinfer.serving.work import Work
+from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
+from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.hardware import Catalogue, Gpu, find_gpu, find_model
 from jaxinfer.simulate.nodes import NodeOptions
 from jaxinfer.simulate.roofline import Efficiency, RooflineStage

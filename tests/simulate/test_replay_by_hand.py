@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from jaxinfer import JaxinferError
-from jaxinfer.config import RunFile
+from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.resolve import Resolved
 from jaxinfer.report.records import RequestRecord, RunRecord, TransferRecord
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.simulate import replay as module
 from jaxinfer.simulate.cluster import ModelledCluster
-from jaxinfer.simulate.options import SimulateOptions
 from jaxinfer.simulate.replay import fidelity, furthest_apart, replay
-from jaxinfer.simulate.world import Lane
+from jaxinfer.simulate.world import StagePair
 from jaxinfer.steps import profile as stored
 from jaxinfer.steps.profile import Profile, store_profile
 from jaxinfer.steps.times import Part, Point
@@ -177,7 +177,7 @@ def test_segments_of_a_stage_take_turns_on_its_devices(tmp_path: Path) -> None:
 class Served:
     """What a replay has simulated."""
 
-    config: RunFile
+    site: Resolved
     cluster: ModelledCluster
     fits: Mapping[str, StepFit]
     work: Sequence[BenchRequest]
@@ -191,8 +191,8 @@ class _EnoughError(Exception):
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
     found: list[Served] = []
 
-    def note(config: Any, cluster: Any, fits: Any, work: Any, out: object) -> None:
-        found.append(Served(config, cluster, fits, work))
+    def note(site: Any, cluster: Any, fits: Any, work: Any, out: object) -> None:
+        found.append(Served(site, cluster, fits, work))
         raise _EnoughError
 
     monkeypatch.setattr(module, "serve", note)
@@ -221,13 +221,13 @@ def test_kv_goes_as_it_did(linked: bool, tmp_path: Path, served: list[Served]) -
     with pytest.raises(_EnoughError):
         replay(folder, tmp_path / "out")
     (found,) = served
-    assert found.config.simulate == SimulateOptions()
+    assert found.site.run_file.simulate == SimulateOptions()
     assert found.work == [BenchRequest(None, 20, 1, 0.0), BenchRequest(None, 64, 3, 0.5)]
     late, fast = (0.25, 0.5e9) if linked else (0.0, 7e9)
     back = 0.5e9 if linked else 8e9
     assert found.cluster.lanes == {
-        ("x", "y"): [Lane(0, 64, (("g", "d"),), 0.0), Lane(1, 128, (("h", "d"),), late)],
-        ("y", "x"): [Lane(0, 64, (("d", "g"),), 0.0), Lane(0, 128, (("d", "h"),), late)],
+        ("x", "y"): [StagePair(0, 64, (("g", "d"),), 0.0), StagePair(1, 128, (("h", "d"),), late)],
+        ("y", "x"): [StagePair(0, 64, (("d", "g"),), 0.0), StagePair(0, 128, (("d", "h"),), late)],
     }
     assert found.cluster.capacities == {
         ("g", "d"): 7e9, ("h", "d"): fast, ("d", "g"): 8e9, ("d", "h"): back
@@ -238,7 +238,7 @@ def test_kv_goes_as_it_did(linked: bool, tmp_path: Path, served: list[Served]) -
     assert (x.token_bytes, y.token_bytes) == (128, 64)
     assert (x.segments, y.segments) == (1, 1)
     assert (list(x.devices), list(y.devices)) == ([0, 1], [0])
-    assert x.config == found.config.cluster().instances["x"]
+    assert x.config == found.site.instances["x"]
     # The Balancer went by the slowed device: 2 x 1 + 3 of each, and 5.
     for name in "xy":
         fit = found.fits[name]

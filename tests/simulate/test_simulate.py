@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer import JaxinferError
-from jaxinfer.config import RunFile, load_run_file
+from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.report.records import RunRecord, read_run
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.run import simulate

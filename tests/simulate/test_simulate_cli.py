@@ -8,9 +8,9 @@ import yaml
 from click.testing import CliRunner
 
 from jaxinfer import JaxinferError
-from jaxinfer.cli import cli
+from jaxinfer.commands.app import cli
 from jaxinfer.report.records import read_run
-from jaxinfer.serving.work import Work
+from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.hardware import find_gpu, find_model
 from jaxinfer.simulate.roofline import Efficiency, RooflineStage
 
@@ -47,11 +47,62 @@ def test_several_systems(trace: Path, tmp_path: Path) -> None:
     assert str(refused.exception).startswith("--rounds is for real runs")
 
 
-def test_capacity(trace: Path) -> None:
-    given = [str(CRONUS / "data_parallel.yaml"), "--workload", str(trace), "--slo", "ttft=0.2"]
+def capacity_lines(trace: Path, *options: str) -> list[str]:
+    given = [str(CRONUS / "data_parallel.yaml"), "--workload", str(trace), *options]
     ran = CliRunner().invoke(cli, ["capacity", *given])
-    assert ran.exit_code == 0, ran.output
-    assert ran.output.splitlines()[-1].startswith("capacity: ")
+    if ran.exception:
+        raise ran.exception
+    return ran.output.splitlines()
+
+
+def test_capacity(trace: Path) -> None:
+    *tried, last = capacity_lines(trace, "--slo", "ttft=0.2,tbt=1", "--criterion", "each")
+    found = re.fullmatch(
+        r"capacity: (\S+) requests/s at (\S+)% attainment, goodput (\S+) requests/s, (\S+) per GPU",
+        last,
+    )
+    assert found
+    rate, share, goodput, per_gpu = map(float, found.groups())
+    assert share > 90
+    assert per_gpu == pytest.approx(goodput / 2, rel=0.01)
+    assert tried[0] == "    0.125 requests/s: 91.7% attainment (ttft 91.7%, tbt 100.0%)"
+    missed = [line for line in tried if "at most" in line]
+    assert re.search(r"requests/s: at most 83.3% attainment \(ttft 83.3%, tbt \S+%\)", missed[0])
+    assert rate < min(float(line.split()[0]) for line in missed)
+
+
+def test_capacity_by_percentiles_and_of_several_seeds(trace: Path) -> None:
+    more = "--requests-per-gpu", "4", "--seeds", "2"
+    *tried, last = capacity_lines(trace, "--slo", "ttft:p90=0.2,tbt:p99=1", *more)
+    assert re.fullmatch(r"capacity: \S+ requests/s, goodput \S+ requests/s, \S+ per GPU", last)
+    assert re.search(r"requests/s: met, ttft p90 0\.\d+, tbt p99 0\.\d+$", tried[0])
+    assert any(line.endswith("requests/s: missed") for line in tried)
+    by_hand = capacity_lines(
+        trace, "--slo", "ttft:p90=0.2,tbt:p99=1", "--limit", "8", "--seed", "0", "--seed", "1"
+    )
+    assert by_hand == [*tried, last]
+
+
+def test_capacity_of_nothing(trace: Path) -> None:
+    lines = capacity_lines(trace, "--slo", "ttft=0.000001", "--attainment", "0.5")
+    assert lines == [
+        "    0.001 requests/s: at most 41.7% attainment",
+        "capacity: 0 requests/s, any rate misses the targets",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seeds", "2", "--seed", "1"], "--seed is beside --seeds: give one of them"),
+        (["--requests-per-gpu", "7"], "which for 2 GPUs is 14 requests: the workload has 12"),
+        (["--slo", "ttft:p9=1", "--attainment", "0.9"], "attainment is 0.9, but a percentile's"),
+    ],
+)
+def test_capacity_refuses(options: list[str], message: str, trace: Path) -> None:
+    with pytest.raises(JaxinferError) as error:
+        capacity_lines(trace, "--slo", "ttft=1", *options)
+    assert message in str(error.value)
 
 
 def test_nothing_to_simulate(tmp_path: Path) -> None:
@@ -87,6 +138,13 @@ def test_figures_alone_and_their_price(tmp_path: Path) -> None:
     price = float(re.search(r"\$(\S+) per 1,000 requests", ran.output)[1])  # type: ignore[index]
     assert "$76.00 per hour" in ran.output
     assert price == pytest.approx(1000 / 12 * 76 / 3600 * seconds, rel=0.02)
+    # 16 GPUs of 700 W.
+    energy = re.search(r"limits: (\S+) Wh per request, (\S+) kWh per million", ran.output)
+    assert energy
+    watt_hours = 16 * 700 * seconds / 3600
+    assert float(energy[1]) == pytest.approx(watt_hours / 12, rel=0.02)
+    tokens = int(lines["output tokens"].replace(",", ""))
+    assert float(energy[2]) == pytest.approx(1000 * watt_hours / tokens, rel=0.02)
 
 
 def test_calibrate_prints_a_line_for_the_run_file(tmp_path: Path) -> None:
@@ -133,7 +191,7 @@ def test_linear_costs_in_a_run_file(trace: Path, tmp_path: Path) -> None:
     assert request.token_times == pytest.approx(times, abs=2e-6)
     both = [*given, "--set", "simulate.groups.g.tables=somewhere"]
     refused = CliRunner().invoke(cli, both)
-    assert "both tables, somewhere, and linear" in str(refused.exception)
+    assert "simulate.groups.g: both tables and linear" in str(refused.exception)
 
 
 def test_a_workload_given_replaces_the_files(trace: Path, tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxinfer import JaxinferError
-from jaxinfer.config import RunFile, as_run_file
+from jaxinfer.config.resolve import resolve
+from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
@@ -76,6 +78,13 @@ def test_figures_by_hand() -> None:
     assert found.wall_s == 12.5
     assert (found.prompt_tok_s, found.output_tok_s) == (12 / 12.5, 7 / 12.5)
     assert (found.ttft_p50, found.tbt_p50, found.tbt_p99) == (1, 1, 1)
+    # End-to-end 2, 3 and 2; by output tokens 1 for each.
+    assert (found.e2e_mean, found.e2e_p90, found.tpot_mean) == pytest.approx((7 / 3, 2.8, 1))
+    assert (found.normalised_p99, found.delay_mean) == (1, 0)
+    (use,) = found.instances.values()
+    assert (use.first_step, use.last_step, use.busy_s, use.role_s) == (0, 12.5, 5, {})
+    # From the first one's end, at 2, to the last one's.
+    assert found.steady_requests_s == pytest.approx(2 / 10.5)
     # Of the 4 + 3 - 1 entries and the 3 + 2 - 1, in pages of 4: two and one.
     assert (found.peak_pages, found.num_pages) == (3, 8)
     assert (found.compiles, found.late_compiles, found.launching_s) == (0, 0, 0)
@@ -147,7 +156,7 @@ def test_what_runs_where_is_written(tmp_path: Path) -> None:
     assert found["system"] == config.system
     assert found["emulated"] == ["all: simulated on ga (A10), gb (A10)"]
     assert found["links"] == [{"between": ["ga", "gb"], "gb_s": 0.065536, "latency_s": 0.5}]
-    assert found["instances"] == model_cluster(config, []).describe()
+    assert found["instances"] == model_cluster(replace(resolve(config), pairs=())).describe()
     assert found["simulate"]["linear"]["step_s"] == 1.0
     assert "hardware" not in found["simulate"]
     assert (found["lost"], found["overruns"]) == ({}, {})
@@ -183,9 +192,10 @@ def test_systems_that_predict_are_told_how_long_steps_take(
     ):
         config = seconds("ab", engine, system=system, links=links, simulate=costs)
         simulate(config, [job(4, 2)])
-    cost = model_cluster(config, []).instances["a"].cost
-    expected = fit_costs(cost, 64, 16, longest=299 * 4, relative=fit == "relative")
-    other = fit_costs(cost, 64, 16, longest=299 * 4, relative=fit != "relative")
+    cost = model_cluster(replace(resolve(config), pairs=())).instances["a"].cost
+    pool = 299 * 4
+    expected = fit_costs(cost, 64, 16, longest=pool, pool=pool, relative=fit == "relative")
+    other = fit_costs(cost, 64, 16, longest=pool, pool=pool, relative=fit != "relative")
     assert told == [{"a": expected, "b": expected}, {}]
     assert expected != other
 
@@ -206,13 +216,13 @@ def test_decodes_have_rows_only_where_the_system_looks_at_them(
     system: dict[str, Any] = {"name": "cronus", "partial": "a", "chunked": "b"}
     for more, grouped in (({"cut_share": 0.5}, True), ({"refine": True}, False)):
         served(seconds("ab", engine, system=system | more, links=links), [job(4, 2)])
-        assert {name: given[1:] for name, given in made.items()} == {
+        assert {name: given[1:3] for name, given in made.items()} == {
             "a": (grouped, False), "b": (grouped, False)
         }  # fmt: skip
         fits = [given[0] for given in made.values()]
         assert all(isinstance(fit, StepFit) for fit in fits) == ("cut_share" not in more)
     served(seconds(), [job(2, 2, 0.0, [5, 6])])
-    assert made["a"] == (None, True, True)
+    assert made["a"][:3] == (None, True, True)
 
 
 def test_lengths_are_checked_against_the_shortest_limit() -> None:
@@ -236,3 +246,57 @@ def test_lengths_are_checked_against_the_shortest_limit() -> None:
 def test_what_can_never_be_served_ends_the_run() -> None:
     with pytest.raises(JaxinferError, match="needs 9 pages of 4 tokens"):
         served(seconds(), [job(4, 2), job(30, 4)])
+
+
+def test_time_in_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request's first step sets the role that the instance takes when the request has left."""
+    (tmp_path / "roles.py").write_text(
+        "from jaxinfer.serving.system import SetRole\n"
+        "from jaxinfer.systems.single import Single\n"
+        "class Roles(Single):\n"
+        "    roles = {0.0: 'on', 10.5: 'off'}\n"
+        "    def on_step(self, step, cluster):\n"
+        "        role = self.roles.get(step.start)\n"
+        "        return [SetRole(step.instance, role)] if role else []\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = seconds(system="roles:Roles")
+    found, _ = served(config, [job(4, 3), job(5, 2, 10.5), job(5, 1, 14)], tmp_path / "runs")
+    (use,) = found.instances.values()
+    assert (found.wall_s, use.busy_s) == (15, 6)
+    # From 0 to 3 it has none, and off is taken when the second request has left, at 12.5.
+    assert use.role_s == {"on": 9.5, "off": 2.5}
+    written = json.loads((tmp_path / "runs" / "1" / "run.json").read_text())["metrics"]
+    assert written["instances"] == {
+        "a": {"first_step": 0, "last_step": 15, "busy_s": 6, "role_s": {"on": 9.5, "off": 2.5}}
+    }
+    assert (written["e2e_mean"], written["usd_per_request"]) == (2, None)
+
+
+def predicted(config: RunFile, work: Sequence[BenchRequest]) -> dict[str, tuple[int, int] | None]:
+    found = {}
+
+    def note(request: RequestState, at: Sequence[float]) -> None:
+        found[request.id] = request.predicted
+
+    simulate(config, work, None, note)
+    return found
+
+
+def test_lengths_are_predicted_as_requests_come_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of arrival, by their numbers in the workload."""
+    work = [job(3, 9, 5.0), job(3, 25), job(3, 11, 1.0)]
+    exact = {"granularity": 10, "accuracy": 1}
+    assert predicted(seconds(workload={"predictor": exact}), work) == {
+        "0": (0, 10), "1": (20, 30), "2": (10, 20)}  # fmt: skip
+    assert set(predicted(seconds(), work).values()) == {None}
+    (tmp_path / "predictor_of_arrivals.py").write_text(
+        "class Counts:\n    n = 0\n    def __call__(self, request):\n"
+        "        self.n += 1\n        return self.n, request.prompt_len + self.n\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = seconds(workload={"predictor": "predictor_of_arrivals:Counts"})
+    assert predicted(config, work) == {"1": (1, 4), "2": (2, 5), "0": (3, 6)}
+    assert predicted(config, work)["1"] == (1, 4)  # A new one in each run.

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 from jaxinfer import JaxinferError
-from jaxinfer.network import Link
+from jaxinfer.serving.batch import Batch, Row, Transfer, Work
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
-from jaxinfer.serving.transfer import Transfer
-from jaxinfer.serving.work import Work
-from jaxinfer.serving.world import Arrival, Batch, Row, StepDone, Tick, TransferDone
-from jaxinfer.simulate.world import Lane, SimulatedWorld
+from jaxinfer.serving.world import Arrival, StepDone, Tick, TransferDone
+from jaxinfer.simulate.world import SimulatedWorld, StagePair
+from jaxinfer.steps.network import Link
 
 
 @dataclass
@@ -49,7 +48,7 @@ def transfer(start: int, stop: int, **more: Any) -> Transfer:
 def world(
     cost: Given,
     devices: Sequence[int] = (0,),
-    lanes: Sequence[Lane] = (),
+    lanes: Sequence[StagePair] = (),
     capacities: dict[Link, float] | None = None,
     segments: int = 1,
     requests: Sequence[RequestState] = (),
@@ -72,7 +71,6 @@ def test_stages_wait_for_the_one_before_and_for_their_device() -> None:
     """Stages of 2 and 3 s with half a second between: the second step waits for either."""
     modelled = world(Given((2.0, 3.0), (0.5,)), (0, 1))
     assert modelled.now() == 0
-    assert modelled.can_launch("i")
     for _ in range(3):
         modelled.launch(batch(1))
     assert step(modelled).stages == [(0, 2), (2.5, 5.5)]
@@ -133,7 +131,7 @@ def test_each_stage_sends_its_pieces_as_they_end(y: float, end: float) -> None:
     which take 6 s at half the rate; at 10, 200 B of the second are left, for 2 s and the latency.
     Over y, from 7 on and from 10 on: at 25 B/s, all 600 B have left 24 s after the first.
     """
-    lanes = [Lane(0, 100, ["x"], 0.25), Lane(1, 60, ["y"], 0.5)]
+    lanes = [StagePair(0, 100, ["x"], 0.25), StagePair(1, 60, ["y"], 0.5)]
     modelled = world(Given((4.0, 6.0), (0.0,)), (0, 1), lanes, {"x": 100.0, "y": y}, 2)
     sent = transfer(10, 20)
     modelled.launch(batch(1, transfers=[sent]))
@@ -144,7 +142,7 @@ def test_each_stage_sends_its_pieces_as_they_end(y: float, end: float) -> None:
 
 def test_what_exists_leaves_at_once_and_has_landed_with_its_last_lane() -> None:
     """1000 B and 600 B share 100 B/s from 5 on: 600 B of each by 17, the other 400 by 21."""
-    lanes = [Lane(0, 100, ["x"], 0.0), Lane(1, 60, ["x"], 9.0)]
+    lanes = [StagePair(0, 100, ["x"], 0.0), StagePair(1, 60, ["x"], 9.0)]
     modelled = world(Given((1.0,)), lanes=lanes, capacities={"x": 100.0}, segments=8)
     modelled.wake_at(5.0)
     assert modelled.due_events() == [Tick()]
@@ -172,7 +170,7 @@ def test_all_that_happens_at_one_moment_comes_together() -> None:
 
 
 def test_kv_that_cannot_go_is_refused() -> None:
-    lanes = [Lane(0, 100, ["x"], 0.0)]
+    lanes = [StagePair(0, 100, ["x"], 0.0)]
     modelled = world(Given((1.0,)), lanes=lanes, capacities={"x": 100.0})
     with pytest.raises(JaxinferError, match="has all KV heads of a stage in one pool"):
         modelled.start_transfer(transfer(0, 1, slice_move=MoveSlices("r", 0, 1, (0,))))

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from jaxinfer import JaxinferError
-from jaxinfer.serving.work import Work
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.curve import Curve, add_up
 from jaxinfer.simulate.hardware import Gpu, ModelShape, find_gpu
-from jaxinfer.simulate.tables import Curve, TableStage, add_up
+from jaxinfer.simulate.tables import TableStage
 
 MODEL = ModelShape(
     hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=4,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.world import Batch, Row
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinfer.serving.work import Work
+from jaxinfer.serving.batch import Work
 from jaxinfer.steps.shapes import StepLimits, StepShape
 from jaxinfer.steps.times import Point, StepTimes, features, shape_of, work_of_parts
 

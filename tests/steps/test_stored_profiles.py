@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,23 @@ def test_lines_of_each_stage_by_how_much_it_is_slowed_down() -> None:
         assert fit.mixed.per_prefill_context == pytest.approx(0.2)
         assert fit.mixed.per_decode_context == pytest.approx(decode)
         assert fit.mixed.constant == pytest.approx(constant)
+
+
+def test_decodes_alone_have_a_line_of_their_own() -> None:
+    """0.5 + 0.25 per row + 0.001 per entry they see, their own too, and twice that of stage 2."""
+
+    def point(rows: int, before: int, chunk: int = 0) -> Point:
+        seconds = 0.5 + 0.25 * rows + 0.001 * rows * (before + 1) + 100 * chunk
+        chunks = ((0, chunk),) * bool(chunk)
+        return Point((*[(before, 1)] * rows, *chunks), (seconds, 2 * seconds))
+
+    points = [point(n, before) for n in (1, 4) for before in (0, 99)] + [point(4, 7, chunk=8)]
+    fit = replace(FOUND, points=points).fit([1.0, 3.0]).decode
+    assert fit
+    found = fit.per_context, fit.per_sequence, fit.constant
+    assert found == pytest.approx((0.007, 1.75, 3.5))
+    assert FOUND.fit([1.0, 1.0]).decode is None
+    assert replace(FOUND, points=points[:2] * 2).fit([1.0, 1.0]).decode is None
 
 
 def test_how_well_lines_fit() -> None:

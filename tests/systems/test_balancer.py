@@ -17,12 +17,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from scenarios import examples
-from serving_checks import make_kv
+from serving_checks import make_kv, new_instance
 
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import LeastSquares, MixedFit, PrefillFit, StepFit
-from jaxinfer.serving.system import ClusterView
+from jaxinfer.serving.system import ClusterView, Leg
 from jaxinfer.systems.balancer import Load, Refined, balance, chunked_seconds, load_of
 from jaxinfer.systems.cronus import Cronus, CronusOptions
 
@@ -187,13 +187,15 @@ def test_where_decodes_use_up_the_budget_the_ppi_computes_all(num_decodes: int) 
 def test_the_statistics_are_those_of_the_moment() -> None:
     """Decodes, and their context; requests whose prompt is not done are none."""
     options = InstanceOptions(max_num_batched_tokens=77)
-    instance = Instance("cpi", make_kv(40, 8), options)
+    instance = new_instance("cpi", make_kv(40, 8), options)
     for name, prompt_len, computed in (("a", 10, 10), ("b", 10, 30), ("c", 50, 49), ("d", 9, 0)):
         request = RequestState(name, prompt_len, 50)
         request.computed = computed
         request.hold = instance.kv.reserve(max(computed, 1))
-        instance.run(request)
-    instance.waiting.append(RequestState("e", 5, 5))
+        instance.taking_part.add(request)
+    waiting = RequestState("e", 5, 5)
+    waiting.legs = [Leg("cpi")]
+    instance.waiting.append(waiting)
     # 2 + 4 + 7 + 1 pages are taken.
     assert load_of(instance) == Load(
         free_pages=26, page_size=8, max_num_batched_tokens=77, num_decodes=2, decode_context=40
@@ -316,7 +318,7 @@ def test_cronus_cuts_by_what_its_steps_have_shown(refine: bool) -> None:
     profile = StepFit(PrefillFit(1e-4, 0.01), MixedFit(1e-6, 1e-7, 0.0128))
     weak, strong = PrefillFit(3e-4, 0.02), profile.mixed
     ppi, cpi = (
-        Instance(
+        new_instance(
             name,
             make_kv(10**4, 16),
             InstanceOptions(max_num_batched_tokens=BUDGET),

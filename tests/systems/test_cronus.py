@@ -9,7 +9,7 @@ from fake_world import Timing
 from hypothesis import given
 from hypothesis import strategies as st
 from scenarios import examples
-from serving_checks import Run, make_kv, make_requests
+from serving_checks import Run, make_kv, make_requests, new_instance
 
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
@@ -22,7 +22,7 @@ FIT = StepFit(PrefillFit(0.4, 1), MixedFit(0.01, 0.01, 1))
 
 def instance(name: str, pages: int, page_size: int = 4, seats: int = 8) -> Instance:
     options = InstanceOptions(max_num_seqs=seats, max_num_batched_tokens=5)
-    return Instance(name, make_kv(pages, page_size), options, fit=FIT)
+    return new_instance(name, make_kv(pages, page_size), options, fit=FIT)
 
 
 def fixed_cut(cut: float | None) -> dict[str, float]:
@@ -210,7 +210,7 @@ def step(instance: str, took: float, *rows: tuple[Any, int, int]) -> Any:
 
 
 def unlike(name: str, fit: StepFit) -> Instance:
-    return Instance(name, make_kv(10, 4), InstanceOptions(max_num_batched_tokens=5), fit=fit)
+    return new_instance(name, make_kv(10, 4), InstanceOptions(max_num_batched_tokens=5), fit=fit)
 
 
 @pytest.mark.parametrize("candidates", [10, 2])

@@ -9,10 +9,10 @@ from fake_world import Timing
 from hypothesis import given
 from hypothesis import strategies as st
 from scenarios import examples
-from serving_checks import Run, make_kv, make_requests
+from serving_checks import Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.system import ClusterView, Leg
 from jaxinfer.systems.data_parallel import DataParallel, DataParallelOptions
@@ -133,7 +133,7 @@ def test_in_the_fake_world(seed: int) -> None:
             longest[name] = max(longest[name], len(instance.waiting))
 
     options = InstanceOptions(max_num_seqs=1, max_num_batched_tokens=8)
-    pool = [Instance(name, make_kv(40, 4), options) for name in PAPER]
+    pool = [new_instance(name, make_kv(40, 4), options) for name in PAPER]
     requests = make_requests([(12, 4)] * 24)
     outcome = Run(make(PAPER), pool, requests, Timing(seed, 2), watch=watch).verify()
     homes = Counter(route[0][0] for name in outcome.finished if (route := outcome.route_of(name)))

@@ -9,7 +9,7 @@ from fake_world import Timing
 from hypothesis import given
 from hypothesis import strategies as st
 from scenarios import RULES, examples
-from serving_checks import Outcome, Run, make_kv, make_requests
+from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.instance import Instance, InstanceOptions
@@ -25,7 +25,7 @@ def make(**options: Any) -> Disaggregated:
 def instance(name: str, pages: int = 100, **options: Any) -> Instance:
     """Five tokens in a step, one step at a time."""
     defaults = {"max_num_batched_tokens": 5, "max_in_flight": 1, "watermark": 0.0}
-    return Instance(name, make_kv(pages, 1), InstanceOptions(**(defaults | options)))
+    return new_instance(name, make_kv(pages, 1), InstanceOptions(**(defaults | options)))
 
 
 def serve(
@@ -42,7 +42,8 @@ def serve(
 
 def test_options() -> None:
     assert vars(DisaggregatedOptions()) == {
-        "prefill": "prefill", "decode": "decode", "hand_off": "on_demand", "max_in_prefill": 2,
+        "prefill": ("prefill",), "decode": ("decode",), "hand_off": "on_demand",
+        "max_in_prefill": 2,
     }  # fmt: skip
     system = make(prefill="p", decode="d")
     system.check(["d", "p"])
@@ -164,3 +165,64 @@ def test_a_lost_decode_instance() -> None:
     outcome = serve(make(), [(5, 4), (5, 4)], timing=timing)
     assert outcome.route_of("r0") == [("prefill", 5), ("decode", 2), ("prefill", 8)]
     assert [r.finish_reason for r in outcome.finished.values()] == ["length", "length"]
+
+
+def test_all_pairs_are_routes() -> None:
+    system = make(prefill=["p", "q"], decode=["d", "e"])
+    assert system.routes("pqde") == [("p", "d"), ("p", "e"), ("q", "d"), ("q", "e")]
+
+
+@pytest.mark.parametrize(
+    ("there", "pairs"),
+    [
+        ({"p": 0, "q": 0, "d": 0, "e": 0}, ["pd", "qe", "pd", "qe"]),
+        ({"p": 1, "q": 0, "d": 5, "e": 3}, ["qe", "pe", "qd"]),
+        ({"p": 2, "q": 0, "d": 0, "e": 9}, ["qd", "qd"]),
+        ({"p": 2, "q": 3, "d": 0, "e": 0}, []),
+        ({"q": 0, "d": 1, "e": 0}, ["qe", "qd"]),
+        ({"p": 0, "q": 0, "e": 4}, ["pe", "qe", "pe", "qe"]),
+    ],
+)
+def test_the_pair_with_the_fewest(there: dict[str, int], pairs: list[str]) -> None:
+    """Of those that are left, what the call has given out included; ties by their order."""
+    system = make(prefill=["p", "q"], decode=["d", "e"], max_in_prefill=2)
+    legs = [(legs[0].instance + legs[1].instance) for _, legs in route(system, 6, **there)]
+    assert legs == pairs
+
+
+@pytest.mark.parametrize(
+    ("there", "given"),
+    [({"p": 3, "q": 1}, "qqpqpq"), ({"d": 0, "e": 0}, "dedede"), ({"e": 7}, "eeeeee")],
+)
+def test_whole_requests_on_the_role_that_is_left(there: dict[str, int], given: str) -> None:
+    system = make(prefill=["p", "q"], decode=["d", "e"], max_in_prefill=1)
+    assert route(system, 6, **there) == [(f"r{i}", (Leg(name),)) for i, name in enumerate(given)]
+
+
+@examples(80)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 15), st.integers(1, 8)), min_size=1, max_size=10),
+    most=st.integers(1, 3),
+    lost=st.dictionaries(st.sampled_from("pqde"), st.integers(0, 40).map(float), max_size=3),
+    seed=st.integers(0, 10**6),
+)
+def test_two_of_each(
+    lengths: list[tuple[int, int]], most: int, lost: dict[str, float], seed: int
+) -> None:
+    """Prompts on p and q, decodes on d and e, and all of it somewhere while one is left."""
+
+    def watch(loop: ServingLoop) -> None:
+        if not loop.lost:
+            assert all(loop.instances[name].num_requests <= most for name in "pq")
+
+    system = make(prefill=["p", "q"], decode=["d", "e"], max_in_prefill=most)
+    pool = [instance(name, 40) for name in "pqde"]
+    timing = Timing(seed, 3, 6, lost=lost)
+    outcome = Run(system, pool, make_requests(lengths), timing, watch=watch).verify()
+    assert all(r.finish_reason == "length" for r in outcome.finished.values())
+    if not lost:
+        assert {t.source for t in outcome.world.transfers} <= {"p", "q"}
+        assert {t.dest for t in outcome.world.transfers} <= {"d", "e"}
+        for name, (prompt_len, _) in enumerate(lengths):
+            where, count = outcome.route_of(f"r{name}")[0]
+            assert (where in "pq", count) == (True, prompt_len)

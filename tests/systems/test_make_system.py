@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_checks import Run, make_kv, make_requests
+from serving_checks import Run, make_kv, make_requests, new_instance
 
 from jaxinfer import JaxinferError
-from jaxinfer.serving.instance import Instance
 from jaxinfer.systems.cronus import Cronus
 from jaxinfer.systems.data_parallel import DataParallel
 from jaxinfer.systems.disaggregated import Disaggregated
+from jaxinfer.systems.least_loaded import LeastLoaded
 from jaxinfer.systems.pipeline_parallel import PipelineParallel
 from jaxinfer.systems.registry import SYSTEMS, make_system
 from jaxinfer.systems.single import Single
@@ -20,7 +20,7 @@ SHARE = {"weight": 1, "max_waiting": 1}
 PAIR = ["ppi", "cpi"]
 OWN = """
 from jaxinfer.serving.system import Assignment, Leg, System
-from jaxinfer.validation import Options
+from jaxinfer.config.validation import Options
 
 class MyOptions(Options):
     name_of_first: str = "x"
@@ -69,6 +69,10 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ({"name": "cronus", "partial": "cpi", "chunked": "ppi", "cut_tokens": 0}, PAIR, Cronus),
         ({"name": "cronus", "cut_share": 0.5, "hand_off": "per_chunk"}, [*PAIR, "third"], Cronus),
         ({"name": "disaggregated"}, ["prefill", "decode"], Disaggregated),
+        ({"name": "disaggregated", "prefill": ["a", "b"], "decode": "c"}, "abc", Disaggregated),
+        ({"name": "least_loaded"}, ["engine"], LeastLoaded),
+        ({"name": "least_loaded", "choose": "power_of_two", "seed": 3}, "abc", LeastLoaded),
+        ({"name": "least_loaded", "choose": "round_robin"}, "abc", LeastLoaded),
         ({"name": "data_parallel", "shares": {"a": SHARE, "b": SHARE}}, "ab", DataParallel),
         ({"name": "jaxinfer.systems.single:Single"}, ["engine"], Single),
     ],
@@ -81,19 +85,24 @@ def test_systems(config: dict[str, Any], instances: Sequence[str], kind: type) -
 
 def test_all_that_come_with_jaxinfer_are_found() -> None:
     for name, target in SYSTEMS.items():
-        with pytest.raises(JaxinferError, match=f"system {name}: |system.(shares|partial|prefill)"):
-            make_system({"name": name}, ["x", "y"])
+        if name == "least_loaded":  # Has all it needs.
+            assert type(make_system({"name": name}, ["x", "y"])) is LeastLoaded
+        else:
+            wrong = f"system {name}: |system.(shares|partial|prefill)"
+            with pytest.raises(JaxinferError, match=wrong):
+                make_system({"name": name}, ["x", "y"])
         assert target.startswith(f"jaxinfer.systems.{name}:")
 
 
 def test_names() -> None:
     assert list(SYSTEMS) == [
-        "single", "cronus", "data_parallel", "disaggregated", "pipeline_parallel"]  # fmt: skip
+        "single", "cronus", "data_parallel", "least_loaded", "disaggregated",
+        "pipeline_parallel"]  # fmt: skip
 
 
 def test_a_users_own(own: str) -> None:
     system = make_system({"name": f"{own}:MySystem", "name_of_first": "a"}, ["a"])
-    outcome = Run(system, [Instance("a", make_kv(9, 4))], make_requests([(3, 3)])).verify()
+    outcome = Run(system, [new_instance("a", make_kv(9, 4))], make_requests([(3, 3)])).verify()
     assert outcome.route_of("r0") == [("a", 5)]
 
 
@@ -110,7 +119,7 @@ def error_of(config: dict[str, Any], instances: Sequence[str] = PAIR) -> str:
         ({}, "system: needs a name, or my_module:MySystem"),
         ({"name": 3}, "system: needs a name"),
         ({"name": "cronos"}, "system 'cronos': did you mean 'cronus'?; or my_module:MySystem"),
-        ({"name": "xyz"}, "system 'xyz': known: cronus, data_parallel, disaggregated, pipeline"),
+        ({"name": "xyz"}, "system 'xyz': known: cronus, data_parallel, disaggregated, least_loa"),
         ({"name": "Cronus"}, "did you mean 'cronus'?"),
         ({"name": "not_there_at_all:MySystem"}, "No module named 'not_there_at_all'"),
         ({"name": "cronus", "cut_shar": 1}, "system.cut_shar: unknown option, did you mean 'cut_s"),
@@ -134,6 +143,23 @@ def error_of(config: dict[str, Any], instances: Sequence[str] = PAIR) -> str:
         ({"name": "disaggregated"}, "system.prefill is 'prefill': known: cpi, ppi"),
         ({"name": "disaggregated", "prefill": "ppi"}, "decode is 'decode': known: cpi, ppi"),
         ({"name": "disaggregated", "prefill": "ppi", "decode": "ppi"}, "are both 'ppi'"),
+        ({"name": "disaggregated", "prefill": ["ppi", "x"]}, "system.prefill[1] is 'x': known: cp"),
+        ({"name": "disaggregated", "prefill": []}, "system.prefill is [], must have at least 1"),
+        ({"name": "disaggregated", "prefill": 3}, "system.prefill is 3, must be a list"),
+        (
+            {"name": "disaggregated", "prefill": ["ppi", "cpi"], "decode": ["cpi"]},
+            "system disaggregated: prefill and decode are both 'cpi'",
+        ),
+        (
+            {"name": "disaggregated", "prefill": ["ppi", "ppi"], "decode": "cpi"},
+            "system disaggregated: prefill has 'ppi' twice",
+        ),
+        ({"name": "least_loaded", "choose": "jsq"}, "system.choose is 'jsq', must be 'join_short"),
+        (
+            {"name": "least_loaded", "choose": "round_robin", "load": "tokens"},
+            "system.load: round_robin goes by none",
+        ),
+        ({"name": "least_loaded", "seed": 0}, "system.seed: join_shortest_queue draws nothing"),
         ({"name": "disaggregated", "cut": 1}, "system.cut: unknown option, known: decode"),
         ({"name": "data_parallel"}, "system.shares is missing"),
         ({"name": "data_parallel", "shares": {"ppi": SHARE}}, "instance 'cpi' has none"),

@@ -1,3 +1,4 @@
+import hashlib
 import json
 from pathlib import Path
 
@@ -7,10 +8,19 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.request import SamplingParams
 from jaxinfer.workload.batch_input import (
     BadLine,
+    BatchFile,
     BatchLine,
-    read_batch,
 )
 from jaxinfer.workload.conversation import Conversation
+
+
+def read_batch(path: str | Path) -> list[BatchLine | BadLine]:
+    """All lines, in their order."""
+    with BatchFile(path) as file:
+        good = {line.custom_id: line for line in file.lines(skipped=())}
+        assert not good.keys() & file.bad.keys()
+        assert all(line.number == file.number_of[line.custom_id] for line in good.values())
+        return [file.bad.get(custom_id) or good[custom_id] for custom_id in file.number_of]
 
 
 def read(tmp_path: Path, *lines: object) -> list[BatchLine | BadLine]:
@@ -70,6 +80,8 @@ def test_text_parts_become_one_text(tmp_path):
     assert good(tmp_path, {"messages": messages}).prompt == Conversation(
         [{"role": "system", "content": ""}, {"role": "user", "content": "one\ntwo"}]
     )
+    messages = [{"role": "user", "content": "Hi", "name": None, "tool_calls": None}]
+    assert good(tmp_path, {"messages": messages}).prompt == HI
 
 
 def test_sampling_options_and_defaults(tmp_path):
@@ -106,6 +118,7 @@ def test_max_completion_tokens_is_max_tokens(tmp_path):
         {"logprobs": False, "top_logprobs": 0, "best_of": 1, "min_tokens": 0},
         {"temperature": None, "seed": None, "logprobs": None, "audio": None},
         {"response_format": {"type": "text"}},
+        {"parallel_tool_calls": True, "tool_choice": "none", "functions": [], "suffix": ""},
     ],
 )
 def test_options_that_ask_for_nothing_are_accepted(tmp_path, harmless):
@@ -180,6 +193,10 @@ BAD = [
     (
         chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
         "messages[0] has content part {'type': 'image_url'}",
+    ),
+    (
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": "Hi", "x": 1}]}]),
+        "messages[0] has content part {'type': 'text', 'text': 'Hi', 'x': 1}",
     ),
     (
         chat(messages=[{"role": "assistant", "content": "x", "tool_calls": [1]}]),
@@ -272,7 +289,15 @@ def test_custom_id_that_collides_with_a_made_one(tmp_path):
         {"prompt": "d"},
     )
     assert [type(x) for x in lines] == [BatchLine, BadLine, BatchLine, BadLine]
-    assert len({x.custom_id for x in lines}) == 4
+    assert [x.custom_id for x in lines] == ["line-1", "line-2", "line-4", "line-4-duplicate"]
+
+
+def test_a_digest_takes_in_every_byte_of_the_file(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\n \n{"bad": 1}\n{"prompt": "b"}')
+    with BatchFile(path) as file:
+        assert len(file.number_of) == 3
+        assert file.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_long_values_are_shortened(tmp_path):
@@ -286,3 +311,52 @@ def test_long_values_are_shortened(tmp_path):
 def test_unreadable_file(tmp_path, name):
     with pytest.raises(JaxinferError, match=r"^cannot read .*: (No such file|Is a directory)"):
         read_batch(tmp_path / name)
+
+
+def test_a_file_is_read_again_line_by_line(tmp_path):
+    """Without the lines that are done or bad, and not ahead of who asks."""
+    path = tmp_path / "in.jsonl"
+    raw = [json.dumps({"prompt": f"text {i}"}) for i in range(6)]
+    path.write_text("\n".join([raw[0], "", "bad", *raw[1:]]))
+    with BatchFile(path) as file:
+        assert list(file.number_of.items()) == [(f"line-{n}", n) for n in (1, 3, 4, 5, 6, 7, 8)]
+        assert list(file.bad) == ["line-3"]
+        skipped = {"line-4", "none"}
+        lines = file.lines(skipped)
+        assert next(lines).prompt == "text 0"
+        assert next(lines).prompt == "text 2"
+        skipped.add("line-7")
+        assert [(line.number, line.prompt) for line in lines] == [(6, "text 3"), (8, "text 5")]
+        # From the beginning, as often as one likes.
+        assert len(list(file.lines(()))) == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "at"),
+    [
+        (lambda lines: [*lines[:2], lines[2].replace("c", "C"), *lines[3:]], 3),
+        (lambda lines: [*lines[:1], "", *lines[1:]], 2),
+        (lambda lines: lines[:2], 3),
+        (lambda lines: [lines[1], lines[0], *lines[2:]], 1),
+    ],
+    ids=["another letter", "a blank line", "cut", "another order"],
+)
+def test_a_file_that_changes_meanwhile_is_refused(tmp_path, change, at):
+    path = tmp_path / "in.jsonl"
+    lines = [json.dumps({"prompt": letter}) for letter in "abcd"]
+    path.write_text("\n".join(lines) + "\n")
+    with BatchFile(path) as file:
+        path.write_text("\n".join(change(lines)) + "\n")
+        numbers = []
+        with pytest.raises(JaxinferError, match=f"in.jsonl has changed .*, at line {at}: leave"):
+            numbers.extend(line.number for line in file.lines(()))
+    assert numbers == list(range(1, at))
+
+
+def test_what_comes_after_the_end_is_not_of_the_file(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    with BatchFile(path) as file:
+        with path.open("a") as more:
+            more.write('{"prompt": "b"}\n')
+        assert [line.prompt for line in file.lines(())] == ["a"]

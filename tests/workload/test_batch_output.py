@@ -1,5 +1,6 @@
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import resource
@@ -150,6 +151,17 @@ def test_result_line_is_the_same_each_time():
     assert result_line(other, output_of("Yo", [5], [1]), "m")["id"] != first["id"]
 
 
+def test_ids_follow_from_the_line_s_own():
+    for custom_id in ("mine", "yours"):
+        digest = hashlib.sha256(custom_id.encode()).hexdigest()[:24]
+        for prompt, kind in (("Hi", "cmpl"), (Conversation([]), "chatcmpl")):
+            line = BatchLine(3, custom_id, prompt, SamplingParams())
+            result = result_line(line, output_of("Yo", [5], [1]), "tiny")
+            found = result["id"], result["response"]["request_id"], result["response"]["body"]["id"]
+            assert found == (f"batch_req_{digest}", f"req_{digest}", f"{kind}-{digest}")
+        assert error_line(line, "why")["id"] == f"batch_req_{digest}"
+
+
 def test_error_line_names_the_line():
     bad = BadLine(7, "line-7", "prompt is empty")
     result = error_line(bad, bad.reason)
@@ -177,6 +189,19 @@ def test_a_record_is_in_the_file_when_append_returns(out):
     with ResultFile.open(out, JOB, force=False) as file:
         file.append(record("a"))
         assert out.read_bytes() == as_line("a")
+
+
+def test_failures_are_counted_in_the_file_and_as_they_come(out):
+    with ResultFile.open(out, JOB, force=False) as file:
+        counts = []
+        for each in (record("a"), error_line(BadLine(7, "bad", "why"), "why"), record("b")):
+            file.append(each)
+            counts.append(file.num_failed)
+        assert counts == [0, 1, 1]
+    with ResultFile.open(out, JOB, force=False) as file:
+        assert (file.num_failed, file.finished) == (1, {"a", "bad", "b"})
+        file.append(error_line(BadLine(8, "worse", "why"), "why"))
+        assert file.num_failed == 2
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxinfer.config.run_file import Workload
 from jaxinfer.errors import JaxinferError
 from jaxinfer.workload.lengths import BenchRequest, read_workload, synthetic_tokens
 
@@ -33,6 +34,10 @@ def read(tmp_path: Path, name: str, text: str) -> list[BenchRequest]:
         (
             AZURE + "2023-11-16 18:17:04.0319600,3,8\n2023-11-16 18:17:03.9799600,4,9",
             [lengths(3, 8, 0.052), lengths(4, 9, 0.0)],
+        ),
+        (
+            AZURE + "2023-11-16 18:17:03.979960,3,8\n2023-11-16 18:17:04.031967,4,9",
+            [lengths(3, 8, 0.0), lengths(4, 9, 0.052007)],
         ),
         ("\ufeff" + VIDUR + "5,6,0\r\n\n", [lengths(5, 6)]),
     ],
@@ -130,3 +135,30 @@ def test_synthetic_tokens_depend_on_the_seed_alone():
     assert tokens != synthetic_tokens(1000, 50, seed=4)
     assert len(tokens) == 1000
     assert set(tokens) == set(range(50))
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_what_comes_after_the_limit_is_not_looked_at(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"w{suffix}"
+    if suffix == ".csv":
+        lines = ["num_prefill_tokens,num_decode_tokens", "1,2", "3,4", "no"]
+    else:
+        lines = [f'{{"prompt_token_ids": [7], "max_tokens": {n}}}' for n in (2, 4)] + ["no"]
+    path.write_text("\n".join(lines) + "\n")
+    assert [item.max_tokens for item in read_workload(path, 1)] == [2]
+    assert [item.max_tokens for item in read_workload(path, 2)] == [2, 4]
+    with pytest.raises(JaxinferError, match=r"line [34]: "):
+        read_workload(path, 3)
+
+
+@pytest.mark.parametrize(("times", "has"), [((0, 0, 5), True), ((0, 0, 0), False)])
+def test_times_may_begin_after_the_limit(times: tuple[int, ...], has: bool, tmp_path: Path) -> None:
+    path = tmp_path / "w.csv"
+    rows = [f"{time},1,1" for time in times]
+    path.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]) + "\n")
+    workload = Workload(trace=str(path), limit=2, arrivals={"kind": "trace"})  # type: ignore[arg-type]
+    if has:
+        assert [item.arrival for item in workload.requests()] == [0, 0]
+    else:
+        with pytest.raises(JaxinferError, match="has no times"):
+            workload.requests()

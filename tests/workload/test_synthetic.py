@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import JaxinferError
-from jaxinfer.config import Workload, as_run_file
+from jaxinfer.config.run_file import Workload, as_run_file
 from jaxinfer.workload.lengths import BenchRequest
 from jaxinfer.workload.synthetic import Synthetic
 
@@ -34,7 +34,7 @@ def test_as_published(name: str) -> None:
         if p90:
             assert np.percentile(lengths, 90) == pytest.approx(p90, rel=0.12)
     if name in ("chat_1m_4k", "bwb_4k"):
-        assert (prompts + outputs).max() <= 4096
+        assert (prompts + outputs).max() == 4096  # Pairs beyond it are drawn again.
     assert abs(np.corrcoef(prompts, outputs)[0, 1]) < (0.2 if name.endswith("4k") else 0.03)
 
 
@@ -68,6 +68,14 @@ def test_the_same_for_the_same_seed() -> None:
     assert one == same
     assert one != other
     assert len(workload(synthetic="sharegpt", limit=7)) == 7
+    assert len(workload(synthetic="sharegpt")) == 1000
+
+
+def test_only_draws_in_a_row_tell_that_a_class_is_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 300 of this one come 1,791 others, at most 35 in a row."""
+    monkeypatch.setattr("jaxinfer.workload.synthetic._PATIENCE", 36)
+    one = Synthetic(lengths="azure_conversation", count=300, seed=1)
+    assert len(one.requests("LPHD")) == 300
 
 
 @pytest.mark.parametrize(

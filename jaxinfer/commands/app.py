@@ -1,0 +1,54 @@
+"""The command line. Each command is in the file that has its name, read when it is asked for."""
+
+import errno
+import os
+import sys
+from importlib import import_module
+
+import click
+
+from jaxinfer.commands.signals import leave
+from jaxinfer.errors import JaxinferError
+
+COMMANDS = (
+    "run", "bench", "compare", "simulate", "capacity", "calibrate", "explain", "profile", "convert"
+)  # fmt: skip
+# What files, pipes and terminals that take a command's output may fail with.
+_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
+
+
+class Commands(click.Group):
+    """Those of ``COMMANDS``."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """Their names."""
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        """The one of this name, or None."""
+        if name not in COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f"jaxinfer.commands.{name}"), name)
+        return command
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="jaxinfer")
+def cli() -> None:
+    """Run and study LLM inference in JAX."""
+
+
+def main() -> None:
+    """Run one command: a user's mistake is one line on stderr and exit code 2."""
+    sys.path.insert(0, os.getcwd())  # For a system of the user's own.
+    try:
+        code = cli(standalone_mode=False)
+    except click.ClickException as error:
+        leave(error.format_message(), 2)
+    except JaxinferError as error:
+        leave(str(error), 2)
+    except OSError as error:
+        if error.errno not in _OF_OUTPUT:
+            raise
+        leave(f"cannot write {error.filename or 'the output'}: {error.strerror}", 2)
+    sys.exit(code or 0)

@@ -1,0 +1,202 @@
+"""The main job: a file of requests in, a file of results out, resumable."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.run_file import RunFile
+from jaxinfer.errors import JaxinferError
+from jaxinfer.report.metrics import RunMetrics
+from jaxinfer.report.run_folder import run_folders
+from jaxinfer.request import RequestOutput
+from jaxinfer.workload.batch_input import BadLine, BatchFile, BatchLine
+from jaxinfer.workload.batch_output import ResultFile, error_line, result_line
+from jaxinfer.workload.conversation import Conversation
+
+if TYPE_CHECKING:
+    from jaxinfer.llm import LLM
+    from jaxinfer.serving.request_state import RequestState
+
+# Of an instance's options, those that may change a result.
+RESULT_OPTIONS = ("dtype", "max_model_len", "seed")
+
+
+class BatchJob:
+    """One input file, its results so far, and what is left to do.
+
+    Of the input's lines, those that are being served are in memory, and of all others their ids.
+
+    Attributes:
+        num_lines: requests in the input; num_resumed: those with a result when opened.
+        lost: why some lines have no result, where an instance was lost; the next run has them.
+        run_folder: where ``run`` leaves ``run.json`` and ``steps.jsonl``, in numbered folders.
+    """
+
+    def __init__(
+        self, config: RunFile, source: BatchFile, results: ResultFile, output: str, show: int
+    ) -> None:
+        """Users call ``open``."""
+        self.num_lines = len(source.number_of)
+        self.num_resumed = len(results.finished)
+        self.run_folder = f"{output}.runs"
+        self._config = config
+        self._source = source
+        self._results = results
+        self._show = show
+        self._unanswered: dict[str, BatchLine] = {}
+        self._answers: dict[int, tuple[str, str]] = {}
+        self.lost: str | None = None
+
+    @classmethod
+    def open(
+        cls, config: RunFile, input_path: str, output_path: str, force: bool, show: int = 0
+    ) -> Self:
+        """Look through the input, and start or resume the output; nothing is loaded yet.
+
+        Args:
+            show: so many ``answers`` are kept.
+
+        Raises:
+            JaxinferError: the input cannot be read, or the output cannot be written or belongs
+                to another job.
+        """
+        model = config.require_model()
+        with ExitStack() as opened:
+            source = opened.enter_context(BatchFile(input_path))
+            if os.path.exists(output_path) and os.path.samefile(input_path, output_path):
+                raise JaxinferError(f"{output_path}: the output must not be the input")
+            job = {"input_sha256": source.sha256, "model": model} | _result_options(config.engine)
+            if config.instances:
+                instances = config.cluster().instances
+                job["instances"] = {name: _result_options(i) for name, i in instances.items()}
+            results = ResultFile.open(output_path, job, force)
+            opened.pop_all()
+        return cls(config, source, results, output_path, show)
+
+    def run(self) -> RunMetrics | None:
+        """Serve all lines without a result; None if there are none.
+
+        Raises:
+            JaxinferError: the model cannot be loaded, and nothing has been written; or the results
+                cannot be written, or the input has changed.
+        """
+        finished = self._results.finished
+        bad = [line for id, line in self._source.bad.items() if id not in finished]
+        num_good = sum(id not in finished for id in self._source.number_of) - len(bad)
+        if not num_good and not bad:
+            return None
+        llm = self._load(num_good > 0)
+        for line in bad:
+            self._fail(line, line.reason)
+        if not llm:
+            return None
+        return llm.run(
+            self._requests(llm), self._take, run_dir=self.run_folder, num_requests=num_good
+        )
+
+    def _load(self, whole: bool) -> "LLM | None":
+        """The model, or, for lines that are all bad, only a look at whether there is one."""
+        if whole:
+            from jaxinfer.llm import LLM
+
+            return LLM.from_config(self._config)
+        from jaxinfer.runtime.checkpoint import open_checkpoint
+
+        open_checkpoint(self._config.require_model(), self._config.cluster().load_format)
+        return None
+
+    def answers(self) -> list[tuple[str, str]]:
+        """Prompt and answer of the first lines that this process has served."""
+        return [self._answers[number] for number in sorted(self._answers)]
+
+    def newest_run(self) -> Path:
+        """The folder of this process's run."""
+        return run_folders(Path(self.run_folder))[-1]
+
+    @property
+    def num_failed(self) -> int:
+        """Error lines among the results."""
+        return self._results.num_failed
+
+    @property
+    def num_missing(self) -> int:
+        """Lines without a result."""
+        return self.num_lines - len(self._results.finished)
+
+    def _requests(self, llm: "LLM") -> "Iterator[RequestState]":
+        """Of the lines without a result, each read when it is asked for."""
+        for line in self._source.lines(self._results.finished):
+            try:
+                match line.prompt:
+                    case Conversation(messages):
+                        tokens = llm.tokenizer.encode_chat(messages)
+                    case str(text):
+                        tokens = llm.tokenizer.encode(text)
+                    case tokens:
+                        pass
+                requests = llm.make_requests(line.custom_id, tokens, line.sampling)
+            except JaxinferError as error:
+                self._fail(line, str(error))
+                continue
+            self._unanswered[line.custom_id] = line
+            yield from requests
+
+    def _take(self, output: RequestOutput) -> None:
+        line = self._unanswered.pop(output.request_id)
+        if output.lost:
+            self.lost = output.error
+            return
+        if output.error:
+            self._fail(line, output.error)
+            return
+        assert self._config.model
+        record = result_line(line, output, self._config.model)
+        try:
+            self._results.append(record)
+        except ValueError:
+            self._fail(line, "a log probability is NaN or infinite, which JSON cannot say")
+            return
+        self._answers[line.number] = _last_words(line), output.outputs[0].text.strip()
+        if len(self._answers) > self._show:
+            del self._answers[max(self._answers)]
+
+    def _fail(self, line: BatchLine | BadLine, reason: str) -> None:
+        self._results.append(error_line(line, reason))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close input and output."""
+        self._source.close()
+        self._results.close()
+
+
+def _result_options(options: EngineOptions) -> dict[str, Any]:
+    """What of an instance's options may change a result."""
+    found = {name: getattr(options, name) for name in RESULT_OPTIONS}
+    if options.load_format != "auto":
+        found["load_format"] = options.load_format
+    if options.kv_cache_dtype != "auto":
+        # A page shares its scales.
+        found |= {name: getattr(options, name) for name in ("kv_cache_dtype", "page_size")}
+    return found
+
+
+def _last_words(line: BatchLine) -> str:
+    match line.prompt:
+        case Conversation(messages):
+            return messages[-1]["content"]
+        case str(text):
+            return text
+        case tokens:
+            return f"{len(tokens)} tokens"

@@ -1,0 +1,26 @@
+"""``jaxinfer calibrate``: a modelled GPU's efficiencies from measured steps."""
+
+import sys
+
+import click
+from rich.console import Console
+
+from jaxinfer.commands.common import with_settings
+from jaxinfer.config.run_file import load_run_file
+
+
+@click.command()
+@click.argument("run_file")
+@click.option("--group", required=True, help="Of the run file; its GPU is calibrated.")
+@click.option("--points", required=True, help="CSV of measured steps.")
+@with_settings
+def calibrate(run_file: str, group: str, points: str, settings: tuple[str, ...]) -> None:
+    """Fit a modelled GPU's efficiencies to measured steps; print the run file's new `simulate`."""
+    from jaxinfer.simulate.calibrate import as_yaml, calibrate_group
+
+    config = load_run_file(run_file, settings)
+    found, table = calibrate_group(config, group, points)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    Console().print(
+        as_yaml(group, found, config.simulate), soft_wrap=True, markup=False, highlight=False
+    )

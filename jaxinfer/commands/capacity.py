@@ -1,0 +1,100 @@
+"""``jaxinfer capacity``: the largest rate at which targets are met."""
+
+import os
+import signal
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Literal
+
+import click
+from rich.console import Console
+
+from jaxinfer.commands.common import refuse, with_limit, with_settings, workload_settings
+from jaxinfer.config.run_file import load_run_file
+
+if TYPE_CHECKING:
+    from jaxinfer.simulate.capacity import TriedRate
+
+
+@click.command()
+@click.argument("run_file")
+@click.option("--workload", help="JSONL of prompt_token_ids, or CSV of lengths.")
+@with_limit
+@click.option(
+    "--slo",
+    required=True,
+    help="Seconds of each request, ttft=1,tpot=0.1 (and tbt, e2e, delay, normalised); of "
+    "percentiles, ttft:p90=2,tbt:p99=0.2; or a YAML file of slowdowns.",
+)
+@click.option("--attainment", type=float, help="Share of the requests that must meet them; 0.9.")
+@click.option(
+    "--criterion",
+    type=click.Choice(["both", "each"]),
+    help="That share meets all of them (both), or each of them (each); both.",
+)
+@click.option("--requests-per-gpu", type=click.IntRange(min=1), help="Take N for each GPU.")
+@click.option("--seed", "seed", type=int, multiple=True, help="Of the arrivals; may be repeated.")
+@click.option("--seeds", type=click.IntRange(min=1), help="Take the seeds 0 to N - 1.")
+@with_settings
+def capacity(
+    run_file: str,
+    workload: str | None,
+    limit: int | None,
+    slo: str,
+    attainment: float | None,
+    criterion: Literal["both", "each"] | None,
+    requests_per_gpu: int | None,
+    seed: tuple[int, ...],
+    seeds: int | None,
+    settings: tuple[str, ...],
+) -> None:
+    """Find the largest rate of requests at which a modelled cluster meets its targets."""
+    from jaxinfer.simulate.capacity import capacity, requests_for
+    from jaxinfer.simulate.read_targets import read_targets
+
+    if seeds:
+        refuse("beside --seeds: give one of them", {"--seed": seed})
+    config = load_run_file(run_file, [*settings, *workload_settings(workload, limit)])
+    work = config.workload.requests()
+    if requests_per_gpu:
+        work = list(requests_for(config, work, requests_per_gpu))
+    targets = read_targets(slo, work, attainment, criterion)
+    console = Console()
+    cores = os.cpu_count() or 1
+    # Not forked: who calls may have threads, as JAX has.
+    # Ctrl-C goes to all of them, and is the parent's to answer.
+    deaf = signal.SIGINT, signal.SIG_IGN
+    with ProcessPoolExecutor(cores, get_context("spawn"), signal.signal, deaf) as pool:
+        best = capacity(
+            config,
+            work,
+            targets,
+            seeds=tuple(range(seeds)) if seeds else seed or (0,),
+            on_load=lambda load: console.print(_line(load), soft_wrap=True),
+            map_rates=pool.map,
+            at_once=cores,
+        )
+    if best.rate == 0:
+        console.print("capacity: 0 requests/s, any rate misses the targets")
+        return
+    share = best.verdict.attainment
+    at = "" if share is None else f" at {share:.1%} attainment"
+    console.print(
+        f"capacity: {best.rate:.3g} requests/s{at}, goodput {best.goodput:.3g} requests/s, "
+        f"{best.goodput_per_gpu:.3g} per GPU",
+        soft_wrap=True,
+    )
+
+
+def _line(load: "TriedRate") -> str:
+    """One rate, and how far it keeps the targets."""
+    share, figures = load.verdict.attainment, load.verdict.figures
+    rate = f"{load.rate:9.3f} requests/s: "
+    if share is None:
+        found = [f"{name} {'-' if v is None else f'{v:.3g}'}" for name, v in figures.items()]
+        said = "met" if load.verdict.met else "missed"
+        return rate + (said if load.goodput is None else f"{said}, {', '.join(found)}")
+    at_most = "at most " if load.goodput is None else ""
+    each = ", ".join(f"{name} {v:.1%}" for name, v in figures.items())
+    more = f" ({each})" if len(figures) > 1 else ""
+    return f"{rate}{at_most}{share:.1%} attainment{more}"

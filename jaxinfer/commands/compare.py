@@ -1,0 +1,108 @@
+"""``jaxinfer compare``: systems, or tables of sharding rules, side by side."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from jaxinfer.commands.common import (
+    compare_and_write,
+    configure,
+    new_file,
+    refuse,
+    with_force,
+    with_limit,
+    with_model,
+    with_pictures,
+    with_settings,
+    workload_settings,
+)
+from jaxinfer.errors import JaxinferError
+from jaxinfer.workload.arrivals import Arrivals, with_arrivals
+from jaxinfer.workload.lengths import read_workload
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True)
+@click.option(
+    "--systems", help="More run files of FILE's folder: data_parallel,...; FILE itself runs, too."
+)
+@click.option("--out", help="New folder for tables, pictures and traces of systems.")
+@click.option("--config", "run_file", help="Of tables: run file with the model and its options.")
+@with_pictures
+@with_model
+@click.option("--workload", help="JSONL of prompt_token_ids, or CSV of lengths.")
+@click.option("--json", "json_path", help="Of tables: file for the figures.")
+@with_limit
+@click.option("--rounds", type=click.IntRange(min=1), help="Runs of each, in turns; 3.")
+@click.option("--simulate", is_flag=True, help="On modelled clusters, in virtual time.")
+@with_settings
+@with_force
+def compare(
+    files: tuple[str, ...],
+    systems: str | None,
+    out: str | None,
+    pictures: str | None,
+    run_file: str | None,
+    model: str | None,
+    workload: str | None,
+    json_path: str | None,
+    limit: int | None,
+    rounds: int | None,
+    simulate: bool,
+    settings: tuple[str, ...],
+    force: bool,
+) -> None:
+    """Run one workload under several systems, or several tables of sharding rules, side by side.
+
+    FILES are run files (.yaml), whose first one has the workload; or Python files that define
+    RULES ("default" is the built-in table).
+    """
+    if not any(Path(file).suffix in (".yaml", ".yml") for file in files):
+        only: dict[str, object] = {
+            "--systems": systems, "--out": out, "--pictures": pictures, "--simulate": simulate
+        }  # fmt: skip
+        refuse("for run files, not for tables of rules", only)
+        if not json_path or not workload:
+            raise JaxinferError("tables of rules are compared with --workload and --json")
+        _compare_rules(
+            files, run_file, model, workload, json_path, limit, rounds or 3, settings, force
+        )
+        return
+    refuse(
+        "for tables of rules, not for run files",
+        {"--config": run_file, "--model": model, "--json": json_path, "--force": force},
+    )
+    if not out:
+        raise JaxinferError("systems are compared with --out FOLDER")
+    more = workload_settings(workload, limit)
+    names = systems.split(",") if systems else []
+    if simulate:
+        refuse("for real runs: a simulation is the same each time", {"--rounds": rounds})
+    count = 0 if simulate else rounds or 3
+    compare_and_write(files, names, Path(out), count, [*settings, *more], pictures or "png")
+
+
+def _compare_rules(
+    tables: Sequence[str],
+    run_file: str | None,
+    model: str | None,
+    workload: str,
+    json_path: str,
+    limit: int | None,
+    rounds: int,
+    settings: tuple[str, ...],
+    force: bool,
+) -> None:
+    from jaxinfer.measure import compare_rules
+    from jaxinfer.report.plan_table import rules_table
+
+    config = configure(run_file, settings, model)
+    out = new_file(json_path, force)
+    work = with_arrivals(read_workload(workload, limit), Arrivals())
+    records = compare_rules(config, tables, work, workload, f"{out}.runs", rounds)
+    Console(width=None if sys.stdout.isatty() else 160).print(rules_table(records))
+    out.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")

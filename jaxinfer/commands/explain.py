@@ -1,0 +1,46 @@
+"""``jaxinfer explain``: how a model would lie on its devices."""
+
+import sys
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from jaxinfer.commands.common import configure, with_model, with_settings
+
+
+@click.command()
+@click.argument("run_file", required=False)
+@with_model
+@with_settings
+def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) -> None:
+    """Say how a model would lie on its devices and what its steps cost.
+
+    No weights are loaded, but the largest steps are compiled, which may take a minute.
+    """
+    from jaxinfer.report.plan_table import plan_tables
+    from jaxinfer.report.progress import LoadProgress
+    from jaxinfer.runtime.checkpoint import open_checkpoint
+    from jaxinfer.runtime.engine import plan_cluster
+    from jaxinfer.runtime.explain import step_costs
+
+    config = configure(run_file, settings, model)
+    cluster = config.cluster()
+    checkpoint = open_checkpoint(config.require_model(), cluster.load_format)
+    stages = plan_cluster(checkpoint.config, cluster)
+    plans = [(name, plan) for name, of_one in stages.items() for plan in of_one]
+    costs = []
+    with LoadProgress(True) as bar:
+        part = "compiling the largest steps, to see what they cost"
+        bar.update(part, len(plans))
+        for _, plan in plans:
+            costs.append(step_costs(plan))
+            bar.update(part, len(plans) - len(costs))
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for (name, plan), cost in zip(plans, costs, strict=True):
+        if config.instances:
+            layers = f"layers {plan.layers.start} to {plan.layers.stop - 1}"
+            console.print(Text(f"Instance {name}, {layers}", style="bold"))
+        for table in plan_tables(plan, cost):
+            console.print(table)
+            console.print()

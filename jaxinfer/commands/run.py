@@ -1,0 +1,93 @@
+"""``jaxinfer run``: a file of requests in, a file of results out."""
+
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from jaxinfer.commands.batch_job import BatchJob
+from jaxinfer.commands.common import configure, with_model, with_settings
+from jaxinfer.commands.signals import Interrupted
+from jaxinfer.errors import JaxinferError
+from jaxinfer.report.table import metrics_table
+
+
+@click.command()
+@click.argument("run_file", required=False)
+@with_model
+@click.option("--input", "input_path", help="JSONL of requests: OpenAI batch or plain lines.")
+@click.option("--output", "output_path", help="JSONL of results, appended as requests finish.")
+@with_settings
+@click.option("--force", is_flag=True, help="Start over where the output exists.")
+@click.option(
+    "--show",
+    default=0,
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Print the first N answers at the end.",
+)
+def run(
+    run_file: str | None,
+    model: str | None,
+    input_path: str | None,
+    output_path: str | None,
+    settings: tuple[str, ...],
+    force: bool,
+    show: int,
+) -> None:
+    """Answer a file of requests. The same command continues an interrupted run.
+
+    Exits with 0 if every line got an answer, 1 if some did not, 2 if it could not run.
+    """
+    config = configure(run_file, settings, model)
+    input_path = input_path or config.workload.input
+    output_path = output_path or config.workload.output
+    if not input_path or not output_path:
+        missing = "input" if not input_path else "output"
+        raise JaxinferError(
+            f"no {missing}: give --{missing}, or workload.{missing} in the run file"
+        )
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    with BatchJob.open(config, input_path, output_path, force, show) as job:
+        if not job.num_lines:
+            console.print(f"0 requests in {input_path}", soft_wrap=True)
+        if job.num_resumed:
+            console.print(f"continuing: {job.num_resumed} of {job.num_lines} lines are done")
+        try:
+            metrics = job.run()
+        except Interrupted as ended:
+            ended.add_note("the same command continues")
+            raise
+        if metrics:
+            console.print(metrics_table(metrics))
+            if len(config.instances) > 1:
+                _print_cluster(job.newest_run())
+            console.print(
+                f"run.json, steps.jsonl and requests.jsonl: {job.run_folder}", soft_wrap=True
+            )
+        console.print(f"results: {output_path}", soft_wrap=True)
+        for prompt, answer in job.answers():
+            console.print()
+            console.print(Text(prompt, style="bold"))
+            console.print(Text(answer))
+        if job.num_failed:
+            console.print(f"{job.num_failed} of {job.num_lines} lines failed; see their error")
+        if job.lost:
+            console.print(
+                f"{job.num_missing} of {job.num_lines} lines have no result, the same command goes "
+                f"on with them: {job.lost}",
+                markup=False,
+                soft_wrap=True,
+            )
+        if job.num_failed or job.lost:
+            sys.exit(1)
+
+
+def _print_cluster(run_folder: Path) -> None:
+    from jaxinfer.report.comparison import comparison_table
+    from jaxinfer.report.records import read_run
+
+    run = read_run(run_folder)
+    Console(width=None if sys.stdout.isatty() else 160).print(comparison_table({run.name: [run]}))

@@ -1,0 +1,102 @@
+"""``jaxinfer simulate``: a workload on a modelled cluster, in virtual time."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from jaxinfer.commands.common import (
+    compare_and_write,
+    refuse,
+    with_limit,
+    with_pictures,
+    with_settings,
+    workload_settings,
+)
+from jaxinfer.config.run_file import load_run_file
+from jaxinfer.errors import JaxinferError
+
+if TYPE_CHECKING:
+    from jaxinfer.report.metrics import RunMetrics
+
+
+def _replay(real: Path, out: Path, pictures: str) -> None:
+    from jaxinfer.report.comparison import new_folder, write_comparison
+    from jaxinfer.simulate.replay import fidelity, overruns, replay
+
+    new_folder(out)
+    both = replay(real, out / "runs")
+    Console(width=None if sys.stdout.isatty() else 120).print(fidelity(*both))
+    for hint in overruns(both[0]):
+        Console().print(hint, soft_wrap=True, markup=False, highlight=False)
+    command = " ".join(["jaxinfer", *sys.argv[1:]])
+    written = write_comparison({run.name: [run] for run in both}, out, command, pictures)
+    Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)
+
+
+@click.command()
+@click.argument("run_file", required=False)
+@click.option("--workload", help="JSONL of prompt_token_ids, or CSV of lengths.")
+@with_limit
+@click.option("--replay", metavar="RUN_DIR", help="A finished real run: how far is the simulator?")
+@click.option("--out", help="New folder for tables, pictures and traces; else figures alone.")
+@with_pictures
+@with_settings
+def simulate(
+    run_file: str | None,
+    workload: str | None,
+    limit: int | None,
+    replay: str | None,
+    out: str | None,
+    pictures: str | None,
+    settings: tuple[str, ...],
+) -> None:
+    """Serve a workload on a modelled cluster, in virtual time: groups name GPUs by their kind."""
+    if replay:
+        why = "for a run file, not for a replay"
+        given = {"--workload": workload, "--limit": limit, "--set": settings}
+        refuse(why, {"RUN_FILE": run_file, **given})
+        if not out:
+            raise JaxinferError("a replay needs --out FOLDER")
+        _replay(Path(replay), Path(out), pictures or "png")
+        return
+    if not run_file:
+        raise JaxinferError("give a run file, or --replay RUN_DIR")
+    changes = [*settings, *workload_settings(workload, limit)]
+    if out:
+        compare_and_write([run_file], [], Path(out), 0, changes, pictures or "png")
+    else:
+        refuse("for --out FOLDER, where pictures are drawn", {"--pictures": pictures})
+        _print_figures(run_file, changes)
+
+
+def _print_figures(run_file: str, settings: Sequence[str]) -> None:
+    """Of a run of which nothing is kept."""
+    from jaxinfer.report.table import metrics_table
+    from jaxinfer.simulate.run import simulate
+
+    config = load_run_file(run_file, settings)
+    found = simulate(config, config.workload.requests())
+    console = Console()
+    console.print(metrics_table(found))
+    for line in _prices(found):
+        console.print(line, highlight=False)
+    console.print(f"{found.steps:,} steps simulated in {found.loop_s:.1f} s", highlight=False)
+
+
+def _prices(found: "RunMetrics") -> Iterator[str]:
+    """What is known of them."""
+    if found.usd_per_request is not None:
+        usd = found.usd_per_request * found.requests
+        yield (
+            f"${usd * 3600 / found.wall_s:.2f} per hour: ${1000 * found.usd_per_request:.3g} per "
+            f"1,000 requests, ${found.usd_per_million_output_tokens:.3g} per million output tokens"
+        )
+    if found.wh_per_request is not None and found.wh_per_million_output_tokens is not None:
+        yield (
+            f"at the GPUs' limits: {found.wh_per_request:.3g} Wh per request, "
+            f"{found.wh_per_million_output_tokens / 1000:.3g} kWh per million output tokens"
+        )

@@ -1,0 +1,228 @@
+"""The run file's cluster: device groups, the instances on them, and the links between."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean
+from jaxinfer.errors import JaxinferError
+from jaxinfer.serving.instance import InstanceOptions
+
+
+class Emulate(Options):
+    """A slower device, played by a CPU.
+
+    Attributes:
+        slowdown: a step ends so many times its profiled time after its start.
+    """
+
+    slowdown: float = Field(ge=1)
+
+
+class GroupConfig(Options):
+    """Equal devices. Each stage on the group takes the next ``tensor_parallel_size`` of them.
+
+    Attributes:
+        platform: ``cpu`` or ``gpu``; by default what JAX prefers here.
+        kind: part of the device kind's name, such as ``H100``; by default any.
+        devices: how many.
+        tensor_parallel_size: devices of one stage; by default all of the group.
+        emulate: play a slower device; on CPU only.
+    """
+
+    platform: Literal["cpu", "gpu"] | None = None
+    kind: str | None = None
+    devices: int = Field(default=1, ge=1)
+    tensor_parallel_size: int | None = Field(default=None, ge=1)
+    emulate: Emulate | None = None
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse combinations that cannot work."""
+        if self.emulate and self.platform == "gpu":
+            raise OptionError("emulate: a GPU is not slowed down; leave it to platform: cpu")
+        if self.stage_devices > self.devices:
+            raise OptionError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, "
+                f"the group has {self.devices} devices"
+            )
+
+    @property
+    def slowdown(self) -> float:
+        """1 for a device as it is."""
+        return self.emulate.slowdown if self.emulate else 1.0
+
+    @property
+    def stage_devices(self) -> int:
+        """Devices of one stage."""
+        return self.tensor_parallel_size or self.devices
+
+
+class StageConfig(Options):
+    """One pipeline stage.
+
+    Attributes:
+        layers: how many.
+        share: of the layers, beside the other stages' shares. With neither, the layers are split
+            by the groups' measured speed.
+    """
+
+    group: str
+    layers: int | None = Field(default=None, ge=1)
+    share: float | None = Field(default=None, gt=0)
+
+
+class InstanceConfig(EngineOptions):
+    """One instance: the engine's options, and where it stands.
+
+    Attributes:
+        group: of an instance with one stage.
+        stages: of an instance with several, in the layers' order.
+        role: what the system is told that it is for, at the start.
+        segments: pieces that each stage's layers are compiled in; by the hand-off ``per_segment``,
+            KV leaves as soon as its piece is done.
+    """
+
+    segments: int = Field(default=1, ge=1)
+    role: str = ""
+    group: str | None = None
+    stages: tuple[StageConfig, ...] = Field(default=(), strict=False)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse combinations that cannot work."""
+        super().model_post_init(context)
+        if bool(self.group) == bool(self.stages):
+            raise JaxinferError("needs either group or stages")
+        kinds = {(stage.layers is None, stage.share is None) for stage in self.stages}
+        if len(kinds) > 1 or (False, False) in kinds:
+            raise OptionError("stages: give layers for all of them, or shares, or nothing")
+        if "tensor_parallel_size" in self.model_fields_set:
+            raise OptionError("tensor_parallel_size: an option of the group, not the instance")
+        if len(self.stages) > 1 and self.launch_ahead and "launch_ahead" in self.model_fields_set:
+            raise OptionError(
+                "launch_ahead is True, must be false with several stages: tokens go to the host"
+            )
+
+    @property
+    def places(self) -> tuple[StageConfig, ...]:
+        """Its stages; the one where only a group is given."""
+        return self.stages or (StageConfig(group=self.group or ""),)
+
+
+class LinkConfig(Options):
+    """What lies between two groups. Between CPU groups it is emulated: data arrives no sooner.
+
+    Attributes:
+        between: names of the two groups.
+        gb_s: bandwidth in 10^9 bytes per second, each way.
+        latency_s: seconds from the start to the first byte.
+    """
+
+    between: tuple[str, str]
+    gb_s: float = Field(gt=0)
+    latency_s: float = Field(default=0.0, ge=0)
+
+    @field_validator("between", mode="before")
+    @classmethod
+    def _as_tuple(cls, value: object) -> object:
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            raise ValueError(f"must be the names of two groups, not {value!r}")
+        return tuple(value)
+
+    def seconds(self, num_bytes: int) -> float:
+        """From the start to the last byte."""
+        return self.latency_s + num_bytes / (self.gb_s * 1e9)
+
+
+class ClusterConfig(Options):
+    """Groups, instances and links that fit together."""
+
+    groups: Named[GroupConfig]
+    instances: Named[InstanceConfig]
+    links: tuple[LinkConfig, ...] = Field(default=(), strict=False)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse names that are not there and devices that are not enough."""
+        needed: Counter[str] = Counter()
+        for name, instance in self.instances.items():
+            for number, stage in enumerate(instance.places):
+                place = f"stages[{number}].group" if instance.stages else "group"
+                self._check_group(f"instances.{name}.{place}", stage.group)
+                needed[stage.group] += self.groups[stage.group].stage_devices
+        for name, group in self.groups.items():
+            if needed[name] > group.devices:
+                raise JaxinferError(
+                    f"groups.{name}.devices is {group.devices}, its instances need {needed[name]}"
+                )
+            if not needed[name]:
+                raise JaxinferError(f"groups.{name}: no instance stands on it")
+        self._check_weights()
+        pairs = Counter(frozenset(link.between) for link in self.links)
+        for pair, count in pairs.items():
+            if count > 1:
+                raise JaxinferError(f"links: {count} between {' and '.join(sorted(pair))}")
+        for number, link in enumerate(self.links):
+            for group_name in link.between:
+                self._check_group(f"links[{number}].between", group_name)
+
+    @property
+    def load_format(self) -> str:
+        """Of all instances: see ``EngineOptions``."""
+        return next((i.load_format for i in self.instances.values()), "auto")
+
+    def _check_weights(self) -> None:
+        """Refuse instances whose weights differ: KV of one would mean nothing to another."""
+        formats = {instance.load_format for instance in self.instances.values()}
+        if len(formats) > 1:
+            raise JaxinferError("load_format is auto and dummy, must be the same of all instances")
+
+    def _check_group(self, where: str, name: str) -> None:
+        if name not in self.groups:
+            raise JaxinferError(f"{where}: no group {name!r}: {did_you_mean(name, self.groups)}")
+
+    def link(self, source: str, dest: str) -> LinkConfig | None:
+        """The one between two groups, where it is emulated."""
+        ends = {source, dest}
+        return next((link for link in self.links if set(link.between) == ends), None)
+
+    @property
+    def emulated(self) -> list[str]:
+        """What in it does not take the machine's own time, in words."""
+        groups = [
+            f"group {name} {group.slowdown:g} times slower"
+            for name, group in self.groups.items()
+            if group.emulate
+        ]
+        return groups + [
+            f"link {' - '.join(link.between)} of {link.gb_s:g} GB/s, {link.latency_s:g} s"
+            for link in self.links
+        ]
+
+
+def instance_options(options: EngineOptions, num_stages: int) -> InstanceOptions:
+    """What of an engine's options its scheduling goes by, on so many pipeline stages."""
+    ahead = options.launch_ahead and num_stages == 1
+    return InstanceOptions(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_in_flight=2 if ahead else num_stages,
+        launch_ahead=ahead,
+        chunks_in_flight=options.chunks_in_flight,
+        max_transfers_in_flight=options.max_transfers_in_flight,
+        watermark=options.watermark,
+    )
+
+
+def one_engine(options: EngineOptions) -> ClusterConfig:
+    """The cluster of a run file without ``instances``: one engine on the first devices."""
+    given: Mapping[str, Any] = {
+        name: getattr(options, name)
+        for name in options.model_fields_set
+        if name != "tensor_parallel_size"
+    }
+    return ClusterConfig(
+        groups={"engine": GroupConfig(devices=options.tensor_parallel_size)},
+        instances={"engine": InstanceConfig(group="engine", **given)},
+    )

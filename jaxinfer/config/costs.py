@@ -1,0 +1,131 @@
+"""The run file's section ``simulate``: what the modelled cluster's numbers leave open."""
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from jaxinfer.config.step_costs import CurveCosts, LinearCosts, PhaseCosts
+from jaxinfer.config.validation import Named, OptionError, Options
+from jaxinfer.errors import JaxinferError
+
+# Kinds of costs that take the place of the roofline's, and what then has no use.
+MEASURED = {
+    "tables": ("flops", "bandwidth"),
+    "linear": ("flops", "bandwidth", "step_s", "sequence_s"),
+    "phases": ("flops", "bandwidth", "step_s", "sequence_s"),
+    "curves": ("flops", "bandwidth", "step_s", "sequence_s"),
+}
+
+
+class GroupCosts(Options):
+    """Costs of one device group's steps, where they differ from the others'.
+
+    Attributes:
+        flops, bandwidth: what a kernel reaches of the GPU's peaks.
+        step_s: seconds that the engine adds to each step; ``sequence_s``: for each sequence in it.
+        reserve_gb: memory of each GPU for activations and all else that is neither weights nor KV,
+            in 10^9 bytes; by default what the largest step's hidden states and logits take.
+        tables: a folder with measured operators (see ``tables.py``), in place of ``flops`` and
+            ``bandwidth``.
+        linear: coefficients (see ``linear.py``), in place of ``flops``, ``bandwidth``, ``step_s``
+            and ``sequence_s``; ``phases``: others, by phase (see ``phases.py``), likewise;
+            ``curves``: of whole steps (see ``curves.py``), likewise.
+        node: of the hardware file, where the group's GPUs are.
+    """
+
+    flops: float | None = Field(default=None, gt=0, le=1)
+    bandwidth: float | None = Field(default=None, gt=0, le=1)
+    step_s: float | None = Field(default=None, ge=0)
+    sequence_s: float | None = Field(default=None, ge=0)
+    reserve_gb: float | None = Field(default=None, ge=0)
+    tables: str | None = None
+    linear: LinearCosts | None = None
+    phases: PhaseCosts | None = None
+    curves: CurveCosts | None = None
+    node: str | None = None
+
+    @field_validator("node", mode="before")
+    @classmethod
+    def _one_node(cls, value: object) -> object:
+        if isinstance(value, list):
+            raise ValueError(f"a group stands on one node, not {value}: use several as stages")
+        return value
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse two kinds of costs."""
+        _one_kind(self)
+
+
+class SimulateOptions(Options):
+    """Costs of all groups.
+
+    Attributes:
+        flops, bandwidth, step_s, sequence_s, reserve_gb, tables, linear, phases, curves: see
+            ``GroupCosts``.
+        hop_s: seconds that a stage is busy with sending hidden states on, beside the link's time.
+        fit: what of the Balancer's predictors (Cronus eqs. 2 and 3) has the least squares: their
+            ``relative`` error, as in our profiles, or the ``absolute`` one, as in the paper.
+        hardware: a file with the nodes that the groups stand on (see ``nodes.py``); links and GPUs
+            then follow from it.
+        groups: by group, what differs.
+    """
+
+    flops: float = Field(default=0.6, gt=0, le=1)
+    bandwidth: float = Field(default=0.7, gt=0, le=1)
+    step_s: float = Field(default=0.0, ge=0)
+    sequence_s: float = Field(default=0.0, ge=0)
+    hop_s: float = Field(default=0.0, ge=0)
+    fit: Literal["relative", "absolute"] = "relative"
+    reserve_gb: float | None = Field(default=None, ge=0)
+    tables: str | None = None
+    linear: LinearCosts | None = None
+    phases: PhaseCosts | None = None
+    curves: CurveCosts | None = None
+    hardware: str | None = None
+    groups: Named[GroupCosts] = Field(default_factory=dict)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse a node of no file, and two kinds of costs."""
+        _one_kind(self)
+        kind = measured_kind(self)
+        for name, group in self.groups.items():
+            if kind and not _own_kind(group):
+                _refuse_unused(f"groups.{name}.", group, kind)
+            if group.node is not None and self.hardware is None:
+                raise OptionError(
+                    f"groups.{name}.node is {group.node!r}, needs simulate.hardware, the file "
+                    "that has it"
+                )
+
+    def of(self, group: str) -> "SimulateOptions":
+        """What holds for one group."""
+        own = self.groups.get(group, GroupCosts())
+        given = {name: value for name, value in own if value is not None and name != "node"}
+        if _own_kind(own):
+            # A group's own kind of costs takes the place of the others'.
+            given |= {kind: getattr(own, kind) for kind in MEASURED}
+        return self.model_copy(update=given)
+
+
+def measured_kind(costs: GroupCosts | SimulateOptions) -> str | None:
+    """The kind of costs in place of the roofline's; None where that holds."""
+    return next((kind for kind in MEASURED if getattr(costs, kind)), None)
+
+
+def _own_kind(group: GroupCosts) -> bool:
+    return bool(measured_kind(group) or group.flops or group.bandwidth)
+
+
+def _one_kind(costs: GroupCosts | SimulateOptions) -> None:
+    """Refuse what another kind of costs would leave without use."""
+    given = [kind for kind in MEASURED if getattr(costs, kind)]
+    if len(given) > 1:
+        raise JaxinferError(f"both {given[0]} and {given[1]}: give one of them")
+    if given:
+        _refuse_unused("", costs, given[0])
+
+
+def _refuse_unused(where: str, costs: GroupCosts | SimulateOptions, kind: str) -> None:
+    for name in MEASURED[kind]:
+        if name in costs.model_fields_set and getattr(costs, name) is not None:
+            raise OptionError(f"{where}{name} has no use beside {kind}: give one of them")

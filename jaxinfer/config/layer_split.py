@@ -1,0 +1,42 @@
+"""How a model's layers are divided among pipeline stages."""
+
+from collections.abc import Callable, Sequence
+
+from jaxinfer.config.cluster import StageConfig
+from jaxinfer.errors import JaxinferError
+
+
+def count_layers(
+    total: int, stages: Sequence[StageConfig], speed: Callable[[int], float]
+) -> list[int]:
+    """Layers of each stage: as stated, or by shares, stated or measured.
+
+    Args:
+        speed: of a stage, by its number; asked where nothing is stated.
+
+    Raises:
+        JaxinferError: the stated numbers are not the model's, or a stage would have none.
+    """
+    stated = [stage.layers for stage in stages if stage.layers]
+    if stated:
+        if sum(stated) != total:
+            raise JaxinferError(f"stages have {sum(stated)} layers, the model has {total}")
+        return stated
+    if len(stages) > total:
+        raise JaxinferError(f"there are {len(stages)} stages, the model has {total} layers")
+    shares = [stage.share or speed(number) for number, stage in enumerate(stages)]
+    return by_shares(total, shares)
+
+
+def by_shares(total: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers, at least 1, that add up to ``total`` and are nearest to the shares."""
+    exact = [total * share / sum(shares) for share in shares]
+    # The whole parts, and what is left to the largest remainders.
+    counts = [int(value) for value in exact]
+    order = sorted(range(len(shares)), key=lambda i: exact[i] - int(exact[i]), reverse=True)
+    for i in order[: total - sum(counts)]:
+        counts[i] += 1
+    while 0 in counts:
+        counts[counts.index(max(counts))] -= 1
+        counts[counts.index(0)] += 1
+    return counts

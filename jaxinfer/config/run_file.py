@@ -1,0 +1,330 @@
+"""Options and run files: what a user may set, checked before anything is loaded."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from jaxinfer.config.cluster import (
+    ClusterConfig,
+    GroupConfig,
+    InstanceConfig,
+    LinkConfig,
+    one_engine,
+)
+from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.replicas import replicate_cluster
+from jaxinfer.config.validation import (
+    Named,
+    OptionError,
+    Options,
+    did_you_mean,
+    parse_yaml,
+    read_yaml,
+    shown,
+    within,
+)
+from jaxinfer.errors import JaxinferError
+from jaxinfer.simulate.hardware import Catalogue, Gpu, ModelShape
+from jaxinfer.systems.registry import make_system
+from jaxinfer.workload.arrivals import Arrivals, with_arrivals
+from jaxinfer.workload.lengths import BenchRequest, read_workload
+from jaxinfer.workload.predictor import Buckets
+from jaxinfer.workload.synthetic import Synthetic, WorkloadClass, is_of_class
+
+# What may stand for a group of options, and which of them it then is.
+_SHORT = {"system": "name", "workload.arrivals": "kind", "workload.synthetic": "lengths"}
+
+
+class Workload(Options):
+    """What is to be done.
+
+    Attributes:
+        input, output: of ``run``: where a batch comes from and where its results go.
+        trace: of ``compare``: JSONL of ``prompt_token_ids``, or CSV of lengths.
+        synthetic: in place of a trace, lengths drawn from published statistics.
+        only: of trace or draws, take the requests of one class.
+        limit: take the first requests only.
+        arrivals: when the requests come in.
+        max_tokens: of a modelled run, the limit that users give, where it is not the true length:
+            what systems and policies see of a request, which ends earlier.
+        predictor: what predicts the output tokens of each: ``my_module:MyPredictor``, or, of a
+            modelled run, buckets of the true length.
+    """
+
+    input: str | None = None
+    output: str | None = None
+    trace: str | None = None
+    synthetic: Synthetic | None = None
+    only: WorkloadClass | None = None
+    limit: int | None = Field(default=None, ge=1)
+    arrivals: Arrivals = Arrivals()
+    max_tokens: int | None = Field(default=None, ge=1)
+    predictor: Buckets | str | None = None
+
+    @field_validator("arrivals", mode="before")
+    @classmethod
+    def _by_name(cls, value: object) -> object:
+        return {"kind": value} if isinstance(value, str) else value
+
+    @field_validator("synthetic", mode="before")
+    @classmethod
+    def _by_lengths(cls, value: object) -> object:
+        return {"lengths": value} if isinstance(value, str) else value
+
+    @field_validator("predictor", mode="before")
+    @classmethod
+    def _as_buckets(cls, value: object) -> object:
+        if value is None or isinstance(value, Buckets):
+            return value
+        if isinstance(value, str) and ":" in value:
+            return value
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"must be my_module:MyPredictor, or a mapping of granularity and accuracy, not "
+                f"{shown(value)}"
+            )
+        try:
+            return Buckets.model_validate(value)
+        except JaxinferError as error:
+            raise ValueError(error) from None
+
+    def check_real(self) -> None:
+        """Raise JaxinferError for what only a modelled run can have."""
+        if self.max_tokens is not None:
+            raise OptionError(
+                "workload.max_tokens: what users of a modelled run give; a real run has the "
+                "max_tokens of its lines, or the lengths of its trace"
+            )
+
+    def requests(self) -> list[BenchRequest]:
+        """The requests with their times of arrival.
+
+        Raises:
+            JaxinferError: there is no trace, or it cannot be read, or nothing of the class.
+        """
+        if self.trace is None and self.synthetic is None:
+            raise JaxinferError(
+                "no trace: give --workload, or workload.trace or synthetic in the run file"
+            )
+        if self.trace is not None and self.synthetic is not None:
+            raise JaxinferError(f"workload: both a trace, {self.trace}, and synthetic lengths")
+        return with_arrivals(self._lengths()[: self.limit], self.arrivals)
+
+    def _lengths(self) -> list[BenchRequest]:
+        if self.synthetic:
+            if self.arrivals.kind == "trace":
+                raise JaxinferError("workload.arrivals: synthetic lengths have no times of a trace")
+            try:
+                return self.synthetic.requests(self.only)
+            except JaxinferError as error:
+                raise within("workload.synthetic", error) from None
+        work = read_workload(str(self.trace), None if self.only else self.limit)
+        if self.arrivals.kind == "trace" and not self._has_times(work):
+            raise JaxinferError(
+                f"workload.arrivals: trace, but {self.trace} has no times (or all are 0): take "
+                "at_once, interval, poisson or gamma"
+            )
+        if self.only is None:
+            return work
+        kept = [item for item in work if is_of_class(item, self.only)]
+        if not kept:
+            raise JaxinferError(f"workload {self.trace}: none of its {len(work)} is {self.only}")
+        return kept
+
+    def _has_times(self, first: Sequence[BenchRequest]) -> bool:
+        if any(item.arrival for item in first):
+            return True
+        return bool(self.limit) and any(item.arrival for item in read_workload(str(self.trace)))
+
+
+class MetricOptions(Options):
+    """What figures mean.
+
+    Attributes:
+        ttft_counts_transfer: a first token drawn by an instance that hands its request on counts
+            once the KV has arrived; by default as the system has it.
+    """
+
+    ttft_counts_transfer: bool | None = None
+
+
+class RunFile(Options):
+    """A YAML file that says what to run.
+
+    Attributes:
+        engine: of the one instance where ``instances`` is empty, else what they have in common.
+        groups, instances, links: see ``ClusterConfig``; a file may give ``replicas`` of groups and
+            instances (see ``replicas.py``).
+        watchdog_s: an instance that has work and reports nothing for so many seconds is given up.
+        verify_transfers: compare checksums of all KV that goes from instance to instance.
+        system: the name of a system, or ``my_module:MySystem``, and its options; by default
+            ``single``.
+        simulate: costs of a modelled cluster; a real run has its own.
+        gpus, models: of a modelled cluster, by name, those that are not shipped.
+    """
+
+    model: str | None = None
+    engine: EngineOptions = EngineOptions()
+    groups: Named[GroupConfig] = Field(default_factory=dict)
+    instances: Named[InstanceConfig] = Field(default_factory=dict)
+    links: tuple[LinkConfig, ...] = Field(default=(), strict=False)
+    system: dict[str, Any] = Field(default_factory=lambda: {"name": "single"})
+    verify_transfers: bool = False
+    watchdog_s: float = Field(default=600, gt=0)
+    workload: Workload = Workload()
+    simulate: SimulateOptions = SimulateOptions()
+    metrics: MetricOptions = MetricOptions()
+    gpus: Named[Gpu] = Field(default_factory=dict)
+    models: Named[ModelShape] = Field(default_factory=dict)
+
+    @field_validator("system", mode="before")
+    @classmethod
+    def _by_name(cls, value: object) -> object:
+        if isinstance(value, str):
+            return {"name": value}
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"must be a name, or a mapping of name and options, not {shown(value)}"
+            )
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _replicate(cls, data: Any) -> Any:
+        """Have each replica by its name."""
+        return replicate_cluster(data) if isinstance(data, dict) else data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share_engine(cls, data: Any) -> Any:
+        """Give instances the engine's options, but for those that they set themselves."""
+        if not isinstance(data, dict) or not isinstance(data.get("instances"), dict):
+            return data
+        common = _given(data.get("engine", {}))
+        if not isinstance(common, dict):
+            return data
+        own = {name: _given(instance) for name, instance in data["instances"].items()}
+        return data | {
+            "instances": {
+                name: {**common, **value} if isinstance(value, dict) else value
+                for name, value in own.items()
+            }
+        }
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse names that are shipped."""
+        Catalogue(self.gpus, self.models)
+
+    @property
+    def own(self) -> Catalogue:
+        """The GPUs and models that the file adds to those that are shipped."""
+        return Catalogue(self.gpus, self.models)
+
+    def require_model(self) -> str:
+        """The model.
+
+        Raises:
+            JaxinferError: none is named.
+        """
+        if self.model is None:
+            raise JaxinferError("no model: give --model, or model in the run file")
+        return self.model
+
+    def cluster(self) -> ClusterConfig:
+        """Groups, instances and links.
+
+        Raises:
+            JaxinferError: they do not fit together.
+        """
+        cluster = self._cluster()
+        for group in self.simulate.groups:
+            if group not in cluster.groups:
+                known = did_you_mean(group, cluster.groups)
+                raise JaxinferError(f"simulate.groups.{group}: no such group: {known}")
+        return cluster
+
+    def _cluster(self) -> ClusterConfig:
+        if not self.instances:
+            if self.groups or self.links:
+                raise JaxinferError("groups and links need instances that stand on them")
+            return one_engine(self.engine)
+        for name, instance in self.instances.items():
+            if instance.seed != self.engine.seed:
+                raise JaxinferError(
+                    f"instances.{name}.seed is {instance.seed}, must be engine.seed's "
+                    f"{self.engine.seed}: tokens, and random weights, are the same on each instance"
+                )
+            if self.verify_transfers and instance.kv_cache_dtype != "auto":
+                raise JaxinferError(
+                    f"instances.{name}.kv_cache_dtype is {instance.kv_cache_dtype}, must be auto: "
+                    "verify_transfers compares bits, which entries of 8 bits do not keep"
+                )
+        return ClusterConfig(groups=self.groups, instances=self.instances, links=self.links)
+
+
+def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunFile:
+    """Read a run file, or start from nothing, and apply settings such as ``engine.seed=1``.
+
+    Raises:
+        JaxinferError: the file or a setting is not what it should be.
+    """
+    data = _read_file(Path(path)) if path else {}
+    for setting in settings:
+        _apply(data, setting)
+    try:
+        config = as_run_file(data)
+        make_system(config.system, config.cluster().instances)
+        return config
+    except JaxinferError as error:
+        raise JaxinferError(f"{path}: {error}" if path else str(error)) from None
+
+
+def as_run_file(data: Mapping[str, Any]) -> RunFile:
+    """From what a YAML or JSON file holds."""
+    return RunFile.model_validate(data)
+
+
+def _given(options: object) -> Any:
+    """What has been set of options, as a mapping."""
+    if not isinstance(options, Options):
+        return options
+    return {name: getattr(options, name) for name in options.model_fields_set}
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        data = read_yaml(path)
+    except JaxinferError as error:
+        raise JaxinferError(f"run file {error}") from None
+    if not isinstance(data, dict):
+        raise JaxinferError(f"run file {path}: must be a mapping of model, engine, workload")
+    return data
+
+
+def _apply(data: dict[str, Any], setting: str) -> None:
+    key, equals, value = setting.partition("=")
+    *path, last = key.split(".")
+    if "[" in key:
+        name = key.partition("[")[0]
+        raise JaxinferError(f"--set {setting!r}: a list is set as a whole: {name}=[...]")
+    if not equals or not all([*path, last]):
+        raise JaxinferError(f"--set {setting!r}: must look like engine.max_num_seqs=16")
+    at = data
+    for depth, name in enumerate(path, 1):
+        where = ".".join(path[:depth])
+        inner = at.setdefault(name, {})
+        short = _SHORT.get(where)
+        if short and isinstance(inner, str):
+            inner = {short: inner}
+        if not isinstance(inner, dict):
+            raise JaxinferError(f"--set {setting!r}: {where} is {shown(inner)}, has no options")
+        # A copy: an alias in YAML is one mapping in several places.
+        at[name] = dict(inner)
+        at = at[name]
+    try:
+        at[last] = parse_yaml(value)
+    except JaxinferError as error:
+        raise JaxinferError(f"--set {shown(setting)}: {error}") from None

@@ -1,0 +1,145 @@
+"""Coefficients and curves of whole steps, as a run file has them: what ``simulate`` goes by."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from jaxinfer.config.validation import OptionError, Options
+from jaxinfer.errors import JaxinferError
+
+
+class LinearCosts(Options):
+    """Coefficients, in seconds; ``simulate/linear.py`` has those of papers.
+
+    Attributes:
+        step_s: per step; ``token_s``: per token computed; ``sequence_s``: per sequence in it.
+        decode_context_s: per KV entry that a row of one token sees, its own included.
+        chunk_context_s: per KV entry before a chunk, however long the chunk.
+
+    Raises:
+        JaxinferError: steps would take no time.
+    """
+
+    step_s: float = Field(default=0.0, ge=0)
+    token_s: float = Field(default=0.0, ge=0)
+    sequence_s: float = Field(default=0.0, ge=0)
+    decode_context_s: float = Field(default=0.0, ge=0)
+    chunk_context_s: float = Field(default=0.0, ge=0)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse steps that may take no time."""
+        if not self.step_s and not self.token_s:
+            raise JaxinferError("step_s or token_s must be greater than 0")
+
+
+class PrefillCosts(Options):
+    """Of a step with chunks, in seconds.
+
+    Attributes:
+        step_s: per step; ``token_s``: per token of a chunk.
+        pair_s: per pair of tokens in a prompt, of which a whole one has the square of its length.
+
+    Raises:
+        JaxinferError: steps would take no time.
+    """
+
+    step_s: float = Field(default=0.0, ge=0)
+    token_s: float = Field(default=0.0, ge=0)
+    pair_s: float = Field(default=0.0, ge=0)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse steps that take no time."""
+        if not (self.step_s or self.token_s or self.pair_s):
+            raise JaxinferError("step_s, token_s or pair_s must be greater than 0")
+
+
+class DecodeCosts(Options):
+    """Of a step with rows of one token, in seconds.
+
+    Attributes:
+        below: batches of fewer rows than this; None is all that are left.
+        step_s: per step; ``sequence_s``: per row.
+        context_s: per KV entry that the rows see, their own included.
+
+    Raises:
+        JaxinferError: steps would take no time.
+    """
+
+    below: int | None = Field(default=None, ge=2)
+    step_s: float = Field(default=0.0, ge=0)
+    context_s: float = Field(default=0.0, ge=0)
+    sequence_s: float = Field(default=0.0, ge=0)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse steps that take no time."""
+        if not (self.step_s or self.context_s or self.sequence_s):
+            raise JaxinferError("step_s, context_s or sequence_s must be greater than 0")
+
+
+class ExtraCosts(Options):
+    """What a stage takes in full, however many share the layers, in seconds.
+
+    Attributes:
+        step_s: of the first stage, per step.
+        context_s: of the first stage, per KV entry that the step's rows see, their own included.
+        prefill_stage_s: of each stage, per step with chunks.
+    """
+
+    step_s: float = Field(default=0.0, ge=0)
+    context_s: float = Field(default=0.0, ge=0)
+    prefill_stage_s: float = Field(default=0.0, ge=0)
+
+
+class PhaseCosts(Options):
+    """Coefficients by phase; ``simulate/phases.py`` has those of papers.
+
+    Attributes:
+        decode: by size of the batch, the smallest first; the last one is for all larger ones.
+        share_step: pipeline stages share ``step_s`` by their layers, as they do all else;
+            otherwise each takes it in full.
+        extra: what is not shared.
+
+    Raises:
+        JaxinferError: the sizes of batches do not rise, or do not end with all larger ones.
+    """
+
+    prefill: PrefillCosts
+    decode: tuple[DecodeCosts, ...] = Field(min_length=1, strict=False)
+    share_step: bool = False
+    extra: ExtraCosts = ExtraCosts()
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse batches of no regime, and regimes of no batch."""
+        last = 0
+        for number, regime in enumerate(self.decode[:-1]):
+            if regime.below is None:
+                raise OptionError(
+                    f"decode[{number}].below is missing: only the last regime is for all batches "
+                    "that are left"
+                )
+            if regime.below <= last:
+                raise OptionError(
+                    f"decode[{number}].below is {regime.below}, must rise from one regime to the "
+                    "next"
+                )
+            last = regime.below
+        if (below := self.decode[-1].below) is not None:
+            raise OptionError(
+                f"decode[{len(self.decode) - 1}].below is {below}: the last regime is for all "
+                "batches that are left, leave it out"
+            )
+
+
+class CurveCosts(Options):
+    """Curves of whole steps; ``simulate/curves.py`` has the file's columns.
+
+    Attributes:
+        file: the points, as seen from the working directory.
+        decode: what a step of decodes goes by.
+        mixed_factor: a step with both takes so many times what a prompt of all its tokens takes;
+            by default the sum of what its prompts and its decodes take alone.
+    """
+
+    file: str
+    decode: Literal["by_tokens", "by_batch_and_context"] = "by_batch_and_context"
+    mixed_factor: float | None = Field(default=None, gt=0)

@@ -1,0 +1,48 @@
+"""How fast requests ended while the system was neither filling nor draining."""
+
+from bisect import bisect_left
+
+# Points kept at most; then every second one goes.
+_POINTS = 2**16
+# Percents of the requests that have ended when the window begins and ends.
+_BEGIN, _END = 10, 90
+
+
+class Course:
+    """How many requests have ended when, and their output tokens, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._requests = self._tokens = 0
+        self._stride = 1
+        self._points: list[tuple[int, int, float]] = [(0, 0, 0.0)]
+
+    def add(self, time: float, tokens: int) -> None:
+        """A request with so many output tokens has ended; times rise."""
+        self._requests += 1
+        self._tokens += tokens
+        if self._requests % self._stride:
+            return
+        self._points.append((self._requests, self._tokens, time))
+        if len(self._points) > _POINTS:
+            del self._points[1::2]
+            self._stride *= 2
+
+    def steady(self) -> tuple[float, float] | None:
+        """Requests and output tokens per second of the window, or None where it has no length.
+
+        The window is from the time when 10 % of all requests have ended to that when 90 % have, and
+        its requests are those that end in it, the first moment left out: what is left of a run
+        without its ramp, while first requests are served, and its drain, when none comes any more.
+        Of more than 65,536 requests, its ends are those of the nearest of 32,768 or more.
+        """
+        begin, end = (self._point(percent) for percent in (_BEGIN, _END))
+        seconds = end[2] - begin[2]
+        if seconds <= 0:
+            return None
+        return (end[0] - begin[0]) / seconds, (end[1] - begin[1]) / seconds
+
+    def _point(self, percent: int) -> tuple[int, int, float]:
+        """The first that so many of the requests have ended at, or the last."""
+        wanted = percent * self._requests
+        found = bisect_left(self._points, wanted, key=lambda point: 100 * point[0])
+        return self._points[min(found, len(self._points) - 1)]

@@ -1,0 +1,166 @@
+"""What runs come to, in figures: of one run, and the medians of several rounds."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jaxinfer.report.latencies import Latencies, LatencyTotals
+from jaxinfer.report.records import RequestRecord, RunRecord
+
+# A system's name -> its runs, one per round.
+Runs = Mapping[str, Sequence[RunRecord]]
+
+
+# Figures of a run that its metrics have and its requests and steps do not tell.
+_GIVEN = (
+    "steady_requests_s",
+    "steady_output_tok_s",
+    "mfu",
+    "usd_per_request",
+    "usd_per_million_output_tokens",
+    "wh_per_request",
+    "wh_per_million_output_tokens",
+)
+
+
+@dataclass(kw_only=True)
+class Figures(Latencies):
+    """What a run comes to, or the median of several. A median's counts may be halves.
+
+    TTFT and TBT are those of all requests that have tokens, failed ones included.
+
+    Attributes:
+        wall_s: seconds of the run.
+        requests_s: finished requests per second.
+        output_tok_s: output tokens of finished requests per second.
+        steady_requests_s, steady_output_tok_s, mfu, usd_per_request, wh_per_request,
+        usd_per_million_output_tokens, wh_per_million_output_tokens: as in ``RunMetrics``.
+        utilisation: device group -> share of the run, 0 to 1, in which a stage on it was busy.
+        num_bytes: KV bytes moved between instances.
+        hidden_s: seconds of transfers in which their destination was computing, or their source
+            the same prompt.
+        visible_s: the other seconds of transfers.
+        mean_cut: mean of cut / prompt length over finished requests, 0 to 1; None if none was cut.
+        preemptions: of all requests.
+        failed: requests with an error.
+    """
+
+    wall_s: float
+    requests_s: float
+    output_tok_s: float
+    steady_requests_s: float | None
+    steady_output_tok_s: float | None
+    mfu: float | None
+    usd_per_request: float | None
+    usd_per_million_output_tokens: float | None
+    wh_per_request: float | None
+    wh_per_million_output_tokens: float | None
+    utilisation: Mapping[str, float]
+    num_bytes: float
+    hidden_s: float
+    visible_s: float
+    mean_cut: float | None
+    preemptions: float
+    failed: float
+
+
+def figures(run: RunRecord) -> Figures:
+    """The figures of one run."""
+    done = [request for request in run.requests if request.error is None]
+    cuts = [request.cut / request.prompt_len for request in done]
+    hidden_s = sum(t.hidden_s for t in run.transfers)
+    transfer_s = sum(t.end - t.start for t in run.transfers)
+    return Figures(
+        wall_s=run.wall_s,
+        requests_s=requests_per_s(run),
+        output_tok_s=sum(len(request.token_times) for request in done) / run.wall_s,
+        utilisation=_utilisation(run),
+        num_bytes=sum(t.num_bytes for t in run.transfers),
+        hidden_s=hidden_s,
+        # Files have rounded times, whose sum may be less by some microseconds.
+        visible_s=max(transfer_s - hidden_s, 0.0),
+        mean_cut=statistics.fmean(cuts) if any(cuts) else None,
+        preemptions=sum(request.preemptions for request in run.requests),
+        failed=len(run.requests) - len(done),
+        **_latencies(run.requests),
+        **{name: run.run.get("metrics", {}).get(name) for name in _GIVEN},
+    )
+
+
+def _latencies(requests: Iterable[RequestRecord]) -> dict[str, Any]:
+    totals = LatencyTotals()
+    for request in requests:
+        if request.error is not None:
+            totals.ttft.add([] if request.ttft is None else [request.ttft])
+            totals.tbt.add(request.tbt)
+        elif request.token_times:
+            totals.add(request.arrival, request.first_scheduled, request.token_times)
+    return totals.figures()
+
+
+def medians(runs: Runs) -> dict[str, Figures]:
+    """Each system's figures, each the median over the rounds that have it."""
+    return {name: _median([figures(run) for run in rounds]) for name, rounds in runs.items()}
+
+
+def median_round(rounds: Sequence[RunRecord]) -> RunRecord:
+    """The run with the median requests/s; of an even number, the slower of the middle two."""
+    return rounds[median_index(rounds)]
+
+
+def emulation(runs: Runs) -> list[str]:
+    """What was emulated, as lines: one if it is the same for all, else one per system."""
+    words = {
+        name: "; ".join(dict.fromkeys(word for run in rounds for word in run.emulated))
+        for name, rounds in runs.items()
+    }
+    if len(set(words.values())) == 1:
+        return [f"emulated: {said}" for said in set(words.values()) if said]
+    return [f"{name}, emulated: {said}" for name, said in words.items() if said]
+
+
+def number_text(value: float) -> str:
+    """Three digits that count, and all before the point."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
+def requests_per_s(run: RunRecord) -> float:
+    """Finished requests per second of the run."""
+    return sum(request.error is None for request in run.requests) / run.wall_s
+
+
+def median_index(rounds: Sequence[RunRecord]) -> int:
+    """Which of the rounds ``median_round`` is."""
+    order = sorted(range(len(rounds)), key=lambda i: requests_per_s(rounds[i]))
+    return order[(len(rounds) - 1) // 2]
+
+
+def _utilisation(run: RunRecord) -> dict[str, float]:
+    busy: dict[str, list[tuple[float, float]]] = {
+        group: [] for groups in run.groups.values() for group in groups
+    }
+    for step in run.steps:
+        for group, interval in zip(run.groups[step.instance], step.stages, strict=True):
+            busy[group].append(interval)
+    return {group: _covered(intervals) / run.wall_s for group, intervals in busy.items()}
+
+
+def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union; instances that share a group overlap."""
+    covered, at = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        covered += max(end - max(start, at), 0.0)
+        at = max(at, end)
+    return covered
+
+
+def _median(rounds: Sequence[Figures]) -> Figures:
+    values: dict[str, Any] = {}
+    for name in (field.name for field in fields(Figures)):
+        found = [value for f in rounds if (value := getattr(f, name)) is not None]
+        if name == "utilisation":
+            values[name] = {g: statistics.median(u[g] for u in found) for g in found[0]}
+        else:
+            values[name] = statistics.median(found) if found else None
+    return Figures(**values)

@@ -1,0 +1,81 @@
+"""Latencies of requests: means and percentiles, in bounded memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxinfer.report.percentiles import Percentiles
+
+
+@dataclass(kw_only=True)
+class Latencies:
+    """Means and percentiles in seconds, over requests that have not failed; None of nothing.
+
+    Attributes:
+        ttft_*: time to first token since arrival.
+        tpot_*: a request's mean time between tokens, of those with two or more.
+        tbt_*: time between tokens, over all pairs of neighbouring tokens.
+        e2e_*: time to the last token since arrival.
+        normalised_*: that by the number of output tokens (as in vLLM's and Vidur's papers).
+        delay_*: from arrival to the start of the request's first step.
+    """
+
+    ttft_mean: float | None = None
+    ttft_p50: float | None = None
+    ttft_p90: float | None = None
+    ttft_p99: float | None = None
+    tpot_mean: float | None = None
+    tpot_p50: float | None = None
+    tpot_p90: float | None = None
+    tpot_p99: float | None = None
+    tbt_mean: float | None = None
+    tbt_p50: float | None = None
+    tbt_p90: float | None = None
+    tbt_p99: float | None = None
+    e2e_mean: float | None = None
+    e2e_p50: float | None = None
+    e2e_p90: float | None = None
+    e2e_p99: float | None = None
+    normalised_mean: float | None = None
+    normalised_p50: float | None = None
+    normalised_p90: float | None = None
+    normalised_p99: float | None = None
+    delay_mean: float | None = None
+    delay_p50: float | None = None
+    delay_p90: float | None = None
+    delay_p99: float | None = None
+
+
+@dataclass
+class LatencyTotals:
+    """The values of the requests so far, each as in ``Latencies``."""
+
+    ttft: Percentiles = field(default_factory=Percentiles)
+    tpot: Percentiles = field(default_factory=Percentiles)
+    tbt: Percentiles = field(default_factory=Percentiles)
+    e2e: Percentiles = field(default_factory=Percentiles)
+    normalised: Percentiles = field(default_factory=Percentiles)
+    delay: Percentiles = field(default_factory=Percentiles)
+
+    def add(self, arrival: float, first_scheduled: float | None, times: Sequence[float]) -> None:
+        """Count a request, whose tokens, one or more, came at these times."""
+        first, last, count = times[0], times[-1], len(times)
+        self.ttft.append(first - arrival)
+        self.e2e.append(last - arrival)
+        self.normalised.append((last - arrival) / count)
+        if first_scheduled is not None:
+            self.delay.append(first_scheduled - arrival)
+        if count > 1:
+            self.tpot.append((last - first) / (count - 1))
+            array = np.array(times)
+            self.tbt.add(array[1:] - array[:-1])
+
+    def figures(self) -> dict[str, float | None]:
+        """The fields of ``Latencies``."""
+        found: dict[str, float | None] = {}
+        for name, values in vars(self).items():
+            p50, p90, p99 = values.percentiles([50, 90, 99])
+            found |= {f"{name}_mean": values.mean, f"{name}_p50": p50}
+            found |= {f"{name}_p90": p90, f"{name}_p99": p99}
+        return found

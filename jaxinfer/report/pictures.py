@@ -1,0 +1,40 @@
+"""Pictures as files: in which formats, and how."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxinfer.errors import JaxinferError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# By the ending of the file; what each needs so that the same picture is the same file.
+FORMATS: dict[str, dict[str, Any]] = {
+    "png": {},
+    "svg": {"Date": None},
+    "pdf": {"CreationDate": None},
+}
+DPI = 150
+
+
+def save_picture(figure: "Figure", path: str | Path) -> None:
+    """Write a figure in the format that the file's ending names: .png, .svg or .pdf.
+
+    Raises:
+        JaxinferError: it has another ending.
+    """
+    from matplotlib import rc_context
+
+    kind = Path(path).suffix.removeprefix(".")
+    if kind not in FORMATS:
+        endings = ", ".join(f".{name}" for name in FORMATS)
+        raise JaxinferError(f"picture {path}: must end in one of {endings}")
+    # Text stays text: letters in an SVG, TrueType in a PDF, where matplotlib's default is outlines
+    # that publishers refuse.
+    with rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "jaxinfer"}):
+        figure.savefig(path, dpi=DPI, format=kind, metadata=FORMATS[kind])
+
+
+def picture_link(words: str, file: str) -> str:
+    """In markdown: shown, where browsers show the format."""
+    return f"{'' if file.endswith('.pdf') else '!'}[{words}]({file})"

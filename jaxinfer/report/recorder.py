@@ -1,0 +1,109 @@
+"""What is kept of a run while it goes on, in either world: sums, and files if wanted."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from jaxinfer.report.metrics import RunMetrics, RunTotals, run_metrics
+from jaxinfer.serving.loop import ServingLoop
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import Event, InstanceLost, StepDone, TransferDone
+
+if TYPE_CHECKING:
+    from jaxinfer.report.run_folder import RunFolder
+
+
+class Recorder:
+    """Hears of each request and event of one run.
+
+    Args:
+        run_dir: gets a numbered folder with the run's files; None for none.
+        describe: what runs where, as JSON values.
+        counts_transfer: whether a first token counts only once its KV has arrived.
+        on_step: called with each step, once it is counted.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path | None,
+        describe: Callable[[], Mapping[str, object]],
+        counts_transfer: bool,
+        on_step: Callable[[StepDone], None] | None = None,
+    ) -> None:
+        self.totals = RunTotals()
+        self._counts_transfer = counts_transfer
+        self._on_step = on_step
+        self._opened = ExitStack()
+        self._folder = _new_folder(Path(run_dir), describe()) if run_dir else None
+        if self._folder:
+            self._opened.enter_context(self._folder)
+
+    def add_request(self, request: RequestState) -> Sequence[float]:
+        """Note a request that has ended; returns when its tokens were there."""
+        times = request.metrics.delivered(self._counts_transfer)
+        self.totals.add_request(request, times)
+        if self._folder:
+            self._folder.add_request(request, self._counts_transfer)
+        return times
+
+    def add_event(self, event: Event, loop: ServingLoop) -> None:
+        """Note what the loop has committed."""
+        if isinstance(event, StepDone):
+            self.totals.add_step(event)
+            if self._on_step:
+                self._on_step(event)
+            if self._folder:
+                self._folder.add_step(event, loop.hand_offs.moving)
+        elif not self._folder:
+            return
+        elif isinstance(event, TransferDone):
+            self._folder.add_transfer(event, loop.instances)
+        elif isinstance(event, InstanceLost):
+            self._folder.lose_instance(event.instance)
+
+    def finish(
+        self,
+        loop: ServingLoop,
+        requests: int,
+        failed: int,
+        preemptions: int,
+        overruns: Mapping[str, Sequence[float]],
+        lost: Mapping[str, str],
+        **given: Any,
+    ) -> RunMetrics:
+        """The figures of a run that has ended; its files are complete.
+
+        Args:
+            requests, failed: prompts, and those of them that have failed.
+            overruns: instance -> seconds by which its emulated steps were late.
+            lost: instances that have failed, and why.
+            given: see ``run_metrics``.
+        """
+        metrics = run_metrics(
+            self.totals, requests, failed, loop.world.now(), preemptions=preemptions, **given
+        )
+        if self._folder:
+            self._folder.finish(asdict(metrics), overruns, lost, loop.system.report())
+        return metrics
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the files, whatever has happened."""
+        self._opened.__exit__(kind, error, trace)
+
+
+def _new_folder(parent: Path, description: Mapping[str, object]) -> "RunFolder":
+    # A simulation that keeps nothing starts sooner without.
+    from jaxinfer.report.run_folder import RunFolder
+
+    return RunFolder(parent, description)

@@ -1,0 +1,61 @@
+"""What comes into a run: requests are read as there is room, and what they need is compiled."""
+
+from collections.abc import Iterable
+
+from jaxinfer.runtime.continuations import Continuations
+from jaxinfer.runtime.engine import Cluster, Progress
+from jaxinfer.runtime.sampler import SamplerShape
+from jaxinfer.runtime.sampling_inputs import sampler_shape
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.text.stop import Answers
+from jaxinfer.text.tokenizer import Tokenizer
+
+
+class Intake:
+    """The requests of one run on their way in.
+
+    Args:
+        requests: see ``Continuations``.
+
+    Attributes:
+        groups: those that have been read and have not ended.
+        answers: their texts.
+    """
+
+    def __init__(
+        self, requests: Iterable[RequestState], cluster: Cluster, tokenizer: Tokenizer
+    ) -> None:
+        self.groups = Continuations(requests, cluster.cached_page_size, cluster.read_ahead)
+        self.answers = Answers(tokenizer)
+        self._cluster = cluster
+        self._sampler: SamplerShape | None = None
+
+    def read(self, progress: Progress, at_least_one: bool = False) -> list[RequestState]:
+        """More requests if there is room, those that wait for others left out.
+
+        Steps launched from here on have a sampler for them; what is new of it is compiled first.
+
+        Args:
+            progress: told of compiling.
+            at_least_one: whether there is room or not, if any are left.
+
+        Raises:
+            JaxinferError: see ``Continuations.read``.
+        """
+        found = self.groups.read(at_least_one)
+        if found:
+            self.answers.add(found)
+            self._widen(sampler_shape(found), progress)
+        return [request for request in found if not request.goes_first]
+
+    def _widen(self, wanted: SamplerShape, progress: Progress) -> None:
+        if self._sampler is not None:
+            wanted = SamplerShape(*map(max, self._sampler, wanted))
+        if wanted != self._sampler:
+            self._sampler = wanted
+            for engine in self._cluster.engines.values():
+                left = engine.worker.prepare(wanted)
+                if total := next(left):
+                    progress("compiling samplers", total)
+                    for count in left:
+                        progress("compiling samplers", count)

@@ -1,0 +1,132 @@
+"""One run in the real world, round by round."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from jaxinfer.config.resolve import Resolved
+from jaxinfer.report.metrics import RunMetrics
+from jaxinfer.report.progress import RunProgress
+from jaxinfer.report.recorder import Recorder
+from jaxinfer.request import RequestOutput
+from jaxinfer.runtime.engine import Cluster
+from jaxinfer.runtime.intake import Intake
+from jaxinfer.runtime.world import RealWorld
+from jaxinfer.runtime.yardstick import real_yardstick
+from jaxinfer.serving.kv_shards import KVShards
+from jaxinfer.serving.loop import ServingLoop
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.step_fit import StepFit
+from jaxinfer.serving.world import Event, StepDone
+from jaxinfer.workload.predictor import Predict
+
+
+class Run:
+    """Serves what an intake has, on all instances of a cluster. Its clock starts at once.
+
+    Args:
+        kv: by instance.
+        fits: by instance, what the system may predict with.
+        watchdog_s: see ``RealWorld``.
+        requests: those that the intake has read already.
+        on_output: called with each output as soon as its last token is there.
+
+    Attributes:
+        lost: instances that have failed, and why.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        site: Resolved,
+        kv: Mapping[str, KVShards],
+        fits: Mapping[str, StepFit],
+        watchdog_s: float | None,
+        intake: Intake,
+        requests: Sequence[RequestState],
+        recorder: Recorder,
+        bar: RunProgress,
+        on_output: Callable[[RequestOutput], None],
+        predict: Predict | None = None,
+    ) -> None:
+        self._cluster, self._intake, self._groups = cluster, intake, intake.groups
+        self._recorder, self._bar, self._on_output = recorder, bar, on_output
+        self._late = cluster.late_compiles
+        self._num_failed = 0
+        cluster.take_overruns()  # Those of runs that nobody recorded.
+        engines = cluster.engines.items()
+        instances = [engine.new_instance(kv[name], fits.get(name)) for name, engine in engines]
+        self._world = RealWorld(
+            {name: engine.worker for name, engine in engines},
+            requests,
+            cluster.channels,
+            watchdog_s,
+            lambda: intake.groups.more_to_come,
+        )
+        self.lost = self._world.lost
+        self._instances = instances
+        self._loop = ServingLoop(
+            self._world,
+            instances,
+            site.new_system(),
+            intake.answers.check_stop,
+            self._on_finish,
+            self._on_event,
+            predict,
+        )
+
+    def rounds(self) -> Iterator[None]:
+        """Serve until all requests have been read and have ended, with a stop after each round.
+
+        Whoever gives up at such a stop leaves no step and no transfer under way.
+
+        Raises:
+            Exception: what reading a request, or serving them, has failed with.
+        """
+        try:
+            for _ in self._loop.rounds():
+                try:
+                    yield
+                    self._world.add(self._intake.read(self._bar.update, self._world.is_idle))
+                except (GeneratorExit, Exception):
+                    self._world.drain()
+                    raise
+                self._bar.requests_known(self._groups.num_parents)
+        finally:
+            for instance in self._instances:
+                instance.kv.on_free = lambda: None  # The loop is not to outlive the run.
+
+    def _on_finish(self, request: RequestState) -> None:
+        self._world.add(self._groups.released_by(request))
+        self._recorder.add_request(request)
+        if siblings := self._groups.done_with(request):
+            self._num_failed += any(sibling.error for sibling in siblings)
+            self._on_output(self._intake.answers.output(siblings))
+            self._bar.request_done()
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, StepDone):
+            for row in event.batch.rows if self._groups.held_back else ():
+                if row.samples:
+                    self._world.add(self._groups.released_by(row.request))
+        self._recorder.add_event(event, self._loop)
+        if isinstance(event, StepDone):
+            self._bar.step_done(self._recorder.totals)
+
+    def finish(self) -> RunMetrics:
+        """The figures, once there are no rounds any more."""
+        world, stages = self._world, self._cluster.stages
+        return self._recorder.finish(
+            self._loop,
+            self._groups.num_parents,
+            self._num_failed,
+            preemptions=sum(instance.num_preemptions for instance in self._instances),
+            overruns=self._cluster.take_overruns(),
+            lost=world.lost,
+            num_pages=sum(stage.plan.num_pages - 1 for stage in stages),
+            compiles=sum(stage.step.compiles for stage in stages),
+            compile_s=sum(stage.step.compile_s for stage in stages),
+            late_compiles=self._cluster.late_compiles - self._late,
+            loop_s=world.now() - world.waited_s - world.launching_s,
+            launching_s=world.launching_s,
+            role_s={i.name: i.role_seconds(world.now()) for i in self._instances},
+            yardstick=real_yardstick([stage.plan for stage in stages]),
+        )

@@ -1,0 +1,207 @@
+"""Who is admitted next, and whether there is room: policies of one instance.
+
+A request is admitted with pages for the tokens that are known; what it grows by later is not kept
+for it. The rules here differ in how much of that growth they wait for. Where a rule goes by how
+long an answer will be, that is the request's predicted length, where there is one, else its limit
+(``max_tokens``).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from jaxinfer.config.validation import Options
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.system import Leg
+
+Bound = Literal["low", "high"]
+
+
+def first_come_first_served(waiting: Sequence[RequestState]) -> RequestState:
+    """The head of the queue: a preempted request, else the one that has waited longest."""
+    return waiting[0]
+
+
+def shortest_prompt_first(waiting: Sequence[RequestState]) -> RequestState:
+    """Of equal ones, the one nearest to the head."""
+    return min(waiting, key=lambda request: request.prompt_len)
+
+
+def longest_prompt_first(waiting: Sequence[RequestState]) -> RequestState:
+    """Of equal ones, the one nearest to the head."""
+    return max(waiting, key=lambda request: request.prompt_len)
+
+
+def latest(candidates: Sequence[RequestState]) -> RequestState:
+    """Preempt the request admitted last, so that the oldest always gets to its end."""
+    return candidates[-1]
+
+
+def greedy(instance: Instance, request: RequestState, leg: Leg) -> bool:
+    """Admit where the leg's tokens known so far fit and the watermark stays free.
+
+    Without a watermark, the growth of the running requests would evict what has just come in,
+    for ever. An instance that runs nothing ignores it.
+    """
+    free = instance.kv.num_free - instance.pages_to_take(request, leg)
+    return free >= (0 if instance.is_idle else instance.watermark_pages)
+
+
+def whole_request(instance: Instance, request: RequestState, leg: Leg) -> bool:
+    """Admit where all KV that the request may ever have here fits beside all of the others'.
+
+    By limits, never by predictions: nobody is preempted.
+    """
+    ends = [_end(other, other.legs[0]) for other in _admitted(instance)]
+    return _fits(instance, [*ends, _end(request, leg)])
+
+
+class ReserveLongestOptions(Options):
+    """Options of ``ReserveLongest``.
+
+    Attributes:
+        tokens: of the longest request, prompt and output, that can come.
+    """
+
+    tokens: int = Field(ge=2)
+
+
+class ReserveLongest:
+    """Admit where each request could have the longest sequence, as Orca reserves it."""
+
+    Options = ReserveLongestOptions
+
+    def __init__(self, options: ReserveLongestOptions) -> None:
+        self._tokens = options.tokens
+
+    def __call__(self, instance: Instance, request: RequestState, leg: Leg) -> bool:
+        """Whether one more fits; an instance that runs nothing takes any."""
+        count = sum(1 for _ in _admitted(instance)) + 1
+        return instance.is_idle or _fits(instance, [self._tokens] * count)
+
+
+class PredictedOptions(Options):
+    """Options of admissions by predicted lengths.
+
+    Attributes:
+        bound: which end of a predicted range counts.
+    """
+
+    bound: Bound = "high"
+
+
+class ReserveStatic:
+    """Admit where the predicted memory of all fits at once: TetriInfer's reserve-static.
+
+    A request that has outgrown its prediction counts with what it has.
+    """
+
+    Options = PredictedOptions
+
+    def __init__(self, options: PredictedOptions) -> None:
+        self._bound = options.bound
+
+    def __call__(self, instance: Instance, request: RequestState, leg: Leg) -> bool:
+        """Whether the request's predicted pages fit beside those of all others."""
+        ends = [
+            max(_held(other), predicted_end(other, other.legs[0], self._bound))
+            for other in _admitted(instance)
+        ]
+        return _fits(instance, [*ends, predicted_end(request, leg, self._bound)])
+
+
+class ReserveDynamic:
+    """Admit where there is room until the next one is predicted to end: TetriInfer's
+    reserve-dynamic.
+    """
+
+    Options = PredictedOptions
+
+    def __init__(self, options: PredictedOptions) -> None:
+        self._bound = options.bound
+
+    def __call__(self, instance: Instance, request: RequestState, leg: Leg) -> bool:
+        """Whether all fit when each has grown by what the shortest one has left."""
+        found = [(_held(other), other, other.legs[0]) for other in _admitted(instance)]
+        found.append((request.known_until(leg), request, leg))
+        left = [
+            max(predicted_end(other, its_leg, self._bound) - held, 0)
+            for held, other, its_leg in found
+        ]
+        steps = min(left)
+        ends = (min(held + steps, _end(other, its_leg)) for held, other, its_leg in found)
+        return _fits(instance, ends)
+
+
+class Peak:
+    """Admit where the predicted memory fits in each step to come, as requests grow and end.
+
+    LightLLM's rule, and Aladdin's (its constraint e). The sum is of requests that go on in step;
+    where prompts are cut, or steps launched ahead of the end of others, it may be exceeded.
+    """
+
+    Options = PredictedOptions
+
+    def __init__(self, options: PredictedOptions) -> None:
+        self._bound = options.bound
+
+    def __call__(self, instance: Instance, request: RequestState, leg: Leg) -> bool:
+        """Whether the largest sum over the steps to come fits; one alone always does."""
+        if instance.is_idle:
+            return True
+        size = instance.page_size
+        found = [(_held(other), other, other.legs[0]) for other in _admitted(instance)]
+        found.append((request.known_until(leg), request, leg))
+        # A page is held from its first entry on: up to size - 1 entries that are not there yet.
+        entries = peak_entries(
+            (held + size - 1, max(predicted_end(other, its_leg, self._bound) - held, 0))
+            for held, other, its_leg in found
+        )
+        return entries <= instance.kv.num_pages * size
+
+
+def peak_entries(requests: Iterable[tuple[int, int]]) -> int:
+    """The most KV entries at once of requests that each gain one a step and then end.
+
+    Args:
+        requests: entries now, and those to come, of each. In its last step a request has both.
+    """
+    held = most = 0
+    for count, (now, left) in enumerate(sorted(requests, key=lambda pair: -pair[1]), 1):
+        # When this one ends, all with more to come are there, and have grown by as much.
+        held += now
+        most = max(most, held + count * left)
+    return most
+
+
+def predicted_end(request: RequestState, leg: Leg, bound: Bound) -> int:
+    """KV entries at the end of the leg, by the predicted length of the answer."""
+    if request.predicted is None:
+        return _end(request, leg)
+    output = request.predicted[bound == "high"]
+    # The last token needs no entry.
+    end = request.prompt_len + max(min(output, request.max_tokens), 1) - 1
+    return end if leg.until is None else min(end, leg.until)
+
+
+def _end(request: RequestState, leg: Leg) -> int:
+    """KV entries at the end of the leg, at the most."""
+    return request.peak_tokens if leg.until is None else min(request.peak_tokens, leg.until)
+
+
+def _held(request: RequestState) -> int:
+    """KV entries that a request has, or will have before it samples again."""
+    return request.known_until(request.legs[0])
+
+
+def _admitted(instance: Instance) -> Iterator[RequestState]:
+    yield from instance.running.values()
+    yield from instance.importing.values()
+
+
+def _fits(instance: Instance, entries: Iterable[int]) -> bool:
+    """Whether requests with so many KV entries each fit into the pool."""
+    kv = instance.kv
+    return sum(kv.pages_for(count) for count in entries) <= kv.num_pages

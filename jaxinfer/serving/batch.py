@@ -1,0 +1,129 @@
+"""What is launched: the batch of a step with its rows and its work in numbers, and transfers."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from jaxinfer.serving.kv_shards import Hold
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.system import MoveSlices
+
+
+@dataclass(slots=True)
+class Row:
+    """One request's part of a batch: KV entries ``start`` to ``start + count``.
+
+    Attributes:
+        samples: the row's last position yields a token.
+        input_pending: the row's input token is still on the device (``count`` is 1 then).
+        epoch: the request's epoch at launch; a row of an older one is void.
+        hold: the pages it reads and writes, in use until the step ends.
+    """
+
+    request: RequestState
+    start: int
+    count: int
+    samples: bool
+    input_pending: bool
+    epoch: int
+    hold: Hold
+
+
+@dataclass(slots=True)
+class Work:
+    """Counts over a step's rows.
+
+    Attributes:
+        tokens: in all; ``singles``: of rows with one token.
+        sequences: rows.
+        sampled: rows that yield a token.
+        single_context: KV entries that the rows of one token see, their own included.
+        chunks: of the other rows, KV entries before the chunk and its tokens.
+        decodes: rows that feed back a sampled token; a prompt's last token may be a single, too.
+    """
+
+    tokens: int
+    singles: int
+    sequences: int
+    sampled: int
+    single_context: int
+    chunks: list[tuple[int, int]]
+    decodes: int = 0
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of a chunk's token and an entry that it sees."""
+        return sum(count * (start + (count + 1) / 2) for start, count in self.chunks)
+
+
+def work_of(rows: Iterable[Row], grouped: int = 0, grouped_context: int = 0) -> Work:
+    """Count once; asked for by whoever costs, reports or looks up a step.
+
+    Args:
+        grouped: decodes besides, which see ``grouped_context`` KV entries.
+    """
+    singles = sampled = decodes = sequences = grouped
+    context, tokens = grouped_context, 0
+    chunks: list[tuple[int, int]] = []
+    for row in rows:
+        sequences += 1
+        sampled += row.samples
+        start = row.start
+        if row.count == 1:
+            singles += 1
+            context += start + 1
+            decodes += start >= row.request.prompt_len
+        else:
+            tokens += row.count
+            chunks.append((start, row.count))
+    return Work(tokens + singles, singles, sequences, sampled, context, chunks, decodes)
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """KV entries ``start`` to ``stop`` of one request on their way between two holds.
+
+    Attributes:
+        epoch: the request's epoch at the start; a transfer of an older one is void.
+        source: instance of ``source_hold``; ``dest`` likewise.
+        requested: when the data was there to be sent, or the step was launched that computes it,
+            in seconds.
+        slice_move: set where only some slices of KV heads move, between shards of one
+            instance; otherwise all layers and heads move.
+    """
+
+    request: RequestState
+    epoch: int
+    source: str
+    dest: str
+    source_hold: Hold
+    dest_hold: Hold
+    start: int
+    stop: int
+    requested: float
+    slice_move: MoveSlices | None = None
+
+
+@dataclass(slots=True)
+class Batch:
+    """The rows of one step, decodes first.
+
+    ``num_waiting``, ``num_running`` and ``pages_in_use`` describe the instance at launch.
+    ``grouped`` decodes besides, which see ``grouped_context`` KV entries, have no rows: in a world
+    that looks at none.
+    ``transfers`` are of what the step computes: each piece of the model leaves as it is done.
+    ``work`` counts what the rows hold.
+    """
+
+    instance: str
+    rows: list[Row]
+    num_waiting: int
+    num_running: int
+    pages_in_use: int
+    grouped: int = 0
+    grouped_context: int = 0
+    transfers: list[Transfer] = field(default_factory=list)
+    work: Work = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Count once."""
+        self.work = work_of(self.rows, self.grouped, self.grouped_context)

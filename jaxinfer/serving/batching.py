@@ -1,0 +1,193 @@
+"""What a step computes: policies by which one instance forms its batches."""
+
+from pydantic import Field
+
+from jaxinfer.config.validation import Options
+from jaxinfer.serving.forming import Forming
+from jaxinfer.serving.request_state import RequestState
+
+
+def mixed(batch: Forming) -> None:
+    """Decodes first, then prefill chunks of what runs, then of what is admitted.
+
+    All under the instance's token budget: chunked prefill as in Sarathi-Serve.
+    """
+    _run_on(batch)
+    while batch.budget and (admitted := batch.admit()):
+        batch.add_chunk(admitted)
+
+
+def one_batch(batch: Forming) -> None:
+    """Admit only where nobody runs: a batch stays together until all of it has ended.
+
+    As FasterTransformer serves, but that pages come free as each request ends.
+    """
+    if batch.instance.is_idle:
+        while batch.admit():
+            pass
+    _run_on(batch)
+
+
+class PrefillFirstOptions(Options):
+    """Options of ``PrefillFirst``.
+
+    Attributes:
+        prefill_tokens: of the prompts of one step, at most; by default the token budget.
+    """
+
+    prefill_tokens: int | None = Field(default=None, ge=1)
+
+
+class PrefillFirst:
+    """Whole prompts where some can be computed, else all decodes; never both in one step.
+
+    As in vLLM before it chunked prompts. A prompt above the limit runs alone, cut by the token
+    budget. A preempted request catches up like a prompt. While a decode waits for pages, prompts
+    wait, or they would take them.
+    """
+
+    Options = PrefillFirstOptions
+
+    def __init__(self, options: PrefillFirstOptions) -> None:
+        self._limit = options.prefill_tokens
+        self._lacks_pages = False
+
+    def __call__(self, batch: Forming) -> None:
+        """Form the batch."""
+        if not self._lacks_pages:
+            self._add_prompts(batch)
+        if not batch.rows:
+            self._lacks_pages = bool(_decode(batch))
+
+    def _add_prompts(self, batch: Forming) -> None:
+        left = min(self._limit or batch.budget, batch.budget)
+        for request in batch.ungrouped():
+            if catches_up(request) and _takes(batch, request, left):
+                left -= batch.rows[-1].count
+        while left > 0 and (admitted := batch.admit(left if batch.rows else None)):
+            if catches_up(admitted) and batch.add_chunk(admitted):
+                left -= batch.rows[-1].count
+
+
+class WholePromptsOptions(Options):
+    """Options of ``WholePrompts``. The defaults are Splitwise's.
+
+    Attributes:
+        step_tokens: of one step, prompts and decodes together, at most.
+        max_skips: steps in a row that may leave a decode out.
+    """
+
+    step_tokens: int = Field(default=2048, ge=1)
+    max_skips: int = Field(default=4, ge=1)
+
+
+class WholePrompts:
+    """Whole prompts before decodes, as many as a step's tokens allow; decodes fill the rest.
+
+    A longer prompt runs alone. A decode that was left out too often goes before all. Splitwise's
+    machine-level scheduler (section IV-B).
+    """
+
+    Options = WholePromptsOptions
+
+    def __init__(self, options: WholePromptsOptions) -> None:
+        self._tokens, self._max_skips = options.step_tokens, options.max_skips
+        self._skipped: dict[str, int] = {}
+
+    def __call__(self, batch: Forming) -> None:
+        """Form the batch."""
+        budget, limit = batch.budget, self._tokens
+        batch.budget = min(budget, limit)
+        for request in batch.ungrouped() if self._skipped else ():
+            if self._skipped.get(request.id, 0) >= self._max_skips and not catches_up(request):
+                _add_decode(batch, request)
+        for request in batch.ungrouped():
+            if catches_up(request):
+                self._add_prompt(batch, request, budget)
+        while batch.budget > 0 and (admitted := batch.admit(batch.budget if batch.rows else None)):
+            if catches_up(admitted):
+                self._add_prompt(batch, admitted, budget)
+        self._fill(batch)
+
+    def _add_prompt(self, batch: Forming, request: RequestState, budget: int) -> None:
+        todo = request.leg_goal - request.launched
+        if todo <= batch.budget:
+            batch.add_chunk(request)
+        elif not batch.rows:
+            batch.budget = budget  # Alone, and whole where the instance's steps allow it.
+            batch.add_chunk(request)
+            batch.budget = 0
+
+    def _fill(self, batch: Forming) -> None:
+        # Without room for all of them, each is a row that can be left out.
+        batch.add_group()
+        rows = {row.request.id for row in batch.rows}
+        skipped = {}
+        for request in batch.ungrouped():
+            if request.id in rows or catches_up(request) or not _is_ready(batch, request):
+                continue
+            if batch.budget <= 0 or not _add_decode(batch, request):
+                skipped[request.id] = self._skipped.get(request.id, 0) + 1
+        self._skipped = skipped
+
+
+def catches_up(request: RequestState) -> bool:
+    """Whether a request computes its prompt, or what it has lost, before it decodes again."""
+    launched = request.launched
+    return launched < request.prompt_len or launched + 1 < request.num_known + request.pending
+
+
+def _run_on(batch: Forming) -> None:
+    """Decodes of what runs, then its prefill chunks."""
+    batch.add_group()
+    prefills: list[RequestState] = []
+    for request in batch.ungrouped():
+        todo, launched = 1, request.launched
+        # Most are decodes of a last leg, with one token to go: asking costs more than the rest.
+        if (
+            launched + 1 != request.prompt_len + len(request.output_token_ids)
+            or launched >= request.peak_tokens
+            or request.legs[0].until is not None
+        ):
+            todo = request.leg_goal - launched
+        if todo > 1:
+            prefills.append(request)
+        elif todo and batch.budget:
+            batch.add(request, 1)
+    for request in prefills:
+        if batch.budget:
+            batch.add_chunk(request)
+
+
+def _decode(batch: Forming) -> list[RequestState]:
+    """All decodes of what runs; returns those that are ready, and got no pages."""
+    batch.add_group()
+    ready = [
+        request
+        for request in batch.ungrouped()
+        if not catches_up(request) and _is_ready(batch, request)
+    ]
+    added = [request for request in ready if batch.budget > 0 and batch.add(request, 1)]
+    if batch.budget <= 0:
+        return []
+    return [request for request in ready if request.hold and request not in added]
+
+
+def _add_decode(batch: Forming, request: RequestState) -> bool:
+    return _is_ready(batch, request) and batch.add(request, 1)
+
+
+def _is_ready(batch: Forming, request: RequestState) -> bool:
+    """Whether a decode has a token to compute now."""
+    if request.hold is None or request.paused or request.slice_move:
+        return False
+    if request.pending and not batch.instance.options.launch_ahead:
+        return False
+    return request.leg_goal > request.launched
+
+
+def _takes(batch: Forming, request: RequestState, left: int) -> bool:
+    """Take in a prompt that runs, whole unless it is the first."""
+    if batch.rows and request.leg_goal - request.launched > left:
+        return False
+    return batch.add_chunk(request)

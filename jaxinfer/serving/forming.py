@@ -1,0 +1,158 @@
+"""A batch while the policy of its instance forms it."""
+
+from jaxinfer.serving.batch import Batch, Row
+from jaxinfer.serving.decode_group import DecodeGroup
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.request_state import RequestState
+
+
+class Forming:
+    """The next step of one instance. What is taken in is launched.
+
+    Attributes:
+        instance: whose step it is.
+        budget: tokens that it may still compute.
+        rows: those so far, and ``grouped``: decodes besides that are advanced together.
+    """
+
+    __slots__ = ("_context", "_group", "budget", "grouped", "instance", "rows")
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self.budget = instance.options.max_num_batched_tokens
+        self.rows: list[Row] = []
+        self.grouped = self._context = 0
+        self._group: DecodeGroup | None = None
+
+    def batch(self) -> Batch | None:
+        """What has been formed; None if it is nothing."""
+        if not self.rows and not self.grouped:
+            return None
+        instance = self.instance
+        return Batch(
+            instance.name, self.rows, len(instance.waiting), len(instance.taking_part),
+            instance.kv.num_in_use, self.grouped, self._context,
+        )  # fmt: skip
+
+    def add_group(self) -> None:
+        """Take in all decodes that go together.
+
+        Where there is not room and budget for all of them, and for all other decodes, none is
+        taken: it is the policy then that decides who waits or leaves.
+        """
+        instance = self.instance
+        running = instance.taking_part
+        if (group := running.ready_group()) is None:
+            return
+        group.retire()
+        others, planned = 0, {row.request.id for row in self.rows}
+        for request in running.ungrouped():
+            if request.id in planned:
+                continue  # It goes on in this step.
+            waits = request.pending and not instance.options.launch_ahead
+            if group.takes(request) and not waits and not self._follows_a_chunk(request):
+                running.join(group, request)
+            else:
+                others += 1
+        if not group.active:
+            return
+        full = group.full()
+        if len(full) + others > instance.kv.num_free or len(group.active) + others > self.budget:
+            running.dissolve(group)
+            return
+        self._group = group
+        self.grouped, self._context = running.launch(group, full)
+        self.budget -= self.grouped
+
+    def ungrouped(self) -> list[RequestState]:
+        """Running requests that each need a row of their own."""
+        return self.instance.taking_part.ungrouped()
+
+    def add(self, request: RequestState, count: int) -> bool:
+        """Take in a row of ``count`` tokens, within the budget; False where it has to wait.
+
+        Where pages run out, requests are preempted that are not in this batch; the last one is
+        ``request`` itself.
+        """
+        instance = self.instance
+        hold = request.hold
+        if hold is None or request.paused or request.slice_move:
+            return False  # Without pages: preempted for another row of this batch.
+        pending = request.pending
+        if pending and not instance.options.launch_ahead:
+            return False
+        if self._follows_a_chunk(request):
+            return False
+        start = request.launched
+        stop = start + count
+        if stop > hold.capacity and not self._make_room(request, stop):
+            return False
+        known = request.prompt_len + len(request.output_token_ids)
+        samples = stop == known + pending
+        request.launched = stop
+        request.pending += samples
+        hold.users += 1
+        self.rows.append(Row(request, start, count, samples, start >= known, request.epoch, hold))
+        self.budget -= count
+        return True
+
+    def add_chunk(self, request: RequestState) -> bool:
+        """Take in as much of what the request has to catch up with as the budget allows."""
+        count = min(request.leg_goal - request.launched, self.budget)
+        return count > 0 and self.add(request, count)
+
+    def admit(self, limit: int | None = None) -> RequestState | None:
+        """Have the next waiting request run here, with its pages, and return it.
+
+        Requests whose KV lies elsewhere are admitted on the way, and fetched.
+
+        Args:
+            limit: tokens that it has to compute at first, at most.
+        """
+        instance = self.instance
+        while instance.waiting and instance.has_seat:
+            request = instance.policies.order(instance.waiting)
+            if limit is not None:
+                todo = request.known_until(request.legs[0]) - request.computed
+                if todo > limit and request.exported is None:
+                    return None
+            if not instance.admit(request):
+                return None
+            if request in instance.taking_part:
+                return request
+        return None
+
+    def _follows_a_chunk(self, request: RequestState) -> bool:
+        """Whether what comes next waits for the end of a step that samples nothing."""
+        if self.instance.options.chunks_in_flight != 1:
+            return False
+        return request.launched > request.computed and not request.pending
+
+    def _make_room(self, request: RequestState, num_tokens: int) -> bool:
+        instance, hold = self.instance, request.hold
+        assert hold
+        planned: set[str] | None = None
+        while not hold.grow(num_tokens):
+            if instance.kv.num_pinned:
+                return False  # Pages come back without anyone losing work.
+            if instance.kv.take_back_reserved():
+                continue
+            if instance.num_exported or instance.taking_part.any_moves:
+                return False  # Here, too.
+            if planned is None:
+                planned = self._planned()
+            victims = instance.taking_part.others_than(planned)
+            victim = instance.policies.victim(victims)
+            if victim is request and instance.importing:
+                return False  # What is on its way came later; it can be preempted on arrival.
+            if len(victims) == 1 and request is not instance.taking_part.newest:
+                return False  # Those that came later are in this batch: their turn comes first.
+            instance.preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _planned(self) -> set[str]:
+        """Who is in this batch."""
+        planned = {row.request.id for row in self.rows}
+        return planned | self._group.active.keys() if self._group else planned

@@ -1,0 +1,206 @@
+"""Who holds which pages of KV cache in all shards of an instance, and until when."""
+
+from collections.abc import Callable, Sequence
+
+from jaxinfer.serving.page_pool import Shard
+from jaxinfer.serving.prefix_cache import CachedPage, PrefixCache
+
+
+class Hold:
+    """The pages that one request has in all the shards of one instance.
+
+    Attributes:
+        kv: where the pages are.
+        tables: for each shard, slice -> page numbers in token order.
+        num_pages: pages per slice, the same for all.
+        capacity: KV entries that they hold.
+        cached: those of the pages, by their index, that the prefix cache has, and others may
+            share.
+        num_hashed: pages that the prefix cache has been offered.
+        users: unfinished steps and transfers that read or write these pages.
+        released: the request has given them up; they come free with the last user.
+    """
+
+    __slots__ = (
+        "cached", "capacity", "kv", "num_hashed", "num_pages", "released", "tables", "users",
+    )  # fmt: skip
+
+    def __init__(self, kv: "KVShards", cached: Sequence[CachedPage] = ()) -> None:
+        self.kv = kv
+        self.cached = dict(enumerate(cached))
+        self.tables: list[dict[int, list[int]]] = [
+            {piece: [page.pages[number][piece] for page in cached] for piece in shard.slices}
+            for number, shard in enumerate(kv.shards)
+        ]
+        self.num_pages = self.num_hashed = len(cached)
+        self.capacity = self.num_pages * kv.page_size
+        self.users = 0
+        self.released = False
+
+    def grow(self, num_tokens: int) -> bool:
+        """Extend to ``num_tokens`` KV entries; False, and no change, where a shard lacks room."""
+        if num_tokens <= self.capacity:
+            return True
+        kv = self.kv
+        extra = -(-num_tokens // kv.page_size) - self.num_pages
+        # Not zip: most have one shard, and a simulation grows at each page of each request.
+        for number, shard in enumerate(kv.shards):
+            if shard.pool.num_free < extra * len(self.tables[number]):
+                return False
+        for number, shard in enumerate(kv.shards):
+            for pages in self.tables[number].values():
+                pages += shard.pool.take(extra)
+        self.num_pages += extra
+        self.capacity = self.num_pages * kv.page_size
+        return True
+
+    def pin(self) -> None:
+        """Count one more user: a step or a transfer that starts."""
+        self.users += 1
+
+    def unpin(self) -> None:
+        """Count one user fewer; the last one frees pages that were given up meanwhile."""
+        self.users -= 1
+        if self.released:
+            self.free_if_unused()
+
+    def free_if_unused(self) -> None:
+        """Free pages that were given up, unless a user is left."""
+        if self.users == 0:
+            self._count_pinned(-1)
+            self._free()
+
+    def release(self) -> None:
+        """Give the pages up: free now, or when their last user is done."""
+        assert not self.released, "pages released twice"
+        self.released = True
+        self.kv.reserved.pop(self, None)
+        if self.users:
+            self._count_pinned(1)
+        else:
+            self._free()
+
+    def _count_pinned(self, by: int) -> None:
+        for shard, table in zip(self.kv.shards, self.tables, strict=True):
+            shard.pool.num_pinned += by * self.num_pages * len(table)
+
+    def _free(self) -> None:
+        for shard, table in zip(self.kv.shards, self.tables, strict=True):
+            for pages in table.values():
+                shard.pool.give([p for i, p in enumerate(pages) if i not in self.cached])
+        # The last pages first: without those before them they would not be found.
+        for index in sorted(self.cached, reverse=True):
+            assert self.kv.cache
+            self.kv.cache.drop(self.cached[index])
+        self.kv.on_free()
+
+    def keep(self, digests: Sequence[bytes]) -> None:
+        """Offer the first pages, whose entries exist by now, to the prefix cache."""
+        assert self.kv.cache
+        for index in range(self.num_hashed, len(digests)):
+            pages = [{s: p[index] for s, p in table.items()} for table in self.tables]
+            if page := self.kv.cache.add(digests[index], pages):
+                self.cached[index] = page
+        self.num_hashed = max(self.num_hashed, len(digests))
+
+    def can_move(self, source: int, dest: int, slices: tuple[int, ...]) -> bool:
+        """Whether shard ``source`` has the slices, and another shard ``dest`` has none of them."""
+        if not (0 <= source < len(self.tables) and 0 <= dest < len(self.tables)):
+            return False
+        here, there = self.tables[source], self.tables[dest]
+        return all(piece in here and piece not in there for piece in slices)
+
+    def copy_slices(self, source: int, dest: int, slices: tuple[int, ...]) -> bool:
+        """Reserve room in shard ``dest`` for slices of shard ``source``; False without room."""
+        pool = self.kv.shards[dest].pool
+        if pool.num_free < self.num_pages * len(slices):
+            return False
+        assert self.can_move(source, dest, slices)
+        for piece in slices:
+            self.tables[dest][piece] = pool.take(self.num_pages)
+        return True
+
+    def drop_slices(self, shard: int, slices: tuple[int, ...]) -> None:
+        """Free one shard's copy of some slices."""
+        for piece in slices:
+            self.kv.shards[shard].pool.give(self.tables[shard].pop(piece))
+        self.kv.on_free()
+
+
+class KVShards:
+    """All the shards of one instance; a request needs room in every one of them.
+
+    Args:
+        caching: keep full pages after their request's end, for requests that begin alike.
+
+    Attributes:
+        cache: the pages kept, or None.
+        on_free: called when pages have come free.
+        reserved: holds of requests that are still elsewhere -> how to have one given back.
+    """
+
+    def __init__(self, shards: list[Shard], caching: bool = False) -> None:
+        self.shards = shards
+        self.cache = PrefixCache(shards) if caching else None
+        self.page_size = shards[0].pool.page_size
+        if any(shard.pool.page_size != self.page_size for shard in shards):
+            raise ValueError("the shards of one instance must have one page size")
+        self.on_free: Callable[[], None] = lambda: None
+        self.reserved: dict[Hold, Callable[[], None]] = {}
+        self._filled = [shard for shard in shards if shard.slices]
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages per slice that ``num_tokens`` KV entries take."""
+        return -(-num_tokens // self.page_size)
+
+    def pages_to_take(self, num_tokens: int, cached: Sequence[CachedPage] = ()) -> int:
+        """Free pages per slice that go into a hold whose first pages are cached."""
+        in_use = sum(page.holds > 0 for page in cached)
+        return self.pages_for(num_tokens) - in_use
+
+    def reserve(self, num_tokens: int, cached: Sequence[CachedPage] = ()) -> Hold | None:
+        """Pages for ``num_tokens`` KV entries, or None where some shard lacks them.
+
+        Args:
+            cached: pages that the prefix cache has for the first of these entries.
+        """
+        extra = self.pages_to_take(num_tokens, cached)
+        if any(shard.pool.num_free < extra * len(shard.slices) for shard in self.shards):
+            return None
+        for page in cached:
+            assert self.cache
+            self.cache.acquire(page)
+        hold = Hold(self, cached)
+        grown = hold.grow(num_tokens)
+        assert grown, "the room was counted above"
+        return hold
+
+    def take_back_reserved(self) -> bool:
+        """Have the latest reservation given back, if there is one."""
+        if self.reserved:
+            next(reversed(self.reserved.values()))()
+            return True
+        return False
+
+    @property
+    def num_pages(self) -> int:
+        """Pages per slice that the smallest shard has."""
+        return min(shard.pool.num_usable // len(shard.slices) for shard in self._filled)
+
+    @property
+    def num_free(self) -> int:
+        """Pages per slice that are free in every shard."""
+        if len(self._filled) == 1:  # Asked at each step.
+            shard = self._filled[0]
+            return shard.pool.num_free // len(shard.slices)
+        return min(shard.pool.num_free // len(shard.slices) for shard in self._filled)
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages given up, over all shards, that a step or transfer still uses."""
+        return sum(shard.pool.num_pinned for shard in self.shards)
+
+    @property
+    def num_in_use(self) -> int:
+        """Pages that are not free, over all shards."""
+        return sum(s.pool.num_usable - s.pool.num_free for s in self.shards)

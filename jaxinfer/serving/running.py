@@ -1,0 +1,164 @@
+"""The requests that take part in an instance's steps: each a row of its own, or all as a group."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+
+from jaxinfer.serving.batch import Row
+from jaxinfer.serving.decode_group import DecodeGroup
+from jaxinfer.serving.kv_shards import Hold
+from jaxinfer.serving.request_state import RequestState
+
+
+class Running:
+    """Requests in the order of their admission.
+
+    Decodes that are launched in one step go on together, as a group. Where a decode may be launched
+    ahead of its input token, all are one group; else each step in flight, as in the stages of a
+    pipeline, has one of its own.
+
+    Args:
+        page_size: of the groups; None if each request is a row.
+        ahead: whether a group may be launched again before its last step has ended.
+        num_output: of groups; output tokens that end a request.
+    """
+
+    def __init__(
+        self,
+        page_size: int | None = None,
+        ahead: bool = True,
+        num_output: Callable[[RequestState], int] = attrgetter("max_tokens"),
+    ) -> None:
+        self._page_size, self._ahead, self._num_output = page_size, ahead, num_output
+        self._groups: list[DecodeGroup] = []
+        # Of the steps in flight that have a group, the oldest first.
+        self._launched: deque[DecodeGroup] = deque()
+        self._all: dict[str, RequestState] = {}
+        # Those that are in no group, in the order of admission, too.
+        self._ungrouped: dict[str, RequestState] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __contains__(self, request: RequestState) -> bool:
+        return request.id in self._all
+
+    def by_id(self) -> Mapping[str, RequestState]:
+        """All of them, with their integers as they are."""
+        for group in self._groups:
+            group.settle()
+        return self._all
+
+    @property
+    def kv_entries(self) -> int:
+        """KV entries that exist of all of them, of groups without bringing them up to date."""
+        grouped = sum(group.begun() for group in self._groups)
+        return grouped + sum(request.computed for request in self._by_themselves())
+
+    @property
+    def prompt_tokens_left(self) -> int:
+        """Prompt tokens that they have still to compute; likewise."""
+        return sum(request.prompt_tokens_left for request in self._by_themselves())
+
+    def _by_themselves(self) -> Iterator[RequestState]:
+        """Those who may not have their whole prompt's KV."""
+        yield from self._ungrouped.values()
+        for group in self._groups:
+            yield from group.fresh()
+
+    @property
+    def newest(self) -> RequestState:
+        """The one admitted last."""
+        return next(reversed(self._all.values()))
+
+    def others_than(self, ids: set[str]) -> list[RequestState]:
+        """Those that are none of these."""
+        return [request for request in self._all.values() if request.id not in ids]
+
+    @property
+    def any_moves(self) -> bool:
+        """Whether slices of KV heads of one of them are to move."""
+        return any(request.slice_move for request in self._all.values())
+
+    def add(self, request: RequestState) -> None:
+        """Have a request take part, by rows of its own at first."""
+        self._all[request.id] = self._ungrouped[request.id] = request
+
+    def remove(self, request: RequestState) -> None:
+        """Leave a request out from now on."""
+        self.leave_group(request)
+        del self._all[request.id]
+        self._ungrouped.pop(request.id, None)
+
+    def ungrouped(self) -> list[RequestState]:
+        """Those that each need a row of their own."""
+        return list(self._ungrouped.values())
+
+    def ready_group(self) -> DecodeGroup | None:
+        """The group that the next step may launch; None if each request is a row.
+
+        Of several, the largest; who was in the others is a row of its own, and may join it.
+        """
+        if self._page_size is None:
+            return None
+        ready = [group for group in self._groups if self._ahead or group not in self._launched]
+        if not ready:
+            self._groups.append(DecodeGroup(self._page_size, self._num_output))
+            return self._groups[-1]
+        group = max(ready, key=len)
+        for other in ready:
+            if other is not group:
+                self._groups.remove(other)
+                self._take_out(other)
+        return group
+
+    def join(self, group: DecodeGroup, request: RequestState) -> None:
+        """Have a request be advanced with a group."""
+        group.join(request)
+        del self._ungrouped[request.id]
+
+    def dissolve(self, group: DecodeGroup) -> None:
+        """Have all of a group be rows of their own again."""
+        self._groups.remove(group)
+        self._take_out(group)
+
+    def launch(self, group: DecodeGroup, full: Sequence[tuple[Hold, int]]) -> tuple[int, int]:
+        """Start a step of a group; see ``DecodeGroup.launch``."""
+        self._launched.append(group)
+        return group.launch(full)
+
+    def leave_group(self, request: RequestState) -> None:
+        """Have a request be a row of its own again, with its integers as they are."""
+        for group in self._groups:
+            if request in group:
+                group.leave(request)
+                self._find_ungrouped()
+
+    def commit_group(self, end: float) -> tuple[list[RequestState], list[Row]]:
+        """The oldest step in flight that has a group has ended.
+
+        Returns:
+            The requests that end with it, in the order of admission; and the step's rows of those
+            that have left the group since it was launched.
+        """
+        ended, rows = self._launched.popleft().commit(end)
+        if len(ended) > 1:
+            ids = {request.id for request in ended}
+            ended = [request for id, request in self._all.items() if id in ids]
+        for request in ended:
+            self._ungrouped[request.id] = request
+        return ended, rows
+
+    def _take_out(self, group: DecodeGroup) -> None:
+        for request in self._all.values():
+            if request in group:
+                group.leave(request)
+        self._find_ungrouped()
+
+    def _find_ungrouped(self) -> None:
+        groups = self._groups
+        self._ungrouped = {
+            id: request
+            for id, request in self._all.items()
+            if not any(request in group for group in groups)
+        }

@@ -1,0 +1,45 @@
+"""Requests that have a modelled cluster to themselves."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from jaxinfer.config.run_file import RunFile
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.simulate.run import OnRequest, prepare, serve
+from jaxinfer.simulate.targets import LATENCIES, Reference
+from jaxinfer.workload.lengths import BenchRequest
+
+
+def serve_alone(config: RunFile, work: Iterable[BenchRequest], on_request: OnRequest) -> None:
+    """Serve each request on an empty cluster of its own, all of them equal.
+
+    Args:
+        on_request: called with each request that has ended, and when its tokens were there.
+
+    Raises:
+        JaxinferError: the cluster cannot be what the run file says, or a request can never fit.
+    """
+    site, cluster, fits = prepare(config)
+    for item in work:
+        serve(site, cluster, fits, [replace(item, arrival=0.0)], None, on_request)
+
+
+def reference_latencies(config: RunFile, work: Sequence[BenchRequest]) -> Reference:
+    """What each request takes alone on a reference machine: its lengths decide, not its tokens.
+
+    Each pair of lengths is simulated once.
+
+    Raises:
+        JaxinferError: the machine cannot be what its run file says, or a request does not fit.
+    """
+    seconds: dict[tuple[int, int], dict[str, float]] = {}
+
+    def on_request(request: RequestState, times: Sequence[float]) -> None:
+        found = {metric: latency(request, times) for metric, latency in LATENCIES.items()}
+        seconds[request.prompt_len, len(times)] = {
+            metric: value for metric, value in found.items() if value is not None
+        }
+
+    pairs = dict.fromkeys((item.prompt_len, item.max_tokens) for item in work)
+    serve_alone(config, (BenchRequest(None, p, n, 0.0) for p, n in pairs), on_request)
+    return Reference(seconds)

@@ -1,0 +1,97 @@
+"""The requests of a modelled run: how long they turn out to be, and what they show of it."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from operator import attrgetter
+
+from jaxinfer.config.cluster import InstanceConfig
+from jaxinfer.config.run_file import Workload
+from jaxinfer.errors import JaxinferError
+from jaxinfer.serving.loop import Stop
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.system import RequestView
+from jaxinfer.workload.lengths import BenchRequest
+from jaxinfer.workload.predictor import Predict, modelled_predictor
+
+
+class ModelledRequests:
+    """Requests of given lengths.
+
+    Args:
+        options: their ``max_tokens`` is the limit that all requests show in place of their length.
+        instances: each has to be able to take each request.
+
+    Attributes:
+        has_tokens: whether the tokens of some prompt are known.
+
+    Raises:
+        JaxinferError: there is no request, or one is longer than an instance or users allow.
+    """
+
+    def __init__(
+        self,
+        work: Sequence[BenchRequest],
+        options: Workload,
+        instances: Mapping[str, InstanceConfig],
+    ) -> None:
+        limits = [instance.max_model_len for instance in instances.values()]
+        self._longest = min((limit for limit in limits if limit), default=math.inf)
+        self._work, self._limit, self._predictor = work, options.max_tokens, options.predictor
+        self._check()
+        self.has_tokens = any(item.prompt_token_ids for item in work)
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+    @property
+    def num_output(self) -> Callable[[RequestView], int]:
+        """Of a request, the output tokens that end it."""
+        return self._true_length if self._limit else attrgetter("max_tokens")
+
+    @property
+    def check_stop(self) -> Callable[[RequestState, int], Stop | None] | None:
+        """What ends requests besides their limits; None where nothing does."""
+        return self._stop_at_length if self._limit else None
+
+    @cached_property
+    def predict(self) -> Predict | None:
+        """What predicts their lengths, if anything does.
+
+        Raises:
+            JaxinferError: the user's own predictor cannot be used.
+        """
+        return modelled_predictor(self._predictor, self.num_output)
+
+    def by_arrival(self) -> Iterator[RequestState]:
+        """One by one, so that those that have ended are forgotten."""
+        work, limit = self._work, self._limit
+        for number in sorted(range(len(work)), key=lambda number: work[number].arrival):
+            item = work[number]
+            tokens = item.prompt_token_ids or ()
+            shown = item.max_tokens
+            if limit:
+                shown = int(min(limit, self._longest - item.prompt_len))
+            yield RequestState(str(number), item.prompt_len, shown, item.arrival, tokens)
+
+    def _check(self) -> None:
+        if not self._work:
+            raise JaxinferError("no requests")
+        for number, item in enumerate(self._work):
+            if item.prompt_len + item.max_tokens > self._longest:
+                raise JaxinferError(
+                    f"request {number}: {item.prompt_len} prompt and {item.max_tokens} output "
+                    f"tokens, max_model_len is {self._longest}"
+                )
+            if self._limit and item.max_tokens > self._limit:
+                raise JaxinferError(
+                    f"workload.max_tokens is {self._limit}, must be at least the output tokens of "
+                    f"each request: request {number} has {item.max_tokens}"
+                )
+
+    def _true_length(self, request: RequestView) -> int:
+        return self._work[int(request.id)].max_tokens
+
+    def _stop_at_length(self, request: RequestState, token: int) -> Stop | None:
+        sampled, length = len(request.output_token_ids), self._true_length(request)
+        return ("stop", None) if sampled == length < request.max_tokens else None

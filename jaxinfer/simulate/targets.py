@@ -1,0 +1,289 @@
+"""Targets that a run is to keep. Each finished request is looked at once, in bounded memory."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, Protocol
+
+import numpy as np
+
+from jaxinfer.config.validation import did_you_mean
+from jaxinfer.errors import JaxinferError
+from jaxinfer.report.percentiles import Percentiles
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.workload.lengths import BenchRequest
+
+Criterion = Literal["both", "each"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether targets are kept, and by how much.
+
+    Attributes:
+        good: requests that count as goodput: those that meet all their limits, or, where limits
+            are of percentiles, all of them if these hold, else none.
+        attainment: the share of the requests that is compared with what is asked for; of a run that
+            was stopped, what it could at most have come to; None where limits are of percentiles.
+        figures: by limit, the share of the requests that keep it, or the percentile that was found;
+            None of nothing.
+    """
+
+    met: bool
+    good: int
+    attainment: float | None
+    figures: Mapping[str, float | None]
+
+
+class Watch(Protocol):
+    """Targets of one run, or of several that count as one, while its requests end."""
+
+    def add(self, request: RequestState, times: Sequence[float]) -> None:
+        """See a finished request, whose tokens came at these times."""
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the targets are missed, whatever the other requests do."""
+
+    def verdict(self) -> Verdict:
+        """On all requests so far."""
+
+
+class Targets(Protocol):
+    """What is asked for."""
+
+    def watch(self, work: Sequence[BenchRequest], runs: int = 1) -> Watch:
+        """For so many runs of this work, which count as one."""
+
+
+def _tpot(request: RequestState, times: Sequence[float]) -> float | None:
+    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+
+
+def _tbt(request: RequestState, times: Sequence[float]) -> float | None:
+    return max((b - a for a, b in pairwise(times)), default=None)
+
+
+def _delay(request: RequestState, times: Sequence[float]) -> float | None:
+    first = request.metrics.first_scheduled
+    return None if first is None else first - request.arrival
+
+
+# Of one finished request; None where it has too few tokens.
+Latency = Callable[[RequestState, Sequence[float]], float | None]
+LATENCIES: Mapping[str, Latency] = {
+    "ttft": lambda request, times: times[0] - request.arrival,
+    "tpot": _tpot,
+    "tbt": _tbt,
+    "e2e": lambda request, times: times[-1] - request.arrival,
+    "delay": _delay,
+    "normalised": lambda request, times: (times[-1] - request.arrival) / len(times),
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Latencies of requests that are alone on a reference machine.
+
+    Attributes:
+        seconds: by prompt and output tokens, each metric that such a request has.
+    """
+
+    seconds: Mapping[tuple[int, int], Mapping[str, float]]
+
+    def slowdowns(self, metric: str) -> Latency:
+        """A request's latency by that of its own on the reference machine."""
+        latency = LATENCIES[metric]
+
+        def slowdown(request: RequestState, times: Sequence[float]) -> float | None:
+            own = latency(request, times)
+            if own is None:
+                return None
+            return own / self.seconds[request.prompt_len, len(times)][metric]
+
+        return slowdown
+
+
+def _latency(metric: str, reference: Reference | None) -> Latency:
+    return reference.slowdowns(metric) if reference else LATENCIES[metric]
+
+
+def _check(metric: str, limit: float, reference: Reference | None) -> None:
+    # Alone, nobody waits: a delay has no multiples.
+    known = [name for name in LATENCIES if name != "delay" or reference is None]
+    if metric not in known:
+        raise JaxinferError(f"no metric {metric!r}: {did_you_mean(metric, known)}")
+    if not 0 < limit < math.inf:
+        raise JaxinferError(f"{metric} is {limit:g}, must be a number above 0")
+
+
+@dataclass(frozen=True)
+class RequestTargets:
+    """Limits of each request, which a share of them is to keep.
+
+    Attributes:
+        limits: by metric, in seconds, or, beside a ``reference``, in multiples of what the request
+            takes there alone. ``tbt`` is the longest time between two of its tokens. What a request
+            with one token lacks (``tpot``, ``tbt``), it keeps.
+        attainment: the share, above 0 and at most 1.
+        criterion: ``both``: that share keeps all the limits; ``each``: each limit is kept by it,
+            maybe not by the same requests.
+
+    Raises:
+        JaxinferError: there is no limit, a metric is unknown, or a number is out of its bounds.
+    """
+
+    limits: Mapping[str, float]
+    attainment: float = 0.9
+    criterion: Criterion = "both"
+    reference: Reference | None = None
+
+    def __post_init__(self) -> None:
+        if not self.limits:
+            raise JaxinferError(f"no target: give one or more of {', '.join(LATENCIES)}")
+        for metric, limit in self.limits.items():
+            _check(metric, limit, self.reference)
+        if not 0 < self.attainment <= 1:
+            raise JaxinferError(f"attainment is {self.attainment:g}, must be above 0 and at most 1")
+
+    def watch(self, work: Sequence[BenchRequest], runs: int = 1) -> Watch:
+        """See ``Targets``."""
+        return _RequestWatch(self, len(work) * runs)
+
+
+class _RequestWatch:
+    """Counts requests that miss limits."""
+
+    def __init__(self, targets: RequestTargets, expected: int) -> None:
+        self._targets, self._expected = targets, expected
+        self._limits = [
+            (metric, _latency(metric, targets.reference), limit)
+            for metric, limit in targets.limits.items()
+        ]
+        self._missed = dict.fromkeys(targets.limits, 0)
+        self._missed_any = self._seen = 0
+
+    def add(self, request: RequestState, times: Sequence[float]) -> None:
+        missed = False
+        for metric, latency, limit in self._limits:
+            value = latency(request, times)
+            if value is not None and value > limit:
+                self._missed[metric] += 1
+                missed = True
+        self._missed_any += missed
+        self._seen += 1
+
+    def _share(self, missed: int) -> float:
+        return (self._expected - missed) / self._expected
+
+    @property
+    def _attainment(self) -> float:
+        both = self._targets.criterion == "both"
+        return self._share(self._missed_any if both else max(self._missed.values()))
+
+    @property
+    def hopeless(self) -> bool:
+        return self._attainment < self._targets.attainment
+
+    def verdict(self) -> Verdict:
+        return Verdict(
+            met=not self.hopeless,
+            good=self._seen - self._missed_any,
+            attainment=self._attainment,
+            figures={metric: self._share(missed) for metric, missed in self._missed.items()},
+        )
+
+
+@dataclass(frozen=True)
+class PercentileTargets:
+    """Limits of percentiles over all requests, all of which are to hold.
+
+    Percentiles are interpolated linearly between neighbours.
+
+    Attributes:
+        limits: metric, percentile (above 0, at most 100) and limit: in seconds, or, beside a
+            ``reference``, in multiples of what each request takes there alone (Splitwise, section
+            V-B and Table VI). ``tbt`` in seconds is over all times between two tokens, of all
+            requests alike; in multiples it is the longest of each request. Requests with one
+            token, which have no ``tpot`` and no ``tbt``, are left out of theirs.
+
+    Raises:
+        JaxinferError: there is no limit, a metric is unknown, or a number is out of its bounds.
+    """
+
+    limits: Sequence[tuple[str, float, float]]
+    reference: Reference | None = None
+
+    def __post_init__(self) -> None:
+        if not self.limits:
+            raise JaxinferError("no target: give a percentile's, as ttft:p90=1.5")
+        for metric, percent, limit in self.limits:
+            _check(metric, limit, self.reference)
+            if not 0 < percent <= 100:
+                raise JaxinferError(
+                    f"{metric}: percentile {percent:g}, must be above 0 and at most 100"
+                )
+
+    def watch(self, work: Sequence[BenchRequest], runs: int = 1) -> Watch:
+        """See ``Targets``."""
+        return _PercentileWatch(self, work, runs)
+
+
+class _PercentileWatch:
+    """Keeps each metric's values, and counts those beyond each limit."""
+
+    def __init__(self, targets: PercentileTargets, work: Sequence[BenchRequest], runs: int) -> None:
+        self._limits = targets.limits
+        self._latencies = {
+            metric: _latency(metric, targets.reference) for metric, _, _ in self._limits
+        }
+        self._all_gaps = targets.reference is None and "tbt" in self._latencies
+        self._values = {metric: Percentiles() for metric in self._latencies}
+        # Of each limit: values beyond it, and how many may be before the percentile must be.
+        self._beyond = [0] * len(self._limits)
+        self._allowed = [
+            _allowed(runs * self._expected(metric, work), percent)
+            for metric, percent, _ in self._limits
+        ]
+        self._seen = 0
+
+    def _expected(self, metric: str, work: Sequence[BenchRequest]) -> int:
+        if metric == "tbt" and self._all_gaps:
+            return sum(item.max_tokens - 1 for item in work)
+        if metric in ("tpot", "tbt"):
+            return sum(item.max_tokens > 1 for item in work)
+        return len(work)
+
+    def add(self, request: RequestState, times: Sequence[float]) -> None:
+        self._seen += 1
+        found: dict[str, np.ndarray] = {}
+        for metric, latency in self._latencies.items():
+            if metric == "tbt" and self._all_gaps:
+                found[metric] = np.diff(times)
+            else:
+                value = latency(request, times)
+                found[metric] = np.array([] if value is None else [value])
+            self._values[metric].add(found[metric])
+        for number, (metric, _, limit) in enumerate(self._limits):
+            self._beyond[number] += int((found[metric] > limit).sum())
+
+    @property
+    def hopeless(self) -> bool:
+        pairs = zip(self._beyond, self._allowed, strict=True)
+        return any(beyond > allowed for beyond, allowed in pairs)
+
+    def verdict(self) -> Verdict:
+        found = [self._values[metric].percentile(percent) for metric, percent, _ in self._limits]
+        met = not self.hopeless and all(
+            value is None or value <= limit
+            for value, (_, _, limit) in zip(found, self._limits, strict=True)
+        )
+        names = [f"{metric} p{percent:g}" for metric, percent, _ in self._limits]
+        figures = dict(zip(names, found, strict=True))
+        return Verdict(met, self._seen * met, None, figures)
+
+
+def _allowed(count: int, percent: float) -> int:
+    """Of so many values, how many may be beyond a limit before their percentile must be."""
+    return count - 1 - math.floor(percent / 100 * (count - 1)) if count else 0

@@ -1,0 +1,86 @@
+"""Whole requests on the least loaded of equal instances: the usual rules of a load balancer."""
+
+import random
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+from jaxinfer.config.validation import OptionError, Options
+from jaxinfer.serving.system import (
+    Assignment,
+    ClusterView,
+    InstanceView,
+    Leg,
+    RequestView,
+    System,
+)
+from jaxinfer.systems.roles import least_loaded, num_requests
+
+
+class LeastLoadedOptions(Options):
+    """Options of ``LeastLoaded``.
+
+    Attributes:
+        choose: among all (``join_shortest_queue``), among two drawn at random
+            (``power_of_two``), or each in its turn (``round_robin``).
+        load: ``requests`` that wait or run, or ``tokens``: those of prompts that are still to be
+            computed, and KV entries of the requests that run.
+        seed: of the draws.
+    """
+
+    choose: Literal["join_shortest_queue", "power_of_two", "round_robin"] = "join_shortest_queue"
+    load: Literal["requests", "tokens"] = "requests"
+    seed: int = 0
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse what has no effect."""
+        given = self.model_fields_set
+        if "load" in given and self.choose == "round_robin":
+            raise OptionError("load: round_robin goes by none; leave it out")
+        if "seed" in given and self.choose != "power_of_two":
+            raise OptionError(f"seed: {self.choose} draws nothing; leave it out")
+
+
+def num_tokens(instance: InstanceView) -> int:
+    """The load that counts tokens."""
+    return instance.prompt_tokens_left + instance.kv_entries
+
+
+class LeastLoaded(System):
+    """Each request runs whole on one instance, chosen as it comes in; ties go by their order."""
+
+    Options = LeastLoadedOptions
+    options: LeastLoadedOptions
+
+    def __init__(self, options: LeastLoadedOptions) -> None:
+        super().__init__(options)
+        self._rng = random.Random(options.seed)
+        self._turn = 0
+
+    def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
+        """None."""
+        return ()
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
+        """All that wait, with what is given to each instance meanwhile."""
+        names = list(cluster.instances)
+        tokens = self.options.load == "tokens"
+        load = num_tokens if tokens else num_requests
+        given: Counter[str] = Counter()
+        assignments = []
+        for request in waiting:
+            name = least_loaded(self._candidates(names), cluster, given, load)
+            given[name] += request.prompt_len if tokens else 1
+            assignments.append(Assignment(request.id, (Leg(name),)))
+        return assignments
+
+    def _candidates(self, names: Sequence[str]) -> Sequence[str]:
+        match self.options.choose:
+            case "join_shortest_queue":
+                return names
+            case "power_of_two":
+                drawn = self._rng.sample(range(len(names)), min(2, len(names)))
+                return [names[number] for number in sorted(drawn)]
+            case "round_robin":
+                self._turn += 1
+                return [names[(self._turn - 1) % len(names)]]

@@ -1,0 +1,137 @@
+"""What ``LLM.generate`` and ``LLM.chat`` are handed: prompts, conversations and how to sample."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice, repeat, zip_longest
+from numbers import Integral
+from typing import Any, TypedDict
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.request import SamplingParams
+from jaxinfer.workload.json_lines import shorten
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is tokenised already: integers of Python's or numpy's, or an array of them."""
+
+    prompt_token_ids: Sequence[int]
+
+
+Prompt = str | TokensPrompt
+Messages = Sequence[Mapping[str, Any]]
+Params = SamplingParams | Iterable[SamplingParams] | None
+
+
+def model_name(model: object) -> str:
+    """The model that an ``LLM`` is to have.
+
+    Raises:
+        JaxinferError: it is no text and no path, or empty.
+    """
+    if not isinstance(model, str | os.PathLike) or not os.fspath(model):
+        raise JaxinferError(
+            f"model is {shorten(model)}, must be a demo's name, a file, a folder or a hub id"
+        )
+    return os.fspath(model)
+
+
+def each_prompt(prompts: object) -> Iterable[Any]:
+    """One prompt or several, as something to go through.
+
+    Raises:
+        JaxinferError: it is no prompt and nothing that has some.
+    """
+    one = isinstance(prompts, str | bytes | Mapping)
+    return [prompts] if one else iterable("prompts", prompts)
+
+
+def each_conversation(messages: object) -> Iterable[Any]:
+    """One conversation or several, as something to go through.
+
+    Raises:
+        JaxinferError: it is no conversation and nothing that has some.
+    """
+    if isinstance(messages, str | bytes | Mapping):
+        return [messages]
+    many = iterable("messages", messages)
+    if not isinstance(many, Sequence):
+        several = iter(many)
+        beginning = list(islice(several, 1))
+        many = chain(beginning, several)
+    else:
+        beginning = list(many[:1])
+    one = bool(beginning) and isinstance(beginning[0], Mapping)
+    return [list(many)] if one else many
+
+
+def paired(prompts: Iterable[Any], params: Params) -> Iterator[tuple[Any, SamplingParams]]:
+    """Each prompt with its sampling parameters; both are read one by one.
+
+    Raises:
+        JaxinferError: some are no ``SamplingParams``, or there are more or fewer than prompts.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        yield from zip(prompts, repeat(params or SamplingParams()))
+        return
+    many = [params] if isinstance(params, str | Mapping) else iterable("sampling_params", params)
+    missing: Any = object()
+    for index, (prompt, given) in enumerate(zip_longest(prompts, many, fillvalue=missing)):
+        if prompt is missing:
+            raise JaxinferError(f"{index} prompts, but more sampling_params")
+        if given is missing:
+            raise JaxinferError(f"{index} sampling_params, but more prompts")
+        check_params(given)
+        yield prompt, given
+
+
+def text_or_token_ids(prompt: object) -> str | list[int]:
+    """What a prompt holds.
+
+    Raises:
+        JaxinferError: it is no prompt, or an empty text.
+    """
+    match prompt:
+        case str():
+            if not prompt:
+                raise JaxinferError("the prompt is empty")
+            return prompt
+        case {"prompt_token_ids": given, **rest} if not rest:
+            return token_ids(given)
+    raise JaxinferError(
+        f"{str(prompt)[:60]!r} must be a text or {{'prompt_token_ids': [integers]}}"
+    )
+
+
+def token_ids(given: object) -> list[int]:
+    """Integers of any kind, in a list, a tuple or an array, as Python's own.
+
+    Raises:
+        JaxinferError: it is anything else.
+    """
+    values = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(values, list | tuple):
+        kinds = {type(value) for value in values}
+        # True is an integer too.
+        if all(kind is not bool and issubclass(kind, Integral) for kind in kinds):
+            return [int(value) for value in values]
+    raise JaxinferError(f"prompt_token_ids is {shorten(given)}, must be a list of integers")
+
+
+def check_params(given: object) -> None:
+    """Raise JaxinferError for what are no sampling parameters."""
+    if not isinstance(given, SamplingParams):
+        raise JaxinferError(
+            f"sampling_params is {shorten(given)}, must be SamplingParams(...), or one of them "
+            "for each prompt"
+        )
+
+
+def iterable(name: str, given: object) -> Iterable[Any]:
+    """The same, if it has items.
+
+    Raises:
+        JaxinferError: it has none.
+    """
+    if not isinstance(given, Iterable):
+        raise JaxinferError(f"{name} is {shorten(given)}, must be one or a list of them")
+    return given

@@ -1,0 +1,139 @@
+"""When a request's text is over, and what text it gives."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from jaxinfer.request import CompletionOutput, Logprob, RequestOutput, Sampling
+from jaxinfer.serving.loop import Stop
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.text.tokenizer import Tokenizer
+
+
+class StopCheck:
+    """Watches one request's tokens for EOS, stop tokens and stop strings.
+
+    Stop strings may span tokens, and text is held back until its characters are complete.
+    """
+
+    def __init__(self, sampling: Sampling, tokenizer: Tokenizer) -> None:
+        params = sampling.params
+        self._end_ids = frozenset(sampling.end_token_ids)
+        self._stop_ids = frozenset(params.stop_token_ids)
+        self._stop = params.stop
+        self._tokenizer = tokenizer
+        self._stream = tokenizer.open_stream() if params.stop else None
+        # The end of the text, in which a stop string may have begun.
+        self._tail = ""
+        self._tail_len = max(map(len, params.stop), default=1) - 1
+        self._cut: int | None = None
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._emitted = 0
+
+    def add(self, token: int) -> Stop | None:
+        """Take the next token; a reason where it ends the request."""
+        self._num_tokens += 1
+        if token in self._stop_ids:
+            return "stop", token
+        if token in self._end_ids:
+            return "stop", None
+        if self._stream:
+            return self._find_stop(self._stream.add(token))
+        return None
+
+    def _find_stop(self, piece: str) -> Stop | None:
+        window = self._tail + piece
+        begin = self._emitted - len(self._tail)
+        self._emitted += len(piece)
+        # Strings that end in the new piece: earlier ones ended before ``min_tokens``.
+        new = len(self._tail)
+        found = [
+            (at, stop)
+            for stop in self._stop
+            if (at := window.find(stop, max(0, new - len(stop) + 1))) >= 0
+        ]
+        if found and self._num_tokens > self._min_tokens:
+            at, stop = min(found, key=lambda hit: hit[0])
+            self._cut = begin + at
+            return "stop", stop
+        self._tail = window[-self._tail_len :] if self._tail_len else ""
+        return None
+
+    def text(self, token_ids: list[int], ended_by_token: bool) -> str:
+        """The output's text: without the token or the string that ended it."""
+        text = self._tokenizer.decode(token_ids[:-1] if ended_by_token else token_ids)
+        return text if self._cut is None else text[: self._cut]
+
+
+def decoded(position: object, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """Log probabilities at one position, with the tokens' texts."""
+    assert isinstance(position, dict)
+    return {
+        token: replace(logprob, decoded_token=tokenizer.decode([token]))
+        for token, logprob in position.items()
+    }
+
+
+def completion(request: RequestState, check: StopCheck, tokenizer: Tokenizer) -> CompletionOutput:
+    """A finished request's output."""
+    sampling = _sampling(request)
+    logprobs = None
+    if sampling.params.logprobs is not None:
+        logprobs = [decoded(position, tokenizer) for position in request.details]
+    by_token = request.finish_reason == "stop" and not isinstance(request.stop_reason, str)
+    return CompletionOutput(
+        index=sampling.index,
+        text=check.text(request.output_token_ids, by_token),
+        token_ids=request.output_token_ids,
+        logprobs=logprobs,
+        cumulative_logprob=request.cumulative_logprob,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+    )
+
+
+class Answers:
+    """The texts of one run's requests: when each is over, and what is answered."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._checks: dict[str, StopCheck] = {}
+
+    def add(self, requests: Iterable[RequestState]) -> None:
+        """More requests, as ``LLM.make_requests`` makes them; each is forgotten when answered."""
+        for request in requests:
+            self._checks[request.id] = StopCheck(_sampling(request), self._tokenizer)
+
+    def check_stop(self, request: RequestState, token: int) -> Stop | None:
+        """Take a request's next token; a reason where it ends the request."""
+        return self._checks[request.id].add(token)
+
+    def output(self, siblings: Sequence[RequestState]) -> RequestOutput:
+        """Of all continuations of one prompt, which have ended."""
+        first = siblings[0]
+        failed = next((request for request in siblings if request.error), None)
+        prompt_logprobs = None
+        if _sampling(first).params.prompt_logprobs is not None and not failed:
+            found = (first.prompt_details[p] for p in range(1, first.prompt_len))
+            prompt_logprobs = [None, *(decoded(position, self._tokenizer) for position in found)]
+        checks = [self._checks.pop(request.id) for request in siblings]
+        return RequestOutput(
+            request_id=_sampling(first).parent,
+            prompt=None,
+            prompt_token_ids=list(first.prompt_token_ids),
+            outputs=[
+                completion(request, check, self._tokenizer)
+                for request, check in zip(siblings, checks, strict=True)
+                if not failed
+            ],
+            finished=True,
+            metrics=first.metrics,
+            prompt_logprobs=prompt_logprobs,
+            error=failed.error if failed else None,
+            lost=any(request.finish_reason == "lost" for request in siblings),
+        )
+
+
+def _sampling(request: RequestState) -> Sampling:
+    assert isinstance(request.payload, Sampling)
+    return request.payload

@@ -1,0 +1,262 @@
+"""Text to token ids and back: a checkpoint's tokenizer, chat template and streaming decoder."""
+
+import codecs
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders
+
+from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.runtime.weights import Checkpoint
+from jaxinfer.text.tokenizer_gguf import read_gguf_tokenizer
+
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """A model's tokenizer.
+
+    Attributes:
+        name: the model, for error messages.
+        eos_token_ids: tokens that end a text.
+        vocab_size: tokens that the tokenizer knows; the model's vocabulary may be padded.
+    """
+
+    def __init__(self, wrapped: Any, name: str, eos_token_ids: tuple[int, ...]) -> None:
+        """Take a ``transformers.PreTrainedTokenizerFast``."""
+        self.name = name
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size = len(wrapped)
+        self._wrapped = wrapped
+        # Called directly: the wrapper takes three times as long.
+        self._backend: Backend = wrapped.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        added = self._backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(id for id, token in added.items() if token.special)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, with BOS where the model's tokenizer adds one.
+
+        Special tokens written in the text become those tokens.
+
+        Raises:
+            JaxinferError: it holds half of a surrogate pair, which is no text.
+        """
+        return self._ids(text, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a chat up to where the assistant begins to answer.
+
+        Args:
+            messages: each ``{"role": ..., "content": ...}``; one at least.
+
+        Raises:
+            JaxinferError: the model has no chat template, or its template refuses the messages.
+        """
+        if not self._wrapped.chat_template:
+            raise JaxinferError(f"model {self.name!r} has no chat template; use a plain prompt")
+        try:
+            text = self._wrapped.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        # A value of a wrong type is a TypeError in the template, several templates without a
+        # default are a ValueError.
+        except (TemplateError, TypeError, ValueError) as error:
+            raise JaxinferError(
+                f"the chat template of {self.name!r} refuses the messages: {one_line(error)}"
+            ) from None
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            half = re.search("[\ud800-\udfff]", text)
+            if not half:
+                raise
+            raise JaxinferError(
+                f"the text holds {half[0]!r}, which is half of a surrogate pair"
+            ) from None
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``; special and unknown tokens are skipped."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer's files as Hugging Face's tools read them."""
+        self._wrapped.save_pretrained(folder)
+
+    def open_stream(self) -> "Stream":
+        """A new incremental decoder."""
+        if isinstance(self._backend.decoder, decoders.ByteLevel):
+            return _ByteStream(self._backend, self._special_ids)
+        return _WindowStream(self._backend, self._special_ids)
+
+
+class NoTokenizer(Tokenizer):
+    """Of a model without one: prompts are token ids, and outputs have no text."""
+
+    def __init__(self, name: str, eos_token_ids: tuple[int, ...]) -> None:
+        self.name, self.eos_token_ids, self.vocab_size = name, eos_token_ids, 0
+
+    def encode(self, text: str) -> list[int]:
+        """Refuse."""
+        raise JaxinferError(
+            f"model {self.name!r} has no tokenizer for a text: give prompt_token_ids"
+        )
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Refuse."""
+        return self.encode("")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """No text."""
+        return ""
+
+    def open_stream(self) -> "Stream":
+        """Refuse."""
+        raise JaxinferError(
+            f"model {self.name!r} has no tokenizer for stop strings: give stop_token_ids"
+        )
+
+
+class Stream(Protocol):
+    """Decodes one sequence token by token.
+
+    All pieces together are what ``Tokenizer.decode`` gives, but for an incomplete character at the
+    end. Bytes in tokens of their own (``<0x0A>``) come as soon as they make up characters; should
+    an invalid one follow, ``decode`` has U+FFFD in place of all of them, in a text as long.
+    """
+
+    def add(self, token_id: int) -> str:
+        """The text that ``token_id`` completes; empty within a character of several bytes."""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in of each byte: itself if printable, else the next from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTES = _byte_alphabet()
+
+
+class _ByteStream:
+    """For byte-level BPE, where the text is the tokens' bytes read as UTF-8.
+
+    Unlike a window, it holds at most three bytes, however long the model emits invalid ones.
+    """
+
+    def __init__(self, backend: Backend, special_ids: frozenset[int]) -> None:
+        self._token = backend.id_to_token
+        self._special_ids = special_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token_id: int) -> str:
+        token = None if token_id in self._special_ids else self._token(token_id)
+        if token is None:
+            return ""
+        try:
+            content = bytes([_BYTES[char] for char in token])
+        except KeyError:  # an added token holds plain text
+            content = token.encode()
+        return self._decoder.decode(content)
+
+
+class _WindowStream:
+    """For any other decoder: decodes the last tokens with and without the new ones.
+
+    ``ids[:read]`` has been emitted; it stays as context, since decoders treat the first token
+    differently (they strip its leading space).
+    """
+
+    def __init__(self, backend: Backend, special_ids: frozenset[int]) -> None:
+        self._backend = backend
+        self._special_ids = special_ids
+        self._ids: list[int] = []
+        self._read = 0
+        self._context = ""
+
+    def add(self, token_id: int) -> str:
+        token = None if token_id in self._special_ids else self._backend.id_to_token(token_id)
+        if token is None:
+            return ""
+        self._ids.append(token_id)
+        text = self._backend.decode(self._ids)
+        if text.endswith(_REPLACEMENT) or len(text) <= len(self._context):
+            return ""
+        piece = text[len(self._context) :]
+        if len(token) == 6 and token.startswith("<0x"):
+            # Stays whole: an invalid byte would make all bytes of the run invalid.
+            self._context = text
+            return piece
+        self._ids = self._ids[self._read :]
+        self._read = len(self._ids)
+        self._context = self._backend.decode(self._ids)
+        return piece
+
+
+def load_tokenizer(checkpoint: Checkpoint, required: bool = True) -> Tokenizer:
+    """The tokenizer that ``checkpoint`` carries, with its chat template if it has one.
+
+    Args:
+        required: that a folder has none is an error.
+
+    Raises:
+        JaxinferError: the tokenizer is missing, damaged, or of a kind that is not supported.
+    """
+    source, ends = checkpoint.tokenizer_source, checkpoint.config.eos_token_ids
+    if not required and isinstance(source, Path) and not _tokenizer_file(source).exists():
+        return NoTokenizer(checkpoint.name, ends)
+    wrapped = (
+        _from_folder(source) if isinstance(source, Path) else _from_gguf(source, checkpoint.path)
+    )
+    return Tokenizer(wrapped, checkpoint.name, ends)
+
+
+def _tokenizer_file(folder: Path) -> Path:
+    return folder / "tokenizer.json"
+
+
+def _from_folder(folder: Path) -> Any:
+    path = _tokenizer_file(folder)
+    if not path.is_file():
+        raise JaxinferError(f"{folder}: has no tokenizer.json, from which the tokenizer is read")
+    fast_tokenizer = _fast_tokenizer_class()
+    try:
+        # Not AutoTokenizer: some classes that it picks rebuild the tokenizer from the vocabulary,
+        # and so lose what tokenizer.json says of pre-tokenisation.
+        return fast_tokenizer.from_pretrained(folder, local_files_only=True)
+    # The tokenizers library raises plain Exception for whatever it cannot read.
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise JaxinferError(f"{path}: cannot read the tokenizer: {reason}") from error
+
+
+def _from_gguf(metadata: Mapping[str, Any], path: Path) -> Any:
+    backend, options = read_gguf_tokenizer(metadata, path)
+    return _fast_tokenizer_class()(tokenizer_object=backend, **options)
+
+
+def _fast_tokenizer_class() -> Any:
+    """``transformers.PreTrainedTokenizerFast``, imported without the advice to install PyTorch."""
+    logger = logging.getLogger("transformers")
+
+    def is_no_advice(record: logging.LogRecord) -> bool:
+        return "PyTorch was not found" not in record.getMessage()
+
+    logger.addFilter(is_no_advice)
+    try:
+        from transformers import PreTrainedTokenizerFast  # slow to import: 0.7 s
+    finally:
+        logger.removeFilter(is_no_advice)
+    return PreTrainedTokenizerFast

@@ -1,0 +1,131 @@
+"""How long answers are predicted to be, when their requests come in."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import Field
+
+from jaxinfer.config.validation import OptionError, Options, import_own, shown
+from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.serving.system import RequestView
+
+# Output tokens, at least and at most; None where nothing is predicted.
+Predict = Callable[[RequestView], tuple[int, int] | None]
+
+
+class Buckets(Options):
+    """A predictor of a modelled run, which knows the true length and errs now and then.
+
+    TetriInfer's classifier (section 3.3.2) as its accuracy has it: bucket k is the lengths from
+    ``k * granularity`` up to ``(k + 1) * granularity``, the latter not included.
+
+    Attributes:
+        granularity: tokens of a bucket.
+        accuracy: share of the predictions that are the true length's bucket; the others are one of
+            its neighbours', each as likely.
+        seed: of the draws.
+    """
+
+    granularity: int = Field(ge=1)
+    accuracy: float = Field(ge=0, le=1)
+    seed: int = 0
+
+
+class BucketPredictor:
+    """Draws in the order in which requests come in, which is the same under any system.
+
+    Args:
+        num_output: a request's true output tokens.
+    """
+
+    def __init__(self, options: Buckets, num_output: Callable[[RequestView], int]) -> None:
+        self._options, self._num_output = options, num_output
+        self._rng = random.Random(options.seed)
+
+    def __call__(self, request: RequestView) -> tuple[int, int]:
+        """The bounds of a bucket."""
+        size = self._options.granularity
+        bucket = self._num_output(request) // size
+        if self._rng.random() >= self._options.accuracy:
+            # Below the first bucket there is none.
+            bucket += self._rng.choice((-1, 1)) if bucket else 1
+        return bucket * size, (bucket + 1) * size
+
+
+class OwnPredictor:
+    """A user's function, or an object of a user's class: what it does amiss is one line.
+
+    Args:
+        name: ``my_module:MyPredictor``.
+
+    Raises:
+        JaxinferError: there is no such thing, or it cannot be called.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        try:
+            found = import_own(name)
+            self._predict = self._new(found) if isinstance(found, type) else found
+            if not callable(self._predict):
+                raise JaxinferError(f"{name!r} is {shown(found)}, must be a function or a class")
+        except JaxinferError as error:
+            raise OptionError(f"workload.predictor: {error}") from None
+
+    def _new(self, kind: type[Any]) -> Any:
+        try:
+            return kind()
+        except Exception as error:
+            raise JaxinferError(self._raises(error)) from error
+
+    def _raises(self, error: Exception) -> str:
+        return f"{self._name} raises {type(error).__name__}: {one_line(error)}"
+
+    def __call__(self, request: RequestView) -> tuple[int, int] | None:
+        """The prediction, checked."""
+        try:
+            answer = self._predict(request)
+        except Exception as error:
+            raise JaxinferError(f"workload.predictor: {self._raises(error)}") from error
+        if answer is None:
+            return None
+        if not _is_range(answer):
+            raise JaxinferError(
+                f"workload.predictor: {self._name} returns {shown(answer)} for request "
+                f"{request.id!r}, must be output tokens, (at least, at most), or None"
+            )
+        return answer[0], answer[1]
+
+
+def _is_range(answer: Any) -> bool:
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        return False
+    return all(type(bound) is int for bound in answer) and 0 <= answer[0] <= answer[1]
+
+
+def modelled_predictor(
+    given: Buckets | str | None, num_output: Callable[[RequestView], int]
+) -> Predict | None:
+    """For one run in virtual time; ``num_output`` is the truth, which a user's own never sees.
+
+    Raises:
+        JaxinferError: the user's own cannot be used.
+    """
+    if isinstance(given, Buckets):
+        return BucketPredictor(given, num_output)
+    return OwnPredictor(given) if given is not None else None
+
+
+def real_predictor(given: Buckets | str | None) -> Predict | None:
+    """For a real run, in which nobody knows the truth.
+
+    Raises:
+        JaxinferError: buckets of the true length, or the user's own cannot be used.
+    """
+    if isinstance(given, Buckets):
+        raise OptionError(
+            "workload.predictor: buckets go by the true length, which only a modelled run knows; a "
+            "real one takes my_module:MyPredictor"
+        )
+    return OwnPredictor(given) if given is not None else None

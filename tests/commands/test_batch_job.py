@@ -1,0 +1,325 @@
+"""Batches whose machine fails, and what makes two jobs the same."""
+
+import hashlib
+import json
+import math
+import os
+import random
+import tracemalloc
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_model import TINY_OPTIONS
+
+from jaxinfer import LLM, JaxinferError, RequestOutput
+from jaxinfer.commands.batch_job import BatchJob
+from jaxinfer.config.cluster import GroupConfig, InstanceConfig
+from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.run_file import RunFile
+from jaxinfer.request import CompletionOutput, RequestMetrics, Sampling
+from jaxinfer.serving.request_state import RequestState
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    lines = [{"prompt": text, "max_tokens": 3, "logprobs": 0} for text in ("one", "two", "three")]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def with_outputs(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[int, RequestOutput], RequestOutput]
+) -> None:
+    """Change each output, by its place among those that come."""
+    run = LLM.run
+
+    def changed(self: LLM, requests: Any, on_output: Any, **options: Any) -> Any:
+        came: list[RequestOutput] = []
+
+        def take(output: RequestOutput) -> None:
+            came.append(output)
+            on_output(change(len(came) - 1, output))
+
+        return run(self, requests, take, **options)
+
+    monkeypatch.setattr(LLM, "run", changed)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_a_lost_instance_had_is_left_to_the_next_run(
+    tiny_folder: Path, tiny_loaded_once: None, tmp_path: Path, source: Path
+) -> None:
+    config = RunFile(model=str(tiny_folder), engine=EngineOptions(**TINY_OPTIONS))
+    out = tmp_path / "out.jsonl"
+
+    def lose(number: int, output: RequestOutput) -> RequestOutput:
+        return replace(output, outputs=[], error="gone", lost=True) if number else output
+
+    with pytest.MonkeyPatch.context() as patch:
+        with_outputs(patch, lose)
+        with BatchJob.open(config, str(source), str(out), force=False) as job:
+            job.run()
+            assert (job.lost, job.num_missing, job.num_failed) == ("gone", 2, 0)
+    assert len(records(out)) == 1
+    with BatchJob.open(config, str(source), str(out), force=False) as job:
+        assert job.num_resumed == 1
+        job.run()
+        assert (job.lost, job.num_missing, job.num_failed) == (None, 0, 0)
+    assert all(record["error"] is None for record in records(out))
+
+
+def test_a_log_probability_that_json_cannot_say(
+    tiny_folder: Path,
+    tiny_loaded_once: None,
+    tmp_path: Path,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = RunFile(model=str(tiny_folder), engine=EngineOptions(**TINY_OPTIONS))
+
+    def spoil(number: int, output: RequestOutput) -> RequestOutput:
+        if number == 1:
+            (choice,) = output.outputs
+            first = (choice.logprobs or [])[0]
+            first[choice.token_ids[0]] = replace(first[choice.token_ids[0]], logprob=math.nan)
+        return output
+
+    with_outputs(monkeypatch, spoil)
+    with BatchJob.open(config, str(source), str(tmp_path / "out"), force=False) as job:
+        job.run()
+        assert (job.num_failed, job.num_missing) == (1, 0)
+    errors = [record["error"]["message"] for record in records(tmp_path / "out") if record["error"]]
+    assert len(errors) == 1
+    assert "NaN" in errors[0]
+
+
+def cluster(model: Path, options: Sequence[dict[str, Any]]) -> RunFile:
+    names = ["a", "b"]
+    return RunFile(
+        model=str(model),
+        groups={name: GroupConfig() for name in names},
+        instances={
+            name: InstanceConfig(group=name, **given)
+            for name, given in zip(names, options, strict=True)
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    "other", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}, {"max_model_len": 99}]
+)
+def test_another_instance_is_another_job(
+    tiny_folder: Path, tmp_path: Path, other: dict[str, Any]
+) -> None:
+    source, out = tmp_path / "bad.jsonl", str(tmp_path / "out")
+    source.write_text('{"prompt": ""}\n')
+
+    def opened(*options: dict[str, Any]) -> BatchJob:
+        return BatchJob.open(cluster(tiny_folder, options), str(source), out, force=False)
+
+    with opened({}, {"max_num_seqs": 3}) as job:
+        job.run()  # Has nothing to serve.
+    # What changes no result may change.
+    with opened({}, {"max_num_seqs": 5}) as job:
+        assert job.num_resumed == 1
+    with pytest.raises(JaxinferError, match="instances"):
+        opened({}, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        ({}, {}),
+        ({"max_num_seqs": 3, "page_size": 8, "num_pages": 99}, {}),
+        ({"seed": 5, "dtype": "bfloat16", "max_model_len": 77}, {}),
+        ({"load_format": "dummy"}, {"load_format": "dummy"}),
+        ({"kv_cache_dtype": "int8", "page_size": 8}, {"kv_cache_dtype": "int8", "page_size": 8}),
+    ],
+)
+def test_what_a_job_is_known_by(
+    tmp_path: Path, source: Path, options: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """What may change a result, and nothing else; what is as always is not mentioned."""
+    config = RunFile(model="a model", engine=EngineOptions(**options))
+    BatchJob.open(config, str(source), str(tmp_path / "out"), force=False).__exit__(
+        None, None, None
+    )
+    always = {"dtype": "auto", "max_model_len": None, "seed": 0}
+    assert json.loads((tmp_path / "out.job.json").read_text()) == {
+        "model": "a model",
+        "input_sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
+        **{name: options.get(name, value) for name, value in always.items()},
+        **more,
+    }
+
+
+def test_the_output_is_not_the_input(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "link").symlink_to(source)
+    before = source.read_bytes()
+    config = RunFile(model="a model")
+    for output in (source, tmp_path / "link"):
+        with pytest.raises(JaxinferError, match="the output must not be the input"):
+            BatchJob.open(config, str(source), str(output), force=True)
+    assert source.read_bytes() == before
+
+
+class Echo:
+    """Stands for an LLM: keeps some requests for a while, and answers each with its prompt's end.
+
+    Attributes:
+        failing: ids of requests that are too long.
+        order: ids in the order of their answers.
+    """
+
+    def __init__(self, failing: Iterable[str] = (), most: int = 10) -> None:
+        self.tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
+        self.failing = set(failing)
+        self.order: list[str] = []
+        self._most = most
+
+    def make_requests(self, id: str, tokens: list[int], params: Any) -> list[RequestState]:
+        if id in self.failing:
+            raise JaxinferError("too long")
+        payload = Sampling(params, 0, (), id)
+        return [RequestState(id, len(tokens), 1, prompt_token_ids=tokens, payload=payload)]
+
+    def run(self, requests: Iterable[RequestState], on_output: Any, **options: Any) -> None:
+        self.options = options
+        kept: list[RequestState] = []
+        draw = random.Random(0)
+        for request in requests:
+            kept.append(request)
+            if len(kept) == self._most:
+                self._answer(kept.pop(draw.randrange(self._most)), on_output)
+        for request in kept:
+            self._answer(request, on_output)
+
+    def _answer(self, request: RequestState, on_output: Any) -> None:
+        self.order.append(request.id)
+        ending = bytes(request.prompt_token_ids[-9:]).decode()
+        choice = CompletionOutput(0, ending, [1], None, finish_reason="length")
+        metrics = RequestMetrics(0.0)
+        on_output(RequestOutput(request.id, None, [1], [choice], True, metrics))
+
+
+def job_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, llm: Echo, show: int = 0, force: bool = False
+) -> BatchJob:
+    monkeypatch.setattr(LLM, "from_config", lambda config: llm)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    config = RunFile(model="a model")
+    return BatchJob.open(config, str(folder / "in"), str(folder / "out"), force, show)
+
+
+def write_long(folder: Path, count: int) -> None:
+    """20 kB a line; each tenth one is bad."""
+    with (folder / "in").open("w") as file:
+        for i in range(count):
+            sampling = {"temperature": -1} if i % 10 == 9 else {}
+            file.write(json.dumps({"prompt": "x" * 20_000 + f"{i:09}", **sampling}) + "\n")
+
+
+def test_memory_does_not_grow_with_the_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """160 kB for each of the 10 lines that are being served, as lists of tokens; and ids."""
+
+    def peak(count: int) -> int:
+        write_long(tmp_path, count)
+        tracemalloc.start()
+        llm = Echo()
+        with job_of(tmp_path, monkeypatch, llm, show=3, force=True) as job:
+            job.run()
+            assert (job.num_missing, job.num_failed) == (0, count // 10)
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(llm.order) == count - count // 10
+        return found
+
+    few, many = peak(100), peak(600)
+    assert few < 20 * 160_000
+    assert (many - few) / 500 < 600
+
+
+def test_the_first_answers_are_kept_in_the_files_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that came, whatever their order; lines that failed have none."""
+    write_long(tmp_path, 40)
+    llm = Echo(failing=["line-2"])
+    with job_of(tmp_path, monkeypatch, llm, show=4) as job:
+        job.run()
+        assert [answer for _, answer in job.answers()] == [f"{i:09}" for i in (0, 2, 3, 4)]
+        assert all(prompt.endswith(answer) for prompt, answer in job.answers())
+    numbers = [int(name.removeprefix("line-")) for name in llm.order]
+    assert numbers != sorted(numbers)
+    assert llm.options["num_requests"] == 36
+    found = {record["custom_id"]: record["error"] for record in records(tmp_path / "out")}
+    assert found["line-2"] == {"code": "invalid_request", "message": "line 2: too long"}
+    assert [name for name, error in found.items() if error] == [
+        *(f"line-{i}" for i in (10, 20, 30, 40)), "line-2",
+    ]  # fmt: skip
+    with job_of(tmp_path, monkeypatch, llm, force=True) as job:
+        job.run()
+        assert job.answers() == []
+
+
+def test_a_resumed_job_reads_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one part or in several, the lines are the same."""
+    write_long(tmp_path, 60)
+    with job_of(tmp_path, monkeypatch, Echo()) as job:
+        job.run()
+    whole = (tmp_path / "out").read_bytes().splitlines(keepends=True)
+    assert len(whole) == 60
+    # A kill in the middle of a line.
+    kept = random.Random(1).sample(whole, 25)
+    (tmp_path / "out").write_bytes(b"".join(kept)[:-20])
+    llm = Echo()
+    with job_of(tmp_path, monkeypatch, llm) as job:
+        assert job.num_resumed == 24
+        job.run()
+        assert (job.num_missing, job.num_failed) == (0, 6)
+    assert sorted((tmp_path / "out").read_bytes().splitlines(keepends=True)) == sorted(whole)
+    done = {json.loads(line)["custom_id"] for line in kept[:24]}
+    assert not done & set(llm.order)
+    with job_of(tmp_path, monkeypatch, llm) as job:
+        assert job.run() is None
+
+
+def test_lines_are_read_while_others_are_served(
+    tiny: LLM, tiny_folder: Path, tiny_loaded_once: None, tmp_path: Path
+) -> None:
+    """On the real engine, of which 24 requests are under way at most."""
+    source = tmp_path / "in"
+    with source.open("w") as file:
+        for i in range(150):
+            asked = {"prompt": f"prompt {i}", "max_tokens": 1 + i % 3, "ignore_eos": True}
+            file.write(json.dumps(asked | ({"n": 2} if i % 7 == 0 else {})) + "\n")
+    config = RunFile(model=str(tiny_folder), engine=EngineOptions(**TINY_OPTIONS))
+    unanswered: list[int] = []
+    job = BatchJob.open(config, str(source), str(tmp_path / "out"), force=False)
+
+    def count(number: int, output: RequestOutput) -> RequestOutput:
+        unanswered.append(len(job._unanswered))
+        return output
+
+    with pytest.MonkeyPatch.context() as patch, job:
+        with_outputs(patch, count)
+        metrics = job.run()
+    assert metrics
+    assert (metrics.requests, metrics.failed) == (150, 0)
+    assert max(unanswered) <= 24
+    found = {
+        record["custom_id"]: record["response"]["body"] for record in records(tmp_path / "out")
+    }
+    for i in range(150):
+        choices = found[f"line-{i + 1}"]["choices"]
+        assert len(choices) == (2 if i % 7 == 0 else 1)

@@ -1,0 +1,147 @@
+"""Several systems on one workload: what is read, in which order they run, what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxinfer import LLM, JaxinferError, compare, measure
+from jaxinfer.commands.common import compare_and_write, refuse, workload_settings
+from jaxinfer.compare import compare_systems, load_systems, simulate_systems
+from jaxinfer.config.run_file import RunFile, load_run_file
+from jaxinfer.runtime import devices
+
+CONFIGS = {"first": RunFile(model="m"), "second": RunFile(model="m")}
+
+
+def test_two_files_of_one_name(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.yaml").write_text(f"model: {folder}\n")
+    files = [str(tmp_path / folder / "x.yaml") for folder in ("a", "b")]
+    with pytest.raises(JaxinferError, match=r"a/x\.yaml, .*/b/x\.yaml have one name"):
+        load_systems(files, [])
+    (one,) = load_systems(files[:1], [], ["engine.seed=3"]).items()
+    assert (one[0], one[1].model, one[1].engine.seed) == ("x", "a", 3)
+
+
+def test_systems_are_files_beside_the_first(tmp_path: Path) -> None:
+    for name in ("cronus", "single"):
+        (tmp_path / f"{name}.yaml").write_text(f"model: {name}\n")
+    found = load_systems([str(tmp_path / "cronus.yaml")], ["cronus", "single"], ["engine.seed=3"])
+    assert {name: config.model for name, config in found.items()} == {
+        "cronus": "cronus",
+        "single": "single",
+    }
+    assert {config.engine.seed for config in found.values()} == {3}
+
+
+def read(folder: Path, name: str) -> Any:
+    return name, folder
+
+
+def test_systems_run_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round by round, and each round's record is its own."""
+    ran: list[tuple[Any, Any, str]] = []
+    counted: list[Any] = []
+
+    def load_all(configs: Any, progress: bool) -> dict[str, str]:
+        assert len(counted) == len(configs), "devices are counted before JAX is"
+        return {name: f"LLM of {name}" for name in configs}
+
+    def count(clusters: Any) -> None:
+        counted.extend(clusters)
+
+    def measured(llm: Any, work: Any, source: str, run_dir: str) -> None:
+        ran.append((llm, work, run_dir))
+
+    monkeypatch.setattr(LLM, "load_all", load_all)
+    monkeypatch.setattr(measure, "measure", measured)
+    monkeypatch.setattr(devices, "count_cpu_devices", count)
+    monkeypatch.setattr(compare, "read_run", read)
+    runs = compare_systems(CONFIGS, [], tmp_path, rounds=2, progress=False)
+    folders = {name: str(tmp_path / "runs" / name) for name in CONFIGS}
+    assert ran == [(f"LLM of {name}", [], folders[name]) for name in [*CONFIGS, *CONFIGS]]
+    assert runs == {
+        name: [(name, tmp_path / "runs" / name / number) for number in ("1", "2")]
+        for name in CONFIGS
+    }
+
+
+def test_systems_are_simulated_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr(compare, "simulate", lambda *given: ran.append(given))
+    monkeypatch.setattr(compare, "read_run", read)
+    runs = simulate_systems(CONFIGS, [], tmp_path)
+    assert ran == [(config, [], tmp_path / "runs" / name) for name, config in CONFIGS.items()]
+    assert runs == {name: [(name, tmp_path / "runs" / name / "1")] for name in CONFIGS}
+
+
+def settled(settings: list[str]) -> Any:
+    return load_run_file(None, ["workload.synthetic=azure_code", *settings]).workload
+
+
+def test_settings_of_a_workload() -> None:
+    """A trace takes the place of what a run file has, and a limit may stand alone."""
+    given = settled(workload_settings("a.csv", 7))
+    assert (given.trace, given.synthetic, given.limit) == ("a.csv", None, 7)
+    given = settled(workload_settings(None, 7))
+    assert (given.trace, given.limit) == (None, 7)
+    assert given.synthetic.lengths == "azure_code"
+    assert settled(workload_settings(None, None)).limit is None
+
+
+def test_what_is_refused_is_what_was_given() -> None:
+    refuse("for others", {"--a": None, "--b": False, "--c": ()})
+    with pytest.raises(JaxinferError, match=r"^--b is for others$"):
+        refuse("for others", {"--a": None, "--b": 3, "--c": True})
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_what_is_compared_and_where_it_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
+) -> None:
+    """The first file's workload, with the settings, under all; without rounds, simulated."""
+    for name, lengths in (("a", "azure_code"), ("b", "azure_conversation")):
+        text = f"model: {name}\nworkload: {{synthetic: {{lengths: {lengths}, count: 5}}}}\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    files, out = [str(tmp_path / f"{name}.yaml") for name in "ab"], tmp_path / "out"
+    calls: list[Any] = []
+
+    def real(configs: Any, work: Any, folder: Path, count: int) -> str:
+        calls.append((configs, work, folder, count))
+        return "runs"
+
+    def modelled(configs: Any, work: Any, folder: Path) -> str:
+        return real(configs, work, folder, 0)
+
+    monkeypatch.setattr(compare, "compare_systems", real)
+    monkeypatch.setattr(compare, "simulate_systems", modelled)
+    monkeypatch.setattr("jaxinfer.report.comparison.comparison_table", str)
+    monkeypatch.setattr(
+        "jaxinfer.report.comparison.write_comparison",
+        lambda runs, folder, command, pictures: [folder],
+    )
+    compare_and_write(files, [], out, rounds, ["workload.limit=3", "engine.seed=4"], "png")
+    ((configs, work, folder, count),) = calls
+    assert {name: config.engine.seed for name, config in configs.items()} == {"a": 4, "b": 4}
+    first = load_run_file(files[0], ["workload.limit=3"]).workload.requests()
+    assert work == first
+    assert len(work) == 3
+    assert (folder, count) == (out, rounds)
+    assert out.is_dir()
+
+
+def test_a_simulation_that_fails_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the command put right finds it new."""
+
+    def fail(*_: Any) -> None:
+        raise JaxinferError("no such GPU")
+
+    (tmp_path / "a.yaml").write_text("workload: {synthetic: azure_code}\n")
+    monkeypatch.setattr(compare, "simulate_systems", fail)
+    with pytest.raises(JaxinferError, match="no such GPU"):
+        compare_and_write([str(tmp_path / "a.yaml")], [], tmp_path / "out", 0, [], "png")
+    assert not (tmp_path / "out").exists()

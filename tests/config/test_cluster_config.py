@@ -1,0 +1,149 @@
+"""Groups, instances and links that fit together, and what follows from them."""
+
+from typing import Any
+
+import pytest
+
+from jaxinfer import JaxinferError
+from jaxinfer.config.cluster import (
+    ClusterConfig,
+    Emulate,
+    GroupConfig,
+    InstanceConfig,
+    LinkConfig,
+    StageConfig,
+    instance_options,
+    one_engine,
+)
+from jaxinfer.config.engine import EngineOptions
+
+
+def cluster(
+    devices: int = 1, links: tuple[LinkConfig, ...] = (), **instances: dict[str, Any]
+) -> ClusterConfig:
+    """On two groups, ``a`` with so many devices and ``b`` with three."""
+    return ClusterConfig(
+        groups={
+            "a": GroupConfig(devices=devices, tensor_parallel_size=1, platform="cpu"),
+            "b": GroupConfig(devices=3, emulate=Emulate(slowdown=2.5)),
+        },
+        instances={name: InstanceConfig(**given) for name, given in instances.items()},
+        links=links,
+    )
+
+
+def link(one: str, other: str, gb_s: float = 2.0, latency_s: float = 0.5) -> LinkConfig:
+    return LinkConfig(between=(one, other), gb_s=gb_s, latency_s=latency_s)
+
+
+def test_each_stage_takes_devices_of_its_own() -> None:
+    stages = (StageConfig(group="a"), StageConfig(group="a"), StageConfig(group="b"))
+    both: dict[str, Any] = {"x": {"stages": stages}, "y": {"group": "a"}}
+    assert cluster(3, **both).instances["x"].places == stages
+    assert cluster(4, **both).instances["y"].places == (StageConfig(group="a"),)
+    with pytest.raises(JaxinferError, match=r"^groups\.a\.devices is 2, its instances need 3$"):
+        cluster(2, **both)
+    with pytest.raises(JaxinferError, match=r"^groups\.b\.devices is 3, its instances need 6$"):
+        cluster(1, x={"group": "a"}, y={"group": "b"}, z={"group": "b"})
+    with pytest.raises(JaxinferError, match=r"^groups\.b: no instance stands on it$"):
+        cluster(1, x={"group": "a"})
+
+
+def test_one_link_between_two_groups() -> None:
+    on: dict[str, Any] = {"x": {"group": "a"}, "y": {"group": "b"}}
+    made = cluster(links=(link("b", "a"),), **on)
+    assert made.link("a", "b") is made.link("b", "a") is made.links[0]
+    assert made.link("a", "a") is None
+    assert cluster(**on).link("a", "b") is None
+    with pytest.raises(JaxinferError, match=r"^links: 2 between a and b$"):
+        cluster(links=(link("a", "b"), link("b", "a")), **on)
+    with pytest.raises(JaxinferError, match=r"^links\[1\]\.between: no group 'c': known: a, b$"):
+        cluster(links=(link("a", "b"), link("a", "c")), **on)
+
+
+def test_a_link_s_time() -> None:
+    assert link("a", "b").seconds(3 * 10**9) == 0.5 + 1.5
+
+
+def test_what_is_emulated_is_said() -> None:
+    made = cluster(links=(link("a", "b"),), x={"group": "a"}, y={"group": "b"})
+    assert made.emulated == ["group b 2.5 times slower", "link a - b of 2 GB/s, 0.5 s"]
+    assert [group.slowdown for group in made.groups.values()] == [1.0, 2.5]
+
+
+def test_weights_are_the_same_in_all_instances() -> None:
+    dummy, real = {"load_format": "dummy", "group": "a"}, {"group": "b"}
+    assert cluster(x=dummy, y=real | {"load_format": "dummy"}).load_format == "dummy"
+    assert cluster(x=dummy | {"load_format": "auto"}, y=real).load_format == "auto"
+    with pytest.raises(JaxinferError, match=r"^load_format is auto and dummy, must be the same"):
+        cluster(x=dummy, y=real)
+
+
+def test_groups() -> None:
+    assert GroupConfig(devices=4).stage_devices == 4
+    assert GroupConfig(devices=4, tensor_parallel_size=2).stage_devices == 2
+    assert GroupConfig(devices=4, tensor_parallel_size=4).stage_devices == 4
+    assert GroupConfig(emulate=Emulate(slowdown=1)).slowdown == 1
+    with pytest.raises(JaxinferError, match=r"^tensor_parallel_size is 5, the group has 4 devices"):
+        GroupConfig(devices=4, tensor_parallel_size=5)
+    with pytest.raises(JaxinferError, match=r"^slowdown is 0\.9, must be greater than or equal"):
+        Emulate(slowdown=0.9)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"group": "a", "stages": (StageConfig(group="a"),)},
+        {"group": ""},
+    ],
+)
+def test_an_instance_stands_somewhere(given: dict[str, Any]) -> None:
+    with pytest.raises(JaxinferError, match=r"^needs either group or stages$"):
+        InstanceConfig(**given)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [{"layers": 2}, {}],
+        [{"share": 2.0}, {}],
+        [{"share": 2.0}, {"layers": 2}],
+        [{"share": 2.0, "layers": 2}, {"share": 2.0, "layers": 2}],
+    ],
+)
+def test_layers_of_all_stages_or_shares(stages: list[dict[str, Any]]) -> None:
+    with pytest.raises(JaxinferError, match=r"^stages: give layers for all of them, or shares, or"):
+        InstanceConfig(stages=tuple(StageConfig(group="a", **stage) for stage in stages))
+
+
+def test_decodes_are_launched_ahead_on_one_stage_alone() -> None:
+    two = (StageConfig(group="a"), StageConfig(group="b"))
+    assert InstanceConfig(group="a", launch_ahead=True).launch_ahead
+    assert InstanceConfig(stages=two[:1], launch_ahead=True).launch_ahead
+    assert InstanceConfig(stages=two, launch_ahead=False).stages == two
+    with pytest.raises(JaxinferError, match=r"^launch_ahead is True, must be false with several"):
+        InstanceConfig(stages=two, launch_ahead=True)
+    options = EngineOptions(max_num_seqs=7, max_num_batched_tokens=70)
+    found = [
+        (o.launch_ahead, o.max_in_flight, o.max_num_seqs, o.max_num_batched_tokens)
+        for o in (
+            instance_options(options, 1),
+            instance_options(options, 3),
+            instance_options(options.model_copy(update={"launch_ahead": False}), 1),
+        )
+    ]
+    assert found == [(True, 2, 7, 70), (False, 3, 7, 70), (False, 1, 7, 70)]
+
+
+@pytest.mark.parametrize("chunks", [1, "all"])
+def test_chunks_in_flight_are_as_asked_for(chunks: Any) -> None:
+    options = EngineOptions(chunks_in_flight=chunks)
+    assert {instance_options(options, stages).chunks_in_flight for stages in (1, 3)} == {chunks}
+
+
+def test_an_engine_alone_is_a_cluster_of_its_devices() -> None:
+    made = one_engine(EngineOptions(tensor_parallel_size=4, seed=3, page_size=16))
+    assert made.groups == {"engine": GroupConfig(devices=4)}
+    assert made.instances == {"engine": InstanceConfig(group="engine", seed=3, page_size=16)}
+    assert made.links == ()

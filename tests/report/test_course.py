@@ -1,0 +1,47 @@
+"""Throughput between ramp and drain, against a look at all requests."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxinfer.report import course
+from jaxinfer.report.course import Course
+
+ENDED = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=60)
+
+
+@given(ENDED)
+def test_the_window_is_from_a_tenth_to_nine_tenths_of_the_requests(
+    ended: list[tuple[int, int]],
+) -> None:
+    found, time, times = Course(), 0, []
+    for gap, tokens in ended:
+        time += gap
+        times.append(time)
+        found.add(float(time), tokens)
+    count = len(ended)
+    first, last = math.ceil(count / 10), math.ceil(count * 9 / 10)
+    seconds = times[last - 1] - times[first - 1]
+    if not seconds:
+        assert found.steady() is None
+        return
+    tokens = sum(tokens for _, tokens in ended[first:last])
+    assert found.steady() == pytest.approx(((last - first) / seconds, tokens / seconds))
+
+
+def test_of_nothing() -> None:
+    assert Course().steady() is None
+
+
+@pytest.mark.parametrize("count", [64, 65, 1000, 4321])
+def test_memory_is_bounded(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request a second; the first and the last twentieth are a hundred times slower."""
+    monkeypatch.setattr(course, "_POINTS", 64)
+    found, time = Course(), 0.0
+    for number in range(count):
+        time += 100 if number < count // 20 or number >= count - count // 20 else 1
+        found.add(time, 3)
+        assert len(found._points) <= 64
+    assert found.steady() == pytest.approx((1.0, 3.0))

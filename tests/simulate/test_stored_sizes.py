@@ -1,0 +1,138 @@
+"""Weights and KV of 8 bits in the modelled world: pools, times, transfers, what is refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jaxinfer import JaxinferError
+from jaxinfer.config.resolve import resolve
+from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.calibrate import calibrate_group
+from jaxinfer.simulate.cluster import model_cluster
+from jaxinfer.simulate.hardware import find_model
+
+# Llama 3 8B on an A100 of 80 GB, nine tenths of it, 5 GB kept.
+MODEL = find_model("llama-3-8b")
+ROOM = 80e9 * 0.9 - 5e9
+WEIGHTS = MODEL.parameters(32, True, True)
+
+
+def config(devices: int = 1, **engines: dict[str, Any]) -> RunFile:
+    """Instances of these options, each on a group of its own."""
+    return as_run_file(
+        {
+            "model": "llama-3-8b",
+            "engine": {"page_size": 16, "max_num_seqs": 8},
+            "groups": {name: {"kind": "A100-80G-SXM", "devices": devices} for name in engines},
+            "instances": {name: {"group": name} | options for name, options in engines.items()},
+            "links": [
+                {"between": [a, b], "gb_s": 10} for a in engines for b in engines if a < b
+            ],
+            "system": {
+                "name": "data_parallel",
+                "shares": {name: {"weight": 1, "max_waiting": 1} for name in engines},
+            },
+            "simulate": {"flops": 0.5, "bandwidth": 0.5, "reserve_gb": 5},
+        }
+    )  # fmt: skip
+
+
+# By dtype and kv_cache_dtype: bytes of a weight, and of a page of 16 tokens in a layer. Entries of
+# 8 bits have a float32 for each of 8 heads, of keys and of values.
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(
+    ("dtype", "kv", "weight", "page"),
+    [
+        ("auto", "auto", 2, 16 * 2 * 8 * 128 * 2),
+        ("bfloat16", "auto", 2, 16 * 2 * 8 * 128 * 2),
+        ("int8", "auto", 1, 16 * 2 * 8 * 128 * 2),
+        ("fp8", "int8", 1, 16 * 2 * 8 * 128 + 2 * 8 * 4),
+        ("auto", "fp8", 2, 16 * 2 * 8 * 128 + 2 * 8 * 4),
+    ],
+)
+def test_pools(dtype: str, kv: str, weight: int, page: int, devices: int) -> None:
+    found = config(devices, x={"dtype": dtype, "kv_cache_dtype": kv})
+    instance = model_cluster(replace(resolve(found), pairs=())).instances["x"]
+    fits = (ROOM - WEIGHTS * weight / devices) // (32 * page / devices)
+    assert instance.num_pages == [fits]
+
+
+def test_a_decode_reads_what_is_stored() -> None:
+    """Bound by bytes: half the weights' bytes; half those of entries; hidden states as before."""
+    kinds = {
+        "wide": {},
+        "weights": {"dtype": "int8"},
+        "kv": {"kv_cache_dtype": "int8"},
+        "both": {"dtype": "fp8", "kv_cache_dtype": "fp8"},
+    }
+    cluster = model_cluster(replace(resolve(config(1, **kinds)), pairs=()))
+    work = Work(8, 8, 8, 8, 80_000, [], 8)
+    (wide,), (weights,), (kv,), (both,) = (
+        cluster.instances[name].cost.stages(work) for name in kinds
+    )
+    bandwidth = 2039e9 * 0.5
+    # All but the embedding, of which a step reads no product.
+    read = WEIGHTS - MODEL.vocab_size * MODEL.hidden_size
+    assert wide - weights == pytest.approx(read / bandwidth)
+    assert wide - kv == pytest.approx(80_000 * 32 * 2 * 8 * 128 / bandwidth)
+    assert wide - both == pytest.approx((wide - weights) + (wide - kv))
+
+
+def test_a_prefill_is_computed_as_before() -> None:
+    cluster = model_cluster(replace(resolve(config(1, wide={}, narrow={"dtype": "fp8"})), pairs=()))
+    work = Work(8000, 0, 1, 1, 0, [(0, 8000)])
+    wide, narrow = (cluster.instances[name].cost.stages(work)[0] for name in ("wide", "narrow"))
+    assert narrow == pytest.approx(wide, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("source", "dest", "itemsize"),
+    [("auto", "auto", 2), ("auto", "int8", 1), ("fp8", "auto", 1), ("int8", "fp8", 1)],
+)
+def test_the_narrower_kv_goes(source: str, dest: str, itemsize: int) -> None:
+    """Whatever the weights are of."""
+    found = config(1, a={"kv_cache_dtype": source, "dtype": "int8"}, b={"kv_cache_dtype": dest})
+    (lane,) = model_cluster(replace(resolve(found), pairs=[("a", "b")])).lanes["a", "b"]
+    assert lane.token_bytes == 32 * 2 * 8 * 128 * itemsize
+
+
+def test_hidden_states_are_of_16_bits() -> None:
+    data = config(1, a={}, b={}).model_dump(exclude_unset=True)
+    stages = [{"group": "a", "layers": 16}, {"group": "b", "layers": 16}]
+    data["system"] = "single"
+    data["instances"] = {"x": {"stages": stages, "dtype": "int8", "kv_cache_dtype": "int8"}}
+    (hop,) = (
+        model_cluster(replace(resolve(as_run_file(data)), pairs=()))
+        .instances["x"]
+        .cost.hops(Work(100, 0, 1, 1, 0, [(0, 100)]))
+    )
+    assert hop == pytest.approx(100 * 4096 * 2 / 10e9)
+
+
+def test_a_calibration_reads_what_is_stored(tmp_path: Any) -> None:
+    """Points of the modelled times themselves: what was set is found again."""
+    found = config(1, a={"dtype": "int8", "kv_cache_dtype": "fp8"})
+    cost = model_cluster(replace(resolve(found), pairs=())).instances["a"].cost
+    lines = ["chunk_tokens,chunk_context,decodes,decode_context,seconds"]
+    for chunk, decodes, context in ((4000, 0, 0), (2000, 0, 0), (0, 4, 900), (0, 64, 3000)):
+        chunks = [(0, chunk)] * bool(chunk)
+        rows = decodes + bool(chunk)
+        work = Work(chunk + decodes, decodes, rows, rows, decodes * context, chunks, decodes)
+        lines.append(f"{chunk},0,{decodes},{context},{cost.stages(work)[0]}")
+    file = tmp_path / "points.csv"
+    file.write_text("\n".join(lines) + "\n")
+    calibration, _ = calibrate_group(found, "a", file)
+    assert calibration.efficiency.flops == pytest.approx(0.5, rel=1e-3)
+    assert calibration.efficiency.bandwidth == pytest.approx(0.5, rel=1e-3)
+
+
+def test_what_is_not_modelled_is_refused() -> None:
+    with pytest.raises(JaxinferError) as error:
+        model_cluster(replace(resolve(config(1, x={"dtype": "float32"})), pairs=()))
+    assert str(error.value) == (
+        "instances.x.dtype is float32, modelled weights are one of: auto, bfloat16, int8, fp8"
+    )
+    with pytest.raises(JaxinferError, match=r"instances\.x\.dtype is 'int4', must"):
+        config(1, x={"dtype": "int4"})
