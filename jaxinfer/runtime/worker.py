@@ -166,8 +166,8 @@ class Worker:
         start = max(ready, end)
         last = number == len(self.stages) - 1
         if last:
-            samples = Samples(*map(np.asarray, step.samples))
-            found = step.prompt and Samples(*map(np.asarray, step.prompt))
+            samples = on_host(step.samples)
+            found = step.prompt and on_host(step.prompt)
         else:
             step.hidden[number].block_until_ready()
         end = stage.end_of(step.batch, start)
@@ -177,6 +177,13 @@ class Worker:
         # After the post: transfers of what the step has computed end later than it does.
         step.ended[number].set_result(None)
         return end
+
+
+def on_host(samples: Samples) -> Samples:
+    """Wait for a step's results, and copy them to the host."""
+    # A list: a tuple that grows while the device is waited for (other threads run) breaks off in a
+    # SystemError when one of them calls gc.get_objects, as profilers of memory do.
+    return Samples(*[np.asarray(array) for array in samples])
 
 
 def _fail(ended: "Iterable[Future[None]]", error: Exception) -> None:

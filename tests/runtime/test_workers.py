@@ -1,5 +1,6 @@
 """A worker's order, times and reports, with stages that compute nothing."""
 
+import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -8,12 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxinfer.request import Logprob, Sampling, SamplingParams
 from jaxinfer.runtime.sampler import SamplerShape, Samples
 from jaxinfer.runtime.sampling_inputs import sampler_shape
-from jaxinfer.runtime.worker import Failed, Worker, join
+from jaxinfer.runtime.worker import Failed, Worker, join, on_host
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
@@ -277,3 +279,17 @@ def test_a_thread_does_not_wait_for_itself_nor_for_ever() -> None:
     hangs: Any = SimpleNamespace(join=lambda timeout: given.append(timeout))
     join([threading.current_thread(), hangs])
     assert given == [2]
+
+
+def test_results_may_be_read_while_a_profiler_lists_all_objects() -> None:
+    """Who lists them holds a reference to what another thread is just building."""
+    listed: list[list[object]] = []
+
+    class Slow:
+        def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+            listed.append(gc.get_objects())
+            return np.arange(3)
+
+    found = on_host(Samples(*[Slow() for _ in Samples._fields]))  # type: ignore[arg-type]
+    assert [list(array) for array in found] == [[0, 1, 2]] * 5
+    assert len(listed) == 5
