@@ -56,11 +56,11 @@ class Recorder:
             if self._on_step:
                 self._on_step(event)
             if self._folder:
-                self._folder.add_step(event, loop.hand_offs.moving)
+                self._folder.add_step(event, loop.roster.hand_offs.moving)
         elif not self._folder:
             return
         elif isinstance(event, TransferDone):
-            self._folder.add_transfer(event, loop.instances)
+            self._folder.add_transfer(event, loop.roster.instances)
         elif isinstance(event, InstanceLost):
             self._folder.lose_instance(event.instance)
 

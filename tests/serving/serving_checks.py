@@ -71,7 +71,7 @@ def check_pools(loop: ServingLoop, world: FakeWorld) -> None:
     """Free, held and pinned pages are counted independently and make up each pool."""
     in_flight = world.holds_in_flight()
     held = []
-    for request in loop.live.values():
+    for request in loop.roster.live.values():
         exported = request.exported[1] if request.exported else None
         held += [h for h in (request.hold, exported, request.incoming) if h]
     assert len(set(held)) == len(held)
@@ -80,7 +80,7 @@ def check_pools(loop: ServingLoop, world: FakeWorld) -> None:
         assert hold.users == in_flight[hold]
     pinned = [hold for hold in in_flight if hold.released]
     assert all(hold in held or hold.released for hold in in_flight)
-    for instance in loop.instances.values():
+    for instance in loop.roster.instances.values():
         here = [h for h in [*held, *pinned] if h.kv is instance.kv]
         idle = check_cache(instance.kv, here) if instance.kv.cache else []
         for number, shard in enumerate(instance.kv.shards):
@@ -132,19 +132,19 @@ def check_requests(loop: ServingLoop, world: FakeWorld) -> None:
         rows.update(r.request.id for r in step.batch.rows if r.epoch == r.request.epoch)
     for transfer, _, _ in world.in_flight_transfers.values():
         moving[transfer.request.id] += transfer.epoch == transfer.request.epoch
-    for request in loop.live.values():
+    for request in loop.roster.live.values():
         request.check()
         assert request.finish_reason is None
         assert request.transfers == moving[request.id]
         if request.exported:
             exported[request.exported[0]] += 1
-            assert request.exported[1].kv is loop.instances[request.exported[0]].kv
-        if request.id in loop.unrouted:
+            assert request.exported[1].kv is loop.roster.instances[request.exported[0]].kv
+        if request.id in loop.roster.unrouted:
             assert not request.legs
             assert request.hold is None
             assert request.incoming is None
             continue
-        here = loop.instances[request.legs[0].instance]
+        here = loop.roster.instances[request.legs[0].instance]
         waits, imports = request in here.waiting, request.id in here.importing
         runs = request.id in here.running
         assert waits + imports + runs == 1
@@ -156,9 +156,9 @@ def check_requests(loop: ServingLoop, world: FakeWorld) -> None:
         if request.incoming:
             assert runs
             assert request.incoming.kv is not here.kv
-    ahead = {r.incoming for r in loop.live.values() if r.incoming}
-    assert ahead == {hold for i in loop.instances.values() for hold in i.kv.reserved}
-    for instance in loop.instances.values():
+    ahead = {r.incoming for r in loop.roster.live.values() if r.incoming}
+    assert ahead == {hold for i in loop.roster.instances.values() for hold in i.kv.reserved}
+    for instance in loop.roster.instances.values():
         options = instance.options
         assert instance.num_exported == exported[instance.name]
         assert len(instance.running) + len(instance.importing) <= options.max_num_seqs
@@ -180,9 +180,9 @@ def check_requests(loop: ServingLoop, world: FakeWorld) -> None:
             ]
             assert len(set(chunks)) == len(chunks)
         queues = [*instance.waiting, *instance.importing.values(), *instance.running.values()]
-        assert all(loop.live.get(r.id) is r for r in queues)
+        assert all(loop.roster.live.get(r.id) is r for r in queues)
         assert all(r.legs[0].instance == instance.name for r in queues)
-    assert set(loop.unrouted) <= set(loop.live)
+    assert set(loop.roster.unrouted) <= set(loop.roster.live)
 
 
 def follows_a_chunk(request: RequestState) -> bool:
@@ -191,7 +191,7 @@ def follows_a_chunk(request: RequestState) -> bool:
 
 def check_nobody_idles(loop: ServingLoop) -> None:
     """With room for a batch, nobody is left who could take part in it, or be admitted."""
-    for instance in loop.instances.values():
+    for instance in loop.roster.instances.values():
         options = instance.options
         if instance.in_flight >= options.max_in_flight:
             continue
@@ -310,10 +310,10 @@ class Run:
     ) -> None:
         check_pools(loop, world)
         check_requests(loop, world)
-        assert not loop.live
+        assert not loop.roster.live
         assert not world.in_flight_steps
         assert not world.in_flight_transfers
-        for instance in loop.instances.values():
+        for instance in loop.roster.instances.values():
             assert not instance.num_requests
             for shard in instance.kv.shards:
                 assert shard.pool.num_free == shard.pool.num_usable

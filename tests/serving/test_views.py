@@ -104,7 +104,7 @@ def test_counts_at_every_event(scenario: Scenario, seed: int, actions: int) -> N
     run = scenario.run(Chaos(scenario.by_id, seed, actions, scenario.caching))
 
     def watch(loop: ServingLoop) -> None:
-        for instance in loop.instances.values():
+        for instance in loop.roster.instances.values():
             assert seen(instance) == counted(instance)
 
     run.watch = watch

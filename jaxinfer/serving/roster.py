@@ -1,0 +1,274 @@
+"""Which instance has each request: routes and actions of the system, carried out."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from jaxinfer.config.validation import did_you_mean
+from jaxinfer.errors import JaxinferError
+from jaxinfer.request import FinishReason
+from jaxinfer.serving.answers import check_legs, listed
+from jaxinfer.serving.hooks import Hooks
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.loss import Alive, LostInstance, detach
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.system import (
+    Action,
+    Assignment,
+    ClusterView,
+    Leg,
+    MoveSlices,
+    Pause,
+    Reassign,
+    Resume,
+    SetRole,
+    System,
+)
+from jaxinfer.serving.transfer import HandOffs
+from jaxinfer.serving.world import InstanceLost, World
+
+
+class Roster:
+    """The instances and the requests that have come in, each with the legs it still has to go.
+
+    Args:
+        on_finish: called once per request that has ended.
+
+    Attributes:
+        instances: those that are not lost.
+        lost: of each lost instance, why.
+        live: what has come in and not ended, by id, in the order of arrival.
+        unrouted: what the system has yet to route.
+        changed: instances whose state has changed since they were last asked for a batch.
+        sends_along: whether a leg has asked for its KV to be sent as it is computed.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        instances: Iterable[Instance],
+        system: System,
+        on_finish: Callable[[RequestState], None],
+    ) -> None:
+        self.instances: dict[str, Instance] = {i.name: i for i in instances}
+        self.lost: dict[str, str] = {}
+        self.live: dict[str, RequestState] = {}
+        self.unrouted: dict[str, RequestState] = {}
+        self.changed: dict[str, None] = {}
+        self.sends_along = False
+        self.hand_offs = HandOffs(world, self.instances)
+        self.hooks = Hooks(system, self.view)
+        self._world = world
+        self._system = system
+        self._on_finish = on_finish
+        self._draining: dict[str, None] = {}
+        for instance in self.instances.values():
+            instance.kv.on_free = partial(self._mark_changed, instance.name)
+
+    def _mark_changed(self, name: str) -> None:
+        self.changed[name] = None
+
+    def take_changed(self) -> Iterable[str]:
+        """Those that have changed since the last call."""
+        changed, self.changed = self.changed, {}
+        return changed
+
+    def view(self) -> ClusterView:
+        """What the system sees now."""
+        return ClusterView(self._world.now(), Alive(self.instances, self.lost))
+
+    def add(self, request: RequestState) -> None:
+        """Take in a request that has arrived."""
+        if request.id in self.live:
+            raise ValueError(f"two requests at once have the id {request.id!r}")
+        self.live[request.id] = request
+        self.unrouted[request.id] = request
+
+    def runs(self, request: RequestState) -> bool:
+        """Whether it takes part in its instance's steps."""
+        legs = request.legs
+        return bool(legs) and request in self.instances[legs[0].instance].taking_part
+
+    def end_leg(self, request: RequestState) -> None:
+        """Take the request to its next leg, or back to the system where it has none."""
+        leg = request.legs[0]
+        self.hand_offs.end_leg(request)
+        if request.legs:
+            self.changed[request.legs[0].instance] = None
+        else:
+            self.unrouted[request.id] = request
+        if self.hooks.leg_ends:
+            self.hooks.leg_ended(request, leg)
+
+    def finish(self, request: RequestState, reason: FinishReason, detail: int | str | None) -> None:
+        """End the request: nobody holds anything of it any more."""
+        if request.legs:
+            self.instances[request.legs[0].instance].remove(request)
+        request.finish_reason, request.stop_reason = reason, detail
+        self.hand_offs.release_export(request)
+        if request.hold:
+            request.hold.release()
+            request.hold = None
+        request.void_kv()
+        request.legs.clear()
+        self.unrouted.pop(request.id, None)
+        del self.live[request.id]
+        if self.hooks.finishes:
+            self.hooks.finished(request)
+        self._on_finish(request)
+
+    def lose(self, event: InstanceLost) -> None:
+        """Route anew what the lost instance had, before all else."""
+        lost = self.instances[event.instance]
+        self.lost[lost.name] = event.reason
+        adrift = detach(lost, self.instances, self.live.values(), self.hand_offs)
+        del self.instances[lost.name]
+        self._draining.pop(lost.name, None)
+        self.changed = dict.fromkeys(self.instances)
+        waiting = self.unrouted.copy()
+        self.unrouted.clear()
+        self.unrouted.update({request.id: request for request in adrift} | waiting)
+
+    def fail_all(self, requests: Iterable[RequestState], lost: str) -> None:
+        """End requests that only the instance ``lost`` could have served."""
+        for request in list(requests):
+            request.error = (
+                f"request {request.id!r}: instance {lost!r} was lost, and the system has no other "
+                f"for it: {self.lost[lost]}"
+            )
+            self.finish(request, "lost", None)
+
+    def route(self) -> None:
+        """Ask the system where to go with what is unrouted, and send it there."""
+        if not self.instances:
+            self.fail_all(self.unrouted.values(), next(reversed(self.lost)))
+            return
+        try:
+            answer = self._system.route(self.unrouted.values(), self.view())
+            assignments = listed(self._system, "route", answer)
+        except LostInstance as error:
+            self.fail_all(self.unrouted.values(), error.args[0])
+            return
+        for assignment in assignments:
+            try:
+                self._assign(assignment)
+            except LostInstance as error:
+                self.fail_all([self.unrouted[assignment.request]], error.args[0])
+
+    def _assign(self, assignment: Assignment) -> None:
+        request = self.unrouted.get(assignment.request)
+        if request is None:
+            raise JaxinferError(f"system routes {assignment.request!r}, which does not wait")
+        check_legs(request.id, assignment.legs)
+        legs = self._legs_beyond(request.computed, assignment.legs)
+        if not legs:
+            raise JaxinferError(f"system gives {request.id!r} no leg past {request.computed}")
+        if refusal := self._refusal(request, legs):
+            request.error = refusal
+            self.finish(request, "error", None)
+            return
+        del self.unrouted[request.id]
+        request.legs = legs
+        self.hand_offs.start_leg(request)
+        self.changed[legs[0].instance] = None
+
+    def _instance(self, name: str) -> Instance:
+        if name in self.lost:
+            raise LostInstance(name)
+        if name not in self.instances:
+            known = did_you_mean(name, self.instances)
+            raise JaxinferError(f"system names instance {name!r}: {known}")
+        return self.instances[name]
+
+    def _legs_beyond(self, reached: int, legs: Sequence[Leg]) -> list[Leg]:
+        """``legs`` less the empty ones, where ``reached`` KV entries are there already."""
+        left: list[Leg] = []
+        for leg in legs:
+            self._instance(leg.instance)
+            self.sends_along |= leg.hand_off == "per_segment"
+            if leg.until is not None and leg.until <= reached:
+                continue
+            if not left or left[-1].until is not None:
+                left.append(leg)
+            reached = leg.until or reached
+        return left
+
+    def _refusal(self, request: RequestState, legs: Sequence[Leg]) -> str | None:
+        """Why no pool could ever hold the request, with the numbers."""
+        reasons = (self.instances[leg.instance].never_holds(request, leg) for leg in legs)
+        return next((reason for reason in reasons if reason), None)
+
+    def act(self, hook: str, ask: Callable[[], Iterable[Action]]) -> None:
+        """Do what a hook of the system answers."""
+        try:
+            # Mostly there are none, and this is done at each step.
+            if self.instances and (answer := ask()) != ():
+                for action in listed(self._system, hook, answer):
+                    self._do(action)
+        except LostInstance:
+            pass  # The system had something in mind for an instance that is no more.
+
+    def _do(self, action: Action) -> None:
+        if isinstance(action, SetRole):
+            self._instance(action.instance).next_role = action.role
+            self._draining[action.instance] = None
+            return
+        request = self.live.get(action.request)
+        if request is None:
+            return  # It ended in the step that the system answers.
+        if request.legs:
+            self.instances[request.legs[0].instance].taking_part.leave_group(request)
+        match action:
+            case Pause():
+                request.paused = True
+            case Resume():
+                request.paused = False
+            case Reassign():
+                check_legs(request.id, action.legs)
+                self._reassign(request, action.legs)
+            case MoveSlices() if self.runs(request) and not request.slice_move:
+                self.hand_offs.ask_slice_move(request, action)
+            case _:
+                return
+        if request.legs:
+            self.changed[request.legs[0].instance] = None
+
+    def _reassign(self, request: RequestState, legs: Sequence[Leg]) -> None:
+        if request.legs:
+            here = self.instances[request.legs[0].instance]
+            self.changed[here.name] = None
+            if request in here.taking_part or request.id in here.importing:
+                self._revise_legs(request, here, legs)
+                return
+            here.waiting.remove(request)
+            request.legs = []
+            self.unrouted[request.id] = request
+        if legs:
+            self._assign(Assignment(request.id, tuple(legs)))
+
+    def _revise_legs(self, request: RequestState, here: Instance, legs: Sequence[Leg]) -> None:
+        """Other legs for a request that runs or is being imported."""
+        following = self._legs_beyond(request.launched, legs)
+        if refusal := self._refusal(request, following):
+            request.error = refusal
+            self.finish(request, "error", None)
+            return
+        if not following or following[0].instance != here.name:
+            # KV entries in flight are still computed here; the rest is the next leg's.
+            following.insert(0, Leg(here.name, request.launched))
+        request.legs = following
+        next_kv = self.instances[following[1].instance].kv if len(following) > 1 else None
+        if request.incoming and request.incoming.kv is not next_kv:
+            request.drop_incoming()
+        in_motion = request.id in here.importing or request.slice_move
+        if request.leg_is_over and not in_motion:
+            self.end_leg(request)
+
+    def take_roles(self) -> bool:
+        """Give drained instances their next role; returns whether there was one."""
+        if not self._draining:
+            return False
+        now, instances = self._world.now(), self.instances
+        taken = [name for name in self._draining if instances[name].take_role_when_drained(now)]
+        for name in taken:
+            del self._draining[name]
+        return bool(taken)
