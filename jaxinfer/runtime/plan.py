@@ -3,8 +3,8 @@
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +25,32 @@ from jaxinfer.steps.shapes import StepLimits
 KV_DTYPES = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}
 
 
+class Device(Protocol):
+    """What any process knows of a device: JAX's own in the process that has it."""
+
+    platform: str
+    id: int
+    device_kind: str
+
+
 @dataclass(frozen=True)
-class Plan:
-    """Shapes, shardings and sizes of one stage of an instance, which mostly has but one.
+class DeviceFacts:
+    """A device that another process has."""
+
+    platform: str
+    id: int
+    device_kind: str
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """Sizes of one stage of an instance, which mostly has but one: what any process may know.
 
     Attributes:
         config: the whole model's, padded to what the devices divide.
         num_kv_heads: of the model, without padding.
         layers: those of this stage.
         dtype: of weights; ``kv_dtype``: of KV entries.
-        parameters: by their path in the whole model, their shapes, dtypes and shardings.
         num_pages: size of the KV pool, the padding page included.
         max_model_len: prompt and output tokens of one request at most.
         weight_bytes, kv_bytes: per memory: of one device, or of the host's for CPU devices.
@@ -42,25 +58,40 @@ class Plan:
     """
 
     options: EngineOptions
-    mesh: Mesh
     config: ModelConfig
     num_kv_heads: int
     layers: Layers
     dtype: jnp.dtype
     kv_dtype: jnp.dtype
-    graphdef: nnx.GraphDef[Any]
-    parameters: Mapping[str, jax.ShapeDtypeStruct]
     limits: StepLimits
     num_pages: int
     max_model_len: int
     weight_bytes: int
     kv_bytes: int
     memory_bytes: int
+    devices: Sequence[Device]
+
+
+@dataclass(frozen=True)
+class Plan(PlanFacts):
+    """Shapes and shardings besides, for the process that has the devices.
+
+    Attributes:
+        devices: in the mesh's order.
+        parameters: by their path in the whole model, their shapes, dtypes and shardings.
+    """
+
+    devices: Sequence[jax.Device]
+    mesh: Mesh
+    graphdef: nnx.GraphDef[Any]
+    parameters: Mapping[str, jax.ShapeDtypeStruct]
 
     @property
-    def devices(self) -> list[jax.Device]:
-        """In the mesh's order."""
-        return list(self.mesh.devices.flat)
+    def facts(self) -> PlanFacts:
+        """What another process may know."""
+        known = {field.name: getattr(self, field.name) for field in fields(PlanFacts)}
+        devices = [DeviceFacts(d.platform, d.id, d.device_kind) for d in self.devices]
+        return PlanFacts(**known | {"devices": devices})
 
     @property
     def whole(self) -> NamedSharding:
@@ -145,8 +176,8 @@ def make_plan(
             f"{weights / 2**30:.3f} GiB of weights; {free / 2**30:.1f} GiB are free"
         )
     return Plan(
-        options, mesh, wide, config.num_key_value_heads, layers, dtype, kv_dtype, graphdef,
-        parameters, limits, num_pages, max_model_len, weights, num_pages * each, free,
+        options, wide, config.num_key_value_heads, layers, dtype, kv_dtype, limits, num_pages,
+        max_model_len, weights, num_pages * each, free, devices, mesh, graphdef, parameters,
     )  # fmt: skip
 
 

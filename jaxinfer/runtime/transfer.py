@@ -10,7 +10,8 @@ from queue import SimpleQueue
 
 import jax
 
-from jaxinfer.runtime.lane import SLAB_TOKENS, Lane, Slab
+from jaxinfer.runtime.lane import Lane, Slab
+from jaxinfer.runtime.slab import SLAB_TOKENS
 from jaxinfer.runtime.worker import Failed, join
 from jaxinfer.serving.batch import Transfer
 

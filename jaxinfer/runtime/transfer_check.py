@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.serving.batch import Transfer
 
 
 def checksum(slab_2LTKH: jax.Array) -> jax.Array:
@@ -42,3 +43,34 @@ def probe(
             "do not work (with CUDA, try NCCL_P2P_DISABLE=1 or other devices)"
         )
     return known.nbytes / seconds / 1e9
+
+
+def compare(
+    transfer: Transfer,
+    tokens: tuple[int, int],
+    first_layer: int,
+    dest_shard: int,
+    page_size: int,
+    sent_LT: np.ndarray,
+    found_LT: np.ndarray,
+) -> None:
+    """Compare the checksums of a slab that was sent and of what lies in the pages.
+
+    Args:
+        tokens: first and past the last of the slab.
+        page_size: of the destination.
+
+    Raises:
+        JaxinferError: they differ; names the first layer and page.
+    """
+    start, stop = tokens
+    wrong = sent_LT[:, : stop - start] != found_LT[:, : stop - start]
+    if wrong.any():
+        layer, token = (int(n) for n in np.argwhere(wrong)[0])
+        t, position = transfer, start + token
+        page = t.dest_hold.tables[dest_shard][0][position // page_size]
+        raise JaxinferError(
+            f"transfer of request {t.request.id!r} from {t.source} to {t.dest}: "
+            f"layer {first_layer + layer}, page {page} of {t.dest} "
+            f"(token {position}) is not what was sent"
+        )

@@ -31,9 +31,9 @@ def plan(devices: int) -> Plan:
     }
     rest: Any = None
     return Plan(
-        rest, mesh, rest, 2, rest, rest, rest, rest, parameters, StepLimits(64, 512, 4, 16),
-        num_pages=1001, max_model_len=20_000, weight_bytes=3 * MIB, kv_bytes=MIB // 2,
-        memory_bytes=2000 * MIB,
+        rest, rest, 2, rest, rest, rest, StepLimits(64, 512, 4, 16), num_pages=1001,
+        max_model_len=20_000, weight_bytes=3 * MIB, kv_bytes=MIB // 2, memory_bytes=2000 * MIB,
+        devices=list(mesh.devices.flat), mesh=mesh, graphdef=rest, parameters=parameters,
     )  # fmt: skip
 
 

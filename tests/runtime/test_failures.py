@@ -208,5 +208,6 @@ def test_a_load_that_fails_late_leaves_nothing(
     with pytest.raises(RuntimeError, match="injected"):
         cluster(tiny_folder, CRONUS, "a", "b")
     gc.collect()
-    assert threading.active_count() == threads
-    assert len(jax.live_arrays()) == arrays
+    # Fewer, where what an earlier test has left hanging has ended meanwhile.
+    assert threading.active_count() <= threads
+    assert len(jax.live_arrays()) <= arrays

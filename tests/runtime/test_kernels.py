@@ -14,7 +14,7 @@ import pytest
 from jaxinfer import LLM, JaxinferError, SamplingParams
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.runtime.lane import SLAB_TOKENS, gather, scatter
+from jaxinfer.runtime.slab import SLAB_TOKENS, gather, scatter
 
 ROOT = Path(__file__).parents[2]
 TINY_OPTIONS: dict[str, Any] = {

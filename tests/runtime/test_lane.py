@@ -14,8 +14,9 @@ from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.models.config import ModelConfig, Rope
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.engine import plan_cluster
-from jaxinfer.runtime.lane import SLAB_TOKENS, Lane
+from jaxinfer.runtime.lane import Lane
 from jaxinfer.runtime.plan import Plan
+from jaxinfer.runtime.slab import SLAB_TOKENS
 from jaxinfer.serving.batch import Transfer
 
 H, TOKENS = 8, 300
@@ -118,7 +119,7 @@ def test_what_is_sent_lies_in_its_pages_and_nothing_else_changes(name: str) -> N
     pair = Pair(kv_heads, dict(source), dict(dest))
     lane = pair.lane(i, j, verify=True)
     itemsize = 2 if name == "narrower" else 4
-    assert lane.dtype.itemsize == itemsize
+    assert lane.form.dtype.itemsize == itemsize
     assert lane.token_bytes == 2 * len(layers) * kv_heads * H * itemsize
     assert (lane.source_shard, lane.dest_shard) == (i, j)
     before = [pair.entries(1, j, n) for n in range(len(pair.stages[1][j].kv))]
@@ -146,7 +147,7 @@ def test_what_is_sent_lies_in_its_pages_and_nothing_else_changes(name: str) -> N
 def test_slabs_lie_by_heads_where_devices_divide_them() -> None:
     for kv_heads, shape in ((2, (2, 4, SLAB_TOKENS, 1, H)), (3, (2, 4, SLAB_TOKENS, 3, H))):
         lane = Pair(kv_heads, {"page_size": 64, "tp": 1}, {"page_size": 64}).lane(0, 0)
-        assert lane.dest_sharding.shard_shape(lane.shape) == shape
+        assert lane.dest_sharding.shard_shape(lane.form.shape) == shape
 
 
 def test_a_difference_is_named_by_its_layer_in_the_model() -> None:
