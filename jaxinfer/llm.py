@@ -16,7 +16,8 @@ from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.progress import LoadProgress
 from jaxinfer.request import RequestOutput, SamplingParams
 from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.engine import Engine, Progress, load_cluster
+from jaxinfer.runtime.engine import Engine, load_cluster
+from jaxinfer.runtime.processes import Progress
 from jaxinfer.runtime.profile import Needs, prepare_times, profile_name
 from jaxinfer.runtime.requests import AskedPrompts, Encode, RequestMaker
 from jaxinfer.runtime.runs import Runs

@@ -13,6 +13,7 @@ from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.run_folder import run_folders
 from jaxinfer.request import RequestOutput, SamplingParams
 from jaxinfer.runtime.explain import step_costs, weight_bytes_per_device
+from jaxinfer.runtime.plan import Plan
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 from jaxinfer.workload.lengths import BenchRequest, synthetic_tokens
@@ -74,7 +75,15 @@ def compare_rules(
 
     Returns:
         One record per table. Times are medians: of the rounds, and over the steps of all rounds.
+
+    Raises:
+        JaxinferError: a group has a process of its own.
     """
+    for name, group in config.cluster().groups.items():
+        if group.process:
+            raise JaxinferError(
+                f"groups.{name}.process is own: sharding rules are compared in one process"
+            )
     engines = [_load(config, table) for table in tables]
     runs: list[list[RunMetrics]] = [[] for _ in tables]
     for _ in range(rounds):
@@ -83,13 +92,15 @@ def compare_rules(
     records = []
     for number, (table, llm) in enumerate(zip(tables, engines, strict=True)):
         steps = _last_steps(Path(run_dir) / str(number + 1), rounds)
-        mixed, decodes = step_costs(llm.engine.plan)
+        plan = llm.engine.plan
+        assert isinstance(plan, Plan)
+        mixed, decodes = step_costs(plan)
         records.append(
             llm.describe()
             | {
                 "sharding": table,
                 "workload": source,
-                "weight_bytes_per_device": weight_bytes_per_device(llm.engine.plan),
+                "weight_bytes_per_device": weight_bytes_per_device(plan),
                 "wall_s": [metrics.wall_s for metrics in runs[number]],
                 "wall_s_median": statistics.median(metrics.wall_s for metrics in runs[number]),
                 "prefill_step_s": _median(s for s in steps if s["prefill_tokens"]),

@@ -21,8 +21,8 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
     from jaxinfer.report.plan_table import plan_tables
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.runtime.checkpoint import open_checkpoint
-    from jaxinfer.runtime.engine import plan_cluster
     from jaxinfer.runtime.explain import step_costs
+    from jaxinfer.runtime.plan_cluster import plan_cluster
 
     config = configure(run_file, settings, model)
     cluster = config.cluster()

@@ -31,6 +31,8 @@ class GroupConfig(Options):
         devices: how many.
         tensor_parallel_size: devices of one stage; by default all of the group.
         emulate: play a slower device; on CPU only.
+        process: ``own`` for a process of the group's own: JAX drives one kind of GPU per process.
+        environment: variables of that process, besides those of the one that starts it.
     """
 
     platform: Literal["cpu", "gpu"] | None = None
@@ -38,9 +40,13 @@ class GroupConfig(Options):
     devices: int = Field(default=1, ge=1)
     tensor_parallel_size: int | None = Field(default=None, ge=1)
     emulate: Emulate | None = None
+    process: Literal["own"] | None = None
+    environment: dict[str, str] = Field(default_factory=dict)
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse combinations that cannot work."""
+        if self.environment and not self.process:
+            raise OptionError("environment: for a group with process: own")
         if self.emulate and self.platform == "gpu":
             raise OptionError("emulate: a GPU is not slowed down; leave it to platform: cpu")
         if self.stage_devices > self.devices:
@@ -158,6 +164,7 @@ class ClusterConfig(Options):
                 )
             if not needed[name]:
                 raise JaxinferError(f"groups.{name}: no instance stands on it")
+        self._check_processes()
         self._check_weights()
         pairs = Counter(frozenset(link.between) for link in self.links)
         for pair, count in pairs.items():
@@ -171,6 +178,32 @@ class ClusterConfig(Options):
     def load_format(self) -> str:
         """Of all instances: see ``EngineOptions``."""
         return next((i.load_format for i in self.instances.values()), "auto")
+
+    def _check_processes(self) -> None:
+        """Refuse instances that would stand in several processes."""
+        for name, instance in self.instances.items():
+            homes = {p.group for p in instance.places if self.groups[p.group].process}
+            if homes and len({place.group for place in instance.places}) > 1:
+                raise JaxinferError(
+                    f"instances.{name}.stages: group {min(homes)} has a process of its own, where "
+                    "all stages of an instance must stand"
+                )
+
+    def process_of(self, instance: str) -> str | None:
+        """The group whose own process has the instance; None for the loop's process."""
+        group = self.instances[instance].places[0].group
+        return group if self.groups[group].process else None
+
+    def part(self, process: str | None) -> "ClusterConfig":
+        """What one process has, as if it were all: a group's own, or the loop's (None)."""
+        groups = {
+            name: group.model_copy(update={"process": None, "environment": {}})
+            for name, group in self.groups.items()
+            if (name if group.process else None) == process
+        }
+        instances = {n: i for n, i in self.instances.items() if self.process_of(n) == process}
+        links = tuple(link for link in self.links if set(link.between) <= groups.keys())
+        return self.model_copy(update={"groups": groups, "instances": instances, "links": links})
 
     def _check_weights(self) -> None:
         """Refuse instances whose weights differ: KV of one would mean nothing to another."""

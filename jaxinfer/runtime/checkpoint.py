@@ -1,6 +1,6 @@
 """Opening checkpoints: GGUF files, Hugging Face folders and the hub's, and converted folders."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -56,7 +56,10 @@ def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
         JaxinferError: nothing of these, one that cannot be fetched, or a checkpoint that is
             damaged or that asks for something which is not implemented.
     """
-    weights = load_format != "dummy"
+    return replace(_open(model, load_format != "dummy"), source=model)
+
+
+def _open(model: str, weights: bool) -> Checkpoint:
     if model in DEMO_MODELS:
         return open_gguf(demo_files(model), model)
     path = Path(model).expanduser()

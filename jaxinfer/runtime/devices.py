@@ -53,7 +53,7 @@ def open_groups(groups: Mapping[str, GroupConfig]) -> dict[str, list[jax.Device]
 def count_cpu_devices(clusters: Iterable[ClusterConfig]) -> None:
     """Have JAX count as many CPU devices as the largest of several clusters needs."""
     for cluster in clusters:
-        _count(cluster.groups)
+        _count(cluster.part(None).groups)
 
 
 def _count(groups: Mapping[str, GroupConfig]) -> None:

@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
-from jaxinfer.runtime.lane import Lane
+from jaxinfer.runtime.lane import Lane, RemoteLane
 from jaxinfer.runtime.transfer import Landed
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.steps.network import Link, Network
 
 # The slabs of one transfer that take one lane follow one another.
-Flow = tuple[Transfer, Lane]
+Flow = tuple[Transfer, Lane | RemoteLane]
 
 
 class EmulatedLinks:
@@ -24,7 +24,7 @@ class EmulatedLinks:
         lanes: of all routes.
     """
 
-    def __init__(self, lanes: Iterable[Lane]) -> None:
+    def __init__(self, lanes: Iterable[Lane | RemoteLane]) -> None:
         # Each way between two groups has the link's rate to itself.
         rates: dict[Link, float] = {
             lane.groups: lane.link.gb_s * 1e9 for lane in lanes if lane.link

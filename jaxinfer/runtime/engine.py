@@ -1,25 +1,25 @@
 """From a checkpoint and a cluster to instances that can be run."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from jaxinfer.config.cluster import ClusterConfig, InstanceConfig, instance_options
-from jaxinfer.config.layer_split import count_layers
+from jaxinfer.config.cluster import ClusterConfig, instance_options
 from jaxinfer.errors import JaxinferError
-from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import ARCHITECTURES
-from jaxinfer.models.stage import Layers, split
 from jaxinfer.runtime.converted import Shapes, restore
-from jaxinfer.runtime.devices import configure_jax, device_name, open_groups
-from jaxinfer.runtime.lane import Lane
-from jaxinfer.runtime.plan import Plan, choose_dtype, make_plan, parameter_shapes
+from jaxinfer.runtime.devices import device_name
+from jaxinfer.runtime.lane import Lane, RemoteLane
+from jaxinfer.runtime.plan import Plan, PlanFacts, parameter_shapes
+from jaxinfer.runtime.plan_cluster import plan_cluster
+from jaxinfer.runtime.processes import OtherProcesses, Progress
 from jaxinfer.runtime.random_weights import random_parameters
-from jaxinfer.runtime.speed import measure_speed
+from jaxinfer.runtime.remote import RemoteStage, RemoteWorker
+from jaxinfer.runtime.remote_channel import RemoteChannel
 from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.step import Parameters
 from jaxinfer.runtime.transfer import Channel
@@ -30,9 +30,6 @@ from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.policies import make_policies
 from jaxinfer.serving.step_fit import StepFit
-
-# What the user sees of a long start: a description, and how many parts are left.
-Progress = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
@@ -46,15 +43,20 @@ class Engine:
     """
 
     name: str
-    worker: Worker
-    plans: Sequence[Plan]
+    worker: Worker | RemoteWorker
+    plans: Sequence[PlanFacts]
     groups: Sequence[str]
     role: str = ""
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> PlanFacts:
         """The first stage's; what is the instance's own is the same in all."""
         return self.plans[0]
+
+    @property
+    def stages(self) -> list[Stage | RemoteStage]:
+        """Each plan's."""
+        return [*self.worker.stages]
 
     def new_kv(self) -> KVShards:
         """The page pools, all pages free and none cached."""
@@ -78,13 +80,13 @@ class Cluster:
 
     config: ClusterConfig
     engines: Mapping[str, Engine]
-    channels: Mapping[tuple[str, str], Channel]
+    channels: Mapping[tuple[str, str], Channel | RemoteChannel]
     measured_gb_s: Mapping[str, float]
 
     @property
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[Stage | RemoteStage]:
         """Of all instances."""
-        return [stage for engine in self.engines.values() for stage in engine.worker.stages]
+        return [stage for engine in self.engines.values() for stage in engine.stages]
 
     @property
     def read_ahead(self) -> int:
@@ -115,7 +117,7 @@ class Cluster:
         """Of each emulated instance, by how many seconds steps were late since the last call."""
         found = {}
         for name, engine in self.engines.items():
-            emulated = [stage for stage in engine.worker.stages if stage.emulate]
+            emulated = [stage for stage in engine.stages if stage.emulate]
             if emulated:
                 found[name] = [late for stage in emulated for late in stage.overruns]
             for stage in emulated:
@@ -164,130 +166,88 @@ def load_cluster(
         JaxinferError: the options ask for more than the model or the devices can give, or the
             checkpoint's tensors do not fit the architecture.
     """
-    plans = plan_cluster(checkpoint.config, config)
-    what = "drawing random weights" if config.load_format == "dummy" else "loading weights"
-    progress(what, 1)
-    parameters = iter(load_parameters(checkpoint, [p for stages in plans.values() for p in stages]))
-    progress(what, 0)
-    engines, channels, speeds = {}, {}, {}
+    engines: dict[str, Engine] = {}
+    channels: dict[tuple[str, str], Channel | RemoteChannel] = {}
+    speeds = {}
     # Threads would keep weights and pages of a cluster that fails to load.
     with ExitStack() as opened:
-        for name, stages in plans.items():
-            worker = Worker([Stage(plan, next(parameters)) for plan in stages])
+        others = OtherProcesses.start(config, checkpoint.source)
+        opened.callback(others.close)
+        plans = plan_cluster(checkpoint.config, config.part(None))
+        for name, worker in _load_workers(checkpoint, config, plans, progress):
             opened.callback(worker.close)
-            engines[name] = _engine(config, name, worker, stages)
-            of = f" of {name}" if len(plans) > 1 else ""
-            kernels = " and ".join(dict.fromkeys(plan.config.kernels for plan in stages))
-            for left in worker.prepare():
+            engines[name] = _engine(config, name, worker, plans[name])
+        for name, remote in others.load(progress).items():
+            engines[name] = _engine(config, name, remote, [s.plan for s in remote.stages])
+        for name, engine in engines.items():
+            of = f" of {name}" if len(engines) > 1 else ""
+            kernels = " and ".join(dict.fromkeys(p.config.kernels for p in engine.plans))
+            for left in engine.worker.prepare():
                 progress(f"compiling steps{of}, {kernels} attention", left)
         for pair in pairs:
             source, dest = (engines[name] for name in pair)
-            channels[pair] = channel = Channel(_lanes(config, source, dest, verify))
+            channels[pair] = channel = _channel(config, source, dest, others, verify)
             opened.callback(channel.close)
             names = " -> ".join(pair)
-            speeds[names] = min(lane.probe(names) for lane in channel.lanes)
-        cluster = Cluster(config, engines, channels, speeds)
+            speeds[names] = channel.probe(names)
+        cluster = Cluster(
+            config, {name: engines[name] for name in config.instances}, channels, speeds
+        )
         # The threads know the workers, not the cluster: once that is gone, all of it can go.
         # At the interpreter's end, threads that wake up would crash it.
         weakref.finalize(cluster, opened.pop_all().close).atexit = False
     return cluster
 
 
-def _engine(config: ClusterConfig, name: str, worker: Worker, plans: Sequence[Plan]) -> Engine:
+def _load_workers(
+    checkpoint: Checkpoint,
+    config: ClusterConfig,
+    plans: Mapping[str, list[Plan]],
+    progress: Progress,
+) -> Iterator[tuple[str, Worker]]:
+    """Of the instances in this process."""
+    if not plans:
+        return
+    what = "drawing random weights" if config.load_format == "dummy" else "loading weights"
+    progress(what, 1)
+    parameters = iter(load_parameters(checkpoint, [p for stages in plans.values() for p in stages]))
+    progress(what, 0)
+    for name, stages in plans.items():
+        yield name, Worker([Stage(plan, next(parameters)) for plan in stages])
+
+
+def _engine(
+    config: ClusterConfig, name: str, worker: Worker | RemoteWorker, plans: Sequence[PlanFacts]
+) -> Engine:
     instance = config.instances[name]
     groups = [place.group for place in instance.places for _ in range(instance.segments)]
-    for stage, before, here in zip(worker.stages[1:], groups, groups[1:], strict=False):
+    engine = Engine(name, worker, plans, groups, instance.role)
+    for stage, before, here in zip(engine.stages[1:], groups, groups[1:], strict=False):
         stage.link = config.link(before, here)
-    return Engine(name, worker, plans, groups, instance.role)
+    return engine
 
 
-def _lanes(config: ClusterConfig, source: Engine, dest: Engine, verify: bool) -> list[Lane]:
+def _channel(
+    config: ClusterConfig, source: Engine, dest: Engine, others: OtherProcesses, verify: bool
+) -> Channel | RemoteChannel:
     """Of all stages that have layers in common."""
-    return [
-        Lane(ours, theirs, i, j, (here, there), config.link(here, there), verify)
-        for i, (ours, here) in enumerate(zip(source.worker.stages, source.groups, strict=True))
-        for j, (theirs, there) in enumerate(zip(dest.worker.stages, dest.groups, strict=True))
-        if ours.plan.layers.overlaps(theirs.plan.layers)
+    pairs = [
+        (i, j, (source.groups[i], dest.groups[j]))
+        for i, ours in enumerate(source.plans)
+        for j, theirs in enumerate(dest.plans)
+        if ours.layers.overlaps(theirs.layers)
     ]
-
-
-def plan_cluster(model: ModelConfig, config: ClusterConfig) -> dict[str, list[Plan]]:
-    """Each instance's stages, before anything is loaded.
-
-    Raises:
-        JaxinferError: as ``make_plan``, with the instance's name where there are several.
-    """
-    configure_jax()
-    groups = open_groups(config.groups)
-    for link in config.links:
-        for end in link.between:
-            if groups[end][0].platform != "cpu":
-                raise JaxinferError(
-                    f"links: {' - '.join(link.between)} is emulated, on CPU only, and {end} is a "
-                    "GPU: leave links to `simulate`"
-                )
-    free = {name: iter(devices) for name, devices in groups.items()}
-    plans: dict[str, list[Plan]] = {}
-    taken = 0
-    for name, instance in config.instances.items():
-        try:
-            plans[name] = list(_plan_stages(model, config, instance, free, taken))
-            taken += _host_bytes(plans[name])
-        except JaxinferError as error:
-            of = f"instances.{name}: " if len(config.instances) > 1 else ""
-            raise JaxinferError(f"{of}{error}") from None
-    return plans
-
-
-def _plan_stages(
-    model: ModelConfig,
-    config: ClusterConfig,
-    instance: InstanceConfig,
-    free: Mapping[str, Iterator[jax.Device]],
-    taken: int,
-) -> Iterator[Plan]:
-    groups = [config.groups[stage.group] for stage in instance.places]
-    devices = [
-        [next(free[stage.group]) for _ in range(group.stage_devices)]
-        for stage, group in zip(instance.places, groups, strict=True)
+    if isinstance(source.worker, Worker) and isinstance(dest.worker, Worker):
+        ours, theirs = source.worker.stages, dest.worker.stages
+        return Channel(
+            [Lane(ours[i], theirs[j], i, j, g, config.link(*g), verify) for i, j, g in pairs]
+        )
+    lanes = [
+        RemoteLane.between(source.plans[i], dest.plans[j], i, j, g, config.link(*g))
+        for i, j, g in pairs
     ]
-
-    def speed(number: int) -> float:
-        dtype = choose_dtype(instance, devices[number][0])
-        return measure_speed(model, dtype, devices[number]) / groups[number].slowdown
-
-    counts = [model.num_hidden_layers]
-    if instance.stages:
-        counts = count_layers(model.num_hidden_layers, instance.places, speed)
-    for here, layers in zip(devices, split(model.num_hidden_layers, counts), strict=True):
-        plans = _plan_segments(model, instance, here, layers, taken)
-        taken += _host_bytes(plans)
-        yield from plans
-
-
-def _host_bytes(plans: Iterable[Plan]) -> int:
-    """What they will take of the host's memory."""
-    on_host = [plan for plan in plans if plan.devices[0].platform == "cpu"]
-    return sum(plan.weight_bytes + plan.kv_bytes for plan in on_host)
-
-
-def _plan_segments(
-    model: ModelConfig,
-    instance: InstanceConfig,
-    devices: Sequence[jax.Device],
-    layers: Layers,
-    taken: int,
-) -> list[Plan]:
-    """One stage's, which share its devices' memory."""
-    whole = make_plan(model, instance, devices, layers, taken)
-    if instance.segments == 1:
-        return [whole]
-    count = layers.stop - layers.start
-    if instance.segments > count:
-        raise JaxinferError(f"segments is {instance.segments}, a stage has {count} layers")
-    sized = instance.model_copy(update={"num_pages": whole.num_pages})
-    pieces = layers.pieces(instance.segments)
-    return [make_plan(model, sized, devices, piece, taken) for piece in pieces]
+    sides = others.side(source.name, source.worker), others.side(dest.name, dest.worker)
+    return RemoteChannel((source.name, dest.name), sides, lanes, verify)
 
 
 def load_parameters(checkpoint: Checkpoint, plans: Sequence[Plan]) -> list[Parameters]:

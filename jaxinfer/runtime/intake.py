@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from jaxinfer.runtime.continuations import Continuations
-from jaxinfer.runtime.engine import Cluster, Progress
+from jaxinfer.runtime.engine import Cluster
+from jaxinfer.runtime.processes import Progress
 from jaxinfer.runtime.sampler import SamplerShape
 from jaxinfer.runtime.sampling_inputs import sampler_shape
 from jaxinfer.serving.request_state import RequestState

@@ -1,16 +1,21 @@
-"""The way of KV slabs between a stage of one instance and a stage of another."""
+"""The ways of KV slabs between a stage of one instance and a stage of another."""
 
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import count
 
 import jax
 import numpy as np
 
 from jaxinfer.config.cluster import LinkConfig
+from jaxinfer.runtime.plan import PlanFacts
 from jaxinfer.runtime.slab import SlabDest, SlabFormat, SlabSource
 from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.transfer_check import compare, probe
 from jaxinfer.serving.batch import Transfer
+
+# Of the ends of lanes between processes.
+_ends = count()
 
 
 @dataclass(frozen=True)
@@ -95,3 +100,61 @@ class Lane:
         sent, found = np.asarray(slab.checksum), np.asarray(arrived)
         shard, size = self.dest_shard, self._page_size
         compare(slab.transfer, (slab.start, slab.stop), self.form.first, shard, size, sent, found)
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteLane:
+    """The layers that one stage of the source and one of the destination share; see ``Lane``.
+
+    Attributes:
+        page_size: of the destination.
+        source_end, dest_end: numbers that messages to the two processes name its ends by.
+    """
+
+    form: SlabFormat
+    source_shard: int
+    dest_shard: int
+    page_size: int
+    groups: tuple[str, str]
+    link: LinkConfig | None
+    source_end: int
+    dest_end: int
+
+    @classmethod
+    def between(
+        cls,
+        source: PlanFacts,
+        dest: PlanFacts,
+        source_shard: int,
+        dest_shard: int,
+        groups: tuple[str, str],
+        link: LinkConfig | None,
+    ) -> "RemoteLane":
+        """Two stages, by their plans."""
+        ends = next(_ends), next(_ends)
+        size = dest.limits.page_size
+        form = SlabFormat.between(source, dest)
+        return cls(form, source_shard, dest_shard, size, groups, link, *ends)
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes per token."""
+        return self.form.token_bytes
+
+
+@dataclass(eq=False)
+class RemoteSlab:
+    """One piece of a transfer on its way between processes; see ``Slab``.
+
+    Attributes:
+        number: never used again.
+        is_pulled: the destination's process has it.
+    """
+
+    number: int
+    transfer: Transfer
+    lane: RemoteLane
+    start: int
+    stop: int
+    checksum_LT: np.ndarray | None = None
+    is_pulled: bool = False

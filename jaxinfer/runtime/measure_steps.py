@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from queue import SimpleQueue
 
 from jaxinfer.request import Sampling, SamplingParams
+from jaxinfer.runtime.remote import RemoteWorker
 from jaxinfer.runtime.worker import Failed, Worker
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.kv_shards import KVShards
@@ -13,7 +14,7 @@ from jaxinfer.steps.times import Part, Point
 
 
 def measure_steps(
-    worker: Worker, kv: KVShards, todo: Iterable[tuple[Part, ...]]
+    worker: Worker | RemoteWorker, kv: KVShards, todo: Iterable[tuple[Part, ...]]
 ) -> Iterator[Point]:
     """Run each step once.
 
@@ -29,7 +30,7 @@ def measure_steps(
         yield Point(parts, times)
 
 
-def _run(worker: Worker, batch: Batch) -> tuple[float, ...]:
+def _run(worker: Worker | RemoteWorker, batch: Batch) -> tuple[float, ...]:
     posted: SimpleQueue[StepDone | Failed] = SimpleQueue()
     worker.launch(batch, 0.0, posted.put)
     done = posted.get()

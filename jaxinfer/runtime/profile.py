@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.runtime.engine import Cluster, Engine, Progress
+from jaxinfer.runtime.engine import Cluster, Engine
 from jaxinfer.runtime.measure_steps import measure_steps
+from jaxinfer.runtime.processes import Progress
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.step_fit import StepFit
@@ -120,7 +121,7 @@ class Needs:
             for name, engine in self.cluster.engines.items()
             if self.fits
             or max(self.cluster.slowdowns(name)) > 1
-            or any(stage.link for stage in engine.worker.stages)
+            or any(stage.link for stage in engine.stages)
         }
 
 
@@ -151,7 +152,7 @@ def _use_profiles(need: Needs) -> dict[str, StepFit]:
         slowdowns = need.cluster.slowdowns(name)
         fits[name] = profile.fit(slowdowns)
         for stage, slowdown, times in zip(
-            engine.worker.stages, slowdowns, step_times(engine, profile), strict=True
+            engine.stages, slowdowns, step_times(engine, profile), strict=True
         ):
             # Behind an emulated link, inputs come late: when a step ends, only times can tell.
             if slowdown != 1 or stage.link:

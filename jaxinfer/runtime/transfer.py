@@ -3,25 +3,29 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
 import jax
 
-from jaxinfer.runtime.lane import Lane, Slab
+from jaxinfer.runtime.lane import Lane, RemoteSlab, Slab
+from jaxinfer.runtime.messages import StepEnd
 from jaxinfer.runtime.slab import SLAB_TOKENS
-from jaxinfer.runtime.worker import Failed, join
+from jaxinfer.runtime.worker import End, Failed, join
 from jaxinfer.serving.batch import Transfer
 
 
 @dataclass(frozen=True)
 class Landed:
-    """A slab is on the destination's mesh; times are those of ``time.perf_counter``."""
+    """A slab is on the destination's mesh; times are those of ``time.perf_counter``.
 
-    slab: Slab
-    array: jax.Array
+    Attributes:
+        array: None where another process has it.
+    """
+
+    slab: Slab | RemoteSlab
+    array: jax.Array | None
     start: float
     end: float
 
@@ -48,16 +52,24 @@ class Channel:
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
+    def probe(self, names: str) -> float:
+        """10^9 bytes per second of the slowest lane.
+
+        Raises:
+            JaxinferError: a known slab does not arrive.
+        """
+        return min(lane.probe(names) for lane in self.lanes)
+
     def num_slabs(self, transfer: Transfer) -> int:
         """How many will land."""
-        return len(_starts(transfer)) * len(self.lanes)
+        return len(starts_of(transfer)) * len(self.lanes)
 
     def send(
         self,
         transfer: Transfer,
         post: Post,
         stage: int | None = None,
-        after: "Future[None] | None" = None,
+        after: End | None = None,
     ) -> None:
         """Start moving; ``post`` gets each slab as it lands. Returns at once.
 
@@ -65,7 +77,8 @@ class Channel:
             stage: of the source, whose layers alone go; by default all.
             after: done when they have been computed, where a step is to do that.
         """
-        for start in _starts(transfer):
+        assert not isinstance(after, StepEnd), "the source is in this process"
+        for start in starts_of(transfer):
             for lane in self.lanes:
                 if stage is None or lane.source_shard == stage:
                     stop = min(start + SLAB_TOKENS, transfer.stop)
@@ -74,11 +87,16 @@ class Channel:
 
     def place(self, landed: Landed, post: Post) -> None:
         """Write a slab to its pages; ``post`` hears of it if it is not what was sent."""
-        lane = landed.slab.lane
-        arrived = lane.place(landed.slab, landed.array)
+        slab, array = landed.slab, landed.array
+        assert isinstance(slab, Slab)
+        assert array is not None
+        arrived = slab.lane.place(slab, array)
         if arrived is not None:
             check = partial(self._check, arrived)
-            self._queue.put(partial(self._attempt, check, landed.slab, post))
+            self._queue.put(partial(self._attempt, check, slab, post))
+
+    def drop(self, landed: Landed) -> None:
+        """Forget a slab that is not to be placed; it goes with ``landed``."""
 
     def close(self) -> None:
         """End the thread."""
@@ -121,5 +139,6 @@ class Channel:
         return start
 
 
-def _starts(transfer: Transfer) -> range:
+def starts_of(transfer: Transfer) -> range:
+    """Where each slab of a transfer begins."""
     return range(transfer.start, transfer.stop, SLAB_TOKENS)

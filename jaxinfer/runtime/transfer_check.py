@@ -21,6 +21,11 @@ def checksum(slab_2LTKH: jax.Array) -> jax.Array:
     return jnp.einsum("altkh,akh->lt", bits, weight.reshape(two, K, H))
 
 
+def known_slab(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
+    """What both ends of a way know."""
+    return (np.arange(np.prod(shape)) % 251 - 125).reshape(shape).astype(dtype)
+
+
 def probe(
     shape: tuple[int, ...], dtype: jnp.dtype, source: NamedSharding, dest: NamedSharding, names: str
 ) -> float:
@@ -29,7 +34,7 @@ def probe(
     Raises:
         JaxinferError: it comes back changed, as peer-to-peer copies do on some machines.
     """
-    known = (np.arange(np.prod(shape)) % 251 - 125).reshape(shape).astype(dtype)
+    known = known_slab(shape, dtype)
     here = jax.device_put(known, source)
     jax.device_put(here, dest).block_until_ready()  # The first copy pays for set-up.
     start = time.perf_counter()

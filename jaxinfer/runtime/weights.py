@@ -45,6 +45,7 @@ class Checkpoint:
             none where the checkpoint is converted.
         tokenizer_source: the GGUF file's metadata, or the folder with the tokenizer's files.
         converted: of a converted checkpoint, the shapes of its arrays by parameter path.
+        source: what ``open_checkpoint`` was asked for, which opens it elsewhere too.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Checkpoint:
     tensors: Mapping[str, LazyTensor]
     tokenizer_source: Mapping[str, Any] | Path
     converted: Shapes | None = None
+    source: str = ""
 
 
 def load_weights(

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxinfer.request import Logprob
+from jaxinfer.runtime.messages import StepEnd
 from jaxinfer.runtime.sampler import PLAIN_SAMPLER, SamplerShape, Samples
 from jaxinfer.runtime.sampling_inputs import (
     build_sampling,
@@ -36,8 +37,10 @@ class Failed:
 
 
 Post = Callable[[StepDone | Failed], None]
-# Called with a stage's number when it has been launched, and what will be done when it has ended.
-Launched = Callable[[int, "Future[None]"], None]
+# What will be done when a stage's part of a step has ended, or what names it in another process.
+End = Future[None] | StepEnd
+# Called with a stage's number when it has been launched, and its end.
+Launched = Callable[[int, End], None]
 
 
 @dataclass

@@ -5,13 +5,14 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.emulated_links import EmulatedLinks
+from jaxinfer.runtime.remote import RemoteWorker
+from jaxinfer.runtime.remote_channel import RemoteChannel
 from jaxinfer.runtime.transfer import Channel, Landed
-from jaxinfer.runtime.worker import Failed, Worker
+from jaxinfer.runtime.worker import End, Failed, Worker
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Arrival, Event, InstanceLost, StepDone, Tick, TransferDone
@@ -36,9 +37,9 @@ class RealWorld:
 
     def __init__(
         self,
-        workers: Mapping[str, Worker],
+        workers: Mapping[str, Worker | RemoteWorker],
         requests: Iterable[RequestState],
-        channels: Mapping[tuple[str, str], Channel] | None = None,
+        channels: Mapping[tuple[str, str], Channel | RemoteChannel] | None = None,
         watchdog_s: float | None = None,
         more_to_come: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -102,7 +103,7 @@ class RealWorld:
         try:
             channels = [self._prepare(transfer) for transfer in batch.transfers]
 
-            def launched(stage: int, ended: "Future[None]") -> None:
+            def launched(stage: int, ended: End) -> None:
                 for transfer, channel in zip(batch.transfers, channels, strict=True):
                     channel.send(transfer, self._posted.put, stage, ended)
 
@@ -126,7 +127,7 @@ class RealWorld:
             self._posted.put(Failed(transfer.source, error))
         self.launching_s += time.perf_counter() - start
 
-    def _prepare(self, transfer: Transfer) -> Channel:
+    def _prepare(self, transfer: Transfer) -> Channel | RemoteChannel:
         """Count what will land."""
         if transfer.slice_move:
             raise JaxinferError("the real world has all KV heads of a stage in one pool")
@@ -250,9 +251,10 @@ class RealWorld:
     def _place(self, landed: Landed) -> list[Event]:
         """Write a slab to its pages; steps launched from here on read them."""
         transfer = landed.slab.transfer
-        if transfer not in self._slabs_left:
-            return []  # Given up with one of its instances.
         channel = self._channels[transfer.source, transfer.dest]
+        if transfer not in self._slabs_left:
+            channel.drop(landed)  # Given up with one of its instances.
+            return []
         try:
             channel.place(landed, self._posted.put)
         except Exception as error:

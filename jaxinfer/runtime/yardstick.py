@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.report.yardstick import Yardstick
-from jaxinfer.runtime.plan import Plan
+from jaxinfer.runtime.plan import PlanFacts
 from jaxinfer.simulate.hardware import ModelShape, gpu_of_device
 from jaxinfer.simulate.yardstick import model_flops
 
 
-def real_yardstick(plans: Sequence[Plan]) -> Yardstick:
+def real_yardstick(plans: Sequence[PlanFacts]) -> Yardstick:
     """FLOPs and power of all stages' GPUs, if ``configs/gpus.yaml`` has all of them.
 
     The peak is that of 16-bit floats: there is no MFU with others. Nor is there one of models with

@@ -46,7 +46,7 @@ class RequestState:
     """
 
     __slots__ = (
-        "_digests", "arrival", "computed", "cumulative_logprob", "details", "epoch",
+        "__weakref__", "_digests", "arrival", "computed", "cumulative_logprob", "details", "epoch",
         "error", "exported", "finish_reason", "goes_first", "hold", "id", "incoming",
         "launched", "legs", "max_tokens", "metrics", "output_token_ids", "paused",
         "payload", "peak_tokens", "pending", "predicted", "prompt_details", "prompt_len",

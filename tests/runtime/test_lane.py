@@ -13,9 +13,9 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.models.config import ModelConfig, Rope
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.runtime.engine import plan_cluster
 from jaxinfer.runtime.lane import Lane
 from jaxinfer.runtime.plan import Plan
+from jaxinfer.runtime.plan_cluster import plan_cluster
 from jaxinfer.runtime.slab import SLAB_TOKENS
 from jaxinfer.serving.batch import Transfer
 

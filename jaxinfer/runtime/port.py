@@ -1,0 +1,184 @@
+"""One process's end of the ways that KV slabs take between processes."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.runtime.carrier import HostCarrier
+from jaxinfer.runtime.messages import (
+    Checked,
+    Drop,
+    Offer,
+    Offered,
+    OpenLane,
+    Place,
+    Pull,
+    Pulled,
+    SlabFailed,
+)
+from jaxinfer.runtime.slab import SlabDest, SlabFormat, SlabSource
+from jaxinfer.runtime.stage import Stage
+from jaxinfer.runtime.transfer_check import known_slab
+
+LaneMessage = OpenLane | Offer | Pull | Place | Drop
+LaneAnswer = Offered | Pulled | Checked | SlabFailed
+# A slab that has not come after so many seconds, and those that it takes at so slow a rate, is
+# given up.
+PATIENCE_S, SLOWEST_GB_S = 10.0, 0.05
+
+
+@dataclass
+class _End:
+    """Of one lane: it sends, or takes in. A thread does what has to be waited for, in order."""
+
+    form: SlabFormat
+    source: SlabSource | None
+    dest: SlabDest | None
+    arrived: dict[int, jax.Array] = field(default_factory=dict)
+    jobs: "SimpleQueue[Callable[[], None] | None]" = field(default_factory=SimpleQueue)
+
+
+class Port:
+    """Sends and takes in the slabs of the stages that this process has.
+
+    Args:
+        stages: of each instance.
+        post: gets the answers, in threads of the port.
+
+    Attributes:
+        carrier: what brings slabs from process to process.
+    """
+
+    def __init__(
+        self, stages: Mapping[str, Sequence[Stage]], post: Callable[[LaneAnswer], None]
+    ) -> None:
+        self._stages, self._post = stages, post
+        self.carrier = HostCarrier()
+        self._ends: dict[int, _End] = {}
+        self._threads: list[threading.Thread] = []
+
+    def do(self, message: LaneMessage, after: "Future[None] | None" = None) -> None:
+        """Carry out a message; what it launches is launched before this returns.
+
+        Args:
+            after: done when the slab of an Offer has been computed.
+        """
+        if isinstance(message, OpenLane):
+            self._open(message)
+            return
+        try:
+            self._do(message, after)
+        except Exception as error:
+            self._post(_failed(message.lane, message.slab, self._ends[message.lane], error))
+
+    def _do(self, message: Offer | Pull | Place | Drop, after: "Future[None] | None") -> None:
+        match message:
+            case Offer(lane, slab, table, start, stop):
+                end = self._ends[lane]
+                assert end.source
+                array, checksum = _known(end.form), None
+                if table is not None:
+                    array, checksum = end.source.take(table, start, stop)
+                self._later(lane, slab, partial(self._offer, message, array, checksum, after))
+            case Pull(lane, slab):
+                self._later(lane, slab, partial(self._pull, message))
+            case Place(lane, slab, table, start, stop):
+                end = self._ends[lane]
+                assert end.dest
+                checksum = end.dest.place(end.arrived.pop(slab), table, start, stop)
+                if checksum is not None:
+                    self._later(lane, slab, partial(self._check, message, checksum))
+            case Drop(lane, slab):
+                self._later(lane, slab, partial(self._drop, message))
+
+    def close(self) -> None:
+        """End the threads, without waiting for one whose peer hangs."""
+        for end in self._ends.values():
+            end.jobs.put(None)
+        self.carrier.close()
+
+    def _open(self, message: OpenLane) -> None:
+        _, instance, number, form, sends, verify = message
+        stage = self._stages[instance][number]
+        source = SlabSource(stage, form, verify) if sends else None
+        end = _End(form, source, None if sends else SlabDest(stage, form, verify))
+        self._ends[message.lane] = end
+        thread = threading.Thread(target=_work, args=(end.jobs,), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _later(self, lane: int, slab: int, job: Callable[[_End], LaneAnswer | None]) -> None:
+        end = self._ends[lane]
+
+        def attempt() -> None:
+            try:
+                answer = job(end)
+            except Exception as error:
+                answer = _failed(lane, slab, end, error)
+            if answer:
+                self._post(answer)
+
+        end.jobs.put(attempt)
+
+    def _offer(
+        self,
+        message: Offer,
+        array: jax.Array,
+        checksum: jax.Array | None,
+        after: "Future[None] | None",
+        end: _End,
+    ) -> Offered:
+        array.block_until_ready()
+        if after:
+            after.result()
+        self.carrier.offer(message.slab, array)
+        sent = None if checksum is None else np.asarray(checksum)
+        return Offered(message.lane, message.slab, sent)
+
+    def _pull(self, message: Pull, end: _End) -> Pulled:
+        assert end.dest
+        start = time.perf_counter()
+        num_bytes = int(np.prod(end.form.shape)) * end.form.dtype.itemsize
+        patience = PATIENCE_S + num_bytes / (SLOWEST_GB_S * 1e9)
+        array = self.carrier.pull(
+            message.slab, message.address, end.form, end.dest.sharding, patience
+        )
+        array.block_until_ready()
+        pulled = Pulled(message.lane, message.slab, start, time.perf_counter())
+        if not message.known:
+            end.arrived[message.slab] = array
+        elif not np.array_equal(np.asarray(array), np.asarray(_known(end.form))):
+            raise JaxinferError("a known array arrives changed")
+        return pulled
+
+    def _check(self, message: Place, checksum: jax.Array, end: _End) -> Checked:
+        return Checked(message.lane, message.slab, np.asarray(checksum))
+
+    def _drop(self, message: Drop, end: _End) -> None:
+        end.arrived.pop(message.slab, None)
+        self.carrier.drop(message.slab)
+
+
+def _failed(lane: int, slab: int, end: _End, error: Exception) -> SlabFailed:
+    # What does not come is the sender's fault.
+    by_source = end.source is not None or isinstance(error, OSError | EOFError)
+    return SlabFailed(lane, slab, by_source, f"{type(error).__name__}: {one_line(error)}")
+
+
+def _known(form: SlabFormat) -> jax.Array:
+    return jnp.asarray(known_slab(form.shape, form.dtype))
+
+
+def _work(jobs: "SimpleQueue[Callable[[], Any] | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job()

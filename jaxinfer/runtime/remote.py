@@ -1,0 +1,272 @@
+"""Workers in processes of their own, as the loop's process sees them."""
+
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import jax
+
+from jaxinfer.config.cluster import LinkConfig
+from jaxinfer.errors import JaxinferError
+from jaxinfer.runtime.messages import (
+    Alive,
+    Checked,
+    Close,
+    Emulate,
+    Hello,
+    Launch,
+    Left,
+    Loaded,
+    Offered,
+    Prepare,
+    Pulled,
+    Refused,
+    SlabFailed,
+    StepEnd,
+    StepEnded,
+    WorkerFailed,
+)
+from jaxinfer.runtime.mirror import Teller
+from jaxinfer.runtime.plan import PlanFacts
+from jaxinfer.runtime.port import LaneAnswer
+from jaxinfer.runtime.sampler import PLAIN_SAMPLER, SamplerShape
+from jaxinfer.runtime.worker import Failed, Launched, Post
+from jaxinfer.serving.batch import Batch
+from jaxinfer.serving.world import StepDone
+
+# A process says each second that it is alive; one that has not for so long has gone.
+SILENCE_S = 10.0
+
+
+class ProcessLost(Exception):
+    """A process has ended, or says nothing any more."""
+
+
+class Process:
+    """One process with devices of its own, started and ended by this one.
+
+    Args:
+        name: of its group.
+        environment: variables besides this process's own.
+
+    Attributes:
+        lost: why it is no more, or None.
+        workers: of its instances, by name; ``lanes``: who gets the answers of each lane.
+        on_loss: called, in a thread, when it is no more.
+    """
+
+    def __init__(self, name: str, environment: Mapping[str, str]) -> None:
+        self.name = name
+        self.lost: str | None = None
+        self.workers: dict[str, RemoteWorker] = {}
+        self.lanes: dict[int, Callable[[LaneAnswer], None]] = {}
+        self.on_loss: list[Callable[[str], None]] = []
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._closing = False
+        ours, theirs = socket.socketpair()
+        # A module, not a function: what the user's script does when it is imported is not redone.
+        command = [sys.executable, "-m", "jaxinfer.runtime.worker_process", str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self._connection: Connection[Any, Any] = Connection(ours.detach())
+        self._lock = threading.Lock()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def send(self, message: Any) -> None:
+        """Have something done, after all that was sent before.
+
+        Raises:
+            ProcessLost: nobody is there to do it.
+        """
+        if self.lost:
+            raise ProcessLost(self.lost)
+        try:
+            with self._lock:
+                self._connection.send(message)
+        except OSError as error:
+            raise ProcessLost(f"process of group {self.name}: {error}") from None
+
+    def ask(self, message: Any) -> Iterator[Any]:
+        """Send, and the answers to this message as they come.
+
+        Raises:
+            JaxinferError: it cannot be done, by the user's mistake or because the process is lost.
+        """
+        try:
+            self.send(message)
+        except ProcessLost as error:
+            raise JaxinferError(str(error)) from None
+        return self.answers()
+
+    def answers(self) -> Iterator[Any]:
+        """What comes of what was asked; see ``ask``."""
+        while True:
+            match answer := self._answers.get():
+                case Refused(is_mistake, line):
+                    raise JaxinferError(line if is_mistake else f"group {self.name}: {line}")
+                case ProcessLost():
+                    raise JaxinferError(str(answer))
+            yield answer
+
+    def close(self) -> None:
+        """End it; waits for no more than a few seconds."""
+        self._closing = True
+        with suppress(ProcessLost):
+            self.send(Close())
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _read(self) -> None:
+        why = f"process of group {self.name} (pid {self.pid}) "
+        try:
+            while self._connection.poll(SILENCE_S):
+                self._hear(self._connection.recv())
+            # Stopped, or too busy to be of use: nobody is to find it later.
+            self._process.kill()
+            self._process.wait()
+            why += f"has said nothing for {SILENCE_S:g} s"
+        except (EOFError, OSError):
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+            code = self._process.returncode
+            why += f"was ended by signal {-code}" if code and code < 0 else f"has ended ({code})"
+        self.lost = why
+        self._answers.put(ProcessLost(why))
+        if not self._closing:
+            for worker in self.workers.values():
+                worker.on_loss(ProcessLost(why))
+            for hear in self.on_loss:
+                hear(why)
+
+    def _hear(self, answer: Any) -> None:
+        match answer:
+            case StepEnded():
+                self.workers[answer.instance].on_step(answer)
+            case WorkerFailed(instance, is_mistake, line):
+                error = JaxinferError(line) if is_mistake else ProcessLost(line)
+                self.workers[instance].on_loss(error)
+            case Offered() | Pulled() | Checked() | SlabFailed():
+                self.lanes[answer.lane](answer)
+            case Hello(_, version):
+                if version != jax.__version__:
+                    line = f"group {self.name}: jax is {version} there, {jax.__version__} here"
+                    self._answers.put(Refused(True, line))
+            case Left() | Loaded() | Refused():
+                self._answers.put(answer)
+            case Alive():
+                pass
+
+
+@dataclass
+class CompileCounts:
+    """See ``CompiledStep``."""
+
+    compiles: int = 0
+    compile_s: float = 0.0
+    late_compiles: int = 0
+
+
+@dataclass
+class RemoteStage:
+    """A stage that another process has: what is known of it here."""
+
+    process: Process
+    instance: str
+    number: int
+    plan: PlanFacts
+    link: LinkConfig | None = None
+    overruns: list[float] = field(default_factory=list)
+    step: CompileCounts = field(default_factory=CompileCounts)
+    _emulate: Callable[[Batch], float] | None = None
+
+    @property
+    def emulate(self) -> Callable[[Batch], float] | None:
+        """Seconds that a step is to take on a slower device, or None."""
+        return self._emulate
+
+    @emulate.setter
+    def emulate(self, seconds: Callable[[Batch], float] | None) -> None:
+        self._emulate = seconds
+        self.process.send(Emulate(self.instance, self.number, seconds))
+
+
+class RemoteWorker:
+    """The stages of one instance in another process; see ``Worker``.
+
+    Attributes:
+        parts: as the worker there has.
+    """
+
+    def __init__(
+        self, process: Process, instance: str, plans: Sequence[PlanFacts], parts: list[list[int]]
+    ) -> None:
+        self.process, self.instance, self.parts = process, instance, parts
+        self.stages = [RemoteStage(process, instance, i, plan) for i, plan in enumerate(plans)]
+        self._teller = Teller()
+        self._numbers = 0
+        self._steps: dict[int, tuple[Batch, Post]] = {}
+        process.workers[instance] = self
+
+    def prepare(self, sampler: SamplerShape = PLAIN_SAMPLER) -> Iterator[int]:
+        """Compile all steps with this sampler, which those launched from now on have.
+
+        Yields how many are left, their number first.
+        """
+        for answer in self.process.ask(Prepare(self.instance, sampler)):
+            if answer.parts < 0:
+                return
+            yield answer.parts
+
+    def launch(
+        self,
+        batch: Batch,
+        origin: float,
+        post: Post,
+        launched: Launched = lambda *args: None,
+    ) -> None:
+        """Start a step and return. ``post`` gets its StepDone, with times since ``origin``."""
+        step = self._numbers
+        self._numbers += 1
+        self._steps[step] = batch, post
+        told: Launch = self._teller.tell(batch, step, origin)
+        self.process.send(told)
+        for stage in range(len(self.stages)):
+            launched(stage, StepEnd(self.instance, step, stage))
+
+    def on_step(self, answer: StepEnded) -> None:
+        """Pass a step's results on."""
+        batch, post = self._steps.pop(answer.step)
+        for stage, late, counts in zip(self.stages, answer.overruns, answer.compiles, strict=True):
+            stage.overruns += late
+            stage.step = CompileCounts(*counts)
+        post(StepDone(batch, *answer.results))
+
+    def on_loss(self, error: Exception) -> None:
+        """Tell those who wait for steps."""
+        while self._steps:
+            _, (_, post) = self._steps.popitem()
+            post(Failed(self.instance, error))
+
+    def close(self) -> None:
+        """The process is ended as a whole."""

@@ -1,0 +1,195 @@
+"""The process of a device group: today's workers behind a loop over messages.
+
+Started as ``python -m jaxinfer.runtime.worker_process FD``; the file descriptor is one end of a
+socket whose other end the loop's process has. The process ends with it.
+"""
+
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import partial
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from typing import Any
+
+import jax
+
+from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.runtime.checkpoint import open_checkpoint
+from jaxinfer.runtime.engine import Cluster, load_cluster
+from jaxinfer.runtime.messages import (
+    Alive,
+    Close,
+    Drop,
+    Emulate,
+    Hello,
+    Launch,
+    Left,
+    Load,
+    Loaded,
+    Offer,
+    OpenLane,
+    Place,
+    Prepare,
+    Pull,
+    Refused,
+    StepEnd,
+    StepEnded,
+    WorkerFailed,
+)
+from jaxinfer.runtime.mirror import Mirror
+from jaxinfer.runtime.port import Port
+from jaxinfer.runtime.worker import End, Failed, Worker
+from jaxinfer.serving.world import StepDone
+
+ALIVE_S = 1.0
+# A step's ends are known for so many steps more: an offer that follows it waits for one of them.
+STEPS_KEPT = 16
+
+
+class WorkerProcess:
+    """Does what it is told, in order.
+
+    Args:
+        connection: to the loop's process.
+    """
+
+    def __init__(self, connection: "Connection[Any, Any]") -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._cluster: Cluster
+        self._port: Port
+        self._mirrors: dict[str, Mirror] = {}
+        self._ends: dict[tuple[str, int], list[Future[None]]] = {}
+
+    def run(self) -> None:
+        """Until told to end."""
+        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._say_alive, daemon=True).start()
+        self._say(Hello(os.getpid(), jax.__version__, version("jaxinfer")))
+        while not isinstance(message := self._inbox.get(), Close):
+            try:
+                self._do(message)
+            except Exception as error:
+                self._say(self._failure(message, error))
+
+    def _read(self) -> None:
+        """Without the loop's process there is nothing to do, whatever this one is busy with."""
+        try:
+            while True:
+                self._inbox.put(self._connection.recv())
+        except (EOFError, OSError):
+            os._exit(0)
+
+    def _say(self, answer: Any) -> None:
+        try:
+            with self._lock:
+                self._connection.send(answer)
+        except OSError:
+            os._exit(0)
+
+    def _say_alive(self) -> None:
+        while True:
+            time.sleep(ALIVE_S)
+            self._say(Alive())
+
+    def _failure(self, message: Any, error: Exception) -> WorkerFailed | Refused:
+        mistake = isinstance(error, JaxinferError)
+        line = str(error) if mistake else f"{type(error).__name__}: {one_line(error)}"
+        if isinstance(message, Launch):
+            return WorkerFailed(message.instance, mistake, line)
+        return Refused(mistake, line)
+
+    def _do(self, message: Any) -> None:
+        match message:
+            case Launch():
+                self._launch(message)
+            case Offer():
+                self._port.do(message, self._end(message.after))
+            case OpenLane() | Pull() | Place() | Drop():
+                self._port.do(message)
+                if isinstance(message, OpenLane):
+                    self._say(Left("lane", -1))
+            case Load():
+                self._load(message)
+            case Prepare(instance, sampler):
+                self._count("samplers", self._worker(instance).prepare(sampler))
+            case Emulate(instance, stage, seconds):
+                self._worker(instance).stages[stage].emulate = seconds
+
+    def _load(self, message: Load) -> None:
+        checkpoint = open_checkpoint(message.model, message.cluster.load_format)
+
+        def progress(what: str, left: int) -> None:
+            self._say(Left(what, left))
+
+        self._cluster = load_cluster(checkpoint, message.cluster, progress)
+        workers = {name: self._worker(name) for name in self._cluster.engines}
+        stages = {name: worker.stages for name, worker in workers.items()}
+        self._mirrors = {name: Mirror(len(here)) for name, here in stages.items()}
+        self._port = Port(stages, self._say)
+        plans = {name: [stage.plan.facts for stage in here] for name, here in stages.items()}
+        parts = {name: worker.parts for name, worker in workers.items()}
+        self._say(Loaded(plans, parts, self._port.carrier.address))
+
+    def _worker(self, instance: str) -> Worker:
+        worker = self._cluster.engines[instance].worker
+        assert isinstance(worker, Worker)
+        return worker
+
+    def _count(self, what: str, left: Iterator[int]) -> None:
+        for count in left:
+            self._say(Left(what, count))
+        self._say(Left(what, -1))
+
+    def _launch(self, message: Launch) -> None:
+        instance, step = message.instance, message.step
+        batch = self._mirrors[instance].batch(message)
+        ends = self._ends[instance, step] = []
+        self._ends.pop((instance, step - STEPS_KEPT), None)
+
+        def launched(stage: int, ended: End) -> None:
+            assert isinstance(ended, Future)
+            ends.append(ended)
+
+        post = partial(self._step_ended, instance, step)
+        self._worker(instance).launch(batch, message.origin, post, launched)
+
+    def _end(self, end: StepEnd | None) -> "Future[None] | None":
+        ends = end and self._ends.get((end.instance, end.step))
+        return ends[end.stage] if end and ends else None
+
+    def _step_ended(self, instance: str, step: int, found: StepDone | Failed) -> None:
+        if isinstance(found, Failed):
+            mistake = isinstance(found.error, JaxinferError)
+            line = f"{type(found.error).__name__}: {one_line(found.error)}"
+            self._say(WorkerFailed(instance, mistake, str(found.error) if mistake else line))
+            return
+        stages = self._worker(instance).stages
+        overruns = [stage.overruns for stage in stages]
+        for stage in stages:
+            stage.overruns = []
+        counts = [(s.step.compiles, s.step.compile_s, s.step.late_compiles) for s in stages]
+        results = (
+            found.tokens, found.start, found.end, found.logprobs, found.details,
+            found.prompt_details, found.stages,
+        )  # fmt: skip
+        self._say(StepEnded(instance, step, results, overruns, counts))
+
+
+def main() -> None:
+    """Signals are for the loop's process, which ends this one when it has ended its work."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    WorkerProcess(Connection(int(sys.argv[1]))).run()
+    os._exit(0)  # Threads of JAX may hang at the interpreter's end.
+
+
+if __name__ == "__main__":
+    main()
