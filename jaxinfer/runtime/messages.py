@@ -25,7 +25,7 @@ class Load(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """Compile what steps with this sampler need. Answered with Left, down to 0 or below."""
+    """Compile what steps with this sampler need. Answered with Left."""
 
     instance: str
     sampler: SamplerShape
@@ -156,7 +156,7 @@ class Hello(NamedTuple):
 
 
 class Left(NamedTuple):
-    """Progress of what was asked for: how many parts are left; -1 when it is done."""
+    """Progress of what was asked for: how many parts are left, 0 when it is done."""
 
     what: str
     parts: int
@@ -197,7 +197,6 @@ class WorkerFailed(NamedTuple):
 class Refused(NamedTuple):
     """What was asked for cannot be done."""
 
-    is_mistake: bool
     line: str
 
 

@@ -120,8 +120,8 @@ class Process:
         """What comes of what was asked; see ``ask``."""
         while True:
             match answer := self._answers.get():
-                case Refused(is_mistake, line):
-                    raise JaxinferError(line if is_mistake else f"group {self.name}: {line}")
+                case Refused(line):
+                    raise JaxinferError(f"groups.{self.name}: {line}")
                 case ProcessLost():
                     raise JaxinferError(str(answer))
             yield answer
@@ -170,8 +170,8 @@ class Process:
                 self.lanes[answer.lane](answer)
             case Hello(_, version):
                 if version != jax.__version__:
-                    line = f"group {self.name}: jax is {version} there, {jax.__version__} here"
-                    self._answers.put(Refused(True, line))
+                    line = f"jax is {version} in its process, {jax.__version__} in this one"
+                    self._answers.put(Refused(line))
             case Left() | Loaded() | Refused():
                 self._answers.put(answer)
             case Alive():
@@ -234,9 +234,9 @@ class RemoteWorker:
         Yields how many are left, their number first.
         """
         for answer in self.process.ask(Prepare(self.instance, sampler)):
-            if answer.parts < 0:
-                return
             yield answer.parts
+            if not answer.parts:
+                return
 
     def launch(
         self,

@@ -104,7 +104,7 @@ class WorkerProcess:
         line = str(error) if mistake else f"{type(error).__name__}: {one_line(error)}"
         if isinstance(message, Launch):
             return WorkerFailed(message.instance, mistake, line)
-        return Refused(mistake, line)
+        return Refused(line)
 
     def _do(self, message: Any) -> None:
         match message:
@@ -115,7 +115,7 @@ class WorkerProcess:
             case OpenLane() | Pull() | Place() | Drop():
                 self._port.do(message)
                 if isinstance(message, OpenLane):
-                    self._say(Left("lane", -1))
+                    self._say(Left("lane", 0))
             case Load():
                 self._load(message)
             case Prepare(instance, sampler):
@@ -145,8 +145,9 @@ class WorkerProcess:
 
     def _count(self, what: str, left: Iterator[int]) -> None:
         for count in left:
-            self._say(Left(what, count))
-        self._say(Left(what, -1))
+            if count:
+                self._say(Left(what, count))
+        self._say(Left(what, 0))  # After the last part, there is still something to do.
 
     def _launch(self, message: Launch) -> None:
         instance, step = message.instance, message.step

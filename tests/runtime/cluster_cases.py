@@ -142,14 +142,18 @@ class Side:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two instances of one model, ``a`` and ``b``, each on a group of its own."""
+    """Two instances of one model, ``a`` and ``b``, each on a group of its own.
+
+    ``apart`` names those whose group has a process of its own.
+    """
 
     heads: str
     a: Side
     b: Side
+    apart: str = ""
 
     def __str__(self) -> str:
-        return f"{self.heads}-{self.a}-{self.b}"
+        return f"{self.heads}-{self.a}-{self.b}" + f"-apart_{self.apart}" * bool(self.apart)
 
     @property
     def sections(self) -> dict[str, Any]:
@@ -157,6 +161,8 @@ class Pair:
         groups, instances = {}, {}
         for name, side in (("a", self.a), ("b", self.b)):
             groups[name] = {"devices": GROUP_DEVICES, "tensor_parallel_size": side.devices}
+            if name in self.apart:
+                groups[name]["process"] = "own"
             place: dict[str, Any] = {"group": name}
             if len(side.stages) > 1:
                 place = {"stages": [{"group": name, "layers": n} for n in side.stages]}

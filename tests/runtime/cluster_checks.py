@@ -10,11 +10,15 @@ from cluster_cases import (
     HEADS,
     LAYERS,
     LENGTHS,
+    PEAK,
+    Case,
     Pair,
     Request,
     Way,
     cut_of,
     make_requests,
+    set_pools,
+    set_system,
 )
 
 from jaxinfer import LLM
@@ -85,6 +89,18 @@ class Ran:
         """Tokens of each transfer of a request, by its place in the workload."""
         name = self.requests[number].id
         return [t.num_tokens for t in self.record.transfers if t.request == name]
+
+
+def check_case(case: Case, llm: LLM, expected: list[Done], folder: Path) -> None:
+    pair, way = case.pair, case.way
+    set_system(llm, way.options)
+    pools = {}
+    if way.small:  # Of the pages that the longest request takes.
+        pools[way.small] = getattr(pair, way.small).pages(PEAK)
+    set_pools(llm, pools, way.caching != "off")
+    for _ in range(1 + (way.caching == "twice")):
+        assert serve(llm, run_dir=folder) == expected
+    check_run(Ran.last(folder), pair, way)
 
 
 def check_run(ran: Ran, pair: Pair, way: Way) -> None:

@@ -27,14 +27,13 @@ from cluster_cases import (
     few_cases,
     roomy,
     set_pools,
-    set_system,
 )
 from cluster_checks import (
     REQUESTS,
     Done,
     Ran,
+    check_case,
     check_nothing_is_computed_twice,
-    check_run,
     serve,
 )
 
@@ -66,18 +65,6 @@ def test_tokens_stand_out(alone: dict[str, LLM]) -> None:
                 ]
                 assert [d.tokens for d in serve(llm, near)] == [d.tokens for d in reference]
         assert len({token for done in reference for token in done.tokens}) > 40
-
-
-def check_case(case: Case, llm: LLM, expected: list[Done], folder: Path) -> None:
-    pair, way = case.pair, case.way
-    set_system(llm, way.options)
-    pools = {}
-    if way.small:  # Of the pages that the longest request takes.
-        pools[way.small] = getattr(pair, way.small).pages(PEAK)
-    set_pools(llm, pools, way.caching != "off")
-    for _ in range(1 + (way.caching == "twice")):
-        assert serve(llm, run_dir=folder) == expected
-    check_run(Ran.last(folder), pair, way)
 
 
 @pytest.mark.parametrize("case", few_cases(), ids=str)

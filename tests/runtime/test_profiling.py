@@ -25,9 +25,8 @@ class Engine:
 
     def __init__(self, name: str, max_model_len: int = 121, num_pages: int = 65) -> None:
         self.name = name
-        self.worker = SimpleNamespace(
-            stages=[SimpleNamespace(link=None, emulate=None) for _ in range(2)], name=name
-        )
+        self.stages = [SimpleNamespace(link=None, emulate=None) for _ in range(2)]
+        self.worker = SimpleNamespace(stages=self.stages, name=name)
         self.plan = SimpleNamespace(limits=LIMITS, max_model_len=max_model_len)
         self.plans = [self.plan] * 2
         self.num_pages = num_pages

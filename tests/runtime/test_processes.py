@@ -1,0 +1,212 @@
+"""Instances in processes of their own: tokens, what is told, what is lost, what is left behind."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cluster_cases import (
+    Case,
+    Loader,
+    Pair,
+    Side,
+    Way,
+    covering_cases,
+    load,
+)
+from cluster_checks import REQUESTS, Done, Ran, check_case, serve
+
+from jaxinfer import LLM, JaxinferError
+from jaxinfer.runtime import remote
+from jaxinfer.runtime.remote import RemoteWorker
+from jaxinfer.serving.world import StepDone
+
+# Another number of devices, of stages and of segments on either side.
+ONE_APART = Pair("two", Side(1, 8, segments=3), Side(4, 16), apart="b")
+BOTH_APART = Pair("three", Side(2, 16, (1, 3)), Side(2, 8, (2, 2), segments=2), apart="ab")
+
+
+def ways() -> list[Way]:
+    """Each rule of handing KV off in both directions, a shortage on either side, a warm cache."""
+    chosen = [
+        ("cronus_a_b", 31, "at_end", "", "twice"),
+        ("cronus_b_a", 32, "per_chunk", "b", "off"),
+        ("cronus_a_b", 0.98, "per_segment", "", "off"),
+        ("disaggregated_a_b", None, "on_demand", "b", "off"),
+        ("disaggregated_b_a", None, "per_segment", "a", "on"),
+        ("data_parallel", None, "", "a", "on"),
+    ]
+    return [Way(*way) for way in chosen]
+
+
+@pytest.mark.parametrize("way", ways(), ids=str)
+@pytest.mark.parametrize("pair", [ONE_APART, BOTH_APART], ids=str)
+def test_tokens_are_those_of_one_instance(
+    pair: Pair, way: Way, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    check_case(Case(pair, way), loader.pair(pair), expected[pair.heads], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(covering_cases())))
+def test_tokens_are_those_of_one_instance_in_every_way(
+    number: int, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    case = covering_cases()[number]
+    pair = case.pair
+    apart = ("a", "b", "ab")[sum(map(ord, str(pair))) % 3]
+    apart_pair = Pair(pair.heads, pair.a, pair.b, apart)
+    check_case(Case(apart_pair, case.way), loader.pair(apart_pair), expected[pair.heads], tmp_path)
+
+
+def children() -> set[int]:
+    """Worker processes that this one has started."""
+    return {
+        child.pid
+        for child in psutil.Process().children(recursive=True)
+        if "jaxinfer.runtime.worker_process" in child.cmdline()
+        and child.status() != psutil.STATUS_ZOMBIE
+    }
+
+
+def pid_of(llm: LLM, instance: str) -> int:
+    worker = llm.cluster.engines[instance].worker
+    assert isinstance(worker, RemoteWorker)
+    return worker.process.pid
+
+
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "cronus": {"name": "cronus", "partial": "a", "chunked": "b", "cut_share": 0.5},
+    "disaggregated": {"name": "disaggregated", "prefill": "a", "decode": "b"},
+    "least_loaded": {"name": "least_loaded"},
+}
+
+
+def serve_until(
+    llm: LLM, step: int, do: Callable[[], None], folder: Path
+) -> tuple[list[Done], dict[str, Any]]:
+    """All requests, with something done when so many steps have ended."""
+    count = 0
+
+    def on_step(done: StepDone) -> None:
+        nonlocal count
+        count += 1
+        if count == step:
+            do()
+
+    made = [
+        request
+        for number, r in enumerate(REQUESTS)
+        for request in llm.make_requests(str(number), list(r.prompt), r.params)
+    ]
+    found: dict[str, Done] = {}
+
+    def take(output: Any) -> None:
+        assert output.error is None
+        assert output.request_id not in found
+        completion = output.outputs[0]
+        found[output.request_id] = Done(completion.token_ids, completion.cumulative_logprob or 0.0)
+
+    llm.run(made, take, progress=False, run_dir=folder, on_step=on_step)
+    assert count > step
+    return [found[str(number)] for number in range(len(REQUESTS))], Ran.last(folder).record.run
+
+
+def apart(pair: Pair, system: str) -> dict[str, Any]:
+    return pair.sections | {"system": SYSTEMS[system]}
+
+
+SMALL = Pair("two", Side(1, 8), Side(2, 16), apart="ab")
+DEATHS = [
+    ("cronus", "a", signal.SIGKILL, 9),
+    ("disaggregated", "b", signal.SIGKILL, 17),
+    ("least_loaded", "a", signal.SIGSTOP, 5),
+]
+
+
+@pytest.mark.parametrize(("system", "victim", "by", "step"), DEATHS)
+def test_what_a_process_had_goes_on_elsewhere(
+    system: str,
+    victim: str,
+    by: signal.Signals,
+    step: int,
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "SILENCE_S", 4.0)
+    before = children()
+    llm = load(models["two"], tmp_path, **apart(SMALL, system))
+    pid = pid_of(llm, victim)
+    found, run = serve_until(llm, step, lambda: os.kill(pid, by), tmp_path / "runs")
+    assert found == expected["two"]
+    why = f"was ended by signal {by}" if by == signal.SIGKILL else "has said nothing for 4 s"
+    assert run["lost"] == {victim: f"ProcessLost: process of group {victim} (pid {pid}) {why}"}
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(JaxinferError, match=f"instance {victim} was lost, load the model again"):
+        serve(llm)
+    assert len(children() - before) == 1
+    del llm
+    gc.collect()
+    wait_until(lambda: not children() - before)
+
+
+def wait_until(there: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+SCRIPT = """
+import sys
+from jaxinfer import LLM, SamplingParams
+llm = LLM.from_config(sys.argv[1], progress=False)
+print(*(llm.cluster.engines[name].worker.process.pid for name in "ab"), flush=True)
+llm.generate(["x"] * 64, SamplingParams(max_tokens=200, ignore_eos=True), progress=False)
+"""
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_of_a_job_that_is_killed(
+    by: signal.Signals, models: dict[str, Path], tmp_path: Path
+) -> None:
+    load(models["two"], tmp_path, **SMALL.sections, system="least_loaded")
+    job = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "run.yaml")],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert job.stdout
+    pids = [int(pid) for pid in job.stdout.readline().split()]
+    assert len(pids) == 2
+    assert all(map(psutil.pid_exists, pids))
+    time.sleep(0.3)
+    job.send_signal(by)
+    job.wait(30)
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def test_what_a_process_cannot_load_is_one_line(models: dict[str, Path], tmp_path: Path) -> None:
+    sections = SMALL.sections
+    sections["instances"]["b"]["num_pages"] = 10**9
+    before = children()
+    with pytest.raises(JaxinferError, match=r"groups\.b: num_pages 1000000000 of 16 tokens"):
+        load(models["two"], tmp_path, **sections)
+    wait_until(lambda: not children() - before)
+
+
+def test_a_process_that_ends_while_it_loads(models: dict[str, Path], tmp_path: Path) -> None:
+    sections = SMALL.sections
+    sections["groups"]["b"]["environment"] = {"JAX_PLATFORMS": "nonsense"}
+    before = children()
+    with pytest.raises(JaxinferError, match=r"groups\.b: .*nonsense"):
+        load(models["two"], tmp_path, **sections)
+    wait_until(lambda: not children() - before)
