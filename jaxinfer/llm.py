@@ -72,7 +72,12 @@ class LLM:
         self.tokenizer = load_tokenizer(checkpoint, required=site.cluster.load_format != "dummy")
         self.vocab_size = checkpoint.config.vocab_size
         self.cluster = load_cluster(
-            checkpoint, site.cluster, progress, site.pairs, config.verify_transfers
+            checkpoint,
+            site.cluster,
+            progress,
+            site.pairs,
+            config.verify_transfers,
+            config.transport,
         )
         longest = min(engine.plan.max_model_len for engine in self.cluster.engines.values())
         self._maker = RequestMaker(self.tokenizer, self.vocab_size, longest, config.engine.seed)
@@ -257,6 +262,7 @@ class LLM:
                 for name, described in self.cluster.describe().items()
             },
             "measured_gb_s": dict(self.cluster.measured_gb_s),
+            "transports": self.cluster.transports,
         }
 
     def _encode(self, prompt: object) -> tuple[str | None, list[int]]:

@@ -11,6 +11,9 @@ from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.instance import InstanceOptions
 
+# How KV goes from process to process, see ``RunFile``.
+Transport = Literal["auto", "host", "transfer_server"]
+
 
 class Emulate(Options):
     """A slower device, played by a CPU.

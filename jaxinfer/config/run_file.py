@@ -11,6 +11,7 @@ from jaxinfer.config.cluster import (
     GroupConfig,
     InstanceConfig,
     LinkConfig,
+    Transport,
     one_engine,
 )
 from jaxinfer.config.costs import SimulateOptions
@@ -160,6 +161,8 @@ class RunFile(Options):
             instances (see ``replicas.py``).
         watchdog_s: an instance that has work and reports nothing for so many seconds is given up.
         verify_transfers: compare checksums of all KV that goes from instance to instance.
+        transport: how KV goes from process to process: by the ``host``'s memory, by JAX's
+            ``transfer_server``, or, ``auto``, from GPU to GPU by the quicker, else by the host's.
         system: the name of a system, or ``my_module:MySystem``, and its options; by default
             ``single``.
         simulate: costs of a modelled cluster; a real run has its own.
@@ -173,6 +176,7 @@ class RunFile(Options):
     links: tuple[LinkConfig, ...] = Field(default=(), strict=False)
     system: dict[str, Any] = Field(default_factory=lambda: {"name": "single"})
     verify_transfers: bool = False
+    transport: Transport = "auto"
     watchdog_s: float = Field(default=600, gt=0)
     workload: Workload = Workload()
     simulate: SimulateOptions = SimulateOptions()

@@ -2,15 +2,48 @@
 
 import secrets
 import threading
+import time
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.experimental import transfer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.models.sharding import HEADS_AXIS
 from jaxinfer.runtime.slab import SlabFormat
+
+
+class Carrier(Protocol):
+    """One process's part of a way.
+
+    Attributes:
+        address: where another process is to pull from.
+    """
+
+    address: Any
+
+    def offer(self, number: int, array: jax.Array, form: SlabFormat) -> None:
+        """Have a slab ready under a number that is never used again."""
+
+    def drop(self, number: int) -> None:
+        """Take an offer back, if it has not been pulled."""
+
+    def pull(
+        self, number: int, address: Any, form: SlabFormat, sharding: Sharding, patience_s: float
+    ) -> jax.Array:
+        """Fetch a slab that another process has offered; each is there once.
+
+        Raises:
+            JaxinferError: nothing of that number is offered.
+            OSError, EOFError: the other process cannot be reached, or sends nothing for
+                ``patience_s`` seconds.
+        """
+
+    def close(self) -> None:
+        """Offer no more."""
 
 
 class Address(NamedTuple):
@@ -22,11 +55,7 @@ class Address(NamedTuple):
 
 
 class HostCarrier:
-    """By the memory of the host and a socket: for any pair of devices.
-
-    Attributes:
-        address: of this process.
-    """
+    """By the memory of the host and a socket: for any pair of devices."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         key = secrets.token_bytes(16)
@@ -42,24 +71,18 @@ class HostCarrier:
         """Slabs that nobody has pulled yet."""
         return len(self._offers)
 
-    def offer(self, number: int, array: jax.Array) -> None:
-        """Have a slab ready under a number that is never used again."""
+    def offer(self, number: int, array: jax.Array, form: SlabFormat) -> None:
+        """See Carrier."""
         self._offers[number] = np.asarray(array)
 
     def drop(self, number: int) -> None:
-        """Take an offer back, if it has not been pulled."""
+        """See Carrier."""
         self._offers.pop(number, None)
 
     def pull(
         self, number: int, address: Address, form: SlabFormat, sharding: Sharding, patience_s: float
     ) -> jax.Array:
-        """Fetch a slab that another process has offered; each is there once.
-
-        Raises:
-            JaxinferError: nothing of that number is offered.
-            OSError, EOFError: the other process cannot be reached, or sends nothing for
-                ``patience_s`` seconds.
-        """
+        """See Carrier."""
         thread = threading.get_ident(), address
         if thread not in self._sources:
             host, port, key = address
@@ -99,3 +122,54 @@ class HostCarrier:
                     client.send_bytes(found.view(np.uint8).reshape(-1).data)
         except (EOFError, OSError):
             client.close()  # Whoever pulled is gone.
+
+
+# Of a server: each connection takes one, and a server that had fewer than its peer has aborted.
+TRANSPORTS = 8
+
+
+class ServerCarrier:
+    """By ``jax.experimental.transfer``: device to device as far as the platform knows a way.
+
+    An offer that nobody pulls stays in memory: the server has no way to take it back.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        devices = jax.local_devices()
+        self._server = transfer.start_transfer_server(
+            devices[0].client, f"{host}:0", [f"{host}:0"] * TRANSPORTS
+        )
+        self.address = self._server.address()
+        self._sources: dict[str, transfer.TransferConnection] = {}
+
+    def offer(self, number: int, array: jax.Array, form: SlabFormat) -> None:
+        """See Carrier."""
+        self._server.await_pull(number, [jax.device_put(array, _shared(array.sharding, form))])
+
+    def drop(self, number: int) -> None:
+        """There is no way to."""
+
+    def pull(
+        self, number: int, address: str, form: SlabFormat, sharding: Sharding, patience_s: float
+    ) -> jax.Array:
+        """See Carrier; what is not offered comes as little as what is lost."""
+        if address not in self._sources:
+            self._sources[address] = self._server.connect(address)
+        like = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=_shared(sharding, form))
+        array = self._sources[address].pull(number, [like])[0]
+        end = time.monotonic() + patience_s
+        while not array.is_ready():
+            if time.monotonic() > end:
+                raise TimeoutError(f"no slab after {patience_s:g} s")
+            time.sleep(2e-4)
+        return jax.device_put(array, sharding)
+
+    def close(self) -> None:
+        """It ends with the process."""
+
+
+def _shared(sharding: Sharding, form: SlabFormat) -> NamedSharding:
+    """The one on which both sides have as many shards."""
+    assert isinstance(sharding, NamedSharding)
+    mesh = Mesh(sharding.mesh.devices.flat[: form.shards], (HEADS_AXIS,))
+    return NamedSharding(mesh, PartitionSpec(*[None] * 3, HEADS_AXIS))

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxinfer.config.cluster import ClusterConfig, instance_options
+from jaxinfer.config.cluster import ClusterConfig, Transport, instance_options
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.runtime.converted import Shapes, restore
 from jaxinfer.runtime.devices import device_name
 from jaxinfer.runtime.lane import Lane, RemoteLane
+from jaxinfer.runtime.messages import CarrierName
 from jaxinfer.runtime.plan import Plan, PlanFacts, parameter_shapes
 from jaxinfer.runtime.plan_cluster import plan_cluster
 from jaxinfer.runtime.processes import OtherProcesses, Progress
@@ -124,11 +125,21 @@ class Cluster:
                 stage.overruns = []
         return found
 
+    @property
+    def transports(self) -> dict[str, str]:
+        """How KV goes between processes, by ``"source -> destination"``."""
+        return {
+            " -> ".join(pair): channel.by
+            for pair, channel in self.channels.items()
+            if isinstance(channel, RemoteChannel)
+        }
+
     def describe(self) -> dict[str, dict[str, object]]:
         """What runs where, as JSON values."""
         return {
             name: {
                 "engine": engine.plan.options.model_dump(),
+                "process": self.config.process_of(name),
                 "max_model_len": engine.plan.max_model_len,
                 "hidden_size": engine.plan.config.hidden_size,
                 "kv_heads": [engine.plan.num_kv_heads, engine.plan.config.head_dim],
@@ -155,12 +166,14 @@ def load_cluster(
     progress: Progress,
     pairs: Collection[tuple[str, str]] = (),
     verify: bool = False,
+    transport: Transport = "auto",
 ) -> Cluster:
     """Load weights, allocate KV pools, compile every step and transfer, and probe the latter.
 
     Args:
         pairs: instances from the first of which KV goes to the second.
         verify: check each transfer.
+        transport: see ``RunFile``.
 
     Raises:
         JaxinferError: the options ask for more than the model or the devices can give, or the
@@ -186,7 +199,7 @@ def load_cluster(
                 progress(f"compiling steps{of}, {kernels} attention", left)
         for pair in pairs:
             source, dest = (engines[name] for name in pair)
-            channels[pair] = channel = _channel(config, source, dest, others, verify)
+            channels[pair] = channel = _channel(config, source, dest, others, verify, transport)
             opened.callback(channel.close)
             names = " -> ".join(pair)
             speeds[names] = channel.probe(names)
@@ -228,7 +241,12 @@ def _engine(
 
 
 def _channel(
-    config: ClusterConfig, source: Engine, dest: Engine, others: OtherProcesses, verify: bool
+    config: ClusterConfig,
+    source: Engine,
+    dest: Engine,
+    others: OtherProcesses,
+    verify: bool,
+    transport: Transport,
 ) -> Channel | RemoteChannel:
     """Of all stages that have layers in common."""
     pairs = [
@@ -247,7 +265,11 @@ def _channel(
         for i, j, g in pairs
     ]
     sides = others.side(source.name, source.worker), others.side(dest.name, dest.worker)
-    return RemoteChannel((source.name, dest.name), sides, lanes, verify)
+    carriers: list[CarrierName] = ["host" if transport == "auto" else transport]
+    on_gpus = all(end.plan.devices[0].platform == "gpu" for end in (source, dest))
+    if transport == "auto" and on_gpus:
+        carriers.append("transfer_server")
+    return RemoteChannel((source.name, dest.name), sides, lanes, verify, carriers)
 
 
 def load_parameters(checkpoint: Checkpoint, plans: Sequence[Plan]) -> list[Parameters]:

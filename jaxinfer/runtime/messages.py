@@ -5,7 +5,7 @@ Batches, requests and holds never travel: what is new of them does. Times are th
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.runtime.plan import PlanFacts
 from jaxinfer.runtime.sampler import SamplerShape
 from jaxinfer.runtime.slab import SlabFormat
+
+CarrierName = Literal["host", "transfer_server"]
 
 # To a worker's process, done in this order.
 
@@ -104,6 +106,7 @@ class Offer(NamedTuple):
     start: int
     stop: int
     after: StepEnd | None
+    by: CarrierName
 
 
 class Pull(NamedTuple):
@@ -115,6 +118,7 @@ class Pull(NamedTuple):
 
     lane: int
     slab: int
+    by: CarrierName
     address: Any
     known: bool = False
 
@@ -134,6 +138,7 @@ class Drop(NamedTuple):
 
     lane: int
     slab: int
+    by: CarrierName
 
 
 class Close(NamedTuple):
@@ -163,11 +168,10 @@ class Left(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The plans of each instance's stages, its worker's ``parts``, and where to fetch slabs."""
+    """The plans of each instance's stages, and its worker's ``parts``."""
 
     plans: Mapping[str, Sequence[PlanFacts]]
     parts: Mapping[str, list[list[int]]]
-    address: Any
 
 
 class StepEnded(NamedTuple):
@@ -201,10 +205,11 @@ class Refused(NamedTuple):
 
 
 class Offered(NamedTuple):
-    """A slab may be pulled."""
+    """A slab may be pulled there."""
 
     lane: int
     slab: int
+    address: Any
     checksum_LT: np.ndarray | None
 
 

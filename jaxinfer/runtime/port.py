@@ -10,12 +10,13 @@ from queue import SimpleQueue
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxinfer.errors import JaxinferError, one_line
-from jaxinfer.runtime.carrier import HostCarrier
+from jaxinfer.runtime.carrier import Carrier, HostCarrier, ServerCarrier
 from jaxinfer.runtime.messages import (
+    CarrierName,
     Checked,
     Drop,
     Offer,
@@ -42,6 +43,7 @@ class _End:
     """Of one lane: it sends, or takes in. A thread does what has to be waited for, in order."""
 
     form: SlabFormat
+    sharding: NamedSharding
     source: SlabSource | None
     dest: SlabDest | None
     arrived: dict[int, jax.Array] = field(default_factory=dict)
@@ -54,18 +56,15 @@ class Port:
     Args:
         stages: of each instance.
         post: gets the answers, in threads of the port.
-
-    Attributes:
-        carrier: what brings slabs from process to process.
     """
 
     def __init__(
         self, stages: Mapping[str, Sequence[Stage]], post: Callable[[LaneAnswer], None]
     ) -> None:
         self._stages, self._post = stages, post
-        self.carrier = HostCarrier()
+        self._carriers: dict[CarrierName, Carrier] = {}
         self._ends: dict[int, _End] = {}
-        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
 
     def do(self, message: LaneMessage, after: "Future[None] | None" = None) -> None:
         """Carry out a message; what it launches is launched before this returns.
@@ -86,7 +85,7 @@ class Port:
             case Offer(lane, slab, table, start, stop):
                 end = self._ends[lane]
                 assert end.source
-                array, checksum = _known(end.form), None
+                array, checksum = jax.device_put(_known(end.form), end.sharding), None
                 if table is not None:
                     array, checksum = end.source.take(table, start, stop)
                 self._later(lane, slab, partial(self._offer, message, array, checksum, after))
@@ -105,17 +104,26 @@ class Port:
         """End the threads, without waiting for one whose peer hangs."""
         for end in self._ends.values():
             end.jobs.put(None)
-        self.carrier.close()
+        for carrier in self._carriers.values():
+            carrier.close()
 
     def _open(self, message: OpenLane) -> None:
         _, instance, number, form, sends, verify = message
         stage = self._stages[instance][number]
         source = SlabSource(stage, form, verify) if sends else None
-        end = _End(form, source, None if sends else SlabDest(stage, form, verify))
+        dest = None if sends else SlabDest(stage, form, verify)
+        end = _End(form, form.sharding(stage.plan), source, dest)
         self._ends[message.lane] = end
         thread = threading.Thread(target=_work, args=(end.jobs,), daemon=True)
-        self._threads.append(thread)
         thread.start()
+
+    def _carrier(self, name: CarrierName) -> Carrier:
+        """Opened when it is first asked for."""
+        with self._lock:
+            if name not in self._carriers:
+                kind = HostCarrier if name == "host" else ServerCarrier
+                self._carriers[name] = kind()
+            return self._carriers[name]
 
     def _later(self, lane: int, slab: int, job: Callable[[_End], LaneAnswer | None]) -> None:
         end = self._ends[lane]
@@ -141,23 +149,24 @@ class Port:
         array.block_until_ready()
         if after:
             after.result()
-        self.carrier.offer(message.slab, array)
+        carrier = self._carrier(message.by)
+        carrier.offer(message.slab, array, end.form)
         sent = None if checksum is None else np.asarray(checksum)
-        return Offered(message.lane, message.slab, sent)
+        return Offered(message.lane, message.slab, carrier.address, sent)
 
     def _pull(self, message: Pull, end: _End) -> Pulled:
         assert end.dest
         start = time.perf_counter()
         num_bytes = int(np.prod(end.form.shape)) * end.form.dtype.itemsize
         patience = PATIENCE_S + num_bytes / (SLOWEST_GB_S * 1e9)
-        array = self.carrier.pull(
-            message.slab, message.address, end.form, end.dest.sharding, patience
+        array = self._carrier(message.by).pull(
+            message.slab, message.address, end.form, end.sharding, patience
         )
         array.block_until_ready()
         pulled = Pulled(message.lane, message.slab, start, time.perf_counter())
         if not message.known:
             end.arrived[message.slab] = array
-        elif not np.array_equal(np.asarray(array), np.asarray(_known(end.form))):
+        elif not np.array_equal(np.asarray(array), _known(end.form)):
             raise JaxinferError("a known array arrives changed")
         return pulled
 
@@ -166,7 +175,7 @@ class Port:
 
     def _drop(self, message: Drop, end: _End) -> None:
         end.arrived.pop(message.slab, None)
-        self.carrier.drop(message.slab)
+        self._carrier(message.by).drop(message.slab)
 
 
 def _failed(lane: int, slab: int, end: _End, error: Exception) -> SlabFailed:
@@ -175,8 +184,8 @@ def _failed(lane: int, slab: int, end: _End, error: Exception) -> SlabFailed:
     return SlabFailed(lane, slab, by_source, f"{type(error).__name__}: {one_line(error)}")
 
 
-def _known(form: SlabFormat) -> jax.Array:
-    return jnp.asarray(known_slab(form.shape, form.dtype))
+def _known(form: SlabFormat) -> np.ndarray:
+    return known_slab(form.shape, form.dtype)
 
 
 def _work(jobs: "SimpleQueue[Callable[[], Any] | None]") -> None:

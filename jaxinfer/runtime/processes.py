@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol
 
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.runtime.messages import Load, Loaded, OpenLane
@@ -18,10 +18,6 @@ Progress = Callable[[str, int], None]
 
 class Side(Protocol):
     """One process that slabs come from or go to."""
-
-    @property
-    def address(self) -> Any:
-        """Where slabs are fetched from it."""
 
     def open(self, message: OpenLane, hear: Hear) -> None:
         """Get a lane's end ready; ``hear`` gets its answers, in some thread."""
@@ -45,11 +41,6 @@ class ThisProcess:
         self.stages: dict[str, Sequence[Stage]] = {}
         self.port = Port(self.stages, lambda answer: self._hear[answer.lane](answer))
 
-    @property
-    def address(self) -> Any:
-        """See Side."""
-        return self.port.carrier.address
-
     def open(self, message: OpenLane, hear: Hear) -> None:
         """See Side."""
         self._hear[message.lane] = hear
@@ -64,10 +55,9 @@ class ThisProcess:
 
 
 class AnotherProcess:
-    """One that this has started; ``address`` is what it has said."""
+    """One that this has started."""
 
-    def __init__(self, process: Process, address: Any) -> None:
-        self.address = address
+    def __init__(self, process: Process) -> None:
         self._process = process
 
     def open(self, message: OpenLane, hear: Hear) -> None:
@@ -122,7 +112,7 @@ class OtherProcesses:
                 progress(f"{group}: {answer.what}", answer.parts)
             for name, plans in answer.plans.items():
                 workers[name] = RemoteWorker(process, name, plans, answer.parts[name])
-                self._there[name] = AnotherProcess(process, answer.address)
+                self._there[name] = AnotherProcess(process)
         return workers
 
     def side(self, instance: str, worker: Worker | RemoteWorker) -> Side:

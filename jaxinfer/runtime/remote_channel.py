@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.lane import RemoteLane, RemoteSlab
 from jaxinfer.runtime.messages import (
+    CarrierName,
     Checked,
     Drop,
     Offer,
@@ -40,8 +41,10 @@ class RemoteChannel:
     Args:
         ends: names of the two; ``sides``: the processes that have them.
         verify: compare checksums of what was sent and what lies in the destination's pages.
+        carriers: those that the probe is to choose from, one at least.
 
     Attributes:
+        by: the one that is in use.
         waits_for: None: a process that says nothing, and a slab that does not come, are given up
             where they are waited for.
     """
@@ -54,8 +57,10 @@ class RemoteChannel:
         sides: tuple[Side, Side],
         lanes: Sequence[RemoteLane],
         verify: bool,
+        carriers: Sequence[CarrierName],
     ) -> None:
         self.lanes = lanes
+        self.by, self._carriers = carriers[0], carriers
         self.token_bytes = sum(lane.token_bytes for lane in lanes)
         self._ends, self._verify = ends, verify
         self._source, self._dest = sides
@@ -76,19 +81,28 @@ class RemoteChannel:
             side.on_loss(partial(self._lose, end))
 
     def probe(self, names: str) -> float:
-        """10^9 bytes per second of the slowest lane.
+        """10^9 bytes per second of the slowest lane, by the quickest carrier there is.
 
         Raises:
-            JaxinferError: a known slab does not arrive, or arrives changed.
+            JaxinferError: a known slab does not arrive by any of them, or arrives changed.
         """
-        return min(self._probe(lane, names) for lane in self.lanes)
+        rates: dict[CarrierName, float] = {}
+        for name in self._carriers:
+            self.by = name
+            try:
+                rates[name] = min(self._probe(lane, names) for lane in self.lanes)
+            except JaxinferError:
+                if name == self._carriers[-1] and not rates:
+                    raise
+        self.by = max(rates, key=lambda name: rates[name])
+        return rates[self.by]
 
     def _probe(self, lane: RemoteLane, names: str) -> float:
         seconds = []
         for _ in range(3):  # The first pays for set-up.
             number = next(_numbers)
             self._probing[number] = lane
-            self._source.do(Offer(lane.source_end, number, None, 0, SLAB_TOKENS, None))
+            self._source.do(Offer(lane.source_end, number, None, 0, SLAB_TOKENS, None, self.by))
             answer = self._probed.get()
             del self._probing[number]
             if isinstance(answer, SlabFailed):
@@ -113,7 +127,7 @@ class RemoteChannel:
                     slab = RemoteSlab(next(_numbers), transfer, lane, start, stop)
                     self._slabs[slab.number] = slab
                     table = transfer.source_hold.tables[lane.source_shard][0]
-                    offer = Offer(lane.source_end, slab.number, table, start, stop, there)
+                    offer = Offer(lane.source_end, slab.number, table, start, stop, there, self.by)
                     self._source.do(offer, here)
 
     def place(self, landed: Landed, post: Post) -> None:
@@ -142,9 +156,9 @@ class RemoteChannel:
             if slab and isinstance(answer, Pulled):
                 slab.is_pulled = True
         match answer:
-            case Offered(_, number, checksum_LT) if slab:
+            case Offered(_, number, address, checksum_LT) if slab:
                 slab.checksum_LT = checksum_LT
-                self._pull(Pull(slab.lane.dest_end, number, self._source.address))
+                self._pull(Pull(slab.lane.dest_end, number, self.by, address))
             case Pulled(_, _, start, end) if slab:
                 self._post(Landed(slab, None, start, end))
             case Checked() if slab:
@@ -156,9 +170,9 @@ class RemoteChannel:
 
     def _hear_probe(self, answer: LaneAnswer) -> None:
         match answer:
-            case Offered(_, number):
+            case Offered(_, number, address):
                 dest_end = self._probing[number].dest_end
-                self._dest.do(Pull(dest_end, number, self._source.address, known=True))
+                self._pull(Pull(dest_end, number, self.by, address, known=True))
             case Pulled() | SlabFailed():
                 self._probed.put(answer)
 
@@ -198,4 +212,4 @@ class RemoteChannel:
             return
         for side, end in ((self._source, slab.lane.source_end), (self._dest, slab.lane.dest_end)):
             with suppress(ProcessLost):  # Nothing is left there then.
-                side.do(Drop(end, slab.number))
+                side.do(Drop(end, slab.number, self.by))

@@ -3,6 +3,7 @@
 The two ends know of each other only what a slab looks like, so that they may be in two processes.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -77,6 +78,7 @@ class SlabFormat:
         first, stop: of the whole model's layers.
         num_heads: KV heads of the model, without padding.
         dtype: the narrower of the two stages'.
+        shards: pieces by heads that both stages' devices can have equally many of.
     """
 
     first: int
@@ -84,16 +86,19 @@ class SlabFormat:
     num_heads: int
     head_dim: int
     dtype: jnp.dtype
+    shards: int
 
     @classmethod
     def between(cls, source: PlanFacts, dest: PlanFacts) -> "SlabFormat":
         """Of two stages that have layers in common."""
+        shards = math.gcd(len(source.devices), len(dest.devices), source.num_kv_heads)
         return cls(
             max(source.layers.start, dest.layers.start),
             min(source.layers.stop, dest.layers.stop),
             source.num_kv_heads,
             source.config.head_dim,
             min(source.dtype, dest.dtype, key=lambda dtype: dtype.itemsize),
+            shards,
         )
 
     @property

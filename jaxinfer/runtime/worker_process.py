@@ -136,7 +136,7 @@ class WorkerProcess:
         self._port = Port(stages, self._say)
         plans = {name: [stage.plan.facts for stage in here] for name, here in stages.items()}
         parts = {name: worker.parts for name, worker in workers.items()}
-        self._say(Loaded(plans, parts, self._port.carrier.address))
+        self._say(Loaded(plans, parts))
 
     def _worker(self, instance: str) -> Worker:
         worker = self._cluster.engines[instance].worker

@@ -21,7 +21,7 @@ from cluster_cases import (
     covering_cases,
     load,
 )
-from cluster_checks import REQUESTS, Done, Ran, check_case, serve
+from cluster_checks import REQUESTS, Done, Ran, check_case, check_transfers, serve, token_bytes
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.runtime import remote
@@ -52,6 +52,22 @@ def test_tokens_are_those_of_one_instance(
     pair: Pair, way: Way, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
     check_case(Case(pair, way), loader.pair(pair), expected[pair.heads], tmp_path)
+
+
+def test_by_the_transfer_server(
+    models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    """Four devices send to two, which pad three heads: one shard goes over."""
+    pair = Pair("three", Side(4, 16), Side(2, 8, (1, 3)), apart="b")
+    options = {"transport": "transfer_server", "verify_transfers": True}
+    llm = load(models["three"], tmp_path, **apart(pair, "cronus"), **options)
+    assert serve(llm, run_dir=tmp_path / "runs") == expected["three"]
+    ran = Ran.last(tmp_path / "runs")
+    assert ran.record.run["transports"] == {"a -> b": "transfer_server"}
+    assert [i["process"] for i in ran.record.run["instances"].values()] == [None, "b"]
+    assert ran.record.run["measured_gb_s"]["a -> b"] > 0
+    assert ran.record.transfers
+    check_transfers(ran, token_bytes("three"))
 
 
 @pytest.mark.slow
@@ -93,12 +109,12 @@ def serve_until(
     llm: LLM, step: int, do: Callable[[], None], folder: Path
 ) -> tuple[list[Done], dict[str, Any]]:
     """All requests, with something done when so many steps have ended."""
-    count = 0
+    steps = 0
 
     def on_step(done: StepDone) -> None:
-        nonlocal count
-        count += 1
-        if count == step:
+        nonlocal steps
+        steps += 1
+        if steps == step:
             do()
 
     made = [
@@ -115,7 +131,7 @@ def serve_until(
         found[output.request_id] = Done(completion.token_ids, completion.cumulative_logprob or 0.0)
 
     llm.run(made, take, progress=False, run_dir=folder, on_step=on_step)
-    assert count > step
+    assert steps > step
     return [found[str(number)] for number in range(len(REQUESTS))], Ran.last(folder).record.run
 
 
