@@ -11,3 +11,9 @@ class JaxinferError(Exception):
 def one_line(error: BaseException) -> str:
     """An error's text without line breaks."""
     return " ".join(str(error).split())
+
+
+def raised(error: BaseException) -> str:
+    """An error as part of a message: its kind and its text."""
+    text = one_line(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

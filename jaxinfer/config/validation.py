@@ -4,6 +4,7 @@ import difflib
 import importlib
 import json
 import re
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from pydantic import (
 )
 from pydantic import model_validator as _model_validator
 
-from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.errors import JaxinferError, one_line, raised
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -59,13 +60,20 @@ def import_own(name: str) -> Any:
     """What ``my_module:thing`` stands for.
 
     Raises:
-        JaxinferError: there is no such module, or nothing of that name in it.
+        JaxinferError: there is no such module, nothing of that name in it, or it raises something.
     """
     module, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), attribute]):
+        raise JaxinferError(f"{name!r}: must look like my_module:thing")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise JaxinferError(f"{name!r}: {one_line(error)}") from None
+    except (ImportError, AttributeError) as error:
+        raise JaxinferError(f"{name!r}: {one_line(error)}") from error
+    except (Exception, SystemExit) as error:
+        # Whatever else stands in a user's file; a syntax error says where by itself.
+        *_, last = traceback.extract_tb(error.__traceback__)
+        at = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
+        raise JaxinferError(f"{name!r}: importing {module} raises {raised(error)}{at}") from error
 
 
 class OptionError(JaxinferError):
