@@ -169,7 +169,9 @@ def _explain(kind: type[Options], error: ValidationError) -> JaxinferError:
         case _:
             said = re.sub(r"^\w+ should ", "", first["msg"]).partition(" after validation")[0]
             wanted = f"be {wanted}" if wanted else said
-            return OptionError(f"{path} is {value}, must {wanted}{_hint(first['input'])}")
+            return OptionError(
+                f"{path} is {value}, must {wanted}{_hint(first['input'], first['type'])}"
+            )
 
 
 def _follow(kind: type[Options], loc: Sequence[int | str]) -> tuple[str, type[Options]]:
@@ -204,11 +206,15 @@ def _without_none(annotation: Any) -> Any:
     return _without_none(members[0]) if is_optional else annotation
 
 
-def _hint(value: object) -> str:
+def _hint(value: object, kind: str) -> str:
     """For a number as YAML 1.1 does not know it, without a dot."""
-    if isinstance(value, str) and re.fullmatch(r"[0-9]+[eE][-+]?[0-9]+", value):
-        return f": YAML wants a dot, {float(value):.1e}"
-    return ""
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9]+[eE][-+]?[0-9]+", value):
+        return ""
+    number = float(value)
+    if kind == "float_type":
+        return f": YAML wants a dot, {number:.1e}"
+    is_short = kind == "int_type" and number < 1e15 and number.is_integer()
+    return f": {int(number)}" if is_short else ""
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -221,7 +227,8 @@ class _UniqueKeys(yaml.SafeLoader):
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         merge = "tag:yaml.org,2002:merge"
         names = [key.value if key.tag == merge else self.construct_object(key) for key in keys]
-        for name, count in Counter(map(str, names)).items():
+        # As names 1 and "1" are one; as keys 1 and 1.0 are.
+        for name, count in [*Counter(map(str, names)).items(), *Counter(names).items()]:
             if count > 1:
                 line = node.start_mark.line + 1
                 raise yaml.YAMLError(f"{name!r} stands {count} times in the mapping at line {line}")
