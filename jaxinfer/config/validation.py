@@ -4,7 +4,6 @@ import difflib
 import importlib
 import json
 import re
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -70,10 +69,8 @@ def import_own(name: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise JaxinferError(f"{name!r}: {one_line(error)}") from error
     except (Exception, SystemExit) as error:
-        # Whatever else stands in a user's file; a syntax error says where by itself.
-        *_, last = traceback.extract_tb(error.__traceback__)
-        at = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
-        raise JaxinferError(f"{name!r}: importing {module} raises {raised(error)}{at}") from error
+        # Whatever else stands in a user's file.
+        raise JaxinferError(f"{name!r}: importing {module} raises {raised(error)}") from error
 
 
 class OptionError(JaxinferError):

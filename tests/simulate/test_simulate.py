@@ -250,6 +250,12 @@ def test_a_report_that_is_no_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyP
         run(config(tmp_path), [BenchRequest(None, 10, 2, 0.0)], tmp_path / "runs")
 
 
+def test_a_report_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Single, "report", lambda self: 1 / 0)
+    with pytest.raises(JaxinferError, match=r"^Single\.report raises ZeroDivisionError: division"):
+        run(config(tmp_path), [BenchRequest(None, 10, 2, 0.0)], tmp_path / "runs")
+
+
 def test_a_report_that_is_no_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Single, "report", lambda self: {"seen": {1, 2}})
     with pytest.raises(JaxinferError, match=r"run\.json: what the system reports is no JSON"):
