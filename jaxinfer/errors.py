@@ -1,5 +1,10 @@
 """The one exception for a mistake that the user can mend, and what others say in one line."""
 
+import os
+import traceback
+
+_HERE = os.path.dirname(__file__) + os.sep
+
 
 class JaxinferError(Exception):
     """A user's mistake: one line that names the thing, its value, and what would work.
@@ -11,3 +16,15 @@ class JaxinferError(Exception):
 def one_line(error: BaseException) -> str:
     """An error's text without line breaks."""
     return " ".join(str(error).split())
+
+
+def raised(error: BaseException) -> str:
+    """What a user's code has raised, as part of a message: its kind, its text, and where."""
+    text = one_line(error)
+    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith((_HERE, "<"))]
+    # A syntax error says by itself where it is, and has no frame there.
+    if not theirs or isinstance(error, SyntaxError):
+        return said
+    return f"{said} ({theirs[-1].filename}, line {theirs[-1].lineno})"

@@ -9,6 +9,7 @@ from pathlib import Path
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.errors import JaxinferError
 from jaxinfer.llm import LLM
+from jaxinfer.models.sharding import load_rules
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.run_folder import run_folders
 from jaxinfer.request import RequestOutput, SamplingParams
@@ -84,6 +85,8 @@ def compare_rules(
             raise JaxinferError(
                 f"groups.{name}.process is own: sharding rules are compared in one process"
             )
+    for table in tables:
+        load_rules(_file(table))  # Before a model is loaded, which takes its time.
     engines = [_load(config, table) for table in tables]
     runs: list[list[RunMetrics]] = [[] for _ in tables]
     for _ in range(rounds):
@@ -112,9 +115,12 @@ def compare_rules(
     return records
 
 
+def _file(table: str) -> str | None:
+    return None if table == "default" else table
+
+
 def _load(config: RunFile, table: str) -> LLM:
-    sharding = None if table == "default" else table
-    changed = {"sharding": sharding}
+    changed = {"sharding": _file(table)}
     engine = config.engine.model_copy(update=changed)
     instances = {n: i.model_copy(update=changed) for n, i in config.instances.items()}
     return LLM.from_config(config.model_copy(update={"engine": engine, "instances": instances}))

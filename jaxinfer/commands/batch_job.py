@@ -14,8 +14,9 @@ from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.run_folder import run_folders
 from jaxinfer.request import RequestOutput
 from jaxinfer.workload.batch_input import BadLine, BatchFile, BatchLine
-from jaxinfer.workload.batch_output import ResultFile, error_line, result_line
+from jaxinfer.workload.batch_output import error_line, result_line
 from jaxinfer.workload.conversation import Conversation
+from jaxinfer.workload.result_file import ResultFile
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM

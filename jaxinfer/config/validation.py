@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic import model_validator as _model_validator
 
-from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.errors import JaxinferError, one_line, raised
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -59,13 +59,18 @@ def import_own(name: str) -> Any:
     """What ``my_module:thing`` stands for.
 
     Raises:
-        JaxinferError: there is no such module, or nothing of that name in it.
+        JaxinferError: there is no such module, nothing of that name in it, or it raises something.
     """
     module, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), attribute]):
+        raise JaxinferError(f"{name!r}: must look like my_module:thing")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise JaxinferError(f"{name!r}: {one_line(error)}") from None
+    except (ImportError, AttributeError) as error:
+        raise JaxinferError(f"{name!r}: {one_line(error)}") from error
+    except (Exception, SystemExit) as error:
+        # Whatever else stands in a user's file.
+        raise JaxinferError(f"{name!r}: importing {module} raises {raised(error)}") from error
 
 
 class OptionError(JaxinferError):
@@ -161,7 +166,9 @@ def _explain(kind: type[Options], error: ValidationError) -> JaxinferError:
         case _:
             said = re.sub(r"^\w+ should ", "", first["msg"]).partition(" after validation")[0]
             wanted = f"be {wanted}" if wanted else said
-            return OptionError(f"{path} is {value}, must {wanted}{_hint(first['input'])}")
+            return OptionError(
+                f"{path} is {value}, must {wanted}{_hint(first['input'], first['type'])}"
+            )
 
 
 def _follow(kind: type[Options], loc: Sequence[int | str]) -> tuple[str, type[Options]]:
@@ -196,11 +203,15 @@ def _without_none(annotation: Any) -> Any:
     return _without_none(members[0]) if is_optional else annotation
 
 
-def _hint(value: object) -> str:
+def _hint(value: object, kind: str) -> str:
     """For a number as YAML 1.1 does not know it, without a dot."""
-    if isinstance(value, str) and re.fullmatch(r"[0-9]+[eE][-+]?[0-9]+", value):
-        return f": YAML wants a dot, {float(value):.1e}"
-    return ""
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9]+[eE][-+]?[0-9]+", value):
+        return ""
+    number = float(value)
+    if kind == "float_type":
+        return f": YAML wants a dot, {number:.1e}"
+    is_short = kind == "int_type" and number < 1e15 and number.is_integer()
+    return f": {int(number)}" if is_short else ""
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -213,7 +224,8 @@ class _UniqueKeys(yaml.SafeLoader):
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         merge = "tag:yaml.org,2002:merge"
         names = [key.value if key.tag == merge else self.construct_object(key) for key in keys]
-        for name, count in Counter(map(str, names)).items():
+        # As names 1 and "1" are one; as keys 1 and 1.0 are.
+        for name, count in [*Counter(map(str, names)).items(), *Counter(names).items()]:
             if count > 1:
                 line = node.start_mark.line + 1
                 raise yaml.YAMLError(f"{name!r} stands {count} times in the mapping at line {line}")

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxinfer.report.metrics import RunMetrics, RunTotals, run_metrics
+from jaxinfer.serving.answers import asking
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Event, InstanceLost, StepDone, TransferDone
@@ -86,7 +87,9 @@ class Recorder:
             self.totals, requests, failed, loop.world.now(), preemptions=preemptions, **given
         )
         if self._folder:
-            self._folder.finish(asdict(metrics), overruns, lost, loop.system.report())
+            with asking(loop.system, "report"):
+                report = loop.system.report()
+            self._folder.finish(asdict(metrics), overruns, lost, report)
         return metrics
 
     def __enter__(self) -> Self:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from jaxinfer.config.validation import shown
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.hidden_time import HasSteps, HiddenTime, Settled
 from jaxinfer.serving.batch import Transfer
@@ -122,6 +123,10 @@ class RunFolder:
             for name, late in overruns.items()
         }
         self._run["lost"] = dict(lost)
+        if not isinstance(system, Mapping):
+            raise JaxinferError(
+                f"{self.path / 'run.json'}: the system reports {shown(system)}, must be a mapping"
+            )
         self._run["system_report"] = dict(system)
         self._write("finished", metrics)
 

@@ -1,10 +1,12 @@
 """What a system answers the loop with, checked: its author's mistake is one line that names it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from typing import Any, get_args
 
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import JaxinferError, raised
+from jaxinfer.serving.loss import LostInstance
 from jaxinfer.serving.system import Action, Assignment, HandOffRule, Leg, System
 
 _RULES = get_args(HandOffRule)
@@ -13,6 +15,17 @@ _WANTED: dict[str, tuple[str, Any]] = {
     "on_step": ("actions", Action),
     "on_tick": ("actions", Action),
 }
+
+
+@contextmanager
+def asking(system: System, hook: str) -> Iterator[None]:
+    """Make what a system's hook raises one line that names it."""
+    try:
+        yield
+    except (JaxinferError, LostInstance):
+        raise
+    except Exception as error:
+        raise JaxinferError(f"{type(system).__name__}.{hook} raises {raised(error)}") from error
 
 
 def listed(system: System, hook: str, answer: Iterable[Any]) -> list[Any]:

@@ -131,6 +131,12 @@ class Forming:
     def _make_room(self, request: RequestState, num_tokens: int) -> bool:
         instance, hold = self.instance, request.hold
         assert hold
+        if num_tokens > request.leg_goal:
+            # No pool may ever hold it: this would preempt for ever.
+            raise ValueError(
+                f"add: request {request.id!r} up to {num_tokens} KV entries, may have "
+                f"{request.leg_goal} in this step"
+            )
         planned: set[str] | None = None
         while not hold.grow(num_tokens):
             if instance.kv.num_pinned:

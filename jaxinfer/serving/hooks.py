@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from jaxinfer.config.validation import shown
 from jaxinfer.errors import JaxinferError
+from jaxinfer.serving.answers import asking
 from jaxinfer.serving.loss import LostInstance
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import ClusterView, Leg, System
@@ -36,7 +37,8 @@ class Hooks:
 
     def _tell(self, hook: str, call: Callable[[], object]) -> None:
         try:
-            answer = call()
+            with asking(self._system, hook):
+                answer = call()
         except LostInstance:
             return  # The system has looked for an instance that is no more.
         if answer is not None:

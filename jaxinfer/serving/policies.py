@@ -12,7 +12,7 @@ from jaxinfer.config.validation import (
     shown,
     within,
 )
-from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.errors import JaxinferError, raised
 from jaxinfer.serving import admission, batching
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.forming import Forming
@@ -97,7 +97,10 @@ def _make(kind: str, given: Policy) -> Callable[..., Any]:
     options = dict(given) if isinstance(given, dict) else {"name": given}
     name = options.pop("name", None)
     if not isinstance(name, str):
-        raise OptionError(f"{kind}.name is missing, one of {', '.join(KINDS[kind])}")
+        missing = "is missing" if name is None else f"is {shown(name)}"
+        raise OptionError(
+            f"{kind}.name {missing}, must be one of {', '.join(KINDS[kind])}, or my_module:policy"
+        )
     own = ":" in name
     found = _import(kind, name) if own else KINDS[kind].get(name)
     if found is None:
@@ -124,12 +127,23 @@ def _import(kind: str, name: str) -> Any:
 
 def _with_options(kind: str, policy: Any, options: Mapping[str, Any]) -> Callable[..., Any]:
     wanted = getattr(policy, "Options", None)
+    name = policy.__name__
+    if wanted is not None and not (isinstance(wanted, type) and issubclass(wanted, Options)):
+        raise OptionError(
+            f"{kind}: {name}.Options is {shown(wanted)}, must be a subclass of "
+            "jaxinfer.config.validation.Options"
+        )
     try:
         if wanted is None and options:
-            raise OptionError(f"{next(iter(options))}: {policy.__name__} has no options")
-        return policy(wanted.model_validate(options)) if wanted else policy()
+            raise OptionError(f"{next(iter(options))}: {name} has no options")
+        made = policy(wanted.model_validate(options)) if wanted else policy()
     except JaxinferError as error:
         raise within(kind, error) from None
+    except Exception as error:
+        raise OptionError(f"{kind}: making a {name} raises {raised(error)}") from error
+    if not callable(made):
+        raise OptionError(f"{kind}: a {name} cannot be called, must be as a function is")
+    return made
 
 
 @dataclass(frozen=True)
@@ -147,13 +161,45 @@ class _Own:
             raise
         except Exception as error:
             raise JaxinferError(
-                f"policies.{self.kind}: {self.name} raises {type(error).__name__}: "
-                f"{one_line(error)}"
+                f"policies.{self.kind}: {self.name} raises {raised(error)}"
             ) from error
-        among = self.kind in ("order", "victim")
-        if among and not any(answer is request for request in asked[0]):
-            raise JaxinferError(
-                f"policies.{self.kind}: {self.name} returns {shown(answer)}, must be one of the "
-                "requests that it is given"
-            )
+        if refusal := _REFUSALS[self.kind](asked[0], answer):
+            raise JaxinferError(f"policies.{self.kind}: {self.name} {refusal}")
         return answer
+
+
+def _is_among(given: Sequence[RequestState], answer: Any) -> str | None:
+    if any(answer is request for request in given):
+        return None
+    return f"returns {shown(answer)}, must be one of the requests that it is given"
+
+
+def _is_yes_or_no(instance: Instance, answer: Any) -> str | None:
+    # numpy has a kind of its own.
+    if type(answer).__name__ in ("bool", "bool_"):
+        return None
+    return f"returns {shown(answer)}, must be True or False"
+
+
+def _is_a_step(batch: Forming, answer: Any) -> str | None:
+    """What is wrong with the batch that was formed; it has been launched, so the run is over."""
+    if answer is not None:
+        return f"returns {shown(answer)}, must return nothing: batch.add takes in rows"
+    if (most := batch.instance.options.max_num_batched_tokens) < (
+        count := batch.grouped + sum(row.count for row in batch.rows)
+    ):
+        return f"forms a step of {count} tokens, max_num_batched_tokens is {most}"
+    for row in batch.rows:
+        if row.count < 1 or row.start + row.count > row.request.leg_goal:
+            most = row.request.leg_goal - row.start
+            return f"takes in {row.count} tokens of {row.request.id!r}, must be 1 to {most}"
+    twice = len(batch.rows) - len({row.request.id for row in batch.rows})
+    return "takes in a request twice in one step" if twice else None
+
+
+_REFUSALS: Mapping[str, Callable[[Any, Any], str | None]] = {
+    "order": _is_among,
+    "admit": _is_yes_or_no,
+    "form_batch": _is_a_step,
+    "victim": _is_among,
+}

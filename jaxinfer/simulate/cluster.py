@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jaxinfer.config.cluster import InstanceConfig, instance_options
+from jaxinfer.config.costs import SimulateOptions, measured_kind
 from jaxinfer.config.layer_split import count_layers
 from jaxinfer.config.resolve import Resolved
 from jaxinfer.config.validation import OptionError, within
@@ -16,7 +17,15 @@ from jaxinfer.serving.page_pool import CountedPages, PagePool, Shard
 from jaxinfer.serving.policies import make_policies
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.simulate.costs import ITEMSIZE, CostModel, Padded, Pipeline, StagePart, make_stage
+from jaxinfer.simulate.costs import (
+    ITEMSIZE,
+    CostModel,
+    Padded,
+    Pipeline,
+    StageCost,
+    StagePart,
+    make_stage,
+)
 from jaxinfer.simulate.fit import fit_costs
 from jaxinfer.simulate.hardware import Gpu, ModelShape
 from jaxinfer.simulate.nodes import Placement
@@ -173,7 +182,7 @@ def _model_instance(
         _num_pages(instance, of_group.reserve_gb, part, group)
         for of_group, part, group in zip(costs, parts, groups, strict=True)
     ]
-    stages = [make_stage(*both) for both in zip(parts, costs, strict=True)]
+    stages = [_stage(options, *each) for each in zip(groups, parts, costs, strict=True)]
     hops = [site.path(*ends, "hidden states") for ends in pairwise(groups)]
     cost: CostModel = Pipeline(
         tuple(stages),
@@ -191,6 +200,17 @@ def _model_instance(
     return ModelledInstance(
         instance, groups, layers, pages, token_bytes, cost, instance.segments, where, read
     )
+
+
+def _stage(
+    options: SimulateOptions, group: str, part: StagePart, costs: SimulateOptions
+) -> StageCost:
+    try:
+        return make_stage(part, costs)
+    except JaxinferError as error:
+        own = group in options.groups and measured_kind(options.groups[group])
+        kind = f"groups.{group}.{own}" if own else measured_kind(costs)
+        raise JaxinferError(f"simulate.{kind}: {error}" if kind else str(error)) from None
 
 
 def stage_parts(site: Resolved, model: ModelShape, instance: InstanceConfig) -> list[StagePart]:

@@ -1,11 +1,17 @@
 """Systems by name: those that come with jaxinfer, and a user's own."""
 
-import importlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxinfer.config.validation import OptionError, Options, did_you_mean, within
-from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.config.validation import (
+    OptionError,
+    Options,
+    did_you_mean,
+    import_own,
+    shown,
+    within,
+)
+from jaxinfer.errors import JaxinferError, raised
 from jaxinfer.serving.system import System
 
 SYSTEMS = {
@@ -31,7 +37,10 @@ def make_system(config: Mapping[str, Any], instances: Collection[str]) -> System
     options = dict(config)
     name = options.pop("name", None)
     if not isinstance(name, str):
-        raise JaxinferError("system: needs a name, or my_module:MySystem")
+        given = "is missing" if name is None else f"is {shown(name)}"
+        raise JaxinferError(
+            f"system.name {given}, must be one of {', '.join(SYSTEMS)}, or my_module:MySystem"
+        )
     kind = _find(name)
     try:
         system = kind(kind.Options.model_validate(options))
@@ -41,20 +50,24 @@ def make_system(config: Mapping[str, Any], instances: Collection[str]) -> System
         raise within("system", error) from None
     except JaxinferError as error:
         raise JaxinferError(f"system {name}: {error}") from None
+    except Exception as error:
+        if name in SYSTEMS:
+            raise
+        raise JaxinferError(f"system {name}: making it raises {raised(error)}") from error
     return system
 
 
 def _find(name: str) -> type[System]:
     target = SYSTEMS.get(name, name)
-    module, colon, attribute = target.partition(":")
-    if not colon or not all(part.isidentifier() for part in module.split(".")):
+    if ":" not in target:
         raise JaxinferError(
             f"system {name!r}: {did_you_mean(name, SYSTEMS)}; or my_module:MySystem of your own"
         )
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise JaxinferError(f"system {name!r}: {one_line(error)}") from None
+        found = import_own(target)
+    except JaxinferError as error:
+        raise JaxinferError(f"system {error}") from error
+    attribute = target.partition(":")[2]
     if not (isinstance(found, type) and issubclass(found, System)):
         raise JaxinferError(f"system {name!r}: {attribute} is no jaxinfer.serving.system.System")
     if not (isinstance(found.Options, type) and issubclass(found.Options, Options)):
@@ -67,9 +80,18 @@ def _find(name: str) -> type[System]:
 
 def _check_attributes(system: System, instances: Collection[str]) -> None:
     """Raise JaxinferError for what the loop could not work with."""
+    kind = type(system)
+    if kind.route is System.route:
+        raise JaxinferError(f"{kind.__name__} has no method route(waiting, cluster)")
     interval = system.tick_interval
-    if interval is not None and not interval > 0:
-        raise JaxinferError(f"tick_interval is {interval}, must be seconds above 0, or None")
+    if interval is not None and not (isinstance(interval, int | float) and interval > 0):
+        raise JaxinferError(f"tick_interval is {shown(interval)}, must be seconds above 0, or None")
     pairs = system.routes(instances)
     if not isinstance(pairs, Collection):
-        raise JaxinferError(f"routes returns {pairs!r}, must be pairs of instances")
+        raise JaxinferError(f"routes returns {shown(pairs)}, must be pairs of instances")
+    for pair in () if kind.routes is System.routes else pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not {*pair} <= {*instances}:
+            raise JaxinferError(
+                f"routes returns {shown(pair)} among its pairs, must be two of the instances: "
+                f"{', '.join(instances)}"
+            )

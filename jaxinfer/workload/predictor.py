@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from jaxinfer.config.validation import OptionError, Options, import_own, shown
-from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.errors import JaxinferError, raised
 from jaxinfer.serving.system import RequestView
 
 # Output tokens, at least and at most; None where nothing is predicted.
@@ -80,7 +80,7 @@ class OwnPredictor:
             raise JaxinferError(self._raises(error)) from error
 
     def _raises(self, error: Exception) -> str:
-        return f"{self._name} raises {type(error).__name__}: {one_line(error)}"
+        return f"{self._name} raises {raised(error)}"
 
     def __call__(self, request: RequestView) -> tuple[int, int] | None:
         """The prediction, checked."""

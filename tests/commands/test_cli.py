@@ -18,7 +18,7 @@ import pytest
 from tiny_model import TINY_OPTIONS
 
 from jaxinfer.commands.app import main
-from jaxinfer.workload import batch_output
+from jaxinfer.workload import result_file
 
 
 class Run(NamedTuple):
@@ -263,7 +263,7 @@ def test_a_full_disk_is_one_line_and_keeps_what_is_written(
         return write(fd, data[:9] if len(calls) == 8 else data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch_output.os, "write", write_until_full)
+        patch.setattr(result_file.os, "write", write_until_full)
         done = jaxinfer("run", run_file, "--input", source, "--output", out)
     assert_one_line_error(done, "cannot write", "out.jsonl", "run the same command again")
     check_resumed(run_file, source, out)
@@ -287,7 +287,7 @@ def test_a_full_disk_of_a_process_of_its_own(run_file: Path, tmp_path: Path) -> 
     out = tmp_path / "out.jsonl"
     limited = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "from jaxinfer.commands.app import main; import jaxinfer.workload.batch_output as o;"
+        "from jaxinfer.commands.app import main; import jaxinfer.workload.result_file as o;"
         "old = o.os.write;"
         "calls = [];"
         "\ndef write(fd, data):"

@@ -48,7 +48,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"groups.strong.platform": "gpu"}, "groups.strong.emulate: a GPU is not slowed down"),
     ({"groups.strong.platform": "tpu"}, "groups.strong.platform is 'tpu'"),
     ({"system": "cronos"}, "system 'cronos': did you mean 'cronus'?"),
-    ({"system.name": None}, "system: needs a name"),
+    ({"system.name": None}, "system.name is missing, must be one of single, "),
     ({"system.partial": "pip"}, "system.partial is 'pip': did you mean 'ppi'?"),
     ({"system.partial": "cpi"}, "system cronus: partial and chunked are both 'cpi'"),
     ({"system.cut_shar": 1}, "system.cut_shar: unknown option, did you mean 'cut_share'?"),

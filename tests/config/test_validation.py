@@ -27,6 +27,8 @@ def test_a_key_stands_once_in_a_mapping() -> None:
     assert parse_yaml("{a: 1, b: {a: 2}}") == {"a": 1, "b": {"a": 2}}
     with pytest.raises(JaxinferError, match=r"'a' stands 2 times in the mapping at line 2"):
         parse_yaml("\na: 1\nb: 2\na: 3")
+    with pytest.raises(JaxinferError, match=r"50 stands 2 times in the mapping at line 1"):
+        parse_yaml("{50: 2, 50.0: 3}")
     # As a name it is one, however it is written.
     with pytest.raises(JaxinferError, match=r"'1' stands 2 times in the mapping at line 1"):
         parse_yaml("{1: a, '1': b}")
@@ -45,3 +47,12 @@ def test_numbers_that_yaml_does_not_know(text: str) -> None:
         as_run_file({"watchdog_s": parse_yaml(text)})
     assert str(error.value).endswith("must be a number: YAML wants a dot, 1.0e+05")
     assert as_run_file({"watchdog_s": parse_yaml("1.0e+05")}).watchdog_s == 1e5
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"), [("1e3", ": 1000"), ("2e-1", ""), ("1e300", ""), ("1e999", "")]
+)
+def test_what_is_said_of_an_integer_would_work(text: str, hint: str) -> None:
+    with pytest.raises(JaxinferError) as error:
+        as_run_file({"engine": {"max_num_seqs": parse_yaml(text)}})
+    assert str(error.value).endswith(f"is '{text}', must be an integer{hint}")

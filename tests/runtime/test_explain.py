@@ -8,9 +8,10 @@ import pytest
 from checkpoint_files import plan_alone
 from click.testing import CliRunner
 
-from jaxinfer import LLM, JaxinferError
+from jaxinfer import LLM, JaxinferError, measure
 from jaxinfer.commands.app import cli
 from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.run_file import as_run_file
 from jaxinfer.runtime import weights
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.explain import (
@@ -154,3 +155,14 @@ def test_compare_puts_tables_of_rules_side_by_side(tiny_folder: Path, tmp_path: 
     assert "all-reduce" in result.output
     with pytest.raises(JaxinferError, match="exists; --force overwrites it"):
         CliRunner().invoke(cli, arguments, catch_exceptions=False)
+
+
+def test_all_tables_are_read_before_a_model_is(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(measure, "_load", lambda config, table: loaded.append(table))
+    config = as_run_file({"model": str(tiny_folder)})
+    with pytest.raises(JaxinferError, match=r"^sharding none\.py: No such file"):
+        measure.compare_rules(config, ["default", "none.py"], [], "", str(tmp_path), 1)
+    assert not loaded

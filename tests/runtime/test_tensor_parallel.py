@@ -96,6 +96,8 @@ def test_other_rules_change_no_token(
         ("RULES = (", "rules.py: SyntaxError: '(' was never closed"),
         ("x = 1", "must define RULES, a tuple of jaxinfer.models.sharding.Rule"),
         ("RULES = ['*']", "must define RULES"),
+        ("raise ValueError('a\\nb')", "rules.py: ValueError: a b ("),
+        ("raise SystemExit(2)", "rules.py: SystemExit: 2"),
         (RULES + '(Rule("*", {"D": "dp"}),)', "on mesh axis 'dp', there is ['tp']"),
         (RULES + '(Rule("*.q_DNH", {"D": "tp", "N": "tp"}),)', "two axes of layers.0.attn.q_DNH"),
         (RULES + '(Rule("head_VD", {"V": "tp"}),)', "cut axis V of head_VD, 260 long, into 3"),

@@ -164,6 +164,19 @@ def test_hooks_return_nothing(hook: str, at: int) -> None:
         serve(Answers(), [pool("A"), pool("B")], [(6, 3)])
 
 
+@pytest.mark.parametrize("hook", ["on_leg_end", "on_finish"])
+def test_what_a_hook_raises_names_it(hook: str) -> None:
+    class Raises(System):
+        def route(self, waiting: Any, cluster: ClusterView) -> list[Assignment]:
+            return [Assignment(r.id, (Leg("A", 4), Leg("B"))) for r in waiting]
+
+    setattr(Raises, hook, lambda *asked: {}["seen"])
+    message = rf"^Raises\.{hook} raises KeyError: 'seen' \(.*test_hooks\.py, line \d+\)$"
+    with pytest.raises(JaxinferError, match=message) as error:
+        serve(Raises(), [pool("A"), pool("B")], [(6, 3)])
+    assert isinstance(error.value.__cause__, KeyError)
+
+
 def test_who_only_hears_does_without_the_rows_of_decodes() -> None:
     assert not Hears().needs_decode_rows
 

@@ -1,6 +1,6 @@
 """Policies by name: what each may never do, and each by hand; tokens are the same under all."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -294,6 +294,38 @@ def astray(waiting: Sequence[RequestState]) -> str:
     return "r0"
 
 
+def answers_three(*asked: object) -> int:
+    return 3
+
+
+def takes(count: int, times: int = 1) -> Callable[[Forming], None]:
+    """A policy that computes so many tokens of the first request, in so many rows."""
+
+    def form(batch: Forming) -> None:
+        if request := batch.admit():
+            for _ in range(times):
+                batch.add(request, count)
+
+    return form
+
+
+takes_none, takes_back, takes_two_rows = takes(0), takes(-1), takes(1, 2)
+takes_more_than_it_has, takes_more_than_fit, takes_more_than_a_step = takes(6), takes(99), takes(5)
+
+
+class CannotBeMade:
+    def __init__(self) -> None:
+        raise ValueError("not today")
+
+
+class CannotBeCalled:
+    pass
+
+
+class OddOptions:
+    Options = 3
+
+
 class TwoAtATime:
     """Admits so many."""
 
@@ -319,18 +351,35 @@ def test_ones_own_function_and_class() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "reason"),
+    ("kind", "name", "reason"),
     [
-        (f"{ME}:fails", f"policies.order: {ME}:fails raises KeyError: 'nothing'"),
-        (f"{ME}:astray", f"policies.order: {ME}:astray returns 'r0', must be one of the requests"),
+        ("order", "fails", "raises KeyError: 'nothing'"),
+        ("order", "astray", "returns 'r0', must be one of the requests"),
+        ("admit", "answers_three", "returns 3, must be True or False"),
+        ("form_batch", "answers_three", "returns 3, must return nothing"),
+        ("form_batch", "takes_none", "takes in 0 tokens of 'r0', must be 1 to 5"),
+        ("form_batch", "takes_back", "takes in -1 tokens of 'r0', must be 1 to 5"),
+        ("form_batch", "takes_more_than_it_has", "takes in 6 tokens of 'r0', must be 1 to 5"),
+        (
+            "form_batch",
+            "takes_more_than_fit",
+            "raises ValueError: add: request 'r0' up to 99 KV entries, may have 5 in this step",
+        ),
+        (
+            "form_batch",
+            "takes_more_than_a_step",
+            "forms a step of 5 tokens, max_num_batched_tokens is 4",
+        ),
+        ("form_batch", "takes_two_rows", "takes in a request twice in one step"),
     ],
 )
-def test_what_ones_own_does_amiss_names_it(order: str, reason: str) -> None:
-    run = Instant(order=order)
-    run.add((1, 2))
+def test_what_ones_own_does_amiss_names_it(kind: str, name: str, reason: str) -> None:
+    budget = 4 if name == "takes_more_than_a_step" else 9
+    run = Instant(10, 4, max_num_batched_tokens=budget, **{kind: f"{ME}:{name}"})
+    run.add((5, 2))
     with pytest.raises(JaxinferError) as error:
         run.step()
-    assert str(error.value).startswith(reason)
+    assert str(error.value).startswith(f"policies.{kind}: {ME}:{name} {reason}")
 
 
 @pytest.mark.parametrize(
@@ -339,7 +388,7 @@ def test_what_ones_own_does_amiss_names_it(order: str, reason: str) -> None:
         ({"order": "sjf"}, "policies.order: no policy 'sjf': known: fcfs"),
         ({"admit": "greddy"}, "policies.admit: no policy 'greddy': did you mean 'greedy'?; or"),
         ({"order": {"name": "fcfs", "x": 1}}, "policies.order.x: fcfs has no options"),
-        ({"order": {"x": 1}}, "policies.order.name is missing, one of fcfs"),
+        ({"order": {"x": 1}}, "policies.order.name is missing, must be one of fcfs"),
         (
             {"form_batch": {"name": "prefill_first", "prefill_tokens": 0}},
             "policies.form_batch.prefill_tokens is 0, must be greater than or equal to 1",
@@ -357,6 +406,11 @@ def test_what_ones_own_does_amiss_names_it(order: str, reason: str) -> None:
             "policies.sort: unknown option, known: admit, form_batch, order, victim",
         ),
         ({"order": 3}, "policies.order"),
+        ({"order": {"name": 3}}, "policies.order.name is 3, must be one of fcfs"),
+        ({"order": ".near:f"}, "policies.order: '.near:f': must look like my_module:thing"),
+        ({"admit": f"{ME}:CannotBeMade"}, "policies.admit: making a CannotBeMade raises ValueErr"),
+        ({"admit": f"{ME}:CannotBeCalled"}, "policies.admit: a CannotBeCalled cannot be called"),
+        ({"admit": f"{ME}:OddOptions"}, "policies.admit: OddOptions.Options is 3, must be a sub"),
     ],
 )
 def test_refused(policies: dict[str, Any], reason: str) -> None:

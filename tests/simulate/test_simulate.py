@@ -228,7 +228,11 @@ def test_two_instances_of_one_group_have_its_link_between_them(tmp_path: Path) -
         (["groups.g.devices=16"], "groups.g: 16 devices do not divide the model's 8 heads"),
         (["instances.i.segments=33"], "segments is 33, a stage has 32 layers"),
         (["instances.i.max_model_len=100"], "request 0: "),
-        (["simulate.tables=nowhere"], "nowhere/meta.yaml: No such file"),
+        (["simulate.tables=nowhere"], "instances.i: simulate.tables: nowhere/meta.yaml: No such"),
+        (
+            ["simulate.groups.g.curves={file: nowhere}"],
+            "instances.i: simulate.groups.g.curves: nowhere: No such file",
+        ),
     ],
 )
 def test_options_that_do_not_apply_are_refused(
@@ -238,6 +242,18 @@ def test_options_that_do_not_apply_are_refused(
     with pytest.raises(JaxinferError) as error:
         simulate(load_run_file(tmp_path / "run.yaml", changes), [BenchRequest(None, 99, 2, 0.0)])
     assert message in str(error.value)
+
+
+def test_a_report_that_is_no_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Single, "report", lambda self: 3)
+    with pytest.raises(JaxinferError, match=r"run\.json: the system reports 3, must be a mapping"):
+        run(config(tmp_path), [BenchRequest(None, 10, 2, 0.0)], tmp_path / "runs")
+
+
+def test_a_report_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Single, "report", lambda self: 1 / 0)
+    with pytest.raises(JaxinferError, match=r"^Single\.report raises ZeroDivisionError: division"):
+        run(config(tmp_path), [BenchRequest(None, 10, 2, 0.0)], tmp_path / "runs")
 
 
 def test_a_report_that_is_no_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

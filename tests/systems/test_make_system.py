@@ -44,6 +44,25 @@ class NoRoutes(MySystem):
     def routes(self, instances):
         return None
 
+class OddTicks(MySystem):
+    tick_interval = "1"
+
+class OddPairs(MySystem):
+    def routes(self, instances):
+        return [("ppi", "cpi"), ("ppi", "cpj")]
+
+class NumbersAsPairs(MySystem):
+    def routes(self, instances):
+        return [1, 2]
+
+class NotMade(MySystem):
+    def __init__(self, options):
+        self.first = {}["first"]
+
+class NotChecked(MySystem):
+    def check(self, instances):
+        return 1 / 0
+
 class NoSystem:
     pass
 
@@ -116,8 +135,8 @@ def error_of(config: dict[str, Any], instances: Sequence[str] = PAIR) -> str:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "system: needs a name, or my_module:MySystem"),
-        ({"name": 3}, "system: needs a name"),
+        ({}, "system.name is missing, must be one of single, cronus, "),
+        ({"name": 3}, "system.name is 3, must be one of single, cronus, "),
         ({"name": "cronos"}, "system 'cronos': did you mean 'cronus'?; or my_module:MySystem"),
         ({"name": "xyz"}, "system 'xyz': known: cronus, data_parallel, disaggregated, least_loa"),
         ({"name": "Cronus"}, "did you mean 'cronus'?"),
@@ -183,11 +202,35 @@ def test_errors_of_a_users_own(own: str) -> None:
     assert "OddOptions.Options is 3, must be a subclass" in error_of({"name": f"{own}:OddOptions"})
     assert "tick_interval is 0, must be seconds above" in error_of({"name": f"{own}:NoTicks"})
     assert "routes returns None, must be pairs" in error_of({"name": f"{own}:NoRoutes"})
+    assert "NoRoute has no method route(waiting, cluster)" in error_of({"name": f"{own}:NoRoute"})
+    assert "tick_interval is '1', must be seconds above" in error_of({"name": f"{own}:OddTicks"})
+    wanted = "must be two of the instances: ppi, cpi"
+    odd = error_of({"name": f"{own}:OddPairs"})
+    assert f"routes returns ('ppi', 'cpj') among its pairs, {wanted}" in odd
+    assert f"routes returns 1 among its pairs, {wanted}" in error_of(
+        {"name": f"{own}:NumbersAsPairs"}
+    )
+    made = error_of({"name": f"{own}:NotMade"})
+    assert made.startswith(f"system {own}:NotMade: making it raises KeyError: 'first' (")
+    line = OWN[: OWN.index('{}["first"]')].count("\n") + 1
+    assert made.endswith(f"own_system_of_a_user.py, line {line})")
+    assert "raises ZeroDivisionError: division by" in error_of({"name": f"{own}:NotChecked"})
     assert "number is no jaxinfer.serving.system.System" in error_of({"name": f"{own}:number"})
     assert "has no attribute 'MySystm'" in error_of({"name": f"{own}:MySystm"})
     assert "module_that_is_not_there" in error_of({"name": "broken_system_of_a_user:MySystem"})
     wrong = {"name": f"{own}:MySystem", "name_of_frist": "a"}
     assert "did you mean 'name_of_first'?" in error_of(wrong)
+
+
+def test_what_a_users_module_raises_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "divides_by_zero_of_a_user.py").write_text("half = 2\nhalf / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "divides_by_zero_of_a_user:MySystem"
+    message = error_of({"name": name})
+    assert message.startswith(f"system '{name}': importing divides_by_zero_of_a_user raises ZeroD")
+    assert message.endswith("divides_by_zero_of_a_user.py, line 2)")
 
 
 @pytest.mark.parametrize("name", [":MySystem", ".relative:MySystem"])

@@ -1,0 +1,256 @@
+"""A file of a batch's results, one JSON record a line, that survives a kill."""
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.workload.batch_output import Record
+from jaxinfer.workload.json_lines import shorten
+
+
+class ResultFile:
+    """An append-only JSONL file of results, resumable after a kill at any instant.
+
+    Beside the output stands ``<output>.job.json``, the fingerprint of the job that writes it.
+    Each record is one write and is on the disk when ``append`` returns, so a kill tears at most
+    the last line, which the next ``open`` cuts away. A lock keeps a second process out.
+
+    Attributes:
+        finished: the ``custom_id`` of each record in the file.
+        num_failed: how many of them are errors.
+    """
+
+    def __init__(self, path: Path, fd: int, failed: dict[str, bool]) -> None:
+        """Take over ``fd``, opened for appending and locked; users call ``open``."""
+        self.finished = set(failed)
+        self.num_failed = sum(failed.values())
+        self._path = path
+        self._fd: int | None = fd
+
+    @classmethod
+    def open(cls, path: str | Path, job: Mapping[str, object], force: bool) -> Self:
+        """Start the output of ``job``, or resume it where the file holds some of it already.
+
+        Args:
+            path: the output. An empty file is as good as none.
+            job: all that decides the results, as JSON values; compared key by key. The input's
+                digest is ``input_sha256``.
+            force: start over, dropping whatever the file holds.
+
+        Raises:
+            JaxinferError: the file belongs to another job or to none, is damaged in its
+                middle, is in use by another process, or cannot be written.
+        """
+        path = Path(path)
+        fd = _open_locked(path)
+        try:
+            return cls(path, fd, _prepare(path, fd, job, force))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def append(self, record: Record) -> None:
+        """Write one record and wait until the disk has it.
+
+        Raises:
+            JaxinferError: it could not be written. What was written of it is removed, and the
+                file is closed: the records before it stay good for resuming.
+            ValueError: a record with this ``custom_id`` is there already, or the file is closed.
+        """
+        if self._fd is None:
+            raise ValueError(f"{self._path} is closed")
+        custom_id = record["custom_id"]
+        if not isinstance(custom_id, str) or custom_id in self.finished:
+            raise ValueError(f"custom_id {custom_id!r} is no string or already in {self._path}")
+        size = os.fstat(self._fd).st_size
+        try:
+            _write_all(self._fd, _to_line(record))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, size)
+            self.close()
+            raise JaxinferError(
+                f"cannot write {self._path}: {error.strerror or error}; "
+                "results so far are kept, run the same command again to go on"
+            ) from error
+        self.finished.add(custom_id)
+        self.num_failed += record.get("error") is not None
+
+    def close(self) -> None:
+        """Close the file and release its lock; closing twice is fine."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _open_locked(path: Path) -> int:
+    if not path.parent.is_dir():
+        raise JaxinferError(f"cannot write {path}: {path.parent} is not a folder, create it first")
+    with _one_line_errors(path):
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise JaxinferError(f"cannot write {path}: not a regular file")
+        _lock(path, fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _lock(path: Path, fd: int) -> None:
+    with _one_line_errors(path):
+        try:
+            # Unlike lockf's, this lock outlives another open and close of the file in here.
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise JaxinferError(
+                f"{path} is in use by another process: wait for it, or give another output"
+            ) from None
+
+
+def _prepare(path: Path, fd: int, job: Mapping[str, object], force: bool) -> dict[str, bool]:
+    """Bring output and sidecar in line with ``job``; the finished ids, and which are errors."""
+    sidecar = path.with_name(path.name + ".job.json")
+    with _one_line_errors(path):
+        if force:
+            # First the old results, then the new fingerprint: never new above old.
+            os.ftruncate(fd, 0)
+            os.fsync(fd)
+        empty = os.fstat(fd).st_size == 0
+    if empty:
+        with _one_line_errors(sidecar):
+            _write_sidecar(sidecar, job)
+        return {}
+    _check_same_job(path, sidecar, job)
+    with _one_line_errors(path):
+        return _repair(path, fd)
+
+
+def _check_same_job(path: Path, sidecar: Path, job: Mapping[str, object]) -> None:
+    remedy = "give another output, or --force to start over"
+    try:
+        recorded = json.loads(sidecar.read_bytes())
+    except FileNotFoundError:
+        raise JaxinferError(
+            f"{path} is not empty and has no {sidecar.name} beside it: {remedy}"
+        ) from None
+    except OSError as error:
+        raise JaxinferError(f"cannot read {sidecar}: {error.strerror or error}") from error
+    except ValueError:
+        recorded = None
+    if not isinstance(recorded, dict):
+        raise JaxinferError(f"{sidecar} is damaged: {remedy}")
+    before, now = dict(_flat(recorded)), dict(_flat(job))
+    differing = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
+    if differing:
+        key = "input_sha256" if "input_sha256" in differing else differing[0]
+        changed = f"{key} was {_short_value(before, key)}, is now {_short_value(now, key)}"
+        if key == "input_sha256":
+            changed = "the input has changed"
+        more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+        raise JaxinferError(f"{path} holds results of another job: {changed}{more}: {remedy}")
+
+
+def _flat(value: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Leaves of nested options as (dotted key, JSON text); unlike values, 1 is not 1.0 there."""
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            yield from _flat(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(item, sort_keys=True)
+
+
+def _short_value(flat: dict[str, str], key: str) -> str:
+    return shorten(json.loads(flat[key]), 43) if key in flat else "not set"
+
+
+def _write_sidecar(sidecar: Path, job: Mapping[str, object]) -> None:
+    new = sidecar.with_name(sidecar.name + ".new")
+    with new.open("w", encoding="utf-8") as file:
+        json.dump(job, file, indent=2, sort_keys=True)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(sidecar)
+    folder = os.open(sidecar.parent, os.O_RDONLY)
+    try:
+        # Some network file systems refuse to sync a folder.
+        with contextlib.suppress(OSError):
+            os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _repair(path: Path, fd: int) -> dict[str, bool]:
+    """Collect the finished ids, and which are errors; cut a torn last line away."""
+    failed: dict[str, bool] = {}
+    end = 0
+    torn_number: int | None = None
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if torn_number is not None:
+                raise JaxinferError(
+                    f"{path} line {torn_number} is not a result line: "
+                    "mend or remove it, or --force to start over"
+                )
+            record = _whole_record(raw)
+            if record is None:
+                torn_number = number
+            else:
+                failed[str(record["custom_id"])] = record.get("error") is not None
+                end += len(raw)
+    if torn_number is not None:
+        os.ftruncate(fd, end)
+        os.fsync(fd)
+    return failed
+
+
+def _whole_record(raw: bytes) -> Record | None:
+    """A result line, None for a torn one."""
+    if not raw.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(raw)
+    except ValueError:
+        return None
+    whole = isinstance(record, dict) and isinstance(record.get("custom_id"), str)
+    return record if whole else None
+
+
+def _to_line(record: Record) -> bytes:
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+    # Half of a surrogate pair has no UTF-8; what replaces it is its JSON escape.
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:  # a disk that fills up takes a part first and fails on the rest
+        data = data[os.write(fd, data) :]
+    os.fsync(fd)
+
+
+@contextlib.contextmanager
+def _one_line_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise JaxinferError(f"cannot write {path}: {error.strerror or error}") from error
