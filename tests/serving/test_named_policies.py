@@ -294,6 +294,10 @@ def astray(waiting: Sequence[RequestState]) -> str:
     return "r0"
 
 
+def refuses(waiting: Sequence[RequestState]) -> RequestState:
+    raise JaxinferError("nobody is next")
+
+
 class TwoAtATime:
     """Admits so many."""
 
@@ -304,6 +308,11 @@ class TwoAtATime:
 
     def __call__(self, instance: Instance, request: RequestState, leg: Leg) -> bool:
         return len(instance.running) < self.most
+
+
+class Plain:
+    def __call__(self, instance: Instance, request: RequestState, leg: Leg) -> bool:
+        return True
 
 
 ME = __name__
@@ -323,6 +332,7 @@ def test_ones_own_function_and_class() -> None:
     [
         (f"{ME}:fails", f"policies.order: {ME}:fails raises KeyError: 'nothing'"),
         (f"{ME}:astray", f"policies.order: {ME}:astray returns 'r0', must be one of the requests"),
+        (f"{ME}:refuses", "nobody is next"),
     ],
 )
 def test_what_ones_own_does_amiss_names_it(order: str, reason: str) -> None:
@@ -333,12 +343,22 @@ def test_what_ones_own_does_amiss_names_it(order: str, reason: str) -> None:
     assert str(error.value).startswith(reason)
 
 
+def test_ones_own_victim_is_one_of_those_that_may_be() -> None:
+    run = Instant(pages=4, victim=f"{ME}:astray")
+    run.add((2, 3), (2, 3))
+    assert run.step() == {"r0": 2, "r1": 2}
+    with pytest.raises(JaxinferError, match=rf"^policies\.victim: {ME}:astray returns 'r0', must"):
+        run.step()
+
+
 @pytest.mark.parametrize(
     ("policies", "reason"),
     [
         ({"order": "sjf"}, "policies.order: no policy 'sjf': known: fcfs"),
         ({"admit": "greddy"}, "policies.admit: no policy 'greddy': did you mean 'greedy'?; or"),
         ({"order": {"name": "fcfs", "x": 1}}, "policies.order.x: fcfs has no options"),
+        ({"order": {"name": f"{ME}:own", "x": 1}}, f"policies.order.x: {ME}:own has no options"),
+        ({"admit": {"name": f"{ME}:Plain", "x": 1}}, "policies.admit.x: Plain has no options"),
         ({"order": {"x": 1}}, "policies.order.name is missing, one of fcfs"),
         (
             {"form_batch": {"name": "prefill_first", "prefill_tokens": 0}},
