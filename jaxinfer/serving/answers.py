@@ -25,7 +25,12 @@ def asking(system: System, hook: str) -> Iterator[None]:
     except (JaxinferError, LostInstance):
         raise
     except Exception as error:
-        raise JaxinferError(f"{type(system).__name__}.{hook} raises {raised(error)}") from error
+        raise raising(system, hook, error) from error
+
+
+def raising(system: System, hook: str, error: Exception) -> JaxinferError:
+    """What a system's hook raises, as one line that names it."""
+    return JaxinferError(f"{type(system).__name__}.{hook} raises {raised(error)}")
 
 
 def listed(system: System, hook: str, answer: Iterable[Any]) -> list[Any]:
@@ -44,18 +49,18 @@ def listed(system: System, hook: str, answer: Iterable[Any]) -> list[Any]:
     return items
 
 
-def check_legs(request: str, legs: Sequence[Leg]) -> None:
+def check_legs(system: str, request: str, legs: Sequence[Leg]) -> None:
     """Raise JaxinferError for what are no legs."""
     if not isinstance(legs, tuple | list) or not all(isinstance(leg, Leg) for leg in legs):
-        raise JaxinferError(f"system gives {request!r} the legs {legs!r}, must be a tuple of Leg")
+        raise JaxinferError(f"{system} gives {request!r} the legs {legs!r}, must be a tuple of Leg")
     for leg in legs:
         if leg.until is not None and (not isinstance(leg.until, Integral) or leg.until < 0):
             raise JaxinferError(
-                f"system gives {request!r} a leg on {leg.instance!r} until {leg.until!r}, must be "
-                "a number of KV entries, or None for the request's end"
+                f"{system} gives {request!r} a leg on {leg.instance!r} until {leg.until!r}, "
+                "must be a number of KV entries, or None for the request's end"
             )
         if leg.hand_off not in _RULES:
             raise JaxinferError(
-                f"system gives {request!r} a leg with hand_off {leg.hand_off!r}, must be one of "
+                f"{system} gives {request!r} a leg with hand_off {leg.hand_off!r}, must be one of "
                 f"{', '.join(_RULES)}"
             )

@@ -228,8 +228,10 @@ class ServingLoop:
         return False
 
     def _explain_stall(self) -> str:
-        names = ", ".join(list(self.roster.live)[:5])
+        live, unrouted = self.roster.live, self.roster.unrouted
+        waiting = not unrouted and not any(request.paused for request in live.values())
         return (
-            f"{type(self.system).__name__} has stalled: {len(self.roster.live)} requests are left "
-            f"({names}), {len(self.roster.unrouted)} of them unrouted, and nothing is in flight"
+            f"{type(self.system).__name__} has stalled: {len(live)} requests are left "
+            f"({', '.join(list(live)[:5])}), {len(unrouted)} of them unrouted, and nothing is in "
+            f"flight{': the policies of their instances take none of them' if waiting else ''}"
         )

@@ -6,7 +6,7 @@ from functools import partial
 from jaxinfer.config.validation import did_you_mean
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import FinishReason
-from jaxinfer.serving.answers import check_legs, listed
+from jaxinfer.serving.answers import asking, check_legs, listed, raising
 from jaxinfer.serving.hooks import Hooks
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.loss import Alive, LostInstance, detach
@@ -58,7 +58,7 @@ class Roster:
         self.hand_offs = HandOffs(world, self.instances)
         self.hooks = Hooks(system, self.view)
         self._world = world
-        self._system = system
+        self._system, self._name = system, type(system).__name__
         self._on_finish = on_finish
         self._draining: dict[str, None] = {}
         for instance in self.instances.values():
@@ -143,7 +143,8 @@ class Roster:
             self.fail_all(self.unrouted.values(), next(reversed(self.lost)))
             return
         try:
-            answer = self._system.route(self.unrouted.values(), self.view())
+            with asking(self._system, "route"):
+                answer = self._system.route(self.unrouted.values(), self.view())
             assignments = listed(self._system, "route", answer)
         except LostInstance as error:
             self.fail_all(self.unrouted.values(), error.args[0])
@@ -157,11 +158,11 @@ class Roster:
     def _assign(self, assignment: Assignment) -> None:
         request = self.unrouted.get(assignment.request)
         if request is None:
-            raise JaxinferError(f"system routes {assignment.request!r}, which does not wait")
-        check_legs(request.id, assignment.legs)
+            raise JaxinferError(f"{self._name} routes {assignment.request!r}, which does not wait")
+        check_legs(self._name, request.id, assignment.legs)
         legs = self._legs_beyond(request.computed, assignment.legs)
         if not legs:
-            raise JaxinferError(f"system gives {request.id!r} no leg past {request.computed}")
+            raise JaxinferError(f"{self._name} gives {request.id!r} no leg past {request.computed}")
         if refusal := self._refusal(request, legs):
             request.error = refusal
             self.finish(request, "error", None)
@@ -176,7 +177,7 @@ class Roster:
             raise LostInstance(name)
         if name not in self.instances:
             known = did_you_mean(name, self.instances)
-            raise JaxinferError(f"system names instance {name!r}: {known}")
+            raise JaxinferError(f"{self._name} names instance {name!r}: {known}")
         return self.instances[name]
 
     def _legs_beyond(self, reached: int, legs: Sequence[Leg]) -> list[Leg]:
@@ -201,11 +202,19 @@ class Roster:
         """Do what a hook of the system answers."""
         try:
             # Mostly there are none, and this is done at each step.
-            if self.instances and (answer := ask()) != ():
+            if self.instances and (answer := self._ask(hook, ask)) != ():
                 for action in listed(self._system, hook, answer):
                     self._do(action)
         except LostInstance:
             pass  # The system had something in mind for an instance that is no more.
+
+    def _ask(self, hook: str, ask: Callable[[], Iterable[Action]]) -> Iterable[Action]:
+        try:
+            return ask()
+        except (JaxinferError, LostInstance):
+            raise
+        except Exception as error:
+            raise raising(self._system, hook, error) from error
 
     def _do(self, action: Action) -> None:
         if isinstance(action, SetRole):
@@ -223,7 +232,7 @@ class Roster:
             case Resume():
                 request.paused = False
             case Reassign():
-                check_legs(request.id, action.legs)
+                check_legs(self._name, request.id, action.legs)
                 self._reassign(request, action.legs)
             case MoveSlices() if self.runs(request) and not request.slice_move:
                 self.hand_offs.ask_slice_move(request, action)

@@ -6,9 +6,16 @@ import pytest
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.costs import GroupCosts, SimulateOptions
-from jaxinfer.simulate.linear import LinearCosts
+from jaxinfer.config.step_costs import (
+    CurveCosts,
+    DecodeCosts,
+    LinearCosts,
+    PhaseCosts,
+    PrefillCosts,
+)
 
 LINEAR = LinearCosts(step_s=0.5)
+PHASES = PhaseCosts(prefill=PrefillCosts(step_s=0.5), decode=(DecodeCosts(step_s=0.5),))
 
 
 def held(common: dict[str, Any], own: dict[str, Any]) -> tuple[Any, ...]:
@@ -42,6 +49,8 @@ def test_a_group_s_own_kind_of_costs_takes_the_place_of_the_others(common: dict[
     [
         ({"tables": "x"}, ("flops", "bandwidth")),
         ({"linear": LINEAR}, ("flops", "bandwidth", "step_s", "sequence_s")),
+        ({"phases": PHASES}, ("flops", "bandwidth", "step_s", "sequence_s")),
+        ({"curves": CurveCosts(file="x")}, ("flops", "bandwidth", "step_s", "sequence_s")),
     ],
 )
 def test_what_has_no_use_beside_another_kind(
@@ -55,3 +64,39 @@ def test_what_has_no_use_beside_another_kind(
                 options(**kind, **{name: 0.5})
         else:
             assert getattr(options(**kind, **{name: 0.5}), name) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value", "bound"),
+    [
+        *(
+            (options, name, value, bound)
+            for options in (GroupCosts, SimulateOptions)
+            for name, value, bound in (
+                ("flops", 0.0, "greater than 0"),
+                ("flops", 1.01, "less than or equal to 1"),
+                ("bandwidth", 0.0, "greater than 0"),
+                ("bandwidth", 1.01, "less than or equal to 1"),
+                ("step_s", -1.0, "greater than or equal to 0"),
+                ("sequence_s", -1.0, "greater than or equal to 0"),
+                ("reserve_gb", -1.0, "greater than or equal to 0"),
+            )
+        ),
+        (SimulateOptions, "hop_s", -1.0, "greater than or equal to 0"),
+    ],
+)
+def test_numbers_beyond_their_bounds_are_refused(
+    options: Any, name: str, value: float, bound: str
+) -> None:
+    with pytest.raises(JaxinferError, match=f"^{name} is {value}, must be {bound}$"):
+        options(**{name: value})
+
+
+def test_a_share_may_be_all_and_a_time_nothing() -> None:
+    for options in (GroupCosts, SimulateOptions):
+        found = options(flops=1.0, bandwidth=1.0, step_s=0.0, sequence_s=0.0, reserve_gb=0.0)
+        assert (found.flops, found.bandwidth, found.step_s, found.sequence_s) == (1, 1, 0, 0)
+
+
+def test_a_null_has_no_use_and_needs_none() -> None:
+    assert GroupCosts(tables="x", flops=None).tables == "x"

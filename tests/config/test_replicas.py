@@ -65,6 +65,24 @@ def test_by_hand_and_by_replicas_is_the_same() -> None:
     assert short.cluster() == long.cluster()
 
 
+def test_names_may_be_numbers() -> None:
+    """As YAML reads them."""
+
+    def named(group: Any, other: Any, instance: Any, link: Any) -> RunFile:
+        card = {"kind": "A10"}
+        return run_file(
+            groups={group: card | {"replicas": 2}, other: card},
+            instances={instance: {"group": group, "replicas": 2}, other: {"group": str(other)}},
+            links=[{"between": [link, link], "gb_s": 1.0}],
+        )
+
+    numbers, digits = named(1, 7, 2, 1), named("1", "7", "2", "1")
+    assert numbers.cluster() == digits.cluster()
+    assert list(numbers.cluster().instances) == ["20", "21", "7"]
+    assert [link.between for link in numbers.cluster().links] == [("10", "11")]
+    assert [each.group for each in numbers.instances.values()] == ["10", "11", "7"]
+
+
 @given(st.integers(1, 12))
 def test_names_count_up_from_0(count: int) -> None:
     """One replica has its number, too."""
@@ -220,6 +238,8 @@ G = {"kind": "A10"}
             "instances.i.replicas is 3, its group g has 2: give both as many",
         ),
         ({"g": G | {"replicas": 2}}, {"i": {"group": "g"}}, "no group 'g': did you mean 'g"),
+        ({7: G, "7": G}, {}, "groups.7: there are two 7, by replicas"),
+        ({"g": G}, {"i": {"stages": ["g"], "replicas": 2}}, "instances.i0.stages[0]"),
         ({"g": G}, {"i": {"group": "g", "replicas": 2}}, "groups.g.devices is 1, its instances n"),
         ({"g": G | {"replica": 2}}, {"i": {"group": "g"}}, "groups.g.replica: unknown option"),
     ],
@@ -231,6 +251,19 @@ def test_what_cannot_be_is_refused(
         run_file(groups=groups, instances=instances).cluster()
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("between", [["g"], ["g", "h", "k"], "gh", 3, None])
+def test_a_link_of_replicas_is_between_two(between: object) -> None:
+    with pytest.raises(JaxinferError, match=r"^links\[0\]\.between"):
+        run_file(
+            groups={name: G | {"replicas": 2} for name in "gh"} | {"k": G},
+            instances={
+                "x": {"group": "g", "replicas": 2}, "y": {"group": "h", "replicas": 2},
+                "z": {"group": "k"},
+            },
+            links=[{"between": between, "gb_s": 1}],
+        ).cluster()  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,68 @@ def test_pages_are_taken_where_a_member_needs_one() -> None:
         assert all(hold.num_pages == -(-tokens // 2) for hold, tokens in full)
 
 
+def test_a_page_of_one_token_is_taken_in_each_step() -> None:
+    group, r = DecodeGroup(1, lambda request: request.max_tokens), member("r")
+    r.hold = make_kv(50, 1).reserve(4)
+    assert r.hold
+    group.join(r)
+    for entries in (5, 6, 7):
+        full = group.full()
+        assert full == [(r.hold, entries)]
+        group.launch(full)
+        assert r.hold.num_pages == entries
+
+
+def test_pages_of_three_tokens_are_taken_as_they_fill() -> None:
+    """The second one joins two steps later."""
+    group, r, s = DecodeGroup(3, lambda request: request.max_tokens), member("r"), member("s", 5, 2)
+    r.hold, s.hold = make_kv(50, 3).reserve(4), make_kv(50, 3).reserve(5)
+    assert r.hold
+    assert s.hold
+    group.join(r)
+    pages = []
+    for number in range(6):
+        if number == 2:
+            group.join(s)
+        group.launch(group.full())
+        pages.append((r.hold.num_pages, s.hold.num_pages))
+    # With 5, 6, 7, ... and, from the third step on, 6, 7, ... entries.
+    assert pages == [(2, 2), (2, 2), (3, 2), (3, 3), (3, 3), (4, 3)]
+
+
+def test_who_joined_and_left_has_no_rows_of_earlier_steps() -> None:
+    group, r, s = new_group(), member("r"), member("s", 6, 3)
+    group.join(r)
+    step(group)
+    group.join(s)
+    step(group)
+    group.leave(s)
+    assert group.commit(1.0) == ([], [])
+    ended, rows = group.commit(2.0)
+    assert (ended, [(row.request.id, row.start) for row in rows]) == ([], [("s", 6)])
+
+
+def test_entries_are_counted_from_the_first_step_that_has_ended() -> None:
+    """Until then they are the member's own: r's prompt is on its way."""
+    group, r, s = new_group(), member("r", 4, 0), member("s", 6, 3)
+    r.computed, r.pending = 0, 1
+    group.join(r)
+    step(group)
+    assert (group.begun(), group.fresh()) == (0, [r])
+    r.computed, r.pending, r.output_token_ids = 4, 0, [0]
+    assert group.commit(1.0) == ([], [])
+    group.join(s)
+    assert (group.begun(), group.fresh()) == (5, [s])
+    step(group)
+    group.commit(2.0)
+    assert (group.begun(), group.fresh()) == (6 + 7, [])
+    group.leave(r)
+    assert group.begun() == 7
+    step(group)
+    group.commit(3.0)
+    assert group.begun() == 8
+
+
 def test_who_leaves_has_rows_of_the_steps_in_flight() -> None:
     group, r, s = new_group(), member("r"), member("s", 6, 3)
     group.join(r)
@@ -137,6 +199,7 @@ def test_who_leaves_has_rows_of_the_steps_in_flight() -> None:
             for request, start in zip((r, s), starts, strict=True)
             if request.hold
         ]
+    assert not group._left
     assert [request.hold.users for request in (r, s) if request.hold] == [2, 2]
     assert (group._times, r.metrics.token_times) == ([1.0, 2.0, 3.0], [1.0])
     assert step(group) == (0, 0)

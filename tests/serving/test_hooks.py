@@ -12,6 +12,7 @@ from scenarios import Chaos, Follow, Scenario, Survivor, examples, scenarios
 from schedules import Plan, pool, serve, unit
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.serving.hooks import Hooks
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Assignment, ClusterView, Leg, Reassign, RequestView, System
 
@@ -164,17 +165,27 @@ def test_hooks_return_nothing(hook: str, at: int) -> None:
         serve(Answers(), [pool("A"), pool("B")], [(6, 3)])
 
 
-@pytest.mark.parametrize("hook", ["on_leg_end", "on_finish"])
+@pytest.mark.parametrize("hook", ["route", "on_step", "on_tick", "on_leg_end", "on_finish"])
 def test_what_a_hook_raises_names_it(hook: str) -> None:
     class Raises(System):
         def route(self, waiting: Any, cluster: ClusterView) -> list[Assignment]:
             return [Assignment(r.id, (Leg("A", 4), Leg("B"))) for r in waiting]
 
+    Raises.tick_interval = 1.5 if hook == "on_tick" else None
     setattr(Raises, hook, lambda *asked: {}["seen"])
     message = rf"^Raises\.{hook} raises KeyError: 'seen' \(.*test_hooks\.py, line \d+\)$"
     with pytest.raises(JaxinferError, match=message) as error:
         serve(Raises(), [pool("A"), pool("B")], [(6, 3)])
     assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_a_hook_may_not_even_return_an_empty_list() -> None:
+    class Answers(Planned):
+        def on_finish(self, request: RequestView, cluster: ClusterView) -> Any:
+            return []
+
+    with pytest.raises(JaxinferError, match=r"Answers\.on_finish returns \[\], must return no"):
+        serve(Answers({"r0": (Leg("A"),)}), [pool("A")], [(4, 1)])
 
 
 def test_who_only_hears_does_without_the_rows_of_decodes() -> None:
@@ -192,3 +203,14 @@ def test_each_hook_alone(hook: str, times: list[float]) -> None:
     setattr(One, hook, lambda self, request, *rest: heard.append(rest[-1].now))
     serve(One(), [pool("A"), pool("B")], [(6, 3)])
     assert heard == times
+
+
+@pytest.mark.parametrize("hook", ["on_step", "on_leg_end", "on_finish", "on_tick"])
+def test_hooks_that_a_system_does_not_define_are_not_called(hook: str) -> None:
+    class One(System):
+        pass
+
+    setattr(One, hook, lambda *asked: None)
+    hooks = Hooks(One(), lambda: ClusterView({}))
+    called = {"on_step": hooks.steps, "on_leg_end": hooks.leg_ends, "on_finish": hooks.finishes}
+    assert called == {name: name == hook for name in called}

@@ -286,6 +286,13 @@ def test_an_import_on_its_way_is_waited_for_by_the_last_one_that_runs() -> None:
     assert (instance.num_preemptions, names(instance.running.values())) == (0, ["a"])
 
 
+def test_an_import_on_its_way_keeps_nobody_else_from_making_room() -> None:
+    instance, (a, _, _) = crowd()
+    instance.importing["i"] = RequestState("i", 1, 1)
+    assert add(instance, a, 1)
+    assert (names(instance.running.values()), names(instance.waiting)) == (["a", "b"], ["c"])
+
+
 @pytest.mark.parametrize("place", ["running", "importing", "waiting", "nowhere"])
 def test_remove_from_wherever_it_is(place: str) -> None:
     instance = make()
@@ -350,6 +357,15 @@ def test_imports_are_admitted_on_the_way_to_the_next_that_can_run() -> None:
     exported_at("B", instance, waiting(instance, "a"))
     plain = waiting(instance, "b")
     assert Forming(instance).admit() is plain
+    assert names(instance.take_admitted_imports()) == ["a"]
+
+
+def test_a_limit_of_what_is_to_compute_does_not_hold_imports_back() -> None:
+    """Seven tokens are left of the import, and three of the other: at most three."""
+    instance = make()
+    exported_at("B", instance, waiting(instance, "a", 9), computed=2)
+    plain = waiting(instance, "b", 3)
+    assert Forming(instance).admit(3) is plain
     assert names(instance.take_admitted_imports()) == ["a"]
 
 
@@ -601,3 +617,43 @@ def test_who_leaves_the_group_keeps_its_place() -> None:
     instance.taking_part.leave_group(requests[0])
     assert names(instance.taking_part.ungrouped()) == ["a", "b", "prompt"]
     assert isinstance(instance.form_batch(), Batch)
+
+
+def test_of_groups_that_are_back_the_largest_goes_on() -> None:
+    """One of one request and one of two, each of a step in flight; all go together from then on."""
+    instance = counted(99, max_in_flight=3, launch_ahead=False)
+    first = running(instance, "a")
+    assert group(instance).grouped == 1
+    for name in "bc":
+        running(instance, name)
+    assert group(instance).grouped == 2
+    for end in (1.0, 2.0):
+        instance.taking_part.commit_group(end)
+    ready = instance.taking_part.ready_group()
+    assert ready
+    assert (len(ready), first in ready) == (2, False)
+    assert names(instance.taking_part.ungrouped()) == ["a"]
+    assert group(instance).grouped == 3
+
+
+def test_entries_of_who_has_joined_a_group_are_counted_at_once() -> None:
+    """Two entries of a prompt and four of each decode, before and after the group's first step."""
+    instance = counted(99)
+    running(instance, "prompt", 9, 2, 0)
+    for name in "ab":
+        running(instance, name)
+    assert instance.kv_entries == 2 + 4 + 4
+    assert group(instance).grouped == 2
+    assert instance.kv_entries == 2 + 4 + 4
+    instance.taking_part.commit_group(1.0)
+    assert instance.kv_entries == 2 + 5 + 5
+
+
+def test_steps_of_several_groups_end_in_the_order_of_their_launch() -> None:
+    instance = counted(99, max_in_flight=3, launch_ahead=False)
+    for name in "ab":
+        running(instance, name)
+        assert group(instance).grouped == 1
+    for end, times in ((1.0, [[1.0], []]), (2.0, [[1.0], [2.0]])):
+        instance.taking_part.commit_group(end)
+        assert [r.metrics.token_times for r in instance.running.values()] == times

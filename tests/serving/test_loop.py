@@ -219,7 +219,7 @@ def test_what_fits_nowhere_is_refused_wherever_it_is_sent() -> None:
 def test_an_unknown_instance_is_one_line_with_a_suggestion(action: Action) -> None:
     with pytest.raises(JaxinferError) as error:
         Run(Do(action), [tiny("A", 20)], make_requests([(3, 9)])).verify()
-    assert str(error.value) == "system names instance 'AA': did you mean 'A'?"
+    assert str(error.value) == "Do names instance 'AA': did you mean 'A'?"
 
 
 def test_routing_to_an_unknown_instance() -> None:

@@ -326,6 +326,10 @@ class OddOptions:
     Options = 3
 
 
+def refuses(waiting: Sequence[RequestState]) -> RequestState:
+    raise JaxinferError("nobody is next")
+
+
 class TwoAtATime:
     """Admits so many."""
 
@@ -336,6 +340,11 @@ class TwoAtATime:
 
     def __call__(self, instance: Instance, request: RequestState, leg: Leg) -> bool:
         return len(instance.running) < self.most
+
+
+class Plain:
+    def __call__(self, instance: Instance, request: RequestState, leg: Leg) -> bool:
+        return True
 
 
 ME = __name__
@@ -382,6 +391,21 @@ def test_what_ones_own_does_amiss_names_it(kind: str, name: str, reason: str) ->
     assert str(error.value).startswith(f"policies.{kind}: {ME}:{name} {reason}")
 
 
+def test_what_ones_own_says_itself_is_left_as_it_is() -> None:
+    run = Instant(order=f"{ME}:refuses")
+    run.add((1, 2))
+    with pytest.raises(JaxinferError, match=r"^nobody is next$"):
+        run.step()
+
+
+def test_ones_own_victim_is_one_of_those_that_may_be() -> None:
+    run = Instant(pages=4, victim=f"{ME}:astray")
+    run.add((2, 3), (2, 3))
+    assert run.step() == {"r0": 2, "r1": 2}
+    with pytest.raises(JaxinferError, match=rf"^policies\.victim: {ME}:astray returns 'r0', must"):
+        run.step()
+
+
 @pytest.mark.parametrize(
     ("policies", "reason"),
     [
@@ -389,6 +413,8 @@ def test_what_ones_own_does_amiss_names_it(kind: str, name: str, reason: str) ->
         ({"admit": "greddy"}, "policies.admit: no policy 'greddy': did you mean 'greedy'?; or"),
         ({"order": {"name": "fcfs", "x": 1}}, "policies.order.x: fcfs has no options"),
         ({"order": {"x": 1}}, "policies.order.name is missing, must be one of fcfs"),
+        ({"order": {"name": f"{ME}:own", "x": 1}}, f"policies.order.x: {ME}:own has no options"),
+        ({"admit": {"name": f"{ME}:Plain", "x": 1}}, "policies.admit.x: Plain has no options"),
         (
             {"form_batch": {"name": "prefill_first", "prefill_tokens": 0}},
             "policies.form_batch.prefill_tokens is 0, must be greater than or equal to 1",

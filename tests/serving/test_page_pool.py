@@ -218,6 +218,18 @@ def test_a_hold_that_begins_with_cached_pages() -> None:
     assert [page.holds for page in pages] == [0, 0]
 
 
+def test_who_waits_hears_of_cached_pages_that_come_free() -> None:
+    kv = make_kv(4, 4, caching=True)
+    freed = []
+    kv.on_free = lambda: freed.append(kv.num_free)
+    hold = kv.reserve(12)
+    assert hold
+    hold.keep([b"0", b"1", b"2"])
+    assert (kv.num_free, freed) == (1, [])
+    hold.release()
+    assert freed == [4]
+
+
 def test_the_last_pages_become_idle_first() -> None:
     """Without those before them, they would not be found."""
     kv = make_kv(4, 4, caching=True)

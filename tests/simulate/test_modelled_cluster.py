@@ -141,3 +141,27 @@ def test_a_prefix_cache_needs_tokens_and_to_be_asked_for(asked: bool, has_tokens
     instance = replace(one, config=config).new_instance("x", None, True, has_tokens, len)
     assert (instance.kv.cache is not None) == (asked and has_tokens)
     assert (instance.taking_part.ready_group() is not None) == (not (asked and has_tokens))
+
+
+@pytest.mark.parametrize("option", [{"platform": "cpu"}, {"emulate": {"slowdown": 2.0}}])
+def test_what_plays_a_device_is_not_modelled(option: dict[str, Any]) -> None:
+    file = as_run_file(
+        {"groups": {"g": {"kind": "A10"} | option}, "instances": {"x": {"group": "g"}}}
+    )
+    with pytest.raises(JaxinferError, match=r"^groups\.g: a modelled group is a GPU: platform cpu"):
+        _ = resolve(file).gpus
+
+
+@pytest.mark.parametrize("what", ["KV", "hidden states"])
+def test_a_link_has_its_rate_whatever_it_connects(what: Any) -> None:
+    """Four devices here and two there: what is between them is one link."""
+    file = as_run_file(
+        {
+            "groups": {n: {"kind": "A10", "devices": d} for n, d in (("g", 4), ("h", 2))},
+            "instances": {"x": {"group": "g"}, "y": {"group": "h"}},
+            "links": [{"between": ["g", "h"], "gb_s": 5.0, "latency_s": 0.25}],
+            "system": {"name": "disaggregated", "prefill": "x", "decode": "y"},
+        }
+    )
+    path = resolve(file).path("h", "g", what)
+    assert (path.links, path.latency_s) == ({("h", "g"): 5e9}, 0.25)

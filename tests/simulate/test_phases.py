@@ -13,6 +13,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
+from jaxinfer.config.step_costs import DecodeCosts, PrefillCosts
 from jaxinfer.serving.batch import Work
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
@@ -116,9 +117,13 @@ def test_regimes_end_below_their_bound(rows: int, step_s: float) -> None:
     assert stage.seconds(decodes(rows, 0)) == pytest.approx(step_s, abs=3e-5)
 
 
-@pytest.mark.parametrize(("shared", "times"), [(True, 1), (False, 3)])
-def test_the_constant_is_shared_or_counts_at_each_stage(shared: bool, times: int) -> None:
-    costs = PhaseCosts.model_validate(PLAIN | {"share_step": shared})
+@pytest.mark.parametrize(
+    ("shared", "times"), [({"share_step": True}, 1), ({"share_step": False}, 3), ({}, 3)]
+)
+def test_the_constant_is_shared_or_counts_at_each_stage(
+    shared: dict[str, bool], times: int
+) -> None:
+    costs = PhaseCosts.model_validate(PLAIN | shared)
     stages = [PhaseStage(costs, share, number == 0) for number, share in enumerate((0.5, 0.3, 0.2))]
     assert sum(s.seconds(prompts(10)) for s in stages) == pytest.approx(times * 1e9 + 1e7 + 100)
     found = sum(stage.seconds(decodes(7, 100)) for stage in stages)
@@ -326,6 +331,13 @@ PREFILL = {"step_s": 1.0}
         ),
         ({"prefill": {"pair_s": -1.0}, "decode": [PREFILL]}, "prefill.pair_s is -1.0, must be"),
         ({"prefill": PREFILL, "decode": [PREFILL], "extra": {"stage_s": 1}}, "extra.stage_s: unk"),
+        *(
+            (
+                {"prefill": PREFILL, "decode": [PREFILL], "extra": {name: -1.0}},
+                f"extra.{name} is -1.0, must be greater than or equal to 0",
+            )
+            for name in ("step_s", "context_s", "prefill_stage_s")
+        ),
     ],
 )
 def test_costs_that_cannot_be_are_refused(given: dict[str, Any], message: str) -> None:
@@ -338,3 +350,16 @@ def test_the_cluster_gives_each_stage_its_share() -> None:
     config = run_file({"phases": PLAIN | {"share_step": True}}, stages=4)
     cost = model_cluster(replace(resolve(config), pairs=())).instances["i"].cost
     assert cost.stages(decodes(7, 100)) == pytest.approx([(0.3 + 0.5 + 21e-6) / 4] * 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (PrefillCosts, ("step_s", "token_s", "pair_s")),
+        (DecodeCosts, ("step_s", "context_s", "sequence_s")),
+    ],
+)
+def test_one_coefficient_is_enough(kind: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        one = kind(**{name: 0.5})
+        assert [getattr(one, other) for other in names] == [0.5 * (n == name) for n in names]
