@@ -73,6 +73,4 @@ def test_of_many_every_so_many_th_counts(ended: list[tuple[int, int]], room: int
     if not seconds:
         assert steady is None
         return
-    assert steady == pytest.approx(
-        ((end[0] - begin[0]) / seconds, (end[1] - begin[1]) / seconds)
-    )
+    assert steady == pytest.approx(((end[0] - begin[0]) / seconds, (end[1] - begin[1]) / seconds))

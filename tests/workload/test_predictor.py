@@ -42,8 +42,8 @@ def as_list(request):
 
 number = 3
 odd = {name: lambda request, answer=answer: answer for name, answer in {
-    "text": "ab", "one": (1,), "three": (1, 2, 3), "floats": (1.0, 2.0), "falls": (3, 2), "negative": (-1, 2),
-    "flags": (False, True)}.items()}
+    "text": "ab", "one": (1,), "three": (1, 2, 3), "floats": (1.0, 2.0), "falls": (3, 2),
+    "negative": (-1, 2), "flags": (False, True)}.items()}
 for name, function in odd.items():
     globals()["odd_" + name] = function
 """
