@@ -1,13 +1,17 @@
 """Who waits for whom, how many are read, and what is forgotten: no model is loaded."""
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jaxinfer import JaxinferError, SamplingParams
 from jaxinfer.request import Sampling
 from jaxinfer.runtime.continuations import Continuations
+from jaxinfer.runtime.intake import Intake
 from jaxinfer.serving.request_state import RequestState
+from jaxinfer.text.tokenizer import NoTokenizer
 
 
 def group(name: str, n: int = 1, prompt_len: int = 4) -> list[RequestState]:
@@ -102,3 +106,36 @@ def test_a_group_is_there_before_the_next_request_is() -> None:
         raise AssertionError("asked for one more")
 
     assert ids(Continuations(waits(), None, 1).read(False)) == ["a (1 of 2)", "a (2 of 2)"]
+
+
+def test_samplers_grow_with_what_comes_in_and_each_is_told_of() -> None:
+    """17 biases take room for 32, 3 log probabilities for 8; what is there serves less as well."""
+    options = ({}, {}, {"logit_bias": dict.fromkeys(range(17), 1.0)}, {"logprobs": 3}, {})
+    compiled: list[tuple[str, Sequence[int]]] = []
+
+    def engine(name: str) -> Any:
+        def prepare(shape: Sequence[int]) -> Iterator[int]:
+            compiled.append((name, tuple(shape)))
+            # All that there is to do, then what is left; one has all that it needs.
+            yield from (2, 1, 0) if name == "a" else (0,)
+
+        return SimpleNamespace(worker=SimpleNamespace(prepare=prepare))
+
+    cluster: Any = SimpleNamespace(
+        cached_page_size=None, read_ahead=1, engines={name: engine(name) for name in "ab"}
+    )
+    requests = [
+        RequestState(str(i), 4, 3, payload=Sampling(SamplingParams(**given), 0, (), str(i)))
+        for i, given in enumerate(options)
+    ]
+    intake = Intake(iter(requests), cluster, NoTokenizer("bare", ()))
+    told: list[tuple[str, int]] = []
+    found = []
+    for request in requests:
+        assert intake.read(lambda *left: told.append(left), at_least_one=True) == [request]
+        found.append(len(compiled))
+    shapes = [(0, 0, 0, 0), (32, 0, 0, 0), (32, 0, 8, 0)]
+    assert compiled == [(name, shape) for shape in shapes for name in "ab"]
+    assert found == [2, 2, 4, 6, 6]
+    assert told == [("compiling samplers", left) for _ in shapes for left in (2, 1, 0)]
+    assert intake.read(lambda *left: None) == []
