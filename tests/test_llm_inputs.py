@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, JaxinferError, RequestOutput, SamplingParams
-from jaxinfer.runtime.requests import AskedPrompts
 from jaxinfer.runtime.runs import Runs
 from jaxinfer.runtime.sampling_inputs import sampling_of
 from jaxinfer.text.tokenizer import NoTokenizer
@@ -323,22 +322,6 @@ def test_seeds_follow_from_the_engine_s_and_the_id(
 def test_requests_of_all_calls_have_ids_of_their_own(tiny: LLM) -> None:
     calls = [tiny.generate(["a", "b", "c"], GREEDY, progress=False) for _ in range(2)]
     assert len({output.request_id for outputs in calls for output in outputs}) == 6
-
-
-def test_a_prompt_is_forgotten_when_it_is_answered(tiny: LLM) -> None:
-    asked = AskedPrompts(iter("ab"), tiny.make_requests, ["x", "y"], lambda p: (p, HELLO), GREEDY)
-    assert asked.num_known == 2
-    answers: dict[str, tuple[int | None, str | None, int]] = {}
-
-    def take(output: RequestOutput) -> None:
-        asked.answered(output)
-        left = len(asked._unanswered)
-        answers[output.request_id] = output.prompt_index, output.prompt, left
-
-    tiny.run(list(asked.requests()), take, progress=False)
-    assert sorted((index, prompt) for index, prompt, _ in answers.values()) == [(0, "x"), (1, "y")]
-    assert [left for *_, left in answers.values()] == [1, 0]
-    assert AskedPrompts(iter(""), tiny.make_requests, iter("xy"), len, GREEDY).num_known == 0  # type: ignore[arg-type]
 
 
 def test_one_continuation_reports_on_the_prompt(tiny: LLM) -> None:

@@ -1,6 +1,9 @@
-"""Who waits for whom, how many are read, and what is forgotten: no model is loaded."""
+"""What comes into a run: who waits for whom, how many are read, what is compiled and forgotten.
 
-from collections.abc import Iterator, Sequence
+No model is loaded.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +13,7 @@ from jaxinfer import JaxinferError, SamplingParams
 from jaxinfer.request import Sampling
 from jaxinfer.runtime.continuations import Continuations
 from jaxinfer.runtime.intake import Intake
+from jaxinfer.runtime.requests import AskedPrompts
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.text.tokenizer import NoTokenizer
 
@@ -139,3 +143,23 @@ def test_samplers_grow_with_what_comes_in_and_each_is_told_of() -> None:
     assert found == [2, 2, 4, 6, 6]
     assert told == [("compiling samplers", left) for _ in shapes for left in (2, 1, 0)]
     assert intake.read(lambda *left: None) == []
+
+
+def test_a_prompt_is_forgotten_when_it_is_answered() -> None:
+    def make(name: str, tokens: Sequence[int], params: SamplingParams) -> list[RequestState]:
+        return group(name, params.n, len(tokens))
+
+    def ask(prompts: Iterable[str]) -> AskedPrompts:
+        return AskedPrompts(
+            iter("ab"), make, prompts, lambda text: (text, [7, 7]), SamplingParams(n=2)
+        )
+
+    assert ask(iter("xy")).num_known == 0
+    asked = ask(["x", "y"])
+    assert asked.num_known == 2
+    assert ids(list(asked.requests())) == ["a (1 of 2)", "a (2 of 2)", "b (1 of 2)", "b (2 of 2)"]
+    for name, index, prompt in (("b", 1, "y"), ("a", 0, "x")):
+        output: Any = SimpleNamespace(request_id=name)
+        assert asked.answered(output) is output
+        assert (output.prompt_index, output.prompt) == (index, prompt)
+        assert name not in asked._unanswered
