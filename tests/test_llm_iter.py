@@ -4,6 +4,7 @@ import gc
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,6 +170,17 @@ def test_a_run_that_is_left_leaves_nothing_behind(
     assert not live
     # Of 64 pages, this needs all: 8 requests of 8 + 60 tokens are 9 pages each.
     assert tokens(tiny.generate(prompts, params, progress=False)) == expected
+
+
+def test_a_run_that_has_ended_is_forgotten(
+    tiny: LLM, worlds: list[RealWorld], live: set[int]
+) -> None:
+    """The KV stays for the next one, and with it nothing of the loop that had it."""
+    tiny.generate(["a", "b"], greedy(3), progress=False)
+    world = weakref.ref(worlds.pop())
+    gc.collect()
+    assert world() is None
+    assert not live
 
 
 def test_what_is_asked_for_in_the_middle_is_refused(tiny: LLM) -> None:
