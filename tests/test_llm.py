@@ -446,6 +446,10 @@ def test_a_prompt_seen_before_is_not_computed_again(tiny: LLM) -> None:
     metrics = tiny.run(requests, lambda output: None, progress=False)
     assert [r.metrics.num_cached_tokens for r in requests] == [0, 40, 40, 40]
     assert (metrics.requests, metrics.prompt_tokens, metrics.cached_tokens) == (1, 172, 120)
+    # For all of them, however many steps of 32 tokens the prompt takes: 18 pages of 150 tokens.
+    requests = tiny.make_requests("long", list(range(150)), params)
+    tiny.run(requests, lambda output: None, progress=False)
+    assert [r.metrics.num_cached_tokens for r in requests] == [0, 144, 144, 144]
 
 
 def test_an_interrupted_run_leaves_a_fresh_pool(

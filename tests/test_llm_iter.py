@@ -172,6 +172,17 @@ def test_a_run_that_is_left_leaves_nothing_behind(
     assert tokens(tiny.generate(prompts, params, progress=False)) == expected
 
 
+def test_the_run_after_one_that_was_left_has_a_pool_of_its_own(tiny: LLM) -> None:
+    """Pages of the other's are still in use."""
+    tiny.generate("a", greedy(1), progress=False)
+    (before,) = tiny._runs.kv.values()
+    by_break(tiny, ["a", "b"], [greedy(2), greedy(30)])
+    assert not tiny._runs.kv
+    tiny.generate("a", greedy(1), progress=False)
+    (after,) = tiny._runs.kv.values()
+    assert after is not before
+
+
 def test_a_run_that_has_ended_is_forgotten(
     tiny: LLM, worlds: list[RealWorld], live: set[int]
 ) -> None:
