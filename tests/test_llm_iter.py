@@ -15,6 +15,7 @@ import pytest
 from jaxinfer import LLM, JaxinferError, RequestOutput, SamplingParams
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.resolve import Resolved
+from jaxinfer.report.progress import RunProgress
 from jaxinfer.runtime import run as real_run
 from jaxinfer.runtime.engine import Cluster
 from jaxinfer.runtime.world import RealWorld
@@ -445,3 +446,13 @@ def test_the_bar_counts_what_has_been_read(
     assert capsys.readouterr().err.startswith("requests: 0 of 30, 0 s\n")
     run = json.loads((tmp_path / "1" / "run.json").read_text())
     assert run["metrics"]["requests"] == 30
+
+
+def test_the_bar_hears_of_each_step_once_it_counts(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[int] = []
+    monkeypatch.setattr(RunProgress, "step_done", lambda bar, totals: heard.append(totals.steps))
+    metrics = tiny.run(counted(tiny, 9, []), lambda output: None, progress=False)
+    assert heard == list(range(1, metrics.steps + 1))
+    assert metrics.steps > 3

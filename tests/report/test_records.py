@@ -108,8 +108,10 @@ def test_a_recorder_hands_on_what_it_hears(tmp_path: Path) -> None:
     moved: Any = SimpleNamespace(source="a", dest="b", start=0, stop=2, requested=0.0,
                                  request=SimpleNamespace(id="r0"))  # fmt: skip
     loop: Any = SimpleNamespace(
-        hand_offs=SimpleNamespace(moving=[moved]),
-        instances={name: SimpleNamespace(in_flight=int(name == "a")) for name in "ab"},
+        roster=SimpleNamespace(
+            hand_offs=SimpleNamespace(moving=[moved]),
+            instances={name: SimpleNamespace(in_flight=int(name == "a")) for name in "ab"},
+        ),
         world=SimpleNamespace(now=lambda: 4.0),
         system=SimpleNamespace(report=lambda: {"cuts": {}}),
     )
