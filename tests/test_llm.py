@@ -14,6 +14,8 @@ from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import RunFile, Workload
 from jaxinfer.report.run_folder import PACKAGES
 from jaxinfer.request import Sampling
+from jaxinfer.runtime.engine import Cluster
+from jaxinfer.runtime.world import RealWorld
 from jaxinfer.text.stop import StopCheck
 from jaxinfer.workload.predictor import Buckets
 
@@ -101,12 +103,14 @@ def test_sampled_tokens_do_not_depend_on_batch_mates_order_or_preemption(tiny: L
     assert metrics.output_tokens == 16 * 40
 
 
-def test_preemption_happens_and_changes_nothing(tiny: LLM, small: LLM) -> None:
+def test_preemption_happens_and_changes_nothing(tiny: LLM, small: LLM, tmp_path: Path) -> None:
     params = GREEDY.model_copy(update={"max_tokens": 90})
     prompts = [PROMPTS[1] + str(i) for i in range(6)]
     alone = [tokens(tiny, p, params)[0] for p in prompts]
-    outputs = small.generate(prompts, params, progress=False)
-    assert sum(o.metrics.num_preemptions for o in outputs) > 0
+    outputs = small.generate(prompts, params, progress=False, run_dir=tmp_path)
+    preemptions = sum(o.metrics.num_preemptions for o in outputs)
+    run = json.loads((tmp_path / "1" / "run.json").read_text())
+    assert run["metrics"]["preemptions"] == preemptions > 0
     assert [o.outputs[0].token_ids for o in outputs] == alone
 
 
@@ -171,6 +175,21 @@ def test_a_request_too_large_for_the_pool_is_refused_and_the_rest_served(small: 
     assert "needs 25 pages" in outputs[0].error
     assert "which has 24" in outputs[0].error
     assert [len(o.outputs[0].token_ids) for o in outputs[1:]] == [20, 20]
+
+
+def test_a_prompt_counts_once_however_many_continuations_fail(small: LLM) -> None:
+    """Those that wait for the first one's prompt fail as it does."""
+    params = SamplingParams(n=3, max_tokens=20, ignore_eos=True)
+    made = small.make_requests("large", [1] * 174, params) + small.make_requests("b", [1], params)
+    ended: dict[str, int] = {}
+    metrics = small.run(
+        made, lambda o: ended.update({o.request_id: len(o.outputs)}), progress=False
+    )
+    assert ended == {"large": 0, "b": 3}
+    assert (metrics.requests, metrics.failed) == (2, 1)
+    assert ["needs 25 pages" in (request.error or "") for request in made] == [True] * 3 + [
+        False
+    ] * 3
 
 
 @pytest.mark.parametrize(
@@ -246,6 +265,31 @@ def test_a_run_leaves_its_files(tiny: LLM, tmp_path: Path) -> None:
     assert m["late_compiles"] == 0
     assert m["prompt_tokens"] == prompt_tokens
     assert m["output_tokens"] == 80
+    assert m["num_pages"] == TINY_OPTIONS["num_pages"] - 1  # One is padding's.
+
+
+def test_a_run_tells_what_is_its_own(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither compilations nor delays of the runs before it, nor time that was spent twice."""
+    late = [{"engine": [9.0]}, {"engine": [0.25, 0.5]}]
+    monkeypatch.setattr(Cluster, "take_overruns", lambda cluster: late.pop(0))
+    monkeypatch.setattr(tiny.engine.worker.stages[0].step, "late_compiles", 5)
+    worlds: list[RealWorld] = []
+
+    def make(*args: Any) -> RealWorld:
+        worlds.append(RealWorld(*args))
+        return worlds[-1]
+
+    monkeypatch.setattr("jaxinfer.runtime.run.RealWorld", make)
+    made = tiny.make_requests("a", [5, 6, 7], GREEDY)
+    metrics = tiny.run(made, lambda output: None, progress=False, run_dir=tmp_path)
+    run = json.loads((tmp_path / "1" / "run.json").read_text())
+    assert run["overruns"] == {"engine": {"steps": 2, "seconds": 0.75}}
+    assert metrics.late_compiles == 0
+    assert 0 < metrics.launching_s == worlds[0].launching_s
+    parts = metrics.loop_s + metrics.launching_s + worlds[0].waited_s
+    assert 0 < metrics.loop_s < parts <= metrics.wall_s
 
 
 def test_strict_shapes_refuses_a_step_that_was_not_compiled(
@@ -402,6 +446,10 @@ def test_a_prompt_seen_before_is_not_computed_again(tiny: LLM) -> None:
     metrics = tiny.run(requests, lambda output: None, progress=False)
     assert [r.metrics.num_cached_tokens for r in requests] == [0, 40, 40, 40]
     assert (metrics.requests, metrics.prompt_tokens, metrics.cached_tokens) == (1, 172, 120)
+    # For all of them, however many steps of 32 tokens the prompt takes: 18 pages of 150 tokens.
+    requests = tiny.make_requests("long", list(range(150)), params)
+    tiny.run(requests, lambda output: None, progress=False)
+    assert [r.metrics.num_cached_tokens for r in requests] == [0, 144, 144, 144]
 
 
 def test_an_interrupted_run_leaves_a_fresh_pool(

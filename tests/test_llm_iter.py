@@ -4,6 +4,7 @@ import gc
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from jaxinfer import LLM, JaxinferError, RequestOutput, SamplingParams
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.resolve import Resolved
+from jaxinfer.report.progress import RunProgress
 from jaxinfer.runtime import run as real_run
 from jaxinfer.runtime.engine import Cluster
 from jaxinfer.runtime.world import RealWorld
@@ -169,6 +171,28 @@ def test_a_run_that_is_left_leaves_nothing_behind(
     assert not live
     # Of 64 pages, this needs all: 8 requests of 8 + 60 tokens are 9 pages each.
     assert tokens(tiny.generate(prompts, params, progress=False)) == expected
+
+
+def test_the_run_after_one_that_was_left_has_a_pool_of_its_own(tiny: LLM) -> None:
+    """Pages of the other's are still in use."""
+    tiny.generate("a", greedy(1), progress=False)
+    (before,) = tiny._runs.kv.values()
+    by_break(tiny, ["a", "b"], [greedy(2), greedy(30)])
+    assert not tiny._runs.kv
+    tiny.generate("a", greedy(1), progress=False)
+    (after,) = tiny._runs.kv.values()
+    assert after is not before
+
+
+def test_a_run_that_has_ended_is_forgotten(
+    tiny: LLM, worlds: list[RealWorld], live: set[int]
+) -> None:
+    """The KV stays for the next one, and with it nothing of the loop that had it."""
+    tiny.generate(["a", "b"], greedy(3), progress=False)
+    world = weakref.ref(worlds.pop())
+    gc.collect()
+    assert world() is None
+    assert not live
 
 
 def test_what_is_asked_for_in_the_middle_is_refused(tiny: LLM) -> None:
@@ -422,3 +446,13 @@ def test_the_bar_counts_what_has_been_read(
     assert capsys.readouterr().err.startswith("requests: 0 of 30, 0 s\n")
     run = json.loads((tmp_path / "1" / "run.json").read_text())
     assert run["metrics"]["requests"] == 30
+
+
+def test_the_bar_hears_of_each_step_once_it_counts(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[int] = []
+    monkeypatch.setattr(RunProgress, "step_done", lambda bar, totals: heard.append(totals.steps))
+    metrics = tiny.run(counted(tiny, 9, []), lambda output: None, progress=False)
+    assert heard == list(range(1, metrics.steps + 1))
+    assert metrics.steps > 3

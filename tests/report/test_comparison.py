@@ -102,10 +102,10 @@ def test_what_there_is_nothing_of_is_none(small_run: RunRecord) -> None:
     assert (f.num_bytes, f.hidden_s, f.visible_s) == (0, 0, 0)
     f = figures(replace(small_run, requests=small_run.requests[2:3]))
     assert (f.requests_s, f.ttft_p50, f.mean_cut, f.failed) == (0, None, None, 1)
-    # A failed request's cut does not count; its tokens count for latencies.
+    # A failed request's cut does not count; its tokens count for latencies, and its preemptions.
     failed = replace(small_run.requests[0], error="lost")
     f = figures(replace(small_run, requests=(failed,)))
-    assert (f.mean_cut, f.output_tok_s, f.ttft_p50) == (None, 0, 1.0)
+    assert (f.mean_cut, f.output_tok_s, f.ttft_p50, f.preemptions) == (None, 0, 1.0, 1)
 
 
 def test_medians_are_per_figure(small_run: RunRecord) -> None:

@@ -45,3 +45,32 @@ def test_memory_is_bounded(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         found.add(time, 3)
         assert len(found._points) <= 64
     assert found.steady() == pytest.approx((1.0, 3.0))
+
+
+@given(ENDED, st.integers(2, 10))
+def test_of_many_every_so_many_th_counts(ended: list[tuple[int, int]], room: int) -> None:
+    """Every 2nd, then every 4th and so on: as many as there is room for, the start included."""
+    most, stride = 2 * room, 1
+    while len(ended) // stride + 1 > most:
+        stride *= 2
+    # Of all requests, those that are kept: how many there were, their tokens and the time.
+    kept = [(0, 0, 0.0)]
+    for number in range(stride, len(ended) + 1, stride):
+        before = ended[:number]
+        kept.append((number, sum(t for _, t in before), float(sum(gap for gap, _ in before))))
+    begin, end = (
+        next((at for at in kept if 10 * at[0] >= tenths * len(ended)), kept[-1])
+        for tenths in (1, 9)
+    )
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(course, "_POINTS", most)
+        found, time = Course(), 0.0
+        for gap, tokens in ended:
+            time += gap
+            found.add(time, tokens)
+        steady = found.steady()
+    seconds = end[2] - begin[2]
+    if not seconds:
+        assert steady is None
+        return
+    assert steady == pytest.approx(((end[0] - begin[0]) / seconds, (end[1] - begin[1]) / seconds))

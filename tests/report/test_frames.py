@@ -31,6 +31,7 @@ DONE = {
     "preemptions": 1, "cached_tokens": 16, "token_times": [2.0, 2.5, 4.0], "error": None,
 }  # fmt: skip
 SHORT = DONE | {"id": "r1", "token_times": [3.0]}
+TWO = DONE | {"id": "r3", "token_times": [3.0, 3.75]}
 FAILED = DONE | {"id": "r2", "first_scheduled": None, "token_times": [], "error": "lost"}
 
 
@@ -43,22 +44,32 @@ def write(folder: Path, steps: list[Any], requests: list[Any], status: str = "fi
 
 
 def test_what_the_files_have(tmp_path: Path) -> None:
-    found = load_run(write(tmp_path, [STEP, MOVE, STAGED], [DONE, SHORT, FAILED]))
+    found = load_run(write(tmp_path, [STEP, MOVE, STAGED], [DONE, SHORT, FAILED, TWO]))
     assert found.run == {"status": "finished", "metrics": {"wall_s": 4.0}}
     assert found.steps.to_dict("records") == [
         STEP | {"stages": ((0.5, 1.5),)},
         STAGED | {"stages": ((0.5, 1.0), (1.25, 2.0))},
     ]
     assert found.transfers.to_dict("records") == [MOVE]
-    done, short, failed = found.requests.to_dict("records")
+    done, short, failed, two = found.requests.to_dict("records")
     assert done == DONE | {
         "token_times": (2.0, 2.5, 4.0), "output_tokens": 3, "delay": 0.25, "ttft": 1.0,
         "tpot": 1.0, "e2e": 3.0,
     }  # fmt: skip
     assert (short["ttft"], short["e2e"], short["output_tokens"]) == (2.0, 2.0, 1)
     assert np.isnan(short["tpot"])
+    assert (two["tpot"], two["e2e"]) == (0.75, 2.75)
     assert all(np.isnan(failed[c]) for c in ("first_scheduled", "delay", "ttft", "tpot", "e2e"))
     assert (failed["error"], failed["token_times"], failed["output_tokens"]) == ("lost", (), 0)
+
+
+def test_what_is_counted_is_whole(tmp_path: Path) -> None:
+    """All that the files have as integers, and the number of output tokens."""
+    found = load_run(write(tmp_path, [STEP, MOVE], [DONE]))
+    done = DONE | {"output_tokens": 3}
+    for frame, line in ((found.requests, done), (found.steps, STEP), (found.transfers, MOVE)):
+        whole = {name for name, kind in frame.dtypes.items() if kind == "int64"}
+        assert whole == {name for name, value in line.items() if type(value) is int}
 
 
 @pytest.mark.parametrize("empty", [True, False])

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from jaxinfer import JaxinferError
+from jaxinfer.report.recorder import Recorder
 from jaxinfer.report.records import RequestRecord, StepRecord, TransferRecord, read_run
 from jaxinfer.report.run_folder import RunFolder, run_folders
 from jaxinfer.serving.batch import Work
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.world import StepDone, TransferDone
+from jaxinfer.serving.world import InstanceLost, StepDone, TransferDone
 
 DESCRIPTION: dict[str, Any] = {
     "system": {"name": "two"},
@@ -100,6 +101,39 @@ def test_a_transfer_is_written_when_an_end_of_it_is_lost(tmp_path: Path) -> None
         made.lose_instance("a")
     (line,) = (made.path / "steps.jsonl").read_text().splitlines()
     assert json.loads(line)["hidden_s"] == 0.0
+
+
+def test_a_recorder_hands_on_what_it_hears(tmp_path: Path) -> None:
+    """A step, a transfer from an instance that computes and is lost, a request, the end."""
+    moved: Any = SimpleNamespace(source="a", dest="b", start=0, stop=2, requested=0.0,
+                                 request=SimpleNamespace(id="r0"))  # fmt: skip
+    loop: Any = SimpleNamespace(
+        roster=SimpleNamespace(
+            hand_offs=SimpleNamespace(moving=[moved]),
+            instances={name: SimpleNamespace(in_flight=int(name == "a")) for name in "ab"},
+        ),
+        world=SimpleNamespace(now=lambda: 4.0),
+        system=SimpleNamespace(report=lambda: {"cuts": {}}),
+    )
+    done, heard = step("b", [(0.25, 0.5)], 7, 7), list[StepDone]()
+    with Recorder(tmp_path, lambda: DESCRIPTION, True, heard.append) as made:
+        made.add_event(done, loop)
+        made.add_event(TransferDone(moved, 0.0, 1.0, 8), loop)
+        made.add_event(InstanceLost("a", "failed"), loop)
+        assert made.add_request(request(50, None)) == [2.75, 3.5]
+        found = made.finish(
+            loop, 5, 1, 2, {"b": [0.25, 0.5]}, {"a": "failed"}, num_pages=9, compiles=0,
+            compile_s=0.0, late_compiles=0, loop_s=0.5, launching_s=0.25,
+        )  # fmt: skip
+    assert heard == [done]
+    assert (found.requests, found.failed, found.preemptions, found.wall_s) == (5, 1, 2, 4.0)
+    assert (found.steps, found.ttft_mean) == (1, pytest.approx(2.75 - 1.0000004))
+    run = read_run(tmp_path / "1")
+    assert run.run["overruns"] == {"b": {"steps": 2, "seconds": 0.75}}
+    assert (run.run["lost"], run.run["system_report"]) == ({"a": "failed"}, {"cuts": {}})
+    # The step of b, while the transfer was under way.
+    assert [transfer.hidden_s for transfer in run.transfers] == [0.25]
+    assert [each.token_times for each in run.requests] == [(2.75, 3.5)]
 
 
 def test_a_run_has_the_name_that_its_reader_gives(tmp_path: Path) -> None:

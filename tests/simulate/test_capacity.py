@@ -252,7 +252,7 @@ def test_requests_by_the_number_of_gpus(tmp_path: Path) -> None:
     config = prefills(tmp_path, devices=4)
     halves = {"groups": {"g": config.groups["g"].model_copy(update={"tensor_parallel_size": 2})}}
     assert num_gpus(config) == num_gpus(config.model_copy(update=halves)) == 4
-    assert requests_for(config, WORK, 75) == WORK[:300]
+    assert requests_for(config, WORK, 75) == requests_for(config, WORK[:300], 75) == WORK[:300]
     with pytest.raises(JaxinferError) as error:
         requests_for(config, WORK[:299], 75)
     assert str(error.value) == (

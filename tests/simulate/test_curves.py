@@ -64,6 +64,12 @@ def test_by_tokens(tmp_path: Path) -> None:
         assert found.seconds(decodes(rows, 99_999)) == pytest.approx(expected / 1e3)
 
 
+def test_a_spreadsheet_s_mark_is_passed_over(tmp_path: Path) -> None:
+    path = Path(splitwise(tmp_path / "x.csv"))
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    assert stage(str(path), decode="by_tokens").seconds(prompts(512)) == pytest.approx(0.1738)
+
+
 def test_a_mixed_step(tmp_path: Path) -> None:
     """1.1 times a prompt of all tokens, or what each phase takes alone; one alone as it is."""
     file = splitwise(tmp_path / "x.csv")
@@ -117,12 +123,20 @@ def test_points_are_met_whatever_lies_between() -> None:
 
 
 def test_a_batch_of_one_context_grows_as_the_nearest_of_several() -> None:
-    """Of batches 2 and 16, whose slopes per entry differ, 8 is nearer to 2, 10 to 16."""
+    """Of batches 2 and 16, whose slopes differ, 8 is nearer to 2, 10 to 16; 9 goes by the less."""
     points = {(2.0, 100.0): 1.0, (2.0, 200.0): 1.2, (16.0, 100.0): 2.0, (16.0, 200.0): 5.2}
-    points |= {(8.0, 100.0): 1.5, (10.0, 100.0): 1.7}
+    points |= {(8.0, 100.0): 1.5, (9.0, 100.0): 1.6, (10.0, 100.0): 1.7}
     curves = BatchCurves(points)
     assert curves(8, 8 * 150) == pytest.approx(1.5 + 400 * 0.2 / 200)
+    assert curves(9, 9 * 150) == pytest.approx(1.6 + 450 * 0.2 / 200)
     assert curves(10, 10 * 150) == pytest.approx(1.7 + 500 * 3.2 / 1600)
+
+
+def test_a_steep_rise_does_not_go_below_zero() -> None:
+    """0.2 s a row: six rows of 100 entries would take 0.2 s, one row -0.8 s."""
+    curves = BatchCurves({(10, 100): 1.0, (10, 200): 1.5, (20, 100): 3.0, (20, 200): 3.5})
+    assert curves(6, 600) == pytest.approx(0.2)
+    assert curves(1, 100) == 0
 
 
 def test_by_batch_and_context_from_a_file(tmp_path: Path) -> None:

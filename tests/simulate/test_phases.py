@@ -144,6 +144,10 @@ def test_what_is_not_shared() -> None:
             stages = [PhaseStage(costs, 1e-9, is_first) for costs in (plain, more)]
             steps = [stage.seconds(work) for stage in stages]
             assert steps[1] - steps[0] == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    # Each of the first stage's two counts without the other.
+    for extra, expected in (({"step_s": 2.0}, 2.0), ({"context_s": 0.5}, 150.0)):
+        first = PhaseStage(PhaseCosts.model_validate(PLAIN | {"extra": extra}), 1e-9)
+        assert first.seconds(decodes(4, 300)) - 0.2 == pytest.approx(expected, rel=1e-6)
 
 
 def run_file(simulate_section: dict[str, Any], stages: int = 1) -> RunFile:

@@ -15,8 +15,9 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.report.percentiles import Percentiles
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.simulate.alone import serve_alone
+from jaxinfer.simulate.alone import reference_latencies, serve_alone
 from jaxinfer.simulate.read_targets import read_targets
+from jaxinfer.simulate.run import serve
 from jaxinfer.simulate.targets import (
     LATENCIES,
     PercentileTargets,
@@ -175,8 +176,9 @@ def test_a_run_is_stopped_as_soon_as_its_share_is_out_of_reach(
         else:
             misses = max(sum(column) for column in zip(*missed[:number], strict=True))
         assert watch.hopeless == ((count - misses) / count < share)
-        assert watch.verdict().met != watch.hopeless
-    assert watch.verdict().good == sum(not (a or b) for a, b in missed)
+        found = watch.verdict()
+        assert found.met != watch.hopeless
+        assert found.good == sum(not (a or b) for a, b in missed[:number])
 
 
 def test_multiples_of_what_a_request_takes_alone() -> None:
@@ -253,6 +255,19 @@ def test_the_reference_serves_each_request_alone(slowdowns: Any) -> None:
     )
 
 
+def test_each_pair_of_lengths_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[tuple[int, int]] = []
+
+    def count(site: Any, cluster: Any, fits: Any, work: Any, *rest: Any) -> Any:
+        served.extend((item.prompt_len, item.max_tokens) for item in work)
+        return serve(site, cluster, fits, work, *rest)
+
+    monkeypatch.setattr("jaxinfer.simulate.alone.serve", count)
+    lengths = [(90, 2), (90, 1), (90, 2), (9, 2), (90, 2)]
+    reference_latencies(as_run_file(ONE_GPU), [BenchRequest(None, p, n, 0.0) for p, n in lengths])
+    assert served == [(90, 2), (90, 1), (9, 2)]
+
+
 def test_the_time_at_which_a_request_would_arrive_does_not_count() -> None:
     config = as_run_file(ONE_GPU)
     found: list[Sequence[float]] = []
@@ -264,12 +279,15 @@ def test_the_time_at_which_a_request_would_arrive_does_not_count() -> None:
 
 def test_a_scale_of_each_request(slowdowns: Any) -> None:
     work = [BenchRequest(None, 90, 11, 0.0)]
-    targets = read_targets(slowdowns(scale={"e2e": 5}), work, 0.99, "each")
+    path = Path(slowdowns(scale={"e2e": 5}))
+    targets = read_targets(str(path), work, 0.99, "each")
     assert isinstance(targets, RequestTargets)
     assert (targets.limits, targets.attainment, targets.criterion) == ({"e2e": 5}, 0.99, "each")
     # 5 times 21 ms.
     assert verdict(targets, ended(0, *[0.05] * 10, 0.105, prompt=90)).met
     assert not verdict(targets, ended(0, *[0.05] * 10, 0.1051, prompt=90)).met
+    # The other ending of a YAML file.
+    assert read_targets(str(path.rename(path.with_suffix(".yml"))), work, 0.99, "each") == targets
 
 
 def test_splitwise_s_targets_are_those_of_its_table_vi(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,6 +367,12 @@ def test_no_target_at_all() -> None:
         ({}, "give either percentiles or scale"),
         ({"scale": {"e2e": 5}, "percentiles": {"e2e": {50: 5}}}, "give either percentiles or"),
         ({"scale": {"delay": 5}}, "no metric 'delay': known: e2e, normalised, tbt, tpot, ttft"),
+        # The reference, which takes its time, comes last.
+        ({"scale": {"delay": 5}, "reference": "nowhere.yaml"}, "no metric 'delay': known"),
+        (
+            {"percentiles": {"delay": {50: 5}}, "reference": "nowhere.yaml"},
+            "no metric 'delay': known",
+        ),
         ({"percentiles": {"ttft": {"p50": 2}}}, "percentiles.ttft.p50: must be a percentile: 90"),
         ({"percentiles": {"ttft": {50: 0}}}, "ttft is 0, must be a number above 0"),
         ({"scale": {"e2e": "5"}}, "scale.e2e is '5', must be a number"),

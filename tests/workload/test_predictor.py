@@ -42,8 +42,8 @@ def as_list(request):
 
 number = 3
 odd = {name: lambda request, answer=answer: answer for name, answer in {
-    "text": "ab", "one": (1,), "floats": (1.0, 2.0), "falls": (3, 2), "negative": (-1, 2),
-    "flags": (False, True)}.items()}
+    "text": "ab", "one": (1,), "three": (1, 2, 3), "floats": (1.0, 2.0), "falls": (3, 2),
+    "negative": (-1, 2), "flags": (False, True)}.items()}
 for name, function in odd.items():
     globals()["odd_" + name] = function
 """
@@ -110,6 +110,7 @@ def test_a_users_own(own: str) -> None:
         ("breaks", "raises KeyError: 'not there'"),
         ("odd_text", "returns 'ab' for request 'r', must be output tokens, (at least, at most)"),
         ("odd_one", "returns (1,) for"),
+        ("odd_three", "returns (1, 2, 3) for"),
         ("odd_floats", "returns (1.0, 2.0) for"),
         ("odd_falls", "returns (3, 2) for"),
         ("odd_negative", "returns (-1, 2) for"),
