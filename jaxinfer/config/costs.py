@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from jaxinfer.config.step_costs import CurveCosts, LinearCosts, PhaseCosts
 from jaxinfer.config.validation import Named, OptionError, Options
@@ -82,6 +82,7 @@ class SimulateOptions(Options):
     phases: PhaseCosts | None = None
     curves: CurveCosts | None = None
     hardware: str | None = None
+    _where: str = PrivateAttr("")
     groups: Named[GroupCosts] = Field(default_factory=dict)
 
     def model_post_init(self, context: Any, /) -> None:
@@ -104,7 +105,16 @@ class SimulateOptions(Options):
         if _own_kind(own):
             # A group's own kind of costs takes the place of the others'.
             given |= {kind: getattr(own, kind) for kind in MEASURED}
-        return self.model_copy(update=given)
+        found = self.model_copy(update=given)
+        if measured_kind(own):
+            found._where = f"groups.{group}."
+        return found
+
+    @property
+    def where(self) -> str:
+        """What in the file the costs come from, with a colon; empty where that is all of it."""
+        kind = measured_kind(self)
+        return f"simulate.{self._where}{kind}: " if kind else ""
 
 
 def measured_kind(costs: GroupCosts | SimulateOptions) -> str | None:

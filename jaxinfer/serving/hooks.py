@@ -1,39 +1,62 @@
-"""What a system hears of requests, besides what it is asked."""
+"""What a system is asked and what it hears, its author's mistakes told in one line."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
 from jaxinfer.config.validation import shown
 from jaxinfer.errors import JaxinferError
-from jaxinfer.serving.answers import asking
+from jaxinfer.serving.answers import asking, listed, raising
 from jaxinfer.serving.loss import LostInstance
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import ClusterView, Leg, System
+from jaxinfer.serving.system import Action, Assignment, ClusterView, Leg, System
+from jaxinfer.serving.world import StepDone
 
 
 class Hooks:
     """Calls those hooks that a system defines; the others cost nothing.
 
-    Args:
-        view: makes what a hook sees.
-
     Attributes:
+        name: of the system.
         steps, leg_ends, finishes: whether the system has a hook for them.
     """
 
-    def __init__(self, system: System, view: Callable[[], ClusterView]) -> None:
+    def __init__(self, system: System) -> None:
         kind = type(system)
-        self._system, self._view = system, view
+        self._system, self.name = system, kind.__name__
         self.steps = kind.on_step is not System.on_step
         self.leg_ends = kind.on_leg_end is not System.on_leg_end
         self.finishes = kind.on_finish is not System.on_finish
 
-    def leg_ended(self, request: RequestState, leg: Leg) -> None:
-        """Tell of a leg that has ended."""
-        self._tell("on_leg_end", lambda: self._system.on_leg_end(request, leg, self._view()))
+    def route(self, unrouted: Collection[RequestState], view: ClusterView) -> list[Assignment]:
+        """Ask where requests are to go."""
+        with asking(self._system, "route"):
+            answer = self._system.route(unrouted, view)
+        return listed(self._system, "route", answer)
 
-    def finished(self, request: RequestState) -> None:
+    def step_ended(self, done: StepDone, view: ClusterView) -> Iterable[Action]:
+        """Ask what is to be done after a step."""
+        return self._actions("on_step", lambda: self._system.on_step(done, view))
+
+    def ticked(self, view: ClusterView) -> Iterable[Action]:
+        """Ask what is to be done at a tick."""
+        return self._actions("on_tick", lambda: self._system.on_tick(view))
+
+    def _actions(self, hook: str, ask: Callable[[], Iterable[Action]]) -> Iterable[Action]:
+        # Without a context manager: this happens at each step, and mostly it is nothing.
+        try:
+            answer = ask()
+        except (JaxinferError, LostInstance):
+            raise
+        except Exception as error:
+            raise raising(self._system, hook, error) from error
+        return () if answer == () else listed(self._system, hook, answer)
+
+    def leg_ended(self, request: RequestState, leg: Leg, view: ClusterView) -> None:
+        """Tell of a leg that has ended."""
+        self._tell("on_leg_end", lambda: self._system.on_leg_end(request, leg, view))
+
+    def finished(self, request: RequestState, view: ClusterView) -> None:
         """Tell of a request's end."""
-        self._tell("on_finish", lambda: self._system.on_finish(request, self._view()))
+        self._tell("on_finish", lambda: self._system.on_finish(request, view))
 
     def _tell(self, hook: str, call: Callable[[], object]) -> None:
         try:
@@ -43,6 +66,6 @@ class Hooks:
             return  # The system has looked for an instance that is no more.
         if answer is not None:
             raise JaxinferError(
-                f"{type(self._system).__name__}.{hook} returns {shown(answer)}, must return "
+                f"{self.name}.{hook} returns {shown(answer)}, must return "
                 "nothing: actions are for on_step and on_tick"
             )

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import FinishReason
+from jaxinfer.serving.hooks import Hooks
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.roster import Roster
-from jaxinfer.serving.system import System
+from jaxinfer.serving.system import Assignment, Leg, System
 from jaxinfer.serving.world import Arrival, Event, InstanceLost, StepDone, Tick, TransferDone, World
 
 Stop = tuple[FinishReason, int | str | None]
@@ -42,7 +43,9 @@ class ServingLoop:
     ) -> None:
         self.world = world
         self.system = system
-        self.roster = Roster(world, instances, system, on_finish)
+        self._hooks = hooks = Hooks(system)
+        self.roster = Roster(world, instances, hooks.name, self._leg_ended, self._finished)
+        self._on_finish = on_finish
         self._check_stop = check_stop
         self._on_event = on_event
         self._predict = predict
@@ -89,8 +92,20 @@ class ServingLoop:
     def _decide(self) -> None:
         self.roster.take_roles()  # Before routing, which may go by role.
         if self.roster.unrouted:
-            self.roster.route()
+            self.roster.route(self._ask_route)
         self._launch()
+
+    def _ask_route(self) -> Iterable[Assignment]:
+        return self._hooks.route(self.roster.unrouted.values(), self.roster.view())
+
+    def _leg_ended(self, request: RequestState, leg: Leg) -> None:
+        if self._hooks.leg_ends:
+            self._hooks.leg_ended(request, leg, self.roster.view())
+
+    def _finished(self, request: RequestState) -> None:
+        if self._hooks.finishes:
+            self._hooks.finished(request, self.roster.view())
+        self._on_finish(request)
 
     @property
     def _in_flight(self) -> int:
@@ -103,10 +118,8 @@ class ServingLoop:
             case StepDone():
                 self._commit_step(event)
                 self._on_event(event)
-                if self.roster.hooks.steps:
-                    self.roster.act(
-                        "on_step", lambda: self.system.on_step(event, self.roster.view())
-                    )
+                if self._hooks.steps:
+                    self.roster.act(lambda: self._hooks.step_ended(event, self.roster.view()))
             case TransferDone():
                 self._commit_transfer(event)
                 self._on_event(event)
@@ -115,7 +128,7 @@ class ServingLoop:
                     event.request.predicted = self._predict(event.request)
                 self.roster.add(event.request)
             case Tick():
-                self.roster.act("on_tick", lambda: self.system.on_tick(self.roster.view()))
+                self.roster.act(lambda: self._hooks.ticked(self.roster.view()))
             case InstanceLost():
                 self._steps_in_flight -= self.roster.instances[event.instance].in_flight
                 self.roster.lose(event)

@@ -6,8 +6,7 @@ from functools import partial
 from jaxinfer.config.validation import did_you_mean
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import FinishReason
-from jaxinfer.serving.answers import asking, check_legs, listed, raising
-from jaxinfer.serving.hooks import Hooks
+from jaxinfer.serving.answers import check_legs
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.loss import Alive, LostInstance, detach
 from jaxinfer.serving.request_state import RequestState
@@ -21,7 +20,6 @@ from jaxinfer.serving.system import (
     Reassign,
     Resume,
     SetRole,
-    System,
 )
 from jaxinfer.serving.transfer import HandOffs
 from jaxinfer.serving.world import InstanceLost, World
@@ -31,6 +29,8 @@ class Roster:
     """The instances and the requests that have come in, each with the legs it still has to go.
 
     Args:
+        system: its name.
+        on_leg_end: called with each request whose leg has ended, and that leg.
         on_finish: called once per request that has ended.
 
     Attributes:
@@ -46,7 +46,8 @@ class Roster:
         self,
         world: World,
         instances: Iterable[Instance],
-        system: System,
+        system: str,
+        on_leg_end: Callable[[RequestState, Leg], None],
         on_finish: Callable[[RequestState], None],
     ) -> None:
         self.instances: dict[str, Instance] = {i.name: i for i in instances}
@@ -56,10 +57,8 @@ class Roster:
         self.changed: dict[str, None] = {}
         self.sends_along = False
         self.hand_offs = HandOffs(world, self.instances)
-        self.hooks = Hooks(system, self.view)
         self._world = world
-        self._system, self._name = system, type(system).__name__
-        self._on_finish = on_finish
+        self._system, self._on_leg_end, self._on_finish = system, on_leg_end, on_finish
         self._draining: dict[str, None] = {}
         for instance in self.instances.values():
             instance.kv.on_free = partial(self._mark_changed, instance.name)
@@ -96,8 +95,7 @@ class Roster:
             self.changed[request.legs[0].instance] = None
         else:
             self.unrouted[request.id] = request
-        if self.hooks.leg_ends:
-            self.hooks.leg_ended(request, leg)
+        self._on_leg_end(request, leg)
 
     def finish(self, request: RequestState, reason: FinishReason, detail: int | str | None) -> None:
         """End the request: nobody holds anything of it any more."""
@@ -112,8 +110,6 @@ class Roster:
         request.legs.clear()
         self.unrouted.pop(request.id, None)
         del self.live[request.id]
-        if self.hooks.finishes:
-            self.hooks.finished(request)
         self._on_finish(request)
 
     def lose(self, event: InstanceLost) -> None:
@@ -137,15 +133,13 @@ class Roster:
             )
             self.finish(request, "lost", None)
 
-    def route(self) -> None:
+    def route(self, ask: Callable[[], Iterable[Assignment]]) -> None:
         """Ask the system where to go with what is unrouted, and send it there."""
         if not self.instances:
             self.fail_all(self.unrouted.values(), next(reversed(self.lost)))
             return
         try:
-            with asking(self._system, "route"):
-                answer = self._system.route(self.unrouted.values(), self.view())
-            assignments = listed(self._system, "route", answer)
+            assignments = ask()
         except LostInstance as error:
             self.fail_all(self.unrouted.values(), error.args[0])
             return
@@ -158,11 +152,15 @@ class Roster:
     def _assign(self, assignment: Assignment) -> None:
         request = self.unrouted.get(assignment.request)
         if request is None:
-            raise JaxinferError(f"{self._name} routes {assignment.request!r}, which does not wait")
-        check_legs(self._name, request.id, assignment.legs)
+            raise JaxinferError(
+                f"{self._system} routes {assignment.request!r}, which does not wait"
+            )
+        check_legs(self._system, request.id, assignment.legs)
         legs = self._legs_beyond(request.computed, assignment.legs)
         if not legs:
-            raise JaxinferError(f"{self._name} gives {request.id!r} no leg past {request.computed}")
+            raise JaxinferError(
+                f"{self._system} gives {request.id!r} no leg past {request.computed}"
+            )
         if refusal := self._refusal(request, legs):
             request.error = refusal
             self.finish(request, "error", None)
@@ -177,7 +175,7 @@ class Roster:
             raise LostInstance(name)
         if name not in self.instances:
             known = did_you_mean(name, self.instances)
-            raise JaxinferError(f"{self._name} names instance {name!r}: {known}")
+            raise JaxinferError(f"{self._system} names instance {name!r}: {known}")
         return self.instances[name]
 
     def _legs_beyond(self, reached: int, legs: Sequence[Leg]) -> list[Leg]:
@@ -198,23 +196,13 @@ class Roster:
         reasons = (self.instances[leg.instance].never_holds(request, leg) for leg in legs)
         return next((reason for reason in reasons if reason), None)
 
-    def act(self, hook: str, ask: Callable[[], Iterable[Action]]) -> None:
-        """Do what a hook of the system answers."""
+    def act(self, ask: Callable[[], Iterable[Action]]) -> None:
+        """Do what the system wants done."""
         try:
-            # Mostly there are none, and this is done at each step.
-            if self.instances and (answer := self._ask(hook, ask)) != ():
-                for action in listed(self._system, hook, answer):
-                    self._do(action)
+            for action in ask() if self.instances else ():
+                self._do(action)
         except LostInstance:
             pass  # The system had something in mind for an instance that is no more.
-
-    def _ask(self, hook: str, ask: Callable[[], Iterable[Action]]) -> Iterable[Action]:
-        try:
-            return ask()
-        except (JaxinferError, LostInstance):
-            raise
-        except Exception as error:
-            raise raising(self._system, hook, error) from error
 
     def _do(self, action: Action) -> None:
         if isinstance(action, SetRole):
@@ -232,7 +220,7 @@ class Roster:
             case Resume():
                 request.paused = False
             case Reassign():
-                check_legs(self._name, request.id, action.legs)
+                check_legs(self._system, request.id, action.legs)
                 self._reassign(request, action.legs)
             case MoveSlices() if self.runs(request) and not request.slice_move:
                 self.hand_offs.ask_slice_move(request, action)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jaxinfer.config.cluster import InstanceConfig, instance_options
-from jaxinfer.config.costs import SimulateOptions, measured_kind
+from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.layer_split import count_layers
 from jaxinfer.config.resolve import Resolved
 from jaxinfer.config.validation import OptionError, within
@@ -182,7 +182,7 @@ def _model_instance(
         _num_pages(instance, of_group.reserve_gb, part, group)
         for of_group, part, group in zip(costs, parts, groups, strict=True)
     ]
-    stages = [_stage(options, *each) for each in zip(groups, parts, costs, strict=True)]
+    stages = [_stage(part, cost) for part, cost in zip(parts, costs, strict=True)]
     hops = [site.path(*ends, "hidden states") for ends in pairwise(groups)]
     cost: CostModel = Pipeline(
         tuple(stages),
@@ -202,15 +202,11 @@ def _model_instance(
     )
 
 
-def _stage(
-    options: SimulateOptions, group: str, part: StagePart, costs: SimulateOptions
-) -> StageCost:
+def _stage(part: StagePart, costs: SimulateOptions) -> StageCost:
     try:
         return make_stage(part, costs)
     except JaxinferError as error:
-        own = group in options.groups and measured_kind(options.groups[group])
-        kind = f"groups.{group}.{own}" if own else measured_kind(costs)
-        raise JaxinferError(f"simulate.{kind}: {error}" if kind else str(error)) from None
+        raise JaxinferError(f"{costs.where}{error}") from None
 
 
 def stage_parts(site: Resolved, model: ModelShape, instance: InstanceConfig) -> list[StagePart]:

@@ -81,7 +81,7 @@ def _find(name: str) -> type[System]:
 def _check_attributes(system: System, instances: Collection[str]) -> None:
     """Raise JaxinferError for what the loop could not work with."""
     kind = type(system)
-    if kind.route is System.route:
+    if getattr(system.route, "__func__", None) is System.route:
         raise JaxinferError(f"{kind.__name__} has no method route(waiting, cluster)")
     interval = system.tick_interval
     if interval is not None and not (isinstance(interval, int | float) and interval > 0):

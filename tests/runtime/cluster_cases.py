@@ -179,6 +179,9 @@ def roomy(page_size: int) -> dict[str, int]:
 class AnyWay(System):
     """Stands in while a cluster is loaded: it asks for transfers between all instances."""
 
+    def route(self, waiting: Any, cluster: Any) -> Any:
+        return ()
+
 
 def load(model: Path, folder: Path, **sections: Any) -> LLM:
     """By way of a run file; ``set_system`` says how its instances are used."""

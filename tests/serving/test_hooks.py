@@ -211,6 +211,6 @@ def test_hooks_that_a_system_does_not_define_are_not_called(hook: str) -> None:
         pass
 
     setattr(One, hook, lambda *asked: None)
-    hooks = Hooks(One(), lambda: ClusterView({}))
+    hooks = Hooks(One())
     called = {"on_step": hooks.steps, "on_leg_end": hooks.leg_ends, "on_finish": hooks.finishes}
     assert called == {name: name == hook for name in called}

@@ -272,6 +272,9 @@ def test_no_file(tmp_path: Path) -> None:
 class Anywhere(System):
     """Serves no request here."""
 
+    def route(self, waiting: Any, cluster: Any) -> Any:
+        return ()
+
 
 RUN = {
     "model": "llama-3-8b",
