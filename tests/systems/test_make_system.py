@@ -59,6 +59,10 @@ class NotMade(MySystem):
     def __init__(self, options):
         self.first = {}["first"]
 
+class Leaves(MySystem):
+    def __init__(self, options):
+        raise SystemExit(3)
+
 class NotChecked(MySystem):
     def check(self, instances):
         return 1 / 0
@@ -214,6 +218,8 @@ def test_errors_of_a_users_own(own: str) -> None:
     assert made.startswith(f"system {own}:NotMade: making it raises KeyError: 'first' (")
     line = OWN[: OWN.index('{}["first"]')].count("\n") + 1
     assert made.endswith(f"own_system_of_a_user.py, line {line})")
+    left = error_of({"name": f"{own}:Leaves"})
+    assert left.startswith(f"system {own}:Leaves: making it raises SystemExit: 3 (")
     assert "raises ZeroDivisionError: division by" in error_of({"name": f"{own}:NotChecked"})
     assert "number is no jaxinfer.serving.system.System" in error_of({"name": f"{own}:number"})
     assert "has no attribute 'MySystm'" in error_of({"name": f"{own}:MySystm"})
