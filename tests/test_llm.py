@@ -515,6 +515,26 @@ def test_a_users_predictor_is_asked_as_requests_come_in(
     assert [request.predicted for request in made] == [(1, 6)]
 
 
+def test_each_run_has_a_predictor_of_its_own(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that counts begins anew, as it does in simulations."""
+    (tmp_path / "predictor_that_counts.py").write_text(
+        "class Counts:\n    asked = 0\n\n    def __call__(self, request):\n"
+        "        self.asked += 1\n        return 0, self.asked\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    workload = Workload(predictor="predictor_that_counts:Counts")
+    config = RunFile(
+        model=str(tiny_folder), engine=EngineOptions(**TINY_OPTIONS), workload=workload
+    )
+    llm = LLM.from_config(config, progress=False)
+    for _ in range(2):
+        made = [each for name in "ab" for each in llm.make_requests(name, [5, 6], GREEDY)]
+        llm.run(made, lambda output: None, progress=False)
+        assert [request.predicted for request in made] == [(0, 1), (0, 2)]
+
+
 @pytest.mark.parametrize(
     "option", [{"predictor": Buckets(granularity=9, accuracy=1)}, {"max_tokens": 5}]
 )
