@@ -137,6 +137,31 @@ def error_of(config: dict[str, Any], instances: Sequence[str] = PAIR) -> str:
 
 
 @pytest.mark.parametrize(
+    ("config", "instances", "message"),
+    [
+        (
+            {"name": "disaggregated", "prefill": "e", "decode": "d"},
+            ["e0", "e1", "d"],
+            "system.prefill is 'e', but there are e0 to e1: give a list, [e0, e1]",
+        ),
+        (
+            {"name": "disaggregated", "prefill": "d", "decode": ["d", "e"]},
+            ["d", *(f"e{number}" for number in range(12))],
+            "system.decode[1] is 'e', but there are e0 to e11: give a list, [e0, e1, ..., e11]",
+        ),
+        (
+            {"name": "cronus", "partial": "p", "chunked": "c"},
+            ["p0", "p1", "c"],
+            "system.partial is 'p', but there are p0 to p1: give the name of one",
+        ),
+        ({"name": "cronus", "partial": "p", "chunked": "c"}, ["p0", "c"], "did you mean 'p0'?"),
+    ],
+)
+def test_a_name_with_replicas(config: dict[str, Any], instances: list[str], message: str) -> None:
+    assert message in error_of(config, instances)
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         ({}, "system.name is missing, must be one of single, cronus, "),
