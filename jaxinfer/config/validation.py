@@ -32,7 +32,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def shown(value: object) -> str:
     """A value as part of a message: its start will do."""
-    text = repr(value)
+    text = repr(value).replace("\n", " ")
     return text if len(text) <= 60 else text[:57] + "..."
 
 
