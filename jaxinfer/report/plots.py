@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.report.figures import Runs, emulation, figures, median_round, number_text
+from jaxinfer.report.figures import Runs, emulation, figures, finished, median_round, number_text
 from jaxinfer.report.perfetto import step_kind, transfer_lanes
 from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.records import RunRecord
@@ -98,8 +98,9 @@ def timeline(
 def latency_cdfs(runs: Runs, path: str | Path) -> Figure:
     """Draw how TTFT and TBT are spread, of each system's round with the median requests/s."""
     chosen = {name: median_round(rounds) for name, rounds in runs.items()}
-    ttft = {n: [t for r in run.requests if (t := r.ttft) is not None] for n, run in chosen.items()}
-    tbt = {n: [gap for r in run.requests for gap in r.tbt] for n, run in chosen.items()}
+    done = {name: finished(run) for name, run in chosen.items()}
+    ttft = {n: [t for r in requests if (t := r.ttft) is not None] for n, requests in done.items()}
+    tbt = {n: [gap for r in requests for gap in r.tbt] for n, requests in done.items()}
     columns = _legend_columns(runs)
     figure = _figure(4.2 + 0.2 * math.ceil(len(runs) / columns), runs)
     left, right = figure.subplots(1, 2)

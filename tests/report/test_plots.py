@@ -217,3 +217,14 @@ def test_a_transfer_from_elsewhere_is_not_lost(small_run: RunRecord, tmp_path: P
     back = TransferRecord("r0", "b", "a", 1, 1, 1.0, 1.0, 2.0, 0.0)
     run = replace(small_run, transfers=(*small_run.transfers, back))
     assert lanes(timeline(run, tmp_path / "t.png"))[0] == "b \N{RIGHTWARDS ARROW} a"
+
+
+def test_what_failed_is_not_in_the_distributions(small_run: RunRecord, tmp_path: Path) -> None:
+    """Nor are the other continuations of its prompt."""
+    first, *rest = small_run.requests
+    failed = replace(first, error="lost", parent="p")
+    run = replace(small_run, requests=(failed, *rest[:2], replace(rest[2], parent="p")))
+    ttft, tbt = latency_cdfs({"x": [run]}, tmp_path / "l.png").axes
+    for axes, value in ((ttft, 1.0), (tbt, 0.5)):
+        (line,) = axes.lines
+        assert {x for x in np.asarray(line.get_xdata()) if np.isfinite(x)} == {value}
