@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -88,6 +89,23 @@ def test_all_policies_are_in_the_docs() -> None:
             assert f"`{name}`" in section, name
             for option in policy.Options.model_fields if isinstance(policy, type) else ():
                 assert f"`{option}`" in section, f"{name}.{option}"
+
+
+def test_prompts_of_lines_have_no_line_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = (ROOT / "docs" / "python.md").read_text().split("## Requests of one's own")[1]
+    code = section.split("```python\n")[1].split("```")[0]
+    encoded: list[str] = []
+    llm = SimpleNamespace(
+        tokenizer=SimpleNamespace(encode=encoded.append),
+        make_requests=lambda *asked: [asked],
+        run=lambda requests, on_output: list(requests),
+    )
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text("one\n two \nthree")
+    exec(code, {"llm": llm, "params": None})
+    assert encoded == ["one", " two ", "three"]
 
 
 def test_git_ignores_where_they_write() -> None:
