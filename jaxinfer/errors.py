@@ -3,6 +3,9 @@
 import os
 import traceback
 
+# What a user's code may fail with where it is called: sys.exit() there is a mistake as others are.
+FAILURES = (Exception, SystemExit)
+
 _HERE = os.path.dirname(__file__) + os.sep
 
 

@@ -65,7 +65,8 @@ class LLM:
         """All but the times of steps, which it says whether it needs."""
         site = resolve(config)
         config.workload.check_real()
-        predict = real_predictor(config.workload.predictor)
+        new_predictor = partial(real_predictor, config.workload.predictor)
+        new_predictor()  # What is none is refused before anything is loaded.
         self.config = config
         self.model = config.require_model()
         checkpoint = open_checkpoint(self.model, site.cluster.load_format)
@@ -82,7 +83,7 @@ class LLM:
         longest = min(engine.plan.max_model_len for engine in self.cluster.engines.values())
         self._maker = RequestMaker(self.tokenizer, self.vocab_size, longest, config.engine.seed)
         self._ids = map(str, count())
-        self._runs = Runs(site, self.cluster, self.tokenizer, config.watchdog_s, predict)
+        self._runs = Runs(site, self.cluster, self.tokenizer, config.watchdog_s, new_predictor)
         return Needs(self.cluster, self.model, site.needs_fits)
 
     @property

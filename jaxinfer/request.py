@@ -6,19 +6,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from jaxinfer.config.validation import OptionError, Options
+from jaxinfer.config.validation import OptionError, Options, shown
 
 FinishReason = Literal["stop", "length", "error", "lost"]
 
 
-def _as_list(value: object) -> object:
+def _as_texts(value: object) -> object:
     """Accept one stop string or none, as the OpenAI API and vLLM do."""
     if value is None:
         return ()
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list | tuple):
-        raise ValueError(f"{str(value)[:60]} must be a list")
+        raise ValueError(f"{shown(value)} must be a text or a list of texts")
+    return tuple(value)
+
+
+def _as_tokens(value: object) -> object:
+    """Accept none."""
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{shown(value)} must be a list of tokens")
     return tuple(value)
 
 
@@ -44,7 +53,7 @@ def _with_int_keys(value: object) -> object:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ValueError(f"{str(value)[:60]} must be a mapping from tokens to numbers")
+        raise ValueError(f"{shown(value)} must be a mapping from tokens to numbers")
     converted = {
         int(k) if isinstance(k, str) and re.fullmatch(r"-?[0-9]{1,12}", k) else _plain(k): v
         for k, v in value.items()
@@ -101,9 +110,9 @@ class SamplingParams(Options):
     min_tokens: int = Field(default=0, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=20)
     prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
-    stop: Annotated[tuple[str, ...], BeforeValidator(_as_list), AfterValidator(_not_empty)] = ()
+    stop: Annotated[tuple[str, ...], BeforeValidator(_as_texts), AfterValidator(_not_empty)] = ()
     stop_token_ids: Annotated[
-        tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_list)
+        tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_tokens)
     ] = ()
     ignore_eos: bool = False
 

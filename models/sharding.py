@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.errors import JaxinferError, raised
+from jaxinfer.errors import FAILURES, JaxinferError, raised
 from jaxinfer.models.config import ModelConfig
 
 HEADS_AXIS = "tp"
@@ -46,7 +46,7 @@ def load_rules(path: str | None) -> tuple[Rule, ...]:
         found = runpy.run_path(path).get("RULES")
     except OSError as error:
         raise JaxinferError(f"sharding {path}: {error.strerror}") from None
-    except (Exception, SystemExit) as error:
+    except FAILURES as error:
         raise JaxinferError(f"sharding {path}: {raised(error)}") from error
     rules = tuple(found) if isinstance(found, tuple | list) else (None,)
     if not all(isinstance(rule, Rule) for rule in rules):

@@ -1,6 +1,7 @@
 """The Python interface, on the tiny model."""
 
 import json
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from tiny_model import TINY_OPTIONS
 from jaxinfer import LLM, JaxinferError, SamplingParams
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import RunFile, Workload
+from jaxinfer.report.figures import figures
+from jaxinfer.report.latencies import Latencies
+from jaxinfer.report.records import read_run
 from jaxinfer.report.run_folder import PACKAGES
 from jaxinfer.request import Sampling
 from jaxinfer.runtime.engine import Cluster
@@ -190,6 +194,26 @@ def test_a_prompt_counts_once_however_many_continuations_fail(small: LLM) -> Non
     assert ["needs 25 pages" in (request.error or "") for request in made] == [True] * 3 + [
         False
     ] * 3
+
+
+def test_a_run_and_its_folder_count_alike(small: LLM, tmp_path: Path) -> None:
+    """Of prompts with three continuations, the second fails."""
+    params = SamplingParams(n=3, max_tokens=20, ignore_eos=True)
+    prompts = [("a", [1]), ("large", [1] * 174), *((name, [2]) for name in "bcdefgh")]
+    made = [each for name, tokens in prompts for each in small.make_requests(name, tokens, params)]
+    metrics = small.run(made, lambda output: None, progress=False, run_dir=tmp_path)
+    found = figures(read_run(tmp_path / "1"))
+    assert (metrics.requests, metrics.failed) == (9, 1)
+    assert found.failed == 1
+    assert found.requests_s * metrics.wall_s == pytest.approx(8)
+    assert found.output_tok_s == pytest.approx(metrics.output_tok_s)
+    # Prompts and tokens of one window, each prompt with 60.
+    assert metrics.steady_requests_s
+    assert metrics.steady_output_tok_s == pytest.approx(60 * metrics.steady_requests_s)
+    names = [field.name for field in fields(Latencies)]
+    for name in names:
+        # The folder's times are rounded to microseconds.
+        assert getattr(found, name) == pytest.approx(getattr(metrics, name), abs=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -513,6 +537,26 @@ def test_a_users_predictor_is_asked_as_requests_come_in(
     made = llm.make_requests("a", [5, 6, 7], GREEDY)
     llm.run(made, lambda output: None, progress=False)
     assert [request.predicted for request in made] == [(1, 6)]
+
+
+def test_each_run_has_a_predictor_of_its_own(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that counts begins anew, as it does in simulations."""
+    (tmp_path / "predictor_that_counts.py").write_text(
+        "class Counts:\n    asked = 0\n\n    def __call__(self, request):\n"
+        "        self.asked += 1\n        return 0, self.asked\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    workload = Workload(predictor="predictor_that_counts:Counts")
+    config = RunFile(
+        model=str(tiny_folder), engine=EngineOptions(**TINY_OPTIONS), workload=workload
+    )
+    llm = LLM.from_config(config, progress=False)
+    for _ in range(2):
+        made = [each for name in "ab" for each in llm.make_requests(name, [5, 6], GREEDY)]
+        llm.run(made, lambda output: None, progress=False)
+        assert [request.predicted for request in made] == [(0, 1), (0, 2)]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -63,20 +64,44 @@ def compare_and_write(
 
     configs = load_systems(files, systems, settings)
     work = load_run_file(files[0], settings).workload.requests()
+    existed = out.exists()
     new_folder(out)
-    if rounds:
-        runs = compare_systems(configs, work, out, rounds)
-    else:
-        try:
+    with _left_as_found(out, existed, is_kept=_has_finished_run if rounds else lambda _: False):
+        if rounds:
+            runs = compare_systems(configs, work, out, rounds)
+        else:
             runs = simulate_systems(configs, work, out)
-        except JaxinferError:
-            # Made above, and worth nothing: the command put right is to find it new again.
-            shutil.rmtree(out)
-            raise
-    Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(runs))
-    command = " ".join(["jaxinfer", *sys.argv[1:]])
-    written = write_comparison(runs, out, command, pictures)
+        Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(runs))
+        command = " ".join(["jaxinfer", *sys.argv[1:]])
+        written = write_comparison(runs, out, command, pictures)
     Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)
+
+
+@contextmanager
+def _left_as_found(out: Path, existed: bool, is_kept: Callable[[Path], bool]) -> Iterator[None]:
+    """After any failure: the command put right is to find an empty folder again, or none.
+
+    Args:
+        existed: whether there was a folder, which was empty.
+        is_kept: whether what is in it now is of value, so that all of it stays.
+    """
+    try:
+        yield
+    except BaseException:
+        if not is_kept(out):
+            # What has failed counts, and not what cannot be removed.
+            for path in list(out.iterdir()) if existed else [out]:
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+        raise
+
+
+def _has_finished_run(out: Path) -> bool:
+    """Whether there is a run that took a device's time, and can be read."""
+    files = out.glob("runs/*/*/run.json")
+    return any('"status": "finished"' in file.read_text(encoding="utf-8") for file in files)
 
 
 def new_file(path: str, force: bool) -> Path:

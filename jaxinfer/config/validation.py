@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic import model_validator as _model_validator
 
-from jaxinfer.errors import JaxinferError, one_line, raised
+from jaxinfer.errors import FAILURES, JaxinferError, one_line, raised
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -32,7 +32,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def shown(value: object) -> str:
     """A value as part of a message: its start will do."""
-    text = repr(value)
+    text = repr(value).replace("\n", " ")
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -68,7 +68,7 @@ def import_own(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise JaxinferError(f"{name!r}: {one_line(error)}") from error
-    except (Exception, SystemExit) as error:
+    except FAILURES as error:
         # Whatever else stands in a user's file.
         raise JaxinferError(f"{name!r}: importing {module} raises {raised(error)}") from error
 

@@ -28,7 +28,8 @@ _GIVEN = (
 class Figures(Latencies):
     """What a run comes to, or the median of several. A median's counts may be halves.
 
-    TTFT and TBT are those of all requests that have tokens, failed ones included.
+    As in ``RunMetrics``, a request is a prompt with all its continuations, and has failed if one of
+    them has; latencies are those of each continuation.
 
     Attributes:
         wall_s: seconds of the run.
@@ -43,7 +44,7 @@ class Figures(Latencies):
         visible_s: the other seconds of transfers.
         mean_cut: mean of cut / prompt length over finished requests, 0 to 1; None if none was cut.
         preemptions: of all requests.
-        failed: requests with an error.
+        failed: how many have.
     """
 
     wall_s: float
@@ -67,7 +68,7 @@ class Figures(Latencies):
 
 def figures(run: RunRecord) -> Figures:
     """The figures of one run."""
-    done = [request for request in run.requests if request.error is None]
+    done = finished(run)
     cuts = [request.cut / request.prompt_len for request in done]
     hidden_s = sum(t.hidden_s for t in run.transfers)
     transfer_s = sum(t.end - t.start for t in run.transfers)
@@ -82,8 +83,8 @@ def figures(run: RunRecord) -> Figures:
         visible_s=max(transfer_s - hidden_s, 0.0),
         mean_cut=statistics.fmean(cuts) if any(cuts) else None,
         preemptions=sum(request.preemptions for request in run.requests),
-        failed=len(run.requests) - len(done),
-        **_latencies(run.requests),
+        failed=_num_prompts(run.requests) - _num_prompts(done),
+        **_latencies(done),
         **{name: run.run.get("metrics", {}).get(name) for name in _GIVEN},
     )
 
@@ -91,10 +92,7 @@ def figures(run: RunRecord) -> Figures:
 def _latencies(requests: Iterable[RequestRecord]) -> dict[str, Any]:
     totals = LatencyTotals()
     for request in requests:
-        if request.error is not None:
-            totals.ttft.add([] if request.ttft is None else [request.ttft])
-            totals.tbt.add(request.tbt)
-        elif request.token_times:
+        if request.token_times:
             totals.add(request.arrival, request.first_scheduled, request.token_times)
     return totals.figures()
 
@@ -125,9 +123,19 @@ def number_text(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
+def finished(run: RunRecord) -> list[RequestRecord]:
+    """The continuations of prompts none of whose continuations has failed."""
+    failed = {request.prompt for request in run.requests if request.error is not None}
+    return [request for request in run.requests if request.prompt not in failed]
+
+
 def requests_per_s(run: RunRecord) -> float:
     """Finished requests per second of the run."""
-    return sum(request.error is None for request in run.requests) / run.wall_s
+    return _num_prompts(finished(run)) / run.wall_s
+
+
+def _num_prompts(requests: Iterable[RequestRecord]) -> int:
+    return len({request.prompt for request in requests})
 
 
 def median_index(rounds: Sequence[RunRecord]) -> int:

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 # Columns and what they hold. Of missing floats, NaN.
 REQUESTS = {
-    "id": "object", "arrival": "float64", "first_scheduled": "float64", "prompt_len": "int64",
-    "output_tokens": "int64", "cut": "int64", "cached_tokens": "int64", "preemptions": "int64",
-    "delay": "float64", "ttft": "float64", "tpot": "float64", "e2e": "float64",
-    "token_times": "object", "error": "object",
+    "id": "object", "parent": "object", "arrival": "float64", "first_scheduled": "float64",
+    "prompt_len": "int64", "output_tokens": "int64", "cut": "int64", "cached_tokens": "int64",
+    "preemptions": "int64", "delay": "float64", "ttft": "float64", "tpot": "float64",
+    "e2e": "float64", "token_times": "object", "error": "object",
 }  # fmt: skip
 STEPS = {
     "instance": "object", "start": "float64", "end": "float64", "rows": "int64",
@@ -35,13 +35,13 @@ class RunFrames:
     """One run. All times are in seconds since its start, all durations in seconds.
 
     Attributes:
-        requests: one row each, in the order of their ends. ``id``, ``arrival``,
-            ``first_scheduled`` (start of the first step), ``prompt_len``, ``output_tokens``;
-            ``cut``: tokens of the prompt whose KV the first instance handed on; ``cached_tokens``:
-            of the prompt, from the prefix cache; ``preemptions``; ``delay``: from arrival to the
-            first step; ``ttft``, ``tpot`` (mean time between tokens) and ``e2e`` as in
-            ``Latencies``; ``token_times``: a tuple; ``error``: None where there was none. Floats
-            are NaN where there is no value.
+        requests: one row per continuation, in the order of their ends. ``id``; ``parent``: the
+            prompt's, the same for all of its continuations; ``arrival``, ``first_scheduled``
+            (start of the first step), ``prompt_len``, ``output_tokens``; ``cut``: tokens of the
+            prompt whose KV the first instance handed on; ``cached_tokens``: of the prompt, from
+            the prefix cache; ``preemptions``; ``delay``: from arrival to the first step; ``ttft``,
+            ``tpot`` (mean time between tokens) and ``e2e`` as in ``Latencies``; ``token_times``: a
+            tuple; ``error``: None where there was none. Floats are NaN where there is no value.
         steps: one row each, in the order of their ends. ``instance``, ``start``, ``end``,
             ``rows`` (requests), ``prefill_tokens``, ``decode_tokens``, ``sampled`` (tokens), and
             at launch ``waiting`` and ``running`` (requests) and ``pages_in_use``; ``stages``:
@@ -96,6 +96,8 @@ def _request(line: Mapping[str, Any]) -> dict[str, Any]:
     count = len(times)
     return {
         **line,
+        # Older runs have none.
+        "parent": line.get("parent", line["id"]),
         "output_tokens": count,
         "delay": None if started is None else started - arrival,
         "ttft": times[0] - arrival if times else None,

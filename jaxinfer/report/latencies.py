@@ -12,6 +12,8 @@ from jaxinfer.report.percentiles import Percentiles
 class Latencies:
     """Means and percentiles in seconds, over requests that have not failed; None of nothing.
 
+    Each continuation of a prompt counts by itself, unless one of them has failed.
+
     Attributes:
         ttft_*: time to first token since arrival.
         tpot_*: a request's mean time between tokens, of those with two or more.

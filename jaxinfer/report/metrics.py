@@ -31,15 +31,15 @@ class InstanceTotals:
 
 @dataclass
 class RunTotals:
-    """Sums over the steps and the requests that have ended so far, in bounded memory.
+    """Sums over the steps and the prompts that have ended so far, in bounded memory.
 
     Attributes:
         prefill_tokens, decode_tokens: computed, recomputed ones included.
         pairs: of a computed token and a KV entry that it sees.
         instances: those that have had a step.
         pages_in_use: of all instances, each when its last step was launched; peak_pages: at most.
-        prompt_tokens, cached_tokens, output_tokens, latencies: of requests that have not failed;
-            see ``RunMetrics``.
+        prompt_tokens, cached_tokens, output_tokens, latencies: of prompts that have not failed; see
+            ``RunMetrics``.
     """
 
     steps: int = 0
@@ -80,17 +80,22 @@ class RunTotals:
             if self.pages_in_use > self.peak_pages:
                 self.peak_pages = self.pages_in_use
 
-    def add_request(self, request: RequestState, times: Sequence[float]) -> None:
-        """Count one request, whose tokens came at these times."""
-        if request.error is not None:
+    def add_prompt(self, ended: Sequence[tuple[RequestState, Sequence[float]]]) -> None:
+        """Count one prompt by its continuations: all of them, and when the tokens of each came."""
+        if any(request.error is not None for request, _ in ended):
             return
-        metrics, outputs = request.metrics, len(request.output_token_ids)
-        self.prompt_tokens += request.prompt_len
-        self.cached_tokens += metrics.num_cached_tokens or 0
+        outputs, end = 0, None
+        for request, times in ended:
+            metrics = request.metrics
+            self.prompt_tokens += request.prompt_len
+            self.cached_tokens += metrics.num_cached_tokens or 0
+            outputs += len(request.output_token_ids)
+            if times:
+                self.latencies.add(request.arrival, metrics.first_scheduled, times)
+                end = times[-1] if end is None else max(end, times[-1])
         self.output_tokens += outputs
-        if times:
-            self.latencies.add(request.arrival, metrics.first_scheduled, times)
-            self.course.add(times[-1], outputs)
+        if end is not None:
+            self.course.add(end, outputs)
 
 
 @dataclass(kw_only=True)
@@ -113,7 +118,11 @@ class InstanceUse:
 class RunMetrics(Latencies):
     """A run in figures. Times in seconds, without loading and compiling ahead.
 
+    A request is a prompt with all its ``n`` continuations. It has failed if one of them has, and
+    ends with the last of them. Latencies are those of each continuation.
+
     Attributes:
+        requests, failed: how many there were, and how many of them have failed.
         prompt_tokens: once for each of the ``n`` continuations of a prompt.
         cached_tokens: those of them whose KV the prefix cache had when their request started.
         prompt_tok_s, output_tok_s: tokens of finished requests per second of the whole run.
@@ -174,7 +183,7 @@ def run_metrics(
     """The figures of a run that has ended.
 
     Args:
-        requests, failed: prompts, and those of them that have failed.
+        requests, failed: see ``RunMetrics``.
         role_s: of each instance, role -> seconds in it.
         yardstick: what is known of model and GPUs.
         given: fields of ``RunMetrics`` that requests and steps do not tell.

@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.report.figures import Runs, emulation, figures, median_round, number_text
+from jaxinfer.report.figures import Runs, emulation, figures, finished, median_round, number_text
 from jaxinfer.report.perfetto import step_kind, transfer_lanes
 from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.records import RunRecord
@@ -98,8 +98,9 @@ def timeline(
 def latency_cdfs(runs: Runs, path: str | Path) -> Figure:
     """Draw how TTFT and TBT are spread, of each system's round with the median requests/s."""
     chosen = {name: median_round(rounds) for name, rounds in runs.items()}
-    ttft = {n: [t for r in run.requests if (t := r.ttft) is not None] for n, run in chosen.items()}
-    tbt = {n: [gap for r in run.requests for gap in r.tbt] for n, run in chosen.items()}
+    done = {name: finished(run) for name, run in chosen.items()}
+    ttft = {n: [t for r in requests if (t := r.ttft) is not None] for n, requests in done.items()}
+    tbt = {n: [gap for r in requests for gap in r.tbt] for n, requests in done.items()}
     columns = _legend_columns(runs)
     figure = _figure(4.2 + 0.2 * math.ceil(len(runs) / columns), runs)
     left, right = figure.subplots(1, 2)
@@ -112,11 +113,16 @@ def latency_cdfs(runs: Runs, path: str | Path) -> Figure:
 
 
 def throughput_bars(runs: Runs, path: str | Path) -> Figure:
-    """Draw each system's requests/s: a bar up to the median, a dot for each round."""
+    """Draw each system's requests/s: a bar up to the median, a dot for each round.
+
+    The median's number stands in a column of its own: beside a dot, it would read as the dot's.
+    """
     names = [fill(name, 30) for name in runs]
     lines = max(name.count("\n") + 1 for name in names)
     figure = _figure(1.3 + max(0.5, 0.2 * lines) * len(runs), runs)
     axes = figure.subplots()
+    # Across, a share of the axes; down, their rows.
+    beside = axes.get_yaxis_transform()
     most = 0.0
     for row, rounds in enumerate(runs.values()):
         rates = [figures(run).requests_s for run in rounds]
@@ -124,12 +130,11 @@ def throughput_bars(runs: Runs, path: str | Path) -> Figure:
         axes.barh(row, middle, 0.66, color=COLOURS[row % len(COLOURS)])
         places = [row + 0.36 * ((i + 0.5) / len(rates) - 0.5) for i in range(len(rates))]
         axes.plot(rates, places, **DOT, clip_on=False)
-        axes.annotate(
-            number_text(middle), (max(rates), row), (9, 0), textcoords="offset points", va="center"
-        )
+        axes.text(1.02, row, number_text(middle), transform=beside, va="center")
+    axes.text(1.02, -0.5, "median", transform=beside, va="bottom")
     axes.set_yticks(range(len(runs)), names)
     axes.set_ylim(len(runs) - 0.5, -0.5)
-    axes.set_xlim(0, 1.08 * most or 1.0)
+    axes.set_xlim(0, 1.04 * most or 1.0)
     axes.set_xlabel("throughput (finished requests/s)")
     axes.grid(axis="x", color="0.85", linewidth=0.6)
     _bare(axes)

@@ -42,12 +42,15 @@ class Recorder:
         if self._folder:
             self._opened.enter_context(self._folder)
 
-    def add_request(self, request: RequestState) -> Sequence[float]:
-        """Note a request that has ended; returns when its tokens were there."""
-        times = request.metrics.delivered(self._counts_transfer)
-        self.totals.add_request(request, times)
+    def add_request(self, request: RequestState, parent: str) -> None:
+        """Note a request that has ended: the only continuation, or one, of a prompt of this id."""
         if self._folder:
-            self._folder.add_request(request, self._counts_transfer)
+            self._folder.add_request(request, parent, self._counts_transfer)
+
+    def add_prompt(self, continuations: Sequence[RequestState]) -> Sequence[Sequence[float]]:
+        """Count a prompt, all of whose continuations have ended; returns when their tokens came."""
+        times = [each.metrics.delivered(self._counts_transfer) for each in continuations]
+        self.totals.add_prompt(list(zip(continuations, times, strict=True)))
         return times
 
     def add_event(self, event: Event, loop: ServingLoop) -> None:
@@ -78,7 +81,7 @@ class Recorder:
         """The figures of a run that has ended; its files are complete.
 
         Args:
-            requests, failed: prompts, and those of them that have failed.
+            requests, failed: see ``RunMetrics``.
             overruns: instance -> seconds by which its emulated steps were late.
             lost: instances that have failed, and why.
             given: see ``run_metrics``.

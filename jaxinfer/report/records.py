@@ -43,9 +43,10 @@ class TransferRecord:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One request. Times are in seconds.
+    """One continuation of a prompt. Times are in seconds.
 
     Attributes:
+        parent: id of the prompt; empty where the file has none, or the prompt no other.
         token_times: when each output token was there. Where the run counts transfers into TTFT,
             the first is there once the KV has arrived.
         cut: tokens of the prompt whose KV the first instance computed and handed on; 0 if none.
@@ -60,6 +61,12 @@ class RequestRecord:
     preemptions: int
     error: str | None
     first_scheduled: float | None = None
+    parent: str = ""
+
+    @property
+    def prompt(self) -> str:
+        """What all continuations of one prompt have in common."""
+        return self.parent or self.id
 
     @property
     def ttft(self) -> float | None:
@@ -173,7 +180,7 @@ def _as_record(lines: RunLines, name: str | None) -> RunRecord:
         requests=tuple(
             RequestRecord(
                 r["id"], r["arrival"], r["prompt_len"], tuple(r["token_times"]), r["cut"],
-                r["preemptions"], r["error"], r.get("first_scheduled"),
+                r["preemptions"], r["error"], r.get("first_scheduled"), r.get("parent", ""),
             )
             for r in lines.requests
         ),

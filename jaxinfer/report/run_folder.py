@@ -1,5 +1,5 @@
 """A run's files: ``run.json`` with what was run and how it went, ``steps.jsonl`` with each step and
-transfer, ``requests.jsonl`` with each request.
+transfer, ``requests.jsonl`` with each continuation of a prompt.
 """
 
 import json
@@ -88,11 +88,16 @@ class RunFolder:
         """No step of this instance ends any more."""
         self._write_transfers(self._hidden.lose(name))
 
-    def add_request(self, request: RequestState, ttft_counts_transfer: bool) -> None:
-        """Write a line of ``requests.jsonl``."""
+    def add_request(self, request: RequestState, parent: str, ttft_counts_transfer: bool) -> None:
+        """Write a line of ``requests.jsonl``.
+
+        Args:
+            parent: id of the prompt that it continues.
+        """
         metrics, first = request.metrics, request.metrics.first_scheduled
         line = {
             "id": request.id,
+            "parent": parent,
             "arrival": round(metrics.arrival, 6),
             "first_scheduled": None if first is None else round(first, 6),
             "prompt_len": request.prompt_len,

@@ -9,6 +9,7 @@ from jaxinfer.report.recorder import Recorder
 from jaxinfer.request import RequestOutput
 from jaxinfer.runtime.engine import Cluster
 from jaxinfer.runtime.intake import Intake
+from jaxinfer.runtime.sampling_inputs import sampling_of
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.runtime.yardstick import real_yardstick
 from jaxinfer.serving.kv_shards import KVShards
@@ -96,8 +97,9 @@ class Run:
 
     def _on_finish(self, request: RequestState) -> None:
         self._world.add(self._groups.released_by(request))
-        self._recorder.add_request(request)
+        self._recorder.add_request(request, sampling_of(request).parent)
         if siblings := self._groups.done_with(request):
+            self._recorder.add_prompt(siblings)
             self._num_failed += any(sibling.error for sibling in siblings)
             self._on_output(self._intake.answers.output(siblings))
             self._bar.request_done()

@@ -31,7 +31,9 @@ class Runs:
     """One run at a time: the next one has the same devices and KV.
 
     Args:
-        watchdog_s: see ``RealWorld``; ``predict``: see ``ServingLoop``.
+        watchdog_s: see ``RealWorld``.
+        new_predictor: makes each run's ``predict``, see ``ServingLoop``: as a system, it may keep
+            something of the requests, and no run is to know of those before.
 
     Attributes:
         fits: by instance, what the system may predict with.
@@ -45,13 +47,13 @@ class Runs:
         cluster: Cluster,
         tokenizer: Tokenizer,
         watchdog_s: float | None,
-        predict: Predict | None = None,
+        new_predictor: Callable[[], Predict | None] = lambda: None,
     ) -> None:
         self.site = site
         self.fits: Mapping[str, StepFit] = {}
         self.kv: Mapping[str, KVShards] = {}
         self._cluster, self._tokenizer = cluster, tokenizer
-        self._watchdog_s, self._predict = watchdog_s, predict
+        self._watchdog_s, self._new_predictor = watchdog_s, new_predictor
         self._lost: dict[str, str] = {}
         self._lock = threading.Lock()
         self._thread: int | None = None
@@ -113,6 +115,7 @@ class Runs:
         """The same with a stop after each round of the loop, at which it may be closed."""
         for name, reason in self._lost.items():
             raise JaxinferError(f"instance {name} was lost, load the model again: {reason}")
+        predict = self._new_predictor()
         intake = Intake(requests, self._cluster, self._tokenizer)
         with LoadProgress(progress) as loading:
             first = intake.read(loading.update)
@@ -126,7 +129,7 @@ class Runs:
             self.kv = {}
             run = Run(
                 self._cluster, self.site, kv, self.fits, self._watchdog_s,
-                intake, first, recorder, bar, on_output, self._predict,
+                intake, first, recorder, bar, on_output, predict,
             )  # fmt: skip
             del first  # Those that end are to be forgotten.
             yield from run.rounds()

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from numbers import Integral
 from typing import Any, get_args
 
-from jaxinfer.errors import JaxinferError, raised
+from jaxinfer.errors import FAILURES, JaxinferError, raised
 from jaxinfer.serving.loss import LostInstance
 from jaxinfer.serving.system import Action, Assignment, HandOffRule, Leg, System
 
@@ -24,11 +24,11 @@ def asking(system: System, hook: str) -> Iterator[None]:
         yield
     except (JaxinferError, LostInstance):
         raise
-    except Exception as error:
+    except FAILURES as error:
         raise raising(system, hook, error) from error
 
 
-def raising(system: System, hook: str, error: Exception) -> JaxinferError:
+def raising(system: System, hook: str, error: BaseException) -> JaxinferError:
     """What a system's hook raises, as one line that names it."""
     return JaxinferError(f"{type(system).__name__}.{hook} raises {raised(error)}")
 

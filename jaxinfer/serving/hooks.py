@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable
 
 from jaxinfer.config.validation import shown
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import FAILURES, JaxinferError
 from jaxinfer.serving.answers import asking, listed, raising
 from jaxinfer.serving.loss import LostInstance
 from jaxinfer.serving.request_state import RequestState
@@ -46,7 +46,7 @@ class Hooks:
             answer = ask()
         except (JaxinferError, LostInstance):
             raise
-        except Exception as error:
+        except FAILURES as error:
             raise raising(self._system, hook, error) from error
         return () if answer == () else listed(self._system, hook, answer)
 

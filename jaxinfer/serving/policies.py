@@ -12,7 +12,7 @@ from jaxinfer.config.validation import (
     shown,
     within,
 )
-from jaxinfer.errors import JaxinferError, raised
+from jaxinfer.errors import FAILURES, JaxinferError, raised
 from jaxinfer.serving import admission, batching
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.forming import Forming
@@ -139,7 +139,7 @@ def _with_options(kind: str, policy: Any, options: Mapping[str, Any]) -> Callabl
         made = policy(wanted.model_validate(options)) if wanted else policy()
     except JaxinferError as error:
         raise within(kind, error) from None
-    except Exception as error:
+    except FAILURES as error:
         raise OptionError(f"{kind}: making a {name} raises {raised(error)}") from error
     if not callable(made):
         raise OptionError(f"{kind}: a {name} cannot be called, must be as a function is")
@@ -159,7 +159,7 @@ class _Own:
             answer = self.policy(*asked)
         except JaxinferError:
             raise
-        except Exception as error:
+        except FAILURES as error:
             raise JaxinferError(
                 f"policies.{self.kind}: {self.name} raises {raised(error)}"
             ) from error

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from jaxinfer.config.run_file import load_run_file
-from jaxinfer.config.validation import Named, Options, read_yaml
+from jaxinfer.config.validation import Named, OptionError, Options, read_yaml, within
 from jaxinfer.errors import JaxinferError
 from jaxinfer.simulate.alone import reference_latencies
 from jaxinfer.simulate.targets import (
@@ -107,15 +107,18 @@ def _read_file(
     # Checked before the reference takes its time.
     nobody = Reference({})
     targets: RequestTargets | PercentileTargets
-    if options.scale:
-        targets = _request_targets(options.scale, attainment, criterion, nobody)
-    else:
-        limits = [
-            (metric, _percent(metric, percent), multiple)
-            for metric, multiples in options.percentiles.items()
-            for percent, multiple in multiples.items()
-        ]
-        targets = _percentile_targets(limits, attainment, criterion, nobody)
+    try:
+        if options.scale:
+            targets = _request_targets(options.scale, attainment, criterion, nobody)
+        else:
+            limits = [
+                (metric, _percent(metric, percent), multiple)
+                for metric, multiples in options.percentiles.items()
+                for percent, multiple in multiples.items()
+            ]
+            targets = _percentile_targets(limits, attainment, criterion, nobody)
+    except OptionError as error:
+        raise within("scale" if options.scale else "percentiles", error) from None
     config = load_run_file(options.reference)
     return replace(targets, reference=reference_latencies(config, work))
 
@@ -124,7 +127,7 @@ def _percent(metric: str, percent: str) -> float:
     try:
         return float(percent)
     except ValueError:
-        raise JaxinferError(f"percentiles.{metric}.{percent}: must be a percentile: 90") from None
+        raise OptionError(f"{metric}.{percent}: must be a percentile: 90") from None
 
 
 def _request_targets(

@@ -85,7 +85,9 @@ def serve(
     def on_finish(request: RequestState) -> None:
         if request.error:
             raise JaxinferError(request.error)
-        on_request(request, recorder.add_request(request))
+        recorder.add_request(request, request.id)
+        (times,) = recorder.add_prompt([request])
+        on_request(request, times)
 
     def on_event(event: Event) -> None:
         recorder.add_event(event, loop)

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from jaxinfer.config.validation import did_you_mean
+from jaxinfer.config.validation import OptionError, did_you_mean
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.percentiles import Percentiles
 from jaxinfer.serving.request_state import RequestState
@@ -109,13 +109,14 @@ def _latency(metric: str, reference: Reference | None) -> Latency:
     return reference.slowdowns(metric) if reference else LATENCIES[metric]
 
 
-def _check(metric: str, limit: float, reference: Reference | None) -> None:
+def _check(metric: str, name: str, limit: float, reference: Reference | None) -> None:
+    """Raise OptionError for a limit that cannot be; ``name`` is what its user calls it."""
     # Alone, nobody waits: a delay has no multiples.
     known = [name for name in LATENCIES if name != "delay" or reference is None]
     if metric not in known:
-        raise JaxinferError(f"no metric {metric!r}: {did_you_mean(metric, known)}")
+        raise OptionError(f"{metric}: no such metric, {did_you_mean(metric, known)}")
     if not 0 < limit < math.inf:
-        raise JaxinferError(f"{metric} is {limit:g}, must be a number above 0")
+        raise OptionError(f"{name} is {limit:g}, must be a number above 0")
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class RequestTargets:
         if not self.limits:
             raise JaxinferError(f"no target: give one or more of {', '.join(LATENCIES)}")
         for metric, limit in self.limits.items():
-            _check(metric, limit, self.reference)
+            _check(metric, metric, limit, self.reference)
         if not 0 < self.attainment <= 1:
             raise JaxinferError(f"attainment is {self.attainment:g}, must be above 0 and at most 1")
 
@@ -219,9 +220,11 @@ class PercentileTargets:
         if not self.limits:
             raise JaxinferError("no target: give a percentile's, as ttft:p90=1.5")
         for metric, percent, limit in self.limits:
-            _check(metric, limit, self.reference)
+            # In a file of slowdowns, percentiles are the keys of a mapping.
+            name = f"{metric}.{percent:g}" if self.reference else f"{metric}:p{percent:g}"
+            _check(metric, name, limit, self.reference)
             if not 0 < percent <= 100:
-                raise JaxinferError(
+                raise OptionError(
                     f"{metric}: percentile {percent:g}, must be above 0 and at most 100"
                 )
 

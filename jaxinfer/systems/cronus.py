@@ -95,7 +95,7 @@ class Cronus(System):
     def check(self, instances: Collection[str]) -> None:
         """Two instances, by the names in the options."""
         options = self.options
-        check_roles({"partial": (options.partial,), "chunked": (options.chunked,)}, instances)
+        check_roles({"partial": options.partial, "chunked": options.chunked}, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
         """From the PPI to the CPI."""

@@ -11,7 +11,7 @@ from jaxinfer.config.validation import (
     shown,
     within,
 )
-from jaxinfer.errors import JaxinferError, raised
+from jaxinfer.errors import FAILURES, JaxinferError, raised
 from jaxinfer.serving.system import System
 
 SYSTEMS = {
@@ -50,7 +50,7 @@ def make_system(config: Mapping[str, Any], instances: Collection[str]) -> System
         raise within("system", error) from None
     except JaxinferError as error:
         raise JaxinferError(f"system {name}: {error}") from None
-    except Exception as error:
+    except FAILURES as error:
         if name in SYSTEMS:
             raise
         raise JaxinferError(f"system {name}: making it raises {raised(error)}") from error

@@ -21,25 +21,42 @@ def _as_tuple(value: object) -> object:
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
 
 
-def check_roles(roles: Mapping[str, Sequence[str]], instances: Collection[str]) -> None:
+def check_roles(roles: Mapping[str, str | Sequence[str]], instances: Collection[str]) -> None:
     """Raise JaxinferError if an instance is not there, or named twice.
 
     Args:
-        roles: names of instances by the option that has them.
+        roles: names of instances by the option that has them; a text for one that takes one name.
     """
     seen: dict[str, str] = {}
-    for role, names in roles.items():
+    listed = {role: [names] if isinstance(names, str) else names for role, names in roles.items()}
+    for role, names in listed.items():
         for number, name in enumerate(names):
             option = role if len(names) == 1 else f"{role}[{number}]"
             if name not in instances:
-                raise OptionError(f"{option} is {name!r}: {did_you_mean(name, instances)}")
-    for role, names in roles.items():
+                hint = _of_replicas(name, instances, listed[role] is not roles[role])
+                raise OptionError(
+                    f"{option} is {name!r}{hint or f': {did_you_mean(name, instances)}'}"
+                )
+    for role, names in listed.items():
         for name in names:
             if seen.get(name) == role:
                 raise JaxinferError(f"{role} has {name!r} twice")
             if name in seen:
                 raise JaxinferError(f"{seen[name]} and {role} are both {name!r}")
             seen[name] = role
+
+
+def _of_replicas(name: str, instances: Collection[str], only_one: bool) -> str | None:
+    """What to write for a name whose replicas are instances, and not itself; None if neither is."""
+    replicas = [
+        each for number in range(len(instances)) if (each := f"{name}{number}") in instances
+    ]
+    if len(replicas) < 2:
+        return None
+    if only_one:
+        return f", but there are {replicas[0]} to {replicas[-1]}: give the name of one"
+    names = replicas if len(replicas) < 5 else [*replicas[:2], "...", replicas[-1]]
+    return f", but there are {replicas[0]} to {replicas[-1]}: give a list, [{', '.join(names)}]"
 
 
 def alive(names: Iterable[str], cluster: ClusterView) -> list[str]:

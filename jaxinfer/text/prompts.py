@@ -97,9 +97,7 @@ def text_or_token_ids(prompt: object) -> str | list[int]:
             return prompt
         case {"prompt_token_ids": given, **rest} if not rest:
             return token_ids(given)
-    raise JaxinferError(
-        f"{str(prompt)[:60]!r} must be a text or {{'prompt_token_ids': [integers]}}"
-    )
+    raise JaxinferError(f"{shorten(prompt)} must be a text or {{'prompt_token_ids': [integers]}}")
 
 
 def token_ids(given: object) -> list[int]:

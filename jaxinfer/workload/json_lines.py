@@ -12,7 +12,7 @@ from jaxinfer.errors import JaxinferError
 
 def shorten(value: object, limit: int = 60) -> str:
     """``value``'s ``repr``, its middle left out where it is longer than ``limit`` characters."""
-    text = repr(value)
+    text = repr(value).replace("\n", " ")  # Arrays have several lines.
     if len(text) <= limit:
         return text
     half = (limit - 3) // 2

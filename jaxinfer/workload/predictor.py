@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from jaxinfer.config.validation import OptionError, Options, import_own, shown
-from jaxinfer.errors import JaxinferError, raised
+from jaxinfer.errors import FAILURES, JaxinferError, raised
 from jaxinfer.serving.system import RequestView
 
 # Output tokens, at least and at most; None where nothing is predicted.
@@ -76,17 +76,17 @@ class OwnPredictor:
     def _new(self, kind: type[Any]) -> Any:
         try:
             return kind()
-        except Exception as error:
+        except FAILURES as error:
             raise JaxinferError(self._raises(error)) from error
 
-    def _raises(self, error: Exception) -> str:
+    def _raises(self, error: BaseException) -> str:
         return f"{self._name} raises {raised(error)}"
 
     def __call__(self, request: RequestView) -> tuple[int, int] | None:
         """The prediction, checked."""
         try:
             answer = self._predict(request)
-        except Exception as error:
+        except FAILURES as error:
             raise JaxinferError(f"workload.predictor: {self._raises(error)}") from error
         if answer is None:
             return None

@@ -1,5 +1,6 @@
 """Several systems on one workload: what is read, in which order they run, what is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from jaxinfer import LLM, JaxinferError, compare, measure
 from jaxinfer.commands.common import compare_and_write, refuse, workload_settings
 from jaxinfer.compare import compare_systems, load_systems, simulate_systems
 from jaxinfer.config.run_file import RunFile, load_run_file
+from jaxinfer.report import comparison
 from jaxinfer.runtime import devices
 
 CONFIGS = {"first": RunFile(model="m"), "second": RunFile(model="m")}
@@ -132,16 +134,43 @@ def test_what_is_compared_and_where_it_goes(
     assert out.is_dir()
 
 
-def test_a_simulation_that_fails_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that the command put right finds it new."""
+FAILURES = [JaxinferError("no such GPU"), ZeroDivisionError(), KeyboardInterrupt()]
 
-    def fail(*_: Any) -> None:
-        raise JaxinferError("no such GPU")
+
+@pytest.mark.parametrize("existed", [False, True])
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("rounds", [0, 2])
+@pytest.mark.parametrize("at", ["runs", "pictures"])
+def test_what_fails_leaves_the_folder_as_it_was(
+    at: str, rounds: int, failure: BaseException, existed: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """So that the command put right finds it new; but a real run that has finished stays."""
+    out = tmp_path / "out"
+    if existed:
+        out.mkdir()
+
+    def run(configs: Any, work: Any, folder: Path, *_: Any) -> dict[str, Any]:
+        path = folder / "runs" / "a" / "1"
+        path.mkdir(parents=True)
+        status = "running" if at == "runs" else "finished"
+        (path / "run.json").write_text(json.dumps({"status": status}, indent=2))
+        if at == "runs":
+            raise failure
+        return {}
+
+    def write(runs: Any, folder: Path, *_: Any) -> None:
+        (folder / "throughput.png").write_bytes(b"half")
+        raise failure
 
     (tmp_path / "a.yaml").write_text("workload: {synthetic: azure_code}\n")
-    monkeypatch.setattr(compare, "simulate_systems", fail)
-    with pytest.raises(JaxinferError, match="no such GPU"):
-        compare_and_write([str(tmp_path / "a.yaml")], [], tmp_path / "out", 0, [], "png")
-    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(compare, "compare_systems" if rounds else "simulate_systems", run)
+    monkeypatch.setattr(comparison, "comparison_table", lambda runs: "")
+    monkeypatch.setattr(comparison, "write_comparison", write)
+    with pytest.raises(type(failure)):
+        compare_and_write([str(tmp_path / "a.yaml")], [], out, rounds, [], "png")
+    if at == "pictures" and rounds:
+        assert (out / "runs" / "a" / "1" / "run.json").is_file()
+    else:
+        assert out.exists() == existed
+        assert not existed or not list(out.iterdir())

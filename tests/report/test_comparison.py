@@ -55,11 +55,24 @@ def test_all_latencies_by_hand(small_run: RunRecord) -> None:
     assert (f.delay_mean, f.delay_p99) == (0.25, 0.25)
     assert (f.ttft_mean, f.ttft_p90) == pytest.approx((7 / 3, 4.2))
     assert f.tbt_mean == pytest.approx(3.5 / 3)
-    # What failed has no end, but a first token and times between tokens.
+    # What failed counts nowhere, whatever tokens it had.
     failed = replace(first, error="lost", token_times=(9.0, 12.0))
     f = figures(replace(small_run, requests=(failed, rest[0])))
-    assert (f.e2e_mean, f.tpot_mean) == pytest.approx((1.5, 0.5))
-    assert (f.ttft_mean, f.tbt_mean) == pytest.approx((5, 1.75))
+    assert (f.e2e_mean, f.tpot_mean, f.ttft_mean, f.tbt_mean) == pytest.approx((1.5, 0.5, 1, 0.5))
+
+
+def test_a_prompt_counts_once_with_all_its_continuations(small_run: RunRecord) -> None:
+    """Of two prompts with two continuations each, one fails, though a half of it has ended."""
+    first, second, error, last = small_run.requests
+    requests = (
+        replace(first, parent="p"), replace(second, parent="q"),
+        replace(error, parent="q"), replace(last, parent="p"),
+    )  # fmt: skip
+    run = replace(small_run, requests=requests)
+    f = figures(run)
+    assert (f.requests_s, f.failed, f.output_tok_s) == pytest.approx((0.1, 1, 0.4))
+    assert (f.ttft_mean, f.e2e_mean, f.mean_cut) == pytest.approx((3, 4.5, (0.5 + 0.25) / 2))
+    assert printed({"x": [run]})[-1].strip() == "x: 1 failed requests"
 
 
 def test_what_the_run_itself_knows(small_run: RunRecord, tmp_path: Path) -> None:
@@ -102,10 +115,10 @@ def test_what_there_is_nothing_of_is_none(small_run: RunRecord) -> None:
     assert (f.num_bytes, f.hidden_s, f.visible_s) == (0, 0, 0)
     f = figures(replace(small_run, requests=small_run.requests[2:3]))
     assert (f.requests_s, f.ttft_p50, f.mean_cut, f.failed) == (0, None, None, 1)
-    # A failed request's cut does not count; its tokens count for latencies, and its preemptions.
+    # Of a failed request nothing counts but its preemptions.
     failed = replace(small_run.requests[0], error="lost")
     f = figures(replace(small_run, requests=(failed,)))
-    assert (f.mean_cut, f.output_tok_s, f.ttft_p50, f.preemptions) == (None, 0, 1.0, 1)
+    assert (f.mean_cut, f.output_tok_s, f.ttft_p50, f.preemptions) == (None, 0, None, 1)
 
 
 def test_medians_are_per_figure(small_run: RunRecord) -> None:

@@ -27,8 +27,8 @@ MOVE = {
     "start": 0.5, "end": 1.0, "hidden_s": 0.125,
 }  # fmt: skip
 DONE = {
-    "id": "r0", "arrival": 1.0, "first_scheduled": 1.25, "prompt_len": 100, "cut": 26,
-    "preemptions": 1, "cached_tokens": 16, "token_times": [2.0, 2.5, 4.0], "error": None,
+    "id": "r0", "parent": "p", "arrival": 1.0, "first_scheduled": 1.25, "prompt_len": 100,
+    "cut": 26, "preemptions": 1, "cached_tokens": 16, "token_times": [2.0, 2.5, 4.0], "error": None,
 }  # fmt: skip
 SHORT = DONE | {"id": "r1", "token_times": [3.0]}
 TWO = DONE | {"id": "r3", "token_times": [3.0, 3.75]}
@@ -61,6 +61,11 @@ def test_what_the_files_have(tmp_path: Path) -> None:
     assert (two["tpot"], two["e2e"]) == (0.75, 2.75)
     assert all(np.isnan(failed[c]) for c in ("first_scheduled", "delay", "ttft", "tpot", "e2e"))
     assert (failed["error"], failed["token_times"], failed["output_tokens"]) == ("lost", (), 0)
+
+
+def test_a_run_of_before_there_were_parents(tmp_path: Path) -> None:
+    old = {name: value for name, value in DONE.items() if name != "parent"}
+    assert list(load_run(write(tmp_path, [STEP], [old, DONE])).requests.parent) == ["r0", "p"]
 
 
 def test_what_is_counted_is_whole(tmp_path: Path) -> None:

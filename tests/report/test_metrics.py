@@ -73,10 +73,10 @@ def test_time_of_each_instance_is_counted_once() -> None:
 
 def test_totals_of_requests_are_of_those_that_have_not_failed() -> None:
     totals = RunTotals()
-    totals.add_request(ended(100, 3, 2.0, 16, None), [3.0, 3.5, 5.0])
-    totals.add_request(ended(1000, 2, 0.0, 64, "lost"), [1.0, 2.0])
-    totals.add_request(ended(10, 1, 4.0, 0, None), [4.25])
-    totals.add_request(ended(1, 0, 0.0, 0, None), [])
+    totals.add_prompt([(ended(100, 3, 2.0, 16, None), [3.0, 3.5, 5.0])])
+    totals.add_prompt([(ended(1000, 2, 0.0, 64, "lost"), [1.0, 2.0])])
+    totals.add_prompt([(ended(10, 1, 4.0, 0, None), [4.25])])
+    totals.add_prompt([(ended(1, 0, 0.0, 0, None), [])])
     assert (totals.prompt_tokens, totals.cached_tokens, totals.output_tokens) == (111, 16, 4)
     # Since arrival: 1 and 0.25 seconds; gaps of 0.5 and 1.5.
     found = totals.latencies
@@ -84,6 +84,22 @@ def test_totals_of_requests_are_of_those_that_have_not_failed() -> None:
     assert [found.tbt.percentile(p) for p in (0, 100)] == [0.5, 1.5]
     assert [found.delay.percentile(p) for p in (0, 100)] == [0.125, 0.125]
     assert found.delay.mean == 0.125
+
+
+def test_a_prompt_counts_once_with_all_its_continuations() -> None:
+    """Ten prompts end at 1, 2, ... 10 s, each with another continuation half a second before."""
+    totals = RunTotals()
+    for end in range(1, 11):
+        early, late = ended(5, 2, 0.0, 0, None), ended(5, 3, 0.0, 1, None)
+        totals.add_prompt([(late, [0.25, 0.5, end]), (early, [0.25, end - 0.5])])
+    failed, other = ended(5, 3, 0.0, 0, "lost"), ended(5, 3, 0.0, 0, None)
+    totals.add_prompt([(other, [0.25, 0.5, 11.0]), (failed, [0.25])])
+    # From the first one's end to the ninth's, eight prompts of five tokens each.
+    assert totals.course.steady() == (1.0, 5.0)
+    assert (totals.prompt_tokens, totals.cached_tokens, totals.output_tokens) == (100, 10, 50)
+    # Latencies are of each continuation, but of the failed prompt's none.
+    assert totals.latencies.e2e.percentile(100) == 10
+    assert totals.latencies.e2e.mean == pytest.approx((55 + 50) / 20)
 
 
 def test_figures_of_a_run() -> None:
@@ -112,7 +128,7 @@ def test_without_ramp_and_drain() -> None:
     totals = RunTotals()
     for number in range(1, 11):
         end = 100.0 if number == 10 else float(number)
-        totals.add_request(ended(1, number, 0.0, 0, None), [0.5, end])
+        totals.add_prompt([(ended(1, number, 0.0, 0, None), [0.5, end])])
     found = run_metrics(
         totals, 10, 0, 100.0, preemptions=0, num_pages=9,
         loop_s=0.0, launching_s=0.0, compiles=0, compile_s=0.0, late_compiles=0,

@@ -160,12 +160,14 @@ def test_bars_are_medians_and_dots_are_rounds(small_run: RunRecord, tmp_path: Pa
     assert widths == pytest.approx([0.15, 0.3])
     assert list(axes.lines[0].get_xdata()) == pytest.approx([0.3, 0.1, 0.15])
     assert list(axes.lines[1].get_xdata()) == pytest.approx([0.3])
-    assert [text.get_text() for text in axes.texts] == ["0.150", "0.300"]
-    # Beside the fastest round, with room up to the edge; the first system is at the top.
-    assert np.array([text.xy for text in axes.texts]) == pytest.approx(
-        np.array([[0.3, 0], [0.3, 1]])
-    )  # type: ignore[attr-defined]
-    assert axes.get_xlim() == pytest.approx((0, 1.08 * 0.3))
+    # The medians are a column beside all bars and dots, under a heading; the first is at the top.
+    assert [text.get_text() for text in axes.texts] == ["0.150", "0.300", "median"]
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert min(box.x0 for box in boxes) > axes.get_window_extent().x1
+    heights = [axes.transData.inverted().transform((0, (b.y0 + b.y1) / 2))[1] for b in boxes]
+    assert heights[:2] == pytest.approx([0, 1], abs=0.1)
+    assert heights[2] < -0.5
+    assert axes.get_xlim() == pytest.approx((0, 1.04 * 0.3))
     assert axes.get_ylim() == (1.5, -0.5)
     # Three rounds are spread over 0.36 of the bar's height, one is in its middle.
     assert list(axes.lines[0].get_ydata()) == pytest.approx([-0.12, 0, 0.12])
@@ -217,3 +219,14 @@ def test_a_transfer_from_elsewhere_is_not_lost(small_run: RunRecord, tmp_path: P
     back = TransferRecord("r0", "b", "a", 1, 1, 1.0, 1.0, 2.0, 0.0)
     run = replace(small_run, transfers=(*small_run.transfers, back))
     assert lanes(timeline(run, tmp_path / "t.png"))[0] == "b \N{RIGHTWARDS ARROW} a"
+
+
+def test_what_failed_is_not_in_the_distributions(small_run: RunRecord, tmp_path: Path) -> None:
+    """Nor are the other continuations of its prompt."""
+    first, *rest = small_run.requests
+    failed = replace(first, error="lost", parent="p")
+    run = replace(small_run, requests=(failed, *rest[:2], replace(rest[2], parent="p")))
+    ttft, tbt = latency_cdfs({"x": [run]}, tmp_path / "l.png").axes
+    for axes, value in ((ttft, 1.0), (tbt, 0.5)):
+        (line,) = axes.lines
+        assert {x for x in np.asarray(line.get_xdata()) if np.isfinite(x)} == {value}

@@ -50,8 +50,8 @@ def write(folder: Path, counts_transfer: bool = False) -> RunFolder:
         made.add_step(step("b", [(0.75, 1.25)], 7, 7), [moved])
         idle: Any = {name: SimpleNamespace(in_flight=0) for name in "ab"}
         made.add_transfer(TransferDone(moved, 0.5, 1.0, 2600), idle)
-        made.add_request(request(120, None), counts_transfer)
-        made.add_request(request(None, "lost"), counts_transfer)
+        made.add_request(request(120, None), "p0", counts_transfer)
+        made.add_request(request(None, "lost"), "p0", counts_transfer)
         made.finish({"wall_s": 4.0}, {"b": [0.25, 0.5]}, {"a": "failed"}, {"cuts": {}})
     return made
 
@@ -67,8 +67,8 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     # The destination computes from 0.75 on.
     assert found.transfers == (TransferRecord("r0", "a", "b", 26, 2600, 0.25, 0.5, 1.0, 0.25),)
     assert found.requests == (
-        RequestRecord("r0", 1.0, 100, (2.0, 3.5), 100, 2, None, 1.25),
-        RequestRecord("r0", 1.0, 100, (2.0, 3.5), 0, 2, "lost"),
+        RequestRecord("r0", 1.0, 100, (2.0, 3.5), 100, 2, None, 1.25, "p0"),
+        RequestRecord("r0", 1.0, 100, (2.0, 3.5), 0, 2, "lost", None, "p0"),
     )
     assert found.run["overruns"] == {"b": {"steps": 2, "seconds": 0.75}}
     assert found.run["lost"] == {"a": "failed"}
@@ -120,7 +120,8 @@ def test_a_recorder_hands_on_what_it_hears(tmp_path: Path) -> None:
         made.add_event(done, loop)
         made.add_event(TransferDone(moved, 0.0, 1.0, 8), loop)
         made.add_event(InstanceLost("a", "failed"), loop)
-        assert made.add_request(request(50, None)) == [2.75, 3.5]
+        made.add_request(ended := request(50, None), "r0")
+        assert made.add_prompt([ended]) == [[2.75, 3.5]]
         found = made.finish(
             loop, 5, 1, 2, {"b": [0.25, 0.5]}, {"a": "failed"}, num_pages=9, compiles=0,
             compile_s=0.0, late_compiles=0, loop_s=0.5, launching_s=0.25,

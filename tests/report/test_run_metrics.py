@@ -38,12 +38,12 @@ def test_steps_and_requests_add_up() -> None:
     assert (totals.steps, totals.decode_tokens, totals.prefill_tokens) == (4, 3, 17)
     assert totals.pages_in_use == 1 + 6
     assert totals.peak_pages == 9
-    totals.add_request(request(2.0, 3, cached=4), [3.0, 3.5, 5.5])
-    totals.add_request(request(0.0, 1), [5.0])
+    totals.add_prompt([(request(2.0, 3, cached=4), [3.0, 3.5, 5.5])])
+    totals.add_prompt([(request(0.0, 1), [5.0])])
     failed = request(0.0, 2)
     failed.error = "lost"
-    totals.add_request(failed, [7.0, 9.0])
-    totals.add_request(request(0.0, 0), [])
+    totals.add_prompt([(failed, [7.0, 9.0])])
+    totals.add_prompt([(request(0.0, 0), [])])
     found = run_metrics(
         totals, 5, 1, 8.0, loop_s=2.0, launching_s=1.5,
         preemptions=2, num_pages=20, compiles=3, compile_s=0.5, late_compiles=1,

@@ -1,5 +1,6 @@
 """What a system hears: legs' ends and requests' ends, each once, with all of its own there."""
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -177,6 +178,18 @@ def test_what_a_hook_raises_names_it(hook: str) -> None:
     with pytest.raises(JaxinferError, match=message) as error:
         serve(Raises(), [pool("A"), pool("B")], [(6, 3)])
     assert isinstance(error.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("hook", ["route", "on_step", "on_tick", "on_leg_end", "on_finish"])
+def test_a_hook_does_not_end_the_process(hook: str) -> None:
+    class Leaves(System):
+        def route(self, waiting: Any, cluster: ClusterView) -> list[Assignment]:
+            return [Assignment(r.id, (Leg("A", 4), Leg("B"))) for r in waiting]
+
+    Leaves.tick_interval = 1.5 if hook == "on_tick" else None
+    setattr(Leaves, hook, lambda *asked: sys.exit("enough"))
+    with pytest.raises(JaxinferError, match=rf"^Leaves\.{hook} raises SystemExit: enough \("):
+        serve(Leaves(), [pool("A"), pool("B")], [(6, 3)])
 
 
 def test_a_hook_may_not_even_return_an_empty_list() -> None:

@@ -326,6 +326,15 @@ class OddOptions:
     Options = 3
 
 
+def leaves(*asked: Any) -> None:
+    raise SystemExit(3)
+
+
+class LeavesAtOnce:
+    def __init__(self) -> None:
+        raise SystemExit(3)
+
+
 def refuses(waiting: Sequence[RequestState]) -> RequestState:
     raise JaxinferError("nobody is next")
 
@@ -363,6 +372,7 @@ def test_ones_own_function_and_class() -> None:
     ("kind", "name", "reason"),
     [
         ("order", "fails", "raises KeyError: 'nothing'"),
+        *((kind, "leaves", "raises SystemExit: 3 (") for kind in ("order", "admit", "form_batch")),
         ("order", "astray", "returns 'r0', must be one of the requests"),
         ("admit", "answers_three", "returns 3, must be True or False"),
         ("form_batch", "answers_three", "returns 3, must return nothing"),
@@ -435,6 +445,7 @@ def test_ones_own_victim_is_one_of_those_that_may_be() -> None:
         ({"order": {"name": 3}}, "policies.order.name is 3, must be one of fcfs"),
         ({"order": ".near:f"}, "policies.order: '.near:f': must look like my_module:thing"),
         ({"admit": f"{ME}:CannotBeMade"}, "policies.admit: making a CannotBeMade raises ValueErr"),
+        ({"admit": f"{ME}:LeavesAtOnce"}, "policies.admit: making a LeavesAtOnce raises SystemExi"),
         ({"admit": f"{ME}:CannotBeCalled"}, "policies.admit: a CannotBeCalled cannot be called"),
         ({"admit": f"{ME}:OddOptions"}, "policies.admit: OddOptions.Options is 3, must be a sub"),
     ],

@@ -131,4 +131,4 @@ def test_random_workloads(
 def test_roles() -> None:
     cluster = ClusterView(0.0, dict.fromkeys("ac"))  # type: ignore[arg-type]
     assert alive("cba", cluster) == ["c", "a"]
-    check_roles({"x": "ab", "y": "c"}, "abcd")
+    check_roles({"x": ["a", "b"], "y": "c"}, "abcd")

@@ -59,6 +59,10 @@ class NotMade(MySystem):
     def __init__(self, options):
         self.first = {}["first"]
 
+class Leaves(MySystem):
+    def __init__(self, options):
+        raise SystemExit(3)
+
 class NotChecked(MySystem):
     def check(self, instances):
         return 1 / 0
@@ -130,6 +134,31 @@ def error_of(config: dict[str, Any], instances: Sequence[str] = PAIR) -> str:
         make_system(config, instances)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "instances", "message"),
+    [
+        (
+            {"name": "disaggregated", "prefill": "e", "decode": "d"},
+            ["e0", "e1", "d"],
+            "system.prefill is 'e', but there are e0 to e1: give a list, [e0, e1]",
+        ),
+        (
+            {"name": "disaggregated", "prefill": "d", "decode": ["d", "e"]},
+            ["d", *(f"e{number}" for number in range(12))],
+            "system.decode[1] is 'e', but there are e0 to e11: give a list, [e0, e1, ..., e11]",
+        ),
+        (
+            {"name": "cronus", "partial": "p", "chunked": "c"},
+            ["p0", "p1", "c"],
+            "system.partial is 'p', but there are p0 to p1: give the name of one",
+        ),
+        ({"name": "cronus", "partial": "p", "chunked": "c"}, ["p0", "c"], "did you mean 'p0'?"),
+    ],
+)
+def test_a_name_with_replicas(config: dict[str, Any], instances: list[str], message: str) -> None:
+    assert message in error_of(config, instances)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +243,8 @@ def test_errors_of_a_users_own(own: str) -> None:
     assert made.startswith(f"system {own}:NotMade: making it raises KeyError: 'first' (")
     line = OWN[: OWN.index('{}["first"]')].count("\n") + 1
     assert made.endswith(f"own_system_of_a_user.py, line {line})")
+    left = error_of({"name": f"{own}:Leaves"})
+    assert left.startswith(f"system {own}:Leaves: making it raises SystemExit: 3 (")
     assert "raises ZeroDivisionError: division by" in error_of({"name": f"{own}:NotChecked"})
     assert "number is no jaxinfer.serving.system.System" in error_of({"name": f"{own}:number"})
     assert "has no attribute 'MySystm'" in error_of({"name": f"{own}:MySystm"})

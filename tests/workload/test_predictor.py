@@ -34,6 +34,13 @@ class Needs:
 def breaks(request):
     return {}["not there"]
 
+def leaves(request):
+    raise SystemExit(3)
+
+class LeavesAtOnce:
+    def __init__(self):
+        raise SystemExit
+
 def nothing(request):
     return None
 
@@ -108,6 +115,7 @@ def test_a_users_own(own: str) -> None:
     ("name", "message"),
     [
         ("breaks", "raises KeyError: 'not there'"),
+        ("leaves", "raises SystemExit: 3 ("),
         ("odd_text", "returns 'ab' for request 'r', must be output tokens, (at least, at most)"),
         ("odd_one", "returns (1,) for"),
         ("odd_three", "returns (1, 2, 3) for"),
@@ -128,6 +136,7 @@ def test_what_a_users_own_does_amiss_is_one_line(own: str, name: str, message: s
     ("name", "message"),
     [
         ("Needs", "own_predictor_of_a_user:Needs raises TypeError: "),
+        ("LeavesAtOnce", "own_predictor_of_a_user:LeavesAtOnce raises SystemExit ("),
         ("number", "'own_predictor_of_a_user:number' is 3, must be a function or a class"),
         (
             "MyPredictr",
