@@ -1,8 +1,10 @@
 """How a slab gets from one process to another: offered by a number in one, pulled in the other."""
 
 import secrets
+import socket
 import threading
 import time
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, NamedTuple, Protocol
 
@@ -61,6 +63,7 @@ class HostCarrier:
         key = secrets.token_bytes(16)
         self._listener = Listener((host, 0), backlog=16, authkey=key)
         self.address = Address(host, self._listener.address[1], key)
+        self._closed = False
         self._offers: dict[int, np.ndarray] = {}
         # Of each thread that pulls, so that none waits for another's slab.
         self._sources: dict[tuple[int, Address], Connection[Any, Any]] = {}
@@ -90,7 +93,7 @@ class HostCarrier:
         source = self._sources[thread]
         source.send(number)
         if not source.poll(patience_s):
-            del self._sources[thread]  # What comes late would be taken for the next one.
+            self._sources.pop(thread).close()  # What comes late would be taken for the next one.
             raise TimeoutError(f"no slab after {patience_s:g} s")
         data = source.recv_bytes()
         if not data:
@@ -100,17 +103,21 @@ class HostCarrier:
 
     def close(self) -> None:
         """Accept no more."""
-        self._listener.close()
+        self._closed = True
+        # Closing a socket does not wake a thread that waits for it.
+        with suppress(OSError), socket.create_connection(self.address[:2]):
+            pass
+        self._offers.clear()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 client = self._listener.accept()
-            except OSError:
-                return  # Closed.
             except Exception:
+                time.sleep(0.01)  # Not one of ours, or gone.
                 continue
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+        self._listener.close()
 
     def _serve(self, client: "Connection[Any, Any]") -> None:
         try:

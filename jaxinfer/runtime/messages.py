@@ -141,10 +141,6 @@ class Drop(NamedTuple):
     by: CarrierName
 
 
-class Close(NamedTuple):
-    """End."""
-
-
 # From it.
 
 

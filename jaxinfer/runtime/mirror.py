@@ -33,7 +33,8 @@ class Teller:
         new: list[NewRequest] = []
         tokens: list[tuple[int, list[int]]] = []
         rows = [self._tell_row(row, new, tokens) for row in batch.rows]
-        gone, self._gone[:] = self._gone[:], []
+        # One by one: a request may go at any moment, in any thread.
+        gone = [self._gone.pop() for _ in range(len(self._gone))]
         return Launch(batch.instance, step, origin, new, gone, tokens, rows)
 
     def _tell_row(

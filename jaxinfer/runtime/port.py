@@ -179,8 +179,8 @@ class Port:
 
 
 def _failed(lane: int, slab: int, end: _End, error: Exception) -> SlabFailed:
-    # What does not come is the sender's fault.
-    by_source = end.source is not None or isinstance(error, OSError | EOFError)
+    # What does not come, or is not what it should be, is the sender's fault.
+    by_source = end.source is not None or isinstance(error, OSError | EOFError | JaxinferError)
     return SlabFailed(lane, slab, by_source, f"{type(error).__name__}: {one_line(error)}")
 
 
@@ -191,3 +191,4 @@ def _known(form: SlabFormat) -> np.ndarray:
 def _work(jobs: "SimpleQueue[Callable[[], Any] | None]") -> None:
     while (job := jobs.get()) is not None:
         job()
+        del job  # Its slab is not to wait here for the next one.

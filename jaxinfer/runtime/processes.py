@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Protocol
 
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.runtime.messages import Load, Loaded, OpenLane
 from jaxinfer.runtime.port import LaneAnswer, LaneMessage, Port
-from jaxinfer.runtime.remote import Process, RemoteWorker
+from jaxinfer.runtime.remote import Process, ProcessLost, RemoteWorker
 from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.worker import Worker
 
@@ -27,6 +28,9 @@ class Side(Protocol):
 
     def on_loss(self, hear: Callable[[str], None]) -> None:
         """Have somebody told when the process is no more."""
+
+    def why_lost(self, seconds: float) -> str | None:
+        """Why it is no more, or will not be in so many seconds."""
 
 
 class ThisProcess:
@@ -53,6 +57,10 @@ class ThisProcess:
     def on_loss(self, hear: Callable[[str], None]) -> None:
         """It is not lost."""
 
+    def why_lost(self, seconds: float) -> str | None:
+        """See Side."""
+        return None
+
 
 class AnotherProcess:
     """One that this has started."""
@@ -73,6 +81,10 @@ class AnotherProcess:
         """See Side."""
         self._process.on_loss.append(hear)
 
+    def why_lost(self, seconds: float) -> str | None:
+        """See Side."""
+        return self._process.why_lost(seconds)
+
 
 class OtherProcesses:
     """All processes that a cluster needs besides this one.
@@ -89,14 +101,19 @@ class OtherProcesses:
     @classmethod
     def start(cls, config: ClusterConfig, model: str) -> "OtherProcesses":
         """Start them, each loading what stands on its group, and go on meanwhile."""
-        processes = {
-            name: Process(name, group.environment)
-            for name, group in config.groups.items()
-            if group.process
-        }
-        for name, process in processes.items():
-            process.send(Load(model, config.part(name)))
-        return cls(processes)
+        processes: dict[str, Process] = {}
+        others = cls(processes)
+        try:
+            for name, group in config.groups.items():
+                if group.process:
+                    processes[name] = Process(name, group.environment)
+            for name, process in processes.items():
+                with suppress(ProcessLost):  # Whoever waits for it hears of it.
+                    process.send(Load(model, config.part(name)))
+        except BaseException:
+            others.close()
+            raise
+        return others
 
     def load(self, progress: Progress) -> dict[str, RemoteWorker]:
         """Wait until all have loaded and compiled; their workers, by instance.

@@ -3,6 +3,7 @@
 import os
 import queue
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -15,11 +16,10 @@ from typing import Any
 import jax
 
 from jaxinfer.config.cluster import LinkConfig
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.messages import (
     Alive,
     Checked,
-    Close,
     Emulate,
     Hello,
     Launch,
@@ -44,6 +44,11 @@ from jaxinfer.serving.world import StepDone
 
 # A process says each second that it is alive; one that has not for so long has gone.
 SILENCE_S = 10.0
+# Silence is waited for in so many parts: where this process is stopped as well, as by Ctrl-Z, that
+# takes one of them.
+PARTS = 10
+# Before its first word it imports JAX, from a disk that may be slow.
+START_S = 300.0
 
 
 class ProcessLost(Exception):
@@ -71,7 +76,11 @@ class Process:
         self.on_loss: list[Callable[[str], None]] = []
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closing = False
+        self._ended = threading.Event()
         ours, theirs = socket.socketpair()
+        # One that is stopped may have said half of something.
+        patience = struct.pack("ll", *divmod(round(SILENCE_S * 1e6), 10**6))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
         # A module, not a function: what the user's script does when it is imported is not redone.
         command = [sys.executable, "-m", "jaxinfer.runtime.worker_process", str(theirs.fileno())]
         self._process = subprocess.Popen(
@@ -81,7 +90,8 @@ class Process:
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
-        self._connection: Connection[Any, Any] = Connection(ours.detach())
+        self._socket = ours
+        self._connection: Connection[Any, Any] = Connection(os.dup(ours.fileno()))
         self._lock = threading.Lock()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -129,8 +139,18 @@ class Process:
     def close(self) -> None:
         """End it; waits for no more than a few seconds."""
         self._closing = True
-        with suppress(ProcessLost):
-            self.send(Close())
+        # Not by a message: a thread that is in the midst of sending one may be the one here, which
+        # garbage collection has brought.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._wait()
+
+    def why_lost(self, seconds: float) -> str | None:
+        """Why it is no more, or will not be in so many seconds."""
+        self._ended.wait(seconds)
+        return self.lost
+
+    def _wait(self) -> None:
         try:
             self._process.wait(5)
         except subprocess.TimeoutExpired:
@@ -138,26 +158,43 @@ class Process:
             self._process.wait()
 
     def _read(self) -> None:
-        why = f"process of group {self.name} (pid {self.pid}) "
-        try:
-            while self._connection.poll(SILENCE_S):
-                self._hear(self._connection.recv())
-            # Stopped, or too busy to be of use: nobody is to find it later.
-            self._process.kill()
-            self._process.wait()
-            why += f"has said nothing for {SILENCE_S:g} s"
-        except (EOFError, OSError):
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(5)
-            code = self._process.returncode
-            why += f"was ended by signal {-code}" if code and code < 0 else f"has ended ({code})"
+        why = f"process of group {self.name} (pid {self.pid}) {self._hear_all()}"
         self.lost = why
+        self._ended.set()
         self._answers.put(ProcessLost(why))
         if not self._closing:
             for worker in self.workers.values():
                 worker.on_loss(ProcessLost(why))
             for hear in self.on_loss:
                 hear(why)
+        with self._lock:
+            self._connection.close()
+            self._socket.close()
+
+    def _hear_all(self) -> str:
+        """Until it is no more, and why that is so."""
+        patience = START_S
+        try:
+            while self._says_something(patience):
+                self._hear(self._connection.recv())
+                patience = SILENCE_S
+        except BlockingIOError:
+            pass  # Half of something.
+        except (EOFError, OSError):
+            self._wait()
+            code = self._process.returncode
+            return f"was ended by signal {-code}" if code < 0 else f"has ended ({code})"
+        except Exception as error:
+            self._process.kill()
+            self._process.wait()
+            return f"has said what is not understood: {type(error).__name__}: {one_line(error)}"
+        # Stopped, or too busy to be of use: nobody is to find it later.
+        self._process.kill()
+        self._process.wait()
+        return f"has said nothing for {patience:g} s"
+
+    def _says_something(self, patience: float) -> bool:
+        return any(self._connection.poll(patience / PARTS) for _ in range(PARTS))
 
     def _hear(self, answer: Any) -> None:
         match answer:
@@ -226,6 +263,7 @@ class RemoteWorker:
         self._teller = Teller()
         self._numbers = 0
         self._steps: dict[int, tuple[Batch, Post]] = {}
+        self._lost: Exception | None = None
         process.workers[instance] = self
 
     def prepare(self, sampler: SamplerShape = PLAIN_SAMPLER) -> Iterator[int]:
@@ -246,6 +284,8 @@ class RemoteWorker:
         launched: Launched = lambda *args: None,
     ) -> None:
         """Start a step and return. ``post`` gets its StepDone, with times since ``origin``."""
+        if self._lost:
+            raise type(self._lost)(*self._lost.args)  # A new one, for it will keep those it passes.
         step = self._numbers
         self._numbers += 1
         self._steps[step] = batch, post
@@ -256,14 +296,17 @@ class RemoteWorker:
 
     def on_step(self, answer: StepEnded) -> None:
         """Pass a step's results on."""
-        batch, post = self._steps.pop(answer.step)
+        batch, post = self._steps.pop(answer.step, (None, None))
+        if batch is None or post is None:
+            return  # Of a worker that has failed.
         for stage, late, counts in zip(self.stages, answer.overruns, answer.compiles, strict=True):
             stage.overruns += late
             stage.step = CompileCounts(*counts)
         post(StepDone(batch, *answer.results))
 
     def on_loss(self, error: Exception) -> None:
-        """Tell those who wait for steps."""
+        """Tell those who wait for steps, and whoever comes with one."""
+        self._lost = error
         while self._steps:
             _, (_, post) = self._steps.popitem()
             post(Failed(self.instance, error))

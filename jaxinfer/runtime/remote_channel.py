@@ -31,6 +31,8 @@ from jaxinfer.runtime.transfer_check import compare
 from jaxinfer.runtime.worker import End, Failed
 from jaxinfer.serving.batch import Transfer
 
+# A process that has ended may be missed as a source before it is known why.
+EXPLAINED_S = 1.0
 # Of slabs: none is ever used again, so that what comes late is known for it.
 _numbers = count()
 
@@ -102,11 +104,17 @@ class RemoteChannel:
         for _ in range(3):  # The first pays for set-up.
             number = next(_numbers)
             self._probing[number] = lane
-            self._source.do(Offer(lane.source_end, number, None, 0, SLAB_TOKENS, None, self.by))
-            answer = self._probed.get()
-            del self._probing[number]
+            offer = Offer(lane.source_end, number, None, 0, SLAB_TOKENS, None, self.by)
+            try:
+                self._source.do(offer)
+                while (answer := self._probed.get()).slab != number:
+                    pass  # Of one that was given up.
+            except ProcessLost as error:
+                raise JaxinferError(f"{names}: {error}") from None
+            finally:
+                del self._probing[number]
             if isinstance(answer, SlabFailed):
-                raise JaxinferError(f"{names}: {answer.line}")
+                raise JaxinferError(f"{names}: {self._blame(answer)[1]}")
             seconds.append(answer.end - answer.start)
         return lane.token_bytes * SLAB_TOKENS / min(seconds) / 1e9
 
@@ -118,24 +126,38 @@ class RemoteChannel:
         self, transfer: Transfer, post: Post, stage: int | None = None, after: End | None = None
     ) -> None:
         """Start moving; ``post`` gets each slab as it lands. Returns at once."""
-        self._post = post
+        if post != self._post:
+            self._begin(post)
         there, here = (after, None) if isinstance(after, StepEnd) else (None, after)
         for start in starts_of(transfer):
             for lane in self.lanes:
                 if stage is None or lane.source_shard == stage:
                     stop = min(start + SLAB_TOKENS, transfer.stop)
                     slab = RemoteSlab(next(_numbers), transfer, lane, start, stop)
-                    self._slabs[slab.number] = slab
+                    with self._lock:
+                        self._slabs[slab.number] = slab
                     table = transfer.source_hold.tables[lane.source_shard][0]
                     offer = Offer(lane.source_end, slab.number, table, start, stop, there, self.by)
-                    self._source.do(offer, here)
+                    try:
+                        self._source.do(offer, here)
+                    except ProcessLost:
+                        self._forget(slab)
+                        raise
+
+    def _begin(self, post: Post) -> None:
+        """Of a run; one that was broken off has left slabs that nobody takes."""
+        self._post = post
+        with self._lock:
+            left = list(self._slabs.values())
+        for slab in left:
+            self._forget(slab)
 
     def place(self, landed: Landed, post: Post) -> None:
         """Write a slab to its pages; ``post`` hears of it if it is not what was sent."""
         slab = landed.slab
         assert isinstance(slab, RemoteSlab)
         if not self._verify:
-            self._slabs.pop(slab.number, None)
+            self._take(slab)
         table = slab.transfer.dest_hold.tables[slab.lane.dest_shard][0]
         self._dest.do(Place(slab.lane.dest_end, slab.number, table, slab.start, slab.stop))
 
@@ -161,12 +183,23 @@ class RemoteChannel:
                 self._pull(Pull(slab.lane.dest_end, number, self.by, address))
             case Pulled(_, _, start, end) if slab:
                 self._post(Landed(slab, None, start, end))
+            case Pulled(lane, number):
+                with suppress(ProcessLost):  # Given up while it was on its way.
+                    self._dest.do(Drop(lane, number, self.by))
             case Checked() if slab:
                 self._check(slab, answer)
-            case SlabFailed(_, _, by_source, line):
+            case SlabFailed(_, _, by_source) if slab or not by_source:
                 if slab:
                     self._forget(slab)
-                self._post(Failed(self._ends[not by_source], ProcessLost(line)))
+                instance, why = self._blame(answer)
+                self._post(Failed(instance, ProcessLost(why)))
+
+    def _blame(self, failed: SlabFailed) -> tuple[str, str]:
+        """Whose failure it is, and why: where a process has ended, that."""
+        instance, side = list(zip(self._ends, (self._source, self._dest), strict=True))[
+            not failed.by_source
+        ]
+        return instance, side.why_lost(EXPLAINED_S) or failed.line
 
     def _hear_probe(self, answer: LaneAnswer) -> None:
         match answer:
@@ -183,7 +216,7 @@ class RemoteChannel:
             self._lose(self._ends[1], str(error))
 
     def _check(self, slab: RemoteSlab, answer: Checked) -> None:
-        self._slabs.pop(slab.number, None)
+        self._take(slab)
         assert slab.checksum_LT is not None
         lane, tokens = slab.lane, (slab.start, slab.stop)
         try:
@@ -204,11 +237,17 @@ class RemoteChannel:
         for slab in lost:
             self._forget(slab)
         self._post(Failed(instance, ProcessLost(why)))
+        by_source = instance == self._ends[0]
         for number, lane in list(self._probing.items()):
-            self._probed.put(SlabFailed(lane.source_end, number, True, why))
+            self._probed.put(SlabFailed(lane.source_end, number, by_source, why))
+
+    def _take(self, slab: RemoteSlab) -> bool:
+        """Count it as done with; whether it was not."""
+        with self._lock:
+            return self._slabs.pop(slab.number, None) is not None
 
     def _forget(self, slab: RemoteSlab) -> None:
-        if self._slabs.pop(slab.number, None) is None:
+        if not self._take(slab):
             return
         for side, end in ((self._source, slab.lane.source_end), (self._dest, slab.lane.dest_end)):
             with suppress(ProcessLost):  # Nothing is left there then.

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -24,7 +25,6 @@ from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.engine import Cluster, load_cluster
 from jaxinfer.runtime.messages import (
     Alive,
-    Close,
     Drop,
     Emulate,
     Hello,
@@ -38,6 +38,7 @@ from jaxinfer.runtime.messages import (
     Prepare,
     Pull,
     Refused,
+    SlabFailed,
     StepEnd,
     StepEnded,
     WorkerFailed,
@@ -67,13 +68,15 @@ class WorkerProcess:
         self._port: Port
         self._mirrors: dict[str, Mirror] = {}
         self._ends: dict[tuple[str, int], list[Future[None]]] = {}
+        self._parent = os.getppid()
 
     def run(self) -> None:
-        """Until told to end."""
+        """Until the loop's process has ended, or closes the connection."""
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._say_alive, daemon=True).start()
         self._say(Hello(os.getpid(), jax.__version__, version("jaxinfer")))
-        while not isinstance(message := self._inbox.get(), Close):
+        while True:
+            message = self._inbox.get()
             try:
                 self._do(message)
             except Exception as error:
@@ -85,7 +88,10 @@ class WorkerProcess:
             while True:
                 self._inbox.put(self._connection.recv())
         except (EOFError, OSError):
-            os._exit(0)
+            os._exit(0)  # Threads of JAX may hang at the interpreter's end.
+        except Exception:
+            traceback.print_exc()  # Of a message that cannot be read: nothing can be done in order.
+            os._exit(1)
 
     def _say(self, answer: Any) -> None:
         try:
@@ -97,13 +103,19 @@ class WorkerProcess:
     def _say_alive(self) -> None:
         while True:
             time.sleep(ALIVE_S)
+            if os.getppid() != self._parent:
+                os._exit(0)  # What it has forked may still have its end of the connection.
             self._say(Alive())
 
-    def _failure(self, message: Any, error: Exception) -> WorkerFailed | Refused:
+    def _failure(self, message: Any, error: Exception) -> WorkerFailed | SlabFailed | Refused:
         mistake = isinstance(error, JaxinferError)
         line = str(error) if mistake else f"{type(error).__name__}: {one_line(error)}"
-        if isinstance(message, Launch):
-            return WorkerFailed(message.instance, mistake, line)
+        # Refused is for what somebody waits for.
+        match message:
+            case Launch() | Emulate():
+                return WorkerFailed(message.instance, mistake, line)
+            case Offer() | Pull() | Place() | Drop():
+                return SlabFailed(message.lane, message.slab, isinstance(message, Offer), line)
         return Refused(line)
 
     def _do(self, message: Any) -> None:
@@ -189,7 +201,6 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     WorkerProcess(Connection(int(sys.argv[1]))).run()
-    os._exit(0)  # Threads of JAX may hang at the interpreter's end.
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -21,12 +19,11 @@ from cluster_cases import (
     covering_cases,
     load,
 )
-from cluster_checks import REQUESTS, Done, Ran, check_case, check_transfers, serve, token_bytes
+from cluster_checks import Done, Ran, check_case, check_transfers, serve, token_bytes
+from process_cases import SMALL, apart, children, pid_of, serve_until, wait_until
 
-from jaxinfer import LLM, JaxinferError
+from jaxinfer import JaxinferError
 from jaxinfer.runtime import remote
-from jaxinfer.runtime.remote import RemoteWorker
-from jaxinfer.serving.world import StepDone
 
 # Another number of devices, of stages and of segments on either side.
 ONE_APART = Pair("two", Side(1, 8, segments=3), Side(4, 16), apart="b")
@@ -82,64 +79,6 @@ def test_tokens_are_those_of_one_instance_in_every_way(
     check_case(Case(apart_pair, case.way), loader.pair(apart_pair), expected[pair.heads], tmp_path)
 
 
-def children() -> set[int]:
-    """Worker processes that this one has started."""
-    return {
-        child.pid
-        for child in psutil.Process().children(recursive=True)
-        if "jaxinfer.runtime.worker_process" in child.cmdline()
-        and child.status() != psutil.STATUS_ZOMBIE
-    }
-
-
-def pid_of(llm: LLM, instance: str) -> int:
-    worker = llm.cluster.engines[instance].worker
-    assert isinstance(worker, RemoteWorker)
-    return worker.process.pid
-
-
-SYSTEMS: dict[str, dict[str, Any]] = {
-    "cronus": {"name": "cronus", "partial": "a", "chunked": "b", "cut_share": 0.5},
-    "disaggregated": {"name": "disaggregated", "prefill": "a", "decode": "b"},
-    "least_loaded": {"name": "least_loaded"},
-}
-
-
-def serve_until(
-    llm: LLM, step: int, do: Callable[[], None], folder: Path
-) -> tuple[list[Done], dict[str, Any]]:
-    """All requests, with something done when so many steps have ended."""
-    steps = 0
-
-    def on_step(done: StepDone) -> None:
-        nonlocal steps
-        steps += 1
-        if steps == step:
-            do()
-
-    made = [
-        request
-        for number, r in enumerate(REQUESTS)
-        for request in llm.make_requests(str(number), list(r.prompt), r.params)
-    ]
-    found: dict[str, Done] = {}
-
-    def take(output: Any) -> None:
-        assert output.error is None
-        assert output.request_id not in found
-        completion = output.outputs[0]
-        found[output.request_id] = Done(completion.token_ids, completion.cumulative_logprob or 0.0)
-
-    llm.run(made, take, progress=False, run_dir=folder, on_step=on_step)
-    assert steps > step
-    return [found[str(number)] for number in range(len(REQUESTS))], Ran.last(folder).record.run
-
-
-def apart(pair: Pair, system: str) -> dict[str, Any]:
-    return pair.sections | {"system": SYSTEMS[system]}
-
-
-SMALL = Pair("two", Side(1, 8), Side(2, 16), apart="ab")
 DEATHS = [
     ("cronus", "a", signal.SIGKILL, 9),
     ("disaggregated", "b", signal.SIGKILL, 17),
@@ -173,13 +112,6 @@ def test_what_a_process_had_goes_on_elsewhere(
     del llm
     gc.collect()
     wait_until(lambda: not children() - before)
-
-
-def wait_until(there: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 SCRIPT = """
