@@ -82,7 +82,8 @@ class Process:
         patience = struct.pack("ll", *divmod(round(SILENCE_S * 1e6), 10**6))
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
         # A module, not a function: what the user's script does when it is imported is not redone.
-        command = [sys.executable, "-m", "jaxinfer.runtime.worker_process", str(theirs.fileno())]
+        numbers = [str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-m", "jaxinfer.runtime.worker_process", *numbers]
         self._process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno()],

@@ -1,7 +1,7 @@
 """The process of a device group: today's workers behind a loop over messages.
 
-Started as ``python -m jaxinfer.runtime.worker_process FD``; the file descriptor is one end of a
-socket whose other end the loop's process has. The process ends with it.
+Started as ``python -m jaxinfer.runtime.worker_process FD PID``; the file descriptor is one end of a
+socket whose other end the loop's process has, the number that process's. This one ends with it.
 """
 
 import os
@@ -57,18 +57,17 @@ class WorkerProcess:
     """Does what it is told, in order.
 
     Args:
-        connection: to the loop's process.
+        connection: to the loop's process; ``parent``: its number.
     """
 
-    def __init__(self, connection: "Connection[Any, Any]") -> None:
-        self._connection = connection
+    def __init__(self, connection: "Connection[Any, Any]", parent: int) -> None:
+        self._connection, self._parent = connection, parent
         self._lock = threading.Lock()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._cluster: Cluster
         self._port: Port
         self._mirrors: dict[str, Mirror] = {}
         self._ends: dict[tuple[str, int], list[Future[None]]] = {}
-        self._parent = os.getppid()
 
     def run(self) -> None:
         """Until the loop's process has ended, or closes the connection."""
@@ -200,7 +199,7 @@ def main() -> None:
     """Signals are for the loop's process, which ends this one when it has ended its work."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    WorkerProcess(Connection(int(sys.argv[1]))).run()
+    WorkerProcess(Connection(int(sys.argv[1])), int(sys.argv[2])).run()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,274 @@
+"""What the loop's process and a worker's do with answers that come late, in part, or not at all."""
+
+import gc
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from multiprocessing.connection import Client, Connection
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import psutil
+import pytest
+from process_cases import wait_until
+
+from jaxinfer import JaxinferError
+from jaxinfer.runtime import remote
+from jaxinfer.runtime.carrier import HostCarrier
+from jaxinfer.runtime.messages import (
+    Drop,
+    Offer,
+    Offered,
+    OpenLane,
+    Place,
+    Pull,
+    Pulled,
+    SlabFailed,
+    StepEnded,
+)
+from jaxinfer.runtime.remote import Process, ProcessLost, RemoteWorker
+from jaxinfer.runtime.remote_channel import RemoteChannel
+from jaxinfer.runtime.transfer import Landed
+from jaxinfer.runtime.worker import Failed
+from jaxinfer.serving.batch import Batch
+
+COMMAND = [sys.executable, "-m", "jaxinfer.runtime.worker_process"]
+
+
+def test_a_step_that_ends_after_its_worker_has_failed() -> None:
+    """The other instances of its process are still heard."""
+    sent: list[Any] = []
+    process: Any = SimpleNamespace(send=sent.append, workers={})
+    worker = RemoteWorker(process, "a", [], [])
+    posted: list[Any] = []
+    worker.launch(Batch("a", [], 0, 0, 0), 0.0, posted.append)
+    worker.on_loss(ProcessLost("gone"))
+    worker.on_step(StepEnded("a", 0, ([], 0.0, 0.0), [], []))
+    assert [(type(p), str(p.error)) for p in posted] == [(Failed, "gone")]
+    with pytest.raises(ProcessLost, match="gone"):
+        worker.launch(Batch("a", [], 0, 0, 0), 0.0, posted.append)
+    assert len(sent) == 1
+
+
+class FakeSide:
+    """Notes what it is to do."""
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+        self.lost: str | None = None
+        self.hear: Any = None
+
+    def open(self, message: OpenLane, hear: Any) -> None:
+        self.hear = hear
+
+    def do(self, message: Any, after: Any = None) -> None:
+        if self.lost:
+            raise ProcessLost(self.lost)
+        self.done.append(message)
+
+    def on_loss(self, hear: Any) -> None:
+        self.lose = hear
+
+    def why_lost(self, seconds: float) -> str | None:
+        return self.lost
+
+    def kinds(self) -> list[type]:
+        return [type(message) for message in self.done]
+
+
+@pytest.fixture
+def channel() -> tuple[RemoteChannel, FakeSide, FakeSide]:
+    source, dest = FakeSide(), FakeSide()
+    lane: Any = SimpleNamespace(
+        form=SimpleNamespace(), source_shard=0, dest_shard=0, source_end=0, dest_end=1,
+        token_bytes=1, link=None,
+    )  # fmt: skip
+    return RemoteChannel(("a", "b"), (source, dest), [lane], False, ["host"]), source, dest
+
+
+def transfer() -> Any:
+    hold = SimpleNamespace(tables=[{0: [1, 2, 3]}])
+    return SimpleNamespace(start=0, stop=9, source="a", dest="b", source_hold=hold, dest_hold=hold)
+
+
+def test_a_slab_whose_source_has_gone_is_not_kept(channel: Any) -> None:
+    channel, source, _ = channel
+    source.lost = "ended"
+    with pytest.raises(ProcessLost, match="ended"):
+        channel.send(transfer(), [].append)
+    assert not channel._slabs
+
+
+def test_slabs_of_a_run_that_was_broken_off(channel: Any) -> None:
+    """The next one forgets them, on both sides; what comes of them late is nobody's failure."""
+    channel, source, dest = channel
+    old: list[Any] = []
+    new: list[Any] = []
+    for _ in range(2):
+        channel.send(transfer(), old.append)
+    first, second = (offer.slab for offer in source.done)
+    channel._hear(Offered(0, first, "there", None))
+    channel._hear(Pulled(1, first, 0.0, 1.0))
+    assert [type(landed) for landed in old] == [Landed]
+    channel.send(transfer(), new.append)
+    assert source.kinds() == [Offer, Offer, Drop, Drop, Offer]
+    assert dest.kinds() == [Pull, Drop, Drop]
+    assert len(channel._slabs) == 1
+    channel._hear(Offered(0, second, "there", None))
+    channel._hear(Pulled(1, second, 0.0, 1.0))
+    assert dest.done[3:] == [Drop(1, second, "host")]
+    channel._hear(SlabFailed(1, first, True, "not offered"))
+    assert (len(old), new) == (1, [])
+
+
+def test_what_fails_to_be_placed_is_the_destinations_failure(channel: Any) -> None:
+    channel, source, dest = channel
+    posted: list[Any] = []
+    channel.send(transfer(), posted.append)
+    number = source.done[0].slab
+    channel._hear(Offered(0, number, "there", None))
+    channel._hear(Pulled(1, number, 0.0, 1.0))
+    channel.place(posted.pop(), posted.append)
+    assert dest.kinds() == [Pull, Place]
+    channel._hear(SlabFailed(1, number, False, "no room"))
+    assert [(p.instance, str(p.error)) for p in posted] == [("b", "no room")]
+
+
+def test_a_slab_that_breaks_off_with_its_source_names_the_signal(channel: Any) -> None:
+    channel, source, _ = channel
+    posted: list[Any] = []
+    channel.send(transfer(), posted.append)
+    source.lost = "process of group a was ended by signal 9"
+    channel._hear(SlabFailed(1, source.done[0].slab, True, "EOFError: "))
+    assert [(p.instance, str(p.error)) for p in posted] == [("a", source.lost)]
+
+
+def test_a_source_that_is_lost_before_the_probe_is_a_mistake_of_the_load(channel: Any) -> None:
+    channel, source, _ = channel
+    source.lost = "ended"
+    with pytest.raises(JaxinferError, match="a -> b: ended"):
+        channel.probe("a -> b")
+    assert not channel._probing
+
+
+def test_a_carrier_that_is_closed_leaves_no_thread_and_no_port() -> None:
+    before = threading.active_count()
+    carrier = HostCarrier()
+    host, port, key = carrier.address
+    # Whoever is no part of the job, or goes away while it introduces itself, stops nobody else.
+    socket.create_connection((host, port)).close()
+    form: Any = SimpleNamespace()
+    carrier.offer(7, jax.numpy.arange(6.0), form)
+    with Client((host, port), authkey=key) as client:
+        client.send(7)
+        assert np.frombuffer(client.recv_bytes(), np.float32).tolist() == [0, 1, 2, 3, 4, 5]
+    carrier.close()
+    wait_until(lambda: threading.active_count() == before)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, port))
+    kept = weakref.ref(carrier)
+    del carrier
+    gc.collect()
+    assert kept() is None
+
+
+class Unreadable:
+    """Of a module that the other process does not have."""
+
+    def __reduce__(self) -> Any:
+        return pickle.loads, (b"nonsense",)
+
+
+def test_a_message_that_cannot_be_read_ends_the_process() -> None:
+    ours, theirs = socket.socketpair()
+    worker = subprocess.Popen(
+        [*COMMAND, str(theirs.fileno()), str(os.getpid())],
+        pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    theirs.close()
+    connection: Connection[Any, Any] = Connection(ours.detach())
+    connection.send(Unreadable())
+    assert worker.wait(60) == 1
+    connection.close()
+
+
+def test_half_a_message_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process that is stopped while it says something."""
+    script = (
+        "import sys, time; from multiprocessing.connection import Connection;"
+        "c = Connection(int(sys.argv[-1])); c.send(None);"
+        "c._write(c._handle, bytes([0, 0, 0, 99, 1])); time.sleep(99)"
+    )
+    lost = lost_one(monkeypatch, script, 0.5)
+    assert lost.lost
+    assert lost.lost.endswith("has said nothing for 0.5 s")
+    assert not psutil.pid_exists(lost.pid)
+
+
+def test_an_answer_that_cannot_be_read_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "import sys, time; from multiprocessing.connection import Connection;"
+        "Connection(int(sys.argv[-1])).send_bytes(b'nonsense'); time.sleep(99)"
+    )
+    lost = lost_one(monkeypatch, script, 30)
+    assert lost.lost
+    assert "has said what is not understood: UnpicklingError" in lost.lost
+    with pytest.raises(JaxinferError, match="not understood"):
+        lost.ask(None)
+
+
+def test_a_process_that_starts_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "import sys, time; from multiprocessing.connection import Connection;"
+        "time.sleep(0.8); Connection(int(sys.argv[-1])).send(None); sys.exit(3)"
+    )
+    lost = lost_one(monkeypatch, script, 0.2)
+    assert lost.lost
+    assert lost.lost.endswith("has ended (3)")
+
+
+def lost_one(monkeypatch: pytest.MonkeyPatch, script: str, silence_s: float) -> Process:
+    """What is left of a process that runs a script instead of a worker."""
+    monkeypatch.setattr(remote, "SILENCE_S", silence_s)
+    start = subprocess.Popen
+
+    def run(command: list[str], **options: Any) -> Any:
+        return start([sys.executable, "-c", script, command[3]], **options)
+
+    monkeypatch.setattr(remote.subprocess, "Popen", run)
+    process = Process("a", {})
+    assert process.why_lost(20)
+    return process
+
+
+FORKING = """
+import os, sys, time
+from jaxinfer.runtime.remote import Process
+process = Process("a", {})
+if not (child := os.fork()):
+    time.sleep(99)
+print(process.pid, child, flush=True)
+time.sleep(99)
+"""
+
+
+def test_a_process_ends_with_its_parent_whoever_else_has_the_connection() -> None:
+    job = subprocess.Popen([sys.executable, "-c", FORKING], stdout=subprocess.PIPE, text=True)
+    assert job.stdout
+    pid, child = map(int, job.stdout.readline().split())
+    time.sleep(0.1)
+    job.kill()
+    job.wait()
+    try:
+        wait_until(lambda: not psutil.pid_exists(pid), 40)
+        assert psutil.pid_exists(child)
+    finally:
+        psutil.Process(child).send_signal(signal.SIGKILL)
