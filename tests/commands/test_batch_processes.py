@@ -1,0 +1,102 @@
+"""A batch over processes of their own that is killed: the same command goes on."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from tiny_model import TINY_OPTIONS
+
+COUNT = 60
+
+
+def records(path: Path) -> dict[str, Any]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    found = {line["custom_id"]: line for line in lines}
+    assert len(found) == len(lines), "a line is doubled"
+    return found
+
+
+def write_job(folder: Path, model: Path, process: str | None) -> Path:
+    own = {"process": process} if process else {}
+    instance = {"page_size": TINY_OPTIONS["page_size"], "num_pages": TINY_OPTIONS["num_pages"]}
+    config = {
+        "model": str(model),
+        "engine": {"max_num_seqs": 4, "max_num_batched_tokens": 32},
+        "groups": {"one": {"platform": "cpu", **own}, "other": {"platform": "cpu", **own}},
+        "instances": {
+            "prefill": {"group": "one", **instance},
+            "decode": {"group": "other", **instance},
+        },
+        "system": "disaggregated",
+        "verify_transfers": True,
+    }
+    path = folder / f"{process}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    lines = [
+        {
+            "prompt": f"Request number {i}. " + "lorem ipsum " * (i % 9),
+            "max_tokens": 40 + i % 60,
+            "temperature": (i % 3) / 2,
+            "seed": i,
+            "ignore_eos": True,
+        }
+        for i in range(COUNT)
+    ]
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def command(run_file: Path, out: Path) -> list[str]:
+    source = str(run_file.parent / "in.jsonl")
+    return [
+        sys.executable, "-m", "jaxinfer", "run", str(run_file), "--input", source,
+        "--output", str(out),
+    ]  # fmt: skip
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+@pytest.mark.slow
+def test_each_line_is_there_once(tiny_folder: Path, tmp_path: Path) -> None:
+    """Killed twice at random moments of the work; the lines are those of one process."""
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    alone = write_job(tmp_path, tiny_folder, None)
+    subprocess.run(command(alone, whole), check=True, capture_output=True)
+    run_file = write_job(tmp_path, tiny_folder, "own")
+    rng = random.Random(5)
+    sizes = [0]
+    for _ in range(2):
+        job = subprocess.Popen(
+            command(run_file, out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        goal = sizes[-1] + rng.randrange(1, size(whole) // 5)
+        while job.poll() is None and size(out) < goal:
+            time.sleep(0.005)
+        workers = psutil.Process(job.pid).children(recursive=True)
+        job.send_signal(signal.SIGKILL)
+        assert job.wait() == -signal.SIGKILL
+        sizes.append(size(out))
+        _, alive = psutil.wait_procs(workers, timeout=20)
+        assert len(workers) == 2
+        assert not alive
+    assert 0 < sizes[1] < sizes[2] < size(whole)
+    done = subprocess.run(command(run_file, out), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "continuing: " in done.stdout
+    found, expected = records(out), records(whole)
+    assert found.keys() == expected.keys()
+    assert len(found) == COUNT
+    for name, record in found.items():
+        assert (
+            record["response"]["body"]["choices"] == expected[name]["response"]["body"]["choices"]
+        )
