@@ -1,10 +1,12 @@
 """What comes into a run: requests are read as there is room, and what they need is compiled."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from jaxinfer.runtime.continuations import Continuations
 from jaxinfer.runtime.engine import Cluster
 from jaxinfer.runtime.processes import Progress
+from jaxinfer.runtime.remote import NobodyThere
 from jaxinfer.runtime.sampler import SamplerShape
 from jaxinfer.runtime.sampling_inputs import sampler_shape
 from jaxinfer.serving.request_state import RequestState
@@ -55,8 +57,9 @@ class Intake:
         if wanted != self._sampler:
             self._sampler = wanted
             for engine in self._cluster.engines.values():
-                left = engine.worker.prepare(wanted)
-                if total := next(left):
-                    progress("compiling samplers", total)
-                    for count in left:
-                        progress("compiling samplers", count)
+                with suppress(NobodyThere):  # The first step for it will show it.
+                    left = engine.worker.prepare(wanted)
+                    if total := next(left):
+                        progress("compiling samplers", total)
+                        for count in left:
+                            progress("compiling samplers", count)

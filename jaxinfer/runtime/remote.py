@@ -55,6 +55,10 @@ class ProcessLost(Exception):
     """A process has ended, or says nothing any more."""
 
 
+class NobodyThere(JaxinferError):
+    """A process was asked for something, and is lost."""
+
+
 class Process:
     """One process with devices of its own, started and ended by this one.
 
@@ -124,7 +128,7 @@ class Process:
         try:
             self.send(message)
         except ProcessLost as error:
-            raise JaxinferError(str(error)) from None
+            raise NobodyThere(str(error)) from None
         return self.answers()
 
     def answers(self) -> Iterator[Any]:
@@ -134,7 +138,7 @@ class Process:
                 case Refused(line):
                     raise JaxinferError(f"groups.{self.name}: {line}")
                 case ProcessLost():
-                    raise JaxinferError(str(answer))
+                    raise NobodyThere(str(answer))
             yield answer
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.emulated_links import EmulatedLinks
-from jaxinfer.runtime.remote import RemoteWorker
+from jaxinfer.runtime.remote import ProcessLost, RemoteWorker
 from jaxinfer.runtime.remote_channel import RemoteChannel
 from jaxinfer.runtime.transfer import Channel, Landed
 from jaxinfer.runtime.worker import End, Failed, Worker
@@ -242,6 +242,8 @@ class RealWorld:
     def _fail(self, failed: Failed) -> list[Event]:
         """An error is raised where it is the user's mistake, or nobody could go on."""
         error = failed.error
+        if len(self._workers) == 1 and isinstance(error, ProcessLost):
+            raise JaxinferError(str(error))
         if isinstance(error, JaxinferError) or len(self._workers) == 1:
             raise error
         if failed.instance in self.lost:

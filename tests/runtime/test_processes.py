@@ -20,7 +20,7 @@ from cluster_cases import (
     load,
 )
 from cluster_checks import Done, Ran, check_case, check_transfers, serve, token_bytes
-from process_cases import SMALL, apart, children, pid_of, serve_until, wait_until
+from process_cases import SMALL, apart, children, pid_of, serve_once, serve_until, wait_until
 
 from jaxinfer import JaxinferError
 from jaxinfer.runtime import remote
@@ -110,6 +110,32 @@ def test_what_a_process_had_goes_on_elsewhere(
         serve(llm)
     assert len(children() - before) == 1
     del llm
+    gc.collect()
+    wait_until(lambda: not children() - before)
+
+
+def test_a_process_that_dies_between_two_runs_and_another_cluster_beside_it(
+    models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    """The next run begins with its loss; the other cluster hears nothing of it."""
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    pair = Pair("two", Side(1, 8), Side(2, 16), apart="b")
+    before = children()
+    llms = [load(models["two"], folder, **apart(pair, "disaggregated")) for folder in folders]
+    assert len(children() - before) == 2
+    for llm in llms:
+        assert serve(llm) == expected["two"]
+    pid = pid_of(llms[0], "b")
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not psutil.pid_exists(pid))
+    found, run = serve_once(llms[0], tmp_path / "runs")
+    assert found == expected["two"]
+    assert list(run["lost"]) == ["b"]
+    assert "was ended by signal 9" in run["lost"]["b"]
+    assert serve(llms[1]) == expected["two"]
+    del llm, llms
     gc.collect()
     wait_until(lambda: not children() - before)
 

@@ -38,6 +38,7 @@ from jaxinfer.runtime.remote import Process, ProcessLost, RemoteWorker
 from jaxinfer.runtime.remote_channel import RemoteChannel
 from jaxinfer.runtime.transfer import Landed
 from jaxinfer.runtime.worker import Failed
+from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Batch
 
 COMMAND = [sys.executable, "-m", "jaxinfer.runtime.worker_process"]
@@ -56,6 +57,16 @@ def test_a_step_that_ends_after_its_worker_has_failed() -> None:
     with pytest.raises(ProcessLost, match="gone"):
         worker.launch(Batch("a", [], 0, 0, 0), 0.0, posted.append)
     assert len(sent) == 1
+
+
+def test_the_only_instance_s_process_is_lost_in_one_line() -> None:
+    process: Any = SimpleNamespace(send=lambda message: None, workers={})
+    worker = RemoteWorker(process, "a", [], [])
+    world = RealWorld({"a": worker}, [])
+    world.launch(Batch("a", [], 0, 0, 0))
+    worker.on_loss(ProcessLost("process of group a was ended by signal 9"))
+    with pytest.raises(JaxinferError, match=r"^process of group a was ended by signal 9$"):
+        world.due_events()
 
 
 class FakeSide:
