@@ -72,13 +72,9 @@ class LLM:
         checkpoint = open_checkpoint(self.model, site.cluster.load_format)
         self.tokenizer = load_tokenizer(checkpoint, required=site.cluster.load_format != "dummy")
         self.vocab_size = checkpoint.config.vocab_size
+        verify, transport = config.verify_transfers, config.transport
         self.cluster = load_cluster(
-            checkpoint,
-            site.cluster,
-            progress,
-            site.pairs,
-            config.verify_transfers,
-            config.transport,
+            checkpoint, site.cluster, progress, site.pairs, verify, transport
         )
         longest = min(engine.plan.max_model_len for engine in self.cluster.engines.values())
         self._maker = RequestMaker(self.tokenizer, self.vocab_size, longest, config.engine.seed)
