@@ -17,6 +17,9 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.models.sharding import HEADS_AXIS
 from jaxinfer.runtime.slab import SlabFormat
 
+# All processes are on one.
+HOST = "127.0.0.1"
+
 
 class Carrier(Protocol):
     """One process's part of a way.
@@ -59,20 +62,15 @@ class Address(NamedTuple):
 class HostCarrier:
     """By the memory of the host and a socket: for any pair of devices."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self) -> None:
         key = secrets.token_bytes(16)
-        self._listener = Listener((host, 0), backlog=16, authkey=key)
-        self.address = Address(host, self._listener.address[1], key)
+        self._listener = Listener((HOST, 0), backlog=16, authkey=key)
+        self.address = Address(HOST, self._listener.address[1], key)
         self._closed = False
         self._offers: dict[int, np.ndarray] = {}
         # Of each thread that pulls, so that none waits for another's slab.
         self._sources: dict[tuple[int, Address], Connection[Any, Any]] = {}
         threading.Thread(target=self._accept, daemon=True).start()
-
-    @property
-    def num_offers(self) -> int:
-        """Slabs that nobody has pulled yet."""
-        return len(self._offers)
 
     def offer(self, number: int, array: jax.Array, form: SlabFormat) -> None:
         """See Carrier."""
@@ -141,10 +139,10 @@ class ServerCarrier:
     An offer that nobody pulls stays in memory: the server has no way to take it back.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        devices = jax.local_devices()
+    def __init__(self) -> None:
+        client = jax.local_devices()[0].client
         self._server = transfer.start_transfer_server(
-            devices[0].client, f"{host}:0", [f"{host}:0"] * TRANSPORTS
+            client, f"{HOST}:0", [f"{HOST}:0"] * TRANSPORTS
         )
         self.address = self._server.address()
         self._sources: dict[str, transfer.TransferConnection] = {}

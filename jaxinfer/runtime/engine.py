@@ -129,7 +129,9 @@ class Cluster:
     def transports(self) -> dict[str, str]:
         """How KV goes between processes, by ``"source -> destination"``."""
         return {
-            " -> ".join(pair): channel.by
+            " -> ".join(pair): "; ".join(
+                [channel.by, *(f"not {name}: {why}" for name, why in channel.failed.items())]
+            )
             for pair, channel in self.channels.items()
             if isinstance(channel, RemoteChannel)
         }
@@ -203,6 +205,9 @@ def load_cluster(
             opened.callback(channel.close)
             names = " -> ".join(pair)
             speeds[names] = channel.probe(names)
+            if isinstance(channel, RemoteChannel):
+                for why in channel.failed.values():
+                    progress(f"KV goes by {channel.by}: {why}", 0)
         cluster = Cluster(
             config, {name: engines[name] for name in config.instances}, channels, speeds
         )

@@ -5,6 +5,7 @@ Batches, requests and holds never travel: what is new of them does. Times are th
 """
 
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -149,11 +150,15 @@ class Alive(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """Said once: what the process runs."""
+    """Said once: the versions that the process runs."""
 
-    pid: int
     jax: str
     jaxinfer: str
+
+    @classmethod
+    def here(cls) -> "Hello":
+        """Those of this process."""
+        return cls(version("jax"), version("jaxinfer"))
 
 
 class Left(NamedTuple):

@@ -85,8 +85,9 @@ class Port:
             case Offer(lane, slab, table, start, stop):
                 end = self._ends[lane]
                 assert end.source
-                array, checksum = jax.device_put(_known(end.form), end.sharding), None
-                if table is not None:
+                if table is None:
+                    array, checksum = jax.device_put(_known(end.form), end.sharding), None
+                else:
                     array, checksum = end.source.take(table, start, stop)
                 self._later(lane, slab, partial(self._offer, message, array, checksum, after))
             case Pull(lane, slab):

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-import jax
-
 from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.messages import (
@@ -210,10 +208,11 @@ class Process:
                 self.workers[instance].on_loss(error)
             case Offered() | Pulled() | Checked() | SlabFailed():
                 self.lanes[answer.lane](answer)
-            case Hello(_, version):
-                if version != jax.__version__:
-                    line = f"jax is {version} in its process, {jax.__version__} in this one"
-                    self._answers.put(Refused(line))
+            case Hello():
+                for name, there, here in zip(Hello._fields, answer, Hello.here(), strict=True):
+                    if there != here:
+                        line = f"{name} is {there} in its process, {here} in this one"
+                        self._answers.put(Refused(line))
             case Left() | Loaded() | Refused():
                 self._answers.put(answer)
             case Alive():

@@ -46,7 +46,7 @@ class RemoteChannel:
         carriers: those that the probe is to choose from, one at least.
 
     Attributes:
-        by: the one that is in use.
+        by: the one that is in use; ``failed``: those that the probe has failed with, and why.
         waits_for: None: a process that says nothing, and a slab that does not come, are given up
             where they are waited for.
     """
@@ -63,6 +63,7 @@ class RemoteChannel:
     ) -> None:
         self.lanes = lanes
         self.by, self._carriers = carriers[0], carriers
+        self.failed: dict[CarrierName, str] = {}
         self.token_bytes = sum(lane.token_bytes for lane in lanes)
         self._ends, self._verify = ends, verify
         self._source, self._dest = sides
@@ -93,9 +94,10 @@ class RemoteChannel:
             self.by = name
             try:
                 rates[name] = min(self._probe(lane, names) for lane in self.lanes)
-            except JaxinferError:
-                if name == self._carriers[-1] and not rates:
-                    raise
+            except JaxinferError as error:
+                self.failed[name] = str(error)
+        if not rates:
+            raise JaxinferError("; ".join(self.failed.values()))
         self.by = max(rates, key=lambda name: rates[name])
         return rates[self.by]
 

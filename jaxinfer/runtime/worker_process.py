@@ -11,14 +11,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from typing import Any
-
-import jax
 
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.checkpoint import open_checkpoint
@@ -73,7 +69,7 @@ class WorkerProcess:
         """Until the loop's process has ended, or closes the connection."""
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._say_alive, daemon=True).start()
-        self._say(Hello(os.getpid(), jax.__version__, version("jaxinfer")))
+        self._say(Hello.here())
         while True:
             message = self._inbox.get()
             try:
@@ -107,8 +103,7 @@ class WorkerProcess:
             self._say(Alive())
 
     def _failure(self, message: Any, error: Exception) -> WorkerFailed | SlabFailed | Refused:
-        mistake = isinstance(error, JaxinferError)
-        line = str(error) if mistake else f"{type(error).__name__}: {one_line(error)}"
+        mistake, line = _told(error)
         # Refused is for what somebody waits for.
         match message:
             case Launch() | Emulate():
@@ -130,7 +125,10 @@ class WorkerProcess:
             case Load():
                 self._load(message)
             case Prepare(instance, sampler):
-                self._count("samplers", self._worker(instance).prepare(sampler))
+                for left in self._worker(instance).prepare(sampler):
+                    if left:
+                        self._say(Left("samplers", left))
+                self._say(Left("samplers", 0))  # After the last one, there is still some to do.
             case Emulate(instance, stage, seconds):
                 self._worker(instance).stages[stage].emulate = seconds
 
@@ -154,12 +152,6 @@ class WorkerProcess:
         assert isinstance(worker, Worker)
         return worker
 
-    def _count(self, what: str, left: Iterator[int]) -> None:
-        for count in left:
-            if count:
-                self._say(Left(what, count))
-        self._say(Left(what, 0))  # After the last part, there is still something to do.
-
     def _launch(self, message: Launch) -> None:
         instance, step = message.instance, message.step
         batch = self._mirrors[instance].batch(message)
@@ -179,9 +171,7 @@ class WorkerProcess:
 
     def _step_ended(self, instance: str, step: int, found: StepDone | Failed) -> None:
         if isinstance(found, Failed):
-            mistake = isinstance(found.error, JaxinferError)
-            line = f"{type(found.error).__name__}: {one_line(found.error)}"
-            self._say(WorkerFailed(instance, mistake, str(found.error) if mistake else line))
+            self._say(WorkerFailed(instance, *_told(found.error)))
             return
         stages = self._worker(instance).stages
         overruns = [stage.overruns for stage in stages]
@@ -193,6 +183,13 @@ class WorkerProcess:
             found.prompt_details, found.stages,
         )  # fmt: skip
         self._say(StepEnded(instance, step, results, overruns, counts))
+
+
+def _told(error: Exception) -> tuple[bool, str]:
+    """Whether it is the user's mistake, and its line."""
+    if isinstance(error, JaxinferError):
+        return True, str(error)
+    return False, f"{type(error).__name__}: {one_line(error)}"
 
 
 def main() -> None:

@@ -93,7 +93,7 @@ def check_nothing_left(llm: LLM, lost: Collection[str] = ()) -> None:
 
 def is_empty(port: Port) -> bool:
     carriers = [c for c in port._carriers.values() if isinstance(c, HostCarrier)]
-    return not any(c.num_offers for c in carriers) and not any(
+    return not any(c._offers for c in carriers) and not any(
         end.arrived for end in port._ends.values()
     )
 

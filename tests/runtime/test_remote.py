@@ -23,8 +23,10 @@ from process_cases import wait_until
 from jaxinfer import JaxinferError
 from jaxinfer.runtime import remote
 from jaxinfer.runtime.carrier import HostCarrier
+from jaxinfer.runtime.engine import Cluster
 from jaxinfer.runtime.messages import (
     Drop,
+    Hello,
     Offer,
     Offered,
     OpenLane,
@@ -170,6 +172,50 @@ def test_a_source_that_is_lost_before_the_probe_is_a_mistake_of_the_load(channel
     assert not channel._probing
 
 
+@pytest.mark.parametrize(
+    ("rates", "by", "failed"),
+    [
+        ({"host": 2.0, "transfer_server": 3.0}, "transfer_server", {}),
+        ({"host": 3.0, "transfer_server": 2.0}, "host", {}),
+        ({"host": 2.0}, "host", {"transfer_server": "a -> b: changed"}),
+        ({"transfer_server": 2.0}, "transfer_server", {"host": "a -> b: changed"}),
+    ],
+)
+def test_the_quickest_carrier_is_taken_and_what_fails_is_told(
+    channel: Any, monkeypatch: pytest.MonkeyPatch, rates: Any, by: str, failed: Any
+) -> None:
+    channel, *_ = channel
+    channel._carriers = ["host", "transfer_server"]
+
+    def probe(lane: Any, names: str) -> float:
+        if channel.by not in rates:
+            raise JaxinferError(f"{names}: changed")
+        return rates[channel.by]
+
+    monkeypatch.setattr(channel, "_probe", probe)
+    assert channel.probe("a -> b") == rates[by]
+    assert (channel.by, channel.failed) == (by, failed)
+    cluster = Cluster(None, {}, {("a", "b"): channel}, {})  # type: ignore[arg-type]
+    told = "".join(f"; not {name}: {why}" for name, why in failed.items())
+    assert cluster.transports == {"a -> b": by + told}
+    rates.clear()
+    with pytest.raises(JaxinferError, match="a -> b: changed; a -> b: changed"):
+        channel.probe("a -> b")
+
+
+@pytest.mark.parametrize("name", ["jax", "jaxinfer"])
+def test_another_version_in_the_process_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    there = Hello.here()
+    monkeypatch.setattr(Hello, "here", lambda: there._replace(**{name: "0.0.1"}))
+    process = Process("b", {})
+    message = rf"^groups\.b: {name} is {getattr(there, name)} in its process, 0\.0\.1 in this one$"
+    with pytest.raises(JaxinferError, match=message):
+        next(process.answers())
+    process.close()
+
+
 def test_a_carrier_that_is_closed_leaves_no_thread_and_no_port() -> None:
     before = threading.active_count()
     carrier = HostCarrier()
@@ -182,7 +228,7 @@ def test_a_carrier_that_is_closed_leaves_no_thread_and_no_port() -> None:
         client.send(7)
         assert np.frombuffer(client.recv_bytes(), np.float32).tolist() == [0, 1, 2, 3, 4, 5]
     carrier.close()
-    wait_until(lambda: threading.active_count() == before)
+    wait_until(lambda: threading.active_count() <= before)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, port))
     kept = weakref.ref(carrier)
