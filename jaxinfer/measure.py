@@ -81,9 +81,9 @@ def compare_rules(
         JaxinferError: a group has a process of its own.
     """
     for name, group in config.cluster().groups.items():
-        if group.process:
+        if group.is_apart:
             raise JaxinferError(
-                f"groups.{name}.process is own: sharding rules are compared in one process"
+                f"groups.{name} has a process of its own: sharding rules are compared in one"
             )
     for table in tables:
         load_rules(_file(table))  # Before a model is loaded, which takes its time.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All that is measured on a machine with an NVIDIA GPU, in one command; its limits add up to 27
-# minutes. Where a command may take ten: --only device,tests,kernels, engine, then cronus.
+# All that is measured on a machine with an NVIDIA GPU, in one command; its limits add up to 30
+# minutes. Where a command may take ten: --only device,tests,kernels, engine, then cronus,processes.
 #
 #   scripts/gpu_suite.sh --collect-wheels DIR            # on a machine with a network
 #   scripts/gpu_suite.sh --wheels DIR --trace CSV --out docs/results/gpu/NAME
@@ -8,7 +8,7 @@
 #
 # The machine with the GPU has Python 3.12 ($PYTHON, by default python3) with JAX for CUDA, flax and
 # transformers; what else the project needs comes as wheels. Without --wheels, that Python must have
-# the project and all it needs. --only device,tests,kernels,engine,cronus runs some of the stages;
+# the project and all it needs. --only device,tests,kernels,engine,cronus,processes runs some stages;
 # --kernels generic has the engine do without Mosaic's, --flex adds torch's flex_attention.
 # Each stage has a log and a time limit, and the next one runs whatever became of it; the exit
 # status is 1 if one has failed, and summary.md says which.
@@ -16,8 +16,8 @@ set -uo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
-collect= wheels= trace= out= only=device,tests,kernels,engine,cronus rehearse= flex=
-kernels=
+stages=device,tests,kernels,engine,cronus,processes
+collect= wheels= trace= out= only=$stages rehearse= flex= kernels=
 
 fail() {
     echo "gpu_suite.sh: $*" >&2
@@ -117,7 +117,7 @@ fi
 [[ -e $out ]] && fail "$out exists: give a new folder for the results"
 [[ -z $wheels || -f $wheels/requirements.txt ]] || fail "$wheels: not made by --collect-wheels"
 for name in ${only//,/ }; do
-    [[ ,device,tests,kernels,engine,cronus, == *,$name,* ]] || fail "--only: no stage $name"
+    [[ ,$stages, == *,$name,* ]] || fail "--only: no stage $name"
 done
 
 mkdir -p "$out" || exit 2
@@ -127,7 +127,7 @@ cd "$repository" || exit 2
 start=$SECONDS
 failed=0
 export PYTHONPATH=$repository PYTHONUNBUFFERED=1
-# No silent fall back to the CPU, which is the weak group of the last stage.
+# No silent fall back to the CPU, which is the weak group of the last stages.
 if [[ -n $rehearse ]]; then export JAX_PLATFORMS=cpu; else export JAX_PLATFORMS=cuda,cpu; fi
 # Where a CUDA toolkit is installed, Mosaic needs its assembler and libraries, too.
 if [[ -z $rehearse && -d /usr/local/cuda/bin ]]; then
@@ -165,6 +165,14 @@ fi
 # Relative, since the results quote the command.
 stage cronus 240 "$python" -m jaxinfer compare configs/gpu/cronus.yaml --systems cronus,single \
     --rounds 1 --out "$(realpath --relative-to=. "$out")/cronus" --set "model=$model" "${settings[@]}"
+# The same with a process for each group: neither has the other's devices, this one has none.
+gpu=cuda
+[[ -n $rehearse ]] && gpu=cpu
+stage processes 180 "$python" -m jaxinfer compare configs/gpu/cronus.yaml --systems cronus \
+    --rounds 1 --out "$(realpath --relative-to=. "$out")/processes" --set "model=$model" \
+    "${settings[@]}" --set groups.strong.process=own --set groups.weak.process=own \
+    --set groups.strong.environment.JAX_PLATFORMS=$gpu \
+    --set groups.weak.environment.JAX_PLATFORMS=cpu
 
 echo "all: $((SECONDS - start)) s; $out/summary.md"
 exit "$failed"

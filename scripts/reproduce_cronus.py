@@ -5,7 +5,6 @@
 CSV: the first 1,000 lengths of Azure's 2023 conversation trace, all at the start.
 """
 
-import csv
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any
 import click
 import yaml
 from matplotlib.figure import Figure
+from results import write_csv
 from scipy.optimize import brentq
 
 from jaxinfer.config.run_file import RunFile, load_run_file
@@ -247,14 +247,6 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             for what in ("paper", "ours")
         ]
         print(f"  order: {'as the paper' if order[0] == order[1] else order[1]}")
-
-
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """With a header."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 # Figure 4: one request every so many seconds.

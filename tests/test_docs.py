@@ -15,6 +15,9 @@ from jaxinfer.commands.app import cli
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import as_run_file, load_run_file
 from jaxinfer.models.sharding import load_rules
+from jaxinfer.plan.problem import load_options, load_problem
+from jaxinfer.plan.registry import PLANNERS
+from jaxinfer.plan.sweep import Sweep
 from jaxinfer.serving.policies import KINDS
 from jaxinfer.simulate.run import simulate
 from jaxinfer.systems.registry import SYSTEMS
@@ -58,7 +61,11 @@ def test_a_command_of_the_docs(line: str, monkeypatch: pytest.MonkeyPatch) -> No
     paths = [word for word in arguments if word.startswith("configs/")]
     for path in paths:
         assert Path(path).is_file(), path
-        if path.endswith(".yaml"):
+        if path.startswith("configs/plan/"):
+            load_problem(path, given.get("settings", ()))
+        elif path.startswith("configs/sweep/"):
+            assert list(load_options(Sweep, "sweep file", path, ()).points())
+        elif path.endswith(".yaml"):
             load_run_file(path, given.get("settings", ()))
         if path.endswith(".py"):
             assert load_rules(path)
@@ -79,6 +86,11 @@ def test_all_options_of_an_engine_are_in_the_docs() -> None:
     text = (ROOT / "docs" / "run-file.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert set(EngineOptions.model_fields) <= set(rows)
+
+
+def test_all_planners_are_in_the_docs() -> None:
+    page = (ROOT / "docs" / "planning.md").read_text()
+    assert all(f"| `{name}` |" in page for name in PLANNERS)
 
 
 def test_all_policies_are_in_the_docs() -> None:

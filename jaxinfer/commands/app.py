@@ -11,7 +11,9 @@ from jaxinfer.commands.signals import leave
 from jaxinfer.errors import JaxinferError
 
 COMMANDS = (
-    "run", "bench", "compare", "simulate", "capacity", "calibrate", "explain", "profile", "convert"
+    "run", "bench", "compare", "simulate", "capacity", "plan", "sweep",
+    "calibrate", "explain", "profile", "convert", "worker",
+    "conformance",
 )  # fmt: skip
 # What files, pipes and terminals that take a command's output may fail with.
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)

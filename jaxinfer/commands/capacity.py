@@ -1,15 +1,18 @@
 """``jaxinfer capacity``: the largest rate at which targets are met."""
 
-import os
-import signal
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import TYPE_CHECKING, Literal
 
 import click
 from rich.console import Console
 
-from jaxinfer.commands.common import refuse, with_limit, with_settings, workload_settings
+from jaxinfer.commands.common import (
+    cores,
+    refuse,
+    with_limit,
+    with_ray,
+    with_settings,
+    workload_settings,
+)
 from jaxinfer.config.run_file import load_run_file
 
 if TYPE_CHECKING:
@@ -33,8 +36,15 @@ if TYPE_CHECKING:
     help="That share meets all of them (both), or each of them (each); both.",
 )
 @click.option("--requests-per-gpu", type=click.IntRange(min=1), help="Take N for each GPU.")
+@click.option(
+    "--precision",
+    type=click.FloatRange(1e-6, 1, max_open=True),
+    default=0.02,
+    help="Share by which the rate may be too low; 0.02.",
+)
 @click.option("--seed", "seed", type=int, multiple=True, help="Of the arrivals; may be repeated.")
 @click.option("--seeds", type=click.IntRange(min=1), help="Take the seeds 0 to N - 1.")
+@with_ray
 @with_settings
 def capacity(
     run_file: str,
@@ -44,12 +54,14 @@ def capacity(
     attainment: float | None,
     criterion: Literal["both", "each"] | None,
     requests_per_gpu: int | None,
+    precision: float,
     seed: tuple[int, ...],
     seeds: int | None,
+    ray_address: str | None,
     settings: tuple[str, ...],
 ) -> None:
     """Find the largest rate of requests at which a modelled cluster meets its targets."""
-    from jaxinfer.simulate.capacity import capacity, requests_for
+    from jaxinfer.simulate.capacity import capacity, num_gpus, requests_for
     from jaxinfer.simulate.read_targets import read_targets
 
     if seeds:
@@ -57,22 +69,19 @@ def capacity(
     config = load_run_file(run_file, [*settings, *workload_settings(workload, limit)])
     work = config.workload.requests()
     if requests_per_gpu:
-        work = list(requests_for(config, work, requests_per_gpu))
+        work = list(requests_for(num_gpus(config), work, requests_per_gpu))
     targets = read_targets(slo, work, attainment, criterion)
     console = Console()
-    cores = os.cpu_count() or 1
-    # Not forked: who calls may have threads, as JAX has.
-    # Ctrl-C goes to all of them, and is the parent's to answer.
-    deaf = signal.SIGINT, signal.SIG_IGN
-    with ProcessPoolExecutor(cores, get_context("spawn"), signal.signal, deaf) as pool:
+    with cores(ray_address) as (map_rates, at_once):
         best = capacity(
             config,
             work,
             targets,
             seeds=tuple(range(seeds)) if seeds else seed or (0,),
+            precision=precision,
             on_load=lambda load: console.print(_line(load), soft_wrap=True),
-            map_rates=pool.map,
-            at_once=cores,
+            map_rates=map_rates,
+            at_once=at_once,
         )
     if best.rate == 0:
         console.print("capacity: 0 requests/s, any rate misses the targets")

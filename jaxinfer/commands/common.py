@@ -1,11 +1,16 @@
 """What several commands have in common."""
 
 import json
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -13,6 +18,9 @@ from rich.console import Console
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.pictures import FORMATS
+
+if TYPE_CHECKING:
+    from jaxinfer.plan.kept import Kept
 
 with_model = click.option(
     "--model", help="Demo model's name, .gguf file, folder (converted or Hugging Face), or hub id."
@@ -23,6 +31,12 @@ with_settings = click.option(
     multiple=True,
     metavar="A.B=C",
     help="Override a run file's value, e.g. engine.max_num_seqs=16; may be repeated.",
+)
+with_ray_hosts = click.option(
+    "--ray",
+    "ray_address",
+    metavar="ADDRESS",
+    help="Ray cluster that places the groups which ask for it: HOST:PORT of its head, or auto.",
 )
 with_workload = click.option(
     "--workload", required=True, help="JSONL of prompt_token_ids, or CSV of lengths."
@@ -35,6 +49,34 @@ with_pictures = click.option(
     "--pictures", type=click.Choice(list(FORMATS)), help="Format of the pictures; png."
 )
 with_force = click.option("--force", is_flag=True, help="Overwrite the file of figures.")
+
+
+with_ray = click.option(
+    "--ray", "ray_address", help="Simulate on a Ray cluster's cores: HOST:PORT, or auto."
+)
+
+
+@contextmanager
+def cores(ray_address: str | None, jobs: int | None = None) -> Iterator[tuple[Any, int]]:
+    """Those that simulate, this machine's or a cluster's: a ``map`` over them, and their number."""
+    if ray_address:
+        refuse("for this machine's: --ray takes the cluster's cores", {"--jobs": jobs})
+        from jaxinfer.ray.tasks import RayMap
+
+        cluster = RayMap(ray_address)
+        yield cluster, cluster.cores
+        return
+    count = jobs or os.cpu_count() or 1
+    # Not forked: who calls may have threads, as JAX has.
+    # Ctrl-C goes to all of them, and is the parent's to answer.
+    deaf = signal.SIGINT, signal.SIG_IGN
+    with ProcessPoolExecutor(count, get_context("spawn"), signal.signal, deaf) as pool:
+        yield pool.map, count
+
+
+def ray_settings(address: str | None) -> list[str]:
+    """As settings of the run file."""
+    return [f"ray={json.dumps(address)}"] if address else []
 
 
 def workload_settings(trace: str | None, limit: int | None) -> list[str]:
@@ -112,6 +154,60 @@ def new_file(path: str, force: bool) -> Path:
     if not out.parent.is_dir():
         raise JaxinferError(f"{out}: there is no folder {out.parent}")
     return out
+
+
+def own_folder(folder: Path, name: str, text: str) -> Path:
+    """A folder for results that come bit by bit: a new one, or one that was begun for the same.
+
+    Args:
+        name: of the file that says what it is for; ``text``: what that has.
+
+    Raises:
+        JaxinferError: the folder has something else, or cannot be made.
+    """
+    path = folder / name
+    try:
+        if path.exists():
+            if path.read_bytes() != text.encode():
+                raise JaxinferError(f"{folder}: {name} there is of something else; give a new one")
+            return folder
+        if folder.exists() and any(folder.iterdir()):
+            raise JaxinferError(f"{folder}: is there and has other files; give a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise JaxinferError(f"{folder}: {error.strerror}") from None
+    return folder
+
+
+@contextmanager
+def kept_results(out: str, name: str, text: str, lines: str) -> Iterator[tuple[Path, "Kept"]]:
+    """A folder for what is found bit by bit, and what is there of it.
+
+    What fails before anything has been found leaves no folder that it has made.
+
+    Args:
+        name, text: see ``own_folder``; ``lines``: of the file that keeps what is found.
+
+    Raises:
+        JaxinferError: see ``own_folder``, or a file in it cannot be read or written.
+    """
+    from jaxinfer.plan.kept import Kept
+
+    folder = Path(out)
+    existed, begun = folder.exists(), (folder / name).exists()
+    own_folder(folder, name, text)
+    keeps = folder / lines
+    with _left_as_found(
+        folder, existed, lambda _: begun or (keeps.is_file() and keeps.stat().st_size > 0)
+    ):
+        kept = Kept(keeps)
+        try:
+            yield folder, kept
+        except (IsADirectoryError, PermissionError) as error:
+            raise JaxinferError(f"{error.filename}: {error.strerror}") from None
+        finally:
+            kept.close()
 
 
 def configure(run_file: str | None, settings: tuple[str, ...], model: str | None) -> RunFile:

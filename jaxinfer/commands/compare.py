@@ -12,11 +12,13 @@ from jaxinfer.commands.common import (
     compare_and_write,
     configure,
     new_file,
+    ray_settings,
     refuse,
     with_force,
     with_limit,
     with_model,
     with_pictures,
+    with_ray_hosts,
     with_settings,
     workload_settings,
 )
@@ -40,6 +42,7 @@ from jaxinfer.workload.lengths import read_workload
 @click.option("--rounds", type=click.IntRange(min=1), help="Runs of each, in turns; 3.")
 @click.option("--simulate", is_flag=True, help="On modelled clusters, in virtual time.")
 @with_settings
+@with_ray_hosts
 @with_force
 def compare(
     files: tuple[str, ...],
@@ -54,6 +57,7 @@ def compare(
     rounds: int | None,
     simulate: bool,
     settings: tuple[str, ...],
+    ray_address: str | None,
     force: bool,
 ) -> None:
     """Run one workload under several systems, or several tables of sharding rules, side by side.
@@ -63,7 +67,8 @@ def compare(
     """
     if not any(Path(file).suffix in (".yaml", ".yml") for file in files):
         only: dict[str, object] = {
-            "--systems": systems, "--out": out, "--pictures": pictures, "--simulate": simulate
+            "--systems": systems, "--out": out, "--pictures": pictures, "--simulate": simulate,
+            "--ray": ray_address,
         }  # fmt: skip
         refuse("for run files, not for tables of rules", only)
         if not json_path or not workload:
@@ -78,7 +83,7 @@ def compare(
     )
     if not out:
         raise JaxinferError("systems are compared with --out FOLDER")
-    more = workload_settings(workload, limit)
+    more = ray_settings(ray_address) + workload_settings(workload, limit)
     names = systems.split(",") if systems else []
     if simulate:
         refuse("for real runs: a simulation is the same each time", {"--rounds": rounds})

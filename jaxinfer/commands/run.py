@@ -8,8 +8,15 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxinfer.commands.batch_job import BatchJob
-from jaxinfer.commands.common import configure, with_model, with_settings
+from jaxinfer.commands.common import (
+    configure,
+    ray_settings,
+    with_model,
+    with_ray_hosts,
+    with_settings,
+)
 from jaxinfer.commands.signals import Interrupted
+from jaxinfer.config.validation import read_json
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.table import metrics_table
 
@@ -20,6 +27,7 @@ from jaxinfer.report.table import metrics_table
 @click.option("--input", "input_path", help="JSONL of requests: OpenAI batch or plain lines.")
 @click.option("--output", "output_path", help="JSONL of results, appended as requests finish.")
 @with_settings
+@with_ray_hosts
 @click.option("--force", is_flag=True, help="Start over where the output exists.")
 @click.option(
     "--show",
@@ -34,6 +42,7 @@ def run(
     input_path: str | None,
     output_path: str | None,
     settings: tuple[str, ...],
+    ray_address: str | None,
     force: bool,
     show: int,
 ) -> None:
@@ -41,7 +50,7 @@ def run(
 
     Exits with 0 if every line got an answer, 1 if some did not, 2 if it could not run.
     """
-    config = configure(run_file, settings, model)
+    config = configure(run_file, (*settings, *ray_settings(ray_address)), model)
     input_path = input_path or config.workload.input
     output_path = output_path or config.workload.output
     if not input_path or not output_path:
@@ -64,6 +73,7 @@ def run(
             console.print(metrics_table(metrics))
             if len(config.instances) > 1:
                 _print_cluster(job.newest_run())
+            _print_restarts(console, job.newest_run())
             console.print(
                 f"run.json, steps.jsonl and requests.jsonl: {job.run_folder}", soft_wrap=True
             )
@@ -83,6 +93,15 @@ def run(
             )
         if job.num_failed or job.lost:
             sys.exit(1)
+
+
+def _print_restarts(console: Console, run_folder: Path) -> None:
+    for restart in read_json(run_folder / "run.json")["restarts"]:
+        ended = f"was started again in {restart['seconds']:.1f} s"
+        if error := restart["error"]:
+            ended = f"could not be started again: {error}"
+        line = f"group {restart['group']}: {restart['why']}; it {ended}"
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _print_cluster(run_folder: Path) -> None:

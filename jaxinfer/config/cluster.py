@@ -7,7 +7,13 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from jaxinfer.config.engine import EngineOptions
-from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean
+from jaxinfer.config.validation import (
+    Named,
+    OptionError,
+    Options,
+    did_you_mean,
+    split_address,
+)
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.instance import InstanceOptions
 
@@ -25,6 +31,19 @@ class Emulate(Options):
     slowdown: float = Field(ge=1)
 
 
+class RayDemands(Options):
+    """What Ray finds a node by, and gives a process of it.
+
+    Attributes:
+        num_gpus: by default the group's devices, where they are GPUs.
+        resources: others that the node has, such as ``accelerator_type:A10``.
+    """
+
+    num_cpus: float = Field(default=1, ge=0)
+    num_gpus: float | None = Field(default=None, ge=0)
+    resources: dict[str, float] = Field(default_factory=dict)
+
+
 class GroupConfig(Options):
     """Equal devices. Each stage on the group takes the next ``tensor_parallel_size`` of them.
 
@@ -35,7 +54,10 @@ class GroupConfig(Options):
         tensor_parallel_size: devices of one stage; by default all of the group.
         emulate: play a slower device; on CPU only.
         process: ``own`` for a process of the group's own: JAX drives one kind of GPU per process.
+        host: ``HOST:PORT`` of a worker that listens and is to start it, mostly on another host.
+        ray: what it needs, where Ray is to choose the host.
         environment: variables of that process, besides those of the one that starts it.
+        restart: how often that process is started again when it is lost.
     """
 
     platform: Literal["cpu", "gpu"] | None = None
@@ -44,12 +66,22 @@ class GroupConfig(Options):
     tensor_parallel_size: int | None = Field(default=None, ge=1)
     emulate: Emulate | None = None
     process: Literal["own"] | None = None
+    host: str | None = None
+    ray: RayDemands | None = None
     environment: dict[str, str] = Field(default_factory=dict)
+    restart: int = Field(default=0, ge=0)
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse combinations that cannot work."""
-        if self.environment and not self.process:
-            raise OptionError("environment: for a group with process: own")
+        if sum(each is not None for each in (self.process, self.host, self.ray)) > 1:
+            raise OptionError("process, host, ray: a group has one of them, which says where it is")
+        if self.environment and not self.is_apart:
+            raise OptionError("environment: for a group with process: own, host or ray")
+        if self.restart and not self.is_apart:
+            raise OptionError(
+                f"restart is {self.restart}, must be 0 without process: own, host or ray: what "
+                "fails in the loop's process is not started again"
+            )
         if self.emulate and self.platform == "gpu":
             raise OptionError("emulate: a GPU is not slowed down; leave it to platform: cpu")
         if self.stage_devices > self.devices:
@@ -57,6 +89,21 @@ class GroupConfig(Options):
                 f"tensor_parallel_size is {self.tensor_parallel_size}, "
                 f"the group has {self.devices} devices"
             )
+
+    @field_validator("host")
+    @classmethod
+    def _as_address(cls, value: str | None) -> str | None:
+        try:
+            if value is not None and split_address(value)[1] == 0:
+                raise JaxinferError(f"must be a port that a worker listens at, not {value}")
+        except JaxinferError as error:
+            raise ValueError(error) from None
+        return value
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it has a process of its own, wherever that is."""
+        return bool(self.process or self.host or self.ray)
 
     @property
     def slowdown(self) -> float:
@@ -146,11 +193,16 @@ class LinkConfig(Options):
 
 
 class ClusterConfig(Options):
-    """Groups, instances and links that fit together."""
+    """Groups, instances and links that fit together.
+
+    Attributes:
+        ray: address of the Ray cluster that finds hosts for groups; None where none asks for it.
+    """
 
     groups: Named[GroupConfig]
     instances: Named[InstanceConfig]
     links: tuple[LinkConfig, ...] = Field(default=(), strict=False)
+    ray: str | None = None
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse names that are not there and devices that are not enough."""
@@ -185,7 +237,7 @@ class ClusterConfig(Options):
     def _check_processes(self) -> None:
         """Refuse instances that would stand in several processes."""
         for name, instance in self.instances.items():
-            homes = {p.group for p in instance.places if self.groups[p.group].process}
+            homes = {p.group for p in instance.places if self.groups[p.group].is_apart}
             if homes and len({place.group for place in instance.places}) > 1:
                 raise JaxinferError(
                     f"instances.{name}.stages: group {min(homes)} has a process of its own, where "
@@ -195,14 +247,15 @@ class ClusterConfig(Options):
     def process_of(self, instance: str) -> str | None:
         """The group whose own process has the instance; None for the loop's process."""
         group = self.instances[instance].places[0].group
-        return group if self.groups[group].process else None
+        return group if self.groups[group].is_apart else None
 
     def part(self, process: str | None) -> "ClusterConfig":
         """What one process has, as if it were all: a group's own, or the loop's (None)."""
+        here: dict[str, Any] = {"environment": {}, "restart": 0}
         groups = {
-            name: group.model_copy(update={"process": None, "environment": {}})
+            name: group.model_copy(update=dict.fromkeys(("process", "host", "ray")) | here)
             for name, group in self.groups.items()
-            if (name if group.process else None) == process
+            if (name if group.is_apart else None) == process
         }
         instances = {n: i for n, i in self.instances.items() if self.process_of(n) == process}
         links = tuple(link for link in self.links if set(link.between) <= groups.keys())

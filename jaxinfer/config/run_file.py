@@ -32,11 +32,11 @@ from jaxinfer.simulate.hardware import Catalogue, Gpu, ModelShape
 from jaxinfer.systems.registry import make_system
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest, read_workload
-from jaxinfer.workload.predictor import Buckets
+from jaxinfer.workload.predictor import Buckets, Own
 from jaxinfer.workload.synthetic import Synthetic, WorkloadClass, is_of_class
 
 # What may stand for a group of options, and which of them it then is.
-_SHORT = {"system": "name", "workload.arrivals": "kind", "workload.synthetic": "lengths"}
+SHORT = {"system": "name", "workload.arrivals": "kind", "workload.synthetic": "lengths"}
 
 
 class Workload(Options):
@@ -51,8 +51,8 @@ class Workload(Options):
         arrivals: when the requests come in.
         max_tokens: of a modelled run, the limit that users give, where it is not the true length:
             what systems and policies see of a request, which ends earlier.
-        predictor: what predicts the output tokens of each: ``my_module:MyPredictor``, or, of a
-            modelled run, buckets of the true length.
+        predictor: what predicts the output tokens of each: ``my_module:MyPredictor`` (or a mapping
+            of that ``name`` and its options), or, of a modelled run, buckets of the true length.
     """
 
     input: str | None = None
@@ -63,7 +63,7 @@ class Workload(Options):
     limit: int | None = Field(default=None, ge=1)
     arrivals: Arrivals = Arrivals()
     max_tokens: int | None = Field(default=None, ge=1)
-    predictor: Buckets | str | None = None
+    predictor: Buckets | Own | None = None
 
     @field_validator("arrivals", mode="before")
     @classmethod
@@ -82,6 +82,11 @@ class Workload(Options):
             return value
         if isinstance(value, str) and ":" in value:
             return value
+        if isinstance(value, dict) and "name" in value:
+            name = value["name"]
+            if isinstance(name, str) and ":" in name:
+                return value
+            raise ValueError(f"name is {shown(name)}, must be my_module:MyPredictor")
         if not isinstance(value, dict):
             raise ValueError(
                 f"must be my_module:MyPredictor, or a mapping of granularity and accuracy, not "
@@ -161,6 +166,8 @@ class RunFile(Options):
             instances (see ``replicas.py``).
         watchdog_s: an instance that has work and reports nothing for so many seconds is given up.
         verify_transfers: compare checksums of all KV that goes from instance to instance.
+        ray: address of a Ray cluster, ``HOST:PORT`` of its head, where groups ask for one; by
+            default ``auto``, that which this host is of.
         transport: how KV goes from process to process: by the ``host``'s memory, by JAX's
             ``transfer_server``, or, ``auto``, from GPU to GPU by the quicker, else by the host's.
         system: the name of a system, or ``my_module:MySystem``, and its options; by default
@@ -176,6 +183,7 @@ class RunFile(Options):
     links: tuple[LinkConfig, ...] = Field(default=(), strict=False)
     system: dict[str, Any] = Field(default_factory=lambda: {"name": "single"})
     verify_transfers: bool = False
+    ray: str | None = None
     transport: Transport = "auto"
     watchdog_s: float = Field(default=600, gt=0)
     workload: Workload = Workload()
@@ -251,6 +259,11 @@ class RunFile(Options):
         return cluster
 
     def _cluster(self) -> ClusterConfig:
+        by_ray = any(group.ray for group in self.groups.values())
+        if self.ray and not by_ray:
+            raise OptionError(
+                f"ray is {self.ray}: no group asks for it, as groups.x.ray: {{}} does"
+            )
         if not self.instances:
             if self.groups or self.links:
                 raise JaxinferError("groups and links need instances that stand on them")
@@ -266,7 +279,12 @@ class RunFile(Options):
                     f"instances.{name}.kv_cache_dtype is {instance.kv_cache_dtype}, must be auto: "
                     "verify_transfers compares bits, which entries of 8 bits do not keep"
                 )
-        return ClusterConfig(groups=self.groups, instances=self.instances, links=self.links)
+        return ClusterConfig(
+            groups=self.groups,
+            instances=self.instances,
+            links=self.links,
+            ray=self.ray or "auto" if by_ray else None,
+        )
 
 
 def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunFile:
@@ -277,7 +295,7 @@ def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunF
     """
     data = _read_file(Path(path)) if path else {}
     for setting in settings:
-        _apply(data, setting)
+        apply_setting(data, setting)
     try:
         config = as_run_file(data)
         make_system(config.system, config.cluster().instances)
@@ -308,27 +326,47 @@ def _read_file(path: Path) -> dict[str, Any]:
     return data
 
 
-def _apply(data: dict[str, Any], setting: str) -> None:
+def apply_setting(data: dict[str, Any], setting: str) -> None:
+    """Put a setting such as ``engine.seed=1`` into what a file holds.
+
+    Raises:
+        JaxinferError: it is none, or leads through something that has no options.
+    """
     key, equals, value = setting.partition("=")
+    if not equals and "[" not in key:
+        raise JaxinferError(f"--set {setting!r}: must look like engine.max_num_seqs=16")
+    try:
+        parsed = parse_yaml(value)
+    except JaxinferError as error:
+        raise JaxinferError(f"--set {shown(setting)}: {error}") from None
+    try:
+        put_option(data, key, parsed)
+    except JaxinferError as error:
+        raise JaxinferError(f"--set {setting!r}: {error}") from None
+
+
+def put_option(data: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value at a dotted key, such as ``engine.seed``.
+
+    Raises:
+        JaxinferError: the key is none, or leads through something that has no options.
+    """
     *path, last = key.split(".")
     if "[" in key:
         name = key.partition("[")[0]
-        raise JaxinferError(f"--set {setting!r}: a list is set as a whole: {name}=[...]")
-    if not equals or not all([*path, last]):
-        raise JaxinferError(f"--set {setting!r}: must look like engine.max_num_seqs=16")
+        raise JaxinferError(f"a list is set as a whole: {name}=[...]")
+    if not all([*path, last]):
+        raise JaxinferError("must look like engine.max_num_seqs=16")
     at = data
     for depth, name in enumerate(path, 1):
         where = ".".join(path[:depth])
         inner = at.setdefault(name, {})
-        short = _SHORT.get(where)
+        short = SHORT.get(where)
         if short and isinstance(inner, str):
             inner = {short: inner}
         if not isinstance(inner, dict):
-            raise JaxinferError(f"--set {setting!r}: {where} is {shown(inner)}, has no options")
+            raise JaxinferError(f"{where} is {shown(inner)}, has no options")
         # A copy: an alias in YAML is one mapping in several places.
         at[name] = dict(inner)
         at = at[name]
-    try:
-        at[last] = parse_yaml(value)
-    except JaxinferError as error:
-        raise JaxinferError(f"--set {shown(setting)}: {error}") from None
+    at[last] = value

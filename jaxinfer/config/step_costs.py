@@ -138,8 +138,16 @@ class CurveCosts(Options):
         decode: what a step of decodes goes by.
         mixed_factor: a step with both takes so many times what a prompt of all its tokens takes;
             by default the sum of what its prompts and its decodes take alone.
+        share_weights: of that sum, what a single decode takes at the least context is left out:
+            prompts and decodes read the weights together.
     """
 
     file: str
     decode: Literal["by_tokens", "by_batch_and_context"] = "by_batch_and_context"
     mixed_factor: float | None = Field(default=None, gt=0)
+    share_weights: bool = False
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse two ways to reckon a step with both."""
+        if self.mixed_factor is not None and self.share_weights:
+            raise JaxinferError("both mixed_factor and share_weights: give one of them")

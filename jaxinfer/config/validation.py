@@ -5,7 +5,7 @@ import importlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Self, TypeVar, get_args, get_origin
@@ -73,6 +73,18 @@ def import_own(name: str) -> Any:
         raise JaxinferError(f"{name!r}: importing {module} raises {raised(error)}") from error
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``.
+
+    Raises:
+        JaxinferError: it is none.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise JaxinferError(f"must be HOST:PORT, not {shown(address)}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 class OptionError(JaxinferError):
     """A mistake in one option: the message begins with its path, as ``stages[0].group``."""
 
@@ -118,6 +130,32 @@ class Options(BaseModel):
             raise ValueError(error) from None
 
 
+def make_with_options(kind: Any, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """An object of a class that may have a class ``Options``; it can be called.
+
+    Raises:
+        JaxinferError: the options are wrong, or making one raises something.
+    """
+    wanted, name = getattr(kind, "Options", None), kind.__name__
+    if wanted is not None and not (isinstance(wanted, type) and issubclass(wanted, Options)):
+        raise JaxinferError(
+            f"{name}.Options is {shown(wanted)}, must be a subclass of "
+            "jaxinfer.config.validation.Options"
+        )
+    if wanted is None and options:
+        raise OptionError(f"{next(iter(options))}: {name} has no options")
+    try:
+        made = kind(wanted.model_validate(options)) if wanted else kind()
+    except JaxinferError:
+        raise
+    except FAILURES as error:
+        raise JaxinferError(f"making a {name} raises {raised(error)}") from error
+    if not callable(made):
+        raise JaxinferError(f"a {name} cannot be called, must be as a function is")
+    found: Callable[..., Any] = made
+    return found
+
+
 T = TypeVar("T")
 
 
@@ -141,6 +179,7 @@ _WANTED = {
     "dict_type": "a mapping",
     "model_type": "a mapping",
     "tuple_type": "a list",
+    "list_type": "a list",
 }
 
 

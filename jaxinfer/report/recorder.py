@@ -76,6 +76,7 @@ class Recorder:
         preemptions: int,
         overruns: Mapping[str, Sequence[float]],
         lost: Mapping[str, str],
+        restarts: Sequence[Mapping[str, object]] = (),
         **given: Any,
     ) -> RunMetrics:
         """The figures of a run that has ended; its files are complete.
@@ -84,6 +85,7 @@ class Recorder:
             requests, failed: see ``RunMetrics``.
             overruns: instance -> seconds by which its emulated steps were late.
             lost: instances that have failed, and why.
+            restarts: of lost processes, as JSON values.
             given: see ``run_metrics``.
         """
         metrics = run_metrics(
@@ -92,7 +94,7 @@ class Recorder:
         if self._folder:
             with asking(loop.system, "report"):
                 report = loop.system.report()
-            self._folder.finish(asdict(metrics), overruns, lost, report)
+            self._folder.finish(asdict(metrics), overruns, lost, report, restarts)
         return metrics
 
     def __enter__(self) -> Self:

@@ -115,6 +115,7 @@ class RunFolder:
         overruns: Mapping[str, Sequence[float]],
         lost: Mapping[str, str],
         system: Mapping[str, object],
+        restarts: Sequence[Mapping[str, object]] = (),
     ) -> None:
         """Complete all files.
 
@@ -122,12 +123,14 @@ class RunFolder:
             overruns: instance -> seconds by which its emulated steps were late.
             lost: instances that have failed, and why.
             system: what the system reports.
+            restarts: of lost processes, as JSON values.
         """
         self._run["overruns"] = {
             name: {"steps": len(late), "seconds": round(sum(late), 3)}
             for name, late in overruns.items()
         }
         self._run["lost"] = dict(lost)
+        self._run["restarts"] = list(restarts)
         if not isinstance(system, Mapping):
             raise JaxinferError(
                 f"{self.path / 'run.json'}: the system reports {shown(system)}, must be a mapping"

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -16,9 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.sharding import HEADS_AXIS
 from jaxinfer.runtime.slab import SlabFormat
-
-# All processes are on one.
-HOST = "127.0.0.1"
+from jaxinfer.runtime.wire import call, join_address, let_in, listen
 
 
 class Carrier(Protocol):
@@ -60,12 +58,16 @@ class Address(NamedTuple):
 
 
 class HostCarrier:
-    """By the memory of the host and a socket: for any pair of devices."""
+    """By the memory of the host and a socket: for any pair of devices.
 
-    def __init__(self) -> None:
-        key = secrets.token_bytes(16)
-        self._listener = Listener((HOST, 0), backlog=16, authkey=key)
-        self.address = Address(HOST, self._listener.address[1], key)
+    Args:
+        host: the address by which this process is reached.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._listener = listen(host, 0)
+        port = self._listener.getsockname()[1]
+        self.address = Address(host, port, secrets.token_bytes(16))
         self._closed = False
         self._offers: dict[int, np.ndarray] = {}
         # Of each thread that pulls, so that none waits for another's slab.
@@ -86,8 +88,7 @@ class HostCarrier:
         """See Carrier."""
         thread = threading.get_ident(), address
         if thread not in self._sources:
-            host, port, key = address
-            self._sources[thread] = Client((host, port), authkey=key)
+            self._sources[thread] = Connection(call(*address).detach())
         source = self._sources[thread]
         source.send(number)
         if not source.poll(patience_s):
@@ -103,21 +104,25 @@ class HostCarrier:
         """Accept no more."""
         self._closed = True
         # Closing a socket does not wake a thread that waits for it.
-        with suppress(OSError), socket.create_connection(self.address[:2]):
-            pass
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._offers.clear()
 
     def _accept(self) -> None:
         while not self._closed:
             try:
-                client = self._listener.accept()
-            except Exception:
-                time.sleep(0.01)  # Not one of ours, or gone.
+                caller, _ = self._listener.accept()
+            except OSError:
+                time.sleep(0.01)  # Gone, or this is closed.
                 continue
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+            threading.Thread(target=self._serve, args=(caller,), daemon=True).start()
         self._listener.close()
 
-    def _serve(self, client: "Connection[Any, Any]") -> None:
+    def _serve(self, caller: socket.socket) -> None:
+        try:
+            client: Connection[Any, Any] = Connection(let_in(caller, self.address.key).detach())
+        except OSError:
+            return  # Not one of ours.
         try:
             while True:
                 found = self._offers.pop(client.recv(), None)
@@ -137,13 +142,15 @@ class ServerCarrier:
     """By ``jax.experimental.transfer``: device to device as far as the platform knows a way.
 
     An offer that nobody pulls stays in memory: the server has no way to take it back.
+
+    Args:
+        host: the address by which this process is reached.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str) -> None:
         client = jax.local_devices()[0].client
-        self._server = transfer.start_transfer_server(
-            client, f"{HOST}:0", [f"{HOST}:0"] * TRANSPORTS
-        )
+        port = join_address(host, 0)
+        self._server = transfer.start_transfer_server(client, port, [port] * TRANSPORTS)
         self.address = self._server.address()
         self._sources: dict[str, transfer.TransferConnection] = {}
 

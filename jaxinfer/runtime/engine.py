@@ -21,6 +21,7 @@ from jaxinfer.runtime.processes import OtherProcesses, Progress
 from jaxinfer.runtime.random_weights import random_parameters
 from jaxinfer.runtime.remote import RemoteStage, RemoteWorker
 from jaxinfer.runtime.remote_channel import RemoteChannel
+from jaxinfer.runtime.restarts import Restarts
 from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.step import Parameters
 from jaxinfer.runtime.transfer import Channel
@@ -77,12 +78,14 @@ class Cluster:
 
     Attributes:
         measured_gb_s: of each way, by ``"source -> destination"``, what a probe has shown.
+        restarts: what is about lost processes, where some may be started again.
     """
 
     config: ClusterConfig
     engines: Mapping[str, Engine]
     channels: Mapping[tuple[str, str], Channel | RemoteChannel]
     measured_gb_s: Mapping[str, float]
+    restarts: Restarts | None = None
 
     @property
     def stages(self) -> list[Stage | RemoteStage]:
@@ -192,7 +195,8 @@ def load_cluster(
         for name, worker in _load_workers(checkpoint, config, plans, progress):
             opened.callback(worker.close)
             engines[name] = _engine(config, name, worker, plans[name])
-        for name, remote in others.load(progress).items():
+        remotes = others.load(progress)
+        for name, remote in remotes.items():
             engines[name] = _engine(config, name, remote, [s.plan for s in remote.stages])
         for name, engine in engines.items():
             of = f" of {name}" if len(engines) > 1 else ""
@@ -208,8 +212,10 @@ def load_cluster(
             if isinstance(channel, RemoteChannel):
                 for why in channel.failed.values():
                     progress(f"KV goes by {channel.by}: {why}", 0)
+        restarts = Restarts(config, others, remotes)
+        opened.callback(restarts.close)
         cluster = Cluster(
-            config, {name: engines[name] for name in config.instances}, channels, speeds
+            config, {name: engines[name] for name in config.instances}, channels, speeds, restarts
         )
         # The threads know the workers, not the cluster: once that is gone, all of it can go.
         # At the interpreter's end, threads that wake up would crash it.
@@ -254,17 +260,9 @@ def _channel(
     transport: Transport,
 ) -> Channel | RemoteChannel:
     """Of all stages that have layers in common."""
-    pairs = [
-        (i, j, (source.groups[i], dest.groups[j]))
-        for i, ours in enumerate(source.plans)
-        for j, theirs in enumerate(dest.plans)
-        if ours.layers.overlaps(theirs.layers)
-    ]
     if isinstance(source.worker, Worker) and isinstance(dest.worker, Worker):
-        ours, theirs = source.worker.stages, dest.worker.stages
-        return Channel(
-            [Lane(ours[i], theirs[j], i, j, g, config.link(*g), verify) for i, j, g in pairs]
-        )
+        return local_channel(config, source, dest, verify)
+    pairs = _common_stages(source, dest)
     lanes = [
         RemoteLane.between(source.plans[i], dest.plans[j], i, j, g, config.link(*g))
         for i, j, g in pairs
@@ -275,6 +273,29 @@ def _channel(
     if transport == "auto" and on_gpus:
         carriers.append("transfer_server")
     return RemoteChannel((source.name, dest.name), sides, lanes, verify, carriers)
+
+
+def local_channel(
+    config: ClusterConfig, source: Engine, dest: Engine, verify: bool = False
+) -> Channel:
+    """Between two instances of this process, not yet probed."""
+    ours, theirs = source.worker.stages, dest.worker.stages
+    return Channel(
+        [
+            Lane(ours[i], theirs[j], i, j, g, config.link(*g), verify)  # type: ignore[arg-type]
+            for i, j, g in _common_stages(source, dest)
+        ]
+    )
+
+
+def _common_stages(source: Engine, dest: Engine) -> list[tuple[int, int, tuple[str, str]]]:
+    """Numbers of a stage of each that have layers in common, and their groups."""
+    return [
+        (i, j, (source.groups[i], dest.groups[j]))
+        for i, ours in enumerate(source.plans)
+        for j, theirs in enumerate(dest.plans)
+        if ours.layers.overlaps(theirs.layers)
+    ]
 
 
 def load_parameters(checkpoint: Checkpoint, plans: Sequence[Plan]) -> list[Parameters]:

@@ -1,7 +1,8 @@
 """What the loop's process and a worker's process say to each other.
 
 Batches, requests and holds never travel: what is new of them does. Times are those of
-``time.perf_counter``, which all processes of one Linux host share.
+``time.perf_counter`` in the worker's process: all of one Linux host share them, and those of
+another's are counted from another moment.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,10 +22,15 @@ CarrierName = Literal["host", "transfer_server"]
 
 
 class Load(NamedTuple):
-    """Load these instances, on the devices that the process sees. Answered with Loaded."""
+    """Load these instances, on the devices that the process sees. Answered with Loaded.
+
+    Attributes:
+        host: the address by which the process is reached.
+    """
 
     model: str
     cluster: ClusterConfig
+    host: str
 
 
 class Prepare(NamedTuple):

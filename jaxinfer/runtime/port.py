@@ -56,12 +56,13 @@ class Port:
     Args:
         stages: of each instance.
         post: gets the answers, in threads of the port.
+        host: the address by which this process is reached.
     """
 
     def __init__(
-        self, stages: Mapping[str, Sequence[Stage]], post: Callable[[LaneAnswer], None]
+        self, stages: Mapping[str, Sequence[Stage]], post: Callable[[LaneAnswer], None], host: str
     ) -> None:
-        self._stages, self._post = stages, post
+        self._stages, self._post, self._host = stages, post, host
         self._carriers: dict[CarrierName, Carrier] = {}
         self._ends: dict[int, _End] = {}
         self._lock = threading.Lock()
@@ -123,7 +124,7 @@ class Port:
         with self._lock:
             if name not in self._carriers:
                 kind = HostCarrier if name == "host" else ServerCarrier
-                self._carriers[name] = kind()
+                self._carriers[name] = kind(self._host)
             return self._carriers[name]
 
     def _later(self, lane: int, slab: int, job: Callable[[_End], LaneAnswer | None]) -> None:

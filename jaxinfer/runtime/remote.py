@@ -3,11 +3,8 @@
 import os
 import queue
 import socket
-import struct
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -35,7 +32,9 @@ from jaxinfer.runtime.messages import (
 from jaxinfer.runtime.mirror import Teller
 from jaxinfer.runtime.plan import PlanFacts
 from jaxinfer.runtime.port import LaneAnswer
+from jaxinfer.runtime.reach import END_S, Ended, Peer, how_ended
 from jaxinfer.runtime.sampler import PLAIN_SAMPLER, SamplerShape
+from jaxinfer.runtime.wire import set_patience
 from jaxinfer.runtime.worker import Failed, Launched, Post
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.world import StepDone
@@ -58,11 +57,11 @@ class NobodyThere(JaxinferError):
 
 
 class Process:
-    """One process with devices of its own, started and ended by this one.
+    """One process with devices of its own, ended by this one.
 
     Args:
         name: of its group.
-        environment: variables besides this process's own.
+        peer: it, as it is got at.
 
     Attributes:
         lost: why it is no more, or None.
@@ -70,7 +69,7 @@ class Process:
         on_loss: called, in a thread, when it is no more.
     """
 
-    def __init__(self, name: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, name: str, peer: Peer) -> None:
         self.name = name
         self.lost: str | None = None
         self.workers: dict[str, RemoteWorker] = {}
@@ -78,30 +77,14 @@ class Process:
         self.on_loss: list[Callable[[str], None]] = []
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closing = False
+        self._given_up: str | None = None
         self._ended = threading.Event()
-        ours, theirs = socket.socketpair()
+        self.peer, self._socket = peer, peer.socket
         # One that is stopped may have said half of something.
-        patience = struct.pack("ll", *divmod(round(SILENCE_S * 1e6), 10**6))
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
-        # A module, not a function: what the user's script does when it is imported is not redone.
-        numbers = [str(theirs.fileno()), str(os.getpid())]
-        command = [sys.executable, "-m", "jaxinfer.runtime.worker_process", *numbers]
-        self._process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            env=os.environ | environment,
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
-        self._socket = ours
-        self._connection: Connection[Any, Any] = Connection(os.dup(ours.fileno()))
+        set_patience(self._socket, SILENCE_S)
+        self._connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
         self._lock = threading.Lock()
         threading.Thread(target=self._read, daemon=True).start()
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
 
     def send(self, message: Any) -> None:
         """Have something done, after all that was sent before.
@@ -146,23 +129,22 @@ class Process:
         # garbage collection has brought.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._wait()
+        self.peer.end(END_S)
+
+    def give_up(self, why: str) -> None:
+        """End it as if it had ended by itself: who works with it is told, and why."""
+        self._given_up = self._given_up or why
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def why_lost(self, seconds: float) -> str | None:
         """Why it is no more, or will not be in so many seconds."""
         self._ended.wait(seconds)
         return self.lost
 
-    def _wait(self) -> None:
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
     def _read(self) -> None:
-        why = f"process of group {self.name} (pid {self.pid}) {self._hear_all()}"
-        self.lost = why
+        ended = f"process of group {self.name} ({self.peer.where}) {self._hear_all()}"
+        self.lost = why = self._given_up or ended
         self._ended.set()
         self._answers.put(ProcessLost(why))
         if not self._closing:
@@ -179,21 +161,24 @@ class Process:
         patience = START_S
         try:
             while self._says_something(patience):
-                self._hear(self._connection.recv())
+                answer = self._connection.recv()
+                if isinstance(answer, Ended):
+                    self.peer.end(0)
+                    return how_ended(answer.code)
+                self._hear(answer)
                 patience = SILENCE_S
         except BlockingIOError:
             pass  # Half of something.
+        except TimeoutError:
+            self.peer.end(0)
+            return "cannot be reached any more"
         except (EOFError, OSError):
-            self._wait()
-            code = self._process.returncode
-            return f"was ended by signal {-code}" if code < 0 else f"has ended ({code})"
+            return self.peer.end(END_S)
         except Exception as error:
-            self._process.kill()
-            self._process.wait()
+            self.peer.end(0)
             return f"has said what is not understood: {type(error).__name__}: {one_line(error)}"
         # Stopped, or too busy to be of use: nobody is to find it later.
-        self._process.kill()
-        self._process.wait()
+        self.peer.end(0)
         return f"has said nothing for {patience:g} s"
 
     def _says_something(self, patience: float) -> bool:
@@ -206,7 +191,10 @@ class Process:
             case WorkerFailed(instance, is_mistake, line):
                 error = JaxinferError(line) if is_mistake else ProcessLost(line)
                 self.workers[instance].on_loss(error)
-            case Offered() | Pulled() | Checked() | SlabFailed():
+            case Pulled(lane, slab, start, end):
+                ahead = self.peer.clock_offset
+                self.lanes[lane](Pulled(lane, slab, start - ahead, end - ahead))
+            case Offered() | Checked() | SlabFailed():
                 self.lanes[answer.lane](answer)
             case Hello():
                 for name, there, here in zip(Hello._fields, answer, Hello.here(), strict=True):
@@ -239,6 +227,7 @@ class RemoteStage:
     link: LinkConfig | None = None
     overruns: list[float] = field(default_factory=list)
     step: CompileCounts = field(default_factory=CompileCounts)
+    _before: CompileCounts = field(default_factory=CompileCounts)
     _emulate: Callable[[Batch], float] | None = None
 
     @property
@@ -249,7 +238,22 @@ class RemoteStage:
     @emulate.setter
     def emulate(self, seconds: Callable[[Batch], float] | None) -> None:
         self._emulate = seconds
-        self.process.send(Emulate(self.instance, self.number, seconds))
+        self.emulate_on(self.process)
+
+    def emulate_on(self, process: Process) -> None:
+        """Tell a process how long its steps are to take."""
+        process.send(Emulate(self.instance, self.number, self._emulate))
+
+    def move_to(self, process: Process) -> None:
+        """Go on in another process, which has compiled all of it anew."""
+        self.process, self._before = process, self.step
+
+    def count(self, compiles: int, seconds: float, late: int) -> None:
+        """Note what the process has compiled; that of those before it counts, too."""
+        before = self._before
+        self.step = CompileCounts(
+            before.compiles + compiles, before.compile_s + seconds, before.late_compiles + late
+        )
 
 
 class RemoteWorker:
@@ -257,6 +261,7 @@ class RemoteWorker:
 
     Attributes:
         parts: as the worker there has.
+        sampler: the one that was asked for last.
     """
 
     def __init__(
@@ -264,6 +269,7 @@ class RemoteWorker:
     ) -> None:
         self.process, self.instance, self.parts = process, instance, parts
         self.stages = [RemoteStage(process, instance, i, plan) for i, plan in enumerate(plans)]
+        self.sampler = PLAIN_SAMPLER
         self._teller = Teller()
         self._numbers = 0
         self._steps: dict[int, tuple[Batch, Post]] = {}
@@ -275,10 +281,28 @@ class RemoteWorker:
 
         Yields how many are left, their number first.
         """
-        for answer in self.process.ask(Prepare(self.instance, sampler)):
+        self.sampler = sampler
+        yield from self.prepare_on(self.process)
+
+    def prepare_on(self, process: Process) -> Iterator[int]:
+        """The same in a process that is to have these stages, with the sampler asked for last."""
+        for answer in process.ask(Prepare(self.instance, self.sampler)):
             yield answer.parts
             if not answer.parts:
                 return
+
+    def emulate_on(self, process: Process) -> None:
+        """Have steps there take as long as here."""
+        for stage in self.stages:
+            if stage.emulate:
+                stage.emulate_on(process)
+
+    def move_to(self, process: Process) -> None:
+        """Go on in a process that has these stages, and has heard of no request."""
+        self.process, self._teller, self._lost = process, Teller(), None
+        for stage in self.stages:
+            stage.move_to(process)
+        process.workers[self.instance] = self
 
     def launch(
         self,
@@ -293,7 +317,7 @@ class RemoteWorker:
         step = self._numbers
         self._numbers += 1
         self._steps[step] = batch, post
-        told: Launch = self._teller.tell(batch, step, origin)
+        told: Launch = self._teller.tell(batch, step, origin + self.process.peer.clock_offset)
         self.process.send(told)
         for stage in range(len(self.stages)):
             launched(stage, StepEnd(self.instance, step, stage))
@@ -305,7 +329,7 @@ class RemoteWorker:
             return  # Of a worker that has failed.
         for stage, late, counts in zip(self.stages, answer.overruns, answer.compiles, strict=True):
             stage.overruns += late
-            stage.step = CompileCounts(*counts)
+            stage.count(*counts)
         post(StepDone(batch, *answer.results))
 
     def on_loss(self, error: Exception) -> None:

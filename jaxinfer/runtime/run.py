@@ -1,6 +1,7 @@
 """One run in the real world, round by round."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 from jaxinfer.config.resolve import Resolved
 from jaxinfer.report.metrics import RunMetrics
@@ -12,6 +13,7 @@ from jaxinfer.runtime.intake import Intake
 from jaxinfer.runtime.sampling_inputs import sampling_of
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.runtime.yardstick import real_yardstick
+from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
@@ -24,14 +26,14 @@ class Run:
     """Serves what an intake has, on all instances of a cluster. Its clock starts at once.
 
     Args:
-        kv: by instance.
+        kv: by instance, to begin with.
         fits: by instance, what the system may predict with.
         watchdog_s: see ``RealWorld``.
         requests: those that the intake has read already.
         on_output: called with each output as soon as its last token is there.
 
     Attributes:
-        lost: instances that have failed, and why.
+        lost: instances that have failed and are not being started again, and why.
     """
 
     def __init__(
@@ -54,25 +56,43 @@ class Run:
         self._num_failed = 0
         cluster.take_overruns()  # Those of runs that nobody recorded.
         engines = cluster.engines.items()
-        instances = [engine.new_instance(kv[name], fits.get(name)) for name, engine in engines]
+        self._fits = fits
+        self._instances = {name: e.new_instance(kv[name], fits.get(name)) for name, e in engines}
         self._world = RealWorld(
             {name: engine.worker for name, engine in engines},
             requests,
             cluster.channels,
             watchdog_s,
             lambda: intake.groups.more_to_come,
+            cluster.restarts,
         )
-        self.lost = self._world.lost
-        self._instances = instances
         self._loop = ServingLoop(
             self._world,
-            instances,
+            self._instances.values(),
             site.new_system(),
             intake.answers.check_stop,
             self._on_finish,
             self._on_event,
             predict,
+            self._renew,
         )
+
+    @property
+    def lost(self) -> dict[str, str]:  # noqa: D102
+        world = self._world
+        return {name: why for name, why in world.lost.items() if name not in world.returning}
+
+    @property
+    def kv(self) -> dict[str, KVShards]:
+        """By instance, now."""
+        return {name: instance.kv for name, instance in self._instances.items()}
+
+    def _renew(self, name: str) -> Instance:
+        engine, before = self._cluster.engines[name], self._instances[name]
+        instance = engine.new_instance(engine.new_kv(), self._fits.get(name))
+        instance.follow(before, self._world.now())
+        self._instances[name] = instance
+        return instance
 
     def rounds(self) -> Iterator[None]:
         """Serve until all requests have been read and have ended, with a stop after each round.
@@ -92,7 +112,7 @@ class Run:
                     raise
                 self._bar.requests_known(self._groups.num_parents)
         finally:
-            for instance in self._instances:
+            for instance in self._instances.values():
                 instance.kv.on_free = lambda: None  # The loop is not to outlive the run.
 
     def _on_finish(self, request: RequestState) -> None:
@@ -120,15 +140,16 @@ class Run:
             self._loop,
             self._groups.num_parents,
             self._num_failed,
-            preemptions=sum(instance.num_preemptions for instance in self._instances),
+            preemptions=sum(each.num_preemptions for each in self._instances.values()),
             overruns=self._cluster.take_overruns(),
             lost=world.lost,
+            restarts=[asdict(outcome) for outcome in world.restarted],
             num_pages=sum(stage.plan.num_pages - 1 for stage in stages),
             compiles=sum(stage.step.compiles for stage in stages),
             compile_s=sum(stage.step.compile_s for stage in stages),
             late_compiles=self._cluster.late_compiles - self._late,
             loop_s=world.now() - world.waited_s - world.launching_s,
             launching_s=world.launching_s,
-            role_s={i.name: i.role_seconds(world.now()) for i in self._instances},
+            role_s={name: i.role_seconds(world.now()) for name, i in self._instances.items()},
             yardstick=real_yardstick([stage.plan for stage in stages]),
         )

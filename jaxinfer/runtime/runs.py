@@ -134,5 +134,5 @@ class Runs:
             del first  # Those that end are to be forgotten.
             yield from run.rounds()
             self._lost |= run.lost
-            self.kv = kv
+            self.kv = run.kv
             return run.finish()

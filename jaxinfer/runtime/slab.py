@@ -132,7 +132,7 @@ class SlabSource:
 
     def __init__(self, stage: Stage, form: SlabFormat, verify: bool) -> None:
         self._stage, self._layers = stage, form.layers_of(stage.plan)
-        self._gather = compile_gather(stage.plan, form)
+        self._gather = compiled_gather(stage, form)
         self._checksum = jax.jit(checksum) if verify else None
 
     def take(
@@ -161,22 +161,9 @@ class SlabDest:
     def __init__(self, stage: Stage, form: SlabFormat, verify: bool) -> None:
         self._stage, self._layers = stage, form.layers_of(stage.plan)
         self.sharding = form.sharding(stage.plan)
-        self._scatter = self._compile_scatter(form)
-        self._read_back = compile_gather(stage.plan, form) if verify else None
+        self._scatter = compiled_scatter(stage, form)
+        self._read_back = compiled_gather(stage, form) if verify else None
         self._checksum = jax.jit(checksum)
-
-    def _compile_scatter(self, form: SlabFormat) -> jax.stages.Compiled:
-        plan = self._stage.plan
-        pages = plan.pages[self._layers]
-        jitted = jax.jit(
-            partial(scatter, keys_by_token(plan.config.kernels)),
-            donate_argnums=0,
-            out_shardings=jax.tree.map(lambda x: x.sharding, pages),
-        )
-        slab = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=self.sharding)
-        places = np.zeros(SLAB_TOKENS, np.int32)
-        with jax.set_mesh(plan.mesh):
-            return jitted.lower(pages, slab, places, places).compile()
 
     def place(
         self, array: jax.Array, table: Sequence[int], start: int, stop: int
@@ -197,15 +184,38 @@ class SlabDest:
         return self._checksum(self._read_back(kv[layers], pages, offset))
 
 
-def compile_gather(plan: Plan, form: SlabFormat) -> jax.stages.Compiled:
-    """``gather`` on a stage's pages."""
-    jitted = jax.jit(
-        partial(gather, form.num_heads, form.dtype, keys_by_token(plan.config.kernels)),
-        out_shardings=form.sharding(plan),
-    )
-    pages = np.zeros(_pages_of_slab(plan), np.int32)
-    with jax.set_mesh(plan.mesh):
-        return jitted.lower(plan.pages[form.layers_of(plan)], pages, np.int32(0)).compile()
+def compiled_gather(stage: Stage, form: SlabFormat) -> jax.stages.Compiled:
+    """``gather`` on a stage's pages, for all slabs of this form."""
+    key = "gather", form
+    if key not in stage.transfers:
+        plan = stage.plan
+        jitted = jax.jit(
+            partial(gather, form.num_heads, form.dtype, keys_by_token(plan.config.kernels)),
+            out_shardings=form.sharding(plan),
+        )
+        pages = np.zeros(_pages_of_slab(plan), np.int32)
+        with jax.set_mesh(plan.mesh):
+            lowered = jitted.lower(plan.pages[form.layers_of(plan)], pages, np.int32(0))
+            stage.transfers[key] = lowered.compile()
+    return stage.transfers[key]
+
+
+def compiled_scatter(stage: Stage, form: SlabFormat) -> jax.stages.Compiled:
+    """``scatter`` into a stage's pages, for all slabs of this form."""
+    key = "scatter", form
+    if key not in stage.transfers:
+        plan = stage.plan
+        pages = plan.pages[form.layers_of(plan)]
+        jitted = jax.jit(
+            partial(scatter, keys_by_token(plan.config.kernels)),
+            donate_argnums=0,
+            out_shardings=jax.tree.map(lambda x: x.sharding, pages),
+        )
+        slab = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=form.sharding(plan))
+        places = np.zeros(SLAB_TOKENS, np.int32)
+        with jax.set_mesh(plan.mesh):
+            stage.transfers[key] = jitted.lower(pages, slab, places, places).compile()
+    return stage.transfers[key]
 
 
 def _pages_of_slab(plan: Plan) -> int:

@@ -1,7 +1,7 @@
 """One pipeline stage on its mesh: parameters, KV pages, compiled step."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import jax
 import numpy as np
@@ -25,6 +25,8 @@ class Stage:
         link: between the stage before and this one, where that is emulated.
         overruns: seconds by which emulated steps were late, one for each that was.
         previous_S: the last step's tokens, which feed back into the next.
+        transfers: what was compiled to take slabs out of the pages and to write them there; ways
+            to other instances that want the same share it.
     """
 
     def __init__(self, plan: Plan, parameters: Parameters) -> None:
@@ -35,6 +37,7 @@ class Stage:
         self.emulate: Callable[[Batch], float] | None = None
         self.link: LinkConfig | None = None
         self.overruns: list[float] = []
+        self.transfers: dict[Hashable, jax.stages.Compiled] = {}
         previous = plan.step_arguments[2]
         self.previous_S = jax.device_put(
             np.zeros(previous.shape, previous.dtype), previous.sharding

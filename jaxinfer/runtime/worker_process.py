@@ -1,7 +1,8 @@
 """The process of a device group: today's workers behind a loop over messages.
 
 Started as ``python -m jaxinfer.runtime.worker_process FD PID``; the file descriptor is one end of a
-socket whose other end the loop's process has, the number that process's. This one ends with it.
+socket whose other end the loop's process has, the number that of whoever has started it: the same,
+or a worker that listens. This one ends with either.
 """
 
 import os
@@ -53,7 +54,8 @@ class WorkerProcess:
     """Does what it is told, in order.
 
     Args:
-        connection: to the loop's process; ``parent``: its number.
+        connection: to the loop's process.
+        parent: number of the process that has started this one.
     """
 
     def __init__(self, connection: "Connection[Any, Any]", parent: int) -> None:
@@ -66,7 +68,7 @@ class WorkerProcess:
         self._ends: dict[tuple[str, int], list[Future[None]]] = {}
 
     def run(self) -> None:
-        """Until the loop's process has ended, or closes the connection."""
+        """Until the loop's process or the parent has ended, or the connection is closed."""
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._say_alive, daemon=True).start()
         self._say(Hello.here())
@@ -142,7 +144,7 @@ class WorkerProcess:
         workers = {name: self._worker(name) for name in self._cluster.engines}
         stages = {name: worker.stages for name, worker in workers.items()}
         self._mirrors = {name: Mirror(len(here)) for name, here in stages.items()}
-        self._port = Port(stages, self._say)
+        self._port = Port(stages, self._say, message.host)
         plans = {name: [stage.plan.facts for stage in here] for name, here in stages.items()}
         parts = {name: worker.parts for name, worker in workers.items()}
         self._say(Loaded(plans, parts))

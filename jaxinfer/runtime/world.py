@@ -11,11 +11,22 @@ from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.emulated_links import EmulatedLinks
 from jaxinfer.runtime.remote import ProcessLost, RemoteWorker
 from jaxinfer.runtime.remote_channel import RemoteChannel
+from jaxinfer.runtime.restarts import Outcome, Restarted, Restarts
 from jaxinfer.runtime.transfer import Channel, Landed
 from jaxinfer.runtime.worker import End, Failed, Worker
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.world import Arrival, Event, InstanceLost, StepDone, Tick, TransferDone
+from jaxinfer.serving.world import (
+    Arrival,
+    Event,
+    InstanceBack,
+    InstanceLost,
+    StepDone,
+    Tick,
+    TransferDone,
+)
+
+Posted = StepDone | Landed | Failed | Restarted
 
 
 class RealWorld:
@@ -28,11 +39,14 @@ class RealWorld:
             for so long, is given up; None waits for ever.
         requests: each arrives at its ``arrival``, in seconds from the world's creation.
         more_to_come: whether somebody will still ``add`` requests.
+        restarts: what is about lost processes.
 
     Attributes:
         waited_s: seconds spent waiting for devices and arrivals.
         launching_s: seconds spent on building and launching steps.
-        lost: instances that have failed, and why.
+        lost: instances that have failed, and why; ``returning``: those of them that are being
+            started again.
+        restarted: what has come of that so far.
     """
 
     def __init__(
@@ -42,6 +56,7 @@ class RealWorld:
         channels: Mapping[tuple[str, str], Channel | RemoteChannel] | None = None,
         watchdog_s: float | None = None,
         more_to_come: Callable[[], bool] = lambda: False,
+        restarts: Restarts | None = None,
     ) -> None:
         self.waited_s = 0.0
         self.launching_s = 0.0
@@ -55,7 +70,7 @@ class RealWorld:
         self._more_to_come = more_to_come
         self._ticks: list[float] = []
         self._watchdog_s = watchdog_s
-        self._posted: queue.SimpleQueue[StepDone | Landed | Failed] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
         # Of each transfer under way, the slabs still to land and when the first one left.
         self._slabs_left: dict[Transfer, int] = {}
         self._left_at: dict[Transfer, float] = {}
@@ -63,6 +78,11 @@ class RealWorld:
         self._steps: dict[str, int] = {}
         self._heard_at: dict[str, float] = {}
         self.lost: dict[str, str] = {}
+        self.returning: set[str] = set()
+        self.restarted: list[Outcome] = []
+        self._restarts = restarts
+        if restarts:
+            restarts.listen(self._posted.put)
 
     def now(self) -> float:
         """Seconds since the world's creation."""
@@ -80,18 +100,18 @@ class RealWorld:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step and no transfer is under way, and no request known is to arrive."""
-        return not (self._steps or self._slabs_left or self._arrivals)
+        """Whether nothing is under way, nobody is to return and no request known is to arrive."""
+        return not (self._steps or self._slabs_left or self.returning or self._arrivals)
 
     def drain(self) -> None:
-        """Wait for all that is under way, for its own sake: nothing arrives or ticks any more.
+        """Wait for steps and transfers, for their own sake: nothing arrives or ticks any more.
 
         Raises:
             Exception: as ``due_events``.
         """
         self._arrivals.clear()
         self._ticks.clear()
-        while not self.is_idle:
+        while self._steps or self._slabs_left:
             self.due_events()
 
     def launch(self, batch: Batch) -> None:
@@ -152,7 +172,7 @@ class RealWorld:
         """
         start = time.perf_counter()
         events = self._due_now()
-        while not events and (self._steps or self._slabs_left or self._next_by_clock() is not None):
+        while not events and (self._ticks or not self.is_idle):
             with suppress(queue.Empty):
                 events += self._take(self._posted.get(timeout=self._patience()))
             events += self._due_now()
@@ -198,13 +218,44 @@ class RealWorld:
         return [self._lose(name, why) for name in quiet]
 
     def _lose(self, instance: str, reason: str) -> InstanceLost:
+        returns = self._restarts is not None and self._restarts.expect(instance, reason)
+        return self._note_loss(instance, reason, returns)
+
+    def _note_loss(self, instance: str, reason: str, returns: bool) -> InstanceLost:
         self.lost[instance] = reason
+        if returns:
+            self.returning.add(instance)
+        else:
+            self.returning.discard(instance)
         self._steps.pop(instance, None)
         for transfer in list(self._slabs_left):
             if instance in (transfer.source, transfer.dest):
                 del self._slabs_left[transfer]
                 self._left_at.pop(transfer, None)
-        return InstanceLost(instance, reason)
+        return InstanceLost(instance, reason, returns)
+
+    def _learn(self, group: str) -> list[Event]:
+        """What has come of starting a process again."""
+        assert self._restarts
+        events: list[Event] = []
+        # Until it is taken, all that is said is of the lost one: of steps launched there meanwhile.
+        while not self._posted.empty():
+            events += self._take(self._posted.get())
+        if (outcome := self._restarts.take(group)) is None:
+            return events
+        self.restarted.append(outcome)
+        for name in outcome.instances:
+            if outcome.error:
+                events.append(self._note_loss(name, outcome.error, False))
+                continue
+            if name not in self.lost:  # Nobody had anything for it to do.
+                events.append(self._note_loss(name, outcome.why, True))
+            del self.lost[name]
+            self.returning.discard(name)
+            events.append(InstanceBack(name))
+        if outcome.error and len(self._workers) == 1:
+            raise JaxinferError(outcome.error)
+        return events
 
     def _next_by_clock(self) -> float | None:
         times = self._ticks[:1]
@@ -222,10 +273,12 @@ class RealWorld:
             events.append(Tick())
         return events
 
-    def _take(self, posted: StepDone | Landed | Failed) -> list[Event]:
+    def _take(self, posted: Posted) -> list[Event]:
         match posted:
             case Failed():
                 return self._fail(posted)
+            case Restarted(group):
+                return self._learn(group)
             case StepDone():
                 if posted.instance in self.lost:
                     return []
@@ -242,13 +295,14 @@ class RealWorld:
     def _fail(self, failed: Failed) -> list[Event]:
         """An error is raised where it is the user's mistake, or nobody could go on."""
         error = failed.error
-        if len(self._workers) == 1 and isinstance(error, ProcessLost):
-            raise JaxinferError(str(error))
-        if isinstance(error, JaxinferError) or len(self._workers) == 1:
+        if isinstance(error, JaxinferError):
             raise error
         if failed.instance in self.lost:
             return []
-        return [self._lose(failed.instance, f"{type(error).__name__}: {one_line(error)}")]
+        lost = self._lose(failed.instance, f"{type(error).__name__}: {one_line(error)}")
+        if len(self._workers) == 1 and not lost.returns:
+            raise JaxinferError(str(error)) if isinstance(error, ProcessLost) else error
+        return [lost]
 
     def _place(self, landed: Landed) -> list[Event]:
         """Write a slab to its pages; steps launched from here on read them."""

@@ -99,7 +99,8 @@ class WholePrompts:
         budget, limit = batch.budget, self._tokens
         batch.budget = min(budget, limit)
         for request in batch.ungrouped() if self._skipped else ():
-            if self._skipped.get(request.id, 0) >= self._max_skips and not catches_up(request):
+            overdue = self._skipped.get(request.id, 0) >= self._max_skips
+            if overdue and batch.budget > 0 and not catches_up(request):
                 _add_decode(batch, request)
         for request in batch.ungrouped():
             if catches_up(request):

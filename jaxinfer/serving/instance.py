@@ -177,6 +177,11 @@ class Instance:
         before = self._role_s.get(self.role, 0.0)
         return self._role_s | {self.role: before + now - self._role_since}
 
+    def follow(self, lost: "Instance", now: float) -> None:
+        """Go on with the figures of the one whose place it takes."""
+        self.num_preemptions = lost.num_preemptions
+        self._role_s, self._role_since = lost.role_seconds(now), now
+
     def form_batch(self) -> Batch | None:
         """The next step by this instance's policy, whose rows have been launched."""
         if self.in_flight >= self.options.max_in_flight:

@@ -9,7 +9,16 @@ from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.roster import Roster
 from jaxinfer.serving.system import Assignment, Leg, System
-from jaxinfer.serving.world import Arrival, Event, InstanceLost, StepDone, Tick, TransferDone, World
+from jaxinfer.serving.world import (
+    Arrival,
+    Event,
+    InstanceBack,
+    InstanceLost,
+    StepDone,
+    Tick,
+    TransferDone,
+    World,
+)
 
 Stop = tuple[FinishReason, int | str | None]
 # After so many ticks in a row that change nothing, a system has stalled.
@@ -27,8 +36,9 @@ class ServingLoop:
             Without, only ``max_tokens`` does.
         on_finish: called once per request: ``finish_reason`` is set, and ``error`` for one that
             could never fit, or that a lost instance had and no other takes.
-        on_event: called with each StepDone, TransferDone and InstanceLost once it is committed.
+        on_event: called with each event but Arrival and Tick once it is committed.
         predict: called with each request that comes in: its ``predicted``.
+        renew: makes a fresh instance of the name of one that is back.
     """
 
     def __init__(
@@ -40,15 +50,17 @@ class ServingLoop:
         on_finish: Callable[[RequestState], None] = lambda request: None,
         on_event: Callable[[Event], None] = lambda event: None,
         predict: Callable[[RequestState], tuple[int, int] | None] | None = None,
+        renew: Callable[[str], Instance] | None = None,
     ) -> None:
         self.world = world
         self.system = system
         self._hooks = hooks = Hooks(system)
         self.roster = Roster(world, instances, hooks.name, self._leg_ended, self._finished)
         self._on_finish = on_finish
+        self._moving = self.roster.hand_offs.moving
         self._check_stop = check_stop
         self._on_event = on_event
-        self._predict = predict
+        self._predict, self._renew = predict, renew
         self._steps_in_flight = 0
 
     def run(self) -> None:
@@ -70,7 +82,7 @@ class ServingLoop:
             # With nothing in flight, nothing changes by itself.
             while not self._in_flight and (self.roster.take_roles() or self._drop_unfetched()):
                 self._decide()
-            if not self._in_flight and not self.world.arrivals_left():
+            if not self._in_flight and not self._more_to_come:
                 if self.roster.live and self.roster.lost:
                     self._give_up()
                     if self._in_flight or self.world.arrivals_left():
@@ -83,6 +95,8 @@ class ServingLoop:
             else:
                 idle_ticks = 0
             yield
+            if not (self.roster.live or self._in_flight or self.world.arrivals_left()):
+                return  # What was to come has turned out to be nothing.
 
     def _ask_for_tick(self) -> None:
         interval = self.system.tick_interval
@@ -109,7 +123,12 @@ class ServingLoop:
 
     @property
     def _in_flight(self) -> int:
-        return self._steps_in_flight + len(self.roster.hand_offs.moving)
+        return self._steps_in_flight + len(self._moving)
+
+    @property
+    def _more_to_come(self) -> bool:
+        """Whether something is to come that nothing in flight brings."""
+        return self.world.arrivals_left() or bool(self.roster.returning)
 
     # Events: the only places where time moves a request on.
 
@@ -130,8 +149,11 @@ class ServingLoop:
             case Tick():
                 self.roster.act(lambda: self._hooks.ticked(self.roster.view()))
             case InstanceLost():
-                self._steps_in_flight -= self.roster.instances[event.instance].in_flight
-                self.roster.lose(event)
+                self._steps_in_flight -= self.roster.lose(event)
+                self._on_event(event)
+            case InstanceBack():
+                assert self._renew
+                self.roster.take_back(self._renew(event.instance))
                 self._on_event(event)
 
     def _commit_step(self, done: StepDone) -> None:
@@ -209,23 +231,24 @@ class ServingLoop:
             self.roster.fail_all(self.roster.live.values(), lost)
 
     def _launch(self) -> None:
-        while self.roster.changed:
-            for name in self.roster.take_changed():
-                instance = self.roster.instances[name]
+        roster = self.roster
+        while roster.changed:
+            for name in roster.take_changed():
+                instance = roster.instances[name]
                 while batch := instance.form_batch():
                     self._steps_in_flight += 1
-                    if self.roster.sends_along:
-                        self.roster.hand_offs.send_along(batch)
+                    if roster.sends_along:
+                        roster.hand_offs.send_along(batch)
                     self.world.launch(batch)
                 for request in instance.take_admitted_imports():
-                    self.roster.hand_offs.pull(request)
+                    roster.hand_offs.pull(request)
 
     def _drop_unfetched(self) -> bool:
         """Drop the KV of the latest request that waits for room elsewhere, if there is one.
 
         It is recomputed by the instance that was to fetch it.
         """
-        system_speaks_again = self.system.tick_interval is not None or self.world.arrivals_left()
+        system_speaks_again = self.system.tick_interval is not None or self._more_to_come
         if system_speaks_again and any(request.paused for request in self.roster.live.values()):
             return False
         for request in reversed(self.roster.live.values()):

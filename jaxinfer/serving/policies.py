@@ -9,6 +9,7 @@ from jaxinfer.config.validation import (
     Options,
     did_you_mean,
     import_own,
+    make_with_options,
     shown,
     within,
 )
@@ -109,7 +110,10 @@ def _make(kind: str, given: Policy) -> Callable[..., Any]:
             "of your own"
         )
     if isinstance(found, type):
-        found = _with_options(kind, found, options)
+        try:
+            found = make_with_options(found, options)
+        except JaxinferError as error:
+            raise within(kind, error) from error.__cause__
     elif options:
         raise OptionError(f"{kind}.{next(iter(options))}: {name} has no options")
     return _Own(kind, name, found) if own else found
@@ -123,27 +127,6 @@ def _import(kind: str, name: str) -> Any:
     if not callable(found):
         raise OptionError(f"{kind}: {name!r} is {shown(found)}, must be a function or a class")
     return found
-
-
-def _with_options(kind: str, policy: Any, options: Mapping[str, Any]) -> Callable[..., Any]:
-    wanted = getattr(policy, "Options", None)
-    name = policy.__name__
-    if wanted is not None and not (isinstance(wanted, type) and issubclass(wanted, Options)):
-        raise OptionError(
-            f"{kind}: {name}.Options is {shown(wanted)}, must be a subclass of "
-            "jaxinfer.config.validation.Options"
-        )
-    try:
-        if wanted is None and options:
-            raise OptionError(f"{next(iter(options))}: {name} has no options")
-        made = policy(wanted.model_validate(options)) if wanted else policy()
-    except JaxinferError as error:
-        raise within(kind, error) from None
-    except FAILURES as error:
-        raise OptionError(f"{kind}: making a {name} raises {raised(error)}") from error
-    if not callable(made):
-        raise OptionError(f"{kind}: a {name} cannot be called, must be as a function is")
-    return made
 
 
 @dataclass(frozen=True)

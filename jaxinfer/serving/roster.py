@@ -35,7 +35,7 @@ class Roster:
 
     Attributes:
         instances: those that are not lost.
-        lost: of each lost instance, why.
+        lost: of each lost instance, why; ``returning``: those of them that are being started again.
         live: what has come in and not ended, by id, in the order of arrival.
         unrouted: what the system has yet to route.
         changed: instances whose state has changed since they were last asked for a batch.
@@ -52,6 +52,7 @@ class Roster:
     ) -> None:
         self.instances: dict[str, Instance] = {i.name: i for i in instances}
         self.lost: dict[str, str] = {}
+        self.returning: set[str] = set()
         self.live: dict[str, RequestState] = {}
         self.unrouted: dict[str, RequestState] = {}
         self.changed: dict[str, None] = {}
@@ -60,8 +61,12 @@ class Roster:
         self._world = world
         self._system, self._on_leg_end, self._on_finish = system, on_leg_end, on_finish
         self._draining: dict[str, None] = {}
+        self._order = list(self.instances)
         for instance in self.instances.values():
-            instance.kv.on_free = partial(self._mark_changed, instance.name)
+            self._watch(instance)
+
+    def _watch(self, instance: Instance) -> None:
+        instance.kv.on_free = partial(self._mark_changed, instance.name)
 
     def _mark_changed(self, name: str) -> None:
         self.changed[name] = None
@@ -112,10 +117,22 @@ class Roster:
         del self.live[request.id]
         self._on_finish(request)
 
-    def lose(self, event: InstanceLost) -> None:
-        """Route anew what the lost instance had, before all else."""
-        lost = self.instances[event.instance]
-        self.lost[lost.name] = event.reason
+    def lose(self, event: InstanceLost) -> int:
+        """Route anew what the lost instance had, before all else.
+
+        Returns:
+            How many of its steps were in flight.
+        """
+        name = event.instance
+        self.lost.pop(name, None)  # The last is the one lost last.
+        self.lost[name] = event.reason
+        if event.returns:
+            self.returning.add(name)
+        else:
+            self.returning.discard(name)
+        if name not in self.instances:
+            return 0  # It was to return.
+        lost = self.instances[name]
         adrift = detach(lost, self.instances, self.live.values(), self.hand_offs)
         del self.instances[lost.name]
         self._draining.pop(lost.name, None)
@@ -123,6 +140,16 @@ class Roster:
         waiting = self.unrouted.copy()
         self.unrouted.clear()
         self.unrouted.update({request.id: request for request in adrift} | waiting)
+        return lost.in_flight
+
+    def take_back(self, instance: Instance) -> None:
+        """One of this name was lost, and is there again: as at the start, in its old place."""
+        del self.lost[instance.name]
+        self.returning.discard(instance.name)
+        instances = self.instances | {instance.name: instance}
+        self.instances.clear()
+        self.instances.update({name: instances[name] for name in self._order if name in instances})
+        self._watch(instance)
 
     def fail_all(self, requests: Iterable[RequestState], lost: str) -> None:
         """End requests that only the instance ``lost`` could have served."""
@@ -134,20 +161,26 @@ class Roster:
             self.finish(request, "lost", None)
 
     def route(self, ask: Callable[[], Iterable[Assignment]]) -> None:
-        """Ask the system where to go with what is unrouted, and send it there."""
+        """Ask the system where to go with what is unrouted, and send it there.
+
+        Who is to go to a lost instance has failed, or waits while one is being started again.
+        """
         if not self.instances:
-            self.fail_all(self.unrouted.values(), next(reversed(self.lost)))
+            if not self.returning:
+                self.fail_all(self.unrouted.values(), next(reversed(self.lost)))
             return
         try:
             assignments = ask()
         except LostInstance as error:
-            self.fail_all(self.unrouted.values(), error.args[0])
+            if not self.returning:
+                self.fail_all(self.unrouted.values(), error.args[0])
             return
         for assignment in assignments:
             try:
                 self._assign(assignment)
             except LostInstance as error:
-                self.fail_all([self.unrouted[assignment.request]], error.args[0])
+                if not self.returning:
+                    self.fail_all([self.unrouted[assignment.request]], error.args[0])
 
     def _assign(self, assignment: Assignment) -> None:
         request = self.unrouted.get(assignment.request)

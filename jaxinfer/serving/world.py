@@ -63,14 +63,23 @@ class Tick:
 class InstanceLost:
     """An instance has failed: nothing of its steps and transfers comes any more.
 
-    ``reason`` is for the user, in one line.
+    ``reason`` is for the user, in one line. ``returns``: it is being started again; InstanceBack is
+    to come or, where it cannot be started, InstanceLost once more.
     """
 
     instance: str
     reason: str
+    returns: bool = False
 
 
-Event = Arrival | StepDone | TransferDone | Tick | InstanceLost
+@dataclass(slots=True)
+class InstanceBack:
+    """An instance that was lost takes requests again. It has no KV."""
+
+    instance: str
+
+
+Event = Arrival | StepDone | TransferDone | Tick | InstanceLost | InstanceBack
 
 
 class World(Protocol):
@@ -82,7 +91,7 @@ class World(Protocol):
     def due_events(self) -> Sequence[Event]:
         """All events that are due, in order; waits for the first.
 
-        Empty only where nothing is outstanding: no arrival, step, transfer or tick.
+        Empty only where nothing is outstanding: no arrival, step, transfer, tick or return.
         """
 
     def arrivals_left(self) -> bool:

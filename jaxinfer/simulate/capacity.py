@@ -1,9 +1,12 @@
 """The largest rate of requests at which a modelled cluster keeps its targets."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
+
+import numpy as np
 
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.errors import JaxinferError
@@ -15,7 +18,7 @@ from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
 
 # The least rate that is tried, in requests per second, and one that no cluster comes near.
-_LEAST, _MOST = 1e-3, 1e5
+_LEAST, _MOST = 2.0**-10, 1e5
 # Requests that tell, alone, whether the search is worth its time.
 _SAMPLE = 100
 
@@ -51,6 +54,10 @@ class RateMap(Protocol):
         """What each rate comes to, in their order."""
 
 
+class AnyRateError(JaxinferError):
+    """The targets hold at any rate: the requests are too few to tell."""
+
+
 class _HopelessError(Exception):
     """Ends a run that cannot meet its targets any more."""
 
@@ -61,14 +68,13 @@ def num_gpus(config: RunFile) -> int:
 
 
 def requests_for(
-    config: RunFile, work: Sequence[BenchRequest], requests_per_gpu: int
+    gpus: int, work: Sequence[BenchRequest], requests_per_gpu: int
 ) -> Sequence[BenchRequest]:
     """The first requests, so many for each GPU.
 
     Raises:
         JaxinferError: there are fewer.
     """
-    gpus = num_gpus(config)
     needed = requests_per_gpu * gpus
     if len(work) < needed:
         raise JaxinferError(
@@ -106,6 +112,36 @@ def load(
     return TriedRate(rate, num_gpus(config), verdict, verdict.good / seconds)
 
 
+class Ladder:
+    """The rates that are tried: powers of two, and equal steps between them.
+
+    One ladder for all searches: what is found depends neither on how many rates are tried at a time
+    nor on where the search begins.
+
+    Args:
+        precision: each rate is above the one below by this share, or less.
+
+    Attributes:
+        double: steps to twice the rate.
+    """
+
+    def __init__(self, precision: float) -> None:
+        self.double = math.ceil(1 / math.log2(1 + precision))
+
+    def rate(self, step: int) -> float:
+        """In requests per second; 1 at step 0."""
+        return float(2 ** (step / self.double))
+
+    def step(self, rate: float) -> int:
+        """The nearest to a rate."""
+        return round(math.log2(rate) * self.double)
+
+    def above(self, rate: float) -> int:
+        """The lowest step above a rate."""
+        nearest = self.step(rate)
+        return nearest if self.rate(nearest) > rate else nearest + 1
+
+
 def capacity(
     config: RunFile,
     work: Sequence[BenchRequest],
@@ -115,6 +151,7 @@ def capacity(
     on_load: Callable[[TriedRate], None] = lambda load: None,
     map_rates: RateMap = map,
     at_once: int = 1,
+    met: TriedRate | None = None,
 ) -> TriedRate:
     """The largest rate at which the targets are met; of rate 0 where none is.
 
@@ -123,40 +160,47 @@ def capacity(
     Args:
         work: lengths; their times of arrival do not count.
         seeds: of the arrivals.
-        precision: by which share the rate may be too low.
+        precision: by which share the rate may be too low: rates are those of its ``Ladder``.
         on_load: called with each rate that was simulated.
         map_rates: runs several rates, as a pool of processes would; ``at_once`` is how many it
             takes. With one, the search is by bisection.
+        met: a rate of the ladder that keeps the targets, from which the search goes on.
 
     Raises:
-        JaxinferError: the targets hold at any rate, or the cluster cannot be what the run file
-            says.
+        AnyRateError: the targets hold at any rate.
+        JaxinferError: the cluster cannot be what the run file says.
     """
     try_rate = partial(load, config, work, targets, seeds)
-    best: TriedRate | None = None
-    worst: TriedRate | None = None
+    ladder = Ladder(precision)
+    least, double = ladder.step(_LEAST), ladder.double
+    # Steps that keep the targets, and miss them, and what the former have come to.
+    low, high = ladder.step(met.rate) if met else None, None
+    best, worst = met, met
 
-    def rise(rates: Sequence[float]) -> None:
-        nonlocal best, worst
-        for each in map_rates(try_rate, rates):
+    def rise(steps: Sequence[int]) -> None:
+        nonlocal low, high, best, worst
+        for step, each in zip(steps, map_rates(try_rate, map(ladder.rate, steps)), strict=False):
             on_load(each)
             if not each.verdict.met:
-                worst = each
+                high, worst = step, each
                 return
-            best = each
+            low, best = step, each
 
-    if not _met_alone(config, work, targets):
-        rise([_LEAST])
-    while worst is None:
-        least = 0.125 if best is None else max(best.rate * 8, 0.125)
-        rise([least * 2**i for i in range(max(at_once, 2))])
+    if not met and not _met_alone(config, work, targets):
+        rise([least])
+    while high is None:
+        first = ladder.step(0.125) if low is None else max(low + 3 * double, ladder.step(0.125))
+        if met and low is not None:
+            first = low + double  # What is looked for is near.
+        rise([first + double * i for i in range(max(at_once, 2))])
         if best and best.rate > _MOST:
-            raise JaxinferError(f"the targets hold at any rate: {best.rate:g} requests/s")
-    while worst.rate > (low := best.rate if best else _LEAST) * (1 + precision):
-        step = (worst.rate - low) / (at_once + 1)
-        rise([low + step * (i + 1) for i in range(at_once)])
-    if best is None and worst.rate > _LEAST:
-        rise([_LEAST])
+            raise AnyRateError(f"the targets hold at any rate: {best.rate:g} requests/s")
+    while high - (bottom := least if low is None else low) > 1:
+        between = np.linspace(bottom, high, at_once + 2)[1:-1].round().astype(int)
+        rise(sorted({int(step) for step in between} - {bottom, high}) or [bottom + 1])
+    if low is None and high > least:
+        rise([least])
+    assert worst
     return best or TriedRate(0.0, worst.gpus, worst.verdict, 0.0)
 
 

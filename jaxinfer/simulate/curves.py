@@ -65,6 +65,9 @@ class CurveStage:
                 self._decode = BatchCurves({(b, c): y for (b, c), y in decodes.items()})
             except JaxinferError as error:
                 raise JaxinferError(f"{path}: {error}") from None
+        # One row, with the least context.
+        least = self._decode(1, math.ceil(min(at[-1] for at in decodes)))
+        self._shared = least if costs.share_weights else 0.0
         self.read: dict[str, object] = {
             "file": costs.file,
             "prompt_tokens": [self._prompt.x[0], self._prompt.x[-1]],
@@ -87,7 +90,8 @@ class CurveStage:
             return self._share * self._factor * self._prompt(work.tokens)
         found = self._prompt(tokens) if tokens else 0.0
         if rows:
-            found += self._decode(rows, work.single_context)
+            decodes = self._decode(rows, work.single_context)
+            found += max(decodes - self._shared, 0.0) if tokens else decodes
         return self._share * found
 
 

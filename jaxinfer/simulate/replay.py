@@ -73,7 +73,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
     run = real.run
     if "run_file" not in run:
         raise JaxinferError(f"{folder}: not a real run, or one of an older version")
-    if run["lost"] or run["metrics"]["failed"]:
+    if run["lost"] or run.get("restarts") or run["metrics"]["failed"]:
         raise JaxinferError(f"{folder}: the run lost an instance, or requests of it failed")
     if run["metrics"]["cached_tokens"]:
         raise JaxinferError(f"{folder}: the run used its prefix cache, whose hits are not replayed")

@@ -53,6 +53,10 @@ class Watch(Protocol):
 class Targets(Protocol):
     """What is asked for."""
 
+    @property
+    def reference(self) -> "Reference | None":
+        """Of what the limits are multiples; None where they are seconds."""
+
     def watch(self, work: Sequence[BenchRequest], runs: int = 1) -> Watch:
         """For so many runs of this work, which count as one."""
 

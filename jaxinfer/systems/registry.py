@@ -20,6 +20,9 @@ SYSTEMS = {
     "data_parallel": "jaxinfer.systems.data_parallel:DataParallel",
     "least_loaded": "jaxinfer.systems.least_loaded:LeastLoaded",
     "disaggregated": "jaxinfer.systems.disaggregated:Disaggregated",
+    "distserve": "jaxinfer.systems.distserve:DistServe",
+    "splitwise": "jaxinfer.systems.splitwise:Splitwise",
+    "tetriinfer": "jaxinfer.systems.tetriinfer:TetriInfer",
     "pipeline_parallel": "jaxinfer.systems.pipeline_parallel:PipelineParallel",
 }
 

@@ -17,8 +17,9 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-# One name, or a list of them.
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+# One name, or a list of them, which may be empty or may not.
+AnyNames = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+Names = Annotated[AnyNames, Field(min_length=1)]
 
 
 def check_roles(roles: Mapping[str, str | Sequence[str]], instances: Collection[str]) -> None:
@@ -79,14 +80,53 @@ def least_loaded(
     return min(names, key=lambda name: load(cluster.instances[name]) + given.get(name, 0))
 
 
+def capacity(instance: InstanceView) -> int:
+    """KV entries that the whole pool has room for."""
+    return instance.num_pages * instance.page_size
+
+
+class Pools:
+    """Whose pool has room for how many KV entries; looked up once, since pools stay as they are."""
+
+    def __init__(self) -> None:
+        self._capacities: dict[str, int] = {}
+        self._least = 0
+
+    def that_hold(self, entries: int, names: Sequence[str], cluster: ClusterView) -> Sequence[str]:
+        """Those of these instances that have room for so many."""
+        if not self._capacities:
+            self._capacities = {name: capacity(i) for name, i in cluster.instances.items()}
+            self._least = min(self._capacities.values())
+        if entries <= self._least:
+            return names
+        return [name for name in names if entries <= self._capacities[name]]
+
+
+def most_entries(request: RequestView) -> int:
+    """KV entries of a request at its longest: the last token needs none."""
+    return request.prompt_len + request.max_tokens - 1
+
+
 def whole_on_least_loaded(
     names: Collection[str], waiting: Iterable[RequestView], cluster: ClusterView
 ) -> list[Assignment]:
-    """Each request whole on the one of these that has the fewest."""
+    """Requests whole on the one of these that has the fewest, as many as keep its steps full.
+
+    The rest goes on waiting: who is lost may be back, and take a part.
+    """
+    room = {name: _prompt_tokens_wanted(cluster.instances[name]) for name in names}
     given: Counter[str] = Counter()
     assignments = []
     for request in waiting:
         name = least_loaded(names, cluster, given)
+        if room[name] <= 0:
+            break
+        room[name] -= request.num_known - request.computed
         given[name] += 1
         assignments.append(Assignment(request.id, (Leg(name),)))
     return assignments
+
+
+def _prompt_tokens_wanted(instance: InstanceView) -> int:
+    """So that two steps have as many as they can compute: one runs, and one is launched ahead."""
+    return 2 * instance.max_num_batched_tokens - instance.prompt_tokens_left

@@ -1,17 +1,35 @@
 """How long answers are predicted to be, when their requests come in."""
 
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from pydantic import Field
 
-from jaxinfer.config.validation import OptionError, Options, import_own, shown
+from jaxinfer.config.validation import (
+    OptionError,
+    Options,
+    import_own,
+    make_with_options,
+    shown,
+    within,
+)
 from jaxinfer.errors import FAILURES, JaxinferError, raised
 from jaxinfer.serving.system import RequestView
 
+
+class PromptView(RequestView, Protocol):
+    """A request as predictors see it: its prompt, too."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """Empty where a modelled run knows the length alone."""
+
+
 # Output tokens, at least and at most; None where nothing is predicted.
-Predict = Callable[[RequestView], tuple[int, int] | None]
+Predict = Callable[[PromptView], tuple[int, int] | None]
+# A user's own: my_module:MyPredictor, or that as ``name``, and options.
+Own = str | dict[str, Any]
 
 
 class Buckets(Options):
@@ -57,35 +75,41 @@ class OwnPredictor:
     """A user's function, or an object of a user's class: what it does amiss is one line.
 
     Args:
-        name: ``my_module:MyPredictor``.
+        given: ``my_module:MyPredictor``, or a mapping of that ``name`` and the options of a class
+            that has a class ``Options``.
 
     Raises:
-        JaxinferError: there is no such thing, or it cannot be called.
+        JaxinferError: there is no such thing, it cannot be called, or its options are wrong.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, given: Own) -> None:
+        options = dict(given) if isinstance(given, dict) else {"name": given}
+        self._name = options.pop("name")
         try:
-            found = import_own(name)
-            self._predict = self._new(found) if isinstance(found, type) else found
-            if not callable(self._predict):
-                raise JaxinferError(f"{name!r} is {shown(found)}, must be a function or a class")
+            self._predict = self._find(options)
         except JaxinferError as error:
-            raise OptionError(f"workload.predictor: {error}") from None
+            raise within("workload.predictor", error) from None
 
-    def _new(self, kind: type[Any]) -> Any:
-        try:
-            return kind()
-        except FAILURES as error:
-            raise JaxinferError(self._raises(error)) from error
+    def _find(self, options: Mapping[str, Any]) -> Callable[..., Any]:
+        found: Any = import_own(self._name)
+        if isinstance(found, type):
+            return make_with_options(found, options)
+        if options:
+            raise OptionError(f"{next(iter(options))}: {self._name} has no options")
+        if not callable(found):
+            raise JaxinferError(f"{self._name!r} is {shown(found)}, must be a function or a class")
+        function: Callable[..., Any] = found
+        return function
 
     def _raises(self, error: BaseException) -> str:
         return f"{self._name} raises {raised(error)}"
 
-    def __call__(self, request: RequestView) -> tuple[int, int] | None:
+    def __call__(self, request: PromptView) -> tuple[int, int] | None:
         """The prediction, checked."""
         try:
             answer = self._predict(request)
+        except JaxinferError as error:
+            raise within("workload.predictor", error) from None
         except FAILURES as error:
             raise JaxinferError(f"workload.predictor: {self._raises(error)}") from error
         if answer is None:
@@ -105,7 +129,7 @@ def _is_range(answer: Any) -> bool:
 
 
 def modelled_predictor(
-    given: Buckets | str | None, num_output: Callable[[RequestView], int]
+    given: Buckets | Own | None, num_output: Callable[[RequestView], int]
 ) -> Predict | None:
     """For one run in virtual time; ``num_output`` is the truth, which a user's own never sees.
 
@@ -117,7 +141,7 @@ def modelled_predictor(
     return OwnPredictor(given) if given is not None else None
 
 
-def real_predictor(given: Buckets | str | None) -> Predict | None:
+def real_predictor(given: Buckets | Own | None) -> Predict | None:
     """For a real run, in which nobody knows the truth.
 
     Raises:

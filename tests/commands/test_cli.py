@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from rich.console import Console
 from tiny_model import TINY_OPTIONS
 
 from jaxinfer.commands.app import main
+from jaxinfer.commands.run import _print_restarts
 from jaxinfer.workload import result_file
 
 
@@ -345,3 +347,15 @@ def test_kills(run_file: Path, tmp_path: Path, kills: Sequence[int], count: int)
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+def test_processes_that_were_started_again_are_told(tmp_path: Path) -> None:
+    given = {"group": "b", "instances": ["b"], "why": "killed", "seconds": 12.345, "error": None}
+    restarts = [given, given | {"error": "no [room]"}]
+    (tmp_path / "run.json").write_text(json.dumps({"restarts": restarts}))
+    out = io.StringIO()
+    _print_restarts(Console(file=out, width=20), tmp_path)
+    assert out.getvalue() == (
+        "group b: killed; it was started again in 12.3 s\n"
+        "group b: killed; it could not be started again: no [room]\n"
+    )

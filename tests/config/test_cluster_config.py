@@ -11,6 +11,7 @@ from jaxinfer.config.cluster import (
     GroupConfig,
     InstanceConfig,
     LinkConfig,
+    RayDemands,
     StageConfig,
     instance_options,
     one_engine,
@@ -147,3 +148,37 @@ def test_an_engine_alone_is_a_cluster_of_its_devices() -> None:
     assert made.groups == {"engine": GroupConfig(devices=4)}
     assert made.instances == {"engine": InstanceConfig(group="engine", seed=3, page_size=16)}
     assert made.links == ()
+
+
+@pytest.mark.parametrize(
+    "given", [{"process": "own"}, {"host": "[::1]:9"}, {"ray": RayDemands(resources={"A10": 1})}]
+)
+def test_a_process_has_its_part_alone(given: dict[str, Any]) -> None:
+    """Whoever starts it knows where, and with what; it does not."""
+    made = ClusterConfig(
+        groups={"a": GroupConfig(), "b": GroupConfig(environment={"X": "1"}, **given)},
+        instances={"x": InstanceConfig(group="a"), "y": InstanceConfig(group="b")},
+        links=(link("a", "b"),),
+    )
+    assert [made.process_of(name) for name in "xy"] == [None, "b"]
+    for process, group, instance in ((None, "a", "x"), ("b", "b", "y")):
+        part = made.part(process)
+        assert part.groups == {group: GroupConfig()}
+        assert list(part.instances) == [instance]
+        assert part.links == ()
+
+
+def test_what_may_be_started_again_has_a_process_of_its_own() -> None:
+    """The process itself is told nothing of it."""
+    with pytest.raises(
+        JaxinferError, match=r"^restart is 1, must be 0 without process: own, host or ray: "
+    ):
+        GroupConfig(restart=1)
+    with pytest.raises(JaxinferError, match=r"restart.* -1"):
+        GroupConfig(process="own", restart=-1)
+    made = ClusterConfig(
+        groups={"g": GroupConfig(process="own", restart=2)},
+        instances={"x": InstanceConfig(group="g")},
+    )
+    assert made.groups["g"].restart == 2
+    assert made.part("g").groups["g"] == GroupConfig()

@@ -12,11 +12,18 @@ from jaxinfer.compare import load_systems
 from jaxinfer.config.cluster import GroupConfig, InstanceConfig
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import RunFile, load_run_file
+from jaxinfer.plan.candidate import Bound, Candidate, Score
+from jaxinfer.plan.problem import load_options, load_problem
+from jaxinfer.plan.registry import make_planner
+from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.plan.sweep import Sweep, configs
 
 ROOT = Path(__file__).parents[2]
 # Others than run files: tests/simulate/test_nodes.py and test_targets.py have them.
-OTHERS = ("clusters", "targets")
+OTHERS = ("clusters", "targets", "plan", "sweep")
 FILES = sorted(p for p in (ROOT / "configs").glob("*/*.yaml") if p.parent.name not in OTHERS)
+PLANS = sorted((ROOT / "configs" / "plan").glob("*.yaml"))
+SWEEPS = sorted((ROOT / "configs" / "sweep").glob("*.yaml"))
 CRONUS = ROOT / "configs" / "cpu" / "cronus.yaml"
 
 
@@ -28,9 +35,38 @@ def test_run_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(config.workload.requests()) > 0
 
 
+@pytest.mark.parametrize("path", PLANS, ids=lambda p: p.stem)
+def test_plan_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    seen: list[Candidate] = []
+
+    class Look(DrivenSearch):
+        """Simulates nothing."""
+
+        def best(self, candidates: list[Candidate], bound: Bound = lambda c: 0.0) -> Candidate:
+            seen.extend(candidates)
+            return next(each for each in candidates if not each.refused)
+
+        def scores(self, candidates: list[Candidate]) -> list[Score]:
+            return [Score(1.0) for _ in candidates]
+
+    search = Look(load_problem(path))
+    make_planner(search.problem.planner).plan(search)
+    costs = [search.evaluator.costs(search.problem.run_file(c.part)) for c in seen]
+    assert len(costs) > 1
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda p: p.stem)
+def test_sweep_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    sweep = load_options(Sweep, "sweep file", path, ())
+    assert len(configs(sweep)) == len(list(sweep.points()))
+
+
 def test_there_is_one_for_each_system() -> None:
     systems = {"single", "data_parallel", "pipeline_parallel", "disaggregated", "cronus"}
-    for platform, more in (("cpu", {"least_loaded"}), ("gpu", set())):
+    of_cpu = {"least_loaded", "distserve", "splitwise", "tetriinfer"}
+    for platform, more in (("cpu", of_cpu), ("gpu", set())):
         here = [path for path in FILES if path.parent.name == platform]
         assert {load_run_file(path).system["name"] for path in here} == systems | more
 

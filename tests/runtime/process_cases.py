@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,21 @@ SMALL = Pair("two", Side(1, 8), Side(2, 16), apart="ab")
 
 def children() -> set[int]:
     """Worker processes that this one has started."""
-    return {
-        child.pid
-        for child in psutil.Process().children(recursive=True)
-        if "jaxinfer.runtime.worker_process" in child.cmdline()
-        and child.status() != psutil.STATUS_ZOMBIE
-    }
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # It has ended meanwhile.
+            if (
+                "jaxinfer.runtime.worker_process" in child.cmdline()
+                and child.status() != psutil.STATUS_ZOMBIE
+            ):
+                found.add(child.pid)
+    return found
 
 
 def pid_of(llm: LLM, instance: str) -> int:
     worker = llm.cluster.engines[instance].worker
     assert isinstance(worker, RemoteWorker)
-    return worker.process.pid
+    return worker.process.peer.pid
 
 
 SYSTEMS: dict[str, dict[str, Any]] = {

@@ -256,6 +256,29 @@ def test_a_float32_instance_beside_a_bfloat16_one(
             assert first or (source, cut) != ("a", 1.0)
 
 
+def test_lists_of_sides_that_agree_on_nothing(
+    loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    """Page sizes, the layout of keys, tensor parallelism and the pipeline, all at once."""
+    groups = {"g": {"devices": 2}, "h": {}, "k": {"devices": 2, "tensor_parallel_size": 1}}
+    stages = [{"group": "k", "layers": n} for n in (1, 3)]
+    instances = {
+        "p": {"group": "g", "kernels": "interpret"} | roomy(12),
+        "q": {"group": "h"} | roomy(20),
+        "d": {"stages": stages} | roomy(32),
+    }
+    llm = loader.load(
+        "three", groups=groups, instances=instances, verify_transfers=True,
+        system={"name": "disaggregated", "prefill": ["p", "q"], "decode": "d"},
+    )  # fmt: skip
+    assert serve(llm, run_dir=tmp_path / "runs") == expected["three"]
+    ran = Ran.last(tmp_path / "runs")
+    check_transfers(ran, token_bytes("three"))
+    ways = {(t.source, t.dest) for t in ran.record.transfers}
+    assert ways == {("p", "d"), ("q", "d")}
+    assert ran.decoded("d") == sum(output - 1 for _, output in LENGTHS)
+
+
 def test_pools_prefix_caches_and_launching_ahead_as_configured(
     loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:

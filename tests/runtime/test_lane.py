@@ -30,10 +30,11 @@ def model(layers: int, kv_heads: int) -> ModelConfig:
 
 
 def plans(kv_heads: int, source: dict[str, Any], dest: dict[str, Any]) -> list[list[Plan]]:
-    """Of two instances of a model of four layers, on two devices each."""
+    """Of two instances of a model of four layers, on two devices each or as many as ``tp`` says."""
     ends = {"a": source, "b": dest}
     groups = {
-        name: {"devices": 2, "tensor_parallel_size": end.pop("tp", 2)} for name, end in ends.items()
+        name: {"devices": max(2, tp), "tensor_parallel_size": tp}
+        for name, tp in ((name, end.pop("tp", 2)) for name, end in ends.items())
     }
     instances = {}
     for name, end in ends.items():
@@ -60,7 +61,8 @@ def entries(kv: KVPages, plan: Plan, table: np.ndarray, count: int) -> np.ndarra
     position = np.arange(count)
     page, offset = table[position // size], position % size
     heads = slice(plan.num_kv_heads)
-    keys = np.asarray(kv.keys)[page, heads, :, offset]
+    by_token = plan.config.kernels == "interpret"
+    keys = np.asarray(kv.keys)[page, heads, *((offset,) if by_token else (slice(None), offset))]
     values = np.asarray(kv.values)[page, heads, offset]
     return np.stack([keys, values]).astype(np.float32)
 
@@ -72,7 +74,7 @@ class Pair:
         rng = np.random.default_rng(0)
         self.plans = plans(kv_heads, source, dest)
         self.stages: list[list[Any]] = [
-            [SimpleNamespace(plan=plan, kv=pages_of(plan, rng)) for plan in stages]
+            [SimpleNamespace(plan=plan, kv=pages_of(plan, rng), transfers={}) for plan in stages]
             for stages in self.plans
         ]
         self.tables = [
@@ -109,6 +111,11 @@ CASES: dict[str, Case] = {
     # Three heads, which two devices pad to four.
     "padded": (3, {"page_size": 16, "tp": 1}, {"page_size": 8}, 0, 0, ALL),
     "from padded": (3, {"page_size": 32}, {"page_size": 16, "tp": 1}, 0, 0, ALL),
+    # Keys lie otherwise, and pages do not divide each other.
+    "layout": (2, {"page_size": 24, "kernels": "interpret"}, {"page_size": 64, "tp": 1}, 0, 0, ALL),
+    "from layout": (
+        3, {"page_size": 20, "tp": 1}, {"page_size": 12, "kernels": "interpret"}, 0, 0, ALL,
+    ),
     "narrower": (2, {"page_size": 16}, {"page_size": 10, "dtype": "bfloat16"}, 0, 0, ALL),
 }  # fmt: skip
 
@@ -144,6 +151,27 @@ def test_what_is_sent_lies_in_its_pages_and_nothing_else_changes(name: str) -> N
         np.testing.assert_array_equal(found[:, 290:], old[:, 290:])
 
 
+@pytest.mark.parametrize("ranks", [(4, 2), (2, 4)])
+def test_two_ranks_of_four_are_one_of_two(ranks: tuple[int, int]) -> None:
+    """The rule of the multi-vendor paper's figure 4, for both ways: 2i and 2i + 1 beside i."""
+    pair = Pair(
+        4, *({"page_size": size, "tp": tp} for size, tp in zip((16, 24), ranks, strict=True))
+    )
+    lane = pair.lane(0, 0)
+    slab = lane.take(pair.transfer(0, SLAB_TOKENS), 0, SLAB_TOKENS, None)
+    lane.place(slab, jax.device_put(slab.array, lane.dest_sharding))
+    position = np.arange(SLAB_TOKENS)
+    held = []
+    for end, size in enumerate((16, 24)):
+        page, offset = pair.tables[end][0][position // size], position % size
+        values = pair.stages[end][0].kv[3].values
+        shards = sorted(values.addressable_shards, key=lambda shard: shard.index[1].start or 0)
+        held.append([np.asarray(shard.data)[page, :, offset] for shard in shards])
+    four, two = held if ranks == (4, 2) else held[::-1]
+    for i in range(2):
+        np.testing.assert_array_equal(np.concatenate(four[2 * i : 2 * i + 2], axis=1), two[i])
+
+
 def test_slabs_lie_by_heads_where_devices_divide_them() -> None:
     for kv_heads, shape in ((2, (2, 4, SLAB_TOKENS, 1, H)), (3, (2, 4, SLAB_TOKENS, 3, H))):
         lane = Pair(kv_heads, {"page_size": 64, "tp": 1}, {"page_size": 64}).lane(0, 0)
@@ -177,6 +205,19 @@ def test_a_difference_is_named_by_its_layer_in_the_model() -> None:
         JaxinferError, match=f"layer 2, page {page} of b \\(token 32\\) is not what"
     ):
         lane.compare(slab, jnp.asarray(changed))
+
+
+def test_ways_that_want_the_same_share_what_is_compiled() -> None:
+    """Three destinations of one kind and one in bfloat16: a source compiles two programs."""
+    pair = Pair(2, {"page_size": 16}, {"page_size": 8})
+    source, dest = pair.stages[0][0], pair.stages[1][0]
+    (narrow,) = Pair(2, {"page_size": 16}, {"page_size": 8, "dtype": "bfloat16"}).stages[1]
+    others = [SimpleNamespace(plan=dest.plan, kv=dest.kv, transfers={}) for _ in range(2)]
+    for there in (dest, *others, narrow):
+        Lane(source, there, 0, 0, ("g", "h"), None, True)
+    assert len(source.transfers) == 2
+    # The scatter, and the gather that reads back.
+    assert [len(there.transfers) for there in (dest, *others, narrow)] == [2, 2, 2, 2]
 
 
 def test_nothing_is_read_back_unless_it_is_asked_for() -> None:

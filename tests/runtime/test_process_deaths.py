@@ -8,14 +8,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from cluster_cases import Pair, Side, free_executables, load, set_system
-from cluster_checks import Done
+from cluster_checks import REQUESTS, Done
 from process_cases import SYSTEMS, apart, children, pid_of, serve_once, wait_until
 
 from jaxinfer import LLM
@@ -26,6 +26,7 @@ from jaxinfer.runtime.port import Port
 from jaxinfer.runtime.processes import ThisProcess
 from jaxinfer.runtime.remote import Process
 from jaxinfer.runtime.remote_channel import RemoteChannel
+from jaxinfer.serving.world import StepDone
 
 KINDS = (Launch, Offer, Pull, Place)
 RULES = ("on_demand", "at_end", "per_chunk", "per_segment")
@@ -163,3 +164,86 @@ def test_at_any_moment(
     free_executables()
     # The others came when the victim had done all that it had to.
     assert noticed >= 6
+
+
+@dataclass
+class Blow:
+    """After so many messages of the moment's kind; the victim is back so many steps later.
+
+    ``steps_after`` counts those of the victim that have ended since; ``waiting``: prompt tokens of
+    the requests of which no step had ended by then.
+    """
+
+    llm: LLM
+    victim: str
+    moment: Moment
+    messages_left: int
+    steps_left: int
+    steps_after: int = 0
+    waiting: int = 0
+    seen: set[str] = field(default_factory=set)
+
+    def hear(self, kind: type) -> None:
+        self.messages_left -= kind is self.moment.kind
+        if self.messages_left == 0:
+            self.messages_left = -1
+            os.kill(pid_of(self.llm, self.victim), self.moment.by)
+
+    def on_step(self, done: StepDone) -> None:
+        self.seen |= {row.request.id for row in done.batch.rows}
+        if self.messages_left >= 0:
+            return
+        self.steps_left -= 1
+        if self.steps_left == 0:
+            restarts = self.llm.cluster.restarts
+            assert restarts
+            wait_until(lambda: restarts._homes[self.victim].news is not None, 60)
+            left = (r for number, r in enumerate(REQUESTS) if str(number) not in self.seen)
+            self.waiting = sum(len(request.prompt) for request in left)
+        self.steps_after += self.steps_left < 0 and done.instance == self.victim
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["a", "b"])
+@pytest.mark.parametrize("system", ["cronus", "disaggregated"])
+def test_at_any_moment_and_back_at_any_other(
+    system: str,
+    victim: str,
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One cluster, which loses the same process in each of its runs."""
+    monkeypatch.setattr(remote, "SILENCE_S", 3.0)
+    gc.collect()
+    before = children(), threading.active_count(), open_files()
+    pair = Pair("two", Side(1, 8), Side(2, 16), apart="ab")
+    sections = apart(pair, system) | {"verify_transfers": True}
+    sections["groups"][victim]["restart"] = 99
+    llm = load(models["two"], tmp_path, **sections)
+    within = 0
+    budget = llm.config.engine.max_num_batched_tokens
+    given_at_most = 2 * budget + max(len(request.prompt) for request in REQUESTS)
+    for number, moment in enumerate(moments(victim, 5)):
+        set_system(llm, SYSTEMS[system] | {"hand_off": moment.rule})
+        blow = Blow(llm, victim, moment, 1 + 2 * number, 1 + 4 * number)
+        with told(blow.hear):
+            found, run = serve_once(llm, tmp_path / str(number), blow.on_step)
+        assert found == expected["two"]
+        assert blow.steps_left < 0
+        assert run["lost"] == {}
+        assert [restart["error"] for restart in run["restarts"]] == [None]
+        # Who stands in for the lost one has been given what fills two steps, or a prompt more.
+        # What waits besides comes by the one that is back; two steps may have been under way.
+        if blow.waiting > given_at_most:
+            within += 1
+            assert blow.steps_after > 2
+        check_nothing_left(llm)
+    assert within
+    del llm, blow
+    gc.collect()
+    wait_until(lambda: children() <= before[0])
+    wait_until(lambda: threading.active_count() <= before[1])
+    wait_until(lambda: gc.collect() >= 0 and open_files() <= before[2])
+    free_executables()

@@ -144,7 +144,7 @@ SCRIPT = """
 import sys
 from jaxinfer import LLM, SamplingParams
 llm = LLM.from_config(sys.argv[1], progress=False)
-print(*(llm.cluster.engines[name].worker.process.pid for name in "ab"), flush=True)
+print(*(llm.cluster.engines[name].worker.process.peer.pid for name in "ab"), flush=True)
 llm.generate(["x"] * 64, SamplingParams(max_tokens=200, ignore_eos=True), progress=False)
 """
 

@@ -21,7 +21,7 @@ import pytest
 from process_cases import wait_until
 
 from jaxinfer import JaxinferError
-from jaxinfer.runtime import remote
+from jaxinfer.runtime import reach, remote
 from jaxinfer.runtime.carrier import HostCarrier
 from jaxinfer.runtime.engine import Cluster
 from jaxinfer.runtime.messages import (
@@ -36,6 +36,7 @@ from jaxinfer.runtime.messages import (
     SlabFailed,
     StepEnded,
 )
+from jaxinfer.runtime.reach import Child
 from jaxinfer.runtime.remote import Process, ProcessLost, RemoteWorker
 from jaxinfer.runtime.remote_channel import RemoteChannel
 from jaxinfer.runtime.transfer import Landed
@@ -45,11 +46,14 @@ from jaxinfer.serving.batch import Batch
 
 COMMAND = [sys.executable, "-m", "jaxinfer.runtime.worker_process"]
 
+# A peer whose clock is this process's.
+HERE = SimpleNamespace(clock_offset=0.0)
+
 
 def test_a_step_that_ends_after_its_worker_has_failed() -> None:
     """The other instances of its process are still heard."""
     sent: list[Any] = []
-    process: Any = SimpleNamespace(send=sent.append, workers={})
+    process: Any = SimpleNamespace(send=sent.append, workers={}, peer=HERE)
     worker = RemoteWorker(process, "a", [], [])
     posted: list[Any] = []
     worker.launch(Batch("a", [], 0, 0, 0), 0.0, posted.append)
@@ -62,7 +66,7 @@ def test_a_step_that_ends_after_its_worker_has_failed() -> None:
 
 
 def test_the_only_instance_s_process_is_lost_in_one_line() -> None:
-    process: Any = SimpleNamespace(send=lambda message: None, workers={})
+    process: Any = SimpleNamespace(send=lambda message: None, workers={}, peer=HERE)
     worker = RemoteWorker(process, "a", [], [])
     world = RealWorld({"a": worker}, [])
     world.launch(Batch("a", [], 0, 0, 0))
@@ -209,7 +213,7 @@ def test_another_version_in_the_process_is_refused(
 ) -> None:
     there = Hello.here()
     monkeypatch.setattr(Hello, "here", lambda: there._replace(**{name: "0.0.1"}))
-    process = Process("b", {})
+    process = Process("b", Child({}))
     message = rf"^groups\.b: {name} is {getattr(there, name)} in its process, 0\.0\.1 in this one$"
     with pytest.raises(JaxinferError, match=message):
         next(process.answers())
@@ -218,7 +222,7 @@ def test_another_version_in_the_process_is_refused(
 
 def test_a_carrier_that_is_closed_leaves_no_thread_and_no_port() -> None:
     before = threading.active_count()
-    carrier = HostCarrier()
+    carrier = HostCarrier("127.0.0.1")
     host, port, key = carrier.address
     # Whoever is no part of the job, or goes away while it introduces itself, stops nobody else.
     socket.create_connection((host, port)).close()
@@ -267,7 +271,7 @@ def test_half_a_message_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = lost_one(monkeypatch, script, 0.5)
     assert lost.lost
     assert lost.lost.endswith("has said nothing for 0.5 s")
-    assert not psutil.pid_exists(lost.pid)
+    assert not psutil.pid_exists(lost.peer.pid)
 
 
 def test_an_answer_that_cannot_be_read_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,19 +304,20 @@ def lost_one(monkeypatch: pytest.MonkeyPatch, script: str, silence_s: float) -> 
     def run(command: list[str], **options: Any) -> Any:
         return start([sys.executable, "-c", script, command[3]], **options)
 
-    monkeypatch.setattr(remote.subprocess, "Popen", run)
-    process = Process("a", {})
+    monkeypatch.setattr(reach.subprocess, "Popen", run)
+    process = Process("a", Child({}))
     assert process.why_lost(20)
     return process
 
 
 FORKING = """
 import os, sys, time
+from jaxinfer.runtime.reach import Child
 from jaxinfer.runtime.remote import Process
-process = Process("a", {})
+process = Process("a", Child({}))
 if not (child := os.fork()):
     time.sleep(99)
-print(process.pid, child, flush=True)
+print(process.peer.pid, child, flush=True)
 time.sleep(99)
 """
 

@@ -11,14 +11,22 @@ import heapq
 import itertools
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxinfer.serving.batch import Batch, Row, Transfer
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import Hold
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.world import Arrival, Event, InstanceLost, StepDone, Tick, TransferDone
+from jaxinfer.serving.world import (
+    Arrival,
+    Event,
+    InstanceBack,
+    InstanceLost,
+    StepDone,
+    Tick,
+    TransferDone,
+)
 
 Cell = tuple[Hashable, ...]
 # For each shard, slice -> page numbers: a copy of Hold.tables.
@@ -88,8 +96,9 @@ class Step:
 class Timing:
     """Durations are drawn from 1 to the maximum, in whole seconds, so that many events tie.
 
-    ``transfers`` has the seconds of those to an instance, and ``lost`` says when one fails. What
-    happens at one time happens in any order, unless ``in_order``.
+    ``transfers`` has the seconds of those to an instance, and ``lost`` says when one fails, is back
+    and fails again, by turns; of those in ``fail_to_start``, what would be the last return is the
+    news that there is none. What happens at one time happens in any order, unless ``in_order``.
     """
 
     seed: int = 0
@@ -97,7 +106,8 @@ class Timing:
     max_transfer: int = 1
     stages: dict[str, int] = field(default_factory=dict)
     transfers: dict[str, int] = field(default_factory=dict)
-    lost: dict[str, float] = field(default_factory=dict)
+    lost: Mapping[str, float | Sequence[float]] = field(default_factory=dict)
+    fail_to_start: Collection[str] = ()
     in_order: bool = False
 
 
@@ -145,8 +155,8 @@ class FakeWorld:
         self._gone: set[str] = set()
         for request in requests:
             self._at(request.arrival, lambda r=request: self._arrive(r))
-        for name, time in self.timing.lost.items():
-            self._at(time, lambda n=name: self._lose(n))
+        for name in self.timing.lost:
+            self._plan_losses(name)
 
     def add(self, request: RequestState) -> None:
         """Let one more arrive, now."""
@@ -173,7 +183,7 @@ class FakeWorld:
             self._now = time
             if (event := happen()) is not None:
                 events.append(event)
-        committed = StepDone | TransferDone | InstanceLost
+        committed = StepDone | TransferDone | InstanceLost | InstanceBack
         self._delivered = deque(e for e in events if isinstance(e, committed))
         return events
 
@@ -285,10 +295,36 @@ class FakeWorld:
 
     # Execution.
 
-    def _lose(self, name: str) -> Event:
+    def _plan_losses(self, name: str) -> None:
+        times = self.timing.lost[name]
+        times = [times] if isinstance(times, int | float) else times
+        for number, time in enumerate(times):
+            is_last = number == len(times) - 1
+            if number % 2 == 0:
+                self._at(time, lambda returns=not is_last: self._lose(name, returns))
+            elif is_last and name in self.timing.fail_to_start:
+                self._at(time, lambda: InstanceLost(name, "not started"))
+            else:
+                self._at(time, lambda: self._return(name))
+
+    def _lose(self, name: str, returns: bool) -> Event:
         """What has been reported by now is still to be committed; nothing else comes."""
         self._gone.add(name)
-        return InstanceLost(name, "killed")
+        return InstanceLost(name, "killed", returns)
+
+    def _return(self, name: str) -> Event:
+        """Nothing is left of what its pages held."""
+        self._gone.remove(name)
+        self._last.pop(name, None)
+        for page in [page for page in self._cells if page[0] == name]:
+            del self._cells[page]
+        assert not any(users for (of, *_), users in self._users.items() if of == name)
+        return InstanceBack(name)
+
+    def renew(self, instance: Instance) -> Instance:
+        """Note the one that takes the place of a lost one."""
+        self.instances[instance.name] = instance
+        return instance
 
     def _forget(self, name: str) -> None:
         for key, step in list(self.in_flight_steps.items()):
@@ -322,7 +358,7 @@ class FakeWorld:
         return list(known[row.start : stop])
 
     def _start_step(self, step: Step) -> None:
-        if step.batch.instance in self._gone:
+        if self._is_gone(step):
             return
         for row, tables in zip(step.batch.rows, step.tables, strict=True):
             # What earlier steps still in flight write is there by this step's end.
@@ -331,8 +367,12 @@ class FakeWorld:
             ]
             self._verify(step.batch.instance, row.request.id, row.epoch, tables, written)
 
+    def _is_gone(self, step: Step) -> bool:
+        """With its instance, which may be back."""
+        return step.batch.instance in self._gone or id(step.batch) not in self.in_flight_steps
+
     def _end_step(self, step: Step) -> Event | None:
-        if step.batch.instance in self._gone:
+        if self._is_gone(step):
             return None
         name, tokens = step.batch.instance, []
         prompts: dict[str, dict[int, object]] = defaultdict(dict)
@@ -371,7 +411,7 @@ class FakeWorld:
     def _end_transfer(
         self, t: Transfer, source: Tables, dest: Tables, start: float
     ) -> Event | None:
-        if self._gone & {t.source, t.dest}:
+        if self._gone & {t.source, t.dest} or id(t) not in self.in_flight_transfers:
             return None
         positions = range(t.start, t.stop)
         values = self._verify(t.source, t.request.id, t.epoch, source, positions)

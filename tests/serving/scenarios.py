@@ -222,12 +222,14 @@ class Scenario:
         instance_type: type[Instance] = Instance,
     ) -> Run:
         lengths = [(s.prompt_len, s.max_tokens) for s in self.scripts]
+
+        def make(name: str) -> Instance:
+            _, pages, size, layout, opts = next(i for i in self.instances if i[0] == name)
+            return instance_type(name, make_kv(pages, size, layout, self.caching), opts, policies())
+
         return Run(
             system,
-            [
-                instance_type(name, make_kv(pages, size, layout, self.caching), opts, policies())
-                for name, pages, size, layout, opts in self.instances
-            ],
+            [make(name) for name, *_ in self.instances],
             make_requests(
                 lengths,
                 [s.arrival for s in self.scripts],
@@ -236,6 +238,7 @@ class Scenario:
             self.timing,
             {name: s.stop_at for name, s in self.by_id.items() if s.stop_at},
             greedy=policies is Policies,
+            renew=make,
         )
 
 

@@ -262,6 +262,8 @@ class Run:
     stop_at: dict[str, int] = field(default_factory=dict)
     max_steps: int | None = None
     watch: Callable[[ServingLoop], None] = lambda loop: None
+    # Makes an instance of a name anew.
+    renew: Callable[[str], Instance] | None = None
     # Whether each step takes in whatever it can.
     greedy: bool = True
 
@@ -300,6 +302,7 @@ class Run:
             check_stop=self._check_stop,
             on_finish=finish,
             on_event=world.committed,
+            renew=lambda name: world.renew(self.renew(name)) if self.renew else None,
         )
         loop.run()
         self._check_end(loop, world, finished)

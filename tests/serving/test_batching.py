@@ -160,3 +160,13 @@ def test_a_pause_is_not_to_be_left_out() -> None:
     paused.paused = False
     queue(a, "p", 10)
     assert step(a) == {"p": 10}
+
+
+def test_decodes_that_are_overdue_stay_within_the_step() -> None:
+    """Of five, two fit; of those left out twice too, before any other, and before prompts."""
+    a = make({"name": "whole_prompts", "step_tokens": 2, "max_skips": 2})
+    for name in "defgh":
+        running(a, name, 4, 4)
+    assert [step(a), step(a)] == [{"d": 1, "e": 1}] * 2
+    queue(a, "p", 1)
+    assert [step(a), step(a)] == [{"f": 1, "g": 1}, {"h": 1, "p": 1}]

@@ -66,6 +66,48 @@ def test_systems_that_know_nothing_of_losses_come_to_an_end(
         assert request.error is None or outcome.loop.roster.lost
 
 
+@st.composite
+def outages(draw: st.DrawFn, all_return: bool = False) -> Scenario:
+    """Each instance is lost up to three times, and back in between, or at last as well."""
+    scenario = draw(scenarios())
+    lost, fail = {}, []
+    for name, *_ in scenario.instances:
+        times = draw(st.lists(st.integers(0, 60), unique=True, max_size=6).map(sorted))
+        if all_return:
+            times = times[: len(times) // 2 * 2]
+        elif times and draw(st.booleans()):
+            fail.append(name)
+        if times:
+            lost[name] = [float(time) for time in times]
+    timing = replace(scenario.timing, lost=lost, fail_to_start=fail)
+    return replace(scenario, timing=timing)
+
+
+@examples(200)
+@given(outages(all_return=True))
+def test_who_can_go_nowhere_else_waits_for_the_return(scenario: Scenario) -> None:
+    """By scripts that name lost instances as if they were there."""
+    outcome = scenario.run(Follow(scenario.by_id)).verify()
+    assert not any(request.error for request in outcome.finished.values())
+
+
+@examples(200)
+@given(outages(), st.integers(0, 2**16), st.integers(0, 20))
+def test_losses_and_returns_at_any_time(scenario: Scenario, seed: int, actions: int) -> None:
+    def system() -> Chaos:
+        return Chaos(scenario.by_id, seed, actions, scenario.caching)
+
+    outcome = scenario.run(system()).verify()
+    lost = outcome.loop.roster.lost.keys() - outcome.loop.roster.returning
+    for request in outcome.finished.values():
+        assert request.error is None or any(f"{name!r} was lost" in request.error for name in lost)
+    again = scenario.run(system()).verify()
+    assert again.ended == outcome.ended
+    assert [(s.start, s.end, s.batch.instance) for s in again.world.steps] == [
+        (s.start, s.end, s.batch.instance) for s in outcome.world.steps
+    ]
+
+
 @examples(60)
 @given(scenarios(max_instances=2), st.data())
 def test_what_never_fits_is_refused_and_the_rest_completes(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.simulate.alone import reference_latencies
-from jaxinfer.simulate.capacity import TriedRate, capacity, load, num_gpus, requests_for
+from jaxinfer.simulate.capacity import Ladder, TriedRate, capacity, load, num_gpus, requests_for
 from jaxinfer.simulate.run import simulate
 from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets, Verdict
 from jaxinfer.workload.lengths import BenchRequest
@@ -177,8 +177,9 @@ def test_with_one_process_the_search_is_by_bisection(
     tried = scripted(monkeypatch, lambda rate: rate <= 3)
     best = capacity(prefills(tmp_path), WORK[:3], TARGETS, precision=0.1)
     # 32 is not tried, nor is 8: the first that misses ends the rise.
-    assert tried == [0.125, 0.25, 2, 4, 3, 3.5, 3.25]
-    assert best.rate == 3
+    # Eight steps to twice the rate are the fewest of a tenth or less.
+    assert tried == [0.125, 0.25, 2, 4, 2**1.5, 2**1.75, 2**1.625]
+    assert best.rate == 2**1.5
 
 
 @pytest.mark.parametrize("share", [0.9, 1.0])
@@ -195,16 +196,16 @@ def test_a_rate_that_does_well_above_one_that_does_not_is_left_out(
 
     targets = RequestTargets({"ttft": 1.0}, share)
     best = capacity(prefills(tmp_path), WORK[:3], targets, map_rates=pool, at_once=4)
-    # From 1 on, to 8: four equal steps.
+    # Of 36 steps to twice the rate, 108 from 1 on to 8.
     assert pools[:2] == [[0.125, 0.25, 0.5, 1], [8, 16, 32, 64]]
-    assert pools[2] == pytest.approx([2.4, 3.8, 5.2, 6.6])
+    assert pools[2] == pytest.approx([2 ** (step / 36) for step in (22, 43, 65, 86)])
     assert len(tried) == 4 * len(pools)
     assert 3 / 1.02 <= best.rate <= 3
 
 
 @given(exponent=st.floats(-3.2, 4), met_alone=st.booleans(), at_once=st.integers(1, 3))
-@example(exponent=math.log10(1.001e-3), met_alone=True, at_once=1)
-@example(exponent=math.log10(1.001e-3), met_alone=False, at_once=1)
+@example(exponent=math.log10(1.001 / 1024), met_alone=True, at_once=1)
+@example(exponent=math.log10(1.001 / 1024), met_alone=False, at_once=1)
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_capacity_is_found_whatever_the_sample_says(
     exponent: float, met_alone: bool, at_once: int, tmp_path: Path
@@ -214,12 +215,33 @@ def test_any_capacity_is_found_whatever_the_sample_says(
         tried = scripted(monkeypatch, lambda rate: rate <= true, met_alone)
         best = capacity(prefills(tmp_path), WORK[:3], TARGETS, at_once=at_once)
     assert len(set(tried)) == len(tried)
-    if true < 1e-3:
+    if true < 1 / 1024:
         assert (best.rate, best.goodput, best.verdict.met) == (0, 0, False)
     else:
         assert best.rate <= true <= best.rate * 1.02
-    if true < 1e-3 and not met_alone:
-        assert tried == [1e-3]
+    if true < 1 / 1024 and not met_alone:
+        assert tried == [1 / 1024]
+
+
+@given(
+    true=st.floats(1e-2, 1e4),
+    precision=st.floats(0.005, 0.3),
+    at_once=st.integers(1, 5),
+    known=st.floats(0.2, 1),
+)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_found_depends_neither_on_the_cores_nor_on_what_was_known(
+    true: float, precision: float, at_once: int, known: float, tmp_path: Path
+) -> None:
+    config, ladder = prefills(tmp_path), Ladder(precision)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        scripted(monkeypatch, lambda rate: rate <= true)
+        one = capacity(config, WORK[:3], TARGETS, precision=precision)
+        rate = ladder.rate(min(ladder.step(known * true), ladder.above(one.rate) - 1))
+        met = TriedRate(rate, 1, Verdict(True, 1, None, {}), rate)
+        many = capacity(config, WORK[:3], TARGETS, precision=precision, at_once=at_once, met=met)
+    assert many.rate == one.rate == ladder.rate(ladder.above(one.rate) - 1)
+    assert one.rate <= true < ladder.rate(ladder.above(one.rate)) <= one.rate * (1 + precision)
 
 
 def test_targets_that_some_requests_miss_alone(tmp_path: Path) -> None:
@@ -229,7 +251,7 @@ def test_targets_that_some_requests_miss_alone(tmp_path: Path) -> None:
     loads: list[TriedRate] = []
     found = capacity(config, work, RequestTargets(limits), on_load=loads.append)
     assert (found.rate, found.goodput, found.goodput_per_gpu) == (0, 0, 0)
-    assert [each.rate for each in loads] == [1e-3]
+    assert [each.rate for each in loads] == [1 / 1024]
     assert capacity(config, work, RequestTargets(limits, 0.5)).verdict.attainment == 0.5
 
 
@@ -240,7 +262,7 @@ def test_a_sample_is_spread_over_the_work(tmp_path: Path) -> None:
     loads: list[TriedRate] = []
     targets = RequestTargets({"ttft": 1.01 * alone(config)})
     assert capacity(config, work, targets, on_load=loads.append).rate == 0
-    assert [each.rate for each in loads] == [1e-3]
+    assert [each.rate for each in loads] == [1 / 1024]
 
 
 def test_targets_that_any_rate_meets(tmp_path: Path) -> None:
@@ -252,9 +274,10 @@ def test_requests_by_the_number_of_gpus(tmp_path: Path) -> None:
     config = prefills(tmp_path, devices=4)
     halves = {"groups": {"g": config.groups["g"].model_copy(update={"tensor_parallel_size": 2})}}
     assert num_gpus(config) == num_gpus(config.model_copy(update=halves)) == 4
-    assert requests_for(config, WORK, 75) == requests_for(config, WORK[:300], 75) == WORK[:300]
+    gpus = num_gpus(config)
+    assert requests_for(gpus, WORK, 75) == requests_for(gpus, WORK[:300], 75) == WORK[:300]
     with pytest.raises(JaxinferError) as error:
-        requests_for(config, WORK[:299], 75)
+        requests_for(gpus, WORK[:299], 75)
     assert str(error.value) == (
         "requests_per_gpu is 75, which for 4 GPUs is 300 requests: the workload has 299"
     )

@@ -84,6 +84,20 @@ def test_a_mixed_step(tmp_path: Path) -> None:
     assert alone > 0.33
 
 
+def test_prompts_and_decodes_that_share_the_weights(tmp_path: Path) -> None:
+    """Beside prompts, decodes take what they take beyond a single one at the least context."""
+    lines = ("prompt,1000,,,0.3", "decode,,1,100,0.05", "decode,,1,200,0.051", "decode,,9,100,0.09")
+    times = stage(write(tmp_path / "x.csv", *lines), share_weights=True)
+    # Nine rows take 0.04 s more than one, and an entry beyond 100 takes 10 us.
+    for context, more in ((100, 0.04), (120, 0.04 + 9 * 20 * 1e-5)):
+        assert times.seconds(decodes(9, 9 * context)) == pytest.approx(0.05 + more)
+        work = prompts(1000, rows=9, entries=9 * context)
+        assert times.seconds(work) == pytest.approx(0.3 + more)
+    assert times.seconds(prompts(1000)) == pytest.approx(0.3)
+    # With less context than was measured, nothing is won.
+    assert times.seconds(prompts(1000, rows=1, entries=50)) == pytest.approx(0.3)
+
+
 def test_stages_share_a_step(tmp_path: Path) -> None:
     file = splitwise(tmp_path / "x.csv")
     for work in (prompts(700), decodes(5, 100), prompts(300, rows=3, entries=50)):
@@ -223,6 +237,7 @@ def test_options_that_cannot_be_are_refused() -> None:
         ({}, "file is missing"),
         ({"file": "x", "decode": "by_batch"}, "decode is 'by_batch', must"),
         ({"file": "x", "mixed_factor": 0.0}, "mixed_factor is 0.0, must be greater than 0"),
+        ({"file": "x", "mixed_factor": 1.1, "share_weights": True}, "both mixed_factor and share"),
     ):
         with pytest.raises(JaxinferError) as error:
             CurveCosts.model_validate(options)

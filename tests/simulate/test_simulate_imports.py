@@ -19,7 +19,13 @@ def loaded(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["jaxinfer.simulate.run", "jaxinfer.compare", "jaxinfer.commands.app"]
+    "module",
+    [
+        "jaxinfer.simulate.run",
+        "jaxinfer.compare",
+        "jaxinfer.commands.app",
+        *(f"jaxinfer.plan.{name}" for name in ("run", "result", "registry", "sweep")),
+    ],
 )
 def test_a_simulation_does_without_jax(module: str) -> None:
     found = loaded(module)

@@ -177,9 +177,14 @@ def test_decodes_are_looked_at_only_where_predictors_are_refined(
 
 
 def route(system: Cronus, count: int, **num_requests: int) -> list[tuple[str, tuple[Leg, ...]]]:
-    """Legs of ``count`` requests with prompts of 10 tokens."""
-    there = {name: SimpleNamespace(num_requests=n) for name, n in num_requests.items()}
-    waiting = [SimpleNamespace(id=f"r{i}", prompt_len=10) for i in range(count)]
+    """Legs of ``count`` requests with prompts of 10 tokens; another one has 5 to be computed."""
+    there = {
+        name: SimpleNamespace(num_requests=n, max_num_batched_tokens=15, prompt_tokens_left=5)
+        for name, n in num_requests.items()
+    }
+    waiting = [
+        SimpleNamespace(id=f"r{i}", prompt_len=10, num_known=10, computed=0) for i in range(count)
+    ]
     assignments = system.route(waiting, ClusterView(0.0, there))  # type: ignore[arg-type]
     return [(a.request, a.legs) for a in assignments]
 
@@ -195,8 +200,25 @@ def test_so_many_in_the_ppi(most: int, there: int, given: int) -> None:
 
 @pytest.mark.parametrize("left", ["ppi", "cpi"])
 def test_all_on_what_is_left(left: str) -> None:
-    """Uncut, and however many are there."""
-    assert route(make(), 3, **{left: 5}) == [(f"r{i}", (Leg(left),)) for i in range(3)]
+    """Uncut, and however many are there; so that two steps of 15 tokens are full, and no more."""
+    assert route(make(), 5, **{left: 5}) == [(f"r{i}", (Leg(left),)) for i in range(3)]
+
+
+def test_a_ppi_that_is_back_takes_its_part_of_those_who_wait() -> None:
+    """The last six of twelve; what the CPI has got meanwhile stays there."""
+    opts = InstanceOptions(max_num_seqs=4, max_num_batched_tokens=8, watermark=0.0)
+
+    def renew(name: str) -> Instance:
+        return new_instance(name, make_kv(40, 4), opts)
+
+    outcome = Run(
+        make(cut_tokens=4), [renew("ppi"), renew("cpi")], make_requests([(8, 4)] * 12),
+        Timing(in_order=True, lost={"ppi": (1.5, 6.5)}), renew=renew,
+    ).verify()  # fmt: skip
+    again = {row.request.id for step in outcome.world.steps for row in step.batch.rows
+             if step.batch.instance == "ppi" and step.start > 6}  # fmt: skip
+    assert again == {f"r{i}" for i in range(6, 12)}
+    assert all(request.error is None for request in outcome.finished.values())
 
 
 def request(name: str, prompt_len: int = 10) -> Any:

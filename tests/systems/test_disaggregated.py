@@ -76,8 +76,14 @@ def test_two_roles_of_one_instance() -> None:
 
 def route(system: Disaggregated, count: int, **num_requests: int) -> list[tuple[str, Any]]:
     """Legs of ``count`` requests with prompts of 10, 11 and so on."""
-    there = {name: SimpleNamespace(num_requests=n) for name, n in num_requests.items()}
-    waiting = [SimpleNamespace(id=f"r{i}", prompt_len=10 + i) for i in range(count)]
+    there = {
+        name: SimpleNamespace(num_requests=n, max_num_batched_tokens=99, prompt_tokens_left=0)
+        for name, n in num_requests.items()
+    }
+    waiting = [
+        SimpleNamespace(id=f"r{i}", prompt_len=10 + i, num_known=10 + i, computed=0)
+        for i in range(count)
+    ]
     assignments = system.route(waiting, ClusterView(0.0, there))  # type: ignore[arg-type]
     return [(a.request, a.legs) for a in assignments]
 

@@ -135,8 +135,8 @@ def test_what_a_users_own_does_amiss_is_one_line(own: str, name: str, message: s
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Needs", "own_predictor_of_a_user:Needs raises TypeError: "),
-        ("LeavesAtOnce", "own_predictor_of_a_user:LeavesAtOnce raises SystemExit ("),
+        ("Needs", "making a Needs raises TypeError: "),
+        ("LeavesAtOnce", "making a LeavesAtOnce raises SystemExit ("),
         ("number", "'own_predictor_of_a_user:number' is 3, must be a function or a class"),
         (
             "MyPredictr",

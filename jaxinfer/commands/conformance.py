@@ -1,0 +1,73 @@
+"""``jaxinfer conformance``: which unlike sides hand KV to each other, and what becomes of it."""
+
+import string
+import sys
+from itertools import product
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from jaxinfer.commands.common import with_model
+from jaxinfer.errors import JaxinferError
+
+
+@click.command()
+@with_model
+@click.option(
+    "--values",
+    multiple=True,
+    metavar="NAME=A,B",
+    help="Of a setting, what to try, e.g. page_size=8,48; may be repeated.",
+)
+@click.option(
+    "--tokens", default=300, show_default=True, type=click.IntRange(min=1), help="Prompt."
+)
+@click.option(
+    "--outputs", default=16, show_default=True, type=click.IntRange(min=1), help="Tokens to draw."
+)
+@click.option("--out", help="New folder for conformance.md and conformance.csv.")
+def conformance(
+    model: str | None, values: tuple[str, ...], tokens: int, outputs: int, out: str | None
+) -> None:
+    """Hand a prompt's KV from each of several unlike sides to each, and see what arrives.
+
+    The sides differ in dtype, KV dtype, page size, layout (kernels), tensor parallelism and
+    pipeline stages, such that any two values stand together in one of them. All are instances on
+    this machine's devices. Without --model, it is a small one with random weights.
+    """
+    from jaxinfer.report.comparison import new_folder
+    from jaxinfer.report.conformance_table import as_rich, conformance_tables, write_conformance
+    from jaxinfer.report.progress import LoadProgress
+    from jaxinfer.runtime.checkpoint import open_checkpoint
+    from jaxinfer.runtime.conformance import Conformance
+    from jaxinfer.runtime.conformance_sides import covering_sides, with_values
+    from jaxinfer.runtime.small_model import small_checkpoint
+    from jaxinfer.workload.lengths import synthetic_tokens
+
+    chosen = covering_sides(with_values(values))
+    names = [*string.ascii_uppercase, *map("".join, product(string.ascii_uppercase, repeat=2))]
+    sides = dict(zip(names, chosen, strict=False))
+    if out:
+        new_folder(Path(out))
+    checkpoint = open_checkpoint(model) if model else small_checkpoint()
+    prompt = synthetic_tokens(tokens, checkpoint.config.vocab_size, seed=0)
+    found = []
+    with LoadProgress(True) as bar:
+        sought = Conformance(checkpoint, sides, prompt, outputs, bar.update)
+        bar.update("pairs", len(sides) ** 2)
+        for outcome in sought.outcomes():
+            found.append(outcome)
+            bar.update("pairs", len(sides) ** 2 - len(found))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for title, cells in conformance_tables(sides, found, outputs).items():
+        if cells[1]:
+            console.print(as_rich(title, cells))
+            console.print()
+    if out:
+        write_conformance(Path(out), sides, found, outputs)
+        console.print(f"tables: {out}", soft_wrap=True)
+    if wrong := [f"{o.source} to {o.dest}" for o in found if o.verdict == "wrong"]:
+        raise JaxinferError(
+            f"KV arrives changed by more than its formats round: {', '.join(wrong)}"
+        )

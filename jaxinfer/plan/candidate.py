@@ -1,0 +1,117 @@
+"""One placement that is looked at, and what it comes to."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, Literal, Protocol
+
+from jaxinfer.config.validation import Options
+from jaxinfer.plan.problem import Problem
+
+GivenUp = Literal["at this rate", "by its bound"]
+Axis = str | int | float | None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run file's part, which the plan file's ``run`` completes.
+
+    Attributes:
+        axes: what it is among the others, in words and numbers: its columns in the table.
+        part: groups, instances, system and the like.
+        key: equal of those that are the same but for names, which are looked at once; by default
+            its axes.
+        refused: why it cannot be, where its planner knows; it is not simulated.
+        outputs: of a phase of requests, the tokens that each has at most: one is a prompt alone.
+        uncounted: groups that cost nothing, since they stand for what a phase leaves out.
+    """
+
+    axes: Mapping[str, Axis]
+    part: Mapping[str, Any]
+    key: tuple[object, ...] = ()
+    refused: str | None = None
+    outputs: int | None = None
+    uncounted: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.key:
+            object.__setattr__(self, "key", tuple(self.axes.items()))
+
+    @property
+    def whole(self) -> bool:
+        """Whether it serves whole requests, all of it counted."""
+        return self.outputs is None and not self.uncounted
+
+    def __str__(self) -> str:
+        """Its axes."""
+        return ", ".join(f"{name} {value}" for name, value in self.axes.items())
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a cluster is made of.
+
+    Attributes:
+        usd: dollars per hour, None where nobody has said.
+    """
+
+    gpus: int
+    watts: float | None
+    usd: float | None
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a candidate comes to.
+
+    Attributes:
+        rate: requests per second at which it keeps the targets; 0 if at none, infinite if at any.
+        given_up: it misses them at this rate, at which it had to keep them to be better than
+            others; or its bound tells that it is not, and nothing was simulated.
+        figures: by target, what was found at that rate (see ``Verdict``).
+        refused: why it cannot be at all.
+    """
+
+    rate: float
+    costs: Costs | None = None
+    given_up: GivenUp | None = None
+    figures: Mapping[str, float | None] = field(default_factory=dict)
+    refused: str | None = None
+
+
+def as_score(found: Mapping[str, Any]) -> Score:
+    """From what ``asdict`` has made of it."""
+    costs = found["costs"]
+    return Score(**{**found, "costs": costs and Costs(**costs)})
+
+
+# A rate, in requests per second, that a candidate cannot exceed, known without simulation; infinite
+# where nothing is.
+Bound = Callable[["Candidate"], float]
+
+
+class Search(Protocol):
+    """What planners ask."""
+
+    problem: Problem
+
+    def scores(self, candidates: list[Candidate]) -> list[Score]:
+        """What each comes to, in full."""
+
+    def best(self, candidates: list[Candidate], bound: Bound = lambda candidate: inf) -> Candidate:
+        """The best, with as little work as that takes."""
+
+
+class Planner(Protocol):
+    """Walks through candidates. Made anew for each search from its ``Options``."""
+
+    Options: type[Options]
+
+    def __init__(self, options: Any) -> None: ...
+
+    def plan(self, search: Search) -> Candidate:
+        """The best one.
+
+        Raises:
+            JaxinferError: there is none.
+        """

@@ -1,0 +1,95 @@
+"""Systems side by side in one search: each run file's cluster, with all values of its axes."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from jaxinfer.config.run_file import put_option
+from jaxinfer.config.validation import Named, OptionError, Options, read_yaml, within
+from jaxinfer.errors import JaxinferError
+from jaxinfer.plan.candidate import Candidate, Search
+
+# Dotted keys of a run file, and the values that each is to have.
+Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]
+# Of a run file, what the plan file says for all of them.
+COMMON = ("model", "workload")
+
+
+class AnySystemOptions(Options):
+    """Options of ``AnySystem``.
+
+    Attributes:
+        files: paths of run files, each with axes of its own; their model and workload do not count.
+        axes: of all files.
+    """
+
+    files: Named[Axes] = Field(min_length=1)
+    axes: Axes = Field(default_factory=dict)
+
+
+class AnySystem:
+    """Looks at all combinations of each file."""
+
+    Options = AnySystemOptions
+
+    def __init__(self, options: AnySystemOptions) -> None:
+        self._options = options
+
+    def plan(self, search: Search) -> Candidate:
+        """The best of them."""
+        return search.best(list(self.candidates()))
+
+    def candidates(self) -> Iterator[Candidate]:
+        """All of ``grid``."""
+        try:
+            yield from grid(self._options.files, self._options.axes)
+        except OptionError as error:
+            raise within("planner", error) from None
+
+
+def grid(files: Mapping[str, Axes], axes: Axes) -> Iterator[Candidate]:
+    """All combinations, in the files' order.
+
+    Raises:
+        OptionError: a file cannot be read, or an axis leads nowhere.
+    """
+    stems = Counter(Path(file).stem for file in files)
+    for file, own in files.items():
+        base, stem = _part(file), Path(file).stem
+        of_file: Axes = {**axes, **own}
+        for values in product(*of_file.values()):
+            chosen = dict(zip(of_file, values, strict=True))
+            named = {key: _shown(value) for key, value in chosen.items()}
+            name = stem if stems[stem] == 1 else file
+            # As they are: 1, true and "1" are told apart.
+            yield Candidate({"file": name, **named}, _with(base, chosen), (file, repr(chosen)))
+
+
+def _part(file: str) -> dict[str, Any]:
+    try:
+        data = read_yaml(Path(file))
+        if not isinstance(data, dict):
+            raise JaxinferError("must be a run file")
+    except JaxinferError as error:
+        text = str(error)
+        raise OptionError(f"files: {text if file in text else f'{file}: {text}'}") from None
+    return {key: value for key, value in data.items() if key not in COMMON}
+
+
+def _with(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    part = dict(base)
+    for key, value in values.items():
+        try:
+            put_option(part, key, value)
+        except JaxinferError as error:
+            raise OptionError(f"axes: {key!r}: {error}") from None
+    return part
+
+
+def _shown(value: Any) -> str | int | float | None:
+    return value if isinstance(value, str | int | float) else json.dumps(value, default=str)

@@ -1,0 +1,89 @@
+"""Replicas that each do all of a request: parallelism, GPU and scheduling in all combinations.
+
+The space of Vidur-Search (section 7.3 of its paper).
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any, Literal
+
+from pydantic import Field
+
+from jaxinfer.config.validation import Named, OptionError, Options
+from jaxinfer.plan.candidate import Candidate, Search
+
+Degrees = tuple[int, ...]
+
+
+class ColocatedOptions(Options):
+    """Options of ``Colocated``.
+
+    Attributes:
+        gpus: of each kind, how many there are; a candidate is of one kind.
+        tensor_parallel, pipeline_parallel: degrees of an instance.
+        engines: by a name of one's own, options of an engine, such as its policy and its chunks.
+        max_num_seqs: sequences of an instance, at most; by default as the engines have it.
+        replicas: as many instances as the GPUs give, or one, for what one of them comes to.
+        system: of several instances.
+    """
+
+    gpus: Named[int] = Field(min_length=1)
+    tensor_parallel: Degrees = Field(default=(1,), strict=False, min_length=1)
+    pipeline_parallel: Degrees = Field(default=(1,), strict=False, min_length=1)
+    engines: Named[dict[str, Any]] = Field(default={"default": {}}, min_length=1)
+    max_num_seqs: tuple[int, ...] = Field(default=(), strict=False)
+    replicas: Literal["all", "one"] = "all"
+    system: str = "least_loaded"
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse numbers below 1."""
+        for name in ("tensor_parallel", "pipeline_parallel", "max_num_seqs"):
+            if any(number < 1 for number in getattr(self, name)):
+                raise OptionError(f"{name} is {getattr(self, name)}, must be integers from 1 on")
+        for kind, count in self.gpus.items():
+            if count < 1:
+                raise OptionError(f"gpus.{kind} is {count}, must be 1 or more")
+
+
+class Colocated:
+    """Looks at all combinations that the GPUs are enough for."""
+
+    Options = ColocatedOptions
+
+    def __init__(self, options: ColocatedOptions) -> None:
+        self._options = options
+
+    def plan(self, search: Search) -> Candidate:
+        """The best of them."""
+        return search.best(list(self.candidates()))
+
+    def candidates(self) -> Iterator[Candidate]:
+        """All, each instance of ``tp`` times ``pp`` GPUs."""
+        options = self._options
+        shapes = product(options.gpus, options.tensor_parallel, options.pipeline_parallel)
+        for kind, tp, pp in shapes:
+            fit = options.gpus[kind] // (tp * pp)
+            if not fit:
+                continue
+            replicas = 1 if options.replicas == "one" else fit
+            for (name, engine), seqs in product(
+                options.engines.items(), options.max_num_seqs or (None,)
+            ):
+                axes = {
+                    "gpu": kind, "tp": tp, "pp": pp, "replicas": replicas, "engine": name,
+                    "max_num_seqs": seqs,
+                }  # fmt: skip
+                more = {} if seqs is None else {"max_num_seqs": seqs}
+                yield Candidate(axes, self._part(kind, tp, pp, replicas, engine | more))
+
+    def _part(
+        self, kind: str, tp: int, pp: int, replicas: int, engine: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        group = {"kind": kind, "devices": tp * pp * replicas, "tensor_parallel_size": tp}
+        place = {"group": "g"} if pp == 1 else {"stages": [{"group": "g"} for _ in range(pp)]}
+        return {
+            "engine": engine,
+            "groups": {"g": group},
+            "instances": {"i": {**place, "replicas": replicas}},
+            "system": self._options.system if replicas > 1 else "single",
+        }

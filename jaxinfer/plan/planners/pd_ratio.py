@@ -1,0 +1,253 @@
+"""How many instances prefill, how many decode, and how each is sharded: `disaggregated` over lists.
+
+The joint optimisation of "Disaggregated Prefill and Decoding Inference System for Large Language
+Model Serving on Multi-Vendor GPUs", section III-C: of closed forms, as the paper has it, and then
+of simulations. Of the former comes a rate for each ratio, and which ones need no simulation.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import mean
+from typing import Any
+
+from pydantic import Field
+
+from jaxinfer.config.resolve import resolve
+from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.validation import Options
+from jaxinfer.errors import JaxinferError
+from jaxinfer.plan.candidate import Candidate, Search
+from jaxinfer.plan.problem import Problem
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
+from jaxinfer.simulate.costs import CostModel
+from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets
+from jaxinfer.workload.lengths import BenchRequest
+
+# Share of the time in which prefill instances may be busy: queues grow without end towards 1.
+UTILISATION = 0.8
+# Closed forms may be off by so much; above that they say what a ratio cannot carry.
+SLACK = 1.5
+
+
+class Side(Options):
+    """Instances of one phase.
+
+    Attributes:
+        kind: of their GPUs; ``most``: how many instances there may be.
+        tensor_parallel: degrees of an instance.
+        engine: their options, besides those of all.
+    """
+
+    kind: str
+    most: int = Field(ge=1)
+    tensor_parallel: tuple[int, ...] = Field(default=(1,), strict=False, min_length=1)
+    engine: dict[str, Any] = Field(default_factory=dict)
+
+
+class PDRatioOptions(Options):
+    """Options of ``PDRatio``.
+
+    Attributes:
+        prefill, decode: see ``Side``.
+        link_gb_s: between the two, in 10^9 bytes per second.
+    """
+
+    prefill: Side
+    decode: Side
+    link_gb_s: float = Field(default=12.5, gt=0)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Requests per second that one instance of each phase carries, by closed forms."""
+
+    prefill: float
+    decode: float
+
+    def of(self, prefills: int, decodes: int) -> float:
+        """What so many of them carry."""
+        return min(UTILISATION * prefills * self.prefill, decodes * self.decode)
+
+
+def prefill_rate(cost: CostModel, work: Sequence[BenchRequest], budget: int) -> float:
+    """Prompts per second of one instance that is never idle, each by itself, in chunks."""
+
+    def seconds(length: int) -> float:
+        chunks = [(start, min(budget, length - start)) for start in range(0, length, budget)]
+        return sum(max(cost.stages(_prefill(start, count))) for start, count in chunks)
+
+    by_length = {length: seconds(length) for length in {item.prompt_len for item in work}}
+    return 1 / mean(by_length[item.prompt_len] for item in work)
+
+
+def packed_rate(cost: CostModel, work: Sequence[BenchRequest], budget: int) -> float:
+    """Prompts per second of one instance whose steps are all full: what a queue makes of it."""
+    seconds, room, ended = 0.0, budget, 0
+    chunks: list[tuple[int, int]] = []
+    for index, item in enumerate(work, 1):
+        start = 0
+        while start < item.prompt_len:
+            count = min(room, item.prompt_len - start)
+            chunks.append((start, count))
+            start, room = start + count, room - count
+            ended += start == item.prompt_len
+            if not room or (index == len(work) and start == item.prompt_len):
+                step = Work(budget - room, 0, len(chunks), ended, 0, chunks)
+                seconds += max(cost.stages(step))
+                room, ended, chunks = budget, 0, []
+    return len(work) / seconds
+
+
+def finite_rate(rate: float, requests: int, late_s: float) -> float:
+    """At which so many requests may come, of which ``rate`` are served a second, none too late.
+
+    Args:
+        late_s: what the last of them may wait.
+    """
+    seconds = requests / rate - late_s if rate else math.inf
+    return requests / seconds if seconds > 0 else math.inf
+
+
+def longest_limit(targets: Targets) -> float:
+    """Seconds that anything of a request may take; infinite where targets do not say."""
+    if isinstance(targets, RequestTargets) and targets.reference is None:
+        return max(targets.limits.values())
+    if isinstance(targets, PercentileTargets) and targets.reference is None:
+        return max(seconds for _, _, seconds in targets.limits)
+    return math.inf
+
+
+def decode_rate(
+    cost: CostModel, work: Sequence[BenchRequest], most: int, entries: int, tbt_s: float | None
+) -> float:
+    """Requests per second of one instance that only decodes.
+
+    Args:
+        most: sequences; ``entries``: of KV, in all pages.
+        tbt_s: what a step may take, at most.
+    """
+    outputs = mean(item.max_tokens for item in work)
+    tokens = sum(item.max_tokens for item in work)
+    # Of a token that is drawn, the mean number of entries that it sees.
+    context = sum(i.max_tokens * (i.prompt_len + i.max_tokens / 2) for i in work) / tokens
+    best = 0.0
+    for batch in range(1, min(most, int(entries / context)) + 1):
+        seconds = max(cost.stages(_decodes(batch, round(batch * context))))
+        if tbt_s is not None and seconds > tbt_s:
+            break
+        best = max(best, batch / seconds / outputs)
+    return best
+
+
+def _prefill(start: int, count: int) -> Work:
+    return Work(count, 0, 1, 1, 0, [(start, count)])
+
+
+def _decodes(batch: int, context: int) -> Work:
+    return Work(batch, batch, batch, batch, context, [], batch)
+
+
+def tbt_limit(targets: Targets) -> float | None:
+    """Seconds that a token may take, by the tightest of the targets that speak of it."""
+    if isinstance(targets, RequestTargets) and targets.reference is None:
+        found = [s for metric, s in targets.limits.items() if metric in ("tpot", "tbt")]
+    elif isinstance(targets, PercentileTargets) and targets.reference is None:
+        found = [s for metric, _, s in targets.limits if metric in ("tpot", "tbt")]
+    else:
+        return None
+    return min(found, default=None)
+
+
+class PDRatio:
+    """Looks at all ratios that the closed forms leave open."""
+
+    Options = PDRatioOptions
+
+    def __init__(self, options: PDRatioOptions) -> None:
+        self._options = options
+        # By candidate, the rate that it cannot exceed.
+        self._most: dict[tuple[object, ...], float] = {}
+
+    def plan(self, search: Search) -> Candidate:
+        """The best of them."""
+        candidates = list(self.candidates(search.problem))
+        return search.best(candidates, lambda candidate: self._most[candidate.key])
+
+    def candidates(self, problem: Problem) -> Iterator[Candidate]:
+        """All ratios, with the rate that the closed forms give each."""
+        options = self._options
+        degrees = product(options.prefill.tensor_parallel, options.decode.tensor_parallel)
+        for prefill_tp, decode_tp in degrees:
+            rates, full = self._rates(problem, prefill_tp, decode_tp) or (None, None)
+            counts = (range(1, side.most + 1) for side in (options.prefill, options.decode))
+            for p, d in product(*counts):
+                axes = {
+                    "prefills": p, "prefill_tp": prefill_tp, "decodes": d, "decode_tp": decode_tp,
+                    "closed_form": rates.of(p, d) if rates else None,
+                }  # fmt: skip
+                part = self._part(p, prefill_tp, d, decode_tp)
+                candidate = Candidate(axes, part, (p, prefill_tp, d, decode_tp))
+                rate = SLACK * full.of(p, d) if full else math.inf
+                count = _requests(problem, p * prefill_tp + d * decode_tp)
+                late_s = longest_limit(problem.targets)
+                self._most[candidate.key] = finite_rate(rate, count, late_s)
+                yield candidate
+
+    def _rates(
+        self, problem: Problem, prefill_tp: int, decode_tp: int
+    ) -> tuple[Rates, Rates] | None:
+        """Of prompts one by one, and of the most that a queue of them lets an instance do.
+
+        None of what cannot be, which will say why when it is looked at.
+        """
+        try:
+            data = problem.run_file(self._part(1, prefill_tp, 1, decode_tp))
+            modelled = model_cluster(resolve(as_run_file(data))).instances
+        except JaxinferError:
+            return None
+        here, there = modelled["prefill0"], modelled["decode0"]
+        budget = here.config.max_num_batched_tokens
+        one_by_one = prefill_rate(here.cost, problem.work, budget)
+        full = max(one_by_one, packed_rate(here.cost, problem.work, budget))
+        decode = decode_rate(
+            there.cost, problem.work, there.config.max_num_seqs, _entries(there),
+            tbt_limit(problem.targets),
+        )  # fmt: skip
+        return Rates(one_by_one, decode), Rates(full, decode)
+
+    def _part(self, prefills: int, prefill_tp: int, decodes: int, decode_tp: int) -> dict[str, Any]:
+        options = self._options
+        sides = (
+            ("prefill", options.prefill, prefills, prefill_tp),
+            ("decode", options.decode, decodes, decode_tp),
+        )
+        return {
+            "groups": {
+                name: {"kind": side.kind, "devices": count * tp, "tensor_parallel_size": tp}
+                for name, side, count, tp in sides
+            },
+            "links": [{"between": ["prefill", "decode"], "gb_s": options.link_gb_s}],
+            "instances": {
+                name: {"group": name, "replicas": count, **side.engine}
+                for name, side, count, _ in sides
+            },
+            "system": {
+                "name": "disaggregated",
+                "prefill": ["prefill"],
+                "decode": ["decode"],
+                "max_in_prefill": 1_000_000,
+            },
+        }
+
+
+def _requests(problem: Problem, gpus: int) -> int:
+    """That a cluster of so many GPUs is simulated with, for each seed."""
+    each = problem.goal.requests_per_gpu
+    return each * gpus if each else len(problem.work)
+
+
+def _entries(instance: ModelledInstance) -> int:
+    return (min(instance.num_pages) - 1) * instance.config.page_size

@@ -1,0 +1,109 @@
+"""Instances of equal stages on nodes of equal GPUs, as parts of run files."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from jaxinfer.plan.problem import merge
+
+Part = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one instance stands on.
+
+    Attributes:
+        tp: GPUs of a stage, all in one node.
+        stages: on each of its nodes.
+    """
+
+    tp: int
+    stages: tuple[int, ...]
+
+    @property
+    def pp(self) -> int:
+        """Stages in all."""
+        return sum(self.stages)
+
+    @property
+    def gpus(self) -> int:
+        """In all."""
+        return self.tp * self.pp
+
+    @property
+    def by_node(self) -> list[int]:
+        """GPUs on each of its nodes."""
+        return [self.tp * count for count in self.stages]
+
+
+def packed(tp: int, pp: int, gpus_per_node: int) -> Shape:
+    """On as few nodes as hold its stages."""
+    full, rest = divmod(pp, gpus_per_node // tp)
+    return Shape(tp, (gpus_per_node // tp,) * full + ((rest,) if rest else ()))
+
+
+def num_nodes(pieces: Iterable[int], gpus_per_node: int) -> int:
+    """That pieces take, each of so many GPUs of one node: the largest first, where they fit."""
+    left: list[int] = []
+    for piece in sorted(pieces, reverse=True):
+        fits = next((number for number, free in enumerate(left) if free >= piece), None)
+        if fits is None:
+            left.append(gpus_per_node - piece)
+        else:
+            left[fits] -= piece
+    return len(left)
+
+
+def groups_of(name: str, shape: Shape) -> list[str]:
+    """One on each node; a number for each replica follows."""
+    return [f"{name}_{node}_" for node in range(len(shape.stages))]
+
+
+def instance_part(
+    name: str, shape: Shape, kind: str, layers: int, costs: Part, replicas: int = 1
+) -> Part:
+    """Groups, stages and costs of an instance, with its replicas.
+
+    Args:
+        layers: of the model, which all stages share alike.
+        costs: of its groups.
+    """
+    names = groups_of(name, shape)
+    return {
+        "groups": {
+            group: {"kind": kind, "devices": gpus, "tensor_parallel_size": shape.tp,
+                    "replicas": replicas}
+            for group, gpus in zip(names, shape.by_node, strict=True)
+        },
+        "instances": {
+            name: {
+                "stages": [
+                    {"group": group, "layers": layers // shape.pp}
+                    for group, count in zip(names, shape.stages, strict=True)
+                    for _ in range(count)
+                ],
+                "replicas": replicas,
+            }
+        },
+        "simulate": {"groups": {group: dict(costs) for group in names} if costs else {}},
+    }  # fmt: skip
+
+
+def chain(groups: Sequence[str], gb_s: float) -> list[Part]:
+    """Links from each group to the next."""
+    return [link(ends, gb_s) for ends in pairwise(groups)]
+
+
+def link(ends: Iterable[str], gb_s: float) -> Part:
+    """Between two groups, and all their replicas."""
+    return {"between": list(ends), "gb_s": gb_s}
+
+
+def joined(parts: Sequence[Part], links: Sequence[Part]) -> Part:
+    """All in one run file's part."""
+    found: dict[str, Any] = {"links": list(links)}
+    for part in parts:
+        found = merge(found, part)
+    return found

@@ -1,0 +1,179 @@
+"""What is to be found: a file with a planner, a goal, and what all candidates have in common."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field, field_validator
+
+from jaxinfer.config.run_file import SHORT, apply_setting, as_run_file
+from jaxinfer.config.validation import Named, OptionError, Options, read_yaml, shown, within
+from jaxinfer.errors import JaxinferError
+from jaxinfer.simulate.read_targets import read_targets
+from jaxinfer.simulate.targets import Criterion, Targets
+from jaxinfer.workload.lengths import BenchRequest
+
+T = TypeVar("T", bound=Options)
+# Of a run file, what a candidate completes; the rest is checked before any is looked at.
+_OF_CANDIDATES = ("engine", "groups", "instances", "links", "system", "simulate")
+# Of a workload, what says which requests there are: the same for all candidates.
+_REQUESTS = ("trace", "synthetic", "only", "limit", "arrivals")
+Per = Literal["cluster", "gpu", "usd", "watt"]
+Cost = Literal["gpus", "usd", "watts"]
+
+
+class Goal(Options):
+    """What is best.
+
+    Attributes:
+        maximise: the largest rate of requests that keeps the targets: of the whole cluster, or by
+            its GPUs, its dollars per hour or its watts.
+        minimise: in place of it, what a cluster costs that keeps them at ``rate``, in GPUs, dollars
+            per hour or watts.
+        rate: requests per second, Poisson.
+        slo, attainment, criterion: the targets, as ``jaxinfer capacity`` takes them.
+        seeds: of arrivals, 0 to one less; all candidates get the same.
+        fresh_seeds: of the arrivals with which the choice is looked at again.
+        requests_per_gpu: so many of the workload for each GPU of a candidate; by default all.
+        precision: by which share a rate may be too low.
+        at_once: candidates that are compared at a time. More of them keep more cores busy, and
+            leave less to be given up early.
+    """
+
+    maximise: Per | None = None
+    minimise: Cost | None = None
+    rate: float | None = Field(default=None, gt=0)
+    slo: str
+    attainment: float | None = None
+    criterion: Criterion | None = None
+    seeds: int = Field(default=1, ge=1)
+    fresh_seeds: int = Field(default=3, ge=1)
+    requests_per_gpu: int | None = Field(default=None, ge=1)
+    precision: float = Field(default=0.02, ge=1e-6, lt=1)
+    at_once: int = Field(default=8, ge=1)
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse two goals and none, and a rate that is missing or has no use."""
+        if bool(self.maximise) == bool(self.minimise):
+            raise JaxinferError("give either maximise or minimise")
+        if self.minimise and self.rate is None:
+            raise OptionError("rate is missing, and is what the cheapest cluster is to carry")
+        if self.maximise and self.rate is not None:
+            raise OptionError(f"rate is {self.rate:g}, and is for minimise: maximise finds one")
+
+
+class Problem(Options):
+    """A plan file.
+
+    Attributes:
+        planner: its name, or ``my_module:MyPlanner``, and its options.
+        goal: what is best.
+        run: what the run files of all candidates have in common, its workload too.
+        prices: dollars per hour of a GPU, by its name; by default those of a hardware file's nodes.
+    """
+
+    planner: dict[str, Any]
+    goal: Goal
+    run: dict[str, Any]
+    prices: Named[float] = Field(default_factory=dict)
+
+    @field_validator("planner", mode="before")
+    @classmethod
+    def _by_name(cls, value: object) -> object:
+        if isinstance(value, str):
+            return {"name": value}
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"must be a name, or a mapping of name and options, not {shown(value)}"
+            )
+        return value
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse prices that are none."""
+        for name, usd in self.prices.items():
+            if not usd > 0:
+                raise OptionError(f"prices.{name} is {usd:g}, must be above 0")
+
+    @cached_property
+    def work(self) -> Sequence[BenchRequest]:
+        """The workload's requests; their times do not count.
+
+        Raises:
+            JaxinferError: there is none, or it cannot be read.
+        """
+        common = {name: value for name, value in self.run.items() if name not in _OF_CANDIDATES}
+        try:
+            workload = as_run_file(common).workload
+            if workload.trace is None and workload.synthetic is None:
+                raise OptionError("workload: needs a trace, or synthetic lengths")
+            return workload.requests()
+        except JaxinferError as error:
+            raise within("run", error) from None
+
+    @cached_property
+    def targets(self) -> Targets:
+        """See ``Goal``."""
+        goal = self.goal
+        return read_targets(goal.slo, self.work, goal.attainment, goal.criterion)
+
+    def run_file(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        """What a candidate's run file holds.
+
+        Raises:
+            JaxinferError: the candidate has requests of its own.
+        """
+        own = part.get("workload")
+        if isinstance(own, Mapping) and (name := next((n for n in _REQUESTS if n in own), None)):
+            raise JaxinferError(
+                f"workload.{name}: all candidates serve the same requests, those of run.workload"
+            )
+        return merge(self.run, part)
+
+
+def merge(base: Mapping[str, Any], more: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Both mappings in one; where both have a mapping, likewise, else ``more`` wins.
+
+    Args:
+        where: in a run file they are: a name that stands for options there goes with others.
+    """
+    found = dict(base)
+    for key, value in more.items():
+        mine, at = found.get(key), f"{where}{key}"
+        if isinstance(mine, str) and isinstance(value, Mapping) and (short := SHORT.get(at)):
+            mine = {short: mine}
+        if isinstance(mine, Mapping) and isinstance(value, Mapping):
+            found[key] = merge(mine, value, f"{at}.")
+        else:
+            found[key] = value
+    return found
+
+
+def load_problem(path: str | Path, settings: Sequence[str] = ()) -> Problem:
+    """Read a plan file, and apply settings such as ``goal.seeds=3``.
+
+    Raises:
+        JaxinferError: the file or a setting is not what it should be.
+    """
+    return load_options(Problem, "plan file", path, settings)
+
+
+def load_options(kind: type[T], what: str, path: str | Path, settings: Sequence[str]) -> T:
+    """Read a file of options, and apply settings.
+
+    Args:
+        what: the file is, in messages.
+
+    Raises:
+        JaxinferError: the file or a setting is not what it should be.
+    """
+    try:
+        data = read_yaml(Path(path))
+        if not isinstance(data, dict):
+            raise JaxinferError(f"must be a mapping of {', '.join(kind.model_fields)}")
+        for setting in settings:
+            apply_setting(data, setting)
+        return kind.model_validate(data)
+    except JaxinferError as error:
+        text = str(error)
+        raise JaxinferError(text if str(path) in text else f"{what} {path}: {text}") from None

@@ -1,0 +1,163 @@
+"""What a search leaves: all candidates, the chosen run file, and a picture."""
+
+import csv
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from scipy import stats
+
+from jaxinfer.plan.candidate import Candidate, Score
+from jaxinfer.plan.problem import Goal, Problem
+from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.report.pictures import save_picture
+
+# What a maximised rate is divided by, in words.
+PER = {"cluster": "", "gpu": " per GPU", "usd": " per dollar an hour", "watt": " per watt"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best candidate, looked at again as a whole.
+
+    Attributes:
+        score: of the search's seeds; ``fresh``: rates with others, one each.
+    """
+
+    candidate: Candidate
+    score: Score
+    fresh: Sequence[float]
+
+    @property
+    def interval(self) -> tuple[float, float, float] | None:
+        """Mean of the fresh rates, and the ends of its 95 % interval, by Student's t."""
+        if len(self.fresh) < 2:
+            return None
+        mean = float(np.mean(self.fresh))
+        half = float(stats.t.ppf(0.975, len(self.fresh) - 1) * stats.sem(self.fresh))
+        return mean, mean - half, mean + half
+
+
+def rows(search: DrivenSearch) -> list[dict[str, Any]]:
+    """Of the table: each candidate that was looked at, its axes, costs and what it came to."""
+    found: list[dict[str, Any]] = []
+    for candidate, score in search.tried.values():
+        costs = score.costs
+        found.append(
+            {
+                **candidate.axes,
+                "gpus": costs and costs.gpus,
+                "usd_per_hour": costs and costs.usd,
+                "watts": costs and costs.watts,
+                "requests_s": score.rate if score.figures else None,
+                "given_up": score.given_up,
+                # At a rate that it misses, it is worth nothing.
+                "value": search.value(score) if score.figures and not score.given_up else None,
+                **{name.replace(" ", "_"): value for name, value in score.figures.items()},
+                "refused": score.refused,
+            }
+        )
+    return found
+
+
+def write_table(path: Path, table: Sequence[Mapping[str, Any]]) -> None:
+    """As CSV; columns in the order in which they first occur."""
+    columns = list(dict.fromkeys(name for row in table for name in row))
+    # Last, since it is long.
+    columns = [name for name in columns if name != "refused"] + ["refused"]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
+
+
+def value_in_words(goal: Goal, value: float) -> str:
+    """How good something is, with its unit."""
+    if goal.minimise:
+        unit = {"gpus": "GPUs", "usd": "dollars an hour", "watts": "watts"}[goal.minimise]
+        return f"{-value:g} {unit} at {goal.rate:g} requests/s"
+    return f"{value:.4g} requests/s{PER[goal.maximise or 'cluster']}"
+
+
+def head(search: DrivenSearch, choice: Choice, name: str) -> list[str]:
+    """What the run file says of where it comes from."""
+    goal = search.problem.goal
+    refused = sum(score.refused is not None for _, score in search.tried.values())
+    costs = choice.score.costs
+    assert costs
+    price = "" if costs.usd is None else f", {costs.usd:g} dollars an hour"
+    lines = [
+        f"Found by jaxinfer plan with {search.problem.planner['name']}: the best of "
+        f"{len(search.tried)} candidates, {refused} of which cannot be.",
+        f"{value_in_words(goal, search.value(choice.score))}: "
+        f"{choice.score.rate:.4g} requests/s on {costs.gpus} GPUs{price}; seeds 0 to "
+        f"{goal.seeds - 1}.",
+    ]
+    if choice.interval:
+        mean, low, high = choice.interval
+        first = goal.seeds
+        lines.append(
+            f"With the seeds {first} to {first + len(choice.fresh) - 1}, one by one: {mean:.4g} "
+            f"requests/s, 95 % interval of the mean {low:.4g} to {high:.4g}."
+        )
+    elif choice.fresh:
+        lines.append(f"With the seed {goal.seeds}: {choice.fresh[0]:.4g} requests/s.")
+    if not goal.minimise:
+        lines.append("The same by: " + capacity_command(search.problem, name))
+    return lines
+
+
+def capacity_command(problem: Problem, name: str) -> str:
+    """What finds the rate of the chosen run file again."""
+    goal = problem.goal
+    words = ["jaxinfer capacity", shlex.quote(name), f"--slo {shlex.quote(goal.slo)}"]
+    for option in ("attainment", "criterion", "requests_per_gpu", "precision"):
+        if (value := getattr(goal, option)) != Goal.model_fields[option].default:
+            words.append(f"--{option.replace('_', '-')} {value}")
+    return " ".join([*words, f"--seeds {goal.seeds}"])
+
+
+def write_run_file(path: Path, problem: Problem, candidate: Candidate, lines: list[str]) -> None:
+    """The chosen one, with its story at its head."""
+    comment = "".join(f"# {line}\n" for line in lines)
+    data = problem.run_file(candidate.part)
+    path.write_text(comment + yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+
+
+def draw(path: Path, search: DrivenSearch, chosen: Candidate) -> None:
+    """Cost against rate, and what no other candidate for whole requests beats in both."""
+    from matplotlib.figure import Figure
+
+    scored = [(c, s) for c, s in search.tried.values() if c.whole and s.costs and s.rate]
+    of = "usd" if all(s.costs.usd is not None for _, s in scored if s.costs) else "gpus"
+    figure = Figure((5.2, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for up, label in ((False, "largest rate"), (True, "given up at this rate")):
+        here = [(getattr(s.costs, of), s.rate) for _, s in scored if (s.given_up is not None) == up]
+        if here:
+            costs, rates = zip(*here, strict=True)
+            axes.scatter(costs, rates, s=14, c="0.7" if up else "tab:blue", label=label)
+    exact = sorted((getattr(s.costs, of), -s.rate) for _, s in scored if not s.given_up)
+    front: list[tuple[float, float]] = []
+    for cost, rate in exact:
+        if not front or -rate > front[-1][1]:
+            front.append((cost, -rate))
+    if front:
+        axes.step(*zip(*front, strict=True), where="post", c="tab:blue", lw=1)
+    score = search.tried[chosen.key][1]
+    axes.scatter(
+        [getattr(score.costs, of)], [score.rate], s=70, facecolors="none", edgecolors="tab:red",
+        label="chosen",
+    )  # fmt: skip
+    axes.set(
+        xlabel="dollars an hour" if of == "usd" else "GPUs",
+        ylabel="requests/s that keep the targets",
+        ylim=(0, None),
+        xlim=(0, None),
+    )
+    axes.legend(frameon=False, fontsize="small")
+    save_picture(figure, path)

@@ -1,0 +1,30 @@
+"""A whole search: the planner's way, and a second look at what it chose."""
+
+from jaxinfer.errors import FAILURES, JaxinferError, raised
+from jaxinfer.plan.candidate import Candidate, Planner
+from jaxinfer.plan.result import Choice
+from jaxinfer.plan.search import DrivenSearch
+
+
+def choose(planner: Planner, search: DrivenSearch) -> Choice:
+    """The best candidate, simulated as a whole with the goal's seeds, and with fresh ones.
+
+    Raises:
+        JaxinferError: there is none, or the planner fails.
+    """
+    try:
+        candidate = planner.plan(search)
+        if not isinstance(candidate, Candidate):
+            raise JaxinferError(f"planner {type(planner).__name__}: plan returns no Candidate")
+        (score,) = search.scores([candidate])
+    except JaxinferError:
+        raise
+    except FAILURES as error:
+        name = type(planner).__name__
+        raise JaxinferError(f"planner {name}: plan raises {raised(error)}") from error
+    if score.refused:
+        raise JaxinferError(f"the chosen {candidate} cannot be: {score.refused}")
+    if not score.rate or score.given_up:
+        at = f" at {score.rate:g} requests/s" if score.rate else ""
+        raise JaxinferError(f"the chosen {candidate} misses the targets{at}")
+    return Choice(candidate, score, search.fresh_rates(candidate))

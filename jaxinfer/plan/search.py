@@ -1,0 +1,241 @@
+"""The one driver of all planners: what is simulated when, on which cores, and what is kept."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Protocol
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.plan.candidate import Bound, Candidate, Costs, Score, as_score
+from jaxinfer.plan.evaluate import Asked, Evaluator
+from jaxinfer.plan.kept import Kept, contents, key_of
+from jaxinfer.plan.problem import Problem
+from jaxinfer.simulate.capacity import Ladder
+from jaxinfer.simulate.targets import PercentileTargets
+
+
+class Map(Protocol):
+    """``map``, or a pool's."""
+
+    def __call__(self, call: Evaluator, asked: Iterable[Asked], /) -> Iterator[Score]:
+        """What each comes to, in their order."""
+
+
+class DrivenSearch:
+    """Simulates candidates for planners; see ``Search``.
+
+    The order and the outcome of all that is done depend on the problem alone: neither on how many
+    cores there are nor on which of them is first.
+
+    Args:
+        map_scores: runs an evaluator over several, as a pool of processes would.
+        kept: where scores are kept; what is there already is not simulated again.
+        on_score: called with each candidate that was looked at, what it has come to, and the best
+            one so far.
+
+    Attributes:
+        tried: each candidate that was looked at, in that order, and its latest score.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        map_scores: Map = map,
+        kept: Kept | None = None,
+        on_score: Callable[[Candidate, Score, Candidate | None], None] = lambda *args: None,
+        prune: bool = True,
+    ) -> None:
+        self.problem = problem
+        self.tried: dict[tuple[object, ...], tuple[Candidate, Score]] = {}
+        goal = problem.goal
+        self.evaluator = Evaluator(goal, problem.work, problem.targets, problem.prices)
+        self._map, self._on_score, self._prune = map_scores, on_score, prune
+        self._kept = kept or Kept()
+        self._best: Candidate | None = None
+        # With targets, of which a file may have another reference than before.
+        self._digest = key_of(
+            repr([goal.model_dump(), problem.prices, problem.work, problem.targets])
+        )
+
+    # What planners ask.
+
+    def scores(self, candidates: list[Candidate]) -> list[Score]:
+        """What each comes to, in full; those of equal keys are looked at once."""
+        floor = self.problem.goal.rate
+        found: dict[tuple[object, ...], Score] = {}
+        for wave in self._waves(candidates):
+            found |= self._look_at(wave, [floor] * len(wave))
+        return [found[candidate.key] for candidate in candidates]
+
+    def best(
+        self, candidates: list[Candidate], bound: Bound = lambda candidate: math.inf
+    ) -> Candidate:
+        """The best, with as little work as that takes.
+
+        Those of the best bounds come first. Each has to be better than the best of the waves
+        before; one that is not, at the rate that this takes, is given up. Of equals the first wins.
+
+        Raises:
+            JaxinferError: none keeps the targets, none can be, or one keeps them at any rate.
+        """
+        distinct = self._distinct(candidates)
+        known = [(c, self._costs(c), bound(c)) for c in distinct]
+        limits = [(c, costs, rate) for c, costs, rate in known if costs]
+        limits.sort(key=lambda each: -self._value(each[2], each[1]))
+        best: tuple[float, Candidate] | None = None
+        while limits:
+            least = best[0] if best and self._prune else None
+            wave: list[tuple[Candidate, Costs, float | None]] = []
+            while limits and len(wave) < self.problem.goal.at_once:
+                candidate, costs, rate = limits.pop(0)
+                floor = self._floor(least, costs)
+                if self._prune and self._is_out(rate, costs, floor, least):
+                    self._keep(candidate, Score(0.0, costs, "by its bound"))
+                else:
+                    wave.append((candidate, costs, floor))
+            found = self._look_at([c for c, _, _ in wave], [floor for _, _, floor in wave])
+            for candidate, costs, _ in wave:
+                score = found[candidate.key]
+                if math.isinf(score.rate):
+                    raise JaxinferError(
+                        f"the targets hold at any rate of {candidate}: give more requests, or "
+                        "tighter targets, to tell candidates apart"
+                    )
+                value = self._value(score.rate, costs)
+                if score.rate and not score.given_up and (best is None or value > best[0]):
+                    best = value, candidate
+                    self._best = candidate
+        if best is None:
+            raise JaxinferError(self._nothing([self.tried[c.key] for c in distinct]))
+        return best[1]
+
+    def fresh_rates(self, candidate: Candidate) -> list[float]:
+        """The largest rates of a candidate with seeds that the search has not had, one each.
+
+        None where its targets hold at any rate with one of them.
+        """
+        goal = self.problem.goal
+        seeds = range(goal.seeds, goal.seeds + goal.fresh_seeds)
+        asked = [self._asked(candidate, None, (seed,)) for seed in seeds]
+        scores = list(self._ask(asked))
+        return [] if any(s.refused for s in scores) else [score.rate for score in scores]
+
+    def value(self, score: Score) -> float:
+        """How good: larger is better."""
+        assert score.costs
+        return self._value(score.rate, score.costs)
+
+    # How.
+
+    def _value(self, rate: float, costs: Costs) -> float:
+        goal = self.problem.goal
+        if goal.minimise:
+            return -self._amount(costs, goal.minimise)
+        per = {"cluster": None, "gpu": "gpus", "usd": "usd", "watt": "watts"}[goal.maximise or ""]
+        return rate / self._amount(costs, per) if per else rate
+
+    def _amount(self, costs: Costs, of: str) -> float:
+        amount = getattr(costs, of)
+        if amount is None:
+            raise JaxinferError(
+                f"goal: {of} are asked for, and nobody says what they are: give prices, or a "
+                "hardware file whose nodes have usd_per_hour"
+            )
+        return float(amount)
+
+    def _is_out(self, rate: float, costs: Costs, floor: float | None, least: float | None) -> bool:
+        """Whether a candidate of which this rate is the bound needs no simulation."""
+        if floor is not None and rate < floor:
+            return True
+        return least is not None and self._value(rate, costs) <= least
+
+    def _floor(self, least: float | None, costs: Costs) -> float | None:
+        """The lowest rate at which a cluster of these costs is better than the best."""
+        goal = self.problem.goal
+        if goal.minimise or least is None:
+            return goal.rate
+        ladder = Ladder(goal.precision)
+        return ladder.rate(ladder.above(least / self._value(1.0, costs)))
+
+    def _costs(self, candidate: Candidate) -> Costs | None:
+        try:
+            if candidate.refused:
+                raise JaxinferError(candidate.refused)
+            return self.evaluator.costs(self.problem.run_file(candidate.part), candidate.uncounted)
+        except JaxinferError as error:
+            self._keep(candidate, Score(0.0, refused=str(error)))
+            return None
+
+    def _distinct(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        return list({candidate.key: candidate for candidate in candidates}.values())
+
+    def _waves(self, candidates: list[Candidate]) -> Iterator[list[Candidate]]:
+        distinct = self._distinct(candidates)
+        for start in range(0, len(distinct), self.problem.goal.at_once):
+            yield distinct[start : start + self.problem.goal.at_once]
+
+    def _look_at(
+        self, wave: list[Candidate], floors: Sequence[float | None]
+    ) -> dict[tuple[object, ...], Score]:
+        seeds = tuple(range(self.problem.goal.seeds))
+        asked = [
+            self._asked(c, floor, seeds)
+            for c, floor in zip(wave, floors, strict=True)
+            if not c.refused
+        ]
+        scores = self._ask(asked)
+        found = {}
+        for candidate in wave:
+            score = Score(0.0, refused=candidate.refused) if candidate.refused else next(scores)
+            self._keep(candidate, score)
+            found[candidate.key] = score
+        return found
+
+    def _asked(self, candidate: Candidate, floor: float | None, seeds: tuple[int, ...]) -> Asked:
+        data = self.problem.run_file(candidate.part)
+        return Asked(data, floor, seeds, candidate.outputs, candidate.uncounted)
+
+    def _ask(self, asked: Sequence[Asked]) -> Iterator[Score]:
+        """Each score as soon as it is there; those that are known are not found again."""
+        keys = [key_of(self._digest, *each, contents(each[0])) for each in asked]
+        known = [self._kept.get(key) for key in keys]
+        missing = [each for each, found in zip(asked, known, strict=True) if found is None]
+        fresh = self._map(self.evaluator, missing) if missing else iter(())
+        for key, found in zip(keys, known, strict=True):
+            if found is None:
+                score = next(fresh)
+                if not score.refused:  # What may be mended elsewhere.
+                    self._kept.add(key, asdict(score))
+            else:
+                score = as_score(found)
+            yield score
+
+    def _keep(self, candidate: Candidate, score: Score) -> None:
+        self.tried[candidate.key] = candidate, score
+        self._on_score(candidate, score, self._best)
+
+    def _lack(self, score: Score) -> float:
+        """How far a score is from its targets, for the worst of them."""
+        targets = self.evaluator.targets
+        if isinstance(targets, PercentileTargets):
+            pairs = zip(score.figures.values(), targets.limits, strict=True)
+            return max((value or 0.0) / limit for value, (_, _, limit) in pairs)
+        return -min(share or 0.0 for share in score.figures.values())
+
+    def _nothing(self, tried: Sequence[tuple[Candidate, Score]]) -> str:
+        """Why none of these will do: the one that comes nearest, and what it lacks."""
+        if not tried:
+            return "the planner finds no candidates: nothing fits on what there is"
+        missed = [(c, s) for c, s in tried if s.figures]
+        if not missed:
+            first = next(s.refused for _, s in tried)
+            return f"none of {len(tried)} candidates can be, such as: {first}"
+
+        nearest, score = min(missed, key=lambda each: self._lack(each[1]))
+        figures = ", ".join(
+            f"{name} {'-' if v is None else f'{v:.3g}'}" for name, v in score.figures.items()
+        )
+        return (
+            f"none of {len(tried)} candidates keeps the targets; nearest is {nearest}, with "
+            f"{figures} at {score.rate:.3g} requests/s"
+        )

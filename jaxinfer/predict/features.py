@@ -1,0 +1,54 @@
+"""What of a prompt a classifier sees, and the classes: buckets of the answer's length.
+
+Shape suffixes: N prompts, F features, K classes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# Odd numbers: their products modulo a power of two keep all tokens apart.
+_HASH, _HASH_NEXT = 2654435761, 40503
+
+
+@dataclass(frozen=True)
+class LengthBuckets:
+    """Class k is the lengths from ``k * granularity`` up to the next one's, not included.
+
+    Attributes:
+        granularity: tokens of a bucket.
+        cap: answers were cut off here: one of so many tokens, or more, is of the last class.
+    """
+
+    granularity: int
+    cap: int
+
+    @property
+    def count(self) -> int:
+        """Classes, that of the answers cut off included."""
+        return -(-self.cap // self.granularity) + 1
+
+    def of(self, length: int) -> int:
+        """The class of an answer of ``length`` tokens."""
+        return self.count - 1 if length >= self.cap else length // self.granularity
+
+    def bounds(self, bucket: int) -> tuple[int, int]:
+        """Output tokens, at least and at most; nothing is known beyond the cap."""
+        low, high = bucket * self.granularity, (bucket + 1) * self.granularity
+        return (self.cap, self.cap) if bucket == self.count - 1 else (low, min(high, self.cap))
+
+
+def bag_of_tokens(token_ids: Sequence[int], rows: int) -> np.ndarray:
+    """Which tokens, and pairs of neighbours, a prompt holds: hashed, of length 1; and how many.
+
+    Args:
+        rows: features of the bag, before the one that is the logarithm of the prompt's length.
+    """
+    tokens = np.asarray(token_ids, np.int64)
+    pairs = tokens[:-1] * _HASH_NEXT + tokens[1:] * _HASH + 1
+    bag_F = np.zeros(rows + 1, np.float32)
+    bag_F[np.concatenate([tokens * _HASH, pairs]) % rows] = 1
+    bag_F /= np.sqrt(bag_F.sum())
+    bag_F[rows] = np.log1p(len(tokens)) / 10
+    return bag_F

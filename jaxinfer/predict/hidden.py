@@ -1,0 +1,49 @@
+"""What a model has in mind as it begins to answer: its hidden state at a prompt's last position.
+
+The engine computes it anyway: its head samples the answer's first token from it.
+
+Shape suffixes: N prompts, S rows sampled from, D model dim.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.llm import LLM
+from jaxinfer.request import SamplingParams
+from jaxinfer.serving.world import StepDone
+
+
+def prompt_states(llm: LLM, prompts: Sequence[Sequence[int]], *, progress: bool = True) -> Any:
+    """The last layer's output [N, D] at each prompt's last token, before the final norm.
+
+    Serves the prompts with one output token each, and keeps what goes to the head.
+
+    Args:
+        llm: one instance; its prefix cache stays as it is.
+    """
+    stage: Any = llm.engine.stages[-1]
+    sample, states, found = stage.sample, [], {}
+
+    def keep(key: Any, hidden: Any, *rest: Any) -> Any:
+        states.append(hidden[0])
+        return sample(key, hidden, *rest)
+
+    def take(done: StepDone) -> None:
+        x_SD = np.asarray(states.pop(0))
+        sampled = [row.request.id for row in done.batch.rows if row.samples]
+        found.update({name: x_SD[at].copy() for at, name in enumerate(sampled)})
+
+    params = SamplingParams(temperature=0, max_tokens=1)
+    requests = [
+        request
+        for number, prompt in enumerate(prompts)
+        for request in llm.make_requests(str(number), prompt, params)
+    ]
+    stage.sample = keep
+    try:
+        llm.run(requests, lambda output: None, progress=progress, on_step=take)
+    finally:
+        del stage.sample
+    return np.stack([found[request.id] for request in requests])

@@ -1,0 +1,13 @@
+"""A policy that goes by predicted lengths: for ``policies.order`` of a run file."""
+
+from collections.abc import Sequence
+
+from jaxinfer.serving.request_state import RequestState
+
+
+def shortest_answer_first(waiting: Sequence[RequestState]) -> RequestState:
+    """By the lower end of what is predicted, else by the limit; of equal ones, nearest the head."""
+    return min(
+        waiting,
+        key=lambda request: request.predicted[0] if request.predicted else request.max_tokens,
+    )

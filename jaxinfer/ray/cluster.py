@@ -1,0 +1,65 @@
+"""Ray's cluster, as one of its clients."""
+
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from jaxinfer.errors import JaxinferError, one_line
+
+# A head that does not take a connection in this time will not; Ray itself tries for much longer.
+CONNECT_S = 5.0
+
+
+def connect(address: str) -> Any:
+    """Ray's package, connected to a cluster; once per process, the first address counts.
+
+    Args:
+        address: ``HOST:PORT`` of the cluster's head, ``auto`` for the one that this host is of, or
+            ``local`` for a new one on this host, which ends with this process.
+
+    Raises:
+        JaxinferError: Ray is not installed, or no cluster is there.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        return ray
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal() and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        except OSError as error:
+            raise JaxinferError(f"no Ray cluster at {address}: {one_line(error)}") from None
+    try:
+        with _signals_kept():
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:
+        raise JaxinferError(f"no Ray cluster at {address}: {one_line(error)}") from None
+    return ray
+
+
+def import_ray() -> Any:
+    """The package.
+
+    Raises:
+        JaxinferError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise JaxinferError(f"{error}: Ray is an extra, pip install 'jaxinfer[ray]'") from None
+    return ray
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray takes SIGTERM for itself, which ends a command by its own line."""
+    kept = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, kept)

@@ -1,0 +1,55 @@
+"""Simulations over the cores of a Ray cluster."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.ray.cluster import connect
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class RayMap:
+    """``map`` whose calls run as Ray's tasks, a core each; what a lost node had runs elsewhere.
+
+    Args:
+        address: see ``connect``.
+
+    Attributes:
+        cores: of the whole cluster.
+
+    Raises:
+        JaxinferError: there is no such cluster, or it has no cores.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._ray = connect(address)
+        self.cores = int(self._ray.cluster_resources().get("CPU", 0))
+        if not self.cores:
+            raise JaxinferError(f"Ray's cluster at {address} has no CPUs to simulate on")
+        self._task = self._ray.remote(num_cpus=1)(_call)
+        self._sent: tuple[object, Any] = None, None
+
+    def __call__(self, call: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]:
+        """All start at once; results in their order. What is not asked for is given up."""
+        if self._sent[0] is not call:  # A search calls the same again and again.
+            self._sent = call, self._ray.put(call)
+        references = [self._task.remote(self._sent[1], item) for item in items]
+        try:
+            for reference in references:
+                found, mistake = self._ray.get(reference)
+                if mistake:
+                    raise JaxinferError(mistake)
+                yield found
+        finally:
+            for reference in references:
+                self._ray.cancel(reference)
+
+
+def _call(call: Callable[[T], R], item: T) -> tuple[R | None, str | None]:
+    """The result, or the user's mistake: Ray's own errors have many lines."""
+    try:
+        return call(item), None
+    except JaxinferError as error:
+        return None, str(error)

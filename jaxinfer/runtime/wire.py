@@ -1,0 +1,109 @@
+"""TCP between processes: by a key that both have, and broken off when the other's host is gone."""
+
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Callable
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+LOOPBACK = "127.0.0.1"
+# Who is asked for a connection takes it, and who has one says who it is, within this time.
+CONNECT_S = 5.0
+# A host that has not answered for so long has gone.
+VANISHED_S = 10
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Have others connect; ``port`` 0 is any that is free.
+
+    Raises:
+        OSError: the port is not to be had, or the host is not this one.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=16)
+
+
+def call(host: str, port: int, key: bytes) -> socket.socket:
+    """A connection to who listens there.
+
+    Raises:
+        OSError: nobody does, or somebody who has another key.
+    """
+    called = socket.create_connection((host, port), CONNECT_S)
+    called.settimeout(None)
+    return _introduced(called, key, (answer_challenge, deliver_challenge))
+
+
+def let_in(caller: socket.socket, key: bytes) -> socket.socket:
+    """The connection of one that has called, as it is to be used.
+
+    Raises:
+        OSError: it has another key, or does not say who it is.
+    """
+    return _introduced(caller, key, (deliver_challenge, answer_challenge))
+
+
+Introduction = Callable[["Connection[Any, Any]", bytes], None]
+
+
+def _introduced(
+    there: socket.socket, key: bytes, steps: tuple[Introduction, Introduction]
+) -> socket.socket:
+    try:
+        _keep_watch(there)
+        set_patience(there, CONNECT_S)
+        with Connection(os.dup(there.fileno())) as connection:
+            for step in steps:
+                step(connection, key)
+        set_patience(there, 0)
+    except BaseException as error:
+        there.close()
+        match error:
+            case BlockingIOError():
+                raise TimeoutError(f"said nothing for {CONNECT_S:g} s") from None
+            case AuthenticationError():
+                raise PermissionError("has another key") from None
+            case EOFError() | AssertionError():
+                raise ConnectionError("broke off, or is none of jaxinfer's") from None
+        raise
+    return there
+
+
+def set_patience(there: socket.socket, seconds: float) -> None:
+    """How long to wait for each part of what comes; 0 is for ever."""
+    patience = struct.pack("ll", *divmod(round(seconds * 1e6), 10**6))
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+
+
+def _keep_watch(there: socket.socket) -> None:
+    """Break off when the host that is waited for is gone, and send small messages at once."""
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, VANISHED_S // 2),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, VANISHED_S // 2),
+    ):
+        there.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def be_acknowledged(there: socket.socket) -> None:
+    """Break off when what is sent is not taken in for so long, too.
+
+    Not for slabs: a process that is stopped for a while, as by Ctrl-Z, takes nothing in when its
+    buffers are full; small messages that come each second fill them in some twenty minutes.
+    """
+    there.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * VANISHED_S)
+
+
+def join_address(host: str, port: int) -> str:
+    """``HOST:PORT``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address in numbers is one that other hosts cannot reach."""
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback

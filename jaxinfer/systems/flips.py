@@ -1,0 +1,60 @@
+"""When an instance takes another role: it was hardly ever busy, and all of the other role were."""
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from itertools import permutations
+
+
+class Flips:
+    """Counts at how many reports each instance was busy.
+
+    Args:
+        after: seconds that are looked back on; None: nobody ever flips.
+        below: share of the reports of that time at which an instance that flips may have been busy,
+            and each of the other role idle.
+    """
+
+    def __init__(self, after: float | None, below: float) -> None:
+        self._after, self._below = after, below
+        # Of each instance, since it has had its role: when it reported, and whether it was busy.
+        self._reports: dict[str, deque[tuple[float, bool]]] = {}
+
+    def watch(self, names: Collection[str], idle: Collection[str], now: float) -> None:
+        """Take a report of all there are."""
+        if self._after is None:
+            return
+        self._reports = {name: self._reports.get(name, deque()) for name in names}
+        for name, reports in self._reports.items():
+            reports.append((now, name not in idle))
+            # One is kept that is as old as what is looked back on.
+            while len(reports) > 1 and reports[1][0] <= now - self._after:
+                reports.popleft()
+
+    def next(self, roles: Mapping[str, Sequence[str]], now: float) -> tuple[str, str] | None:
+        """An instance and the role it is to take: of several, the one that was busy the least.
+
+        Nobody leaves who is the last of a role. Nobody goes where somebody is not needed, or a load
+        that stays the same would have instances go to and fro.
+
+        Args:
+            roles: two, and who is in them.
+        """
+        for role, other in permutations(roles, 2):
+            shares = {name: self._share(name, now) for name in roles[role]}
+            idle = {name: s for name, s in shares.items() if s is not None and s <= self._below}
+            needed = all(
+                (share := self._share(name, now)) is not None and share >= 1 - self._below
+                for name in roles[other]
+            )
+            if idle and needed and len(roles[role]) > 1:
+                name = min(idle, key=idle.__getitem__)
+                del self._reports[name]
+                return name, other
+        return None
+
+    def _share(self, name: str, now: float) -> float | None:
+        """Of the reports at which it was busy; None where it has had its role for too short."""
+        reports = self._reports.get(name)
+        if self._after is None or not reports or reports[0][0] > now - self._after:
+            return None
+        return sum(busy for _, busy in reports) / len(reports)

@@ -1,0 +1,232 @@
+"""Splitwise's pools of machines, and the account of what each of them has been given.
+
+All loads are in tokens and follow from what was given and what has ended: nobody is asked.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Literal
+
+from jaxinfer.serving.system import InstanceView
+
+Role = Literal["prompt", "token"]
+ReturnWhen = Literal["opposite_done", "idle"]
+TokenQueue = Literal["memory", "tokens"]
+_PENDING, _PROMISED = attrgetter("pending"), attrgetter("promised")
+# Moves between pools kept for the report, the first of a run.
+REPORTED = 2**15
+
+
+@dataclass(slots=True, eq=False)
+class Machine:
+    """One instance.
+
+    Attributes:
+        role: the pool that it is of, and goes back to.
+        pending: prompt tokens given and not yet done, and one for each decode given.
+        decodes: of those.
+        promised: KV entries of all that was given, at its longest.
+        mixed_since: seconds; None while it is in its own pool.
+    """
+
+    name: str
+    role: Role
+    pending: int = 0
+    decodes: int = 0
+    promised: int = 0
+    mixed_since: float | None = None
+
+    @property
+    def has_others_work(self) -> bool:
+        """Whether it still has what is the other pool's to do."""
+        return self.decodes > 0 if self.role == "prompt" else self.pending > self.decodes
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """What was given for a request: its prompt, until that is done, and its decodes.
+
+    Attributes:
+        entries: KV entries at its longest.
+        prompt: None once the prompt is done.
+    """
+
+    prompt_len: int
+    entries: int
+    prompt: Machine | None
+    token: Machine
+
+
+@dataclass
+class Pools:
+    """Each machine is in one of three lists: those for prompts, for decodes, or mixed.
+
+    Args:
+        prompts, tokens: names of machines. Without the latter there are no pairs: each request runs
+            whole on the machine with the least pending.
+
+    Attributes:
+        max_pending: tokens that a machine with a queue may have pending.
+        token_queue: what the machine for the decodes has the least of.
+        return_when: a mixed machine goes back to its pool.
+        jobs: by request.
+        moves: time, machine and where it went.
+    """
+
+    prompts: Iterable[str]
+    tokens: Iterable[str]
+    max_pending: int = 8192
+    token_queue: TokenQueue = "memory"
+    return_when: ReturnWhen = "opposite_done"
+    jobs: dict[str, Job] = field(default_factory=dict)
+    moves: list[tuple[float, str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.prompt = [Machine(name, "prompt") for name in self.prompts]
+        self.token = [Machine(name, "token") for name in self.tokens]
+        self.mixed: list[Machine] = []
+        self._pairs = bool(self.token)
+        self._roles = {machine.name: machine.role for machine in self.everyone}
+        self._seen = set(self._roles)
+        # Requests given since queues were last seen.
+        self._given: Counter[str] = Counter()
+
+    @property
+    def everyone(self) -> list[Machine]:
+        """All machines that are not lost."""
+        return [*self.prompt, *self.mixed, *self.token]
+
+    def look(self, instances: Mapping[str, InstanceView], now: float) -> None:
+        """Queues can be seen; lost machines are gone, and who is back has nothing."""
+        self._given.clear()
+        if instances.keys() == self._seen:
+            return
+        self._seen = set(instances)
+        for pool in (self.prompt, self.mixed, self.token):
+            for machine in [machine for machine in pool if machine.name not in instances]:
+                pool.remove(machine)
+                machine.mixed_since = None
+                self._note(now, machine, "lost")
+        there = {machine.name for machine in self.everyone}
+        for name, role in self._roles.items():
+            if name in instances and name not in there:
+                self._return(Machine(name, role), now)
+
+    def pair(
+        self, prompt_len: int, entries: int, instances: Mapping[str, InstanceView], now: float
+    ) -> tuple[Machine, Machine]:
+        """The machines for a prompt and for its decodes, by joining the shortest queues.
+
+        Each is one of its own pool, else a mixed one, else one that the other pool gives. Where
+        that cannot be, the least busy of all takes the whole request.
+        """
+        prompt = self._for_prompt(self.prompt, prompt_len, instances)
+        prompt = prompt or self._for_prompt(self.mixed, prompt_len, instances)
+        token = self._for_decodes(entries, instances)
+        if not self._pairs or not (prompt or self.token) or not (token or self.prompt):
+            prompt = token = min(self.everyone, key=_PENDING)
+        if prompt is None:
+            prompt = self._mix(self.token, min(self.token, key=_PENDING), now)
+        if token is None:
+            token = self._mix(self.prompt, min(self.prompt, key=_PROMISED), now)
+        return prompt, token
+
+    def for_decodes(
+        self, entries: int, instances: Mapping[str, InstanceView], now: float
+    ) -> Machine:
+        """The machine for a request whose prompt is done."""
+        token = self._for_decodes(entries, instances)
+        if token is None and self._pairs and self.prompt:
+            token = self._mix(self.prompt, min(self.prompt, key=_PROMISED), now)
+        return token or min(self.everyone, key=_PENDING)
+
+    def _for_prompt(
+        self, pool: Sequence[Machine], prompt_len: int, instances: Mapping[str, InstanceView]
+    ) -> Machine | None:
+        if not pool:
+            return None
+        best = min(pool, key=_PENDING)
+        if best.pending + prompt_len <= self.max_pending:
+            return best
+        queued = self._given[best.name] or len(instances[best.name].waiting)
+        return None if queued else best
+
+    def _for_decodes(self, entries: int, instances: Mapping[str, InstanceView]) -> Machine | None:
+        by = _PROMISED if self.token_queue == "memory" else _PENDING
+        for pool in (self.token, self.mixed):
+            if pool:
+                best = min(pool, key=by)
+                view = instances[best.name]
+                if best.promised + entries < view.num_pages * view.page_size:
+                    return best
+        return None
+
+    def give(self, request: str, job: Job) -> None:
+        """Book a request on its machines."""
+        self.jobs[request] = job
+        if job.prompt:
+            job.prompt.pending += job.prompt_len
+            self._given[job.prompt.name] += 1
+            if job.prompt is not job.token:
+                job.prompt.promised += job.prompt_len
+        job.token.pending += 1
+        job.token.decodes += 1
+        job.token.promised += job.entries
+
+    def prompt_done(self, request: str, instances: Mapping[str, InstanceView], now: float) -> None:
+        """A request's prompt is computed, or given up."""
+        job = self.jobs[request]
+        machine, job.prompt = job.prompt, None
+        if machine:
+            machine.pending -= job.prompt_len
+            if machine is not job.token:
+                machine.promised -= job.prompt_len
+            self._settle(machine, instances, now)
+
+    def take_back(self, request: str, instances: Mapping[str, InstanceView], now: float) -> None:
+        """A request has ended, or is to be given anew: it counts nowhere, if it did."""
+        if request in self.jobs:
+            self.prompt_done(request, instances, now)
+            job = self.jobs.pop(request)
+            job.token.pending -= 1
+            job.token.decodes -= 1
+            job.token.promised -= job.entries
+            self._settle(job.token, instances, now)
+
+    def repurpose(self, after_s: float, now: float) -> None:
+        """Machines that have been mixed for so long are of the other pool from now on."""
+        for machine in list(self.mixed):
+            if machine.mixed_since is not None and now - machine.mixed_since >= after_s:
+                machine.role = "token" if machine.role == "prompt" else "prompt"
+                self._return(machine, now)
+
+    def _mix(self, pool: list[Machine], machine: Machine, now: float) -> Machine:
+        pool.remove(machine)
+        self.mixed.append(machine)
+        machine.mixed_since = now
+        self._note(now, machine, "mixed")
+        return machine
+
+    def _settle(self, machine: Machine, instances: Mapping[str, InstanceView], now: float) -> None:
+        """Have a mixed machine go back to its pool, at the end, if it may."""
+        if machine.mixed_since is None or machine.name not in instances:
+            return
+        if self.return_when == "idle":
+            stays = instances[machine.name].num_requests > 0
+        else:
+            stays = machine.has_others_work
+        if not stays:
+            self._return(machine, now)
+
+    def _return(self, machine: Machine, now: float) -> None:
+        if machine in self.mixed:
+            self.mixed.remove(machine)
+        (self.prompt if machine.role == "prompt" else self.token).append(machine)
+        machine.mixed_since = None
+        self._note(now, machine, machine.role)
+
+    def _note(self, now: float, machine: Machine, where: str) -> None:
+        if len(self.moves) < REPORTED:
+            self.moves.append((now, machine.name, where))

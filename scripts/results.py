@@ -1,0 +1,86 @@
+"""What scripts of docs/results share: a paper's claims beside ours, as a table and a file."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+# What was fitted to the paper, what follows without, and what was taken from it.
+Kind = Literal["calibrated", "predicted", "input"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One claim of a paper beside what came out here.
+
+    Attributes:
+        tolerance: how far off it may be, in words.
+        met: whether it is within the tolerance.
+    """
+
+    claim: str
+    paper: float | str
+    ours: float | str
+    tolerance: str
+    kind: Kind
+    met: bool
+
+
+def by_share(
+    claim: str, paper: float, ours: float, share: float, kind: Kind = "predicted"
+) -> Target:
+    """A figure that may be off by a share of the paper's."""
+    met = abs(ours - paper) <= share * abs(paper)
+    return Target(claim, paper, _rounded(ours), f"{100 * share:g} %", kind, met)
+
+
+def by_amount(
+    claim: str, paper: float, ours: float, most: float, unit: str = "", kind: Kind = "predicted"
+) -> Target:
+    """A figure that may be off by so much, in units of its own."""
+    tolerance = f"{most:g} {unit}".rstrip()
+    return Target(claim, paper, _rounded(ours), tolerance, kind, abs(ours - paper) <= most)
+
+
+def holds(claim: str, paper: str, ours: str, met: bool, kind: Kind = "predicted") -> Target:
+    """A claim in words: an order, a direction."""
+    return Target(claim, paper, ours, "as stated", kind, met)
+
+
+def show_targets(targets: Sequence[Target]) -> None:
+    """As lines of a markdown table."""
+    rows = [asdict(target) | {"met": "met" if target.met else "**missed**"} for target in targets]
+    show_table(rows)
+    print(f"\n{sum(target.met for target in targets)} of {len(targets)} met")
+
+
+def show_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """As lines of a markdown table; numbers to the right."""
+    columns = list(rows[0])
+    numeric = [all(isinstance(row[c], int | float) for row in rows) for c in columns]
+    print("| " + " | ".join(columns) + " |")
+    print("| " + " | ".join("---:" if right else "---" for right in numeric) + " |")
+    for row in rows:
+        print("| " + " | ".join(_text(row[column]) for column in columns) + " |")
+
+
+def write_targets(path: Path, targets: Sequence[Target]) -> None:
+    """The columns claim, paper, ours, tolerance, kind and met (yes or no)."""
+    write_csv(path, [asdict(t) | {"met": "yes" if t.met else "no"} for t in targets])
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """With a header, which is the first row's."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

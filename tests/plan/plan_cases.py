@@ -1,0 +1,42 @@
+"""Searches whose simulations are a rule: what each run file carries is known."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxinfer.config.run_file import RunFile
+from jaxinfer.plan.problem import Problem
+from jaxinfer.simulate.capacity import TriedRate, num_gpus
+from jaxinfer.simulate.targets import Verdict
+
+RUN = {
+    "model": "llama-3-8b",
+    "engine": {"max_model_len": 2048},
+    "workload": {"synthetic": {"lengths": "azure_conversation", "count": 4, "seed": 0}},
+}
+
+
+class Carries:
+    """What each cluster carries, in requests per second, by its instances and sequences.
+
+    Attributes:
+        tried: of each simulation, the run file and the rate.
+    """
+
+    def __init__(self) -> None:
+        self.tried: list[tuple[RunFile, float]] = []
+        self.rate: Callable[[RunFile], float] = lambda config: 1.0
+
+    def __call__(
+        self, config: RunFile, work: Any, targets: Any, seeds: Any, rate: float
+    ) -> TriedRate:
+        self.tried.append((config, rate))
+        met = rate <= self.rate(config)
+        verdict = Verdict(met, 1, float(met), {"ttft": float(met)})
+        return TriedRate(rate, num_gpus(config), verdict, rate if met else None)
+
+
+def problem(goal: dict[str, Any], planner: dict[str, Any] | None = None, **more: Any) -> Problem:
+    """With targets that do not matter."""
+    goal = {"slo": "ttft=1", "fresh_seeds": 1} | goal
+    planner = planner or {"name": "colocated", "gpus": {"A10": 1}}
+    return Problem.model_validate({"planner": planner, "goal": goal, "run": RUN} | more)

@@ -1,0 +1,155 @@
+"""What a search goes on with, and what it does not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from plan_cases import RUN, Carries, problem
+
+from jaxinfer import JaxinferError
+from jaxinfer.commands.plan import plan
+from jaxinfer.commands.sweep import sweep
+from jaxinfer.plan.candidate import Candidate
+from jaxinfer.plan.kept import Kept, key_of
+from jaxinfer.plan.planners.any_system import grid
+from jaxinfer.plan.problem import merge
+from jaxinfer.plan.run import choose
+from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.plan.sweep import Sweep, sweep_rows
+
+CLUSTER = {"groups": {"g": {"kind": "A10", "devices": 1}}, "instances": {"i": {"group": "g"}}}
+LONE = Candidate({"a": 1}, CLUSTER)
+
+
+def write(path: Path, data: Any) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(yaml.safe_dump(data))
+    return str(path)
+
+
+def test_a_trace_that_has_changed_is_simulated_again(tmp_path: Path) -> None:
+    trace = tmp_path / "work.csv"
+    asked = Sweep.model_validate(
+        {
+            "files": {write(tmp_path / "one.yaml", CLUSTER): {}},
+            "run": RUN | {"workload": {"trace": str(trace)}},
+        }
+    )
+    kept = Kept(tmp_path / "points.jsonl")
+    found = []
+    for outputs in (None, 5, 5, 7):
+        if outputs:
+            trace.write_text(f"num_prefill_tokens,num_decode_tokens\n9,{outputs}\n")
+        found += sweep_rows(asked, kept)
+    # A file that was missing counts as soon as it is there.
+    assert "cannot read" in found[0]["refused"]
+    assert [row["output_tokens"] for row in found[1:]] == [5, 5, 7]
+    assert len((tmp_path / "points.jsonl").read_text().splitlines()) == 2
+
+
+def test_files_of_one_name_are_two_clusters(tmp_path: Path) -> None:
+    other = merge(CLUSTER, {"groups": {"g": {"kind": "L4"}}})
+    files = [write(tmp_path / "a/x.yaml", CLUSTER), write(tmp_path / "b/x.yaml", other)]
+    found = list(grid({file: {} for file in files}, {"engine.seed": [0, False]}))
+    assert [c.axes["file"] for c in found] == [files[0]] * 2 + [files[1]] * 2
+    assert len({candidate.key for candidate in found}) == 4
+
+
+def test_values_of_axes_arrive_as_they_are(tmp_path: Path) -> None:
+    file = write(tmp_path / "one.yaml", CLUSTER)
+    (small,) = grid({file: {}}, {"simulate.sequence_s": [1e-5]})
+    assert small.part["simulate"] == {"sequence_s": 1e-5}
+
+
+def test_a_name_that_stands_for_options_goes_with_others() -> None:
+    base = {"workload": {"arrivals": "poisson", "synthetic": "azure_code"}}
+    more = {"workload": {"arrivals": {"rate": 2.0}, "synthetic": {"count": 3}}}
+    assert merge(base, more)["workload"] == {
+        "arrivals": {"kind": "poisson", "rate": 2.0},
+        "synthetic": {"lengths": "azure_code", "count": 3},
+    }
+
+
+def test_keys_may_be_numbers_beside_names() -> None:
+    assert key_of({1: "a", "b": 2}) == key_of({"b": 2, "1": "a"}) != key_of({"b": 2, "1": "b"})
+
+
+@pytest.mark.parametrize("line", ["garbage", '{"key": "a"}', '{"key": "a", "value": 5}', "\xff"])
+def test_lines_of_something_else_are_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "kept.jsonl"
+    path.write_bytes(b'{"key": "b", "value": {}}\n' + line.encode("latin-1") + b"\n")
+    with pytest.raises(JaxinferError, match=r"kept\.jsonl, line 2: is none that was kept"):
+        Kept(path)
+
+
+def test_two_processes_do_not_write_to_one_file(tmp_path: Path) -> None:
+    first = Kept(tmp_path / "kept.jsonl")
+    with pytest.raises(JaxinferError, match="is in use by another process"):
+        Kept(tmp_path / "kept.jsonl")
+    first.close()
+    Kept(tmp_path / "kept.jsonl").close()
+
+
+@pytest.mark.parametrize("slo", ["ttft", "none.yaml"])
+def test_a_plan_that_is_wrong_leaves_no_folder(tmp_path: Path, slo: str) -> None:
+    goal = {"maximise": "gpu", "slo": slo}
+    file = {"planner": {"name": "colocated", "gpus": {"A10": 1}}, "goal": goal, "run": RUN}
+    path = write(tmp_path / "plan.yaml", file)
+    with pytest.raises(JaxinferError, match=rf"plan file {path}: slo"):
+        CliRunner().invoke(plan, [path, "--out", str(tmp_path / "out")], catch_exceptions=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_search_that_finds_nothing_to_simulate_leaves_no_folder(tmp_path: Path) -> None:
+    file = {
+        "planner": {"name": "colocated", "gpus": {"B1": 1}},
+        "goal": {"maximise": "gpu", "slo": "ttft=1"},
+        "run": RUN,
+    }
+    path = write(tmp_path / "plan.yaml", file)
+    asked = [path, "--jobs", "1", "--out"]
+    with pytest.raises(JaxinferError, match=r"none of 1 candidates can be.*B1"):
+        CliRunner().invoke(plan, [*asked, str(tmp_path / "out")], catch_exceptions=False)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(JaxinferError, match="B1"):
+        CliRunner().invoke(plan, [*asked, str(tmp_path / "mine")], catch_exceptions=False)
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_pictures_without_an_axis_of_numbers_are_refused(tmp_path: Path) -> None:
+    file = {"files": {write(tmp_path / "one.yaml", CLUSTER): {}}, "axes": {"model": ["llama-3-8b"]}}
+    asked = [write(tmp_path / "s.yaml", file), "--out", str(tmp_path / "out"), "--pictures", "pdf"]
+    with pytest.raises(JaxinferError, match="--pictures is for an axis of numbers"):
+        CliRunner().invoke(sweep, asked, catch_exceptions=False)
+
+
+@pytest.mark.parametrize("goal", [{"maximise": "gpu"}, {"minimise": "gpus", "rate": 5.0}])
+def test_a_choice_that_misses_the_targets_is_refused(
+    carries: Carries, goal: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxinfer.simulate.capacity._met_alone", lambda *given: False)
+    carries.rate = lambda config: 0.0
+
+    class Stubborn:
+        def plan(self, search: Any) -> Any:
+            return LONE
+
+    with pytest.raises(JaxinferError, match=r"the chosen .* misses the targets"):
+        choose(Stubborn(), DrivenSearch(problem(goal)))  # type: ignore[arg-type]
+
+
+def test_a_price_that_is_missing_counts_where_dollars_do(carries: Carries) -> None:
+    prices = {"L4": 0.5}
+    search = DrivenSearch(problem({"maximise": "cluster"}, prices=prices))
+    assert search.best([LONE]).axes == {"a": 1}
+    ((_, score),) = search.tried.values()
+    assert score.costs
+    assert score.costs.usd is None
+
+
+def test_a_candidate_has_no_requests_of_its_own() -> None:
+    with pytest.raises(JaxinferError, match=r"workload\.limit: all candidates serve the same"):
+        problem({"maximise": "gpu"}).run_file({"workload": {"limit": 1}})

@@ -1,0 +1,130 @@
+"""``jaxinfer plan`` from a file to a run file."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from plan_cases import RUN
+
+from jaxinfer import JaxinferError
+from jaxinfer.commands.capacity import capacity
+from jaxinfer.commands.plan import plan
+from jaxinfer.config.run_file import load_run_file
+from jaxinfer.plan.planners.colocated import Colocated, ColocatedOptions
+
+FILE: dict[str, Any] = {
+    "planner": {
+        "name": "colocated",
+        "gpus": {"A10": 2, "A100-80G-SXM": 1},
+        "tensor_parallel": [1, 2],
+        "engines": {"small": {"max_num_batched_tokens": 256}, "large": {"max_num_seqs": 1024}},
+        "max_num_seqs": [4, 512],
+    },
+    "goal": {"maximise": "gpu", "slo": "ttft:p90=2,tbt:p99=0.2", "at_once": 3, "fresh_seeds": 2},
+    "run": RUN | {"workload": {"synthetic": {"lengths": "azure_code", "count": 30, "seed": 0}},
+                  "engine": {"max_model_len": 16384, "max_num_batched_tokens": 2048}},
+}  # fmt: skip
+
+
+def run(folder: Path, file: dict[str, Any], *more: str) -> str:
+    path = folder / "plan.yaml"
+    path.write_text(yaml.safe_dump(file))
+    asked = [str(path), "--out", str(folder / "out"), *more]
+    return CliRunner().invoke(plan, asked, catch_exceptions=False).stdout
+
+
+def test_a_search_from_file_to_file(tmp_path: Path) -> None:
+    said = run(tmp_path, FILE, "--jobs", "1")
+    out = tmp_path / "out"
+    with (out / "plan.csv").open() as file:
+        table = list(csv.DictReader(file))
+    # A10s: 2 shapes; A100: 1; times 2 engines and 2 numbers of sequences. 256 tokens do not do for
+    # 512 sequences.
+    assert len(table) == 3 * 4
+    refused = [row for row in table if row["refused"]]
+    assert {(row["engine"], row["max_num_seqs"]) for row in refused} == {("small", "512")}
+    exact = [row for row in table if not row["given_up"] and not row["refused"]]
+    best = max(exact, key=lambda row: float(row["value"]))
+    assert all(float(row["requests_s"]) > 0 for row in exact)
+    text = (out / "run.yaml").read_text()
+    chosen = load_run_file(out / "run.yaml")
+    (group,) = chosen.groups.values()
+    assert (group.kind, str(group.stage_devices)) == (best["gpu"], best["tp"])
+    # The command at its head finds the same rate.
+    command = next(line for line in text.splitlines() if "jaxinfer capacity" in line)
+    words = command.split("jaxinfer capacity ")[1].split()
+    found = CliRunner().invoke(capacity, words, catch_exceptions=False).stdout.splitlines()[-1]
+    assert f"capacity: {float(best['requests_s']):.3g} requests/s" in found
+    assert f"{float(best['value']):.4g} requests/s per GPU" in said
+    assert (out / "rates.png").stat().st_size > 1000
+    # Again, with as many processes as there are: nothing is left to do, and nothing changes.
+    files = {path.name: path.read_bytes() for path in out.iterdir()}
+    run(tmp_path, FILE)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == files
+
+
+def test_two_processes_find_the_same_files(tmp_path: Path) -> None:
+    small = FILE | {"planner": FILE["planner"] | {"gpus": {"A10": 2}}}
+    found = []
+    for jobs in ("1", "2"):
+        folder = tmp_path / jobs
+        folder.mkdir()
+        run(folder, small, "--jobs", jobs)
+        names = ("plan.csv", "run.yaml", "evaluations.jsonl")
+        found.append([(folder / "out" / n).read_text().replace(str(folder), "") for n in names])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"planner": "colocatd"}, "did you mean 'colocated'"),
+        ({"planner": {"gpus": {}}}, "planner.name is missing"),
+        ({"planner": {"name": "colocated", "gpus": {"A10": 0}}}, "planner.gpus.A10 is 0"),
+        ({"planner": {"name": "colocated", "gpus": {"A10": 1}, "tp": [1]}}, "planner.tp: unknown"),
+        ({"planner": "no_such:Planner"}, "no_such"),
+        ({"planner": "json:JSONDecoder"}, "no class with a method plan"),
+        ({"goal": {"slo": "ttft=1"}}, "goal: give either maximise or minimise"),
+        ({"goal": {"slo": "ttft=1", "minimise": "usd"}}, "goal.rate is missing"),
+        ({"goal": {"slo": "ttft=1", "maximise": "gpu", "rate": 1}}, "goal.rate is 1, and is for"),
+        ({"goal": {"slo": "ttf=1", "maximise": "gpu"}}, "did you mean 'ttft'"),
+        ({"goal": {"slo": "ttft=1", "maximise": "usd"}}, "nobody says what they are"),
+        ({"prices": {"A10": 0}}, "prices.A10 is 0, must be above 0"),
+        ({"run": {"model": "llama-3-8b"}}, "run.workload: needs a trace"),
+        ({"run": RUN | {"workload": {"synthetic": "nowhere"}}}, "run.workload.synthetic"),
+        ({"plan": 1}, "plan: unknown option"),
+    ],
+)
+def test_a_plan_file_that_is_none(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(JaxinferError, match=says) as raised:
+        run(tmp_path, FILE | change, "--jobs", "1")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(JaxinferError, match="out: is there and has other files"):
+        run(tmp_path, FILE)
+    (tmp_path / "out" / "plan.json").write_text("{}")
+    with pytest.raises(JaxinferError, match=r"out: plan\.json there is of something else"):
+        run(tmp_path, FILE)
+
+
+def test_vidurs_space_has_450_configurations() -> None:
+    """Section 7.3: two GPUs, TP and PP of 1, 2 and 4, five schedulers, five batch sizes."""
+    options = ColocatedOptions(
+        gpus={"A100-80G-SXM": 16, "H100-SXM": 16},
+        tensor_parallel=(1, 2, 4),
+        pipeline_parallel=(1, 2, 4),
+        engines={name: {} for name in ("vllm", "orca", "chunk_512", "chunk_1k", "chunk_2k")},
+        max_num_seqs=(32, 64, 128, 256, 512),
+    )
+    found = list(Colocated(options).candidates())
+    assert len({candidate.key for candidate in found}) == len(found) == 450
+    for candidate in found:
+        axes = candidate.axes
+        assert axes["replicas"] == 16 // (int(axes["tp"] or 0) * int(axes["pp"] or 0))

@@ -1,0 +1,182 @@
+"""The driver of searches, against brute force over what each candidate carries."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plan_cases import Carries, problem
+
+from jaxinfer import JaxinferError
+from jaxinfer.config.run_file import RunFile
+from jaxinfer.plan.candidate import Candidate
+from jaxinfer.plan.kept import Kept
+from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.simulate.capacity import Ladder
+
+PRICES = {"A10": 1.0, "L4": 0.5}
+
+
+def cluster(kind: str, gpus: int, seqs: int) -> Candidate:
+    """So many instances of one GPU each."""
+    part = {
+        "groups": {"g": {"kind": kind, "devices": gpus, "tensor_parallel_size": 1}},
+        "instances": {"i": {"group": "g", "replicas": gpus, "max_num_seqs": seqs}},
+        "system": "least_loaded",
+    }
+    return Candidate({"kind": kind, "gpus": gpus, "seqs": seqs}, part)
+
+
+def of(config: RunFile) -> tuple[str, int, int]:
+    """The axes of a candidate's run file."""
+    (group,) = config.groups.values()
+    return str(group.kind), group.devices, config.instances["i0"].max_num_seqs
+
+
+def draw(seed: int, count: int) -> tuple[list[Candidate], dict[tuple[str, int, int], float]]:
+    """Clusters, and what each carries."""
+    rng = random.Random(seed)
+    space = [(kind, gpus, seqs) for kind in PRICES for gpus in range(1, 5) for seqs in (8, 16, 32)]
+    chosen = rng.sample(space, count)
+    return [cluster(*axes) for axes in chosen], {axes: rng.uniform(0.5, 9) for axes in chosen}
+
+
+def value(goal: str, axes: tuple[str, int, int], rate: float) -> float:
+    kind, gpus, _ = axes
+    return rate / {"cluster": 1, "gpu": gpus, "usd": gpus * PRICES[kind]}[goal]
+
+
+def axes(candidate: Candidate) -> tuple[Any, ...]:
+    return tuple(candidate.axes.values())
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    count=st.integers(1, 20),
+    at_once=st.integers(1, 9),
+    goal=st.sampled_from(["cluster", "gpu", "usd"]),
+    slack=st.floats(1, 3),
+)
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_the_best_is_that_of_brute_force_pruned_or_not(
+    carries: Carries, seed: int, count: int, at_once: int, goal: str, slack: float
+) -> None:
+    candidates, rates = draw(seed, count)
+    carries.rate = lambda config: rates[of(config)]
+    ladder = Ladder(0.02)
+    # What can be found: the step of the ladder below what it carries.
+    found = {a: ladder.rate(ladder.above(rate) - 1) for a, rate in rates.items()}
+    most = max(value(goal, a, rate) for a, rate in found.items())
+    asked = problem({"maximise": goal, "at_once": at_once}, prices=PRICES)
+    counts = {}
+    for prune, bounded in ((True, True), (True, False), (False, False)):
+        carries.tried.clear()
+        search = DrivenSearch(asked, prune=prune)
+        bounds = {"bound": lambda c: slack * rates[axes(c)]} if bounded else {}
+        best = search.best(candidates, **bounds)
+        assert value(goal, axes(best), found[axes(best)]) == pytest.approx(most, rel=1e-9)
+        counts[prune, bounded] = len(carries.tried)
+        for candidate, score in search.tried.values():
+            carried = found[axes(candidate)]
+            if score.given_up == "at this rate":
+                assert prune
+                assert carried < score.rate
+            elif score.given_up:
+                assert bounded
+                assert value(goal, axes(candidate), carried) <= most * (1 + 1e-9)
+            else:
+                assert score.rate == carried
+    assert counts[True, False] <= counts[False, False]
+
+
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 20), rate=st.floats(0.5, 12))
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_the_cheapest_that_carries_a_rate(
+    carries: Carries, seed: int, count: int, rate: float
+) -> None:
+    candidates, rates = draw(seed, count)
+    carries.rate = lambda config: rates[of(config)]
+    carries.tried.clear()
+    search = DrivenSearch(problem({"minimise": "usd", "rate": rate, "at_once": 2}, prices=PRICES))
+    enough = [a for a in rates if rates[a] >= rate]
+    if not enough:
+        with pytest.raises(JaxinferError, match=rf"^none of {count} candidates keeps the targets"):
+            search.best(candidates)
+        return
+    usd = {a: a[1] * PRICES[a[0]] for a in rates}
+    best = axes(search.best(candidates))
+    assert best in enough
+    assert usd[best] == min(usd[a] for a in enough)
+    # Each costs one simulation, and none of those that cost more is looked at but beside it.
+    assert all(tried == rate for _, tried in carries.tried)
+    assert sum(usd[of(config)] > usd[best] for config, _ in carries.tried) <= 1
+
+
+def test_what_was_found_is_not_simulated_again(carries: Carries, tmp_path: Path) -> None:
+    candidates, rates = draw(0, 12)
+    carries.rate = lambda config: rates[of(config)]
+    asked = problem({"maximise": "gpu", "at_once": 3})
+    file = tmp_path / "evaluations.jsonl"
+
+    def search() -> tuple[Candidate, int]:
+        carries.tried.clear()
+        kept = Kept(file)
+        best = DrivenSearch(asked, kept=kept).best(candidates)
+        kept.close()
+        return best, len(carries.tried)
+
+    first, whole = search()
+    text = file.read_text()
+    assert search() == (first, 0)
+    assert file.read_text() == text
+    # Killed in the midst of a line.
+    lines = text.splitlines(keepends=True)
+    file.write_text("".join(lines[:5]) + lines[5][:20])
+    again, rest = search()
+    assert again == first
+    assert 0 < rest < whole
+    assert file.read_text() == text
+    # Another goal is another search.
+    other = DrivenSearch(problem({"maximise": "usd"}, prices=PRICES), kept=Kept(file))
+    carries.tried.clear()
+    other.best(candidates)
+    assert carries.tried
+
+
+def test_equal_keys_are_one_candidate(carries: Carries) -> None:
+    search = DrivenSearch(problem({"maximise": "gpu"}))
+    one, other = cluster("A10", 2, 8), cluster("A10", 2, 16)
+    twin = Candidate(other.axes, other.part, one.key)
+    scores = search.scores([one, twin, one])
+    assert len(search.tried) == 1
+    assert {score.rate for score in scores} == {1.0}
+
+
+def test_candidates_that_cannot_be_keep_their_reason(carries: Carries) -> None:
+    wrong = Candidate({"kind": "B1"}, cluster("B1", 1, 8).part)
+    search = DrivenSearch(problem({"maximise": "gpu"}))
+    assert search.best([wrong, cluster("A10", 1, 8)]).axes["kind"] == "A10"
+    assert "B1" in str(search.tried[wrong.key][1].refused)
+    with pytest.raises(JaxinferError, match=r"none of 1 candidates can be, such as: .*B1"):
+        DrivenSearch(problem({"maximise": "gpu"})).best([wrong])
+
+
+def test_where_nothing_keeps_the_targets_the_nearest_is_named() -> None:
+    """Really simulated: an A10 decodes no token in a millisecond, and an L4 still less."""
+    candidates = [cluster("L4", 1, 8), cluster("A10", 1, 8)]
+    search = DrivenSearch(problem({"maximise": "gpu", "slo": "tbt:p99=0.001"}))
+    with pytest.raises(JaxinferError, match=r"nearest is kind A10, .*, with tbt p99 0\.0\d+ at 0 "):
+        search.best(candidates)
+
+
+def test_dollars_need_prices(carries: Carries) -> None:
+    for prices, says in (({}, "usd are asked for, and nobody says"), ({"L4": 1.0}, "none of A10")):
+        search = DrivenSearch(problem({"maximise": "usd"}, prices=prices))
+        with pytest.raises(JaxinferError, match=says):
+            search.best([cluster("A10", 1, 8)])

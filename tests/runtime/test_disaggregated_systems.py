@@ -1,0 +1,94 @@
+"""Splitwise, DistServe and TetriInfer on four unlike instances: tokens as of one instance."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_cases import G, H, Loader, roomy, set_pools, set_system
+from cluster_checks import Done, Ran, check_transfers, serve, token_bytes
+
+from jaxinfer import LLM
+
+INSTANCES: dict[str, Any] = {
+    "p": {"stages": [{"group": "g", "layers": 1}, {"group": "h", "layers": 3}]} | roomy(8),
+    "q": {"group": "k"} | roomy(16),
+    "d": {"group": "h"} | roomy(32),
+    "e": {"group": "g"} | roomy(8),
+}
+UNITS = [{"prefill": "p", "decode": "d"}, {"prefill": "q", "decode": "e"}]
+ONE_UNIT = [{"prefill": ["p", "q"], "decode": ["d", "e"]}]
+
+
+@pytest.fixture(scope="module")
+def four(loader: Loader) -> LLM:
+    return loader.load(
+        "two", groups={"g": G, "h": H, "k": {}}, instances=INSTANCES, verify_transfers=True
+    )
+
+
+def run(llm: LLM, system: dict[str, Any], folder: Path, pages: dict[str, int]) -> tuple[Ran, Any]:
+    """What was run, and the tokens; pools so small hold one long request."""
+    set_system(llm, system)
+    set_pools(llm, pages, caching=False)
+    done = serve(llm, run_dir=folder)
+    ran = Ran.last(folder)
+    check_transfers(ran, token_bytes("two"))
+    assert ran.metrics["failed"] == ran.metrics["late_compiles"] == 0
+    return ran, done
+
+
+@pytest.mark.parametrize("pages", [{}, {"d": 5, "e": 18}], ids=["roomy", "small"])
+@pytest.mark.parametrize("units", [UNITS, ONE_UNIT], ids=["two", "one"])
+def test_distserve(
+    four: LLM, expected: dict[str, list[Done]], units: Any, pages: dict[str, int], tmp_path: Path
+) -> None:
+    ran, done = run(four, {"name": "distserve", "units": units}, tmp_path, pages)
+    assert done == expected["two"]
+    pairs = {(t.source, t.dest) for t in ran.record.transfers}
+    unit_pairs = {("p", "d"), ("q", "e")}
+    assert pairs == unit_pairs if units is UNITS else pairs <= {*unit_pairs, ("p", "e"), ("q", "d")}
+    if not pages:
+        assert all(ran.decoded(name) == 0 for name in "pq")
+
+
+@pytest.mark.parametrize(
+    ("order", "dispatch"),
+    [("sjf", "two_choices"), ("fcfs", "ratio"), ("ljf", "random"), ("sjf", "imbalance")],
+)
+def test_tetriinfer(
+    four: LLM, expected: dict[str, list[Done]], order: str, dispatch: str, tmp_path: Path
+) -> None:
+    """With flips: as soon as there are only decodes, those that prefill are idle."""
+    system = {
+        "name": "tetriinfer", "prefill": ["p", "q"], "decode": ["d", "e"], "prefill_batch": 3,
+        "order": order, "dispatch": dispatch, "heavy_decode": 30, "report_s": 0.002,
+        "flip_after_s": 0.004,
+    }  # fmt: skip
+    ran, done = run(four, system, tmp_path, {"d": 12})
+    assert done == expected["two"]
+    flips = ran.record.run["system_report"]["flips"]
+    assert flips
+
+
+@pytest.mark.parametrize("pages", [{}, {"d": 5, "e": 18}], ids=["roomy", "small"])
+@pytest.mark.parametrize(("limit", "layerwise"), [(8192, 33), (60, None)], ids=["pools", "mixed"])
+def test_splitwise(
+    four: LLM, expected: dict[str, list[Done]], limit: int, layerwise: int | None,
+    pages: dict[str, int], tmp_path: Path,
+) -> None:  # fmt: skip
+    """With room for few prompts, or for few decodes, machines help out in the mixed pool."""
+    system = {
+        "name": "splitwise", "prompt": ["p", "q"], "token": ["d", "e"],
+        "max_pending_tokens": limit, "layerwise_from": layerwise,
+    }  # fmt: skip
+    ran, done = run(four, system, tmp_path, pages)
+    assert done == expected["two"]
+    moves = ran.record.run["system_report"]["pools"]
+    assert {name: where[0][1] for name, where in moves.items()} == {
+        "p": "prompt", "q": "prompt", "d": "token", "e": "token",
+    }  # fmt: skip
+    helped = {name for name, where in moves.items() if len(where) > 1}
+    assert bool(helped) == (limit == 60 or bool(pages))
+    if not helped:
+        assert ran.decoded("p") == ran.decoded("q") == 0
+        assert {t.source for t in ran.record.transfers} == {"p", "q"}

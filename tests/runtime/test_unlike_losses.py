@@ -1,0 +1,98 @@
+"""Lists of unlike sides that lose one, or run out of pages: the tokens are one instance's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_failures import INSTANCE, PARAMS, PROMPTS, break_device, tokens
+
+from jaxinfer import LLM
+from jaxinfer.config.run_file import as_run_file
+from jaxinfer.report.records import read_run
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: LLM) -> list[list[int]]:
+    """One instance's."""
+    return tokens(tiny.generate(PROMPTS, PARAMS, progress=False))
+
+
+def load(folder: Path, **decode: Any) -> LLM:
+    """Prompts on p and q, decodes on d and e; no two of them are alike."""
+    stages = {"stages": [{"group": "e", "layers": 1}] * 2}
+    instances = {
+        "p": {"group": "p", "page_size": 8},
+        "q": {"group": "q", "page_size": 12},
+        "d": {"group": "d", "page_size": 16} | decode,
+        "e": stages | {"page_size": 20} | decode,
+    }
+    run_file = {
+        "model": str(folder),
+        "groups": {
+            "p": {}, "q": {"devices": 2}, "d": {}, "e": {"devices": 2, "tensor_parallel_size": 1}
+        },
+        "instances": {name: INSTANCE | each for name, each in instances.items()},
+        "system": {
+            "name": "disaggregated", "prefill": ["p", "q"], "decode": ["d", "e"],
+            "hand_off": "at_end",
+        },
+        "verify_transfers": True,
+    }  # fmt: skip
+    return LLM.from_config(as_run_file(run_file), progress=False)
+
+
+def break_export(llm: LLM, name: str, after: int) -> None:
+    """KV waits to be fetched; the gather fails, whoever asks."""
+    calls = iter(range(10**6))
+
+    def failing(take: Any) -> Any:
+        def take_or_fail(*args: Any) -> Any:
+            if next(calls) >= after:
+                raise RuntimeError("injected")
+            return take(*args)
+
+        return take_or_fail
+
+    for (source, _), channel in llm.cluster.channels.items():
+        for lane in channel.lanes if source == name else ():
+            lane.take = failing(lane.take)  # type: ignore[method-assign, union-attr]
+
+
+@pytest.mark.parametrize(
+    ("lost", "failure", "after"),
+    [("d", break_device, 2), pytest.param("p", break_export, 1, marks=pytest.mark.slow)],
+)
+def test_one_of_them_is_lost(
+    tiny_folder: Path,
+    tmp_path: Path,
+    expected: list[list[int]],
+    lost: str,
+    failure: Any,
+    after: int,
+) -> None:
+    llm = load(tiny_folder)
+    failure(llm, lost, after)
+    outputs = llm.generate(PROMPTS, PARAMS, progress=False, run_dir=tmp_path)
+    assert tokens(outputs) == expected
+    run = json.loads((tmp_path / "1" / "run.json").read_text())
+    assert list(run["lost"]) == [lost]
+    assert "injected" in run["lost"][lost]
+
+
+def test_full_pools_of_those_that_decode(
+    tiny_folder: Path,
+    tmp_path: Path,
+    expected: list[list[int]],
+) -> None:
+    """Room for one request each: KV waits where the prompts are, and all come to their ends."""
+    longest = max(len(prompt["prompt_token_ids"]) for prompt in PROMPTS) + PARAMS.max_tokens
+    llm = load(tiny_folder, num_pages=1 + -(-longest // 16))
+    outputs = llm.generate(PROMPTS, PARAMS, progress=False, run_dir=tmp_path)
+    assert tokens(outputs) == expected
+    run = read_run(tmp_path / "1")
+    moved = [transfer for transfer in run.transfers if transfer.dest in "de"]
+    assert {transfer.source for transfer in moved} == {"p", "q"}
+    assert len(moved) >= len(PROMPTS)
+    decoded = sum(s.decode_tokens for s in run.steps if s.instance in "de")
+    assert decoded >= len(PROMPTS) * (PARAMS.max_tokens - 1)
