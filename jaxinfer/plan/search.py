@@ -228,7 +228,10 @@ class DrivenSearch:
             return "the planner finds no candidates: nothing fits on what there is"
         missed = [(c, s) for c, s in tried if s.figures]
         if not missed:
-            first = next(s.refused for _, s in tried)
+            first = next((s.refused for _, s in tried if s.refused), None)
+            if first is None:
+                rate = self.problem.goal.rate
+                return f"none of {len(tried)} candidates carries {rate} requests/s, by their bounds"
             return f"none of {len(tried)} candidates can be, such as: {first}"
 
         nearest, score = min(missed, key=lambda each: self._lack(each[1]))

@@ -49,6 +49,7 @@ def import_ray() -> Any:
     """
     try:
         import ray
+        from ray import is_initialized  # noqa: F401 - a folder of the name ray has none.
     except ImportError as error:
         raise JaxinferError(f"{error}: Ray is an extra, pip install 'jaxinfer[ray]'") from None
     return ray

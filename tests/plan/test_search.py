@@ -175,6 +175,13 @@ def test_where_nothing_keeps_the_targets_the_nearest_is_named() -> None:
         search.best(candidates)
 
 
+def test_where_no_bound_is_high_enough_that_is_said(carries: Carries) -> None:
+    search = DrivenSearch(problem({"minimise": "gpus", "rate": 5.0}))
+    with pytest.raises(JaxinferError, match=r"^none of 2 candidates carries 5\.0 requests/s, by"):
+        search.best([cluster("L4", 1, 8), cluster("A10", 1, 8)], lambda candidate: 4.0)
+    assert not carries.tried
+
+
 def test_dollars_need_prices(carries: Carries) -> None:
     for prices, says in (({}, "usd are asked for, and nobody says"), ({"L4": 1.0}, "none of A10")):
         search = DrivenSearch(problem({"maximise": "usd"}, prices=prices))

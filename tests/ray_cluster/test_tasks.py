@@ -1,7 +1,9 @@
 """Simulations, and batches of a dataset, over a Ray cluster."""
 
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from tiny_model import TINY_OPTIONS
 from jaxinfer import LLM, JaxinferError, SamplingParams
 from jaxinfer.commands.capacity import capacity
 from jaxinfer.ray import Generator
+from jaxinfer.ray.cluster import import_ray
 from jaxinfer.ray.tasks import RayMap
 
 pytestmark = pytest.mark.slow
@@ -64,9 +67,15 @@ def test_capacity_over_a_cluster_is_that_of_this_machine(cluster: Any, tmp_path:
 
 
 def test_no_cluster_is_one_line() -> None:
-    pytest.importorskip("ray")
+    pytest.importorskip("ray.cluster_utils")
     with pytest.raises(JaxinferError, match=r"no Ray cluster at 127\.0\.0\.1:1: .*refused"):
         RayMap("127.0.0.1:1")
+
+
+def test_a_folder_of_the_name_ray_is_not_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    with pytest.raises(JaxinferError, match=r"pip install 'jaxinfer\[ray\]'"):
+        import_ray()
 
 
 def test_a_dataset_gets_the_answers_that_a_list_gets(
