@@ -14,8 +14,9 @@ from typing import Any
 
 import click
 import yaml
+from cronus_targets import PAPER_RATIOS, ratios, targets
 from matplotlib.figure import Figure
-from results import write_csv
+from results import show_table, show_targets, write_csv, write_targets
 from scipy.optimize import brentq
 
 from jaxinfer.config.run_file import RunFile, load_run_file
@@ -242,20 +243,10 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
                 f"  {row['approach']:12} {row['paper']:6.2f} {row['ours']:6.2f} ({off:+6.1%}) "
                 f"{row['uncalibrated']:6.2f}{on}"
             )
-        order = [
-            [row["approach"] for row in sorted(here, key=lambda row: -row[what])]
-            for what in ("paper", "ours")
-        ]
-        print(f"  order: {'as the paper' if order[0] == order[1] else order[1]}")
 
 
 # Figure 4: one request every so many seconds.
 INTERVALS = (0.1, 0.11, 0.12, 0.13, 0.14, 0.16, 0.18, 0.2, 0.25, 0.3, 0.4, 0.5)
-# "Up to so many percent below": TTFT, then TBT.
-PAPER_RATIOS = {
-    "ttft_p99": {"DP+Chunked": 55, "PP+Chunked": 58, "Disagg. L-H": 84},
-    "tbt_p99": {"DP+Chunked": 63, "PP+Chunked": 70, "Disagg. H-L": 51},
-}
 
 
 def latency(case: Case, work: Sequence[BenchRequest], interval: float) -> tuple[float, float]:
@@ -277,28 +268,6 @@ def figure_4(costs: dict[str, Any], work: Sequence[BenchRequest]) -> list[dict[s
         {"setup": s, "approach": a, "interval_s": i, "ttft_p99": ttft, "tbt_p99": tbt}
         for (s, a, i), (ttft, tbt) in zip(points, found, strict=True)
     ]
-
-
-def show_ratios(points: Sequence[dict[str, Any]], cells: Sequence[dict[str, Any]]) -> None:
-    """How far Cronus is below the others at most, over setups and intervals.
-
-    Only intervals count that the other one sustains, a tenth below its throughput: beyond, its
-    queue and with it the ratio grow with the length of the run.
-    """
-    rates = {(cell["setup"], cell["approach"]): cell["ours"] for cell in cells}
-    for what, others in PAPER_RATIOS.items():
-        print(f"\n{what}: Cronus below, at most; the paper, ours")
-        for other, theirs in others.items():
-            below = {
-                (p["setup"], p["interval_s"]): 1 - cronus[what] / p[what]
-                for p in points
-                if p["approach"] == other and p["interval_s"] * rates[p["setup"], other] > 1.1
-                for cronus in points
-                if cronus["approach"] == "Cronus"
-                and (cronus["setup"], cronus["interval_s"]) == (p["setup"], p["interval_s"])
-            }
-            (setup, interval), most = max(below.items(), key=lambda item: item[1])
-            print(f"  {other:12} {theirs} %  {most:4.0%}  ({setup}, every {interval:g} s)")
 
 
 def draw_figure_4(points: Sequence[dict[str, Any]], path: Path) -> None:
@@ -370,9 +339,15 @@ def main(trace: str, out: Path, again: bool) -> None:
         print(f"  {row['setup']:20} {row['stage']:12} {row['paper']:4} {row['ours']:6.1f}")
     write_csv(out / "table3.csv", shares)
     points = figure_4(costs, work)
-    show_ratios(points, cells)
+    print("\nFigure 4, percent by which Cronus is below, at most")
+    found = ratios(points, cells)
+    show_table(found)
     write_csv(out / "figure4.csv", points)
     draw_figure_4(points, out / "figure4.png")
+    claims = targets(cells, shares, found)
+    print()
+    show_targets(claims)
+    write_targets(out / "targets.csv", claims)
 
 
 if __name__ == "__main__":

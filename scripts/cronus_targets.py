@@ -1,0 +1,77 @@
+"""Cronus' claims beside ours; see ``reproduce_cronus.py``."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from results import Kind, Target, by_amount, by_share, holds
+
+# The high GPU's capacities were found from these columns of Table 3.
+CALIBRATED_ON = ("H-L prefill", "L-H decode")
+
+# "Up to so many percent below": TTFT, then TBT.
+PAPER_RATIOS = {
+    "ttft_p99": {"DP+Chunked": 55, "PP+Chunked": 58, "Disagg. L-H": 84},
+    "tbt_p99": {"DP+Chunked": 63, "PP+Chunked": 70, "Disagg. H-L": 51},
+}
+
+
+def ratios(
+    points: Sequence[dict[str, Any]], cells: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """How far Cronus is below the others at most, in percent, over setups and intervals.
+
+    Only intervals count that the other one sustains, a tenth below its throughput: beyond, its
+    queue and with it the ratio grow with the length of the run.
+    """
+    rates = {(cell["setup"], cell["approach"]): cell["ours"] for cell in cells}
+    cronus = {(p["setup"], p["interval_s"]): p for p in points if p["approach"] == "Cronus"}
+    rows = []
+    for what, others in PAPER_RATIOS.items():
+        for other, theirs in others.items():
+            below = {
+                (p["setup"], p["interval_s"]): 1
+                - cronus[p["setup"], p["interval_s"]][what] / p[what]
+                for p in points
+                if p["approach"] == other and p["interval_s"] * rates[p["setup"], other] > 1.1
+            }
+            (setup, interval), most = max(below.items(), key=lambda item: item[1])
+            at = f"{setup}, every {interval:g} s"
+            ours = round(100 * most, 1)
+            rows.append({"figure": what, "below": other, "paper": theirs, "ours": ours, "at": at})
+    return rows
+
+
+def targets(
+    cells: Sequence[dict[str, Any]],
+    shares: Sequence[dict[str, Any]],
+    below: Sequence[dict[str, Any]],
+) -> list[Target]:
+    """All of them.
+
+    Args:
+        cells: of Table 2; ``shares``: of Table 3; ``below``: Figure 4's ratios.
+    """
+    found = []
+    for cell in cells:
+        kind: Kind = "calibrated" if cell["calibrated_on"] else "predicted"
+        claim = f"Table 2, {cell['setup']}, {cell['approach']} (requests/s)"
+        share = 0.01 if cell["calibrated_on"] else 0.1
+        found.append(by_share(claim, cell["paper"], cell["ours"], share, kind))
+    for setup, here in groupby(cells, lambda cell: cell["setup"]):
+        rows = list(here)
+        theirs, ours = (_order(rows, what) for what in ("paper", "ours"))
+        found.append(holds(f"Table 2, {setup}: order", theirs, ours, theirs == ours))
+    for row in shares:
+        kind = "calibrated" if row["stage"] in CALIBRATED_ON else "predicted"
+        claim = f"Table 3, {row['setup']}, {row['stage']} (%)"
+        found.append(by_amount(claim, row["paper"], row["ours"], 5, "points", kind))
+    for row in below:
+        figure = row["figure"].replace("_", " ")
+        claim = f"Figure 4, {figure} below {row['below']} by at most (%)"
+        found.append(by_amount(claim, row["paper"], row["ours"], 10, "points"))
+    return found
+
+
+def _order(rows: Sequence[dict[str, Any]], what: str) -> str:
+    return " > ".join(row["approach"] for row in sorted(rows, key=lambda row: -row[what]))
