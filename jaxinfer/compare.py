@@ -1,5 +1,6 @@
 """Several systems on one workload, side by side: what ``jaxinfer compare`` runs."""
 
+import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -42,14 +43,15 @@ def compare_systems(
     folder: str | Path,
     rounds: int = 1,
     progress: bool = True,
+    one_by_one: bool = False,
 ) -> dict[str, list[RunRecord]]:
     """Run each system on the same work, in turns.
-
-    All are loaded at once, so that rounds interleave.
 
     Args:
         configs: by what to call the system.
         folder: gets ``runs/NAME/N`` with each run's files.
+        one_by_one: a system has all its rounds before the next one is loaded, which takes the
+            memory of one. Otherwise all are loaded at once, and rounds interleave.
 
     Returns:
         Each system's runs, in the order of the rounds.
@@ -63,13 +65,17 @@ def compare_systems(
     from jaxinfer.runtime.devices import count_cpu_devices
 
     count_cpu_devices(config.cluster() for config in configs.values())
-    loaded = LLM.load_all(configs, progress=progress)
     runs: dict[str, list[RunRecord]] = {name: [] for name in configs}
-    for number in range(1, rounds + 1):
-        for name, llm in loaded.items():
-            run_dir = Path(folder) / "runs" / name
-            measure(llm, work, name, str(run_dir))
-            runs[name].append(read_run(run_dir / str(number), name))
+    together = [{name: config} for name, config in configs.items()] if one_by_one else [configs]
+    for part in together:
+        loaded = LLM.load_all(part, progress=progress)
+        for number in range(1, rounds + 1):
+            for name in part:
+                run_dir = Path(folder) / "runs" / name
+                measure(loaded[name], work, name, str(run_dir))
+                runs[name].append(read_run(run_dir / str(number), name))
+        del loaded
+        gc.collect()  # What a system had of the devices is free only now.
     return runs
 
 

@@ -99,6 +99,7 @@ def compare_and_write(
     rounds: int,
     settings: Sequence[str],
     pictures: str,
+    one_by_one: bool = False,
 ) -> None:
     """Run systems in turns and write their comparison; without rounds, on modelled clusters."""
     from jaxinfer.compare import compare_systems, load_systems, simulate_systems
@@ -110,7 +111,7 @@ def compare_and_write(
     new_folder(out)
     with _left_as_found(out, existed, is_kept=_has_finished_run if rounds else lambda _: False):
         if rounds:
-            runs = compare_systems(configs, work, out, rounds)
+            runs = compare_systems(configs, work, out, rounds, one_by_one=one_by_one)
         else:
             runs = simulate_systems(configs, work, out)
         Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(runs))

@@ -40,6 +40,9 @@ from jaxinfer.workload.lengths import read_workload
 @click.option("--json", "json_path", help="Of tables: file for the figures.")
 @with_limit
 @click.option("--rounds", type=click.IntRange(min=1), help="Runs of each, in turns; 3.")
+@click.option(
+    "--one-by-one", is_flag=True, help="Load one system at a time; rounds do not interleave."
+)
 @click.option("--simulate", is_flag=True, help="On modelled clusters, in virtual time.")
 @with_settings
 @with_ray_hosts
@@ -55,6 +58,7 @@ def compare(
     json_path: str | None,
     limit: int | None,
     rounds: int | None,
+    one_by_one: bool,
     simulate: bool,
     settings: tuple[str, ...],
     ray_address: str | None,
@@ -68,7 +72,7 @@ def compare(
     if not any(Path(file).suffix in (".yaml", ".yml") for file in files):
         only: dict[str, object] = {
             "--systems": systems, "--out": out, "--pictures": pictures, "--simulate": simulate,
-            "--ray": ray_address,
+            "--ray": ray_address, "--one-by-one": one_by_one,
         }  # fmt: skip
         refuse("for run files, not for tables of rules", only)
         if not json_path or not workload:
@@ -86,9 +90,11 @@ def compare(
     more = ray_settings(ray_address) + workload_settings(workload, limit)
     names = systems.split(",") if systems else []
     if simulate:
-        refuse("for real runs: a simulation is the same each time", {"--rounds": rounds})
+        real: dict[str, object] = {"--rounds": rounds, "--one-by-one": one_by_one}
+        refuse("for real runs: a simulation is the same each time", real)
     count = 0 if simulate else rounds or 3
-    compare_and_write(files, names, Path(out), count, [*settings, *more], pictures or "png")
+    changes = [*settings, *more]
+    compare_and_write(files, names, Path(out), count, changes, pictures or "png", one_by_one)
 
 
 def _compare_rules(

@@ -42,13 +42,17 @@ def read(folder: Path, name: str) -> Any:
     return name, folder
 
 
-def test_systems_run_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Round by round, and each round's record is its own."""
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_systems_run_in_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_by_one: bool
+) -> None:
+    """Round by round, and each round's record is its own; or each system's rounds in a row."""
     ran: list[tuple[Any, Any, str]] = []
     counted: list[Any] = []
 
     def load_all(configs: Any, progress: bool) -> dict[str, str]:
-        assert len(counted) == len(configs), "devices are counted before JAX is"
+        assert len(counted) == len(CONFIGS), "devices are counted before JAX is"
+        assert len(configs) == (1 if one_by_one else len(CONFIGS))
         return {name: f"LLM of {name}" for name in configs}
 
     def count(clusters: Any) -> None:
@@ -61,9 +65,10 @@ def test_systems_run_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(measure, "measure", measured)
     monkeypatch.setattr(devices, "count_cpu_devices", count)
     monkeypatch.setattr(compare, "read_run", read)
-    runs = compare_systems(CONFIGS, [], tmp_path, rounds=2, progress=False)
+    runs = compare_systems(CONFIGS, [], tmp_path, 2, progress=False, one_by_one=one_by_one)
     folders = {name: str(tmp_path / "runs" / name) for name in CONFIGS}
-    assert ran == [(f"LLM of {name}", [], folders[name]) for name in [*CONFIGS, *CONFIGS]]
+    order = sorted([*CONFIGS, *CONFIGS]) if one_by_one else [*CONFIGS, *CONFIGS]
+    assert ran == [(f"LLM of {name}", [], folders[name]) for name in order]
     assert runs == {
         name: [(name, tmp_path / "runs" / name / number) for number in ("1", "2")]
         for name in CONFIGS
@@ -110,7 +115,7 @@ def test_what_is_compared_and_where_it_goes(
     files, out = [str(tmp_path / f"{name}.yaml") for name in "ab"], tmp_path / "out"
     calls: list[Any] = []
 
-    def real(configs: Any, work: Any, folder: Path, count: int) -> str:
+    def real(configs: Any, work: Any, folder: Path, count: int, one_by_one: bool = False) -> str:
         calls.append((configs, work, folder, count))
         return "runs"
 
@@ -150,7 +155,7 @@ def test_what_fails_leaves_the_folder_as_it_was(
     if existed:
         out.mkdir()
 
-    def run(configs: Any, work: Any, folder: Path, *_: Any) -> dict[str, Any]:
+    def run(configs: Any, work: Any, folder: Path, *_: Any, **__: Any) -> dict[str, Any]:
         path = folder / "runs" / "a" / "1"
         path.mkdir(parents=True)
         status = "running" if at == "runs" else "finished"

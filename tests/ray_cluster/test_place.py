@@ -177,6 +177,8 @@ def test_cronus_over_two_nodes_of_which_one_is_lost(
     assert list(run["lost"]) == ["weak"]
     wait_until_none(mark)
 
+    # Until Ray has noticed, it says something else of the node.
+    cluster.wait_for_nodes(timeout=60)
     refused = subprocess.run([*placed, "--force"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert refused.stderr.startswith("jaxinfer: groups.weak.ray: no node has CPU 1, x 1; ")
