@@ -3,12 +3,19 @@
 import json
 import os
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
 from jaxinfer.commands.common import cores, kept_results, with_pictures, with_ray, with_settings
 from jaxinfer.errors import JaxinferError
+
+if TYPE_CHECKING:
+    from jaxinfer.plan.candidate import Planner
+    from jaxinfer.plan.kept import Kept
+    from jaxinfer.plan.problem import Problem
 
 
 @click.command()
@@ -28,37 +35,77 @@ def plan(
 ) -> None:
     """Search for the best placement of a model, and write a run file of it.
 
-    PLAN_FILE has a planner, a goal, and what the run files of all candidates have in common.
+    PLAN_FILE has a planner, a goal, and what the run files of all candidates have in common. With a
+    section replan, plans are made as the load shifts, and compared with one that stays.
     """
     from jaxinfer.plan.problem import load_problem
     from jaxinfer.plan.registry import make_planner
-    from jaxinfer.plan.result import draw, head, rows, value_in_words, write_run_file, write_table
-    from jaxinfer.plan.run import choose
-    from jaxinfer.plan.search import DrivenSearch
-    from jaxinfer.plan.watch import SearchBar
+    from jaxinfer.plan.replan import beside, windows_of
 
     problem = load_problem(plan_file, settings)
     try:
         planner = make_planner(problem.planner)
         assert problem.targets  # Read before there is a folder.
+        if problem.replan:
+            windows_of(problem)
+            beside(problem)
     except JaxinferError as error:
         raise JaxinferError(f"plan file {plan_file}: {error}") from None
     text = json.dumps(problem.model_dump(mode="json"), indent=2)
-    with kept_results(out, "plan.json", text, "evaluations.jsonl") as (folder, kept):
-        with cores(ray_address, jobs) as (map_scores, _), SearchBar() as bar:
-            search = DrivenSearch(problem, map_scores, kept, bar.update)
-            try:
-                choice = choose(planner, search)
-            finally:
-                if search.tried:
-                    write_table(folder / "plan.csv", rows(search))
-        run_file = folder / "run.yaml"
-        lines = head(search, choice, str(run_file))
-        write_run_file(run_file, problem, choice.candidate, lines)
-        draw(folder / f"rates.{pictures or 'png'}", search, choice.candidate)
+    kind = pictures or "png"
+    with (
+        kept_results(out, "plan.json", text, "evaluations.jsonl") as (folder, kept),
+        cores(ray_address, jobs) as (map_calls, _),
+    ):
+        if problem.replan:
+            lines = _follow(problem, folder, kept, map_calls, kind)
+        else:
+            lines = _search(problem, planner, folder, kept, map_calls, kind)
     console = Console(width=None if sys.stdout.isatty() else 100)
-    console.print(f"best: {choice.candidate}", soft_wrap=True)
-    console.print(value_in_words(problem.goal, search.value(choice.score)), soft_wrap=True)
-    for line in lines[2:]:
+    for line in lines:
         console.print(line, soft_wrap=True)
-    console.print(f"run file, all candidates and a picture: {folder}{os.sep}", soft_wrap=True)
+
+
+def _search(
+    problem: "Problem", planner: "Planner", folder: Path, kept: "Kept", map_calls: Any, kind: str
+) -> list[str]:
+    """One plan; what there is to say of it."""
+    from jaxinfer.plan.result import draw, head, rows, value_in_words, write_run_file, write_table
+    from jaxinfer.plan.run import choose
+    from jaxinfer.plan.search import DrivenSearch
+    from jaxinfer.plan.watch import SearchBar
+
+    with SearchBar() as bar:
+        search = DrivenSearch(problem, map_calls, kept, bar.update)
+        try:
+            choice = choose(planner, search)
+        finally:
+            if search.tried:
+                write_table(folder / "plan.csv", rows(search))
+    run_file = folder / "run.yaml"
+    lines = head(search, choice, str(run_file))
+    write_run_file(run_file, problem, choice.candidate, lines)
+    draw(folder / f"rates.{kind}", search, choice.candidate)
+    return [
+        f"best: {choice.candidate}",
+        value_in_words(problem.goal, search.value(choice.score)),
+        *lines[2:],
+        f"run file, all candidates and a picture: {folder}{os.sep}",
+    ]
+
+
+def _follow(problem: "Problem", folder: Path, kept: "Kept", map_calls: Any, kind: str) -> list[Any]:
+    """Plans as the load shifts; the table of all ways."""
+    from jaxinfer.plan.replan import follow
+    from jaxinfer.plan.replan_result import table, write
+    from jaxinfer.plan.search import DrivenSearch
+    from jaxinfer.plan.watch import SearchBar
+
+    with SearchBar() as bar:
+
+        def new_search(part: "Problem") -> DrivenSearch:
+            return DrivenSearch(part, map_calls, kept, bar.update)
+
+        followed = follow(problem, new_search, map_calls)
+    write(folder, problem, followed, kind)
+    return [table(followed.served), f"tables, run files and a picture: {folder}{os.sep}"]

@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Options)
 # Of a run file, what a candidate completes; the rest is checked before any is looked at.
 _OF_CANDIDATES = ("engine", "groups", "instances", "links", "system", "simulate")
 # Of a workload, what says which requests there are: the same for all candidates.
-_REQUESTS = ("trace", "synthetic", "only", "limit", "arrivals")
+REQUESTS = ("trace", "synthetic", "only", "limit", "arrivals")
 Per = Literal["cluster", "gpu", "usd", "watt"]
 Cost = Literal["gpus", "usd", "watts"]
 
@@ -63,6 +63,33 @@ class Goal(Options):
             raise OptionError(f"rate is {self.rate:g}, and is for minimise: maximise finds one")
 
 
+class Replan(Options):
+    """How a placement follows its load.
+
+    Attributes:
+        window_s: seconds in which a load's mix is measured.
+        shift: share by which a window's requests per second, or the mean of its prompts' or its
+            outputs' tokens, has to differ from those that the placement was planned for.
+        reload_gb_s: 10^9 bytes of weights per second that each GPU loads; ``reload_s``: in place of
+            it, seconds until a placement's weights are there.
+        beside: names and run files that serve the same requests, to be compared with.
+    """
+
+    window_s: float = Field(gt=0)
+    shift: float = Field(default=0.2, gt=0)
+    reload_gb_s: float | None = Field(default=None, gt=0)
+    reload_s: float | None = Field(default=None, ge=0)
+    beside: Named[str] = Field(default_factory=dict)
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse two costs of reloading and none, and names that are taken."""
+        if (self.reload_gb_s is None) == (self.reload_s is None):
+            raise JaxinferError("give either reload_gb_s or reload_s")
+        for name in ("replanned", "static", "oracle"):
+            if name in self.beside:
+                raise OptionError(f"beside.{name}: is there already, take another name")
+
+
 class Problem(Options):
     """A plan file.
 
@@ -71,11 +98,13 @@ class Problem(Options):
         goal: what is best.
         run: what the run files of all candidates have in common, its workload too.
         prices: dollars per hour of a GPU, by its name; by default those of a hardware file's nodes.
+        replan: plan anew whenever the load has shifted.
     """
 
     planner: dict[str, Any]
     goal: Goal
     run: dict[str, Any]
+    replan: Replan | None = None
     prices: Named[float] = Field(default_factory=dict)
 
     @field_validator("planner", mode="before")
@@ -111,6 +140,17 @@ class Problem(Options):
         except JaxinferError as error:
             raise within("run", error) from None
 
+    def for_work(self, work: Sequence[BenchRequest], share: float) -> "Problem":
+        """The same of some of the requests, at this share of the goal's rate where it has one."""
+        goal = self.goal
+        if goal.rate is not None:
+            goal = goal.model_copy(update={"rate": goal.rate * share})
+        found = Problem(
+            planner=self.planner, goal=goal, run=self.run, prices=self.prices, replan=self.replan
+        )
+        found.__dict__["work"] = work  # What the cached property would have found.
+        return found
+
     @cached_property
     def targets(self) -> Targets:
         """See ``Goal``."""
@@ -124,7 +164,7 @@ class Problem(Options):
             JaxinferError: the candidate has requests of its own.
         """
         own = part.get("workload")
-        if isinstance(own, Mapping) and (name := next((n for n in _REQUESTS if n in own), None)):
+        if isinstance(own, Mapping) and (name := next((n for n in REQUESTS if n in own), None)):
             raise JaxinferError(
                 f"workload.{name}: all candidates serve the same requests, those of run.workload"
             )

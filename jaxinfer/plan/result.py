@@ -67,8 +67,7 @@ def rows(search: DrivenSearch) -> list[dict[str, Any]]:
 def write_table(path: Path, table: Sequence[Mapping[str, Any]]) -> None:
     """As CSV; columns in the order in which they first occur."""
     columns = list(dict.fromkeys(name for row in table for name in row))
-    # Last, since it is long.
-    columns = [name for name in columns if name != "refused"] + ["refused"]
+    columns.sort(key="refused".__eq__)  # Last, since it is long.
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()

@@ -1,13 +1,23 @@
 """A whole search: the planner's way, and a second look at what it chose."""
 
 from jaxinfer.errors import FAILURES, JaxinferError, raised
-from jaxinfer.plan.candidate import Candidate, Planner
+from jaxinfer.plan.candidate import Candidate, Planner, Score
 from jaxinfer.plan.result import Choice
 from jaxinfer.plan.search import DrivenSearch
 
 
 def choose(planner: Planner, search: DrivenSearch) -> Choice:
-    """The best candidate, simulated as a whole with the goal's seeds, and with fresh ones.
+    """The best candidate, looked at once more with fresh seeds.
+
+    Raises:
+        JaxinferError: see ``find``.
+    """
+    candidate, score = find(planner, search)
+    return Choice(candidate, score, search.fresh_rates(candidate))
+
+
+def find(planner: Planner, search: DrivenSearch) -> tuple[Candidate, Score]:
+    """The best candidate, simulated as a whole with the goal's seeds.
 
     Raises:
         JaxinferError: there is none, or the planner fails.
@@ -27,4 +37,4 @@ def choose(planner: Planner, search: DrivenSearch) -> Choice:
     if not score.rate or score.given_up:
         at = f" at {score.rate:g} requests/s" if score.rate else ""
         raise JaxinferError(f"the chosen {candidate} misses the targets{at}")
-    return Choice(candidate, score, search.fresh_rates(candidate))
+    return candidate, score

@@ -244,8 +244,7 @@ def _num_pages(
     instance: InstanceConfig, reserve_gb: float | None, part: StagePart, group: str
 ) -> int:
     gpu, model = part.gpu, part.model
-    weights = model.parameters(part.layers, part.first, part.last) / part.devices
-    weights *= part.weight_size
+    weights = part.weight_bytes
     scales = _SCALES * part.layers * model.num_key_value_heads if part.kv_size == 1 else 0
     page = model.kv_bytes(part.layers, part.kv_size) * instance.page_size + scales
     each = page / part.devices

@@ -52,6 +52,12 @@ class StagePart:
     weight_size: int
     kv_size: int
 
+    @property
+    def weight_bytes(self) -> float:
+        """Weights on one of the devices."""
+        parameters = self.model.parameters(self.layers, self.first, self.last)
+        return parameters / self.devices * self.weight_size
+
 
 # By kind of costs. Each is read when it is asked for: that of tables loads scipy.
 STAGES = {

@@ -62,11 +62,13 @@ def serve(
     work: Sequence[BenchRequest],
     run_dir: str | Path | None,
     on_request: OnRequest = lambda request, times: None,
+    start: float = 0.0,
 ) -> RunMetrics:
     """The same on a cluster that has been modelled; ``compiles`` and the like are 0.
 
     Args:
         fits: by instance, what the system may predict with.
+        start: seconds, see ``SimulatedWorld``; ``wall_s`` counts from 0 all the same.
     """
     system, modelled = site.new_system(), cluster.instances
     requests = ModelledRequests(work, site.run_file.workload, site.instances)
@@ -79,6 +81,7 @@ def serve(
         cluster.lanes,
         cluster.capacities,
         requests.by_arrival(),
+        start,
     )
     started = time.perf_counter()
 

@@ -51,6 +51,7 @@ class SimulatedWorld:
         lanes: by names of source and destination.
         capacities: of the links, in bytes per second.
         requests: by time of arrival.
+        start: the time at which the cluster is there; requests that come before wait for it.
     """
 
     def __init__(
@@ -61,13 +62,14 @@ class SimulatedWorld:
         lanes: Mapping[tuple[str, str], Sequence[StagePair]],
         capacities: Mapping[Link, float],
         requests: Iterable[RequestState],
+        start: float = 0.0,
     ) -> None:
         self._costs, self._segments, self._lanes = costs, segments, lanes
         self._devices = devices
         self._network: Network[tuple[_Moving, StagePair]] = Network(capacities)
         self._requests = iter(requests)
         self._next = next(self._requests, None)
-        self._now = 0.0
+        self._now = start
         self._order = itertools.count()
         self._heap: list[tuple[float, int, Event | Callable[[], Event | None]]] = []
         # When each device of an instance is done with what it has been given.
@@ -171,7 +173,7 @@ class SimulatedWorld:
     def _next_time(self) -> float:
         time = self._heap[0][0] if self._heap else math.inf
         if self._next is not None:
-            time = min(time, self._next.arrival)
+            time = min(time, max(self._next.arrival, self._now))
         end = self._network.next_end
         return time if end is None else min(time, end)
 

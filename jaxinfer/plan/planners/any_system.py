@@ -60,7 +60,10 @@ def grid(files: Mapping[str, Axes], axes: Axes) -> Iterator[Candidate]:
     """
     stems = Counter(Path(file).stem for file in files)
     for file, own in files.items():
-        base, stem = _part(file), Path(file).stem
+        try:
+            base, stem = read_part(file), Path(file).stem
+        except JaxinferError as error:
+            raise within("files", error) from None
         of_file: Axes = {**axes, **own}
         for values in product(*of_file.values()):
             chosen = dict(zip(of_file, values, strict=True))
@@ -70,14 +73,15 @@ def grid(files: Mapping[str, Axes], axes: Axes) -> Iterator[Candidate]:
             yield Candidate({"file": name, **named}, _with(base, chosen), (file, repr(chosen)))
 
 
-def _part(file: str) -> dict[str, Any]:
-    try:
-        data = read_yaml(Path(file))
-        if not isinstance(data, dict):
-            raise JaxinferError("must be a run file")
-    except JaxinferError as error:
-        text = str(error)
-        raise OptionError(f"files: {text if file in text else f'{file}: {text}'}") from None
+def read_part(file: str) -> dict[str, Any]:
+    """A run file without what the plan file says for all of them.
+
+    Raises:
+        JaxinferError: it cannot be read, or is none.
+    """
+    data = read_yaml(Path(file))
+    if not isinstance(data, dict):
+        raise JaxinferError(f"{file}: must be a run file")
     return {key: value for key, value in data.items() if key not in COMMON}
 
 

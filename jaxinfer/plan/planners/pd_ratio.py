@@ -52,11 +52,13 @@ class PDRatioOptions(Options):
 
     Attributes:
         prefill, decode: see ``Side``.
+        gpus: of both sides together, at most; by default as many as that takes.
         link_gb_s: between the two, in 10^9 bytes per second.
     """
 
     prefill: Side
     decode: Side
+    gpus: int | None = Field(default=None, ge=2)
     link_gb_s: float = Field(default=12.5, gt=0)
 
 
@@ -184,6 +186,8 @@ class PDRatio:
             rates, full = self._rates(problem, prefill_tp, decode_tp) or (None, None)
             counts = (range(1, side.most + 1) for side in (options.prefill, options.decode))
             for p, d in product(*counts):
+                if options.gpus and p * prefill_tp + d * decode_tp > options.gpus:
+                    continue
                 axes = {
                     "prefills": p, "prefill_tp": prefill_tp, "decodes": d, "decode_tp": decode_tp,
                     "closed_form": rates.of(p, d) if rates else None,

@@ -1,0 +1,75 @@
+"""A trace in windows of time, and how the mix of its requests changes from one to another."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+
+from jaxinfer.workload.lengths import BenchRequest
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What DistServe's profiler watches of a load (section 4.3).
+
+    Attributes:
+        rate: requests per second; ``prompt``, ``output``: tokens, the mean of the requests.
+    """
+
+    rate: float
+    prompt: float
+    output: float
+
+    @classmethod
+    def of(cls, work: Sequence[BenchRequest], seconds: float) -> "Mix":
+        """Of one request or more."""
+        return cls(
+            len(work) / seconds,
+            fmean(item.prompt_len for item in work),
+            fmean(item.max_tokens for item in work),
+        )
+
+    def shift(self, before: "Mix") -> float:
+        """The largest share by which one of the three differs from what it was."""
+        pairs = (
+            (self.rate, before.rate), (self.prompt, before.prompt), (self.output, before.output),
+        )  # fmt: skip
+        return max(abs(now / then - 1) for now, then in pairs)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The requests of some seconds.
+
+    Attributes:
+        start, stop: seconds, of which the second is the next window's.
+        work: by arrival.
+    """
+
+    start: float
+    stop: float
+    work: Sequence[BenchRequest]
+
+    @property
+    def mix(self) -> Mix | None:
+        """None of no requests."""
+        return Mix.of(self.work, self.stop - self.start) if self.work else None
+
+
+def cut(work: Sequence[BenchRequest], seconds: float) -> list[Window]:
+    """Windows of equal length, from 0 to the last arrival, some of which may be empty."""
+    last = max(item.arrival for item in work)
+    edges = [0.0]
+    while edges[-1] <= last:
+        edges.append(len(edges) * seconds)
+    parts = split(work, edges[:-1])
+    return [Window(*ends, part) for ends, part in zip(pairwise(edges), parts, strict=True)]
+
+
+def split(work: Sequence[BenchRequest], starts: Sequence[float]) -> list[list[BenchRequest]]:
+    """By arrival, the requests from each start to the next; the first one takes what is earlier."""
+    parts: list[list[BenchRequest]] = [[] for _ in starts]
+    for item in sorted(work, key=lambda item: item.arrival):
+        parts[max(bisect_right(starts, item.arrival) - 1, 0)].append(item)
+    return parts
