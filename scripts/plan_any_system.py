@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import click
@@ -69,15 +70,17 @@ def fixed(system: str, low: str) -> RunFile:
 # 1. What the planner chooses, beside each file as it stands.
 
 
-def chosen(low: str, trace: str, pool: ProcessPoolExecutor) -> tuple[RunFile, dict[str, Any]]:
+def chosen(
+    low: str, trace: str, count: int, pool: ProcessPoolExecutor
+) -> tuple[RunFile, dict[str, Any]]:
     """The choice of ``any_system`` on a pair, and what is known of its search."""
     axes = {"groups.low.kind": [low], "engine.max_num_batched_tokens": list(CHUNKS)}
     files: dict[str, Any] = {str(FOLDER / f"{system}.yaml"): {} for system in SYSTEMS}
     problem = Problem.model_validate(
         {
             "planner": {"name": "any_system", "files": files, "axes": axes},
-            "goal": {"maximise": "cluster", "slo": SLO, "seeds": SEARCHED},
-            "run": {**common(low), "workload": {"trace": trace}},
+            "goal": {"maximise": "cluster", "slo": SLO, "seeds": SEARCHED, "at_once": 2},
+            "run": {**common(low), "workload": {"trace": trace, "limit": count}},
         }
     )
     search = DrivenSearch(problem, pool.map)
@@ -109,7 +112,7 @@ def systems(
     """The choice and all fixed systems, with seeds that the search has not had."""
     rows, targets = [], []
     for low in LOWS:
-        config, known = chosen(low, trace, pool)
+        config, known = chosen(low, trace, len(work), pool)
         configs = {"any_system": config} | {name: fixed(name, low) for name in SYSTEMS}
         asked = [(config, seed) for config in configs.values() for seed in COMPARED]
         rates = iter(list(pool.map(Carried(work), *zip(*asked, strict=True))))
@@ -160,7 +163,9 @@ WAYS = {
     "cronus": "Cronus",
 }
 SCALES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
-RATES = (0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6, 6.5, 7, 7.5, 8)
+RATES = (0.5, 1, 2, 3, 4, 5, 6, 7, 8)
+# Requests of each point.
+SAMPLE = 500
 LONGEST = 8192
 
 
@@ -183,7 +188,7 @@ def by_length(work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[d
             "pair": f"A100+{low}",
             "way": way,
             "scale": scale,
-            "mean_prompt": round(sum(i.prompt_len for i in scaled(work, scale)) / len(work)),
+            "mean_prompt": round(fmean(i.prompt_len for i in scaled(work[:SAMPLE], scale))),
             "requests_s": round(rate, 3),
         }
         for (low, way, scale), rate in zip(points, rates, strict=True)
@@ -192,7 +197,7 @@ def by_length(work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[d
 
 def _carried(work: Sequence[BenchRequest], point: tuple[str, str, float]) -> float:
     low, way, scale = point
-    return Carried(scaled(work, scale), 0.05)(fixed(way, low), COMPARED[0])
+    return Carried(scaled(work[:SAMPLE], scale), 0.05)(fixed(way, low), COMPARED[0])
 
 
 def by_rate(work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[dict[str, Any]]:
@@ -208,7 +213,7 @@ def by_rate(work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[dic
 def _latencies(work: Sequence[BenchRequest], point: tuple[str, str, float]) -> dict[str, float]:
     low, way, rate = point
     arrivals = Arrivals(kind="poisson", rate=rate, seed=COMPARED[0])
-    metrics = simulate(fixed(way, low), with_arrivals(work, arrivals))
+    metrics = simulate(fixed(way, low), with_arrivals(work[:SAMPLE], arrivals))
     names = ("ttft_p90", "tbt_p99", "e2e_mean")
     return {name: round(getattr(metrics, name), 4) for name in names}
 
@@ -270,11 +275,12 @@ def draw(
 @click.option("--trace", required=True, type=click.Path(exists=True))
 @click.option("--ratios", required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path))
+@click.option("--requests", default=1000, help="Of the trace, the first so many.")
 @click.option("--jobs", type=int, help="Processes; by default all cores.")
-def main(trace: str, ratios: Path, out: Path, jobs: int | None) -> None:
+def main(trace: str, ratios: Path, out: Path, requests: int, jobs: int | None) -> None:
     """Write tables, targets and a picture, and print them."""
     out.mkdir(parents=True, exist_ok=True)
-    work = read_workload(trace)
+    work = read_workload(trace, requests)
     with ProcessPoolExecutor(jobs) as pool:
         tables: dict[str, list[dict[str, Any]]] = {}
         tables["systems"], targets = systems(trace, work, pool)

@@ -24,8 +24,7 @@ FILE = Path(__file__).parents[1] / "configs" / "multivendor" / "disaggregated.ya
 SLO = "ttft:p90=2,tpot:p90=0.05"
 PREFILLS, DECODES = 2, 3
 SHORT = 600
-# Requests of long traces: they last 20 times as long as one of them, at least, on all cards.
-LONG = {"256+256": 8000, "512+1024": 2500, "1024+1024": 2500, "chats": 2500}
+LONG = {"512+1024": 2500, "chats": 2500}
 
 Lengths = Sequence[tuple[int, int]]
 # By ratio of prefill and decode instances, requests per second and card, and the closed form's.

@@ -16,9 +16,9 @@ from jaxinfer.workload.synthetic import Synthetic, WorkloadClass
 
 # Lengths, their class if it is one, requests per second, and for how many seconds.
 PHASES: tuple[tuple[str, WorkloadClass | None, float, float], ...] = (
-    ("azure_code", None, 3.2, 300.0),
-    ("azure_conversation", "LPHD", 6.0, 300.0),
-    ("azure_code", None, 3.2, 300.0),
+    ("azure_code", None, 3.2, 150.0),
+    ("azure_conversation", "LPHD", 6.0, 150.0),
+    ("azure_code", None, 3.2, 150.0),
 )
 
 

@@ -8,14 +8,16 @@ from typing import Any
 
 from jaxinfer.config.resolve import Resolved
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.problem import Replan
 from jaxinfer.plan.windows import Window, split
 from jaxinfer.report.latencies import LatencyTotals
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.capacity import num_gpus
 from jaxinfer.simulate.cluster import stage_parts
-from jaxinfer.simulate.run import prepare, serve
+from jaxinfer.simulate.run import OnRequest, prepare, serve
 from jaxinfer.simulate.targets import Targets, Verdict
+from jaxinfer.workload.lengths import BenchRequest
 
 
 @dataclass(frozen=True)
@@ -140,19 +142,32 @@ class Server:
         drained = 0.0
         own = split(work, [epoch.start for epoch in way.epochs])
         for number, (epoch, items) in enumerate(zip(way.epochs, own, strict=True)):
-            config = as_run_file(epoch.data)
-            prepared = prepare(config)
-            ready, reload_s = epoch.start, 0.0
-            if number and not way.free:
-                reload_s = self.reload_s(prepared[0])
-                ready = max(ready, drained) + reload_s
-            drained = ready
-            if items:
-                drained = serve(*prepared, items, None, on_request, ready).wall_s
-            gpus = num_gpus(config)
-            stretches.append(Stretch(epoch.start, len(items), reload_s, ready, drained, gpus))
+            try:
+                waits = number > 0 and not way.free
+                found = self._serve(epoch, items, on_request, drained if waits else None)
+            except JaxinferError as error:
+                raise JaxinferError(f"{way.name}, from {epoch.start:g} s on: {error}") from None
+            drained = found.drained
+            stretches.append(found)
         verdicts = [part.verdict() if part else None for part in parts]
         return Served(way, stretches, whole.verdict(), verdicts, latencies)
+
+    def _serve(
+        self,
+        epoch: Epoch,
+        items: Sequence[BenchRequest],
+        on_request: OnRequest,
+        drained: float | None,
+    ) -> Stretch:
+        """One epoch; ``drained`` is when the one before had ended, if this one waits for it."""
+        config = as_run_file(epoch.data)
+        prepared = prepare(config)
+        ready, reload_s = epoch.start, 0.0
+        if drained is not None:
+            reload_s = self.reload_s(prepared[0])
+            ready = max(ready, drained) + reload_s
+        end = serve(*prepared, items, None, on_request, ready).wall_s if items else ready
+        return Stretch(epoch.start, len(items), reload_s, ready, end, num_gpus(config))
 
     def reload_s(self, site: Resolved) -> float:
         """Seconds until all GPUs of a placement have their weights, each at its own rate."""

@@ -141,6 +141,17 @@ def test_short_prompts_share_steps(tmp_path: Path) -> None:
     assert float(best.axes["closed_form"] or 0) * 1.5 < 60
 
 
+@pytest.mark.parametrize("gpus", [2, 4, 5, 12])
+def test_no_more_gpus_than_there_are(gpus: int) -> None:
+    """The sides have degrees 1, and 1 and 2."""
+    options = PDRatioOptions.model_validate(OPTIONS | {"gpus": gpus})
+    found = [c.axes for c in PDRatio(options).candidates(asked(1, maximise="gpu"))]
+    wanted = {
+        (p, d, tp) for p in (1, 2) for d in (1, 2, 3) for tp in (1, 2) if p + d * tp <= gpus
+    }  # fmt: skip
+    assert {(a["prefills"], a["decodes"], a["decode_tp"]) for a in found} == wanted
+
+
 @pytest.mark.parametrize(
     ("count", "goal"),
     [
