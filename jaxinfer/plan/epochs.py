@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 from jaxinfer.config.resolve import Resolved
@@ -93,18 +93,17 @@ class Served:
     @property
     def gpu_hours(self) -> float:
         """Of each epoch's GPUs, from the end of the one before to its own."""
-        seconds = 0.0
-        begin = self.stretches[0].start
+        seconds = begin = 0.0
         for here, there in self._switches:
             end = max(here.drained, there.start)
             seconds += here.gpus * (end - begin)
             begin = there.start if self.way.free else end
         last = self.stretches[-1]
-        return (seconds + last.gpus * max(last.drained - begin, 0.0)) / 3600
+        return (seconds + last.gpus * (last.drained - begin)) / 3600
 
     @property
     def _switches(self) -> list[tuple[Stretch, Stretch]]:
-        return list(zip(self.stretches, self.stretches[1:], strict=False))
+        return list(pairwise(self.stretches))
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class Server:
 
         def on_request(request: RequestState, times: Sequence[float]) -> None:
             whole.add(request, times)
-            part = parts[max(bisect_right(starts, request.arrival) - 1, 0)]
+            part = parts[bisect_right(starts, request.arrival) - 1]
             assert part
             part.add(request, times)
             latencies.add(request.arrival, request.metrics.first_scheduled, times)

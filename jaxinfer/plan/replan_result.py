@@ -141,7 +141,7 @@ def draw(path: Path, windows: Sequence[Window], served: Sequence[Served], target
     for label, of in (("requests/s", "rate"), ("prompt", "prompt"), ("output", "output")):
         shares = [getattr(w.mix, of) / getattr(first, of) if w.mix else None for w in windows]
         _steps(load, edges, shares, label=label)
-    load.set(ylabel="load, by the first window's", ylim=(0, None))
+    load.set(ylabel="by the first window's", ylim=(0, None))
     load.legend(frameon=False, fontsize="small")
     for axes, (name, limit) in zip(panels, limits.items(), strict=True):
         for each, colour in zip(served, COLOURS * len(served), strict=False):
@@ -153,7 +153,7 @@ def draw(path: Path, windows: Sequence[Window], served: Sequence[Served], target
             axes.set_yscale("log")
         axes.set_ylabel(name if isinstance(targets, PercentileTargets) else f"{name}, share")
         for stretch in served[0].stretches[1:]:
-            axes.axvspan(stretch.start, stretch.ready, color="0.88", lw=0)
+            axes.axvspan(stretch.start, stretch.ready, color="0.88", lw=0, zorder=0)
     panels[0].legend(frameon=False, fontsize="small", ncols=2)
     panels[-1].set_xlabel("seconds")
     save_picture(figure, path)

@@ -68,8 +68,8 @@ def cut(work: Sequence[BenchRequest], seconds: float) -> list[Window]:
 
 
 def split(work: Sequence[BenchRequest], starts: Sequence[float]) -> list[list[BenchRequest]]:
-    """By arrival, the requests from each start to the next; the first one takes what is earlier."""
+    """By arrival, the requests from each start to the next, of which the first is 0."""
     parts: list[list[BenchRequest]] = [[] for _ in starts]
     for item in sorted(work, key=lambda item: item.arrival):
-        parts[max(bisect_right(starts, item.arrival) - 1, 0)].append(item)
+        parts[bisect_right(starts, item.arrival) - 1].append(item)
     return parts
