@@ -135,7 +135,7 @@ def sweep_rows(
             if "refused" not in known[key]:  # Of what may be mended elsewhere.
                 kept.add(key, known[key])
         on_point(point, known[key])
-        rows.append({**point.axes, **known[key]})
+        rows.append({**point.axes, "refused": None, **known[key]})
     return rows
 
 
