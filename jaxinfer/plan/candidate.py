@@ -6,7 +6,8 @@ from math import inf
 from typing import Any, Literal, Protocol
 
 from jaxinfer.config.validation import Options
-from jaxinfer.plan.problem import Problem
+from jaxinfer.errors import JaxinferError
+from jaxinfer.plan.problem import Cost, Problem
 
 GivenUp = Literal["at this rate", "by its bound"]
 Axis = str | int | float | None
@@ -59,6 +60,20 @@ class Costs:
     watts: float | None
     usd: float | None
 
+    def amount(self, of: Cost) -> float:
+        """One of them.
+
+        Raises:
+            JaxinferError: nobody has said.
+        """
+        amount: float | None = getattr(self, of)
+        if amount is None:
+            raise JaxinferError(
+                f"{of} are asked for, and nobody says what they are: give prices, or a hardware "
+                "file whose nodes have usd_per_hour"
+            )
+        return float(amount)
+
 
 @dataclass(frozen=True)
 class Score:
@@ -100,6 +115,13 @@ class Search(Protocol):
 
     def best(self, candidates: list[Candidate], bound: Bound = lambda candidate: inf) -> Candidate:
         """The best, with as little work as that takes."""
+
+    def costs(self, candidate: Candidate) -> Costs:
+        """What one is made of; nothing is simulated.
+
+        Raises:
+            JaxinferError: it cannot be.
+        """
 
 
 class Planner(Protocol):

@@ -18,6 +18,7 @@ PLANNERS = {
     "colocated": "jaxinfer.plan.planners.colocated:Colocated",
     "pd_ratio": "jaxinfer.plan.planners.pd_ratio:PDRatio",
     "any_system": "jaxinfer.plan.planners.any_system:AnySystem",
+    "splitwise": "jaxinfer.plan.planners.splitwise:SplitwisePools",
     "distserve_high": "jaxinfer.plan.planners.distserve:DistServeHigh",
     "distserve_low": "jaxinfer.plan.planners.distserve:DistServeLow",
 }

@@ -1,7 +1,7 @@
 """The one driver of all planners: what is simulated when, on which cores, and what is kept."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Protocol
 
@@ -9,9 +9,17 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Bound, Candidate, Costs, Score, as_score
 from jaxinfer.plan.evaluate import Asked, Evaluator
 from jaxinfer.plan.kept import Kept, contents, key_of
-from jaxinfer.plan.problem import Problem
+from jaxinfer.plan.problem import Cost, Per, Problem
 from jaxinfer.simulate.capacity import Ladder
 from jaxinfer.simulate.targets import PercentileTargets
+
+# What a maximised rate is divided by.
+DIVIDED_BY: Mapping[Per, Cost | None] = {
+    "cluster": None,
+    "gpu": "gpus",
+    "usd": "usd",
+    "watt": "watts",
+}
 
 
 class Map(Protocol):
@@ -109,6 +117,10 @@ class DrivenSearch:
             raise JaxinferError(self._nothing([self.tried[c.key] for c in distinct]))
         return best[1]
 
+    def costs(self, candidate: Candidate) -> Costs:
+        """See ``Search``."""
+        return self.evaluator.costs(self.problem.run_file(candidate.part), candidate.uncounted)
+
     def fresh_rates(self, candidate: Candidate) -> list[float]:
         """The largest rates of a candidate with seeds that the search has not had, one each.
 
@@ -130,18 +142,9 @@ class DrivenSearch:
     def _value(self, rate: float, costs: Costs) -> float:
         goal = self.problem.goal
         if goal.minimise:
-            return -self._amount(costs, goal.minimise)
-        per = {"cluster": None, "gpu": "gpus", "usd": "usd", "watt": "watts"}[goal.maximise or ""]
-        return rate / self._amount(costs, per) if per else rate
-
-    def _amount(self, costs: Costs, of: str) -> float:
-        amount = getattr(costs, of)
-        if amount is None:
-            raise JaxinferError(
-                f"goal: {of} are asked for, and nobody says what they are: give prices, or a "
-                "hardware file whose nodes have usd_per_hour"
-            )
-        return float(amount)
+            return -costs.amount(goal.minimise)
+        per = DIVIDED_BY[goal.maximise or "cluster"]
+        return rate / costs.amount(per) if per else rate
 
     def _is_out(self, rate: float, costs: Costs, floor: float | None, least: float | None) -> bool:
         """Whether a candidate of which this rate is the bound needs no simulation."""
@@ -161,7 +164,7 @@ class DrivenSearch:
         try:
             if candidate.refused:
                 raise JaxinferError(candidate.refused)
-            return self.evaluator.costs(self.problem.run_file(candidate.part), candidate.uncounted)
+            return self.costs(candidate)
         except JaxinferError as error:
             self._keep(candidate, Score(0.0, refused=str(error)))
             return None

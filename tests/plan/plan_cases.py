@@ -20,16 +20,19 @@ class Carries:
 
     Attributes:
         tried: of each simulation, the run file and the rate.
+        served: likewise, how many requests, and the seeds of their arrivals.
     """
 
     def __init__(self) -> None:
         self.tried: list[tuple[RunFile, float]] = []
+        self.served: list[tuple[int, tuple[int, ...]]] = []
         self.rate: Callable[[RunFile], float] = lambda config: 1.0
 
     def __call__(
         self, config: RunFile, work: Any, targets: Any, seeds: Any, rate: float
     ) -> TriedRate:
         self.tried.append((config, rate))
+        self.served.append((len(work), tuple(seeds)))
         met = rate <= self.rate(config)
         verdict = Verdict(met, 1, float(met), {"ttft": float(met)})
         return TriedRate(rate, num_gpus(config), verdict, rate if met else None)

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from plan_cases import Carries, problem
 
 from jaxinfer import JaxinferError
-from jaxinfer.config.run_file import RunFile
+from jaxinfer.config.run_file import RunFile, Workload
 from jaxinfer.plan.candidate import Candidate
 from jaxinfer.plan.kept import Kept
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import Ladder
+from jaxinfer.workload.lengths import BenchRequest
 
 PRICES = {"A10": 1.0, "L4": 0.5}
 
@@ -147,6 +148,60 @@ def test_what_was_found_is_not_simulated_again(carries: Carries, tmp_path: Path)
     carries.tried.clear()
     other.best(candidates)
     assert carries.tried
+
+
+def test_what_is_asked_for_is_part_of_what_is_kept(
+    carries: Carries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same plan file, whose lengths are drawn otherwise by now, or whose targets are others."""
+    slo = tmp_path / "slo.yaml"
+    reference = Path("configs/splitwise/dgx_a100.yaml").resolve()
+    lengths = [(9, 5)]
+
+    def requests(workload: Workload) -> list[BenchRequest]:
+        return [BenchRequest(None, *pair, 0.0) for pair in lengths]
+
+    monkeypatch.setattr(Workload, "requests", requests)
+
+    def simulations(multiple: float) -> int:
+        slo.write_text(f"reference: {reference}\nscale: {{ttft: {multiple}}}\n")
+        carries.tried.clear()
+        kept = Kept(tmp_path / "evaluations.jsonl")
+        search = DrivenSearch(problem({"maximise": "gpu", "slo": str(slo)}), kept=kept)
+        search.best([cluster("A10", 1, 8)])
+        kept.close()
+        return len(carries.tried)
+
+    first = simulations(2.0)
+    assert (first > 0, simulations(2.0)) == (True, 0)
+    assert simulations(3.0) == first
+    # The limits are multiples of what these take: for other lengths, with the same seconds.
+    lengths.append((9, 5))
+    assert simulations(3.0) == first
+    assert simulations(3.0) == 0
+
+
+def test_the_choice_is_looked_at_with_seeds_that_the_search_has_not_had(carries: Carries) -> None:
+    asked = problem({"maximise": "gpu", "seeds": 2, "fresh_seeds": 3})
+    search = DrivenSearch(asked)
+    best = search.best([cluster("A10", 1, 8), cluster("L4", 2, 8)])
+    assert {seeds for _, seeds in carries.served} == {(0, 1)}
+    carries.served.clear()
+    assert search.fresh_rates(best) == [1.0] * 3
+    assert list(dict.fromkeys(seeds for _, seeds in carries.served)) == [(2,), (3,), (4,)]
+
+
+@pytest.mark.parametrize("goal", [{"maximise": "gpu"}, {"minimise": "gpus", "rate": 0.5}])
+def test_larger_clusters_serve_more_requests(carries: Carries, goal: dict[str, Any]) -> None:
+    """So many for each GPU, of the four that there are."""
+    asked = problem(goal | {"requests_per_gpu": 2})
+    for gpus, served in ((1, 2), (2, 4)):
+        carries.served.clear()
+        (score,) = DrivenSearch(asked).scores([cluster("A10", gpus, 8)])
+        assert score.rate > 0
+        assert {count for count, _ in carries.served} == {served}
+    with pytest.raises(JaxinferError, match=r"for 3 GPUs is 6 requests: the workload has 4"):
+        DrivenSearch(asked).best([cluster("A10", 3, 8)])
 
 
 def test_equal_keys_are_one_candidate(carries: Carries) -> None:
