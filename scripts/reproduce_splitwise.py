@@ -4,21 +4,22 @@
         --anchors FOLDER --out DIR
 
 ``--perf-model``: the authors' measurements (perf_model.csv); the traces: Azure's of 2023;
-``--anchors``: summaries that their simulator has written on the first 1,000 conversations. Some
-fifteen minutes on two cores.
+``--anchors``: summaries that their simulator has written on the first 1,000 conversations. An
+hour or two of CPU; each part's figures are written when they are there. ``--near``: a table of
+capacities like that in docs/results, near whose rates searches begin, which takes less than half.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+import csv
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import click
-from matplotlib.figure import Figure
 from results import (
     Target,
     by_amount,
@@ -26,20 +27,20 @@ from results import (
     holds,
     show_table,
     show_targets,
+    update_targets,
     write_csv,
-    write_targets,
 )
 from splitwise_alone import anchor_targets, anchors, table_iv, transfers
-from splitwise_public import BLOOM, GB_S, LLAMA, Design, Public, drawn
+from splitwise_pictures import draw_capacities, draw_decodes, draw_pools
+from splitwise_public import GB_S, LLAMA, Design, Public, drawn
 
-from jaxinfer.report.plots import COLOURS
 from jaxinfer.simulate.capacity import load
-from jaxinfer.simulate.curve import Curve
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest, read_workload
 
 Work = Sequence[BenchRequest]
+Rows = list[dict[str, Any]]
 Key = TypeVar("Key")
 # Prompts and tokens: machines of the public notebook's splits, by what is equal to 40 DGX-H100.
 SPLITS: Mapping[tuple[str, str], Mapping[str, tuple[int, int]]] = {
@@ -52,6 +53,8 @@ KINDS = {"AA": ("a100", "a100"), "HH": ("h100", "h100"), "HA": ("h100", "a100"),
          "HHcap": ("h100", "h100_capped")}  # fmt: skip
 BASELINES = {"power": {"A100": 70, "H100": 40}, "cost": {"A100": 86, "H100": 40}}
 DESIGNS = ("A100", "H100", *KINDS)
+# Of the paper's two ratios.
+HEADLINE = ("A100", "AA", "H100", "HA")
 
 
 def design(name: str, trace: str, equal: str, **changes: Any) -> Design:
@@ -67,7 +70,7 @@ class Search:
     """The largest rate of a grid at which all nine targets hold.
 
     Attributes:
-        seconds, seed: of arrivals.
+        seconds, seed: of arrivals; ``joint``: see ``drawn``.
     """
 
     public: Public
@@ -77,17 +80,33 @@ class Search:
     seed: int = 0
     step: int = 2
     most: int = 160
+    joint: bool = False
 
     def met(self, rate: int) -> bool:
         """At one rate."""
-        work = drawn(self.trace, rate, self.seconds, self.seed)
+        work = drawn(self.trace, rate, self.seconds, self.seed, self.joint)
         targets = self.public.targets(self.design.model, work)
         config = self.public.run_file(self.design)
         return load(config, work, targets, (self.seed,), rate).verdict.met
 
-    def largest(self) -> int:
-        """By bisection; 0 where the least rate misses."""
+    def largest(self, near: int = 0) -> int:
+        """By bisection; 0 where the least rate misses.
+
+        Args:
+            near: a rate whose neighbours are tried first, further and further away.
+        """
         low, high = 0, self.most // self.step + 1
+        at, reach = near // self.step, 1
+        if low < at < high and self.met(at * self.step):
+            low = at
+            while low + reach < high and self.met((low + reach) * self.step):
+                low, reach = low + reach, 2 * reach
+            high = min(high, low + reach)
+        elif low < at < high:
+            high = at
+            while high - reach > low and not self.met((high - reach) * self.step):
+                high, reach = high - reach, 2 * reach
+            low = max(low, high - reach)
         while high - low > 1:
             middle = (low + high) // 2
             if self.met(middle * self.step):
@@ -95,17 +114,6 @@ class Search:
             else:
                 high = middle
         return low * self.step
-
-    def walk(self, start: int) -> int:
-        """From near the answer, where each rate takes long."""
-        rate = start
-        if self.met(rate):
-            while self.met(rate + self.step):
-                rate += self.step
-            return rate
-        while rate > 0 and not self.met(rate):
-            rate -= self.step
-        return rate
 
 
 @dataclass(frozen=True)
@@ -116,16 +124,25 @@ class Setting:
     traces: Mapping[str, Work]
     pool: ProcessPoolExecutor
 
-    def largest(self, cells: Mapping[Key, tuple[str, Design]], **how: Any) -> dict[Key, int]:
-        """Of each cell, a trace and a cluster."""
+    def largest(
+        self,
+        cells: Mapping[Key, tuple[str, Design]],
+        near: Callable[[Key], int] = lambda key: 0,
+        **how: Any,
+    ) -> dict[Key, int]:
+        """Of each cell, a trace and a cluster; ``near``: see ``Search.largest``."""
         searches = [Search(self.public, self.traces[t], d, **how) for t, d in cells.values()]
-        return dict(zip(cells, self.pool.map(Search.largest, searches), strict=True))
+        rates = self.pool.map(Search.largest, searches, map(near, cells))
+        return dict(zip(cells, rates, strict=True))
 
 
 # Capacities.
 
 
-def capacities(setting: Setting) -> list[dict[str, Any]]:
+Cell = tuple[str, str, str, bool]
+
+
+def capacities(setting: Setting, near: Mapping[Cell, int]) -> Rows:
     """All clusters under both readings of decode times, at equal power and at equal cost."""
     cells = {
         (trace, equal, name, measured): (trace, design(name, trace, equal, measured=measured))
@@ -137,7 +154,7 @@ def capacities(setting: Setting) -> list[dict[str, Any]]:
     }
     # Some are the same cluster twice.
     once = {cell: key for key, cell in reversed(cells.items())}
-    found = setting.largest({key: cell for cell, key in once.items()})
+    found = setting.largest({key: cell for cell, key in once.items()}, lambda k: near.get(k, 0))
     return [
         {
             "trace": t, "equal": equal, "cluster": name,
@@ -149,18 +166,20 @@ def capacities(setting: Setting) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def known_capacities(path: Path) -> dict[Cell, int]:
+    """Of a file as ``main`` writes it."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return {
+            (row["trace"], row["equal"], row["cluster"], row["decodes"] == "measured"):
+            int(row["rps"])
+            for row in csv.DictReader(file)
+        }  # fmt: skip
+
+
 def headline(setting: Setting, near: Mapping[str, int]) -> dict[str, int]:
     """The clusters of the paper's ratios again, with 600 s of arrivals."""
-    names = ("A100", "AA", "H100", "HA")
-    found = setting.pool.map(
-        Search.walk,
-        [
-            Search(setting.public, setting.traces["conv"], design(n, "conv", "power"), 600)
-            for n in names
-        ],
-        [near[name] for name in names],
-    )
-    return dict(zip(names, found, strict=True))
+    cells = {name: ("conv", design(name, "conv", "power")) for name in HEADLINE}
+    return setting.largest(cells, near.__getitem__, seconds=600)
 
 
 def per_dollar(public: Public, trace: Work, cluster: Design, gpu_usd: float) -> float:
@@ -197,38 +216,27 @@ def batch_jobs(setting: Setting) -> list[Target]:
     ]
 
 
-def others(setting: Setting) -> tuple[list[dict[str, Any]], list[Target]]:
-    """Clusters with work that they were not made for, and slower links."""
-    rows, targets = [], []
-    moved = {name: ("conv", design(name, "code", "power")) for name in KINDS}
-    at_home = {name: ("conv", design(name, "conv", "power")) for name in KINDS}
-    cells = {("conv on the code cluster", n): c for n, c in moved.items()}
-    cells |= {("conv on its own", n): c for n, c in at_home.items()}
-    cells |= {
-        ("conv, links of 20 GiB/s", n): ("conv", design(n, "conv", "power", gb_s=GB_S / 10))
-        for n in ("AA", "HA")
+def others(setting: Setting, at_home: Mapping[str, int]) -> tuple[Rows, list[Target]]:
+    """Clusters with work that they were not made for, and slower links.
+
+    Args:
+        at_home: the largest rates of conversations on their own clusters.
+    """
+    targets = []
+    cells = {
+        ("conv on the code cluster", n): ("conv", design(n, "code", "power")) for n in KINDS
+    } | {
+        (f"{trace}, links of 20 GiB/s", n): (trace, design(n, trace, "power", gb_s=GB_S / 10))
+        for trace, names in (("conv", ("AA", "HA")), ("code", ("AA",)))
+        for n in names
     }
-    cells[("code, links of 20 GiB/s", "AA")] = (
-        "code",
-        design("AA", "code", "power", gb_s=GB_S / 10),
-    )
-    found = setting.largest(cells)
-    llama = {
-        ("Llama 2 70B, conv", n): ("conv", design(n, "conv", "power", model=LLAMA)) for n in DESIGNS
-    }
-    found |= setting.largest(llama, step=10, most=300)
+    found = setting.largest(cells, lambda cell: at_home[cell[1]])
     rows = [{"case": case, "cluster": name, "rps": rps} for (case, name), rps in found.items()]
     for name, theirs in (("AA", 0), ("HH", 0), ("HA", -7), ("HHcap", -7)):
-        change = found["conv on the code cluster", name] / found["conv on its own", name] - 1
+        change = found["conv on the code cluster", name] / at_home[name] - 1
         targets.append(
             by_amount(f"conv on the code cluster, {name}: %", theirs, 100 * change, 4, "points")
         )
-    of_llama = {name: found["Llama 2 70B, conv", name] for name in DESIGNS}
-    above = min(of_llama[n] for n in KINDS) > max(of_llama["A100"], of_llama["H100"])
-    said = ", ".join(f"{name} {rate}" for name, rate in of_llama.items())
-    targets.append(
-        holds("Llama 2 70B on BLOOM's clusters", "all Splitwise above both baselines", said, above)
-    )
     slow = found["code, links of 20 GiB/s", "AA"]
     conv = found["conv, links of 20 GiB/s", "AA"]
     targets.append(
@@ -242,20 +250,44 @@ def others(setting: Setting) -> tuple[list[dict[str, Any]], list[Target]]:
     return rows, targets
 
 
-def cheapest(setting: Setting) -> Target:
-    """Machines that HH needs for coding at 70 RPS, with the three for tokens of Figure 12."""
-    least = 0
-    for prompts in range(28, 20, -1):
-        cluster = Design(prompts, "h100", 3, "h100")
-        searches = [
-            Search(setting.public, setting.traces["code"], cluster, seed=seed) for seed in range(3)
-        ]
-        if not all(setting.pool.map(partial(Search.met, rate=70), searches)):
-            break
-        least = prompts + 3
-    return by_amount(
-        "HH, code, 70 RPS: machines, three of them for tokens", 30, least, 2, "machines"
+def of_llama(setting: Setting) -> Target:
+    """Another model on BLOOM's clusters."""
+    cells = {name: ("conv", design(name, "conv", "power", model=LLAMA)) for name in DESIGNS}
+    found = setting.largest(cells, step=10, most=300)
+    above = min(found[name] for name in KINDS) > max(found["A100"], found["H100"])
+    said = ", ".join(f"{name} {rate}" for name, rate in found.items())
+    return holds(
+        "Llama 2 70B on BLOOM's clusters", "all Splitwise above both baselines", said, above
     )
+
+
+def sensitivities(setting: Setting, near: Mapping[str, int]) -> Rows:
+    """What the two ratios of conversations at equal power owe to the public rules.
+
+    Args:
+        near: the largest rates with these.
+    """
+    cases: Mapping[str, Mapping[str, Any]] = {
+        "prompts and decodes in a step: 1.0, not 1.1": {"mixed_factor": 1.0},
+        "steps of 4096 tokens, not 2048": {"step_tokens": 4096},
+        "transfers layer by layer from 512 tokens": {"layerwise_from": 512},
+        "outputs drawn with their prompts": {},
+    }
+    found = {}
+    for case, changes in cases.items():
+        cells = {
+            (case, name): ("conv", design(name, "conv", "power", **changes)) for name in HEADLINE
+        }
+        found |= setting.largest(cells, lambda cell: near[cell[1]], joint=not changes)
+    rows = []
+    for case, of in {"as published": near, **dict.fromkeys(cases, None)}.items():
+        rates_of = of or {name: found[case, name] for name in HEADLINE}
+        rows.append({
+            "case": case, **{name: rates_of[name] for name in HEADLINE},
+            "AA / A100": round(rates_of["AA"] / rates_of["A100"], 2),
+            "HA / H100": round(rates_of["HA"] / rates_of["H100"], 2),
+        })  # fmt: skip
+    return rows
 
 
 # What is printed, written and drawn.
@@ -292,92 +324,23 @@ def ratios(rows: Sequence[Mapping[str, Any]], long: Mapping[str, int]) -> list[T
     ]  # fmt: skip
 
 
-def show_capacities(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A line for each trace and what is equal, a column for each cluster."""
+def by_line(rows: Rows) -> Rows:
+    """A line for each trace, what is equal and the decode times, a column for each cluster."""
     lines: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in rows:
         key = row["trace"], row["equal"], row["decodes"]
         line = lines.setdefault(key, dict(zip(("trace", "equal", "decodes"), key, strict=True)))
         line[row["cluster"]] = row["rps"]
-    show_table(list(lines.values()))
+    return list(lines.values())
 
 
-def draw_capacities(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """At equal power, under both readings."""
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    for ax, trace in zip(figure.subplots(1, 2), ("conv", "code"), strict=True):
-        for number, decodes in enumerate(("public", "measured")):
-            here = [
-                r
-                for r in rows
-                if (r["trace"], r["equal"], r["decodes"]) == (trace, "power", decodes)
-            ]
-            x = [i + 0.4 * number for i in range(len(here))]
-            bars = ax.bar(
-                x,
-                [r["rps"] for r in here],
-                0.38,
-                color=COLOURS[number],
-                label=f"decode times: {decodes}",
-            )
-            ax.bar_label(bars, fontsize=8)
-        ax.set_xticks(
-            [i + 0.2 for i in range(len(here))], [f"{r['cluster']}\n{r['machines']}" for r in here]
-        )
-        ax.set_title(f"{trace}, the power of 40 DGX-H100", fontsize=10)
-    figure.axes[0].set_ylabel("requests/s within the targets")
-    figure.axes[1].legend(frameon=False)
-    figure.savefig(path, dpi=120)
-
-
-def draw_decodes(public: Public, path: Path) -> None:
-    """What a step of decodes takes, as it was measured and as the public simulator reads it."""
-    figure = Figure(figsize=(5, 3.6), layout="constrained")
-    ax = figure.subplots()
-    for colour, kind in zip(COLOURS, ("a100", "h100"), strict=False):
-        curve = Curve(public.points(BLOOM, kind, "token_time"))
-        measured = public.decodes(BLOOM, kind)
-        x = [batch for batch, context in measured if context == 576]
-        ax.plot(
-            x, [1e3 * measured[b, 576.0] for b in x], "o-", color=colour, label=f"{kind}, measured"
-        )
-        ax.plot(x, [1e3 * curve(b) for b in x], "--", color=colour, label=f"{kind}, public reading")
-    ax.set(
-        xlabel="decodes in the step, with 512 tokens of prompt each", ylabel="ms", ylim=(0, None)
-    )
-    ax.legend(frameon=False)
-    figure.savefig(path, dpi=120)
-
-
-def draw_pools(public: Public, trace: Work, path: Path) -> None:
-    """Machines in each pool, with more and more requests."""
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
-    ax = figure.subplots()
-    rates = (40, 70, 100, 130, 40)
-    work: list[BenchRequest] = []
-    for number, rate in enumerate(rates):
-        part = with_arrivals(drawn(trace, rate, 60, number), Arrivals(kind="poisson", rate=rate))
-        work += [replace(item, arrival=item.arrival + 60 * number) for item in part]
-    with TemporaryDirectory() as folder:
-        simulate(public.run_file(design("HA", "code", "power")), work, folder)
-        (run,) = Path(folder).iterdir()
-        pools = json.loads((run / "run.json").read_text(encoding="utf-8"))["system_report"]["pools"]
-    changes = sorted((time, name, where) for name, moves in pools.items() for time, where in moves)
-    now: dict[str, str] = {}
-    x: list[float] = []
-    y: dict[str, list[int]] = {"prompt": [], "mixed": [], "token": []}
-    for time, name, where in changes:
-        now[name] = where
-        x.append(time)
-        for pool, counts in y.items():
-            counts.append(sum(place == pool for place in now.values()))
-    for colour, (pool, counts) in zip(COLOURS, y.items(), strict=False):
-        ax.step(x, counts, where="post", color=colour, label=f"{pool} pool")
-    for number, rate in enumerate(rates):
-        ax.text(60 * number + 2, 44, f"{rate} RPS", fontsize=8)
-    ax.set(xlabel="seconds", ylabel="machines", xlim=(0, 60 * len(rates)), ylim=(0, 47))
-    ax.legend(frameon=False, loc="center left")
-    figure.savefig(path, dpi=120)
+def show(title: str, rows: Rows, path: Path | None = None) -> None:
+    """As a table, and in a file."""
+    print(f"\n{title}")
+    show_table(rows)
+    sys.stdout.flush()
+    if path:
+        write_csv(path, rows)
 
 
 @click.command()
@@ -386,41 +349,55 @@ def draw_pools(public: Public, trace: Work, path: Path) -> None:
 @click.option("--coding", required=True)
 @click.option("--anchors", "summaries", required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path))
-def main(perf_model: Path, conversation: str, coding: str, summaries: Path, out: Path) -> None:
+@click.option("--near", "begin", type=click.Path(path_type=Path), help="Where searches begin.")
+def main(
+    perf_model: Path,
+    conversation: str,
+    coding: str,
+    summaries: Path,
+    out: Path,
+    begin: Path | None,
+) -> None:
     """Print the paper's figures beside ours, and write them."""
     out.mkdir(parents=True, exist_ok=True)
+    claims: list[Target] = []
+
+    def claim(targets: list[Target]) -> None:
+        claims.extend(targets)
+        update_targets(out / "targets.csv", targets)
+
     with TemporaryDirectory() as files, ProcessPoolExecutor() as pool:
         public = Public(perf_model, Path(files))
         traces = {"conv": read_workload(conversation), "code": read_workload(coding)}
         setting = Setting(public, traces, pool)
         found = anchors(public, traces["conv"], summaries)
-        targets = anchor_targets(found)
+        claim(anchor_targets(found))
         found = [{k: v for k, v in row.items() if k != "share"} for row in found]
-        print("\nThe public simulator's runs")
-        show_table(found)
-        write_csv(out / "anchors.csv", found)
-        moved, more = transfers(public)
-        targets += more + table_iv(public)
-        print("\nTransfers of a median coding prompt")
-        show_table([{k: v for k, v in row.items() if k not in ("share", "e2e")} for row in moved])
+        show("The public simulator's runs", found, out / "anchors.csv")
+        moved, targets = transfers(public)
+        claim(targets + table_iv(public))
+        show(
+            "Transfers of a median coding prompt",
+            [{k: v for k, v in row.items() if k not in ("share", "e2e")} for row in moved],
+        )
         draw_decodes(public, out / "decodes.png")
-        draw_pools(public, traces["code"], out / "pools.png")
-        rows = capacities(setting)
-        print("\nLargest rates, requests per second")
-        show_capacities(rows)
+        draw_pools(public, design("HA", "code", "power"), traces["code"], out / "pools.png")
+        rows = capacities(setting, known_capacities(begin) if begin else {})
         write_csv(out / "capacities.csv", rows)
+        show("Largest rates, requests per second", by_line(rows))
         draw_capacities(rows, out / "capacities.png")
-        long = headline(setting, by_cluster(rows, "public")["conv", "power"])
-        print(f"\nWith 600 s of conversations: {long}")
-        targets += ratios(rows, long)
-        more_rows, more = others(setting)
-        print("\nOther work, other links, another model")
-        show_table(more_rows)
-        write_csv(out / "others.csv", more_rows)
-        targets += [*more, *batch_jobs(setting), cheapest(setting)]
+        near = by_cluster(rows, "public")["conv", "power"]
+        long = headline(setting, near)
+        print(f"\nWith 600 s of conversations: {long}", flush=True)
+        claim(ratios(rows, long))
+        claim(batch_jobs(setting))
+        rows, targets = others(setting, near)
+        claim(targets)
+        show("Other work, other links", rows, out / "others.csv")
+        show("Sensitivities", sensitivities(setting, near), out / "sensitivities.csv")
+        claim([of_llama(setting)])
     print("\nTargets")
-    show_targets(targets)
-    write_targets(out / "targets.csv", targets)
+    show_targets(claims)
 
 
 if __name__ == "__main__":

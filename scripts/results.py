@@ -70,6 +70,17 @@ def write_targets(path: Path, targets: Sequence[Target]) -> None:
     write_csv(path, [asdict(t) | {"met": "yes" if t.met else "no"} for t in targets])
 
 
+def update_targets(path: Path, targets: Sequence[Target]) -> None:
+    """The same in a file that may be there: of equal claims, these are right."""
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    ours = [asdict(t) | {"met": "yes" if t.met else "no"} for t in targets]
+    claims = {row["claim"] for row in ours}
+    write_csv(path, [row for row in rows if row["claim"] not in claims] + ours)
+
+
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """With a header, which is the first row's."""
     with path.open("w", newline="", encoding="utf-8") as file:

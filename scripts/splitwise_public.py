@@ -7,7 +7,7 @@ import csv
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,6 +16,7 @@ import yaml
 
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.simulate.curve import Curve
+from jaxinfer.simulate.hardware import find_gpu
 from jaxinfer.simulate.targets import PercentileTargets, Reference
 from jaxinfer.workload.lengths import BenchRequest
 
@@ -63,7 +64,8 @@ class Design:
         measured: with decode times by batch and context, and prompts and decodes that share the
             weights, in place of the public simulator's reading.
         page_size: of its pools, which in the simulator are kept to the token.
-        layerwise_from, gb_s: how KV goes over.
+        gb_s, layerwise_from: how KV goes over.
+        mixed_factor: by which decodes lengthen a step of prompts; ``step_tokens``: of a step.
     """
 
     prompts: int
@@ -75,6 +77,8 @@ class Design:
     page_size: int = 16
     gb_s: float = GB_S
     layerwise_from: int | None = None
+    mixed_factor: float = 1.1
+    step_tokens: int = 2048
 
     @property
     def machines(self) -> list[tuple[str, int]]:
@@ -165,18 +169,24 @@ class Public:
             name = f"public-{node['gpu'].lower()}"
             gpus[name] = {
                 "bf16_tflops": 1000, "memory_gb": 99, "memory_gb_s": 3000,
-                "link": "NVLink", "link_gb_s": 300, "watts": 700,
+                "link": "NVLink", "link_gb_s": 300, "watts": find_gpu(node["gpu"]).watts,
             }  # fmt: skip
             node |= {"gpu": name, "nic_gb_s": gb_s}
         text = yaml.safe_dump(data | {"gpus": gpus})
         self._hardware(gb_s).write_text(text, encoding="utf-8")
 
     def run_file(self, design: Design) -> RunFile:
-        """A shipped one, with the public simulator's numbers."""
+        """See ``data``."""
+        return as_run_file(self.data(design))
+
+    def data(self, design: Design) -> dict[str, Any]:
+        """A shipped run file, with the public simulator's numbers."""
         base = "hh" if design.tokens else "baseline_h100"
         data = yaml.safe_load((CONFIGS / f"{base}.yaml").read_text(encoding="utf-8"))
         data |= {"model": "public", "models": {"public": dict(design.model.shape)}}
         data["engine"]["page_size"] = design.page_size
+        prompts = {"name": "whole_prompts", "step_tokens": design.step_tokens}
+        data["engine"]["policies"]["form_batch"] = prompts
         data["system"] |= {"return_when": "idle", "layerwise_from": design.layerwise_from}
         data["simulate"] = {
             "hardware": str(self._hardware(design.gb_s)), "reserve_gb": 0.0, "groups": {},
@@ -191,14 +201,14 @@ class Public:
             data["simulate"]["groups"][pool] = {
                 "node": f"{pool}_{kind}*", "curves": self._costs(design, kind),
             }  # fmt: skip
-        return as_run_file(data)
+        return data
 
     def _costs(self, design: Design, kind: str) -> dict[str, Any]:
         if design.measured:
             file = self._curves(design.model, kind, "measured")
             return {"file": str(file), "share_weights": True}
         file = self._curves(design.model, kind, "public")
-        return {"file": str(file), "decode": "by_tokens", "mixed_factor": 1.1}
+        return {"file": str(file), "decode": "by_tokens", "mixed_factor": design.mixed_factor}
 
     def reference(self, model: Model, work: Sequence[BenchRequest]) -> Reference:
         """A DGX-A100 without contention, as the authors' notebook reckons it.
@@ -225,11 +235,17 @@ class Public:
 
 
 def drawn(
-    trace: Sequence[BenchRequest], rate: float, seconds: float, seed: int
+    trace: Sequence[BenchRequest], rate: float, seconds: float, seed: int, joint: bool = False
 ) -> list[BenchRequest]:
-    """Lengths of prompts and of outputs, each drawn by itself, as the public generator does it."""
+    """Lengths of prompts and of outputs, each drawn by itself, as the public generator does it.
+
+    Args:
+        joint: drawn are requests in place of it, so that long prompts keep their outputs.
+    """
     rng = random.Random(seed)
     count = round(rate * seconds)
+    if joint:
+        return [replace(item, arrival=0.0) for item in rng.choices(trace, k=count)]
     prompts = rng.choices([item.prompt_len for item in trace], k=count)
     outputs = rng.choices([item.max_tokens for item in trace], k=count)
     return [BenchRequest(None, p, n, 0.0) for p, n in zip(prompts, outputs, strict=True)]
