@@ -23,6 +23,7 @@ SYSTEMS = {
     "distserve": "jaxinfer.systems.distserve:DistServe",
     "splitwise": "jaxinfer.systems.splitwise:Splitwise",
     "tetriinfer": "jaxinfer.systems.tetriinfer:TetriInfer",
+    "hexgen2": "jaxinfer.systems.hexgen2:HexGen2",
     "pipeline_parallel": "jaxinfer.systems.pipeline_parallel:PipelineParallel",
 }
 

@@ -1,5 +1,6 @@
-"""Splitwise, DistServe and TetriInfer on four unlike instances: tokens as of one instance."""
+"""Splitwise, DistServe, TetriInfer and HexGen-2 on four unlike instances: tokens as of one instance."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,17 @@ def test_splitwise(
     if not helped:
         assert ran.decoded("p") == ran.decoded("q") == 0
         assert {t.source for t in ran.record.transfers} == {"p", "q"}
+
+
+def test_hexgen2(four: LLM, expected: dict[str, list[Done]], tmp_path: Path) -> None:
+    """Over stages of 1 + 3 layers, one device and two, to one and two others: the same tokens."""
+    flows = {"p": {"d": 3.0, "e": 1.0}, "q": {"e": 2.0}}
+    system = {"name": "hexgen2", "flows": flows, "max_in_prefill": 100}
+    ran, done = run(four, system, tmp_path, {})
+    assert done == expected["two"]
+    pairs = Counter((t.source, t.dest) for t in ran.record.transfers)
+    assert set(pairs) == {("p", "d"), ("p", "e"), ("q", "e")}
+    assert all(ran.decoded(name) == 0 for name in "pq")
+    share = 6 / sum(pairs.values())
+    for (source, dest), count in pairs.items():
+        assert abs(count * share - flows[source][dest]) <= share

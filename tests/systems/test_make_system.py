@@ -111,7 +111,7 @@ def test_all_that_come_with_jaxinfer_are_found() -> None:
         if name == "least_loaded":  # Has all it needs.
             assert type(make_system({"name": name}, ["x", "y"])) is LeastLoaded
         else:
-            wrong = f"system {name}: |system.(shares|partial|prefill|prompt|units)"
+            wrong = f"system {name}: |system.(shares|partial|prefill|prompt|units|flows)"
             with pytest.raises(JaxinferError, match=wrong):
                 make_system({"name": name}, ["x", "y"])
         assert target.startswith(f"jaxinfer.systems.{name}:")
@@ -120,7 +120,7 @@ def test_all_that_come_with_jaxinfer_are_found() -> None:
 def test_names() -> None:
     assert list(SYSTEMS) == [
         "single", "cronus", "data_parallel", "least_loaded", "disaggregated", "distserve",
-        "splitwise", "tetriinfer", "pipeline_parallel"]  # fmt: skip
+        "splitwise", "tetriinfer", "hexgen2", "pipeline_parallel"]  # fmt: skip
 
 
 def test_a_users_own(own: str) -> None:

@@ -1,0 +1,144 @@
+"""HexGen-2: requests over pairs of a prefill and a decode instance by planned flows (section 3.3).
+
+The runtime. Which instances there are, and the flows between them, a planner decides and the run
+file says.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from itertools import permutations, product
+
+from pydantic import Field
+
+from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean
+from jaxinfer.errors import JaxinferError
+from jaxinfer.serving.system import Assignment, ClusterView, HandOffRule, Leg, RequestView, System
+from jaxinfer.systems.roles import Pools, alive, most_entries, whole_on_least_loaded
+
+Pair = tuple[str, str]
+
+
+class HexGen2Options(Options):
+    """Options of ``HexGen2``.
+
+    Attributes:
+        flows: requests per second by prefill instance and, of each, by decode instance; only their
+            ratios count.
+        hand_off: when the KV goes on.
+        max_in_prefill: requests that wait or run in one prefill instance, at most.
+    """
+
+    flows: Named[Named[float]] = Field(min_length=1)
+    hand_off: HandOffRule = "on_demand"
+    max_in_prefill: int = Field(default=16, ge=1)
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse flows that are none."""
+        for source, flows in self.flows.items():
+            for dest, flow in flows.items():
+                if flow <= 0:
+                    raise OptionError(f"flows.{source}.{dest} is {flow:g}, must be above 0")
+            if not flows:
+                raise OptionError(f"flows.{source} is empty, must have a decode instance")
+
+
+class Shares:
+    """Who comes next, so that each has what is due to it, to within one request at all times.
+
+    Tijdeman's rule ("The chairman assignment problem", 1980). While some have no room the others
+    take their turns, and those are owed one request at most, so that they do not get all that comes
+    in once they have room.
+    """
+
+    def __init__(self, weights: Mapping[Pair, float]) -> None:
+        self._weights = weights
+        # What each is owed, in requests; they add up to 0.
+        self.owed = dict.fromkeys(weights, 0.0)
+        self._least = 0.5 / max(len(weights) - 1, 1)
+
+    def take(self, with_room: Collection[Pair]) -> Pair:
+        """The next one, of some that have room."""
+        gaining = [p for p, owed in self.owed.items() if p in with_room or owed < 1]
+        total = sum(self._weights[pair] for pair in gaining)
+        for pair in gaining:
+            self.owed[pair] += self._weights[pair] / total
+        due = [pair for pair in with_room if self.owed[pair] >= self._least]
+        if due:
+            # Who would be a whole request behind first.
+            chosen = min(due, key=lambda p: (1 - self._least - self.owed[p]) / self._weights[p])
+        else:
+            chosen = max(with_room, key=self.owed.__getitem__)
+        self.owed[chosen] -= 1
+        return chosen
+
+
+class HexGen2(System):
+    """Each request goes to a pair, in proportion to the planned flow between the two.
+
+    Of pairs whose prefill instance has room, and whose pools hold the request. A lost instance
+    takes its pairs along; where none is left, all pairs of those that are there are equal, and
+    where all of one role are lost, each request runs whole on one of the others.
+    """
+
+    Options = HexGen2Options
+    options: HexGen2Options
+    ttft_counts_transfer = True
+
+    def __init__(self, options: HexGen2Options) -> None:
+        super().__init__(options)
+        self._pools = Pools()
+        self._flows = {(p, d): flow for p, row in options.flows.items() for d, flow in row.items()}
+        self._prefill = list(options.flows)
+        self._decode = list(dict.fromkeys(dest for _, dest in self._flows))
+        self.shares = Shares(self._flows)
+        self._alive = self._prefill, self._decode
+
+    def check(self, instances: Collection[str]) -> None:
+        """All there, and each in one role."""
+        for source, flows in self.options.flows.items():
+            for where, name in [("flows", source), *((f"flows.{source}", d) for d in flows)]:
+                if name not in instances:
+                    raise OptionError(f"{where}.{name}: {did_you_mean(name, instances)}")
+        if both := [name for name in self._decode if name in self._prefill]:
+            raise JaxinferError(f"flows: {both[0]!r} both prefills and decodes")
+        if left := [name for name in instances if name not in (*self._prefill, *self._decode)]:
+            raise OptionError(f"flows: instance {left[0]!r} has none")
+
+    def routes(self, instances: Collection[str]) -> Collection[Pair]:
+        """From each that prefills to all others, since who has a flow may be lost."""
+        return [*product(self._prefill, self._decode), *permutations(self._prefill, 2)]
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
+        """A leg to the prompt's end, then one to the finish."""
+        prefill, decode = alive(self._prefill, cluster), alive(self._decode, cluster)
+        if bool(prefill) != bool(decode):
+            return whole_on_least_loaded(prefill or decode, waiting, cluster)
+        if not prefill:
+            # To ask for one that is not there tells the loop that all were lost.
+            prefill, decode = self._prefill, self._decode
+        if (prefill, decode) != self._alive:
+            self._alive = prefill, decode
+            left = {p: f for p, f in self._flows.items() if p[0] in prefill and p[1] in decode}
+            self.shares = Shares(left or dict.fromkeys(product(prefill, decode), 1.0))
+        given: Counter[str] = Counter()
+        assignments = []
+        for request in waiting:
+            holding = self._that_hold(request, cluster)
+            room = [pair for pair in holding if self._has_room(pair[0], cluster, given)]
+            if not room:
+                break
+            here, there = self.shares.take(room)
+            given[here] += 1
+            first = Leg(here, request.prompt_len, self.options.hand_off)
+            assignments.append(Assignment(request.id, (first, Leg(there))))
+        return assignments
+
+    def _has_room(self, name: str, cluster: ClusterView, given: Mapping[str, int]) -> bool:
+        return cluster.instances[name].num_requests + given[name] < self.options.max_in_prefill
+
+    def _that_hold(self, request: RequestView, cluster: ClusterView) -> Collection[Pair]:
+        """Pairs whose pools hold the prompt, and all of it; every pair where none does."""
+        pairs, hold = self.shares.owed, self._pools.that_hold
+        prefill = hold(request.prompt_len, self._alive[0], cluster)
+        decode = hold(most_entries(request), self._alive[1], cluster)
+        return [pair for pair in pairs if pair[0] in prefill and pair[1] in decode] or list(pairs)
