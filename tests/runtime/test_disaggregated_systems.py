@@ -1,4 +1,4 @@
-"""Splitwise, DistServe, TetriInfer and HexGen-2 on four unlike instances: tokens as of one instance."""
+"""Splitwise, DistServe, TetriInfer, HexGen-2: tokens of four unlike instances as of one."""
 
 from collections import Counter
 from pathlib import Path

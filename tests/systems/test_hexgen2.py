@@ -55,7 +55,7 @@ def test_options() -> None:
     assert vars(system.options) == {
         "flows": FLOWS, "hand_off": "on_demand", "max_in_prefill": 16}  # fmt: skip
     system.check("pqde")
-    # All pairs, since a lost instance may leave any; without decode, to the other one that prefills.
+    # All pairs, since a lost instance may leave any; without decode, to another that prefills.
     assert system.routes("pqde") == [*product("pq", "de"), ("p", "q"), ("q", "p")]
     assert system.ttft_counts_transfer
     assert not system.needs_decode_rows
