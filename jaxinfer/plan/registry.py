@@ -19,6 +19,7 @@ PLANNERS = {
     "pd_ratio": "jaxinfer.plan.planners.pd_ratio:PDRatio",
     "any_system": "jaxinfer.plan.planners.any_system:AnySystem",
     "splitwise": "jaxinfer.plan.planners.splitwise:SplitwisePools",
+    "hexgen2": "jaxinfer.plan.planners.hexgen2:HexGen2",
     "distserve_high": "jaxinfer.plan.planners.distserve:DistServeHigh",
     "distserve_low": "jaxinfer.plan.planners.distserve:DistServeLow",
 }

@@ -179,10 +179,10 @@ def _model_instance(
     options, parts = site.run_file.simulate, stage_parts(site, model, instance)
     costs = [options.of(group) for group in groups]
     pages = [
-        _num_pages(instance, of_group.reserve_gb, part, group)
+        count_pages(instance, of_group.reserve_gb, part, group)
         for of_group, part, group in zip(costs, parts, groups, strict=True)
     ]
-    stages = [_stage(part, cost) for part, cost in zip(parts, costs, strict=True)]
+    stages = [stage_cost(part, cost) for part, cost in zip(parts, costs, strict=True)]
     hops = [site.path(*ends, "hidden states") for ends in pairwise(groups)]
     cost: CostModel = Pipeline(
         tuple(stages),
@@ -202,7 +202,12 @@ def _model_instance(
     )
 
 
-def _stage(part: StagePart, costs: SimulateOptions) -> StageCost:
+def stage_cost(part: StagePart, costs: SimulateOptions) -> StageCost:
+    """How long a stage's steps take.
+
+    Raises:
+        JaxinferError: what the costs are made from has nothing for this stage.
+    """
     try:
         return make_stage(part, costs)
     except JaxinferError as error:
@@ -240,9 +245,14 @@ def stage_parts(site: Resolved, model: ModelShape, instance: InstanceConfig) -> 
     ]  # fmt: skip
 
 
-def _num_pages(
+def count_pages(
     instance: InstanceConfig, reserve_gb: float | None, part: StagePart, group: str
 ) -> int:
+    """Pages of a stage's pool, the padding page included.
+
+    Raises:
+        JaxinferError: the GPU's memory holds fewer than are asked for, or than two.
+    """
     gpu, model = part.gpu, part.model
     weights = part.weight_bytes
     scales = _SCALES * part.layers * model.num_key_value_heads if part.kv_size == 1 else 0

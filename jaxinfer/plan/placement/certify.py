@@ -1,0 +1,130 @@
+"""The best plan that is found, and how far from the best of all it may be."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.plan.placement.capacity import Modelled
+from jaxinfer.plan.placement.flow import Flow, Network, Placed, shared_flow
+from jaxinfer.plan.placement.moves import Member, Plan, as_plan
+from jaxinfer.plan.placement.programs import (
+    Cells,
+    Mix,
+    best_mix,
+    configurations,
+    within_nodes,
+)
+from jaxinfer.plan.placement.refine import Effort, Scorer, refine
+from jaxinfer.plan.placement.site import Site
+
+
+@dataclass(frozen=True)
+class Certified:
+    """A plan and its certificate.
+
+    Attributes:
+        flow: requests per second over shared networks, and what they lack.
+        bound: requests per second that no plan exceeds whose groups have no more GPUs than was
+            asked for, whatever the network.
+        within: the same of plans whose groups stay within nodes, by the network that there is.
+        per_gpu: by GPU, further requests per second for one more of them.
+    """
+
+    plan: Plan
+    groups: Sequence[Placed]
+    flow: Flow
+    bound: float
+    within: float
+    per_gpu: dict[str, float]
+
+    @property
+    def gap(self) -> float:
+        """By which share it may be below the best."""
+        return max(1 - self.flow.total / self.bound, 0.0)
+
+
+def plan_of_cells(cells: Cells) -> Plan:
+    """Groups within nodes."""
+    return as_plan(
+        (((node, count),), role) for node, groups in cells.groups.items() for count, role in groups
+    )
+
+
+def plan_of_mix(site: Site, mix: Mix) -> Plan:
+    """The groups on nodes: each kind's GPUs of a group on the fewest, where they just fit."""
+    free = list(site.gpus)
+    kind = [site.kind_of_type[type_] for type_ in site.type_of]
+    members: list[Member] = []
+    wanted = [option for option, count in mix.groups for _ in range(count)]
+    for option in sorted(wanted, key=lambda o: (-max(o.gpus), -sum(o.gpus))):
+        counts: dict[int, int] = {}
+        for number, left in enumerate(option.gpus):
+            while left:
+                nodes = [n for n in range(len(free)) if kind[n] == number and free[n]]
+                enough = [n for n in nodes if free[n] >= left]
+                node = min(enough, key=lambda n: (free[n], n), default=None)
+                if node is None:
+                    node = max(nodes, key=lambda n: (free[n], -n))
+                taken = min(free[node], left)
+                counts[node], left, free[node] = taken, left - taken, free[node] - taken
+        members.append((tuple(sorted(counts.items())), option.role))
+    return as_plan(members)
+
+
+def counts_by_kind(site: Site) -> list[int]:
+    """GPUs of each kind."""
+    counts = [0] * (max(site.kind_of_type) + 1)
+    for type_, gpus in zip(site.type_of, site.gpus, strict=True):
+        counts[site.kind_of_type[type_]] += gpus
+    return counts
+
+
+def mix_of(capacity: Modelled, most: int) -> Mix:
+    """What the GPUs there are come to at best; see ``best_mix``."""
+    counts = counts_by_kind(capacity.site)
+    return best_mix(configurations(capacity.as_local(), counts, most), counts)
+
+
+def best_plan(
+    capacity: Modelled,
+    network: Network,
+    request_bytes: float,
+    most: int,
+    effort: Effort,
+    restarts: int,
+    seed: int,
+) -> Certified:
+    """From the integer programs' plans, by refinement over shared networks.
+
+    Args:
+        most: GPUs of a group.
+
+    Raises:
+        JaxinferError: no group holds the model and the longest request.
+    """
+    site = capacity.site
+    mix = mix_of(capacity, most)
+    cells = within_nodes(capacity, request_bytes)
+    scorer = Scorer(capacity, network, shared_flow, effort)
+    starts = [plan_of_mix(site, mix)]
+    if cells.groups:
+        starts.append(plan_of_cells(cells))
+    best = refine(scorer, starts, most, restarts, seed)
+    return certify(scorer, best.plan, mix, cells.bound)
+
+
+def certify(scorer: Scorer, plan: Plan, mix: Mix, within: float) -> Certified:
+    """A plan beside what none exceeds.
+
+    Raises:
+        JaxinferError: nothing flows.
+    """
+    groups, site = scorer.placed(plan), scorer.site
+    flow = scorer.flow(plan)
+    if not flow.total:
+        raise JaxinferError("no plan is found in which both roles hold the model")
+    kinds = range(len(mix.per_gpu))
+    names = [site.nodes[site.types[site.kind_of_type.index(kind)]].gpu for kind in kinds]
+    return Certified(
+        plan, groups, flow, mix.bound, within, dict(zip(names, mix.per_gpu, strict=True))
+    )

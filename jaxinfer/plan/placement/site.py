@@ -1,0 +1,96 @@
+"""The GPUs that there are: nodes of a hardware file, and what lies between them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from jaxinfer.simulate.hardware import Catalogue, Gpu
+from jaxinfer.simulate.nodes import Hardware, NodeOptions
+
+# GPUs of one instance: nodes by number, and how many of each.
+Group = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Nodes by number, in the file's order.
+
+    Attributes:
+        known: GPUs and models by name, those of both files included.
+    """
+
+    hardware: Hardware
+    known: Catalogue
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Of the nodes."""
+        return list(self.hardware.nodes)
+
+    @cached_property
+    def nodes(self) -> list[NodeOptions]:
+        """By number."""
+        return list(self.hardware.nodes.values())
+
+    @property
+    def gpus(self) -> list[int]:
+        """Of each node, how many there are."""
+        return [node.gpus for node in self.nodes]
+
+    @cached_property
+    def type_of(self) -> list[int]:
+        """Of each node, a number that equal ones share; one with a link of its own has no equal."""
+        own = {name for link in self.hardware.links for name in link.between}
+        numbers: dict[object, int] = {}
+        found = []
+        for name, node in zip(self.names, self.nodes, strict=True):
+            what = node.model_dump(exclude={"gpus", "usd_per_hour", "watts"})
+            key = (name if name in own else "", *what.values())
+            found.append(numbers.setdefault(key, len(numbers)))
+        return found
+
+    @cached_property
+    def types(self) -> list[int]:
+        """Of each type, the first node that is of it."""
+        return [self.type_of.index(number) for number in range(max(self.type_of) + 1)]
+
+    @cached_property
+    def gpu_of_type(self) -> list[Gpu]:
+        """Of each type, one of its GPUs."""
+        return [self.nodes[node].as_gpu(self.known) for node in self.types]
+
+    @cached_property
+    def kind_of_type(self) -> list[int]:
+        """Of each type, a number that types with equal GPUs share, whatever their networks."""
+        numbers: dict[str, int] = {}
+        keys = [repr(gpu) for gpu in self.gpu_of_type]
+        return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+    @cached_property
+    def usd_per_gpu(self) -> list[float] | None:
+        """Dollars per hour of a GPU of each node; None where one has no price."""
+        prices = [node.usd_per_hour for node in self.nodes]
+        known = [price for price in prices if price is not None]
+        if len(known) < len(prices):
+            return None
+        return [usd / node.gpus for usd, node in zip(known, self.nodes, strict=True)]
+
+    def hop(self, here: int, there: int) -> tuple[float, float]:
+        """Between stages on two nodes, or within one: latency, and seconds per byte."""
+        if here == there:
+            gpu = self.gpu_of_type[self.type_of[here]]
+            return 0.0, 1 / (gpu.link_gb_s * 1e9)
+        common = self.hardware.latency_s
+        if link := self.hardware.link(self.names[here], self.names[there]):
+            return common if link.latency_s is None else link.latency_s, 1 / (link.gb_s * 1e9)
+        return common, 1 / (min(self.nodes[here].nic_gb_s, self.nodes[there].nic_gb_s) * 1e9)
+
+    def network(self, here: int, there: int) -> Mapping[tuple[object, ...], float]:
+        """What KV from node to node goes over, with bytes per second."""
+        a, b = self.names[here], self.names[there]
+        if link := self.hardware.link(a, b):
+            return {("link", a, b): link.gb_s * 1e9}
+        return {
+            ("nic", a, "out"): self.nodes[here].nic_gb_s * 1e9,
+            ("nic", b, "in"): self.nodes[there].nic_gb_s * 1e9,
+        }

@@ -1,0 +1,51 @@
+"""A plan as a part of a run file: groups on nodes, stages with their layers, and flows."""
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Any
+
+from jaxinfer.plan.placement.capacity import Role
+from jaxinfer.plan.placement.flow import Flow, Placed
+from jaxinfer.plan.placement.site import Site
+
+
+def names_of(groups: Sequence[Placed], flow: Flow) -> dict[int, str]:
+    """Of the groups that requests go through, by number: prefill0, decode0 and so on."""
+    names: dict[int, str] = {}
+    for side, role in enumerate(("prefill", "decode")):
+        used = sorted({pair[side] for pair in flow.pairs})
+        names |= {number: f"{role}{count}" for count, number in enumerate(used)}
+    return names
+
+
+def as_part(
+    site: Site,
+    groups: Sequence[Placed],
+    flow: Flow,
+    engines: Mapping[Role, Mapping[str, Any]],
+    in_step: float,
+) -> dict[str, Any]:
+    """What ``simulate``, ``capacity`` and ``run`` take, besides a model and a workload.
+
+    Args:
+        engines: options of the instances of each role.
+        in_step: prompts of a full prefill step; so many for each stage, and as many in wait.
+    """
+    names = names_of(groups, flow)
+    part: dict[str, Any] = {"groups": {}, "instances": {}, "simulate": {"groups": {}}}
+    most = 1
+    for number, name in names.items():
+        placed, stages = groups[number], []
+        for index, (node, tp, start, stop) in enumerate(placed.layers(site)):
+            group = f"{name}_{index}"
+            part["groups"][group] = {"kind": site.nodes[node].gpu, "devices": tp}
+            part["simulate"]["groups"][group] = {"node": site.names[node]}
+            stages.append({"group": group, "layers": stop - start})
+        part["instances"][name] = {"stages": stages, **engines[placed.role]}
+        if placed.role == "prefill":
+            most = max(most, ceil(2 * in_step * len(stages)))
+    flows: dict[str, dict[str, float]] = {}
+    for (i, j), rate in flow.pairs.items():
+        flows.setdefault(names[i], {})[names[j]] = round(rate, 6)
+    part["system"] = {"name": "hexgen2", "flows": flows, "max_in_prefill": most}
+    return part
