@@ -15,6 +15,7 @@ from scipy.linalg import eigh
 from jaxinfer.plan.placement.capacity import Role
 from jaxinfer.plan.placement.moves import Plan, as_plan
 from jaxinfer.plan.placement.site import Group, Site
+from jaxinfer.simulate.costs import ITEMSIZE
 from jaxinfer.simulate.hardware import ModelShape
 
 # Requests whose KV a replica is to hold, when replicas are counted (Appendix A).
@@ -28,13 +29,15 @@ _DIGITS = 9
 def num_replicas(site: Site, model: ModelShape, tokens: float) -> int:
     """The memory of all GPUs by that of a replica: its weights, and the KV of 32 requests.
 
+    By Table 1, which has 12 H^2 parameters in a layer, and as many KV heads as heads.
+
     Args:
         tokens: of a request.
     """
-    layers = model.num_hidden_layers
-    weights = 2 * model.parameters(layers, True, True)
-    replica = weights + _REQUESTS * tokens * model.kv_bytes(layers, 2)
-    return max(int(_memory(site).sum() / replica), 2)
+    H, layers = model.hidden_size, model.num_hidden_layers
+    kv = _REQUESTS * tokens * H * ITEMSIZE
+    replica = (12 * H**2 * ITEMSIZE + 2 * kv) * layers + 4 * kv
+    return max(round(float(_memory(site).sum()) / replica), 2)
 
 
 def partition(site: Site, count: int) -> Plan:

@@ -1,0 +1,150 @@
+"""`planner: hexgen2` through the driver: the run file it writes, and what it refuses."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from placement_cases import A100, H100, site_of
+from plan_cases import Carries
+
+from jaxinfer import JaxinferError
+from jaxinfer.config.run_file import as_run_file, load_run_file
+from jaxinfer.plan.planners.hexgen2 import HexGen2
+from jaxinfer.plan.problem import Problem, load_problem
+from jaxinfer.plan.registry import make_planner
+from jaxinfer.plan.run import choose
+from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.simulate.run import simulate
+from jaxinfer.workload.lengths import BenchRequest
+
+ENGINE = {
+    "page_size": 16, "enable_prefix_caching": False, "launch_ahead": False, "memory_fraction": 0.95,
+}  # fmt: skip
+PLANNER = {
+    "name": "hexgen2", "prefill": {"max_num_batched_tokens": 4096}, "decode": {"max_num_seqs": 32},
+    "restarts": 2, "flows": 200,
+}  # fmt: skip
+ROOT = Path(__file__).parents[2]
+
+
+def asked(folder: Path, planner: dict[str, Any] | None = None, **run: Any) -> Problem:
+    """Three nodes, and chats."""
+    site = site_of({"x": (H100, 4), "y": (A100, 4), "z": (A100, 4)}, 12.5)
+    path = folder / "hardware.yaml"
+    path.write_text(yaml.safe_dump(site.hardware.model_dump(mode="json", exclude_none=True)))
+    common: dict[str, Any] = {
+        "model": "llama-2-70b",
+        "engine": ENGINE,
+        "simulate": {"hardware": str(path), "reserve_gb": 1.0, "step_s": 0.02},
+        "workload": {"synthetic": {"lengths": "azure_conversation", "count": 50, "seed": 0},
+                     "only": "HPHD"},
+    }  # fmt: skip
+    return Problem.model_validate(
+        {
+            "planner": planner or PLANNER,
+            "goal": {"maximise": "cluster", "slo": "ttft=1", "fresh_seeds": 1},
+            "run": common | run,
+        }
+    )
+
+
+def plan(problem: Problem) -> Any:
+    planner = make_planner(problem.planner)
+    assert isinstance(planner, HexGen2)
+    return planner.plan(DrivenSearch(problem))
+
+
+def test_the_driver_simulates_what_it_finds(tmp_path: Path, carries: Carries) -> None:
+    carries.rate = lambda config: 2.0
+    problem = asked(tmp_path)
+    search = DrivenSearch(problem)
+    choice = choose(make_planner(problem.planner), search)
+    assert len(search.tried) == 1
+    axes = choice.candidate.axes
+    config = as_run_file(problem.run_file(choice.candidate.part))
+    names = list(config.instances)
+    roles = [sum(name.startswith(role) for name in names) for role in ("prefill", "decode")]
+    assert [axes["prefills"], axes["decodes"]] == roles
+    flow, bound = float(axes["flow"] or 0), float(axes["bound"] or 0)
+    assert 0 < flow <= bound
+    assert axes["gap"] == pytest.approx(1 - flow / bound, abs=1e-3)
+    # A dollar an hour for each GPU.
+    assert choice.score.costs
+    gpus = choice.score.costs.gpus
+    assert axes["usd_per_1000_requests"] == pytest.approx(gpus / 3.6 / flow, rel=1e-3)
+    assert {f"per_{gpu}" for gpu in (H100, A100)} <= set(axes)
+    flows = config.system["flows"]
+    assert sum(rate for row in flows.values() for rate in row.values()) == pytest.approx(
+        flow, rel=1e-4
+    )
+
+
+def test_what_is_planned_is_what_flows(tmp_path: Path) -> None:
+    """Requests at once: those that end in the midst of the run do so at the planned rate."""
+    problem, rng = asked(tmp_path), random.Random(0)
+    work = [
+        BenchRequest(None, rng.randint(605, 1815), rng.randint(130, 644), 0.0) for _ in range(1000)
+    ]
+    problem.__dict__["work"] = work
+    candidate = plan(problem)
+    ends: list[float] = []
+    config = as_run_file(problem.run_file(candidate.part))
+    simulate(config, work, on_request=lambda request, times: ends.append(times[-1]))
+    ends.sort()
+    rate = 500 / (ends[750] - ends[250])
+    assert rate == pytest.approx(float(candidate.axes["flow"]), rel=0.1)
+
+
+def test_the_same_run_file_each_time(tmp_path: Path) -> None:
+    first, again = plan(asked(tmp_path)), plan(asked(tmp_path))
+    assert yaml.safe_dump(first.part) == yaml.safe_dump(again.part)
+    assert first.axes == again.axes
+
+
+@pytest.mark.parametrize("method", ["hexgen2", "random_swaps", "genetic"])
+def test_methods_that_it_is_compared_with(tmp_path: Path, method: str) -> None:
+    best = plan(asked(tmp_path)).axes["flow"]
+    for more in ({}, {"costs": "table1", "network": "pairs"}):
+        options = PLANNER | {"method": method, "flows": 60} | more
+        axes = plan(asked(tmp_path, options)).axes
+        assert 0 < axes["flow"] <= best * (1 + 1e-6)
+        assert axes["flow"] <= axes["bound"]
+
+
+@pytest.mark.parametrize(
+    ("planner", "run", "message"),
+    [
+        ({}, {"simulate": {}}, "run.simulate.hardware is missing: the nodes that are planned for"),
+        ({}, {"model": "opt-175b", "engine": ENGINE | {"memory_fraction": 0.3}},
+         "no group of these GPUs holds the model and the longest request"),
+        ({"costs": "table1"}, {}, "planner.method is programs, whose plans are by modelled costs"),
+        ({"network": "pairs"}, {}, "planner.method is programs, whose plans are by modelled costs"),
+        ({"tensor_parallel": [0, 2]}, {}, "planner.tensor_parallel is (0, 2), must be from 1 on"),
+        ({"decode": {"num_pages": 9}}, {}, "planner.decode: num_pages has no place in this plan"),
+        ({"decode": {"max_num_sqs": 9}}, {}, "planner.decode.max_num_sqs: unknown option"),
+        ({}, {"workload": {"trace": "ones.csv"}}, "run.workload: all outputs have one token"),
+    ],
+)  # fmt: skip
+def test_what_it_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planner: Any, run: Any, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ones.csv").write_text("num_prefill_tokens,num_decode_tokens\n9,1\n")
+    with pytest.raises(JaxinferError) as error:
+        plan(asked(tmp_path, PLANNER | planner, **run))
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_the_plan_file_that_comes_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On setting 1: all of it in a run file that is valid as it stands."""
+    monkeypatch.chdir(ROOT)
+    problem = load_problem("configs/plan/hexgen2.yaml")
+    candidate = plan(problem)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(problem.run_file(candidate.part)))
+    config = load_run_file(path)
+    assert sum(group.devices for group in config.groups.values()) <= 20
+    assert float(candidate.axes["flow"] or 0) <= float(candidate.axes["bound"] or 0)
