@@ -10,9 +10,9 @@ from placement_cases import A100, H100, site_of
 from plan_cases import Carries
 
 from jaxinfer import JaxinferError
-from jaxinfer.config.run_file import as_run_file, load_run_file
+from jaxinfer.config.run_file import as_run_file
 from jaxinfer.plan.planners.hexgen2 import HexGen2
-from jaxinfer.plan.problem import Problem, load_problem
+from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.registry import make_planner
 from jaxinfer.plan.run import choose
 from jaxinfer.plan.search import DrivenSearch
@@ -26,7 +26,6 @@ PLANNER = {
     "name": "hexgen2", "prefill": {"max_num_batched_tokens": 4096}, "decode": {"max_num_seqs": 32},
     "restarts": 2, "flows": 200,
 }  # fmt: skip
-ROOT = Path(__file__).parents[2]
 
 
 def asked(folder: Path, planner: dict[str, Any] | None = None, **run: Any) -> Problem:
@@ -136,15 +135,3 @@ def test_what_it_refuses(
         plan(asked(tmp_path, PLANNER | planner, **run))
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
-
-
-def test_the_plan_file_that_comes_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On setting 1: all of it in a run file that is valid as it stands."""
-    monkeypatch.chdir(ROOT)
-    problem = load_problem("configs/plan/hexgen2.yaml")
-    candidate = plan(problem)
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(problem.run_file(candidate.part)))
-    config = load_run_file(path)
-    assert sum(group.devices for group in config.groups.values()) <= 20
-    assert float(candidate.axes["flow"] or 0) <= float(candidate.axes["bound"] or 0)

@@ -12,9 +12,10 @@ from placement_cases import A100, CLASSES, ENGINE, H100, L40, modelled, requests
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.plan.placement.capacity import Carried, Stage, shapes, signature_of
+from jaxinfer.plan.placement.capacity import Carried, Stage, signature_of
 from jaxinfer.plan.placement.layers import even_times, least_sum
 from jaxinfer.plan.placement.lengths import Lengths
+from jaxinfer.plan.placement.stages import shapes
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.hardware import Catalogue
 from jaxinfer.workload.lengths import BenchRequest

@@ -3,6 +3,7 @@
 import random
 from functools import cache
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def test_the_best_of_all_plans_of_eight_gpus(model: str, work: str, nic: float) 
     found = best_plan(capacity, network, request_bytes, 8, Effort(100_000, 2_000), 20, 0)
     assert found.flow.total == pytest.approx(best, rel=1e-5)
     assert found.bound >= best * (1 - 1e-6)
-    cells = within_nodes(capacity, request_bytes)
+    cells = within_nodes(capacity, request_bytes, 8)
     assert cells.flow == pytest.approx(within, rel=2e-4)
     assert cells.bound >= within * (1 - 1e-6)
 
@@ -79,7 +80,7 @@ def test_the_program_of_cells_is_its_plan(nic: float) -> None:
     """What it says flows, flows over the real network."""
     site = site_of({"h0": (H100, 8), "h1": (H100, 8), "a": (A100, 8), "l": (L40, 6)}, nic)
     capacity, network, request_bytes = modelled(site, "llama-2-70b", "HPHD")
-    cells = within_nodes(capacity, request_bytes)
+    cells = within_nodes(capacity, request_bytes, 8)
     plan = plan_of_cells(cells)
     assert scorer(capacity, network).flow(plan).total == pytest.approx(cells.flow, rel=1e-4)
     assert cells.flow <= cells.bound * (1 + 1e-9)
@@ -88,7 +89,7 @@ def test_the_program_of_cells_is_its_plan(nic: float) -> None:
 
 def test_patterns_are_undominated_and_fit() -> None:
     capacity, _, _ = modelled(site_of({"h": (H100, 8)}), "opt-30b")
-    found = patterns(capacity, 0, 8)
+    found = patterns(capacity, 0, 8, 8)
     assert len(found) > 5
     for each in found:
         assert sum(count for count, _ in each.groups) <= 8
@@ -103,7 +104,9 @@ def test_a_bound_of_larger_groups_is_no_lower_and_prices_are_of_its_gpus() -> No
     site = site_of({"h": (H100, 4), "a": (A100, 6), "l": (L40, 8)})
     capacity, _, _ = modelled(site, "llama-2-70b", "LPHD")
     counts = counts_by_kind(site)
-    mixes = [best_mix(configurations(capacity.as_local(), counts, g), counts) for g in (4, 6, 8)]
+    free = [inf] * len(counts)
+    local = capacity.as_local()
+    mixes = [best_mix(configurations(local, counts, g), counts, free) for g in (4, 6, 8)]
     bounds = [mix.bound for mix in mixes]
     assert all(b >= a * (1 - 1e-6) for a, b in pairwise(bounds))
     for mix in mixes:
@@ -116,20 +119,39 @@ def test_a_bound_of_larger_groups_is_no_lower_and_prices_are_of_its_gpus() -> No
         assert not {n for n, left in idle_gpus(site, plan).items() if left < 0}
 
 
+@pytest.mark.slow
+def test_slow_cards_lower_the_bound() -> None:
+    """To nothing but what stays within kinds, and from there up to the bound without cards."""
+    nodes = {"h": (H100, 4), "a": (A100, 6), "l": (L40, 8)}
+    bounds, flows = [], []
+    for nic in (1e-3, 1.25, 12.5):
+        capacity, network, request_bytes = modelled(site_of(nodes, nic), "llama-2-70b", "HPLD")
+        bounds.append(mix_of(capacity, request_bytes, 8).bound)
+        found = best_plan(capacity, network, request_bytes, 8, Effort(10_000, 60), 0, 0)
+        flows.append(found.flow.total)
+        assert found.bound == pytest.approx(bounds[-1], rel=1e-3)
+    assert all(b >= a * (1 - 1e-3) for a, b in pairwise(bounds))
+    assert bounds[0] < 0.95 * bounds[-1]
+    assert all(f <= b * (1 + 1e-6) for f, b in zip(flows, bounds, strict=True))
+    assert flows[-1] >= 0.999 * bounds[-1]
+
+
 def test_a_budget_buys_what_is_worth_most() -> None:
     site = site_of({"h": (H100, 8), "a": (A100, 8)})
     capacity, _, _ = modelled(site, "opt-30b", "LPHD")
     options = configurations(capacity.as_local(), (8, 8), 8)
-    free = best_mix(options, (8, 8))
-    rich = best_mix(options, (8, 8), (3.69, 1.69), 1000.0)
+    cards, usd_per_gpu = (inf, inf), (3.69, 1.69)
+    free = best_mix(options, (8, 8), cards)
+    rich = best_mix(options, (8, 8), cards, usd_per_gpu, 1000.0)
     assert rich.flow == pytest.approx(free.flow, rel=1e-3)
-    flows = [best_mix(options, (8, 8), (3.69, 1.69), budget).flow for budget in (5, 10, 20, 40)]
+    budgets = (5, 10, 20, 40)
+    flows = [best_mix(options, (8, 8), cards, usd_per_gpu, each).flow for each in budgets]
     assert flows == sorted(flows)
-    poor = best_mix(options, (8, 8), (3.69, 1.69), 10.0)
-    assert sum(n * usd for n, usd in zip(poor.gpus, (3.69, 1.69), strict=True)) <= 10.0
+    poor = best_mix(options, (8, 8), cards, usd_per_gpu, 10.0)
+    assert sum(n * usd for n, usd in zip(poor.gpus, usd_per_gpu, strict=True)) <= 10.0
     # The best of all counts that ten dollars buy, each by itself.
     every = [
-        best_mix(options, (h, a)).flow
+        best_mix(options, (h, a), cards).flow
         for h in range(3) for a in range(6) if h + a > 1 and 3.69 * h + 1.69 * a <= 10
     ]  # fmt: skip
     assert poor.flow == pytest.approx(max(every), rel=2e-4)
@@ -138,7 +160,7 @@ def test_a_budget_buys_what_is_worth_most() -> None:
 def test_nothing_that_holds_the_model() -> None:
     capacity, _, _ = modelled(site_of({"l": (L40, 2)}), "llama-2-70b")
     with pytest.raises(JaxinferError, match="no group of these GPUs holds the model"):
-        mix_of(capacity, 8)
+        mix_of(capacity, 1.0, 8)
 
 
 def test_changes_keep_to_the_gpus_that_there_are() -> None:
@@ -193,3 +215,11 @@ def test_the_same_plan_each_time_and_whatever_the_names() -> None:
     renamed, other = plan({"q": (H100, 4), "b": (H100, 4), "a": (A100, 4)})
     assert shown(renamed, other) == shown(first, site)
     assert renamed.flow.total == first.flow.total
+
+
+def test_small_groups_stay_small() -> None:
+    capacity, network, request_bytes = modelled(site_of(EIGHT), "opt-30b", "LPHD")
+    for most in (1, 2, 3):
+        found = best_plan(capacity, network, request_bytes, most, Effort(5_000, 100), 2, 0)
+        assert max(size(group) for group, _ in found.plan) <= most
+        assert found.flow.total <= found.bound * (1 + 1e-6)

@@ -8,8 +8,7 @@ the paper's reciprocal of a latency (see ``table1``).
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise, permutations, product
+from itertools import pairwise
 from math import ceil
 from typing import Literal, Protocol
 
@@ -19,6 +18,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.placement.layers import even_times
 from jaxinfer.plan.placement.lengths import Lengths
 from jaxinfer.plan.placement.site import Group, Site
+from jaxinfer.plan.placement.stages import Shape, Signature, shapes
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import KV_SIZES, WEIGHT_SIZES, count_pages, stage_cost
 from jaxinfer.simulate.costs import ITEMSIZE, StageCost, StagePart
@@ -26,8 +26,6 @@ from jaxinfer.simulate.hardware import ModelShape
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")
-# Of a group, the type of each of its nodes and the GPUs there, in order.
-Signature = tuple[tuple[int, int], ...]
 # Shares of the sequences that it may run, of which the best is taken where memory is short.
 _BATCHES = (1.0, 0.75, 0.5, 0.25, 0.0)
 
@@ -79,43 +77,6 @@ def nodes_of(site: Site, group: Group) -> list[int]:
 
 # What a stage's costs depend on besides its layers: type, GPUs, whether it is first, and last.
 End = tuple[int, int, bool, bool]
-# A stage without its layers: place and GPUs.
-Shape = tuple[tuple[int, int], ...]
-
-
-def shapes(signature: Signature, kinds: Sequence[int], degrees: Sequence[int]) -> Iterator[Shape]:
-    """All ways to make stages of a group's GPUs.
-
-    Stages on GPUs of one kind follow each other, the widest first: so the stages of two groups with
-    equal GPUs differ in nothing but what lies between them. Of more than two kinds, two orders are
-    looked at, not all.
-
-    Args:
-        kinds: of each type, its kind of GPU.
-        degrees: of tensor parallelism that may be, rising.
-    """
-    there = sorted({kinds[type_] for type_, _ in signature})
-    orders = list(permutations(there)) if len(there) < 3 else [tuple(there), tuple(there[::-1])]
-    for widths in product(*(_sums(count, tuple(degrees)) for _, count in signature)):
-        stages = [(place, tp) for place, each in enumerate(widths) for tp in each]
-        for order in orders:
-            rank = {kind: number for number, kind in enumerate(order)}
-            yield tuple(
-                sorted(stages, key=lambda s: (rank[kinds[signature[s[0]][0]]], -s[1], s[0]))
-            )
-
-
-@cache
-def _sums(count: int, parts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Multisets of parts that add up to a count, each falling."""
-    if not count:
-        return ((),)
-    return tuple(
-        (part, *rest)
-        for part in reversed(parts)
-        if part <= count
-        for rest in _sums(count - part, tuple(p for p in parts if p <= part))
-    )
 
 
 class Modelled:
@@ -196,6 +157,24 @@ class Modelled:
                     stages = zip(shape, layers, strict=True)
                     best = Carried(rate, tuple(Stage(*where, count) for where, count in stages))
         return best
+
+    def most_of_layers(self, type_: int, gpus: int, role: Role) -> float:
+        """Requests per second times the share of the layers that GPUs have of a group: an upper
+        bound, whatever else is in the group, as if memory were free.
+
+        Steps are the fewer the more stages there are, and a token takes less in a larger step.
+        """
+        best = 0.0
+        for shape in shapes(((type_, gpus),), self.site.kind_of_type, self.degrees):
+            stages = len(shape)
+            size = self._full(role, stages)
+            each = [self._line(role, (type_, tp, False, False), stages)[1] for _, tp in shape]
+            if role == "prefill":
+                requests = self._work(role, size)[1]
+            else:
+                requests = size / self.lengths.decodes
+            best = max(best, requests * sum(1 / seconds for seconds in each))
+        return best / self.model.num_hidden_layers
 
     def _line(self, role: Role, end: End, stages: int) -> tuple[float, float]:
         """Seconds of a stage of so many, all of them full: fixed, and for each layer."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.placement.capacity import Modelled
@@ -25,7 +26,7 @@ class Certified:
     Attributes:
         flow: requests per second over shared networks, and what they lack.
         bound: requests per second that no plan exceeds whose groups have no more GPUs than was
-            asked for, whatever the network.
+            asked for, wherever these stand.
         within: the same of plans whose groups stay within nodes, by the network that there is.
         per_gpu: by GPU, further requests per second for one more of them.
     """
@@ -79,10 +80,25 @@ def counts_by_kind(site: Site) -> list[int]:
     return counts
 
 
-def mix_of(capacity: Modelled, most: int) -> Mix:
+def cards_by_kind(site: Site, request_bytes: float) -> list[float]:
+    """Requests per second whose KV the cards of all nodes of a kind take; none where they may not.
+
+    Nodes with links of their own send by these.
+    """
+    found = [0.0] * (max(site.kind_of_type) + 1)
+    linked = {name for link in site.hardware.links for name in link.between}
+    for name, node, type_ in zip(site.names, site.nodes, site.type_of, strict=True):
+        rate = inf if name in linked else node.nic_gb_s * 1e9 / request_bytes
+        found[site.kind_of_type[type_]] += rate
+    return found
+
+
+def mix_of(capacity: Modelled, request_bytes: float, most: int, known: float = 0.0) -> Mix:
     """What the GPUs there are come to at best; see ``best_mix``."""
-    counts = counts_by_kind(capacity.site)
-    return best_mix(configurations(capacity.as_local(), counts, most), counts)
+    site = capacity.site
+    counts = counts_by_kind(site)
+    options = configurations(capacity.as_local(), counts, most)
+    return best_mix(options, counts, cards_by_kind(site, request_bytes), known=known)
 
 
 def best_plan(
@@ -103,8 +119,8 @@ def best_plan(
         JaxinferError: no group holds the model and the longest request.
     """
     site = capacity.site
-    mix = mix_of(capacity, most)
-    cells = within_nodes(capacity, request_bytes)
+    cells = within_nodes(capacity, request_bytes, most)
+    mix = mix_of(capacity, request_bytes, most, cells.flow)
     scorer = Scorer(capacity, network, shared_flow, effort)
     starts = [plan_of_mix(site, mix)]
     if cells.groups:

@@ -6,10 +6,11 @@ With the KV width that the model has, where the table has that of as many KV hea
 from collections.abc import Sequence
 from itertools import pairwise
 
-from jaxinfer.plan.placement.capacity import Carried, Role, Shape, Signature, Stage, shapes
+from jaxinfer.plan.placement.capacity import Carried, Role, Stage
 from jaxinfer.plan.placement.layers import least_sum
 from jaxinfer.plan.placement.lengths import Lengths
 from jaxinfer.plan.placement.site import Site
+from jaxinfer.plan.placement.stages import Shape, Signature, shapes
 from jaxinfer.simulate.costs import ITEMSIZE
 from jaxinfer.simulate.hardware import ModelShape
 

@@ -108,9 +108,9 @@ class HexGen2:
         flow_of = shared_flow if options.network == "shared" else pair_flow
         found = self._compared(Scorer(guide, network, flow_of, effort), capacity)
         scorer = Scorer(capacity, network, shared_flow, effort)
-        most = max(size(group) for group, _ in found.plan)
-        mix = mix_of(capacity, max(options.most_gpus, most))
-        return certify(scorer, found.plan, mix, within_nodes(capacity, whole).bound)
+        most = max(options.most_gpus, *(size(group) for group, _ in found.plan))
+        cells = within_nodes(capacity, whole, most)
+        return certify(scorer, found.plan, mix_of(capacity, whole, most, cells.flow), cells.bound)
 
     def _compared(self, scorer: Scorer, capacity: Modelled) -> Scored:
         """By the paper's method, or one of those that it is compared with."""

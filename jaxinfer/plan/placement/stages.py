@@ -1,0 +1,45 @@
+"""All ways to make pipeline stages of a group's GPUs."""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import permutations, product
+
+# Of a group, the type of each of its nodes and the GPUs there, in order.
+Signature = tuple[tuple[int, int], ...]
+# Stages without their layers: place and GPUs of each.
+Shape = tuple[tuple[int, int], ...]
+
+
+def shapes(signature: Signature, kinds: Sequence[int], degrees: Sequence[int]) -> Iterator[Shape]:
+    """All ways to make stages of a group's GPUs.
+
+    Stages on GPUs of one kind follow each other, the widest first: so the stages of two groups with
+    equal GPUs differ in nothing but what lies between them. Of more than two kinds, two orders are
+    looked at, not all.
+
+    Args:
+        kinds: of each type, its kind of GPU.
+        degrees: of tensor parallelism that may be, rising.
+    """
+    there = sorted({kinds[type_] for type_, _ in signature})
+    orders = list(permutations(there)) if len(there) < 3 else [tuple(there), tuple(there[::-1])]
+    for widths in product(*(_sums(count, tuple(degrees)) for _, count in signature)):
+        stages = [(place, tp) for place, each in enumerate(widths) for tp in each]
+        for order in orders:
+            rank = {kind: number for number, kind in enumerate(order)}
+            yield tuple(
+                sorted(stages, key=lambda s: (rank[kinds[signature[s[0]][0]]], -s[1], s[0]))
+            )
+
+
+@cache
+def _sums(count: int, parts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Multisets of parts that add up to a count, each falling."""
+    if not count:
+        return ((),)
+    return tuple(
+        (part, *rest)
+        for part in reversed(parts)
+        if part <= count
+        for rest in _sums(count - part, tuple(p for p in parts if p <= part))
+    )
