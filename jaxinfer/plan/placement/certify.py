@@ -28,7 +28,7 @@ class Certified:
         bound: requests per second that no plan exceeds whose groups have no more GPUs than was
             asked for, wherever these stand.
         within: the same of plans whose groups stay within nodes, by the network that there is.
-        per_gpu: by GPU, further requests per second for one more of them.
+        per_gpu: by kind of GPU, further requests per second for one more of them.
     """
 
     plan: Plan
@@ -139,8 +139,13 @@ def certify(scorer: Scorer, plan: Plan, mix: Mix, within: float) -> Certified:
     flow = scorer.flow(plan)
     if not flow.total:
         raise JaxinferError("no plan is found in which both roles hold the model")
-    kinds = range(len(mix.per_gpu))
-    names = [site.nodes[site.types[site.kind_of_type.index(kind)]].gpu for kind in kinds]
+    nodes = [site.types[site.kind_of_type.index(kind)] for kind in range(len(mix.per_gpu))]
+    names = [site.nodes[node].gpu for node in nodes]
+    # One GPU at two caps of its power is of two kinds.
+    names = [
+        name if names.count(name) == 1 else f"{name} of {site.names[node]}"
+        for name, node in zip(names, nodes, strict=True)
+    ]
     return Certified(
         plan, groups, flow, mix.bound, within, dict(zip(names, mix.per_gpu, strict=True))
     )

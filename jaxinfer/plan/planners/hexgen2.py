@@ -163,7 +163,8 @@ class HexGen2:
         }  # fmt: skip
         in_step = max(engine.max_num_batched_tokens / capacity.lengths.prompt, 1.0)
         part = as_part(site, found.groups, flow, own, in_step)
-        roles = [placed.role for placed in found.groups if placed.carried.rate]
+        used = [found.groups[number] for number in sorted({i for pair in flow.pairs for i in pair})]
+        roles = [placed.role for placed in used]
         axes: dict[str, Axis] = {
             "prefills": roles.count("prefill"),
             "decodes": roles.count("decode"),
@@ -174,7 +175,7 @@ class HexGen2:
         }
         prices = site.usd_per_gpu
         if prices is not None:
-            hourly = sum(n * prices[node] for p in found.groups for node, n in p.group)
+            hourly = sum(n * prices[node] for p in used for node, n in p.group)
             axes["usd_per_1000_requests"] = round(hourly / 3.6 / flow.total, 5)
         axes |= {f"per_{name}": round(value, 5) for name, value in found.per_gpu.items()}
         axes["full_links"] = ", ".join(
