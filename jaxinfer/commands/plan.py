@@ -17,6 +17,7 @@ from jaxinfer.errors import JaxinferError
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes; by default all cores.")
 @with_ray
 @with_pictures
+@click.option("--force", is_flag=True, help="Overwrite a run.yaml that is another than is found.")
 @with_settings
 def plan(
     plan_file: str,
@@ -24,6 +25,7 @@ def plan(
     jobs: int | None,
     ray_address: str | None,
     pictures: str | None,
+    force: bool,
     settings: tuple[str, ...],
 ) -> None:
     """Search for the best placement of a model, and write a run file of it.
@@ -49,12 +51,14 @@ def plan(
             search = DrivenSearch(problem, map_scores, kept, bar.update)
             try:
                 choice = choose(planner, search)
+            except JaxinferError as error:
+                raise JaxinferError(f"plan file {plan_file}: {error}") from error
             finally:
                 if search.tried:
                     write_table(folder / "plan.csv", rows(search))
         run_file = folder / "run.yaml"
         lines = head(search, choice, str(run_file))
-        write_run_file(run_file, problem, choice.candidate, lines)
+        write_run_file(run_file, problem, choice.candidate, lines, force)
         draw(folder / f"rates.{pictures or 'png'}", search, choice.candidate)
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(f"best: {choice.candidate}", soft_wrap=True)

@@ -23,6 +23,7 @@ class Asked(NamedTuple):
         floor: a rate that it has to carry to be of interest, if it has to.
         seeds: of the arrivals.
         outputs, uncounted: see ``Candidate``.
+        start: a rate to begin with (see ``capacity``), which changes nothing in the answer.
     """
 
     data: Mapping[str, object]
@@ -30,6 +31,7 @@ class Asked(NamedTuple):
     seeds: tuple[int, ...]
     outputs: int | None = None
     uncounted: tuple[str, ...] = ()
+    start: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ class Evaluator:
             if not met.verdict.met or self.goal.minimise:
                 return _score(met, costs, None if met.verdict.met else "at this rate")
         try:
-            found = capacity(config, work, self.targets, seeds, self.goal.precision, met=met)
+            found = capacity(
+                config, work, self.targets, seeds, self.goal.precision, met=met, start=asked.start
+            )
         except AnyRateError:
             return Score(math.inf, costs)
         return _score(found, costs)
