@@ -31,7 +31,10 @@ from vidur_search_tables import GPUS, make_tables
 PRICES = {"Azure": (3.67, 6.98), "Vidur's code": (2.21, 4.25)}
 A100, H100 = GPUS
 # Limits of the time between tokens, P99, in seconds.
-TBT = (0.04, 0.06, 0.07, 0.08, 0.09, 0.1, 0.12, 0.14, 0.16, 0.18, 0.2)
+TBT = (0.06, 0.08, 0.1, 0.12, 0.14, 0.16, 0.2)
+SARATHI = {name: options for name, options in ENGINES.items() if name.startswith("sarathi")}
+# Of the ranking, and of the paper's rule: shapes near the paper's.
+NEAR = {"gpus": {H100: 16}, "tensor_parallel": [1, 2], "pipeline_parallel": [2, 4]}
 PAPER: Row = {"gpu": H100, "tp": 2, "pp": 2, "engine": "sarathi_512", "seqs_per_stage": 256}
 
 
@@ -75,6 +78,7 @@ def cost_of(searches: Searches, name: str, rows: Sequence[Row]) -> Row:
         "given up": sum(row["given_up"] is not None for row in rows),
         "found in full": sum(bool(row["value"]) for row in rows),
         "seconds": round(took["seconds"]),
+        "CPU seconds": round(took["cpu_s"]),
         "processes": took["jobs"],
         "load before": round(took["load"], 2),
     }
@@ -88,7 +92,11 @@ def chat(searches: Searches) -> tuple[list[Row], list[Row], list[Target]]:
     rows = searches.rows("chat")
     costs = [cost_of(searches, "chat", rows)]
     best, paper = searches.exact("chat"), searches.one("chat_paper", PAPER)
-    better = sum(row["value"] > (paper["value"] or 0) for row in best)
+    space = {"engines": {name: SARATHI[name] for name in ("sarathi_512", "sarathi_1024")}}
+    near = searches.exact("chat_near", **NEAR, **space, seqs_per_stage=[64, 128, 256, 512],
+                          goal={"top": 16, "fresh_seeds": 1})  # fmt: skip
+    better = [row for row in near if row["value"] > paper["value"]]
+    shapes = sorted({f"TP{row['tp']} PP{row['pp']}" for row in better})
     a100 = searches.exact("chat_a100", gpus={A100: 16})[0]
     policies = searches.exact(
         "chat_policies", **only(PAPER) | {"engines": ENGINES}, goal={"top": len(ENGINES)}
@@ -98,7 +106,8 @@ def chat(searches: Searches) -> tuple[list[Row], list[Row], list[Target]]:
     table = [
         {"which": which, **shown(row)}
         for which, row in [
-            *((f"best, {i}", row) for i, row in enumerate(best[:5], 1)),
+            *((f"best, {i}", row) for i, row in enumerate(best[:3], 1)),
+            *(("better than the paper's", row) for row in better if row not in best[:3]),
             ("the paper's best", paper), ("best of A100", a100),
             ("best, twice the requests", doubled),
             ("best, on all 16 GPUs", cluster), *(("policies", row) for row in policies),
@@ -107,11 +116,11 @@ def chat(searches: Searches) -> tuple[list[Row], list[Row], list[Target]]:
     seconds, jobs = costs[0]["seconds"], costs[0]["processes"]
     shape = [best[0][axis] == PAPER[axis] for axis in ("gpu", "tp", "pp")]
     sarathi = [row for row in policies if row["engine"].startswith("sarathi")]
-    ours = f"{better} are better"
+    ours = f"{len(better)} are better, of {', '.join(shapes)}"
     return costs, table, [
         holds("450 configurations of LLaMA2-70B on Chat-1M: minutes", "60 on 96 cores",
               f"{seconds / 60:.1f} on {jobs} cores", len(rows) == 450 and seconds <= 600),
-        holds("the paper's best is among our best three", label(PAPER), ours, better < 3),
+        holds("the paper's best is among our best three", label(PAPER), ours, len(better) < 3),
         holds("best: H100, TP2, PP2", label(PAPER), label(best[0]), all(shape)),
         by_share("the paper's best by our best, per dollar", 1,
                  per_dollar(paper) / best[0]["value"], 0.05),
@@ -134,6 +143,15 @@ def _gpu_at_all_prices(h100: Row, a100: Row) -> str:
     ]
     ahead = {"H100" if a > b else "A100" for a, b in zip(*values, strict=True)}
     return " or ".join(sorted(ahead))
+
+
+def by_delay(searches: Searches) -> list[Row]:
+    """Rates by the delay alone, as the paper finds them; what the other targets are then."""
+    slo = "delay:p99=5,ttft:p90=1000,tbt:p99=1000"
+    goal = {"slo": slo, "top": 4, "fresh_seeds": 1}
+    engines = {"sarathi_512": ENGINES["sarathi_512"]}
+    found = searches.exact("chat_delay", **NEAR, engines=engines, seqs_per_stage=[256], goal=goal)
+    return [shown(row) for row in found]
 
 
 # 2. Other workloads.
@@ -210,8 +228,9 @@ def cliff(searches: Searches, path: Path) -> tuple[list[Row], list[Target]]:
     """The best by the limit of the time between tokens."""
     table = []
     for limit in TBT:
-        goal = {"slo": f"ttft:p90=2,tbt:p99={limit},delay:p99=5", "top": 1}
-        found = searches.exact(f"chat_tbt_{limit:g}", goal=goal, seqs_per_stage=[64, 128, 256])
+        goal = {"slo": f"ttft:p90=2,tbt:p99={limit},delay:p99=5", "top": 1, "fresh_seeds": 1}
+        space = {"engines": SARATHI, "seqs_per_stage": [256]}
+        found = searches.exact(f"chat_tbt_{limit:g}", goal=goal, **space)
         row = found[0] if found else None
         table.append(
             {"TBT p99 below (s)": limit, "configuration": label(row) if row else "none",
@@ -226,7 +245,7 @@ def cliff(searches: Searches, path: Path) -> tuple[list[Row], list[Target]]:
     (a, b), most = max(steps.items(), key=lambda item: item[1])
     figure = Figure((5.2, 3.6), layout="constrained")
     axes = figure.subplots()
-    axes.plot(TBT, values, "o-", ms=4, label="best of 270 configurations")
+    axes.plot(TBT, values, "o-", ms=4, label="best of 54 configurations")
     axes.plot([0.12, 0.14], [0.07, 0.13], "s--", ms=4, label="paper, from its text")
     axes.set(xlabel="limit of TBT p99, s", ylabel="requests/s per dollar an hour", ylim=(0, None))
     axes.legend(frameon=False, fontsize="small")
@@ -276,6 +295,7 @@ def main(profiles: Path, arxiv: Path, out: Path, jobs: int) -> None:
 
     costs, table, more = chat(searches)
     add("LLaMA2-70B on Chat-1M", "chat", table, more)
+    add("By delay alone", "by_delay", by_delay(searches))
     others, table, crossed, more = workloads(searches)
     add("The best of each trace, of all and of A100s", "workloads", table, more)
     add("With another trace's best", "crossed", crossed)

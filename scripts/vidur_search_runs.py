@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -61,12 +62,13 @@ class Searches:
         words += ["--jobs", str(self.jobs)]
         words += [f"--set={key}={json.dumps(value)}" for key, value in settings.items()]
         print(f"searching: {name}", file=sys.stderr, flush=True)
-        load, started = os.getloadavg()[0], time.perf_counter()
+        load, started, used = os.getloadavg()[0], time.perf_counter(), _cpu_seconds()
         done = subprocess.run(words, check=False, stdout=subprocess.DEVNULL)
-        seconds = time.perf_counter() - started
+        seconds, cpu_s = time.perf_counter() - started, _cpu_seconds() - used
         if not (folder / "plan.csv").is_file():
             raise click.ClickException(f"{name}: jaxinfer plan ended with {done.returncode}")
-        noted = {"settings": settings, "seconds": seconds, "load": load, "jobs": self.jobs}
+        noted = {"settings": settings, "seconds": seconds, "cpu_s": cpu_s, "load": load,
+                 "jobs": self.jobs}  # fmt: skip
         took.write_text(json.dumps(noted))
         return folder
 
@@ -86,6 +88,12 @@ class Searches:
         """One configuration; without a value if it never keeps the targets."""
         (found,) = self.rows(name, **only(row), **how)
         return found
+
+
+def _cpu_seconds() -> float:
+    """Of all processes that have been started and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _number(text: str) -> Any:

@@ -31,6 +31,16 @@ class _Known(NamedTuple):
         """By which it comes sooner or later."""
         return self.bound if self.guess is None else min(self.guess, self.bound)
 
+    @property
+    def start(self) -> float | None:
+        """Where its search begins."""
+        return None if math.isinf(self.promise) else self.promise
+
+
+def _in_full(score: Score) -> bool:
+    """Whether it is the largest rate that there is, and one."""
+    return not score.refused and not score.given_up and 0 < score.rate < math.inf
+
 
 class Map(Protocol):
     """``map``, or a pool's."""
@@ -80,8 +90,8 @@ class DrivenSearch:
     def scores(self, candidates: list[Candidate]) -> list[Score]:
         """What each comes to, in full; those of equal keys are looked at once."""
         floor = self.problem.goal.rate
-        found: dict[tuple[object, ...], Score] = {}
-        for wave in self._waves(candidates):
+        found = {key: score for key, (_, score) in self.tried.items() if _in_full(score)}
+        for wave in self._waves([c for c in candidates if c.key not in found]):
             found |= self._look_at(wave, [floor] * len(wave), [None] * len(wave))
         return [found[candidate.key] for candidate in candidates]
 
@@ -118,7 +128,7 @@ class DrivenSearch:
             found = self._look_at(
                 [known.candidate for known, _ in wave],
                 [floor for _, floor in wave],
-                [known.guess for known, _ in wave],
+                [known.start for known, _ in wave],
             )
             for known, _ in wave:
                 candidate = known.candidate
@@ -144,7 +154,9 @@ class DrivenSearch:
         """
         goal = self.problem.goal
         seeds = range(goal.seeds, goal.seeds + goal.fresh_seeds)
-        asked = [self._asked(candidate, None, (seed,)) for seed in seeds]
+        score = self.tried[candidate.key][1] if candidate.key in self.tried else None
+        start = score.rate if score and _in_full(score) else None
+        asked = [self._asked(candidate, None, (seed,))._replace(start=start) for seed in seeds]
         scores = list(self._ask(asked))
         return [] if any(s.refused for s in scores) else [score.rate for score in scores]
 

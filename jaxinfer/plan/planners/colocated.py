@@ -104,7 +104,9 @@ class Colocated:
         group = {"kind": kind, "devices": tp * pp * replicas, "tensor_parallel_size": tp}
         place = {"group": "g"} if pp == 1 else {"stages": [{"group": "g"} for _ in range(pp)]}
         costs = self._options.costs.get(kind)
-        given = {"groups": {"g": costs.model_dump(exclude_unset=True)}} if costs else {}
+        given = (
+            {"groups": {"g": costs.model_dump(mode="json", exclude_unset=True)}} if costs else {}
+        )
         return {
             "groups": {"g": group},
             # Not of all engines: what is enough for a stage's share of them depends on the stages.
