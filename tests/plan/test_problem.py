@@ -18,6 +18,9 @@ GOAL = {"maximise": "gpu", "slo": "ttft=1"}
     ("change", "says"),
     [
         ({"minimise": "usd", "rate": 1.0}, "give either maximise or minimise"),
+        ({"maximise": None}, "give either maximise or minimise"),
+        ({"maximise": None, "minimise": "usd"}, "rate is missing"),
+        ({"rate": 1.0}, "rate is 1, and is for minimise"),
         ({"seeds": 0}, "seeds is 0"),
         ({"fresh_seeds": 0}, "fresh_seeds is 0"),
         ({"requests_per_gpu": 0}, "requests_per_gpu is 0"),
@@ -31,6 +34,12 @@ GOAL = {"maximise": "gpu", "slo": "ttft=1"}
 def test_a_goal_that_is_none(change: dict[str, Any], says: str) -> None:
     with pytest.raises(JaxinferError, match=says):
         Goal.model_validate(GOAL | change)
+
+
+@pytest.mark.parametrize("usd", [0.0, -1.0])
+def test_a_price_that_is_none(usd: float) -> None:
+    with pytest.raises(JaxinferError, match=r"prices\.A10 is -?\d, must be above 0"):
+        problem(GOAL, prices={"A10": usd})
 
 
 def test_targets_are_as_the_goal_has_them() -> None:
@@ -92,7 +101,7 @@ def test_a_file_and_its_settings(tmp_path: Path) -> None:
     found = load_problem(path, ["goal.seeds=3", "planner.gpus={A10: 2}"])
     assert found.goal.seeds == 3
     assert found.planner == {"name": "colocated", "gpus": {"A10": 2}}
-    for text, says in (("[1]", "must be a mapping of planner, goal, run, prices"), ("a: [", "")):
+    for text, says in (("[1]", "must be a mapping of planner, goal"), ("a: [", "expected")):
         path.write_text(text)
         with pytest.raises(JaxinferError, match=says) as raised:
             load_problem(path)
