@@ -92,7 +92,7 @@ class DrivenSearch:
         floor = self.problem.goal.rate
         found = {key: score for key, (_, score) in self.tried.items() if _in_full(score)}
         for wave in self._waves([c for c in candidates if c.key not in found]):
-            found |= self._look_at(wave, [floor] * len(wave), [None] * len(wave))
+            found |= self._look_at([(candidate, floor, None) for candidate in wave])
         return [found[candidate.key] for candidate in candidates]
 
     def best(
@@ -125,11 +125,7 @@ class DrivenSearch:
                     self._keep(known.candidate, Score(0.0, known.costs, "by its bound"))
                 else:
                     wave.append((known, floor))
-            found = self._look_at(
-                [known.candidate for known, _ in wave],
-                [floor for _, floor in wave],
-                [known.start for known, _ in wave],
-            )
+            found = self._look_at([(known.candidate, floor, known.start) for known, floor in wave])
             for known, _ in wave:
                 candidate = known.candidate
                 score = found[candidate.key]
@@ -156,7 +152,7 @@ class DrivenSearch:
         seeds = range(goal.seeds, goal.seeds + goal.fresh_seeds)
         score = self.tried[candidate.key][1] if candidate.key in self.tried else None
         start = score.rate if score and _in_full(score) else None
-        asked = [self._asked(candidate, None, (seed,))._replace(start=start) for seed in seeds]
+        asked = [self._asked(candidate, (seed,), None, start) for seed in seeds]
         scores = list(self._ask(asked))
         return [] if any(s.refused for s in scores) else [score.rate for score in scores]
 
@@ -219,28 +215,32 @@ class DrivenSearch:
             yield distinct[start : start + self.problem.goal.at_once]
 
     def _look_at(
-        self,
-        wave: list[Candidate],
-        floors: Sequence[float | None],
-        starts: Sequence[float | None],
+        self, wave: Sequence[tuple[Candidate, float | None, float | None]]
     ) -> dict[tuple[object, ...], Score]:
+        """Simulate some, each with its floor and its start (see ``Asked``)."""
         seeds = tuple(range(self.problem.goal.seeds))
         asked = [
-            self._asked(c, floor, seeds)._replace(start=start)
-            for c, floor, start in zip(wave, floors, starts, strict=True)
-            if not c.refused
+            self._asked(candidate, seeds, floor, start)
+            for candidate, floor, start in wave
+            if not candidate.refused
         ]
         scores = self._ask(asked)
         found = {}
-        for candidate in wave:
+        for candidate, _, _ in wave:
             score = Score(0.0, refused=candidate.refused) if candidate.refused else next(scores)
             self._keep(candidate, score)
             found[candidate.key] = score
         return found
 
-    def _asked(self, candidate: Candidate, floor: float | None, seeds: tuple[int, ...]) -> Asked:
+    def _asked(
+        self,
+        candidate: Candidate,
+        seeds: tuple[int, ...],
+        floor: float | None,
+        start: float | None,
+    ) -> Asked:
         data = self.problem.run_file(candidate.part)
-        return Asked(data, floor, seeds, candidate.outputs, candidate.uncounted)
+        return Asked(data, floor, seeds, candidate.outputs, candidate.uncounted, start)
 
     def _ask(self, asked: Sequence[Asked]) -> Iterator[Score]:
         """Each score as soon as it is there; those that are known are not found again."""

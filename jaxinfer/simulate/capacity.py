@@ -1,6 +1,5 @@
 """The largest rate of requests at which a modelled cluster keeps its targets."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -192,12 +191,10 @@ def capacity(
 
     near = max(double // 4, 1)
     if start and not met:
-        step = max(ladder.step(start), least)
+        step, width = max(ladder.step(start), least), near
         rise([step])
-        for width in (near * 2**i for i in itertools.count()):
-            if low is not None or step == least:
-                break
-            step = max(step - width, least)
+        while low is None and step > least:
+            step, width = max(step - width, least), 2 * width
             rise([step])
     elif not met and not _met_alone(config, work, targets):
         rise([least])
