@@ -36,6 +36,12 @@ def test_a_goal_that_is_none(change: dict[str, Any], says: str) -> None:
         Goal.model_validate(GOAL | change)
 
 
+def test_a_workload_needs_requests() -> None:
+    for workload in ({}, {"limit": 3}):
+        with pytest.raises(JaxinferError, match=r"^run\.workload: needs a trace, or synthetic"):
+            _ = problem(GOAL).model_copy(update={"run": RUN | {"workload": workload}}).work
+
+
 @pytest.mark.parametrize("usd", [0.0, -1.0])
 def test_a_price_that_is_none(usd: float) -> None:
     with pytest.raises(JaxinferError, match=r"prices\.A10 is -?\d, must be above 0"):
