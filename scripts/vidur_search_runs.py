@@ -28,16 +28,16 @@ class Searches:
     """Runs of the command, each in a folder of its own.
 
     Attributes:
-        tables: by model and GPU.
+        tables: by GPU.
         jobs: processes.
     """
 
     out: Path
-    tables: Mapping[str, Mapping[str, Path]]
+    tables: Mapping[str, Path]
     workloads: Mapping[str, Mapping[str, Any]]
     jobs: int
 
-    def run(self, name: str, model: str = "llama-2-70b", work: str = CHAT, **changes: Any) -> Path:
+    def run(self, name: str, work: str = CHAT, **changes: Any) -> Path:
         """The folder of a search, made unless it is there, of the same settings.
 
         Args:
@@ -45,9 +45,8 @@ class Searches:
         """
         gpus = changes.get("gpus", dict.fromkeys(GPUS, 16))
         goal = changes.pop("goal", {})
-        costs = {gpu: {"tables": str(self.tables[model][gpu])} for gpu in gpus}
+        costs = {gpu: {"tables": str(self.tables[gpu])} for gpu in gpus}
         settings = {
-            "run.model": model,
             "run.workload": self.workloads[work],
             "planner.costs": costs,
             **{f"planner.{key}": value for key, value in changes.items()},

@@ -3,7 +3,6 @@
 Vidur's attention profiles of its four models are gone but for one. In their place stand those of
 NVIDIA's aiconfigurator (vLLM's kernels on the same GPUs), which have prompts without a prefix: a
 chunk of c tokens behind s takes what s + c tokens take less what s take, and not less than c alone.
-Decodes of 16 KV heads and more per GPU are those of 8 with so many times the rows.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,14 +14,11 @@ from jaxinfer.simulate.curve import Curve
 
 # By the GPU's name in configs/gpus.yaml: Vidur's name of it, and aiconfigurator's.
 GPUS = {"A100-80G-SXM": ("a100", "a100_sxm"), "H100-SXM": ("h100", "h100_sxm")}
-# By the model's name in configs/models.yaml: Vidur's folder, and query and KV heads.
-MODELS = {
-    "llama-2-70b": ("meta-llama/Llama-2-70b-hf", 64, 8),
-    "qwen-72b": ("Qwen/Qwen-72B", 64, 64),
-}
+# Vidur's folder of LLaMA2-70B, and its heads.
+NAME, HEADS, KV_HEADS = "meta-llama/Llama-2-70b-hf", 64, 8
 DEGREES = (1, 2, 4)
-# Contexts of Vidur's space are at most this long, and decode batches so large.
-LONGEST, MOST_KV_HEADS = 4096, 8
+# Contexts of Vidur's space are at most this long.
+LONGEST = 4096
 Times = dict[tuple[float, float], float]
 
 
@@ -61,32 +57,28 @@ def prefill(path: Path, heads: int, kv_heads: int) -> tuple[Times, int]:
 
 def decode(path: Path, heads: int, kv_heads: int) -> tuple[Times, int]:
     """Milliseconds by batch and context."""
-    times = max(kv_heads // MOST_KV_HEADS, 1)
     found = {
-        (float(row["batch_size"]) / times, float(row["isl"]) + float(row["step"])): float(
-            row["latency"]
-        )
-        for row in measured(path, heads // times, kv_heads // times)
+        (float(row["batch_size"]), float(row["isl"]) + float(row["step"])): float(row["latency"])
+        for row in measured(path, heads, kv_heads)
     }
-    return healed({(n, k): ms for (n, k), ms in found.items() if n >= 1 and k <= 2 * LONGEST})
+    return healed({(n, k): ms for (n, k), ms in found.items() if k <= 2 * LONGEST})
 
 
-def make_tables(profiles: Path, model: str, gpu: str, out: Path) -> Path:
-    """A folder of tables for all degrees of one model on one GPU, made unless it is there.
+def make_tables(profiles: Path, gpu: str, out: Path) -> Path:
+    """A folder of tables for all degrees of LLaMA2-70B on one GPU, made unless it is there.
 
     Args:
         profiles: with ``vidur`` and ``aiconfigurator``.
     """
-    folder = out / f"{model}_{gpu}"
+    folder = out / f"llama-2-70b_{gpu}"
     if folder.is_dir():
         return folder
     theirs, nvidia = GPUS[gpu]
-    name, heads, kv_heads = MODELS[model]
-    mlp = profiles / "vidur" / "compute" / theirs / name / "mlp.csv.gz"
+    mlp = profiles / "vidur" / "compute" / theirs / NAME / "mlp.csv.gz"
     network = profiles / "vidur" / "network" / f"{theirs}_pairwise_nvlink" / "all_reduce.csv.gz"
     own = profiles / "aiconfigurator"
     for tp in DEGREES:
-        each = heads // tp, kv_heads // tp
+        each = HEADS // tp, KV_HEADS // tp
         chunks, bad = prefill(own / f"{nvidia}_context_attention_perf.csv.gz", *each)
         decodes, worse = decode(own / f"{nvidia}_generation_attention_perf.csv.gz", *each)
         write_tables(folder, mlp, network, tp, chunks, decodes)

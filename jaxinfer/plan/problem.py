@@ -131,7 +131,7 @@ def merge(base: Mapping[str, Any], more: Mapping[str, Any], where: str = "") -> 
     found = dict(base)
     for key, value in more.items():
         mine, at = found.get(key), f"{where}{key}"
-        if isinstance(mine, str) and isinstance(value, Mapping) and (short := SHORT.get(at)):
+        if isinstance(mine, str) and (short := SHORT.get(at)):
             mine = {short: mine}
         if isinstance(mine, Mapping) and isinstance(value, Mapping):
             found[key] = merge(mine, value, f"{at}.")

@@ -15,6 +15,7 @@ from jaxinfer.plan.sweep import (
     configs,
     draw,
     figures_of,
+    run_point,
     simulate_point,
     sweep_rows,
     x_axis,
@@ -31,6 +32,11 @@ def files(tmp_path: Path) -> list[str]:
 
 def sweep(own: dict[str, dict[str, Any]], **more: Any) -> Sweep:
     return Sweep.model_validate({"files": own, **more})
+
+
+def test_a_figure_that_there_is_none_of(files: list[str]) -> None:
+    with pytest.raises(JaxinferError, match=r"^y: no figure 'ttft_p98'"):
+        sweep({files[0]: {}}, y=["ttft_p98"])
 
 
 def test_the_axis_of_the_pictures(files: list[str]) -> None:
@@ -109,6 +115,7 @@ def test_a_point_that_cannot_be_says_why(files: list[str]) -> None:
     found = [simulate_point(grid.data(point)) for point in grid.points()]
     assert "engine.max_num_seqs is 'x'" in found[1]["refused"]
     assert "no trace" in found[0]["refused"]
+    assert run_point(grid.data([*grid.points()][1])) == found[1]
     assert [config.engine.max_num_seqs for config in configs(grid)] == [4, 8]
 
 
