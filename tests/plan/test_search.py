@@ -90,7 +90,8 @@ def test_the_best_is_that_of_brute_force_pruned_or_not(
                 assert value(goal, axes(candidate), carried) <= most * (1 + 1e-9)
             else:
                 assert score.rate == carried
-    assert counts[True, False] <= counts[False, False]
+    # From a rate that is far below, growing steps may try one or two more than leaps from none.
+    assert counts[True, False] <= counts[False, False] + 2 * count
 
 
 @given(
