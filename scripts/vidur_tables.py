@@ -61,16 +61,22 @@ def attention(path: Path, tp: int, prefill: bool) -> dict[tuple[float, float], f
     }
 
 
-@click.command()
-@click.option("--mlp", required=True, type=click.Path(path_type=Path))
-@click.option("--attention", "attention_path", required=True, type=click.Path(path_type=Path))
-@click.option("--all-reduce", "network", required=True, type=click.Path(path_type=Path))
-@click.option("--tensor-parallel", "tp", required=True, type=int)
-@click.option("--out", required=True, type=click.Path(path_type=Path))
-def main(mlp: Path, attention_path: Path, network: Path, tp: int, out: Path) -> None:
-    """Write meta.yaml and tpN."""
-    folder = out / f"tp{tp}"
-    folder.mkdir(parents=True)
+def write_tables(
+    folder: Path,
+    mlp: Path,
+    network: Path,
+    tp: int,
+    prefill: Mapping[tuple[float, float], float],
+    decode: Mapping[tuple[float, float], float],
+) -> None:
+    """Write meta.yaml and tpN.
+
+    Args:
+        mlp, network: Vidur's files.
+        prefill, decode: milliseconds by chunk or batch, and by context.
+    """
+    out = folder / f"tp{tp}"
+    out.mkdir(parents=True)
     sizes = next(rows(mlp))
     names = {
         "hidden_size": "n_embd", "intermediate_size": "n_expanded_embd",
@@ -78,7 +84,7 @@ def main(mlp: Path, attention_path: Path, network: Path, tp: int, out: Path) -> 
     }  # fmt: skip
     overrides = {ours: int(sizes[theirs]) for ours, theirs in names.items()}
     meta = {"source": mlp.name, "engine_effective": {"hf_overrides": overrides}}
-    (out / "meta.yaml").write_text(yaml.safe_dump(meta), encoding="utf-8")
+    (folder / "meta.yaml").write_text(yaml.safe_dump(meta), encoding="utf-8")
     where = {"num_tensor_parallel_workers": str(tp)}
     lines = ["layer,tokens,time_us"]
     for ours, theirs in DENSE.items():
@@ -93,17 +99,29 @@ def main(mlp: Path, attention_path: Path, network: Path, tp: int, out: Path) -> 
             for size, ms in sorted(sent.items())
         ]
     lines += [f"{name},1,0" for name in (*FIRST, *LAST)]
-    (folder / "dense.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (out / "dense.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     heads = [f"{name},1,0" for name in PER_SEQUENCE]
-    (folder / "per_sequence.csv").write_text(
+    (out / "per_sequence.csv").write_text(
         "\n".join(["layer,sequences,time_us", *heads]) + "\n", encoding="utf-8"
     )
     lines = ["prefill_chunk,kv_prefill,n_decode,kv_decode,time_us"]
-    for (n, context), ms in sorted(attention(attention_path, tp, True).items()):
+    for (n, context), ms in sorted(prefill.items()):
         lines.append(f"{n:g},{context:g},0,0,{1000 * ms:.3f}")
-    for (n, context), ms in sorted(attention(attention_path, tp, False).items()):
+    for (n, context), ms in sorted(decode.items()):
         lines.append(f"0,0,{n:g},{context:g},{1000 * ms * (BATCHING if n > 1 else 1):.3f}")
-    (folder / "attention.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (out / "attention.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@click.command()
+@click.option("--mlp", required=True, type=click.Path(path_type=Path))
+@click.option("--attention", "attention_path", required=True, type=click.Path(path_type=Path))
+@click.option("--all-reduce", "network", required=True, type=click.Path(path_type=Path))
+@click.option("--tensor-parallel", "tp", required=True, type=int)
+@click.option("--out", required=True, type=click.Path(path_type=Path))
+def main(mlp: Path, attention_path: Path, network: Path, tp: int, out: Path) -> None:
+    """Write meta.yaml and tpN."""
+    prefill, decode = (attention(attention_path, tp, phase) for phase in (True, False))
+    write_tables(out, mlp, network, tp, prefill, decode)
 
 
 if __name__ == "__main__":

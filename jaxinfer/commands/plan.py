@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes; by default all cores.")
 @with_ray
 @with_pictures
+@click.option("--force", is_flag=True, help="Overwrite a run.yaml that is another than is found.")
 @with_settings
 def plan(
     plan_file: str,
@@ -31,6 +32,7 @@ def plan(
     jobs: int | None,
     ray_address: str | None,
     pictures: str | None,
+    force: bool,
     settings: tuple[str, ...],
 ) -> None:
     """Search for the best placement of a model, and write a run file of it.
@@ -57,17 +59,26 @@ def plan(
         kept_results(out, "plan.json", text, "evaluations.jsonl") as (folder, kept),
         cores(ray_address, jobs) as (map_calls, _),
     ):
-        if problem.replan:
-            lines = _follow(problem, folder, kept, map_calls, kind)
-        else:
-            lines = _search(problem, planner, folder, kept, map_calls, kind)
+        try:
+            if problem.replan:
+                lines = _follow(problem, folder, kept, map_calls, kind)
+            else:
+                lines = _search(problem, planner, folder, kept, map_calls, kind, force)
+        except JaxinferError as error:
+            raise JaxinferError(f"plan file {plan_file}: {error}") from error
     console = Console(width=None if sys.stdout.isatty() else 100)
     for line in lines:
         console.print(line, soft_wrap=True)
 
 
 def _search(
-    problem: "Problem", planner: "Planner", folder: Path, kept: "Kept", map_calls: Any, kind: str
+    problem: "Problem",
+    planner: "Planner",
+    folder: Path,
+    kept: "Kept",
+    map_calls: Any,
+    kind: str,
+    force: bool,
 ) -> list[str]:
     """One plan; what there is to say of it."""
     from jaxinfer.plan.result import draw, head, rows, value_in_words, write_run_file, write_table
@@ -84,7 +95,7 @@ def _search(
                 write_table(folder / "plan.csv", rows(search))
     run_file = folder / "run.yaml"
     lines = head(search, choice, str(run_file))
-    write_run_file(run_file, problem, choice.candidate, lines)
+    write_run_file(run_file, problem, choice.candidate, lines, force)
     draw(folder / f"rates.{kind}", search, choice.candidate)
     return [
         f"best: {choice.candidate}",

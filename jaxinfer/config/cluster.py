@@ -162,6 +162,11 @@ class InstanceConfig(EngineOptions):
             )
 
     @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return len(self.places)
+
+    @property
     def places(self) -> tuple[StageConfig, ...]:
         """Its stages; the one where only a group is given."""
         return self.stages or (StageConfig(group=self.group or ""),)

@@ -77,12 +77,21 @@ class EngineOptions(Options):
     strict_shapes: bool = False
     seed: int = Field(default=0, ge=0)
 
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages: as many steps at once share the running requests."""
+        return 1
+
     def model_post_init(self, context: Any, /) -> None:
         """Refuse combinations that cannot work."""
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        stages = self.num_stages
+        if stages * self.max_num_batched_tokens < self.max_num_seqs:
+            share = f" by its {stages} stages" if stages > 1 else ""
+            where = f"{stages} steps" if stages > 1 else "one step"
             raise OptionError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least "
-                f"max_num_seqs, {self.max_num_seqs}: every running request decodes in one step"
+                f"max_num_seqs, {self.max_num_seqs}{share}: every running request decodes in "
+                f"{where}"
             )
         buckets = self.token_buckets
         if buckets is not None and (

@@ -18,6 +18,7 @@ from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.replicas import replicate_cluster
 from jaxinfer.config.validation import (
+    ByName,
     Named,
     OptionError,
     Options,
@@ -181,7 +182,7 @@ class RunFile(Options):
     groups: Named[GroupConfig] = Field(default_factory=dict)
     instances: Named[InstanceConfig] = Field(default_factory=dict)
     links: tuple[LinkConfig, ...] = Field(default=(), strict=False)
-    system: dict[str, Any] = Field(default_factory=lambda: {"name": "single"})
+    system: ByName = Field(default_factory=lambda: {"name": "single"})
     verify_transfers: bool = False
     ray: str | None = None
     transport: Transport = "auto"
@@ -191,17 +192,6 @@ class RunFile(Options):
     metrics: MetricOptions = MetricOptions()
     gpus: Named[Gpu] = Field(default_factory=dict)
     models: Named[ModelShape] = Field(default_factory=dict)
-
-    @field_validator("system", mode="before")
-    @classmethod
-    def _by_name(cls, value: object) -> object:
-        if isinstance(value, str):
-            return {"name": value}
-        if not isinstance(value, dict):
-            raise ValueError(
-                f"must be a name, or a mapping of name and options, not {shown(value)}"
-            )
-        return value
 
     @model_validator(mode="before")
     @classmethod

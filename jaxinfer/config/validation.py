@@ -166,6 +166,18 @@ def _text_keys(value: object) -> object:
 # By names of the user's choice, which in YAML may look like numbers.
 Named = Annotated[dict[str, T], BeforeValidator(_text_keys)]
 
+
+def _by_name(value: object) -> object:
+    if isinstance(value, str):
+        return {"name": value}
+    if not isinstance(value, dict):
+        raise ValueError(f"must be a name, or a mapping of name and options, not {shown(value)}")
+    return value
+
+
+# A ``name`` and options; the name alone stands for one without.
+ByName = Annotated[dict[str, Any], BeforeValidator(_by_name)]
+
 # What pydantic's kinds of errors ask for, where its own words are not a user's.
 _WANTED = {
     "bool_type": "true or false",

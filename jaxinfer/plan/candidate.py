@@ -103,6 +103,8 @@ def as_score(found: Mapping[str, Any]) -> Score:
 # A rate, in requests per second, that a candidate cannot exceed, known without simulation; infinite
 # where nothing is.
 Bound = Callable[["Candidate"], float]
+# About what rate a candidate may have: who comes first, and where its search begins.
+Guess = Callable[["Candidate"], float]
 
 
 class Search(Protocol):
@@ -113,7 +115,12 @@ class Search(Protocol):
     def scores(self, candidates: list[Candidate]) -> list[Score]:
         """What each comes to, in full."""
 
-    def best(self, candidates: list[Candidate], bound: Bound = lambda candidate: inf) -> Candidate:
+    def best(
+        self,
+        candidates: list[Candidate],
+        bound: Bound = lambda candidate: inf,
+        guess: Guess | None = None,
+    ) -> Candidate:
         """The best, with as little work as that takes."""
 
     def costs(self, candidate: Candidate) -> Costs:

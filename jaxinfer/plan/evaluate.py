@@ -1,8 +1,10 @@
 """What one candidate comes to, found by simulation in one process."""
 
 import math
+import pickle
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from jaxinfer.config.resolve import resolve
@@ -23,6 +25,7 @@ class Asked(NamedTuple):
         floor: a rate that it has to carry to be of interest, if it has to.
         seeds: of the arrivals.
         outputs, uncounted: see ``Candidate``.
+        start: a rate to begin with (see ``capacity``), which changes nothing in the answer.
     """
 
     data: Mapping[str, object]
@@ -30,16 +33,25 @@ class Asked(NamedTuple):
     seeds: tuple[int, ...]
     outputs: int | None = None
     uncounted: tuple[str, ...] = ()
+    start: float | None = None
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Scores run files for a goal; goes to other processes as it is."""
+    """Scores run files for a goal; goes to other processes, which unpack its requests once."""
 
     goal: Goal
     work: Sequence[BenchRequest]
     targets: Targets
     prices: Mapping[str, float]
+
+    @cached_property
+    def _packed(self) -> bytes:
+        return pickle.dumps((self.goal, self.work, self.targets, self.prices))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """For pickle: packed once, whatever is asked."""
+        return _unpacked, (self._packed,)
 
     def costs(self, data: Mapping[str, object], uncounted: Collection[str] = ()) -> Costs:
         """Of a run file, but for some groups.
@@ -85,7 +97,9 @@ class Evaluator:
             if not met.verdict.met or self.goal.minimise:
                 return _score(met, costs, None if met.verdict.met else "at this rate")
         try:
-            found = capacity(config, work, self.targets, seeds, self.goal.precision, met=met)
+            found = capacity(
+                config, work, self.targets, seeds, self.goal.precision, met=met, start=asked.start
+            )
         except AnyRateError:
             return Score(math.inf, costs)
         return _score(found, costs)
@@ -102,6 +116,11 @@ class Evaluator:
                 "for: give seconds"
             )
         return [replace(item, max_tokens=min(item.max_tokens, outputs)) for item in work]
+
+
+@lru_cache(maxsize=2)
+def _unpacked(packed: bytes) -> Evaluator:
+    return Evaluator(*pickle.loads(packed))
 
 
 def _score(tried: TriedRate, costs: Costs, given_up: GivenUp | None = None) -> Score:

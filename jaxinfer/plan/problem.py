@@ -5,10 +5,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from jaxinfer.config.run_file import SHORT, apply_setting, as_run_file
-from jaxinfer.config.validation import Named, OptionError, Options, read_yaml, shown, within
+from jaxinfer.config.validation import ByName, Named, OptionError, Options, read_yaml, within
 from jaxinfer.errors import JaxinferError
 from jaxinfer.simulate.read_targets import read_targets
 from jaxinfer.simulate.targets import Criterion, Targets
@@ -37,6 +37,7 @@ class Goal(Options):
         fresh_seeds: of the arrivals with which the choice is looked at again.
         requests_per_gpu: so many of the workload for each GPU of a candidate; by default all.
         precision: by which share a rate may be too low.
+        top: so many of the best are found in full, of ``maximise``; others may be given up early.
         at_once: candidates that are compared at a time. More of them keep more cores busy, and
             leave less to be given up early.
     """
@@ -51,6 +52,7 @@ class Goal(Options):
     fresh_seeds: int = Field(default=3, ge=1)
     requests_per_gpu: int | None = Field(default=None, ge=1)
     precision: float = Field(default=0.02, ge=1e-6, lt=1)
+    top: int = Field(default=1, ge=1)
     at_once: int = Field(default=8, ge=1)
 
     def model_post_init(self, context: object, /) -> None:
@@ -101,22 +103,11 @@ class Problem(Options):
         replan: plan anew whenever the load has shifted.
     """
 
-    planner: dict[str, Any]
+    planner: ByName
     goal: Goal
     run: dict[str, Any]
     replan: Replan | None = None
     prices: Named[float] = Field(default_factory=dict)
-
-    @field_validator("planner", mode="before")
-    @classmethod
-    def _by_name(cls, value: object) -> object:
-        if isinstance(value, str):
-            return {"name": value}
-        if not isinstance(value, dict):
-            raise ValueError(
-                f"must be a name, or a mapping of name and options, not {shown(value)}"
-            )
-        return value
 
     def model_post_init(self, context: object, /) -> None:
         """Refuse prices that are none."""
@@ -180,7 +171,7 @@ def merge(base: Mapping[str, Any], more: Mapping[str, Any], where: str = "") -> 
     found = dict(base)
     for key, value in more.items():
         mine, at = found.get(key), f"{where}{key}"
-        if isinstance(mine, str) and isinstance(value, Mapping) and (short := SHORT.get(at)):
+        if isinstance(mine, str) and (short := SHORT.get(at)):
             mine = {short: mine}
         if isinstance(mine, Mapping) and isinstance(value, Mapping):
             found[key] = merge(mine, value, f"{at}.")

@@ -11,6 +11,7 @@ import numpy as np
 import yaml
 from scipy import stats
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Candidate, Score
 from jaxinfer.plan.problem import Goal, Problem
 from jaxinfer.plan.search import DrivenSearch
@@ -120,11 +121,25 @@ def capacity_command(problem: Problem, name: str) -> str:
     return " ".join([*words, f"--seeds {goal.seeds}"])
 
 
-def write_run_file(path: Path, problem: Problem, candidate: Candidate, lines: list[str]) -> None:
-    """The chosen one, with its story at its head."""
+def write_run_file(
+    path: Path, problem: Problem, candidate: Candidate, lines: list[str], force: bool = False
+) -> None:
+    """The chosen one, with its story at its head.
+
+    Args:
+        force: overwrite whatever is there.
+
+    Raises:
+        JaxinferError: another is there, which may have been edited.
+    """
     comment = "".join(f"# {line}\n" for line in lines)
-    data = problem.run_file(candidate.part)
-    path.write_text(comment + yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+    text = comment + yaml.safe_dump(problem.run_file(candidate.part), sort_keys=False)
+    if path.exists() and not force and path.read_bytes() != text.encode():
+        raise JaxinferError(
+            f"{path}: is another than was found here, as if edited: move it away, or overwrite it "
+            "with --force"
+        )
+    path.write_text(text, encoding="utf-8")
 
 
 def draw(path: Path, search: DrivenSearch, chosen: Candidate) -> None:

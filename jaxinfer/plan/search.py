@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.plan.candidate import Bound, Candidate, Costs, Score, as_score
+from jaxinfer.plan.candidate import Bound, Candidate, Costs, Guess, Score, as_score
 from jaxinfer.plan.evaluate import Asked, Evaluator
 from jaxinfer.plan.kept import Kept, contents, key_of
 from jaxinfer.plan.problem import Cost, Per, Problem
@@ -20,6 +20,34 @@ DIVIDED_BY: Mapping[Per, Cost | None] = {
     "usd": "usd",
     "watt": "watts",
 }
+
+
+class _Known(NamedTuple):
+    """A candidate that can be, and what is known of it without simulation.
+
+    Attributes:
+        bound, guess: in requests per second.
+    """
+
+    candidate: Candidate
+    costs: Costs
+    bound: float
+    guess: float | None
+
+    @property
+    def promise(self) -> float:
+        """By which it comes sooner or later."""
+        return self.bound if self.guess is None else min(self.guess, self.bound)
+
+    @property
+    def start(self) -> float | None:
+        """Where its search begins."""
+        return None if math.isinf(self.promise) else self.promise
+
+
+def _in_full(score: Score) -> bool:
+    """Whether it is the largest rate that there is, and one."""
+    return not score.refused and not score.given_up and 0 < score.rate < math.inf
 
 
 class Map(Protocol):
@@ -70,52 +98,58 @@ class DrivenSearch:
     def scores(self, candidates: list[Candidate]) -> list[Score]:
         """What each comes to, in full; those of equal keys are looked at once."""
         floor = self.problem.goal.rate
-        found: dict[tuple[object, ...], Score] = {}
-        for wave in self._waves(candidates):
-            found |= self._look_at(wave, [floor] * len(wave))
+        found = {key: score for key, (_, score) in self.tried.items() if _in_full(score)}
+        for wave in self._waves([c for c in candidates if c.key not in found]):
+            found |= self._look_at([(candidate, floor, None) for candidate in wave])
         return [found[candidate.key] for candidate in candidates]
 
     def best(
-        self, candidates: list[Candidate], bound: Bound = lambda candidate: math.inf
+        self,
+        candidates: list[Candidate],
+        bound: Bound = lambda candidate: math.inf,
+        guess: Guess | None = None,
     ) -> Candidate:
         """The best, with as little work as that takes.
 
-        Those of the best bounds come first. Each has to be better than the best of the waves
-        before; one that is not, at the rate that this takes, is given up. Of equals the first wins.
+        Those of the best guesses, or else bounds, come first. Each has to be better than the best
+        (of ``goal.top``, the last of so many) of the waves before; one that is not, at the rate
+        that this takes, is given up. Of equals the first wins.
 
         Raises:
             JaxinferError: none keeps the targets, none can be, or one keeps them at any rate.
         """
-        distinct = self._distinct(candidates)
-        known = [(c, self._costs(c), bound(c)) for c in distinct]
-        limits = [(c, costs, rate) for c, costs, rate in known if costs]
-        limits.sort(key=lambda each: -self._value(each[2], each[1]))
-        best: tuple[float, Candidate] | None = None
+        distinct, top = self._distinct(candidates), self.problem.goal.top
+        limits = [known for c in distinct if (known := self._known(c, bound, guess))]
+        limits.sort(key=lambda each: -self._value(each.promise, each.costs))
+        # The best so far, and what they are worth.
+        best: list[tuple[float, Candidate]] = []
         while limits:
-            least = best[0] if best and self._prune else None
-            wave: list[tuple[Candidate, Costs, float | None]] = []
+            least = best[top - 1][0] if len(best) >= top and self._prune else None
+            wave: list[tuple[_Known, float | None]] = []
             while limits and len(wave) < self.problem.goal.at_once:
-                candidate, costs, rate = limits.pop(0)
-                floor = self._floor(least, costs)
-                if self._prune and self._is_out(rate, costs, floor, least):
-                    self._keep(candidate, Score(0.0, costs, "by its bound"))
+                known = limits.pop(0)
+                floor = self._floor(least, known.costs)
+                if self._prune and self._is_out(known.bound, known.costs, floor, least):
+                    self._keep(known.candidate, Score(0.0, known.costs, "by its bound"))
                 else:
-                    wave.append((candidate, costs, floor))
-            found = self._look_at([c for c, _, _ in wave], [floor for _, _, floor in wave])
-            for candidate, costs, _ in wave:
+                    wave.append((known, floor))
+            found = self._look_at([(known.candidate, floor, known.start) for known, floor in wave])
+            for known, _ in wave:
+                candidate = known.candidate
                 score = found[candidate.key]
                 if math.isinf(score.rate):
                     raise JaxinferError(
                         f"the targets hold at any rate of {candidate}: give more requests, or "
                         "tighter targets, to tell candidates apart"
                     )
-                value = self._value(score.rate, costs)
-                if score.rate and not score.given_up and (best is None or value > best[0]):
-                    best = value, candidate
-                    self._best = candidate
-        if best is None:
+                if score.rate and not score.given_up:
+                    best.append((self._value(score.rate, known.costs), candidate))
+            best = sorted(best, key=lambda each: -each[0])[:top]
+            if best:
+                self._best = best[0][1]
+        if not best:
             raise JaxinferError(self._nothing([self.tried[c.key] for c in distinct]))
-        return best[1]
+        return best[0][1]
 
     def costs(self, candidate: Candidate) -> Costs:
         """See ``Search``."""
@@ -128,7 +162,9 @@ class DrivenSearch:
         """
         goal = self.problem.goal
         seeds = range(goal.seeds, goal.seeds + goal.fresh_seeds)
-        asked = [self._asked(candidate, None, (seed,)) for seed in seeds]
+        score = self.tried[candidate.key][1] if candidate.key in self.tried else None
+        start = score.rate if score and _in_full(score) else None
+        asked = [self._asked(candidate, (seed,), None, start) for seed in seeds]
         scores = list(self._ask(asked))
         return [] if any(s.refused for s in scores) else [score.rate for score in scores]
 
@@ -160,14 +196,17 @@ class DrivenSearch:
         ladder = Ladder(goal.precision)
         return ladder.rate(ladder.above(least / self._value(1.0, costs)))
 
-    def _costs(self, candidate: Candidate) -> Costs | None:
+    def _known(self, candidate: Candidate, bound: Bound, guess: Guess | None) -> "_Known | None":
+        """What is known of one that can be."""
         try:
             if candidate.refused:
                 raise JaxinferError(candidate.refused)
-            return self.costs(candidate)
+            costs = self.costs(candidate)
+            guessed = guess(candidate) if guess else None
         except JaxinferError as error:
             self._keep(candidate, Score(0.0, refused=str(error)))
             return None
+        return _Known(candidate, costs, bound(candidate), guessed)
 
     def _distinct(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         return list({candidate.key: candidate for candidate in candidates}.values())
@@ -178,29 +217,38 @@ class DrivenSearch:
             yield distinct[start : start + self.problem.goal.at_once]
 
     def _look_at(
-        self, wave: list[Candidate], floors: Sequence[float | None]
+        self, wave: Sequence[tuple[Candidate, float | None, float | None]]
     ) -> dict[tuple[object, ...], Score]:
+        """Simulate some, each with its floor and its start (see ``Asked``)."""
         seeds = tuple(range(self.problem.goal.seeds))
         asked = [
-            self._asked(c, floor, seeds)
-            for c, floor in zip(wave, floors, strict=True)
-            if not c.refused
+            self._asked(candidate, seeds, floor, start)
+            for candidate, floor, start in wave
+            if not candidate.refused
         ]
         scores = self._ask(asked)
         found = {}
-        for candidate in wave:
+        for candidate, _, _ in wave:
             score = Score(0.0, refused=candidate.refused) if candidate.refused else next(scores)
             self._keep(candidate, score)
             found[candidate.key] = score
         return found
 
-    def _asked(self, candidate: Candidate, floor: float | None, seeds: tuple[int, ...]) -> Asked:
+    def _asked(
+        self,
+        candidate: Candidate,
+        seeds: tuple[int, ...],
+        floor: float | None,
+        start: float | None,
+    ) -> Asked:
         data = self.problem.run_file(candidate.part)
-        return Asked(data, floor, seeds, candidate.outputs, candidate.uncounted)
+        return Asked(data, floor, seeds, candidate.outputs, candidate.uncounted, start)
 
     def _ask(self, asked: Sequence[Asked]) -> Iterator[Score]:
         """Each score as soon as it is there; those that are known are not found again."""
-        keys = [key_of(self._digest, *each, contents(each[0])) for each in asked]
+        keys = [
+            key_of(self._digest, *each._replace(start=None), contents(each.data)) for each in asked
+        ]
         known = [self._kept.get(key) for key in keys]
         missing = [each for each, found in zip(asked, known, strict=True) if found is None]
         fresh = self._map(self.evaluator, missing) if missing else iter(())

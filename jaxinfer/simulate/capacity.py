@@ -152,6 +152,7 @@ def capacity(
     map_rates: RateMap = map,
     at_once: int = 1,
     met: TriedRate | None = None,
+    start: float | None = None,
 ) -> TriedRate:
     """The largest rate at which the targets are met; of rate 0 where none is.
 
@@ -165,6 +166,8 @@ def capacity(
         map_rates: runs several rates, as a pool of processes would; ``at_once`` is how many it
             takes. With one, the search is by bisection.
         met: a rate of the ladder that keeps the targets, from which the search goes on.
+        start: a rate to begin with, from which it goes up or down in steps that grow; by default
+            from low rates up, which take the longest.
 
     Raises:
         AnyRateError: the targets hold at any rate.
@@ -186,13 +189,23 @@ def capacity(
                 return
             low, best = step, each
 
-    if not met and not _met_alone(config, work, targets):
+    near = max(double // 4, 1)
+    if start and not met:
+        step, width = max(ladder.step(start), least), near
+        rise([step])
+        while low is None and step > least:
+            step, width = max(step - width, least), 2 * width
+            rise([step])
+    elif not met and not _met_alone(config, work, targets):
         rise([least])
     while high is None:
-        first = ladder.step(0.125) if low is None else max(low + 3 * double, ladder.step(0.125))
-        if met and low is not None:
-            first = low + double  # What is looked for is near.
-        rise([first + double * i for i in range(max(at_once, 2))])
+        if low is not None and (met or start):
+            steps = [low + near * 2**i for i in range(at_once)]
+            near *= 2**at_once
+        else:
+            first = ladder.step(0.125) if low is None else max(low + 3 * double, ladder.step(0.125))
+            steps = [first + double * i for i in range(max(at_once, 2))]
+        rise(steps)
         if best and best.rate > _MOST:
             raise AnyRateError(f"the targets hold at any rate: {best.rate:g} requests/s")
     while high - (bottom := least if low is None else low) > 1:

@@ -1,7 +1,8 @@
 """Step times from tables of measured operators, interpolated, as Vidur does (section 4.2)."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Self
 
@@ -50,12 +51,20 @@ class Attention:
         self.grids = {kind: self._grid(found) for kind, found in kinds.items() if found}
         self._chunks, self._decodes = self.grids["chunks alone"], self.grids["decodes alone"]
         self._both = self.grids.get("both")
+        self._last: tuple[Work | None, float] = None, 0.0
 
     def _grid(self, points: Mapping[At, float]) -> AttentionGrid:
         return AttentionGrid(points, lambda chunk, y: y + self._own * chunk)
 
     def __call__(self, work: Work) -> float:
         """Of all rows of a step: its chunks as one of as many tokens and pairs."""
+        last, micros = self._last
+        if work is not last:  # The stages of one instance ask for the same.
+            micros = self._micros(work)
+            self._last = work, micros
+        return micros
+
+    def _micros(self, work: Work) -> float:
         n = work.singles
         context = work.single_context / n if n else 0.0
         if not work.chunks:
@@ -67,6 +76,66 @@ class Attention:
             return self._both(chunk, y, n, context)
         alone = self._chunks(chunk, y, 0.0, 0.0)
         return alone + self._decodes(0.0, 0.0, n, context) if n else alone
+
+
+@dataclass(frozen=True)
+class Operators:
+    """What the files of one degree of tensor parallelism have.
+
+    Attributes:
+        dense, heads: by operator, by tokens and by sequences.
+        not_read: files that no step's time needs.
+    """
+
+    dense: Mapping[str, Curve]
+    heads: Mapping[str, Curve]
+    attention: Attention
+    not_read: Sequence[str]
+    _sums: dict[tuple[int, bool, bool], Curve] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, tp: Path) -> Self:
+        """From a folder such as ``tp1``.
+
+        Raises:
+            JaxinferError: a table is missing, or lacks an operator or has one that is not known.
+        """
+        not_read = unread_files(tp)
+        dense, heads = (
+            {name: Curve(points) for name, points in operator_points(tp, file).items()}
+            for file in ("dense", "per_sequence")
+        )
+        points, keyed = attention_points(tp)
+        try:
+            return cls(dense, heads, Attention(points, keyed), not_read)
+        except JaxinferError as error:
+            raise JaxinferError(f"{tp}: attention.csv {error}") from None
+
+    def per_token(self, layers: int, first: bool, last: bool) -> Curve:
+        """Microseconds of a stage's operators but attention, by tokens; added up once."""
+        stage = layers, first, last
+        if stage not in self._sums:
+            each = [(self.dense[name], layers * n) for name, n in self.per_layer.items()]
+            once = [(self.dense[name], 1) for name in (*FIRST * first, *LAST * last)]
+            self._sums[stage] = add_up(each + once)
+        return self._sums[stage]
+
+    @property
+    def per_layer(self) -> dict[str, int]:
+        """How often each operator that there is runs in a layer."""
+        return {name: n for name, n in (PER_LAYER | OPTIONAL).items() if name in self.dense}
+
+
+@lru_cache(maxsize=16)
+def _read(tp: Path, files: Sequence[tuple[str, int, int]]) -> Operators:
+    """Read once as long as the files are the same; a search asks for them thousands of times."""
+    return Operators.read(tp)
+
+
+def read_operators(tp: Path) -> Operators:
+    """What a folder such as ``tp1`` has; see ``Operators.read``."""
+    found = [(path.name, path.stat()) for path in sorted(tp.glob("*.csv*"))]
+    return _read(tp, tuple((name, s.st_mtime_ns, s.st_size) for name, s in found))
 
 
 @dataclass(frozen=True)
@@ -142,38 +211,25 @@ class TableStage:
             raise JaxinferError(f"{folder}: tables do not model mixtures of experts")
         check_meta(folder, model, kind)
         tp = find_degree(folder, devices)
-        not_read = unread_files(tp)
         self._layers, self._step_s, self._sequence_s = layers, step_s, sequence_s
-        dense, heads = (
-            {name: Curve(points) for name, points in operator_points(tp, file).items()}
-            for file in ("dense", "per_sequence")
-        )
-        each = {name: n for name, n in (PER_LAYER | OPTIONAL).items() if name in dense}
-        per_step = (*FIRST * first, *LAST * last)
-        self._tokens = add_up(
-            [(dense[name], layers * n) for name, n in each.items()]
-            + [(dense[name], 1) for name in per_step]
-        )
-        self._sampled = add_up((heads[name], 1) for name in PER_SEQUENCE) if last else None
-        points, keyed = attention_points(tp)
-        try:
-            self._attention = Attention(points, keyed)
-        except JaxinferError as error:
-            raise JaxinferError(f"{tp}: attention.csv {error}") from None
+        found = read_operators(tp)
+        self._tokens = found.per_token(layers, first, last)
+        self._sampled = add_up((found.heads[name], 1) for name in PER_SEQUENCE) if last else None
+        self._attention = found.attention
         self._collectives = Collectives()
         self.read: dict[str, object] = {
             "folder": str(tp),
-            "per_layer": each | {"attention": 1},
-            "per_step": list(per_step),
+            "per_layer": found.per_layer | {"attention": 1},
+            "per_step": [*FIRST * first, *LAST * last],
             "per_sequence": list(PER_SEQUENCE * last),
             "tokens": [self._tokens.x[0], self._tokens.x[-1]],
             "attention": {
                 kind: {"points": grid.size - grid.filled, "filled_in": grid.filled}
                 for kind, grid in self._attention.grids.items()
             },
-            "not_read": not_read,
+            "not_read": list(found.not_read),
         }
-        if devices > 1 and "all_reduce" not in dense:
+        if devices > 1 and "all_reduce" not in found.dense:
             self._collectives = rings(gpu, model, devices, itemsize, layers, first, last)
             gb_s, each_s = gpu.collective
             self.read["collectives"] = {"gb_s": gb_s, "each_s": each_s, "all_reduces_per_layer": 2}

@@ -3,15 +3,9 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxinfer.config.validation import (
-    OptionError,
-    Options,
-    did_you_mean,
-    import_own,
-    shown,
-    within,
-)
-from jaxinfer.errors import FAILURES, JaxinferError, raised
+from jaxinfer.config.by_name import make_by_name
+from jaxinfer.config.validation import shown
+from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.system import System
 
 SYSTEMS = {
@@ -38,48 +32,18 @@ def make_system(config: Mapping[str, Any], instances: Collection[str]) -> System
     Raises:
         JaxinferError: there is no such system, or its options or instances do not fit it.
     """
-    options = dict(config)
-    name = options.pop("name", None)
-    if not isinstance(name, str):
-        given = "is missing" if name is None else f"is {shown(name)}"
-        raise JaxinferError(
-            f"system.name {given}, must be one of {', '.join(SYSTEMS)}, or my_module:MySystem"
-        )
-    kind = _find(name)
-    try:
-        system = kind(kind.Options.model_validate(options))
+
+    def check(system: System) -> None:
         system.check(instances)
         _check_attributes(system, instances)
-    except OptionError as error:
-        raise within("system", error) from None
-    except JaxinferError as error:
-        raise JaxinferError(f"system {name}: {error}") from None
-    except FAILURES as error:
-        if name in SYSTEMS:
-            raise
-        raise JaxinferError(f"system {name}: making it raises {raised(error)}") from error
-    return system
+
+    return make_by_name("system", config, SYSTEMS, _refusal, check)
 
 
-def _find(name: str) -> type[System]:
-    target = SYSTEMS.get(name, name)
-    if ":" not in target:
-        raise JaxinferError(
-            f"system {name!r}: {did_you_mean(name, SYSTEMS)}; or my_module:MySystem of your own"
-        )
-    try:
-        found = import_own(target)
-    except JaxinferError as error:
-        raise JaxinferError(f"system {error}") from error
-    attribute = target.partition(":")[2]
-    if not (isinstance(found, type) and issubclass(found, System)):
-        raise JaxinferError(f"system {name!r}: {attribute} is no jaxinfer.serving.system.System")
-    if not (isinstance(found.Options, type) and issubclass(found.Options, Options)):
-        raise JaxinferError(
-            f"system {name!r}: {attribute}.Options is {found.Options!r}, must be a subclass of "
-            "jaxinfer.config.validation.Options"
-        )
-    return found
+def _refusal(found: Any) -> str | None:
+    if isinstance(found, type) and issubclass(found, System):
+        return None
+    return "is no jaxinfer.serving.system.System"
 
 
 def _check_attributes(system: System, instances: Collection[str]) -> None:

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
@@ -63,7 +62,10 @@ def with_arrivals(work: Sequence[BenchRequest], arrivals: Arrivals) -> list[Benc
             times = _random_times(len(work), arrivals)
         case "trace":
             times = [item.arrival * arrivals.scale for item in work]
-    return [replace(item, arrival=time) for item, time in zip(work, times, strict=True)]
+    return [
+        BenchRequest(item.prompt_token_ids, item.prompt_len, item.max_tokens, time)
+        for item, time in zip(work, times, strict=True)
+    ]
 
 
 def _random_times(count: int, arrivals: Arrivals) -> list[float]:

@@ -179,7 +179,7 @@ def test_a_list_is_called_a_list(tmp_path: Path, data: dict[str, Any], path: str
         (CRONUS, "instances.ppi.group", "week", "instances.ppi.group: no group 'week': did you m"),
         (CRONUS, "instances.ppi.tensor_parallel_size", 2, "instances.ppi.tensor_parallel_size: an"),
         (CRONUS, "instances.cpi.launch_ahead", True, "instances.cpi.launch_ahead is True, must "),
-        (CRONUS, "instances.cpi.max_num_seqs", 999, "instances.cpi.max_num_batched_tokens is 512"),
+        (CRONUS, "instances.cpi.max_num_seqs", 1999, "instances.cpi.max_num_batched_tokens is 512"),
         (CRONUS, "instances.cpi.seed", 5, "instances.cpi.seed is 5, must be engine.seed's 0"),
         (CRONUS, "instances.cpi.token_buckets", [64, "a"], "instances.cpi.token_buckets[1] is 'a'"),
         (CRONUS, "groups.strong.devices", 1, "groups.strong.devices is 1, its instances need 2"),

@@ -12,7 +12,7 @@ from jaxinfer.compare import load_systems
 from jaxinfer.config.cluster import GroupConfig, InstanceConfig
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import RunFile, load_run_file
-from jaxinfer.plan.candidate import Bound, Candidate, Score
+from jaxinfer.plan.candidate import Candidate, Score
 from jaxinfer.plan.problem import load_options, load_problem
 from jaxinfer.plan.registry import make_planner
 from jaxinfer.plan.search import DrivenSearch
@@ -43,7 +43,7 @@ def test_plan_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     class Look(DrivenSearch):
         """Simulates nothing."""
 
-        def best(self, candidates: list[Candidate], bound: Bound = lambda c: 0.0) -> Candidate:
+        def best(self, candidates: list[Candidate], *known: object, **more: object) -> Candidate:
             seen.extend(candidates)
             return next(each for each in candidates if not each.refused)
 

@@ -12,7 +12,7 @@ from plan_cases import RUN
 from jaxinfer import JaxinferError
 from jaxinfer.commands.capacity import capacity
 from jaxinfer.commands.plan import plan
-from jaxinfer.config.run_file import load_run_file
+from jaxinfer.config.run_file import as_run_file, load_run_file
 from jaxinfer.plan.planners.colocated import Colocated, ColocatedOptions
 
 FILE: dict[str, Any] = {
@@ -21,7 +21,7 @@ FILE: dict[str, Any] = {
         "gpus": {"A10": 2, "A100-80G-SXM": 1},
         "tensor_parallel": [1, 2],
         "engines": {"small": {"max_num_batched_tokens": 256}, "large": {"max_num_seqs": 1024}},
-        "max_num_seqs": [4, 512],
+        "seqs_per_stage": [4, 512],
     },
     "goal": {"maximise": "gpu", "slo": "ttft:p90=2,tbt:p99=0.2", "at_once": 3, "fresh_seeds": 2},
     "run": RUN | {"workload": {"synthetic": {"lengths": "azure_code", "count": 30, "seed": 0}},
@@ -45,7 +45,7 @@ def test_a_search_from_file_to_file(tmp_path: Path) -> None:
     # 512 sequences.
     assert len(table) == 3 * 4
     refused = [row for row in table if row["refused"]]
-    assert {(row["engine"], row["max_num_seqs"]) for row in refused} == {("small", "512")}
+    assert {(row["engine"], row["seqs_per_stage"]) for row in refused} == {("small", "512")}
     exact = [row for row in table if not row["given_up"] and not row["refused"]]
     best = max(exact, key=lambda row: float(row["value"]))
     assert all(float(row["requests_s"]) > 0 for row in exact)
@@ -63,6 +63,16 @@ def test_a_search_from_file_to_file(tmp_path: Path) -> None:
     # Again, with as many processes as there are: nothing is left to do, and nothing changes.
     files = {path.name: path.read_bytes() for path in out.iterdir()}
     run(tmp_path, FILE)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == files
+    # But for what was edited, which stays until it is said that it may go.
+    edited = out / "run.yaml"
+    edited.write_text(text + "# mine\n")
+    with pytest.raises(
+        JaxinferError, match=r"^.*run\.yaml: is another than was found here.*--force"
+    ):
+        run(tmp_path, FILE, "--jobs", "1")
+    assert edited.read_text() == text + "# mine\n"
+    run(tmp_path, FILE, "--jobs", "1", "--force")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == files
 
 
@@ -85,6 +95,12 @@ def test_two_processes_find_the_same_files(tmp_path: Path) -> None:
         ({"planner": {"gpus": {}}}, "planner.name is missing"),
         ({"planner": {"name": "colocated", "gpus": {"A10": 0}}}, "planner.gpus.A10 is 0"),
         ({"planner": {"name": "colocated", "gpus": {"A10": 1}, "tp": [1]}}, "planner.tp: unknown"),
+        (
+            {"planner": {"name": "colocated", "gpus": {"A10": 1}, "costs": {"A1": {}}}},
+            "planner.costs.A1: gpus has none: did you mean 'A10'",
+        ),
+        ({"planner": 3}, "planner: must be a name, or a mapping of name and options, not 3"),
+        ({"planner": {"name": "colocated", "gpus": {"B1": 1}}}, "none of 1 candidates can be"),
         ({"planner": "no_such:Planner"}, "no_such"),
         ({"planner": "json:JSONDecoder"}, "no class with a method plan"),
         ({"goal": {"slo": "ttft=1"}}, "goal: give either maximise or minimise"),
@@ -102,6 +118,7 @@ def test_a_plan_file_that_is_none(change: dict[str, Any], says: str, tmp_path: P
     with pytest.raises(JaxinferError, match=says) as raised:
         run(tmp_path, FILE | change, "--jobs", "1")
     assert "\n" not in str(raised.value)
+    assert str(raised.value).startswith(f"plan file {tmp_path / 'plan.yaml'}: ")
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
@@ -121,10 +138,29 @@ def test_vidurs_space_has_450_configurations() -> None:
         tensor_parallel=(1, 2, 4),
         pipeline_parallel=(1, 2, 4),
         engines={name: {} for name in ("vllm", "orca", "chunk_512", "chunk_1k", "chunk_2k")},
-        max_num_seqs=(32, 64, 128, 256, 512),
+        seqs_per_stage=(32, 64, 128, 256, 512),
     )
     found = list(Colocated(options).candidates())
     assert len({candidate.key for candidate in found}) == len(found) == 450
     for candidate in found:
         axes = candidate.axes
         assert axes["replicas"] == 16 // (int(axes["tp"] or 0) * int(axes["pp"] or 0))
+
+
+def test_sequences_by_stage_and_costs_by_kind() -> None:
+    options = ColocatedOptions.model_validate(
+        {
+            "gpus": {"A10": 2, "L4": 2}, "pipeline_parallel": [1, 2], "seqs_per_stage": [8],
+            "engines": {"chunks": {"max_num_batched_tokens": 8}},
+            "costs": {"L4": {"flops": 0.3}},
+        }
+    )  # fmt: skip
+    seqs, flops = {}, {}
+    for candidate in Colocated(options).candidates():
+        config = as_run_file(RUN | dict(candidate.part))
+        at = candidate.axes["gpu"], candidate.axes["pp"]
+        (seqs[at],) = {each.max_num_seqs for each in config.cluster().instances.values()}
+        flops[at] = config.simulate.of("g").flops
+    # A step has tokens for as many as a stage's share of them.
+    assert seqs == {("A10", 1): 8, ("A10", 2): 16, ("L4", 1): 8, ("L4", 2): 16}
+    assert flops == {("A10", 1): 0.6, ("A10", 2): 0.6, ("L4", 1): 0.3, ("L4", 2): 0.3}

@@ -91,7 +91,65 @@ def test_the_best_is_that_of_brute_force_pruned_or_not(
                 assert value(goal, axes(candidate), carried) <= most * (1 + 1e-9)
             else:
                 assert score.rate == carried
-    assert counts[True, False] <= counts[False, False]
+    # From a rate that is far below, growing steps may try one or two more than leaps from none.
+    assert counts[True, False] <= counts[False, False] + 2 * count
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    count=st.integers(1, 20),
+    top=st.integers(1, 5),
+    at_once=st.integers(1, 9),
+    slack=st.floats(0.2, 3),
+)
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_the_best_few_are_found_in_full_whatever_is_guessed(
+    carries: Carries, seed: int, count: int, top: int, at_once: int, slack: float
+) -> None:
+    candidates, rates = draw(seed, count)
+    carries.rate = lambda config: rates[of(config)]
+    ladder = Ladder(0.02)
+    found = {a: ladder.rate(ladder.above(rate) - 1) for a, rate in rates.items()}
+    values = sorted((value("usd", a, rate) for a, rate in found.items()), reverse=True)
+    asked = problem({"maximise": "usd", "at_once": at_once, "top": top}, prices=PRICES)
+    search = DrivenSearch(asked)
+    rng = random.Random(seed)
+    best = search.best(candidates, guess=lambda c: rng.uniform(1, slack + 1) * rates[axes(c)])
+    assert value("usd", axes(best), found[axes(best)]) == pytest.approx(values[0], rel=1e-9)
+    full = sorted(
+        (search.value(s) for _, s in search.tried.values() if not s.given_up), reverse=True
+    )
+    assert full[:top] == pytest.approx(values[:top], rel=1e-9)
+
+
+def test_the_best_guesses_come_first_and_are_where_a_search_begins(carries: Carries) -> None:
+    candidates, rates = draw(3, 6)
+    carries.rate = lambda config: rates[of(config)]
+    guesses = {axes(c): 2.0**i for i, c in enumerate(candidates)}
+    search = DrivenSearch(problem({"maximise": "cluster", "at_once": 2}))
+    search.best(candidates, guess=lambda c: guesses[axes(c)])
+    assert [c for c, _ in search.tried.values()] == candidates[::-1]
+    # Of the first wave, since what comes then has a rate to keep.
+    assert [rate for _, rate in carries.tried if rate in (32.0, 16.0)] == [32.0, 16.0]
+    # A bound counts beside it: no guess is better than what can be.
+    search = DrivenSearch(problem({"maximise": "cluster", "at_once": 1}))
+    search.best(candidates, lambda c: 40 - guesses[axes(c)], lambda c: guesses[axes(c)])
+    first = next(iter(search.tried.values()))[0]
+    assert guesses[axes(first)] == 16.0
+
+
+def test_who_cannot_be_by_its_guess_is_refused(carries: Carries) -> None:
+    def guess(candidate: Candidate) -> float:
+        if candidate.axes["gpus"] == 1:
+            raise JaxinferError("too small")
+        return 1.0
+
+    search = DrivenSearch(problem({"maximise": "cluster"}))
+    small = cluster("A10", 1, 8)
+    assert search.best([small, cluster("A10", 2, 8)], guess=guess).axes["gpus"] == 2
+    assert search.tried[small.key][1].refused == "too small"
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 20), rate=st.floats(0.5, 12))

@@ -228,10 +228,11 @@ def test_any_capacity_is_found_whatever_the_sample_says(
     precision=st.floats(0.005, 0.3),
     at_once=st.integers(1, 5),
     known=st.floats(0.2, 1),
+    start=st.floats(1e-4, 1e5),
 )
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_found_depends_neither_on_the_cores_nor_on_what_was_known(
-    true: float, precision: float, at_once: int, known: float, tmp_path: Path
+    true: float, precision: float, at_once: int, known: float, start: float, tmp_path: Path
 ) -> None:
     config, ladder = prefills(tmp_path), Ladder(precision)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -239,9 +240,40 @@ def test_what_is_found_depends_neither_on_the_cores_nor_on_what_was_known(
         one = capacity(config, WORK[:3], TARGETS, precision=precision)
         rate = ladder.rate(min(ladder.step(known * true), ladder.above(one.rate) - 1))
         met = TriedRate(rate, 1, Verdict(True, 1, None, {}), rate)
-        many = capacity(config, WORK[:3], TARGETS, precision=precision, at_once=at_once, met=met)
-    assert many.rate == one.rate == ladder.rate(ladder.above(one.rate) - 1)
+        how = {"precision": precision, "at_once": at_once}
+        many = capacity(config, WORK[:3], TARGETS, **how, met=met)  # type: ignore[arg-type]
+        begun = capacity(config, WORK[:3], TARGETS, **how, start=start)  # type: ignore[arg-type]
+    assert begun.rate == many.rate == one.rate == ladder.rate(ladder.above(one.rate) - 1)
     assert one.rate <= true < ladder.rate(ladder.above(one.rate)) <= one.rate * (1 + precision)
+
+
+def test_a_search_that_begins_near_the_rate_tries_none_far_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In eighths of a doubling: two up or down, then twice as many each time, then bisection."""
+    tried = scripted(monkeypatch, lambda rate: rate <= 3)
+    config = prefills(tmp_path)
+    steps: list[list[int]] = []
+    for start in (8.0, 2.0, 3.0):
+        tried.clear()
+        best = capacity(config, WORK[:3], TARGETS, precision=0.1, start=start)
+        assert best.rate == 2**1.5
+        steps.append([round(8 * math.log2(rate)) for rate in tried])
+    assert steps == [[24, 22, 18, 10, 14, 12, 13], [8, 10, 14, 12, 13], [13, 11, 12]]
+
+
+def test_a_search_from_above_that_finds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = scripted(monkeypatch, lambda rate: False)
+    best = capacity(prefills(tmp_path), WORK[:3], TARGETS, start=4.0)
+    assert (best.rate, best.goodput, best.verdict.met) == (0, 0, False)
+    assert tried == sorted(tried, reverse=True)
+    assert (tried[0], tried[-1]) == (4.0, 1 / 1024)
+    assert len(set(tried)) == len(tried) < 12
+    tried.clear()
+    assert capacity(prefills(tmp_path), WORK[:3], TARGETS, start=1e-5).rate == 0
+    assert tried == [1 / 1024]
 
 
 def test_targets_that_some_requests_miss_alone(tmp_path: Path) -> None:

@@ -384,3 +384,22 @@ def test_a_packed_file_that_is_cut_off(tmp_path: Path) -> None:
     (folder / "tp1" / "attention.csv.gz").write_bytes(packed[:-12])
     with pytest.raises(JaxinferError, match=r"attention\.csv: Compressed file ended"):
         stage(folder)
+
+
+def test_stages_share_what_the_files_have_until_it_changes(tmp_path: Path) -> None:
+    folder = write(tmp_path / "t")
+    one, other = stage(folder), stage(folder, layers=2)
+    before = one.seconds(WORK)
+    # The same step, and one that is equal, and another, in any order.
+    more = Work(41, 5, 7, 5, 380, [(40, 16), (10, 20)])
+    assert one.seconds(WORK) == before == one.seconds(Work(40, 4, 6, 5, 280, WORK.chunks))
+    assert other.seconds(more) < one.seconds(more)
+    assert one.seconds(WORK) == before
+    rows = [(c, p, n, k) for c, p, n, k in ROWS]
+    text = batches(rows).replace("\n0,0,8,100,", "\n0,0,8,100,9")
+    (folder / "tp1" / "attention.csv").write_text(text)
+    changed = stage(folder)
+    assert changed.seconds(Work(8, 8, 8, 8, 800, [])) > one.seconds(Work(8, 8, 8, 8, 800, []))
+    (folder / "tp1" / "dense.csv").unlink()
+    with pytest.raises(JaxinferError, match=r"dense\.csv: No such file"):
+        stage(folder)

@@ -9,8 +9,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jaxinfer.config.validation import Named, OptionError, Options
+from jaxinfer.config.costs import GroupCosts
+from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean
 from jaxinfer.plan.candidate import Candidate, Search
+from jaxinfer.plan.guess import guess_rate
 
 Degrees = tuple[int, ...]
 
@@ -22,7 +25,10 @@ class ColocatedOptions(Options):
         gpus: of each kind, how many there are; a candidate is of one kind.
         tensor_parallel, pipeline_parallel: degrees of an instance.
         engines: by a name of one's own, options of an engine, such as its policy and its chunks.
-        max_num_seqs: sequences of an instance, at most; by default as the engines have it.
+        seqs_per_stage: sequences of an instance for each of its pipeline stages, which have as many
+            steps in flight, at most; by default ``max_num_seqs`` as the engines have it.
+        costs: by kind, of a group's steps (see ``GroupCosts``); by default those of the plan file's
+            ``run``.
         replicas: as many instances as the GPUs give, or one, for what one of them comes to.
         system: of several instances.
     """
@@ -31,18 +37,22 @@ class ColocatedOptions(Options):
     tensor_parallel: Degrees = Field(default=(1,), strict=False, min_length=1)
     pipeline_parallel: Degrees = Field(default=(1,), strict=False, min_length=1)
     engines: Named[dict[str, Any]] = Field(default={"default": {}}, min_length=1)
-    max_num_seqs: tuple[int, ...] = Field(default=(), strict=False)
+    seqs_per_stage: tuple[int, ...] = Field(default=(), strict=False)
+    costs: Named[GroupCosts] = Field(default_factory=dict)
     replicas: Literal["all", "one"] = "all"
     system: str = "least_loaded"
 
     def model_post_init(self, context: object, /) -> None:
         """Refuse numbers below 1."""
-        for name in ("tensor_parallel", "pipeline_parallel", "max_num_seqs"):
+        for name in ("tensor_parallel", "pipeline_parallel", "seqs_per_stage"):
             if any(number < 1 for number in getattr(self, name)):
                 raise OptionError(f"{name} is {getattr(self, name)}, must be integers from 1 on")
         for kind, count in self.gpus.items():
             if count < 1:
                 raise OptionError(f"gpus.{kind} is {count}, must be 1 or more")
+        for kind in self.costs:
+            if kind not in self.gpus:
+                raise OptionError(f"costs.{kind}: gpus has none: {did_you_mean(kind, self.gpus)}")
 
 
 class Colocated:
@@ -55,7 +65,13 @@ class Colocated:
 
     def plan(self, search: Search) -> Candidate:
         """The best of them."""
-        return search.best(list(self.candidates()))
+        problem = search.problem
+
+        def guess(candidate: Candidate) -> float:
+            config = as_run_file(problem.run_file(candidate.part))
+            return guess_rate(config, problem.work, problem.targets)
+
+        return search.best(list(self.candidates()), guess=guess)
 
     def candidates(self) -> Iterator[Candidate]:
         """All, each instance of ``tp`` times ``pp`` GPUs."""
@@ -67,23 +83,34 @@ class Colocated:
                 continue
             replicas = 1 if options.replicas == "one" else fit
             for (name, engine), seqs in product(
-                options.engines.items(), options.max_num_seqs or (None,)
+                options.engines.items(), options.seqs_per_stage or (None,)
             ):
                 axes = {
                     "gpu": kind, "tp": tp, "pp": pp, "replicas": replicas, "engine": name,
-                    "max_num_seqs": seqs,
+                    "seqs_per_stage": seqs,
                 }  # fmt: skip
-                more = {} if seqs is None else {"max_num_seqs": seqs}
-                yield Candidate(axes, self._part(kind, tp, pp, replicas, engine | more))
+                own = {} if seqs is None else {"max_num_seqs": seqs * pp}
+                yield Candidate(axes, self._part(kind, tp, pp, replicas, engine, own))
 
     def _part(
-        self, kind: str, tp: int, pp: int, replicas: int, engine: Mapping[str, Any]
+        self,
+        kind: str,
+        tp: int,
+        pp: int,
+        replicas: int,
+        engine: Mapping[str, Any],
+        own: Mapping[str, Any],
     ) -> dict[str, Any]:
         group = {"kind": kind, "devices": tp * pp * replicas, "tensor_parallel_size": tp}
         place = {"group": "g"} if pp == 1 else {"stages": [{"group": "g"} for _ in range(pp)]}
+        costs = self._options.costs.get(kind)
+        given = (
+            {"groups": {"g": costs.model_dump(mode="json", exclude_unset=True)}} if costs else {}
+        )
         return {
-            "engine": engine,
             "groups": {"g": group},
-            "instances": {"i": {**place, "replicas": replicas}},
+            # Not of all engines: what is enough for a stage's share of them depends on the stages.
+            "instances": {"i": {**place, **engine, **own, "replicas": replicas}},
             "system": self._options.system if replicas > 1 else "single",
+            "simulate": given,
         }

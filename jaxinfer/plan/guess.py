@@ -1,0 +1,64 @@
+"""What rate a cluster may keep, by means instead of a simulation: a guess, for the order only."""
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from jaxinfer.config.run_file import RunFile
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.cluster import ModelledInstance
+from jaxinfer.simulate.run import prepare
+from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets
+from jaxinfer.workload.lengths import BenchRequest
+
+
+def guess_rate(config: RunFile, work: Sequence[BenchRequest], targets: Targets) -> float:
+    """Requests per second of all instances, each of which does all of a request.
+
+    Of each, as many requests of mean lengths run as its seats and its pool hold, all at different
+    tokens, and a step has a decode of each and the prompts that keep up with them. Where a step as
+    large as there may be takes longer than the targets leave between tokens, it is that much less.
+
+    Raises:
+        JaxinferError: the cluster cannot be what the run file says.
+    """
+    _, cluster, _ = prepare(config)
+    prompt = fmean(item.prompt_len for item in work)
+    output = fmean(item.max_tokens for item in work)
+    limit = _between_tokens(targets)
+    return sum(_rate(each, prompt, output, limit) for each in cluster.instances.values())
+
+
+def _rate(instance: ModelledInstance, prompt: float, output: float, limit: float | None) -> float:
+    config, stages = instance.config, len(instance.groups)
+    context = prompt + output / 2
+    seats = min(config.max_num_seqs, min(instance.num_pages) * config.page_size / context)
+    budget = config.max_num_batched_tokens
+    decodes = max(min(seats / stages, budget * output / (prompt + output)), 1.0)
+    gap = _gap(instance, decodes, decodes * prompt / output, prompt, context)
+    rate = stages * decodes / (gap * output)
+    if limit:
+        rate *= min(limit / _gap(instance, decodes, budget - decodes, prompt, context), 1.0)
+    return rate
+
+
+def _gap(
+    instance: ModelledInstance, decodes: float, chunk: float, prompt: float, context: float
+) -> float:
+    """Seconds from a token to the next, where all steps have so many decodes and prompt tokens."""
+    n, c = max(round(decodes), 1), max(round(chunk), 0)
+    chunks = [(round(prompt / 2), c)] if c > 1 else []
+    tokens = n + c * bool(chunks)
+    times = instance.cost.stages(Work(tokens, n, n + len(chunks), n, round(n * context), chunks, n))
+    return max(sum(times), len(times) * max(times))
+
+
+def _between_tokens(targets: Targets) -> float | None:
+    """The least limit of the time between tokens, in seconds."""
+    if targets.reference:
+        return None
+    limits: list[float] = []
+    if isinstance(targets, PercentileTargets):
+        limits = [limit for metric, _, limit in targets.limits if metric in ("tbt", "tpot")]
+    elif isinstance(targets, RequestTargets):
+        limits = [limit for name, limit in targets.limits.items() if name in ("tbt", "tpot")]
+    return min(limits, default=None)
