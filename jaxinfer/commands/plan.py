@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from jaxinfer.commands.common import cores, kept_results, with_pictures, with_ray, with_settings
+from jaxinfer.commands.common import (
+    cores,
+    kept_results,
+    refuse,
+    with_pictures,
+    with_ray,
+    with_settings,
+)
 from jaxinfer.errors import JaxinferError
 
 if TYPE_CHECKING:
@@ -49,6 +56,9 @@ def plan(
         planner = make_planner(problem.planner)
         assert problem.targets  # Read before there is a folder.
         if problem.replan:
+            refuse(
+                "for a search's run.yaml; run files of replan are new each time", {"--force": force}
+            )
             windows_of(problem)
             beside(problem)
     except JaxinferError as error:

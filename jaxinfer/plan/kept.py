@@ -57,7 +57,8 @@ def _files(text: str) -> Iterator[Path]:
         if path.is_file():
             yield path
         elif path.is_dir():
-            yield from (p for p in (path / "config.json", *path.rglob("*.csv")) if p.is_file())
+            named = (path / name for name in ("config.json", "meta.yaml"))
+            yield from (p for p in (*named, *path.rglob("*.csv*")) if p.is_file())
         elif colon and all(part.isidentifier() for part in module.split(".")):
             spec = find_spec(module)
             if spec and spec.origin and Path(spec.origin).is_file():

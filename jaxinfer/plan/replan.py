@@ -195,6 +195,8 @@ def windows_of(problem: Problem) -> list[Window]:
     assert problem.replan
     seconds = problem.replan.window_s
     windows = cut(problem.work, seconds)
+    if not max(item.arrival for item in problem.work):
+        raise OptionError("run.workload.arrivals: all requests come at 0 s: give trace, or a rate")
     if len(windows) < 2:
         raise OptionError(
             f"replan.window_s is {seconds:g}, and all requests come before: must be below "

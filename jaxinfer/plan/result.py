@@ -1,6 +1,7 @@
 """What a search leaves: all candidates, the chosen run file, and a picture."""
 
 import csv
+import hashlib
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -130,16 +131,26 @@ def write_run_file(
         force: overwrite whatever is there.
 
     Raises:
-        JaxinferError: another is there, which may have been edited.
+        JaxinferError: one is there that is not as it was written.
     """
+    if path.exists() and not force and not _is_untouched(path.read_bytes()):
+        raise JaxinferError(
+            f"{path}: was edited since it was found here: move it away, or overwrite it with "
+            "--force"
+        )
     comment = "".join(f"# {line}\n" for line in lines)
     text = comment + yaml.safe_dump(problem.run_file(candidate.part), sort_keys=False)
-    if path.exists() and not force and path.read_bytes() != text.encode():
-        raise JaxinferError(
-            f"{path}: is another than was found here, as if edited: move it away, or overwrite it "
-            "with --force"
-        )
-    path.write_text(text, encoding="utf-8")
+    path.write_bytes(text.encode() + _seal(text.encode()))
+
+
+def _seal(data: bytes) -> bytes:
+    """The line that ends a file, by which an edited one is known."""
+    return f"# sha256 of what is above: {hashlib.sha256(data).hexdigest()}\n".encode()
+
+
+def _is_untouched(data: bytes) -> bool:
+    above, line, _ = data.rpartition(b"# sha256 of what is above: ")
+    return bool(line) and data == above + _seal(above)
 
 
 def draw(path: Path, search: DrivenSearch, chosen: Candidate) -> None:

@@ -1,5 +1,7 @@
 """A whole search: the planner's way, and a second look at what it chose."""
 
+import math
+
 from jaxinfer.errors import FAILURES, JaxinferError, raised
 from jaxinfer.plan.candidate import Candidate, Planner, Score
 from jaxinfer.plan.result import Choice
@@ -10,9 +12,14 @@ def choose(planner: Planner, search: DrivenSearch) -> Choice:
     """The best candidate, looked at once more with fresh seeds.
 
     Raises:
-        JaxinferError: see ``find``.
+        JaxinferError: see ``find``; or its targets hold at any rate.
     """
     candidate, score = find(planner, search)
+    if math.isinf(score.rate):
+        raise JaxinferError(
+            f"the targets hold at any rate of the chosen {candidate}: give more requests, or "
+            "tighter targets"
+        )
     return Choice(candidate, score, search.fresh_rates(candidate))
 
 

@@ -166,7 +166,8 @@ class DrivenSearch:
         start = score.rate if score and _in_full(score) else None
         asked = [self._asked(candidate, (seed,), None, start) for seed in seeds]
         scores = list(self._ask(asked))
-        return [] if any(s.refused for s in scores) else [score.rate for score in scores]
+        told = all(not s.refused and math.isfinite(s.rate) for s in scores)
+        return [score.rate for score in scores] if told else []
 
     def value(self, score: Score) -> float:
         """How good: larger is better."""

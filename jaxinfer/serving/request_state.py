@@ -104,6 +104,11 @@ class RequestState:
         return self.prompt_len + len(self.output_token_ids)
 
     @property
+    def held_by(self) -> str | None:
+        """Between two legs, the instance where its KV lies."""
+        return self.exported and self.exported[0]
+
+    @property
     def first_token_at(self) -> float | None:
         """When its first token reached the host; None before."""
         times = self.metrics.token_times

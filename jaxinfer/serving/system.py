@@ -59,6 +59,10 @@ class RequestView(Protocol):
         """Prompt and output tokens on the host."""
 
     @property
+    def held_by(self) -> str | None:
+        """Between two legs, the instance where its KV lies; None if it is to be computed anew."""
+
+    @property
     def legs(self) -> Sequence[Leg]:
         """The leg under way and those to come."""
 

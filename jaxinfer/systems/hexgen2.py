@@ -6,7 +6,7 @@ file says.
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from itertools import permutations, product
+from itertools import product
 
 from pydantic import Field
 
@@ -105,8 +105,8 @@ class HexGen2(System):
             raise OptionError(f"flows: instance {left[0]!r} has none")
 
     def routes(self, instances: Collection[str]) -> Collection[Pair]:
-        """From each that prefills to all others, since who has a flow may be lost."""
-        return [*product(self._prefill, self._decode), *permutations(self._prefill, 2)]
+        """From each that prefills to each that decodes, since who has a flow may be lost."""
+        return list(product(self._prefill, self._decode))
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """A leg to the prompt's end, then one to the finish."""

@@ -94,8 +94,8 @@ class Pools:
 
     def that_hold(self, entries: int, names: Sequence[str], cluster: ClusterView) -> Sequence[str]:
         """Those of these instances that have room for so many."""
-        if not self._capacities:
-            self._capacities = {name: capacity(i) for name, i in cluster.instances.items()}
+        if not cluster.instances.keys() <= self._capacities.keys():  # One may have come back.
+            self._capacities |= {name: capacity(i) for name, i in cluster.instances.items()}
             self._least = min(self._capacities.values())
         if entries <= self._least:
             return names
@@ -112,13 +112,15 @@ def whole_on_least_loaded(
 ) -> list[Assignment]:
     """Requests whole on the one of these that has the fewest, as many as keep its steps full.
 
-    The rest goes on waiting: who is lost may be back, and take a part.
+    Those whose KV lies on one of them go on there: no route may lead from it to the others. The
+    rest goes on waiting: who is lost may be back, and take a part.
     """
     room = {name: _prompt_tokens_wanted(cluster.instances[name]) for name in names}
     given: Counter[str] = Counter()
     assignments = []
     for request in waiting:
-        name = least_loaded(names, cluster, given)
+        held_by = request.held_by
+        name = held_by if held_by in room else least_loaded(names, cluster, given)
         if room[name] <= 0:
             break
         room[name] -= request.num_known - request.computed

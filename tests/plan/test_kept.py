@@ -1,5 +1,6 @@
 """What a search goes on with, and what it does not."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.commands.plan import plan
 from jaxinfer.commands.sweep import sweep
 from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.kept import Kept, key_of
+from jaxinfer.plan.kept import Kept, contents, key_of
 from jaxinfer.plan.planners.any_system import grid
 from jaxinfer.plan.problem import merge
 from jaxinfer.plan.run import choose
@@ -139,6 +140,35 @@ def test_a_choice_that_misses_the_targets_is_refused(
 
     with pytest.raises(JaxinferError, match=r"the chosen .* misses the targets"):
         choose(Stubborn(), DrivenSearch(problem(goal)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_rate_without_end_is_no_rate(carries: Carries, fresh: bool) -> None:
+    """Of the chosen one it is refused; fresh seeds that have none say nothing."""
+    carries.rate = lambda config: 2.0 if fresh and not carries.served[-1][1][0] else math.inf
+
+    class Stubborn:
+        def plan(self, search: Any) -> Any:
+            return LONE
+
+    search = DrivenSearch(problem({"maximise": "gpu"}))
+    if fresh:
+        assert choose(Stubborn(), search).fresh == []  # type: ignore[arg-type]
+        return
+    with pytest.raises(JaxinferError, match=r"^the targets hold at any rate of the chosen"):
+        choose(Stubborn(), search)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["attention.csv", "attention.csv.gz", "meta.yaml", "config.json"])
+def test_what_a_folder_has_counts(tmp_path: Path, name: str) -> None:
+    (tmp_path / "tp1").mkdir()
+    file = tmp_path / name if name in ("meta.yaml", "config.json") else tmp_path / "tp1" / name
+    data = {"simulate": {"tables": str(tmp_path)}}
+    before = contents(data)
+    file.write_bytes(b"1")
+    with_it = contents(data)
+    file.write_bytes(b"22")
+    assert before != with_it != contents(data)
 
 
 def test_a_price_that_is_missing_counts_where_dollars_do(carries: Carries) -> None:

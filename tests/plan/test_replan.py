@@ -18,7 +18,7 @@ from jaxinfer.commands.plan import plan
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
 from jaxinfer.plan.epochs import Epoch, Server, Way
 from jaxinfer.plan.problem import Problem, Replan
-from jaxinfer.plan.replan import Replanner, follow
+from jaxinfer.plan.replan import Replanner, follow, windows_of
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.plan.windows import cut
 from jaxinfer.simulate.capacity import TriedRate
@@ -244,6 +244,13 @@ def test_what_cannot_be_followed(change: dict[str, Any], says: str, tmp_path: Pa
         command(tmp_path, rows, {"window_s": 10.0} | change)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_requests_that_all_come_at_once_cannot_be_followed(tmp_path: Path) -> None:
+    asked = problem(write(tmp_path / "t.csv", phases(10, 10)), {"window_s": 10.0, "reload_s": 1.0})
+    del asked.run["workload"]["arrivals"]
+    with pytest.raises(JaxinferError, match=r"run\.workload\.arrivals: all requests come at 0 s"):
+        windows_of(asked)
 
 
 def command(folder: Path, rows: list[tuple[float, int, int]], replan: dict[str, Any]) -> str:

@@ -192,6 +192,34 @@ def test_a_pool_may_have_but_one_machine(carries: Carries, files: dict[str, str]
     assert cell(chosen.plan(search)) == ("mixed", 1, 1)
 
 
+def test_machines_that_share_nodes_have_no_cost_each(carries: Carries, tmp_path: Path) -> None:
+    """Two pools on nodes of 8 GPUs: half of what the largest cluster says by machine."""
+    hardware, file = tmp_path / "hardware.yaml", tmp_path / "shared.yaml"
+    node = {"gpu": "A10", "gpus": 8, "nic_gb_s": 10, "usd_per_hour": 40, "replicas": 8}
+    hardware.write_text(yaml.safe_dump({"source": "none", "latency_s": 0.0, "nodes": {"a": node}}))
+    pools = ("prompt", "token")
+    part = {
+        "groups": {pool: {"devices": 4} for pool in pools},
+        "instances": {pool: {"group": pool} for pool in pools},
+        "system": {"name": "splitwise", "prompt": ["prompt"], "token": ["token"]},
+        "simulate": {"hardware": str(hardware), "groups": {p: {"node": "a*"} for p in pools}},
+    }
+    file.write_text(yaml.safe_dump(part))
+    options = {"files": {str(file): {"prompt": 4, "token": 4}}}
+    search = DrivenSearch(problem({"minimise": "usd", "rate": 1.0}))
+    with pytest.raises(JaxinferError, match=r"shared\.yaml: usd are 40 of the smallest cluster"):
+        SplitwisePools(SplitwisePoolsOptions.model_validate(options)).plan(search)
+
+
+def test_what_the_staircase_cannot_tell_is_refused(carries: Carries, files: dict[str, str]) -> None:
+    search = DrivenSearch(problem({"minimise": "usd", "rate": 1.0, "requests_per_gpu": 9}))
+    with pytest.raises(JaxinferError, match=r"goal\.requests_per_gpu: this planner needs"):
+        planner(files).plan(search)
+    search = DrivenSearch(problem({"minimise": "usd", "rate": 1.0}))
+    with pytest.raises(JaxinferError, match=r"planner\.step is 6, above the 5 machines for tokens"):
+        planner(files, ["mixed"], step=MOST + 1).plan(search)
+
+
 def test_files_of_one_name_are_two_designs(
     carries: Carries, files: dict[str, str], tmp_path: Path
 ) -> None:

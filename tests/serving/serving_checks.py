@@ -321,6 +321,8 @@ class Run:
             for shard in instance.kv.shards:
                 assert shard.pool.num_free == shard.pool.num_usable
         assert set(finished) == {r.id for r in self.requests}
+        named = {tuple(pair) for pair in self.system.routes([i.name for i in self.instances])}
+        assert {(t.source, t.dest) for t in world.transfers if t.source != t.dest} <= named
         for request in self.requests:
             if request.finish_reason not in ("error", "lost"):
                 self._check_output(request, world)

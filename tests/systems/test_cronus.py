@@ -183,7 +183,8 @@ def route(system: Cronus, count: int, **num_requests: int) -> list[tuple[str, tu
         for name, n in num_requests.items()
     }
     waiting = [
-        SimpleNamespace(id=f"r{i}", prompt_len=10, num_known=10, computed=0) for i in range(count)
+        SimpleNamespace(id=f"r{i}", prompt_len=10, num_known=10, computed=0, held_by=None)
+        for i in range(count)
     ]
     assignments = system.route(waiting, ClusterView(0.0, there))  # type: ignore[arg-type]
     return [(a.request, a.legs) for a in assignments]

@@ -81,7 +81,7 @@ def route(system: Disaggregated, count: int, **num_requests: int) -> list[tuple[
         for name, n in num_requests.items()
     }
     waiting = [
-        SimpleNamespace(id=f"r{i}", prompt_len=10 + i, num_known=10 + i, computed=0)
+        SimpleNamespace(id=f"r{i}", prompt_len=10 + i, num_known=10 + i, computed=0, held_by=None)
         for i in range(count)
     ]
     assignments = system.route(waiting, ClusterView(0.0, there))  # type: ignore[arg-type]

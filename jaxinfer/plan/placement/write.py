@@ -46,6 +46,6 @@ def as_part(
             most = max(most, ceil(2 * in_step * len(stages)))
     flows: dict[str, dict[str, float]] = {}
     for (i, j), rate in flow.pairs.items():
-        flows.setdefault(names[i], {})[names[j]] = round(rate, 6)
+        flows.setdefault(names[i], {})[names[j]] = float(f"{rate:.6g}")
     part["system"] = {"name": "hexgen2", "flows": flows, "max_in_prefill": most}
     return part

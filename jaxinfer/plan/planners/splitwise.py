@@ -99,6 +99,15 @@ class Design:
                 rest = search.costs(self.candidate(*fewer))
                 for each in of:
                     self._each[each][number] = self._whole[each] - rest.amount(each)
+        least = min(most.prompt, 1), min(most.token, 1)
+        found = search.costs(self.candidate(*least))
+        for each in of:
+            if not math.isclose(found.amount(each), self.cost(each, *least), rel_tol=1e-6):
+                raise JaxinferError(
+                    f"{each} are {found.amount(each):g} of the smallest cluster, and would be "
+                    f"{self.cost(each, *least):g} by what a machine adds to the largest: machines "
+                    "must not share nodes, and those of a pool must cost the same"
+                )
 
     def candidate(self, prompts: int, tokens: int) -> Candidate:
         """With so many machines."""
@@ -162,6 +171,11 @@ class SplitwisePools:
                 f"goal.maximise is {goal.maximise}: this planner finds the largest rate of a "
                 "budget, with cluster and planner.at_most, or the cheapest cluster, by minimise"
             )
+        if goal.minimise and goal.requests_per_gpu:
+            raise JaxinferError(
+                "goal.requests_per_gpu: this planner needs the same requests for all clusters; "
+                "give run.workload as many"
+            )
         if goal.maximise and not limits:
             raise JaxinferError("planner.at_most: give gpus, usd or watts that a cluster may cost")
         rows = list(self._rows(search, [*limits, *([goal.minimise] if goal.minimise else [])]))
@@ -184,6 +198,11 @@ class SplitwisePools:
                 design = Design(name, base, most, search, of)
             except JaxinferError as error:
                 raise OptionError(f"planner.files: {file}: {error}") from None
+            if 0 < most.token < self._options.step:
+                raise OptionError(
+                    f"planner.step is {self._options.step}, above the {most.token} machines for "
+                    f"tokens of {file}"
+                )
             counts = range(self._options.step, most.token + 1, self._options.step)
             yield from (Row(design, tokens) for tokens in (counts if most.token else [0]))
 
