@@ -37,7 +37,9 @@ def main(plan_file: str, budgets: str, most: int) -> None:
     kinds = range(len(there))
     nodes = [site.types[site.kind_of_type.index(kind)] for kind in kinds]
     usd, free = [prices[node] for node in nodes], [inf] * len(there)
-    options = configurations(capacity.as_local(), [most] * len(there), 8)
+    given = {name: value for name, value in problem.planner.items() if name != "name"}
+    of_one = HexGen2.Options.model_validate(given).most_gpus
+    options = configurations(capacity.as_local(), [most] * len(there), of_one)
     rows = []
     for budget in [float(text) for text in budgets.split(",")]:
         mix = best_mix(options, [most] * len(there), free, usd, budget)

@@ -145,14 +145,15 @@ def _rate_of(data: dict[str, Any], path: Path, site: Any, lengths: Lengths, role
     instance = model_cluster(resolve(as_run_file(data))).instances["i"]
     count = len(instance.layers)
     entries = (min(instance.num_pages) - 1) * 16
+    batch = min(32, entries / (lengths.context + 8))
     if role == "prefill":
         step, ends = lengths.prefill_step(min(4096, entries // count))
-        return ends / max(instance.cost.stages(step))
-    batch = min(32, entries / (lengths.context + 8))
-    step = lengths.decode_step(-int(-batch // count))
+    else:
+        step, ends = lengths.decode_step(-int(-batch // count)), 0
     seconds = list(instance.cost.stages(step))
+    # Of as many steps as there are stages.
     period = max(count * max(seconds), sum(seconds) + sum(instance.cost.hops(step)))
-    return batch / period / lengths.decodes
+    return count * ends / period if role == "prefill" else batch / period / lengths.decodes
 
 
 def test_what_does_not_fit_carries_nothing() -> None:

@@ -223,10 +223,11 @@ class Modelled:
             size = ceil(batch / stages)
         seconds = [self._time(role, end, n, size) for end, n in pairs]
         seconds = [s + self._costs.hop_s * (i < stages - 1) for i, s in enumerate(seconds)]
+        # As many steps are in flight as there are stages, from the first one's start to the last
+        # one's end.
+        period = max(stages * max(seconds), sum(seconds) + self._hops(signature, shape, size))
         if role == "prefill":
-            return self._work(role, size)[1] / max(seconds)
-        hops = self._hops(signature, shape, size)
-        period = max(stages * max(seconds), sum(seconds) + hops)
+            return self._work(role, size)[1] * stages / period
         return batch / period / self.lengths.decodes
 
     def _hops(self, signature: Signature, shape: Shape, tokens: int) -> float:
