@@ -12,7 +12,6 @@ from rich.console import Console
 from jaxinfer.commands.common import (
     cores,
     kept_results,
-    refuse,
     with_pictures,
     with_ray,
     with_settings,
@@ -31,7 +30,9 @@ if TYPE_CHECKING:
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes; by default all cores.")
 @with_ray
 @with_pictures
-@click.option("--force", is_flag=True, help="Overwrite a run.yaml that is another than is found.")
+@click.option(
+    "--force", is_flag=True, help="Overwrite run files that were edited since they were found."
+)
 @with_settings
 def plan(
     plan_file: str,
@@ -56,9 +57,6 @@ def plan(
         planner = make_planner(problem.planner)
         assert problem.targets  # Read before there is a folder.
         if problem.replan:
-            refuse(
-                "for a search's run.yaml; run files of replan are new each time", {"--force": force}
-            )
             windows_of(problem)
             beside(problem)
     except JaxinferError as error:
@@ -71,7 +69,7 @@ def plan(
     ):
         try:
             if problem.replan:
-                lines = _follow(problem, folder, kept, map_calls, kind)
+                lines = _follow(problem, folder, kept, map_calls, kind, force)
             else:
                 lines = _search(problem, planner, folder, kept, map_calls, kind, force)
         except JaxinferError as error:
@@ -115,7 +113,9 @@ def _search(
     ]
 
 
-def _follow(problem: "Problem", folder: Path, kept: "Kept", map_calls: Any, kind: str) -> list[Any]:
+def _follow(
+    problem: "Problem", folder: Path, kept: "Kept", map_calls: Any, kind: str, force: bool
+) -> list[Any]:
     """Plans as the load shifts; the table of all ways."""
     from jaxinfer.plan.replan import follow
     from jaxinfer.plan.replan_result import table, write
@@ -128,5 +128,5 @@ def _follow(problem: "Problem", folder: Path, kept: "Kept", map_calls: Any, kind
             return DrivenSearch(part, map_calls, kept, bar.update)
 
         followed = follow(problem, new_search, map_calls)
-    write(folder, problem, followed, kind)
+    write(folder, problem, followed, kind, force)
     return [table(followed.served), f"tables, run files and a picture: {folder}{os.sep}"]

@@ -80,10 +80,13 @@ class Served:
 
     @property
     def drain_s(self) -> float:
-        """For how long requests waited for others to end on the placement before, in all."""
+        """For how long requests waited for others to end on the placement before, in all.
+
+        Where that one was still loading, for weights first: those seconds are in ``reload_s``.
+        """
         if self.way.free:
             return 0.0
-        return sum(max(a.drained - b.start, 0.0) for a, b in self._switches)
+        return sum(max(a.drained - max(b.start, a.ready), 0.0) for a, b in self._switches)
 
     @property
     def reload_s(self) -> float:

@@ -110,10 +110,14 @@ class Problem(Options):
     prices: Named[float] = Field(default_factory=dict)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse prices that are none."""
+        """Refuse prices that are none, and options that ``replan`` does not use."""
         for name, usd in self.prices.items():
             if not usd > 0:
                 raise OptionError(f"prices.{name} is {usd:g}, must be above 0")
+        if self.replan and "fresh_seeds" in self.goal.model_fields_set:
+            raise OptionError(
+                "goal.fresh_seeds: is for one placement that stays: leave it out beside replan"
+            )
 
     @cached_property
     def work(self) -> Sequence[BenchRequest]:

@@ -16,7 +16,7 @@ from jaxinfer.plan.epochs import Epoch, Served, Server, Way
 from jaxinfer.plan.planners.any_system import read_part
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.registry import make_planner
-from jaxinfer.plan.run import find
+from jaxinfer.plan.run import PlannerFailed, find
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.plan.windows import Mix, Window, cut
 
@@ -178,6 +178,8 @@ class Replanner:
             share = _mix(self.windows[number]).rate / Mix.of(self._problem.work, seconds).rate
             try:
                 self._plans[number] = self._find(self._problem.for_work(work, share))
+            except PlannerFailed:
+                raise
             except JaxinferError as error:
                 self._plans[number] = str(error)
         return self._plans[number]

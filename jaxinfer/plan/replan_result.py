@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.table import Table
 
 from jaxinfer.plan.epochs import Served
 from jaxinfer.plan.problem import REQUESTS, Problem
 from jaxinfer.plan.replan import Followed
-from jaxinfer.plan.result import write_table
+from jaxinfer.plan.result import is_untouched, write_sealed, write_table
 from jaxinfer.plan.windows import Window, split
 from jaxinfer.report.pictures import save_picture
 from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets, Verdict
@@ -93,38 +92,53 @@ def _named(prefix: str, verdict: Verdict | None) -> dict[str, float | None]:
     return found | figures
 
 
-def write(folder: Path, problem: Problem, followed: Followed, kind: str) -> None:
-    """``replan.csv``, ``windows.csv``, a run file of each placement that stood, and a picture."""
+def write(
+    folder: Path, problem: Problem, followed: Followed, kind: str, force: bool = False
+) -> None:
+    """``replan.csv``, ``windows.csv``, a run file of each placement that stood, and a picture.
+
+    Args:
+        force: overwrite run files that were edited.
+
+    Raises:
+        JaxinferError: a run file was edited.
+    """
     write_table(folder / "replan.csv", rows(followed.served))
     write_table(folder / "windows.csv", window_rows(followed))
     for served in followed.served[:2]:
-        write_run_files(folder, problem, followed.windows, served)
+        write_run_files(folder, problem, followed.windows, served, force)
     draw(folder / f"replan.{kind}", followed.windows, followed.served, problem.targets)
 
 
 def write_run_files(
-    folder: Path, problem: Problem, windows: Sequence[Window], served: Served
+    folder: Path, problem: Problem, windows: Sequence[Window], served: Served, force: bool
 ) -> None:
     """One for each epoch of a way, and the lengths and times of its requests, from its start on."""
-    epochs = served.way.epochs
+    epochs, name = served.way.epochs, served.way.name
     work = [item for window in windows for item in window.work]
     parts = split(work, [epoch.start for epoch in epochs])
     for number, (epoch, part, stretch) in enumerate(
         zip(epochs, parts, served.stretches, strict=True)
     ):
-        name = f"{served.way.name}{number}"
-        trace = folder / f"{name}.csv"
+        trace = folder / f"{name}{number}.csv"
+        own = {k: v for k, v in epoch.data["workload"].items() if k not in REQUESTS}
+        data = {**epoch.data, "workload": {**own, "trace": str(trace), "arrivals": "trace"}}
+        head = (
+            f"Found by jaxinfer plan with {problem.planner['name']}, for requests from "
+            f"{epoch.start:g} s on.",
+            f"It serves from {stretch.ready:.6g} s on, and has ended all of them at "
+            f"{stretch.drained:.6g} s.",
+        )
+        write_sealed(trace.with_suffix(".yaml"), data, head, force)
         lines = [f"{i.arrival - epoch.start!r},{i.prompt_len},{i.max_tokens}\n" for i in part]
         header = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
         trace.write_text(header + "".join(lines), encoding="utf-8")
-        own = {k: v for k, v in epoch.data["workload"].items() if k not in REQUESTS}
-        data = {**epoch.data, "workload": {**own, "trace": str(trace), "arrivals": "trace"}}
-        (folder / f"{name}.yaml").write_text(
-            f"# Found by jaxinfer plan with {problem.planner['name']}, for requests from "
-            f"{epoch.start:g} s on.\n# It serves from {stretch.ready:.6g} s on, and has ended all "
-            f"of them at {stretch.drained:.6g} s.\n" + yaml.safe_dump(data, sort_keys=False),
-            encoding="utf-8",
-        )
+    # Of a trace that has changed since, more placements may have stood.
+    number = len(epochs)
+    while (old := folder / f"{name}{number}.yaml").exists() and is_untouched(old):
+        old.unlink()
+        old.with_suffix(".csv").unlink(missing_ok=True)
+        number += 1
 
 
 def draw(path: Path, windows: Sequence[Window], served: Sequence[Served], targets: Targets) -> None:

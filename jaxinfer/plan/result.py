@@ -133,13 +133,27 @@ def write_run_file(
     Raises:
         JaxinferError: one is there that is not as it was written.
     """
-    if path.exists() and not force and not _is_untouched(path.read_bytes()):
+    write_sealed(path, problem.run_file(candidate.part), lines, force)
+
+
+def write_sealed(
+    path: Path, data: Mapping[str, Any], lines: Sequence[str], force: bool = False
+) -> None:
+    """A run file with lines of comment at its head, and one at its end that an edit breaks.
+
+    Args:
+        force: overwrite whatever is there.
+
+    Raises:
+        JaxinferError: one is there that is not as it was written.
+    """
+    if path.exists() and not force and not is_untouched(path):
         raise JaxinferError(
             f"{path}: was edited since it was found here: move it away, or overwrite it with "
             "--force"
         )
     comment = "".join(f"# {line}\n" for line in lines)
-    text = comment + yaml.safe_dump(problem.run_file(candidate.part), sort_keys=False)
+    text = comment + yaml.safe_dump(data, sort_keys=False)
     path.write_bytes(text.encode() + _seal(text.encode()))
 
 
@@ -148,7 +162,9 @@ def _seal(data: bytes) -> bytes:
     return f"# sha256 of what is above: {hashlib.sha256(data).hexdigest()}\n".encode()
 
 
-def _is_untouched(data: bytes) -> bool:
+def is_untouched(path: Path) -> bool:
+    """Whether a file is as ``write_sealed`` left it."""
+    data = path.read_bytes()
     above, line, _ = data.rpartition(b"# sha256 of what is above: ")
     return bool(line) and data == above + _seal(above)
 

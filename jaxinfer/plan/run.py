@@ -8,6 +8,10 @@ from jaxinfer.plan.result import Choice
 from jaxinfer.plan.search import DrivenSearch
 
 
+class PlannerFailed(JaxinferError):
+    """A planner's own mistake, of which no other requests would be free."""
+
+
 def choose(planner: Planner, search: DrivenSearch) -> Choice:
     """The best candidate, looked at once more with fresh seeds.
 
@@ -27,18 +31,19 @@ def find(planner: Planner, search: DrivenSearch) -> tuple[Candidate, Score]:
     """The best candidate, simulated as a whole with the goal's seeds.
 
     Raises:
-        JaxinferError: there is none, or the planner fails.
+        PlannerFailed: the planner raises what it should not, or returns no candidate.
+        JaxinferError: there is none.
     """
     try:
         candidate = planner.plan(search)
         if not isinstance(candidate, Candidate):
-            raise JaxinferError(f"planner {type(planner).__name__}: plan returns no Candidate")
+            raise PlannerFailed(f"planner {type(planner).__name__}: plan returns no Candidate")
         (score,) = search.scores([candidate])
     except JaxinferError:
         raise
     except FAILURES as error:
         name = type(planner).__name__
-        raise JaxinferError(f"planner {name}: plan raises {raised(error)}") from error
+        raise PlannerFailed(f"planner {name}: plan raises {raised(error)}") from error
     if score.refused:
         raise JaxinferError(f"the chosen {candidate} cannot be: {score.refused}")
     if not score.rate or score.given_up:

@@ -19,6 +19,7 @@ from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
 from jaxinfer.plan.epochs import Epoch, Server, Way
 from jaxinfer.plan.problem import Problem, Replan
 from jaxinfer.plan.replan import Replanner, follow, windows_of
+from jaxinfer.plan.run import PlannerFailed
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.plan.windows import cut
 from jaxinfer.simulate.capacity import TriedRate
@@ -92,6 +93,15 @@ def test_an_epoch_without_requests_only_loads() -> None:
     assert [(s.ready, s.drained) for s in found.stretches] == [(0, 1), (8, 8), (13, 14)]
 
 
+def test_waiting_for_weights_is_not_draining() -> None:
+    """Who comes for the third placement waits 3 s for the second's weights, then 2 for tokens."""
+    work = [one(0.0, 10), one(6.0, 2), one(11.0, 1)]
+    way = Way("x", [Epoch(0.0, data_of(1)), Epoch(5.0, data_of(2)), Epoch(11.0, data_of(1))])
+    found = served(way, work, reload_s=3.0)
+    assert [(s.ready, s.drained) for s in found.stretches] == [(0, 10), (13, 15), (18, 19)]
+    assert (found.drain_s, found.reload_s) == (5 + 2, 6)
+
+
 # Of 8.03 billion parameters of two bytes; the first and the last half of the layers have a table of
 # 128,256 rows of 4,096 each.
 @pytest.mark.parametrize(
@@ -159,10 +169,16 @@ def test_the_first_window_needs_a_plan(tmp_path: Path) -> None:
         Replanner(problem(trace, {"window_s": 10.0}), searches).replanned()
 
 
+def test_a_planner_that_breaks_is_not_a_window_without_a_plan(tmp_path: Path) -> None:
+    trace = write(tmp_path / "t.csv", phases(10, 14, 10))
+    with pytest.raises(PlannerFailed, match="plan raises ZeroDivisionError: 14"):
+        Replanner(problem(trace, {"window_s": 10.0}), searches).replanned()
+
+
 def test_a_cheapest_cluster_is_planned_for_its_windows_rate(tmp_path: Path) -> None:
     """Twice the requests of the mean are twice the rate of the goal."""
     rows = phases(10, each=2) + [(10 + t, p, o) for t, p, o in phases(10, each=6)]
-    goal = {"minimise": "gpus", "rate": 0.3, "slo": "ttft:p90=30", "fresh_seeds": 1}
+    goal = {"minimise": "gpus", "rate": 0.3, "slo": "ttft:p90=30"}
     ByPrompts.asked.clear()
     asked = problem(write(tmp_path / "t.csv", rows), {"window_s": 10.0}, goal=goal)
     replanner = Replanner(asked, searches)
@@ -246,6 +262,12 @@ def test_what_cannot_be_followed(change: dict[str, Any], says: str, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
+def test_a_choice_that_is_not_looked_at_again_takes_no_seeds_for_it() -> None:
+    goal = {"maximise": "cluster", "slo": "ttft=1", "fresh_seeds": 3}
+    with pytest.raises(JaxinferError, match=r"^goal\.fresh_seeds: is for one placement that stays"):
+        problem("t.csv", {"window_s": 10.0}, goal=goal)
+
+
 def test_requests_that_all_come_at_once_cannot_be_followed(tmp_path: Path) -> None:
     asked = problem(write(tmp_path / "t.csv", phases(10, 10)), {"window_s": 10.0, "reload_s": 1.0})
     del asked.run["workload"]["arrivals"]
@@ -253,12 +275,14 @@ def test_requests_that_all_come_at_once_cannot_be_followed(tmp_path: Path) -> No
         windows_of(asked)
 
 
-def command(folder: Path, rows: list[tuple[float, int, int]], replan: dict[str, Any]) -> str:
+def command(
+    folder: Path, rows: list[tuple[float, int, int]], replan: dict[str, Any], *more: str
+) -> str:
     """``jaxinfer plan`` of a file with this section."""
-    asked = problem(write(folder / "t.csv", rows), {"window_s": 1.0}).model_dump(exclude_none=True)
+    asked = problem(write(folder / "t.csv", rows), {"window_s": 1.0}).model_dump(exclude_unset=True)
     path = folder / "plan.yaml"
     path.write_text(yaml.safe_dump(asked | {"replan": {"reload_s": 3.0} | replan}))
-    words = [str(path), "--out", str(folder / "out"), "--jobs", "1"]
+    words = [str(path), "--out", str(folder / "out"), "--jobs", "1", *more]
     return CliRunner().invoke(plan, words, catch_exceptions=False).stdout
 
 
@@ -289,3 +313,21 @@ def test_the_command_writes_tables_run_files_and_a_picture(tmp_path: Path) -> No
     files = {path.name: path.read_bytes() for path in out.iterdir()}
     command(tmp_path, rows, {"window_s": 10.0, "beside": {"two": str(beside)}})
     assert {path.name: path.read_bytes() for path in out.iterdir()} == files
+
+
+def test_run_files_that_were_edited_stay_and_old_ones_go(tmp_path: Path) -> None:
+    out, windows = tmp_path / "out", {"window_s": 10.0}
+    command(tmp_path, phases(10, 100, 100), windows)
+    assert sorted(path.name for path in out.glob("*.yaml")) == [
+        "replanned0.yaml", "replanned1.yaml", "static0.yaml",
+    ]  # fmt: skip
+    with (out / "replanned0.yaml").open("a") as file:
+        file.write("# mine\n")
+    with pytest.raises(JaxinferError, match=r"replanned0\.yaml: was edited.*--force"):
+        command(tmp_path, phases(10, 100, 100), windows)
+    # Of a trace whose mix stays, nothing is left of the second placement.
+    command(tmp_path, phases(10, 10, 10), windows, "--force")
+    assert sorted(path.name for path in out.glob("*0*")) == [
+        "replanned0.csv", "replanned0.yaml", "static0.csv", "static0.yaml",
+    ]  # fmt: skip
+    assert not list(out.glob("*1*"))
