@@ -1,0 +1,91 @@
+"""What each instance of a finished run did over time: its steps, its pages, and its part.
+
+    python scripts/draw_behaviour.py RUN --out FILE.png
+
+RUN: a run's folder, such as ``runs/splitwise/1``; each instance gets a panel. Pages that are
+in use stand beside those that there are; grey: the time in which an instance that a system moves
+(Splitwise's pools, TetriInfer's flips) has another part than at the start.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from jaxinfer.report.pictures import save_picture
+from jaxinfer.report.plots import KINDS
+from jaxinfer.report.records import read_lines
+
+
+def kind_of(step: Mapping[str, Any]) -> str:
+    """As in timelines."""
+    if not step["prefill_tokens"]:
+        return "decode"
+    return "mixed" if step["decode_tokens"] else "prefill"
+
+
+def moves(report: Mapping[str, Any], name: str) -> list[tuple[float, str]]:
+    """From when on an instance had which part, by the system's report; empty where it has one."""
+    if name in report.get("pools", {}):
+        return [(time, where) for time, where in report["pools"][name]]
+    flips = [(f["asked"], f["role"]) for f in report.get("flips", ()) if f["instance"] == name]
+    return [(0.0, ""), *flips] if flips else []
+
+
+def away(found: list[tuple[float, str]], end: float) -> Iterator[tuple[float, float, str]]:
+    """When it had another part than at the start, and which."""
+    ends = [*(time for time, _ in found[1:]), end][: len(found)]
+    for (start, part), stop in zip(found, ends, strict=True):
+        if part != found[0][1] and stop > start:
+            yield start, stop, part
+
+
+def draw(folder: Path, path: Path) -> None:
+    """A panel for each instance."""
+    lines = read_lines(folder)
+    instances, wall = lines.run["instances"], lines.run["metrics"]["wall_s"]
+    figure = Figure((10, 0.8 + 0.95 * len(instances)), layout="constrained")
+    axes = figure.subplots(len(instances), 1, squeeze=False, sharex=True)[:, 0]
+    for ax, (name, about) in zip(axes, instances.items(), strict=True):
+        steps = [step for step in lines.steps if step["instance"] == name]
+        pages = about["stages"][0]["num_pages"]
+        for kind, (_, colour) in KINDS.items():
+            spans = [(s["start"], s["end"] - s["start"]) for s in steps if kind_of(s) == kind]
+            ax.broken_barh(spans, (-0.35, 0.25), color=colour, lw=0)
+        ax.step(
+            [step["start"] for step in steps], [step["pages_in_use"] / pages for step in steps],
+            where="post", color="black", lw=1,
+        )  # fmt: skip
+        for start, stop, part in away(moves(lines.run["system_report"], name), wall):
+            ax.axvspan(start, stop, color="0.85", lw=0, zorder=0)
+            ax.text(start, 1.02, part, fontsize=7, va="bottom")
+        ax.set(xlim=(0, wall), ylim=(-0.4, 1.05), yticks=(0, 1))
+        ax.set_ylabel(name, rotation=0, ha="right", va="center")
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel("seconds")
+    shown = [kind for kind in KINDS if kind != "transfer"]
+    figure.legend(
+        handles=[
+            *(Patch(color=KINDS[kind][1], label=KINDS[kind][0]) for kind in shown),
+            Line2D([], [], color="black", lw=1, label="share of its pages in use"),
+            Patch(color="0.85", label="has another part"),
+        ],
+        loc="outside lower center", ncols=5, frameon=False, fontsize="small",
+    )  # fmt: skip
+    save_picture(figure, path)
+
+
+@click.command()
+@click.argument("run", type=click.Path(exists=True, path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Picture.")
+def main(run: Path, out: Path) -> None:
+    """Draw RUN, a finished run's folder."""
+    draw(run, out)
+
+
+if __name__ == "__main__":
+    main()
