@@ -28,6 +28,7 @@ def measure(
     source: str,
     run_dir: str | None,
     on_step: Callable[[StepDone], None] = lambda done: None,
+    progress: bool = True,
 ) -> RunMetrics:
     """One run: greedy, EOS ignored, nothing in the prefix cache.
 
@@ -52,7 +53,7 @@ def measure(
             request.arrival = request.metrics.arrival = item.arrival
         requests += made
     llm.reset_prefix_cache()
-    return llm.run(requests, _raise_error, run_dir=run_dir, on_step=on_step)
+    return llm.run(requests, _raise_error, run_dir=run_dir, on_step=on_step, progress=progress)
 
 
 def _raise_error(output: RequestOutput) -> None:

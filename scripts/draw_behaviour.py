@@ -52,7 +52,7 @@ def draw(folder: Path, path: Path) -> None:
     axes = figure.subplots(len(instances), 1, squeeze=False, sharex=True)[:, 0]
     for ax, (name, about) in zip(axes, instances.items(), strict=True):
         steps = [step for step in lines.steps if step["instance"] == name]
-        pages = about["stages"][0]["num_pages"]
+        pages = sum(stage["num_pages"] for stage in about["stages"])
         for kind, (_, colour) in KINDS.items():
             spans = [(s["start"], s["end"] - s["start"]) for s in steps if kind_of(s) == kind]
             ax.broken_barh(spans, (-0.35, 0.25), color=colour, lw=0)

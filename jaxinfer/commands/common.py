@@ -25,13 +25,20 @@ if TYPE_CHECKING:
 with_model = click.option(
     "--model", help="Demo model's name, .gguf file, folder (converted or Hugging Face), or hub id."
 )
-with_settings = click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="A.B=C",
-    help="Override a run file's value, e.g. engine.max_num_seqs=16; may be repeated.",
-)
+
+
+def settings_of(what: str, example: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``--set`` of a command that takes such a file."""
+    return click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="A.B=C",
+        help=f"Override a {what} file's value, e.g. {example}; may be repeated.",
+    )
+
+
+with_settings = settings_of("run", "engine.max_num_seqs=16")
 with_ray_hosts = click.option(
     "--ray",
     "ray_address",

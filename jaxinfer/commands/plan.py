@@ -12,9 +12,9 @@ from rich.console import Console
 from jaxinfer.commands.common import (
     cores,
     kept_results,
+    settings_of,
     with_pictures,
     with_ray,
-    with_settings,
 )
 from jaxinfer.errors import JaxinferError
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.option(
     "--force", is_flag=True, help="Overwrite run files that were edited since they were found."
 )
-@with_settings
+@settings_of("plan", "goal.seeds=3")
 def plan(
     plan_file: str,
     out: str,
@@ -76,7 +76,7 @@ def plan(
             raise JaxinferError(f"plan file {plan_file}: {error}") from error
     console = Console(width=None if sys.stdout.isatty() else 100)
     for line in lines:
-        console.print(line, soft_wrap=True)
+        console.print(line, soft_wrap=True, markup=False)
 
 
 def _search(

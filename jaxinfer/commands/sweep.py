@@ -11,9 +11,9 @@ from jaxinfer.commands.common import (
     cores,
     kept_results,
     refuse,
+    settings_of,
     with_pictures,
     with_ray,
-    with_settings,
 )
 from jaxinfer.errors import JaxinferError, one_line
 
@@ -25,7 +25,7 @@ from jaxinfer.errors import JaxinferError, one_line
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes; by default all cores.")
 @with_ray
 @with_pictures
-@with_settings
+@settings_of("sweep", "run.workload.limit=100")
 def sweep(
     sweep_file: str,
     out: str,
@@ -42,7 +42,7 @@ def sweep(
     """
     from jaxinfer.plan.problem import load_options
     from jaxinfer.plan.result import write_table
-    from jaxinfer.plan.sweep import Sweep, configs, draw, run_point, sweep_rows, x_axis
+    from jaxinfer.plan.sweep import Sweep, clusters, draw, run_point, sweep_rows, x_axis
     from jaxinfer.plan.watch import PointBar
 
     if real:
@@ -60,7 +60,7 @@ def sweep(
             if real:
                 from jaxinfer.runtime.devices import count_cpu_devices
 
-                count_cpu_devices(config.cluster() for config in configs(asked))
+                count_cpu_devices(clusters(asked))
                 rows = sweep_rows(asked, kept, map, run_point, bar.update)
             else:
                 with cores(ray_address, jobs) as (map_points, _):
@@ -73,7 +73,7 @@ def sweep(
         console.print(
             f"{len(refused)} of {len(rows)} points cannot be, such as: {one_line(refused[0])}",
             soft_wrap=True,
+            markup=False,
         )
-    console.print(
-        f"{len(rows)} points, a table and {len(written)} pictures: {folder}{os.sep}", soft_wrap=True
-    )
+    said = f"{len(rows)} points, a table and {len(written)} pictures: {folder}{os.sep}"
+    console.print(said, soft_wrap=True, markup=False)

@@ -11,6 +11,7 @@ from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Costs, GivenUp, Score
+from jaxinfer.plan.limits import limits
 from jaxinfer.plan.problem import Goal
 from jaxinfer.simulate.capacity import AnyRateError, TriedRate, capacity, load, requests_for
 from jaxinfer.simulate.targets import Targets
@@ -114,6 +115,11 @@ class Evaluator:
             raise JaxinferError(
                 "goal.slo: is in multiples of what whole requests take alone, and phases are asked "
                 "for: give seconds"
+            )
+        if any(limit.metric == "normalised" for limit in limits(self.targets)):
+            raise JaxinferError(
+                "goal.slo: normalised is over a whole request, and phases are asked for: give ttft "
+                "and tpot"
             )
         return [replace(item, max_tokens=min(item.max_tokens, outputs)) for item in work]
 

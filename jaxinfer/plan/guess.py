@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from jaxinfer.config.run_file import RunFile
+from jaxinfer.plan.limits import gap_limits
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import ModelledInstance
 from jaxinfer.simulate.run import prepare
-from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets
+from jaxinfer.simulate.targets import Targets
 from jaxinfer.workload.lengths import BenchRequest
 
 
@@ -24,7 +25,7 @@ def guess_rate(config: RunFile, work: Sequence[BenchRequest], targets: Targets) 
     _, cluster, _ = prepare(config)
     prompt = fmean(item.prompt_len for item in work)
     output = fmean(item.max_tokens for item in work)
-    limit = _between_tokens(targets)
+    limit = next((limit.seconds for limit in gap_limits(targets)), None)
     return sum(_rate(each, prompt, output, limit) for each in cluster.instances.values())
 
 
@@ -50,15 +51,3 @@ def _gap(
     tokens = n + c * bool(chunks)
     times = instance.cost.stages(Work(tokens, n, n + len(chunks), n, round(n * context), chunks, n))
     return max(sum(times), len(times) * max(times))
-
-
-def _between_tokens(targets: Targets) -> float | None:
-    """The least limit of the time between tokens, in seconds."""
-    if targets.reference:
-        return None
-    limits: list[float] = []
-    if isinstance(targets, PercentileTargets):
-        limits = [limit for metric, _, limit in targets.limits if metric in ("tbt", "tpot")]
-    elif isinstance(targets, RequestTargets):
-        limits = [limit for name, limit in targets.limits.items() if name in ("tbt", "tpot")]
-    return min(limits, default=None)

@@ -192,11 +192,16 @@ def windows_of(problem: Problem) -> list[Window]:
     """Those that its requests are cut into.
 
     Raises:
-        OptionError: there is one alone, or nothing in the first.
+        OptionError: there is one alone, or nothing in the first; or prompts have tokens.
     """
     assert problem.replan
     seconds = problem.replan.window_s
     windows = cut(problem.work, seconds)
+    if any(item.prompt_token_ids for item in problem.work):
+        raise OptionError(
+            "run.workload.trace: has tokens, which the run files of replan cannot keep: give a CSV "
+            "of lengths"
+        )
     if not max(item.arrival for item in problem.work):
         raise OptionError("run.workload.arrivals: all requests come at 0 s: give trace, or a rate")
     if len(windows) < 2:

@@ -263,8 +263,10 @@ class DrivenSearch:
             yield score
 
     def _keep(self, candidate: Candidate, score: Score) -> None:
+        fresh = self.tried.get(candidate.key, (candidate, None))[1] != score
         self.tried[candidate.key] = candidate, score
-        self._on_score(candidate, score, self._best)
+        if fresh:  # Planners may ask again.
+            self._on_score(candidate, score, self._best)
 
     def _lack(self, score: Score) -> float:
         """How far a score is from its targets, for the worst of them."""

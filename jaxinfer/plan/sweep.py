@@ -1,5 +1,6 @@
 """A grid over run files: each point run once, one table and its pictures."""
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -7,7 +8,8 @@ from typing import Any, Protocol
 
 from pydantic import Field
 
-from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.config.cluster import ClusterConfig
+from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean, shown
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Candidate
@@ -106,12 +108,17 @@ def run_point(data: dict[str, Any]) -> Figures:
     from jaxinfer.llm import LLM
     from jaxinfer.measure import measure
 
+    llm: LLM | None = None
     try:
         config = as_run_file(data)
-        llm = LLM.from_config(config)
-        return figures_of(measure(llm, config.workload.requests(), "workload", None))
+        llm = LLM.from_config(config, progress=False)
+        work = config.workload.requests()
+        return figures_of(measure(llm, work, "workload", None, progress=False))
     except JaxinferError as error:
         return {"refused": str(error)}
+    finally:
+        del llm
+        gc.collect()  # What it had of the devices is free only now.
 
 
 def sweep_rows(
@@ -139,12 +146,12 @@ def sweep_rows(
     return rows
 
 
-def configs(sweep: Sweep) -> list[RunFile]:
+def clusters(sweep: Sweep) -> list[ClusterConfig]:
     """Those of all points that can be."""
     found = []
     for point in sweep.points():
         try:
-            found.append(as_run_file(sweep.data(point)))
+            found.append(as_run_file(sweep.data(point)).cluster())
         except JaxinferError:
             continue  # Its row will say why.
     return found
@@ -192,7 +199,8 @@ def draw(folder: Path, kind: str, sweep: Sweep, rows: Sequence[Mapping[str, Any]
             axes.set_yscale("log")
         else:
             axes.set_ylim(0, None)
-        seconds = y.endswith(("_mean", "_p50", "_p90", "_p99", "_s")) and y != "requests_s"
+        rate = y.endswith(("requests_s", "tok_s"))
+        seconds = y.endswith(("_mean", "_p50", "_p90", "_p99", "_s")) and not rate
         axes.set(xlabel=x, ylabel=f"{y}, s" if seconds else y)
         axes.legend(frameon=False, fontsize="small")
         path = folder / f"{y}.{kind}"

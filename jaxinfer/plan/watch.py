@@ -25,7 +25,7 @@ class Bar:
     def __init__(self, total: int | None = None) -> None:
         self._total, self._done = total, 0
         self._said = time.monotonic()
-        columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
         self._bar = Progress(*columns, console=Console(stderr=True))
         self._bar.disable = not sys.stderr.isatty()
         self._task = self._bar.add_task("", total=total)

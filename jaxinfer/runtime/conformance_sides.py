@@ -6,10 +6,8 @@ from dataclasses import dataclass, fields
 from itertools import combinations, product
 from typing import Any
 
-import yaml
-
 from jaxinfer.config.layer_split import by_shares
-from jaxinfer.config.validation import did_you_mean
+from jaxinfer.config.validation import did_you_mean, parse_yaml
 from jaxinfer.errors import JaxinferError
 
 
@@ -85,9 +83,16 @@ def with_values(given: Sequence[str]) -> dict[str, tuple[Any, ...]]:
             raise JaxinferError(
                 f"--values {text}: no setting {name!r}: {did_you_mean(name, VALUES)}"
             )
-        found = yaml.safe_load(f"[{listed}]")
+        try:
+            found = parse_yaml(f"[{listed}]")
+        except JaxinferError as error:
+            raise JaxinferError(f"--values {text}: {error}") from None
         kind = type(VALUES[name][0])
-        if not found or any(type(value) is not kind or value in (0, "") for value in found):
+        if (
+            not isinstance(found, list)
+            or not found
+            or any(type(value) is not kind or value in (0, "") for value in found)
+        ):
             raise JaxinferError(
                 f"--values {text}: must be {name}=A,B,... with a {kind.__name__} each"
             )

@@ -51,8 +51,8 @@ class NewRequest(NamedTuple):
     payload: object
 
 
-# Request, start, count, samples, input_pending, epoch; then the pages of each shard that are new,
-# and how many stand before them.
+# Request, start, count, samples, input_pending, epoch; then how many pages of each shard stand
+# already, and those that are new.
 RowDelta = tuple[int, int, int, bool, bool, int, int, list[list[int]]]
 
 

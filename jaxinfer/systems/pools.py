@@ -49,7 +49,8 @@ class Job:
     """What was given for a request: its prompt, until that is done, and its decodes.
 
     Attributes:
-        entries: KV entries at its longest.
+        entries: KV entries that it is promised: all its tokens, as the paper counts them, one more
+            than a pool needs.
         prompt: None once the prompt is done.
     """
 

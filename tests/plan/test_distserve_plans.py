@@ -270,6 +270,14 @@ def test_requests_that_are_too_few_to_tell() -> None:
         search.best([space(NODE).alone("prefill", Shape(1, (1,)))])
 
 
+def test_a_phase_alone_has_no_latency_by_output_token() -> None:
+    search = DrivenSearch(asked(slo="ttft=1,normalised=0.1"))
+    with pytest.raises(JaxinferError, match=r"such as: goal\.slo: normalised is over a whole"):
+        search.best([space(NODE).alone("prefill", Shape(1, (1,)))])
+    (score,) = search.scores([space(NODE).units(Shape(1, (1,)), Shape(1, (1,)))])
+    assert score.refused is None
+
+
 @pytest.mark.parametrize(
     ("options", "model", "shape", "says"),
     [

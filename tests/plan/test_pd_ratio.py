@@ -11,22 +11,23 @@ from hypothesis import strategies as st
 from plan_cases import RUN, problem
 
 from jaxinfer.plan.candidate import Candidate
+from jaxinfer.plan.limits import gap_limits
 from jaxinfer.plan.planners.pd_ratio import (
     UTILISATION,
     PDRatio,
     PDRatioOptions,
     Rates,
+    allowances,
     decode_rate,
     finite_rate,
-    longest_limit,
+    mixed_rate,
     packed_rate,
     prefill_rate,
-    tbt_limit,
 )
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.targets import PercentileTargets, RequestTargets
+from jaxinfer.simulate.targets import PercentileTargets, Reference, RequestTargets
 from jaxinfer.workload.lengths import BenchRequest
 
 
@@ -63,18 +64,44 @@ def test_prompts_of_a_queue_fill_each_step(pairs: list[tuple[int, int]], budget:
     assert packed_rate(Linear(), work_of(pairs), budget) == pytest.approx(len(pairs) / seconds)
 
 
-@given(st.floats(0.1, 50), st.integers(1, 1000), st.floats(0.01, 20))
+@given(st.floats(0.1, 50), st.integers(1, 1000), st.floats(0.01, 20), st.floats(0.05, 1))
 def test_few_requests_may_come_faster_than_they_are_served(
-    rate: float, count: int, late: float
+    rate: float, count: int, late: float, share: float
 ) -> None:
-    most = finite_rate(rate, count, late)
-    # Served from the first arrival on, the last is done so long after it has come.
-    waits = count / rate - (0 if math.isinf(most) else count / most)
+    most = finite_rate(rate, count, late, share)
+    # Served from the first arrival on, so many of them are done when the last has come and waited.
+    came = 0 if math.isinf(most) else count / most
+    waits = share * count / rate - came
     assert waits == pytest.approx(late) or (math.isinf(most) and waits <= late)
-    assert longest_limit(PercentileTargets([("ttft", 90, 2.0), ("tbt", 99, 0.2)])) == 2
 
 
-@given(st.integers(1, 2000), st.integers(1, 500), st.floats(0.05, 0.95))
+WORK = [BenchRequest(None, 10, 5, 0.0), BenchRequest(None, 10, 21, 0.0)]
+
+
+def test_until_when_targets_let_requests_wait() -> None:
+    percentiles = PercentileTargets([("ttft", 90, 2.0), ("tpot", 80, 0.1), ("tbt", 99, 0.2)])
+    # 20 gaps of 0.1 s after the first token, for who keeps both.
+    first, last = allowances(percentiles, WORK)
+    assert first == [(2.0, 0.9)]
+    assert last == [(pytest.approx(4.0), pytest.approx(0.7))]
+    each = RequestTargets({"ttft": 1.0, "tbt": 0.2, "normalised": 0.3, "delay": 9.0}, 0.95)
+    first, last = allowances(each, WORK)
+    assert first == [(1.0, 0.95), (pytest.approx(6.3), 0.95)]
+    assert last == [(pytest.approx(6.3), 0.95), (pytest.approx(5.0), pytest.approx(0.9))]
+    # One gap of a hundred may be as long as it likes, and so may half of all requests.
+    assert allowances(PercentileTargets([("ttft", 90, 2.0), ("tbt", 99, 0.2)]), WORK)[1] == []
+    halves = PercentileTargets([("ttft", 50, 2.0), ("tpot", 50, 0.1)])
+    assert allowances(halves, WORK) == ([(2.0, 0.5)], [])
+
+
+def test_who_keeps_no_limit_may_be_decoded_faster() -> None:
+    assert mixed_rate(2.0, 6.0, 0.75) == pytest.approx(1 / (0.75 / 2 + 0.25 / 6))
+    assert mixed_rate(2.0, 6.0, 1.0) == 2
+    assert mixed_rate(0.0, 6.0, 0.75) == 6
+    assert mixed_rate(math.inf, math.inf, 0.75) == math.inf
+
+
+@given(st.integers(1, 2000), st.integers(2, 500), st.floats(0.05, 0.95))
 def test_the_steady_batch_of_decodes(prompt: int, output: int, load: float) -> None:
     """T = w / (1 - q L_out k): at the rate of batch B the step takes as long as B of them do."""
     w, k = Linear.step_s, Linear.token_s + Linear.entry_s * (prompt + output / 2)
@@ -85,8 +112,9 @@ def test_the_steady_batch_of_decodes(prompt: int, output: int, load: float) -> N
         assert rate == 0
         return
     step = w + k * batch
-    assert rate == pytest.approx(batch / step / output, rel=1e-3)
-    assert w / (1 - rate * output * k) == pytest.approx(step, rel=2e-3)
+    # The first token is of the prefill instance.
+    assert rate == pytest.approx(batch / step / (output - 1), rel=1e-3)
+    assert w / (1 - rate * (output - 1) * k) == pytest.approx(step, rel=2e-3)
 
 
 def test_seats_and_memory_bound_the_batch() -> None:
@@ -94,7 +122,8 @@ def test_seats_and_memory_bound_the_batch() -> None:
     k = Linear.token_s + Linear.entry_s * 150
     for most, entries in ((8, 10**9), (10**6, 8 * 150)):
         step = Linear.step_s + 8 * k
-        assert decode_rate(Linear(), work, most, entries, None) == pytest.approx(8 / step / 100)
+        assert decode_rate(Linear(), work, most, entries, None) == pytest.approx(8 / step / 99)
+    assert decode_rate(Linear(), work_of([(100, 1)]), 8, 10**9, None) == math.inf
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.floats(0.1, 9), st.floats(0.1, 9))
@@ -105,9 +134,12 @@ def test_more_instances_never_carry_less(p: int, d: int, prefill: float, decode:
 
 
 def test_the_limit_of_a_token_is_the_tightest_that_speaks_of_it() -> None:
-    assert tbt_limit(RequestTargets({"ttft": 1, "tpot": 0.1, "tbt": 0.2})) == 0.1
-    assert tbt_limit(PercentileTargets([("ttft", 90, 1.0), ("tbt", 99, 0.3)])) == 0.3
-    assert tbt_limit(RequestTargets({"ttft": 1})) is None
+    both = RequestTargets({"ttft": 1, "tbt": 0.2, "tpot": 0.1}, 0.95)
+    assert gap_limits(both) == [("tpot", 0.1, 0.95), ("tbt", 0.2, 0.95)]
+    percentiles = PercentileTargets([("ttft", 90, 1.0), ("tbt", 99, 0.3)])
+    assert gap_limits(percentiles) == [("tbt", 0.3, 0.99)]
+    assert gap_limits(RequestTargets({"ttft": 1})) == []
+    assert gap_limits(RequestTargets({"tbt": 2}, reference=Reference({}))) == []
 
 
 OPTIONS = {
@@ -171,3 +203,39 @@ def test_the_choice_is_that_of_brute_force(count: int, goal: dict[str, object]) 
         assert len(search.tried) == 2 * 3 * 2
     assert chosen[0].axes == chosen[1].axes
     assert simulated[0] < simulated[1]
+
+
+@pytest.mark.parametrize(
+    ("slo", "outputs"),
+    [
+        ("ttft:p90=2,tbt:p99=0.2", 0),
+        ("ttft:p90=0.5,tpot:p90=0.05", 0),
+        ("ttft:p50=0.5,tpot:p50=0.05", 0),
+        ("normalised:p90=0.1", 0),
+        ("e2e:p90=20", 0),
+        ("ttft:p90=0.5,tpot:p90=0.05", 1),
+        ("ttft:p90=0.5,tpot:p90=0.05", 2),
+        ("ttft=0.5,tbt=0.2", 20),
+    ],
+)
+def test_none_carries_more_than_its_bound(slo: str, outputs: int, tmp_path: Path) -> None:
+    """By simulation, with as many output tokens as Azure's chats or with so many."""
+    run = asked(80, maximise="cluster").run
+    if outputs:
+        trace = tmp_path / "t.csv"
+        rows = "".join(f"{200 + i * 397 % 2000},{outputs}\n" for i in range(80))
+        trace.write_text("num_prefill_tokens,num_decode_tokens\n" + rows)
+        run = run | {"workload": {"trace": str(trace)}}
+    goal = {"maximise": "cluster", "slo": slo, "precision": 0.2}
+    planner = PDRatio(PDRatioOptions.model_validate(SMALL))
+    search = DrivenSearch(problem(goal, {"name": "pd_ratio", **SMALL}, run=run), prune=False)
+    candidates = list(planner.candidates(search.problem))
+    scores = search.scores(candidates)
+    for candidate, score in zip(candidates, scores, strict=True):
+        assert 0 < score.rate <= planner.most(candidate)
+
+
+SMALL = {
+    "prefill": {"kind": "A100-80G-SXM", "most": 2, "engine": {"max_num_batched_tokens": 8192}},
+    "decode": {"kind": "A10", "most": 2},
+}

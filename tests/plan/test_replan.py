@@ -275,6 +275,17 @@ def test_requests_that_all_come_at_once_cannot_be_followed(tmp_path: Path) -> No
         windows_of(asked)
 
 
+def test_tokens_cannot_be_followed(tmp_path: Path) -> None:
+    """What they share would be lost in run files of lengths."""
+    trace = tmp_path / "t.jsonl"
+    line = '{"prompt_token_ids": [1, 2], "max_tokens": 2}\n'
+    trace.write_text(line * 3)
+    asked = problem(str(trace), {"window_s": 1.0, "reload_s": 1.0})
+    asked.run["workload"]["arrivals"] = {"kind": "poisson", "rate": 1.0}
+    with pytest.raises(JaxinferError, match=r"^run\.workload\.trace: has tokens"):
+        windows_of(asked)
+
+
 def command(
     folder: Path, rows: list[tuple[float, int, int]], replan: dict[str, Any], *more: str
 ) -> str:
@@ -313,6 +324,16 @@ def test_the_command_writes_tables_run_files_and_a_picture(tmp_path: Path) -> No
     files = {path.name: path.read_bytes() for path in out.iterdir()}
     command(tmp_path, rows, {"window_s": 10.0, "beside": {"two": str(beside)}})
     assert {path.name: path.read_bytes() for path in out.iterdir()} == files
+
+
+def test_a_placement_without_requests_has_no_run_file(tmp_path: Path) -> None:
+    """A window of long prompts has a plan made, and nobody comes until another is made."""
+    rows = [*phases(10), *((10 + t, p, o) for t, p, o in phases(100)), *((45.0, 10, 2),) * 5]
+    command(tmp_path, [row for row in rows if row[0] < 20 or row[0] >= 45], {"window_s": 10.0})
+    names = sorted(path.name for path in (tmp_path / "out").glob("replanned*.yaml"))
+    for name in names:
+        assert load_run_file(tmp_path / "out" / name).workload.requests()
+    assert names[0] == "replanned0.yaml"
 
 
 def test_run_files_that_were_edited_stay_and_old_ones_go(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from plan_cases import RUN
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.commands.sweep import sweep
-from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.plan.problem import merge
+from jaxinfer.plan.sweep import Sweep, draw
 from jaxinfer.simulate.run import simulate
 
 CLUSTER = {
@@ -108,13 +109,54 @@ def test_what_there_is_is_not_run_again(tmp_path: Path, file: dict[str, Any]) ->
 def test_points_are_run_for_real(
     tmp_path: Path, tiny: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LLM, "from_config", lambda config: tiny)
+    monkeypatch.setattr(LLM, "from_config", lambda config, progress: tiny)
     (tmp_path / "one.yaml").write_text("{}")
     (tmp_path / "work.csv").write_text("num_prefill_tokens,num_decode_tokens\n" + "9,5\n" * 6)
     run_file = {"model": tiny.model, "workload": {"trace": str(tmp_path / "work.csv")}}
     file = {"files": {str(tmp_path / "one.yaml"): {}}, "axes": {"workload.limit": [2, 6]}}
     run(tmp_path, file | {"run": run_file}, "--real")
     assert [int(row["output_tokens"]) for row in table(tmp_path)] == [10, 30]
+
+
+def test_a_real_point_that_cannot_be_has_a_row(
+    tmp_path: Path, tiny: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name without a group is found only when the cluster is made."""
+    made = LLM.from_config
+
+    def from_config(config: RunFile, progress: bool) -> LLM:
+        return tiny if not config.simulate.groups else made(config, progress=progress)
+
+    monkeypatch.setattr(LLM, "from_config", from_config)
+    (tmp_path / "one.yaml").write_text("{}")
+    (tmp_path / "work.csv").write_text("num_prefill_tokens,num_decode_tokens\n9,5\n")
+    run_file = {"model": tiny.model, "workload": {"trace": str(tmp_path / "work.csv")}}
+    axes = {"simulate.groups": [{}, {"gone": {"linear": {"step_s": 1.0}}}]}
+    file = {"files": {str(tmp_path / "one.yaml"): {}}, "axes": axes, "run": run_file}
+    run(tmp_path, file, "--real")
+    fine, refused = table(tmp_path)
+    assert (fine["output_tokens"], fine["refused"]) == ("5", "")
+    assert "gone" in refused["refused"]
+
+
+@pytest.mark.parametrize(
+    ("y", "label"),
+    [("ttft_p99", "ttft_p99, s"), ("output_tok_s", "output_tok_s"), ("wall_s", "wall_s, s"),
+     ("steady_requests_s", "steady_requests_s")],
+)  # fmt: skip
+def test_seconds_are_seconds(
+    y: str, label: str, tmp_path: Path, file: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = []
+
+    def save(figure: Any, path: Path) -> None:
+        labels.append(figure.axes[0].get_ylabel())
+
+    monkeypatch.setattr("jaxinfer.plan.sweep.save_picture", save)
+    sweep = Sweep.model_validate(file | {"y": [y]})
+    point, *_ = sweep.points()
+    draw(tmp_path, "png", sweep, [{**point.axes, y: 1.0}])
+    assert labels == [label]
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,14 @@ def test_values_that_are_none(text: str, message: str) -> None:
     assert str(caught.value) == f"--values {text}: {message}"
 
 
+@pytest.mark.parametrize("text", ["page_size=[8", "page_size=8]", "page_size=2024-13-45"])
+def test_values_that_are_no_yaml(text: str) -> None:
+    with pytest.raises(JaxinferError) as caught:
+        with_values([text])
+    assert str(caught.value).startswith(f"--values {text}: ")
+    assert "\n" not in str(caught.value)
+
+
 # Layers, tokens and heads of what is drawn; larger numbers in some heads.
 L, T, K, H = 2, 300, 3, 8
 

@@ -19,11 +19,12 @@ from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.validation import Options
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Candidate, Search
+from jaxinfer.plan.limits import gap_limits, limits
 from jaxinfer.plan.problem import Problem
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
 from jaxinfer.simulate.costs import CostModel
-from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets
+from jaxinfer.simulate.targets import RequestTargets, Targets
 from jaxinfer.workload.lengths import BenchRequest
 
 # Share of the time in which prefill instances may be busy: queues grow without end towards 1.
@@ -103,38 +104,54 @@ def packed_rate(cost: CostModel, work: Sequence[BenchRequest], budget: int) -> f
     return len(work) / seconds
 
 
-def finite_rate(rate: float, requests: int, late_s: float) -> float:
-    """At which so many requests may come, of which ``rate`` are served a second, none too late.
+def finite_rate(rate: float, requests: int, late_s: float, share: float) -> float:
+    """At which so many requests may come, of which ``rate`` are served a second.
 
     Args:
-        late_s: what the last of them may wait.
+        late_s: what the last one may wait of the ``share`` that comes first.
     """
-    seconds = requests / rate - late_s if rate else math.inf
+    seconds = share * requests / rate - late_s if rate else math.inf
     return requests / seconds if seconds > 0 else math.inf
 
 
-def longest_limit(targets: Targets) -> float:
-    """Seconds that anything of a request may take; infinite where targets do not say."""
-    if isinstance(targets, RequestTargets) and targets.reference is None:
-        return max(targets.limits.values())
-    if isinstance(targets, PercentileTargets) and targets.reference is None:
-        return max(seconds for _, _, seconds in targets.limits)
-    return math.inf
+def allowances(
+    targets: Targets, work: Sequence[BenchRequest]
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Until when requests must have their first token, and their last: seconds, and which share.
+
+    Targets say nothing of whom a percentile of all gaps lets wait for one of its tokens.
+    """
+    longest = max(item.max_tokens for item in work)
+    first: list[tuple[float, float]] = []
+    last: list[tuple[float, float]] = []
+    gaps: list[tuple[float, float]] = []
+    for metric, seconds, share in limits(targets):
+        if metric == "ttft":
+            first.append((seconds, share))
+        elif metric in ("e2e", "normalised"):
+            last.append((seconds * (longest if metric == "normalised" else 1), share))
+        elif metric == "tpot" or (metric == "tbt" and isinstance(targets, RequestTargets)):
+            gaps.append((seconds * (longest - 1), share))
+    both = [(a + b, s + t - 1) for (a, s), (b, t) in product(first, gaps) if s + t > 1]
+    return first + last, last + both
 
 
 def decode_rate(
     cost: CostModel, work: Sequence[BenchRequest], most: int, entries: int, tbt_s: float | None
 ) -> float:
-    """Requests per second of one instance that only decodes.
+    """Requests per second of one instance that only decodes; infinite where nothing is left to.
 
     Args:
         most: sequences; ``entries``: of KV, in all pages.
         tbt_s: what a step may take, at most.
     """
-    outputs = mean(item.max_tokens for item in work)
-    tokens = sum(item.max_tokens for item in work)
+    # The first token is the prefill instance's.
+    tokens = sum(item.max_tokens - 1 for item in work)
+    if not tokens:
+        return math.inf
+    outputs = tokens / len(work)
     # Of a token that is drawn, the mean number of entries that it sees.
-    context = sum(i.max_tokens * (i.prompt_len + i.max_tokens / 2) for i in work) / tokens
+    context = sum((i.max_tokens - 1) * (i.prompt_len + i.max_tokens / 2) for i in work) / tokens
     best = 0.0
     for batch in range(1, min(most, int(entries / context)) + 1):
         seconds = max(cost.stages(_decodes(batch, round(batch * context))))
@@ -142,6 +159,16 @@ def decode_rate(
             break
         best = max(best, batch / seconds / outputs)
     return best
+
+
+def mixed_rate(slow: float, fast: float, share: float) -> float:
+    """Of requests of which a share is served at one rate, and the rest at another.
+
+    Where the mean request has no rate that is slow enough, shorter ones may: the other rate.
+    """
+    if not slow or math.isinf(fast):
+        return fast
+    return 1 / (share / slow + (1 - share) / fast)
 
 
 def _prefill(start: int, count: int) -> Work:
@@ -152,17 +179,6 @@ def _decodes(batch: int, context: int) -> Work:
     return Work(batch, batch, batch, batch, context, [], batch)
 
 
-def tbt_limit(targets: Targets) -> float | None:
-    """Seconds that a token may take, by the tightest of the targets that speak of it."""
-    if isinstance(targets, RequestTargets) and targets.reference is None:
-        found = [s for metric, s in targets.limits.items() if metric in ("tpot", "tbt")]
-    elif isinstance(targets, PercentileTargets) and targets.reference is None:
-        found = [s for metric, _, s in targets.limits if metric in ("tpot", "tbt")]
-    else:
-        return None
-    return min(found, default=None)
-
-
 class PDRatio:
     """Looks at all ratios that the closed forms leave open."""
 
@@ -170,13 +186,15 @@ class PDRatio:
 
     def __init__(self, options: PDRatioOptions) -> None:
         self._options = options
-        # By candidate, the rate that it cannot exceed.
         self._most: dict[tuple[object, ...], float] = {}
 
     def plan(self, search: Search) -> Candidate:
         """The best of them."""
-        candidates = list(self.candidates(search.problem))
-        return search.best(candidates, lambda candidate: self._most[candidate.key])
+        return search.best(list(self.candidates(search.problem)), self.most)
+
+    def most(self, candidate: Candidate) -> float:
+        """The requests per second that one of ``candidates`` cannot exceed."""
+        return self._most[candidate.key]
 
     def candidates(self, problem: Problem) -> Iterator[Candidate]:
         """All ratios, with the rate that the closed forms give each."""
@@ -194,10 +212,8 @@ class PDRatio:
                 }  # fmt: skip
                 part = self._part(p, prefill_tp, d, decode_tp)
                 candidate = Candidate(axes, part, (p, prefill_tp, d, decode_tp))
-                rate = SLACK * full.of(p, d) if full else math.inf
                 count = _requests(problem, p * prefill_tp + d * decode_tp)
-                late_s = longest_limit(problem.targets)
-                self._most[candidate.key] = finite_rate(rate, count, late_s)
+                self._most[candidate.key] = _bound(problem, full, p, d, count) if full else math.inf
                 yield candidate
 
     def _rates(
@@ -216,11 +232,20 @@ class PDRatio:
         budget = here.config.max_num_batched_tokens
         one_by_one = prefill_rate(here.cost, problem.work, budget)
         full = max(one_by_one, packed_rate(here.cost, problem.work, budget))
-        decode = decode_rate(
-            there.cost, problem.work, there.config.max_num_seqs, _entries(there),
-            tbt_limit(problem.targets),
-        )  # fmt: skip
-        return Rates(one_by_one, decode), Rates(full, decode)
+
+        def decode(tbt_s: float | None) -> float:
+            seqs = there.config.max_num_seqs
+            return decode_rate(there.cost, problem.work, seqs, _entries(there), tbt_s)
+
+        gaps = gap_limits(problem.targets)
+        within = [(decode(limit.seconds), limit.share) for limit in gaps]
+        most = decode(None)
+        # Who need not keep a limit may be decoded in steps of any length.
+        bounds = [mixed_rate(rate, most, share) for rate, share in within]
+        return (
+            Rates(one_by_one, min((rate for rate, _ in within), default=most)),
+            Rates(full, min(bounds, default=most)),
+        )
 
     def _part(self, prefills: int, prefill_tp: int, decodes: int, decode_tp: int) -> dict[str, Any]:
         options = self._options
@@ -245,6 +270,18 @@ class PDRatio:
                 "max_in_prefill": 1_000_000,
             },
         }
+
+
+def _bound(problem: Problem, full: Rates, prefills: int, decodes: int, count: int) -> float:
+    """The rate at which so many requests may come at most, by what each phase carries."""
+    first, last = allowances(problem.targets, problem.work)
+    phases = (UTILISATION * prefills * full.prefill, first), (decodes * full.decode, last)
+    rates = [
+        finite_rate(SLACK * rate, count, late_s, share)
+        for rate, until in phases
+        for late_s, share in until
+    ]
+    return min(rates, default=math.inf)
 
 
 def _requests(problem: Problem, gpus: int) -> int:
