@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,19 +58,34 @@ def grid(files: Mapping[str, Axes], axes: Axes) -> Iterator[Candidate]:
     Raises:
         OptionError: a file cannot be read, or an axis leads nowhere.
     """
-    stems = Counter(Path(file).stem for file in files)
-    for file, own in files.items():
-        try:
-            base, stem = read_part(file), Path(file).stem
-        except JaxinferError as error:
-            raise within("files", error) from None
-        of_file: Axes = {**axes, **own}
+    for file, name, base in named_parts(files):
+        of_file: Axes = {**axes, **files[file]}
         for values in product(*of_file.values()):
             chosen = dict(zip(of_file, values, strict=True))
             named = {key: _shown(value) for key, value in chosen.items()}
-            name = stem if stems[stem] == 1 else file
             # As they are: 1, true and "1" are told apart.
             yield Candidate({"file": name, **named}, _with(base, chosen), (file, repr(chosen)))
+
+
+def named_parts(
+    files: Iterable[str], where: str = "files"
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Of each path, what to call the file, by its stem if no other has it, and its part.
+
+    Args:
+        where: they are named, in errors.
+
+    Raises:
+        OptionError: a file cannot be read.
+    """
+    paths = list(files)
+    stems = Counter(Path(path).stem for path in paths)
+    for path in paths:
+        stem = Path(path).stem
+        try:
+            yield path, stem if stems[stem] == 1 else path, read_part(path)
+        except JaxinferError as error:
+            raise within(where, error) from None
 
 
 def read_part(file: str) -> dict[str, Any]:

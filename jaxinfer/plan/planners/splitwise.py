@@ -5,19 +5,17 @@ targets, or of what a budget pays for: exact where one machine more never does h
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from jaxinfer.config.run_file import put_option
-from jaxinfer.config.validation import Named, OptionError, Options, within
+from jaxinfer.config.validation import Named, OptionError, Options
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Candidate, Search
-from jaxinfer.plan.planners.any_system import read_part
+from jaxinfer.plan.planners.any_system import named_parts
 from jaxinfer.plan.problem import Cost
 
 POOLS = ("prompt", "token")
@@ -186,15 +184,9 @@ class SplitwisePools:
         return search.best(_largest(rows, limits))
 
     def _rows(self, search: Search, of: Sequence[Cost]) -> Iterator[Row]:
-        stems = Counter(Path(file).stem for file in self._options.files)
-        for file, most in self._options.files.items():
-            stem = Path(file).stem
+        for file, name, base in named_parts(self._options.files, "planner.files"):
+            most = self._options.files[file]
             try:
-                base = read_part(file)
-            except JaxinferError as error:
-                raise within("planner.files", error) from None
-            try:
-                name = stem if stems[stem] == 1 else file
                 design = Design(name, base, most, search, of)
             except JaxinferError as error:
                 raise OptionError(f"planner.files: {file}: {error}") from None
