@@ -4,7 +4,7 @@
         --coding CSV --out DIR
 
 The files and DIR are those of ``reproduce_splitwise.py``, to whose targets.csv its claims are
-added. A search is one process, and takes minutes (``cpu_s``).
+added. A search is one process, and takes minutes (``cpu_s``); those that DIR has are not repeated.
 """
 
 import csv
@@ -39,6 +39,8 @@ BUDGETS = {"watts": 40 * 5600.0}
 RATE, SECONDS = 70, 120
 # By which share a largest rate may be too low.
 PRECISION = 0.04
+# The columns of a case.
+NAMED = ("trace", "cluster", "decodes", "least", "budget")
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,14 @@ class Case:
     measured: bool = False
     step: int = 1
     seeds: int = 1
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The columns by which its row is known."""
+        decodes = "measured" if self.measured else "public"
+        least, budget = self.minimise or "", self.budget or ""
+        values = self.trace, self.name, decodes, least, budget
+        return dict(zip(NAMED, values, strict=True))
 
     @property
     def goal(self) -> dict[str, Any]:
@@ -92,10 +102,7 @@ class Setting:
         assert costs.watts
         prompts, tokens = best.axes["prompt"], best.axes["token"]
         return {
-            "trace": case.trace, "cluster": case.name,
-            "decodes": "measured" if case.measured else "public",
-            "least": case.minimise or "", "budget": case.budget or "",
-            "prompt": prompts, "token": tokens, "machines": costs.gpus // 8,
+            **case.named, "prompt": prompts, "token": tokens, "machines": costs.gpus // 8,
             "usd_per_hour": round(costs.usd or 0.0, 1), "kw": round(costs.watts / 1e3, 2),
             "rps": round(score.rate, 1), "looked_at": len(search.tried), "cpu_s": round(seconds),
         }  # fmt: skip
@@ -128,6 +135,24 @@ class Setting:
         own = {"model": "public", "workload": {"trace": str(lengths)}}
         own["models"] = {"public": dict(BLOOM.shape)}
         return NotebookProblem.model_validate({"planner": planner, "goal": case.goal, "run": own})
+
+
+def key(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of a row, by its case's columns."""
+    return tuple(str(row[name]) for name in NAMED)
+
+
+def kept(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Rows that a run before has left, by their cases."""
+    if not path.exists():
+        return {}
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [
+            {name: value if name in NAMED else float(value) for name, value in row.items()}
+            for row in csv.DictReader(file)
+        ]
+    whole = ("prompt", "token", "machines", "looked_at", "cpu_s")
+    return {key(row): row | {name: int(row[name]) for name in whole} for row in rows}
 
 
 def cheapest(trace: str) -> list[Case]:
@@ -182,14 +207,16 @@ def main(perf_model: Path, conversation: str, coding: str, out: Path, jobs: int 
     with TemporaryDirectory() as files, ProcessPoolExecutor(jobs) as pool:
         traces = {"conv": read_workload(conversation), "code": read_workload(coding)}
         setting = Setting(Public(perf_model, Path(files)), traces)
+        known = kept(out / "placement.csv")
         cases = [case for part in parts.values() for case in part]
-        rows = pool.map(setting.find, cases)
+        missing = [case for case in cases if key(case.named) not in known]
+        fresh = pool.map(setting.find, missing)
         for title, part in parts.items():
-            here = [next(rows) for _ in part]
+            here = [known.pop(key(case.named), None) or next(fresh) for case in part]
             found += here
             print(f"\n{title}")
             show_table(here)
-            write_csv(out / "placement.csv", found)
+            write_csv(out / "placement.csv", [*found, *known.values()])
             if told := list(claims(here)):
                 update_targets(out / "targets.csv", told)
     longest = max(row["cpu_s"] for row in found)
