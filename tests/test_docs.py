@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -90,7 +91,11 @@ def test_all_options_of_an_engine_are_in_the_docs() -> None:
 
 def test_all_planners_are_in_the_docs() -> None:
     page = (ROOT / "docs" / "planning.md").read_text()
-    assert all(f"| `{name}` |" in page for name in PLANNERS)
+    for name, where in PLANNERS.items():
+        assert f"| `{name}` |" in page
+        module, _, planner = where.partition(":")
+        for option in getattr(import_module(module), planner).Options.model_fields:
+            assert re.search(f"`{option}[:`]", page), f"{name}.{option}"
 
 
 def test_all_policies_are_in_the_docs() -> None:
