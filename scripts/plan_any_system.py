@@ -3,7 +3,7 @@
     python scripts/plan_any_system.py --trace CSV --out DIR [--ratios CSV]
 
 Traces: the first 1,000 lengths of Azure's 2023 conversation trace. Ratios: what plan_ratios.py has
-written.
+written. Tables that DIR has are read from there: a killed run goes on.
 """
 
 import csv
@@ -17,7 +17,16 @@ from typing import Any
 
 import click
 from matplotlib.figure import Figure
-from results import Target, by_share, holds, show_table, show_targets, write_csv, write_targets
+from results import (
+    Target,
+    by_share,
+    holds,
+    kept,
+    show_table,
+    show_targets,
+    write_csv,
+    write_targets,
+)
 
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.config.validation import read_yaml
@@ -40,8 +49,8 @@ SYSTEMS = (
 LOWS = ("A10", "A30")
 SLO = "ttft:p90=2,tbt:p99=0.2"
 CHUNKS = (256, 512, 1024)
-# Seeds of arrivals: with the first one the planner searches, with the others all are compared.
-SEARCHED, COMPARED = 1, (1, 2, 3)
+# Seeds of arrivals: with the first three the planner searches, with the others all are compared.
+SEARCHED, COMPARED = 3, (3, 4, 5)
 
 
 def common(low: str) -> dict[str, Any]:
@@ -108,9 +117,9 @@ class Carried:
 
 def systems(
     trace: str, work: Sequence[BenchRequest], pool: ProcessPoolExecutor
-) -> tuple[list[dict[str, Any]], list[Target]]:
+) -> list[dict[str, Any]]:
     """The choice and all fixed systems, with seeds that the search has not had."""
-    rows, targets = [], []
+    rows = []
     for low in LOWS:
         config, known = chosen(low, trace, len(work), pool)
         configs = {"any_system": config} | {name: fixed(name, low) for name in SYSTEMS}
@@ -127,6 +136,18 @@ def systems(
                     **{f"seed_{s}": round(r, 3) for s, r in zip(COMPARED, each, strict=True)},
                 }
             )
+    return rows
+
+
+def system_targets(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
+    """Of these."""
+    targets = []
+    for low in LOWS:
+        found = {
+            row["system"]: [row[f"seed_{seed}"] for seed in COMPARED]
+            for row in rows
+            if row["pair"] == f"A100+{low}"
+        }
         ours = found.pop("any_system")
         best = [max(each) for each in zip(*found.values(), strict=True)]
         said = ", ".join(f"{a:.2f} / {b:.2f}" for a, b in zip(ours, best, strict=True))
@@ -137,7 +158,7 @@ def systems(
                 "no paper", said, all(a >= b for a, b in zip(ours, best, strict=True)),
             )
         )  # fmt: skip
-    return rows, targets
+    return targets
 
 
 def ratio_targets(path: Path) -> list[Target]:
@@ -282,20 +303,21 @@ def main(trace: str, ratios: Path | None, out: Path, requests: int, jobs: int | 
     out.mkdir(parents=True, exist_ok=True)
     work = read_workload(trace, requests)
     with ProcessPoolExecutor(jobs) as pool:
-        tables: dict[str, list[dict[str, Any]]] = {}
-        tables["systems"], targets = systems(trace, work, pool)
-        write_csv(out / "systems.csv", tables["systems"])  # The rest takes as long again.
-        tables["lengths"] = by_length(work, pool)
-        tables["rates"] = by_rate(work, pool)
+        tables = {
+            "systems": kept(out / "systems.csv", lambda: systems(trace, work, pool)),
+            "lengths": kept(out / "lengths.csv", lambda: by_length(work, pool)),
+            "rates": kept(out / "rates.csv", lambda: by_rate(work, pool)),
+        }
     tables["best_by_length"] = begins(tables["lengths"], "mean_prompt", "requests_s", least=False)
     tables["best_by_rate"] = begins(tables["rates"], "rate", "ttft_p90", least=True)
     for name, rows in tables.items():
-        write_csv(out / f"{name}.csv", rows)
+        if name.startswith("best"):
+            write_csv(out / f"{name}.csv", rows)
         if name not in ("lengths", "rates"):
             print(f"\n## {name}\n")
             show_table(rows)
     draw(tables["lengths"], tables["rates"], out / "ways.png")
-    targets = [*(ratio_targets(ratios) if ratios else ()), *targets]
+    targets = [*(ratio_targets(ratios) if ratios else ()), *system_targets(tables["systems"])]
     print("\n## Targets\n")
     show_targets(targets)
     write_targets(out / "targets.csv", targets)

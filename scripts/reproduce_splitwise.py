@@ -9,9 +9,8 @@ hours of CPU. Each part's figures are written when they are there, and a part wh
 already is read from it: a killed run goes on.
 """
 
-import csv
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +22,7 @@ from results import (
     by_amount,
     by_share,
     holds,
+    kept,
     show_table,
     show_targets,
     update_targets,
@@ -52,7 +52,7 @@ def batch_targets(rows: Rows) -> list[Target]:
     paper = {"A100": 0.89, "AA": 0.89, "H100": 0.75, "HH": 0.75}
     return [
         by_share(f"batch jobs, {row['cluster']}: RPS/$", paper[row["cluster"]],
-                 float(row["rps_by_usd"]), 0.03)
+                 row["rps_by_usd"], 0.03)
         for row in rows
     ]  # fmt: skip
 
@@ -131,15 +131,6 @@ def by_line(rows: Rows) -> Rows:
         line = lines.setdefault(key, dict(zip(("trace", "equal", "decodes"), key, strict=True)))
         line[row["cluster"]] = row["rps"]
     return list(lines.values())
-
-
-def kept(path: Path, make: Callable[[], Rows]) -> Rows:
-    """A table, from its file if it is there."""
-    if not path.exists():
-        write_csv(path, make())
-    with path.open(newline="", encoding="utf-8") as file:
-        rows: Rows = list(csv.DictReader(file))
-    return [row | ({"rps": int(row["rps"])} if "rps" in row else {}) for row in rows]
 
 
 def show(title: str, rows: Rows, path: Path | None = None) -> None:

@@ -1,7 +1,7 @@
 """What scripts of docs/results share: a paper's claims beside ours, as a table and a file."""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -79,6 +79,25 @@ def update_targets(path: Path, targets: Sequence[Target]) -> None:
     ours = [asdict(t) | {"met": "yes" if t.met else "no"} for t in targets]
     claims = {row["claim"] for row in ours}
     write_csv(path, [row for row in rows if row["claim"] not in claims] + ours)
+
+
+def kept(path: Path, make: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A table as it stands in its file; made and written where there is none."""
+    if not path.exists():
+        write_csv(path, make())
+    with path.open(newline="", encoding="utf-8") as file:
+        return [
+            {name: _number(value) for name, value in row.items()} for row in csv.DictReader(file)
+        ]
+
+
+def _number(text: str) -> str | float:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
