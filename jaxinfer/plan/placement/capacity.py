@@ -129,34 +129,45 @@ class Modelled:
             self._found[key] = self._best(signature, role)
         return self._found[key]
 
+    def carried_by(self, signature: Signature, shape: Shape, role: Role) -> Carried:
+        """By these stages of a group, with the best layers for them."""
+        ends = self._ends(signature, shape)
+        lines = [self._line(role, end, len(shape)) for end in ends]
+        best = Carried()
+        for layers in self._splits(ends, lines, role):
+            rate = self._rate(signature, shape, ends, layers, role)
+            if rate > best.rate:
+                stages = zip(shape, layers, strict=True)
+                best = Carried(rate, tuple(Stage(*where, count) for where, count in stages))
+        return best
+
     def _best(self, signature: Signature, role: Role) -> Carried:
         """Those shapes first that would be best if layers could be cut, and memory were free."""
         ranked = []
         for shape in shapes(signature, self.site.kind_of_type, self.degrees):
-            last = len(shape) - 1
-            ends = [
-                (signature[place][0], tp, i == 0, i == last) for i, (place, tp) in enumerate(shape)
-            ]
-            lines = [self._line(role, end, last + 1) for end in ends]
+            count = len(shape)
+            lines = [self._line(role, end, count) for end in self._ends(signature, shape)]
             level = self.model.num_hidden_layers + sum(fixed / each for fixed, each in lines)
             level /= sum(1 / each for _, each in lines)
-            size = self._full(role, last + 1)
             if role == "prefill":
-                most = self._work(role, size)[1] / level
+                most = self._work(role, self._full(role, count))[1] / level
             else:
-                most = self.engines[role].max_num_seqs / ((last + 1) * level * self.lengths.decodes)
-            ranked.append((most, shape, ends, lines))
+                most = self.engines[role].max_num_seqs / (count * level * self.lengths.decodes)
+            ranked.append((most, shape))
         ranked.sort(key=lambda each: -each[0])
         best = Carried()
-        for most, shape, ends, lines in ranked:
+        for most, shape in ranked:
             if most <= best.rate:
                 break
-            for layers in self._splits(ends, lines, role):
-                rate = self._rate(signature, shape, ends, layers, role)
-                if rate > best.rate:
-                    stages = zip(shape, layers, strict=True)
-                    best = Carried(rate, tuple(Stage(*where, count) for where, count in stages))
+            found = self.carried_by(signature, shape, role)
+            if found.rate > best.rate:
+                best = found
         return best
+
+    @staticmethod
+    def _ends(signature: Signature, shape: Shape) -> list[End]:
+        last = len(shape) - 1
+        return [(signature[place][0], tp, i == 0, i == last) for i, (place, tp) in enumerate(shape)]
 
     def most_of_layers(self, type_: int, gpus: int, role: Role) -> float:
         """Requests per second times the share of the layers that GPUs have of a group: an upper
@@ -236,12 +247,7 @@ class Modelled:
         num_bytes = tokens * self.model.hidden_size * ITEMSIZE
         total = 0.0
         for (here, _), (there, _) in pairwise(shape):
-            a, b = (self.site.types[signature[place][0]] for place in (here, there))
-            if here != there and a == b:
-                # Two nodes of one type, of which there is one number here.
-                b = next((n for n, t in enumerate(self.site.type_of) if t == signature[there][0]
-                          and n != a), a)  # fmt: skip
-            latency, byte_s = self.site.hop(a, b)
+            latency, byte_s = self.site.hop_in(signature, here, there)
             total += latency + byte_s * num_bytes
         return total
 

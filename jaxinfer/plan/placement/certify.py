@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.placement.capacity import Modelled
@@ -81,15 +80,10 @@ def counts_by_kind(site: Site) -> list[int]:
 
 
 def cards_by_kind(site: Site, request_bytes: float) -> list[float]:
-    """Requests per second whose KV the cards of all nodes of a kind take; none where they may not.
-
-    Nodes with links of their own send by these.
-    """
+    """Requests per second whose KV the cards and links of all nodes of a kind take, at most."""
     found = [0.0] * (max(site.kind_of_type) + 1)
-    linked = {name for link in site.hardware.links for name in link.between}
-    for name, node, type_ in zip(site.names, site.nodes, site.type_of, strict=True):
-        rate = inf if name in linked else node.nic_gb_s * 1e9 / request_bytes
-        found[site.kind_of_type[type_]] += rate
+    for node, type_ in enumerate(site.type_of):
+        found[site.kind_of_type[type_]] += site.most_gb_s(node) * 1e9 / request_bytes
     return found
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from jaxinfer.plan.placement.stages import Signature
 from jaxinfer.simulate.hardware import Catalogue, Gpu
 from jaxinfer.simulate.nodes import Hardware, NodeOptions
 
@@ -84,6 +85,22 @@ class Site:
         if link := self.hardware.link(self.names[here], self.names[there]):
             return common if link.latency_s is None else link.latency_s, 1 / (link.gb_s * 1e9)
         return common, 1 / (min(self.nodes[here].nic_gb_s, self.nodes[there].nic_gb_s) * 1e9)
+
+    def hop_in(self, signature: Signature, here: int, there: int) -> tuple[float, float]:
+        """Between stages at two places of a group's signature; see ``hop``."""
+        a, b = (self.types[signature[place][0]] for place in (here, there))
+        if here != there and a == b:
+            # Two nodes of one type, of which there is one number here.
+            b = next(
+                n for n, type_ in enumerate(self.type_of) if type_ == self.type_of[a] and n != a
+            )
+        return self.hop(a, b)
+
+    def most_gb_s(self, node: int) -> float:
+        """What it sends to other nodes, or gets, at most: over its card, and links of its own."""
+        name = self.names[node]
+        own = sum(link.gb_s for link in self.hardware.links if name in link.between)
+        return self.nodes[node].nic_gb_s + own
 
     def network(self, here: int, there: int) -> Mapping[tuple[object, ...], float]:
         """What KV from node to node goes over, with bytes per second."""

@@ -20,7 +20,7 @@ from jaxinfer.plan.placement.programs import within_nodes
 from jaxinfer.plan.placement.refine import Effort, Scored, Scorer
 from jaxinfer.plan.placement.site import Site
 from jaxinfer.plan.placement.table1 import Table1
-from jaxinfer.plan.placement.write import as_part
+from jaxinfer.plan.placement.write import as_part, names_of
 from jaxinfer.plan.problem import Problem
 from jaxinfer.simulate.hardware import Catalogue
 from jaxinfer.simulate.nodes import read_hardware
@@ -178,6 +178,10 @@ class HexGen2:
             hourly = sum(n * prices[node] for p in used for node, n in p.group)
             axes["usd_per_1000_requests"] = round(hourly / 3.6 / flow.total, 5)
         axes |= {f"per_{name}": round(value, 5) for name, value in found.per_gpu.items()}
+        names = names_of(found.groups, flow)
+        axes["full_instances"] = ", ".join(
+            f"{names[number]} {price:.3g}" for number, price in flow.per_request.items()
+        )
         axes["full_links"] = ", ".join(
             f"{' '.join(map(str, link))} {price:.3g}/GB/s" for link, price in flow.per_gb_s.items()
         )
