@@ -74,6 +74,10 @@ def test_the_driver_simulates_what_it_finds(tmp_path: Path, carries: Carries) ->
     gpus = choice.score.costs.gpus
     assert axes["usd_per_1000_requests"] == pytest.approx(gpus / 3.6 / flow, rel=1e-3)
     assert {f"per_{gpu}" for gpu in (H100, A100)} <= set(axes)
+    # What holds the flow back: instances of this plan, or links.
+    full = [each.split()[0] for each in str(axes["full_instances"]).split(", ") if each]
+    assert set(full) <= set(names)
+    assert full or axes["full_links"]
     flows = config.system["flows"]
     assert sum(rate for row in flows.values() for rate in row.values()) == pytest.approx(
         flow, rel=1e-4
@@ -102,6 +106,28 @@ def test_the_same_run_file_each_time(tmp_path: Path) -> None:
     assert first.axes == again.axes
 
 
+def test_plans_from_what_was_measured(tmp_path: Path) -> None:
+    """Of GPUs alike but for their profiles: those quick at prompts prefill, the others decode."""
+    measured = {
+        gpu: {"phases": {"prefill": {"token_s": prompt}, "decode": [{"step_s": step}],
+                         "share_step": True}}
+        for gpu, prompt, step in ((H100, 1e-5, 1.0), (A100, 1e-3, 0.01))
+    }  # fmt: skip
+    problem = asked(tmp_path, PLANNER | {"measured": measured, "tensor_parallel": [1]})
+    part = plan(problem).part
+    config = as_run_file(problem.run_file(part))
+    kinds = {
+        name: {config.groups[stage.group].kind for stage in instance.places}
+        for name, instance in config.instances.items()
+    }
+    assert all(kind == {H100 if "prefill" in name else A100} for name, kind in kinds.items())
+    # The run file has the costs that were planned with.
+    for name, group in config.groups.items():
+        costs = config.simulate.of(name).phases
+        assert costs
+        assert costs.prefill.token_s == measured[str(group.kind)]["phases"]["prefill"]["token_s"]
+
+
 @pytest.mark.parametrize("method", ["hexgen2", "random_swaps", "genetic"])
 def test_methods_that_it_is_compared_with(tmp_path: Path, method: str) -> None:
     best = plan(asked(tmp_path)).axes["flow"]
@@ -121,6 +147,9 @@ def test_methods_that_it_is_compared_with(tmp_path: Path, method: str) -> None:
         ({"costs": "table1"}, {}, "planner.method is programs, whose plans are by modelled costs"),
         ({"network": "pairs"}, {}, "planner.method is programs, whose plans are by modelled costs"),
         ({"tensor_parallel": [0, 2]}, {}, "planner.tensor_parallel is (0, 2), must be from 1 on"),
+        ({"measured": {H100: {"step_s": 1.0}}}, {},
+         "tensor_parallel is (1, 2, 4, 8), must be [1] beside measured, which is of one GPU"),
+        ({"measured": {"x": {"step_s": 1.0}}, "tensor_parallel": [1]}, {}, "planner.measured.x: kn"),
         ({"decode": {"num_pages": 9}}, {}, "planner.decode: num_pages has no place in this plan"),
         ({"decode": {"max_num_sqs": 9}}, {}, "planner.decode.max_num_sqs: unknown option"),
         ({}, {"workload": {"trace": "ones.csv"}}, "run.workload: all outputs have one token"),

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_cases import G, H, Loader, roomy, set_pools, set_system
+import yaml
+from cluster_cases import LAYERS, G, H, Loader, roomy, set_pools, set_system
 from cluster_checks import Done, Ran, check_transfers, serve, token_bytes
 
-from jaxinfer import LLM
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.config.run_file import as_run_file
 
 INSTANCES: dict[str, Any] = {
     "p": {"stages": [{"group": "g", "layers": 1}, {"group": "h", "layers": 3}]} | roomy(8),
@@ -107,3 +109,57 @@ def test_hexgen2(four: LLM, expected: dict[str, list[Done]], tmp_path: Path) -> 
     share = 6 / sum(pairs.values())
     for (source, dest), count in pairs.items():
         assert abs(count * share - flows[source][dest]) <= share
+
+
+PLANNED = Path(__file__).parents[2] / "configs" / "cpu" / "hexgen2.yaml"
+
+
+def planned(layers: int) -> dict[str, Any]:
+    """Groups, instances and system of the run file that was planned, not slowed down.
+
+    Args:
+        layers: of the model that takes the place of its own.
+    """
+    data = yaml.safe_load(PLANNED.read_text())
+    for instance in data["instances"].values():
+        stages, left = instance["stages"], layers
+        for number, stage in enumerate(stages):
+            after = len(stages) - number - 1
+            share = round(stage["layers"] * layers / 30)
+            stage["layers"] = min(max(share, 1), left - after) if after else left
+            left -= stage["layers"]
+    groups = {name: {} for name in data["groups"]}
+    return {"groups": groups, "instances": data["instances"], "system": data["system"]}
+
+
+def test_hexgen2_as_planned_for_a_cpu(
+    loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    """The groups, stages and flows of configs/cpu/hexgen2.yaml, on a model of four layers."""
+    given = planned(LAYERS)
+    flows = given["system"]["flows"]
+    llm = loader.load("two", verify_transfers=True, **given)
+    ran, done = run(llm, given["system"] | {"max_in_prefill": 100}, tmp_path, {})
+    assert done == expected["two"]
+    pairs = Counter((t.source, t.dest) for t in ran.record.transfers)
+    assert set(pairs) <= {(source, dest) for source, row in flows.items() for dest in row}
+    assert all(ran.decoded(name) == 0 for name in flows)
+    whole = sum(rate for row in flows.values() for rate in row.values())
+    for (source, dest), count in pairs.items():
+        assert abs(count - sum(pairs.values()) * flows[source][dest] / whole) <= 1
+
+
+@pytest.mark.slow
+def test_hexgen2_as_planned_gives_the_golden_tokens(golden: list[dict[str, Any]]) -> None:
+    """The demo model's, of Hugging Face transformers, which are those of one instance."""
+    given = planned(30)
+    engine = yaml.safe_load(PLANNED.read_text())["engine"] | {"dtype": "float32"}
+    data = {"model": "smollm2-135m-instruct", "engine": engine, "verify_transfers": True, **given}
+    llm = LLM.from_config(as_run_file(data), progress=False)
+    prompts = [{"prompt_token_ids": case["prompt_ids"]} for case in golden]
+    params = [
+        SamplingParams(temperature=0, max_tokens=len(case["output_ids"]), ignore_eos=True)
+        for case in golden
+    ]
+    outputs = llm.generate(prompts, params, progress=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [c["output_ids"] for c in golden]

@@ -84,6 +84,7 @@ class Modelled:
 
     Args:
         engines: by role, of which what counts for pools and batches is taken.
+        costs: whose ``groups`` are names of GPUs.
         degrees: of tensor parallelism; those that divide the model's heads are used.
         local: as if a group's stages had no time between them, whatever its nodes: an upper bound.
     """
@@ -278,7 +279,8 @@ class Modelled:
         if key not in self._seconds:
             stage = end, layers, self._sizes(role)
             if stage not in self._stages:
-                self._stages[stage] = stage_cost(self._part(role, end, layers), self._costs)
+                part = self._part(role, end, layers)
+                self._stages[stage] = stage_cost(part, self._costs.of(part.kind))
             self._seconds[key] = self._stages[stage].seconds(self._work(role, size)[0])
         return self._seconds[key]
 
@@ -289,9 +291,8 @@ class Modelled:
             found = []
             for layers in range(1, self.model.num_hidden_layers + 1):
                 try:
-                    pages = count_pages(
-                        engine, costs.reserve_gb, self._part(role, end, layers), "group"
-                    )
+                    part = self._part(role, end, layers)
+                    pages = count_pages(engine, costs.of(part.kind).reserve_gb, part, "group")
                 except JaxinferError:
                     break
                 found.append((pages - 1) * engine.page_size)

@@ -63,8 +63,11 @@ class Site:
     @cached_property
     def kind_of_type(self) -> list[int]:
         """Of each type, a number that types with equal GPUs share, whatever their networks."""
-        numbers: dict[str, int] = {}
-        keys = [repr(gpu) for gpu in self.gpu_of_type]
+        numbers: dict[tuple[str, str], int] = {}
+        keys = [
+            (self.nodes[node].gpu, repr(gpu))
+            for node, gpu in zip(self.types, self.gpu_of_type, strict=True)
+        ]
         return [numbers.setdefault(key, len(numbers)) for key in keys]
 
     @cached_property

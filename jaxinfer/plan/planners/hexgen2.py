@@ -6,8 +6,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jaxinfer.config.cluster import InstanceConfig
+from jaxinfer.config.costs import GroupCosts
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.config.validation import OptionError, Options, within
+from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean, within
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Axis, Candidate, Search
 from jaxinfer.plan.placement.baselines import genetic, guided, most_gpus, random_swaps, starts
@@ -35,6 +36,8 @@ class HexGen2Options(Options):
     Attributes:
         prefill, decode: options of the instances of each role, besides those of all.
         tensor_parallel: degrees of a stage, which stands on one node.
+        measured: by name of a GPU, what the steps of one of them take of the whole model, where
+            that is known, such as ``phases`` from a profile; each stage is then on one GPU.
         most_gpus: of an instance.
         method: ``programs`` refines the plans of integer programs; ``hexgen2`` is the paper's: a
             partition of the GPUs, and guided swaps; ``random_swaps`` and ``genetic`` are what that
@@ -50,6 +53,7 @@ class HexGen2Options(Options):
     prefill: dict[str, Any] = Field(default_factory=dict)
     decode: dict[str, Any] = Field(default_factory=dict)
     tensor_parallel: tuple[int, ...] = Field(default=(1, 2, 4, 8), strict=False, min_length=1)
+    measured: Named[GroupCosts] = Field(default_factory=dict)
     most_gpus: int = Field(default=8, ge=1)
     method: Literal["programs", "hexgen2", "random_swaps", "genetic"] = "programs"
     costs: Literal["modelled", "table1"] = "modelled"
@@ -63,6 +67,11 @@ class HexGen2Options(Options):
         """Refuse degrees below 1."""
         if min(self.tensor_parallel) < 1:
             raise OptionError(f"tensor_parallel is {self.tensor_parallel}, must be from 1 on")
+        if self.measured and self.tensor_parallel != (1,):
+            raise OptionError(
+                f"tensor_parallel is {self.tensor_parallel}, must be [1] beside measured, which is "
+                "of one GPU"
+            )
         if self.method == "programs" and (self.costs, self.network) != ("modelled", "shared"):
             raise OptionError(
                 f"method is programs, whose plans are by modelled costs and a shared network, not "
@@ -139,9 +148,12 @@ class HexGen2:
             "decode": self._engine(problem, "decode"),
         }
         model = known.model(common.require_model())
-        return Modelled(
-            Site(hardware, known), model, engines, costs, lengths, self._options.tensor_parallel
-        )
+        options, site = self._options, Site(hardware, known)
+        for name in options.measured:
+            if name not in (there := {node.gpu for node in site.nodes}):
+                raise OptionError(f"planner.measured.{name}: {did_you_mean(name, there)}")
+        by_gpu = costs.model_copy(update={"groups": options.measured})
+        return Modelled(site, model, engines, by_gpu, lengths, options.tensor_parallel)
 
     def _engine(self, problem: Problem, role: Role) -> InstanceConfig:
         own: Mapping[str, Any] = getattr(self._options, role)
@@ -162,7 +174,7 @@ class HexGen2:
             "prefill": options.prefill, "decode": options.decode
         }  # fmt: skip
         in_step = max(engine.max_num_batched_tokens / capacity.lengths.prompt, 1.0)
-        part = as_part(site, found.groups, flow, own, in_step)
+        part = as_part(site, found.groups, flow, own, in_step, options.measured)
         used = [found.groups[number] for number in sorted({i for pair in flow.pairs for i in pair})]
         roles = [placed.role for placed in used]
         axes: dict[str, Axis] = {
