@@ -17,26 +17,9 @@ from results import show_table
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.placement.certify import counts_by_kind
 from jaxinfer.plan.placement.programs import best_mix, configurations
-from jaxinfer.plan.placement.site import Site
 from jaxinfer.plan.planners.hexgen2 import HexGen2
 from jaxinfer.plan.problem import load_problem
 from jaxinfer.plan.registry import make_planner
-
-
-def usd_by_kind(site: Site) -> list[float]:
-    """Dollars per hour of a GPU of each kind, where it is cheapest.
-
-    Raises:
-        JaxinferError: a node has no price.
-    """
-    prices = site.usd_per_gpu
-    if prices is None:
-        raise JaxinferError("a node of its hardware file has no usd_per_hour")
-    found = [inf] * (max(site.kind_of_type) + 1)
-    for usd, type_ in zip(prices, site.type_of, strict=True):
-        kind = site.kind_of_type[type_]
-        found[kind] = min(found[kind], usd)
-    return found
 
 
 def frontier(
@@ -57,7 +40,7 @@ def frontier(
     capacity = planner.capacity(problem)
     site = capacity.site
     try:
-        usd = usd_by_kind(site)
+        usd = site.usd_by_kind
     except JaxinferError as error:
         raise JaxinferError(f"{plan_file}: {error}") from None
     there, free = counts_by_kind(site), [inf] * len(usd)

@@ -106,6 +106,22 @@ def test_the_same_run_file_each_time(tmp_path: Path) -> None:
     assert first.axes == again.axes
 
 
+def test_what_a_budget_rents(tmp_path: Path) -> None:
+    """A dollar an hour each: no more GPUs than dollars, and all of them for more than there are."""
+    bounds, flows = [], []
+    for budget in (2.0, 5.0, 8.5, 99.0):
+        axes = plan(asked(tmp_path, PLANNER | {"budget": budget})).axes
+        assert axes["usd_per_hour"] <= budget
+        assert 0 < axes["flow"] <= axes["bound"]
+        bounds.append(axes["bound"])
+        flows.append(axes["flow"])
+    assert bounds == sorted(bounds)
+    assert flows == sorted(flows)
+    everything = plan(asked(tmp_path)).axes
+    assert flows[-1] == everything["flow"]
+    assert bounds[-1] == pytest.approx(everything["bound"], rel=1e-3)
+
+
 def test_plans_from_what_was_measured(tmp_path: Path) -> None:
     """Of GPUs alike but for their profiles: those quick at prompts prefill, the others decode."""
     measured = {
@@ -147,9 +163,11 @@ def test_methods_that_it_is_compared_with(tmp_path: Path, method: str) -> None:
         ({"costs": "table1"}, {}, "planner.method is programs, whose plans are by modelled costs"),
         ({"network": "pairs"}, {}, "planner.method is programs, whose plans are by modelled costs"),
         ({"tensor_parallel": [0, 2]}, {}, "planner.tensor_parallel is (0, 2), must be from 1 on"),
+        ({"budget": 0.5}, {}, "0.5 dollars per hour pay for no plan"),
+        ({"budget": 9.0, "method": "genetic"}, {}, "planner.method is genetic, which rents"),
         ({"measured": {H100: {"step_s": 1.0}}}, {},
          "tensor_parallel is (1, 2, 4, 8), must be [1] beside measured, which is of one GPU"),
-        ({"measured": {"x": {"step_s": 1.0}}, "tensor_parallel": [1]}, {}, "planner.measured.x: kn"),
+        ({"measured": {"x": {"step_s": 1.0}}, "tensor_parallel": [1]}, {}, "planner.measured.x"),
         ({"decode": {"num_pages": 9}}, {}, "planner.decode: num_pages has no place in this plan"),
         ({"decode": {"max_num_sqs": 9}}, {}, "planner.decode.max_num_sqs: unknown option"),
         ({}, {"workload": {"trace": "ones.csv"}}, "run.workload: all outputs have one token"),

@@ -56,7 +56,7 @@ def test_what_budgets_buy(tmp_path: Path) -> None:
 
 def test_what_it_refuses(tmp_path: Path) -> None:
     path = plan_file(tmp_path, {"a": None})
-    with pytest.raises(JaxinferError, match="a node of its hardware file has no usd_per_hour"):
+    with pytest.raises(JaxinferError, match="node a of the hardware file has no usd_per_hour"):
         rent_frontier.frontier(path, [6.0], most=2)
     with pytest.raises(JaxinferError, match="must be hexgen2"):
         rent_frontier.frontier(

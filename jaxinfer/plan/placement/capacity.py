@@ -117,6 +117,12 @@ class Modelled:
             self.site, self.model, self.engines, self._costs, self.lengths, self.degrees, True
         )
 
+    def on(self, site: Site) -> "Modelled":
+        """The same on others of the hardware file's GPUs."""
+        return Modelled(
+            site, self.model, self.engines, self._costs, self.lengths, self.degrees, self._local
+        )
+
     @property
     def layer_bytes(self) -> float:
         """Of one layer's KV of a mean prompt, on its way."""

@@ -1,9 +1,11 @@
 """The GPUs that there are: nodes of a hardware file, and what lies between them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.placement.stages import Signature
 from jaxinfer.simulate.hardware import Catalogue, Gpu
 from jaxinfer.simulate.nodes import Hardware, NodeOptions
@@ -18,10 +20,12 @@ class Site:
 
     Attributes:
         known: GPUs and models by name, those of both files included.
+        rented: of each node, so many of its GPUs; by default all.
     """
 
     hardware: Hardware
     known: Catalogue
+    rented: tuple[int, ...] | None = None
 
     @cached_property
     def names(self) -> list[str]:
@@ -36,7 +40,7 @@ class Site:
     @property
     def gpus(self) -> list[int]:
         """Of each node, how many there are."""
-        return [node.gpus for node in self.nodes]
+        return [node.gpus for node in self.nodes] if self.rented is None else list(self.rented)
 
     @cached_property
     def type_of(self) -> list[int]:
@@ -78,6 +82,32 @@ class Site:
         if len(known) < len(prices):
             return None
         return [usd / node.gpus for usd, node in zip(known, self.nodes, strict=True)]
+
+    @cached_property
+    def usd_by_kind(self) -> list[float]:
+        """Dollars per hour of a GPU of each kind, where it is cheapest.
+
+        Raises:
+            JaxinferError: a node has no price.
+        """
+        if self.usd_per_gpu is None:
+            name = next(n for n, node in self.hardware.nodes.items() if node.usd_per_hour is None)
+            raise JaxinferError(f"node {name} of the hardware file has no usd_per_hour")
+        found = [inf] * (max(self.kind_of_type) + 1)
+        for usd, type_ in zip(self.usd_per_gpu, self.type_of, strict=True):
+            found[self.kind_of_type[type_]] = min(found[self.kind_of_type[type_]], usd)
+        return found
+
+    def renting(self, gpus: Sequence[int]) -> "Site":
+        """So many GPUs of each kind alone: of the cheapest nodes, and of equal ones the first."""
+        usd, left = self.usd_per_gpu, list(gpus)
+        assert usd is not None
+        taken = [0] * len(self.nodes)
+        for node in sorted(range(len(taken)), key=lambda n: (usd[n], n)):
+            kind = self.kind_of_type[self.type_of[node]]
+            taken[node] = min(left[kind], self.nodes[node].gpus)
+            left[kind] -= taken[node]
+        return Site(self.hardware, self.known, tuple(taken))
 
     def hop(self, here: int, there: int) -> tuple[float, float]:
         """Between stages on two nodes, or within one: latency, and seconds per byte."""

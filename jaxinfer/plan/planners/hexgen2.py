@@ -1,6 +1,8 @@
 """HexGen-2: prefill and decode instances on unlike GPUs, and the flow between them (section 3)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
 from typing import Any, Literal
 
 from pydantic import Field
@@ -13,7 +15,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Axis, Candidate, Search
 from jaxinfer.plan.placement.baselines import genetic, guided, most_gpus, random_swaps, starts
 from jaxinfer.plan.placement.capacity import Capacity, Modelled, Role
-from jaxinfer.plan.placement.certify import Certified, best_plan, certify, mix_of
+from jaxinfer.plan.placement.certify import Certified, best_plan, certify, mix_of, rent
 from jaxinfer.plan.placement.flow import Network, pair_flow, shared_flow
 from jaxinfer.plan.placement.lengths import Lengths
 from jaxinfer.plan.placement.moves import size
@@ -39,6 +41,8 @@ class HexGen2Options(Options):
         measured: by name of a GPU, what the steps of one of them take of the whole model, where
             that is known, such as ``phases`` from a profile; each stage is then on one GPU.
         most_gpus: of an instance.
+        budget: dollars per hour of the GPUs; those of the hardware file are then what there is to
+            rent, by the share of their node's price.
         method: ``programs`` refines the plans of integer programs; ``hexgen2`` is the paper's: a
             partition of the GPUs, and guided swaps; ``random_swaps`` and ``genetic`` are what that
             is compared with, from the same partitions.
@@ -55,6 +59,7 @@ class HexGen2Options(Options):
     tensor_parallel: tuple[int, ...] = Field(default=(1, 2, 4, 8), strict=False, min_length=1)
     measured: Named[GroupCosts] = Field(default_factory=dict)
     most_gpus: int = Field(default=8, ge=1)
+    budget: float | None = Field(default=None, gt=0)
     method: Literal["programs", "hexgen2", "random_swaps", "genetic"] = "programs"
     costs: Literal["modelled", "table1"] = "modelled"
     network: Literal["shared", "pairs"] = "shared"
@@ -72,6 +77,8 @@ class HexGen2Options(Options):
                 f"tensor_parallel is {self.tensor_parallel}, must be [1] beside measured, which is "
                 "of one GPU"
             )
+        if self.method != "programs" and self.budget is not None:
+            raise OptionError(f"method is {self.method}, which rents nothing: leave out budget")
         if self.method == "programs" and (self.costs, self.network) != ("modelled", "shared"):
             raise OptionError(
                 f"method is programs, whose plans are by modelled costs and a shared network, not "
@@ -104,9 +111,14 @@ class HexGen2:
         network = Network(capacity.site, layer_bytes)
         effort = Effort(options.scored, options.flows)
         if options.method == "programs":
-            return best_plan(
+            bound = inf
+            if options.budget is not None:
+                site, bound = rent(capacity, whole, options.most_gpus, options.budget)
+                capacity = capacity.on(site)
+            found = best_plan(
                 capacity, network, whole, options.most_gpus, effort, options.restarts, options.seed
             )
+            return found if bound == inf else replace(found, bound=bound)
         engine = capacity.engines["decode"]
         guide: Capacity = capacity
         if options.costs == "table1":
@@ -188,6 +200,7 @@ class HexGen2:
         prices = site.usd_per_gpu
         if prices is not None:
             hourly = sum(n * prices[node] for p in used for node, n in p.group)
+            axes["usd_per_hour"] = round(hourly, 2)
             axes["usd_per_1000_requests"] = round(hourly / 3.6 / flow.total, 5)
         axes |= {f"per_{name}": round(value, 5) for name, value in found.per_gpu.items()}
         names = names_of(found.groups, flow)
