@@ -42,11 +42,13 @@ class Engine:
     """What the paper's engine is taken to be limited by.
 
     Attributes:
-        step_s: seconds of each step; ``seqs``: decodes of an instance at once.
+        step_s: seconds of each step; ``seqs``: decodes of an instance at once; ``prefill_tokens``:
+            of a prefill step, at most.
     """
 
     step_s: float = 0.020
     seqs: int = 32
+    prefill_tokens: int = 8192
 
 
 LIMITED, FREE = Engine(), Engine(0.0, 256)
@@ -93,6 +95,7 @@ class Cluster:
                 f"run.simulate.hardware={self.hardware}",
                 f"run.simulate.step_s={self.engine.step_s}",
                 f"planner.decode.max_num_seqs={self.engine.seqs}",
+                f"planner.prefill.max_num_batched_tokens={self.engine.prefill_tokens}",
                 *settings,
             ],
         ).for_work(work, 1.0)

@@ -60,5 +60,5 @@ def test_what_it_refuses(tmp_path: Path) -> None:
         rent_frontier.frontier(path, [6.0], most=2)
     with pytest.raises(JaxinferError, match="must be hexgen2"):
         rent_frontier.frontier(
-            path, [6.0], most=2, settings=["planner={name: any_system, files: {}, axes: {}}"]
+            path, [6.0], most=2, settings=["planner={name: colocated, gpus: {H100-SXM: 1}}"]
         )
