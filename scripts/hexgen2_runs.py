@@ -28,7 +28,7 @@ PLAN, CLUSTERS = ROOT / "configs" / "plan" / "hexgen2.yaml", ROOT / "configs" / 
 CLASSES = ("HPLD", "HPHD", "LPHD", "LPLD")
 # "online" has requests of all classes, at 75 % of what the cluster carries.
 WORKLOADS = (*CLASSES, "online")
-REQUESTS, LOAD = 2000, 0.75
+REQUESTS, LOAD = 1000, 0.75
 LLAMA, OPT = "llama-2-70b", "opt-30b"
 # 100 Gb/s between nodes, where Figure 4 only draws; and 10.
 FAST, SLOW = 12.5, 1.25

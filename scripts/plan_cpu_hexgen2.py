@@ -1,9 +1,11 @@
-"""Profile this machine, plan HexGen-2 for slowed-down groups of it, and write what runs the plan.
+"""Plan HexGen-2 for slowed-down groups of this machine's CPU, and write what runs the plan.
 
-    python scripts/plan_cpu_hexgen2.py --profile    # measures, and updates configs/plan
-    python scripts/plan_cpu_hexgen2.py              # plans, and writes configs/cpu/hexgen2.yaml
+    jaxinfer profile configs/cpu/single.yaml --out runs/profile
+    python scripts/plan_cpu_hexgen2.py --profile ~/.cache/jaxinfer/profiles/PROFILE.json
+    python scripts/plan_cpu_hexgen2.py
 
-From the repository's root. Nothing else should run on the machine while it measures.
+The first two measure, and put what was measured into configs/plan/hexgen2_cpu.yaml; the last one
+plans, and writes configs/cpu/hexgen2.yaml. From the repository's root.
 """
 
 from pathlib import Path
@@ -18,6 +20,7 @@ from jaxinfer.plan.planners.hexgen2 import HexGen2, HexGen2Options
 from jaxinfer.plan.problem import load_problem
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.simulate.cluster import model_cluster
+from jaxinfer.steps.profile import read_profile
 
 PLAN, RUN = Path("configs/plan/hexgen2_cpu.yaml"), Path("configs/cpu/hexgen2.yaml")
 MODEL = "smollm2-135m-instruct"
@@ -25,33 +28,16 @@ MODEL = "smollm2-135m-instruct"
 SLOWDOWNS = {"quick": 6, "slow": 16}
 KINDS = {"quick": "quick-cpu", "slow": "slow-cpu"}
 CHUNK = 128
-ENGINE = {"max_model_len": 1024, "page_size": 32, "max_num_seqs": 8,
-          "enable_prefix_caching": False, "max_num_batched_tokens": CHUNK}  # fmt: skip
-# Steps of chunks are padded to these.
-BUCKETS = [64, CHUNK]
+# As in configs/cpu/single.yaml.
+ENGINE = {"max_model_len": 1024, "page_size": 32, "max_num_seqs": 16,
+          "enable_prefix_caching": False, "max_num_batched_tokens": CHUNK,
+          "token_buckets": [64, 96, CHUNK]}  # fmt: skip
 HEADING = """\
 # HexGen-2 on six groups of this machine's CPU, two of them slowed down less than the other four,
 # none of which holds the model: which prefill, which decode, with which layers, and the flows
 # between them are those of `jaxinfer plan configs/plan/hexgen2_cpu.yaml`, which plans from a
 # profile. Written by scripts/plan_cpu_hexgen2.py.
 """
-
-
-def measure() -> StepFit:
-    """Steps of the whole model on one group, not slowed down."""
-    from jaxinfer.config.cluster import ClusterConfig
-    from jaxinfer.runtime.checkpoint import open_checkpoint
-    from jaxinfer.runtime.engine import load_cluster
-    from jaxinfer.runtime.profile import profile_engines
-
-    data = {
-        "groups": {"g": {"platform": "cpu"}},
-        "instances": {"i": {"group": "g", "num_pages": 320, "token_buckets": BUCKETS, **ENGINE}},
-    }
-    cluster: ClusterConfig = as_run_file({"model": MODEL, **data}).cluster()
-    engines = load_cluster(open_checkpoint(MODEL), cluster, lambda part, left: None).engines
-    measured = profile_engines({"i": (engines["i"], MODEL)}, lambda part, left: None)
-    return measured["i"].fit([1.0])
 
 
 def phases(fit: StepFit, slowdown: float) -> dict[str, Any]:
@@ -91,8 +77,29 @@ def write_plan(fit: StepFit) -> None:
         KINDS[node]: {"phases": phases(fit, slowdown)} for node, slowdown in SLOWDOWNS.items()
     }
     comments = [line for line in PLAN.read_text().splitlines(True) if line.startswith("#")]
-    text = yaml.safe_dump(data, sort_keys=False, width=100)
-    PLAN.write_text("".join(comments) + text, encoding="utf-8")
+    PLAN.write_text("".join(comments) + as_text(data), encoding="utf-8")
+
+
+def section(name: str, value: Any) -> str:
+    """Of a run file, with a line for each group, link and instance."""
+    if isinstance(value, str):
+        return f"{name}: {value}\n"
+    if isinstance(value, list):
+        return f"{name}:\n" + "".join(f"  - {in_line(each)}\n" for each in value)
+    if name in ("groups", "instances"):
+        return f"{name}:\n" + "".join(f"  {key}: {in_line(each)}\n" for key, each in value.items())
+    return f"{name}: {in_line(value)}\n"
+
+
+def in_line(value: Any) -> str:
+    """YAML in one line, or a few."""
+    text = yaml.safe_dump(value, sort_keys=False, default_flow_style=True, width=88)
+    return text.strip().replace("\n", "\n    ")
+
+
+def as_text(data: dict[str, Any]) -> str:
+    """YAML in short lines."""
+    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
 
 
 def real(part: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +121,7 @@ def real(part: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         for number, a in enumerate(names) for b in names[number + 1 :]
     ]  # fmt: skip
     return {
-        "model": MODEL, "engine": {**ENGINE, "token_buckets": BUCKETS}, "groups": groups,
+        "model": MODEL, "engine": ENGINE, "groups": groups,
         "links": links, "instances": instances, "system": part["system"],
         "workload": {"trace": "configs/cpu/bursts.csv"},
     }  # fmt: skip
@@ -127,19 +134,17 @@ def write_run() -> None:
     planner = HexGen2(HexGen2Options.model_validate(given))
     candidate = planner.candidate(problem, planner.certified(problem))
     data = real(dict(candidate.part), problem.run_file(candidate.part))
-    sections = (yaml.safe_dump({k: v}, sort_keys=False, default_flow_style=None, width=100)
-                for k, v in data.items())  # fmt: skip
-    RUN.write_text(HEADING + "".join(sections), encoding="utf-8")
+    RUN.write_text(HEADING + "".join(section(*each) for each in data.items()), encoding="utf-8")
     load_run_file(RUN)
     print(candidate)
 
 
 @click.command()
-@click.option("--profile", is_flag=True)
-def main(profile: bool) -> None:
-    """Measure and update the plan file, or plan."""
+@click.option("--profile", type=click.Path(path_type=Path), help="Of the whole model on one group.")
+def main(profile: Path | None) -> None:
+    """Update the plan file, or plan."""
     if profile:
-        write_plan(measure())
+        write_plan(read_profile(profile).fit([1.0]))
     else:
         write_run()
 
