@@ -23,6 +23,7 @@ from hexgen2_tables import (
     step_seconds,
     table_3,
     table_4,
+    whole_runs,
 )
 from results import Target, show_table, show_targets, update_targets, write_csv
 
@@ -58,6 +59,7 @@ def tables(trace: Work, clusters: Clusters, report: Report) -> None:
     four = report.add("Table 4", "table4", *table_4(trace, clusters))
     three = report.add("Table 3, setting 1", "table3", *table_3(trace, clusters))
     draw_tables(three, four, report.out / "tables.png")
+    report.add("With ramp and drain", "whole_runs", whole_runs(trace, clusters))
     report.add("DistServe, 8 H100", "distserve", distserve(trace, clusters))
     report.add("HexGen-2 by HexGen, 4 H100", "hexgen", *hexgen(trace, clusters))
     report.add("Online latency", "latency", *latencies(trace, clusters))
