@@ -115,10 +115,10 @@ class HexGen2:
             if options.budget is not None:
                 site, bound = rent(capacity, whole, options.most_gpus, options.budget)
                 capacity = capacity.on(site)
-            found = best_plan(
+            best = best_plan(
                 capacity, network, whole, options.most_gpus, effort, options.restarts, options.seed
             )
-            return found if bound == inf else replace(found, bound=bound)
+            return best if bound == inf else replace(best, bound=bound)
         engine = capacity.engines["decode"]
         guide: Capacity = capacity
         if options.costs == "table1":
