@@ -270,7 +270,7 @@ def fixed(cluster: Cluster, work: Work, plan: Sequence[Given], equal: bool = Fal
     own: dict[Role, Mapping[str, Any]] = {
         "prefill": problem.planner["prefill"], "decode": problem.planner["decode"]
     }  # fmt: skip
-    part = as_part(capacity.site, groups, shares, own, in_step)
+    part = as_part(capacity.site, groups, shares, own, in_step, capacity.prefill_tokens)
     used = sorted({number for pair in shares.pairs for number in pair})
     return Planned(problem, flow.total, part, _words(capacity.site, [groups[n] for n in used]))
 

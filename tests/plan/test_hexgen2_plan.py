@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import yaml
-from placement_cases import A100, H100, site_of
+from placement_cases import A100, H100, L40, site_of
 from plan_cases import Carries
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.plan.placement.flow import Network, Placed, shared_flow
+from jaxinfer.plan.placement.write import as_part
 from jaxinfer.plan.planners.hexgen2 import HexGen2
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.registry import make_planner
@@ -98,6 +100,37 @@ def test_what_is_planned_is_what_flows(tmp_path: Path) -> None:
     ends.sort()
     rate = 500 / (ends[750] - ends[250])
     assert rate == pytest.approx(float(candidate.axes["flow"]), rel=0.1)
+
+
+def test_what_is_planned_flows_through_deep_pipelines(tmp_path: Path) -> None:
+    """Four stages that prefill, short prompts: steps are alike, where one could take most of them.
+
+    A full step of 4,096 tokens would have 41 of the 64 prompts that an instance has at once.
+    """
+    site = site_of({"a": (L40, 4), "b": (H100, 8)}, 12.5)
+    path = tmp_path / "nodes.yaml"
+    path.write_text(yaml.safe_dump(site.hardware.model_dump(mode="json", exclude_none=True)))
+    problem, rng = asked(tmp_path), random.Random(0)
+    problem.run["simulate"]["hardware"] = str(path)
+    work = [BenchRequest(None, rng.randint(60, 140), 2, 0.0) for _ in range(1500)]
+    problem.__dict__["work"] = work
+    planner = make_planner(problem.planner)
+    assert isinstance(planner, HexGen2)
+    capacity = planner.capacity(problem)
+    groups = [
+        Placed(((0, 4),), "prefill", capacity.carried_by(((0, 4),), ((0, 1),) * 4, "prefill")),
+        Placed(((1, 8),), "decode", capacity.carried(((1, 8),), "decode")),
+    ]
+    flow = shared_flow(groups, Network(capacity.site, capacity.layer_bytes))
+    assert flow.total == pytest.approx(groups[0].carried.rate)
+    bare: Any = {"prefill": PLANNER["prefill"], "decode": PLANNER["decode"]}
+    part = as_part(capacity.site, groups, flow, bare, 40, capacity.prefill_tokens)
+    assert part["instances"]["prefill0"]["max_num_batched_tokens"] < 64 * 140 / 4
+    ends: list[float] = []
+    config = as_run_file(problem.run_file(part))
+    simulate(config, work, on_request=lambda request, times: ends.append(times[-1]))
+    ends.sort()
+    assert 900 / (ends[1200] - ends[300]) == pytest.approx(flow.total, rel=0.1)
 
 
 def test_the_same_run_file_each_time(tmp_path: Path) -> None:

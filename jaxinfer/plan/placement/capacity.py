@@ -263,6 +263,12 @@ class Modelled:
         """KV entries that a decode holds, on average, its last page in part empty."""
         return self.lengths.context + self.engines["decode"].page_size / 2
 
+    def prefill_tokens(self, stages: int) -> int:
+        """Of a step of an instance with so many stages: so that each of as many steps gets its part
+        of the prompts that the instance may have at once, and not one of them most.
+        """
+        return self._full("prefill", stages)
+
     def _full(self, role: Role, stages: int) -> int:
         """Tokens of a prefill step, or sequences of a decode step, of an instance with work."""
         engine = self.engines[role]

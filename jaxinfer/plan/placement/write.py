@@ -1,6 +1,6 @@
 """A plan as a part of a run file: groups on nodes, stages with their layers, and flows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -25,6 +25,7 @@ def as_part(
     flow: Flow,
     engines: Mapping[Role, Mapping[str, Any]],
     in_step: float,
+    step_tokens: Callable[[int], int],
     measured: Mapping[str, GroupCosts] | None = None,
 ) -> dict[str, Any]:
     """What ``simulate``, ``capacity`` and ``run`` take, besides a model and a workload.
@@ -32,6 +33,7 @@ def as_part(
     Args:
         engines: options of the instances of each role.
         in_step: prompts of a full prefill step; so many for each stage, and as many in wait.
+        step_tokens: of a prefill step of an instance, by how many stages it has.
         measured: by GPU, costs of groups of it.
     """
     names = names_of(groups, flow)
@@ -48,6 +50,7 @@ def as_part(
             stages.append({"group": group, "layers": stop - start})
         part["instances"][name] = {"stages": stages, **engines[placed.role]}
         if placed.role == "prefill":
+            part["instances"][name]["max_num_batched_tokens"] = step_tokens(len(stages))
             most = max(most, ceil(2 * in_step * len(stages)))
     flows: dict[str, dict[str, float]] = {}
     for (i, j), rate in flow.pairs.items():

@@ -186,7 +186,9 @@ class HexGen2:
             "prefill": options.prefill, "decode": options.decode
         }  # fmt: skip
         in_step = max(engine.max_num_batched_tokens / capacity.lengths.prompt, 1.0)
-        part = as_part(site, found.groups, flow, own, in_step, options.measured)
+        part = as_part(
+            site, found.groups, flow, own, in_step, capacity.prefill_tokens, options.measured
+        )
         used = [found.groups[number] for number in sorted({i for pair in flow.pairs for i in pair})]
         roles = [placed.role for placed in used]
         axes: dict[str, Axis] = {
