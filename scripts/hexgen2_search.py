@@ -115,30 +115,37 @@ def sizes(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]:
     return rows, targets
 
 
-def draw_search(by_method: Sequence[Row], by_size: Sequence[Row], path: Path) -> None:
-    """Flows by the bound; and seconds over GPUs."""
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+def draw_methods(rows: Sequence[Row], path: Path) -> None:
+    """Flows by the bound."""
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    ax = figure.subplots()
     names = ("start", "random, mean of 3", "genetic, mean of 3", "guided",
              "all changes, restarts", "programs")  # fmt: skip
     for number, name in enumerate(names):
-        places = [place + 0.14 * (number - 2.5) for place in range(len(by_method))]
-        left.bar(places, [row[name] / row["bound"] for row in by_method], 0.13,
-                 color=COLOURS[number], label=name)  # fmt: skip
-    left.set_xticks(range(len(by_method)), [row["class"] for row in by_method])
-    left.set_ylim(0, 1.45)
-    left.set_title("setting 1: requests/s by the upper bound", fontsize=10)
-    left.legend(fontsize=8, ncols=3)
+        places = [place + 0.14 * (number - 2.5) for place in range(len(rows))]
+        shares = [row[name] / row["bound"] for row in rows]
+        ax.bar(places, shares, 0.13, color=COLOURS[number], label=name)
+    ax.set_xticks(range(len(rows)), [row["class"] for row in rows])
+    ax.set_ylim(0, 1.35)
+    ax.set_title("setting 1: requests/s by the upper bound", fontsize=10)
+    ax.legend(fontsize=8, ncols=3)
+    ax.grid(axis="y", alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def draw_sizes(rows: Sequence[Row], path: Path) -> None:
+    """Seconds over GPUs."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    ax = figure.subplots()
     for colour, words in zip(COLOURS, ("100 Gb/s", "10 Gb/s"), strict=False):
-        rows = [row for row in by_size if row["network"] == words]
-        right.plot([row["GPUs"] for row in rows], [row["ours (s)"] for row in rows], "o-",
-                   color=colour, label=f"ours, {words}")  # fmt: skip
-    right.plot(SIZES, [60 * PAPER_MINUTES[gpus] for gpus in SIZES], "s--", color="black",
-               label="paper (Table 5)")  # fmt: skip
-    right.set_yscale("log")
-    right.set_xlabel("GPUs")
-    right.set_title("seconds to plan", fontsize=10)
-    right.legend(fontsize=8)
-    for ax in (left, right):
-        ax.grid(axis="y", alpha=0.3)
+        some = [row for row in rows if row["network"] == words]
+        ax.plot([row["GPUs"] for row in some], [row["ours (s)"] for row in some], "o-",
+                color=colour, label=f"ours, {words}")  # fmt: skip
+    ax.plot(SIZES, [60 * PAPER_MINUTES[gpus] for gpus in SIZES], "s--", color="black",
+            label="paper (Table 5)")  # fmt: skip
+    ax.set_yscale("log")
+    ax.set_xlabel("GPUs")
+    ax.set_title("seconds to plan", fontsize=10)
+    ax.legend(fontsize=8)
+    ax.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=120)
