@@ -92,6 +92,7 @@ class HexGen2(System):
         self._decode = list(dict.fromkeys(dest for _, dest in self._flows))
         self.shares = Shares(self._flows)
         self._alive = self._prefill, self._decode
+        self._some_lost = False
 
     def check(self, instances: Collection[str]) -> None:
         """All there, and each in one role."""
@@ -113,20 +114,26 @@ class HexGen2(System):
         prefill, decode = alive(self._prefill, cluster), alive(self._decode, cluster)
         if bool(prefill) != bool(decode):
             return whole_on_least_loaded(prefill or decode, waiting, cluster)
-        if not prefill:
-            # To ask for one that is not there tells the loop that all were lost.
-            prefill, decode = self._prefill, self._decode
         if (prefill, decode) != self._alive:
-            self._alive = prefill, decode
+            self._alive, self._some_lost = (prefill, decode), True
             left = {p: f for p, f in self._flows.items() if p[0] in prefill and p[1] in decode}
             self.shares = Shares(left or dict.fromkeys(product(prefill, decode), 1.0))
         given: Counter[str] = Counter()
-        assignments = []
+        assignments, full = [], False
         for request in waiting:
             holding = self._that_hold(request, cluster)
+            if request.held_by in prefill:
+                # Its prompt is done, and the decode instance lost that was to have it.
+                mine = [pair for pair in holding if pair[0] == request.held_by]
+                _, there = self.shares.take(mine or holding)
+                assignments.append(Assignment(request.id, (Leg(there),)))
+                continue
             room = [pair for pair in holding if self._has_room(pair[0], cluster, given)]
-            if not room:
+            full = full or not room
+            if full and not self._some_lost:
                 break
+            if full:
+                continue  # Of those behind it, some may need no room.
             here, there = self.shares.take(room)
             given[here] += 1
             first = Leg(here, request.prompt_len, self.options.hand_off)

@@ -112,15 +112,21 @@ def whole_on_least_loaded(
 ) -> list[Assignment]:
     """Requests whole on the one of these that has the fewest, as many as keep its steps full.
 
-    Those whose KV lies on one of them go on there: no route may lead from it to the others. The
-    rest goes on waiting: who is lost may be back, and take a part.
+    Of those whose pools hold the request; of all where none does. Where the KV lies on one of them,
+    it goes on there: no route may lead from it to the others. The rest goes on waiting: who is lost
+    may be back, and take a part.
     """
     room = {name: _prompt_tokens_wanted(cluster.instances[name]) for name in names}
+    entries = {name: capacity(cluster.instances[name]) for name in names}
     given: Counter[str] = Counter()
     assignments = []
     for request in waiting:
-        held_by = request.held_by
-        name = held_by if held_by in room else least_loaded(names, cluster, given)
+        held_by, most = request.held_by, most_entries(request)
+        if held_by in room:
+            name = held_by
+        else:
+            holding = [name for name in names if most <= entries[name]]
+            name = least_loaded(holding or names, cluster, given)
         if room[name] <= 0:
             break
         room[name] -= request.num_known - request.computed

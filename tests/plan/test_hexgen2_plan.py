@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import yaml
-from placement_cases import A100, H100, site_of
+from placement_cases import A100, H100, L40, site_of
 from plan_cases import Carries
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.plan.placement.flow import Network, Placed, shared_flow
+from jaxinfer.plan.placement.write import as_part
 from jaxinfer.plan.planners.hexgen2 import HexGen2
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.registry import make_planner
@@ -74,6 +76,10 @@ def test_the_driver_simulates_what_it_finds(tmp_path: Path, carries: Carries) ->
     gpus = choice.score.costs.gpus
     assert axes["usd_per_1000_requests"] == pytest.approx(gpus / 3.6 / flow, rel=1e-3)
     assert {f"per_{gpu}" for gpu in (H100, A100)} <= set(axes)
+    # What holds the flow back: instances of this plan, or links.
+    full = [each.split()[0] for each in str(axes["full_instances"]).split(", ") if each]
+    assert set(full) <= set(names)
+    assert full or axes["full_links"]
     flows = config.system["flows"]
     assert sum(rate for row in flows.values() for rate in row.values()) == pytest.approx(
         flow, rel=1e-4
@@ -96,10 +102,80 @@ def test_what_is_planned_is_what_flows(tmp_path: Path) -> None:
     assert rate == pytest.approx(float(candidate.axes["flow"]), rel=0.1)
 
 
+def test_what_is_planned_flows_through_deep_pipelines(tmp_path: Path) -> None:
+    """Four stages that prefill, short prompts: steps are alike, where one could take most of them.
+
+    A full step of 4,096 tokens would have 41 of the 64 prompts that an instance has at once.
+    """
+    site = site_of({"a": (L40, 4), "b": (H100, 8)}, 12.5)
+    path = tmp_path / "nodes.yaml"
+    path.write_text(yaml.safe_dump(site.hardware.model_dump(mode="json", exclude_none=True)))
+    problem, rng = asked(tmp_path), random.Random(0)
+    problem.run["simulate"]["hardware"] = str(path)
+    work = [BenchRequest(None, rng.randint(60, 140), 2, 0.0) for _ in range(1500)]
+    problem.__dict__["work"] = work
+    planner = make_planner(problem.planner)
+    assert isinstance(planner, HexGen2)
+    capacity = planner.capacity(problem)
+    groups = [
+        Placed(((0, 4),), "prefill", capacity.carried_by(((0, 4),), ((0, 1),) * 4, "prefill")),
+        Placed(((1, 8),), "decode", capacity.carried(((1, 8),), "decode")),
+    ]
+    flow = shared_flow(groups, Network(capacity.site, capacity.layer_bytes))
+    assert flow.total == pytest.approx(groups[0].carried.rate)
+    bare: Any = {"prefill": PLANNER["prefill"], "decode": PLANNER["decode"]}
+    part = as_part(capacity.site, groups, flow, bare, 40, capacity.prefill_tokens)
+    assert part["instances"]["prefill0"]["max_num_batched_tokens"] < 64 * 140 / 4
+    ends: list[float] = []
+    config = as_run_file(problem.run_file(part))
+    simulate(config, work, on_request=lambda request, times: ends.append(times[-1]))
+    ends.sort()
+    assert 900 / (ends[1200] - ends[300]) == pytest.approx(flow.total, rel=0.1)
+
+
 def test_the_same_run_file_each_time(tmp_path: Path) -> None:
     first, again = plan(asked(tmp_path)), plan(asked(tmp_path))
     assert yaml.safe_dump(first.part) == yaml.safe_dump(again.part)
     assert first.axes == again.axes
+
+
+def test_what_a_budget_rents(tmp_path: Path) -> None:
+    """A dollar an hour each: no more GPUs than dollars, and all of them for more than there are."""
+    bounds, flows = [], []
+    for budget in (4.0, 6.0, 8.5, 99.0):
+        axes = plan(asked(tmp_path, PLANNER | {"budget": budget})).axes
+        assert axes["usd_per_hour"] <= budget
+        assert 0 < axes["flow"] <= axes["bound"]
+        bounds.append(axes["bound"])
+        flows.append(axes["flow"])
+    assert bounds == sorted(bounds)
+    assert flows == sorted(flows)
+    everything = plan(asked(tmp_path)).axes
+    assert flows[-1] == everything["flow"]
+    assert bounds[-1] == pytest.approx(everything["bound"], rel=1e-3)
+
+
+def test_plans_from_what_was_measured(tmp_path: Path) -> None:
+    """By profiles: those that are quick at prompts prefill, and the others decode."""
+    measured = {
+        gpu: {"phases": {"prefill": {"token_s": prompt}, "decode": [{"step_s": step}],
+                         "share_step": True}}
+        for gpu, prompt, step in ((H100, 1e-5, 1.0), (A100, 1e-3, 0.01))
+    }  # fmt: skip
+    problem = asked(tmp_path, PLANNER | {"measured": measured, "tensor_parallel": [1]})
+    part = plan(problem).part
+    config = as_run_file(problem.run_file(part))
+    kinds = {
+        name: {config.groups[stage.group].kind for stage in instance.places}
+        for name, instance in config.instances.items()
+    }
+    assert all(kind == {H100} for name, kind in kinds.items() if "prefill" in name)
+    assert any(kind == {A100} for name, kind in kinds.items() if "decode" in name)
+    # The run file has the costs that were planned with.
+    for name, group in config.groups.items():
+        costs = config.simulate.of(name).phases
+        assert costs
+        assert costs.prefill.token_s == measured[str(group.kind)]["phases"]["prefill"]["token_s"]
 
 
 @pytest.mark.parametrize("method", ["hexgen2", "random_swaps", "genetic"])
@@ -121,6 +197,11 @@ def test_methods_that_it_is_compared_with(tmp_path: Path, method: str) -> None:
         ({"costs": "table1"}, {}, "planner.method is programs, whose plans are by modelled costs"),
         ({"network": "pairs"}, {}, "planner.method is programs, whose plans are by modelled costs"),
         ({"tensor_parallel": [0, 2]}, {}, "planner.tensor_parallel is (0, 2), must be from 1 on"),
+        ({"budget": 2.0}, {}, "2 dollars per hour pay for no plan"),
+        ({"budget": 9.0, "method": "genetic"}, {}, "planner.method is genetic, which rents"),
+        ({"measured": {H100: {"step_s": 1.0}}}, {},
+         "planner.tensor_parallel is (1, 2, 4, 8), must be [1] beside measured, which is of one"),
+        ({"measured": {"x": {"step_s": 1.0}}, "tensor_parallel": [1]}, {}, "planner.measured.x"),
         ({"decode": {"num_pages": 9}}, {}, "planner.decode: num_pages has no place in this plan"),
         ({"decode": {"max_num_sqs": 9}}, {}, "planner.decode.max_num_sqs: unknown option"),
         ({}, {"workload": {"trace": "ones.csv"}}, "run.workload: all outputs have one token"),

@@ -1,6 +1,7 @@
 """Flows: pairs and shared networks against each other, by duality, and by hand."""
 
 import random
+from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
@@ -127,6 +128,24 @@ def test_pairs_are_the_program_where_no_card_is_shared(groups: list[Placed]) -> 
     assert pair_flow(groups, net).total == pytest.approx(
         shared_flow(groups, net).total, rel=1e-4, abs=1e-4
     )
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(clusters(), st.floats(0.1, 20))
+def test_pairs_carry_what_the_least_cut_lets_through(groups: list[Placed], nic: float) -> None:
+    """Of all cuts (Ford and Fulkerson): groups on the source's side, and edges that leave it."""
+    net = network(4, nic)
+    prefill = [i for i, placed in enumerate(groups) if placed.role == "prefill"]
+    decode = [i for i, placed in enumerate(groups) if placed.role == "decode"]
+    least = min(
+        sum(groups[i].carried.rate for i in prefill if i not in side)
+        + sum(groups[j].carried.rate for j in decode if j in side)
+        + sum(net.most(groups[i], groups[j]) for i in prefill for j in decode
+              if i in side and j not in side)
+        for count in range(len(groups) + 1)
+        for side in combinations(range(len(groups)), count)
+    )  # fmt: skip
+    assert pair_flow(groups, net).total == pytest.approx(least, rel=1e-4, abs=1e-4)
 
 
 def test_one_role_alone_has_no_flow() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_cases import A100, H100, L40, modelled, requests, site_of
+from placement_cases import A100, CLASSES, H100, L40, modelled, requests, site_of
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.placement.baselines import genetic, guided, most_gpus, random_swaps, starts
@@ -49,6 +49,16 @@ def test_a_partition_has_all_gpus_in_groups_with_roles(nodes: Any, count: int) -
     prefill = [role for _, role in plan].count("prefill")
     assert prefill in (count // 2, (count + 1) // 2)
     assert plan == partition(site, count)
+
+
+def test_as_many_groups_as_asked_where_memory_is_uneven() -> None:
+    """A GPU that has more than all others together is one group, not several."""
+    for nodes in ({"b": ("H200", 1), "s": ("P100-PCIe-12G", 8)},
+                  {"s": ("P100-PCIe-12G", 8), "b": ("H200", 1)}):  # fmt: skip
+        for count in range(2, 10):
+            plan = partition(site_of(nodes, 1.25), count)
+            assert len(plan) == count
+            assert sum(size(group) for group, _ in plan) == 9
 
 
 def test_equal_nodes_are_cut_at_the_slow_links() -> None:
@@ -104,6 +114,15 @@ def test_table_1_puts_layers_on_the_fastest_that_hold_them() -> None:
     assert layers == {0: 79, 1: 1}
 
 
+def test_table_1_between_two_nodes_of_one_type() -> None:
+    """Hidden states go over their network, not as within a node."""
+    lengths, model = Lengths.of(requests(1000, 101)), Catalogue().model("opt-30b")
+    site = site_of({"x": (H100, 1), "y": (H100, 1)}, 1.25)
+    table = Table1(site, model, lengths, (1,), 32)
+    seconds = 24 * 1000 * 7168**2 / 989e12 * 48 + 5e-5 + 1000 * 7168 * 2 / 1.25e9
+    assert table.carried(((0, 1), (0, 1)), "prefill").rate == pytest.approx(1 / seconds)
+
+
 def search(method: Any, nic: float, work: str, seed: int | None = None) -> float:
     capacity, network, _ = modelled(site_of(SETTING_1, nic), "llama-2-70b", work)
     scorer = Scorer(capacity, network, shared_flow, Effort(20_000, 60))
@@ -129,6 +148,28 @@ def test_guided_swaps_beat_random_ones_and_the_start(work: str) -> None:
     assert by_guide > 1.1 * start
     assert search(genetic, 12.5, work, 0) >= start
     assert search(random_swaps, 12.5, work, 1) == by_chance[1]
+
+
+def test_the_fittest_of_the_first_population_if_there_is_no_effort_left() -> None:
+    capacity, network, _ = modelled(site_of(SETTING_1), "llama-2-70b", "HPHD")
+    scorer = Scorer(capacity, network, shared_flow, Effort(0, 0))
+    plans = starts(scorer, capacity.model, capacity.lengths)
+    flows = [scorer.flow(plan).total for plan in plans]
+    assert flows[0] < max(flows)
+    assert genetic(scorer, plans, 8, 0).flow == max(flows)
+
+
+@pytest.mark.parametrize("work", ["HPLD", "HPHD"])
+def test_of_the_numbers_of_groups_around_the_rule_another_is_better(work: str) -> None:
+    """Two more and two less than memory suggests are looked at; of these, one ends higher."""
+    capacity, network, _ = modelled(site_of(SETTING_1), "llama-2-70b", work)
+    scorer = Scorer(capacity, network, shared_flow, Effort(10**6, 10**6))
+    plans = starts(scorer, capacity.model, capacity.lengths)
+    middle = num_replicas(capacity.site, capacity.model, sum(CLASSES[work]) - 1)
+    counts = [middle + more for more in (-2, -1, 0, 1, 2) if middle + more > 1]
+    assert [len(plan) for plan in plans] == counts
+    each = {len(plan): guided(scorer, [plan], 8).flow for plan in plans}
+    assert guided(scorer, plans, 8).flow == max(each.values()) > 1.1 * each[middle]
 
 
 def test_two_roles_need_two_gpus() -> None:

@@ -87,6 +87,20 @@ def test_the_program_of_cells_is_its_plan(nic: float) -> None:
     assert not (idle_gpus(site, plan) - idle_gpus(site, ())), "no more GPUs than there are"
 
 
+def test_links_of_nodes_count_in_both_bounds() -> None:
+    """Prompts on H100s, decodes on A100s, over a link that is ten thousand times their cards."""
+    link = {"between": ["h", "a"], "gb_s": 1.0}
+    site = site_of({"h": (H100, 2), "a": (A100, 2)}, 1e-4, links=[link])
+    capacity, network, request_bytes = modelled(site, "llama-2-70b", "HPHD")
+    plan = as_plan([(((0, 2),), "prefill"), (((1, 2),), "decode")])
+    flow = scorer(capacity, network).flow(plan).total
+    assert flow > 100 * 1e-4 * 1e9 / request_bytes
+    found = best_plan(capacity, network, request_bytes, 8, Effort(10_000, 100), 2, 0)
+    assert flow <= found.flow.total * (1 + 1e-6)
+    assert flow <= found.within * (1 + 1e-6)
+    assert found.flow.total <= found.bound * (1 + 1e-6)
+
+
 def test_patterns_are_undominated_and_fit() -> None:
     capacity, _, _ = modelled(site_of({"h": (H100, 8)}), "opt-30b")
     found = patterns(capacity, 0, 8, 8)

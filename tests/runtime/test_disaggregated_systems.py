@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_cases import G, H, Loader, roomy, set_pools, set_system
+import yaml
+from cluster_cases import LAYERS, G, H, Loader, roomy, set_pools, set_system
 from cluster_checks import Done, Ran, check_transfers, serve, token_bytes
 
 from jaxinfer import LLM
@@ -107,3 +108,41 @@ def test_hexgen2(four: LLM, expected: dict[str, list[Done]], tmp_path: Path) -> 
     share = 6 / sum(pairs.values())
     for (source, dest), count in pairs.items():
         assert abs(count * share - flows[source][dest]) <= share
+
+
+PLANNED = Path(__file__).parents[2] / "configs" / "cpu" / "hexgen2.yaml"
+
+
+def planned(layers: int) -> dict[str, Any]:
+    """Groups, instances and system of the run file that was planned, not slowed down.
+
+    Args:
+        layers: of the model that takes the place of its own.
+    """
+    data = yaml.safe_load(PLANNED.read_text())
+    for instance in data["instances"].values():
+        stages, left = instance["stages"], layers
+        for number, stage in enumerate(stages):
+            after = len(stages) - number - 1
+            share = round(stage["layers"] * layers / 30)
+            stage["layers"] = min(max(share, 1), left - after) if after else left
+            left -= stage["layers"]
+    groups = {name: {} for name in data["groups"]}
+    return {"groups": groups, "instances": data["instances"], "system": data["system"]}
+
+
+def test_hexgen2_as_planned_for_a_cpu(
+    loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    """The groups, stages and flows of configs/cpu/hexgen2.yaml, on a model of four layers."""
+    given = planned(LAYERS)
+    flows = given["system"]["flows"]
+    llm = loader.load("two", verify_transfers=True, **given)
+    ran, done = run(llm, given["system"] | {"max_in_prefill": 100}, tmp_path, {})
+    assert done == expected["two"]
+    pairs = Counter((t.source, t.dest) for t in ran.record.transfers)
+    assert set(pairs) <= {(source, dest) for source, row in flows.items() for dest in row}
+    assert all(ran.decoded(name) == 0 for name in flows)
+    whole = sum(rate for row in flows.values() for rate in row.values())
+    for (source, dest), count in pairs.items():
+        assert abs(count - sum(pairs.values()) * flows[source][dest] / whole) <= 1

@@ -179,11 +179,19 @@ def test_decodes_are_looked_at_only_where_predictors_are_refined(
 def route(system: Cronus, count: int, **num_requests: int) -> list[tuple[str, tuple[Leg, ...]]]:
     """Legs of ``count`` requests with prompts of 10 tokens; another one has 5 to be computed."""
     there = {
-        name: SimpleNamespace(num_requests=n, max_num_batched_tokens=15, prompt_tokens_left=5)
+        name: SimpleNamespace(
+            num_requests=n,
+            max_num_batched_tokens=15,
+            prompt_tokens_left=5,
+            num_pages=99,
+            page_size=1,
+        )
         for name, n in num_requests.items()
     }
     waiting = [
-        SimpleNamespace(id=f"r{i}", prompt_len=10, num_known=10, computed=0, held_by=None)
+        SimpleNamespace(
+            id=f"r{i}", prompt_len=10, num_known=10, computed=0, max_tokens=3, held_by=None
+        )
         for i in range(count)
     ]
     assignments = system.route(waiting, ClusterView(0.0, there))  # type: ignore[arg-type]

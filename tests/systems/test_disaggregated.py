@@ -77,11 +77,19 @@ def test_two_roles_of_one_instance() -> None:
 def route(system: Disaggregated, count: int, **num_requests: int) -> list[tuple[str, Any]]:
     """Legs of ``count`` requests with prompts of 10, 11 and so on."""
     there = {
-        name: SimpleNamespace(num_requests=n, max_num_batched_tokens=99, prompt_tokens_left=0)
+        name: SimpleNamespace(
+            num_requests=n,
+            max_num_batched_tokens=99,
+            prompt_tokens_left=0,
+            num_pages=99,
+            page_size=1,
+        )
         for name, n in num_requests.items()
     }
     waiting = [
-        SimpleNamespace(id=f"r{i}", prompt_len=10 + i, num_known=10 + i, computed=0, held_by=None)
+        SimpleNamespace(
+            id=f"r{i}", prompt_len=10 + i, num_known=10 + i, computed=0, max_tokens=3, held_by=None
+        )
         for i in range(count)
     ]
     assignments = system.route(waiting, ClusterView(0.0, there))  # type: ignore[arg-type]

@@ -89,6 +89,62 @@ def test_in_proportion() -> None:
     assert all(each == (Leg(each[0].instance, 10), Leg(each[1].instance)) for each in legs)
 
 
+def held(name: str, by: str | None, prompt: int = 10) -> SimpleNamespace:
+    done = prompt if by else 0
+    return SimpleNamespace(
+        id=name, prompt_len=prompt, num_known=prompt, computed=done, max_tokens=3, held_by=by
+    )
+
+
+def test_whose_decode_instance_is_lost_waits_for_no_prefill() -> None:
+    """Full prefill instances: those whose prompt is done go on, also behind others."""
+    system = make(max_in_prefill=1)
+    there = {
+        name: SimpleNamespace(num_requests=1, max_num_batched_tokens=99, prompt_tokens_left=0,
+                              num_pages=99, page_size=1)
+        for name in "pqe"
+    }  # fmt: skip
+    waiting = [held("a", "p"), held("b", None), held("c", "q"), held("d", "p")]
+    found = system.route(waiting, ClusterView(0.0, there))  # type: ignore[arg-type]
+    assert {a.request: a.legs for a in found} == dict.fromkeys("acd", (Leg("e"),))
+
+
+def views(requests: int, **pages: int) -> Any:
+    return {
+        name: SimpleNamespace(num_requests=requests if name == "p" else 0, num_pages=pool,
+                              max_num_batched_tokens=99, prompt_tokens_left=0, page_size=1)
+        for name, pool in pages.items()
+    }  # fmt: skip
+
+
+def test_who_is_held_goes_where_its_instance_has_flows() -> None:
+    waiting = [held(name, "q") for name in "abcdefgh"]
+    found = make().route(waiting, ClusterView(0.0, views(0, p=99, q=99, d=99, e=99)))  # type: ignore[arg-type]
+    assert [a.legs for a in found] == [(Leg("e"),)] * 8
+
+
+def test_nobody_overtakes_who_waits_for_room() -> None:
+    """After a loss, too: the first one fits into one that is full, the other has room behind it."""
+    there = ClusterView(0.0, views(1, p=99, q=12, e=99))
+    waiting = [held("a", None, 50), held("b", None, 5), held("c", "q")]
+    found = make(max_in_prefill=1).route(waiting, there)  # type: ignore[arg-type]
+    assert [a.request for a in found] == ["c"]
+
+
+def test_after_losses_whole_requests_go_where_they_fit() -> None:
+    there = {
+        name: SimpleNamespace(num_requests=0, max_num_batched_tokens=99, prompt_tokens_left=0,
+                              num_pages=pages, page_size=1)
+        for name, pages in (("p", 11), ("q", 12))
+    }  # fmt: skip
+    waiting = [held(name, None) for name in "abc"]
+    found = make().route(waiting, ClusterView(0.0, there))  # type: ignore[arg-type]
+    assert [a.legs for a in found] == [(Leg("q"),)] * 3
+    # What fits into none is told by the first.
+    found = make().route([held("x", None, 50)], ClusterView(0.0, there))  # type: ignore[arg-type]
+    assert [a.legs for a in found] == [(Leg("p"),)]
+
+
 WEIGHTS = st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=25)
 
 

@@ -61,9 +61,13 @@ def genetic(scorer: Scorer, plans: list[Plan], most: int, seed: int) -> Scored:
         parents = rng.choices(population, k=_OFFSPRING)
         made = [_mutant(scorer, parent.plan, GENES, most, rng) for parent in parents]
         known = {each.plan: each for each in (*population, *(m for m in made if m))}
-        population = sorted(known.values(), key=lambda e: (-e.flow, -e.slack, e.plan))
-        population = population[:_POPULATION]
-    return population[0]
+        population = sorted(known.values(), key=_fitness)[:_POPULATION]
+    return min(population, key=_fitness)
+
+
+def _fitness(each: Scored) -> tuple[float, float, Plan]:
+    """The least is the fittest."""
+    return -each.flow, -each.slack, each.plan
 
 
 def _mutant(

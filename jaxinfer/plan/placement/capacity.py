@@ -84,6 +84,7 @@ class Modelled:
 
     Args:
         engines: by role, of which what counts for pools and batches is taken.
+        costs: whose ``groups`` are names of GPUs.
         degrees: of tensor parallelism; those that divide the model's heads are used.
         local: as if a group's stages had no time between them, whatever its nodes: an upper bound.
     """
@@ -116,6 +117,12 @@ class Modelled:
             self.site, self.model, self.engines, self._costs, self.lengths, self.degrees, True
         )
 
+    def on(self, site: Site) -> "Modelled":
+        """The same on others of the hardware file's GPUs."""
+        return Modelled(
+            site, self.model, self.engines, self._costs, self.lengths, self.degrees, self._local
+        )
+
     @property
     def layer_bytes(self) -> float:
         """Of one layer's KV of a mean prompt, on its way."""
@@ -129,34 +136,45 @@ class Modelled:
             self._found[key] = self._best(signature, role)
         return self._found[key]
 
+    def carried_by(self, signature: Signature, shape: Shape, role: Role) -> Carried:
+        """By these stages of a group, with the best layers for them."""
+        ends = self._ends(signature, shape)
+        lines = [self._line(role, end, len(shape)) for end in ends]
+        best = Carried()
+        for layers in self._splits(ends, lines, role):
+            rate = self._rate(signature, shape, ends, layers, role)
+            if rate > best.rate:
+                stages = zip(shape, layers, strict=True)
+                best = Carried(rate, tuple(Stage(*where, count) for where, count in stages))
+        return best
+
     def _best(self, signature: Signature, role: Role) -> Carried:
         """Those shapes first that would be best if layers could be cut, and memory were free."""
         ranked = []
         for shape in shapes(signature, self.site.kind_of_type, self.degrees):
-            last = len(shape) - 1
-            ends = [
-                (signature[place][0], tp, i == 0, i == last) for i, (place, tp) in enumerate(shape)
-            ]
-            lines = [self._line(role, end, last + 1) for end in ends]
+            count = len(shape)
+            lines = [self._line(role, end, count) for end in self._ends(signature, shape)]
             level = self.model.num_hidden_layers + sum(fixed / each for fixed, each in lines)
             level /= sum(1 / each for _, each in lines)
-            size = self._full(role, last + 1)
             if role == "prefill":
-                most = self._work(role, size)[1] / level
+                most = self._work(role, self._full(role, count))[1] / level
             else:
-                most = self.engines[role].max_num_seqs / ((last + 1) * level * self.lengths.decodes)
-            ranked.append((most, shape, ends, lines))
+                most = self.engines[role].max_num_seqs / (count * level * self.lengths.decodes)
+            ranked.append((most, shape))
         ranked.sort(key=lambda each: -each[0])
         best = Carried()
-        for most, shape, ends, lines in ranked:
+        for most, shape in ranked:
             if most <= best.rate:
                 break
-            for layers in self._splits(ends, lines, role):
-                rate = self._rate(signature, shape, ends, layers, role)
-                if rate > best.rate:
-                    stages = zip(shape, layers, strict=True)
-                    best = Carried(rate, tuple(Stage(*where, count) for where, count in stages))
+            found = self.carried_by(signature, shape, role)
+            if found.rate > best.rate:
+                best = found
         return best
+
+    @staticmethod
+    def _ends(signature: Signature, shape: Shape) -> list[End]:
+        last = len(shape) - 1
+        return [(signature[place][0], tp, i == 0, i == last) for i, (place, tp) in enumerate(shape)]
 
     def most_of_layers(self, type_: int, gpus: int, role: Role) -> float:
         """Requests per second times the share of the layers that GPUs have of a group: an upper
@@ -236,12 +254,7 @@ class Modelled:
         num_bytes = tokens * self.model.hidden_size * ITEMSIZE
         total = 0.0
         for (here, _), (there, _) in pairwise(shape):
-            a, b = (self.site.types[signature[place][0]] for place in (here, there))
-            if here != there and a == b:
-                # Two nodes of one type, of which there is one number here.
-                b = next((n for n, t in enumerate(self.site.type_of) if t == signature[there][0]
-                          and n != a), a)  # fmt: skip
-            latency, byte_s = self.site.hop(a, b)
+            latency, byte_s = self.site.hop_in(signature, here, there)
             total += latency + byte_s * num_bytes
         return total
 
@@ -249,6 +262,12 @@ class Modelled:
     def _occupied(self) -> float:
         """KV entries that a decode holds, on average, its last page in part empty."""
         return self.lengths.context + self.engines["decode"].page_size / 2
+
+    def prefill_tokens(self, stages: int) -> int:
+        """Of a step of an instance with so many stages: so that each of as many steps gets its part
+        of the prompts that the instance may have at once, and not one of them most.
+        """
+        return self._full("prefill", stages)
 
     def _full(self, role: Role, stages: int) -> int:
         """Tokens of a prefill step, or sequences of a decode step, of an instance with work."""
@@ -272,7 +291,8 @@ class Modelled:
         if key not in self._seconds:
             stage = end, layers, self._sizes(role)
             if stage not in self._stages:
-                self._stages[stage] = stage_cost(self._part(role, end, layers), self._costs)
+                part = self._part(role, end, layers)
+                self._stages[stage] = stage_cost(part, self._costs.of(part.kind))
             self._seconds[key] = self._stages[stage].seconds(self._work(role, size)[0])
         return self._seconds[key]
 
@@ -283,9 +303,8 @@ class Modelled:
             found = []
             for layers in range(1, self.model.num_hidden_layers + 1):
                 try:
-                    pages = count_pages(
-                        engine, costs.reserve_gb, self._part(role, end, layers), "group"
-                    )
+                    part = self._part(role, end, layers)
+                    pages = count_pages(engine, costs.of(part.kind).reserve_gb, part, "group")
                 except JaxinferError:
                     break
                 found.append((pages - 1) * engine.page_size)

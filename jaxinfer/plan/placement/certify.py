@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.placement.capacity import Modelled
@@ -81,15 +80,10 @@ def counts_by_kind(site: Site) -> list[int]:
 
 
 def cards_by_kind(site: Site, request_bytes: float) -> list[float]:
-    """Requests per second whose KV the cards of all nodes of a kind take; none where they may not.
-
-    Nodes with links of their own send by these.
-    """
+    """Requests per second whose KV the cards and links of all nodes of a kind take, at most."""
     found = [0.0] * (max(site.kind_of_type) + 1)
-    linked = {name for link in site.hardware.links for name in link.between}
-    for name, node, type_ in zip(site.names, site.nodes, site.type_of, strict=True):
-        rate = inf if name in linked else node.nic_gb_s * 1e9 / request_bytes
-        found[site.kind_of_type[type_]] += rate
+    for node, type_ in enumerate(site.type_of):
+        found[site.kind_of_type[type_]] += site.most_gb_s(node) * 1e9 / request_bytes
     return found
 
 
@@ -99,6 +93,31 @@ def mix_of(capacity: Modelled, request_bytes: float, most: int, known: float = 0
     counts = counts_by_kind(site)
     options = configurations(capacity.as_local(), counts, most)
     return best_mix(options, counts, cards_by_kind(site, request_bytes), known=known)
+
+
+def rent(capacity: Modelled, request_bytes: float, most: int, budget: float) -> tuple[Site, float]:
+    """The GPUs that carry most of those that so many dollars per hour pay for.
+
+    As if all GPUs of a kind were in one node: the second value is requests per second that no plan
+    exceeds on any GPUs of that price.
+
+    Raises:
+        JaxinferError: a node has no price, GPUs of one kind have several, or the budget pays for no
+            plan.
+    """
+    site = capacity.site
+    counts, usd = counts_by_kind(site), site.usd_by_kind
+    for name, each, type_ in zip(site.names, site.usd_per_gpu or (), site.type_of, strict=True):
+        if each > 1.001 * (least := usd[site.kind_of_type[type_]]):
+            raise JaxinferError(
+                f"node {name} asks {each:g} dollars per GPU and hour, another of the same kind "
+                f"{least:g}: a budget needs one price for each kind"
+            )
+    options = configurations(capacity.as_local(), counts, most)
+    mix = best_mix(options, counts, cards_by_kind(site, request_bytes), usd, budget)
+    if not mix.flow:
+        raise JaxinferError(f"{budget:g} dollars per hour pay for no plan")
+    return site.renting(mix.gpus), mix.bound
 
 
 def best_plan(

@@ -41,7 +41,7 @@ def num_replicas(site: Site, model: ModelShape, tokens: float) -> int:
 
 
 def partition(site: Site, count: int) -> Plan:
-    """So many groups with roles."""
+    """So many groups with roles; there are as many GPUs at least."""
     weights = _weights(site)
     memory, node_of = _memory(site), _node_of(site)
     parts = _bisect(weights, memory, list(range(len(memory))), count)
@@ -104,13 +104,15 @@ def _weights(site: Site) -> np.ndarray:
 def _bisect(
     weights: np.ndarray, memory: np.ndarray, gpus: Sequence[int], count: int
 ) -> list[list[int]]:
-    if count == 1 or len(gpus) < 2:
+    if count == 1:
         return [list(gpus)]
     some = np.array(gpus)
     order = some[_order(weights[np.ix_(some, some)])]
     first = count // 2
     filled = np.cumsum(memory[order])
-    cut = int(np.argmin(np.abs(filled[:-1] - filled[-1] * first / count))) + 1
+    # A GPU at least for each group of either side.
+    several = filled[first - 1 : len(gpus) - (count - first)]
+    cut = first + int(np.argmin(np.abs(several - filled[-1] * first / count)))
     left, right = order[:cut].tolist(), order[cut:].tolist()
     return [
         *_bisect(weights, memory, left, first), *_bisect(weights, memory, right, count - first)

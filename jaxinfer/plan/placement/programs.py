@@ -77,7 +77,7 @@ def within_nodes(capacity: Capacity, request_bytes: float, most: int) -> Cells:
     """The best plan of all whose groups stay within nodes.
 
     Within a node KV takes no time; from node to node it goes over the network cards, which all
-    groups of a node share. Nodes with links of their own count by their cards.
+    groups of a node share, and links of its own, which count as if they were part of the card.
 
     Args:
         request_bytes: the KV of a mean prompt.
@@ -97,7 +97,7 @@ def within_nodes(capacity: Capacity, request_bytes: float, most: int) -> Cells:
     rows: list[Row] = []
     for n, (_, nodes, pattern) in enumerate(cells):
         y, stays, sent, got = n, many + n, 2 * many + n, 3 * many + n
-        card = site.nodes[nodes[0]].nic_gb_s * 1e9 / request_bytes
+        card = site.most_gb_s(nodes[0]) * 1e9 / request_bytes
         rows.append(({stays: 1.0, sent: 1.0, y: -pattern.prefill}, 0.0))
         rows.append(({stays: 1.0, got: 1.0, y: -pattern.decode}, 0.0))
         rows.append(({sent: 1.0, y: -card}, 0.0))

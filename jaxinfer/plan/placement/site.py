@@ -1,9 +1,12 @@
 """The GPUs that there are: nodes of a hardware file, and what lies between them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
+from jaxinfer.errors import JaxinferError
+from jaxinfer.plan.placement.stages import Signature
 from jaxinfer.simulate.hardware import Catalogue, Gpu
 from jaxinfer.simulate.nodes import Hardware, NodeOptions
 
@@ -17,10 +20,12 @@ class Site:
 
     Attributes:
         known: GPUs and models by name, those of both files included.
+        rented: of each node, so many of its GPUs; by default all.
     """
 
     hardware: Hardware
     known: Catalogue
+    rented: tuple[int, ...] | None = None
 
     @cached_property
     def names(self) -> list[str]:
@@ -35,7 +40,7 @@ class Site:
     @property
     def gpus(self) -> list[int]:
         """Of each node, how many there are."""
-        return [node.gpus for node in self.nodes]
+        return [node.gpus for node in self.nodes] if self.rented is None else list(self.rented)
 
     @cached_property
     def type_of(self) -> list[int]:
@@ -62,8 +67,11 @@ class Site:
     @cached_property
     def kind_of_type(self) -> list[int]:
         """Of each type, a number that types with equal GPUs share, whatever their networks."""
-        numbers: dict[str, int] = {}
-        keys = [repr(gpu) for gpu in self.gpu_of_type]
+        numbers: dict[tuple[str, str], int] = {}
+        keys = [
+            (self.nodes[node].gpu, repr(gpu))
+            for node, gpu in zip(self.types, self.gpu_of_type, strict=True)
+        ]
         return [numbers.setdefault(key, len(numbers)) for key in keys]
 
     @cached_property
@@ -75,6 +83,32 @@ class Site:
             return None
         return [usd / node.gpus for usd, node in zip(known, self.nodes, strict=True)]
 
+    @cached_property
+    def usd_by_kind(self) -> list[float]:
+        """Dollars per hour of a GPU of each kind, where it is cheapest.
+
+        Raises:
+            JaxinferError: a node has no price.
+        """
+        if self.usd_per_gpu is None:
+            name = next(n for n, node in self.hardware.nodes.items() if node.usd_per_hour is None)
+            raise JaxinferError(f"node {name} of the hardware file has no usd_per_hour")
+        found = [inf] * (max(self.kind_of_type) + 1)
+        for usd, type_ in zip(self.usd_per_gpu, self.type_of, strict=True):
+            found[self.kind_of_type[type_]] = min(found[self.kind_of_type[type_]], usd)
+        return found
+
+    def renting(self, gpus: Sequence[int]) -> "Site":
+        """So many GPUs of each kind alone: of the cheapest nodes, and of equal ones the first."""
+        usd, left = self.usd_per_gpu, list(gpus)
+        assert usd is not None
+        taken = [0] * len(self.nodes)
+        for node in sorted(range(len(taken)), key=lambda n: (usd[n], n)):
+            kind = self.kind_of_type[self.type_of[node]]
+            taken[node] = min(left[kind], self.nodes[node].gpus)
+            left[kind] -= taken[node]
+        return Site(self.hardware, self.known, tuple(taken))
+
     def hop(self, here: int, there: int) -> tuple[float, float]:
         """Between stages on two nodes, or within one: latency, and seconds per byte."""
         if here == there:
@@ -84,6 +118,22 @@ class Site:
         if link := self.hardware.link(self.names[here], self.names[there]):
             return common if link.latency_s is None else link.latency_s, 1 / (link.gb_s * 1e9)
         return common, 1 / (min(self.nodes[here].nic_gb_s, self.nodes[there].nic_gb_s) * 1e9)
+
+    def hop_in(self, signature: Signature, here: int, there: int) -> tuple[float, float]:
+        """Between stages at two places of a group's signature; see ``hop``."""
+        a, b = (self.types[signature[place][0]] for place in (here, there))
+        if here != there and a == b:
+            # Two nodes of one type, of which there is one number here.
+            b = next(
+                n for n, type_ in enumerate(self.type_of) if type_ == self.type_of[a] and n != a
+            )
+        return self.hop(a, b)
+
+    def most_gb_s(self, node: int) -> float:
+        """What it sends to other nodes, or gets, at most: over its card, and links of its own."""
+        name = self.names[node]
+        own = sum(link.gb_s for link in self.hardware.links if name in link.between)
+        return self.nodes[node].nic_gb_s + own
 
     def network(self, here: int, there: int) -> Mapping[tuple[object, ...], float]:
         """What KV from node to node goes over, with bytes per second."""

@@ -80,8 +80,7 @@ class Table1:
         """Hidden states from stage to stage, for each token that is drawn."""
         lengths, total = self._lengths, 0.0
         for (here, _), (there, _) in pairwise(shape):
-            a, b = (self.site.types[signature[place][0]] for place in (here, there))
-            alpha, byte_s = self.site.hop(a, b)
+            alpha, byte_s = self.site.hop_in(signature, here, there)
             once = batch * self._model.hidden_size * ITEMSIZE * byte_s
             if role == "prefill":
                 total += alpha + lengths.prompt * once

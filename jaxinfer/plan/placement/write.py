@@ -1,9 +1,10 @@
 """A plan as a part of a run file: groups on nodes, stages with their layers, and flows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import Any
 
+from jaxinfer.config.costs import GroupCosts
 from jaxinfer.plan.placement.capacity import Role
 from jaxinfer.plan.placement.flow import Flow, Placed
 from jaxinfer.plan.placement.site import Site
@@ -24,12 +25,16 @@ def as_part(
     flow: Flow,
     engines: Mapping[Role, Mapping[str, Any]],
     in_step: float,
+    step_tokens: Callable[[int], int],
+    measured: Mapping[str, GroupCosts] | None = None,
 ) -> dict[str, Any]:
     """What ``simulate``, ``capacity`` and ``run`` take, besides a model and a workload.
 
     Args:
         engines: options of the instances of each role.
         in_step: prompts of a full prefill step; so many for each stage, and as many in wait.
+        step_tokens: of a prefill step of an instance, by how many stages it has.
+        measured: by GPU, costs of groups of it.
     """
     names = names_of(groups, flow)
     part: dict[str, Any] = {"groups": {}, "instances": {}, "simulate": {"groups": {}}}
@@ -39,10 +44,13 @@ def as_part(
         for index, (node, tp, start, stop) in enumerate(placed.layers(site)):
             group = f"{name}_{index}"
             part["groups"][group] = {"kind": site.nodes[node].gpu, "devices": tp}
-            part["simulate"]["groups"][group] = {"node": site.names[node]}
+            costs = (measured or {}).get(site.nodes[node].gpu)
+            own = costs.model_dump(mode="json", exclude_unset=True) if costs else {}
+            part["simulate"]["groups"][group] = {"node": site.names[node], **own}
             stages.append({"group": group, "layers": stop - start})
         part["instances"][name] = {"stages": stages, **engines[placed.role]}
         if placed.role == "prefill":
+            part["instances"][name]["max_num_batched_tokens"] = step_tokens(len(stages))
             most = max(most, ceil(2 * in_step * len(stages)))
     flows: dict[str, dict[str, float]] = {}
     for (i, j), rate in flow.pairs.items():

@@ -1,18 +1,21 @@
 """HexGen-2: prefill and decode instances on unlike GPUs, and the flow between them (section 3)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
 from typing import Any, Literal
 
 from pydantic import Field
 
 from jaxinfer.config.cluster import InstanceConfig
+from jaxinfer.config.costs import GroupCosts
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.config.validation import OptionError, Options, within
+from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean, within
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Axis, Candidate, Search
 from jaxinfer.plan.placement.baselines import genetic, guided, most_gpus, random_swaps, starts
 from jaxinfer.plan.placement.capacity import Capacity, Modelled, Role
-from jaxinfer.plan.placement.certify import Certified, best_plan, certify, mix_of
+from jaxinfer.plan.placement.certify import Certified, best_plan, certify, mix_of, rent
 from jaxinfer.plan.placement.flow import Network, pair_flow, shared_flow
 from jaxinfer.plan.placement.lengths import Lengths
 from jaxinfer.plan.placement.moves import size
@@ -20,7 +23,7 @@ from jaxinfer.plan.placement.programs import within_nodes
 from jaxinfer.plan.placement.refine import Effort, Scored, Scorer
 from jaxinfer.plan.placement.site import Site
 from jaxinfer.plan.placement.table1 import Table1
-from jaxinfer.plan.placement.write import as_part
+from jaxinfer.plan.placement.write import as_part, names_of
 from jaxinfer.plan.problem import Problem
 from jaxinfer.simulate.hardware import Catalogue
 from jaxinfer.simulate.nodes import read_hardware
@@ -35,7 +38,11 @@ class HexGen2Options(Options):
     Attributes:
         prefill, decode: options of the instances of each role, besides those of all.
         tensor_parallel: degrees of a stage, which stands on one node.
+        measured: by name of a GPU, what the steps of one of them take of the whole model, where
+            that is known, such as ``phases`` from a profile; each stage is then on one GPU.
         most_gpus: of an instance.
+        budget: dollars per hour of the GPUs; those of the hardware file are then what there is to
+            rent, by the share of their node's price.
         method: ``programs`` refines the plans of integer programs; ``hexgen2`` is the paper's: a
             partition of the GPUs, and guided swaps; ``random_swaps`` and ``genetic`` are what that
             is compared with, from the same partitions.
@@ -50,7 +57,9 @@ class HexGen2Options(Options):
     prefill: dict[str, Any] = Field(default_factory=dict)
     decode: dict[str, Any] = Field(default_factory=dict)
     tensor_parallel: tuple[int, ...] = Field(default=(1, 2, 4, 8), strict=False, min_length=1)
+    measured: Named[GroupCosts] = Field(default_factory=dict)
     most_gpus: int = Field(default=8, ge=1)
+    budget: float | None = Field(default=None, gt=0)
     method: Literal["programs", "hexgen2", "random_swaps", "genetic"] = "programs"
     costs: Literal["modelled", "table1"] = "modelled"
     network: Literal["shared", "pairs"] = "shared"
@@ -63,6 +72,13 @@ class HexGen2Options(Options):
         """Refuse degrees below 1."""
         if min(self.tensor_parallel) < 1:
             raise OptionError(f"tensor_parallel is {self.tensor_parallel}, must be from 1 on")
+        if self.measured and self.tensor_parallel != (1,):
+            raise OptionError(
+                f"tensor_parallel is {self.tensor_parallel}, must be [1] beside measured, which is "
+                "of one GPU"
+            )
+        if self.method != "programs" and self.budget is not None:
+            raise OptionError(f"method is {self.method}, which rents nothing: leave out budget")
         if self.method == "programs" and (self.costs, self.network) != ("modelled", "shared"):
             raise OptionError(
                 f"method is programs, whose plans are by modelled costs and a shared network, not "
@@ -95,9 +111,14 @@ class HexGen2:
         network = Network(capacity.site, layer_bytes)
         effort = Effort(options.scored, options.flows)
         if options.method == "programs":
-            return best_plan(
+            bound = inf
+            if options.budget is not None:
+                site, bound = rent(capacity, whole, options.most_gpus, options.budget)
+                capacity = capacity.on(site)
+            best = best_plan(
                 capacity, network, whole, options.most_gpus, effort, options.restarts, options.seed
             )
+            return best if bound == inf else replace(best, bound=bound)
         engine = capacity.engines["decode"]
         guide: Capacity = capacity
         if options.costs == "table1":
@@ -139,9 +160,12 @@ class HexGen2:
             "decode": self._engine(problem, "decode"),
         }
         model = known.model(common.require_model())
-        return Modelled(
-            Site(hardware, known), model, engines, costs, lengths, self._options.tensor_parallel
-        )
+        options, site = self._options, Site(hardware, known)
+        for name in options.measured:
+            if name not in (there := {node.gpu for node in site.nodes}):
+                raise OptionError(f"planner.measured.{name}: {did_you_mean(name, there)}")
+        by_gpu = costs.model_copy(update={"groups": options.measured})
+        return Modelled(site, model, engines, by_gpu, lengths, options.tensor_parallel)
 
     def _engine(self, problem: Problem, role: Role) -> InstanceConfig:
         own: Mapping[str, Any] = getattr(self._options, role)
@@ -162,7 +186,9 @@ class HexGen2:
             "prefill": options.prefill, "decode": options.decode
         }  # fmt: skip
         in_step = max(engine.max_num_batched_tokens / capacity.lengths.prompt, 1.0)
-        part = as_part(site, found.groups, flow, own, in_step)
+        part = as_part(
+            site, found.groups, flow, own, in_step, capacity.prefill_tokens, options.measured
+        )
         used = [found.groups[number] for number in sorted({i for pair in flow.pairs for i in pair})]
         roles = [placed.role for placed in used]
         axes: dict[str, Axis] = {
@@ -176,8 +202,13 @@ class HexGen2:
         prices = site.usd_per_gpu
         if prices is not None:
             hourly = sum(n * prices[node] for p in used for node, n in p.group)
+            axes["usd_per_hour"] = round(hourly, 2)
             axes["usd_per_1000_requests"] = round(hourly / 3.6 / flow.total, 5)
         axes |= {f"per_{name}": round(value, 5) for name, value in found.per_gpu.items()}
+        names = names_of(found.groups, flow)
+        axes["full_instances"] = ", ".join(
+            f"{names[number]} {price:.3g}" for number, price in flow.per_request.items()
+        )
         axes["full_links"] = ", ".join(
             f"{' '.join(map(str, link))} {price:.3g}/GB/s" for link, price in flow.per_gb_s.items()
         )

@@ -1,0 +1,132 @@
+"""Setting 1 and 5 against eight H100s, in three regimes, for scripts/reproduce_hexgen2.py."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from hexgen2_runs import (
+    CLASSES,
+    FREE,
+    LIMITED,
+    SLOW,
+    WORKLOADS,
+    Cluster,
+    Clusters,
+    Row,
+    Work,
+    draw,
+    fixed,
+    planned,
+    throughput,
+)
+from hexgen2_tables import DISTSERVE_3, EIGHT, TABLE_3
+from matplotlib.figure import Figure
+from results import Target, by_share, holds
+
+from jaxinfer.report.plots import COLOURS
+
+SETTINGS = {"8 H100": "homogeneous", "setting 1": "heterogeneous_1", "setting 5": "heterogeneous_5"}
+BASE, OTHER = "8 H100", "2 x prefill TP2, decode TP4"
+# Of what a ratio is: planned flows, simulated tokens; with the engine's limits and without.
+REGIMES = ("planner's model", "simulated", "model, no limits", "simulated, no limits")
+PAPER = [ours / theirs for ours, theirs in zip(TABLE_3, DISTSERVE_3, strict=True)]
+
+
+def regimes(trace: Work, clusters: Clusters) -> list[Row]:
+    """Each cluster with the planner's own plan for each workload."""
+    rows = []
+    for name in WORKLOADS:
+        work = draw(trace, name)
+        for setting, file in SETTINGS.items():
+            for words, engine in (("limits", LIMITED), ("no limits", FREE)):
+                rows.append(_row(name, setting, words, clusters.setting(file, engine=engine), work))
+        slow = clusters.setting("heterogeneous_1", nic_gb_s=SLOW)
+        rows.append(_row(name, "setting 1", "limits, 10 Gb/s", slow, work))
+    return rows
+
+
+def _row(name: str, setting: str, engine: str, cluster: Cluster, work: Work) -> Row:
+    plan = planned(cluster, work)
+    ours = throughput(plan, name)
+    assert plan.bound
+    return {
+        "workload": name, "cluster": setting, "engine": engine,
+        "requests/s": round(plan.flow, 3), "gap (%)": round(100 * (1 - plan.flow / plan.bound), 2),
+        "planned (tokens/s)": round(plan.tokens_s), "simulated (tokens/s)": round(ours),
+        "plan": plan.words,
+    }  # fmt: skip
+
+
+def ratios(trace: Work, clusters: Clusters, rows: Sequence[Row]) -> list[Row]:
+    """By eight H100s, in each regime; and where those have another plan."""
+    known = {(row["workload"], row["cluster"], row["engine"]): row for row in rows}
+    found = []
+    for name, paper in zip(WORKLOADS, PAPER, strict=True):
+        work = draw(trace, name)
+        other = throughput(fixed(clusters.setting("homogeneous"), work, EIGHT[OTHER]), name)
+        for setting in ("setting 1", "setting 5"):
+            row: Row = {"workload": name, "cluster": setting,
+                        "paper": round(paper, 2) if setting == "setting 1" else ""}  # fmt: skip
+            for number, regime in enumerate(REGIMES):
+                engine = "limits" if number < 2 else "no limits"
+                column = ("planned (tokens/s)", "simulated (tokens/s)")[number % 2]
+                both = [known[name, cluster, engine][column] for cluster in (setting, BASE)]
+                row[regime] = round(both[0] / both[1], 2)
+            against = known[name, setting, "limits"]["simulated (tokens/s)"]
+            row["by their other plan"] = round(against / other, 2)
+            if setting == "setting 1":
+                slow = known[name, setting, "limits, 10 Gb/s"]["simulated (tokens/s)"]
+                row["10 Gb/s"] = round(
+                    slow / known[name, BASE, "limits"]["simulated (tokens/s)"], 2
+                )
+            else:
+                row["10 Gb/s"] = ""
+            found.append(row)
+    return found
+
+
+def regime_targets(rows: Sequence[Row], found: Sequence[Row]) -> list[Target]:
+    """Means over the five workloads; gaps; and whether what is planned is what flows."""
+    targets = []
+    for regime in (*REGIMES, "by their other plan"):
+        for setting, paper in (("setting 1", fmean(PAPER)), ("setting 5", 1.0)):
+            ours = fmean(row[regime] for row in found if row["cluster"] == setting)
+            claim = f"{setting} by 8 H100, mean of five workloads: {regime}"
+            targets.append(by_share(claim, round(paper, 2), ours, 0.15))
+    gap = max(row["gap (%)"] for row in rows)
+    targets.append(
+        holds("our plans by the bound: largest gap", "none given", f"{gap:g} %", gap <= 1)
+    )
+    for setting in SETTINGS:
+        shares = [
+            row["simulated (tokens/s)"] / row["planned (tokens/s)"] - 1
+            for row in rows
+            if row["cluster"] == setting and row["engine"] == "limits"
+            and row["workload"] in CLASSES
+        ]  # fmt: skip
+        most = max(shares, key=abs)
+        claim = f"{setting}: simulated by planned, the class that is furthest off"
+        targets.append(by_share(claim, 1, 1 + most, 0.1))
+    return targets
+
+
+def draw_ratios(found: Sequence[Row], path: Path) -> None:
+    """By workload, a bar for each regime, and the paper's."""
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    columns = ["paper", *REGIMES, "by their other plan"]
+    for ax, setting in zip(figure.subplots(2, 1), ("setting 1", "setting 5"), strict=True):
+        rows = [row for row in found if row["cluster"] == setting]
+        for number, what in enumerate(columns):
+            if rows[0][what] == "":
+                continue
+            places = [place + 0.14 * (number - 2.5) for place in range(len(rows))]
+            label = "paper, by DistServe" if what == "paper" else what
+            colour = "black" if what == "paper" else COLOURS[number - 1]
+            ax.bar(places, [row[what] for row in rows], 0.13, color=colour, label=label)
+        ax.axhline(1, color="grey", lw=0.8)
+        ax.set_xticks(range(len(rows)), [row["workload"] for row in rows])
+        price = "equal price" if setting == "setting 1" else "70 % of the price"
+        ax.set_title(f"{setting} by 8 H100, at {price}: output tokens/s", fontsize=10)
+        ax.grid(axis="y", alpha=0.3)
+    figure.axes[0].legend(fontsize=8, ncols=3)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,153 @@
+"""Plan HexGen-2 for slowed-down groups of this machine's CPU, and write what runs the plan.
+
+    jaxinfer profile configs/cpu/single.yaml --out runs/profile
+    python scripts/plan_cpu_hexgen2.py --profile ~/.cache/jaxinfer/profiles/PROFILE.json
+    python scripts/plan_cpu_hexgen2.py
+
+The first two measure, and put what was measured into configs/plan/hexgen2_cpu.yaml; the last one
+plans, and writes configs/cpu/hexgen2.yaml. From the repository's root.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from jaxinfer.config.resolve import resolve
+from jaxinfer.config.run_file import as_run_file, load_run_file
+from jaxinfer.plan.planners.hexgen2 import HexGen2, HexGen2Options
+from jaxinfer.plan.problem import load_problem
+from jaxinfer.serving.step_fit import StepFit
+from jaxinfer.simulate.cluster import model_cluster
+from jaxinfer.steps.profile import read_profile
+
+PLAN, RUN = Path("configs/plan/hexgen2_cpu.yaml"), Path("configs/cpu/hexgen2.yaml")
+MODEL = "smollm2-135m-instruct"
+# How many times a group of each node is slower than this machine.
+SLOWDOWNS = {"quick": 6, "slow": 16}
+KINDS = {"quick": "quick-cpu", "slow": "slow-cpu"}
+CHUNK = 128
+# As in configs/cpu/single.yaml.
+ENGINE = {"max_model_len": 1024, "page_size": 32, "max_num_seqs": 16,
+          "enable_prefix_caching": False, "max_num_batched_tokens": CHUNK,
+          "token_buckets": [64, 96, CHUNK]}  # fmt: skip
+HEADING = """\
+# HexGen-2 on six groups of this machine's CPU, two of them slowed down less than the other four,
+# none of which holds the model: which prefill, which decode, with which layers, and the flows
+# between them are those of `jaxinfer plan configs/plan/hexgen2_cpu.yaml`, which plans from a
+# profile. Written by scripts/plan_cpu_hexgen2.py.
+"""
+
+
+def phases(fit: StepFit, slowdown: float) -> dict[str, Any]:
+    """Cronus' eq. 3 of full chunks and Aladdin's of decodes, as costs by phase.
+
+    A chunk of C tokens after s entries adds C (2 s + C) pairs.
+    """
+    assert fit.decode
+    pair_s = max(fit.mixed.per_prefill_context, 0.0) / (2 * CHUNK)
+    token_s = (fit.mixed.constant - pair_s * CHUNK**2) / CHUNK
+    decode = fit.decode
+    costs = {
+        "prefill": {"token_s": token_s, "pair_s": pair_s},
+        "decode": [
+            {
+                "step_s": max(decode.constant, 0.0),
+                "context_s": max(decode.per_context, 0.0),
+                "sequence_s": max(decode.per_sequence, 0.0),
+            }
+        ],
+    }
+    return {
+        "prefill": _times(costs["prefill"], slowdown),
+        "decode": [_times(each, slowdown) for each in costs["decode"]],
+        "share_step": True,
+    }
+
+
+def _times(costs: Any, slowdown: float) -> dict[str, float]:
+    return {name: float(f"{slowdown * value:.4g}") for name, value in costs.items()}
+
+
+def write_plan(fit: StepFit) -> None:
+    """The plan file with what was measured."""
+    data = yaml.safe_load(PLAN.read_text(encoding="utf-8"))
+    data["planner"]["measured"] = {
+        KINDS[node]: {"phases": phases(fit, slowdown)} for node, slowdown in SLOWDOWNS.items()
+    }
+    comments = [line for line in PLAN.read_text().splitlines(True) if line.startswith("#")]
+    PLAN.write_text("".join(comments) + as_text(data), encoding="utf-8")
+
+
+def section(name: str, value: Any) -> str:
+    """Of a run file, with a line for each group, link and instance."""
+    if isinstance(value, str):
+        return f"{name}: {value}\n"
+    if isinstance(value, list):
+        return f"{name}:\n" + "".join(f"  - {in_line(each)}\n" for each in value)
+    if name in ("groups", "instances"):
+        return f"{name}:\n" + "".join(f"  {key}: {in_line(each)}\n" for key, each in value.items())
+    return f"{name}: {in_line(value)}\n"
+
+
+def in_line(value: Any) -> str:
+    """YAML in one line, or a few."""
+    text = yaml.safe_dump(value, sort_keys=False, default_flow_style=True, width=88)
+    return text.strip().replace("\n", "\n    ")
+
+
+def as_text(data: dict[str, Any]) -> str:
+    """YAML in short lines."""
+    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
+
+
+def real(part: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """A planned part as a run file of emulated CPU groups."""
+    modelled = model_cluster(resolve(as_run_file(run))).instances
+    nodes = {name: costs["node"] for name, costs in part["simulate"]["groups"].items()}
+    groups = {
+        name: {"platform": "cpu", "emulate": {"slowdown": SLOWDOWNS[node]}}
+        for name, node in nodes.items()
+    }
+    instances = {
+        # As many pages as the memory that was planned with has room for.
+        name: {**instance, "num_pages": min(min(modelled[name].num_pages), 320)}
+        for name, instance in part["instances"].items()
+    }
+    names = list(groups)
+    links = [
+        {"between": [a, b], "gb_s": 1, "latency_s": 0.001}
+        for number, a in enumerate(names) for b in names[number + 1 :]
+    ]  # fmt: skip
+    return {
+        "model": MODEL, "engine": ENGINE, "groups": groups,
+        "links": links, "instances": instances, "system": part["system"],
+        "workload": {"trace": "configs/cpu/bursts.csv"},
+    }  # fmt: skip
+
+
+def write_run() -> None:
+    """The plan as a run file."""
+    problem = load_problem(PLAN)
+    given = {name: value for name, value in problem.planner.items() if name != "name"}
+    planner = HexGen2(HexGen2Options.model_validate(given))
+    candidate = planner.candidate(problem, planner.certified(problem))
+    data = real(dict(candidate.part), problem.run_file(candidate.part))
+    RUN.write_text(HEADING + "".join(section(*each) for each in data.items()), encoding="utf-8")
+    load_run_file(RUN)
+    print(candidate)
+
+
+@click.command()
+@click.option("--profile", type=click.Path(path_type=Path), help="Of the whole model on one group.")
+def main(profile: Path | None) -> None:
+    """Update the plan file, or plan."""
+    if profile:
+        write_plan(read_profile(profile).fit([1.0]))
+    else:
+        write_run()
+
+
+if __name__ == "__main__":
+    main()
