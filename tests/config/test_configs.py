@@ -16,7 +16,7 @@ from jaxinfer.plan.candidate import Candidate, Score
 from jaxinfer.plan.problem import load_options, load_problem
 from jaxinfer.plan.registry import make_planner
 from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.plan.sweep import Sweep, configs
+from jaxinfer.plan.sweep import Sweep, clusters
 
 ROOT = Path(__file__).parents[2]
 # Others than run files: tests/simulate/test_nodes.py and test_targets.py have them.
@@ -61,7 +61,7 @@ def test_plan_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_sweep_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     sweep = load_options(Sweep, "sweep file", path, ())
-    assert len(configs(sweep)) == len(list(sweep.points()))
+    assert len(clusters(sweep)) == len(list(sweep.points()))
 
 
 def test_there_is_one_for_each_system() -> None:
