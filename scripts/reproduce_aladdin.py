@@ -1,0 +1,139 @@
+"""Aladdin's figures on the modelled cluster, beside the paper's.
+
+    python scripts/reproduce_aladdin.py --trace CSV --profiles FOLDER --out DIR
+
+CSV: prompt and output lengths of ShareGPT's first turns. FOLDER: Vidur's profiles (``vidur``) and
+aiconfigurator's (``aiconfigurator``). DIR keeps what was simulated: the command goes on there.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+
+import click
+from aladdin_runs import ATGT_S, JSQ, TWO, Row, Search, Way, Work, aladdin, draw
+from aladdin_single import equation_6, figure_3, models, overhead, table_2
+from aladdin_tables import make_tables
+from results import Target, holds, show_table, show_targets, write_csv, write_targets
+from scipy.stats import t as student
+
+from jaxinfer.plan.workers import fit_workers
+from jaxinfer.workload.lengths import read_workload
+
+RATE, LEVELS, SEEDS = 25.0, (0.99, 0.995), range(5)
+# Theta is chosen with another seed, once for each level and kind of prediction.
+THETAS, CALIBRATION = (0.9, 0.8, 0.7, 0.6, 0.5), 100
+RATES = (3.0, 6.0, 12.0, 18.0, 25.0, 50.0)
+# About how many workers a rate takes, to begin with.
+PER_RATE, CONSTANT = 0.5, 4.0
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half of the 95 % interval of it, by Student's t."""
+    half = student.ppf(0.975, len(values) - 1) * stdev(values) / len(values) ** 0.5
+    return fmean(values), float(half)
+
+
+def best_theta(search: Search, level: float, oracle: bool) -> tuple[float, list[Row]]:
+    """The largest theta that takes the fewest workers, with the seed that nothing else has."""
+    rows: list[Row] = []
+    guess = CONSTANT + PER_RATE * RATE
+    for theta in THETAS:
+        way = aladdin(theta, oracle)
+        guess = search.fewest(way, RATE, level, CALIBRATION, guess)
+        rows.append({"lengths": "true" if oracle else "predicted", "attainment (%)": 100 * level,
+                     "theta": theta, "workers": guess})  # fmt: skip
+    return min(rows, key=lambda row: row["workers"])["theta"], rows
+
+
+def counts_of(search: Search, way: Way, level: float) -> list[int]:
+    """The fewest workers with each seed; each search begins where the one before ended."""
+    found: list[int] = []
+    for seed in SEEDS:
+        guess = found[-1] if found else CONSTANT + PER_RATE * RATE
+        found.append(search.fewest(way, RATE, level, seed, guess))
+    return found
+
+
+def fewest_workers(search: Search) -> tuple[list[Row], list[Row], list[Target], Way]:
+    """By level and seed; theta, claims, and Aladdin with true lengths at the lower level."""
+    rows, thetas, targets = [], [], []
+    first: Way | None = None
+    for level in LEVELS:
+        ways = [JSQ, TWO]
+        for oracle in (True, False):
+            theta, tried = best_theta(search, level, oracle)
+            thetas += tried
+            ways.append(aladdin(theta, oracle))
+        first = first or ways[2]
+        counts = {way.name: counts_of(search, way, level) for way in ways}
+        for way in ways:
+            found = counts[way.name]
+            row: Row = {"attainment (%)": 100 * level, "system": way.name}
+            row["theta"] = way.system.get("theta", "-")
+            mean, half = interval(found)
+            row["workers"] = f"{mean:.1f} +- {half:.1f}"
+            for base in (JSQ, TWO):
+                saved = [100 * (1 - n / m) for n, m in zip(found, counts[base.name], strict=True)]
+                mean, half = interval(saved)
+                row[f"fewer than {base.name} (%)"] = f"{mean:.1f} +- {half:.1f}"
+                if "theta" in way.system:
+                    lowest = f"{mean:.1f} +- {half:.1f} % fewer"
+                    claim = f"{way.name}: fewer workers than {base.name} at {100 * level:g} %"
+                    paper = "up to 40 %" if base is JSQ else "up to 49 %, decodes only"
+                    targets.append(holds(claim, paper, lowest, mean > half))
+            rows.append(row)
+    assert first
+    return rows, thetas, targets, first
+
+
+def equation_7(search: Search, way: Way) -> tuple[list[Row], list[Target]]:
+    """The fewest at six rates, and the line through the other five."""
+    found = [
+        (rate, search.fewest(way, rate, LEVELS[0], 0, CONSTANT + PER_RATE * rate)) for rate in RATES
+    ]
+    rows, off = [], []
+    line = fit_workers(found)
+    for rate, workers in found:
+        without = fit_workers([each for each in found if each[0] != rate]).workers(rate)
+        rows.append({"requests/s": rate, "fewest": workers, "eq. 7": line.workers(rate),
+                     "eq. 7 of the other rates": without})  # fmt: skip
+        off.append(abs(line.workers(rate) - workers))
+    says = f"{max(off)} at most; {line.per_rate:.3f} r + {line.constant:.2f}"
+    return rows, [holds("eq. 7 within one worker at six rates", "linear", says, max(off) <= 1)]
+
+
+@click.command()
+@click.option("--trace", required=True)
+@click.option("--profiles", required=True, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path))
+def main(trace: str, profiles: Path, out: Path) -> None:
+    """Print all tables, and write them and the targets."""
+    work: Work = read_workload(trace)
+    out.mkdir(parents=True, exist_ok=True)
+    tables = make_tables(profiles, out)
+    search = Search(work, tables, out / "simulated.jsonl")
+    targets: list[Target] = []
+
+    def add(title: str, name: str, rows: Sequence[Row], more: Sequence[Target] = ()) -> None:
+        print(f"\n## {title}\n", flush=True)
+        show_table(rows)
+        write_csv(out / f"{name}.csv", rows)
+        targets.extend(more)
+
+    add("Figure 3", "figure3", *figure_3())
+    add("Table 2", "table2", *table_2())
+    add("Models", "models", *models(tables))
+    add("Eq. 6 and Table 3", "equation6", *equation_6(tables, draw(work, CALIBRATION), ATGT_S))
+    rows, thetas, more, way = fewest_workers(search)
+    add("Theta", "theta", thetas)
+    add(f"Fewest workers at {RATE:g} requests/s", "workers", rows, more)
+    add("Eq. 7", "equation7", *equation_7(search, way))
+    add("Overhead", "overhead", *overhead(tables, work, way))
+    print("\n## Targets\n")
+    show_targets(targets)
+    write_targets(out / "targets.csv", targets)
+
+
+if __name__ == "__main__":
+    main()
