@@ -1,6 +1,7 @@
 """Aladdin's runs, for scripts/reproduce_aladdin.py: workers, requests, and the fewest that do."""
 
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ FILE = Path(__file__).parents[1] / "configs" / "aladdin" / "llama2_7b.yaml"
 TTFT_S, ATGT_S = 0.4, 0.015
 # What users allow, and the requests of a run.
 LIMIT, REQUESTS = 2048, 1000
-MOST = 80
 Work = Sequence[BenchRequest]
 Row = dict[str, Any]
 
@@ -84,9 +84,7 @@ class Search:
                 file.write(json.dumps([key, self._kept[key]]) + "\n")
         return self._kept[key]
 
-    def fewest(self, way: Way, rate: float, level: float, seed: int, guess: float) -> int:
-        """The fewest workers."""
-        found = fewest(lambda n: self.keeps(way, n, rate, level, seed), guess, MOST)
-        if found is None:
-            raise SystemExit(f"{way.name}: {MOST} workers are not enough at {rate:g} requests/s")
-        return found
+    def fewest(self, way: Way, rate: float, level: float, seed: int, guess: float) -> int | None:
+        """The fewest workers; None where twice the guess and more are not enough."""
+        most = math.ceil(2 * guess) + 8
+        return fewest(lambda n: self.keeps(way, n, rate, level, seed), guess, most)

@@ -6,6 +6,7 @@ CSV: prompt and output lengths of ShareGPT's first turns. FOLDER: Vidur's profil
 aiconfigurator's (``aiconfigurator``). DIR keeps what was simulated: the command goes on there.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -24,33 +25,43 @@ RATE, LEVELS, SEEDS = 25.0, (0.99, 0.995), range(5)
 # Theta is chosen with another seed, once for each level and kind of prediction.
 THETAS, CALIBRATION = (0.9, 0.8, 0.7, 0.6, 0.5), 100
 RATES = (3.0, 6.0, 12.0, 18.0, 25.0, 50.0)
-# About how many workers a rate takes, to begin with.
-PER_RATE, CONSTANT = 0.5, 4.0
+# About how many workers RATE takes, to begin with.
+USUAL = 17.0
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half of the 95 % interval of it, by Student's t."""
+    """Mean, and half of the 95 % interval of it, by Student's t; not numbers of fewer than two."""
+    if len(values) < 2:
+        return math.nan, math.nan
     half = student.ppf(0.975, len(values) - 1) * stdev(values) / len(values) ** 0.5
     return fmean(values), float(half)
 
 
 def best_theta(search: Search, level: float, oracle: bool) -> tuple[float, list[Row]]:
-    """The largest theta that takes the fewest workers, with the seed that nothing else has."""
+    """The theta that takes the fewest workers, with a seed that nothing else has.
+
+    Of equal ones the smallest, which is the safest: it is to hold with other seeds, too.
+    """
     rows: list[Row] = []
-    guess = CONSTANT + PER_RATE * RATE
+    guess = USUAL
     for theta in THETAS:
         way = aladdin(theta, oracle)
-        guess = search.fewest(way, RATE, level, CALIBRATION, guess)
+        found = None
+        # Where none keeps the lower level, none keeps this one.
+        if search.fewest(way, RATE, LEVELS[0], CALIBRATION, guess):
+            found = search.fewest(way, RATE, level, CALIBRATION, guess)
+        guess = found or guess
         rows.append({"lengths": "true" if oracle else "predicted", "attainment (%)": 100 * level,
-                     "theta": theta, "workers": guess})  # fmt: skip
-    return min(rows, key=lambda row: row["workers"])["theta"], rows
+                     "theta": theta, "workers": found or "none"})  # fmt: skip
+    kept = [row for row in rows if row["workers"] != "none"]
+    return min(kept, key=lambda row: (row["workers"], row["theta"]))["theta"], rows
 
 
-def counts_of(search: Search, way: Way, level: float) -> list[int]:
+def counts_of(search: Search, way: Way, level: float) -> list[int | None]:
     """The fewest workers with each seed; each search begins where the one before ended."""
-    found: list[int] = []
+    found: list[int | None] = []
     for seed in SEEDS:
-        guess = found[-1] if found else CONSTANT + PER_RATE * RATE
+        guess = (found and found[-1]) or USUAL
         found.append(search.fewest(way, RATE, level, seed, guess))
     return found
 
@@ -68,20 +79,21 @@ def fewest_workers(search: Search) -> tuple[list[Row], list[Row], list[Target], 
         first = first or ways[2]
         counts = {way.name: counts_of(search, way, level) for way in ways}
         for way in ways:
-            found = counts[way.name]
             row: Row = {"attainment (%)": 100 * level, "system": way.name}
             row["theta"] = way.system.get("theta", "-")
-            mean, half = interval(found)
-            row["workers"] = f"{mean:.1f} +- {half:.1f}"
+            found = [n for n in counts[way.name] if n]
+            row["workers"] = "{:.1f} +- {:.1f}".format(*interval(found))
+            row["seeds that no number keeps"] = len(SEEDS) - len(found)
             for base in (JSQ, TWO):
-                saved = [100 * (1 - n / m) for n, m in zip(found, counts[base.name], strict=True)]
-                mean, half = interval(saved)
+                pairs = zip(counts[way.name], counts[base.name], strict=True)
+                mean, half = interval([100 * (1 - n / m) for n, m in pairs if n and m])
                 row[f"fewer than {base.name} (%)"] = f"{mean:.1f} +- {half:.1f}"
                 if "theta" in way.system:
-                    lowest = f"{mean:.1f} +- {half:.1f} % fewer"
+                    ours = f"{mean:.1f} +- {half:.1f} % fewer"
                     claim = f"{way.name}: fewer workers than {base.name} at {100 * level:g} %"
                     paper = "up to 40 %" if base is JSQ else "up to 49 %, decodes only"
-                    targets.append(holds(claim, paper, lowest, mean > half))
+                    every = len(found) == len(SEEDS)
+                    targets.append(holds(claim, paper, ours, every and mean > half))
             rows.append(row)
     assert first
     return rows, thetas, targets, first
@@ -89,9 +101,9 @@ def fewest_workers(search: Search) -> tuple[list[Row], list[Row], list[Target], 
 
 def equation_7(search: Search, way: Way) -> tuple[list[Row], list[Target]]:
     """The fewest at six rates, and the line through the other five."""
-    found = [
-        (rate, search.fewest(way, rate, LEVELS[0], 0, CONSTANT + PER_RATE * rate)) for rate in RATES
-    ]
+    searched = [(rate, search.fewest(way, rate, LEVELS[0], 0, 4 + USUAL / RATE * rate * 0.8))
+                for rate in RATES]  # fmt: skip
+    found = [(rate, workers) for rate, workers in searched if workers]
     rows, off = [], []
     line = fit_workers(found)
     for rate, workers in found:

@@ -6,7 +6,6 @@ Steps have prompts or decodes, never both: the policy ``form_batch`` is ``prefil
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from itertools import product
 
 from pydantic import Field
 
@@ -71,7 +70,8 @@ class Aladdin(System):
     def __init__(self, options: AladdinOptions) -> None:
         super().__init__(options)
         self.tick_interval = options.heartbeat_s
-        self.placed = Placed(lambda instance: limits_of(instance, options), options.grant_gap)
+        asked = options.ttft_s, options.atgt_s, options.theta, options.gamma
+        self.placed = Placed(lambda instance: limits_of(instance, *asked), options.grant_gap)
         self._waiting: list[Job] = []
         self._counts = Counter(opened=0, moved=0)
 
@@ -84,7 +84,7 @@ class Aladdin(System):
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
         """From those for prompts to the others."""
         prefill = self.options.prefill
-        return list(product(prefill, [name for name in instances if name not in prefill]))
+        return [(source, dest) for source in prefill for dest in instances if dest not in prefill]
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """Those that fit somewhere, or can wait no longer."""

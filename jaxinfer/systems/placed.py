@@ -3,7 +3,6 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.system import ClusterView, InstanceView, RequestView
@@ -13,17 +12,10 @@ from jaxinfer.systems.rebalance import Errors, rebalance
 from jaxinfer.systems.roles import capacity, most_entries
 
 
-class Asked(Protocol):
-    """Options that say what is to be kept."""
-
-    ttft_s: float
-    atgt_s: float
-    theta: float
-    gamma: float
-
-
-def limits_of(instance: InstanceView, asked: Asked) -> Limits:
-    """What a worker may take.
+def limits_of(
+    instance: InstanceView, ttft_s: float, atgt_s: float, theta: float, gamma: float
+) -> Limits:
+    """What a worker may take, by the fits of its steps.
 
     Raises:
         JaxinferError: nothing, since each iteration takes too long, or nobody knows how long.
@@ -33,12 +25,12 @@ def limits_of(instance: InstanceView, asked: Asked) -> Limits:
         raise JaxinferError(
             f"instance {name!r} has no fit of its decodes: max_num_seqs must be 2 or more"
         )
-    if asked.atgt_s <= fit.decode.constant:
+    if atgt_s <= fit.decode.constant:
         raise JaxinferError(
-            f"atgt_s is {asked.atgt_s:g}, must be above the {fit.decode.constant:.4g} s that an "
+            f"atgt_s is {atgt_s:g}, must be above the {fit.decode.constant:.4g} s that an "
             f"iteration of instance {name!r} takes, however few decode"
         )
-    targets = asked.ttft_s, asked.atgt_s, asked.theta, asked.gamma
+    targets = ttft_s, atgt_s, theta, gamma
     return Limits(fit.prefill, fit.decode, *targets, capacity(instance), instance.page_size)
 
 

@@ -132,7 +132,7 @@ def test_the_file_s_own_size(carries: Carries, file: str) -> None:
         ({}, {"file": "nowhere.yaml"}, r"planner\.file: .*nowhere\.yaml"),
         ({}, {"sizes": {"3": {}}}, r"planner\.sizes\.3: "),
         (
-            {"slo": "ttft:p99=1,tpot:p99=0.05"},
+            {},
             {"most": 1},
             "none of 1 candidates keeps the targets",
         ),
