@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from aladdin_runs import Row, Way, Work, draw
+from aladdin_runs import ATGT_S, TTFT_S, Row, Way, Work, draw
 from results import Target, by_share, holds
 
 from jaxinfer.config.run_file import RunFile, as_run_file
@@ -17,6 +17,7 @@ from jaxinfer.serving.admission import peak_entries
 from jaxinfer.serving.batch import Work as StepWork
 from jaxinfer.serving.system import Assignment, ClusterView, RequestView
 from jaxinfer.simulate.run import prepare, simulate
+from jaxinfer.simulate.targets import RequestTargets
 from jaxinfer.systems.aladdin import Aladdin
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
@@ -137,6 +138,20 @@ def equation_6(tables: Path, work: Work, atgt_s: float) -> tuple[list[Row], list
         holds(f"Table 3, 7B on A100s: GPUs by eq. 6, {name}", "1", str(gpus), gpus == 1)
         for name, gpus in best.items()
     ]
+
+
+def opened(tables: Path, work: Work, ways: Sequence[Way], rate: float) -> list[Row]:
+    """How many of 40 workers are used where nobody has to wait, and what they attain."""
+    rows = []
+    for way in ways:
+        watch = RequestTargets({"ttft": TTFT_S, "tpot": ATGT_S}).watch(work)
+        arrivals = with_arrivals(work, Arrivals(kind="poisson", rate=rate, seed=0))
+        metrics = simulate(way.config(tables, 40), arrivals, on_request=watch.add)
+        used = sum(use.first_step is not None for use in metrics.instances.values())
+        share = 100 * (watch.verdict().attainment or 0)
+        rows.append({"system": way.name, "theta": way.system["theta"], "used": used,
+                     "attainment (%)": round(share, 1)})  # fmt: skip
+    return rows
 
 
 class Timed(Aladdin):
