@@ -66,34 +66,35 @@ def counts_of(search: Search, way: Way, level: float) -> list[int | None]:
     return found
 
 
-def fewest_workers(search: Search) -> tuple[list[Row], list[Row], list[Target], list[Way]]:
-    """By level and seed; theta, claims, and Aladdin as it was chosen."""
-    rows, thetas, targets, chosen = [], [], [], []
-    for level in LEVELS:
-        ways = [JSQ, TWO]
-        for oracle in (True, False):
-            theta, tried = best_theta(search, level, oracle)
-            thetas += tried
-            ways.append(aladdin(theta, oracle))
-        chosen += ways[2:]
-        counts = {way.name: counts_of(search, way, level) for way in ways}
-        for way in ways:
-            row: Row = {"attainment (%)": 100 * level, "system": way.name}
-            row["theta"] = way.system.get("theta", "-")
-            found = [n for n in counts[way.name] if n]
-            row["workers"] = "{:.1f} +- {:.1f}".format(*interval(found))
-            row["seeds that no number keeps"] = len(SEEDS) - len(found)
-            for base in (JSQ, TWO):
-                pairs = zip(counts[way.name], counts[base.name], strict=True)
-                mean, half = interval([100 * (1 - n / m) for n, m in pairs if n and m])
-                row[f"fewer than {base.name} (%)"] = f"{mean:.1f} +- {half:.1f}"
-                if "theta" in way.system:
-                    ours = f"{mean:.1f} +- {half:.1f} % fewer"
-                    claim = f"{way.name}: fewer workers than {base.name} at {100 * level:g} %"
-                    paper = "up to 40 %" if base is JSQ else "up to 49 %, decodes only"
-                    every = len(found) == len(SEEDS)
-                    targets.append(holds(claim, paper, ours, every and mean > half))
-            rows.append(row)
+def fewest_workers(
+    search: Search, level: float
+) -> tuple[list[Row], list[Row], list[Target], list[Way]]:
+    """Of all systems, over seeds; theta, claims, and Aladdin as it was chosen."""
+    rows: list[Row] = []
+    thetas: list[Row] = []
+    targets, chosen = [], []
+    for oracle in (True, False):
+        theta, tried = best_theta(search, level, oracle)
+        thetas += tried
+        chosen.append(aladdin(theta, oracle))
+    ways = [JSQ, TWO, *chosen]
+    counts = {way.name: counts_of(search, way, level) for way in ways}
+    for way in ways:
+        found = [n for n in counts[way.name] if n]
+        row: Row = {"attainment (%)": 100 * level, "system": way.name}
+        row["theta"] = way.system.get("theta", "-")
+        row["workers"] = "{:.1f} +- {:.1f}".format(*interval(found))
+        row["seeds that no number keeps"] = len(SEEDS) - len(found)
+        for base in (JSQ, TWO):
+            pairs = zip(counts[way.name], counts[base.name], strict=True)
+            mean, half = interval([100 * (1 - n / m) for n, m in pairs if n and m])
+            row[f"fewer than {base.name} (%)"] = f"{mean:.1f} +- {half:.1f}"
+            if way in chosen:
+                claim = f"{way.name}: fewer workers than {base.name} at {100 * level:g} %"
+                paper = "up to 40 %" if base is JSQ else "up to 49 %, decodes only"
+                met = len(found) == len(SEEDS) and mean > half
+                targets.append(holds(claim, paper, f"{mean:.1f} +- {half:.1f} % fewer", met))
+        rows.append(row)
     return rows, thetas, targets, chosen
 
 
@@ -135,12 +136,18 @@ def main(trace: str, profiles: Path, out: Path) -> None:
     add("Table 2", "table2", *table_2())
     add("Models", "models", *models(tables))
     add("Eq. 6 and Table 3", "equation6", *equation_6(tables, draw(work, CALIBRATION), ATGT_S))
-    rows, thetas, more, chosen = fewest_workers(search)
-    add("Theta", "theta", thetas)
-    add(f"Fewest workers at {RATE:g} requests/s", "workers", rows, more)
-    add("Eq. 7", "equation7", *equation_7(search, chosen[0]))
+    chosen: list[Way] = []
+    for level in LEVELS:
+        rows, thetas, more, ways = fewest_workers(search, level)
+        percent = f"{100 * level:g}".replace(".", "_")
+        add(f"Theta at {100 * level:g} %", f"theta_{percent}", thetas)
+        title = f"Fewest workers at {RATE:g} requests/s and {100 * level:g} %"
+        add(title, f"workers_{percent}", rows, more)
+        if not chosen:
+            add("Eq. 7", "equation7", *equation_7(search, ways[0]))
+            add("Overhead", "overhead", *overhead(tables, work, ways[0]))
+        chosen += ways
     add("With workers to spare", "opened", opened(tables, draw(work, 0), chosen, RATE))
-    add("Overhead", "overhead", *overhead(tables, work, chosen[0]))
     print("\n## Targets\n")
     show_targets(targets)
     write_targets(out / "targets.csv", targets)
