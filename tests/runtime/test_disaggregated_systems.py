@@ -1,4 +1,4 @@
-"""Splitwise, DistServe, TetriInfer, HexGen-2: tokens of four unlike instances as of one."""
+"""Splitwise, DistServe, TetriInfer, HexGen-2, Aladdin: tokens of four instances as of one."""
 
 from collections import Counter
 from pathlib import Path
@@ -10,6 +10,7 @@ from cluster_cases import LAYERS, G, H, Loader, roomy, set_pools, set_system
 from cluster_checks import Done, Ran, check_transfers, serve, token_bytes
 
 from jaxinfer import LLM
+from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
 
 INSTANCES: dict[str, Any] = {
     "p": {"stages": [{"group": "g", "layers": 1}, {"group": "h", "layers": 3}]} | roomy(8),
@@ -131,6 +132,7 @@ def planned(layers: int) -> dict[str, Any]:
     return {"groups": groups, "instances": data["instances"], "system": data["system"]}
 
 
+@pytest.mark.slow
 def test_hexgen2_as_planned_for_a_cpu(
     loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
@@ -146,3 +148,24 @@ def test_hexgen2_as_planned_for_a_cpu(
     whole = sum(rate for row in flows.values() for rate in row.values())
     for (source, dest), count in pairs.items():
         assert abs(count - sum(pairs.values()) * flows[source][dest] / whole) <= 1
+
+
+@pytest.mark.parametrize("prefill", [[], ["p"]], ids=["whole", "split"])
+def test_aladdin(
+    four: LLM,
+    expected: dict[str, list[Done]],
+    prefill: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By step times such that about 300 entries fit on each: the fifth request opens another."""
+    fit = StepFit(PrefillFit(1e-4, 0.01), MixedFit(0.0, 0.0, 0.01), DecodeFit(0.005, 0.01, 0.1))
+    monkeypatch.setattr(four._runs, "fits", dict.fromkeys(INSTANCES, fit))
+    system = {"name": "aladdin", "ttft_s": 60.0, "atgt_s": 2.0, "heartbeat_s": 0.002,
+              "prefill": prefill}  # fmt: skip
+    ran, done = run(four, system, tmp_path, {})
+    assert done == expected["two"]
+    used = {name for name in INSTANCES if ran.decoded(name)}
+    assert len(used) > 1
+    assert {t.source for t in ran.record.transfers} == set(prefill)
+    assert not used & set(prefill)

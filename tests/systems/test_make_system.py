@@ -111,7 +111,7 @@ def test_all_that_come_with_jaxinfer_are_found() -> None:
         if name == "least_loaded":  # Has all it needs.
             assert type(make_system({"name": name}, ["x", "y"])) is LeastLoaded
         else:
-            wrong = f"system {name}: |system.(shares|partial|prefill|prompt|units|flows)"
+            wrong = f"system {name}: |system.(shares|partial|prefill|prompt|units|flows|ttft_s)"
             with pytest.raises(JaxinferError, match=wrong):
                 make_system({"name": name}, ["x", "y"])
         assert target.startswith(f"jaxinfer.systems.{name}:")
@@ -120,7 +120,7 @@ def test_all_that_come_with_jaxinfer_are_found() -> None:
 def test_names() -> None:
     assert list(SYSTEMS) == [
         "single", "cronus", "data_parallel", "least_loaded", "disaggregated", "distserve",
-        "splitwise", "tetriinfer", "hexgen2", "pipeline_parallel"]  # fmt: skip
+        "splitwise", "tetriinfer", "hexgen2", "aladdin", "pipeline_parallel"]  # fmt: skip
 
 
 def test_a_users_own(own: str) -> None:
@@ -167,7 +167,10 @@ def test_a_name_with_replicas(config: dict[str, Any], instances: list[str], mess
         ({}, "system.name is missing, must be one of single, cronus, "),
         ({"name": 3}, "system.name is 3, must be one of single, cronus, "),
         ({"name": "cronos"}, "system 'cronos': did you mean 'cronus'?; or my_module:MySystem"),
-        ({"name": "xyz"}, "system 'xyz': known: cronus, data_parallel, disaggregated, distserve, "),
+        (
+            {"name": "xyz"},
+            "system 'xyz': known: aladdin, cronus, data_parallel, disaggregated, ",
+        ),
         ({"name": "Cronus"}, "did you mean 'cronus'?"),
         ({"name": "not_there_at_all:MySystem"}, "No module named 'not_there_at_all'"),
         ({"name": "cronus", "cut_shar": 1}, "system.cut_shar: unknown option, did you mean 'cut_s"),

@@ -1,0 +1,117 @@
+"""How large a worker should be, and how many it takes: Aladdin's eqs. 6 and 7, and a search."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.serving.step_fit import DecodeFit, LeastSquares
+from jaxinfer.workload.lengths import BenchRequest
+
+
+@dataclass(frozen=True)
+class MeanRequest:
+    """What a decode is like, in the mean over all iterations.
+
+    Attributes:
+        context: KV entries that one sees; a request counts for each of its output tokens.
+        output: output tokens of a request.
+    """
+
+    context: float
+    output: float
+
+    @classmethod
+    def of(cls, work: Sequence[BenchRequest]) -> "MeanRequest":
+        """Of a workload."""
+        tokens = sum(item.max_tokens for item in work)
+        seen = sum(item.max_tokens * (item.prompt_len + item.max_tokens / 2) for item in work)
+        return cls(seen / tokens, tokens / len(work))
+
+
+@dataclass(frozen=True)
+class MostTokens:
+    """Eq. 6: output tokens per second and GPU, at most, of a worker of so many GPUs.
+
+    Attributes:
+        by_memory: with as many requests as its pool holds; ``by_target``: as an iteration may have.
+    """
+
+    by_memory: float
+    by_target: float
+
+    @property
+    def least(self) -> float:
+        """Which of the two holds."""
+        return min(self.by_memory, self.by_target)
+
+
+def most_tokens(
+    decode: DecodeFit, gpus: int, room: int, mean: MeanRequest, atgt_s: float
+) -> MostTokens:
+    """Eq. 6 for workers of one size.
+
+    Args:
+        room: KV entries of a worker's pool.
+        atgt_s: the target of the mean time between tokens, in seconds.
+    """
+    held = room / mean.context
+    by_memory = held / (gpus * decode.seconds(room, held))
+    each = decode.per_context * mean.context + decode.per_sequence
+    left = max(atgt_s - decode.constant, 0.0)
+    batch = left / each if each > 0 else math.inf if left else 0.0
+    return MostTokens(by_memory, batch / (gpus * atgt_s))
+
+
+@dataclass(frozen=True)
+class WorkerCount:
+    """Eq. 7: workers that a rate of requests takes."""
+
+    per_rate: float
+    constant: float
+
+    def workers(self, rate: float) -> int:
+        """At so many requests per second."""
+        # A sum that is whole but for its last digits is whole.
+        return max(math.ceil(self.per_rate * rate + self.constant - 1e-9), 1)
+
+
+def fit_workers(found: Sequence[tuple[float, int]]) -> WorkerCount:
+    """By least squares, of rates and the fewest workers that they took.
+
+    The fewest is a number rounded up: in the mean, half a worker more than a line tells.
+
+    Raises:
+        JaxinferError: there are no two rates.
+    """
+    squares = LeastSquares(2)
+    for rate, workers in found:
+        squares.add((rate, 1.0), workers - 0.5)
+    solved = squares.solve()
+    if solved is None:
+        raise JaxinferError("eq. 7: needs the workers of two rates or more")
+    return WorkerCount(*solved)
+
+
+def fewest(keeps: Callable[[int], bool], guess: float, most: int) -> int | None:
+    """The fewest workers that keep the targets; None where ``most`` are not enough.
+
+    From the guess, away in steps that grow, then by bisection. Exact where one worker more never
+    does harm; no number is asked for twice.
+
+    Args:
+        keeps: whether so many do.
+    """
+    low, high, step = 0, most + 1, 1  # The former are too few, the latter would be enough.
+    count = int(min(max(guess, 1), most))
+    while high - low > 1:
+        if keeps(count):
+            high = count
+        else:
+            low = count
+        if low and high <= most:
+            count = (low + high) // 2
+        else:
+            count = min(low + step, most) if low else max(high - step, 1)
+            step *= 2
+    return high if high <= most else None

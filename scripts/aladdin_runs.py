@@ -1,0 +1,89 @@
+"""Aladdin's runs, for scripts/reproduce_aladdin.py: workers, requests, and the fewest that do."""
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.config.run_file import RunFile, load_run_file
+from jaxinfer.plan.workers import fewest
+from jaxinfer.simulate.capacity import load
+from jaxinfer.simulate.targets import RequestTargets
+from jaxinfer.workload.lengths import BenchRequest
+
+FILE = Path(__file__).parents[1] / "configs" / "aladdin" / "llama2_7b.yaml"
+TTFT_S, ATGT_S = 0.4, 0.015
+# What users allow, and the requests of a run.
+LIMIT, REQUESTS = 2048, 1000
+Work = Sequence[BenchRequest]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A system, and what it knows of lengths.
+
+    Attributes:
+        theta: of Aladdin.
+        oracle: whether the predicted lengths are the true ones.
+    """
+
+    name: str
+    system: Mapping[str, Any]
+    oracle: bool = False
+
+    def config(self, tables: Path, workers: int) -> RunFile:
+        """So many workers."""
+        settings = [
+            f"groups.a100.replicas={workers}", f"instances.worker.replicas={workers}",
+            f"simulate.tables={tables}", f"system={json.dumps(dict(self.system))}",
+            f"workload.max_tokens={LIMIT}",
+        ]  # fmt: skip
+        if self.oracle:
+            settings.append("workload.predictor={granularity: 1, accuracy: 1}")
+        return load_run_file(FILE, settings)
+
+
+JSQ = Way("shortest queue", {"name": "least_loaded"})
+TWO = Way("power of two", {"name": "least_loaded", "choose": "power_of_two"})
+
+
+def aladdin(theta: float, oracle: bool, **options: Any) -> Way:
+    """With true lengths, or the means of earlier answers."""
+    system = {"name": "aladdin", "ttft_s": TTFT_S, "atgt_s": ATGT_S, "theta": theta} | options
+    return Way("Aladdin, true lengths" if oracle else "Aladdin, predicted", system, oracle)
+
+
+def draw(trace: Work, seed: int, count: int = REQUESTS) -> list[BenchRequest]:
+    """Different pairs of the whole trace, all of which a worker holds."""
+    return random.Random(seed).sample(list(trace), count)
+
+
+class Search:
+    """Finds the fewest workers; what was simulated is kept in a file, and not simulated again."""
+
+    def __init__(self, trace: Work, tables: Path, kept: Path) -> None:
+        self._trace, self._tables, self._path = trace, tables, kept
+        self._kept: dict[str, bool] = {}
+        if kept.exists():
+            lines = kept.read_text(encoding="utf-8").splitlines()
+            self._kept = dict(json.loads(line) for line in lines)
+
+    def keeps(self, way: Way, workers: int, rate: float, level: float, seed: int) -> bool:
+        """Whether so many keep both targets for that share of the requests."""
+        key = json.dumps([way.name, dict(way.system), workers, rate, level, seed, REQUESTS])
+        if key not in self._kept:
+            config, work = way.config(self._tables, workers), draw(self._trace, seed)
+            targets = RequestTargets({"ttft": TTFT_S, "tpot": ATGT_S}, level)
+            self._kept[key] = load(config, work, targets, [seed], rate).verdict.met
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([key, self._kept[key]]) + "\n")
+        return self._kept[key]
+
+    def fewest(self, way: Way, rate: float, level: float, seed: int, guess: float) -> int | None:
+        """The fewest workers; None where twice the guess and more are not enough."""
+        most = math.ceil(2 * guess) + 8
+        return fewest(lambda n: self.keeps(way, n, rate, level, seed), guess, most)
