@@ -48,6 +48,7 @@ def test_plan_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             return next(each for each in candidates if not each.refused)
 
         def scores(self, candidates: list[Candidate]) -> list[Score]:
+            seen.extend(candidates)
             return [Score(1.0) for _ in candidates]
 
     search = Look(load_problem(path))

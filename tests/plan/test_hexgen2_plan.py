@@ -178,11 +178,22 @@ def test_plans_from_what_was_measured(tmp_path: Path) -> None:
         assert costs.prefill.token_s == measured[str(group.kind)]["phases"]["prefill"]["token_s"]
 
 
+def test_prices_of_the_plan_file_count(tmp_path: Path) -> None:
+    """A dollar for each GPU by the hardware file, two by the plan file."""
+    problem = asked(tmp_path)
+    once = plan(problem).axes
+    twice = plan(problem.model_copy(update={"prices": {H100: 2.0, A100: 2.0}})).axes
+    assert twice["flow"] == once["flow"]
+    assert twice["usd_per_hour"] == 2 * once["usd_per_hour"]
+    assert plan(problem.model_copy(update={"prices": {H100: 2.0}})).axes.get("usd_per_hour") is None
+
+
 @pytest.mark.parametrize("method", ["hexgen2", "random_swaps", "genetic"])
 def test_methods_that_it_is_compared_with(tmp_path: Path, method: str) -> None:
     best = plan(asked(tmp_path)).axes["flow"]
+    own = {name: value for name, value in PLANNER.items() if name != "restarts"}
     for more in ({}, {"costs": "table1", "network": "pairs"}):
-        options = PLANNER | {"method": method, "flows": 60} | more
+        options = own | {"method": method, "flows": 60} | more
         axes = plan(asked(tmp_path, options)).axes
         assert 0 < axes["flow"] <= best * (1 + 1e-6)
         assert axes["flow"] <= axes["bound"]
@@ -199,6 +210,9 @@ def test_methods_that_it_is_compared_with(tmp_path: Path, method: str) -> None:
         ({"tensor_parallel": [0, 2]}, {}, "planner.tensor_parallel is (0, 2), must be from 1 on"),
         ({"budget": 2.0}, {}, "2 dollars per hour pay for no plan"),
         ({"budget": 9.0, "method": "genetic"}, {}, "planner.method is genetic, which rents"),
+        ({"method": "genetic"}, {}, "planner.restarts: has no use with method genetic, only with"),
+        ({"method": "hexgen2", "seed": 1}, {}, "planner.restarts: has no use with method hexgen2"),
+        ({}, {"engine": ENGINE | {"num_pages": 9}}, "run.engine: num_pages has no place in this"),
         ({"measured": {H100: {"step_s": 1.0}}}, {},
          "planner.tensor_parallel is (1, 2, 4, 8), must be [1] beside measured, which is of one"),
         ({"measured": {"x": {"step_s": 1.0}}, "tensor_parallel": [1]}, {}, "planner.measured.x"),

@@ -1,7 +1,7 @@
 """The GPUs that there are: nodes of a hardware file, and what lies between them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 
@@ -20,11 +20,13 @@ class Site:
 
     Attributes:
         known: GPUs and models by name, those of both files included.
+        prices: dollars per hour by the GPU's name, in place of the file's.
         rented: of each node, so many of its GPUs; by default all.
     """
 
     hardware: Hardware
     known: Catalogue
+    prices: Mapping[str, float] = field(default_factory=dict)
     rented: tuple[int, ...] | None = None
 
     @cached_property
@@ -77,6 +79,9 @@ class Site:
     @cached_property
     def usd_per_gpu(self) -> list[float] | None:
         """Dollars per hour of a GPU of each node; None where one has no price."""
+        if self.prices:
+            listed = [self.prices.get(node.gpu) for node in self.nodes]
+            return None if None in listed else [usd for usd in listed if usd is not None]
         prices = [node.usd_per_hour for node in self.nodes]
         known = [price for price in prices if price is not None]
         if len(known) < len(prices):
@@ -91,6 +96,9 @@ class Site:
             JaxinferError: a node has no price.
         """
         if self.usd_per_gpu is None:
+            if self.prices:
+                gpu = next(node.gpu for node in self.nodes if node.gpu not in self.prices)
+                raise JaxinferError(f"prices: none of {gpu}, the list has others")
             name = next(n for n, node in self.hardware.nodes.items() if node.usd_per_hour is None)
             raise JaxinferError(f"node {name} of the hardware file has no usd_per_hour")
         found = [inf] * (max(self.kind_of_type) + 1)
@@ -107,7 +115,7 @@ class Site:
             kind = self.kind_of_type[self.type_of[node]]
             taken[node] = min(left[kind], self.nodes[node].gpus)
             left[kind] -= taken[node]
-        return Site(self.hardware, self.known, tuple(taken))
+        return Site(self.hardware, self.known, self.prices, tuple(taken))
 
     def hop(self, here: int, there: int) -> tuple[float, float]:
         """Between stages on two nodes, or within one: latency, and seconds per byte."""

@@ -30,6 +30,8 @@ from jaxinfer.simulate.nodes import read_hardware
 
 # Of the engine, what the planner's step times and pools say nothing of.
 _UNKNOWN = ("token_buckets", "num_pages")
+# Which methods draw anything.
+_DRAWN = {"restarts": ("programs",), "seed": ("programs", "random_swaps", "genetic")}
 
 
 class HexGen2Options(Options):
@@ -69,7 +71,7 @@ class HexGen2Options(Options):
     flows: int = Field(default=500, ge=1)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse degrees below 1."""
+        """Refuse degrees below 1, and options without a use."""
         if min(self.tensor_parallel) < 1:
             raise OptionError(f"tensor_parallel is {self.tensor_parallel}, must be from 1 on")
         if self.measured and self.tensor_parallel != (1,):
@@ -79,6 +81,12 @@ class HexGen2Options(Options):
             )
         if self.method != "programs" and self.budget is not None:
             raise OptionError(f"method is {self.method}, which rents nothing: leave out budget")
+        for name, methods in _DRAWN.items():
+            if name in self.model_fields_set and self.method not in methods:
+                useful = " and ".join(methods)
+                raise OptionError(
+                    f"{name}: has no use with method {self.method}, only with {useful}"
+                )
         if self.method == "programs" and (self.costs, self.network) != ("modelled", "shared"):
             raise OptionError(
                 f"method is programs, whose plans are by modelled costs and a shared network, not "
@@ -160,7 +168,7 @@ class HexGen2:
             "decode": self._engine(problem, "decode"),
         }
         model = known.model(common.require_model())
-        options, site = self._options, Site(hardware, known)
+        options, site = self._options, Site(hardware, known, problem.prices)
         for name in options.measured:
             if name not in (there := {node.gpu for node in site.nodes}):
                 raise OptionError(f"planner.measured.{name}: {did_you_mean(name, there)}")
@@ -171,7 +179,8 @@ class HexGen2:
         own: Mapping[str, Any] = getattr(self._options, role)
         given = {**problem.run.get("engine", {}), **own}
         if name := next((name for name in _UNKNOWN if name in given), None):
-            raise OptionError(f"planner.{role}: {name} has no place in this planner")
+            where = f"planner.{role}" if name in own else "run.engine"
+            raise OptionError(f"{where}: {name} has no place in this planner")
         try:
             return InstanceConfig.model_validate({**given, "group": role})
         except JaxinferError as error:
