@@ -12,7 +12,7 @@ from jaxinfer.plan.kept import Kept
 from jaxinfer.plan.sweep import (
     FIGURES,
     Sweep,
-    configs,
+    clusters,
     draw,
     figures_of,
     run_point,
@@ -116,7 +116,8 @@ def test_a_point_that_cannot_be_says_why(files: list[str]) -> None:
     assert "engine.max_num_seqs is 'x'" in found[1]["refused"]
     assert "no trace" in found[0]["refused"]
     assert run_point(grid.data([*grid.points()][1])) == found[1]
-    assert [config.engine.max_num_seqs for config in configs(grid)] == [4, 8]
+    seqs = [next(iter(each.instances.values())).max_num_seqs for each in clusters(grid)]
+    assert seqs == [4, 8]
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, grid: Sweep, rows: list[dict[str, Any]]) -> list[Any]:
