@@ -1,0 +1,84 @@
+"""DistServe's placements (section 4.2) by ``jaxinfer plan``'s planner, beside the paper's.
+
+    python scripts/reproduce_distserve_placement.py --out DIR
+
+By the plan files ``configs/plan/distserve_*.yaml``; DIR is that of ``reproduce_distserve.py``, to
+whose targets.csv the claims are added. Minutes of CPU.
+"""
+
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import click
+from results import Target, holds, show_table, show_targets, update_targets, write_csv
+
+from jaxinfer.plan.candidate import Axis, Candidate
+from jaxinfer.plan.problem import load_problem
+from jaxinfer.plan.registry import make_planner
+from jaxinfer.plan.search import DrivenSearch
+
+FOLDER = Path(__file__).parents[1] / "configs" / "plan"
+# Of each model, tensor and pipeline parallelism of prefill and decode in the artefact, and
+# among how many of the best it is to be here.
+PAPER = {"13b": ((2, 1, 1, 1), 1), "66b": ((4, 1, 2, 2), 3), "175b": ((3, 3, 4, 3), 3)}
+AXES = ("prefill_tp", "prefill_pp", "decode_tp", "decode_pp")
+
+
+def shape_of(candidate: Candidate) -> tuple[Axis, ...]:
+    """Tensor and pipeline parallelism of prefill and decode."""
+    return tuple(candidate.axes[name] for name in AXES)
+
+
+def found(model: str, pool: ProcessPoolExecutor) -> tuple[list[dict[str, Any]], Target]:
+    """The best three placements and the paper's, and the claim."""
+    paper, among = PAPER[model]
+    problem = load_problem(FOLDER / f"distserve_{model}.yaml", ["goal.top=3"])
+    search = DrivenSearch(problem, pool.map)
+    started = time.monotonic()
+    make_planner(problem.planner).plan(search)
+    seconds = time.monotonic() - started
+    whole = [candidate for candidate, _ in search.tried.values() if candidate.whole]
+    # In full, though it may have been given up.
+    search.scores([each for each in whole if shape_of(each) == paper])
+    units = [(c, s) for c, s in search.tried.values() if c.whole and s.figures]
+    units.sort(key=lambda each: -search.value(each[1]))
+    shapes = [shape_of(candidate) for candidate, _ in units]
+    rows = [
+        {
+            "model": model, "place": place + 1, "prefill TP, PP": f"{shape[0]}, {shape[1]}",
+            "decode TP, PP": f"{shape[2]}, {shape[3]}", "paper's": "yes" if shape == paper else "",
+            "requests/s per GPU": round(search.value(units[place][1]), 3),
+            "rate": "" if units[place][1].given_up is None else "at least",
+            "looked at": len(search.tried), "s": round(seconds),
+        }
+        for place, shape in enumerate(shapes)
+        if place < 3 or shape == paper
+    ]  # fmt: skip
+    place = shapes.index(paper) + 1
+    claim = f"OPT-{model.upper()}: the paper's placement {paper} is among our best {among}"
+    said = f"place {place}" if place <= 3 else f"place {place} or later"
+    return rows, holds(claim, f"place 1 to {among}", said, place <= among)
+
+
+@click.command()
+@click.option("--out", required=True, type=click.Path(path_type=Path))
+@click.option("--jobs", type=click.IntRange(min=1), help="Processes; by default all cores.")
+def main(out: Path, jobs: int | None) -> None:
+    """Print what the planner finds beside the paper's, and write it."""
+    out.mkdir(parents=True, exist_ok=True)
+    rows, targets = [], []
+    with ProcessPoolExecutor(jobs) as pool:
+        for model in PAPER:
+            table, target = found(model, pool)
+            rows += table
+            targets.append(target)
+    show_table(rows)
+    write_csv(out / "placement.csv", rows)
+    show_targets(targets)
+    update_targets(out / "targets.csv", targets)
+
+
+if __name__ == "__main__":
+    main()
