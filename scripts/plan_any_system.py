@@ -83,7 +83,10 @@ def chosen(
     low: str, trace: str, count: int, pool: ProcessPoolExecutor
 ) -> tuple[RunFile, dict[str, Any]]:
     """The choice of ``any_system`` on a pair, and what is known of its search."""
-    axes: dict[str, list[Any]] = {"groups.low.kind": [low], "engine.max_num_batched_tokens": list(CHUNKS)}
+    axes: dict[str, list[Any]] = {
+        "groups.low.kind": [low],
+        "engine.max_num_batched_tokens": list(CHUNKS),
+    }
     files: dict[str, Any] = {str(FOLDER / f"{system}.yaml"): {} for system in SYSTEMS}
     problem = Problem.model_validate(
         {
