@@ -120,8 +120,6 @@ def write_run_files(
     for number, (epoch, part, stretch) in enumerate(
         zip(epochs, parts, served.stretches, strict=True)
     ):
-        if not part:
-            continue  # A run file without requests is none.
         trace = folder / f"{name}{number}.csv"
         own = {k: v for k, v in epoch.data["workload"].items() if k not in REQUESTS}
         data = {**epoch.data, "workload": {**own, "trace": str(trace), "arrivals": "trace"}}
@@ -135,10 +133,9 @@ def write_run_files(
         lines = [f"{i.arrival - epoch.start!r},{i.prompt_len},{i.max_tokens}\n" for i in part]
         header = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
         trace.write_text(header + "".join(lines), encoding="utf-8")
-    # Of a trace that has changed since, others may have stood.
+    # Of a trace that has changed since, more may have stood.
     for old in folder.glob(f"{name}[0-9]*.yaml"):
-        number = int(old.stem.removeprefix(name))
-        if (number >= len(epochs) or not parts[number]) and is_untouched(old):
+        if int(old.stem.removeprefix(name)) >= len(epochs) and is_untouched(old):
             old.unlink()
             old.with_suffix(".csv").unlink(missing_ok=True)
 

@@ -326,16 +326,6 @@ def test_the_command_writes_tables_run_files_and_a_picture(tmp_path: Path) -> No
     assert {path.name: path.read_bytes() for path in out.iterdir()} == files
 
 
-def test_a_placement_without_requests_has_no_run_file(tmp_path: Path) -> None:
-    """A window of long prompts has a plan made, and nobody comes until another is made."""
-    rows = [*phases(10), *((10 + t, p, o) for t, p, o in phases(100)), *((45.0, 10, 2),) * 5]
-    command(tmp_path, [row for row in rows if row[0] < 20 or row[0] >= 45], {"window_s": 10.0})
-    names = sorted(path.name for path in (tmp_path / "out").glob("replanned*.yaml"))
-    for name in names:
-        assert load_run_file(tmp_path / "out" / name).workload.requests()
-    assert names[0] == "replanned0.yaml"
-
-
 def test_run_files_that_were_edited_stay_and_old_ones_go(tmp_path: Path) -> None:
     out, windows = tmp_path / "out", {"window_s": 10.0}
     command(tmp_path, phases(10, 100, 100), windows)

@@ -17,10 +17,11 @@ from jaxinfer.config.run_file import as_run_file, put_option
 from jaxinfer.config.validation import Named, OptionError, Options, within
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Axis, Candidate, Search
+from jaxinfer.plan.limits import limits
 from jaxinfer.plan.planners.any_system import read_part
 from jaxinfer.plan.workers import MeanRequest, MostTokens, fewest, most_tokens
 from jaxinfer.simulate.cluster import model_cluster
-from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets
+from jaxinfer.simulate.targets import Targets
 
 
 class AladdinOptions(Options):
@@ -181,11 +182,7 @@ def _only(base: Mapping[str, Any], section: str, path: str) -> str:
 
 def _between_tokens(targets: Targets) -> float:
     """The target of the mean time between tokens, in seconds."""
-    limits: Mapping[str, float] = {}
-    if isinstance(targets, RequestTargets) and not targets.reference:
-        limits = targets.limits
-    elif isinstance(targets, PercentileTargets) and not targets.reference:
-        limits = {metric: limit for metric, _, limit in targets.limits}
-    if "tpot" not in limits:
+    found = [limit.seconds for limit in limits(targets) if limit.metric == "tpot"]
+    if not found:
         raise JaxinferError("goal.slo: eq. 6 needs tpot, in seconds: ttft=0.4,tpot=0.015")
-    return limits["tpot"]
+    return min(found)
