@@ -155,10 +155,10 @@ def kept(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
     return {key(row): row | {name: int(row[name]) for name in whole} for row in rows}
 
 
-def cheapest(trace: str) -> list[Case]:
-    """At 70 requests per second (section VI-C)."""
-    by_cost = [Case(trace, name, "usd") for name in ("H100", "AA")]
-    return [*by_cost, Case(trace, "HHcap", "watts")]
+def cheapest() -> list[Case]:
+    """For conversations, at 70 requests per second (section VI-C)."""
+    by_cost = [Case("conv", name, "usd") for name in ("H100", "AA")]
+    return [*by_cost, Case("conv", "HHcap", "watts")]
 
 
 def largest(measured: bool) -> list[Case]:
@@ -198,10 +198,9 @@ def main(perf_model: Path, conversation: str, coding: str, out: Path, jobs: int 
     out.mkdir(parents=True, exist_ok=True)
     parts = {
         "HH for coding at 70 requests/s, three seeds": [Case("code", "HH", "gpus", seeds=3)],
-        "Cheapest for conversations at 70 requests/s": cheapest("conv"),
+        "Cheapest for conversations at 70 requests/s": cheapest(),
         "Largest rate of the power of 40 DGX-H100": largest(False),
         "The same with measured decode times": largest(True),
-        "Cheapest for coding at 70 requests/s": cheapest("code"),
     }
     found: list[dict[str, Any]] = []
     with TemporaryDirectory() as files, ProcessPoolExecutor(jobs) as pool:
