@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# All that is measured on a machine with an NVIDIA GPU, in one command; its limits add up to 30
-# minutes. Where a command may take ten: --only device,tests,kernels, engine, then cronus,processes.
+# All that is measured on a machine with an NVIDIA GPU, in one command; its limits add up to 33
+# minutes. Where a command may take ten: --only device,tests,kernels, engine, then
+# cronus,processes,operators.
 #
 #   scripts/gpu_suite.sh --collect-wheels DIR            # on a machine with a network
 #   scripts/gpu_suite.sh --wheels DIR --trace CSV --out docs/results/gpu/NAME
@@ -8,7 +9,7 @@
 #
 # The machine with the GPU has Python 3.12 ($PYTHON, by default python3) with JAX for CUDA, flax and
 # transformers; what else the project needs comes as wheels. Without --wheels, that Python must have
-# the project and all it needs. --only device,tests,kernels,engine,cronus,processes runs some stages;
+# the project and all it needs. --only device,tests,kernels,engine,... runs some of the stages;
 # --kernels generic has the engine do without Mosaic's, --flex adds torch's flex_attention.
 # Each stage has a log and a time limit, and the next one runs whatever became of it; the exit
 # status is 1 if one has failed, and summary.md says which.
@@ -16,7 +17,7 @@ set -uo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
-stages=device,tests,kernels,engine,cronus,processes
+stages=device,tests,kernels,engine,cronus,processes,operators
 collect= wheels= trace= out= only=$stages rehearse= flex= kernels=
 
 fail() {
@@ -155,12 +156,14 @@ stage engine 560 env XLA_PYTHON_CLIENT_MEM_FRACTION=.92 "$python" scripts/bench_
 # Cronus over the GPU and the host's CPU, and the GPU alone.
 model=configs/gpu/smollm2-135m
 settings=(--set engine.load_format=dummy)
+operators=()
 if [[ -n $rehearse ]]; then
     mkdir "$scratch/tiny"
     sed 's/"num_hidden_layers": 30/"num_hidden_layers": 2/; s/49152/512/' "$model/config.json" \
         >"$scratch/tiny/config.json"
     model=$scratch/tiny
     settings+=(--limit 4 --set groups.strong.platform=cpu --set engine.max_num_seqs=4)
+    operators=(--set groups.strong.platform=cpu --set engine.max_num_seqs=4)
 fi
 # Relative, since the results quote the command.
 stage cronus 240 "$python" -m jaxinfer compare configs/gpu/cronus.yaml --systems cronus,single \
@@ -173,6 +176,9 @@ stage processes 180 "$python" -m jaxinfer compare configs/gpu/cronus.yaml --syst
     "${settings[@]}" --set groups.strong.process=own --set groups.weak.process=own \
     --set groups.strong.environment.JAX_PLATFORMS=$gpu \
     --set groups.weak.environment.JAX_PLATFORMS=cpu
+# Tables for simulations of this engine on this GPU; of two devices, by the shard of one.
+stage operators 180 "$python" -m jaxinfer profile configs/gpu/single.yaml --operators \
+    --tensor-parallel 1,2 --out "$out/operators" --set "model=$model" "${operators[@]}"
 
 echo "all: $((SECONDS - start)) s; $out/summary.md"
 exit "$failed"

@@ -6,26 +6,77 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from jaxinfer.commands.common import configure, with_model, with_pictures, with_settings
+from jaxinfer.commands.common import (
+    configure,
+    refuse,
+    with_model,
+    with_pictures,
+    with_settings,
+)
+from jaxinfer.config.run_file import RunFile
+from jaxinfer.errors import JaxinferError
+
+
+class Numbers(click.ParamType):  # type: ignore[type-arg]
+    """Whole numbers from 1 on, with commas between."""
+
+    name = "numbers"
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[int]:
+        """A list of them."""
+        parts = value.split(",")
+        if not all(part.strip().isdigit() and int(part) for part in parts):
+            self.fail(f"{value!r} must be whole numbers from 1 on, such as 1,2", param, ctx)
+        return [int(part) for part in parts]
 
 
 @click.command()
 @click.argument("run_file")
 @with_model
-@click.option("--out", required=True, help="New folder for the pictures.")
+@click.option("--out", required=True, help="New folder for the pictures, or the tables.")
+@click.option("--operators", is_flag=True, help="Measure the parts of steps, for simulate.tables.")
+@click.option(
+    "--tensor-parallel", type=Numbers(), help="With --operators: degrees, such as 1,2,4; 1."
+)
+@click.option(
+    "--layers", type=Numbers(), help="With --operators: of two models, such as 2,6; a third, all."
+)
 @with_pictures
 @with_settings
 def profile(
     run_file: str,
     model: str | None,
     out: str,
+    operators: bool,
+    tensor_parallel: list[int] | None,
+    layers: list[int] | None,
     pictures: str | None,
     settings: tuple[str, ...],
 ) -> None:
     """Measure the steps of each instance, fit Cronus' eqs. 2 and 3, and keep them for later runs.
 
+    With --operators, measure layers, attention, head and host time of one instance instead, by
+    random weights, and write tables and a run file with which `simulate` serves any workload.
+
     Nothing else should run on the machine meanwhile.
     """
+    config = configure(run_file, settings, model)
+    if operators:
+        from jaxinfer.commands.operators import profile_operators
+
+        refuse("for a profile of whole steps, not for --operators", {"--pictures": pictures})
+        if layers is not None and len(layers) != 2:
+            raise JaxinferError(f"--layers has {len(layers)} numbers, must have two, such as 2,6")
+        depths = (layers[0], layers[1]) if layers else None
+        profile_operators(config, sorted(set(tensor_parallel or [1])), depths, Path(out))
+        return
+    refuse("for --operators", {"--tensor-parallel": tensor_parallel, "--layers": layers})
+    _profile_steps(config, Path(out), pictures or "png")
+
+
+def _profile_steps(config: RunFile, folder: Path, pictures: str) -> None:
     from jaxinfer.report.comparison import new_folder
     from jaxinfer.report.profile_plot import draw_profile, profile_table
     from jaxinfer.report.progress import LoadProgress
@@ -34,8 +85,6 @@ def profile(
     from jaxinfer.runtime.profile import profile_engines
     from jaxinfer.steps.profile import store_profile
 
-    config = configure(run_file, settings, model)
-    folder = Path(out)
     new_folder(folder)
     found = {}
     with LoadProgress(True) as bar:
@@ -46,6 +95,6 @@ def profile(
         for name, measured in profile_engines(engines, bar.update).items():
             store_profile(measured)
             found[name] = measured, cluster.slowdowns(name)
-            draw_profile(name, *found[name], folder / f"{name}.{pictures or 'png'}")
+            draw_profile(name, *found[name], folder / f"{name}.{pictures}")
     Console(width=None if sys.stdout.isatty() else 140).print(profile_table(found))
     Console().print(f"pictures: {folder}", soft_wrap=True)

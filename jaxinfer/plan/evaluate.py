@@ -14,6 +14,7 @@ from jaxinfer.plan.candidate import Costs, GivenUp, Score
 from jaxinfer.plan.limits import limits
 from jaxinfer.plan.problem import Goal
 from jaxinfer.simulate.capacity import AnyRateError, TriedRate, capacity, load, requests_for
+from jaxinfer.simulate.hardware import sum_known
 from jaxinfer.simulate.targets import Targets
 from jaxinfer.workload.lengths import BenchRequest
 
@@ -78,7 +79,7 @@ class Evaluator:
         watts = (
             site.placement.watts
             if site.placement
-            else sum(site.gpus[name].watts * count for name, count in counts.items())
+            else sum_known(site.gpus[n].watts for n, count in counts.items() for _ in range(count))
         )
         return Costs(sum(counts.values()), watts, usd)
 

@@ -30,9 +30,34 @@ def measure_steps(
         yield Point(parts, times)
 
 
+def measure_in_a_row(
+    worker: Worker | RemoteWorker, kv: KVShards, parts: tuple[Part, ...], steps: int
+) -> list[float]:
+    """Seconds of a step, several times in a row: each is launched while the one before runs.
+
+    So all but the first are the device's alone; the first has the host's part, too.
+
+    Args:
+        kv: empty pools; ``steps``: how many times.
+    """
+    batch = _batch(kv, parts)
+    posted: SimpleQueue[StepDone | Failed] = SimpleQueue()
+    for _ in range(steps):
+        worker.launch(batch, 0.0, posted.put)
+    times = [sum(_times(posted)) for _ in range(steps)]
+    for row in batch.rows:
+        row.hold.release()
+    return times
+
+
 def _run(worker: Worker | RemoteWorker, batch: Batch) -> tuple[float, ...]:
     posted: SimpleQueue[StepDone | Failed] = SimpleQueue()
     worker.launch(batch, 0.0, posted.put)
+    return _times(posted)
+
+
+def _times(posted: SimpleQueue[StepDone | Failed]) -> tuple[float, ...]:
+    """Seconds of each stage of the next step that is done."""
     done = posted.get()
     if isinstance(done, Failed):
         raise done.error

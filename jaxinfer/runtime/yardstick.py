@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.report.yardstick import Yardstick
 from jaxinfer.runtime.plan import PlanFacts
-from jaxinfer.simulate.hardware import ModelShape, gpu_of_device
+from jaxinfer.simulate.hardware import ModelShape, gpu_of_device, sum_known
 from jaxinfer.simulate.yardstick import model_flops
 
 
@@ -26,13 +26,14 @@ def real_yardstick(plans: Sequence[PlanFacts]) -> Yardstick:
         for plan in plans
     )
     return Yardstick(
-        model=model_flops(_shape(plans[0].config)) if counted else None,
+        model=model_flops(shape_of_config(plans[0].config)) if counted else None,
         peak_flops=sum(gpu.bf16_tflops for gpu in gpus) * 1e12,
-        watts=sum(gpu.watts for gpu in gpus),
+        watts=sum_known(gpu.watts for gpu in gpus),
     )
 
 
-def _shape(config: ModelConfig) -> ModelShape:
+def shape_of_config(config: ModelConfig) -> ModelShape:
+    """The sizes that decide a model's costs."""
     return ModelShape(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

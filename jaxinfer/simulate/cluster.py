@@ -32,6 +32,7 @@ from jaxinfer.simulate.nodes import Placement
 from jaxinfer.simulate.world import StagePair
 from jaxinfer.simulate.yardstick import make_yardstick
 from jaxinfer.steps.network import Link
+from jaxinfer.steps.shapes import StepLimits
 
 # Bytes of a number that is stored, by its option's value.
 WEIGHT_SIZES = {"auto": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
@@ -235,11 +236,18 @@ def stage_parts(site: Resolved, model: ModelShape, instance: InstanceConfig) -> 
     if instance.segments > min(layers):
         raise OptionError(f"segments is {instance.segments}, a stage has {min(layers)} layers")
     sizes = WEIGHT_SIZES[instance.dtype], KV_SIZES[instance.kv_cache_dtype]
+    limits = StepLimits(
+        max_num_seqs=instance.max_num_seqs,
+        max_num_batched_tokens=instance.max_num_batched_tokens,
+        max_pages=-(-(instance.max_model_len or 1) // instance.page_size),
+        page_size=instance.page_size,
+        given_buckets=instance.token_buckets,
+    )
     last = len(places) - 1
     return [
         StagePart(
             gpus[i], str(site.groups[place.group].kind), model, layers[i], layers[i] / total,
-            i == 0, i == last, devices[i], *sizes,
+            i == 0, i == last, devices[i], *sizes, limits,
         )
         for i, place in enumerate(places)
     ]  # fmt: skip

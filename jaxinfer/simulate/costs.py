@@ -9,6 +9,7 @@ from typing import Protocol
 from jaxinfer.config.costs import SimulateOptions, measured_kind
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.hardware import Gpu, ModelShape
+from jaxinfer.steps.shapes import StepLimits
 
 # Bytes of a number of hidden states and logits.
 ITEMSIZE = 2
@@ -39,6 +40,7 @@ class StagePart:
         layers: how many; ``share``: of the model's.
         first, last: with the embedding, with the head.
         weight_size, kv_size: bytes of a weight, and of a KV entry's number.
+        limits: what an engine pads the instance's steps to; None where that is not known.
     """
 
     gpu: Gpu
@@ -51,6 +53,7 @@ class StagePart:
     devices: int
     weight_size: int
     kv_size: int
+    limits: StepLimits | None = None
 
     @property
     def weight_bytes(self) -> float:
@@ -65,7 +68,7 @@ STAGES = {
     "linear": "jaxinfer.simulate.linear:LinearStage",
     "phases": "jaxinfer.simulate.phases:PhaseStage",
     "curves": "jaxinfer.simulate.curves:CurveStage",
-    "tables": "jaxinfer.simulate.tables:TableStage",
+    "tables": "jaxinfer.simulate.programs:Tables",
 }
 
 

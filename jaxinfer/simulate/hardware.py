@@ -1,6 +1,6 @@
 """What a modelled cluster is made of: GPUs and models, by name, in numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,7 @@ class Gpu(Options):
         bf16_tflops: dense, in 10^12 operations per second.
         memory_gb: in 10^9 bytes; ``memory_gb_s``: its bandwidth per second.
         link: what connects the GPUs of one node; ``link_gb_s``: 10^9 bytes per second, each way.
-        watts: the limit of its power.
+        watts: the limit of its power; None where it is not known.
         device_kind: what JAX calls it.
         checked: whether more than one source has the numbers.
         all_reduce_gb_s: what an all-reduce of many bytes gets of the link, as nccl-tests' busbw,
@@ -46,7 +46,7 @@ class Gpu(Options):
     memory_gb_s: float = Field(gt=0)
     link: str
     link_gb_s: float = Field(gt=0)
-    watts: float = Field(gt=0)
+    watts: float | None = Field(default=None, gt=0)
     device_kind: str | None = None
     checked: bool = False
     all_reduce_gb_s: float | None = Field(default=None, gt=0)
@@ -206,6 +206,16 @@ class Catalogue:
         return _from_hugging_face(path)
 
 
+def sum_known(amounts: Iterable[float | None]) -> float | None:
+    """Of all; None where one is not known."""
+    total = 0.0
+    for amount in amounts:
+        if amount is None:
+            return None
+        total += amount
+    return total
+
+
 def find_gpu(kind: str | None) -> Gpu:
     """By its name in ``configs/gpus.yaml``; see ``Catalogue.gpu``."""
     return Catalogue().gpu(kind)
@@ -213,10 +223,15 @@ def find_gpu(kind: str | None) -> Gpu:
 
 def gpu_of_device(device_kind: str) -> Gpu | None:
     """The one in ``configs/gpus.yaml`` that JAX calls so; None where there is none."""
-    for facts in _read("gpus.yaml").values():
+    return name_of_device(device_kind)[1]
+
+
+def name_of_device(device_kind: str) -> tuple[str, Gpu | None]:
+    """What ``configs/gpus.yaml`` calls it, and its numbers; where it has none, its own kind."""
+    for name, facts in _read("gpus.yaml").items():
         if facts.get("device_kind") == device_kind:
-            return Gpu.model_validate(facts)
-    return None
+            return name, Gpu.model_validate(facts)
+    return device_kind, None
 
 
 def find_model(model: str) -> ModelShape:

@@ -13,7 +13,7 @@ from jaxinfer.config.costs import SimulateOptions, measured_kind
 from jaxinfer.config.replicas import replicate
 from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean, read_yaml
 from jaxinfer.errors import JaxinferError
-from jaxinfer.simulate.hardware import Catalogue, Gpu, ModelShape
+from jaxinfer.simulate.hardware import Catalogue, Gpu, ModelShape, sum_known
 from jaxinfer.steps.network import Link
 
 
@@ -56,9 +56,9 @@ class NodeOptions(Options):
                 own[name] = value
         return gpu.model_copy(update=own)
 
-    def total_watts(self, known: Catalogue) -> float:
-        """Of its GPUs together."""
-        return self.watts or self.gpus * known.gpu(self.gpu).watts
+    def total_watts(self, known: Catalogue) -> float | None:
+        """Of its GPUs together; None where that is not known."""
+        return self.watts or sum_known([known.gpu(self.gpu).watts] * self.gpus)
 
 
 class NodeLink(Options):
@@ -197,14 +197,12 @@ class Placement:
     @property
     def usd_per_hour(self) -> float | None:
         """Of the nodes that are used; None where one has no price."""
-        prices = [node.usd_per_hour for node in self.used.values()]
-        known = [price for price in prices if price is not None]
-        return sum(known) if len(known) == len(prices) else None
+        return sum_known(node.usd_per_hour for node in self.used.values())
 
     @property
-    def watts(self) -> float:
-        """Of the GPUs of the nodes that are used, all of them."""
-        return sum(node.total_watts(self.known) for node in self.used.values())
+    def watts(self) -> float | None:
+        """Of the GPUs of the nodes that are used, all of them; None where it is not known."""
+        return sum_known(node.total_watts(self.known) for node in self.used.values())
 
     def describe(self) -> dict[str, object]:
         """The nodes that are used, and the sums of their prices and watts, as JSON values."""

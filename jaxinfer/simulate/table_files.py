@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import yaml
 
@@ -44,18 +45,20 @@ _UNREAD = ("skew", "skew_fit", "step", "mtp")
 _SHARDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 
 
-def check_meta(folder: Path, model: ModelShape, kind: str) -> None:
-    """Refuse tables of a model with other sizes, or of another GPU.
+def check_meta(folder: Path, model: ModelShape, kind: str, devices: int) -> dict[str, Any]:
+    """Refuse tables of a model with other sizes, or of another GPU; returns what is said of them.
 
-    Sizes may be those of one device, at any degree of tensor parallelism that was profiled.
+    Sizes may be those of one device, at any degree of tensor parallelism that was profiled, or
+    (``engine.padded``) those that the model was padded to for so many ``devices``.
 
     Raises:
         JaxinferError: they are, or ``meta.yaml`` does not say.
     """
     path = folder / "meta.yaml"
     try:
-        meta = yaml.safe_load(path.read_text(encoding="utf-8"))
+        meta = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
         sizes = dict(meta["engine_effective"]["hf_overrides"])
+        sizes |= meta.get("engine", {}).get("padded", {}).get(devices, {})
         measured = str(meta.get("hardware", kind))
     except OSError as error:
         raise JaxinferError(f"{path}: {error.strerror}") from None
@@ -81,6 +84,7 @@ def check_meta(folder: Path, model: ModelShape, kind: str) -> None:
         raise JaxinferError(
             f"{path}: profiled with {name} {known[name]}, the model has {ours[name]}{shared}"
         )
+    return meta
 
 
 def _degrees(folder: Path) -> list[int]:
@@ -119,7 +123,15 @@ def operator_points(folder: Path, file: str) -> dict[str, dict[float, float]]:
     Raises:
         JaxinferError: the file is missing or wrong, lacks an operator or has one not known.
     """
-    axis, needed, others = _OPERATORS[file]
+    _, needed, others = _OPERATORS[file]
+    return named_points(folder, file, needed, others)
+
+
+def named_points(
+    folder: Path, file: str, needed: Sequence[str], others: Sequence[str] = ()
+) -> dict[str, dict[float, float]]:
+    """Like ``operator_points``, of operators by these names."""
+    axis = _OPERATORS[file][0]
     times: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row, (x, micros) in _rows(folder, file, (axis, "time_us"), ("layer",)):
         times[row["layer"]][x].append(micros)

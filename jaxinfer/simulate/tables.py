@@ -20,7 +20,6 @@ from jaxinfer.simulate.table_files import (
     PER_LAYER,
     PER_SEQUENCE,
     attention_points,
-    check_meta,
     find_degree,
     operator_points,
     unread_files,
@@ -179,7 +178,7 @@ class TableStage:
     """One pipeline stage by its operators' tables.
 
     Args:
-        folder: with ``meta.yaml``; ``kind``: the GPU's name.
+        folder: as ``check_meta`` has found it to be of this model and GPU.
         devices: the degree of tensor parallelism.
         itemsize: bytes of a number of hidden states and logits.
         layers: how many; ``first``, ``last``: with the embedding, with the head.
@@ -189,8 +188,7 @@ class TableStage:
         read: what the tables had, as JSON values.
 
     Raises:
-        JaxinferError: a table is missing, lacks an operator or has one that is not known, or is of
-            another model or GPU.
+        JaxinferError: a table is missing, or lacks an operator or has one that is not known.
     """
 
     def __init__(
@@ -198,7 +196,6 @@ class TableStage:
         folder: Path,
         model: ModelShape,
         gpu: Gpu,
-        kind: str,
         devices: int,
         itemsize: int,
         layers: int,
@@ -209,7 +206,6 @@ class TableStage:
     ) -> None:
         if model.num_experts:
             raise JaxinferError(f"{folder}: tables do not model mixtures of experts")
-        check_meta(folder, model, kind)
         tp = find_degree(folder, devices)
         self._layers, self._step_s, self._sequence_s = layers, step_s, sequence_s
         found = read_operators(tp)
@@ -239,7 +235,7 @@ class TableStage:
         """From a run file's options, which have these costs."""
         assert costs.tables
         return cls(
-            Path(costs.tables), part.model, part.gpu, part.kind, part.devices, ITEMSIZE,
+            Path(costs.tables), part.model, part.gpu, part.devices, ITEMSIZE,
             part.layers, part.first, part.last, costs.step_s, costs.sequence_s,
         )  # fmt: skip
 

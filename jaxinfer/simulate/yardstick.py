@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from jaxinfer.report.yardstick import ModelFlops, Yardstick
-from jaxinfer.simulate.hardware import Gpu, ModelShape
+from jaxinfer.simulate.hardware import Gpu, ModelShape, sum_known
 from jaxinfer.simulate.nodes import Placement
 
 
@@ -29,7 +29,7 @@ def make_yardstick(
         gpus: of each group, its kind and how many.
     """
     counted = list(gpus)
-    watts = sum(gpu.watts * count for gpu, count in counted)
+    watts = sum_known(gpu.watts for gpu, count in counted for _ in range(count))
     return Yardstick(
         model=model_flops(model),
         peak_flops=sum(gpu.bf16_tflops * 1e12 * count for gpu, count in counted),

@@ -58,6 +58,7 @@ def test_costs_know_nothing_of_scheduling(module: str) -> None:
         "jaxinfer.simulate.curves",
         "jaxinfer.simulate.hardware",
         "jaxinfer.simulate.linear",
+        "jaxinfer.steps.shapes",
         "jaxinfer.serving.batch",
         "jaxinfer.simulate.phases",
     }

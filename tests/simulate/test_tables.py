@@ -9,9 +9,12 @@ import pytest
 import yaml
 
 from jaxinfer import JaxinferError
+from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.costs import StagePart
 from jaxinfer.simulate.curve import Curve, add_up
 from jaxinfer.simulate.hardware import Gpu, ModelShape, find_gpu
+from jaxinfer.simulate.programs import Tables
 from jaxinfer.simulate.tables import TableStage
 
 MODEL = ModelShape(
@@ -80,7 +83,10 @@ def stage(
     folder: Path, devices: int = 1, layers: int = 3, first: bool = True, last: bool = True,
     gpu: Gpu = PCIE, model: ModelShape = MODEL, kind: str = "X-9000", **engine: float,
 ) -> TableStage:  # fmt: skip
-    return TableStage(folder, model, gpu, kind, devices, 2, layers, first, last, **engine)
+    part = StagePart(gpu, kind, model, layers, 1.0, first, last, devices, 2, 2)
+    found = Tables.of(part, SimulateOptions(tables=str(folder), **engine))
+    assert isinstance(found, TableStage)
+    return found
 
 
 def micros(folder: Path, work: Work, **options: Any) -> float:
