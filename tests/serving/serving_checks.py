@@ -34,9 +34,16 @@ def make_kv(
     slices: Sequence[tuple[int, ...]] = ((0,),),
     caching: bool = False,
 ) -> KVShards:
-    """Shards that each have ``num_usable`` pages per slice."""
+    """Shards that each have ``num_usable`` pages per slice.
+
+    They are of one stage, unless they have the same slices or are ``caching``.
+    """
+    pieces = [piece for here in slices for piece in here]
+    apart = caching or len(set(pieces)) < len(pieces)
     shards = [
-        Shard(PagePool(num_usable * max(1, len(piece)) + 1, page_size), piece) for piece in slices
+        Shard(PagePool(num_usable * max(1, len(here)) + 1, page_size), here, number * apart)
+        for number, here in enumerate(slices)
+        if here or not apart
     ]
     return KVShards(shards, caching)
 
@@ -214,9 +221,8 @@ def check_nobody_idles(loop: ServingLoop) -> None:
                 fits = False
             else:
                 extra = instance.pages_to_take(head, leg)
-                fits = instance.policies.admit(instance, head, leg) and all(
-                    shard.pool.num_free >= extra * len(shard.slices) for shard in instance.kv.shards
-                )
+                fits = instance.policies.admit(instance, head, leg)
+                fits = fits and extra <= instance.kv.num_free
             assert not fits, f"{instance.name} has room for {head}"
 
 
