@@ -87,8 +87,11 @@ class Forming:
             return False
         start = request.launched
         stop = start + count
-        if stop > hold.capacity and not self._make_room(request, stop):
-            return False
+        if stop > hold.capacity:
+            if not self._make_room(request, stop):
+                instance.lacks_pages = request if instance.kv.is_spread else None
+                return False
+            instance.lacks_pages = None
         known = request.prompt_len + len(request.output_token_ids)
         samples = stop == known + pending
         request.launched = stop
@@ -112,6 +115,8 @@ class Forming:
             limit: tokens that it has to compute at first, at most.
         """
         instance = self.instance
+        if instance.keeps_pages:
+            return None
         while instance.waiting and instance.has_seat:
             request = instance.policies.order(instance.waiting)
             if limit is not None:

@@ -76,6 +76,7 @@ class Instance:
             moves that take the place of it, where a shard (the second argument) lacks pages. Both
             only where a stage has several shards.
         fit: how long steps take here, where that has been profiled.
+        lacks_pages: who could not go on for want of pages, where a stage has several shards.
         role: a name for the system's use; ``next_role`` replaces it once all requests have left.
     """
 
@@ -105,6 +106,7 @@ class Instance:
         self.watermark_pages = math.ceil(self.options.watermark * kv.num_pages)
         self.place: Callable[[RequestState], Placement | None] = lambda request: None
         self.make_room: Callable[[RequestState, int], None] = lambda request, shard: None
+        self.lacks_pages: RequestState | None = None
         self._admitted_imports: list[RequestState] = []
         page_size = kv.page_size if groups_decodes and not kv.is_spread else None
         self.taking_part = Running(page_size, self.options.launch_ahead, num_output)
@@ -299,6 +301,16 @@ class Instance:
         """Requests admitted since the last call whose transfer is to be started."""
         admitted, self._admitted_imports = self._admitted_imports, []
         return admitted
+
+    @property
+    def keeps_pages(self) -> bool:
+        """Whether the next free pages are for one that runs.
+
+        A request with more slices in a shard than others needs more pages there to go on than they
+        do to come in: they would take what was freed for it, for ever.
+        """
+        last = self.lacks_pages
+        return last is not None and last in self.taking_part and not last.paused
 
     @property
     def has_seat(self) -> bool:

@@ -252,6 +252,18 @@ def test_growth_waits_for_heads_that_move(max_transfer: int) -> None:
     assert outcome.finished["r0"].metrics.num_preemptions == 0
 
 
+@pytest.mark.parametrize("arrival", [6.0, 7.0, 8.0, 9.0, 10.0, 11.0])
+def test_pages_that_come_free_are_for_who_waits_for_them(arrival: float) -> None:
+    """With all its heads in one shard, r0 needs four pages there to go on, and r1 two to begin."""
+    opts = InstanceOptions(2, 1, 2, False, 1, 1, watermark=0.0)
+    a = new_instance("A", make_kv(4, 8, [(0, 1), (2, 3)]), opts)
+    system = Do(MoveSlices("r0", ((0, 1, (0, 1)),)), after=2)
+    run = Run(system, [a], make_requests([(1, 9), (1, 1)], [0.0, arrival]))
+    run.max_steps = 20
+    outcome = run.verify()
+    assert outcome.finished["r1"].metrics.num_preemptions <= 1
+
+
 def test_chunks_follow_a_change_of_destination() -> None:
     pools = [tiny(name, 20, max_num_batched_tokens=3) for name in "ABC"]
     legs = (Leg("A", 15, "per_chunk"), Leg("B"))

@@ -1,14 +1,16 @@
 """Pools and holds: every page is free, held or pinned, and in one table at a time."""
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from scenarios import examples
 from serving_checks import make_kv, pages_of
 
-from jaxinfer.serving.kv_shards import Hold, KVShards
+from jaxinfer.serving.kv_shards import Hold, KVShards, most_pages
 from jaxinfer.serving.page_pool import CountedPages, PagePool, Shard
 from jaxinfer.serving.prefix_cache import CachedPage
 
@@ -243,6 +245,99 @@ def test_the_last_pages_become_idle_first() -> None:
     assert other
     assert isinstance(kv.cache.match([b"0"])[0], CachedPage)
     assert len(kv.cache.match([b"0", b"1", b"2"])) == 2
+
+
+def test_slices_go_where_they_belong_or_where_there_is_room() -> None:
+    kv = make_kv(3, 4, [((0, 1), ()), ((2, 3), (), ())])
+    first, second = kv.reserve(8), kv.reserve(8)
+    assert first
+    assert second
+    assert [sorted(table) for table in first.tables] == [[0, 1], [], [2, 3], [], []]
+    assert [sorted(table) for table in second.tables] == [[0], [1], [2], [3], []]
+    assert [shard.num_pairs for shard in kv.shards] == [3, 1, 3, 1, 0]
+    assert kv.num_free == 0  # Stage 0 has a page on its second shard only.
+    assert kv.reserve(1) is None
+    assert first.lacking(9) == [0, 2]
+    assert second.lacking(9) == [0, 2]
+    assert second.lacking(17) == [0, 1, 2, 3]
+    assert second.lacking(8) == []
+
+
+def test_slices_are_placed_as_the_system_says() -> None:
+    kv = make_kv(3, 4, [((0, 1), ()), ((2, 3), (), ())])
+    placement = [[], [1, 0], [3], [], [2]]
+    assert kv.is_placement(placement)
+    assert kv.reserve(8, placement=placement) is None  # Three pages, of which it takes four.
+    hold = kv.reserve(4, placement=placement)
+    assert hold
+    assert [sorted(table) for table in hold.tables] == [[], [0, 1], [3], [], [2]]
+    for wrong in (placement[:4], [[0], [0, 1], [3], [], [2]], [[2], [0, 1], [3], [], []]):
+        assert not kv.is_placement(wrong)
+    assert not kv.is_placement([[], [1], [3], [], [2]])
+
+
+def test_moves_have_room_for_all_or_change_nothing() -> None:
+    kv = make_kv(3, 4, [((0, 1), ()), ((2, 3), (), ())])
+    hold = kv.reserve(8)
+    assert hold
+    before = hold.tables
+    assert hold.can_move([(0, 1, (0,)), (2, 3, (2,)), (2, 4, (3,))])
+    assert not hold.can_move([(2, 3, (2,)), (2, 4, (2,))])  # A slice in two directions.
+    assert not hold.can_move([(0, 3, (0,))])  # Another stage.
+    assert not hold.copy_slices([(2, 3, (2,)), (0, 1, (0, 1))])
+    assert hold.tables == before
+    assert [shard.num_free_pages for shard in kv.shards] == [2, 3, 2, 3, 3]
+    moves = [(0, 1, (0,)), (2, 3, (2,)), (2, 4, (3,))]
+    assert hold.copy_slices(moves)
+    assert [shard.num_pairs for shard in kv.shards] == [2, 1, 2, 1, 1]
+    hold.drop_slices(moves)
+    assert [sorted(table) for table in hold.tables] == [[1], [0], [], [2], [3]]
+    assert [shard.num_free_pages for shard in kv.shards] == [4, 1, 6, 1, 1]
+    assert [shard.num_pairs for shard in kv.shards] == [1, 1, 0, 1, 1]
+
+
+POOLS = st.lists(st.tuples(st.integers(2, 9), st.integers(0, 3)), min_size=1, max_size=3)
+
+
+@examples(300)
+@given(
+    st.lists(POOLS.filter(lambda stage: any(count for _, count in stage)), max_size=2, min_size=1)
+)
+def test_the_largest_request_with_room(stages: list[list[tuple[int, int]]]) -> None:
+    """Against all ways to place the slices, stage by stage."""
+
+    def most(stage: list[tuple[int, int]]) -> int:
+        pools = [pages - 1 for pages, _ in stage]
+        num_slices = sum(count for _, count in stage)
+        ways = itertools.product(range(len(pools)), repeat=num_slices)
+        counts = [[way.count(number) for number in range(len(pools))] for way in ways]
+        return max(
+            min(free // count for free, count in zip(pools, way, strict=True) if count)
+            for way in counts
+        )
+
+    numbers = itertools.count()
+    shards = [
+        Shard(PagePool(pages, 1), tuple(next(numbers) for _ in range(count)), stage)
+        for stage, of_stage in enumerate(stages)
+        for pages, count in of_stage
+    ]
+    kv = KVShards(shards)
+    assert kv.num_pages == kv.num_free == min(most(stage) for stage in stages)
+    assert kv.reserve(kv.num_free + 1) is None
+    assert kv.num_free == 0 or kv.reserve(kv.num_free)
+
+
+@examples(100)
+@given(st.lists(st.tuples(st.integers(2, 60), st.integers(1, 4)), min_size=1, max_size=4))
+def test_with_one_shard_for_each_stage_the_smallest_decides(pools: list[tuple[int, int]]) -> None:
+    kv = KVShards(
+        [Shard(PagePool(n, 2), tuple(range(count)), i) for i, (n, count) in enumerate(pools)]
+    )
+    assert not kv.is_spread
+    assert kv.num_pages == kv.num_free == min((n - 1) // count for n, count in pools)
+    spread = [most_pages([n - 1], count) for n, count in pools]
+    assert kv.num_free == min(spread)
 
 
 class Pools(RuleBasedStateMachine):
