@@ -123,11 +123,16 @@ class StageConfig(Options):
         layers: how many.
         share: of the layers, beside the other stages' shares. With neither, the layers are split
             by the groups' measured speed.
+        attention: groups besides that have no weights: KV heads of requests lie there, or on the
+            stage's own group, and attention is computed where they lie. A group may be there for
+            several stages of one instance. In the instance's KV, each stage's own group is a shard,
+            then each of these, in this order; then comes the next stage.
     """
 
     group: str
     layers: int | None = Field(default=None, ge=1)
     share: float | None = Field(default=None, gt=0)
+    attention: tuple[str, ...] = Field(default=(), strict=False)
 
 
 class InstanceConfig(EngineOptions):
@@ -160,6 +165,30 @@ class InstanceConfig(EngineOptions):
             raise OptionError(
                 "launch_ahead is True, must be false with several stages: tokens go to the host"
             )
+        if self.is_spread:
+            self._check_spread()
+
+    def _check_spread(self) -> None:
+        """Refuse what takes it that all KV heads of a stage lie together."""
+        if self.enable_prefix_caching:
+            raise OptionError(
+                "enable_prefix_caching is True, must be false with attention groups: each request "
+                "has its KV heads elsewhere"
+            )
+        if self.segments > 1:
+            raise OptionError(
+                f"segments is {self.segments}, must be 1 with attention groups: no KV is handed off"
+            )
+        for number, stage in enumerate(self.stages):
+            own = Counter([stage.group, *stage.attention])
+            for group, count in own.items():
+                if count > 1:
+                    raise OptionError(f"stages[{number}]: {group} stands {count} times in it")
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether KV heads may lie on groups besides the stages' own."""
+        return any(stage.attention for stage in self.stages)
 
     @property
     def num_stages(self) -> int:
@@ -217,6 +246,7 @@ class ClusterConfig(Options):
                 place = f"stages[{number}].group" if instance.stages else "group"
                 self._check_group(f"instances.{name}.{place}", stage.group)
                 needed[stage.group] += self.groups[stage.group].stage_devices
+        self._check_attention(needed)
         for name, group in self.groups.items():
             if needed[name] > group.devices:
                 raise JaxinferError(
@@ -234,6 +264,24 @@ class ClusterConfig(Options):
             for group_name in link.between:
                 self._check_group(f"links[{number}].between", group_name)
 
+    def _check_attention(self, needed: Counter[str]) -> None:
+        """Count attention groups, which are there for one instance, without stages of their own."""
+        users: dict[str, str] = {}
+        for name, instance in self.instances.items():
+            for number, stage in enumerate(instance.places):
+                where = f"instances.{name}.stages[{number}].attention"
+                for group in stage.attention:
+                    self._check_group(where, group)
+                    if group in needed:
+                        raise JaxinferError(f"{where}: a stage stands on group {group}")
+                    if users.setdefault(group, name) != name:
+                        raise JaxinferError(
+                            f"{where}: group {group} is there for {users[group]}, "
+                            "must be of one instance"
+                        )
+        for group in users:
+            needed[group] = self.groups[group].devices
+
     @property
     def load_format(self) -> str:
         """Of all instances: see ``EngineOptions``."""
@@ -242,8 +290,9 @@ class ClusterConfig(Options):
     def _check_processes(self) -> None:
         """Refuse instances that would stand in several processes."""
         for name, instance in self.instances.items():
-            homes = {p.group for p in instance.places if self.groups[p.group].is_apart}
-            if homes and len({place.group for place in instance.places}) > 1:
+            groups = {g for place in instance.places for g in (place.group, *place.attention)}
+            homes = {group for group in groups if self.groups[group].is_apart}
+            if homes and len(groups) > 1:
                 raise JaxinferError(
                     f"instances.{name}.stages: group {min(homes)} has a process of its own, where "
                     "all stages of an instance must stand"

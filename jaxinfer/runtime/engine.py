@@ -62,7 +62,10 @@ class Engine:
 
     def new_kv(self) -> KVShards:
         """The page pools, all pages free and none cached."""
-        shards = [Shard(PagePool(plan.num_pages, plan.limits.page_size)) for plan in self.plans]
+        shards = [
+            Shard(PagePool(plan.num_pages, plan.limits.page_size), stage=number)
+            for number, plan in enumerate(self.plans)
+        ]
         return KVShards(shards, self.plan.options.enable_prefix_caching)
 
     def new_instance(self, kv: KVShards, fit: StepFit | None = None) -> Instance:

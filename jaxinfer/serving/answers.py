@@ -7,13 +7,14 @@ from typing import Any, get_args
 
 from jaxinfer.errors import FAILURES, JaxinferError, raised
 from jaxinfer.serving.loss import LostInstance
-from jaxinfer.serving.system import Action, Assignment, HandOffRule, Leg, System
+from jaxinfer.serving.system import Action, Assignment, HandOffRule, Leg, MoveSlices, System
 
 _RULES = get_args(HandOffRule)
 _WANTED: dict[str, tuple[str, Any]] = {
     "route": ("assignments", Assignment),
     "on_step": ("actions", Action),
     "on_tick": ("actions", Action),
+    "make_room": ("MoveSlices", MoveSlices),
 }
 
 

@@ -1,5 +1,7 @@
 """A batch while the policy of its instance forms it."""
 
+from collections.abc import Collection, Sequence
+
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.decode_group import DecodeGroup
 from jaxinfer.serving.instance import Instance
@@ -85,8 +87,11 @@ class Forming:
             return False
         start = request.launched
         stop = start + count
-        if stop > hold.capacity and not self._make_room(request, stop):
-            return False
+        if stop > hold.capacity:
+            if not self._make_room(request, stop):
+                instance.lacks_pages = request if instance.kv.is_spread else None
+                return False
+            instance.lacks_pages = None
         known = request.prompt_len + len(request.output_token_ids)
         samples = stop == known + pending
         request.launched = stop
@@ -110,6 +115,8 @@ class Forming:
             limit: tokens that it has to compute at first, at most.
         """
         instance = self.instance
+        if instance.keeps_pages:
+            return None
         while instance.waiting and instance.has_seat:
             request = instance.policies.order(instance.waiting)
             if limit is not None:
@@ -138,6 +145,7 @@ class Forming:
                 f"{request.leg_goal} in this step"
             )
         planned: set[str] | None = None
+        asked: set[int] = set()
         while not hold.grow(num_tokens):
             if instance.kv.num_pinned:
                 return False  # Pages come back without anyone losing work.
@@ -147,18 +155,44 @@ class Forming:
                 return False  # Here, too.
             if planned is None:
                 planned = self._planned()
-            victims = instance.taking_part.others_than(planned)
+            victims, newest = instance.taking_part.others_than(planned), None
+            if instance.kv.is_spread:
+                lacking = hold.lacking(num_tokens)
+                if self._moves_make_room(request, lacking, asked):
+                    return False
+                victims = [each for each in victims if _lies_in(each, lacking)]
+                everyone = instance.taking_part.by_id().values()
+                newest = [each for each in everyone if _lies_in(each, lacking)][-1]
             victim = instance.policies.victim(victims)
             if victim is request and instance.importing:
                 return False  # What is on its way came later; it can be preempted on arrival.
-            if len(victims) == 1 and request is not instance.taking_part.newest:
+            if len(victims) == 1 and request is not (newest or instance.taking_part.newest):
                 return False  # Those that came later are in this batch: their turn comes first.
             instance.preempt(victim)
             if victim is request:
                 return False
         return True
 
+    def _moves_make_room(
+        self, request: RequestState, lacking: Sequence[int], asked: set[int]
+    ) -> bool:
+        """Whether slices are on their way out of a shard that has no room, now that it was asked.
+
+        Args:
+            asked: shards for which the system has been asked; those of ``lacking`` come in.
+        """
+        for shard in lacking:
+            if shard not in asked:
+                asked.add(shard)
+                self.instance.make_room(request, shard)
+        return self.instance.taking_part.any_moves
+
     def _planned(self) -> set[str]:
         """Who is in this batch."""
         planned = {row.request.id for row in self.rows}
         return planned | self._group.active.keys() if self._group else planned
+
+
+def _lies_in(request: RequestState, shards: Collection[int]) -> bool:
+    """Whether slices of a request lie in one of some shards."""
+    return request.hold is not None and any(request.hold.tables[shard] for shard in shards)

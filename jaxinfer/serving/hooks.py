@@ -5,9 +5,18 @@ from collections.abc import Callable, Collection, Iterable
 from jaxinfer.config.validation import shown
 from jaxinfer.errors import FAILURES, JaxinferError
 from jaxinfer.serving.answers import asking, listed, raising
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.kv_shards import Placement
 from jaxinfer.serving.loss import LostInstance
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Action, Assignment, ClusterView, Leg, System
+from jaxinfer.serving.system import (
+    Action,
+    Assignment,
+    ClusterView,
+    Leg,
+    MoveSlices,
+    System,
+)
 from jaxinfer.serving.world import StepDone
 
 
@@ -16,12 +25,14 @@ class Hooks:
 
     Attributes:
         name: of the system.
-        steps, leg_ends, finishes: whether the system has a hook for them.
+        steps, leg_ends, finishes, places, makes_room: whether the system has a hook for them.
     """
 
     def __init__(self, system: System) -> None:
         kind = type(system)
         self._system, self.name = system, kind.__name__
+        self.places = kind.place is not System.place
+        self.makes_room = kind.make_room is not System.make_room
         self.steps = kind.on_step is not System.on_step
         self.leg_ends = kind.on_leg_end is not System.on_leg_end
         self.finishes = kind.on_finish is not System.on_finish
@@ -31,6 +42,25 @@ class Hooks:
         with asking(self._system, "route"):
             answer = self._system.route(unrouted, view)
         return listed(self._system, "route", answer)
+
+    def place(self, request: RequestState, instance: Instance) -> Placement | None:
+        """Ask where a request's slices are to lie."""
+        with asking(self._system, "place"):
+            answer = self._system.place(request, instance)
+            if answer is not None and not instance.kv.is_placement(answer):
+                raise JaxinferError(
+                    f"{self.name}.place returns {shown(answer)} for {request.id!r}, must have each "
+                    f"slice once, in a shard of its stage: {instance.kv.describe_slices()}"
+                )
+            return answer
+
+    def make_room(
+        self, request: RequestState, shard: int, instance: Instance
+    ) -> Iterable[MoveSlices]:
+        """Ask for moves of slices out of a shard that has no room."""
+        with asking(self._system, "make_room"):
+            answer = self._system.make_room(request, shard, instance)
+        return listed(self._system, "make_room", answer)
 
     def step_ended(self, done: StepDone, view: ClusterView) -> Iterable[Action]:
         """Ask what is to be done after a step."""

@@ -7,7 +7,8 @@ from operator import attrgetter
 from typing import Literal, Protocol
 
 from jaxinfer.serving.batch import Batch
-from jaxinfer.serving.kv_shards import Hold, KVShards
+from jaxinfer.serving.kv_shards import Hold, KVShards, Placement
+from jaxinfer.serving.page_pool import Shard
 from jaxinfer.serving.prefix_cache import CachedPage
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.running import Running
@@ -61,7 +62,7 @@ class Instance:
 
     Args:
         groups_decodes: advance decodes together, where the world looks at no token and the system
-            at no step.
+            at no step; not where their slices lie in several places.
         num_output: output tokens that end a request, where the world knows better than
             ``max_tokens``; only for decodes that are advanced together.
 
@@ -71,7 +72,11 @@ class Instance:
         taking_part: requests that take part in steps.
         num_exported: requests whose pages wait here to be fetched by their next leg's instance.
         in_flight: batches launched and not yet committed.
+        place: asks where a request's slices are to lie; ``make_room``, before a preemption, for
+            moves that take the place of it, where a shard (the second argument) lacks pages. Both
+            only where a stage has several shards.
         fit: how long steps take here, where that has been profiled.
+        lacks_pages: who could not go on for want of pages, where a stage has several shards.
         role: a name for the system's use; ``next_role`` replaces it once all requests have left.
     """
 
@@ -99,8 +104,11 @@ class Instance:
         self.importing: dict[str, RequestState] = {}
         self.num_exported = self.in_flight = self.num_preemptions = 0
         self.watermark_pages = math.ceil(self.options.watermark * kv.num_pages)
+        self.place: Callable[[RequestState], Placement | None] = lambda request: None
+        self.make_room: Callable[[RequestState, int], None] = lambda request, shard: None
+        self.lacks_pages: RequestState | None = None
         self._admitted_imports: list[RequestState] = []
-        page_size = kv.page_size if groups_decodes else None
+        page_size = kv.page_size if groups_decodes and not kv.is_spread else None
         self.taking_part = Running(page_size, self.options.launch_ahead, num_output)
 
     @property
@@ -126,18 +134,18 @@ class Instance:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool per slice of KV heads, free or not."""
+        """Pages per slice of KV heads of the largest request that it can hold."""
         return self.kv.num_pages
 
     @property
     def num_free_pages(self) -> int:
-        """Pages per slice of KV heads that are free in every shard."""
+        """Pages per slice of KV heads of the largest request for which there is room."""
         return self.kv.num_free
 
     @property
-    def free_pages_by_shard(self) -> list[int]:
-        """All free pages of each shard."""
-        return [shard.pool.num_free for shard in self.kv.shards]
+    def shards(self) -> Sequence[Shard]:
+        """The pieces of its KV."""
+        return self.kv.shards
 
     @property
     def page_size(self) -> int:
@@ -250,7 +258,9 @@ class Instance:
         """Pages for the tokens that ``leg`` starts with, if the admission policy agrees."""
         if not self.policies.admit(self, request, leg):
             return None
-        return self.kv.reserve(request.known_until(leg), self.cached_prefix(request, leg))
+        placement = self.place(request) if self.kv.is_spread else None
+        cached = self.cached_prefix(request, leg)
+        return self.kv.reserve(request.known_until(leg), cached, placement)
 
     def pages_to_take(self, request: RequestState, leg: Leg) -> int:
         """Free pages per slice that ``reserve`` would use up."""
@@ -291,6 +301,16 @@ class Instance:
         """Requests admitted since the last call whose transfer is to be started."""
         admitted, self._admitted_imports = self._admitted_imports, []
         return admitted
+
+    @property
+    def keeps_pages(self) -> bool:
+        """Whether the next free pages are for one that runs.
+
+        A request with more slices in a shard than others needs more pages there to go on than they
+        do to come in: they would take what was freed for it, for ever.
+        """
+        last = self.lacks_pages
+        return last is not None and last in self.taking_part and not last.paused
 
     @property
     def has_seat(self) -> bool:

@@ -1,9 +1,14 @@
 """Who holds which pages of KV cache in all shards of an instance, and until when."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from jaxinfer.serving.page_pool import Shard
 from jaxinfer.serving.prefix_cache import CachedPage, PrefixCache
+
+# For each shard of an instance, the slices of KV heads that a request has there.
+Placement = Sequence[Collection[int]]
+# From one shard to another, which slices.
+SliceMove = tuple[int, int, tuple[int, ...]]
 
 
 class Hold:
@@ -25,13 +30,17 @@ class Hold:
         "cached", "capacity", "kv", "num_hashed", "num_pages", "released", "tables", "users",
     )  # fmt: skip
 
-    def __init__(self, kv: "KVShards", cached: Sequence[CachedPage] = ()) -> None:
+    def __init__(
+        self, kv: "KVShards", placement: Placement, cached: Sequence[CachedPage] = ()
+    ) -> None:
         self.kv = kv
         self.cached = dict(enumerate(cached))
         self.tables: list[dict[int, list[int]]] = [
-            {piece: [page.pages[number][piece] for page in cached] for piece in shard.slices}
-            for number, shard in enumerate(kv.shards)
+            {piece: [page.pages[number][piece] for page in cached] for piece in pieces}
+            for number, pieces in enumerate(placement)
         ]
+        for shard, pieces in zip(kv.shards, placement, strict=True):
+            shard.num_pairs += len(pieces)
         self.num_pages = self.num_hashed = len(cached)
         self.capacity = self.num_pages * kv.page_size
         self.users = 0
@@ -53,6 +62,15 @@ class Hold:
         self.num_pages += extra
         self.capacity = self.num_pages * kv.page_size
         return True
+
+    def lacking(self, num_tokens: int) -> list[int]:
+        """Numbers of the shards without room for ``num_tokens`` KV entries."""
+        extra = self.kv.pages_for(num_tokens) - self.num_pages
+        return [
+            number
+            for number, shard in enumerate(self.kv.shards)
+            if shard.pool.num_free < extra * len(self.tables[number])
+        ]
 
     def pin(self) -> None:
         """Count one more user: a step or a transfer that starts."""
@@ -86,6 +104,7 @@ class Hold:
 
     def _free(self) -> None:
         for shard, table in zip(self.kv.shards, self.tables, strict=True):
+            shard.num_pairs -= len(table)
             for pages in table.values():
                 shard.pool.give([p for i, p in enumerate(pages) if i not in self.cached])
         # The last pages first: without those before them they would not be found.
@@ -103,27 +122,44 @@ class Hold:
                 self.cached[index] = page
         self.num_hashed = max(self.num_hashed, len(digests))
 
-    def can_move(self, source: int, dest: int, slices: tuple[int, ...]) -> bool:
-        """Whether shard ``source`` has the slices, and another shard ``dest`` has none of them."""
-        if not (0 <= source < len(self.tables) and 0 <= dest < len(self.tables)):
-            return False
-        here, there = self.tables[source], self.tables[dest]
-        return all(piece in here and piece not in there for piece in slices)
-
-    def copy_slices(self, source: int, dest: int, slices: tuple[int, ...]) -> bool:
-        """Reserve room in shard ``dest`` for slices of shard ``source``; False without room."""
-        pool = self.kv.shards[dest].pool
-        if pool.num_free < self.num_pages * len(slices):
-            return False
-        assert self.can_move(source, dest, slices)
-        for piece in slices:
-            self.tables[dest][piece] = pool.take(self.num_pages)
+    def can_move(self, moves: Iterable[SliceMove]) -> bool:
+        """Whether each source has the slices, and no other shard of its stage gets or has them."""
+        shards, coming = range(len(self.tables)), set()
+        for source, dest, slices in moves:
+            if source not in shards or dest not in shards:
+                return False
+            if self.kv.shards[source].stage != self.kv.shards[dest].stage:
+                return False
+            for piece in slices:
+                if piece not in self.tables[source] or piece in self.tables[dest]:
+                    return False
+                if (source, piece) in coming:
+                    return False
+                coming.add((source, piece))
         return True
 
-    def drop_slices(self, shard: int, slices: tuple[int, ...]) -> None:
-        """Free one shard's copy of some slices."""
-        for piece in slices:
-            self.kv.shards[shard].pool.give(self.tables[shard].pop(piece))
+    def copy_slices(self, moves: Sequence[SliceMove]) -> bool:
+        """Reserve room where slices are to go; False, and no change, without room for all."""
+        assert self.can_move(moves)
+        shards = self.kv.shards
+        wanted = [0] * len(shards)
+        for _, dest, slices in moves:
+            wanted[dest] += self.num_pages * len(slices)
+        if any(shard.pool.num_free < count for shard, count in zip(shards, wanted, strict=True)):
+            return False
+        for _, dest, slices in moves:
+            for piece in slices:
+                self.tables[dest][piece] = shards[dest].pool.take(self.num_pages)
+            shards[dest].num_pairs += len(slices)
+        return True
+
+    def drop_slices(self, moves: Iterable[SliceMove]) -> None:
+        """Free the copies that slices which have moved leave behind."""
+        for source, _, slices in moves:
+            shard = self.kv.shards[source]
+            for piece in slices:
+                shard.pool.give(self.tables[source].pop(piece))
+            shard.num_pairs -= len(slices)
         self.kv.on_free()
 
 
@@ -135,6 +171,7 @@ class KVShards:
 
     Attributes:
         cache: the pages kept, or None.
+        is_spread: whether a stage has its slices in several shards.
         on_free: called when pages have come free.
         reserved: holds of requests that are still elsewhere -> how to have one given back.
     """
@@ -147,7 +184,11 @@ class KVShards:
             raise ValueError("the shards of one instance must have one page size")
         self.on_free: Callable[[], None] = lambda: None
         self.reserved: dict[Hold, Callable[[], None]] = {}
-        self._filled = [shard for shard in shards if shard.slices]
+        self._own = [shard.slices for shard in shards]
+        self._stages = _stages(shards)
+        self.is_spread = any(len(stage) > 1 for stage in self._stages)
+        if caching and self.is_spread:
+            raise ValueError("requests share pages only where all slices of a stage lie together")
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages per slice that ``num_tokens`` KV entries take."""
@@ -158,22 +199,66 @@ class KVShards:
         in_use = sum(page.holds > 0 for page in cached)
         return self.pages_for(num_tokens) - in_use
 
-    def reserve(self, num_tokens: int, cached: Sequence[CachedPage] = ()) -> Hold | None:
+    def reserve(
+        self,
+        num_tokens: int,
+        cached: Sequence[CachedPage] = (),
+        placement: Placement | None = None,
+    ) -> Hold | None:
         """Pages for ``num_tokens`` KV entries, or None where some shard lacks them.
 
         Args:
             cached: pages that the prefix cache has for the first of these entries.
+            placement: of the slices; by default each lies where it belongs or, without room there,
+                in the next shard of its stage that has some.
         """
         extra = self.pages_to_take(num_tokens, cached)
-        if any(shard.pool.num_free < extra * len(shard.slices) for shard in self.shards):
-            return None
+        if placement is None:
+            placement = self._placement(extra) if self.is_spread else self._own
+        for shard, pieces in zip(self.shards, placement, strict=True):
+            if shard.pool.num_free < extra * len(pieces):
+                return None
         for page in cached:
             assert self.cache
             self.cache.acquire(page)
-        hold = Hold(self, cached)
+        hold = Hold(self, placement, cached)
         grown = hold.grow(num_tokens)
         assert grown, "the room was counted above"
         return hold
+
+    def _placement(self, extra: int) -> Placement:
+        """Slices of so many pages where they belong, or where there is room."""
+        found: list[list[int]] = [[] for _ in self.shards]
+        for stage in self._stages:
+            room = [self.shards[number].pool.num_free // max(extra, 1) for number in stage]
+            homeless: list[int] = []
+            for number, most in zip(stage, room, strict=True):
+                own = self.shards[number].slices
+                found[number] += own[:most]
+                homeless += own[most:]
+            for number, most in zip(stage, room, strict=True):
+                while homeless and len(found[number]) < most:
+                    found[number].append(homeless.pop(0))
+            found[stage[0]] += homeless  # Without room anywhere, which the caller finds.
+        return found
+
+    def is_placement(self, placement: Placement) -> bool:
+        """Whether each slice of a stage lies in one shard of that stage, and no others do."""
+        if len(placement) != len(self.shards):
+            return False
+        return all(
+            sorted(piece for number in stage for piece in placement[number])
+            == sorted(piece for number in stage for piece in self._own[number])
+            for stage in self._stages
+        )
+
+    def describe_slices(self) -> str:
+        """Which slices the shards of each stage have, in words."""
+        stages = [
+            f"shards {stage} have {[piece for n in stage for piece in self._own[n]]}"
+            for stage in self._stages
+        ]
+        return ", ".join(stages)
 
     def take_back_reserved(self) -> bool:
         """Have the latest reservation given back, if there is one."""
@@ -184,16 +269,24 @@ class KVShards:
 
     @property
     def num_pages(self) -> int:
-        """Pages per slice that the smallest shard has."""
-        return min(shard.pool.num_usable // len(shard.slices) for shard in self._filled)
+        """Pages per slice of the largest request that can be held."""
+        return self._most([shard.pool.num_usable for shard in self.shards])
 
     @property
     def num_free(self) -> int:
-        """Pages per slice that are free in every shard."""
-        if len(self._filled) == 1:  # Asked at each step.
-            shard = self._filled[0]
+        """Pages per slice of the largest request for which there is room now."""
+        if len(self.shards) == 1:  # Asked at each step.
+            shard = self.shards[0]
             return shard.pool.num_free // len(shard.slices)
-        return min(shard.pool.num_free // len(shard.slices) for shard in self._filled)
+        return self._most([shard.pool.num_free for shard in self.shards])
+
+    def _most(self, pages: Sequence[int]) -> int:
+        if not self.is_spread:
+            return min(p // len(pieces) for p, pieces in zip(pages, self._own, strict=True))
+        return min(
+            most_pages([pages[n] for n in stage], sum(len(self._own[n]) for n in stage))
+            for stage in self._stages
+        )
 
     @property
     def num_pinned(self) -> int:
@@ -204,3 +297,35 @@ class KVShards:
     def num_in_use(self) -> int:
         """Pages that are not free, over all shards."""
         return sum(s.pool.num_usable - s.pool.num_free for s in self.shards)
+
+
+def most_pages(pages: Sequence[int], num_slices: int) -> int:
+    """Most pages that each of ``num_slices`` can have, each slice all of its own in one pool.
+
+    Args:
+        pages: of each pool.
+    """
+    low, high = 0, sum(pages) // num_slices
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sum(count // middle for count in pages) >= num_slices:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _stages(shards: Sequence[Shard]) -> list[list[int]]:
+    """Numbers of the shards of each stage.
+
+    Raises:
+        ValueError: a stage has no slices, or one of them twice.
+    """
+    stages: dict[int, list[int]] = {}
+    for number, shard in enumerate(shards):
+        stages.setdefault(shard.stage, []).append(number)
+    for stage, numbers in stages.items():
+        pieces = [piece for number in numbers for piece in shards[number].slices]
+        if not pieces or len(set(pieces)) < len(pieces):
+            raise ValueError(f"the shards of stage {stage} have the slices {pieces}")
+    return list(stages.values())

@@ -55,7 +55,7 @@ class ServingLoop:
         self.world = world
         self.system = system
         self._hooks = hooks = Hooks(system)
-        self.roster = Roster(world, instances, hooks.name, self._leg_ended, self._finished)
+        self.roster = Roster(world, instances, hooks, self._leg_ended, self._finished)
         self._on_finish = on_finish
         self._moving = self.roster.hand_offs.moving
         self._check_stop = check_stop

@@ -73,14 +73,35 @@ def _nothing_to_evict() -> None:
 
 
 class Shard:
-    """The piece of an instance's KV cache behind one pool: a stage, or a range of heads.
+    """The piece of an instance's KV cache behind one pool: a stage, or where some heads of one lie.
 
     Args:
         pool: its pages.
-        slices: the slices of KV heads that a request has here unless moved. A page holds
-            ``page_size`` tokens of one slice. Most shards have one slice: all their heads.
+        slices: the slices of KV heads that a request has here unless placed elsewhere. A page holds
+            ``page_size`` tokens of one slice. Most shards have one slice: all their heads. Where a
+            stage's heads lie in several shards, slice ``stage * K + head`` is one of its K heads.
+        stage: pipeline stage whose layers it has. Slices go to any shard of their stage.
+        group: name of the device group where it lies, if anybody asks.
+
+    Attributes:
+        num_pairs: slices that lie here, over all requests.
     """
 
-    def __init__(self, pool: PagePool, slices: tuple[int, ...] = (0,)) -> None:
+    def __init__(
+        self, pool: PagePool, slices: tuple[int, ...] = (0,), stage: int = 0, group: str = ""
+    ) -> None:
         self.pool = pool
         self.slices = slices
+        self.stage = stage
+        self.group = group
+        self.num_pairs = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, free or not."""
+        return self.pool.num_usable
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that can be handed out now."""
+        return self.pool.num_free

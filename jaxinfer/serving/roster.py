@@ -7,6 +7,7 @@ from jaxinfer.config.validation import did_you_mean
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import FinishReason
 from jaxinfer.serving.answers import check_legs
+from jaxinfer.serving.hooks import Hooks
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.loss import Alive, LostInstance, detach
 from jaxinfer.serving.request_state import RequestState
@@ -29,7 +30,7 @@ class Roster:
     """The instances and the requests that have come in, each with the legs it still has to go.
 
     Args:
-        system: its name.
+        hooks: what the system is asked.
         on_leg_end: called with each request whose leg has ended, and that leg.
         on_finish: called once per request that has ended.
 
@@ -46,7 +47,7 @@ class Roster:
         self,
         world: World,
         instances: Iterable[Instance],
-        system: str,
+        hooks: Hooks,
         on_leg_end: Callable[[RequestState, Leg], None],
         on_finish: Callable[[RequestState], None],
     ) -> None:
@@ -59,7 +60,8 @@ class Roster:
         self.sends_along = False
         self.hand_offs = HandOffs(world, self.instances)
         self._world = world
-        self._system, self._on_leg_end, self._on_finish = system, on_leg_end, on_finish
+        self._hooks, self._system = hooks, hooks.name
+        self._on_leg_end, self._on_finish = on_leg_end, on_finish
         self._draining: dict[str, None] = {}
         self._order = list(self.instances)
         for instance in self.instances.values():
@@ -67,6 +69,14 @@ class Roster:
 
     def _watch(self, instance: Instance) -> None:
         instance.kv.on_free = partial(self._mark_changed, instance.name)
+        if self._hooks.places:
+            instance.place = lambda request: self._hooks.place(request, instance)
+        if self._hooks.makes_room:
+            instance.make_room = partial(self._make_room, instance)
+
+    def _make_room(self, instance: Instance, request: RequestState, shard: int) -> None:
+        """Have slices move out of a shard, as the system wants it, while a batch is formed."""
+        self.act(lambda: self._hooks.make_room(request, shard, instance))
 
     def _mark_changed(self, name: str) -> None:
         self.changed[name] = None
@@ -255,7 +265,7 @@ class Roster:
             case Reassign():
                 check_legs(self._system, request.id, action.legs)
                 self._reassign(request, action.legs)
-            case MoveSlices() if self.runs(request) and not request.slice_move:
+            case MoveSlices() if self.runs(request):
                 self.hand_offs.ask_slice_move(request, action)
             case _:
                 return

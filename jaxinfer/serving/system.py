@@ -6,6 +6,7 @@ from itertools import permutations
 from typing import Any, ClassVar, Literal, Protocol
 
 from jaxinfer.config.validation import Options
+from jaxinfer.serving.kv_shards import Placement, SliceMove
 from jaxinfer.serving.step_fit import StepFit
 
 HandOffRule = Literal["on_demand", "at_end", "per_chunk", "per_segment"]
@@ -73,6 +74,30 @@ class RequestView(Protocol):
         """For each shard of its instance, the slices of KV heads that lie there; or empty."""
 
 
+class ShardView(Protocol):
+    """What of an instance's KV lies in one place, read-only."""
+
+    @property
+    def stage(self) -> int:
+        """Pipeline stage; slices go to any shard of their stage."""
+
+    @property
+    def group(self) -> str:
+        """Name of the device group, of instances that a run file has."""
+
+    @property
+    def slices(self) -> Collection[int]:
+        """The slices of KV heads that lie here unless a request has them elsewhere."""
+
+    @property
+    def num_pages(self) -> int: ...  # noqa: D102
+    @property
+    def num_free_pages(self) -> int: ...  # noqa: D102
+    @property
+    def num_pairs(self) -> int:
+        """Slices that lie here, over all requests."""
+
+
 class InstanceView(Protocol):
     """One instance's statistics, read-only. Pages are counted per slice of KV heads.
 
@@ -89,13 +114,13 @@ class InstanceView(Protocol):
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool, free or not."""
+        """Pages of the largest request that it can hold, whatever runs now."""
 
     @property
     def num_free_pages(self) -> int: ...  # noqa: D102
     @property
-    def free_pages_by_shard(self) -> Sequence[int]:
-        """All free pages of each shard: where the slices of KV heads could move."""
+    def shards(self) -> Sequence[ShardView]:
+        """The pieces of its KV, by number: where slices of KV heads are, and could move."""
 
     @property
     def page_size(self) -> int: ...  # noqa: D102
@@ -186,12 +211,16 @@ class Reassign:
 
 @dataclass(frozen=True)
 class MoveSlices:
-    """Move some slices of KV heads of one running request to another shard of its instance."""
+    """Move slices of KV heads of one running request between shards of its instance.
+
+    Each of ``moves`` has the number of a shard, that of another of the same stage, and the slices
+    that go there from here. All of them move at once, or none where one of the shards lacks room;
+    the request pauses meanwhile. While a move of the request is under way, a second one is left
+    out, and counted.
+    """
 
     request: str
-    source_shard: int
-    dest_shard: int
-    slices: tuple[int, ...]
+    moves: tuple[SliceMove, ...]
 
 
 @dataclass(frozen=True)
@@ -264,6 +293,28 @@ class System:
         again when its last leg ended before the request did.
         """
         raise NotImplementedError
+
+    def place(self, request: RequestView, instance: InstanceView) -> Placement | None:
+        """Where a request's slices of KV heads are to lie; asked when it is to be admitted.
+
+        Only of instances whose stages have several shards; again after a preemption, and as long as
+        there is no room where the answer says.
+
+        Returns:
+            For each shard, the slices there: each slice of a stage in one shard of that stage. None
+            for where they belong, or else where there is room.
+        """
+        return None
+
+    def make_room(
+        self, request: RequestView, shard: int, instance: InstanceView
+    ) -> Sequence[MoveSlices]:
+        """Called before a request is preempted for ``request``, which lacks pages in a shard.
+
+        Only where a stage has several. If slices move, the request waits until they have; with none
+        under way, preemption takes its course.
+        """
+        return ()
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         """Called when a step has been committed."""

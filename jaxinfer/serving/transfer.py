@@ -42,10 +42,13 @@ class HandOffs:
 
     Attributes:
         moving: transfers started and not yet done.
+        num_slice_moves: moves of slices that have begun; ``num_without_room``: that had no room to;
+            ``num_at_once``: that were asked for while another one of their request was under way.
     """
 
     def __init__(self, world: World, instances: Mapping[str, Instance]) -> None:
         self.moving: list[Transfer] = []
+        self.num_slice_moves = self.num_without_room = self.num_at_once = 0
         self._world = world
         self._instances = instances
 
@@ -143,9 +146,12 @@ class HandOffs:
     def ask_slice_move(self, request: RequestState, move: MoveSlices) -> None:
         """Note a move of slices of KV heads; it starts once nothing uses the pages."""
         assert request.hold
+        if request.slice_move:
+            self.num_at_once += 1
+            return
         if request.hold.kv.cache:
             raise JaxinferError(f"system asks for {move}, not possible with prefix caching")
-        if not request.hold.can_move(move.source_shard, move.dest_shard, move.slices):
+        if not request.hold.can_move(move.moves):
             raise JaxinferError(f"system asks for {move}, but the slices are not there to move")
         request.slice_move = move
         self.start_slice_move(request)
@@ -157,11 +163,13 @@ class HandOffs:
         assert hold
         if hold.users:
             return
-        has_room = hold.copy_slices(move.source_shard, move.dest_shard, move.slices)
+        has_room = hold.copy_slices(move.moves)
+        self.num_slice_moves += has_room
+        self.num_without_room += not has_room
         if not has_room or not request.computed:
             request.slice_move = None
             if has_room:  # There is nothing to send.
-                hold.drop_slices(move.source_shard, move.slices)
+                hold.drop_slices(move.moves)
             return
         here = request.legs[0].instance, hold
         self._world.start_transfer(self._note(request, here, here, request.computed, move))
@@ -171,10 +179,10 @@ class HandOffs:
         request = transfer.request
         if not self._end(transfer):
             return
-        if len(request.output_token_ids) == 1:
+        if len(request.output_token_ids) == 1 and not transfer.slice_move:
             request.metrics.received = end
         if move := transfer.slice_move:
-            transfer.dest_hold.drop_slices(move.source_shard, move.slices)
+            transfer.dest_hold.drop_slices(move.moves)
             request.slice_move = None
         elif request.slice_move:
             self.start_slice_move(request)

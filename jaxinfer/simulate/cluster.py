@@ -80,7 +80,8 @@ class ModelledInstance:
         size = self.config.page_size
         caching = self.config.enable_prefix_caching and has_tokens
         pool = PagePool if caching else CountedPages
-        kv = KVShards([Shard(pool(count, size)) for count in self.num_pages], caching)
+        shards = [Shard(pool(count, size), stage=i) for i, count in enumerate(self.num_pages)]
+        kv = KVShards(shards, caching)
         options = instance_options(self.config, len(self.config.places))
         grouped = groups_decodes and not caching
         policies = make_policies(self.config.policies)

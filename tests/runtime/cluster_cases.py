@@ -241,7 +241,10 @@ def set_pools(llm: LLM, num_pages: Mapping[str, int], caching: bool) -> None:
     llm._runs.kv = {
         name: KVShards(
             [
-                Shard(_pool(plan.limits.page_size, plan.num_pages, num_pages.get(name), number))
+                Shard(
+                    _pool(plan.limits.page_size, plan.num_pages, num_pages.get(name), number),
+                    stage=number,
+                )
                 for number, plan in enumerate(engine.plans)
             ],
             caching,

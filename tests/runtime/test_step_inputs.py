@@ -136,7 +136,7 @@ def test_every_row_finds_its_tokens_places_and_sample(
 def test_a_stage_s_entries_lie_in_its_own_pages() -> None:
     """The second stage's first three pages are another's; a chunk of six, then a decode."""
     limits = StepLimits(4, 16, max_pages=3, page_size=PAGE)
-    kv = KVShards([Shard(PagePool(20, PAGE)), Shard(PagePool(20, PAGE))])
+    kv = KVShards([Shard(PagePool(20, PAGE)), Shard(PagePool(20, PAGE), stage=1)])
     kv.shards[1].pool.take(3)
     rows = []
     for name, start, count in (("chunk", 3, 6), ("decode", 4, 1)):

@@ -76,7 +76,7 @@ def request(name: str = "r", prompt: int = 3, **params: Any) -> RequestState:
     return RequestState(name, prompt, 9, prompt_token_ids=range(40, 40 + prompt), payload=sampling)
 
 
-KV = KVShards([Shard(PagePool(200, 4)), Shard(PagePool(200, 4)), Shard(PagePool(200, 4))])
+KV = KVShards([Shard(PagePool(200, 4), stage=number) for number in range(3)])
 
 
 def row(of: RequestState, start: int, count: int, samples: bool, pending: bool = False) -> Row:

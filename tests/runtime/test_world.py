@@ -259,7 +259,9 @@ def test_transfers_that_the_real_world_does_not_know() -> None:
     nothing: Any = None
     with pytest.raises(JaxinferError, match="from a to b, which its routes do not name"):
         world.start_transfer(Transfer(nothing, 0, "a", "b", nothing, nothing, 0, 1, 0.0))
-    sliced = Transfer(nothing, 0, "a", "a", nothing, nothing, 0, 1, 0.0, MoveSlices("r", 0, 1, ()))
+    sliced = Transfer(
+        nothing, 0, "a", "a", nothing, nothing, 0, 1, 0.0, MoveSlices("r", ((0, 1, ()),))
+    )
     with pytest.raises(JaxinferError, match="all KV heads of a stage in one pool"):
         world.start_transfer(sliced)
 

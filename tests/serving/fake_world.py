@@ -258,11 +258,11 @@ class FakeWorld:
         self.transfers.append(t)
         source, dest = copy_tables(t.source_hold), copy_tables(t.dest_hold)
         if t.slice_move:
-            move, both = t.slice_move, copy_tables(t.source_hold)
-            source = [{s: both[move.source_shard][s] for s in move.slices}]
-            dest = [{s: both[move.dest_shard][s] for s in move.slices}]
-            source = [{}] * move.source_shard + source
-            dest = [{}] * move.dest_shard + dest
+            both = copy_tables(t.source_hold)
+            source, dest = [{} for _ in both], [{} for _ in both]
+            for here, there, slices in t.slice_move.moves:
+                source[here] |= {piece: both[here][piece] for piece in slices}
+                dest[there] |= {piece: both[there][piece] for piece in slices}
         assert 0 <= t.start < t.stop
         self._use(t.source, t.source_hold, source, t.stop)
         self._use(t.dest, t.dest_hold, dest, t.stop)

@@ -4,6 +4,7 @@ import os
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fake_world import Timing
 from hypothesis import HealthCheck, settings
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 from serving_checks import Run, make_kv, make_requests
 
 from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.kv_shards import Placement
 from jaxinfer.serving.policies import Policies, PolicyOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import (
     Action,
     Assignment,
     ClusterView,
+    InstanceView,
     Leg,
     MoveSlices,
     Pause,
@@ -43,8 +46,12 @@ def examples(count: int) -> settings:
 
 
 RULES = ("on_demand", "at_end", "per_chunk", "per_segment")
-# Layouts of an instance's KV: one shard, pipeline stages, ranges of heads, an empty shard.
-LAYOUTS = (((0,),), ((0,), (0,)), ((0, 1), (2, 3)), ((0, 1), (2,), ()))
+# Layouts of an instance's KV: one shard, pipeline stages, ranges of heads, empty shards, and two
+# stages with several shards each.
+LAYOUTS = (
+    ((0,),), ((0,), (0,)), ((0, 1), (2, 3)), ((0, 1), (2,), ()), ((0, 1, 2), (), ()),
+    (((0, 1), ()), ((2, 3), (), ())),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,7 @@ class Chaos(Follow):
         self.rng = random.Random(seed)
         self.actions_left = num_actions
         self.paused: set[str] = set()
+        self.rooms = 0
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         return [self._act(cluster)] if self._in_the_mood() else []
@@ -140,6 +148,35 @@ class Chaos(Follow):
             legs.append(Leg(instance, until, self.rng.choice(RULES)))
         return (*legs, Leg(self.rng.choice(sorted(cluster.instances))))
 
+    def place(self, request: RequestView, instance: InstanceView) -> Placement | None:
+        """Anywhere, where it fits; now and then, and where it does not, the usual place."""
+        pages = -(-request.num_known // instance.page_size)
+        found: list[list[int]] = [[] for _ in instance.shards]
+        for shard in instance.shards:
+            here = [n for n, other in enumerate(instance.shards) if other.stage == shard.stage]
+            for piece in shard.slices:
+                found[self.rng.choice(here)].append(piece)
+        fits = all(
+            shard.num_free_pages >= pages * len(pieces)
+            for shard, pieces in zip(instance.shards, found, strict=True)
+        )
+        return found if fits and self.rng.random() < 0.7 else None
+
+    def make_room(
+        self, request: RequestView, shard: int, instance: InstanceView
+    ) -> Sequence[MoveSlices]:
+        """Now and then, the slices of someone there go elsewhere, if there is room or not."""
+        stage = instance.shards[shard].stage
+        others = [n for n, s in enumerate(instance.shards) if s.stage == stage and n != shard]
+        there = [r for r in instance.running.values() if r.slices and r.slices[shard]]
+        if not others or not there or self.rng.random() < 0.5:
+            return []
+        victim = self.rng.choice(there)
+        moves = [(shard, self.rng.choice(others), (s,)) for s in sorted(victim.slices[shard])]
+        moves = [m for m in moves if not set(m[2]) & set(victim.slices[m[1]])]  # On its way.
+        self.rooms += 1
+        return [MoveSlices(victim.id, tuple(moves))]
+
     def _any_move(self, name: str, cluster: ClusterView) -> Action:
         for instance in cluster.instances.values():
             if name not in instance.running:
@@ -147,21 +184,32 @@ class Chaos(Follow):
             if self.caching:
                 continue  # Slices stay where pages may be shared.
             slices = instance.running[name].slices
-            if all(set(here) <= {0} for here in slices):
-                continue  # One shard, or pipeline stages: their slices are different layers.
-            source, dest = self.rng.sample(range(len(slices)), 2)
-            if slices[source]:
-                count = self.rng.randint(1, len(slices[source]))
-                chosen = self.rng.sample(sorted(slices[source]), count)
-                return MoveSlices(name, source, dest, tuple(chosen))
+            stage = self.rng.choice([shard.stage for shard in instance.shards])
+            here = [n for n, shard in enumerate(instance.shards) if shard.stage == stage]
+            moves = []
+            for source in here if len(here) > 1 else ():
+                for piece in sorted(slices[source]):
+                    dest = self.rng.choice(here)
+                    if dest != source and self.rng.random() < 0.6:
+                        moves.append((source, dest, (piece,)))
+            if moves:
+                return MoveSlices(name, tuple(moves))
         return Pause("nobody")
 
 
 class SparesTheOldest(Instance):
-    """Asserts the promise that makes every request reach its end."""
+    """Asserts the promise that makes every request reach its end.
+
+    The oldest may only lose its pages where it fills a shard alone: it is placed anew, elsewhere.
+    """
 
     def preempt(self, request: RequestState) -> None:
-        assert request.id != next(iter(self.running))
+        assert request.hold
+        alone = any(
+            table and shard.num_pairs == len(table)
+            for shard, table in zip(self.kv.shards, request.hold.tables, strict=True)
+        )
+        assert request.id != next(iter(self.running)) or (self.kv.is_spread and alone)
         super().preempt(request)
 
 
@@ -201,7 +249,7 @@ class Scenario:
     """All that a run needs, in a form that hypothesis can print."""
 
     scripts: list[Script]
-    instances: list[tuple[str, int, int, tuple[tuple[int, ...], ...], InstanceOptions]]
+    instances: list[tuple[str, int, int, tuple[Any, ...], InstanceOptions]]
     timing: Timing
     caching: bool
 

@@ -31,12 +31,24 @@ def new_instance(
 def make_kv(
     num_usable: int,
     page_size: int,
-    slices: Sequence[tuple[int, ...]] = ((0,),),
+    slices: Sequence[Sequence[Any]] = ((0,),),
     caching: bool = False,
 ) -> KVShards:
-    """Shards that each have ``num_usable`` pages per slice."""
+    """Shards that each have ``num_usable`` pages per slice.
+
+    Args:
+        slices: of each shard, of one stage unless they have the same slices; or of each stage, its
+            shards'. With ``caching``, each shard with slices is a stage.
+    """
+    if not any(isinstance(piece, tuple) for here in slices for piece in here):
+        pieces = [piece for here in slices for piece in here]
+        slices = [slices] if len(set(pieces)) == len(pieces) else [[here] for here in slices]
+    if caching:
+        slices = [[here] for stage in slices for here in stage if here]
     shards = [
-        Shard(PagePool(num_usable * max(1, len(piece)) + 1, page_size), piece) for piece in slices
+        Shard(PagePool(num_usable * max(1, len(here)) + 1, page_size), here, number)
+        for number, stage in enumerate(slices)
+        for here in stage
     ]
     return KVShards(shards, caching)
 
@@ -206,7 +218,7 @@ def check_nobody_idles(loop: ServingLoop) -> None:
                 or (options.chunks_in_flight == 1 and follows_a_chunk(request))
                 or chunk > request.hold.capacity
             ), f"{instance.name} has nothing in flight for {request}"
-        if instance.waiting and instance.has_seat:
+        if instance.waiting and instance.has_seat and not instance.keeps_pages:
             head, leg = instance.waiting[0], instance.waiting[0].legs[0]
             if head.exported and head.exported[0] == instance.name:
                 fits = True
@@ -214,9 +226,8 @@ def check_nobody_idles(loop: ServingLoop) -> None:
                 fits = False
             else:
                 extra = instance.pages_to_take(head, leg)
-                fits = instance.policies.admit(instance, head, leg) and all(
-                    shard.pool.num_free >= extra * len(shard.slices) for shard in instance.kv.shards
-                )
+                fits = instance.policies.admit(instance, head, leg)
+                fits = fits and extra <= instance.kv.num_free
             assert not fits, f"{instance.name} has room for {head}"
 
 

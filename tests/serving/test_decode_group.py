@@ -62,7 +62,7 @@ def test_who_is_not_to_decode_to_the_end() -> None:
     ends, paused, moves = (member(name) for name in "abc")
     ends.legs = [Leg("A", 9), Leg("B")]
     paused.paused = True
-    moves.slice_move = MoveSlices("c", 0, 1, (0,))
+    moves.slice_move = MoveSlices("c", ((0, 1, (0,)),))
     assert not any(new_group().takes(request) for request in (ends, paused, moves))
 
 

@@ -93,7 +93,10 @@ def test_what_a_system_sees() -> None:
     instance.importing["i"] = RequestState("i", 1, 1)
     waiting(instance, "w")
     assert instance.num_requests == 3
-    assert (instance.num_free_pages, instance.free_pages_by_shard) == (9, [18, 9])
+    assert (instance.num_free_pages, [shard.num_free_pages for shard in instance.shards]) == (
+        9,
+        [18, 9],
+    )
     assert (instance.page_size, instance.max_num_batched_tokens) == (4, 77)
     assert names(instance.running.values()) == ["r"]
 
@@ -191,7 +194,7 @@ def test_who_gets_no_row(why: str) -> None:
     elif why == "paused":
         request.paused = True
     elif why == "slices move":
-        request.slice_move = MoveSlices("r", 0, 1, (0,))
+        request.slice_move = MoveSlices("r", ((0, 1, (0,)),))
     else:
         request.pending = 1
     assert not add(instance, request, 1)
@@ -248,7 +251,7 @@ def test_pages_that_come_back_are_waited_for(why: str) -> None:
     elif why == "exported":
         instance.num_exported = 1
     else:
-        b.slice_move = MoveSlices("b", 0, 1, (0,))
+        b.slice_move = MoveSlices("b", ((0, 1, (0,)),))
     before = instance.num_preemptions
     assert not add(instance, a, 1)
     assert instance.num_preemptions == before

@@ -230,7 +230,7 @@ def test_routing_to_an_unknown_instance() -> None:
 @pytest.mark.parametrize("after", [1, 2])
 @pytest.mark.parametrize("leave", [False, True])
 def test_heads_move_while_a_chunk_is_on_its_way(after: int, leave: bool) -> None:
-    move = MoveSlices("r0", 0, 1, (1,))
+    move = MoveSlices("r0", ((0, 1, (1,)),))
     actions = (move, Reassign("r0", (Leg("B"),))) if leave else (move,)
     system = Do(*actions, after=after, legs=(Leg("A", 9, "per_chunk"), Leg("B")))
     kv, opts = make_kv(30, 1, [(0, 1), (2,)]), InstanceOptions(16, 3, max_in_flight=1)
@@ -245,11 +245,23 @@ def test_growth_waits_for_heads_that_move(max_transfer: int) -> None:
     kv = KVShards([Shard(PagePool(27, 1), (0, 1)), Shard(PagePool(60, 1), (2,))])
     a = new_instance("A", kv, InstanceOptions(8, 8, watermark=0.0))
     lengths = [(1, 12), (4, 5)]
-    system = Do(MoveSlices("r1", 0, 1, (1,)), after=4)
+    system = Do(MoveSlices("r1", ((0, 1, (1,)),)), after=4)
     timing = Timing(max_transfer=max_transfer)
     outcome = Run(system, [a], make_requests(lengths, [0.0, 1.0]), timing).verify()
     assert outcome.world.transfers
     assert outcome.finished["r0"].metrics.num_preemptions == 0
+
+
+@pytest.mark.parametrize("arrival", [6.0, 7.0, 8.0, 9.0, 10.0, 11.0])
+def test_pages_that_come_free_are_for_who_waits_for_them(arrival: float) -> None:
+    """With all its heads in one shard, r0 needs four pages there to go on, and r1 two to begin."""
+    opts = InstanceOptions(2, 1, 2, False, 1, 1, watermark=0.0)
+    a = new_instance("A", make_kv(4, 8, [(0, 1), (2, 3)]), opts)
+    system = Do(MoveSlices("r0", ((0, 1, (0, 1)),)), after=2)
+    run = Run(system, [a], make_requests([(1, 9), (1, 1)], [0.0, arrival]))
+    run.max_steps = 20
+    outcome = run.verify()
+    assert outcome.finished["r1"].metrics.num_preemptions <= 1
 
 
 def test_chunks_follow_a_change_of_destination() -> None:
@@ -303,7 +315,7 @@ class StartElsewhere(System):
 
 @pytest.mark.parametrize(
     ("action", "place"),
-    [(Reassign("r1", (Leg("B"),)), "B"), (MoveSlices("r1", 0, 1, (0, 1)), "A")],
+    [(Reassign("r1", (Leg("B"),)), "B"), (MoveSlices("r1", ((0, 1, (0, 1)),)), "A")],
 )
 def test_a_request_without_kv_needs_no_transfer(action: Action, place: str) -> None:
     kv = make_kv(20, 4, [(0, 1), (2,)])
@@ -315,7 +327,7 @@ def test_a_request_without_kv_needs_no_transfer(action: Action, place: str) -> N
 
 
 def test_slices_that_are_not_there() -> None:
-    run = Run(Do(MoveSlices("r0", 0, 1, (0,))), [tiny("A", 20)], make_requests([(3, 9)]))
+    run = Run(Do(MoveSlices("r0", ((0, 1, (0,)),))), [tiny("A", 20)], make_requests([(3, 9)]))
     with pytest.raises(JaxinferError, match="not there to move"):
         run.verify()
 

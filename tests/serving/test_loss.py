@@ -123,7 +123,7 @@ def test_a_move_of_heads_ends_with_its_instance() -> None:
     """Else the request would be left out of all steps elsewhere."""
     cluster = Cluster()
     request = cluster.request(Leg("B"), runs=True)
-    request.slice_move = MoveSlices(request.id, 0, 1, (0,))
+    request.slice_move = MoveSlices(request.id, ((0, 1, (0,)),))
     cluster.lose_b()
     assert request.slice_move is None
 

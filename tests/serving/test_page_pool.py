@@ -1,14 +1,16 @@
 """Pools and holds: every page is free, held or pinned, and in one table at a time."""
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from scenarios import examples
 from serving_checks import make_kv, pages_of
 
-from jaxinfer.serving.kv_shards import Hold, KVShards
+from jaxinfer.serving.kv_shards import Hold, KVShards, most_pages
 from jaxinfer.serving.page_pool import CountedPages, PagePool, Shard
 from jaxinfer.serving.prefix_cache import CachedPage
 
@@ -82,8 +84,8 @@ def test_pinned_pages_come_free_with_the_last_user() -> None:
 def test_slices_that_cannot_move(source: int, dest: int, slices: tuple[int, ...]) -> None:
     hold = make_kv(4, 4, [(0, 1), (2,)]).reserve(4)
     assert hold
-    assert not hold.can_move(source, dest, slices)
-    assert hold.can_move(0, 1, (0, 1))
+    assert not hold.can_move([(source, dest, slices)])
+    assert hold.can_move([(0, 1, (0, 1))])
 
 
 def test_more_than_is_free_cannot_be_taken() -> None:
@@ -121,7 +123,7 @@ def test_numbers_over_all_shards() -> None:
     hold = kv.reserve(9)
     assert hold
     assert (hold.num_pages, hold.num_hashed, hold.users) == (3, 0, 0)
-    assert (kv.num_free, kv.num_in_use) == (0, 9)
+    assert (kv.num_free, kv.num_in_use) == (1, 9)  # The empty shard has room, too.
     hold.pin()
     hold.release()
     assert (kv.num_pinned, kv.num_in_use) == (9, 9)
@@ -158,12 +160,12 @@ def test_slices_move_where_there_is_room_for_all_of_them() -> None:
     kv.on_free = lambda: freed.append([shard.pool.num_free for shard in kv.shards])
     hold = kv.reserve(9)
     assert hold
-    assert not hold.copy_slices(0, 1, (0, 1))  # Six pages, of which there are five.
+    assert not hold.copy_slices([(0, 1, (0, 1))])  # Six pages, of which there are five.
     assert hold.tables == [{0: [1, 2, 3], 1: [4, 5, 6]}, {}]
-    assert hold.copy_slices(0, 1, (1,))
+    assert hold.copy_slices([(0, 1, (1,))])
     assert hold.tables[1] == {1: [1, 2, 3]}
     assert freed == []
-    hold.drop_slices(0, (1,))
+    hold.drop_slices([(0, 1, (1,))])
     assert (hold.tables, freed) == ([{0: [1, 2, 3]}, {1: [1, 2, 3]}], [[5, 2]])
 
 
@@ -171,7 +173,7 @@ def test_slices_may_take_all_that_is_free() -> None:
     kv = KVShards([Shard(PagePool(7, 4), (0, 1)), Shard(PagePool(7, 4), ())])
     hold = kv.reserve(9)
     assert hold
-    assert hold.copy_slices(0, 1, (0, 1))
+    assert hold.copy_slices([(0, 1, (0, 1))])
     assert [shard.pool.num_free for shard in kv.shards] == [0, 0]
 
 
@@ -245,6 +247,99 @@ def test_the_last_pages_become_idle_first() -> None:
     assert len(kv.cache.match([b"0", b"1", b"2"])) == 2
 
 
+def test_slices_go_where_they_belong_or_where_there_is_room() -> None:
+    kv = make_kv(3, 4, [((0, 1), ()), ((2, 3), (), ())])
+    first, second = kv.reserve(8), kv.reserve(8)
+    assert first
+    assert second
+    assert [sorted(table) for table in first.tables] == [[0, 1], [], [2, 3], [], []]
+    assert [sorted(table) for table in second.tables] == [[0], [1], [2], [3], []]
+    assert [shard.num_pairs for shard in kv.shards] == [3, 1, 3, 1, 0]
+    assert kv.num_free == 0  # Stage 0 has a page on its second shard only.
+    assert kv.reserve(1) is None
+    assert first.lacking(9) == [0, 2]
+    assert second.lacking(9) == [0, 2]
+    assert second.lacking(17) == [0, 1, 2, 3]
+    assert second.lacking(8) == []
+
+
+def test_slices_are_placed_as_the_system_says() -> None:
+    kv = make_kv(3, 4, [((0, 1), ()), ((2, 3), (), ())])
+    placement = [[], [1, 0], [3], [], [2]]
+    assert kv.is_placement(placement)
+    assert kv.reserve(8, placement=placement) is None  # Three pages, of which it takes four.
+    hold = kv.reserve(4, placement=placement)
+    assert hold
+    assert [sorted(table) for table in hold.tables] == [[], [0, 1], [3], [], [2]]
+    for wrong in (placement[:4], [[0], [0, 1], [3], [], [2]], [[2], [0, 1], [3], [], []]):
+        assert not kv.is_placement(wrong)
+    assert not kv.is_placement([[], [1], [3], [], [2]])
+
+
+def test_moves_have_room_for_all_or_change_nothing() -> None:
+    kv = make_kv(3, 4, [((0, 1), ()), ((2, 3), (), ())])
+    hold = kv.reserve(8)
+    assert hold
+    before = hold.tables
+    assert hold.can_move([(0, 1, (0,)), (2, 3, (2,)), (2, 4, (3,))])
+    assert not hold.can_move([(2, 3, (2,)), (2, 4, (2,))])  # A slice in two directions.
+    assert not hold.can_move([(0, 3, (0,))])  # Another stage.
+    assert not hold.copy_slices([(2, 3, (2,)), (0, 1, (0, 1))])
+    assert hold.tables == before
+    assert [shard.num_free_pages for shard in kv.shards] == [2, 3, 2, 3, 3]
+    moves = [(0, 1, (0,)), (2, 3, (2,)), (2, 4, (3,))]
+    assert hold.copy_slices(moves)
+    assert [shard.num_pairs for shard in kv.shards] == [2, 1, 2, 1, 1]
+    hold.drop_slices(moves)
+    assert [sorted(table) for table in hold.tables] == [[1], [0], [], [2], [3]]
+    assert [shard.num_free_pages for shard in kv.shards] == [4, 1, 6, 1, 1]
+    assert [shard.num_pairs for shard in kv.shards] == [1, 1, 0, 1, 1]
+
+
+POOLS = st.lists(st.tuples(st.integers(2, 9), st.integers(0, 3)), min_size=1, max_size=3)
+
+
+@examples(300)
+@given(
+    st.lists(POOLS.filter(lambda stage: any(count for _, count in stage)), max_size=2, min_size=1)
+)
+def test_the_largest_request_with_room(stages: list[list[tuple[int, int]]]) -> None:
+    """Against all ways to place the slices, stage by stage."""
+
+    def most(stage: list[tuple[int, int]]) -> int:
+        pools = [pages - 1 for pages, _ in stage]
+        num_slices = sum(count for _, count in stage)
+        ways = itertools.product(range(len(pools)), repeat=num_slices)
+        counts = [[way.count(number) for number in range(len(pools))] for way in ways]
+        return max(
+            min(free // count for free, count in zip(pools, way, strict=True) if count)
+            for way in counts
+        )
+
+    numbers = itertools.count()
+    shards = [
+        Shard(PagePool(pages, 1), tuple(next(numbers) for _ in range(count)), stage)
+        for stage, of_stage in enumerate(stages)
+        for pages, count in of_stage
+    ]
+    kv = KVShards(shards)
+    assert kv.num_pages == kv.num_free == min(most(stage) for stage in stages)
+    assert kv.reserve(kv.num_free + 1) is None
+    assert kv.num_free == 0 or kv.reserve(kv.num_free)
+
+
+@examples(100)
+@given(st.lists(st.tuples(st.integers(2, 60), st.integers(1, 4)), min_size=1, max_size=4))
+def test_with_one_shard_for_each_stage_the_smallest_decides(pools: list[tuple[int, int]]) -> None:
+    kv = KVShards(
+        [Shard(PagePool(n, 2), tuple(range(count)), i) for i, (n, count) in enumerate(pools)]
+    )
+    assert not kv.is_spread
+    assert kv.num_pages == kv.num_free == min((n - 1) // count for n, count in pools)
+    spread = [most_pages([n - 1], count) for n, count in pools]
+    assert kv.num_free == min(spread)
+
+
 class Pools(RuleBasedStateMachine):
     """Any order of reserving, growing, pinning, releasing and moving slices."""
 
@@ -260,7 +355,10 @@ class Pools(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(1, 20))
     def reserve(self, tokens: int) -> None:
-        if hold := self.kv.reserve(tokens):
+        fits = self.kv.pages_for(tokens) <= self.kv.num_free
+        hold = self.kv.reserve(tokens)
+        assert (hold is not None) == fits
+        if hold:
             assert hold.capacity >= tokens
             self.holds.append(hold)
 
@@ -292,10 +390,11 @@ class Pools(RuleBasedStateMachine):
     @rule(number=st.integers(0, 9), ends=st.permutations(range(3)), piece=st.integers(0, 2))
     def move(self, number: int, ends: list[int], piece: int) -> None:
         hold = self.pick(self.holds, number)
-        if hold and not hold.users and hold.can_move(ends[0], ends[1], (piece,)):
-            assert hold.copy_slices(ends[0], ends[1], (piece,)) == (piece in hold.tables[ends[1]])
+        move = (ends[0], ends[1], (piece,))
+        if hold and not hold.users and hold.can_move([move]):
+            assert hold.copy_slices([move]) == (piece in hold.tables[ends[1]])
             if piece in hold.tables[ends[1]]:
-                hold.drop_slices(ends[0], (piece,))
+                hold.drop_slices([move])
 
     @invariant()
     def every_page_is_in_one_place(self) -> None:
@@ -305,6 +404,7 @@ class Pools(RuleBasedStateMachine):
             pinned = [p for h in waiting for p in pages_of(h, number)]
             pool = shard.pool
             assert pool.num_pinned == len(pinned)
+            assert shard.num_pairs == sum(len(h.tables[number]) for h in [*self.holds, *waiting])
             assert sorted([*pool._free, *held, *pinned]) == list(range(1, pool.num_usable + 1))
         for hold in self.holds:
             tables = [pages for table in hold.tables for pages in table.values()]

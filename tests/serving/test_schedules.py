@@ -257,7 +257,7 @@ def test_a_refused_change_of_legs_ends_the_request_at_once() -> None:
 
 def test_heads_move_once_the_step_in_flight_has_ended() -> None:
     a = new_instance("A", make_kv(20, 1, [(0, 1), (2,)]), InstanceOptions(8, 4, 1, False))
-    move = MoveSlices("r0", 0, 1, (1,))
+    move = MoveSlices("r0", ((0, 1, (1,)),))
     outcome = serve(Plan({"r0": TO_A}, {0.5: [move, move]}), [a], [(6, 2)])
     assert steps(outcome) == ["0-1 A r0:0+4", "2-3 A r0:4+2", "3-4 A r0:6+1"]
     assert moves(outcome) == ["1 r0 A>A 0-4"]
@@ -267,7 +267,7 @@ def test_heads_without_room_to_move_do_not_hold_their_request_up() -> None:
     """They wait for the chunk on its way to B; then there is no room, and the next step starts."""
     a = new_instance("A", make_kv(20, 1, [(0, 1), (2,)]), InstanceOptions(8, 4, 1, False))
     plan = Plan(
-        {"r0": (Leg("A", 12, "per_chunk"), Leg("B"))}, {1.5: [MoveSlices("r0", 0, 1, (1,))]}
+        {"r0": (Leg("A", 12, "per_chunk"), Leg("B"))}, {1.5: [MoveSlices("r0", ((0, 1, (1,)),))]}
     )
     outcome = serve(plan, [a, pool("B")], [(12, 2)], timing=unit(transfers={"B": 4}))
     assert moves(outcome) == ["1 r0 A>B 0-4", "6 r0 A>B 4-12"]

@@ -350,7 +350,7 @@ def test_who_has_nowhere_to_go_hears_of_the_last_loss() -> None:
 
 def test_heads_that_waited_for_a_chunk_move_when_its_destination_is_lost() -> None:
     a = new_instance("A", make_kv(30, 1, [(0, 1), (2,)]), InstanceOptions(8, 4, 1, False))
-    move = MoveSlices("r0", 0, 1, (1,))
+    move = MoveSlices("r0", ((0, 1, (1,)),))
     plan = Avoids({"r0": (Leg("A", 12, "per_chunk"), Leg("B"))}, {1.5: [move]})
     outcome = serve(plan, [a, pool("B")], [(12, 2)], timing=lost("B", 3.5, transfers={"B": 9}))
     assert moves(outcome) == ["1 r0 A>B 0-4", "3.5 r0 A>A 0-8"]

@@ -220,8 +220,10 @@ class MoveHeads(System):
 
     def on_step(self, step: StepView, cluster: ClusterView) -> list[Action]:
         here = cluster.instances[step.instance]
-        full, empty = here.free_pages_by_shard
-        moves = (MoveSlices(r.id, 0, 1, (1,)) for r in here.running.values() if 1 in r.slices[0])
+        full, empty = (shard.num_free_pages for shard in here.shards)
+        moves = (
+            MoveSlices(r.id, ((0, 1, (1,)),)) for r in here.running.values() if 1 in r.slices[0]
+        )
         return [next(moves, Pause("nobody"))] if full < empty / 2 else []
 
 

@@ -64,7 +64,7 @@ def test_on_demand_the_kv_stays_until_it_is_fetched() -> None:
     place = Place()
     request = place.request(Leg("A", 6), Leg("B"))
     hold = request.hold
-    request.slice_move = MoveSlices("r", 0, 1, (0,))
+    request.slice_move = MoveSlices("r", ((0, 1, (0,)),))
     place.hand_offs.end_leg(request)
     a, b = place.pools["A"], place.pools["B"]
     assert (list(a.running), a.num_exported, list(b.waiting)) == ([], 1, [request])
@@ -383,7 +383,7 @@ def test_pages_reserved_ahead_where_there_is_no_room_any_more(limit: str) -> Non
 
 # Slices of KV heads.
 
-MOVE = MoveSlices("r", 0, 1, (1,))
+MOVE = MoveSlices("r", ((0, 1, (1,)),))
 
 
 def test_slices_move_once_nothing_uses_the_pages() -> None:
@@ -401,7 +401,7 @@ def test_slices_move_once_nothing_uses_the_pages() -> None:
     assert request.slices == [[0, 1], [2, 1]]
     place.hand_offs.done(transfer, 6.0)
     assert (request.slices, request.slice_move) == ([[0], [2, 1]], None)
-    assert place.pools["A"].free_pages_by_shard == [40 - 3, 20 - 6]
+    assert [shard.num_free_pages for shard in place.pools["A"].shards] == [40 - 3, 20 - 6]
 
 
 def test_slices_without_entries_move_without_a_transfer() -> None:
@@ -433,7 +433,7 @@ def test_slices_wait_for_a_chunk_on_its_way() -> None:
 def test_slices_that_cannot_move(caching: bool) -> None:
     place = Place(caching=caching)
     request = place.request(Leg("A"))
-    move = MOVE if caching else MoveSlices("r", 1, 0, (1,))
+    move = MOVE if caching else MoveSlices("r", ((1, 0, (1,)),))
     why = "not possible with prefix caching" if caching else "the slices are not there to move"
     with pytest.raises(JaxinferError, match=why):
         place.hand_offs.ask_slice_move(request, move)

@@ -173,6 +173,6 @@ def test_kv_that_cannot_go_is_refused() -> None:
     lanes = [StagePair(0, 100, ["x"], 0.0)]
     modelled = world(Given((1.0,)), lanes=lanes, capacities={"x": 100.0})
     with pytest.raises(JaxinferError, match="has all KV heads of a stage in one pool"):
-        modelled.start_transfer(transfer(0, 1, slice_move=MoveSlices("r", 0, 1, (0,))))
+        modelled.start_transfer(transfer(0, 1, slice_move=MoveSlices("r", ((0, 1, (0,)),))))
     with pytest.raises(JaxinferError, match="hands KV from i to j, which its routes do not name"):
         world(Given((1.0,))).start_transfer(transfer(0, 1))
