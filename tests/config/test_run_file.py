@@ -84,3 +84,13 @@ def test_a_trace_s_times_are_taken_where_one_is_not_zero(tmp_path: Path) -> None
     trace.write_text(f"{head}5,6,0\n7,8,0\n")
     with pytest.raises(JaxinferError, match=r"has no times \(or all are 0\)"):
         workload.requests()
+
+
+def test_what_no_world_computes_is_refused() -> None:
+    engine = {"enable_prefix_caching": False, "launch_ahead": False}
+    stage = {"group": "a", "attention": ["b"]}
+    config = as_run_file(
+        {"groups": {"a": {}, "b": {}}, "instances": {"i": {"stages": [stage], **engine}}}
+    )
+    with pytest.raises(JaxinferError, match=r"instances\.i: stages with attention groups"):
+        config.cluster()
