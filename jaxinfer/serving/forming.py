@@ -164,6 +164,8 @@ class Forming:
                 everyone = instance.taking_part.by_id().values()
                 newest = [each for each in everyone if _lies_in(each, lacking)][-1]
             victim = instance.policies.victim(victims)
+            if victim is request and newest and request.launched > request.computed:
+                return False  # Alone there, it would lose the token on its way, time and again.
             if victim is request and instance.importing:
                 return False  # What is on its way came later; it can be preempted on arrival.
             if len(victims) == 1 and request is not (newest or instance.taking_part.newest):

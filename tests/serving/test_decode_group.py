@@ -243,6 +243,7 @@ class Ticks(Chaos):
     """Acts at times of its own, not after steps."""
 
     on_step = System.on_step
+    make_room = System.make_room  # A simulation does not move slices yet.
 
     def _any_move(self, name: str, cluster: ClusterView) -> Action:
         return self._act(cluster)
