@@ -43,8 +43,19 @@ class Layer(nnx.Module):
     ) -> tuple[jax.Array, KVPages]:
         """The residual stream after this layer, and the updated pages."""
         y_TD, kv = self.attn(self.attn_norm(x_TD), rope, kv, batch, window)
+        return self._add(x_TD, y_TD), kv
+
+    def before(self, x_TD: jax.Array, rope: llama.Tables) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What attention takes: queries [T, N, H], keys and values [T, K, H]."""
+        return self.attn.before(self.attn_norm(x_TD), rope)
+
+    def after(self, x_TD: jax.Array, out_TNH: jax.Array) -> jax.Array:
+        """The residual stream after this layer, from that before it and what attention gives."""
+        return self._add(x_TD, self.attn.after(out_TNH))
+
+    def _add(self, x_TD: jax.Array, y_TD: jax.Array) -> jax.Array:
         x_TD = x_TD + self.attn_out_norm(y_TD)
-        return x_TD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD))), kv
+        return x_TD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD)))
 
 
 class Gemma3(llama.Llama):

@@ -64,6 +64,14 @@ class Attention(nnx.Module):
         self, x_TD: jax.Array, rope: Tables, kv: KVPages, batch: PagedBatch, window: int | None
     ) -> tuple[jax.Array, KVPages]:
         """Attend, and write the tokens' KV entries to their pages."""
+        q_TNH, k_TKH, v_TKH = self.before(x_TD, rope)
+        out_TNH, kv = paged_attention(
+            q_TNH, k_TKH, v_TKH, kv, batch, self.kernels, self.scale, window
+        )
+        return self.after(out_TNH), kv
+
+    def before(self, x_TD: jax.Array, rope: Tables) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [T, N, H], keys and values [T, K, H]."""
         q_TNH = project("td,dnh->tnh", x_TD, self.q_DNH[...])
         k_TKH = project("td,dkh->tkh", x_TD, self.k_DKH[...])
         v_TKH = project("td,dkh->tkh", x_TD, self.v_DKH[...])
@@ -73,14 +81,14 @@ class Attention(nnx.Module):
             v_TKH += self.v_bias_KH[...]
         if self.qk_norm:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
-        q_TNH, k_TKH = apply_rope(q_TNH, *rope), apply_rope(k_TKH, *rope)
-        out_TNH, kv = paged_attention(
-            q_TNH, k_TKH, v_TKH, kv, batch, self.kernels, self.scale, window
-        )
+        return apply_rope(q_TNH, *rope), apply_rope(k_TKH, *rope), v_TKH
+
+    def after(self, out_TNH: jax.Array) -> jax.Array:
+        """From what the heads have found to the residual stream's addend [T, D]."""
         # As a matrix product: XLA:CPU transposes the weight, every step, for one over two axes.
         o_NHD = self.o_NHD[...]
-        out_TE = out_TNH.reshape(len(x_TD), -1)
-        return project("te,ed->td", out_TE, o_NHD.reshape(-1, o_NHD.shape[-1])), kv
+        out_TE = out_TNH.reshape(len(out_TNH), -1)
+        return project("te,ed->td", out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]))
 
 
 class MLP(nnx.Module):
@@ -130,8 +138,19 @@ class Layer(nnx.Module):
     ) -> tuple[jax.Array, KVPages]:
         """The residual stream after this layer, and the updated pages."""
         y_TD, kv = self.attn(self.attn_norm(x_TD), rope, kv, batch, window)
+        return self._add(x_TD, y_TD), kv
+
+    def before(self, x_TD: jax.Array, rope: Tables) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What attention takes: queries [T, N, H], keys and values [T, K, H]."""
+        return self.attn.before(self.attn_norm(x_TD), rope)
+
+    def after(self, x_TD: jax.Array, out_TNH: jax.Array) -> jax.Array:
+        """The residual stream after this layer, from that before it and what attention gives."""
+        return self._add(x_TD, self.attn.after(out_TNH))
+
+    def _add(self, x_TD: jax.Array, y_TD: jax.Array) -> jax.Array:
         x_TD = x_TD + y_TD
-        return x_TD + self.mlp(self.mlp_norm(x_TD)), kv
+        return x_TD + self.mlp(self.mlp_norm(x_TD))
 
 
 class Llama(nnx.Module):
@@ -165,16 +184,21 @@ class Llama(nnx.Module):
         self, x_TD: jax.Array, kv: list[KVPages], batch: PagedBatch
     ) -> tuple[jax.Array, list[KVPages]]:
         """The residual stream after the layers, and the updated pages."""
-        config = self.config
-        assert config.rope
-        rope = local_rope = rope_tables(batch.position_T, config.rope)
-        if config.local_rope:
-            local_rope = rope_tables(batch.position_T, config.local_rope)
+        ropes = self.ropes(batch.position_T)
         new_kv = []
-        for layer, pages, window in zip(self.layers, kv, config.windows, strict=True):
-            x_TD, pages = layer(x_TD, local_rope if window else rope, pages, batch, window)
+        for layer, pages, window in zip(self.layers, kv, self.config.windows, strict=True):
+            x_TD, pages = layer(x_TD, ropes[bool(window)], pages, batch, window)
             new_kv.append(pages)
         return x_TD, new_kv
+
+    def ropes(self, position_T: jax.Array) -> tuple[Tables, Tables]:
+        """How positions rotate in layers that see all, and in those with a window."""
+        config = self.config
+        assert config.rope
+        rope = local_rope = rope_tables(position_T, config.rope)
+        if config.local_rope:
+            local_rope = rope_tables(position_T, config.local_rope)
+        return rope, local_rope
 
     def logits(self, x_TD: jax.Array) -> jax.Array:
         """Logits [T, V] in float32 of hidden states before the final norm."""

@@ -41,18 +41,27 @@ class Layer(nnx.Module):
         self, x_TD: jax.Array, kv: KVPages, batch: PagedBatch
     ) -> tuple[jax.Array, KVPages]:
         """The residual stream after this layer, and the updated pages."""
+        q_TNH, k_TKH, v_TKH = self.before(x_TD, None)
+        out_TNH, kv = paged_attention(q_TNH, k_TKH, v_TKH, kv, batch, kernels=self.kernels)
+        return self.after(x_TD, out_TNH), kv
+
+    def before(self, x_TD: jax.Array, rope: None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What attention takes: queries [T, N, H], keys and values [T, K, H]."""
         y_TD = self.attn_norm(x_TD)
         q_TNH = project("td,dnh->tnh", y_TD, self.q_DNH[...]) + self.q_bias_NH[...]
         k_TKH = project("td,dkh->tkh", y_TD, self.k_DKH[...]) + self.k_bias_KH[...]
         v_TKH = project("td,dkh->tkh", y_TD, self.v_DKH[...]) + self.v_bias_KH[...]
-        out_TNH, kv = paged_attention(q_TNH, k_TKH, v_TKH, kv, batch, kernels=self.kernels)
+        return q_TNH, k_TKH, v_TKH
+
+    def after(self, x_TD: jax.Array, out_TNH: jax.Array) -> jax.Array:
+        """The residual stream after this layer, from that before it and what attention gives."""
         o_NHD = self.o_NHD[...]
-        out_TE = out_TNH.reshape(len(x_TD), -1)
-        x_TD += project("te,ed->td", out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]))
+        out_TE = out_TNH.reshape(len(out_TNH), -1)
+        x_TD = x_TD + project("te,ed->td", out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]))
         x_TD += self.o_bias_D[...]
         up_TF = project("td,df->tf", self.mlp_norm(x_TD), self.up_DF[...]) + self.up_bias_F[...]
         down_TD = project("tf,fd->td", jax.nn.relu(up_TF), self.down_FD[...])
-        return x_TD + down_TD + self.down_bias_D[...], kv
+        return x_TD + down_TD + self.down_bias_D[...]
 
 
 class OPT(nnx.Module):
@@ -82,6 +91,10 @@ class OPT(nnx.Module):
             x_TD, pages = layer(x_TD, pages, batch)
             new_kv.append(pages)
         return x_TD, new_kv
+
+    def ropes(self, position_T: jax.Array) -> tuple[None, None]:
+        """Positions are in the embeddings."""
+        return None, None
 
     def logits(self, x_TD: jax.Array) -> jax.Array:
         """Logits [T, V] in float32 of hidden states before the final norm."""

@@ -15,7 +15,8 @@ class Architecture(NamedTuple):
 
     Attributes:
         model: its ``embed`` takes one step's tokens and ``PagedBatch``, its call the result with
-            KV pages, its ``logits`` what that returns.
+            KV pages, its ``logits`` what that returns. A layer's call is attention between its
+            ``before``, which takes one of the model's ``ropes``, and its ``after``.
         read_config: from the keys of ``config.json``.
         hf_weights: which of Hugging Face's tensors each parameter is made of, by its path.
     """

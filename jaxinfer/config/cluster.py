@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.stages import StageConfig
 from jaxinfer.config.validation import (
     Named,
     OptionError,
@@ -116,25 +117,6 @@ class GroupConfig(Options):
         return self.tensor_parallel_size or self.devices
 
 
-class StageConfig(Options):
-    """One pipeline stage.
-
-    Attributes:
-        layers: how many.
-        share: of the layers, beside the other stages' shares. With neither, the layers are split
-            by the groups' measured speed.
-        attention: groups besides that have no weights: KV heads of requests lie there, or on the
-            stage's own group, and attention is computed where they lie. A group may be there for
-            several stages of one instance. In the instance's KV, each stage's own group is a shard,
-            then each of these, in this order; then comes the next stage.
-    """
-
-    group: str
-    layers: int | None = Field(default=None, ge=1)
-    share: float | None = Field(default=None, gt=0)
-    attention: tuple[str, ...] = Field(default=(), strict=False)
-
-
 class InstanceConfig(EngineOptions):
     """One instance: the engine's options, and where it stands.
 
@@ -180,7 +162,7 @@ class InstanceConfig(EngineOptions):
                 f"segments is {self.segments}, must be 1 with attention groups: no KV is handed off"
             )
         for number, stage in enumerate(self.stages):
-            own = Counter([stage.group, *stage.attention])
+            own = Counter([stage.group, *stage.attention_groups])
             for group, count in own.items():
                 if count > 1:
                     raise OptionError(f"stages[{number}]: {group} stands {count} times in it")
@@ -270,7 +252,7 @@ class ClusterConfig(Options):
         for name, instance in self.instances.items():
             for number, stage in enumerate(instance.places):
                 where = f"instances.{name}.stages[{number}].attention"
-                for group in stage.attention:
+                for group in stage.attention_groups:
                     self._check_group(where, group)
                     if group in needed:
                         raise JaxinferError(f"{where}: a stage stands on group {group}")
@@ -290,7 +272,9 @@ class ClusterConfig(Options):
     def _check_processes(self) -> None:
         """Refuse instances that would stand in several processes."""
         for name, instance in self.instances.items():
-            groups = {g for place in instance.places for g in (place.group, *place.attention)}
+            groups = {
+                g for place in instance.places for g in (place.group, *place.attention_groups)
+            }
             homes = {group for group in groups if self.groups[group].is_apart}
             if homes and len(groups) > 1:
                 raise JaxinferError(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from jaxinfer.config.cluster import StageConfig
+from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
 
 

@@ -75,6 +75,8 @@ def _standing(
     """An instance's replica, on the groups of its number."""
 
     def place(at: Mapping[str, Any]) -> dict[str, Any]:
+        if isinstance(spread := at.get("attention"), list):
+            at = {**at, "attention": [place(_as_mapping(each)) for each in spread]}
         group = str(at.get("group"))
         if group not in groups:
             return dict(at)
@@ -89,6 +91,11 @@ def _standing(
     if isinstance(stages := instance.get("stages"), list):
         found["stages"] = [place(at) if isinstance(at, dict) else at for at in stages]
     return found
+
+
+def _as_mapping(attention: Any) -> Mapping[str, Any]:
+    """An attention group that may be given by its name."""
+    return attention if isinstance(attention, dict) else {"group": attention}
 
 
 def _of_groups(data: Mapping[str, Any], groups: Counts) -> dict[str, Any]:

@@ -246,12 +246,6 @@ class RunFile(Options):
             if group not in cluster.groups:
                 known = did_you_mean(group, cluster.groups)
                 raise JaxinferError(f"simulate.groups.{group}: no such group: {known}")
-        for name, instance in cluster.instances.items():
-            if instance.is_spread:
-                raise JaxinferError(
-                    f"instances.{name}: stages with attention groups are scheduled, but neither a "
-                    "run nor a simulation computes them yet: leave attention out"
-                )
         return cluster
 
     def _cluster(self) -> ClusterConfig:

@@ -32,7 +32,7 @@ def guess_rate(config: RunFile, work: Sequence[BenchRequest], targets: Targets) 
 def _rate(instance: ModelledInstance, prompt: float, output: float, limit: float | None) -> float:
     config, stages = instance.config, len(instance.groups)
     context = prompt + output / 2
-    seats = min(config.max_num_seqs, min(instance.num_pages) * config.page_size / context)
+    seats = min(config.max_num_seqs, instance.num_tokens / context)
     budget = config.max_num_batched_tokens
     decodes = max(min(seats / stages, budget * output / (prompt + output)), 1.0)
     gap = _gap(instance, decodes, decodes * prompt / output, prompt, context)

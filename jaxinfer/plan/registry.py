@@ -12,6 +12,7 @@ PLANNERS = {
     "any_system": "jaxinfer.plan.planners.any_system:AnySystem",
     "splitwise": "jaxinfer.plan.planners.splitwise:SplitwisePools",
     "hexgen2": "jaxinfer.plan.planners.hexgen2:HexGen2",
+    "hetis": "jaxinfer.plan.planners.hetis:Hetis",
     "aladdin": "jaxinfer.plan.planners.aladdin:Aladdin",
     "distserve_high": "jaxinfer.plan.planners.distserve:DistServeHigh",
     "distserve_low": "jaxinfer.plan.planners.distserve:DistServeLow",

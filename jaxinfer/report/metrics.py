@@ -34,6 +34,7 @@ class RunTotals:
     """Sums over the steps and the prompts that have ended so far, in bounded memory.
 
     Attributes:
+        slice_bytes: KV moved between shards of one instance.
         prefill_tokens, decode_tokens: computed, recomputed ones included.
         pairs: of a computed token and a KV entry that it sees.
         instances: those that have had a step.
@@ -43,6 +44,7 @@ class RunTotals:
     """
 
     steps: int = 0
+    slice_bytes: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     pairs: float = 0.0
@@ -115,6 +117,22 @@ class InstanceUse:
 
 
 @dataclass(kw_only=True)
+class SliceMoves:
+    """Moves of KV heads of running requests from one device group to others.
+
+    Attributes:
+        begun: that had room to; ``num_bytes``: of those that have landed.
+        without_room, at_once: left out, since a shard had no room, or since another move of the
+            request was under way.
+    """
+
+    begun: int
+    num_bytes: int
+    without_room: int
+    at_once: int
+
+
+@dataclass(kw_only=True)
 class RunMetrics(Latencies):
     """A run in figures. Times in seconds, without loading and compiling ahead.
 
@@ -136,6 +154,7 @@ class RunMetrics(Latencies):
             where they have no price.
         wh_per_request, wh_per_million_output_tokens: watt-hours, likewise, at the limit of the
             GPUs' power: an upper bound.
+        slice_moves: of KV heads; None where no instance has them on several groups.
         peak_pages: KV pages in use at most; num_pages: the pool without its padding page.
         compiles, compile_s: before and during the run; late_compiles: during the run.
         loop_s: the serving loop's own Python time, launching_s: that of building and launching
@@ -161,6 +180,7 @@ class RunMetrics(Latencies):
     wh_per_million_output_tokens: float | None = None
     steps: int
     preemptions: int
+    slice_moves: SliceMoves | None = None
     peak_pages: int
     num_pages: int
     compiles: int

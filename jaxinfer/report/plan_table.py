@@ -51,6 +51,10 @@ def _memory(plan: Plan) -> Table:
     table.add_row(f"KV pages, {on}", mib(plan.kv_bytes))
     table.add_row(f"free, {on}", mib(plan.memory_bytes))
     table.add_row("KV pages", f"{pages:,} of {size} tokens, {pages * size:,} tokens")
+    for place in plan.attention:
+        pages = place.num_pages - 1
+        what = f"{pages:,} of {size} tokens, {pages * size:,} tokens, {mib(place.kv_bytes)}"
+        table.add_row(f"KV pages of {place.group}, a {place.device.device_kind}", what)
     table.add_row("longest request", f"{longest_request(plan):,} tokens")
     return table
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from jaxinfer.report.metrics import RunMetrics, RunTotals, run_metrics
+from jaxinfer.report.metrics import RunMetrics, RunTotals, SliceMoves, run_metrics
 from jaxinfer.serving.answers import asking
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
@@ -61,10 +61,13 @@ class Recorder:
                 self._on_step(event)
             if self._folder:
                 self._folder.add_step(event, loop.roster.hand_offs.moving)
+        elif isinstance(event, TransferDone):
+            if event.transfer.slice_move:
+                self.totals.slice_bytes += event.num_bytes
+            if self._folder:
+                self._folder.add_transfer(event, loop.roster.instances)
         elif not self._folder:
             return
-        elif isinstance(event, TransferDone):
-            self._folder.add_transfer(event, loop.roster.instances)
         elif isinstance(event, InstanceLost):
             self._folder.lose_instance(event.instance)
 
@@ -89,13 +92,27 @@ class Recorder:
             given: see ``run_metrics``.
         """
         metrics = run_metrics(
-            self.totals, requests, failed, loop.world.now(), preemptions=preemptions, **given
-        )
+            self.totals, requests, failed, loop.world.now(), preemptions=preemptions,
+            slice_moves=self._slice_moves(loop), **given,
+        )  # fmt: skip
         if self._folder:
             with asking(loop.system, "report"):
                 report = loop.system.report()
             self._folder.finish(asdict(metrics), overruns, lost, report, restarts)
         return metrics
+
+    def _slice_moves(self, loop: ServingLoop) -> SliceMoves | None:
+        """What has become of moves of KV heads; None where they all lie together."""
+        left = loop.roster.instances.values()  # Those that were lost may have had moves, too.
+        if not self.totals.slice_bytes and not any(each.kv.is_spread for each in left):
+            return None
+        hand_offs = loop.roster.hand_offs
+        return SliceMoves(
+            begun=hand_offs.num_slice_moves,
+            num_bytes=self.totals.slice_bytes,
+            without_room=hand_offs.num_without_room,
+            at_once=hand_offs.num_at_once,
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -152,6 +152,8 @@ class RunFolder:
                 "end": round(done.end, 6),
                 "hidden_s": round(hidden_s, 6),
             }
+            if t.slice_move:  # From shard to shard of the instance, which KV heads.
+                line["moves"] = t.slice_move.moves
             self._steps.write(json.dumps(line) + "\n")
 
     def _write(self, status: str, metrics: Mapping[str, object]) -> None:

@@ -34,8 +34,17 @@ def _rows(m: RunMetrics) -> list[tuple[str, str]]:
         *([("MFU", f"{100 * m.mfu:.1f} %")] if m.mfu is not None else []),
         ("peak KV pages", f"{m.peak_pages:,} of {m.num_pages:,}"),
         ("preemptions", f"{m.preemptions}"),
+        *_moves(m),
         *([("compiles", f"{m.compiles} in {m.compile_s:.1f} s{late}")] if m.compiles else []),
     ]
+
+
+def _moves(m: RunMetrics) -> list[tuple[str, str]]:
+    if (moves := m.slice_moves) is None:
+        return []
+    left_out = moves.without_room + moves.at_once
+    also = f", {left_out} left out" if left_out else ""
+    return [("moves of KV heads", f"{moves.begun} of {moves.num_bytes / 1e6:,.1f} MB{also}")]
 
 
 def _without_ends(m: RunMetrics) -> list[tuple[str, str]]:

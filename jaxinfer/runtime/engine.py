@@ -22,6 +22,7 @@ from jaxinfer.runtime.random_weights import random_parameters
 from jaxinfer.runtime.remote import RemoteStage, RemoteWorker
 from jaxinfer.runtime.remote_channel import RemoteChannel
 from jaxinfer.runtime.restarts import Restarts
+from jaxinfer.runtime.spread_stage import SpreadStage
 from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.step import Parameters
 from jaxinfer.runtime.transfer import Channel
@@ -61,11 +62,21 @@ class Engine:
         return [*self.worker.stages]
 
     def new_kv(self) -> KVShards:
-        """The page pools, all pages free and none cached."""
-        shards = [
-            Shard(PagePool(plan.num_pages, plan.limits.page_size), stage=number)
-            for number, plan in enumerate(self.plans)
-        ]
+        """The page pools, all pages free and none cached.
+
+        A stage's own comes first, with all its KV heads; then those of its attention groups.
+        """
+        shards = []
+        for number, (plan, group) in enumerate(zip(self.plans, self.groups, strict=True)):
+            heads = plan.num_kv_heads
+            slices: tuple[int, ...] = (0,)
+            if plan.attention:
+                slices = tuple(range(number * heads, (number + 1) * heads))
+            groups = [group, *(place.group for place in plan.attention)]
+            for num_pages, where in zip(plan.pool_pages, groups, strict=True):
+                pool = PagePool(num_pages, plan.limits.page_size)
+                shards.append(Shard(pool, slices, number, where))
+                slices = ()
         return KVShards(shards, self.plan.options.enable_prefix_caching)
 
     def new_instance(self, kv: KVShards, fit: StepFit | None = None) -> Instance:
@@ -161,11 +172,25 @@ class Cluster:
                         "kernels": plan.config.kernels,
                         "num_pages": plan.num_pages,
                     }
+                    | ({"attention": places} if (places := describe_attention(plan)) else {})
                     for plan, group in zip(engine.plans, engine.groups, strict=True)
                 ],
             }
             for name, engine in self.engines.items()
         }
+
+
+def describe_attention(plan: PlanFacts) -> list[dict[str, object]]:
+    """A stage's attention groups, as JSON values."""
+    return [
+        {
+            "group": place.group,
+            "devices": [device_name(place.device)],
+            "kernels": place.kernels,
+            "num_pages": place.num_pages,
+        }
+        for place in plan.attention
+    ]
 
 
 def load_cluster(
@@ -187,6 +212,7 @@ def load_cluster(
         JaxinferError: the options ask for more than the model or the devices can give, or the
             checkpoint's tensors do not fit the architecture.
     """
+    _check_pairs(config, pairs)
     engines: dict[str, Engine] = {}
     channels: dict[tuple[str, str], Channel | RemoteChannel] = {}
     speeds = {}
@@ -226,6 +252,17 @@ def load_cluster(
     return cluster
 
 
+def _check_pairs(config: ClusterConfig, pairs: Collection[tuple[str, str]]) -> None:
+    """Refuse hand-offs of KV whose heads lie on several groups."""
+    for pair in pairs:
+        for name in pair:
+            if config.instances[name].is_spread:
+                raise JaxinferError(
+                    f"the system hands KV from {pair[0]} to {pair[1]}, but {name} has attention "
+                    "groups: its requests must stay on it, as by data_parallel"
+                )
+
+
 def _load_workers(
     checkpoint: Checkpoint,
     config: ClusterConfig,
@@ -240,7 +277,11 @@ def _load_workers(
     parameters = iter(load_parameters(checkpoint, [p for stages in plans.values() for p in stages]))
     progress(what, 0)
     for name, stages in plans.items():
-        yield name, Worker([Stage(plan, next(parameters)) for plan in stages])
+        yield name, Worker([_stage(plan, next(parameters)) for plan in stages])
+
+
+def _stage(plan: Plan, parameters: Parameters) -> Stage:
+    return SpreadStage(plan, parameters) if plan.attention else Stage(plan, parameters)
 
 
 def _engine(

@@ -6,10 +6,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+from jaxinfer.runtime.head_pools import head_pools
 from jaxinfer.runtime.kv_cache import shard_bytes
 from jaxinfer.runtime.plan import Plan
 from jaxinfer.runtime.sampler import SamplerShape
+from jaxinfer.runtime.spread_step import SpreadStep
 from jaxinfer.runtime.step import CompiledStep, Key
+from jaxinfer.serving.kv_shards import most_pages
 from jaxinfer.steps.shapes import StepShape
 
 _COLLECTIVE = re.compile(
@@ -72,7 +75,7 @@ def parameter_groups(plan: Plan) -> list[ParameterGroup]:
 
 def step_costs(plan: Plan) -> list[StepCost]:
     """The largest step with prefill, and the largest of decodes alone."""
-    step = CompiledStep(plan)
+    step = SpreadStep(plan, head_pools(plan)) if plan.attention else CompiledStep(plan)
     shapes = plan.limits.shapes()
     chosen = dict.fromkeys([shapes[0], next(s for s in shapes if not s.chunks)])
     return [_cost(step, shape) for shape in chosen]
@@ -105,8 +108,11 @@ def _array_bytes(array: tuple[str, str, str]) -> int:
 
 def longest_request(plan: Plan) -> int:
     """Tokens of prompt and output that one request alone can have."""
+    pages = plan.num_pages - 1
+    if plan.attention:
+        pages = most_pages([count - 1 for count in plan.pool_pages], plan.num_kv_heads)
     # The last token needs no KV entry.
-    return min(plan.max_model_len, (plan.num_pages - 1) * plan.limits.page_size + 1)
+    return min(plan.max_model_len, pages * plan.limits.page_size + 1)
 
 
 def weight_bytes_per_device(plan: Plan) -> int:

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import jax
@@ -43,6 +43,24 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True)
+class AttentionPlan:
+    """A device besides a stage's own, for KV heads and the attention to them.
+
+    Attributes:
+        num_pages: of its pool, counted as if all the stage's KV heads lay there.
+        kernels: what attends there.
+        repeats: how often it does all its attention, to play a slower device.
+    """
+
+    group: str
+    device: jax.Device
+    num_pages: int
+    kernels: str
+    kv_bytes: int
+    repeats: int = 1
+
+
+@dataclass(frozen=True)
 class PlanFacts:
     """Sizes of one stage of an instance, which mostly has but one: what any process may know.
 
@@ -51,10 +69,12 @@ class PlanFacts:
         num_kv_heads: of the model, without padding.
         layers: those of this stage.
         dtype: of weights; ``kv_dtype``: of KV entries.
-        num_pages: size of the KV pool, the padding page included.
+        num_pages: size of the KV pool, the padding page included; where KV heads may lie elsewhere,
+            counted as if all of them lay here.
         max_model_len: prompt and output tokens of one request at most.
         weight_bytes, kv_bytes: per memory: of one device, or of the host's for CPU devices.
         memory_bytes: what of that memory was free when the plan was made.
+        attention: devices besides where KV heads may lie.
     """
 
     options: EngineOptions
@@ -70,6 +90,15 @@ class PlanFacts:
     kv_bytes: int
     memory_bytes: int
     devices: Sequence[Device]
+    attention: Sequence[AttentionPlan] = field(default=(), kw_only=True)
+
+    @property
+    def pool_pages(self) -> list[int]:
+        """Size of each of its pools; where KV heads may lie apart, in pages of one head."""
+        if not self.attention:
+            return [self.num_pages]
+        counts = [self.num_pages, *(place.num_pages for place in self.attention)]
+        return [(count - 1) * self.num_kv_heads + 1 for count in counts]
 
 
 @dataclass(frozen=True)
@@ -89,7 +118,7 @@ class Plan(PlanFacts):
     @property
     def facts(self) -> PlanFacts:
         """What another process may know."""
-        known = {field.name: getattr(self, field.name) for field in fields(PlanFacts)}
+        known = {each.name: getattr(self, each.name) for each in fields(PlanFacts)}
         devices = [DeviceFacts(d.platform, d.id, d.device_kind) for d in self.devices]
         return PlanFacts(**known | {"devices": devices})
 
@@ -125,12 +154,14 @@ def make_plan(
     devices: Sequence[jax.Device],
     layers: Layers,
     taken: int,
+    is_spread: bool = False,
 ) -> Plan:
     """Decide shardings, buckets and the size of the KV pool.
 
     Args:
         devices, layers: of the stage.
         taken: bytes of a CPU's memory that other plans will take.
+        is_spread: KV heads may lie elsewhere; those that lie here do so on the first device.
 
     Raises:
         JaxinferError: the options ask for more than the model, the devices or their memory can
@@ -155,7 +186,8 @@ def make_plan(
         given_buckets=options.token_buckets,
     )
     weights = memory_of(parameters.values())
-    page = abstract_pages(wide, layers, 1, options.page_size, kv_dtype, mesh)
+    held, on = (wide, mesh) if not is_spread else (config, Mesh(mesh.devices[:1], (HEADS_AXIS,)))
+    page = abstract_pages(held, layers, 1, options.page_size, kv_dtype, on)
     each = memory_of(jax.tree.leaves(page))
     fraction = options.memory_fraction or (0.2 if devices[0].platform == "cpu" else 0.9)
     free, budget = _memory(devices[0], fraction, weights, taken)
@@ -247,14 +279,21 @@ def _abstract_model(
     }
 
 
+def free_memory(device: jax.Device, taken: int) -> int:
+    """Bytes that can be taken of a device's memory, or of the host's where ``taken`` are."""
+    if device.platform == "cpu":
+        return available_memory() - taken
+    stats = device.memory_stats()
+    return int(stats["bytes_limit"] - stats["bytes_in_use"])
+
+
 def _memory(device: jax.Device, fraction: float, weights: int, taken: int) -> tuple[int, int]:
     """Free bytes of the memory, and how many of them pages may take beside the weights."""
+    free = free_memory(device, taken)
     if device.platform == "cpu":
         # Shared with the rest of the machine: a share of what is left, the weights apart.
-        free = available_memory() - taken
         return free, math.floor(min(free * fraction, free - weights))
     stats = device.memory_stats()
-    free = stats["bytes_limit"] - stats["bytes_in_use"]
     return free, math.floor(stats["bytes_limit"] * fraction) - stats["bytes_in_use"] - weights
 
 

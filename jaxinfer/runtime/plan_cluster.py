@@ -11,6 +11,7 @@ from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.stage import Layers, split
 from jaxinfer.runtime.devices import configure_jax, open_groups
 from jaxinfer.runtime.plan import Plan, choose_dtype, make_plan
+from jaxinfer.runtime.plan_attention import plan_attention
 from jaxinfer.runtime.speed import measure_speed
 
 
@@ -34,7 +35,7 @@ def plan_cluster(model: ModelConfig, config: ClusterConfig) -> dict[str, list[Pl
     taken = 0
     for name, instance in config.instances.items():
         try:
-            plans[name] = list(_plan_stages(model, config, instance, free, taken))
+            plans[name] = list(_plan_stages(model, config, instance, groups, free, taken))
             taken += _host_bytes(plans[name])
         except JaxinferError as error:
             of = f"instances.{name}: " if len(config.instances) > 1 else ""
@@ -46,6 +47,7 @@ def _plan_stages(
     model: ModelConfig,
     config: ClusterConfig,
     instance: InstanceConfig,
+    devices_of: Mapping[str, Sequence[jax.Device]],
     free: Mapping[str, Iterator[jax.Device]],
     taken: int,
 ) -> Iterator[Plan]:
@@ -62,16 +64,26 @@ def _plan_stages(
     counts = [model.num_hidden_layers]
     if instance.stages:
         counts = count_layers(model.num_hidden_layers, instance.places, speed)
-    for here, layers in zip(devices, split(model.num_hidden_layers, counts), strict=True):
-        plans = _plan_segments(model, instance, here, layers, taken)
+    parts = split(model.num_hidden_layers, counts)
+    for stage, here, layers in zip(instance.places, devices, parts, strict=True):
+        if stage.attention:
+            whole = make_plan(model, instance, here, layers, taken, is_spread=True)
+            own = _host_bytes([whole])
+            plans = [plan_attention(whole, stage, config, devices_of, taken + own)]
+        else:
+            plans = _plan_segments(model, instance, here, layers, taken)
         taken += _host_bytes(plans)
         yield from plans
 
 
 def _host_bytes(plans: Iterable[Plan]) -> int:
     """What they will take of the host's memory."""
-    on_host = [plan for plan in plans if plan.devices[0].platform == "cpu"]
-    return sum(plan.weight_bytes + plan.kv_bytes for plan in on_host)
+    total = 0
+    for plan in plans:
+        if plan.devices[0].platform == "cpu":
+            total += plan.weight_bytes + plan.kv_bytes
+        total += sum(each.kv_bytes for each in plan.attention if each.device.platform == "cpu")
+    return total
 
 
 def _plan_segments(

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.runtime.engine import Cluster, Engine
+from jaxinfer.runtime.engine import Cluster, Engine, describe_attention
 from jaxinfer.runtime.measure_steps import measure_steps
 from jaxinfer.runtime.processes import Progress
 from jaxinfer.serving.batch import Batch
@@ -41,6 +41,7 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
                 "num_pages": stage.num_pages,
                 "kernels": stage.config.kernels,
             }
+            | ({"attention": places} if (places := describe_attention(stage)) else {})
             for stage, group in zip(engine.plans, engine.groups, strict=True)
         ],
         "chunk_tokens": options.max_num_batched_tokens,

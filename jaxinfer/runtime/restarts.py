@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from jaxinfer.config.cluster import ClusterConfig, StageConfig
+from jaxinfer.config.cluster import ClusterConfig
+from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.plan import PlanFacts
 from jaxinfer.runtime.processes import AnotherProcess, OtherProcesses, wait_until_loaded

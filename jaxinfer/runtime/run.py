@@ -144,7 +144,9 @@ class Run:
             overruns=self._cluster.take_overruns(),
             lost=world.lost,
             restarts=[asdict(outcome) for outcome in world.restarted],
-            num_pages=sum(stage.plan.num_pages - 1 for stage in stages),
+            num_pages=sum(
+                sum(stage.plan.pool_pages) - len(stage.plan.pool_pages) for stage in stages
+            ),
             compiles=sum(stage.step.compiles for stage in stages),
             compile_s=sum(stage.step.compile_s for stage in stages),
             late_compiles=self._cluster.late_compiles - self._late,

@@ -1,7 +1,8 @@
 """One pipeline stage on its mesh: parameters, KV pages, compiled step."""
 
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,8 +13,9 @@ from jaxinfer.runtime.plan import Plan
 from jaxinfer.runtime.sampler import SamplerShape, Samples, SamplingInputs
 from jaxinfer.runtime.sampling_inputs import empty_sampling
 from jaxinfer.runtime.step import CompiledStep, Key, Parameters
-from jaxinfer.runtime.step_inputs import StepInputs, empty_inputs
+from jaxinfer.runtime.step_inputs import build_inputs, empty_inputs
 from jaxinfer.serving.batch import Batch
+from jaxinfer.steps.shapes import StepShape
 
 
 class Stage:
@@ -31,9 +33,9 @@ class Stage:
 
     def __init__(self, plan: Plan, parameters: Parameters) -> None:
         self.plan = plan
-        self.step = CompiledStep(plan)
+        self.step = self._new_step()
         self.parameters = parameters
-        self.kv = allocate(plan.pages)
+        self.kv = self._new_kv()
         self.emulate: Callable[[Batch], float] | None = None
         self.link: LinkConfig | None = None
         self.overruns: list[float] = []
@@ -43,6 +45,22 @@ class Stage:
             np.zeros(previous.shape, previous.dtype), previous.sharding
         )
 
+    def _new_step(self) -> CompiledStep:
+        return CompiledStep(self.plan)
+
+    def _new_kv(self) -> Any:
+        return allocate(self.plan.pages)
+
+    def inputs(
+        self, batch: Batch, shape: StepShape, sample_slots: Mapping[str, int], shard: int
+    ) -> Any:
+        """What ``forward`` takes of a batch; see ``build_inputs``."""
+        return build_inputs(batch, shape, self.step.limits, sample_slots, shard)
+
+    def _padding(self, shape: StepShape) -> Iterator[Any]:
+        """Inputs without a token, of all shapes that a step of this one may have."""
+        yield empty_inputs(shape, self.step.limits)
+
     def compile_ahead(self, sampler: SamplerShape) -> Iterator[int]:
         """Compile all steps with this sampler; yields how many are left."""
 
@@ -51,7 +69,8 @@ class Stage:
             if not self.plan.layers.first:
                 like = self.step.hidden(key.shape.tokens)
                 x_TD = jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
-            hidden = self.forward(key, empty_inputs(key.shape, self.step.limits), x_TD)
+            for inputs in self._padding(key.shape):
+                hidden = self.forward(key, inputs, x_TD)
             if self.plan.layers.last:
                 sampling = empty_sampling(key.shape.rows, key.sampler)
                 samples, _ = self.step.sample(
@@ -63,10 +82,12 @@ class Stage:
 
         return self.step.compile_ahead(sampler, run_on_padding)
 
-    def forward(
-        self, key: Key, inputs: StepInputs, x_TD: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Launch the layers; hidden states to sample from, and all. Returns at once."""
+    def forward(self, key: Key, inputs: Any, x_TD: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Launch the layers; hidden states to sample from, and all. Returns at once.
+
+        Args:
+            inputs: see ``inputs``.
+        """
         if x_TD is not None:
             x_TD = put_whole(x_TD, self.plan)
         self.kv, x_SD, x_TD = self.step.forward(

@@ -185,7 +185,7 @@ class CompiledStep:
         the model says of them.
         """
         x_SD, x_TD = hidden
-        run_head, *run_prompt_head = self._get(self._parts(key)[1:])
+        run_head, *run_prompt_head = self._get(self._head_parts(key))
         samples: Samples = run_head(parameters, x_SD, previous_S, sampling)
         found = None
         if next_token_T is not None:
@@ -241,8 +241,14 @@ class CompiledStep:
 
     def _parts(self, key: Key) -> list[Hashable]:
         """The executables of one step of this stage."""
+        return self._layer_parts(key.shape) + self._head_parts(key)
+
+    def _layer_parts(self, shape: StepShape) -> list[Hashable]:
+        return [shape]
+
+    def _head_parts(self, key: Key) -> list[Hashable]:
         shape, sampler = key
-        parts: list[Hashable] = [shape]
+        parts: list[Hashable] = []
         if self.layers.last:
             parts.append(("head", shape.rows, sampler._replace(prompt_top=0)))
             if sampler.prompt_top:

@@ -63,21 +63,47 @@ def build_inputs(
         shard: the stage, whose pages are read and written.
     """
     inputs = empty_inputs(shape, limits)
+    starts = row_starts(batch)
+    fill_tokens(inputs, batch, starts, sample_slots)
     singles = sum(row.count == 1 for row in batch.rows)
     inputs.batch.chunk_row_C1[:] = singles
-    chunks = samples = 0
-    for at, row in zip(row_starts(batch), batch.rows, strict=True):
+    chunks = 0
+    for at, row in zip(starts, batch.rows, strict=True):
+        pages = row.hold.tables[shard][0]
         if row.count == 1:
-            _fill_single(inputs, at, row, sample_slots, row.hold.tables[shard][0])
+            inputs.batch.decode_table_SM[at, : len(pages)] = pages
+            inputs.batch.decode_length_S[at] = row.start + 1
         else:
-            _fill_chunk(inputs, chunks, at, row, row.hold.tables[shard][0], limits.page_size)
+            _fill_chunk(inputs.batch, chunks, at, row, pages, limits.page_size)
             chunks += 1
             inputs.batch.chunk_row_C1[chunks:] = at + row.count
+    _place_singles(inputs.batch, singles, limits.page_size)
+    return inputs
+
+
+def fill_tokens(
+    inputs: StepInputs, batch: Batch, starts: Sequence[int], sample_slots: Mapping[str, int]
+) -> None:
+    """Which tokens a step has, where they stand, and which of them are sampled from.
+
+    Args:
+        starts: see ``row_starts``.
+    """
+    samples = 0
+    for at, row in zip(starts, batch.rows, strict=True):
+        if row.count == 1:
+            inputs.batch.position_T[at] = row.start
+            if row.input_pending:
+                inputs.source_T[at] = sample_slots[row.request.id]
+            else:
+                inputs.token_T[at] = row.request.known_tokens(row.start, row.start + 1)[0]
+        else:
+            stop = row.start + row.count
+            inputs.token_T[at : at + row.count] = row.request.known_tokens(row.start, stop)
+            inputs.batch.position_T[at : at + row.count] = np.arange(row.start, stop)
         if row.samples:
             inputs.sample_row_S[samples] = at + row.count - 1
             samples += 1
-    _place_singles(inputs.batch, singles, limits.page_size)
-    return inputs
 
 
 def row_starts(batch: Batch) -> list[int]:
@@ -90,31 +116,15 @@ def row_starts(batch: Batch) -> list[int]:
     return starts
 
 
-def _fill_single(
-    inputs: StepInputs, i: int, row: Row, sample_slots: Mapping[str, int], pages: Sequence[int]
-) -> None:
-    if row.input_pending:
-        inputs.source_T[i] = sample_slots[row.request.id]
-    else:
-        inputs.token_T[i] = row.request.known_tokens(row.start, row.start + 1)[0]
-    inputs.batch.position_T[i] = row.start
-    inputs.batch.decode_table_SM[i, : len(pages)] = pages
-    inputs.batch.decode_length_S[i] = row.start + 1
-
-
 def _fill_chunk(
-    inputs: StepInputs, c: int, at: int, row: Row, table: Sequence[int], page_size: int
+    batch: PagedBatch, c: int, at: int, row: Row, table: Sequence[int], page_size: int
 ) -> None:
-    stop = row.start + row.count
     pages = np.asarray(table, np.int32)
-    position = np.arange(row.start, stop, dtype=np.int32)
     where = slice(at, at + row.count)
-    inputs.token_T[where] = row.request.known_tokens(row.start, stop)
-    inputs.batch.position_T[where] = position
-    inputs.batch.page_T[where] = pages[position // page_size]
-    inputs.batch.offset_T[where] = position % page_size
-    inputs.batch.chunk_table_CM[c, : len(pages)] = pages
-    inputs.batch.chunk_start_C[c] = row.start
+    column, batch.offset_T[where] = np.divmod(batch.position_T[where], page_size)
+    batch.page_T[where] = pages[column]
+    batch.chunk_table_CM[c, : len(pages)] = pages
+    batch.chunk_start_C[c] = row.start
 
 
 def _place_singles(batch: PagedBatch, singles: int, page_size: int) -> None:

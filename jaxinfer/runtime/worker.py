@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from queue import SimpleQueue
 
 import jax
@@ -20,12 +20,14 @@ from jaxinfer.runtime.sampling_inputs import (
     prompt_positions,
     sampling_of,
 )
+from jaxinfer.runtime.slice_move import SliceMoves
+from jaxinfer.runtime.spread_stage import SpreadStage
 from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.step import Key
-from jaxinfer.runtime.step_inputs import build_inputs, row_starts
-from jaxinfer.serving.batch import Batch
+from jaxinfer.runtime.step_inputs import row_starts
+from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.world import StepDone
+from jaxinfer.serving.world import StepDone, TransferDone
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,12 @@ class Worker:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = stages
+        # Of each stage, the number of its first shard.
+        self._shards = [0, *accumulate(len(stage.plan.pool_pages) for stage in stages)]
         self._sampler = PLAIN_SAMPLER
         self._sample_slots: dict[str, int] = {}
+        is_spread = any(isinstance(stage, SpreadStage) for stage in stages)
+        self._moves = SliceMoves(stages) if is_spread else None
         numbers = range(len(stages))
         on_one_mesh = groupby(numbers, lambda number: stages[number].plan.mesh)
         self.parts = [list(part) for _, part in on_one_mesh]
@@ -94,6 +100,8 @@ class Worker:
         for number, part in enumerate(parts):
             for left[number] in part:
                 yield sum(left)
+        if self._moves:
+            self._moves.compile_ahead()
 
     def launch(
         self, batch: Batch, origin: float, post: Post, launched: Launched = lambda *args: None
@@ -124,11 +132,12 @@ class Worker:
             next_token_T = next_prompt_tokens(batch, key.shape.tokens)
         x_TD: jax.Array | None = None
         hidden = []
-        for shard, stage in enumerate(self.stages):
-            inputs = build_inputs(batch, key.shape, limits, self._sample_slots, shard)
+        for number, stage in enumerate(self.stages):
+            shard = self._shards[number]
+            inputs = stage.inputs(batch, key.shape, self._sample_slots, shard)
             x_SD, x_TD = stage.forward(key, inputs, x_TD)
             hidden.append(x_TD)
-            launched(shard, ended[shard])
+            launched(number, ended[number])
         samples, prompt = last.sample(key, (x_SD, hidden[-1]), sampling, next_token_T)
         sampled = (row.request.id for row in batch.rows if row.samples)
         self._sample_slots = {id: slot for slot, id in enumerate(sampled)}
@@ -136,10 +145,32 @@ class Worker:
             self.stages[0].previous_S = last.previous_S
         return _Step(batch, hidden, samples, prompt, start, origin, post, ended)
 
+    def move(
+        self, transfer: Transfer, origin: float, post: Callable[[TransferDone | Failed], None]
+    ) -> None:
+        """Start moving KV heads between the instance's devices, and return.
+
+        ``post`` gets its TransferDone, with times since ``origin``.
+        """
+        moves = self._moves
+        assert moves, "an instance whose KV heads lie together moves none"
+
+        def done(start: float, error: Exception | None) -> None:
+            if error:
+                post(Failed(transfer.source, error))
+                return
+            end = time.perf_counter() - origin
+            post(TransferDone(transfer, start - origin, end, moves.num_bytes(transfer)))
+
+        moves.start(transfer, done)
+
     def close(self) -> None:
         """End the threads, which would keep parameters and executables for ever."""
         for queue in self._queues:
             queue.put(None)
+        if self._moves:
+            self._moves.close()
+            self._threads.append(self._moves.thread)
         join(self._threads)
 
     def _collect(self, part: int) -> None:

@@ -26,7 +26,7 @@ from jaxinfer.serving.world import (
     TransferDone,
 )
 
-Posted = StepDone | Landed | Failed | Restarted
+Posted = StepDone | TransferDone | Landed | Failed | Restarted
 
 
 class RealWorld:
@@ -74,7 +74,8 @@ class RealWorld:
         # Of each transfer under way, the slabs still to land and when the first one left.
         self._slabs_left: dict[Transfer, int] = {}
         self._left_at: dict[Transfer, float] = {}
-        # Of each instance, the steps under way, and when it was given the first or reported one.
+        # Of each instance, the steps and moves of its KV heads that are under way, and when it was
+        # given the first or reported one.
         self._steps: dict[str, int] = {}
         self._heard_at: dict[str, float] = {}
         self.lost: dict[str, str] = {}
@@ -117,9 +118,7 @@ class RealWorld:
     def launch(self, batch: Batch) -> None:
         """Start a step on the instance's worker."""
         start = time.perf_counter()
-        self._steps[batch.instance] = self._steps.get(batch.instance, 0) + 1
-        if self._steps[batch.instance] == 1:
-            self._heard_at[batch.instance] = start
+        self._begin(batch.instance, start)
         try:
             channels = [self._prepare(transfer) for transfer in batch.transfers]
 
@@ -137,9 +136,29 @@ class RealWorld:
             self._posted.put(Failed(batch.instance, error))
         self.launching_s += time.perf_counter() - start
 
+    def _begin(self, instance: str, now: float) -> None:
+        """Count one more step, or move of KV heads, that is to be reported."""
+        self._steps[instance] = self._steps.get(instance, 0) + 1
+        if self._steps[instance] == 1:
+            self._heard_at[instance] = now
+
+    def _end(self, instance: str) -> bool:
+        """Count one that has been reported, unless its instance is lost."""
+        if instance in self.lost:
+            return False
+        self._heard_at[instance] = time.perf_counter()
+        self._steps[instance] -= 1
+        if not self._steps[instance]:
+            del self._steps[instance]
+        return True
+
     def start_transfer(self, transfer: Transfer) -> None:
-        """Start moving KV entries between two instances."""
+        """Start moving KV entries between two instances, or between the devices of one."""
         start = time.perf_counter()
+        if transfer.slice_move:
+            self._move_slices(transfer)
+            self.launching_s += time.perf_counter() - start
+            return
         channel = self._prepare(transfer)
         try:
             channel.send(transfer, self._posted.put)
@@ -149,8 +168,6 @@ class RealWorld:
 
     def _prepare(self, transfer: Transfer) -> Channel | RemoteChannel:
         """Count what will land."""
-        if transfer.slice_move:
-            raise JaxinferError("the real world has all KV heads of a stage in one pool")
         channel = self._channels.get((transfer.source, transfer.dest))
         if channel is None:
             raise JaxinferError(
@@ -159,6 +176,15 @@ class RealWorld:
             )
         self._slabs_left[transfer] = channel.num_slabs(transfer)
         return channel
+
+    def _move_slices(self, transfer: Transfer) -> None:
+        worker = self._workers[transfer.source]
+        assert not isinstance(worker, RemoteWorker), "its groups share the loop's process"
+        self._begin(transfer.source, time.perf_counter())
+        try:
+            worker.move(transfer, self._origin, self._posted.put)
+        except Exception as error:
+            self._posted.put(Failed(transfer.source, error))
 
     def wake_at(self, time: float) -> None:
         """Ask for a Tick."""
@@ -279,14 +305,10 @@ class RealWorld:
                 return self._fail(posted)
             case Restarted(group):
                 return self._learn(group)
-            case StepDone():
-                if posted.instance in self.lost:
-                    return []
-                self._heard_at[posted.instance] = time.perf_counter()
-                self._steps[posted.instance] -= 1
-                if not self._steps[posted.instance]:
-                    del self._steps[posted.instance]
-                return [posted]
+            case TransferDone(transfer):
+                return [posted] if self._end(transfer.source) else []
+            case StepDone(batch):
+                return [posted] if self._end(batch.instance) else []
         if posted.slab.lane.link:
             self._links.hold_back(posted)
             return []

@@ -1,6 +1,6 @@
 """What is launched: the batch of a step with its rows and its work in numbers, and transfers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxinfer.serving.kv_shards import Hold
@@ -29,6 +29,26 @@ class Row:
 
 
 @dataclass(slots=True)
+class ShardWork:
+    """Counts of a step's attention in one shard, where a stage's KV heads lie in several.
+
+    Attributes:
+        pairs: slices of KV heads of rows of one token; ``entries``: that they see together.
+        chunks: of the other rows, KV entries before the chunk, its tokens, and slices that lie
+            here.
+    """
+
+    pairs: int = 0
+    entries: int = 0
+    chunks: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Over all slices, those whose queries come here."""
+        return self.pairs + sum(count * slices for _, count, slices in self.chunks)
+
+
+@dataclass(slots=True)
 class Work:
     """Counts over a step's rows.
 
@@ -39,6 +59,8 @@ class Work:
         single_context: KV entries that the rows of one token see, their own included.
         chunks: of the other rows, KV entries before the chunk and its tokens.
         decodes: rows that feed back a sampled token; a prompt's last token may be a single, too.
+        shards: for each shard of the instance, what its attention has to do; empty where each stage
+            has one.
     """
 
     tokens: int
@@ -48,6 +70,7 @@ class Work:
     single_context: int
     chunks: list[tuple[int, int]]
     decodes: int = 0
+    shards: Sequence[ShardWork] = ()
 
     @property
     def pairs(self) -> float:
@@ -76,6 +99,21 @@ def work_of(rows: Iterable[Row], grouped: int = 0, grouped_context: int = 0) -> 
             tokens += row.count
             chunks.append((start, row.count))
     return Work(tokens + singles, singles, sequences, sampled, context, chunks, decodes)
+
+
+def shard_work(rows: Sequence[Row]) -> list[ShardWork]:
+    """What attention each shard of an instance has to do for a step's rows."""
+    found = [ShardWork() for _ in rows[0].hold.tables]
+    for row in rows:
+        for work, table in zip(found, row.hold.tables, strict=True):
+            if not table:
+                continue
+            if row.count == 1:
+                work.pairs += len(table)
+                work.entries += len(table) * (row.start + 1)
+            else:
+                work.chunks.append((row.start, row.count, len(table)))
+    return found
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from jaxinfer.serving.batch import Batch, Row
+from jaxinfer.serving.batch import Batch, Row, shard_work
 from jaxinfer.serving.decode_group import DecodeGroup
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
@@ -31,10 +31,13 @@ class Forming:
         if not self.rows and not self.grouped:
             return None
         instance = self.instance
-        return Batch(
+        batch = Batch(
             instance.name, self.rows, len(instance.waiting), len(instance.taking_part),
             instance.kv.num_in_use, self.grouped, self._context,
         )  # fmt: skip
+        if instance.kv.is_spread:
+            batch.work.shards = shard_work(self.rows)
+        return batch
 
     def add_group(self) -> None:
         """Take in all decodes that go together.

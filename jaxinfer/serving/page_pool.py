@@ -3,6 +3,8 @@
 import heapq
 from collections.abc import Callable
 
+from jaxinfer.serving.attention_fit import AttentionFit
+
 
 class PagePool:
     """The free pages of one shard, lowest number first; then the idle ones of a prefix cache.
@@ -82,18 +84,25 @@ class Shard:
             stage's heads lie in several shards, slice ``stage * K + head`` is one of its K heads.
         stage: pipeline stage whose layers it has. Slices go to any shard of their stage.
         group: name of the device group where it lies, if anybody asks.
+        fit: how long attention takes here, where that has been profiled.
 
     Attributes:
         num_pairs: slices that lie here, over all requests.
     """
 
     def __init__(
-        self, pool: PagePool, slices: tuple[int, ...] = (0,), stage: int = 0, group: str = ""
+        self,
+        pool: PagePool,
+        slices: tuple[int, ...] = (0,),
+        stage: int = 0,
+        group: str = "",
+        fit: AttentionFit | None = None,
     ) -> None:
         self.pool = pool
         self.slices = slices
         self.stage = stage
         self.group = group
+        self.fit = fit
         self.num_pairs = 0
 
     @property

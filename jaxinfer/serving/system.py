@@ -6,6 +6,7 @@ from itertools import permutations
 from typing import Any, ClassVar, Literal, Protocol
 
 from jaxinfer.config.validation import Options
+from jaxinfer.serving.attention_fit import AttentionFit
 from jaxinfer.serving.kv_shards import Placement, SliceMove
 from jaxinfer.serving.step_fit import StepFit
 
@@ -96,6 +97,10 @@ class ShardView(Protocol):
     @property
     def num_pairs(self) -> int:
         """Slices that lie here, over all requests."""
+
+    @property
+    def fit(self) -> AttentionFit | None:
+        """How long attention takes here, where a stage has several and that has been profiled."""
 
 
 class InstanceView(Protocol):

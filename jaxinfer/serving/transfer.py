@@ -151,7 +151,7 @@ class HandOffs:
             return
         if request.hold.kv.cache:
             raise JaxinferError(f"system asks for {move}, not possible with prefix caching")
-        if not request.hold.can_move(move.moves):
+        if not move.moves or not request.hold.can_move(move.moves):
             raise JaxinferError(f"system asks for {move}, but the slices are not there to move")
         request.slice_move = move
         self.start_slice_move(request)

@@ -1,7 +1,7 @@
 """From a run file to a modelled cluster: instances, their costs and pools, and links."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from jaxinfer.config.cluster import InstanceConfig, instance_options
@@ -17,6 +17,13 @@ from jaxinfer.serving.page_pool import CountedPages, PagePool, Shard
 from jaxinfer.serving.policies import make_policies
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
+from jaxinfer.simulate.attention import (
+    ModelledShard,
+    shared_visits,
+    slice_lanes,
+    spread_shards,
+    spread_stage,
+)
 from jaxinfer.simulate.costs import (
     ITEMSIZE,
     CostModel,
@@ -29,6 +36,8 @@ from jaxinfer.simulate.costs import (
 from jaxinfer.simulate.fit import fit_costs
 from jaxinfer.simulate.hardware import Gpu, ModelShape
 from jaxinfer.simulate.nodes import Placement
+from jaxinfer.simulate.pools import count_pages
+from jaxinfer.simulate.spread import Visit
 from jaxinfer.simulate.world import StagePair
 from jaxinfer.simulate.yardstick import make_yardstick
 from jaxinfer.steps.network import Link
@@ -37,8 +46,6 @@ from jaxinfer.steps.shapes import StepLimits
 # Bytes of a number that is stored, by its option's value.
 WEIGHT_SIZES = {"auto": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 KV_SIZES = {"auto": 2, "int8": 1, "fp8": 1}
-# Entries of 8 bits have a float32 for each page and head, of keys and of values.
-_SCALES = 2 * 4
 
 
 @dataclass(frozen=True)
@@ -46,12 +53,13 @@ class ModelledInstance:
     """One instance of a modelled cluster.
 
     Attributes:
-        layers: of each stage; ``groups``: what it stands on; ``num_pages``: its pool, the padding
-            page included.
+        layers: of each stage; ``groups``: what it stands on; ``num_pages``: its pool there, the
+            padding page included.
         token_bytes: of the KV of one layer of one token.
         segments: pieces that each stage is computed in.
         devices: of each stage, a number for what it runs on; those with one take turns.
         tables: of each stage, what its tables had, where it has any.
+        shards: where KV heads of the stages may lie, if some have attention groups.
     """
 
     config: InstanceConfig
@@ -63,6 +71,39 @@ class ModelledInstance:
     segments: int
     devices: Sequence[int]
     tables: Sequence[Mapping[str, object] | None] = ()
+    shards: Sequence[ModelledShard] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """KV entries that fit at once, wherever the KV heads lie."""
+        pages = [count - 1 for count in self.num_pages]
+        for shard in self.shards:
+            pages[shard.stage] += 0 if shard.is_own else shard.num_pages - 1
+        return min(pages) * self.config.page_size
+
+    @property
+    def pool_pages(self) -> int:
+        """Pages of all pools together, without padding pages."""
+        counts = [shard.num_head_pages for shard in self.shards] or self.num_pages
+        return sum(counts) - len(counts)
+
+    @property
+    def visits(self) -> Sequence[Sequence[Visit]]:
+        """Of each stage, what it has done by groups that work for several stages."""
+        return shared_visits(self.shards, len(self.layers))
+
+    def describe_stages(self) -> list[dict[str, object]]:
+        """What stands where, as JSON values."""
+        stages: list[dict[str, object]] = []
+        both = zip(self.groups, self.layers, self.num_pages, strict=True)
+        for number, (group, layers, pages) in enumerate(both):
+            stage: dict[str, object] = {"group": group, "layers": layers, "num_pages": pages}
+            if self.tables and self.tables[number]:
+                stage["tables"] = self.tables[number]
+            if others := [s for s in self.shards if s.stage == number and not s.is_own]:
+                stage["attention"] = [{"group": s.group, "num_pages": s.num_pages} for s in others]
+            stages.append(stage)
+        return stages
 
     def new_instance(
         self,
@@ -81,6 +122,8 @@ class ModelledInstance:
         caching = self.config.enable_prefix_caching and has_tokens
         pool = PagePool if caching else CountedPages
         shards = [Shard(pool(count, size), stage=i) for i, count in enumerate(self.num_pages)]
+        if self.shards:
+            shards = [shard.new(size) for shard in self.shards]
         kv = KVShards(shards, caching)
         options = instance_options(self.config, len(self.config.places))
         grouped = groups_decodes and not caching
@@ -95,6 +138,7 @@ class ModelledCluster:
 
     Attributes:
         gpus: of each group, its kind and how many.
+        slice_lanes: by instance that has attention groups, from shard to shard.
     """
 
     instances: Mapping[str, ModelledInstance]
@@ -103,6 +147,7 @@ class ModelledCluster:
     model: ModelShape | None = None
     gpus: Sequence[tuple[Gpu, int]] = ()
     placement: Placement | None = None
+    slice_lanes: Mapping[str, Mapping[tuple[int, int], StagePair]] = field(default_factory=dict)
 
     @property
     def yardstick(self) -> Yardstick:
@@ -112,7 +157,10 @@ class ModelledCluster:
         return make_yardstick(self.model, self.gpus, self.placement)
 
     def fit(self, name: str, relative: bool) -> StepFit:
-        """What profiling an instance would find; see ``fit_costs``."""
+        """What profiling an instance would find, with all KV heads on the stages' own groups.
+
+        See ``fit_costs``.
+        """
         modelled = self.instances[name]
         options = modelled.config
         pool = (min(modelled.num_pages) - 1) * options.page_size
@@ -125,17 +173,7 @@ class ModelledCluster:
         return {
             name: {
                 "engine": modelled.config.model_dump(exclude={"group", "stages"}),
-                "stages": [
-                    {"group": group, "layers": layers, "num_pages": pages}
-                    | ({"tables": tables} if tables else {})
-                    for group, layers, pages, tables in zip(
-                        modelled.groups,
-                        modelled.layers,
-                        modelled.num_pages,
-                        modelled.tables or [None] * len(modelled.groups),
-                        strict=True,
-                    )
-                ],
+                "stages": modelled.describe_stages(),
             }
             for name, modelled in self.instances.items()
         }
@@ -166,9 +204,15 @@ def model_cluster(site: Resolved) -> ModelledCluster:
     lanes = {
         (source, dest): lanes_between(instances[source], instances[dest], path)
         for source, dest in site.pairs
+        if not (instances[source].shards or instances[dest].shards)
+    }
+    slices = {
+        name: slice_lanes(instance.shards, instance.token_bytes, path)
+        for name, instance in instances.items()
+        if instance.shards
     }
     counted = [(gpus[name], group.devices) for name, group in site.groups.items()]
-    return ModelledCluster(instances, lanes, capacities, model, counted, site.placement)
+    return ModelledCluster(instances, lanes, capacities, model, counted, site.placement, slices)
 
 
 def _model_instance(
@@ -184,7 +228,14 @@ def _model_instance(
         count_pages(instance, of_group.reserve_gb, part, group)
         for of_group, part, group in zip(costs, parts, groups, strict=True)
     ]
-    stages = [stage_cost(part, cost) for part, cost in zip(parts, costs, strict=True)]
+    stages: list[StageCost] = []
+    first = 0
+    for place, part, of_group in zip(instance.places, parts, costs, strict=True):
+        spread = bool(place.attention)
+        stage = spread_stage(site, place, part, first) if spread else stage_cost(part, of_group)
+        stages.append(stage)
+        first += 1 + len(place.attention)
+    shards = spread_shards(site, instance, parts, pages, stages) if instance.is_spread else ()
     hops = [site.path(*ends, "hidden states") for ends in pairwise(groups)]
     cost: CostModel = Pipeline(
         tuple(stages),
@@ -200,7 +251,7 @@ def _model_instance(
     layers = [part.layers for part in parts]
     where = range(len(parts))
     return ModelledInstance(
-        instance, groups, layers, pages, token_bytes, cost, instance.segments, where, read
+        instance, groups, layers, pages, token_bytes, cost, instance.segments, where, read, shards
     )
 
 
@@ -252,38 +303,6 @@ def stage_parts(site: Resolved, model: ModelShape, instance: InstanceConfig) -> 
         )
         for i, place in enumerate(places)
     ]  # fmt: skip
-
-
-def count_pages(
-    instance: InstanceConfig, reserve_gb: float | None, part: StagePart, group: str
-) -> int:
-    """Pages of a stage's pool, the padding page included.
-
-    Raises:
-        JaxinferError: the GPU's memory holds fewer than are asked for, or than two.
-    """
-    gpu, model = part.gpu, part.model
-    weights = part.weight_bytes
-    scales = _SCALES * part.layers * model.num_key_value_heads if part.kv_size == 1 else 0
-    page = model.kv_bytes(part.layers, part.kv_size) * instance.page_size + scales
-    each = page / part.devices
-    # The fraction is for a pool that takes what there is; one that is given may take all.
-    memory = gpu.memory_gb * 1e9 * (1.0 if instance.num_pages else instance.memory_fraction or 0.9)
-    reserve = (reserve_gb or 0.0) * 1e9
-    if reserve_gb is None:
-        numbers = 2 * model.hidden_size + 3 * model.intermediate_size
-        reserve = instance.max_num_batched_tokens * numbers * ITEMSIZE
-        reserve += 4 * instance.max_num_seqs * model.vocab_size
-    fits = int((memory - weights - reserve) // each)
-    wanted = instance.num_pages or fits
-    if wanted < 2 or wanted > fits:
-        kept = "for activations" if reserve_gb is None else "by reserve_gb"
-        raise JaxinferError(
-            f"groups.{group}: {memory / 1e9:.1f} of {gpu.memory_gb:g} GB hold "
-            f"{weights / 1e9:.2f} GB of weights, {reserve / 1e9:.2f} GB kept {kept}, and "
-            f"{max(fits, 0)} KV pages of {each / 1e6:.2f} MB, not {max(wanted, 2)}"
-        )
-    return wanted
 
 
 def lanes_between(

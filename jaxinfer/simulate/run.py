@@ -82,6 +82,8 @@ def serve(
         cluster.capacities,
         requests.by_arrival(),
         start,
+        cluster.slice_lanes,
+        {name: each.visits for name, each in modelled.items()},
     )
     started = time.perf_counter()
 
@@ -103,7 +105,7 @@ def serve(
         return recorder.finish(
             loop, len(requests), 0, overruns={}, lost={},
             preemptions=sum(instance.num_preemptions for instance in instances),
-            num_pages=sum(sum(each.num_pages) - len(each.num_pages) for each in modelled.values()),
+            num_pages=sum(each.pool_pages for each in modelled.values()),
             loop_s=time.perf_counter() - started, launching_s=0.0,
             compiles=0, compile_s=0.0, late_compiles=0,
             role_s={i.name: i.role_seconds(world.now()) for i in instances},

@@ -3,8 +3,9 @@
 import heapq
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from jaxinfer.errors import JaxinferError
@@ -12,6 +13,8 @@ from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Arrival, Event, StepDone, Tick, TransferDone
 from jaxinfer.simulate.costs import CostModel
+from jaxinfer.simulate.spread import Visit
+from jaxinfer.simulate.turns import Turns
 from jaxinfer.steps.network import Link, Network
 
 
@@ -34,9 +37,10 @@ class StagePair:
 
 @dataclass
 class _Moving:
-    """A transfer under way: lanes still to land, and when the first byte left."""
+    """A transfer under way: pieces of its lanes still to land, and when the first byte left."""
 
     transfer: Transfer
+    lanes: Sequence[StagePair]
     left: int
     start: float
 
@@ -52,6 +56,8 @@ class SimulatedWorld:
         capacities: of the links, in bytes per second.
         requests: by time of arrival.
         start: the time at which the cluster is there; requests that come before wait for it.
+        slice_lanes: by instance, from shard to shard, of one KV head; where heads move.
+        visits: by instance, what each stage has done by groups that work for several of them.
     """
 
     def __init__(
@@ -63,9 +69,14 @@ class SimulatedWorld:
         capacities: Mapping[Link, float],
         requests: Iterable[RequestState],
         start: float = 0.0,
+        slice_lanes: Mapping[str, Mapping[tuple[int, int], StagePair]] | None = None,
+        visits: Mapping[str, Sequence[Sequence[Visit]]] | None = None,
     ) -> None:
         self._costs, self._segments, self._lanes = costs, segments, lanes
-        self._devices = devices
+        self._devices, self._slice_lanes = devices, slice_lanes or {}
+        # Of those alone that have any: this is looked at in each step.
+        self._visits = {name: each for name, each in (visits or {}).items() if any(each)}
+        self._turns: defaultdict[str, Turns] = defaultdict(Turns)
         self._network: Network[tuple[_Moving, StagePair]] = Network(capacities)
         self._requests = iter(requests)
         self._next = next(self._requests, None)
@@ -92,15 +103,20 @@ class SimulatedWorld:
         work, cost = batch.work, self._costs[batch.instance]
         seconds, hops = cost.stages(work), cost.hops(work)
         devices = self._devices[batch.instance]
-        free = self._free[batch.instance]
+        free, visits = self._free[batch.instance], self._visits.get(batch.instance)
         ready = self._now
         stages: list[tuple[float, float]] = []
         for number, duration in enumerate(seconds):
             if number:
                 ready = stages[-1][1] + hops[number - 1]
             start = max(ready, free[devices[number]])
-            free[devices[number]] = start + duration
-            stages.append((start, start + duration))
+            end = start + duration
+            if visits:
+                for visit in visits[number]:
+                    turns, busy = self._turns[visit.group], visit.seconds(work)
+                    end = max(end, turns.take(start, busy, self._now))
+            free[devices[number]] = end
+            stages.append((start, end))
         tokens = [0] * work.sampled
         done = StepDone(batch, tokens, stages[0][0], stages[-1][1], stages=stages)
         self._at(done.end, done)
@@ -109,11 +125,8 @@ class SimulatedWorld:
 
     def start_transfer(self, transfer: Transfer) -> None:
         """Send what exists."""
-        if transfer.slice_move:
-            raise JaxinferError("the simulated world has all KV heads of a stage in one pool")
-        moving = _Moving(transfer, 0, self._now)
         lanes = self._lanes_of(transfer)
-        moving.left = len(lanes)
+        moving = _Moving(transfer, lanes, len(lanes), self._now)
         for lane in lanes:
             self._start_lane(moving, lane, 1)
 
@@ -122,7 +135,7 @@ class SimulatedWorld:
     ) -> None:
         """Send what a step computes: each stage's share of the layers in pieces, as they end."""
         lanes = self._lanes_of(transfer)
-        moving = _Moving(transfer, len(lanes) * segments, math.inf)
+        moving = _Moving(transfer, lanes, len(lanes) * segments, math.inf)
         for lane in lanes:
             start, end = stages[lane.stage]
             for piece in range(1, segments + 1):
@@ -130,6 +143,16 @@ class SimulatedWorld:
                 self._at(leaves, partial(self._start_lane, moving, lane, segments))
 
     def _lanes_of(self, transfer: Transfer) -> Sequence[StagePair]:
+        if move := transfer.slice_move:
+            between = self._slice_lanes[transfer.source]
+            each = [(between[source, dest], len(slices)) for source, dest, slices in move.moves]
+            return [replace(lane, token_bytes=lane.token_bytes * n) for lane, n in each]
+        spread = {transfer.source, transfer.dest} & self._slice_lanes.keys()
+        if spread:
+            raise JaxinferError(
+                f"system hands KV from {transfer.source} to {transfer.dest}: {min(spread)} has "
+                "attention groups, from and to which no hand-off is modelled"
+            )
         lanes = self._lanes.get((transfer.source, transfer.dest))
         if lanes is None:
             raise JaxinferError(
@@ -149,7 +172,7 @@ class SimulatedWorld:
         if moving.left:
             return None
         t = moving.transfer
-        token_bytes = sum(lane.token_bytes for lane in self._lanes[t.source, t.dest])
+        token_bytes = sum(lane.token_bytes for lane in moving.lanes)
         return TransferDone(t, moving.start, self._now, (t.stop - t.start) * token_bytes)
 
     def due_events(self) -> Sequence[Event]:

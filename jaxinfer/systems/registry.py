@@ -18,6 +18,7 @@ SYSTEMS = {
     "splitwise": "jaxinfer.systems.splitwise:Splitwise",
     "tetriinfer": "jaxinfer.systems.tetriinfer:TetriInfer",
     "hexgen2": "jaxinfer.systems.hexgen2:HexGen2",
+    "hetis": "jaxinfer.systems.hetis:Hetis",
     "aladdin": "jaxinfer.systems.aladdin:Aladdin",
     "pipeline_parallel": "jaxinfer.systems.pipeline_parallel:PipelineParallel",
 }

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer import JaxinferError
-from jaxinfer.config.cluster import InstanceConfig, StageConfig
+from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.layer_split import by_shares, count_layers
+from jaxinfer.config.stages import StageConfig
 
 
 def never(number: int) -> float:

@@ -86,11 +86,17 @@ def test_a_trace_s_times_are_taken_where_one_is_not_zero(tmp_path: Path) -> None
         workload.requests()
 
 
-def test_what_no_world_computes_is_refused() -> None:
+def test_an_attention_group_is_a_name_or_has_options() -> None:
     engine = {"enable_prefix_caching": False, "launch_ahead": False}
-    stage = {"group": "a", "attention": ["b"]}
-    config = as_run_file(
-        {"groups": {"a": {}, "b": {}}, "instances": {"i": {"stages": [stage], **engine}}}
+    stage = {"group": "a", "attention": ["b", {"group": "c", "num_pages": 7}]}
+    instance = {"stages": [stage], **engine}
+    config = as_run_file({"groups": {"a": {}, "b": {}, "c": {}}, "instances": {"i": instance}})
+    (place,) = config.cluster().instances["i"].places
+    assert [(each.group, each.num_pages) for each in place.attention] == [("b", None), ("c", 7)]
+    replicated = as_run_file(
+        {
+            "groups": {"a": {"replicas": 2}, "b": {"replicas": 2}, "c": {"replicas": 2}},
+            "instances": {"i": {"replicas": 2, **instance}},
+        }
     )
-    with pytest.raises(JaxinferError, match=r"instances\.i: stages with attention groups"):
-        config.cluster()
+    assert replicated.cluster().instances["i1"].places[0].attention_groups == ("b1", "c1")

@@ -3,8 +3,8 @@
 import pytest
 
 from jaxinfer import JaxinferError
-from jaxinfer.config.cluster import StageConfig
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.stages import StageConfig
 from jaxinfer.config.validation import parse_yaml, shown
 
 

@@ -45,7 +45,7 @@ def request(cut: int | None, error: str | None) -> RequestState:
 def write(folder: Path, counts_transfer: bool = False) -> RunFolder:
     with RunFolder(folder, DESCRIPTION) as made:
         moved: Any = SimpleNamespace(source="a", dest="b", start=4, stop=30, requested=0.25,
-                                     request=SimpleNamespace(id="r0"))  # fmt: skip
+                                     slice_move=None, request=SimpleNamespace(id="r0"))  # fmt: skip
         made.add_step(step("a", [(0.0, 1.00000049), (1.5, 2.0)], 40, 3), [moved])
         made.add_step(step("b", [(0.75, 1.25)], 7, 7), [moved])
         idle: Any = {name: SimpleNamespace(in_flight=0) for name in "ab"}
@@ -94,7 +94,7 @@ def test_lines_have_what_the_documentation_names(tmp_path: Path) -> None:
 
 def test_a_transfer_is_written_when_an_end_of_it_is_lost(tmp_path: Path) -> None:
     moved: Any = SimpleNamespace(source="a", dest="b", start=0, stop=2, requested=0.0,
-                                 request=SimpleNamespace(id="r0"))  # fmt: skip
+                                 slice_move=None, request=SimpleNamespace(id="r0"))  # fmt: skip
     in_flight: Any = {name: SimpleNamespace(in_flight=int(name == "a")) for name in "ab"}
     with RunFolder(tmp_path, DESCRIPTION) as made:
         made.add_transfer(TransferDone(moved, 0.0, 1.0, 8), in_flight)
@@ -106,11 +106,16 @@ def test_a_transfer_is_written_when_an_end_of_it_is_lost(tmp_path: Path) -> None
 def test_a_recorder_hands_on_what_it_hears(tmp_path: Path) -> None:
     """A step, a transfer from an instance that computes and is lost, a request, the end."""
     moved: Any = SimpleNamespace(source="a", dest="b", start=0, stop=2, requested=0.0,
-                                 request=SimpleNamespace(id="r0"))  # fmt: skip
+                                 slice_move=None, request=SimpleNamespace(id="r0"))  # fmt: skip
     loop: Any = SimpleNamespace(
         roster=SimpleNamespace(
             hand_offs=SimpleNamespace(moving=[moved]),
-            instances={name: SimpleNamespace(in_flight=int(name == "a")) for name in "ab"},
+            instances={
+                name: SimpleNamespace(
+                    in_flight=int(name == "a"), kv=SimpleNamespace(is_spread=False)
+                )
+                for name in "ab"
+            },
         ),
         world=SimpleNamespace(now=lambda: 4.0),
         system=SimpleNamespace(report=lambda: {"cuts": {}}),

@@ -1,5 +1,6 @@
 """A run's figures by hand, from its steps and its requests."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 
-HOLD: Any = None
+HOLD: Any = SimpleNamespace(kv=SimpleNamespace(is_spread=False))
 
 
 def step(instance: str, pages: int, *rows: tuple[int, int]) -> StepDone:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from test_failures import INSTANCE, PARAMS, PROMPTS, tokens
 
 from jaxinfer import LLM, JaxinferError
-from jaxinfer.config.cluster import Emulate, GroupConfig, InstanceConfig, LinkConfig, StageConfig
+from jaxinfer.config.cluster import Emulate, GroupConfig, InstanceConfig, LinkConfig
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import RunFile
+from jaxinfer.config.stages import StageConfig
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.report.records import read_run
 from jaxinfer.runtime import profile as profiles

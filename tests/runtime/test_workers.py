@@ -15,6 +15,7 @@ import pytest
 from jaxinfer.request import Logprob, Sampling, SamplingParams
 from jaxinfer.runtime.sampler import SamplerShape, Samples
 from jaxinfer.runtime.sampling_inputs import sampler_shape
+from jaxinfer.runtime.step_inputs import build_inputs
 from jaxinfer.runtime.worker import Failed, Worker, join, on_host
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.kv_shards import KVShards
@@ -37,7 +38,7 @@ class Stage:
     """Ends at the times it is given, one after the other."""
 
     def __init__(self, mesh: str, ends: list[float], hop: float = 0.0) -> None:
-        self.plan = SimpleNamespace(mesh=mesh)
+        self.plan = SimpleNamespace(mesh=mesh, pool_pages=[200])
         self.step = SimpleNamespace(limits=LIMITS)
         self.previous_S = f"of {mesh}"
         self.ends, self.hop = iter(ends), hop
@@ -49,6 +50,9 @@ class Stage:
     def compile_ahead(self, sampler: SamplerShape) -> Iterator[int]:
         self.sampler = sampler
         return iter(self.left)
+
+    def inputs(self, batch: Batch, shape: Any, sample_slots: Any, shard: int) -> Any:
+        return build_inputs(batch, shape, LIMITS, sample_slots, shard)
 
     def forward(self, key: Any, inputs: Any, x_TD: Any) -> tuple[Any, Any]:
         self.given.append((key, inputs, x_TD))

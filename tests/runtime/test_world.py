@@ -17,7 +17,7 @@ from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
-from jaxinfer.serving.world import Arrival, InstanceLost, StepDone
+from jaxinfer.serving.world import Arrival, InstanceLost, StepDone, TransferDone
 
 
 class Pretended:
@@ -90,8 +90,14 @@ class Silent:
 
     def __init__(self) -> None:
         self.posts: list[Callable[[Any], None]] = []
+        self.broken = False
 
     def launch(self, batch: Batch, origin: float, post: Callable[[Any], None], *_: object) -> None:
+        self.posts.append(post)
+
+    def move(self, transfer: Transfer, origin: float, post: Callable[[Any], None]) -> None:
+        if self.broken:
+            raise RuntimeError("broken")
         self.posts.append(post)
 
 
@@ -254,16 +260,42 @@ def test_whoever_a_route_waits_for_is_given_up_unless_it_reports(clock: Clock) -
     assert world.due_events() == []
 
 
+def move_of(name: str) -> Transfer:
+    nothing: Any = None
+    return Transfer(nothing, 0, name, name, nothing, nothing, 0, 1, 0.0, MoveSlices("r", ()))
+
+
+def test_moves_of_heads_are_waited_for_and_watched(clock: Clock) -> None:
+    """One that is reported keeps its instance going; one that is not is its end, like a step."""
+    world, workers = silent("a", "b", watchdog_s=10)
+    world.start_transfer(move_of("a"))
+    assert not world.is_idle
+    workers["a"].posts[0](ended := TransferDone(move_of("a"), 0.0, 0.0, 5))
+    assert world.due_events() == [ended]
+    assert world.is_idle
+    world.start_transfer(move_of("a"))
+    (lost,) = world.due_events()
+    assert lost == InstanceLost("a", "it has not reported for 10 s")
+    workers["a"].posts[1](ended)
+    assert world.due_events() == []
+    assert world.is_idle
+
+
+def test_a_move_of_heads_that_fails_is_its_instance_s_end(clock: Clock) -> None:
+    world, workers = silent("a", "b")
+    world.start_transfer(move_of("a"))
+    workers["a"].posts[0](Failed("a", RuntimeError("no memory")))
+    assert world.due_events() == [InstanceLost("a", "RuntimeError: no memory")]
+    workers["b"].broken = True
+    world.start_transfer(move_of("b"))
+    assert world.due_events() == [InstanceLost("b", "RuntimeError: broken")]
+
+
 def test_transfers_that_the_real_world_does_not_know() -> None:
     world, _ = silent("a", "b")
     nothing: Any = None
     with pytest.raises(JaxinferError, match="from a to b, which its routes do not name"):
         world.start_transfer(Transfer(nothing, 0, "a", "b", nothing, nothing, 0, 1, 0.0))
-    sliced = Transfer(
-        nothing, 0, "a", "a", nothing, nothing, 0, 1, 0.0, MoveSlices("r", ((0, 1, ()),))
-    )
-    with pytest.raises(JaxinferError, match="all KV heads of a stage in one pool"):
-        world.start_transfer(sliced)
 
 
 def test_a_world_that_is_drained_waits_for_steps_alone() -> None:

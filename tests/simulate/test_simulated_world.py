@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jaxinfer import JaxinferError
-from jaxinfer.serving.batch import Batch, Row, Transfer, Work
+from jaxinfer.serving.batch import Batch, Row, ShardWork, Transfer, Work
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
 from jaxinfer.serving.world import Arrival, StepDone, Tick, TransferDone
+from jaxinfer.simulate.spread import ShardCost, Visit
 from jaxinfer.simulate.world import SimulatedWorld, StagePair
 from jaxinfer.steps.network import Link
 
@@ -35,7 +37,7 @@ def request(name: str = "r", arrival: float = 0.0) -> RequestState:
 
 def batch(*counts: int, transfers: Sequence[Transfer] = ()) -> Batch:
     """Chunks of so many tokens, of which the first two sample."""
-    hold: Any = None
+    hold: Any = SimpleNamespace(kv=SimpleNamespace(is_spread=False))
     rows = [Row(request(), 0, count, i < 2, False, 0, hold) for i, count in enumerate(counts)]
     return Batch("i", rows, 0, 0, 0, transfers=list(transfers))
 
@@ -172,7 +174,47 @@ def test_all_that_happens_at_one_moment_comes_together() -> None:
 def test_kv_that_cannot_go_is_refused() -> None:
     lanes = [StagePair(0, 100, ["x"], 0.0)]
     modelled = world(Given((1.0,)), lanes=lanes, capacities={"x": 100.0})
-    with pytest.raises(JaxinferError, match="has all KV heads of a stage in one pool"):
-        modelled.start_transfer(transfer(0, 1, slice_move=MoveSlices("r", ((0, 1, (0,)),))))
+    modelled.start_transfer(transfer(0, 1))
     with pytest.raises(JaxinferError, match="hands KV from i to j, which its routes do not name"):
         world(Given((1.0,))).start_transfer(transfer(0, 1))
+
+
+def test_kv_heads_have_moved_with_the_last_of_them() -> None:
+    """Ten tokens: two heads of 5 B each over x, one of 20 B over y, both at 100 B/s."""
+    between = {(0, 1): StagePair(0, 5, ["x"], 0.5), (1, 0): StagePair(0, 20, ["y"], 0.25)}
+    modelled = SimulatedWorld(
+        {}, {}, {}, {}, {"x": 100.0, "y": 100.0}, [], slice_lanes={"i": between}
+    )
+    modelled.wake_at(3.0)
+    assert modelled.due_events() == [Tick()]
+    move = MoveSlices("r", ((0, 1, (4, 6)), (1, 0, (5,))))
+    modelled.start_transfer(transfer(0, 10, slice_move=move))
+    done = landing(modelled)
+    assert (done.start, done.end, done.num_bytes) == pytest.approx((3.0, 5.25, 300))
+
+
+@pytest.mark.parametrize(
+    ("busy", "steps"),
+    [
+        (1, [[(0, 4), (4, 8)], [(4, 8), (8, 12)], [(8, 12), (12, 16)]]),
+        (3, [[(0, 4), (4, 8)], [(4, 10), (10, 14)], [(10, 16), (16, 20)]]),
+    ],
+)
+def test_stages_take_turns_with_what_they_share(
+    busy: int, steps: list[list[tuple[int, int]]]
+) -> None:
+    """Stages of 4 s, each of which keeps one group busy meanwhile: for both, 6 s are the least.
+
+    Three seconds from 4 on are the first step's in the second stage; then come the second step's.
+    """
+    cost = ShardCost(0, 1, 0.0, 0.5)
+    visits = [[Visit("w", 1, cost, 2)], [Visit("w", 3, cost, 2)]]
+    stages = Given((4.0, 4.0), (0.0,))
+    modelled = SimulatedWorld(
+        {"i": stages}, {"i": 1}, {"i": (0, 1)}, {}, {}, [], visits={"i": visits}
+    )
+    for _ in steps:
+        launched = batch(1)
+        launched.work.shards = [ShardWork(), ShardWork(1, busy), ShardWork(), ShardWork(1, busy)]
+        modelled.launch(launched)
+    assert [step(modelled).stages for _ in steps] == steps

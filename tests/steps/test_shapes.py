@@ -1,5 +1,6 @@
 """Buckets of steps: tables by hand, and that the smallest one that fits is taken."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,7 +101,7 @@ def test_no_other_shape_that_fits_is_smaller(seqs: int, budget: int, data: st.Da
 
 
 def test_a_batch_has_the_shape_of_its_work() -> None:
-    hold: Any = None
+    hold: Any = SimpleNamespace(kv=SimpleNamespace(is_spread=False))
     rows = [
         Row(RequestState(str(count), 100, 1), start, count, samples, False, 0, hold)
         for start, count, samples in ((120, 1, True), (3, 1, False), (5, 200, True))

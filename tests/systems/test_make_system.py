@@ -11,6 +11,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.systems.cronus import Cronus
 from jaxinfer.systems.data_parallel import DataParallel
 from jaxinfer.systems.disaggregated import Disaggregated
+from jaxinfer.systems.hetis import Hetis
 from jaxinfer.systems.least_loaded import LeastLoaded
 from jaxinfer.systems.pipeline_parallel import PipelineParallel
 from jaxinfer.systems.registry import SYSTEMS, make_system
@@ -108,8 +109,8 @@ def test_systems(config: dict[str, Any], instances: Sequence[str], kind: type) -
 
 def test_all_that_come_with_jaxinfer_are_found() -> None:
     for name, target in SYSTEMS.items():
-        if name == "least_loaded":  # Has all it needs.
-            assert type(make_system({"name": name}, ["x", "y"])) is LeastLoaded
+        if name in ("least_loaded", "hetis"):  # They have all they need.
+            assert type(make_system({"name": name}, ["x", "y"])) in (LeastLoaded, Hetis)
         else:
             wrong = f"system {name}: |system.(shares|partial|prefill|prompt|units|flows|ttft_s)"
             with pytest.raises(JaxinferError, match=wrong):
@@ -120,7 +121,7 @@ def test_all_that_come_with_jaxinfer_are_found() -> None:
 def test_names() -> None:
     assert list(SYSTEMS) == [
         "single", "cronus", "data_parallel", "least_loaded", "disaggregated", "distserve",
-        "splitwise", "tetriinfer", "hexgen2", "aladdin", "pipeline_parallel"]  # fmt: skip
+        "splitwise", "tetriinfer", "hexgen2", "hetis", "aladdin", "pipeline_parallel"]  # fmt: skip
 
 
 def test_a_users_own(own: str) -> None:

@@ -20,9 +20,10 @@ from jaxinfer.plan.placement.lengths import Lengths
 from jaxinfer.plan.placement.site import Group, Site
 from jaxinfer.plan.placement.stages import Shape, Signature, shapes
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.cluster import KV_SIZES, WEIGHT_SIZES, count_pages, stage_cost
+from jaxinfer.simulate.cluster import KV_SIZES, WEIGHT_SIZES, stage_cost
 from jaxinfer.simulate.costs import ITEMSIZE, StageCost, StagePart
 from jaxinfer.simulate.hardware import ModelShape
+from jaxinfer.simulate.pools import count_pages
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")

@@ -142,7 +142,7 @@ class Size:
         fit = cluster.fit(name, config.simulate.fit == "relative").decode
         if fit is None:
             raise JaxinferError("eq. 6: max_num_seqs must be 2 or more")
-        room = (min(modelled.num_pages) - 1) * modelled.config.page_size
+        room = modelled.num_tokens
         self.most = most_tokens(fit, self.gpus, room, mean, atgt_s)
         rate = search.problem.goal.rate or 0.0
         each = self.gpus * self.most.least

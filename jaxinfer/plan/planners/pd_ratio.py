@@ -291,4 +291,4 @@ def _requests(problem: Problem, gpus: int) -> int:
 
 
 def _entries(instance: ModelledInstance) -> int:
-    return (min(instance.num_pages) - 1) * instance.config.page_size
+    return instance.num_tokens

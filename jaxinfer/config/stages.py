@@ -1,0 +1,50 @@
+"""The run file's pipeline stages, and where the KV heads of each may lie."""
+
+from pydantic import Field, field_validator
+
+from jaxinfer.config.validation import Options
+
+
+class AttentionConfig(Options):
+    """A group besides a stage's own, for KV heads of requests and the attention to them.
+
+    Attributes:
+        num_pages: of its pool for this stage, counted as if all the stage's KV heads lay in it; by
+            default as many as the stage's own group has or, in a simulation, what its memory holds,
+            which goes to the stages that have the fewest.
+    """
+
+    group: str
+    num_pages: int | None = Field(default=None, ge=2)
+
+
+class StageConfig(Options):
+    """One pipeline stage.
+
+    Attributes:
+        layers: how many.
+        share: of the layers, beside the other stages' shares. With neither, the layers are split
+            by the groups' measured speed.
+        attention: groups besides that have no weights, by name or with options: KV heads of
+            requests lie there, or on the stage's own group, and attention is computed where they
+            lie. A group may be there for several stages of one instance. In the instance's KV, each
+            stage's own group is a shard, then each of these, in this order; then comes the next
+            stage.
+    """
+
+    group: str
+    layers: int | None = Field(default=None, ge=1)
+    share: float | None = Field(default=None, gt=0)
+    attention: tuple[AttentionConfig, ...] = Field(default=(), strict=False)
+
+    @field_validator("attention", mode="before")
+    @classmethod
+    def _by_group(cls, value: object) -> object:
+        if not isinstance(value, list | tuple):
+            return value
+        return tuple({"group": each} if isinstance(each, str) else each for each in value)
+
+    @property
+    def attention_groups(self) -> tuple[str, ...]:
+        """Names of the groups besides its own."""
+        return tuple(each.group for each in self.attention)

@@ -1,0 +1,107 @@
+"""A stage whose KV heads lie on several device groups: attention takes what the slowest of them
+takes for its heads, exchange included (Hetis eqs. 3, 4 and 7, by rooflines).
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.serving.attention_fit import AttentionFit
+from jaxinfer.serving.batch import ShardWork, Work
+from jaxinfer.simulate.costs import StagePart
+from jaxinfer.simulate.roofline import RooflineStage
+
+
+@dataclass(frozen=True)
+class ShardCost:
+    """One layer's attention where some KV heads of a stage lie.
+
+    The group's devices share the heads evenly, however many there are.
+
+    Attributes:
+        head_flops: of a query token, for each KV entry of one KV head that it sees.
+        head_bytes: of one KV entry of one KV head.
+        per_flop, per_byte: seconds, of all devices of the group.
+        per_query: seconds that the link takes for what a token's queries of one KV head exchange
+            with the stage's own group: queries, keys and values there, outputs back.
+        round_trip: seconds until the first bytes are there, and back.
+    """
+
+    head_flops: int
+    head_bytes: int
+    per_flop: float
+    per_byte: float
+    per_query: float = 0.0
+    round_trip: float = 0.0
+
+    def seconds(self, work: ShardWork) -> float:
+        """Of a step; nothing where no head of its rows lies here."""
+        return self.busy(work) + self.round_trip if work.tokens else 0.0
+
+    def busy(self, work: ShardWork) -> float:
+        """Of those, the seconds that group and link work.
+
+        Counts are multiplied as integers first: with all heads here, it is to the last bit what the
+        roofline has for the stage.
+        """
+        decodes = work.entries * self.head_bytes * self.per_byte
+        seen = sum(slices * (start + count) for start, count, slices in work.chunks)
+        pairs = sum(
+            slices * (count * (start + (count + 1) / 2)) for start, count, slices in work.chunks
+        )
+        chunks = pairs * self.head_flops * self.per_flop
+        attention = decodes + max(chunks, seen * self.head_bytes * self.per_byte)
+        return attention + work.tokens * self.per_query
+
+    @property
+    def fit(self) -> AttentionFit:
+        """What a profile of its decodes would find."""
+        per_entry = self.head_bytes * self.per_byte
+        return AttentionFit(0.0, per_entry, 0.0, self.per_query, self.round_trip)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What a stage has done by a device group that works for other stages, too.
+
+    Attributes:
+        group: its name; ``shard``: number of its shard, of the instance's.
+        layers: of the stage.
+    """
+
+    group: str
+    shard: int
+    cost: ShardCost
+    layers: int
+
+    def seconds(self, work: Work) -> float:
+        """That a step keeps the group busy."""
+        return self.layers * self.cost.busy(work.shards[self.shard])
+
+
+class SpreadStage(RooflineStage):
+    """A stage with its layers on one group, and KV heads there and on others.
+
+    Attributes:
+        shards: attention on each of the groups, the own one first.
+        first: number of the own group's shard, of the instance's.
+    """
+
+    shards: tuple[ShardCost, ...]
+    first: int
+
+    @classmethod
+    def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
+        """On its own group alone, as the instance's first stage."""
+        stage = super().of(part, costs)
+        heads = part.model.num_key_value_heads
+        each = stage._attention_flops // heads, stage._kv_bytes // heads
+        stage.shards, stage.first = (ShardCost(*each, stage._per_flop, stage._per_byte),), 0
+        return stage
+
+    def _attention(self, work: Work) -> float:
+        """The slowest group's. Work that is not counted by shards has all heads on the own one."""
+        if not work.shards:
+            return super()._attention(work)
+        counted = work.shards[self.first : self.first + len(self.shards)]
+        return max(cost.seconds(one) for cost, one in zip(self.shards, counted, strict=True))

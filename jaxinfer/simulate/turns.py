@@ -1,0 +1,32 @@
+"""The time of a device group that several pipeline stages share."""
+
+
+class Turns:
+    """What is given of a group's time is taken from all others, whoever asks first.
+
+    A step's work there is as many pieces as its stage has layers: it goes into whatever time is
+    free from its start on, between what others have been given.
+    """
+
+    def __init__(self) -> None:
+        # Intervals that are taken, by time; they do not overlap.
+        self._taken: list[tuple[float, float]] = []
+
+    def take(self, start: float, seconds: float, now: float) -> float:
+        """Take the first free time from ``start`` on; nobody asks for any before ``now`` again.
+
+        Returns:
+            When so many seconds have passed.
+        """
+        taken = [interval for interval in self._taken if interval[1] > now]
+        pieces = []
+        at, left = start, seconds
+        for begin, end in taken:
+            if begin - at >= left:
+                break
+            if begin > at:
+                pieces.append((at, begin))
+                left -= begin - at
+            at = max(at, end)
+        self._taken = sorted([*taken, *pieces, (at, at + left)] if seconds else taken)
+        return at + left if seconds else start

@@ -1,0 +1,116 @@
+"""Which device gets which of a request's KV heads: Hetis' dispatch (sections 5.2 and 5.3).
+
+A device is a shard of one stage, an item one slice of KV heads of one request there. The time of a
+device is that of one layer's decode attention over all its items. What counts is the largest of a
+stage's devices, since a layer ends with the last of them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxinfer.serving.attention_fit import AttentionFit
+
+
+@dataclass(frozen=True)
+class Load:
+    """What lies on a device, and what it has room for.
+
+    Attributes:
+        pairs: slices over all requests; ``entries``: of their KV.
+        free_pages: of one slice each, with room for ``page_size`` entries.
+    """
+
+    fit: AttentionFit
+    pairs: int
+    entries: float
+    free_pages: int
+    page_size: int = 1
+
+    @property
+    def capacity(self) -> float:
+        """KV entries that its pool holds."""
+        return self.entries + self.free_pages * self.page_size
+
+    @property
+    def seconds(self) -> float:
+        """Of one layer (eqs. 3 and 4); an idle device takes none."""
+        return self.fit.seconds(self.pairs, self.entries)
+
+    def plus(self, slices: int, entries: float, pages: int) -> "Load":
+        """With more slices of so many KV entries and pages each; fewer where it is negative."""
+        return Load(
+            self.fit,
+            self.pairs + slices,
+            self.entries + slices * entries,
+            self.free_pages - slices * pages,
+            self.page_size,
+        )
+
+
+def dispatch(loads: Sequence[Load], slices: int, entries: float, pages: int) -> list[int] | None:
+    """How many of a request's slices go to each device, so that the slowest is the least slow.
+
+    One slice at a time goes to the device that is then the fastest, of those with room. Slices of
+    one request are equal, and no device gets faster by one more, so that this is optimal for one
+    request (eq. 7 without its relaxation); the paper solves a linear program and does not say how
+    it rounds.
+
+    Args:
+        entries, pages: of each slice.
+
+    Returns:
+        For each device, its slices; None without room for all.
+    """
+    loads, counts = list(loads), [0] * len(loads)
+    for _ in range(slices):
+        after = [load.plus(1, entries, pages) for load in loads]
+        room = [i for i, load in enumerate(after) if load.free_pages >= 0]
+        if not room:
+            return None
+        chosen = min(room, key=lambda i: after[i].seconds)
+        loads[chosen] = after[chosen]
+        counts[chosen] += 1
+    return counts
+
+
+def dispatch_by_memory(loads: Sequence[Load], slices: int, pages: int) -> list[int] | None:
+    """Likewise, each slice on the device that has the most room: what time is not looked at."""
+    free, counts = [load.free_pages for load in loads], [0] * len(loads)
+    for _ in range(slices):
+        chosen = max(range(len(free)), key=free.__getitem__)
+        free[chosen] -= pages
+        if free[chosen] < 0:
+            return None
+        counts[chosen] += 1
+    return counts
+
+
+def can_do(seconds: float, loads: Sequence[Load]) -> bool:
+    """Whether so many seconds are enough for all that lies on the devices, if it were placed anew.
+
+    The least time of which that is true is a lower bound of f* (section 5.3.1): any part of a slice
+    may go wherever a pool holds it, its pairs and its entries apart. Each device takes the entries
+    that it can, and pairs in the time that is left; if those are not all, pairs take the place of
+    entries first where that loses the fewest.
+    """
+    pairs, entries = float(sum(load.pairs for load in loads)), sum(load.entries for load in loads)
+    trades = []
+    for load in loads:
+        fit = load.fit
+        left = seconds - fit.constant - fit.exchange
+        if left < 0:
+            continue
+        taken = min(load.capacity, left / fit.per_entry if fit.per_entry else math.inf)
+        left = max(left - taken * fit.per_entry, 0.0)
+        entries -= taken
+        pair = fit.per_pair + fit.exchange_per_pair
+        pairs -= left / pair if pair else pairs
+        if pair and fit.per_entry:
+            trades.append((pair / fit.per_entry, taken))
+    for lost, most in sorted(trades):
+        if pairs > 0:
+            taken = min(pairs, most / lost)
+            pairs -= taken
+            entries += taken * lost
+    return pairs <= 1e-9 and entries <= 1e-9

@@ -1,0 +1,174 @@
+"""A stage whose KV heads lie on several devices: logits of every architecture while heads move.
+
+Logits are held to Hugging Face transformers', see ``test_architectures``.
+"""
+
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxinfer.config.cluster import ClusterConfig, GroupConfig, InstanceConfig
+from jaxinfer.runtime import plan_attention
+from jaxinfer.runtime.checkpoint import open_checkpoint
+from jaxinfer.runtime.engine import Engine, load_parameters
+from jaxinfer.runtime.explain import longest_request
+from jaxinfer.runtime.plan_cluster import plan_cluster
+from jaxinfer.runtime.sampler import PLAIN_SAMPLER
+from jaxinfer.runtime.slice_move import SliceMoves
+from jaxinfer.runtime.spread_stage import SpreadStage
+from jaxinfer.runtime.stage import Stage
+from jaxinfer.runtime.step import Key
+from jaxinfer.serving.batch import Batch, Row, Transfer
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.system import MoveSlices
+
+DATA = Path(__file__).parents[1] / "data" / "architectures"
+CASES = sorted(folder.name for folder in DATA.iterdir() if folder.is_dir())
+# Chunks, and a decode. No edge but the last is one of pages.
+PIECES = [33, 2, 1, 39]
+POOL = {"page_size": 5, "num_pages": 40, "max_model_len": 100}
+NOTHING: Any = None
+
+
+class Spread:
+    """One stage and one request, whose heads lie on this device or that.
+
+    Without attention devices, it is an ordinary stage.
+    """
+
+    def __init__(self, name: str, attention: int = 1, primary: int = 1, **options: Any) -> None:
+        checkpoint = open_checkpoint(str(DATA / name))
+        groups = [f"a{number}" for number in range(attention)]
+        config = ClusterConfig(
+            groups={"p": GroupConfig(devices=primary)} | {each: GroupConfig() for each in groups},
+            instances={
+                "x": InstanceConfig(
+                    stages=[{"group": "p", "attention": groups}],  # type: ignore[arg-type]
+                    enable_prefix_caching=False, dtype="float32", max_num_seqs=2,
+                    max_num_batched_tokens=64, **POOL | options,
+                )
+            },
+        )  # fmt: skip
+        ((self.plan,),) = plan_cluster(checkpoint.config, config).values()
+        (self.parameters,) = load_parameters(checkpoint, [self.plan])
+        self.stage = (SpreadStage if attention else Stage)(self.plan, self.parameters)
+        self.kv = Engine("x", NOTHING, [self.plan], ["p"]).new_kv()
+        self.moves = SliceMoves([self.stage])
+        self.moves.compile_ahead()
+
+    def serve(self, tokens: np.ndarray, seed: int = 0) -> np.ndarray:
+        """Logits of all tokens; before each piece but the first, some heads have moved."""
+        rng = np.random.default_rng(seed)
+        shards = len(self.kv.shards)
+        heads = self.plan.num_kv_heads if shards > 1 else 1
+        request = RequestState("r", len(tokens), 9, prompt_token_ids=tokens.tolist())
+        at = rng.integers(0, shards, heads)
+        placement = [np.flatnonzero(at == shard).tolist() for shard in range(shards)]
+        hold = self.kv.reserve(len(tokens), placement=placement)
+        assert hold
+        found = []
+        for start, stop in pairwise(np.cumsum([0, *PIECES]).tolist()):
+            if start:
+                to = np.where(rng.random(heads) < 0.6, rng.integers(0, shards, heads), at)
+                self._move(request, hold, start, at, to)
+                at = to
+            row = Row(request, start, stop - start, False, False, 0, hold)
+            found.append(self._step(Batch("x", [row], 0, 1, 0))[: stop - start])
+        hold.release()
+        assert self.kv.num_in_use == 0
+        return np.concatenate(found)
+
+    def _step(self, batch: Batch) -> np.ndarray:
+        key = Key(self.stage.step.limits.shape_for(batch), PLAIN_SAMPLER)
+        inputs = self.stage.inputs(batch, key.shape, {}, 0)
+        _, x_TD = self.stage.forward(key, inputs, None)
+        return np.asarray(_logits(self.plan.graphdef, self.parameters, x_TD))
+
+    def _move(self, request: Any, hold: Any, stop: int, at: np.ndarray, to: np.ndarray) -> None:
+        moves = tuple(
+            (int(at[head]), int(to[head]), (int(head),)) for head in np.flatnonzero(at != to)
+        )
+        if not moves:
+            return
+        assert hold.copy_slices(moves)
+        transfer = Transfer(request, 0, "x", "x", hold, hold, 0, stop, 0.0, MoveSlices("r", moves))
+        ended = threading.Event()
+        self.moves.start(transfer, lambda start, error: ended.set())
+        assert ended.wait(60)
+        hold.drop_slices(moves)
+        config, size = self.plan.config, self.plan.kv_dtype.itemsize
+        token = 2 * config.head_dim * size * config.num_hidden_layers
+        if size > 1:  # Others have scales besides.
+            assert self.moves.num_bytes(transfer) == len(moves) * stop * token
+
+
+def _logits(graphdef: Any, parameters: Any, x_TD: jax.Array) -> jax.Array:
+    with jax.default_matmul_precision("highest"):
+        model: Any = nnx.merge(graphdef, parameters)
+        found: jax.Array = model.logits(x_TD)
+        return found
+
+
+def expected(name: str) -> tuple[np.ndarray, np.ndarray]:
+    with np.load(DATA / name / "expected.npz") as arrays:
+        return arrays["tokens"], arrays["logits"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("gemma3", "opt"))) for n in CASES],
+)
+def test_logits_of_every_architecture(name: str) -> None:
+    tokens, logits = expected(name)
+    model = Spread(name)
+    for seed in range(2):
+        np.testing.assert_allclose(model.serve(tokens, seed), logits, atol=1e-4, rtol=0)
+
+
+def test_logits_on_devices_that_divide_neither_heads_nor_columns() -> None:
+    """Of four devices that share the layers, one has KV heads, as have two besides."""
+    tokens, logits = expected("qwen3")
+    model = Spread("qwen3", attention=2, primary=4)
+    assert model.plan.config.num_key_value_heads > model.plan.num_kv_heads
+    np.testing.assert_allclose(model.serve(tokens), logits, atol=1e-4, rtol=0)
+
+
+def test_what_a_stage_of_several_devices_says_of_itself() -> None:
+    """The longest request has one head in each pool, of 7 pages for each of two heads."""
+    model = Spread("qwen3", num_pages=8)
+    assert model.plan.num_kv_heads == 2
+    assert longest_request(model.plan) == 2 * 7 * 5 + 1 == model.kv.num_pages * 5 + 1
+    step = model.stage.step
+    shape = step.limits.shapes()[-1]
+    layers = model.plan.config.num_hidden_layers
+    # Two devices attend in each layer; what follows the last layer, and the head.
+    assert len(step.compile_parts(Key(shape, PLAIN_SAMPLER))) == layers * 3 + 2
+
+
+def test_heads_move_between_devices_whose_keys_lie_unlike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between a GPU and a CPU: kernels on one device, plain attention on the other."""
+    monkeypatch.setattr(plan_attention, "choose_kernels", lambda *args: "interpret")
+    tokens, logits = expected("llama")
+    model = Spread("llama")
+    assert isinstance(model.stage, SpreadStage)
+    own, other = (pool.pages[0] for pool in model.stage.pools)
+    assert own.keys.shape[1:] == other.keys.shape[1:2] + other.keys.shape[:1:-1]
+    np.testing.assert_allclose(model.serve(tokens), logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_entries_of_8_bits_move_with_their_scales(kind: str) -> None:
+    """Their rounding is the same wherever they lie: logits equal those of an ordinary stage."""
+    tokens, exact = expected("llama")
+    logits = Spread("llama", attention=0, kv_cache_dtype=kind).serve(tokens)
+    assert np.abs(logits - exact).max() > 1e-2
+    model = Spread("llama", kv_cache_dtype=kind)
+    for seed in range(2):
+        np.testing.assert_allclose(model.serve(tokens, seed), logits, atol=1e-4, rtol=0)

@@ -1,0 +1,138 @@
+"""Pools of groups that have KV heads only: how stages share them, and Hetis' capacities."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxinfer import JaxinferError
+from jaxinfer.config.resolve import resolve
+from jaxinfer.config.run_file import as_run_file
+from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
+from jaxinfer.simulate.pools import level
+
+HARDWARE = Path(__file__).parents[2] / "configs" / "clusters" / "hetis.yaml"
+# By group: its node, and how many GPUs.
+GROUPS = {
+    "a": ("a100", 4), "b": ("rtx3090_1", 2), "c": ("rtx3090_2", 2), "p": ("p100", 4),
+    "one": ("a100", 1), "half": ("rtx3090_1", 2),
+}  # fmt: skip
+
+
+def modelled(
+    model: str,
+    *stages: Mapping[str, Any],
+    engine: Mapping[str, Any] = {},
+    reserve_gb: float | None = None,
+) -> ModelledInstance:
+    """An instance on Hetis' cluster; of the P100s, so much is kept."""
+    attention = [
+        each if isinstance(each, str) else each["group"]
+        for stage in stages
+        for each in stage.get("attention", ())
+    ]
+    names = dict.fromkeys([*(stage["group"] for stage in stages), *attention])
+    one = {"launch_ahead": False, "enable_prefix_caching": False, "stages": list(stages)}
+    file = {
+        "model": model,
+        "groups": {name: {"devices": GROUPS[name][1]} for name in names},
+        "instances": {"x": one | dict(engine)},
+        "simulate": {
+            "hardware": str(HARDWARE),
+            "groups": {
+                name: {"node": GROUPS[name][0], "reserve_gb": reserve_gb if name == "p" else None}
+                for name in names
+            },
+        },
+        "system": {"name": "pipeline_parallel" if len(stages) > 1 else "single"},
+    }
+    return model_cluster(resolve(as_run_file(file))).instances["x"]
+
+
+PRIMARIES = [
+    {"group": "a", "layers": 58},
+    {"group": "b", "layers": 11},
+    {"group": "c", "layers": 11},
+]
+ON_P100 = [stage | {"attention": ["p"]} for stage in PRIMARIES]
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "tokens"),
+    [
+        ("llama-2-70b", ON_P100, 855_000),
+        ("llama-2-13b", [{"group": "a", "attention": ["b", "c", "p"]}], 478_000),
+        ("opt-30b", [{"group": "a", "attention": ["b", "c", "p"]}], 260_000),
+        ("llama-2-13b", [{"group": "one", "attention": ["half"]}], 109_000),
+        ("llama-2-13b", [{"group": "one"}], 56_000),
+    ],
+)
+def test_capacities_of_hetis_clusters(
+    model: str, stages: Sequence[Mapping[str, Any]], tokens: int
+) -> None:
+    """Sums of 0.9 of all memory less the weights, by what a token's KV takes."""
+    assert modelled(model, *stages).num_tokens == pytest.approx(tokens, rel=0.05)
+
+
+def test_what_the_scheduler_sees_is_what_fits() -> None:
+    """A request as long as all groups together hold, by whole pages of each KV head."""
+    instance = modelled("llama-2-70b", *ON_P100)
+    kv = instance.new_instance("x", None, False, False, len).kv
+    assert [(shard.stage, shard.group) for shard in kv.shards] == [
+        (0, "a"), (0, "p"), (1, "b"), (1, "p"), (2, "c"), (2, "p")
+    ]  # fmt: skip
+    assert [shard.slices for shard in kv.shards[2:4]] == [tuple(range(8, 16)), ()]
+    assert [s.num_pages for s in kv.shards] == [s.num_head_pages - 1 for s in instance.shards]
+    assert kv.is_spread
+    sums = [sum(s.num_pages for s in kv.shards[i : i + 2]) // 8 for i in (0, 2, 4)]
+    assert min(sums) * instance.config.page_size == instance.num_tokens
+    # One request has each KV head whole in one shard: at most two of eight heads lie apart.
+    assert 0.5 * min(sums) < kv.num_pages <= min(sums)
+
+
+def test_given_pages_are_taken_and_the_rest_is_levelled() -> None:
+    """By hand, of 80 layers of 4,096 bytes: the P100s' memory goes where the fewest are."""
+    given = [*ON_P100[:2], PRIMARIES[2] | {"attention": [{"group": "p", "num_pages": 101}]}]
+    engine = {"page_size": 16, "num_pages": 1001}
+    instance = modelled("llama-2-70b", *given, engine=engine)
+    by_stage = {(s.stage, s.group): s.num_pages for s in instance.shards}
+    assert by_stage[2, "p"] == 101
+    assert by_stage[0, "p"] == by_stage[1, "p"]
+    held = sum((s.num_pages - 1) * s.layers for s in instance.shards if s.group == "p") * 16 * 4096
+    room = 4 * 0.9 * 12e9 - 512 * 2 * (64 + 8) * 128 * 2
+    assert room - 69 * 16 * 4096 * 2 < held <= room
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1, max_size=5),
+    st.integers(0, 300),
+)
+def test_levels_are_as_high_as_there_is_room(stages: list[tuple[int, int]], room: int) -> None:
+    counts, each = [count for count, _ in stages], [size for _, size in stages]
+    more = level(counts, each, room)
+    if more is None:
+        assert sum(each) > room
+        return
+    assert min(more) >= 1
+    assert sum(n * size for n, size in zip(more, each, strict=True)) <= room
+    fewest = min(count + n for count, n in zip(counts, more, strict=True))
+    higher = [max(fewest + 1 - count, 1) for count in counts]
+    assert sum(n * size for n, size in zip(higher, each, strict=True)) > room
+
+
+@pytest.mark.parametrize(
+    ("pages", "reserve_gb", "wanted"), [(None, 12.0, "2"), (10**6, None, "1000000")]
+)
+def test_a_group_too_small_is_refused(
+    pages: int | None, reserve_gb: float | None, wanted: str
+) -> None:
+    stage = {"group": "a", "attention": [{"group": "p", "num_pages": pages}]}
+    error = (
+        rf"^instances\.x: groups\.p: 4 x 12 GB are too little for the KV pages {wanted} for "
+        r"stages\[0\] of 10\.49 MB$"
+    )
+    with pytest.raises(JaxinferError, match=error):
+        modelled("llama-2-70b", stage, engine={"page_size": 32}, reserve_gb=reserve_gb)

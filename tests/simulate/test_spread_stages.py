@@ -1,0 +1,178 @@
+"""How long steps take whose KV heads lie on several modelled groups: by hand, and closed forms."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from spread_cases import CARD, PEAK, ROWS, modelled, run_file, served, work_with
+
+from jaxinfer import JaxinferError
+from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.resolve import resolve
+from jaxinfer.config.run_file import as_run_file
+from jaxinfer.serving.attention_fit import AttentionFit
+from jaxinfer.serving.batch import ShardWork
+from jaxinfer.simulate.cluster import stage_parts
+from jaxinfer.simulate.costs import Pipeline
+from jaxinfer.simulate.hardware import find_gpu, find_model
+from jaxinfer.simulate.roofline import RooflineStage
+from jaxinfer.simulate.spread import ShardCost, SpreadStage
+
+
+@given(
+    ROWS,
+    st.sampled_from(["llama-2-70b", "llama-2-13b", "opt-30b"]),
+    st.sampled_from(["A100-80G-PCIe", "RTX-3090", "P100-PCIe-12G"]),
+    st.sampled_from([1, 2, 4]),
+    st.floats(0.05, 1.0),
+    st.floats(0.05, 1.0),
+)
+def test_all_heads_on_the_own_group_take_what_a_plain_stage_does_to_the_last_bit(
+    rows: list[tuple[int, int]], model: str, gpu: str, devices: int, flops: float, bandwidth: float
+) -> None:
+    file = as_run_file({
+        "model": model, "groups": {"g": {"kind": "A100-80G-SXM", "devices": 8}},
+        "instances": {"x": {"group": "g"}},
+    })  # fmt: skip
+    site = resolve(file)
+    (part,) = stage_parts(site, find_model(model), site.instances["x"])
+    part = replace(part, gpu=find_gpu(gpu), devices=devices)
+    costs = SimulateOptions(flops=flops, bandwidth=bandwidth, step_s=1e-4, sequence_s=1e-6)
+    stage, plain = SpreadStage.of(part, costs), RooflineStage.of(part, costs)
+    stage.shards += (replace(stage.shards[0], round_trip=1.0, per_query=1.0),)
+    work = work_with(rows, part.model.num_key_value_heads, 0)
+    assert stage.seconds(work) == plain.seconds(work)
+    assert stage.seconds(replace(work, shards=())) == plain.seconds(work)
+
+
+# A decode that sees 100 entries, and three tokens of a chunk after 10 entries: of each head 1,600
+# and 208 bytes at 10^6 per second; 36 pairs of 32 FLOPs at 10^9 are less than the latter.
+STEP = work_with([(99, 1), (10, 3)], 1, 1)
+OWN_S = 1.6e-3 + 0.208e-3
+
+
+def test_a_step_takes_what_the_slowest_shard_does() -> None:
+    """One head here and one there, where the memory is half as fast, and queries go to and fro."""
+    file = run_file()
+    file["gpus"]["slow"] = CARD | {"memory_gb_s": 0.5e-3}
+    file["groups"]["w"] = {"kind": "slow"}
+    cost = modelled(file).cost
+    dense = cost.stages(replace(STEP, single_context=0, chunks=[], shards=[ShardWork()] * 2))
+    there = 2 * OWN_S + 4 * 48e-6 + 2 * 0.5
+    assert cost.stages(STEP) == pytest.approx([dense[0] + 6 * there], rel=1e-12)
+    # Without that round trip, the own group is the slower one where it has twice the heads.
+    at_once = run_file(links=[{"between": ["a", "w"], "gb_s": 1e3}])
+    own = work_with([(99, 1), (10, 3)], 2, 1)
+    assert modelled(at_once).cost.stages(own) == pytest.approx([dense[0] + 6 * 2 * OWN_S])
+
+
+def test_devices_of_an_attention_group_share_its_heads() -> None:
+    file = run_file()
+    file["groups"]["w"] |= {"devices": 4}
+    file["simulate"] = PEAK | {"groups": {"w": {"bandwidth": 0.5}}}
+    shards = modelled(file).new_instance("x", None, True, False, len).shards
+    assert [shard.group for shard in shards] == ["a", "w"]
+    fit = shards[1].fit
+    assert fit
+    assert fit.per_entry == pytest.approx(16 / (4 * 0.5e6))
+    assert shards[0].fit == AttentionFit(0.0, pytest.approx(16e-6), 0.0)
+    assert (fit.exchange_per_pair, fit.exchange) == (pytest.approx(48e-6), 1.0)
+
+
+@given(st.integers(0, 300), st.integers(0, 10**6))
+def test_a_shards_fit_has_its_decodes_times(pairs: int, entries: int) -> None:
+    """Each pair sees an entry at least."""
+    cost = ShardCost(32, 16, 1e-9, 1e-6, 48e-6, 1.0)
+    entries = pairs and entries + pairs
+    expected = cost.seconds(ShardWork(pairs, entries))
+    assert cost.fit.seconds(pairs, entries) == pytest.approx(expected)
+
+
+@given(
+    ROWS,
+    st.lists(st.integers(0, 8), min_size=3, max_size=3),
+    st.sampled_from([field.name for field in fields(ShardCost)]),
+    st.integers(0, 2),
+    st.floats(1.0, 10.0),
+)
+def test_no_coefficient_that_grows_makes_a_step_shorter(
+    rows: list[tuple[int, int]], heads: list[int], name: str, shard: int, factor: float
+) -> None:
+    site = resolve(as_run_file(run_file()))
+    (part,) = stage_parts(site, site.model, site.instances["x"])
+    stage = SpreadStage.of(part, SimulateOptions())
+    (own,) = stage.shards
+    costs = [own, replace(own, per_query=1e-6, round_trip=1e-3), replace(own, round_trip=1e-4)]
+    stage.shards = tuple(costs)
+    work = work_with(rows, *heads)
+    before = stage.seconds(work)
+    costs[shard] = replace(costs[shard], **{name: getattr(costs[shard], name) * factor})
+    stage.shards = tuple(costs)
+    assert stage.seconds(work) >= before
+    more = work_with([*rows, (7, 1)], *heads)
+    assert stage.seconds(more) >= stage.seconds(work)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share"), [(5_000, 1.0), (10_000, 0.83), (20_000, 0.67), (40_000, 0.59)]
+)
+def test_the_best_split_is_that_of_the_closed_form(tokens: int, share: float) -> None:
+    """Llama 2 13B on an A100 and two RTX 3090, a round trip of 100 us, without what is exchanged.
+
+    With G bytes of KV in a layer, it is T = (G + beta B_r) / (B_l + B_r), if G / B_l > beta.
+    """
+    model, size = find_model("llama-2-13b"), 20_480
+    local, remote = (0.7e9 * find_gpu(name).memory_gb_s for name in ("A100-80G-PCIe", "RTX-3090"))
+    assert model.kv_bytes(1, 2) == size
+    beta, heads = 1e-4, 40
+    here = ShardCost(1, size // heads, 1.0, 1 / local)
+    there = ShardCost(1, size // heads, 1.0, 1 / remote, 0.0, beta)
+
+    def seconds(offloaded: int) -> float:
+        """Of 40 heads of 250 requests."""
+        each = tokens // 250
+        own = 250 * heads - 2 * offloaded
+        shards = [(here, own), (there, offloaded), (there, offloaded)]
+        return max(cost.seconds(ShardWork(n, n * each)) for cost, n in shards)
+
+    best = min(range(250 * heads // 2), key=seconds)
+    gigas = tokens * size
+    closed = min(gigas / local, (gigas + beta * 2 * remote) / (local + 2 * remote))
+    assert seconds(best) == pytest.approx(closed, rel=1e-3)
+    assert 1 - 2 * best / (250 * heads) == pytest.approx(share, abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"links": []}, r"instances\.x: links: none between a and w, where KV must go$"),
+        (
+            {"simulate": {"linear": {"step_s": 1.0}}},
+            r"instances\.x: simulate\.linear: the attention of a cannot be told from linear: ",
+        ),
+        (
+            {"simulate": {"groups": {"w": {"linear": {"step_s": 1.0}}}}},
+            r"instances\.x: simulate\.groups\.w\.linear: the attention of w cannot be told ",
+        ),
+        (
+            {"simulate": {"groups": {"w": {"step_s": 1.0}}}},
+            r"simulate\.groups\.w\.step_s: leave it out, steps are those of the stages",
+        ),
+    ],
+)
+def test_what_cannot_be_modelled_is_refused(change: dict[str, Any], error: str) -> None:
+    with pytest.raises(JaxinferError, match=error):
+        modelled(run_file() | change)
+
+
+def test_measured_stages_may_stand_beside_spread_ones() -> None:
+    stages = [{"group": "a", "attention": ["w"]}, {"group": "b"}]
+    file = run_file(stages)
+    file["simulate"] = PEAK | {"groups": {"b": {"linear": {"step_s": 1.0}}}}
+    cost = modelled(file).cost
+    assert isinstance(cost, Pipeline)
+    assert [type(part).__name__ for part in cost.parts] == ["SpreadStage", "LinearStage"]
+    found, _ = served(file, (5, 3))
+    assert found.steps == 3
