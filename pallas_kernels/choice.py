@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.pallas_kernels import kv_pages, reference
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
-Kernels = Literal["plain", "generic", "hopper", "interpret"]
+Kernels = Literal["plain", "numba", "generic", "hopper", "interpret"]
 # Compute capabilities of NVIDIA GPUs: the first with products of bfloat16 matrices, the first with
 # fp8, and the one with wgmma.
 _BF16, _FP8, _HOPPER = 8.0, 8.9, 9.0
@@ -29,6 +30,10 @@ def attention(kernels: str) -> Attention:
     """The functions of that name."""
     if kernels == "plain":
         return Attention(reference.decode_attention, reference.chunk_attention, kv_pages.write_kv)
+    if kernels == "numba":
+        from jaxinfer.pallas_kernels import numba_cpu
+
+        return Attention(numba_cpu.decode_attention, numba_cpu.chunk_attention, kv_pages.write_kv)
     from jaxinfer.pallas_kernels import generic, write
 
     if kernels == "hopper":
@@ -45,7 +50,7 @@ def attention(kernels: str) -> Attention:
 
 def keys_by_token(kernels: str) -> bool:
     """Whether a page's keys lie as [K, B, H], as its values do, and not as [K, H, B]."""
-    return kernels != "plain"
+    return kernels not in ("plain", "numba")
 
 
 def choose_kernels(
@@ -56,7 +61,7 @@ def choose_kernels(
     group: int,
     page_size: int,
 ) -> Kernels:
-    """What a device runs; ``auto`` takes kernels for entries of 16 and 8 bits where it can.
+    """What a device runs; ``auto`` takes kernels where it can, on a GPU for 16 and 8 bits only.
 
     Args:
         dtype: of KV entries.
@@ -68,9 +73,12 @@ def choose_kernels(
     able: dict[Kernels, str | None] = {
         "hopper": _why_not_hopper(device, dtype, head_dim, group, page_size),
         "generic": _why_not_generic(device, dtype, head_dim),
+        "numba": _why_not_numba(device, dtype),
     }
     if wanted == "auto":
-        fits = [name for name, reason in able.items() if reason is None and dtype.itemsize < 4]
+        fits = [name for name, reason in able.items() if reason is None]
+        if device.platform == "gpu" and dtype.itemsize == 4:
+            fits = []
         return [*fits, "plain"][0]
     if reason := able.get(wanted):
         raise JaxinferError(f"kernels is {wanted}, {reason}: auto, plain or interpret would do")
@@ -103,6 +111,18 @@ def _why_not_hopper(
     from jaxinfer.pallas_kernels import hopper
 
     return hopper.why_not(head_dim, group, page_size, dtype)
+
+
+def _why_not_numba(device: jax.Device, dtype: jnp.dtype) -> str | None:
+    if device.platform != "cpu":
+        return f"{_name(device)}, it needs a CPU"
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        return f"KV entries are {dtype}, it needs float32 or bfloat16"
+    if not find_spec("numba"):
+        return "numba is not installed (pip install 'jaxinfer[cpu]')"
+    from jaxinfer.pallas_kernels import xla_call
+
+    return xla_call.why_not()
 
 
 def _name(device: jax.Device) -> str:

@@ -68,7 +68,7 @@ class EngineOptions(Options):
     )
     max_model_len: int | None = Field(default=None, ge=2)
     enable_prefix_caching: bool = True
-    kernels: Literal["auto", "plain", "generic", "hopper", "interpret"] = "auto"
+    kernels: Literal["auto", "plain", "numba", "generic", "hopper", "interpret"] = "auto"
     launch_ahead: bool = True
     chunks_in_flight: Literal[1, "all"] = "all"
     watermark: float = Field(default=0.01, ge=0, lt=1)

@@ -181,7 +181,7 @@ def _measure(
             progress("measuring steps", left := left - 1)
     medians = {key: median(found) for key, found in times.items()}
     points = [Depths(p, medians["shallow", p], medians["deep", p]) for p in pure]
-    heads = _measure_heads(deep)
+    heads = measure_heads(deep)
     operators = Operators.split(deep.plan.limits, points, depths, heads)
     spread = median(
         float(np.subtract(*np.percentile(found, [75, 25]))) / median(found)
@@ -193,7 +193,7 @@ def _measure(
     )  # fmt: skip
 
 
-def _measure_heads(engine: Engine) -> dict[int, float]:
+def measure_heads(engine: Engine) -> dict[int, float]:
     """Seconds of logits and a token for each row, by the rows that steps are padded to."""
     (stage,) = engine.stages
     assert isinstance(stage, Stage)

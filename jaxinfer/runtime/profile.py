@@ -15,6 +15,7 @@ import numpy as np
 from jaxinfer.runtime.engine import Cluster, Engine, describe_attention
 from jaxinfer.runtime.measure_steps import measure_steps
 from jaxinfer.runtime.processes import Progress
+from jaxinfer.runtime.remote import RemoteWorker
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.step_fit import StepFit
@@ -25,8 +26,12 @@ PASSES = 3
 
 
 def profile_key(engine: Engine, model: str) -> dict[str, Any]:
-    """What decides an instance's step times."""
+    """What decides an instance's step times.
+
+    Devices of one kind in this process are alike; those of another one may be on another host.
+    """
     plan, options = engine.plan, engine.plan.options
+    apart = isinstance(engine.worker, RemoteWorker)
     return {
         "model": model,
         "config": _digest(repr(plan.config).encode()),
@@ -35,7 +40,7 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
         "stages": [
             {
                 "device_kind": stage.devices[0].device_kind,
-                "group": group,
+                "process_of": group if apart else None,
                 "devices": len(stage.devices),
                 "layers": [stage.layers.start, stage.layers.stop],
                 "num_pages": stage.num_pages,

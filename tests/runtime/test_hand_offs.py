@@ -43,6 +43,7 @@ def cronus(partial: str, chunked: str, cut: float, rule: str = "on_demand") -> d
     return {"name": "cronus", **ends, **cut_option(cut), "hand_off": rule}
 
 
+@pytest.mark.slow
 def test_instances_whose_stages_lie_on_the_same_two_groups(
     loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
@@ -236,6 +237,7 @@ def test_an_emulated_link_is_as_slow_as_it_says(
         assert seconds >= 0.004 + transfer.num_bytes / 0.005e9 - ROUNDING
 
 
+@pytest.mark.slow
 def test_a_float32_instance_beside_a_bfloat16_one(
     loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
@@ -256,6 +258,7 @@ def test_a_float32_instance_beside_a_bfloat16_one(
             assert first or (source, cut) != ("a", 1.0)
 
 
+@pytest.mark.slow
 def test_lists_of_sides_that_agree_on_nothing(
     loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
@@ -279,6 +282,7 @@ def test_lists_of_sides_that_agree_on_nothing(
     assert ran.decoded("d") == sum(output - 1 for _, output in LENGTHS)
 
 
+@pytest.mark.slow
 def test_pools_prefix_caches_and_launching_ahead_as_configured(
     loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:

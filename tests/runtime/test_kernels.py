@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
+from jaxinfer.pallas_kernels import choice
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.slab import SLAB_TOKENS, gather, scatter
@@ -69,8 +70,6 @@ CPU: Any = SimpleNamespace(platform="cpu", device_kind="cpu")
 @pytest.mark.parametrize(
     ("wanted", "device", "dtype", "head_dim", "page_size", "chosen"),
     [
-        ("auto", CPU, "float32", 64, 64, "plain"),
-        ("auto", CPU, "bfloat16", 64, 64, "plain"),
         ("auto", gpu("9.0"), "bfloat16", 128, 64, "hopper"),
         ("auto", gpu("9.0"), "bfloat16", 128, 24, "generic"),
         ("auto", gpu("9.0"), "int8", 128, 64, "generic"),
@@ -85,6 +84,11 @@ CPU: Any = SimpleNamespace(platform="cpu", device_kind="cpu")
         ("hopper", gpu("9.0"), "float16", 128, 64, "hopper"),
         ("plain", gpu("9.0"), "bfloat16", 128, 64, "plain"),
         ("interpret", CPU, "float32", 64, 64, "interpret"),
+        ("auto", CPU, "float32", 20, 24, "numba"),
+        ("auto", CPU, "bfloat16", 64, 64, "numba"),
+        ("auto", CPU, "int8", 64, 64, "plain"),
+        ("auto", CPU, "float16", 64, 64, "plain"),
+        ("plain", CPU, "float32", 64, 64, "plain"),
     ],
 )
 def test_choice(
@@ -110,6 +114,8 @@ def test_choice(
         ("generic", gpu("9.0"), "bfloat16", 72, "head_dim is 72, no multiple of 16"),
         ("hopper", gpu("8.9"), "bfloat16", 128, "compute capability 8.9, they need 9.0"),
         ("hopper", gpu("9.0"), "float32", 128, "KV entries are float32, no 16-bit floats"),
+        ("numba", gpu("9.0"), "float32", 128, "compute capability 9.0, it needs a CPU"),
+        ("numba", CPU, "int8", 64, "KV entries are int8, it needs float32 or bfloat16"),
     ],
 )
 def test_a_device_that_cannot(
@@ -117,6 +123,14 @@ def test_a_device_that_cannot(
 ) -> None:
     with pytest.raises(JaxinferError, match=message):
         choose_kernels(wanted, device, jnp.dtype(dtype), head_dim, 4, 64)
+
+
+def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain JAX is the default then, and asking for it is an error that says what to install."""
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    assert choose_kernels("auto", CPU, jnp.dtype("float32"), 64, 3, 64) == "plain"
+    with pytest.raises(JaxinferError, match=r"numba is not installed.*jaxinfer\[cpu\]"):
+        choose_kernels("numba", CPU, jnp.dtype("float32"), 64, 3, 64)
 
 
 @pytest.mark.parametrize("kernels", ["generic", "hopper"])

@@ -44,13 +44,16 @@ def ways() -> list[Way]:
 
 
 @pytest.mark.parametrize("way", ways(), ids=str)
-@pytest.mark.parametrize("pair", [ONE_APART, BOTH_APART], ids=str)
+@pytest.mark.parametrize(
+    "pair", [ONE_APART, pytest.param(BOTH_APART, marks=pytest.mark.slow)], ids=str
+)
 def test_tokens_are_those_of_one_instance(
     pair: Pair, way: Way, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
     check_case(Case(pair, way), loader.pair(pair), expected[pair.heads], tmp_path)
 
 
+@pytest.mark.slow
 def test_by_the_transfer_server(
     models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
@@ -114,6 +117,7 @@ def test_what_a_process_had_goes_on_elsewhere(
     wait_until(lambda: not children() - before)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_between_two_runs_and_another_cluster_beside_it(
     models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
@@ -149,7 +153,9 @@ llm.generate(["x"] * 64, SamplingParams(max_tokens=200, ignore_eos=True), progre
 """
 
 
-@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "by", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_nothing_is_left_of_a_job_that_is_killed(
     by: signal.Signals, models: dict[str, Path], tmp_path: Path
 ) -> None:

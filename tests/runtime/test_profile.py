@@ -210,7 +210,7 @@ def test_an_emulated_step_ends_when_the_slower_device_would_have(
     tiny_folder: Path, tiny: LLM, tmp_path: Path, own_profiles: Path
 ) -> None:
     llm = cluster(tiny_folder, 50.0)
-    assert len(list(own_profiles.iterdir())) == 2
+    assert len(list(own_profiles.iterdir())) == 1  # The groups are alike.
     expected = tokens(tiny.generate(PROMPTS, PARAMS, progress=False))
     outputs = llm.generate(PROMPTS, PARAMS, progress=False, run_dir=tmp_path / "run")
     assert tokens(outputs) == expected

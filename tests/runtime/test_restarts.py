@@ -91,6 +91,7 @@ def test_it_takes_work_again_and_the_second_loss_is_for_good(
     wait_until(lambda: children() <= before)
 
 
+@pytest.mark.slow
 def test_one_that_is_lost_between_two_runs(
     models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:

@@ -127,6 +127,7 @@ def test_heads_anywhere_that_move_in_the_midst(
     assert found.metrics["peak_pages"] <= found.metrics["num_pages"]
 
 
+@pytest.mark.slow
 def test_pools_that_hold_hardly_more_than_the_longest_request(
     ran: Any, expected: dict[str, list[Done]]
 ) -> None:
@@ -138,6 +139,7 @@ def test_pools_that_hold_hardly_more_than_the_longest_request(
     assert sum(request.preemptions for request in found.requests) > 0
 
 
+@pytest.mark.slow
 def test_a_slower_device_finds_the_same(ran: Any, expected: dict[str, list[Done]]) -> None:
     sections = spread([None], **roomy(16))
     sections["groups"]["a0"] = {"emulate": {"slowdown": 3}}

@@ -1,0 +1,186 @@
+"""XLA's calls of functions that numba has compiled: the call frame of its FFI, and its threads.
+
+A call's work is cut into units. The thread that XLA calls on takes one after the other, and so do
+tasks on XLA's own thread pool, as many as find a thread: nobody waits for one that has not begun.
+"""
+
+import ctypes
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numba as nb
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+I64 = ir.IntType(64)
+# Words of 8 bytes in XLA_FFI_CallFrame, XLA_FFI_Buffer, XLA_FFI_Api (c_api.h).
+EXTENSION, API, CONTEXT, ARGS, RETS = 1, 2, 3, 9, 14
+DATA, DIMS = 3, 5
+SCHEDULE = 17
+# In XLA_FFI_Extension_Base, whose kind is 1 where XLA asks for our version, and _Metadata.
+KIND, METADATA, VERSION = 1, 3, 3
+# Minor versions of 0.x whose words are these: jax 0.10.2 has 3, 0.12 has 5.
+KNOWN, PARTS = range(3, 6), ("MAJOR", "MINOR")
+
+# Words of what the threads of one call share.
+NEXT, DONE, TOTAL, WORKERS, USERS, OUR_ARGS, OUR_RETS, SHARED_WORDS = range(8)
+
+
+def ffi_version() -> tuple[int, int]:
+    """Of XLA's FFI, major and minor, by the header that comes with jaxlib."""
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    parts = (re.findall(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in PARTS)
+    major, minor = (int(found[0]) for found in parts)
+    return major, minor
+
+
+def why_not() -> str | None:
+    """Why its call frames are not known here, in words; None if they are."""
+    major, minor = ffi_version()
+    if major == 0 and minor in KNOWN:
+        return None
+    return f"XLA's FFI is version {major}.{minor}, known are 0.{KNOWN[0]} to 0.{KNOWN[-1]}"
+
+
+@intrinsic
+def pointer(typingctx: Any, address: Any, like: Any) -> Any:
+    """An address as a typed pointer, for ``carray``; ``like`` is a value of the element type."""
+    target = types.CPointer(like)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(target))
+
+    return target(address, like), codegen
+
+
+@intrinsic
+def _fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
+    """Adds to a word that other threads add to as well; gives what it was."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = builder.inttoptr(args[0], I64.as_pointer())
+        return builder.atomic_rmw("add", at, args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _call(typingctx: Any, function: Any, argument: Any) -> Any:
+    """Calls a C function of one word that returns one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(I64, [I64]).as_pointer()
+        return builder.call(builder.inttoptr(args[0], kind), [args[1]])
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@nb.njit
+def words(address: int) -> Any:
+    """The words from an address on."""
+    return nb.carray(pointer(address, np.int64(0)), 1 << 40)
+
+
+@nb.njit
+def data(buffers: int, i: int) -> int:
+    """The address of a buffer's first element."""
+    return words(words(buffers)[i])[DATA]
+
+
+@nb.njit
+def dim(buffers: int, i: int, axis: int) -> int:
+    """A buffer's size along an axis."""
+    return words(words(words(buffers)[i])[DIMS])[axis]
+
+
+@nb.njit
+def take(shared: int) -> int:
+    """The next unit's number; past the last one there is nothing left to do."""
+    return _fetch_add(shared + 8 * NEXT, 1)
+
+
+@nb.njit
+def take_after(shared: int) -> int:
+    """The same, with one that is done."""
+    _fetch_add(shared + 8 * DONE, 1)
+    return take(shared)
+
+
+def _address(function: str) -> np.int64:
+    return np.int64(ctypes.cast(getattr(ctypes.CDLL(None), function), ctypes.c_void_p).value)
+
+
+_MALLOC, _FREE = _address("malloc"), _address("free")
+
+
+@nb.njit
+def _leave(shared: int) -> None:
+    """Whoever goes last frees what was shared."""
+    if _fetch_add(shared + 8 * USERS, -1) == 1:
+        _call(_FREE, shared)
+
+
+@nb.njit
+def _schedule(frame: int, task: int, shared: int) -> int:
+    """Hands a task to XLA's thread pool; not 0 is an error."""
+    ask = np.array([40, 0, words(frame)[CONTEXT], task, shared], np.int64)
+    return _call(words(words(frame)[API])[SCHEDULE], ask.ctypes.data)
+
+
+def handler_of(units: Callable[[int], int], work: Callable[[int, int, int, int, int], None]) -> Any:
+    """An XLA FFI handler, whose buffers are known by the addresses of their lists.
+
+    Args:
+        units: of the arguments' list: how many units there are.
+        work: of the lists of arguments and results, the worker's number, ``shared`` and a first
+            unit: does that, if there is one, and whatever ``take_after(shared)`` gives, in rising
+            order. The last result is scratch memory, with a row for each worker.
+    """
+    version = np.int64(ffi_version()[1] << 32)
+
+    @nb.cfunc(types.void(types.int64), nopython=True, error_model="numpy")
+    def task(shared: int) -> None:
+        unit = take(shared)
+        # A task that comes late must not look at the call's buffers.
+        if unit < words(shared)[TOTAL]:
+            worker = _fetch_add(shared + 8 * WORKERS, 1)
+            work(words(shared)[OUR_ARGS], words(shared)[OUR_RETS], worker, shared, unit)
+        _leave(shared)
+
+    task_address = np.int64(task.address)
+
+    @nb.cfunc(types.int64(types.int64), nopython=True, error_model="numpy")
+    def handler(frame: int) -> int:
+        extension = words(frame)[EXTENSION]
+        if extension != 0 and (words(extension)[KIND] & 0xFFFFFFFF) == 1:
+            words(words(extension)[METADATA])[VERSION] = version
+            return 0
+        args, rets = words(frame)[ARGS], words(frame)[RETS]
+        total = units(args)
+        workers = min(dim(rets, 1, 0), total)
+        shared = _call(_MALLOC, 8 * SHARED_WORDS)
+        common = words(shared)
+        common[NEXT], common[DONE], common[TOTAL] = 1, 0, total
+        common[WORKERS], common[USERS] = 1, 1
+        common[OUR_ARGS], common[OUR_RETS] = args, rets
+        error = 0
+        for _ in range(workers - 1):
+            _fetch_add(shared + 8 * USERS, 1)
+            error = _schedule(frame, task_address, shared)
+            if error != 0:
+                _fetch_add(shared + 8 * USERS, -1)
+                break
+        work(args, rets, 0, shared, 0)
+        while _fetch_add(shared + 8 * DONE, 0) < total:
+            pass
+        _leave(shared)
+        return error
+
+    # The task's machine code must live as long as the handler's.
+    handler.task = task
+    return handler

@@ -1,0 +1,135 @@
+"""The CPU kernels beside plain JAX, on the GPU kernels' cases and on shapes that only CPUs take."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import Shape, chunk_case, close, decode_case, grid, pairs, plain, sampled
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.pallas_kernels import reference
+from jaxinfer.pallas_kernels.choice import choose_kernels
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+
+pytest.importorskip("numba")
+from jaxinfer.pallas_kernels import numba_cpu, xla_call
+
+ALL = grid(dtype=("float32", "bfloat16"))
+# Odd sizes, as small models have them.
+ODD = [
+    Shape(3, 3, 64, 24, "float32"),
+    Shape(2, 5, 8, 3, "bfloat16", 7),
+    Shape(1, 1, 20, 5, "float32", 2),
+]
+FEW = [*sampled(ALL)[:2], *ODD[:2]]
+shapes = pytest.mark.parametrize(
+    "shape",
+    [
+        *FEW,
+        *(pytest.param(s, marks=pytest.mark.slow) for s in [ODD[2], *pairs(ALL)] if s not in FEW),
+    ],
+    ids=str,
+)
+
+
+def as_it_lies(kv: KVPages) -> KVPages:
+    """Keys by head size, and NaN stays where it is."""
+    return kv._replace(keys=jnp.swapaxes(kv.keys, 2, 3))
+
+
+def attend(of: Any, case: tuple[Any, ...], window: int | None) -> jax.Array:
+    q, kv, *rest = case
+    return jax.jit(partial(of, window=window))(q, kv, *rest)
+
+
+@shapes
+def test_decodes(shape: Shape) -> None:
+    q, kv, *rest = decode_case(shape, seed=0)
+    expected = attend(reference.decode_attention, (q, plain(kv), *rest), shape.window)
+    got = attend(numba_cpu.decode_attention, (q, as_it_lies(kv), *rest), shape.window)
+    assert got.dtype == jnp.float32
+    close(got, expected, shape.dtype)
+    assert not np.any(got[0])  # A sequence of length 0.
+
+
+@shapes
+def test_chunks(shape: Shape) -> None:
+    q, kv, *rest = chunk_case(shape, seed=0)
+    first, last = (int(rest[-1][i]) for i in (0, -1))
+    expected = attend(reference.chunk_attention, (q, plain(kv), *rest), shape.window)
+    got = attend(numba_cpu.chunk_attention, (q, as_it_lies(kv), *rest), shape.window)
+    close(got[first:last], expected[first:last], shape.dtype)
+    assert not np.any(got[:first])
+    assert not np.any(got[last:])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_any_number_of_threads_finds_the_same_bits(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = FEW[0]
+    q, kv, *rest = chunk_case(shape, seed=1)
+    case = (q, as_it_lies(kv), *rest)
+    expected = attend(numba_cpu.chunk_attention, case, None)
+    monkeypatch.setattr(numba_cpu, "threads", lambda: threads)
+    np.testing.assert_array_equal(attend(numba_cpu.chunk_attention, case, None), expected)
+
+
+def test_no_unit_of_work_is_left_out_or_waited_for() -> None:
+    """Calls from several threads at once, more than the pool has, each with its own result."""
+    shape = FEW[0]
+    run = jax.jit(numba_cpu.chunk_attention)
+    cases = []
+    for seed in range(8):
+        q, kv, *rest = chunk_case(shape, seed)
+        cases.append((q, as_it_lies(kv), *rest))
+    expected = [np.asarray(run(*case)) for case in cases]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            for got, right in zip(pool.map(lambda case: run(*case), cases), expected, strict=True):
+                np.testing.assert_array_equal(got, right)
+
+
+def test_a_batch_of_nothing() -> None:
+    q, kv, table, start, rows = chunk_case(FEW[0], seed=0)
+    case = (q, as_it_lies(kv), table, start, jnp.zeros_like(rows))
+    assert not np.any(attend(numba_cpu.chunk_attention, case, None))
+
+
+@pytest.mark.parametrize("version", ["0.2", "0.6", "1.3"])
+def test_a_version_of_the_interface_that_is_not_known(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "xla" / "ffi" / "api"
+    folder.mkdir(parents=True)
+    major, minor = version.split(".")
+    (folder / "c_api.h").write_text(
+        f"#define XLA_FFI_API_MAJOR {major}\n#define XLA_FFI_API_MINOR {minor}\n"
+    )
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
+    assert xla_call.why_not() == f"XLA's FFI is version {version}, known are 0.3 to 0.5"
+    device: Any = SimpleNamespace(platform="cpu")
+    case = (device, jnp.dtype("float32"), 64, 3, 16)
+    assert choose_kernels("auto", *case) == "plain"
+    with pytest.raises(JaxinferError, match="kernels is numba, XLA's FFI is version"):
+        choose_kernels("numba", *case)
+
+
+def test_the_words_of_the_installed_version() -> None:
+    """Where the header has them: pointers and sizes are words, in the order of the structs."""
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    api = header.split("struct XLA_FFI_Api {")[1].split("};")[0]
+    fields = [line for line in api.splitlines() if "STRUCT_FIELD" in line]
+    # Before them: size, extension, three words of a version, a pointer.
+    schedule = next(i for i, line in enumerate(fields) if "ThreadPool_Schedule" in line)
+    assert 6 + schedule == xla_call.SCHEDULE
+    frame = header.split("struct XLA_FFI_CallFrame {")[1].split("};")[0]
+    names = [line.split()[-1].rstrip(";") for line in frame.splitlines() if line.endswith(";")]
+    assert names[:7] == ["struct_size", "extension_start", "api", "ctx", "stage", "args", "rets"]
+    assert (xla_call.API, xla_call.CONTEXT) == (2, 3)
