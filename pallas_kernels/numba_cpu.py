@@ -159,7 +159,7 @@ def _power_of_two(typingctx: Any, n: Any) -> Any:
 
 
 @nb.njit(fastmath=True, inline="always")
-def _exp(x):
+def _exp(x: Any) -> Any:
     """exp of float32 <= 0, right to 2 units in the last place (Cephes); -87 at least."""
     x = max(x, np.float32(-87.0))
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
@@ -214,7 +214,10 @@ def make_tile(sizes: Sizes) -> Callable[..., None]:
     add_values = Product(block, H, 4 * B, H * bits // 8, 4 * H, bits, True).intrinsic()
 
     @nb.njit(fastmath=True, nogil=True, error_model="numpy", boundscheck=False)
-    def tile(q_, keys, values, pages, out_, scratch, k, row, rows, first, window):
+    def tile(
+        q_: int, keys: int, values: int, pages: int, out_: int, scratch: int, k: int,
+        row: int, rows: int, first: int, window: int,
+    ) -> None:  # fmt: skip
         sums_, scores_ = scratch + 4 * padded * H, scratch + 8 * padded * H
         q = nb.carray(pointer(q_, np.float32(0)), (row + rows, N, H))
         out = nb.carray(pointer(out_, np.float32(0)), (row + rows, N, H))

@@ -112,7 +112,9 @@ def take_after(shared: int) -> int:
 
 
 def _address(function: str) -> np.int64:
-    return np.int64(ctypes.cast(getattr(ctypes.CDLL(None), function), ctypes.c_void_p).value)
+    found = ctypes.cast(getattr(ctypes.CDLL(None), function), ctypes.c_void_p).value
+    assert found is not None
+    return np.int64(found)
 
 
 _MALLOC, _FREE = _address("malloc"), _address("free")
