@@ -106,16 +106,16 @@ def test_points_are_known_by_what_they_run_and_how(files: list[str], tmp_path: P
 
 def test_the_axes_win_over_what_all_have_in_common(files: list[str]) -> None:
     grid = sweep({files[0]: {"engine.seed": [1]}}, run={"engine": {"seed": 9, "page_size": 32}})
-    (point,) = grid.points()
+    (point,) = grid.candidates()
     assert grid.data(point)["engine"] == {"seed": 1, "page_size": 32, "max_num_seqs": 4}
 
 
 def test_a_point_that_cannot_be_says_why(files: list[str]) -> None:
     grid = sweep({files[0]: {"engine.max_num_seqs": [4, "x", 8]}})
-    found = [simulate_point(grid.data(point)) for point in grid.points()]
+    found = [simulate_point(grid.data(point)) for point in grid.candidates()]
     assert "engine.max_num_seqs is 'x'" in found[1]["refused"]
     assert "no trace" in found[0]["refused"]
-    assert run_point(grid.data([*grid.points()][1])) == found[1]
+    assert run_point(grid.data([*grid.candidates()][1])) == found[1]
     seqs = [next(iter(each.instances.values())).max_num_seqs for each in clusters(grid)]
     assert seqs == [4, 8]
 
@@ -139,7 +139,7 @@ def test_a_line_for_each_file_and_its_other_axes(
         {a: {"engine.seed": [0, 1]}, b: {}}, axes={"engine.page_size": [32, 16]},
         y=["ttft_p99", "requests_s", "tpot_p50"],
     )  # fmt: skip
-    axes = [point.axes for point in grid.points()]
+    axes = [point.axes for point in grid.candidates()]
     rows = [{**each, "ttft_p99": 1.0 + i, "requests_s": 0.0} for i, each in enumerate(axes)]
     rows[0] |= {"ttft_p99": None}
     first, second = drawn(monkeypatch, grid, rows)  # Of tpot_p50 there is nothing.
@@ -165,7 +165,7 @@ def test_an_overload_does_not_hide_the_rest(
     grid = sweep({files[0]: {"engine.seed": [0, 1]}}, x="engine.seed", y=["ttft_p99"])
     rows = [
         {**point.axes, "ttft_p99": value}
-        for point, value in zip(grid.points(), values, strict=True)
+        for point, value in zip(grid.candidates(), values, strict=True)
     ]
     (axes,) = drawn(monkeypatch, grid, rows)
     assert axes.get_yscale() == scale
