@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from jaxinfer.plan.candidate import Candidate
 from jaxinfer.plan.result import COSTS, PER
@@ -11,7 +12,7 @@ from jaxinfer.simulate.targets import PercentileTargets
 
 SIZE = (5.2, 3.6)
 # Around the chosen one.
-RING = {"s": 70, "facecolors": "none", "edgecolors": "tab:red", "label": "chosen"}
+RING: dict[str, Any] = {"s": 70, "facecolors": "none", "edgecolors": "tab:red", "label": "chosen"}
 Point = tuple[float, float]
 
 
@@ -35,9 +36,7 @@ def draw_rates(path: Path, search: DrivenSearch, chosen: Candidate) -> None:
     for up, label in ((False, "largest rate"), (True, "given up at this rate")):
         here = [(getattr(s.costs, of), s.rate) for _, s in scored if (s.given_up is not None) == up]
         if here:
-            axes.scatter(
-                *zip(*here, strict=True), s=14, c="0.7" if up else "tab:blue", label=label
-            )
+            axes.scatter(*zip(*here, strict=True), s=14, c="0.7" if up else "tab:blue", label=label)
     front = frontier((getattr(s.costs, of), -s.rate) for _, s in scored if not s.given_up)
     if front:
         axes.step([x for x, _ in front], [-y for _, y in front], where="post", c="tab:blue", lw=1)
@@ -82,10 +81,8 @@ def draw_latencies(path: Path, search: DrivenSearch, chosen: Candidate) -> None:
     axes.axvline(found[gap][1], c="0.6", lw=0.8, ls="--")
     axes.axhline(found["ttft"][1], c="0.6", lw=0.8, ls="--", label="limits")
     unit = "times alone" if targets.reference else "s"
-    xlabel, ylabel = (name.replace(name.split()[0], name.split()[0].upper()) for name in names)
-    axes.set(
-        xlabel=f"{xlabel}, {unit}", ylabel=f"{ylabel}, {unit}", xlim=(0, None), ylim=(0, None)
-    )
+    xlabel, ylabel = (f"{m.upper()} p{found[m][0]:g}, {unit}" for m in (gap, "ttft"))
+    axes.set(xlabel=xlabel, ylabel=ylabel, xlim=(0, None), ylim=(0, None))
     axes.legend(frameon=False, fontsize="small")
     save_picture(figure, path)
 

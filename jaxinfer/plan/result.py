@@ -99,7 +99,8 @@ def head(search: DrivenSearch, choice: Choice, name: str) -> list[str]:
         f"{choice.score.rate:.4g} requests/s on {costs.gpus} GPUs{price}; seeds 0 to "
         f"{goal.seeds - 1}.",
     ]
-    if (wanted := choice.candidate.wanted) and choice.score.rate < wanted:
+    wanted = choice.candidate.wanted
+    if wanted and choice.score.rate * (1 + goal.precision) < wanted:
         lines.append(
             f"It carries {choice.score.rate:.4g} of the {wanted:g} requests/s that planner.rate "
             "asks for: simulated as a whole, it keeps fewer than its parts promise. Ask for more."

@@ -110,6 +110,34 @@ def test_the_axes_win_over_what_all_have_in_common(files: list[str]) -> None:
     assert grid.data(point)["engine"] == {"seed": 1, "page_size": 32, "max_num_seqs": 4}
 
 
+def test_a_list_of_points_and_its_picture(
+    files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with all combinations of the axes."""
+    a, b = files
+    points = [{"engine.page_size": 16, "engine.seed": 3}, {"engine.page_size": 32}]
+    grid = sweep({a: {}, b: {"engine.max_num_seqs": [8, 9]}}, points=points, y=["ttft_p99"])
+    found = list(grid.candidates())
+    sizes = [grid.data(point)["engine"].get("page_size") for point in found]
+    assert sizes == [16, 32, 16, 16, 32, 32]
+    assert [point.axes.get("engine.seed") for point in found] == [3, None, 3, 3, None, None]
+    # Of what all points have, the last with numbers; those of a file alone are of no picture.
+    assert x_axis(grid) == "engine.page_size"
+    rows = [{**point.axes, "ttft_p99": 1.0 + i} for i, point in enumerate(found)]
+    (axes,) = drawn(monkeypatch, grid, rows)
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert lines["b, 9"] == [[32, 6.0]]
+    assert lines["b, 3, 9"] == [[16, 4.0]]
+    for wrong, says in (
+        ({"points": []}, "points"),
+        ({"axes": {"engine.seed": [1]}}, r"^points: engine\.seed is an axis, too"),
+    ):
+        with pytest.raises(JaxinferError, match=says):
+            sweep({a: {}}, **({"points": points} | wrong))
+    with pytest.raises(JaxinferError, match=r"^points: 'engine\.seed\.x': engine\.seed is "):
+        list(sweep({a: {}}, points=[{"engine.seed": 1, "engine.seed.x": 2}]).candidates())
+
+
 def test_a_point_that_cannot_be_says_why(files: list[str]) -> None:
     grid = sweep({files[0]: {"engine.max_num_seqs": [4, "x", 8]}})
     found = [simulate_point(grid.data(point)) for point in grid.candidates()]

@@ -18,7 +18,9 @@ def test_the_best_so_far_is_told_as_each_result_comes(
     carried = {1: 0.0, 2: 2.0, 3: 1.0, 4: 3.0, 5: 3.0}
     carries.rate = lambda config: carried[next(iter(config.groups.values())).devices]
     with SearchBar() as bar:
-        search = DrivenSearch(problem({"maximise": "cluster", "at_once": at_once}), on_score=bar.update)
+        search = DrivenSearch(
+            problem({"maximise": "cluster", "at_once": at_once}), on_score=bar.update
+        )
         search.best([cluster("A10", gpus, 8) for gpus in carried])
     said = capsys.readouterr().err.splitlines()
     best = [None, 2, 2, 4, 4]
