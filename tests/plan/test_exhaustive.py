@@ -17,14 +17,14 @@ from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import capacity, load
 
 pytestmark = pytest.mark.slow
-WORK = {"synthetic": {"lengths": "azure_conversation", "count": 30, "seed": 0}}
 SLO = "ttft:p90=2,tbt:p99=0.2"
 PRICES = {"A10": 1.0, "L4": 0.7}
 
 
-def asked(goal: dict[str, Any], **more: Any) -> Problem:
+def asked(goal: dict[str, Any], count: int = 30, **more: Any) -> Problem:
+    work = {"synthetic": {"lengths": "azure_conversation", "count": count, "seed": 0}}
     engine = {"max_model_len": 16384, "launch_ahead": False}
-    return problem({"slo": SLO, **goal}, run=RUN | {"workload": WORK, "engine": engine}, **more)
+    return problem({"slo": SLO, **goal}, run=RUN | {"workload": work, "engine": engine}, **more)
 
 
 def largest(given: Problem, candidate: Candidate) -> float:
@@ -125,7 +125,7 @@ def usd(prompts: int, tokens: int) -> float:
 
 @pytest.mark.parametrize("rate", [1.0, 4.0])
 def test_the_cheapest_pools(design: str, rate: float) -> None:
-    given = asked({"minimise": "usd", "rate": rate, "at_once": 1})
+    given = asked({"minimise": "usd", "rate": rate, "at_once": 1}, count=150)
     kept = []
     for (prompts, tokens), candidate in cells(given, design).items():
         config = as_run_file(given.run_file(candidate.part))
@@ -142,7 +142,7 @@ def test_the_cheapest_pools(design: str, rate: float) -> None:
 
 @pytest.mark.parametrize("budget", [2.8, 4.2])
 def test_the_largest_rate_of_a_budget(design: str, budget: float) -> None:
-    given = asked({"maximise": "cluster", "precision": 0.05, "at_once": 1})
+    given = asked({"maximise": "cluster", "precision": 0.05, "at_once": 1}, count=150)
     rates = {
         cell: largest(given, candidate)
         for cell, candidate in cells(given, design).items()
