@@ -14,17 +14,17 @@ from jaxinfer.plan.planners.colocated import Colocated, ColocatedOptions
 from jaxinfer.plan.planners.splitwise import SplitwisePools, SplitwisePoolsOptions
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.simulate.capacity import capacity
+from jaxinfer.simulate.capacity import capacity, load
 
 pytestmark = pytest.mark.slow
-WORK = {"synthetic": {"lengths": "azure_conversation", "count": 30, "seed": 0}}
 SLO = "ttft:p90=2,tbt:p99=0.2"
 PRICES = {"A10": 1.0, "L4": 0.7}
 
 
-def asked(goal: dict[str, Any], **more: Any) -> Problem:
+def asked(goal: dict[str, Any], count: int = 30, **more: Any) -> Problem:
+    work = {"synthetic": {"lengths": "azure_conversation", "count": count, "seed": 0}}
     engine = {"max_model_len": 16384, "launch_ahead": False}
-    return problem({"slo": SLO, **goal}, run=RUN | {"workload": WORK, "engine": engine}, **more)
+    return problem({"slo": SLO, **goal}, run=RUN | {"workload": work, "engine": engine}, **more)
 
 
 def largest(given: Problem, candidate: Candidate) -> float:
@@ -121,6 +121,23 @@ def cells(given: Problem, design: str) -> dict[tuple[int, int], Candidate]:
 
 def usd(prompts: int, tokens: int) -> float:
     return prompts * PRICES["A10"] + tokens * PRICES["L4"]
+
+
+@pytest.mark.parametrize("rate", [8.0, 12.0])
+def test_the_cheapest_pools(design: str, rate: float) -> None:
+    given = asked({"minimise": "usd", "rate": rate, "at_once": 1}, count=150)
+    kept = []
+    for (prompts, tokens), candidate in cells(given, design).items():
+        config = as_run_file(given.run_file(candidate.part))
+        if load(config, given.work, given.targets, (0,), rate).verdict.met:
+            kept.append(usd(prompts, tokens))
+    assert 0 < len(kept) < MOST**2  # The smallest cluster does not.
+    planner = SplitwisePools(
+        SplitwisePoolsOptions.model_validate({"files": {design: {"prompt": MOST, "token": MOST}}})
+    )
+    for prune in (True, False):
+        best = planner.plan(DrivenSearch(given, prune=prune)).axes
+        assert usd(int(best["prompt"] or 0), int(best["token"] or 0)) == pytest.approx(min(kept))
 
 
 def test_the_largest_rate_of_a_budget(design: str) -> None:
