@@ -36,7 +36,8 @@ def draw_rates(path: Path, search: DrivenSearch, chosen: Candidate) -> None:
     for up, label in ((False, "largest rate"), (True, "given up at this rate")):
         here = [(getattr(s.costs, of), s.rate) for _, s in scored if (s.given_up is not None) == up]
         if here:
-            axes.scatter(*zip(*here, strict=True), s=14, c="0.7" if up else "tab:blue", label=label)
+            costs, rates = zip(*here, strict=True)
+            axes.scatter(costs, rates, s=14, c="0.7" if up else "tab:blue", label=label)
     front = frontier((getattr(s.costs, of), -s.rate) for _, s in scored if not s.given_up)
     if front:
         axes.step([x for x, _ in front], [-y for _, y in front], where="post", c="tab:blue", lw=1)
@@ -73,11 +74,13 @@ def draw_latencies(path: Path, search: DrivenSearch, chosen: Candidate) -> None:
     figure = Figure(SIZE, layout="constrained")
     axes = figure.subplots()
     if points:
-        dots = axes.scatter(*zip(*points, strict=True), c=values, s=18, zorder=2)
+        gaps, firsts = zip(*points, strict=True)
+        dots = axes.scatter(gaps, firsts, c=values, s=18, zorder=2)
         figure.colorbar(dots, label=_unit(search))
         axes.step(*zip(*frontier(points), strict=True), where="post", c="tab:blue", lw=1, zorder=1)
-    figures = search.tried[chosen.key][1].figures
-    axes.scatter([figures[names[0]]], [figures[names[1]]], **RING)
+    x, y = (search.tried[chosen.key][1].figures.get(name) for name in names)
+    if x is not None and y is not None:
+        axes.scatter([x], [y], **RING)
     axes.axvline(found[gap][1], c="0.6", lw=0.8, ls="--")
     axes.axhline(found["ttft"][1], c="0.6", lw=0.8, ls="--", label="limits")
     unit = "times alone" if targets.reference else "s"
