@@ -35,7 +35,7 @@ DESIGNS: Mapping[str, tuple[str, str, int, int]] = {
     "HA": ("h100", "a100", 39, 69), "HHcap": ("h100", "h100_capped", 39, 39),
 }  # fmt: skip
 # Of 40 DGX-H100.
-BUDGETS = {"watts": 40 * 5600.0}
+BUDGETS = {"watts": 40 * 5600.0, "usd": 40 * 38.0}
 RATE, SECONDS = 70, 120
 # By which share a largest rate may be too low.
 PRECISION = 0.04
@@ -157,14 +157,15 @@ def kept(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
 
 def cheapest() -> list[Case]:
     """For conversations, at 70 requests per second (section VI-C)."""
-    by_cost = [Case("conv", name, "usd") for name in ("H100", "AA")]
-    return [*by_cost, Case("conv", "HHcap", "watts")]
+    # Where all machines are alike, the cheapest has the least power, too.
+    by_cost = [Case("conv", name, "usd") for name in ("H100", "A100", "AA", "HH", "HA")]
+    return [*by_cost, *(Case("conv", name, "watts") for name in ("HA", "HHcap"))]
 
 
-def largest(measured: bool) -> list[Case]:
-    """Of conversations and equal power, in the public grid's steps (section VI-B)."""
+def largest(budget: str, measured: bool = False) -> list[Case]:
+    """Of conversations, in the public grid's steps (sections VI-B and VI-C)."""
     return [
-        Case("conv", name, budget="watts", measured=measured, step=5)
+        Case("conv", name, budget=budget, measured=measured, step=5)
         for name in ("AA", "HH", "HA", "HHcap")
     ]
 
@@ -176,12 +177,12 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
             yield by_amount(
                 "HH, code, 70 RPS: machines of the cheapest", 30, row["machines"], 2, "machines"
             )
-    least = {
-        r["cluster"]: r for r in rows if r["trace"] == "conv" and r["least"] in ("usd", "watts")
-    }
-    if "H100" in least:
-        for name, figure, what in (("AA", "usd_per_hour", "cost"), ("HHcap", "kw", "power")):
-            ratio = least[name][figure] / least["H100"][figure]
+    least = {(r["cluster"], r["least"]): r for r in rows if r["trace"] == "conv"}
+    if h100 := least.get(("H100", "usd")):
+        for name, of, figure, what in (
+            ("AA", "usd", "usd_per_hour", "cost"), ("HHcap", "watts", "kw", "power"),
+        ):  # fmt: skip
+            ratio = least[name, of][figure] / h100[figure]
             yield by_amount(f"{name} / H100, conv, 70 RPS: {what}", 0.75, ratio, 0.12)
 
 
@@ -199,8 +200,9 @@ def main(perf_model: Path, conversation: str, coding: str, out: Path, jobs: int 
     parts = {
         "HH for coding at 70 requests/s, three seeds": [Case("code", "HH", "gpus", seeds=3)],
         "Cheapest for conversations at 70 requests/s": cheapest(),
-        "Largest rate of the power of 40 DGX-H100": largest(False),
-        "The same with measured decode times": largest(True),
+        "Largest rate of the power of 40 DGX-H100": largest("watts"),
+        "Largest rate of the cost of 40 DGX-H100": largest("usd"),
+        "The power of 40 DGX-H100, with measured decode times": largest("watts", measured=True),
     }
     found: list[dict[str, Any]] = []
     with TemporaryDirectory() as files, ProcessPoolExecutor(jobs) as pool:

@@ -4,7 +4,8 @@
 
 FOLDER has ``vidur`` (microsoft/vidur's profiles) and ``aiconfigurator`` (NVIDIA's); ``--arxiv`` is
 Vidur's trace of Arxiv summaries, CSV, maybe packed. Each search is one ``jaxinfer plan``; what DIR
-has of them is not searched again.
+has of them is not searched again. ``--whole`` adds searches for the best of each kind of GPU: all
+450 configurations on BWB-4K, and A100's 225 on the other traces, hours of CPU.
 """
 
 import gzip
@@ -37,8 +38,13 @@ SARATHI = {name: options for name, options in ENGINES.items() if name.startswith
 NEAR: Row = {"gpus": {H100: 16}, "tensor_parallel": [1, 2], "pipeline_parallel": [2, 4]}
 PAPER: Row = {"gpu": H100, "tp": 2, "pp": 2, "engine": "sarathi_512", "seqs_per_stage": 256}
 SMALL = {name: SARATHI[name] for name in ("sarathi_512", "sarathi_1024")}
-# Requests per GPU, fewer where rates are low: 250 seconds of the best rate, and more.
+# Requests per GPU, fewer where rates are low: 200 seconds of Chat-1M's best rate, 320 of BWB-4K's.
 SIZES = {CHAT: 1000, ARXIV: 500, BWB: 200}
+# Likewise, of longer runs: eight for each seat of Chat-1M's best.
+LONGER = 2048
+# BWB-4K's best and A100's best there, of those that were tried.
+BWB_BEST: Row = PAPER | {"pp": 4}
+BWB_A100: Row = PAPER | {"gpu": A100, "tp": 4, "pp": 1}
 
 
 def label(row: Row) -> str:
@@ -170,6 +176,24 @@ def cliff(searches: Searches, path: Path) -> tuple[list[Row], list[Target]]:
     ]  # fmt: skip
 
 
+def longer(searches: Searches) -> list[Row]:
+    """The best and the paper's best with more requests, of which a short trace has too few."""
+    best, table = searches.exact("chat")[0], []
+    for count, name in ((SIZES[CHAT], ""), (LONGER, "_longer")):
+        goal = sized(CHAT) | {"requests_per_gpu": count}
+        rates = [
+            searches.one(f"chat_{of}{name}", row, goal=goal)["requests_s"]
+            for of, row in (("best", best), ("paper", PAPER))
+        ]
+        table.append(
+            {
+                "requests": count * best["gpus"], label(best): round(rates[0], 2),
+                label(PAPER): round(rates[1], 2), "ratio": round(rates[0] / rates[1], 3),
+            }
+        )  # fmt: skip
+    return table
+
+
 # 2. Other workloads.
 
 
@@ -185,6 +209,8 @@ def workloads(searches: Searches) -> tuple[list[Row], list[Row], list[Target]]:
         "the same on A100": searches.one(
             "bwb_by_a100", PAPER | {"gpu": A100}, work=BWB, goal=sized(BWB)
         ),
+        "best of those tried": searches.one("bwb_pp4", BWB_BEST, work=BWB, goal=sized(BWB)),
+        "best of A100s tried": searches.one("bwb_a100_tp4", BWB_A100, work=BWB, goal=sized(BWB)),
     }
     table = [
         {"trace": trace, "which": which, **shown(row)}
@@ -194,14 +220,14 @@ def workloads(searches: Searches) -> tuple[list[Row], list[Row], list[Target]]:
             *((BWB, which, row) for which, row in on_bwb.items()),
         ]
     ]
-    chats, h100, a100 = map(per_dollar, on_bwb.values())
-    most = max(chats, h100, a100)
+    chats, _, _, h100, a100 = map(per_dollar, on_bwb.values())
+    most = max(h100, a100)
     return [cost_of(searches, "arxiv", rows)], table, [
         holds("Arxiv-4K has another best than Chat-1M", "as stated",
               f"{label(arxiv)}; batches {', '.join(map(str, sorted(tied)))} are equal",
               any(arxiv[axis] != best[axis] for axis in ("gpu", "tp", "pp", "engine"))),
         holds("BWB-4K has another best than Chat-1M", "as stated",
-              f"{label(PAPER)} is {h100 / chats:.2f} times Chat-1M's best", h100 > chats),
+              f"{label(BWB_BEST)} is {h100 / chats:.2f} times Chat-1M's best", h100 > chats),
         holds("the best of another trace costs up to twice as much", "2",
               f"{h100 / chats:.2f} or more", h100 / chats >= 1.5),
         holds("BWB-4K: A100 ahead of H100", "A100", f"H100, {h100 / a100:.2f} times A100",
@@ -210,6 +236,17 @@ def workloads(searches: Searches) -> tuple[list[Row], list[Row], list[Target]]:
               f"{best['value']:.3f}, {arxiv['value']:.3f}, {most:.3f}",
               best["value"] > arxiv["value"] > most),
     ]  # fmt: skip
+
+
+def own_best(searches: Searches) -> list[Row]:
+    """The best of each kind of GPU by itself, where the searches above gave it up."""
+    table = []
+    for work, gpu in ((BWB, H100), (BWB, A100), (CHAT, A100), (ARXIV, A100)):
+        name = f"{work.partition('-')[0].lower()}_{gpu.partition('-')[0].lower()}"
+        goal = sized(work) | {"at_once": 2}
+        best = searches.exact(name, work=work, gpus={gpu: 16}, goal=goal)[0]
+        table.append({"trace": work, **shown(best)})
+    return table
 
 
 def unpack(path: Path, to: Path) -> Path:
@@ -225,7 +262,8 @@ def unpack(path: Path, to: Path) -> Path:
 @click.option("--arxiv", required=True, type=click.Path(path_type=Path, exists=True))
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option("--jobs", default=2, type=click.IntRange(min=1))
-def main(profiles: Path, arxiv: Path, out: Path, jobs: int) -> None:
+@click.option("--whole", is_flag=True, help="Each kind's own best, too; hours of CPU.")
+def main(profiles: Path, arxiv: Path, out: Path, jobs: int, whole: bool) -> None:
     """Print all tables, and write them, the targets and the pictures."""
     out.mkdir(parents=True, exist_ok=True)
     tables = {gpu: make_tables(profiles, gpu, out / "tables") for gpu in GPUS}
@@ -246,10 +284,13 @@ def main(profiles: Path, arxiv: Path, out: Path, jobs: int) -> None:
 
     costs, table, more = chat(searches)
     add("LLaMA2-70B on Chat-1M", "chat", table, more)
+    add("The two with more requests", "longer", longer(searches))
     table, more = cliff(searches, out / "cliff.png")
     add("By the limit of the time between tokens", "cliff", table, more)
     others, table, more = workloads(searches)
     add("Other traces", "workloads", table, more)
+    if whole:
+        add("The best of each kind of GPU", "own_best", own_best(searches))
     add("What the searches took", "costs", [*costs, *others])
     print("\n## Targets\n")
     show_targets(targets)

@@ -65,7 +65,7 @@ def test_a_command_of_the_docs(line: str, monkeypatch: pytest.MonkeyPatch) -> No
         if path.startswith("configs/plan/"):
             load_problem(path, given.get("settings", ()))
         elif path.startswith("configs/sweep/"):
-            assert list(load_options(Sweep, "sweep file", path, ()).points())
+            assert list(load_options(Sweep, "sweep file", path, ()).candidates())
         elif path.endswith(".yaml"):
             load_run_file(path, given.get("settings", ()))
         if path.endswith(".py"):

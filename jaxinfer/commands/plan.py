@@ -89,7 +89,8 @@ def _search(
     force: bool,
 ) -> list[str]:
     """One plan; what there is to say of it."""
-    from jaxinfer.plan.result import draw, head, rows, value_in_words, write_run_file, write_table
+    from jaxinfer.plan.pictures import draw_latencies, draw_rates
+    from jaxinfer.plan.result import head, rows, value_in_words, write_run_file, write_table
     from jaxinfer.plan.run import choose
     from jaxinfer.plan.search import DrivenSearch
     from jaxinfer.plan.watch import SearchBar
@@ -104,12 +105,13 @@ def _search(
     run_file = folder / "run.yaml"
     lines = head(search, choice, str(run_file))
     write_run_file(run_file, problem, choice.candidate, lines, force)
-    draw(folder / f"rates.{kind}", search, choice.candidate)
+    draw_rates(folder / f"rates.{kind}", search, choice.candidate)
+    draw_latencies(folder / f"latencies.{kind}", search, choice.candidate)
     return [
         f"best: {choice.candidate}",
         value_in_words(problem.goal, search.value(choice.score)),
         *lines[2:],
-        f"run file, all candidates and a picture: {folder}{os.sep}",
+        f"run file, all candidates and pictures: {folder}{os.sep}",
     ]
 
 

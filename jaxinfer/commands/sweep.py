@@ -35,10 +35,10 @@ def sweep(
     pictures: str | None,
     settings: tuple[str, ...],
 ) -> None:
-    """Run or simulate all points of a grid over run files.
+    """Run or simulate all points of a grid, or a list of them, over run files.
 
-    SWEEP_FILE has files, their axes (dotted keys and lists of values), and what all points have in
-    common.
+    SWEEP_FILE has files, their axes (dotted keys and lists of values) or a list of points, and what
+    all have in common.
     """
     from jaxinfer.plan.problem import load_options
     from jaxinfer.plan.result import write_table
@@ -49,7 +49,7 @@ def sweep(
         refuse("for simulations: real points take turns", {"--jobs": jobs, "--ray": ray_address})
     asked = load_options(Sweep, "sweep file", sweep_file, settings)
     try:
-        points = list(asked.points())
+        points = list(asked.candidates())
     except JaxinferError as error:
         raise JaxinferError(f"sweep file {sweep_file}: {error}") from None
     if x_axis(asked) is None:

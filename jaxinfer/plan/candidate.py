@@ -25,6 +25,8 @@ class Candidate:
         refused: why it cannot be, where its planner knows; it is not simulated.
         outputs: of a phase of requests, the tokens that each has at most: one is a prompt alone.
         uncounted: groups that cost nothing, since they stand for what a phase leaves out.
+        wanted: requests per second that its planner means it to carry, if any; where it carries
+            fewer, the result says so.
     """
 
     axes: Mapping[str, Axis]
@@ -33,6 +35,7 @@ class Candidate:
     refused: str | None = None
     outputs: int | None = None
     uncounted: tuple[str, ...] = ()
+    wanted: float | None = None
 
     def __post_init__(self) -> None:
         if not self.key:

@@ -1,4 +1,4 @@
-"""What a search leaves: all candidates, the chosen run file, and a picture."""
+"""What a search leaves: all candidates, and the chosen run file."""
 
 import csv
 import hashlib
@@ -16,10 +16,12 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Candidate, Score
 from jaxinfer.plan.problem import Goal, Problem
 from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.report.pictures import save_picture
 
 # What a maximised rate is divided by, in words.
 PER = {"cluster": "", "gpu": " per GPU", "usd": " per dollar an hour", "watt": " per watt"}
+
+# What is minimised, likewise.
+COSTS = {"gpus": "GPUs", "usd": "dollars an hour", "watts": "watts"}
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,7 @@ def write_table(path: Path, table: Sequence[Mapping[str, Any]]) -> None:
 def value_in_words(goal: Goal, value: float) -> str:
     """How good something is, with its unit."""
     if goal.minimise:
-        unit = {"gpus": "GPUs", "usd": "dollars an hour", "watts": "watts"}[goal.minimise]
-        return f"{-value:g} {unit} at {goal.rate:g} requests/s"
+        return f"{-value:g} {COSTS[goal.minimise]} at {goal.rate:g} requests/s"
     return f"{value:.4g} requests/s{PER[goal.maximise or 'cluster']}"
 
 
@@ -98,6 +99,12 @@ def head(search: DrivenSearch, choice: Choice, name: str) -> list[str]:
         f"{choice.score.rate:.4g} requests/s on {costs.gpus} GPUs{price}; seeds 0 to "
         f"{goal.seeds - 1}.",
     ]
+    wanted = choice.candidate.wanted
+    if wanted and choice.score.rate * (1 + goal.precision) < wanted:
+        lines.append(
+            f"It carries {choice.score.rate:.4g} of the {wanted:g} requests/s that planner.rate "
+            "asks for: simulated as a whole, it keeps fewer than its parts promise. Ask for more."
+        )
     if choice.interval:
         mean, low, high = choice.interval
         first = goal.seeds
@@ -167,38 +174,3 @@ def is_untouched(path: Path) -> bool:
     data = path.read_bytes()
     above, line, _ = data.rpartition(b"# sha256 of what is above: ")
     return bool(line) and data == above + _seal(above)
-
-
-def draw(path: Path, search: DrivenSearch, chosen: Candidate) -> None:
-    """Cost against rate, and what no other candidate for whole requests beats in both."""
-    from matplotlib.figure import Figure
-
-    scored = [(c, s) for c, s in search.tried.values() if c.whole and s.costs and s.rate]
-    of = "usd" if all(s.costs.usd is not None for _, s in scored if s.costs) else "gpus"
-    figure = Figure((5.2, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for up, label in ((False, "largest rate"), (True, "given up at this rate")):
-        here = [(getattr(s.costs, of), s.rate) for _, s in scored if (s.given_up is not None) == up]
-        if here:
-            costs, rates = zip(*here, strict=True)
-            axes.scatter(costs, rates, s=14, c="0.7" if up else "tab:blue", label=label)
-    exact = sorted((getattr(s.costs, of), -s.rate) for _, s in scored if not s.given_up)
-    front: list[tuple[float, float]] = []
-    for cost, rate in exact:
-        if not front or -rate > front[-1][1]:
-            front.append((cost, -rate))
-    if front:
-        axes.step(*zip(*front, strict=True), where="post", c="tab:blue", lw=1)
-    score = search.tried[chosen.key][1]
-    axes.scatter(
-        [getattr(score.costs, of)], [score.rate], s=70, facecolors="none", edgecolors="tab:red",
-        label="chosen",
-    )  # fmt: skip
-    axes.set(
-        xlabel="dollars an hour" if of == "usd" else "GPUs",
-        ylabel="requests/s that keep the targets",
-        ylim=(0, None),
-        xlim=(0, None),
-    )
-    axes.legend(frameon=False, fontsize="small")
-    save_picture(figure, path)

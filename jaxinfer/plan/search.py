@@ -9,9 +9,10 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Bound, Candidate, Costs, Guess, Score, as_score
 from jaxinfer.plan.evaluate import Asked, Evaluator
 from jaxinfer.plan.kept import Kept, contents, key_of
+from jaxinfer.plan.nameless import nameless
 from jaxinfer.plan.problem import Cost, Per, Problem
 from jaxinfer.simulate.capacity import Ladder
-from jaxinfer.simulate.targets import PercentileTargets
+from jaxinfer.simulate.targets import PercentileTargets, RequestTargets
 
 # What a maximised rate is divided by.
 DIVIDED_BY: Mapping[Per, Cost | None] = {
@@ -100,7 +101,10 @@ class DrivenSearch:
         floor = self.problem.goal.rate
         found = {key: score for key, (_, score) in self.tried.items() if _in_full(score)}
         for wave in self._waves([c for c in candidates if c.key not in found]):
-            found |= self._look_at([(candidate, floor, None) for candidate in wave])
+            looked = self._look_at([(candidate, floor, None) for candidate in wave])
+            for candidate, score in zip(wave, looked, strict=True):
+                self._keep(candidate, score)
+                found[candidate.key] = score
         return [found[candidate.key] for candidate in candidates]
 
     def best(
@@ -133,20 +137,22 @@ class DrivenSearch:
                     self._keep(known.candidate, Score(0.0, known.costs, "by its bound"))
                 else:
                     wave.append((known, floor))
-            found = self._look_at([(known.candidate, floor, known.start) for known, floor in wave])
-            for known, _ in wave:
+            looked = self._look_at([(known.candidate, floor, known.start) for known, floor in wave])
+            endless: Candidate | None = None
+            for (known, _), score in zip(wave, looked, strict=True):
                 candidate = known.candidate
-                score = found[candidate.key]
                 if math.isinf(score.rate):
-                    raise JaxinferError(
-                        f"the targets hold at any rate of {candidate}: give more requests, or "
-                        "tighter targets, to tell candidates apart"
-                    )
-                if score.rate and not score.given_up:
+                    endless = endless or candidate
+                elif score.rate and not score.given_up:
                     best.append((self._value(score.rate, known.costs), candidate))
-            best = sorted(best, key=lambda each: -each[0])[:top]
-            if best:
-                self._best = best[0][1]
+                    best = sorted(best, key=lambda each: -each[0])[:top]
+                    self._best = best[0][1]
+                self._keep(candidate, score)
+            if endless:
+                raise JaxinferError(
+                    f"the targets hold at any rate of {endless}: give more requests, or "
+                    "tighter targets, to tell candidates apart"
+                )
         if not best:
             raise JaxinferError(self._nothing([self.tried[c.key] for c in distinct]))
         return best[0][1]
@@ -219,8 +225,8 @@ class DrivenSearch:
 
     def _look_at(
         self, wave: Sequence[tuple[Candidate, float | None, float | None]]
-    ) -> dict[tuple[object, ...], Score]:
-        """Simulate some, each with its floor and its start (see ``Asked``)."""
+    ) -> Iterator[Score]:
+        """Simulate some, each with its floor and its start (see ``Asked``); each score in turn."""
         seeds = tuple(range(self.problem.goal.seeds))
         asked = [
             self._asked(candidate, seeds, floor, start)
@@ -228,12 +234,8 @@ class DrivenSearch:
             if not candidate.refused
         ]
         scores = self._ask(asked)
-        found = {}
         for candidate, _, _ in wave:
-            score = Score(0.0, refused=candidate.refused) if candidate.refused else next(scores)
-            self._keep(candidate, score)
-            found[candidate.key] = score
-        return found
+            yield Score(0.0, refused=candidate.refused) if candidate.refused else next(scores)
 
     def _asked(
         self,
@@ -247,20 +249,24 @@ class DrivenSearch:
 
     def _ask(self, asked: Sequence[Asked]) -> Iterator[Score]:
         """Each score as soon as it is there; those that are known are not found again."""
-        keys = [
-            key_of(self._digest, *each._replace(start=None), contents(each.data)) for each in asked
-        ]
-        known = [self._kept.get(key) for key in keys]
-        missing = [each for each, found in zip(asked, known, strict=True) if found is None]
-        fresh = self._map(self.evaluator, missing) if missing else iter(())
-        for key, found in zip(keys, known, strict=True):
-            if found is None:
-                score = next(fresh)
-                if not score.refused:  # What may be mended elsewhere.
-                    self._kept.add(key, asdict(score))
-            else:
-                score = as_score(found)
-            yield score
+        keys = [self._key(each) for each in asked]
+        missing = {
+            key: each for key, each in zip(keys, asked, strict=True) if not self._kept.get(key)
+        }
+        fresh = self._map(self.evaluator, list(missing.values())) if missing else iter(())
+        found: dict[str, Score] = {}
+        for key in keys:
+            if key not in found and key in missing:
+                found[key] = next(fresh)
+                if not found[key].refused:  # What may be mended elsewhere.
+                    self._kept.add(key, asdict(found[key]))
+            yield found.get(key) or as_score(self._kept.get(key))
+
+    def _key(self, asked: Asked) -> str:
+        """Of all that an answer depends on."""
+        # What does not count is told by its name.
+        data = asked.data if asked.uncounted else nameless(asked.data)
+        return key_of(self._digest, *asked._replace(data=data, start=None), contents(asked.data))
 
     def _keep(self, candidate: Candidate, score: Score) -> None:
         fresh = self.tried.get(candidate.key, (candidate, None))[1] != score
@@ -287,12 +293,20 @@ class DrivenSearch:
                 rate = self.problem.goal.rate
                 return f"none of {len(tried)} candidates carries {rate} requests/s, by their bounds"
             return f"none of {len(tried)} candidates can be, such as: {first}"
-
         nearest, score = min(missed, key=lambda each: self._lack(each[1]))
         figures = ", ".join(
-            f"{name} {'-' if v is None else f'{v:.3g}'}" for name, v in score.figures.items()
+            f"{name} {'-' if value is None else f'{value:.3g}'} ({must})"
+            for (name, value), must in zip(score.figures.items(), self._asked_for(), strict=True)
         )
         return (
             f"none of {len(tried)} candidates keeps the targets; nearest is {nearest}, with "
             f"{figures} at {score.rate:.3g} requests/s"
         )
+
+    def _asked_for(self) -> list[str]:
+        """Of each figure, what it has to be."""
+        targets = self.evaluator.targets
+        if isinstance(targets, PercentileTargets):
+            return [f"at most {limit:g}" for _, _, limit in targets.limits]
+        assert isinstance(targets, RequestTargets)
+        return [f"at least {targets.attainment:g}" for _ in targets.limits]

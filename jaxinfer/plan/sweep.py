@@ -1,4 +1,4 @@
-"""A grid over run files: each point run once, one table and its pictures."""
+"""A grid or a list of points over run files: each run once, one table and its pictures."""
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,22 +36,30 @@ class Sweep(Options):
     Attributes:
         files: paths of run files, each with axes of its own: dotted keys, and lists of values.
         axes: of all files.
+        points: dotted keys and one value of each, for what is no grid; each goes with all
+            combinations of the axes.
         run: what all points have in common, their workload too.
-        x, y: of the pictures, one for each y: an axis of all files with numbers, by default the
-            last in ``axes``, and figures. Each file, with its values of the other axes, is a line.
+        x, y: of the pictures, one for each y: an axis of all files with numbers, or a key of all
+            points, by default the last one, and figures. Each file, with its values of the others,
+            is a line.
     """
 
     files: Named[Axes] = Field(min_length=1)
     axes: Axes = Field(default_factory=dict)
+    points: tuple[dict[str, Any], ...] = Field(default=({},), strict=False, min_length=1)
     run: dict[str, Any] = Field(default_factory=dict)
     x: str | None = None
     y: tuple[str, ...] = Field(default=("ttft_p99", "tbt_p99"), strict=False)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse pictures of what is not there."""
+        """Refuse keys that have values twice, and pictures of what is not there."""
+        named = {name for point in self.points for name in point}
+        for own in self.files.values():
+            if twice := named & (self.axes | own).keys():
+                raise OptionError(f"points: {min(twice)} is an axis, too")
         if self.x is not None:
             for own in self.files.values():
-                axes = self.axes | own
+                axes = self.values_of(own)
                 if self.x not in axes:
                     raise OptionError(
                         f"x is {self.x}, must be one of axes: {did_you_mean(self.x, axes)}"
@@ -63,13 +71,24 @@ class Sweep(Options):
             if name not in FIGURES:
                 raise OptionError(f"y: no figure {name!r}: {did_you_mean(name, FIGURES)}")
 
-    def points(self) -> Iterator[Candidate]:
-        """All, in the files' order.
+    def values_of(self, own: Axes) -> Axes:
+        """Of the keys that all points of a file have, the values.
+
+        Args:
+            own: the file's axes.
+        """
+        shared = set.intersection(*(set(point) for point in self.points))
+        names = [name for name in self.points[0] if name in shared]
+        listed = {name: [point[name] for point in self.points] for name in names}
+        return listed | self.axes | own
+
+    def candidates(self) -> Iterator[Candidate]:
+        """All points, in the files' order.
 
         Raises:
-            JaxinferError: a file cannot be read, or an axis leads nowhere.
+            JaxinferError: a file cannot be read, or a key leads nowhere.
         """
-        return grid(self.files, self.axes)
+        return grid(self.files, self.axes, self.points)
 
     def data(self, point: Candidate) -> dict[str, Any]:
         """What a point's run file holds; the axes win over what all have in common."""
@@ -129,7 +148,7 @@ def sweep_rows(
     on_point: Callable[[Candidate, Figures], None] = lambda *args: None,
 ) -> list[dict[str, Any]]:
     """Each point's axes and figures; those that are kept already are not run again."""
-    points = list(sweep.points())
+    points = list(sweep.candidates())
     asked = [sweep.data(point) for point in points]
     keys = [key_of(call.__name__, data, contents(data)) for data in asked]
     known = {key: kept.get(key) for key in keys}
@@ -149,7 +168,7 @@ def sweep_rows(
 def clusters(sweep: Sweep) -> list[ClusterConfig]:
     """Those of all points that can be."""
     found = []
-    for point in sweep.points():
+    for point in sweep.candidates():
         try:
             found.append(as_run_file(sweep.data(point)).cluster())
         except JaxinferError:
@@ -158,12 +177,12 @@ def clusters(sweep: Sweep) -> list[ClusterConfig]:
 
 
 def x_axis(sweep: Sweep) -> str | None:
-    """The axis of the pictures, if there is one with numbers."""
+    """The key that pictures are over, if there is one with numbers."""
     if sweep.x:
         return sweep.x
     numbers = [
-        name for name in sweep.axes
-        if all(_are_numbers((sweep.axes | own)[name]) for own in sweep.files.values())
+        name for name in sweep.values_of({})
+        if all(_are_numbers(sweep.values_of(own)[name]) for own in sweep.files.values())
     ]  # fmt: skip
     return numbers[-1] if numbers else None
 
@@ -179,7 +198,7 @@ def draw(folder: Path, kind: str, sweep: Sweep, rows: Sequence[Mapping[str, Any]
     x = x_axis(sweep)
     if x is None:
         return []
-    axes_of_points = dict.fromkeys(name for p in sweep.points() for name in p.axes)
+    axes_of_points = dict.fromkeys(name for p in sweep.candidates() for name in p.axes)
     others = [name for name in axes_of_points if name != x]
     written = []
     for y in sweep.y:

@@ -23,6 +23,9 @@ from jaxinfer.plan.planners.distserve import (
 )
 from jaxinfer.plan.planners.shapes import Shape, num_nodes, packed
 from jaxinfer.plan.problem import Problem
+from jaxinfer.plan.registry import make_planner
+from jaxinfer.plan.result import head
+from jaxinfer.plan.run import choose
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import Ladder
 from jaxinfer.systems.registry import make_system
@@ -210,6 +213,26 @@ def test_gpus_that_units_leave_over(
     used = units * sum(tp * pp for tp, pp in pair)
     assert axes["provisioned"] == provisioned
     assert axes["stranded"] == provisioned - used
+
+
+@pytest.mark.parametrize("planner", ["distserve_high", "distserve_low"])
+@pytest.mark.parametrize("carried", [3.5, 11.99])
+def test_a_whole_that_carries_too_little_says_so(
+    carries: Carries, planner: str, carried: float
+) -> None:
+    """Four of what carries nearly 4 by itself; rates are to 2 %."""
+
+    def rate(config: RunFile) -> float:
+        together = phase_of(config) == "whole" and of(config, "prefill")[2] > 1
+        return carried if together else 3.999
+
+    carries.rate = rate
+    search = DrivenSearch(asked())
+    choice = choose(make_planner({"name": planner, "rate": 12.0, **NODE}), search)
+    assert choice.candidate.axes["prefill_instances"] == 4
+    said = [line for line in head(search, choice, "run.yaml") if line.startswith("It carries")]
+    short = f"It carries {ladder(3.5):.4g} of the 12 requests/s that planner.rate asks for: "
+    assert [line.partition("simulated")[0] for line in said] == [short] * (carried < 11)
 
 
 def test_stages_with_the_same_layers_share_a_node() -> None:

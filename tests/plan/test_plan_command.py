@@ -59,7 +59,7 @@ def test_a_search_from_file_to_file(tmp_path: Path) -> None:
     found = CliRunner().invoke(capacity, words, catch_exceptions=False).stdout.splitlines()[-1]
     assert f"capacity: {float(best['requests_s']):.3g} requests/s" in found
     assert f"{float(best['value']):.4g} requests/s per GPU" in said
-    assert (out / "rates.png").stat().st_size > 1000
+    assert all((out / f"{name}.png").stat().st_size > 1000 for name in ("rates", "latencies"))
     # Again, with as many processes as there are: nothing is left to do, and nothing changes.
     files = {path.name: path.read_bytes() for path in out.iterdir()}
     run(tmp_path, FILE)

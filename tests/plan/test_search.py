@@ -284,7 +284,12 @@ def test_where_nothing_keeps_the_targets_the_nearest_is_named() -> None:
     """Really simulated: an A10 decodes no token in a millisecond, and an L4 still less."""
     candidates = [cluster("L4", 1, 8), cluster("A10", 1, 8)]
     search = DrivenSearch(problem({"maximise": "gpu", "slo": "tbt:p99=0.001"}))
-    with pytest.raises(JaxinferError, match=r"nearest is kind A10, .*, with tbt p99 0\.0\d+ at 0 "):
+    nearest = r"nearest is kind A10, .*, with tbt p99 0\.0\d+ \(at most 0\.001\) at 0 requests/s$"
+    with pytest.raises(JaxinferError, match=nearest):
+        search.best(candidates)
+    # Of four requests the first one misses, which is enough.
+    search = DrivenSearch(problem({"maximise": "gpu", "slo": "tpot=0.001", "attainment": 0.8}))
+    with pytest.raises(JaxinferError, match=r"with tpot 0\.75 \(at least 0\.8\) at 0 requests/s"):
         search.best(candidates)
 
 

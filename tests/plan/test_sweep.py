@@ -154,7 +154,7 @@ def test_seconds_are_seconds(
 
     monkeypatch.setattr("jaxinfer.plan.sweep.save_picture", save)
     sweep = Sweep.model_validate(file | {"y": [y]})
-    point, *_ = sweep.points()
+    point, *_ = sweep.candidates()
     draw(tmp_path, "png", sweep, [{**point.axes, y: 1.0}])
     assert labels == [label]
 

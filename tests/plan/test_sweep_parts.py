@@ -106,16 +106,44 @@ def test_points_are_known_by_what_they_run_and_how(files: list[str], tmp_path: P
 
 def test_the_axes_win_over_what_all_have_in_common(files: list[str]) -> None:
     grid = sweep({files[0]: {"engine.seed": [1]}}, run={"engine": {"seed": 9, "page_size": 32}})
-    (point,) = grid.points()
+    (point,) = grid.candidates()
     assert grid.data(point)["engine"] == {"seed": 1, "page_size": 32, "max_num_seqs": 4}
+
+
+def test_a_list_of_points_and_its_picture(
+    files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with all combinations of the axes."""
+    a, b = files
+    points = [{"engine.page_size": 16, "engine.seed": 3}, {"engine.page_size": 32}]
+    grid = sweep({a: {}, b: {"engine.max_num_seqs": [8, 9]}}, points=points, y=["ttft_p99"])
+    found = list(grid.candidates())
+    sizes = [grid.data(point)["engine"].get("page_size") for point in found]
+    assert sizes == [16, 32, 16, 16, 32, 32]
+    assert [point.axes.get("engine.seed") for point in found] == [3, None, 3, 3, None, None]
+    # Of what all points have, the last with numbers; those of a file alone are of no picture.
+    assert x_axis(grid) == "engine.page_size"
+    rows = [{**point.axes, "ttft_p99": 1.0 + i} for i, point in enumerate(found)]
+    (axes,) = drawn(monkeypatch, grid, rows)
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert lines["b, 9"] == [[32, 6.0]]
+    assert lines["b, 3, 9"] == [[16, 4.0]]
+    for wrong, says in (
+        ({"points": []}, "points"),
+        ({"axes": {"engine.seed": [1]}}, r"^points: engine\.seed is an axis, too"),
+    ):
+        with pytest.raises(JaxinferError, match=says):
+            sweep({a: {}}, **({"points": points} | wrong))
+    with pytest.raises(JaxinferError, match=r"^points: 'engine\.seed\.x': engine\.seed is "):
+        list(sweep({a: {}}, points=[{"engine.seed": 1, "engine.seed.x": 2}]).candidates())
 
 
 def test_a_point_that_cannot_be_says_why(files: list[str]) -> None:
     grid = sweep({files[0]: {"engine.max_num_seqs": [4, "x", 8]}})
-    found = [simulate_point(grid.data(point)) for point in grid.points()]
+    found = [simulate_point(grid.data(point)) for point in grid.candidates()]
     assert "engine.max_num_seqs is 'x'" in found[1]["refused"]
     assert "no trace" in found[0]["refused"]
-    assert run_point(grid.data([*grid.points()][1])) == found[1]
+    assert run_point(grid.data([*grid.candidates()][1])) == found[1]
     seqs = [next(iter(each.instances.values())).max_num_seqs for each in clusters(grid)]
     assert seqs == [4, 8]
 
@@ -139,7 +167,7 @@ def test_a_line_for_each_file_and_its_other_axes(
         {a: {"engine.seed": [0, 1]}, b: {}}, axes={"engine.page_size": [32, 16]},
         y=["ttft_p99", "requests_s", "tpot_p50"],
     )  # fmt: skip
-    axes = [point.axes for point in grid.points()]
+    axes = [point.axes for point in grid.candidates()]
     rows = [{**each, "ttft_p99": 1.0 + i, "requests_s": 0.0} for i, each in enumerate(axes)]
     rows[0] |= {"ttft_p99": None}
     first, second = drawn(monkeypatch, grid, rows)  # Of tpot_p50 there is nothing.
@@ -165,7 +193,7 @@ def test_an_overload_does_not_hide_the_rest(
     grid = sweep({files[0]: {"engine.seed": [0, 1]}}, x="engine.seed", y=["ttft_p99"])
     rows = [
         {**point.axes, "ttft_p99": value}
-        for point, value in zip(grid.points(), values, strict=True)
+        for point, value in zip(grid.candidates(), values, strict=True)
     ]
     (axes,) = drawn(monkeypatch, grid, rows)
     assert axes.get_yscale() == scale

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,19 +52,25 @@ class AnySystem:
             raise within("planner", error) from None
 
 
-def grid(files: Mapping[str, Axes], axes: Axes) -> Iterator[Candidate]:
+def grid(
+    files: Mapping[str, Axes], axes: Axes, points: Sequence[Mapping[str, Any]] = ({},)
+) -> Iterator[Candidate]:
     """All combinations, in the files' order.
 
+    Args:
+        points: values of further keys, each with all combinations of the axes.
+
     Raises:
-        OptionError: a file cannot be read, or an axis leads nowhere.
+        OptionError: a file cannot be read, or an axis or a point leads nowhere.
     """
     for file, name, base in named_parts(files):
         of_file: Axes = {**axes, **files[file]}
-        for values in product(*of_file.values()):
-            chosen = dict(zip(of_file, values, strict=True))
+        for point, values in product(points, product(*of_file.values())):
+            chosen = {**point, **dict(zip(of_file, values, strict=True))}
             named = {key: _shown(value) for key, value in chosen.items()}
             # As they are: 1, true and "1" are told apart.
-            yield Candidate({"file": name, **named}, _with(base, chosen), (file, repr(chosen)))
+            part = _with(_with(base, point, "points"), chosen, "axes")
+            yield Candidate({"file": name, **named}, part, (file, repr(chosen)))
 
 
 def named_parts(
@@ -100,13 +106,13 @@ def read_part(file: str) -> dict[str, Any]:
     return {key: value for key, value in data.items() if key not in COMMON}
 
 
-def _with(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _with(base: Mapping[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
     part = dict(base)
     for key, value in values.items():
         try:
             put_option(part, key, value)
         except JaxinferError as error:
-            raise OptionError(f"axes: {key!r}: {error}") from None
+            raise OptionError(f"{where}: {key!r}: {error}") from None
     return part
 
 

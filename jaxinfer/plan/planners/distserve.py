@@ -8,6 +8,7 @@ loses add up.
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -236,7 +237,8 @@ class DistServeHigh:
             shapes.append(next(s for s, each in alone.items() if each.key == best.key))
             counts.append(math.ceil(self._options.rate / score.rate))
             carried.append(counts[-1] * score.rate)
-        return space.cluster(shapes, counts, min(carried))
+        whole = space.cluster(shapes, counts, min(carried))
+        return replace(whole, wanted=self._options.rate)
 
 
 class DistServeLow:
@@ -260,7 +262,8 @@ class DistServeLow:
             return best
         (score,) = search.scores([best])
         pair = next(pair for pair, each in pairs.items() if each.key == best.key)
-        return space.units(*pair, math.ceil(self._options.rate / score.rate))
+        whole = space.units(*pair, math.ceil(self._options.rate / score.rate))
+        return replace(whole, wanted=self._options.rate)
 
     def _bound(self, space: Space, search: Search) -> Bound:
         """A unit's first tokens are no sooner than those of its prefill instance alone.

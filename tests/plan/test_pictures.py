@@ -1,0 +1,95 @@
+"""Pictures of a search."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_cases import problem
+from test_search import cluster
+
+from jaxinfer.plan.candidate import Candidate, Costs, Score
+from jaxinfer.plan.pictures import draw_latencies, draw_rates, frontier
+from jaxinfer.plan.search import DrivenSearch
+
+NUMBERS = st.integers(0, 9)
+
+
+@given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=30))
+def test_a_frontier_is_what_no_other_point_beats(points: list[tuple[float, float]]) -> None:
+    """Against all pairs."""
+    best = {
+        (x, y)
+        for x, y in points
+        if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)
+    }
+    found = frontier(points)
+    assert set(found) == best
+    assert found == sorted(best)
+
+
+def searched(slo: str, goal: dict[str, Any]) -> tuple[DrivenSearch, Candidate]:
+    """Three in full, of which two are on the frontier, and one given up."""
+    search = DrivenSearch(problem({"slo": slo} | goal))
+    names = [name for name in ("tbt p99", "ttft p90") if slo.partition(":")[1]]
+    for gpus, rate, tbt, ttft, given_up in (
+        (1, 2.0, 0.05, 1.5, None), (2, 5.0, 0.1, 0.5, None), (3, 6.0, 0.12, 0.6, None),
+        (4, 9.0, 0.01, 0.1, "at this rate"),
+    ):  # fmt: skip
+        each = cluster("A10", gpus, 8)
+        figures = dict(zip(names, (tbt, ttft), strict=False))
+        search.tried[each.key] = each, Score(rate, Costs(gpus, 1.0, None), given_up, figures)
+    return search, cluster("A10", 2, 8)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """All figures that are saved."""
+    found: list[Any] = []
+    monkeypatch.setattr("jaxinfer.plan.pictures.save_picture", lambda f, path: found.append(f))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("goal", "values", "unit"),
+    [
+        ({"maximise": "gpu"}, [2.0, 2.5, 2.0], "requests/s per GPU"),
+        ({"minimise": "gpus", "rate": 2.0}, [1, 2, 3], "GPUs"),
+    ],
+)
+def test_ttft_against_tbt(
+    goal: dict[str, Any], values: list[float], unit: str, drawn: list[Any]
+) -> None:
+    search, chosen = searched("ttft:p90=2,tbt:p99=0.2", goal)
+    draw_latencies(Path("l.png"), search, chosen)
+    (figure,) = drawn
+    axes, bar = figure.axes
+    dots, ring = axes.collections
+    assert dots.get_offsets().tolist() == [[0.05, 1.5], [0.1, 0.5], [0.12, 0.6]]
+    assert dots.get_array().tolist() == values
+    assert ring.get_offsets().tolist() == [[0.1, 0.5]]
+    front, *limits = axes.lines
+    assert front.get_xydata().tolist() == [[0.05, 1.5], [0.1, 0.5]]
+    assert [line.get_xydata().tolist() for line in limits] == [
+        [[0.2, 0], [0.2, 1]], [[0, 2], [1, 2]]
+    ]  # fmt: skip
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("TBT p99, s", "TTFT p90, s")
+    assert bar.get_ylabel() == unit
+
+
+@pytest.mark.parametrize("slo", ["ttft=1", "ttft:p90=2", "tbt:p99=0.2"])
+def test_targets_of_one_of_both_have_no_such_picture(slo: str, drawn: list[Any]) -> None:
+    draw_latencies(Path("l.png"), *searched(slo, {"maximise": "gpu"}))
+    assert not drawn
+
+
+def test_cost_against_rate(drawn: list[Any]) -> None:
+    draw_rates(Path("r.png"), *searched("ttft=1", {"maximise": "gpu"}))
+    (axes,) = drawn[0].axes
+    full, given_up, ring = axes.collections
+    assert full.get_offsets().tolist() == [[1, 2.0], [2, 5.0], [3, 6.0]]
+    assert given_up.get_offsets().tolist() == [[4, 9.0]]
+    assert ring.get_offsets().tolist() == [[2, 5.0]]
+    assert axes.lines[0].get_xydata().tolist() == [[1, 2.0], [2, 5.0], [3, 6.0]]
+    assert axes.get_xlabel() == "GPUs"
