@@ -82,7 +82,7 @@ class Search:
 
     def keeps(self, way: Way, workers: int, rate: float, level: float, seed: int) -> bool:
         """Whether so many keep both targets for that share of the requests."""
-        other = [list(way.settings), dict(way.slo), len(self.trace)] if way.settings else []
+        other = [list(way.settings), dict(way.slo)] if way.settings else []
         key = json.dumps([way.name, dict(way.system), workers, rate, level, seed, REQUESTS, *other])
         if key not in self._kept:
             config, work = way.config(self.tables, workers), draw(self.trace, seed)

@@ -80,14 +80,14 @@ def decodes_alone(
     return rows, [holds(claim, "up to 60 %", says, less)]
 
 
-def all_requests(search: Search, kept: Path, way: Way) -> list[Row]:
+def all_requests(search: Search, out: Path, way: Way) -> list[Row]:
     """P100: the fewest workers for all requests, and for all but the shortest answers."""
     rows: list[Row] = []
     for least in (1, 10, 30):
         trace = [item for item in search.trace if item.max_tokens >= least]
-        part = Search(trace, search.tables, kept)
+        part = Search(trace, search.tables, out / f"answers_of_{least}.jsonl")
         for each in (JSQ, way):
-            found = part.fewest(replace(each, settings=("engine.seed=0",)), RATE, 1.0, SEED, 20)
+            found = part.fewest(each, RATE, 1.0, SEED, 20)
             rows.append({"answers of at least (tokens)": least, "system": each.name,
                          "theta": each.system.get("theta", "-"),
                          "workers": found or "none of 48"})  # fmt: skip

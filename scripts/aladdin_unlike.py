@@ -110,7 +110,7 @@ def small_cases(
         for name, each in gaps.items()
     ]  # fmt: skip
     ours, first = (row["mean above (%)"] for row in rows)
-    claim = "eight requests, four unlike workers: dollars above the best packing"
+    claim = f"eight requests, four unlike workers, {level[0]:g} s: dollars above the best packing"
     return rows, [holds(claim, "not in the paper", f"{ours} % ({first} % by first fit)",
                         ours < first)]  # fmt: skip
 

@@ -7,14 +7,24 @@ aiconfigurator's (``aiconfigurator``). DIR keeps what was simulated: the command
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
 import click
 from aladdin_runs import ATGT_S, JSQ, TWO, Row, Search, Way, Work, aladdin, draw
+from aladdin_sensitivity import (
+    all_requests,
+    decodes_alone,
+    on_four,
+    other_workers,
+    process_costs,
+    theta_seeds,
+)
 from aladdin_single import equation_6, figure_3, models, opened, overhead, table_2
 from aladdin_tables import make_tables
+from aladdin_unlike import LEVELS as UNLIKE
+from aladdin_unlike import cheapest, small_cases
 from results import Target, holds, show_table, show_targets, write_csv, write_targets
 from scipy.stats import t as student
 
@@ -114,6 +124,20 @@ def equation_7(search: Search, way: Way) -> tuple[list[Row], list[Target]]:
     return rows, [holds("eq. 7 within one worker at six rates", "linear", says, max(off) <= 1)]
 
 
+def sensitivities(
+    add: Callable[..., None], search: Search, out: Path, chosen: Sequence[Way]
+) -> None:
+    """What the figures depend on; Aladdin with true lengths, as it was chosen for 99 %."""
+    ours = chosen[0]
+    ways = {"shortest queue": JSQ, "power of two": TWO, "Aladdin": ours}
+    add("Four A100s", "four", *on_four(search, ways, out / "four.png"))
+    add("What more processes cost", "processes", *process_costs(search, ours))
+    add("Decodes alone", "decodes", *decodes_alone(search, [JSQ, ours], SEEDS[:3]))
+    add("All requests", "all_requests", all_requests(search, out, ours))
+    add("Theta by seed", "theta_seeds", theta_seeds(search, THETAS, range(CALIBRATION, 103)))
+    add("Table 2's workers", "other_workers", *other_workers(search, (0.7, 0.5)))
+
+
 @click.command()
 @click.option("--trace", required=True)
 @click.option("--profiles", required=True, type=click.Path(path_type=Path))
@@ -148,6 +172,13 @@ def main(trace: str, profiles: Path, out: Path) -> None:
             add("Overhead", "overhead", *overhead(tables, work, ways[0]))
         chosen += ways
     add("With workers to spare", "opened", opened(tables, draw(work, 0), chosen, RATE))
+    sensitivities(add, Search(work, tables, out / "sensitivity.jsonl"), out, chosen)
+    add("Unlike workers", "unlike", *cheapest(work, out, SEEDS[:2]))
+    cases = [(level, *small_cases(work, level, 200)) for level in UNLIKE]
+    add("Unlike workers, small cases", "packing", [
+        {"first token (s)": ttft, "gap (ms)": round(1000 * gap)} | row
+        for (ttft, gap), rows, _ in cases for row in rows
+    ], [target for *_, more in cases for target in more])  # fmt: skip
     print("\n## Targets\n")
     show_targets(targets)
     write_targets(out / "targets.csv", targets)

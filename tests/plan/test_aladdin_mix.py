@@ -178,9 +178,8 @@ def test_two_kinds_on_one_group(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("worker") / "worker.yaml"
-    path.write_text(
-        yaml.safe_dump({"groups": {"g": {"kind": "A10"}}, "instances": {"w": {"group": "g"}}})
-    )
+    data = {"groups": {"g": {"kind": "A10"}}, "instances": {"w": {"group": "g"}}}
+    path.write_text(yaml.safe_dump(data | {"system": "least_loaded"}))
     return str(path)
 
 
@@ -218,18 +217,18 @@ def of_one(config: RunFile) -> int:
     return len(config.instances)
 
 
-def test_eq_7_of_the_dossier_s_counts(carries: Carries, worker: str) -> None:
-    """Its six rates, of which the line by hand has 0.4776 for each, and at 40 rounds 23.03 up."""
+@pytest.mark.parametrize(("needed", "expected"), [({}, 28), ({40: 20}, 24), ({40: 26}, 26)])
+def test_eq_7_of_the_dossier_s_counts(
+    carries: Carries, worker: str, needed: dict[int, int], expected: int
+) -> None:
+    """The line by hand tells of 13 + 21 * 703 / 1472 at 40, 23.03, so of 24."""
     found = {3: 5, 6: 8, 12: 10, 18: 13, 25: 17, 50: 28}
-    carries.rate = lambda config: max((r for r in found if found[r] <= of_one(config)), default=0)
+    need = found | needed
+    carries.rate = lambda config: max((r for r in need if need[r] <= of_one(config)), default=0)
     best = planner(worker, rates=list(found), most=60).plan(search(40.0, "gpus"))
     assert best.axes["eq7_per_rate"] == round(703 / 1472, 4)
-    assert best.axes["workers"] == 28  # At 40, 24 are told of and miss the targets.
-    carries.rate = lambda config: 100.0 if of_one(config) >= 20 else max(
-        (r for r in found if found[r] <= of_one(config)), default=0
-    )  # fmt: skip
-    best = planner(worker, rates=list(found), most=60).plan(search(40.0, "gpus"))
-    assert best.axes["workers"] == 23
+    assert best.axes["eq7_constant"] == round(13 - 19 * 703 / 1472, 3)
+    assert best.axes["workers"] == expected
 
 
 def test_one_rate_is_no_line(carries: Carries, worker: str) -> None:
