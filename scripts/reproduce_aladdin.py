@@ -16,6 +16,7 @@ from aladdin_runs import ATGT_S, JSQ, TWO, Row, Search, Way, Work, aladdin, draw
 from aladdin_sensitivity import (
     all_requests,
     decodes_alone,
+    off_seconds,
     on_four,
     other_workers,
     process_costs,
@@ -130,7 +131,8 @@ def sensitivities(
     """What the figures depend on; Aladdin with true lengths, as it was chosen for 99 %."""
     ours = chosen[0]
     ways = {"shortest queue": JSQ, "power of two": TWO, "Aladdin": ours}
-    add("Four A100s", "four", *on_four(search, ways, out / "four.png"))
+    add("Workers that are off", "off", *off_seconds())
+    add("Four A100s", "four", *on_four(search, ways, out))
     add("What more processes cost", "processes", *process_costs(search, ours))
     add("Decodes alone", "decodes", *decodes_alone(search, [JSQ, ours], SEEDS[:3]))
     add("All requests", "all_requests", all_requests(search, out, ours))
@@ -169,7 +171,7 @@ def main(trace: str, profiles: Path, out: Path) -> None:
         add(title, f"workers_{percent}", rows, more)
         if not chosen:
             add("Eq. 7", "equation7", *equation_7(search, ways[0]))
-            add("Overhead", "overhead", *overhead(tables, work, ways[0]))
+            add("Overhead", "overhead", *overhead(tables, work, ways[0], out))
         chosen += ways
     add("With workers to spare", "opened", opened(tables, draw(work, 0), chosen, RATE))
     sensitivities(add, Search(work, tables, out / "sensitivity.jsonl"), out, chosen)

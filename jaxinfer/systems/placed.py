@@ -23,7 +23,8 @@ def limits_of(
     name, fit = instance.name, instance.fit
     if fit is None or fit.decode is None:
         raise JaxinferError(
-            f"instance {name!r} has no fit of its decodes: max_num_seqs must be 2 or more"
+            f"instance {name!r} has no fit of its decodes: max_num_seqs must be 2 or more, and 16 "
+            "where steps are measured"
         )
     if atgt_s <= fit.decode.constant:
         raise JaxinferError(
