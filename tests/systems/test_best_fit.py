@@ -171,6 +171,12 @@ def test_books_are_what_adding_up_says(steps: list[tuple[int, int, int]]) -> Non
         assert worker.seconds == context / 256 + len(worker.jobs) / 32 + 1 / 8
 
 
+def test_a_short_prediction_needs_room_for_its_limit_all_the_same() -> None:
+    short = Job("r", prompt=5, longest=21, predicted=2, expected=2)
+    assert takes(Worker("w", limits(room=21)), short, nothing)
+    assert not takes(Worker("w", limits(room=20)), short, nothing)
+
+
 def test_who_is_full_by_what_was_known_is_not_looked_at() -> None:
     def never(worker: Worker) -> Seen:
         raise AssertionError
@@ -290,6 +296,7 @@ def test_as_many_are_opened_as_the_waiting_ones_take() -> None:
     too_long = [job(30, 1, "long")]
     assert to_open(too_long, [], off, nothing) == ["x"]  # Nobody else is there.
     assert to_open(too_long, [Worker("free", of)], off, nothing) == []
+    assert to_open([job(5, 5), *too_long], [], off, nothing) == ["x"]
     # (c) of those that are opened: their prompts wait for each other.
     hurried = [Worker(name, limits(ttft_s=0.5)) for name in "xyz"]
     assert len(to_open([job(9, 1, str(n)) for n in range(3)], [], hurried, nothing)) == 3
