@@ -125,19 +125,18 @@ def equation_7(search: Search, way: Way) -> tuple[list[Row], list[Target]]:
     return rows, [holds("eq. 7 within one worker at six rates", "linear", says, max(off) <= 1)]
 
 
-def sensitivities(
-    add: Callable[..., None], search: Search, out: Path, chosen: Sequence[Way]
-) -> None:
+def sensitivities(add: Callable[..., None], search: Search, out: Path, ours: Way) -> None:
     """What the figures depend on; Aladdin with true lengths, as it was chosen for 99 %."""
-    ours = chosen[0]
+    other = Search(search.trace, search.tables, out / "sensitivity.jsonl")
     ways = {"shortest queue": JSQ, "power of two": TWO, "Aladdin": ours}
     add("Workers that are off", "off", *off_seconds())
     add("Four A100s", "four", *on_four(search, ways, out))
-    add("What more processes cost", "processes", *process_costs(search, ours))
-    add("Decodes alone", "decodes", *decodes_alone(search, [JSQ, ours], SEEDS[:3]))
+    add("What more processes cost", "processes", *process_costs(other, ours))
+    add("Decodes alone", "decodes", *decodes_alone(other, [JSQ, ours], SEEDS[:1]))
+    add("Table 2's workers", "other_workers", *other_workers(other, ours.system["theta"]))
     add("All requests", "all_requests", all_requests(search, out, ours))
-    add("Theta by seed", "theta_seeds", theta_seeds(search, THETAS, range(CALIBRATION, 103)))
-    add("Table 2's workers", "other_workers", *other_workers(search, (0.7, 0.5)))
+    seeds = [CALIBRATION, CALIBRATION + 1]
+    add("Theta by seed", "theta_seeds", theta_seeds(search, THETAS, seeds))
 
 
 @click.command()
@@ -174,13 +173,14 @@ def main(trace: str, profiles: Path, out: Path) -> None:
             add("Overhead", "overhead", *overhead(tables, work, ways[0], out))
         chosen += ways
     add("With workers to spare", "opened", opened(tables, draw(work, 0), chosen, RATE))
-    sensitivities(add, Search(work, tables, out / "sensitivity.jsonl"), out, chosen)
-    add("Unlike workers", "unlike", *cheapest(work, out, SEEDS[:2]))
-    cases = [(level, *small_cases(work, level, 200)) for level in UNLIKE]
-    add("Unlike workers, small cases", "packing", [
+    add("Unlike workers", "unlike", *cheapest(work, out, SEEDS[:1]))
+    cases = [(level, *small_cases(work, level, 100)) for level in UNLIKE]
+    rows = [
         {"first token (s)": ttft, "gap (ms)": round(1000 * gap)} | row
         for (ttft, gap), rows, _ in cases for row in rows
-    ], [target for *_, more in cases for target in more])  # fmt: skip
+    ]  # fmt: skip
+    add("Unlike workers, small cases", "packing", rows, [t for *_, more in cases for t in more])
+    sensitivities(add, search, out, chosen[0])
     print("\n## Targets\n")
     show_targets(targets)
     write_targets(out / "targets.csv", targets)

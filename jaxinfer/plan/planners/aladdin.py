@@ -99,7 +99,7 @@ class Aladdin:
             if best:
                 most = min(most, math.ceil(limit / size.cost - 1e-9) - 1)  # Cheaper than the best.
             if most and (found := self._fewest(search, size, most, tried)):
-                best, limit = found, found.axes["workers"] * size.cost
+                best, limit = found, search.costs(found).amount(goal.minimise)
         return search.best([best] if best else tried)
 
     def _sizes(
@@ -141,23 +141,27 @@ class Aladdin:
         if self._options.sizes or self._options.rates:
             given = "sizes" if self._options.sizes else "rates"
             raise OptionError(f"planner.{given}: is for one kind of workers, the file has several")
-        sizes = [
-            _size(_with_counts(base, kinds, {name: 1}), name, group, search, "planner.file")
+        sizes = {
+            name: _size(_with_counts(base, kinds, {name: 1}), name, group, search, "planner.file")
             for name, group in kinds.items()
-        ]
+        }
+        # Others would be refused, whatever they have: no iteration of theirs is short enough.
+        able = {name: size for name, size in sizes.items() if size.rate}
+        if not able:
+            raise OptionError("planner.file: no worker's iterations keep goal.slo's tpot, by eq. 6")
         tried: list[Candidate] = []
         usd = search.problem.goal.minimise == "usd"
-        prices = {name: each.cost for name, each in zip(kinds, sizes, strict=True)} if usd else {}
+        prices = {name: size.cost for name, size in able.items()} if usd else {}
 
         def candidate(counts: Sequence[int]) -> Candidate:
-            by_name = dict(zip(kinds, counts, strict=True))
+            by_name = dict.fromkeys(kinds, 0) | dict(zip(able, counts, strict=True))
             part = _with_counts(base, kinds, by_name, prices)
             return Candidate(by_name, part, (repr(base), *counts))
 
         best = cheapest_mix(
             lambda counts: _keeps(search, candidate(counts), tried),
-            [each.cost for each in sizes],
-            [each.rate for each in sizes],
+            [size.cost for size in able.values()],
+            [size.rate for size in able.values()],
             search.problem.goal.rate or 0.0,
             self._options.most,
         )
