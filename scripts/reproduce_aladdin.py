@@ -26,7 +26,7 @@ from aladdin_single import equation_6, figure_3, models, opened, overhead, table
 from aladdin_tables import make_tables
 from aladdin_unlike import LEVELS as UNLIKE
 from aladdin_unlike import cheapest, small_cases
-from results import Target, holds, show_table, show_targets, write_csv, write_targets
+from results import Target, holds, kept, show_table, show_targets, write_csv, write_targets
 from scipy.stats import t as student
 
 from jaxinfer.plan.workers import fit_workers
@@ -129,10 +129,10 @@ def sensitivities(add: Callable[..., None], search: Search, out: Path, ours: Way
     """What the figures depend on; Aladdin with true lengths, as it was chosen for 99 %."""
     other = Search(search.trace, search.tables, out / "sensitivity.jsonl")
     ways = {"shortest queue": JSQ, "power of two": TWO, "Aladdin": ours}
-    add("Workers that are off", "off", *off_seconds())
+    add("Workers that are off", "off", *off_seconds(out))
     add("Four A100s", "four", *on_four(search, ways, out))
     add("What more processes cost", "processes", *process_costs(other, ours))
-    add("Decodes alone", "decodes", *decodes_alone(other, [JSQ, ours], SEEDS[:1]))
+    add("Decodes alone", "decodes", *decodes_alone(other, ours))
     add("Table 2's workers", "other_workers", *other_workers(other, ours.system["theta"]))
     add("All requests", "all_requests", all_requests(search, out, ours))
     seeds = [CALIBRATION, CALIBRATION + 1]
@@ -172,9 +172,10 @@ def main(trace: str, profiles: Path, out: Path) -> None:
             add("Eq. 7", "equation7", *equation_7(search, ways[0]))
             add("Overhead", "overhead", *overhead(tables, work, ways[0], out))
         chosen += ways
-    add("With workers to spare", "opened", opened(tables, draw(work, 0), chosen, RATE))
+    add("With workers to spare", "opened", kept(out / "opened.csv", lambda: opened(
+        tables, draw(work, 0), chosen, RATE)))
     add("Unlike workers", "unlike", *cheapest(work, out, SEEDS[:1]))
-    cases = [(level, *small_cases(work, level, 100)) for level in UNLIKE]
+    cases = [(level, *small_cases(work, level, 100, out)) for level in UNLIKE]
     rows = [
         {"first token (s)": ttft, "gap (ms)": round(1000 * gap)} | row
         for (ttft, gap), rows, _ in cases for row in rows

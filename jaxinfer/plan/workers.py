@@ -168,8 +168,11 @@ def cheapest_mix(
             last = min(most, math.ceil(left - 1e-9) - 1)  # Cheaper than the best.
         if last < 0 or (best and not known((*others, last))):
             continue
-        # ``fewest`` counts from one.
-        found = fewest(lambda n, row=others: known((*row, n - 1)), guess(others) + 1, last + 1)
+
+        def enough(number: int, row: Counts = others) -> bool:
+            return known((*row, number - 1))  # ``fewest`` counts from one.
+
+        found = fewest(enough, guess(others) + 1, last + 1)
         if found:
             best = *others, found - 1
     return best
