@@ -13,15 +13,7 @@ from statistics import fmean, stdev
 
 import click
 from aladdin_runs import ATGT_S, JSQ, TWO, Row, Search, Way, Work, aladdin, draw
-from aladdin_sensitivity import (
-    all_requests,
-    decodes_alone,
-    off_seconds,
-    on_four,
-    other_workers,
-    process_costs,
-    theta_seeds,
-)
+from aladdin_sensitivity import decodes_alone, off_seconds, on_four, process_costs
 from aladdin_single import equation_6, figure_3, models, opened, overhead, table_2
 from aladdin_tables import make_tables
 from aladdin_unlike import LEVELS as UNLIKE
@@ -133,10 +125,6 @@ def sensitivities(add: Callable[..., None], search: Search, out: Path, ours: Way
     add("Four A100s", "four", *on_four(search, ways, out))
     add("What more processes cost", "processes", *process_costs(other, ours))
     add("Decodes alone", "decodes", *decodes_alone(other, ours))
-    add("Table 2's workers", "other_workers", *other_workers(other, ours.system["theta"]))
-    add("All requests", "all_requests", all_requests(search, out, ours))
-    seeds = [CALIBRATION, CALIBRATION + 1]
-    add("Theta by seed", "theta_seeds", theta_seeds(search, THETAS, seeds))
 
 
 @click.command()
