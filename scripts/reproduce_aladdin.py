@@ -13,7 +13,13 @@ from statistics import fmean, stdev
 
 import click
 from aladdin_runs import ATGT_S, JSQ, TWO, Row, Search, Way, Work, aladdin, draw
-from aladdin_sensitivity import decodes_alone, off_seconds, on_four, process_costs
+from aladdin_sensitivity import (
+    all_requests,
+    decodes_alone,
+    off_seconds,
+    on_four,
+    process_costs,
+)
 from aladdin_single import equation_6, figure_3, models, opened, overhead, table_2
 from aladdin_tables import make_tables
 from aladdin_unlike import LEVELS as UNLIKE
@@ -125,6 +131,7 @@ def sensitivities(add: Callable[..., None], search: Search, out: Path, ours: Way
     add("Four A100s", "four", *on_four(search, ways, out))
     add("What more processes cost", "processes", *process_costs(other, ours))
     add("Decodes alone", "decodes", *decodes_alone(other, ours))
+    add("All requests", "all_requests", *all_requests(search, out, ours))
 
 
 @click.command()
@@ -160,8 +167,11 @@ def main(trace: str, profiles: Path, out: Path) -> None:
             add("Eq. 7", "equation7", *equation_7(search, ways[0]))
             add("Overhead", "overhead", *overhead(tables, work, ways[0], out))
         chosen += ways
-    add("With workers to spare", "opened", kept(out / "opened.csv", lambda: opened(
-        tables, draw(work, 0), chosen, RATE)))
+    add(
+        "With workers to spare",
+        "opened",
+        kept(out / "opened.csv", lambda: opened(tables, draw(work, 0), chosen, RATE)),
+    )
     add("Unlike workers", "unlike", *cheapest(work, out, SEEDS[:1]))
     cases = [(level, *small_cases(work, level, 100, out)) for level in UNLIKE]
     rows = [
