@@ -49,8 +49,9 @@ def roles(run: RunRecord) -> list[Row]:
     metrics, rows = run.run["metrics"], []
     for name, use in metrics["instances"].items():
         off = use["role_s"].get("off", 0.0)
-        rows.append({"worker": name, "busy (s)": round(use["busy_s"], 1),
-                     "on (s)": round(metrics["wall_s"] - off, 1), "off (s)": round(off, 1)})  # fmt: skip
+        on = metrics["wall_s"] - off
+        rows.append({"worker": name, "busy (s)": round(use["busy_s"], 1), "on (s)": round(on, 1),
+                     "off (s)": round(off, 1)})  # fmt: skip
     return rows
 
 
