@@ -4,7 +4,7 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,16 @@ class Way:
     """A system, and what it knows of lengths.
 
     Attributes:
-        theta: of Aladdin.
         oracle: whether the predicted lengths are the true ones.
+        settings: of the run file, for other workers than an A100.
+        slo: targets of each request, in seconds.
     """
 
     name: str
     system: Mapping[str, Any]
     oracle: bool = False
+    settings: tuple[str, ...] = ()
+    slo: Mapping[str, float] = field(default_factory=lambda: {"ttft": TTFT_S, "tpot": ATGT_S})
 
     def config(self, tables: Path, workers: int) -> RunFile:
         """So many workers."""
@@ -44,14 +47,14 @@ class Way:
         ]  # fmt: skip
         if self.oracle:
             settings.append("workload.predictor={granularity: 1, accuracy: 1}")
-        return load_run_file(FILE, settings)
+        return load_run_file(FILE, [*settings, *self.settings])
 
 
 JSQ = Way("shortest queue", {"name": "least_loaded"})
 TWO = Way("power of two", {"name": "least_loaded", "choose": "power_of_two"})
 
 
-def aladdin(theta: float, oracle: bool, **options: Any) -> Way:
+def aladdin(theta: float, oracle: bool = True, **options: Any) -> Way:
     """With true lengths, or the means of earlier answers."""
     system = {"name": "aladdin", "ttft_s": TTFT_S, "atgt_s": ATGT_S, "theta": theta} | options
     return Way("Aladdin, true lengths" if oracle else "Aladdin, predicted", system, oracle)
@@ -63,10 +66,15 @@ def draw(trace: Work, seed: int, count: int = REQUESTS) -> list[BenchRequest]:
 
 
 class Search:
-    """Finds the fewest workers; what was simulated is kept in a file, and not simulated again."""
+    """Finds the fewest workers; what was simulated is kept in a file, and not simulated again.
+
+    Args:
+        tables: of operators, unless a way's settings leave them out.
+        kept: the file.
+    """
 
     def __init__(self, trace: Work, tables: Path, kept: Path) -> None:
-        self._trace, self._tables, self._path = trace, tables, kept
+        self.trace, self.tables, self._path = trace, tables, kept
         self._kept: dict[str, bool] = {}
         if kept.exists():
             lines = kept.read_text(encoding="utf-8").splitlines()
@@ -74,10 +82,11 @@ class Search:
 
     def keeps(self, way: Way, workers: int, rate: float, level: float, seed: int) -> bool:
         """Whether so many keep both targets for that share of the requests."""
-        key = json.dumps([way.name, dict(way.system), workers, rate, level, seed, REQUESTS])
+        other = [list(way.settings), dict(way.slo)] if way.settings else []
+        key = json.dumps([way.name, dict(way.system), workers, rate, level, seed, REQUESTS, *other])
         if key not in self._kept:
-            config, work = way.config(self._tables, workers), draw(self._trace, seed)
-            targets = RequestTargets({"ttft": TTFT_S, "tpot": ATGT_S}, level)
+            config, work = way.config(self.tables, workers), draw(self.trace, seed)
+            targets = RequestTargets(dict(way.slo), level)
             self._kept[key] = load(config, work, targets, [seed], rate).verdict.met
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps([key, self._kept[key]]) + "\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_runs import ATGT_S, TTFT_S, Row, Way, Work, draw
-from results import Target, by_share, holds
+from results import Target, by_share, holds, kept
 
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.plan.workers import MeanRequest, most_tokens
@@ -182,20 +182,24 @@ class Timed(Aladdin):
                 "placed": self.placed_count}  # fmt: skip
 
 
-def overhead(tables: Path, trace: Work, way: Way) -> tuple[list[Row], list[Target]]:
+def overhead(tables: Path, trace: Work, way: Way, out: Path) -> tuple[list[Row], list[Target]]:
     """Time for each request, at rates that fill so many workers."""
-    rows = []
     timed = Way(way.name, dict(way.system) | {"name": f"{__name__}:Timed"}, way.oracle)
-    for workers, rate in ((32, 80.0), (64, 160.0), (128, 340.0)):
-        work = with_arrivals(draw(trace, 0, 4000), Arrivals(kind="poisson", rate=rate, seed=0))
-        with tempfile.TemporaryDirectory() as folder:
-            metrics = simulate(timed.config(tables, workers), work, folder)
-            run = json.loads(next(Path(folder).glob("*/run.json")).read_text(encoding="utf-8"))
-        said = run["system_report"]
-        used = sum(use.first_step is not None for use in metrics.instances.values())
-        rows.append({"workers": workers, "requests/s": rate, "used": used,
-                     "ms for each request": round(1e3 * said["seconds"] / said["placed"], 3),
-                     "longest call (ms)": round(1e3 * said["longest"], 1)})  # fmt: skip
+    loads = ((32, 80.0), (64, 160.0), (128, 340.0))
+    rows = kept(out / "overhead.csv", lambda: [_timed(tables, trace, timed, *each)
+                                               for each in loads])  # fmt: skip
     each = rows[-1]["ms for each request"]
     return rows, [holds("time for a request at 128 workers", "< 50 ms at 25 req/s", f"{each} ms",
                         each < 1)]  # fmt: skip
+
+
+def _timed(tables: Path, trace: Work, way: Way, workers: int, rate: float) -> Row:
+    work = with_arrivals(draw(trace, 0, 4000), Arrivals(kind="poisson", rate=rate, seed=0))
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = simulate(way.config(tables, workers), work, folder)
+        run = json.loads(next(Path(folder).glob("*/run.json")).read_text(encoding="utf-8"))
+    said = run["system_report"]
+    used = sum(use.first_step is not None for use in metrics.instances.values())
+    return {"workers": workers, "requests/s": rate, "used": used,
+            "ms for each request": round(1e3 * said["seconds"] / said["placed"], 3),
+            "longest call (ms)": round(1e3 * said["longest"], 1)}  # fmt: skip

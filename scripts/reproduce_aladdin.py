@@ -7,15 +7,24 @@ aiconfigurator's (``aiconfigurator``). DIR keeps what was simulated: the command
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
 import click
 from aladdin_runs import ATGT_S, JSQ, TWO, Row, Search, Way, Work, aladdin, draw
+from aladdin_sensitivity import (
+    all_requests,
+    decodes_alone,
+    off_seconds,
+    on_four,
+    process_costs,
+)
 from aladdin_single import equation_6, figure_3, models, opened, overhead, table_2
 from aladdin_tables import make_tables
-from results import Target, holds, show_table, show_targets, write_csv, write_targets
+from aladdin_unlike import LEVELS as UNLIKE
+from aladdin_unlike import cheapest, small_cases
+from results import Target, holds, kept, show_table, show_targets, write_csv, write_targets
 from scipy.stats import t as student
 
 from jaxinfer.plan.workers import fit_workers
@@ -114,6 +123,17 @@ def equation_7(search: Search, way: Way) -> tuple[list[Row], list[Target]]:
     return rows, [holds("eq. 7 within one worker at six rates", "linear", says, max(off) <= 1)]
 
 
+def sensitivities(add: Callable[..., None], search: Search, out: Path, ours: Way) -> None:
+    """What the figures depend on; Aladdin with true lengths, as it was chosen for 99 %."""
+    other = Search(search.trace, search.tables, out / "sensitivity.jsonl")
+    ways = {"shortest queue": JSQ, "power of two": TWO, "Aladdin": ours}
+    add("Workers that are off", "off", *off_seconds(out))
+    add("Four A100s", "four", *on_four(search, ways, out))
+    add("What more processes cost", "processes", *process_costs(other, ours))
+    add("Decodes alone", "decodes", *decodes_alone(other, ours))
+    add("All requests", "all_requests", *all_requests(search, out, ours))
+
+
 @click.command()
 @click.option("--trace", required=True)
 @click.option("--profiles", required=True, type=click.Path(path_type=Path))
@@ -145,9 +165,21 @@ def main(trace: str, profiles: Path, out: Path) -> None:
         add(title, f"workers_{percent}", rows, more)
         if not chosen:
             add("Eq. 7", "equation7", *equation_7(search, ways[0]))
-            add("Overhead", "overhead", *overhead(tables, work, ways[0]))
+            add("Overhead", "overhead", *overhead(tables, work, ways[0], out))
         chosen += ways
-    add("With workers to spare", "opened", opened(tables, draw(work, 0), chosen, RATE))
+    add(
+        "With workers to spare",
+        "opened",
+        kept(out / "opened.csv", lambda: opened(tables, draw(work, 0), chosen, RATE)),
+    )
+    add("Unlike workers", "unlike", *cheapest(work, out, SEEDS[:1]))
+    cases = [(level, *small_cases(work, level, 100, out)) for level in UNLIKE]
+    rows = [
+        {"first token (s)": ttft, "gap (ms)": round(1000 * gap)} | row
+        for (ttft, gap), rows, _ in cases for row in rows
+    ]  # fmt: skip
+    add("Unlike workers, small cases", "packing", rows, [t for *_, more in cases for t in more])
+    sensitivities(add, search, out, chosen[0])
     print("\n## Targets\n")
     show_targets(targets)
     write_targets(out / "targets.csv", targets)

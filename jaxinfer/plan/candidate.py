@@ -115,8 +115,8 @@ class Search(Protocol):
 
     problem: Problem
 
-    def scores(self, candidates: list[Candidate]) -> list[Score]:
-        """What each comes to, in full."""
+    def scores(self, candidates: list[Candidate], rate: float | None = None) -> list[Score]:
+        """What each comes to, in full; at ``rate``, where that is not the goal's to minimise."""
 
     def best(
         self,

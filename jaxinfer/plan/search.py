@@ -96,9 +96,14 @@ class DrivenSearch:
 
     # What planners ask.
 
-    def scores(self, candidates: list[Candidate]) -> list[Score]:
-        """What each comes to, in full; those of equal keys are looked at once."""
-        floor = self.problem.goal.rate
+    def scores(self, candidates: list[Candidate], rate: float | None = None) -> list[Score]:
+        """What each comes to, in full; those of equal keys are looked at once.
+
+        Args:
+            rate: that a cluster is to carry, in place of the goal's; its key is to tell the two
+                apart.
+        """
+        floor = self.problem.goal.rate if rate is None else rate
         found = {key: score for key, (_, score) in self.tried.items() if _in_full(score)}
         for wave in self._waves([c for c in candidates if c.key not in found]):
             looked = self._look_at([(candidate, floor, None) for candidate in wave])

@@ -1,8 +1,10 @@
-"""How large a worker should be, and how many it takes: Aladdin's eqs. 6 and 7, and a search."""
+"""How large a worker should be, and how many it takes: Aladdin's eqs. 6 and 7, and searches."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
+from operator import ge, le, mul
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.step_fit import DecodeFit, LeastSquares
@@ -115,3 +117,62 @@ def fewest(keeps: Callable[[int], bool], guess: float, most: int) -> int | None:
             count = min(low + step, most) if low else max(high - step, 1)
             step *= 2
     return high if high <= most else None
+
+
+Counts = tuple[int, ...]
+
+
+def cheapest_mix(
+    keeps: Callable[[Counts], bool],
+    costs: Sequence[float],
+    rates: Sequence[float],
+    rate: float,
+    most: int,
+) -> Counts | None:
+    """The cheapest workers of several kinds that keep the targets; None where ``most`` do not.
+
+    Exact where one worker more, of whatever kind, never does harm. For each number of the other
+    kinds, the fewest of the last are looked for among those that are cheaper than the best so far.
+
+    Args:
+        keeps: whether so many of each kind do; not asked where an earlier answer tells.
+        costs: of a worker of each kind; ``rates``: about what it carries.
+        most: workers of each kind.
+    """
+    kept: list[Counts] = []
+    missed: list[Counts] = [(0,) * len(costs)]
+
+    def known(counts: Counts) -> bool:
+        if any(all(map(ge, counts, each)) for each in kept):
+            return True
+        if any(all(map(le, counts, each)) for each in missed):
+            return False
+        found = keeps(counts)
+        (kept if found else missed).append(counts)
+        return found
+
+    def cost(counts: Counts) -> float:
+        return math.fsum(map(mul, counts, costs))
+
+    def guess(others: Counts) -> int:
+        """Of the last kind, about how many it takes beside these."""
+        left = max(rate - math.fsum(map(mul, others, rates)), 0.0)
+        return math.ceil(min(left / rates[-1], most)) if rates[-1] else most * bool(left)
+
+    best: Counts | None = None
+    rows = list(product(range(most + 1), repeat=len(costs) - 1))
+    for others in sorted(rows, key=lambda row: cost((*row, guess(row)))):
+        last = most
+        if best:
+            left = (cost(best) - cost((*others, 0))) / costs[-1]
+            last = min(most, math.ceil(left - 1e-9) - 1)  # Cheaper than the best.
+        if last < 0 or (best and not known((*others, last))):
+            continue
+
+        def enough(number: int, row: Counts = others) -> bool:
+            return known((*row, number - 1))  # ``fewest`` counts from one.
+
+        found = fewest(enough, guess(others) + 1, last + 1)
+        if found:
+            best = *others, found - 1
+    return best

@@ -5,11 +5,12 @@ Steps have prompts or decodes, never both: the policy ``form_batch`` is ``prefil
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated
 
 from pydantic import Field
 
-from jaxinfer.config.validation import OptionError, Options
+from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean
 from jaxinfer.serving.system import (
     Action,
     Assignment,
@@ -20,11 +21,21 @@ from jaxinfer.serving.system import (
     SetRole,
     System,
 )
-from jaxinfer.systems.best_fit import Job, Worker, best_fit, fits_alone, num_to_open, takes
+from jaxinfer.systems.best_fit import Job, Worker, best_fit, fits_alone, to_open
 from jaxinfer.systems.placed import Placed, limits_of
 from jaxinfer.systems.roles import AnyNames, alive, check_roles, least_loaded
 
 OFF, ON = "off", "on"
+
+
+def _priced_as(worker: str, names: Iterable[str]) -> str | None:
+    """By which of some names a worker goes: its own, or the one that all its replicas have."""
+    fitting = (name for name in names if worker.startswith(name))
+    return max((n for n in fitting if _is_number(worker[len(n) :])), key=len, default=None)
+
+
+def _is_number(text: str) -> bool:
+    return not text or (text.isdecimal() and text == str(int(text)))
 
 
 class AladdinOptions(Options):
@@ -39,6 +50,9 @@ class AladdinOptions(Options):
         heartbeat_s: seconds between looks at what waits: who is off is opened, and requests that
             have not started may move; null: no looks, and nobody is off.
         off_after_s: who had nothing for so long is off again; null: never.
+        usd_per_hour: dollars of each worker, by its name or the one that its replicas have in
+            common. Of workers that have nothing, or are off, the next one is that whose share for
+            the request at hand costs the least; without prices, all cost as much.
     """
 
     ttft_s: float = Field(gt=0)
@@ -49,18 +63,25 @@ class AladdinOptions(Options):
     prefill: AnyNames = ()
     heartbeat_s: float | None = Field(default=None, gt=0)
     off_after_s: float | None = Field(default=None, gt=0)
+    usd_per_hour: Named[Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
 
     def model_post_init(self, context: object, /) -> None:
         """Refuse what has no effect."""
         if self.off_after_s is not None and self.heartbeat_s is None:
             raise OptionError("off_after_s: needs heartbeat_s, when it is looked at")
 
+    def usd(self, worker: str) -> float:
+        """Dollars per hour of one; 1 where nobody has said."""
+        name = _priced_as(worker, self.usd_per_hour)
+        return 1.0 if name is None else self.usd_per_hour[name]
+
 
 class Aladdin(System):
     """Each request on the fullest worker that keeps all targets with it.
 
-    Where none does, one is opened that is off. Where none is off, the request waits until its first
-    token could no longer be in time, and then goes where an iteration is the shortest.
+    Where none does, one is opened that is off, the cheapest for what waits. Where none is off, the
+    request waits until its first token could no longer be in time, and then goes where an iteration
+    is the shortest.
     """
 
     Options = AladdinOptions
@@ -71,15 +92,24 @@ class Aladdin(System):
         super().__init__(options)
         self.tick_interval = options.heartbeat_s
         asked = options.ttft_s, options.atgt_s, options.theta, options.gamma
-        self.placed = Placed(lambda instance: limits_of(instance, *asked), options.grant_gap)
+        self.placed = Placed(
+            lambda instance: limits_of(instance, *asked), options.grant_gap, options.usd
+        )
         self._waiting: list[Job] = []
         self._counts = Counter(opened=0, moved=0)
 
     def check(self, instances: Collection[str]) -> None:
-        """Those for prompts are there, and leave a worker."""
+        """Those for prompts are there, and leave a worker; all workers have a price, or none."""
         check_roles({"prefill": self.options.prefill}, instances)
-        if not set(instances) - set(self.options.prefill):
+        workers = [name for name in instances if name not in self.options.prefill]
+        if not workers:
             raise OptionError("prefill: has all instances, must leave one that decodes")
+        names = self.options.usd_per_hour
+        priced = {_priced_as(worker, names): worker for worker in workers} if names else {}
+        if None in priced:
+            raise OptionError(f"usd_per_hour: has none of {priced[None]!r}, must have all or none")
+        if unused := next((name for name in names if name not in priced), None):
+            raise OptionError(f"usd_per_hour.{unused}: no worker: {did_you_mean(unused, workers)}")
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
         """From those for prompts to the others."""
@@ -118,7 +148,7 @@ class Aladdin(System):
 
     def _worker(self, job: Job, late: float, on: list[Worker], off: list[Worker]) -> Worker | None:
         """Who gets a request, which is booked; None if it waits, as it has for ``late`` seconds."""
-        worker = best_fit(on, lambda each: takes(each, job, self.placed.see))
+        worker = best_fit(on, job, self.placed.see)
         if worker is None:
             if not on or fits_alone(job, off) or fits_alone(job, on, late):
                 self._waiting.append(job)
@@ -137,11 +167,11 @@ class Aladdin(System):
         """Requests that have not started go where errors are small; workers open and close."""
         workers, off = self._look(cluster)
         moves = self.placed.rebalance(workers)
-        opened = num_to_open(self._waiting, workers, off, self.placed.see)
-        self._counts.update(opened=opened, moved=len(moves))
+        opened = to_open(self._waiting, workers, off, self.placed.see)
+        self._counts.update(opened=len(opened), moved=len(moves))
         idle = [each for each in workers if not each.jobs and not self._waiting]
         last = cluster.now - (self.options.off_after_s or math.inf)
-        roles = [SetRole(each.name, ON) for each in off[:opened]]
+        roles = [SetRole(name, ON) for name in opened]
         roles += [SetRole(each.name, OFF) for each in idle if each.empty_since <= last]
         return [*(Reassign(name, (Leg(to),)) for name, to in moves.items()), *roles]
 

@@ -89,11 +89,13 @@ class Worker:
 
     Attributes:
         empty_since: seconds; holds while ``jobs`` is empty.
+        usd: dollars per hour; where nobody gives any, all workers are worth as much.
     """
 
     name: str
     limits: Limits
     empty_since: float = 0.0
+    usd: float = 1.0
     jobs: dict[str, Job] = field(default_factory=dict)
     _prompts: int = 0
     _outputs: int = 0
@@ -133,6 +135,14 @@ class Worker:
         """What an iteration of all its requests takes (eq. 3)."""
         return self.limits.decode.seconds(self.context, len(self.jobs))
 
+    def usd_of(self, job: Job) -> float:
+        """Dollars per hour of a request's share, of what (b) leaves or of the room of (e)."""
+        limits, decode = self.limits, self.limits.decode
+        context = job.prompt + limits.gamma * job.output
+        seconds = decode.per_context * context + limits.theta * decode.per_sequence
+        of_time = seconds / (limits.theta * (limits.atgt_s - decode.constant))
+        return self.usd * max(of_time, sum(job.entries(limits.page_size)) / limits.room)
+
     def decodes_in_time(self, job: Job) -> bool:
         """(b): one more request leaves iterations short enough."""
         limits = self.limits
@@ -168,10 +178,17 @@ def takes(worker: Worker, job: Job, see: Callable[[Worker], Seen]) -> bool:
     return in_time and worker.has_room(job)
 
 
-def best_fit(workers: Iterable[Worker], fits: Callable[[Worker], bool]) -> Worker | None:
-    """Algorithm 1: the fullest worker that has room; of equal ones the first."""
-    fullest = sorted(workers, key=lambda worker: worker.norm, reverse=True)
-    return next((worker for worker in fullest if fits(worker)), None)
+def best_fit(workers: Iterable[Worker], job: Job, see: Callable[[Worker], Seen]) -> Worker | None:
+    """Algorithm 1: the fullest worker that has room; of empty ones, the cheapest for a request.
+
+    Args:
+        see: as of ``takes``.
+    """
+
+    def order(worker: Worker) -> tuple[float, float]:
+        return -worker.norm, 0.0 if worker.jobs else worker.usd_of(job)
+
+    return next((each for each in sorted(workers, key=order) if takes(each, job, see)), None)
 
 
 def fits_alone(job: Job, workers: Iterable[Worker], late: float = 0.0) -> bool:
@@ -187,17 +204,18 @@ def fits_alone(job: Job, workers: Iterable[Worker], late: float = 0.0) -> bool:
     )
 
 
-def num_to_open(
+def to_open(
     jobs: Iterable[Job],
     workers: Sequence[Worker],
     off: Sequence[Worker],
     see: Callable[[Worker], Seen],
-) -> int:
-    """How many of those that are off, in their order, it takes for what fits nowhere else.
+) -> list[str]:
+    """Names of those that are off and that it takes for what fits nowhere else.
 
-    What does not even fit alone takes one where none is there.
+    Each time the one that is the cheapest for the request at hand, by its share of it. What does
+    not even fit alone takes one where none is there.
     """
-    opened: list[Worker] = []
+    opened: dict[str, Worker] = {}
 
     def see_opened(worker: Worker) -> Seen:
         return Seen(sum(job.prompt for job in worker.jobs.values()))
@@ -205,10 +223,15 @@ def num_to_open(
     for job in jobs:
         if any(takes(worker, job, see) for worker in workers):
             continue
-        worker = next((each for each in opened if takes(each, job, see_opened)), None)
-        if worker is None and len(opened) < len(off):
-            worker = Worker("", off[len(opened)].limits)
-            opened.append(worker)
+        worker = next((each for each in opened.values() if takes(each, job, see_opened)), None)
+        if worker is None:
+            left = [each for each in off if each.name not in opened]
+            able = [each for each in left if fits_alone(job, [each])]
+            if not able and not workers and not opened:
+                able = left
+            if able:
+                worker = min(able, key=lambda each: each.usd_of(job))
+                worker = opened[worker.name] = Worker(worker.name, worker.limits)
         if worker:
             worker.give(job)
-    return len(opened)
+    return list(opened)

@@ -23,7 +23,8 @@ def limits_of(
     name, fit = instance.name, instance.fit
     if fit is None or fit.decode is None:
         raise JaxinferError(
-            f"instance {name!r} has no fit of its decodes: max_num_seqs must be 2 or more"
+            f"instance {name!r} has no fit of its decodes: max_num_seqs must be 2 or more, and 16 "
+            "where steps are measured"
         )
     if atgt_s <= fit.decode.constant:
         raise JaxinferError(
@@ -41,13 +42,19 @@ class Placed:
         limits: of an instance.
         grant_gap: whether a request that decodes has saved the gap under way, too: as the paper
             prints (d), it has its target for each token, the first one included.
+        usd: dollars per hour of a worker of this name.
 
     Attributes:
         any_lost: whether a worker has been lost.
     """
 
-    def __init__(self, limits: Callable[[InstanceView], Limits], grant_gap: bool) -> None:
-        self._limits, self._not_granted = limits, int(not grant_gap)
+    def __init__(
+        self,
+        limits: Callable[[InstanceView], Limits],
+        grant_gap: bool,
+        usd: Callable[[str], float],
+    ) -> None:
+        self._limits, self._not_granted, self._usd = limits, int(not grant_gap), usd
         self._history = History()
         self.any_lost = False
         self._workers: dict[str, Worker] = {}
@@ -73,7 +80,7 @@ class Placed:
     def _worker(self, name: str) -> Worker:
         if name not in self._workers:
             limits = self._limits(self._cluster.instances[name])
-            self._workers[name] = Worker(name, limits, self._cluster.now)
+            self._workers[name] = Worker(name, limits, self._cluster.now, self._usd(name))
         return self._workers[name]
 
     def job(self, request: RequestView, prefills: bool) -> Job:

@@ -47,7 +47,7 @@ def test_plan_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             seen.extend(candidates)
             return next(each for each in candidates if not each.refused)
 
-        def scores(self, candidates: list[Candidate]) -> list[Score]:
+        def scores(self, candidates: list[Candidate], rate: float | None = None) -> list[Score]:
             seen.extend(candidates)
             return [Score(1.0) for _ in candidates]
 

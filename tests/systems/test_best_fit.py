@@ -21,8 +21,8 @@ from jaxinfer.systems.best_fit import (
     Worker,
     best_fit,
     fits_alone,
-    num_to_open,
     takes,
+    to_open,
 )
 from jaxinfer.systems.expected import History
 from jaxinfer.systems.rebalance import Errors, rebalance, total
@@ -75,7 +75,7 @@ def test_figure_3() -> None:
     workers = [Worker(name, limits(room=9, **LOOSE)) for name in "ab"]
     for prompt, output in FIGURE:
         new = job(prompt, output, f"{sum(len(w.jobs) for w in workers)}")
-        chosen = best_fit(workers, lambda each, new=new: takes(each, new, nothing))  # type: ignore[misc]
+        chosen = best_fit(workers, new, nothing)
         assert chosen
         chosen.give(new)
     packed = [[(each.prompt, each.expected) for each in worker.jobs.values()] for worker in workers]
@@ -171,6 +171,12 @@ def test_books_are_what_adding_up_says(steps: list[tuple[int, int, int]]) -> Non
         assert worker.seconds == context / 256 + len(worker.jobs) / 32 + 1 / 8
 
 
+def test_a_short_prediction_needs_room_for_its_limit_all_the_same() -> None:
+    short = Job("r", prompt=5, longest=21, predicted=2, expected=2)
+    assert takes(Worker("w", limits(room=21)), short, nothing)
+    assert not takes(Worker("w", limits(room=20)), short, nothing)
+
+
 def test_who_is_full_by_what_was_known_is_not_looked_at() -> None:
     def never(worker: Worker) -> Seen:
         raise AssertionError
@@ -198,7 +204,7 @@ def test_what_a_look_tells_counts() -> None:
 def pack(jobs: Sequence[Job], of: Limits) -> list[Worker]:
     workers: list[Worker] = []
     for each in jobs:
-        worker = best_fit(workers, lambda w, each=each: takes(w, each, nothing))  # type: ignore[misc]
+        worker = best_fit(workers, each, nothing)
         if worker is None:
             worker = Worker(str(len(workers)), of)
             workers.append(worker)
@@ -257,10 +263,11 @@ def test_the_fullest_first_and_of_equal_ones_the_first() -> None:
     empty = [Worker(name, limits()) for name in "ab"]
     half = worker_of([job(5, 5)], limits(), "h")
     full = worker_of([job(9, 9)], limits(), "f")
-    assert best_fit([*empty, half, full], lambda each: True) is full
-    assert best_fit([*empty, half, full], lambda each: each is not full) is half
-    assert best_fit(empty, lambda each: True) is empty[0]
-    assert best_fit(empty, lambda each: False) is None
+    assert best_fit([*empty, half, full], job(1, 1), nothing) is full
+    no_room = worker_of([job(9, 9)], limits(room=10), "f")
+    assert best_fit([*empty, half, no_room], job(1, 1), nothing) is half
+    assert best_fit(empty, job(1, 1), nothing) is empty[0]
+    assert best_fit(empty, job(200, 1), nothing) is None
 
 
 def test_tokens_drown_requests_in_the_norm_as_printed() -> None:
@@ -268,7 +275,7 @@ def test_tokens_drown_requests_in_the_norm_as_printed() -> None:
     long = worker_of([job(12, 2)], limits(), "l")
     assert many.norm == math.hypot(5, 10)
     assert long.norm == math.hypot(1, 13)
-    assert best_fit([many, long], lambda each: True) is long
+    assert best_fit([many, long], job(1, 1), nothing) is long
 
 
 # Opening.
@@ -280,15 +287,19 @@ def test_as_many_are_opened_as_the_waiting_ones_take() -> None:
     off = [Worker(name, of) for name in "xyz"]
 
     def opened(count: int, there: Sequence[Worker] = (full,)) -> int:
-        return num_to_open([job(5, 5, str(n)) for n in range(count)], there, off, nothing)
+        found = to_open([job(5, 5, str(n)) for n in range(count)], there, off, nothing)
+        assert found == [each.name for each in off[: len(found)]]
+        return len(found)
 
     assert [opened(count) for count in (0, 1, 2, 3, 5, 50)] == [0, 1, 1, 2, 3, 3]
     assert opened(1, [Worker("free", of)]) == 0
     too_long = [job(30, 1, "long")]
-    assert num_to_open(too_long, [], off, nothing) == 1  # Nobody else is there.
+    assert to_open(too_long, [], off, nothing) == ["x"]  # Nobody else is there.
+    assert to_open(too_long, [Worker("free", of)], off, nothing) == []
+    assert to_open([job(5, 5), *too_long], [], off, nothing) == ["x"]
     # (c) of those that are opened: their prompts wait for each other.
     hurried = [Worker(name, limits(ttft_s=0.5)) for name in "xyz"]
-    assert num_to_open([job(9, 1, str(n)) for n in range(3)], [], hurried, nothing) == 3
+    assert len(to_open([job(9, 1, str(n)) for n in range(3)], [], hurried, nothing)) == 3
 
 
 def test_alone() -> None:

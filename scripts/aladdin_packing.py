@@ -1,0 +1,101 @@
+"""Unlike workers, opened for some requests: Aladdin's rule against the best of all packings."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from jaxinfer.systems.best_fit import Job, Seen, Worker, best_fit, takes, to_open
+
+
+def see(worker: Worker) -> Seen:
+    """All prompts are still to be computed, and nothing decodes yet."""
+    return Seen(sum(job.prompt for job in worker.jobs.values()))
+
+
+def empty(worker: Worker) -> Worker:
+    """The same with nothing on it."""
+    return Worker(worker.name, worker.limits, usd=worker.usd)
+
+
+def by_rule(jobs: Sequence[Job], off: Sequence[Worker]) -> float | None:
+    """Dollars per hour where one request comes after the other; None if one fits nowhere.
+
+    Args:
+        off: workers that can be opened, all empty.
+    """
+    opened: list[Worker] = []
+    for job in jobs:
+        worker = best_fit(opened, job, see)
+        if worker is None:
+            names = {each.name for each in opened}
+            left = [empty(each) for each in off if each.name not in names]
+            first = next(iter(to_open([job], opened, left, see)), None)
+            worker = next((each for each in left if each.name == first), None)
+            if worker is None or not takes(worker, job, see):
+                return None
+            opened.append(worker)
+        worker.give(job)
+    return sum(each.usd for each in opened)
+
+
+def in_order(jobs: Sequence[Job], off: Sequence[Worker]) -> float | None:
+    """The same by first fit, with the workers opened in their order; prices do not count."""
+    opened: list[Worker] = []
+    left = [empty(each) for each in off]
+    for job in jobs:
+        while (worker := next((each for each in opened if takes(each, job, see)), None)) is None:
+            if not left:
+                return None
+            opened.append(left.pop(0))
+        worker.give(job)
+    return sum(each.usd for each in opened if each.jobs)
+
+
+def least_usd(jobs: Sequence[Job], workers: Sequence[Worker]) -> float | None:
+    """Dollars per hour of the best packing, by a mixed-integer program; None if there is none.
+
+    Binary: request j on worker i, and whether worker i is open. Constraints (b), (c) and (e) are
+    linear in these; (d) says nothing where nobody decodes yet.
+    """
+    count, jobs = len(jobs), list(jobs)
+    size = len(workers) * (count + 1)  # Of each worker, all requests, then whether it is open.
+    rows, upper = [], []
+
+    def at_most(number: int, each: Sequence[float], most: float) -> None:
+        row = np.zeros(size)
+        start = number * (count + 1)
+        row[start : start + count] = each
+        row[start + count] = -most
+        rows.append(row)
+        upper.append(0.0)
+
+    for number, worker in enumerate(workers):
+        of = worker.limits
+        decode, prefill = of.decode, of.prefill
+        seconds = [
+            decode.per_context * (job.prompt + of.gamma * job.output)
+            + of.theta * decode.per_sequence
+            for job in jobs
+        ]
+        at_most(number, seconds, of.theta * (of.atgt_s - decode.constant))  # (b)
+        prompts = [prefill.per_token * job.prompt for job in jobs]
+        at_most(number, prompts, of.ttft_s - prefill.constant)  # (c)
+        entries = [job.entries(of.page_size) for job in jobs]
+        for step in {left for _, left in entries}:  # (e): peaks are where one ends.
+            held = [now + step if step <= left else 0 for now, left in entries]
+            at_most(number, held, of.room)
+        at_most(number, [float(job.longest > of.room) for job in jobs], 0.0)
+        at_most(number, [1.0] * count, count)  # Who is not open has none.
+    once = np.zeros((count, size))
+    for j in range(count):
+        once[j, j :: count + 1] = 1
+    cost = np.zeros(size)
+    cost[count :: count + 1] = [worker.usd for worker in workers]
+    found = milp(
+        cost,
+        integrality=np.ones(size),
+        bounds=Bounds(0, 1),
+        constraints=[LinearConstraint(np.array(rows), ub=upper), LinearConstraint(once, 1, 1)],
+    )
+    return None if found.x is None else float(found.fun)
