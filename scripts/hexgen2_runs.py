@@ -30,7 +30,7 @@ CLASSES = ("HPLD", "HPHD", "LPHD", "LPLD")
 WORKLOADS = (*CLASSES, "online")
 REQUESTS, LOAD = 1000, 0.75
 # Where instances have hundreds of requests at once, 1,000 are mostly ramp and drain.
-MANY = 4000
+MANY = 2000
 LLAMA, OPT = "llama-2-70b", "opt-30b"
 # 100 Gb/s between nodes, where Figure 4 only draws; and 10.
 FAST, SLOW = 12.5, 1.25
