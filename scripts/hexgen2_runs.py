@@ -29,6 +29,8 @@ CLASSES = ("HPLD", "HPHD", "LPHD", "LPLD")
 # "online" has requests of all classes, at 75 % of what the cluster carries.
 WORKLOADS = (*CLASSES, "online")
 REQUESTS, LOAD = 1000, 0.75
+# Where instances have hundreds of requests at once, 1,000 are mostly ramp and drain.
+MANY = 2000
 LLAMA, OPT = "llama-2-70b", "opt-30b"
 # 100 Gb/s between nodes, where Figure 4 only draws; and 10.
 FAST, SLOW = 12.5, 1.25
@@ -61,8 +63,9 @@ def of_class(trace: Work, name: str) -> list[BenchRequest]:
 
 
 def draw(trace: Work, name: str, count: int = REQUESTS) -> list[BenchRequest]:
-    """Different requests of a class."""
-    return random.Random(0).sample(of_class(trace, name), count)
+    """Different requests of a class; of a class that has fewer, some several times."""
+    there, rng = of_class(trace, name), random.Random(0)
+    return rng.sample(there, count) if count <= len(there) else rng.choices(there, k=count)
 
 
 def poisson(work: Work, rate: float) -> list[BenchRequest]:
@@ -266,11 +269,11 @@ def fixed(cluster: Cluster, work: Work, plan: Sequence[Given], equal: bool = Fal
     if equal:
         sides = [[i for i, g in enumerate(groups) if g.role == r] for r in ("prefill", "decode")]
         shares = Flow(1.0, {(i, j): 1.0 for i in sides[0] for j in sides[1]})
-    in_step = max(capacity.engines["prefill"].max_num_batched_tokens / capacity.lengths.prompt, 1.0)
     own: dict[Role, Mapping[str, Any]] = {
         "prefill": problem.planner["prefill"], "decode": problem.planner["decode"]
     }  # fmt: skip
-    part = as_part(capacity.site, groups, shares, own, in_step, capacity.prefill_tokens)
+    prompt = capacity.lengths.prompt
+    part = as_part(capacity.site, groups, shares, own, prompt, capacity.prefill_tokens)
     used = sorted({number for pair in shares.pairs for number in pair})
     return Planned(problem, flow.total, part, _words(capacity.site, [groups[n] for n in used]))
 

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxinfer.config.run_file import load_run_file
+from jaxinfer.simulate.run import simulate
+from jaxinfer.workload.lengths import BenchRequest
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_suite.sh"
 
 
@@ -51,3 +55,16 @@ def test_refusals(options: list[str], message: str) -> None:
     assert done.returncode == 2
     assert message in done.stderr
     assert not Path("new").exists()
+
+
+@pytest.mark.slow
+def test_tables_of_operators(tmp_path: Path) -> None:
+    """The last stage, on a CPU: a folder of tables for both degrees, which simulations read."""
+    out = tmp_path / "out"
+    done = run("--rehearse", "--only", "operators", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| operators | ok |" in (out / "summary.md").read_text()
+    for degree in (1, 2):
+        config = load_run_file(str(out / "operators" / f"tp{degree}.yaml"))
+        found = simulate(config, [BenchRequest(None, 40, 5, 0.0) for _ in range(6)])
+        assert found.output_tokens == 30

@@ -17,6 +17,19 @@ def mixed(batch: Forming) -> None:
         batch.add_chunk(admitted)
 
 
+def even_decodes(batch: Forming) -> None:
+    """As ``mixed``, but that no step of a pipeline has more than its share of what runs.
+
+    Else the steps in flight drift apart: where two are formed at once, the first one takes all that
+    is ready, and a pipeline is as slow as its largest step.
+    """
+    instance = batch.instance
+    steps = 1 if instance.options.launch_ahead else instance.options.max_in_flight
+    _run_on(batch, -(-len(instance.taking_part) // steps))
+    while batch.budget and (admitted := batch.admit()):
+        batch.add_chunk(admitted)
+
+
 def one_batch(batch: Forming) -> None:
     """Admit only where nobody runs: a batch stays together until all of it has ended.
 
@@ -138,9 +151,10 @@ def catches_up(request: RequestState) -> bool:
     return launched < request.prompt_len or launched + 1 < request.num_known + request.pending
 
 
-def _run_on(batch: Forming) -> None:
-    """Decodes of what runs, then its prefill chunks."""
-    batch.add_group()
+def _run_on(batch: Forming, most: int | None = None) -> None:
+    """Decodes of what runs, at most so many, then its prefill chunks."""
+    batch.add_group(most)
+    left = batch.budget if most is None else most - batch.grouped
     prefills: list[RequestState] = []
     for request in batch.ungrouped():
         todo, launched = 1, request.launched
@@ -153,8 +167,8 @@ def _run_on(batch: Forming) -> None:
             todo = request.leg_goal - launched
         if todo > 1:
             prefills.append(request)
-        elif todo and batch.budget:
-            batch.add(request, 1)
+        elif todo and batch.budget and left > 0:
+            left -= batch.add(request, 1)
     for request in prefills:
         if batch.budget:
             batch.add_chunk(request)

@@ -39,8 +39,8 @@ class Forming:
             batch.work.shards = shard_work(self.rows)
         return batch
 
-    def add_group(self) -> None:
-        """Take in all decodes that go together.
+    def add_group(self, most: int | None = None) -> None:
+        """Take in all decodes that go together, or of these the ``most`` that were admitted first.
 
         Where there is not room and budget for all of them, and for all other decodes, none is
         taken: it is the policy then that decides who waits or leaves.
@@ -61,6 +61,8 @@ class Forming:
                 others += 1
         if not group.active:
             return
+        if most is not None:
+            running.trim(group, most)
         full = group.full()
         if len(full) + others > instance.kv.num_free or len(group.active) + others > self.budget:
             running.dissolve(group)

@@ -36,6 +36,7 @@ ADMISSIONS: Mapping[str, Any] = {
 }
 BATCHES: Mapping[str, Any] = {
     "mixed": batching.mixed,
+    "even_decodes": batching.even_decodes,
     "prefill_first": batching.PrefillFirst,
     "whole_prompts": batching.WholePrompts,
     "one_batch": batching.one_batch,

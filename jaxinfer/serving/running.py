@@ -117,6 +117,14 @@ class Running:
         group.join(request)
         del self._ungrouped[request.id]
 
+    def trim(self, group: DecodeGroup, most: int) -> None:
+        """Keep the ``most`` of a group that were admitted first; the others are rows again."""
+        if len(group.active) <= most:
+            return
+        for request in [each for each in self._all.values() if each.id in group.active][most:]:
+            group.leave(request)
+        self._find_ungrouped()
+
     def dissolve(self, group: DecodeGroup) -> None:
         """Have all of a group be rows of their own again."""
         self._groups.remove(group)

@@ -124,13 +124,49 @@ def test_what_is_planned_flows_through_deep_pipelines(tmp_path: Path) -> None:
     flow = shared_flow(groups, Network(capacity.site, capacity.layer_bytes))
     assert flow.total == pytest.approx(groups[0].carried.rate)
     bare: Any = {"prefill": PLANNER["prefill"], "decode": PLANNER["decode"]}
-    part = as_part(capacity.site, groups, flow, bare, 40, capacity.prefill_tokens)
-    assert part["instances"]["prefill0"]["max_num_batched_tokens"] < 64 * 140 / 4
+    part = as_part(capacity.site, groups, flow, bare, 100, capacity.prefill_tokens)
+    tokens = part["instances"]["prefill0"]["max_num_batched_tokens"]
+    assert tokens < 64 * 140 / 4
+    # Prompts of 100: four steps of them under way, and one that waits.
+    assert part["system"]["max_in_prefill"] == {"prefill0": -(-5 * tokens // 100)}
     ends: list[float] = []
     config = as_run_file(problem.run_file(part))
     simulate(config, work, on_request=lambda request, times: ends.append(times[-1]))
     ends.sort()
     assert 900 / (ends[1200] - ends[300]) == pytest.approx(flow.total, rel=0.1)
+
+
+def test_decodes_of_a_pipeline_are_even(tmp_path: Path) -> None:
+    """Two steps of 16 each flow through two stages, as planned; a policy that is given stays."""
+    site = site_of({"a": (H100, 2), "b": (H100, 2)}, 12.5)
+    path = tmp_path / "nodes.yaml"
+    path.write_text(yaml.safe_dump(site.hardware.model_dump(mode="json", exclude_none=True)))
+    problem, rng = asked(tmp_path), random.Random(0)
+    problem.run["simulate"]["hardware"] = str(path)
+    work = [BenchRequest(None, 100, rng.randint(50, 250), 0.0) for _ in range(800)]
+    problem.__dict__["work"] = work
+    planner = make_planner(problem.planner)
+    assert isinstance(planner, HexGen2)
+    capacity = planner.capacity(problem)
+    two = ((0, 2),), ((0, 1), (0, 1))
+    groups = [
+        Placed(((0, 2),), "prefill", capacity.carried_by(*two, "prefill")),
+        Placed(((1, 2),), "decode", capacity.carried_by(*two, "decode")),
+    ]
+    flow = shared_flow(groups, Network(capacity.site, capacity.layer_bytes))
+    assert flow.total == pytest.approx(groups[1].carried.rate)
+    own: Any = {"prefill": PLANNER["prefill"], "decode": PLANNER["decode"]}
+    part = as_part(capacity.site, groups, flow, own, 100, capacity.prefill_tokens)
+    assert part["instances"]["decode0"]["policies"] == {"form_batch": "even_decodes"}
+    assert "policies" not in part["instances"]["prefill0"]
+    ends: list[float] = []
+    config = as_run_file(problem.run_file(part))
+    simulate(config, work, on_request=lambda request, times: ends.append(times[-1]))
+    ends.sort()
+    assert 400 / (ends[600] - ends[200]) == pytest.approx(flow.total, rel=0.05)
+    own["decode"] = {**own["decode"], "policies": {"form_batch": "mixed"}}
+    part = as_part(capacity.site, groups, flow, own, 100, capacity.prefill_tokens)
+    assert part["instances"]["decode0"]["policies"] == {"form_batch": "mixed"}
 
 
 def test_the_same_run_file_each_time(tmp_path: Path) -> None:

@@ -11,6 +11,13 @@ from jaxinfer import LLM
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.report.records import read_run
 
+DISAGGREGATED = {
+    "name": "disaggregated", "prefill": ["p", "q"], "decode": ["d", "e"], "hand_off": "at_end",
+}  # fmt: skip
+HEXGEN2 = {
+    "name": "hexgen2", "flows": {"p": {"d": 3.0, "e": 1.0}, "q": {"e": 2.0}}, "hand_off": "at_end",
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def expected(tiny: LLM) -> list[list[int]]:
@@ -18,7 +25,7 @@ def expected(tiny: LLM) -> list[list[int]]:
     return tokens(tiny.generate(PROMPTS, PARAMS, progress=False))
 
 
-def load(folder: Path, **decode: Any) -> LLM:
+def load(folder: Path, system: dict[str, Any] = DISAGGREGATED, **decode: Any) -> LLM:
     """Prompts on p and q, decodes on d and e; no two of them are alike."""
     stages = {"stages": [{"group": "e", "layers": 1}] * 2}
     instances = {
@@ -33,10 +40,7 @@ def load(folder: Path, **decode: Any) -> LLM:
             "p": {}, "q": {"devices": 2}, "d": {}, "e": {"devices": 2, "tensor_parallel_size": 1}
         },
         "instances": {name: INSTANCE | each for name, each in instances.items()},
-        "system": {
-            "name": "disaggregated", "prefill": ["p", "q"], "decode": ["d", "e"],
-            "hand_off": "at_end",
-        },
+        "system": system,
         "verify_transfers": True,
     }  # fmt: skip
     return LLM.from_config(as_run_file(run_file), progress=False)
@@ -96,3 +100,43 @@ def test_full_pools_of_those_that_decode(
     assert len(moved) >= len(PROMPTS)
     decoded = sum(s.decode_tokens for s in run.steps if s.instance in "de")
     assert decoded >= len(PROMPTS) * (PARAMS.max_tokens - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lost", "failure", "after"),
+    [("d", break_device, 2), ("e", break_device, 2), ("p", break_export, 1)],
+)
+def test_hexgen2_loses_one(
+    tiny_folder: Path,
+    tmp_path: Path,
+    expected: list[list[int]],
+    lost: str,
+    failure: Any,
+    after: int,
+) -> None:
+    """Its pairs are gone; who had no other has one now."""
+    llm = load(tiny_folder, HEXGEN2)
+    failure(llm, lost, after)
+    outputs = llm.generate(PROMPTS, PARAMS, progress=False, run_dir=tmp_path)
+    assert tokens(outputs) == expected
+    run = read_run(tmp_path / "1")
+    assert list(run.run["lost"]) == [lost]
+    others = {"d": {"e"}, "e": {"d"}, "p": {"d", "e"}}[lost]
+    assert sum(s.decode_tokens for s in run.steps if s.instance in others) > 0
+    assert run.steps[-1].instance != lost
+
+
+@pytest.mark.slow
+def test_hexgen2_loses_all_that_prefill(
+    tiny_folder: Path, tmp_path: Path, expected: list[list[int]]
+) -> None:
+    """Those that decode serve whole requests."""
+    llm = load(tiny_folder, HEXGEN2)
+    break_device(llm, "p", 1)
+    break_device(llm, "q", 1)
+    outputs = llm.generate(PROMPTS, PARAMS, progress=False, run_dir=tmp_path)
+    assert tokens(outputs) == expected
+    run = read_run(tmp_path / "1")
+    assert set(run.run["lost"]) == {"p", "q"}
+    assert sum(s.prefill_tokens for s in run.steps if s.instance in "de") > 0

@@ -322,7 +322,7 @@ ADMISSIONS = st.sampled_from(("greedy", "whole_request")) | st.one_of(
         for name in ("reserve_static", "reserve_dynamic", "peak")
     ),
 )
-BATCHES = st.sampled_from(("mixed", "one_batch")) | st.one_of(
+BATCHES = st.sampled_from(("mixed", "even_decodes", "one_batch")) | st.one_of(
     st.fixed_dictionaries(
         {"name": st.just("prefill_first"), "prefill_tokens": st.none() | st.integers(1, 12)}
     ),

@@ -76,6 +76,20 @@ def test_whole_prompts_keep_to_their_tokens(scenario: Scenario, tokens: int, ski
 
 
 @examples(200)
+@given(scenarios())
+def test_even_decodes_keep_to_their_share(scenario: Scenario) -> None:
+    outcome = serve(scenario, PolicyOptions(form_batch="even_decodes"))
+    if any(request.metrics.num_preemptions for request in outcome.finished.values()):
+        return  # Those that are counted after a step was formed are fewer then.
+    options = {name: each for name, *_, each in scenario.instances}
+    for batch in outcome.world.batches:
+        each = options[batch.instance]
+        steps = 1 if each.launch_ahead else each.max_in_flight
+        decodes = sum(is_decode(row) for row in batch.rows)
+        assert decodes <= -(-batch.num_running // steps)
+
+
+@examples(200)
 @given(scenarios(max_instances=1, max_legs=1))
 def test_one_batch_admits_into_an_empty_one(scenario: Scenario) -> None:
     """Between two members of one batch that have begun together, nobody else begins."""
@@ -137,7 +151,10 @@ class Instant:
     """Requests on one instance, whose steps end as soon as they are formed."""
 
     def __init__(self, pages: int = 100, size: int = 1, **options: Any) -> None:
-        limits = {"max_num_batched_tokens": 100, "max_num_seqs": 8, "watermark": 0.0}
+        limits: dict[str, Any] = {
+            "max_num_batched_tokens": 100, "max_num_seqs": 8, "watermark": 0.0,
+            "max_in_flight": 2, "launch_ahead": True,
+        }  # fmt: skip
         given = {name: options.pop(name) for name in list(options) if name in limits}
         policies = make_policies(PolicyOptions(**options))
         opts = InstanceOptions(**(limits | given))
@@ -203,6 +220,22 @@ def test_whole_prompts_by_hand() -> None:
     run.add((9, 9))
     assert run.step() == {"r1": 1, "r2": 1, "r0": 1, "r3": 1, "r4": 1}
     assert run.step() == {"r5": 9, "r0": 1}
+
+
+@pytest.mark.parametrize(
+    ("form_batch", "wanted"), [("mixed", [5, 0, 0]), ("even_decodes", [2, 2, 1])]
+)
+def test_decodes_of_a_pipeline_by_hand(form_batch: str, wanted: list[int]) -> None:
+    """Three steps in flight, five decodes that are all ready when the first one is formed."""
+    run = Instant(
+        form_batch=form_batch, max_in_flight=3, launch_ahead=False, max_num_batched_tokens=50
+    )
+    run.add(*[(4, 9)] * 5)
+    assert run.step() == dict.fromkeys(("r0", "r1", "r2", "r3", "r4"), 4)
+    batches = [run.instance.form_batch() for _ in range(3)]
+    assert [len(batch.rows) if batch else 0 for batch in batches] == wanted
+    rows = [row.request.id for batch in batches if batch for row in batch.rows]
+    assert rows == ["r0", "r1", "r2", "r3", "r4"]  # By admission, each once.
 
 
 def test_one_batch_by_hand() -> None:

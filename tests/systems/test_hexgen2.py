@@ -89,6 +89,30 @@ def test_in_proportion() -> None:
     assert all(each == (Leg(each[0].instance, 10), Leg(each[1].instance)) for each in legs)
 
 
+def test_each_prefill_instance_has_room_of_its_own() -> None:
+    """Two of p's two are there, so that q has all that come, up to its three."""
+    system = make(max_in_prefill={"p": 2, "q": 3})
+    assert pairs(route(system, 12, p=2, q=0, d=0, e=0)) == {"qe": 3}
+    # Sixteen of each that has no limit of its own.
+    system = make(max_in_prefill={"p": 2})
+    assert pairs(route(system, 40, p=0, q=0, d=0, e=0))["qe"] == 16
+
+
+@pytest.mark.parametrize(
+    ("most", "message"),
+    [
+        (0, "max_in_prefill is 0, must be from 1 on"),
+        ({"p": 1, "q": 0}, "max_in_prefill.q is 0, must be from 1 on"),
+        ({"d": 4}, "max_in_prefill.d: known: p, q"),
+    ],
+)
+def test_limits_that_cannot_be(most: Any, message: str) -> None:
+    with pytest.raises(JaxinferError) as error:
+        make(max_in_prefill=most)
+    assert str(error.value) == message
+    make(max_in_prefill={"p": 1, "q": 1})
+
+
 def held(name: str, by: str | None, prompt: int = 10) -> SimpleNamespace:
     done = prompt if by else 0
     return SimpleNamespace(
@@ -148,14 +172,21 @@ def test_after_losses_whole_requests_go_where_they_fit() -> None:
 WEIGHTS = st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=25)
 
 
+def shares_of(weights: Sequence[float], ahead: float = 0.0) -> Shares:
+    flows = {(f"p{number}", "d"): weight for number, weight in enumerate(weights)}
+    return Shares(flows, dict.fromkeys(flows, ahead))
+
+
 @examples(200)
 @given(WEIGHTS)
 def test_at_every_moment_within_one_request(weights: list[float]) -> None:
     """Tijdeman's bound, 1 - 1 / (2n - 2), which the largest deficit exceeds."""
-    shares = Shares({(f"p{i}", "d"): weight for i, weight in enumerate(weights)})
+    shares = shares_of(weights)
     sent: Counter[tuple[str, str]] = Counter()
     for count in range(1, 300):
-        sent[shares.take(list(shares.owed))] += 1
+        taken = shares.take(list(shares.owed))
+        assert taken
+        sent[taken] += 1
         for i, weight in enumerate(weights):
             due = count * weight / sum(weights)
             bound = 1 - 0.5 / max(len(weights) - 1, 1)
@@ -163,30 +194,69 @@ def test_at_every_moment_within_one_request(weights: list[float]) -> None:
 
 
 @examples(100)
-@given(WEIGHTS, st.data())
-def test_who_has_no_room_is_owed_little_and_the_others_keep_their_shares(
-    weights: list[float], data: st.DataObject
+@given(WEIGHTS, st.floats(0, 5), st.data())
+def test_who_has_room_gets_ahead_by_so_much_at_most(
+    weights: list[float], ahead: float, data: st.DataObject
 ) -> None:
-    shares = Shares({(f"p{i}", "d"): weight for i, weight in enumerate(weights)})
+    """It is waited for those that are due more than it; never where all have room."""
+    shares = shares_of(weights, ahead)
+    everyone = list(shares.owed)
+    for _ in range(20):
+        with_room = data.draw(st.lists(st.sampled_from(everyone), unique=True))
+        for _ in range(data.draw(st.integers(1, 50))):
+            before = dict(shares.owed)
+            taken = shares.take(with_room, everyone)
+            assert sum(shares.owed.values()) == pytest.approx(0, abs=1e-6)
+            assert min(shares.owed.values()) >= -max(ahead, 1) - 1e-6
+            if taken is None:
+                assert shares.owed == before
+                assert set(with_room) < set(everyone)
+                break
+            assert taken in with_room
+
+
+def test_a_full_one_is_waited_for_and_gets_what_it_missed() -> None:
+    """Two halves: the one is given two more than its share, which is four while nobody else is."""
+    shares = shares_of((1.0, 1.0), ahead=2.0)
+    one, other = everyone = list(shares.owed)
+    assert [shares.take([one], everyone) for _ in range(5)] == [one] * 4 + [None]
+    taken = [shares.take(everyone, everyone) for _ in range(8)]
+    assert taken[:3] == [other] * 3
+    assert (taken.count(one), taken.count(other)) == (2, 6)
+
+
+@examples(100)
+@given(WEIGHTS, st.data())
+def test_who_may_not_have_them_is_owed_little(weights: list[float], data: st.DataObject) -> None:
+    shares = shares_of(weights)
     everyone = list(shares.owed)
     for _ in range(100):
-        with_room = data.draw(st.lists(st.sampled_from(everyone), min_size=1, unique=True))
+        able = data.draw(st.lists(st.sampled_from(everyone), min_size=1, unique=True))
         for _ in range(data.draw(st.integers(1, 50))):
-            assert shares.take(with_room) in with_room
+            assert shares.take(able) in able
             assert sum(shares.owed.values()) == pytest.approx(0, abs=1e-6)
-            full = [owed for pair, owed in shares.owed.items() if pair not in with_room]
-            assert max(full, default=0) < 2
+            others = [owed for pair, owed in shares.owed.items() if pair not in able]
+            assert max(others, default=0) < 2
         if data.draw(st.booleans()):
             break
 
 
-def test_shares_of_those_with_room_while_another_is_full() -> None:
-    shares = Shares({("p", "d"): 3.0, ("p", "e"): 1.0, ("q", "e"): 4.0})
+def test_shares_of_those_that_may_have_them() -> None:
+    flows = {("p", "d"): 3.0, ("p", "e"): 1.0, ("q", "e"): 4.0}
+    shares = Shares(flows, dict.fromkeys(flows, 0.0))
     taken = Counter(shares.take([("p", "d"), ("p", "e")]) for _ in range(400))
     assert abs(taken["p", "d"] - 300) <= 2
     # What it missed comes back by one request, not by 400.
     back = [shares.take(list(shares.owed)) for _ in range(8)]
     assert back.count(("q", "e")) in (5, 6)
+
+
+def test_a_queue_that_is_never_empty_keeps_to_the_flows() -> None:
+    """p has no room for long: q gets what it may have at once more than its share, and no more."""
+    system = make({"p": {"d": 3.0}, "q": {"e": 1.0}}, max_in_prefill={"p": 1, "q": 4})
+    given = [pairs(route(system, 9, p=1, q=0, d=0, e=0)) for _ in range(4)]
+    assert sum(each["qe"] for each in given) == 5
+    assert pairs(route(system, 9, p=0, q=0, d=0, e=0)) == {"pd": 1}
 
 
 def test_limits_of_prefill_instances() -> None:

@@ -24,7 +24,7 @@ def as_part(
     groups: Sequence[Placed],
     flow: Flow,
     engines: Mapping[Role, Mapping[str, Any]],
-    in_step: float,
+    prompt: float,
     step_tokens: Callable[[int], int],
     measured: Mapping[str, GroupCosts] | None = None,
 ) -> dict[str, Any]:
@@ -32,13 +32,14 @@ def as_part(
 
     Args:
         engines: options of the instances of each role.
-        in_step: prompts of a full prefill step; so many for each stage, and as many in wait.
-        step_tokens: of a prefill step of an instance, by how many stages it has.
+        prompt: tokens of a mean one; an instance may have a full step of them for each of its
+            stages, and one more that waits.
+        step_tokens: of a full prefill step of an instance, by how many stages it has.
         measured: by GPU, costs of groups of it.
     """
     names = names_of(groups, flow)
     part: dict[str, Any] = {"groups": {}, "instances": {}, "simulate": {"groups": {}}}
-    most = 1
+    most: dict[str, int] = {}
     for number, name in names.items():
         placed, stages = groups[number], []
         for index, (node, tp, start, stop) in enumerate(placed.layers(site)):
@@ -49,9 +50,12 @@ def as_part(
             part["simulate"]["groups"][group] = {"node": site.names[node], **own}
             stages.append({"group": group, "layers": stop - start})
         part["instances"][name] = {"stages": stages, **engines[placed.role]}
+        if placed.role == "decode" and len(stages) > 1:
+            policies = part["instances"][name].get("policies", {})
+            part["instances"][name]["policies"] = {"form_batch": "even_decodes", **policies}
         if placed.role == "prefill":
-            part["instances"][name]["max_num_batched_tokens"] = step_tokens(len(stages))
-            most = max(most, ceil(2 * in_step * len(stages)))
+            part["instances"][name]["max_num_batched_tokens"] = tokens = step_tokens(len(stages))
+            most[name] = ceil(max(tokens / prompt, 1.0) * (len(stages) + 1))
     flows: dict[str, dict[str, float]] = {}
     for (i, j), rate in flow.pairs.items():
         flows.setdefault(names[i], {})[names[j]] = float(f"{rate:.6g}")

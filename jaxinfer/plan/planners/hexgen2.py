@@ -190,13 +190,12 @@ class HexGen2:
         """As a run file's part."""
         capacity, options = self.capacity(problem), self._options
         site, flow = capacity.site, found.flow
-        engine = capacity.engines["prefill"]
         own: dict[Role, Mapping[str, Any]] = {
             "prefill": options.prefill, "decode": options.decode
         }  # fmt: skip
-        in_step = max(engine.max_num_batched_tokens / capacity.lengths.prompt, 1.0)
+        prompt = capacity.lengths.prompt
         part = as_part(
-            site, found.groups, flow, own, in_step, capacity.prefill_tokens, options.measured
+            site, found.groups, flow, own, prompt, capacity.prefill_tokens, options.measured
         )
         used = [found.groups[number] for number in sorted({i for pair in flow.pairs for i in pair})]
         roles = [placed.role for placed in used]
