@@ -10,21 +10,26 @@ drawn from published quantiles. Nothing is calibrated.
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
+import yaml
 from results import Target, by_share, holds, show_table, show_targets, write_csv, write_targets
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.plan.placement.primaries import groupings, primaries
+from jaxinfer.plan.planners.hetis import Hetis as HetisPlanner
+from jaxinfer.plan.problem import load_problem
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
 from jaxinfer.simulate.run import simulate
 from jaxinfer.systems.hetis import Hetis
 
 Row = dict[str, Any]
-HARDWARE = Path(__file__).parents[1] / "configs" / "clusters" / "hetis.yaml"
+CONFIGS = Path(__file__).parents[1] / "configs"
+HARDWARE, PLAN = CONFIGS / "clusters" / "hetis.yaml", CONFIGS / "plan" / "hetis.yaml"
 # Table 1: seconds of a prefill and a decode on A100-80, 3090 and P100.
 PREFILL, DECODE = (0.06, 0.147, 1.47), (0.0097, 0.0143, 0.077)
 # The node of each group, and its GPUs.
@@ -102,16 +107,35 @@ def placements() -> tuple[list[Row], list[Target]]:
                 left = primaries((4, 4, 4), seconds, most, rule)  # type: ignore[arg-type]
                 rows.append({"times": name, "slower by at most": most, "rule": rule,
                              "A100": left[0], "3090": left[1], "P100": left[2]})  # fmt: skip
-    start = time.process_time()
-    count = len(list(groupings([32] * 5, (1, 2, 4, 8.3, 16.7), 0.0, "cumulative")))
-    seconds = time.process_time() - start
+    seconds, count = search_of_160()
     found = primaries((4, 4, 4), PREFILL, 0.05, "cumulative")
     return rows, [
         holds("A100 and 3090 have layers, P100 none", "4, 4, 0", ", ".join(map(str, found)),
               found == [4, 4, 0]),
-        holds("groupings of 160 GPUs are enumerated in less than 15 s", "15 s",
-              f"{seconds:.2f} s of CPU, {count} groupings", seconds < 15),
+        holds("the planner's candidates for 160 GPUs, 70B, in less than 15 s", "15 s",
+              f"{seconds:.2f} s of CPU, {count} groupings looked at", seconds < 15),
     ]  # fmt: skip
+
+
+def search_of_160() -> tuple[float, int]:
+    """CPU seconds of the planner's search among five kinds of 32 GPUs, and how many groupings.
+
+    All GPUs keep their layers, so that there are most of them.
+    """
+    of_prefill = {"H100-SXM": 1.0, "A100-80G-SXM": 2.0, "L40S": 4.0, "RTX-3090": 8.3,
+                  "P100-PCIe-12G": 16.7}  # fmt: skip
+    nodes = {f"{kind}_{i}": {"gpu": kind, "gpus": 8, "nic_gb_s": 12.5, "link_gb_s": 32}
+             for kind in of_prefill for i in range(4)}  # fmt: skip
+    problem = load_problem(PLAN)
+    planner = HetisPlanner(HetisPlanner.Options(seconds=of_prefill, most_slower=0.0))
+    with TemporaryDirectory() as folder:
+        hardware = Path(folder) / "hardware.yaml"
+        hardware.write_text(yaml.safe_dump({"source": "", "latency_s": 5e-5, "nodes": nodes}))
+        problem.run["simulate"]["hardware"] = str(hardware)
+        start = time.process_time()
+        planner.candidates(problem)
+        seconds = time.process_time() - start
+    return seconds, len(list(groupings([32] * 5, list(of_prefill.values()), 0.0, "cumulative")))
 
 
 def capacities() -> tuple[list[Row], list[Target]]:
