@@ -96,12 +96,13 @@ def closed_form(config: RunFile) -> float:
 
 
 def offload(found: Sequence[Course]) -> tuple[list[Row], list[Target]]:
-    """Closed form against simulation, and whether the faster device always has more heads."""
+    """Closed form against simulation, and how often the devices with layers have fewer heads."""
     rows, targets = list[Row](), list[Target]()
     for course in found:
-        gone = [tokens for tokens, stages in course.steps if any(sum(s[1:]) for s in stages)]
-        began, expected, us = min(gone, default=0), course.expected, round(1e6 * course.exchange_s)
-        ordered = all(stage[0] >= max(stage[1:]) for _, each in course.steps for stage in each)
+        # Once gone, they come back late: what is asked is when the first ones leave.
+        gone = (tokens for tokens, stages in course.steps if any(sum(s[1:]) for s in stages))
+        began, expected, us = next(gone, 0), course.expected, round(1e6 * course.exchange_s)
+        fewer = sum(any(s[0] < max(s[1:]) for s in stages) for _, stages in course.steps)
         most, there = max(course.steps, key=lambda step: step[0])
         rows.append(
             {
@@ -109,13 +110,14 @@ def offload(found: Sequence[Course]) -> tuple[list[Row], list[Target]]:
                 "closed form (tokens)": round(expected), "simulated (tokens)": began,
                 "at most in flight": most,
                 "own share of heads then": " / ".join(f"{s[0] / sum(s):.2f}" for s in there),
-                "own devices always have most": "yes" if ordered else "no",
+                "steps": len(course.steps), "of them with most heads elsewhere": fewer,
             }
         )  # fmt: skip
         if began or expected < most:
             claim = f"tokens in flight from which heads leave: {course.case}, {us} us"
             targets.append(by_share(claim, expected, began, 0.2))
-    ordered = all(row["own devices always have most"] == "yes" for row in rows)
-    says = "in every step of all" if ordered else "not in all steps"
-    claim = "the faster device always has more heads (Fig. 14)"
-    return rows, [*targets, holds(claim, "more", says, ordered)]
+    of_13b = [row for row in rows if row["cluster"].startswith("13B")]
+    fewer = sum(row["of them with most heads elsewhere"] for row in of_13b)
+    says = f"fewer in {fewer} of {sum(row['steps'] for row in of_13b)} steps"
+    claim = "13B: the A100 always has more heads than a 3090 (Fig. 14)"
+    return rows, [*targets, holds(claim, "more", says, not fewer)]
