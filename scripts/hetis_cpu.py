@@ -29,7 +29,7 @@ Row = dict[str, Any]
 FILE = Path(__file__).parents[1] / "configs" / "cpu" / "hetis.yaml"
 DEVICES = ("primary", "near", "far")
 # Pages, so few that requests meet the pool's end; and a Theta by which none moves for time.
-SMALL, NEVER = 12, 1000.0
+SMALL, NEVER = 6, 1000.0
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def draw_capacities(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         ax.invert_yaxis()
         ax.set_title(model, fontsize=10)
         ax.set_xlabel("thousands of tokens")
-    figure.axes[0].legend(frameon=False, fontsize=7, loc="lower right")
+    figure.axes[-1].legend(frameon=False, fontsize=7, loc="lower right")
     save_picture(figure, path)
 
 
