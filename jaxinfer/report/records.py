@@ -13,12 +13,19 @@ from jaxinfer.errors import JaxinferError
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step. ``stages`` has start and end of each pipeline stage's part, in seconds."""
+    """One step.
+
+    Attributes:
+        stages: start and end of each pipeline stage's part, in seconds.
+        heads: KV heads of its requests in each shard of the instance; empty where each stage has
+            one. A stage's own group comes first, then its attention groups.
+    """
 
     instance: str
     stages: tuple[tuple[float, float], ...]
     prefill_tokens: int
     decode_tokens: int
+    heads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -167,6 +174,7 @@ def _as_record(lines: RunLines, name: str | None) -> RunRecord:
                 tuple((a, b) for a, b in s.get("stages", [[s["start"], s["end"]]])),
                 s["prefill_tokens"],
                 s["decode_tokens"],
+                tuple(s.get("heads", ())),
             )
             for s in lines.steps
         ),

@@ -73,6 +73,8 @@ class RunFolder:
         }
         if len(done.stages) > 1:
             line["stages"] = [[round(start, 6), round(end, 6)] for start, end in done.stages]
+        if work.shards:  # Of the step's requests, KV heads in each shard of the instance.
+            line["heads"] = [shard.heads for shard in work.shards]
         self._steps.write(json.dumps(line) + "\n")
         self._write_transfers(self._hidden.add_step(done, moving))
 

@@ -1,6 +1,6 @@
 """A linear model of the time of attention where some KV heads of a stage lie."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,15 @@ class AttentionFit:
 
     def seconds(self, pairs: float, entries: float) -> float:
         """Of one layer; nothing without pairs."""
+        return self.busy(pairs, entries) + self.exchange if pairs else 0.0
+
+    def busy(self, pairs: float, entries: float) -> float:
+        """Of those, what device and link can do for nobody else."""
         if not pairs:
             return 0.0
-        return (
-            (self.per_pair + self.exchange_per_pair) * pairs
-            + self.per_entry * entries
-            + self.constant
-            + self.exchange
-        )
+        each = self.per_pair + self.exchange_per_pair
+        return each * pairs + self.per_entry * entries + self.constant
+
+    def of_steps(self, count: int) -> "AttentionFit":
+        """Of so many steps that have all pairs and entries together."""
+        return replace(self, constant=count * self.constant, exchange=count * self.exchange)

@@ -43,6 +43,11 @@ class ShardWork:
     chunks: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
+    def heads(self) -> int:
+        """Slices that lie here, over all rows."""
+        return self.pairs + sum(slices for _, _, slices in self.chunks)
+
+    @property
     def tokens(self) -> int:
         """Over all slices, those whose queries come here."""
         return self.pairs + sum(count * slices for _, count, slices in self.chunks)

@@ -85,6 +85,7 @@ class Shard:
         stage: pipeline stage whose layers it has. Slices go to any shard of their stage.
         group: name of the device group where it lies, if anybody asks.
         fit: how long attention takes here, where that has been profiled.
+        layers: of the model that the stage has, where stages share device groups.
 
     Attributes:
         num_pairs: slices that lie here, over all requests.
@@ -97,12 +98,14 @@ class Shard:
         stage: int = 0,
         group: str = "",
         fit: AttentionFit | None = None,
+        layers: int = 1,
     ) -> None:
         self.pool = pool
         self.slices = slices
         self.stage = stage
         self.group = group
         self.fit = fit
+        self.layers = layers
         self.num_pairs = 0
 
     @property

@@ -102,6 +102,10 @@ class ShardView(Protocol):
     def fit(self) -> AttentionFit | None:
         """How long attention takes here, where a stage has several and that has been profiled."""
 
+    @property
+    def layers(self) -> int:
+        """How many the stage has of the model's."""
+
 
 class InstanceView(Protocol):
     """One instance's statistics, read-only. Pages are counted per slice of KV heads.

@@ -50,7 +50,8 @@ class ModelledShard:
         first = self.stage * self.heads
         slices = tuple(range(first, first + self.heads)) if self.is_own else ()
         pool = CountedPages(self.num_head_pages, page_size)
-        return Shard(pool, slices, self.stage, self.group, self.cost.fit if self.cost else None)
+        fit = self.cost.fit if self.cost else None
+        return Shard(pool, slices, self.stage, self.group, fit, self.layers)
 
 
 def spread_stage(site: Resolved, place: StageConfig, part: StagePart, first: int) -> SpreadStage:

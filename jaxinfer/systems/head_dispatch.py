@@ -19,6 +19,7 @@ class Load:
     Attributes:
         pairs: slices over all requests; ``entries``: of their KV.
         free_pages: of one slice each, with room for ``page_size`` entries.
+        others: seconds that it works for other stages meanwhile, which take turns with this one.
     """
 
     fit: AttentionFit
@@ -26,6 +27,7 @@ class Load:
     entries: float
     free_pages: int
     page_size: int = 1
+    others: float = 0.0
 
     @property
     def capacity(self) -> float:
@@ -35,7 +37,7 @@ class Load:
     @property
     def seconds(self) -> float:
         """Of one layer (eqs. 3 and 4); an idle device takes none."""
-        return self.fit.seconds(self.pairs, self.entries)
+        return self.fit.seconds(self.pairs, self.entries) + self.others if self.pairs else 0.0
 
     def plus(self, slices: int, entries: float, pages: int) -> "Load":
         """With more slices of so many KV entries and pages each; fewer where it is negative."""
@@ -45,6 +47,7 @@ class Load:
             self.entries + slices * entries,
             self.free_pages - slices * pages,
             self.page_size,
+            self.others,
         )
 
 
@@ -98,7 +101,7 @@ def can_do(seconds: float, loads: Sequence[Load]) -> bool:
     trades = []
     for load in loads:
         fit = load.fit
-        left = seconds - fit.constant - fit.exchange
+        left = seconds - fit.constant - fit.exchange - load.others
         if left < 0:
             continue
         taken = min(load.capacity, left / fit.per_entry if fit.per_entry else math.inf)

@@ -44,7 +44,7 @@ class HetisOptions(Options):
 
     Attributes:
         theta: how much slower than the ideal a stage's slowest device may be before a request is
-            placed anew; null: nothing ever moves, and who has no page is preempted (LIFO).
+            placed anew; null: no request ever is, and who has no page is preempted (LIFO).
         placement: by the ``time`` of attention, or by free ``memory`` alone.
         attention: by group, how long attention takes there, in place of what is known of it.
     """
@@ -55,10 +55,12 @@ class HetisOptions(Options):
 
 
 class Hetis(System):
-    """Heads of new requests where attention stays fastest; later they move, one request at a time.
+    """Heads where attention stays fastest; later they move, one request at a time.
 
-    A request goes to the instance with the largest share of free pages. It is placed anew where a
-    stage is slower than Theta allows (section 5.3.1), and where a shard has no page left (5.3.2).
+    A request goes to the instance with the largest share of free pages. Its prompt is attended to
+    on the devices with layers, where they have room (section 3.2); its heads are handed out when
+    that is done. It is placed anew where a stage is slower than Theta allows (section 5.3.1), and
+    where a shard has no page left (5.3.2).
     """
 
     Options = HetisOptions
@@ -69,9 +71,11 @@ class Hetis(System):
         given = self.options.attention.items()
         self._given = {group: AttentionFit(**fit.model_dump()) for group, fit in given}
         self._pools = Pools()
-        self._counts = Counter(moved_for_time=0, moved_for_memory=0)
-        # By instance, the request that was told to move last.
-        self._moving: dict[str, str] = {}
+        self._counts = Counter(handed_out=0, moved_for_time=0, moved_for_memory=0)
+        # By instance, requests that were told to move, and may not have got there.
+        self._moving: defaultdict[str, set[str]] = defaultdict(set)
+        # Requests whose prompts are attended to on the devices with layers.
+        self._prompts: set[str] = set()
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
         """No KV goes from instance to instance."""
@@ -90,18 +94,22 @@ class Hetis(System):
         return found
 
     def place(self, request: RequestView, instance: InstanceView) -> Placement | None:
-        """By eq. 7, with what runs where it is."""
+        """Each stage's heads on its own device for the prompt; without room there, by eq. 7."""
         pages = -(-request.num_known // instance.page_size)
         placement: list[list[int]] = [[] for _ in instance.shards]
         for numbers in _stages(instance.shards):
-            slices = [piece for n in numbers for piece in instance.shards[n].slices]
-            loads = self._loads(instance, numbers)
-            counts = self._dispatch(loads, len(slices), request.num_known, pages)
+            own = next(number for number in numbers if instance.shards[number].slices)
+            slices = list(instance.shards[own].slices)
+            counts: list[int] | None = [len(slices) * (number == own) for number in numbers]
+            if instance.shards[own].num_free_pages < pages * len(slices):
+                loads = self._loads(instance, numbers, coming=1)
+                counts = self._dispatch(loads, len(slices), request.num_known, pages)
             if counts is None:
                 return None
             left = iter(slices)
             for number, count in zip(numbers, counts, strict=True):
                 placement[number] = [next(left) for _ in range(count)]
+        self._prompts.add(request.id)
         return placement
 
     def make_room(
@@ -134,15 +142,23 @@ class Hetis(System):
         return [self._move(instance, victim, moves, "moved_for_memory")]
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
-        """Place one request anew where a stage's slowest device is too slow."""
+        """Hand out heads whose prompts are done; or place one request anew."""
         instance = cluster.instances[step.instance]
-        if self.options.theta is None or self._is_moving(instance):
-            return ()
+        done = [row.request for row in step.rows if self._has_done_its_prompt(row.request)]
+        self._prompts.difference_update(request.id for request in done)
+        there = [each for each in done if each.id in instance.running]
+        moves = self._hand_out(instance, [each for each in there if not _moves_now(each, instance)])
+        if moves or self.options.theta is None or self._is_moving(instance):
+            return moves
         for numbers in _stages(instance.shards):
             action = self._relieve(instance, numbers) if len(numbers) > 1 else None
             if action:
                 return [action]
         return ()
+
+    def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
+        """One may end before its prompt is done."""
+        self._prompts.discard(request.id)
 
     def report(self) -> Mapping[str, object]:
         """How many requests were told to move, and for what."""
@@ -153,6 +169,27 @@ class Hetis(System):
         theta, slowest = self.options.theta, max(load.seconds for load in loads)
         assert theta is not None
         return slowest > 0 and can_do(slowest / (1 + theta), loads)
+
+    def _has_done_its_prompt(self, request: RequestView) -> bool:
+        return request.id in self._prompts and request.computed + 1 >= request.num_known
+
+    def _hand_out(
+        self, instance: InstanceView, requests: Sequence[RequestView]
+    ) -> Sequence[MoveSlices]:
+        """Place heads by eq. 7, now that only decodes are to come."""
+        moves: dict[str, list[SliceMove]] = {request.id: [] for request in requests}
+        for numbers in _stages(instance.shards) if requests else ():
+            loads = self._loads(instance, numbers)
+            for request in requests:
+                anew = self._place_anew(instance, request, numbers, loads)
+                if anew:
+                    loads, changes = anew
+                    moves[request.id] += changes
+        return [
+            self._move(instance, request, moves[request.id], "handed_out")
+            for request in requests
+            if moves[request.id]
+        ]
 
     def _relieve(self, instance: InstanceView, numbers: Sequence[int]) -> MoveSlices | None:
         """Place the largest request on a device that is too slow anew, if that helps."""
@@ -165,6 +202,22 @@ class Hetis(System):
         if not there:
             return None
         request = max(there, key=lambda each: len(each.slices[shard]) * each.num_known)
+        anew = self._place_anew(instance, request, numbers, loads)
+        if anew is None:
+            return None
+        after, moves = anew
+        if max(load.seconds for load in after) >= loads[slowest].seconds:
+            return None
+        return self._move(instance, request, moves, "moved_for_time") if moves else None
+
+    def _place_anew(
+        self,
+        instance: InstanceView,
+        request: RequestView,
+        numbers: Sequence[int],
+        loads: Sequence[Load],
+    ) -> tuple[list[Load], list[SliceMove]] | None:
+        """What lies on a stage's devices once a request has been placed anew, and its moves."""
         entries, pages = request.num_known, -(-request.num_known // instance.page_size)
         here = [len(request.slices[number]) for number in numbers]
         without = [
@@ -174,25 +227,21 @@ class Hetis(System):
         if counts is None:
             return None
         after = [load.plus(n, entries, pages) for load, n in zip(without, counts, strict=True)]
-        if max(load.seconds for load in after) >= loads[slowest].seconds:
-            return None
-        moves = _changes(request, numbers, counts)
-        return self._move(instance, request, moves, "moved_for_time") if moves else None
+        return after, _changes(request, numbers, counts)
 
     def _move(
         self, instance: InstanceView, request: RequestView, moves: Sequence[SliceMove], why: str
     ) -> MoveSlices:
-        self._moving[instance.name] = request.id
+        self._moving[instance.name].add(request.id)
         self._counts[why] += 1
         return MoveSlices(request.id, tuple(moves))
 
     def _is_moving(self, instance: InstanceView) -> bool:
-        """Whether a request moves: some of its slices are in two places then."""
-        request = instance.running.get(self._moving.get(instance.name, ""))
-        if request is None:
-            return False
-        total = sum(len(shard.slices) for shard in instance.shards)
-        return sum(len(pieces) for pieces in request.slices) > total
+        """Whether requests move."""
+        told = (instance.running.get(name) for name in self._moving[instance.name])
+        still = {each.id for each in told if each and _moves_now(each, instance)}
+        self._moving[instance.name] = still
+        return bool(still)
 
     def _dispatch(
         self, loads: Sequence[Load], slices: int, entries: float, pages: int
@@ -201,19 +250,54 @@ class Hetis(System):
             return dispatch_by_memory(loads, slices, pages)
         return dispatch(loads, slices, entries, pages)
 
-    def _loads(self, instance: InstanceView, numbers: Sequence[int]) -> list[Load]:
-        return [self._load(instance.shards[n], instance.page_size) for n in numbers]
+    def _loads(self, instance: InstanceView, numbers: Sequence[int], coming: int = 0) -> list[Load]:
+        """What lies in shards of one stage.
 
-    def _load(self, shard: ShardView, page_size: int) -> Load:
-        """What lies in a shard; pages in use stand for entries."""
+        A pipeline's requests are in as many steps as it has stages. So what a step has besides its
+        requests is counted for each of those that have all of them.
+
+        Args:
+            coming: requests that are to run besides.
+        """
+        stages = len({shard.stage for shard in instance.shards})
+        steps = max(min(instance.num_running + coming, stages), 1)
+        return [self._load(instance, instance.shards[number], steps) for number in numbers]
+
+    def _load(self, instance: InstanceView, shard: ShardView, steps: int) -> Load:
+        """What lies in a shard, and what its device does for other stages meanwhile.
+
+        While this stage goes through its layers, they go through theirs.
+        """
+        fit = self._fit(shard).of_steps(steps)
+        others = sum(
+            other.layers
+            * self._fit(other).of_steps(steps).busy(other.num_pairs, _used(instance, other))
+            for other in instance.shards
+            if other.group == shard.group and other.stage != shard.stage
+        )
+        return Load(
+            fit, shard.num_pairs, _used(instance, shard), shard.num_free_pages, instance.page_size,
+            others / shard.layers,
+        )  # fmt: skip
+
+    def _fit(self, shard: ShardView) -> AttentionFit:
         fit = self._given.get(shard.group) or shard.fit
         if fit is None:
             raise OptionError(
                 f"system.attention.{shard.group} is missing: how long attention takes there is not "
                 "known"
             )
-        used = (shard.num_pages - shard.num_free_pages) * page_size
-        return Load(fit, shard.num_pairs, used, shard.num_free_pages, page_size)
+        return fit
+
+
+def _moves_now(request: RequestView, instance: InstanceView) -> bool:
+    """Whether some of its slices are in two places."""
+    return sum(map(len, request.slices)) > sum(len(shard.slices) for shard in instance.shards)
+
+
+def _used(instance: InstanceView, shard: ShardView) -> int:
+    """KV entries in a shard: pages in use stand for them."""
+    return (shard.num_pages - shard.num_free_pages) * instance.page_size
 
 
 def _share_left(instance: InstanceView, given: int) -> float:

@@ -11,7 +11,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.report.recorder import Recorder
 from jaxinfer.report.records import RequestRecord, StepRecord, TransferRecord, read_run
 from jaxinfer.report.run_folder import RunFolder, run_folders
-from jaxinfer.serving.batch import Work
+from jaxinfer.serving.batch import ShardWork, Work
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import InstanceLost, StepDone, TransferDone
 
@@ -25,8 +25,10 @@ DESCRIPTION: dict[str, Any] = {
 }
 
 
-def step(instance: str, spans: list[tuple[float, float]], tokens: int, decodes: int) -> StepDone:
-    work = Work(tokens, decodes, 3, 2, 0, [], decodes)
+def step(
+    instance: str, spans: list[tuple[float, float]], tokens: int, decodes: int, *shards: ShardWork
+) -> StepDone:
+    work = Work(tokens, decodes, 3, 2, 0, [], decodes, shards)
     batch: Any = SimpleNamespace(instance=instance, rows=[], work=work, num_waiting=4,
                                  num_running=5, pages_in_use=6)  # fmt: skip
     return StepDone(batch, (1, 2), spans[0][0], spans[-1][1], stages=spans)
@@ -47,7 +49,8 @@ def write(folder: Path, counts_transfer: bool = False) -> RunFolder:
         moved: Any = SimpleNamespace(source="a", dest="b", start=4, stop=30, requested=0.25,
                                      slice_move=None, request=SimpleNamespace(id="r0"))  # fmt: skip
         made.add_step(step("a", [(0.0, 1.00000049), (1.5, 2.0)], 40, 3), [moved])
-        made.add_step(step("b", [(0.75, 1.25)], 7, 7), [moved])
+        shards = ShardWork(5, 50, [(0, 9, 2), (4, 1, 1)]), ShardWork(7, 70)
+        made.add_step(step("b", [(0.75, 1.25)], 7, 7, *shards), [moved])
         idle: Any = {name: SimpleNamespace(in_flight=0) for name in "ab"}
         made.add_transfer(TransferDone(moved, 0.5, 1.0, 2600), idle)
         made.add_request(request(120, None), "p0", counts_transfer)
@@ -62,7 +65,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert found.groups == {"a": ("low", "high"), "b": ("high",)}
     assert found.steps == (
         StepRecord("a", ((0.0, 1.0), (1.5, 2.0)), 37, 3),
-        StepRecord("b", ((0.75, 1.25),), 0, 7),
+        StepRecord("b", ((0.75, 1.25),), 0, 7, heads=(8, 7)),
     )
     # The destination computes from 0.75 on.
     assert found.transfers == (TransferRecord("r0", "a", "b", 26, 2600, 0.25, 0.5, 1.0, 0.25),)
@@ -87,6 +90,7 @@ def test_lines_have_what_the_documentation_names(tmp_path: Path) -> None:
         "stages": [[0.0, 1.0], [1.5, 2.0]],
     }  # fmt: skip
     assert "stages" not in second
+    assert ("heads" in first, second["heads"]) == (False, [8, 7])
     assert moved["tokens"] == 26
     line, _ = map(json.loads, (path / "requests.jsonl").read_text().splitlines())
     assert line["cached_tokens"] == 16

@@ -185,11 +185,17 @@ class StageTimes:
         return stage_cost(part, self._costs).seconds(Work(T, 0, 1, 1, 0, [(0, T)])) / total
 
     def of_largest(self, names: Sequence[str], grouping: Grouping) -> float:
-        """Seconds of the largest stage of a grouping, its layers cut evenly in time."""
+        """Seconds of the largest stage of a grouping, its layers cut evenly in time.
+
+        Infinite where one of its stages cannot be.
+        """
         speed = 0.0
         for name, (tp, pp) in zip(names, grouping.splits, strict=True):
             if tp:
-                speed += pp / self.of_layer(name, tp)
+                seconds = self.of_layer(name, tp)
+                if seconds == inf:
+                    return inf
+                speed += pp / seconds
         stages, layers = sum(pp for _, pp in grouping.splits), self.model.num_hidden_layers
         return layers / speed if 0 < stages <= layers else inf
 
