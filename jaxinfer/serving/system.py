@@ -266,7 +266,8 @@ class System:
     Attributes:
         Options: what a run file may set besides the system's name.
         tick_interval: seconds between calls of ``on_tick``; None for no ticks.
-        needs_fits: whether ``InstanceView.fit`` has to be there.
+        needs_fits: whether ``InstanceView.fit`` has to be there; ``needs_attention_fits``: whether
+            ``ShardView.fit`` has to, of instances with attention groups.
         ttft_counts_transfer: whether a first token drawn by an instance that hands its request on
             counts only once the KV has arrived; a run file may say otherwise.
     """
@@ -274,6 +275,7 @@ class System:
     Options: ClassVar[type[Options]] = NoOptions
     tick_interval: float | None = None
     needs_fits: bool = False
+    needs_attention_fits: bool = False
     ttft_counts_transfer: bool = False
 
     def __init__(self, options: Any = None) -> None:
