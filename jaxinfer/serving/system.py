@@ -219,9 +219,9 @@ class MoveSlices:
     """Move slices of KV heads of one running request between shards of its instance.
 
     Each of ``moves`` has the number of a shard, that of another of the same stage, and the slices
-    that go there from here. All of them move at once, or none where one of the shards lacks room;
-    the request pauses meanwhile. While a move of the request is under way, a second one is left
-    out, and counted.
+    that go there from here. All of them move at once, or none where one of the shards lacks room.
+    The request goes on while pages that are full are copied, and pauses for the rest. While a move
+    of the request is under way, a second one is left out, and counted.
     """
 
     request: str
