@@ -59,8 +59,8 @@ class Hold:
         for number, shard in enumerate(kv.shards):
             if shard.pool.num_free < extra * self._num_slices(number):
                 return False
-        for table in self._both:
-            for shard, pieces in zip(kv.shards, table, strict=True):
+        for tables in (self.tables, self.copies):
+            for shard, pieces in zip(kv.shards, tables, strict=False):
                 for pages in pieces.values():
                     pages += shard.pool.take(extra)
         self.num_pages += extra
@@ -76,14 +76,10 @@ class Hold:
             if shard.pool.num_free < extra * self._num_slices(number)
         ]
 
-    @property
-    def _both(self) -> list[list[dict[int, list[int]]]]:
-        """All pages: those of slices, and of their copies where there are any."""
-        return [self.tables, self.copies] if self.copies else [self.tables]
-
     def _num_slices(self, number: int) -> int:
         """That have pages in a shard, copies included."""
-        return len(self.tables[number]) + (len(self.copies[number]) if self.copies else 0)
+        here = len(self.tables[number])
+        return here + len(self.copies[number]) if self.copies else here
 
     def pin(self) -> None:
         """Count one more user: a step or a transfer that starts."""
