@@ -19,6 +19,7 @@ from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.engine import Engine, load_cluster
 from jaxinfer.runtime.processes import Progress
 from jaxinfer.runtime.profile import Needs, prepare_times, profile_name
+from jaxinfer.runtime.profile_attention import prepare_attention
 from jaxinfer.runtime.requests import AskedPrompts, Encode, RequestMaker
 from jaxinfer.runtime.runs import Runs
 from jaxinfer.serving.request_state import RequestState
@@ -80,7 +81,7 @@ class LLM:
         self._maker = RequestMaker(self.tokenizer, self.vocab_size, longest, config.engine.seed)
         self._ids = map(str, count())
         self._runs = Runs(site, self.cluster, self.tokenizer, config.watchdog_s, new_predictor)
-        return Needs(self.cluster, self.model, site.needs_fits)
+        return Needs(self.cluster, self.model, site.needs_fits, site.needs_attention_fits)
 
     @property
     def engine(self) -> Engine:
@@ -113,6 +114,7 @@ class LLM:
                 needs[name] = llm._load(configs[name], progress_of)
             for name, fits in prepare_times(needs, bar.update).items():
                 llms[name]._runs.fits = fits
+            prepare_attention(needs, bar.update)
         return llms
 
     def generate(

@@ -23,7 +23,7 @@ from jaxinfer.pallas_kernels.kv_pages import KVPages
 GPUS = {"H100": "NVIDIA H100 80GB HBM3", "A100": "NVIDIA A100-SXM4-80GB", "L4": "NVIDIA L4"}
 # Query heads per KV head, head size, tokens per page.
 SHAPES = ((1, 64, 16), (3, 80, 8), (4, 128, 64), (7, 96, 32), (8, 128, 16), (16, 256, 128))
-K, S, C, T, M, P = 2, 8, 4, 256, 64, 600
+S, C, T, M, P = 8, 4, 256, 64, 600
 
 
 class Variant(NamedTuple):
@@ -36,13 +36,17 @@ class Variant(NamedTuple):
 
 
 def variants() -> Iterator[Variant]:
-    """Every kernel in every shape and dtype; every other one with a window."""
+    """Every kernel in every shape and dtype; every other one with a window.
+
+    Of two KV heads; and of one, as each is where the heads of a stage lie on several devices.
+    """
     dtypes = "bfloat16", "float16", "float32", "int8", "float8_e4m3fn"
-    for number, ((G, H, B), dtype) in enumerate(product(SHAPES, dtypes)):
+    cases = [*product(SHAPES, dtypes, [2]), *product(SHAPES, ["bfloat16", "int8"], [1])]
+    for number, ((G, H, B), dtype, K) in enumerate(cases):
         window = (None, 100)[number % 2]
-        said = ", window" if window else ""
+        said = (", window" if window else "") + (", one KV head" if K == 1 else "")
         name = f"{G} heads of {H}, pages of {B}, {dtype}{said}"
-        decode, chunks, written = _arguments(G, H, B, dtype)
+        decode, chunks, written = _arguments(K, G, H, B, dtype)
         everywhere = tuple(gpu for gpu in GPUS if dtype != "float8_e4m3fn" or gpu != "A100")
         for what, run, arguments in (
             ("decode", generic.decode_attention, decode),
@@ -63,7 +67,7 @@ def variants() -> Iterator[Variant]:
             )
 
 
-def _arguments(G: int, H: int, B: int, dtype: str) -> tuple[Any, Any, Any]:
+def _arguments(K: int, G: int, H: int, B: int, dtype: str) -> tuple[Any, Any, Any]:
     """Of decode, chunks and write."""
 
     def of(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:

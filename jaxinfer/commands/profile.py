@@ -57,6 +57,9 @@ def profile(
 ) -> None:
     """Measure the steps of each instance, fit Cronus' eqs. 2 and 3, and keep them for later runs.
 
+    Where KV heads lie on several groups, attention there is measured too, and Hetis' eqs. 3 and 4
+    fitted.
+
     With --operators, measure layers, attention, head and host time of one instance instead, by
     random weights, and write tables and a run file with which `simulate` serves any workload.
 
@@ -78,15 +81,17 @@ def profile(
 
 def _profile_steps(config: RunFile, folder: Path, pictures: str) -> None:
     from jaxinfer.report.comparison import new_folder
-    from jaxinfer.report.profile_plot import draw_profile, profile_table
+    from jaxinfer.report.profile_plot import attention_table, draw_profile, profile_table
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.runtime.checkpoint import open_checkpoint
     from jaxinfer.runtime.engine import load_cluster
     from jaxinfer.runtime.profile import profile_engines
+    from jaxinfer.runtime.profile_attention import profile_attention
+    from jaxinfer.steps.attention_profile import store_attention
     from jaxinfer.steps.profile import store_profile
 
     new_folder(folder)
-    found = {}
+    found, attention = {}, {}
     with LoadProgress(True) as bar:
         model, groups = config.require_model(), config.cluster()
         checkpoint = open_checkpoint(model, groups.load_format)
@@ -96,5 +101,12 @@ def _profile_steps(config: RunFile, folder: Path, pictures: str) -> None:
             store_profile(measured)
             found[name] = measured, cluster.slowdowns(name)
             draw_profile(name, *found[name], folder / f"{name}.{pictures}")
-    Console(width=None if sys.stdout.isatty() else 140).print(profile_table(found))
+        for name, engine in cluster.engines.items():
+            if groups.instances[name].is_spread:
+                attention[name] = profile_attention(name, engine, model, bar.update)
+                store_attention(attention[name])
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(profile_table(found))
+    if attention:
+        console.print(attention_table(attention))
     Console().print(f"pictures: {folder}", soft_wrap=True)

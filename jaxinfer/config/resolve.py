@@ -22,7 +22,8 @@ class Resolved:
     Attributes:
         pairs: instances from the first of which KV may go to the second.
         counts_transfer: whether a first token counts only once its KV has arrived.
-        needs_fits: whether the system has to know what steps take.
+        needs_fits: whether the system has to know what steps take; ``needs_attention_fits``: and
+            attention, by shard.
     """
 
     run_file: RunFile
@@ -30,6 +31,7 @@ class Resolved:
     pairs: Collection[tuple[str, str]]
     counts_transfer: bool
     needs_fits: bool
+    needs_attention_fits: bool
 
     @property
     def instances(self) -> Mapping[str, InstanceConfig]:
@@ -126,6 +128,7 @@ def resolve(run_file: RunFile) -> Resolved:
         system.routes(cluster.instances),
         system.ttft_counts_transfer if counts is None else counts,
         system.needs_fits,
+        system.needs_attention_fits,
     )
 
 

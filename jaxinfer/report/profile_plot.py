@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from jaxinfer.report.pictures import save_picture
+from jaxinfer.steps.attention_profile import AttentionProfile
 from jaxinfer.steps.profile import Profile
 
 
@@ -38,6 +39,31 @@ def profile_table(profiles: Mapping[str, tuple[Profile, list[float]]]) -> Table:
             f"{mixed.r2:.3f}",
             f"{100 * mixed.mape:.1f} %",
         )
+    return table
+
+
+def attention_table(profiles: Mapping[str, AttentionProfile]) -> Table:
+    """Hetis' eqs. 3 and 4, of one layer: one line per device group and equation."""
+    table = Table(title="Attention of one layer", title_justify="left", box=None, pad_edge=False)
+    for column in ("instance", "group", "equation", "coefficients", "MAPE"):
+        table.add_column(column, justify="right" if column == "MAPE" else "left")
+    for name, profile in profiles.items():
+        for shard in profile.shards:
+            fit, (attention, exchange) = shard.fit(), shard.errors()
+            if shard.attention:
+                table.add_row(
+                    name, shard.group, "3: attention",
+                    f"{fit.per_pair * 1e6:.4g} us per KV head + {fit.per_entry * 1e9:.4g} ns per "
+                    f"KV entry + {fit.constant * 1e6:.4g} us",
+                    f"{100 * attention:.1f} %",
+                )  # fmt: skip
+            if shard.exchange:
+                table.add_row(
+                    name, shard.group, "4: exchange",
+                    f"{fit.exchange_per_pair * 1e6:.4g} us per KV head + "
+                    f"{fit.exchange * 1e6:.4g} us",
+                    f"{100 * exchange:.1f} %",
+                )  # fmt: skip
     return table
 
 

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from jaxinfer.runtime.step import Parameters
 from jaxinfer.runtime.transfer import Channel
 from jaxinfer.runtime.weights import Checkpoint, load_weights
 from jaxinfer.runtime.worker import Worker
+from jaxinfer.serving.attention_fit import AttentionFit
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
@@ -43,6 +44,7 @@ class Engine:
         plans: of its stages, or where it has segments, of those; ``groups``: names of those that
             they stand on.
         role: at the start of a run.
+        attention: how long attention takes in each shard, where that has been profiled.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Engine:
     plans: Sequence[PlanFacts]
     groups: Sequence[str]
     role: str = ""
+    attention: list[AttentionFit] = field(default_factory=list)
 
     @property
     def plan(self) -> PlanFacts:
@@ -66,7 +69,7 @@ class Engine:
 
         A stage's own comes first, with all its KV heads; then those of its attention groups.
         """
-        shards = []
+        shards: list[Shard] = []
         for number, (plan, group) in enumerate(zip(self.plans, self.groups, strict=True)):
             heads = plan.num_kv_heads
             slices: tuple[int, ...] = (0,)
@@ -75,7 +78,8 @@ class Engine:
             groups = [group, *(place.group for place in plan.attention)]
             for num_pages, where in zip(plan.pool_pages, groups, strict=True):
                 pool = PagePool(num_pages, plan.limits.page_size)
-                shards.append(Shard(pool, slices, number, where))
+                fit = self.attention[len(shards)] if self.attention else None
+                shards.append(Shard(pool, slices, number, where, fit))
                 slices = ()
         return KVShards(shards, self.plan.options.enable_prefix_caching)
 
@@ -188,6 +192,7 @@ def describe_attention(plan: PlanFacts) -> list[dict[str, object]]:
             "devices": [device_name(place.device)],
             "kernels": place.kernels,
             "num_pages": place.num_pages,
+            "repeats": place.repeats,
         }
         for place in plan.attention
     ]

@@ -1,13 +1,14 @@
 """Runs steps on an idle machine, to see how long they take."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from queue import SimpleQueue
 
 from jaxinfer.request import Sampling, SamplingParams
 from jaxinfer.runtime.remote import RemoteWorker
 from jaxinfer.runtime.worker import Failed, Worker
 from jaxinfer.serving.batch import Batch, Row
-from jaxinfer.serving.kv_shards import KVShards
+from jaxinfer.serving.kv_shards import KVShards, Placement
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 from jaxinfer.steps.times import Part, Point
@@ -22,7 +23,7 @@ def measure_steps(
         kv: empty pools.
     """
     for parts in todo:
-        batch = _batch(kv, parts)
+        batch = new_batch(kv, parts)
         # The first run after another shape pays for memory that the others have.
         times = [_run(worker, batch) for _ in range(2)][1]
         for row in batch.rows:
@@ -40,7 +41,7 @@ def measure_in_a_row(
     Args:
         kv: empty pools; ``steps``: how many times.
     """
-    batch = _batch(kv, parts)
+    batch = new_batch(kv, parts)
     posted: SimpleQueue[StepDone | Failed] = SimpleQueue()
     for _ in range(steps):
         worker.launch(batch, 0.0, posted.put)
@@ -64,9 +65,16 @@ def _times(posted: SimpleQueue[StepDone | Failed]) -> tuple[float, ...]:
     return tuple(end - start for start, end in done.stages)
 
 
-def _batch(kv: KVShards, parts: Sequence[Part]) -> Batch:
+def new_batch(
+    kv: KVShards, parts: Sequence[Part], placements: Iterable[Placement | None] = repeat(None)
+) -> Batch:
+    """A step of made-up requests, whose pages its rows' holds have.
+
+    Args:
+        kv: has room for them; ``placements``: of each one's slices, see ``KVShards.reserve``.
+    """
     rows = []
-    for number, (start, count) in enumerate(parts):
+    for number, ((start, count), placement) in enumerate(zip(parts, placements, strict=False)):
         decodes = count == 1
         request = RequestState(
             f"profile {number}",
@@ -77,7 +85,7 @@ def _batch(kv: KVShards, parts: Sequence[Part]) -> Batch:
         )
         if decodes:
             request.output_token_ids.append(0)
-        hold = kv.reserve(start + count)
+        hold = kv.reserve(start + count, placement=placement)
         assert hold, (parts, kv.num_free)
         rows.append(Row(request, start, count, decodes, False, 0, hold))
     return Batch("profile", rows, 0, len(rows), 0)

@@ -113,11 +113,12 @@ def _profile(grid: "Grid", found: Mapping[tuple[Part, ...], Point], key: dict[st
 
 @dataclass(frozen=True)
 class Needs:
-    """A cluster of one model, and whether its system wants fits."""
+    """A cluster of one model, and whether its system wants fits, of steps and of attention."""
 
     cluster: Cluster
     model: str
     fits: bool
+    attention: bool
 
     @property
     def engines(self) -> dict[str, Engine]:

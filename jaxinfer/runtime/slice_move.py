@@ -100,13 +100,14 @@ class SliceMoves:
         assert transfer.slice_move
         start = time.perf_counter()
         size = transfer.source_hold.kv.page_size
-        count = -(-transfer.stop // size)
+        # Those that begin in the middle of a page have not been sent.
+        pages = slice(transfer.start // size, -(-transfer.stop // size))
         marks = []
         for source, dest, slices in transfer.slice_move.moves:
             for piece in slices:
-                here = transfer.source_hold.tables[source][piece][:count]
-                there = transfer.dest_hold.tables[dest][piece][:count]
-                for first in range(0, count, CHUNK):
+                here = transfer.source_hold.tables[source][piece][pages]
+                there = transfer.dest_hold.copies[dest][piece][pages]
+                for first in range(0, len(here), CHUNK):
                     stop = first + CHUNK
                     marks.append(
                         self._copy(
@@ -123,7 +124,8 @@ class SliceMoves:
             stage, number = self._pools[source]
             pages = jax.tree.leaves(stage.pools[number].pages)
             page = sum(x.dtype.itemsize * int(np.prod(x.shape[1:])) for x in pages)
-            total += len(slices) * page * transfer.stop // transfer.source_hold.kv.page_size
+            entries = transfer.stop - transfer.start
+            total += len(slices) * page * entries // transfer.source_hold.kv.page_size
         return total
 
     def close(self) -> None:

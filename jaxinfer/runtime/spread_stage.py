@@ -85,11 +85,11 @@ class SpreadStage(Stage):
             self._outer, layers[0], self.previous_S, inputs.token_T, inputs.source_T,
             inputs.position_T, layout, x_TD,
         )  # fmt: skip
-        for number, window in enumerate(windows[:-1]):
-            outs = self._attend(number, pairs, window, pieces, tables)
-            run = of(("middle", shape, pairs, bool(windows[number + 1])))
+        for number, window in enumerate(windows[1:]):
+            outs = self._attend(number, pairs, pieces, tables)
+            run = of(("middle", shape, pairs, bool(window)))
             x_TD, pieces = run(layers[number], layers[number + 1], (x_TD, ropes), outs, layout)
-        outs = self._attend(len(layers) - 1, pairs, windows[-1], pieces, tables)
+        outs = self._attend(len(layers) - 1, pairs, pieces, tables)
         run = of(("last", shape, pairs))
         found: tuple[jax.Array, jax.Array] = run(
             layers[-1], x_TD, outs, layout, inputs.sample_row_S
@@ -100,7 +100,6 @@ class SpreadStage(Stage):
         self,
         layer: int,
         pairs: StepShape,
-        window: int | None,
         pieces: list[jax.Array],
         tables: Mapping[int, jax.Array],
     ) -> list[jax.Array]:
@@ -108,19 +107,24 @@ class SpreadStage(Stage):
         outs = {}
         # The stage's own device last: it would have the others wait for what they are to attend to.
         for number in sorted(tables, reverse=True):
-            pool = self.pools[number]
             piece = pieces[number].addressable_data(0)
             if number:
-                piece = jax.device_put(piece, pool.sharding)
-            run = self.step.of(("attend", number, pairs, window))
-            self.kv[number][layer], outs[number] = run(
-                self.kv[number][layer], piece, tables[number]
-            )
+                piece = jax.device_put(piece, self.pools[number].sharding)
+            outs[number] = self.attend(number, layer, pairs, piece, tables[number])
         nothing = self._nothing(pairs)
         return [
             put_whole(outs[number], self.plan) if number in outs else nothing
             for number in range(len(self.pools))
         ]
+
+    def attend(
+        self, number: int, layer: int, pairs: StepShape, piece: jax.Array, tables: jax.Array
+    ) -> jax.Array:
+        """Launch what one device does of one layer; what it finds, there."""
+        run = self.step.of(("attend", number, pairs, self.step.windows[layer]))
+        self.kv[number][layer], out = run(self.kv[number][layer], piece, tables)
+        found: jax.Array = out
+        return found
 
     def _nothing(self, pairs: StepShape) -> jax.Array:
         """Stands for what a device without pairs has found; nobody looks at it."""

@@ -17,6 +17,7 @@ class Hold:
     Attributes:
         kv: where the pages are.
         tables: for each shard, slice -> page numbers in token order.
+        copies: likewise, where slices are on their way to; no step uses those. Empty if none is.
         num_pages: pages per slice, the same for all.
         capacity: KV entries that they hold.
         cached: those of the pages, by their index, that the prefix cache has, and others may
@@ -27,7 +28,8 @@ class Hold:
     """
 
     __slots__ = (
-        "cached", "capacity", "kv", "num_hashed", "num_pages", "released", "tables", "users",
+        "cached", "capacity", "copies", "kv", "num_hashed", "num_pages", "released", "tables",
+        "users",
     )  # fmt: skip
 
     def __init__(
@@ -39,6 +41,7 @@ class Hold:
             {piece: [page.pages[number][piece] for page in cached] for piece in pieces}
             for number, pieces in enumerate(placement)
         ]
+        self.copies: list[dict[int, list[int]]] = []
         for shard, pieces in zip(kv.shards, placement, strict=True):
             shard.num_pairs += len(pieces)
         self.num_pages = self.num_hashed = len(cached)
@@ -54,11 +57,12 @@ class Hold:
         extra = -(-num_tokens // kv.page_size) - self.num_pages
         # Not zip: most have one shard, and a simulation grows at each page of each request.
         for number, shard in enumerate(kv.shards):
-            if shard.pool.num_free < extra * len(self.tables[number]):
+            if shard.pool.num_free < extra * self._num_slices(number):
                 return False
-        for number, shard in enumerate(kv.shards):
-            for pages in self.tables[number].values():
-                pages += shard.pool.take(extra)
+        for tables in (self.tables, self.copies):
+            for shard, pieces in zip(kv.shards, tables, strict=False):
+                for pages in pieces.values():
+                    pages += shard.pool.take(extra)
         self.num_pages += extra
         self.capacity = self.num_pages * kv.page_size
         return True
@@ -69,8 +73,13 @@ class Hold:
         return [
             number
             for number, shard in enumerate(self.kv.shards)
-            if shard.pool.num_free < extra * len(self.tables[number])
+            if shard.pool.num_free < extra * self._num_slices(number)
         ]
+
+    def _num_slices(self, number: int) -> int:
+        """That have pages in a shard, copies included."""
+        here = len(self.tables[number])
+        return here + len(self.copies[number]) if self.copies else here
 
     def pin(self) -> None:
         """Count one more user: a step or a transfer that starts."""
@@ -99,10 +108,11 @@ class Hold:
             self._free()
 
     def _count_pinned(self, by: int) -> None:
-        for shard, table in zip(self.kv.shards, self.tables, strict=True):
-            shard.pool.num_pinned += by * self.num_pages * len(table)
+        for number, shard in enumerate(self.kv.shards):
+            shard.pool.num_pinned += by * self.num_pages * self._num_slices(number)
 
     def _free(self) -> None:
+        self._free_copies()
         for shard, table in zip(self.kv.shards, self.tables, strict=True):
             shard.num_pairs -= len(table)
             for pages in table.values():
@@ -139,28 +149,48 @@ class Hold:
         return True
 
     def copy_slices(self, moves: Sequence[SliceMove]) -> bool:
-        """Reserve room where slices are to go; False, and no change, without room for all."""
+        """Reserve room where slices are to go; False, and no change, without room for all.
+
+        Until they are there, ``tables`` have them where they were, and both places grow.
+        """
         assert self.can_move(moves)
+        assert not self.copies, "other slices of the request are on their way"
         shards = self.kv.shards
         wanted = [0] * len(shards)
         for _, dest, slices in moves:
             wanted[dest] += self.num_pages * len(slices)
         if any(shard.pool.num_free < count for shard, count in zip(shards, wanted, strict=True)):
             return False
+        self.copies = [{} for _ in shards]
         for _, dest, slices in moves:
             for piece in slices:
-                self.tables[dest][piece] = shards[dest].pool.take(self.num_pages)
+                self.copies[dest][piece] = shards[dest].pool.take(self.num_pages)
             shards[dest].num_pairs += len(slices)
         return True
 
-    def drop_slices(self, moves: Iterable[SliceMove]) -> None:
-        """Free the copies that slices which have moved leave behind."""
-        for source, _, slices in moves:
+    def take_copies(self, moves: Iterable[SliceMove]) -> None:
+        """Have slices be where their copies are, and free what they leave behind."""
+        for source, dest, slices in moves:
             shard = self.kv.shards[source]
             for piece in slices:
                 shard.pool.give(self.tables[source].pop(piece))
+                self.tables[dest][piece] = self.copies[dest].pop(piece)
             shard.num_pairs -= len(slices)
+        self.copies = []
         self.kv.on_free()
+
+    def drop_copies(self) -> None:
+        """Have slices stay where they are; pages that were given up come free with the others."""
+        if self.copies and not self.released:
+            self._free_copies()
+            self.kv.on_free()
+
+    def _free_copies(self) -> None:
+        for shard, table in zip(self.kv.shards, self.copies, strict=False):
+            shard.num_pairs -= len(table)
+            for pages in table.values():
+                shard.pool.give(pages)
+        self.copies = []
 
 
 class KVShards:

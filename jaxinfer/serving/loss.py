@@ -57,7 +57,7 @@ def _leave(request: RequestState, here: Instance | None, lost: Instance) -> None
     if request.hold:
         request.hold.release()
         request.hold = None
-    request.slice_move = None
+    request.slice_copy = request.slice_move = None
     request.legs.clear()
     if request.exported and request.exported[0] != lost.name:
         request.sent = 0

@@ -42,7 +42,9 @@ class RequestState:
         sent: KV entries whose transfer to the next leg's instance has started.
         transfers: transfers of this epoch in flight.
         paused: left out of steps by the system.
-        slice_move: a move of KV heads within the instance that has been asked for.
+        slice_copy: a move of KV heads within the instance whose full pages are on their way, while
+            the request goes on; ``slice_move``: one that it pauses for, and ``slices_copied``: KV
+            entries that are there already.
     """
 
     __slots__ = (
@@ -50,8 +52,8 @@ class RequestState:
         "error", "exported", "finish_reason", "goes_first", "hold", "id", "incoming",
         "launched", "legs", "max_tokens", "metrics", "output_token_ids", "paused",
         "payload", "peak_tokens", "pending", "predicted", "prompt_details", "prompt_len",
-        "prompt_token_ids", "sent", "slice_move", "stop_reason", "takes_cached",
-        "transfers",
+        "prompt_token_ids", "sent", "slice_copy", "slice_move", "slices_copied", "stop_reason",
+        "takes_cached", "transfers",
     )  # fmt: skip
 
     def __init__(
@@ -96,7 +98,9 @@ class RequestState:
         self.sent = 0
         self.transfers = 0
         self.paused = False
+        self.slice_copy: MoveSlices | None = None
         self.slice_move: MoveSlices | None = None
+        self.slices_copied = 0
 
     @property
     def num_known(self) -> int:
@@ -162,8 +166,16 @@ class RequestState:
 
     @property
     def slices(self) -> list[list[int]]:
-        """For each shard of its instance, the slices of KV heads that lie there; or empty."""
-        return [list(table) for table in self.hold.tables] if self.hold else []
+        """For each shard of its instance, the slices of KV heads that lie there; or empty.
+
+        Slices on their way are in two of them.
+        """
+        hold = self.hold
+        if hold is None:
+            return []
+        if not hold.copies:
+            return [list(table) for table in hold.tables]
+        return [[*table, *copy] for table, copy in zip(hold.tables, hold.copies, strict=True)]
 
     def void_kv(self) -> None:
         """Forget all KV entries; what is in flight for them is void from here on."""

@@ -78,7 +78,7 @@ class Running:
     @property
     def any_moves(self) -> bool:
         """Whether slices of KV heads of one of them are to move."""
-        return any(request.slice_move for request in self._all.values())
+        return any(request.slice_copy or request.slice_move for request in self._all.values())
 
     def add(self, request: RequestState) -> None:
         """Have a request take part, by rows of its own at first."""

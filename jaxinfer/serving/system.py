@@ -223,9 +223,9 @@ class MoveSlices:
     """Move slices of KV heads of one running request between shards of its instance.
 
     Each of ``moves`` has the number of a shard, that of another of the same stage, and the slices
-    that go there from here. All of them move at once, or none where one of the shards lacks room;
-    the request pauses meanwhile. While a move of the request is under way, a second one is left
-    out, and counted.
+    that go there from here. All of them move at once, or none where one of the shards lacks room.
+    The request goes on while pages that are full are copied, and pauses for the rest. While a move
+    of the request is under way, a second one is left out, and counted.
     """
 
     request: str
@@ -270,7 +270,8 @@ class System:
     Attributes:
         Options: what a run file may set besides the system's name.
         tick_interval: seconds between calls of ``on_tick``; None for no ticks.
-        needs_fits: whether ``InstanceView.fit`` has to be there.
+        needs_fits: whether ``InstanceView.fit`` has to be there; ``needs_attention_fits``: whether
+            ``ShardView.fit`` has to, of instances with attention groups.
         ttft_counts_transfer: whether a first token drawn by an instance that hands its request on
             counts only once the KV has arrived; a run file may say otherwise.
     """
@@ -278,6 +279,7 @@ class System:
     Options: ClassVar[type[Options]] = NoOptions
     tick_interval: float | None = None
     needs_fits: bool = False
+    needs_attention_fits: bool = False
     ttft_counts_transfer: bool = False
 
     def __init__(self, options: Any = None) -> None:

@@ -20,6 +20,9 @@ whose transfer here has started, ``transfers`` those that have not landed. Who f
   reserved when those that run there need it; what was sent is void, and ``sent`` is 0 again.
 
 All of them stay pinned until the last step or transfer that uses them is done.
+
+Slices of KV heads move within an instance in two transfers: of the pages that are full, while the
+request goes on (``slice_copy``), and of the rest once nothing uses its pages (``slice_move``).
 """
 
 from collections.abc import Mapping
@@ -60,7 +63,9 @@ class HandOffs:
         assert request.hold
         assert request.pending == 0
         assert request.launched == request.computed
-        request.slice_move = None
+        if request.slice_move:
+            request.hold.drop_copies()
+        request.slice_copy = request.slice_move = None
         if request.computed:
             if request.metrics.cut is None:
                 request.metrics.cut = request.computed
@@ -104,7 +109,7 @@ class HandOffs:
         assert request.exported
         if request.sent < request.computed:
             dest = request.legs[0].instance, request.hold
-            transfer = self._note(request, request.exported, dest, request.computed)
+            transfer = self._note(request, request.exported, dest, request.sent, request.computed)
             self._world.start_transfer(transfer)
         elif not any(transfer.dest_hold is request.hold for transfer in self.moving):
             self._arrive(request)  # What still goes to an earlier destination is not waited for.
@@ -117,7 +122,8 @@ class HandOffs:
         if room := self._room_ahead(request, request.computed):
             assert request.hold
             here, there = (leg.instance, request.hold), (request.legs[1].instance, room)
-            self._world.start_transfer(self._note(request, here, there, request.computed))
+            transfer = self._note(request, here, there, request.sent, request.computed)
+            self._world.start_transfer(transfer)
 
     def send_along(self, batch: Batch) -> None:
         """Before a step: let it send what it computes of ``per_segment`` legs."""
@@ -130,7 +136,7 @@ class HandOffs:
             stop = row.start + row.count
             if room := self._room_ahead(request, stop):
                 here, there = (batch.instance, row.hold), (request.legs[1].instance, room)
-                batch.transfers.append(self._note(request, here, there, stop))
+                batch.transfers.append(self._note(request, here, there, request.sent, stop))
 
     def _room_ahead(self, request: RequestState, num_tokens: int) -> Hold | None:
         """Pages at the next leg's instance while this leg runs, if that has them to spare."""
@@ -144,50 +150,79 @@ class HandOffs:
         return request.incoming if fits else None
 
     def ask_slice_move(self, request: RequestState, move: MoveSlices) -> None:
-        """Note a move of slices of KV heads; it starts once nothing uses the pages."""
-        assert request.hold
-        if request.slice_move:
+        """Begin to move slices of KV heads, with their full pages; given up without room."""
+        hold = request.hold
+        assert hold
+        if request.slice_move or hold.copies:
             self.num_at_once += 1
             return
-        if request.hold.kv.cache:
+        if hold.kv.cache:
             raise JaxinferError(f"system asks for {move}, not possible with prefix caching")
-        if not move.moves or not request.hold.can_move(move.moves):
+        if not move.moves or not hold.can_move(move.moves):
             raise JaxinferError(f"system asks for {move}, but the slices are not there to move")
-        request.slice_move = move
+        if not hold.copy_slices(move.moves):
+            self.num_without_room += 1
+            return
+        self.num_slice_moves += 1
+        full = request.computed // hold.kv.page_size * hold.kv.page_size
+        if full:
+            request.slice_copy = move
+            self._send_slices(request, 0, full, move)
+        else:
+            self._pause_for(request, move, 0)
+
+    def _pause_for(self, request: RequestState, move: MoveSlices, copied: int) -> None:
+        """Send the rest, past ``copied`` KV entries, as soon as nothing uses the pages."""
+        request.slice_copy, request.slice_move = None, move
+        request.slices_copied = copied
         self.start_slice_move(request)
 
     def start_slice_move(self, request: RequestState) -> None:
-        """Move slices of KV heads if nothing uses the pages; given up without room."""
+        """Send the rest of slices that move, if nothing uses the pages."""
         move, hold = request.slice_move, request.hold
         assert move
         assert hold
         if hold.users:
             return
-        has_room = hold.copy_slices(move.moves)
-        self.num_slice_moves += has_room
-        self.num_without_room += not has_room
-        if not has_room or not request.computed:
-            request.slice_move = None
-            if has_room:  # There is nothing to send.
-                hold.drop_slices(move.moves)
-            return
-        here = request.legs[0].instance, hold
-        self._world.start_transfer(self._note(request, here, here, request.computed, move))
+        if request.slices_copied < request.computed:
+            self._send_slices(request, request.slices_copied, request.computed, move)
+        else:
+            self._take_copies(request, move)
+
+    def _send_slices(self, request: RequestState, start: int, stop: int, move: MoveSlices) -> None:
+        assert request.hold
+        here = request.legs[0].instance, request.hold
+        self._world.start_transfer(self._note(request, here, here, start, stop, move))
 
     def done(self, transfer: Transfer, end: float) -> None:
         """Commit a transfer that has finished at ``end``, unless its epoch is over."""
         request = transfer.request
         if not self._end(transfer):
             return
-        if len(request.output_token_ids) == 1 and not transfer.slice_move:
+        if transfer.slice_move:
+            self._slices_there(transfer, transfer.slice_move)
+            return
+        if len(request.output_token_ids) == 1:
             request.metrics.received = end
-        if move := transfer.slice_move:
-            transfer.dest_hold.drop_slices(move.moves)
-            request.slice_move = None
-        elif request.slice_move:
+        if request.slice_move:
             self.start_slice_move(request)
         elif request.exported and request.hold:
             self.pull(request)
+
+    def _slices_there(self, transfer: Transfer, move: MoveSlices) -> None:
+        """The first part of a move has ended, or the second."""
+        request, here = transfer.request, transfer.dest_hold is transfer.request.hold
+        if here and request.slice_copy:
+            self._pause_for(request, move, transfer.stop)
+        elif here and request.slice_move:
+            self._take_copies(request, move)
+        else:
+            transfer.dest_hold.drop_copies()  # The leg has ended meanwhile.
+
+    def _take_copies(self, request: RequestState, move: MoveSlices) -> None:
+        assert request.hold
+        request.hold.take_copies(move.moves)
+        request.slice_move = None
 
     def forget(self, instance: str) -> None:
         """Give up all transfers from or to an instance that is lost."""
@@ -227,11 +262,11 @@ class HandOffs:
         request: RequestState,
         source: End,
         dest: End,
+        start: int,
         stop: int,
         move: MoveSlices | None = None,
     ) -> Transfer:
-        """A transfer up to ``stop``, of what has not been sent, or of slices."""
-        start = 0 if move else request.sent
+        """A transfer, of what has not been sent or of slices."""
         if not move:
             request.sent = stop
         request.transfers += 1

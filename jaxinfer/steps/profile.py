@@ -6,7 +6,7 @@ Kept in ``~/.cache/jaxinfer/profiles``, by what decides the times.
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,17 +111,22 @@ def read_profile(path: Path) -> Profile:
 def store_profile(profile: Profile, folder: Path | None = None) -> Path:
     """Keep it for later runs."""
     path = profile_path(profile.key, folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "key": profile.key,
         "prefills": profile.prefills,
         "mixed": profile.mixed,
         "points": [(point.parts, point.stages) for point in profile.points],
     }
+    write_record(path, record)
+    return path
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Whole or not at all, as others may read it meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(record), encoding="utf-8")
     os.replace(part, path)
-    return path
 
 
 def profile_folder() -> Path:

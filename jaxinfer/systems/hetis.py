@@ -46,7 +46,8 @@ class HetisOptions(Options):
         theta: how much slower than the ideal a stage's slowest device may be before a request is
             placed anew; null: no request ever is, and who has no page is preempted (LIFO).
         placement: by the ``time`` of attention, or by free ``memory`` alone.
-        attention: by group, how long attention takes there, in place of what is known of it.
+        attention: by group, how long attention takes there, in place of what is known of it; a real
+            run then profiles no group.
     """
 
     theta: float | None = Field(default=0.5, gt=0)
@@ -70,6 +71,7 @@ class Hetis(System):
         super().__init__(options)
         given = self.options.attention.items()
         self._given = {group: AttentionFit(**fit.model_dump()) for group, fit in given}
+        self.needs_attention_fits = not given
         self._pools = Pools()
         self._counts = Counter(handed_out=0, moved_for_time=0, moved_for_memory=0)
         # By instance, requests that were told to move, and may not have got there.

@@ -74,7 +74,7 @@ class Spread:
         if source != dest and pieces:
             moves = [(source, dest, pieces)]
             assert hold.copy_slices(moves)
-            hold.drop_slices(moves)
+            hold.take_copies(moves)
 
 
 @settings(max_examples=60, deadline=None)

@@ -97,15 +97,18 @@ class Spread:
         if not moves:
             return
         assert hold.copy_slices(moves)
-        transfer = Transfer(request, 0, "x", "x", hold, hold, 0, stop, 0.0, MoveSlices("r", moves))
-        ended = threading.Event()
-        self.moves.start(transfer, lambda start, error: ended.set())
-        assert ended.wait(60)
-        hold.drop_slices(moves)
+        full = stop // self.kv.page_size * self.kv.page_size
+        move = MoveSlices("r", moves)
         config, size = self.plan.config, self.plan.kv_dtype.itemsize
         token = 2 * config.head_dim * size * config.num_hidden_layers
-        if size > 1:  # Others have scales besides.
-            assert self.moves.num_bytes(transfer) == len(moves) * stop * token
+        for first, last in ((0, full), (full, stop)):
+            transfer = Transfer(request, 0, "x", "x", hold, hold, first, last, 0.0, move)
+            ended = threading.Event()
+            self.moves.start(transfer, lambda start, error, ended=ended: ended.set())
+            assert ended.wait(60)
+            if size > 1:  # Others have scales besides.
+                assert self.moves.num_bytes(transfer) == len(moves) * (last - first) * token
+        hold.take_copies(moves)
 
 
 def _logits(graphdef: Any, parameters: Any, x_TD: jax.Array) -> jax.Array:

@@ -258,11 +258,10 @@ class FakeWorld:
         self.transfers.append(t)
         source, dest = copy_tables(t.source_hold), copy_tables(t.dest_hold)
         if t.slice_move:
-            both = copy_tables(t.source_hold)
-            source, dest = [{} for _ in both], [{} for _ in both]
+            source, dest = [{} for _ in source], [{} for _ in dest]
             for here, there, slices in t.slice_move.moves:
-                source[here] |= {piece: both[here][piece] for piece in slices}
-                dest[there] |= {piece: both[there][piece] for piece in slices}
+                source[here] |= {s: [*t.source_hold.tables[here][s]] for s in slices}
+                dest[there] |= {s: [*t.dest_hold.copies[there][s]] for s in slices}
         assert 0 <= t.start < t.stop
         self._use(t.source, t.source_hold, source, t.stop)
         self._use(t.dest, t.dest_hold, dest, t.stop)

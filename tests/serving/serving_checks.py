@@ -76,7 +76,9 @@ def make_requests(
 
 
 def pages_of(hold: Hold, shard: int) -> list[int]:
-    return [page for pages in hold.tables[shard].values() for page in pages]
+    """Of slices, and where they are on their way to."""
+    tables = [hold.tables[shard], *hold.copies[shard : shard + 1]]
+    return [page for table in tables for pages in table.values() for page in pages]
 
 
 def check_pools(loop: ServingLoop, world: FakeWorld) -> None:

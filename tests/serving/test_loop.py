@@ -240,6 +240,22 @@ def test_heads_move_while_a_chunk_is_on_its_way(after: int, leave: bool) -> None
     assert kinds[:2] == [False, True]
 
 
+def test_tokens_are_drawn_while_full_pages_move() -> None:
+    """None while the rest does, which is less than a page and what has been drawn meanwhile."""
+    move = MoveSlices("r0", ((0, 1, (1,)),))
+    kv, opts = make_kv(30, 4, [(0, 1), (2,)]), InstanceOptions(2, 16, launch_ahead=False)
+    timing = Timing(transfers={"A": 10})
+    run = Run(Do(move, after=2), [new_instance("A", kv, opts)], make_requests([(9, 30)]), timing)
+    outcome = run.verify()
+    full, rest = outcome.world.transfers
+    assert (full.start, full.stop, rest.start) == (0, 8, 8)
+    assert rest.stop == outcome.finished["r0"].prompt_len + 1 + 10
+    starts = [step.start for step in outcome.world.steps]
+    during = [s for s in starts if full.requested <= s < rest.requested]
+    assert len(during) == rest.requested - full.requested == 10
+    assert not [s for s in starts if rest.requested <= s < rest.requested + 10]
+
+
 @pytest.mark.parametrize("max_transfer", [3, 30])
 def test_growth_waits_for_heads_that_move(max_transfer: int) -> None:
     kv = KVShards([Shard(PagePool(27, 1), (0, 1)), Shard(PagePool(60, 1), (2,))])

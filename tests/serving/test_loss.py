@@ -133,7 +133,7 @@ def test_what_is_on_its_way_is_forgotten() -> None:
     request = cluster.request(Leg("A", 8, "per_chunk"), Leg("B"), runs=True)
     request.incoming = cluster.pools["B"].reserve_ahead(request, request.legs[1])
     here, there = ("A", request.hold), ("B", request.incoming)
-    cluster.hand_offs._note(request, here, there, 4)
+    cluster.hand_offs._note(request, here, there, 0, 4)
     cluster.lose_b()
     assert cluster.hand_offs.moving == []
     assert (request.transfers, request.hold.users, request.legs) == (

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from scenarios import examples
 from serving_checks import make_kv, pages_of
 
-from jaxinfer.serving.kv_shards import Hold, KVShards, most_pages
+from jaxinfer.serving.kv_shards import Hold, KVShards, SliceMove, most_pages
 from jaxinfer.serving.page_pool import CountedPages, PagePool, Shard
 from jaxinfer.serving.prefix_cache import CachedPage
 
@@ -163,10 +163,41 @@ def test_slices_move_where_there_is_room_for_all_of_them() -> None:
     assert not hold.copy_slices([(0, 1, (0, 1))])  # Six pages, of which there are five.
     assert hold.tables == [{0: [1, 2, 3], 1: [4, 5, 6]}, {}]
     assert hold.copy_slices([(0, 1, (1,))])
-    assert hold.tables[1] == {1: [1, 2, 3]}
+    assert hold.tables == [{0: [1, 2, 3], 1: [4, 5, 6]}, {}]
+    assert hold.copies == [{}, {1: [1, 2, 3]}]
     assert freed == []
-    hold.drop_slices([(0, 1, (1,))])
+    hold.take_copies([(0, 1, (1,))])
     assert (hold.tables, freed) == ([{0: [1, 2, 3]}, {1: [1, 2, 3]}], [[5, 2]])
+
+
+def test_slices_on_their_way_grow_in_both_places() -> None:
+    kv = KVShards([Shard(PagePool(9, 4), (0, 1)), Shard(PagePool(5, 4), ())])
+    hold = kv.reserve(9)
+    assert hold
+    assert hold.copy_slices([(0, 1, (1,))])
+    assert (hold.lacking(13), hold.lacking(17)) == ([], [0, 1])
+    assert hold.grow(13)
+    assert hold.tables == [{0: [1, 2, 3, 7], 1: [4, 5, 6, 8]}, {}]
+    assert hold.copies == [{}, {1: [1, 2, 3, 4]}]
+    assert not hold.grow(17)
+    hold.drop_copies()
+    assert [shard.num_free_pages for shard in kv.shards] == [0, 4]
+    assert [shard.num_pairs for shard in kv.shards] == [2, 0]
+
+
+def test_slices_on_their_way_come_free_with_the_rest() -> None:
+    kv = KVShards([Shard(PagePool(9, 4), (0, 1)), Shard(PagePool(5, 4), ())])
+    hold = kv.reserve(9)
+    assert hold
+    assert hold.copy_slices([(0, 1, (1,))])
+    hold.pin()
+    hold.release()
+    hold.drop_copies()  # Too late: who uses them still does.
+    assert [shard.pool.num_pinned for shard in kv.shards] == [6, 3]
+    hold.unpin()
+    assert [shard.pool.num_pinned for shard in kv.shards] == [0, 0]
+    assert [shard.num_free_pages for shard in kv.shards] == [8, 4]
+    assert [shard.num_pairs for shard in kv.shards] == [0, 0]
 
 
 def test_slices_may_take_all_that_is_free() -> None:
@@ -290,7 +321,7 @@ def test_moves_have_room_for_all_or_change_nothing() -> None:
     moves = [(0, 1, (0,)), (2, 3, (2,)), (2, 4, (3,))]
     assert hold.copy_slices(moves)
     assert [shard.num_pairs for shard in kv.shards] == [2, 1, 2, 1, 1]
-    hold.drop_slices(moves)
+    hold.take_copies(moves)
     assert [sorted(table) for table in hold.tables] == [[1], [0], [], [2], [3]]
     assert [shard.num_free_pages for shard in kv.shards] == [4, 1, 6, 1, 1]
     assert [shard.num_pairs for shard in kv.shards] == [1, 1, 0, 1, 1]
@@ -349,6 +380,7 @@ class Pools(RuleBasedStateMachine):
         self.kv = KVShards([Shard(PagePool(pages, 3), slices) for pages, slices in layout])
         self.holds: list[Hold] = []
         self.pinned: list[Hold] = []
+        self.moves: dict[Hold, SliceMove] = {}
 
     def pick(self, holds: Sequence[Hold], number: int) -> Hold | None:
         return holds[number % len(holds)] if holds else None
@@ -388,13 +420,21 @@ class Pools(RuleBasedStateMachine):
             hold.release()
 
     @rule(number=st.integers(0, 9), ends=st.permutations(range(3)), piece=st.integers(0, 2))
-    def move(self, number: int, ends: list[int], piece: int) -> None:
+    def begin_to_move(self, number: int, ends: list[int], piece: int) -> None:
         hold = self.pick(self.holds, number)
         move = (ends[0], ends[1], (piece,))
-        if hold and not hold.users and hold.can_move([move]):
-            assert hold.copy_slices([move]) == (piece in hold.tables[ends[1]])
-            if piece in hold.tables[ends[1]]:
-                hold.drop_slices([move])
+        if hold and not hold.copies and hold.can_move([move]):
+            assert hold.copy_slices([move]) == bool(hold.copies)
+            if hold.copies:
+                self.moves[hold] = move
+
+    @rule(number=st.integers(0, 9), arrives=st.booleans())
+    def end_a_move(self, number: int, arrives: bool) -> None:
+        hold = self.pick([h for h in self.holds if h.copies], number)
+        if hold and arrives and not hold.users:
+            hold.take_copies([self.moves[hold]])
+        elif hold:
+            hold.drop_copies()
 
     @invariant()
     def every_page_is_in_one_place(self) -> None:
@@ -404,12 +444,18 @@ class Pools(RuleBasedStateMachine):
             pinned = [p for h in waiting for p in pages_of(h, number)]
             pool = shard.pool
             assert pool.num_pinned == len(pinned)
-            assert shard.num_pairs == sum(len(h.tables[number]) for h in [*self.holds, *waiting])
+            assert shard.num_pairs == sum(
+                len(table)
+                for h in [*self.holds, *waiting]
+                for table in [h.tables[number], *h.copies[number : number + 1]]
+            )
             assert sorted([*pool._free, *held, *pinned]) == list(range(1, pool.num_usable + 1))
         for hold in self.holds:
             tables = [pages for table in hold.tables for pages in table.values()]
+            copies = [pages for table in hold.copies for pages in table.values()]
             assert len(tables) == 3
-            assert all(len(pages) == hold.num_pages for pages in tables)
+            assert len(copies) <= 1
+            assert all(len(pages) == hold.num_pages for pages in [*tables, *copies])
 
 
 TestPools = Pools.TestCase

@@ -242,6 +242,16 @@ def test_migration_of_some_heads(seed: int) -> None:
         if any(row.request is t.request and row.start >= t.stop for t in moved)
     ]
     assert after, "a request went on after its heads had moved"
+    rests = [t for t in moved if t.start]
+    assert any(
+        rest.request is full.request
+        and row.request is full.request
+        and full.stop == rest.start < row.start < rest.stop
+        for full in moved
+        for rest in rests
+        for batch in outcome.world.batches
+        for row in batch.rows
+    ), "a request went on while its full pages moved"
 
 
 # 5. The youngest pauses where pages are short, and goes on when there is room.

@@ -386,22 +386,105 @@ def test_pages_reserved_ahead_where_there_is_no_room_any_more(limit: str) -> Non
 MOVE = MoveSlices("r", ((0, 1, (1,)),))
 
 
-def test_slices_move_once_nothing_uses_the_pages() -> None:
+def test_full_pages_of_slices_move_while_the_request_goes_on() -> None:
+    """And the rest once nothing uses the pages."""
     place = Place()
-    request = place.request(Leg("A"))
+    request = place.request(Leg("A"), computed=5)
     request.sent = 2
     request.hold.pin()
     place.hand_offs.ask_slice_move(request, MOVE)
-    assert (request.slice_move, place.world.started) == (MOVE, [])
+    assert (request.slice_copy, request.slice_move) == (MOVE, None)
+    request.hold.grow(7)
+    request.computed = request.launched = 7
+    assert request.slices == [[0, 1], [2, 1]]
+    place.hand_offs.done(place.world.started[0], 6.0)
+    assert (request.slice_copy, request.slice_move) == (None, MOVE)
+    assert place.sent() == [("A", "A", 0, 4)]
     request.hold.unpin()
     place.hand_offs.start_slice_move(request)
-    (transfer,) = place.world.started
-    assert (transfer.source, transfer.dest, transfer.start, transfer.stop) == ("A", "A", 0, 6)
-    assert (transfer.slice_move, request.sent, request.hold.users) == (MOVE, 2, 2)
-    assert request.slices == [[0, 1], [2, 1]]
-    place.hand_offs.done(transfer, 6.0)
+    assert place.sent() == [("A", "A", 0, 4), ("A", "A", 4, 7)]
+    assert [t.slice_move for t in place.world.started] == [MOVE, MOVE]
+    assert (request.sent, request.hold.users) == (2, 2)
+    place.hand_offs.done(place.world.started[1], 7.0)
     assert (request.slices, request.slice_move) == ([[0], [2, 1]], None)
-    assert [shard.num_free_pages for shard in place.pools["A"].shards] == [40 - 3, 20 - 6]
+    assert [shard.num_free_pages for shard in place.pools["A"].shards] == [40 - 4, 20 - 8]
+    assert place.hand_offs.num_slice_moves == 1
+
+
+def test_slices_whose_pages_are_all_full_do_not_pause() -> None:
+    place = Place()
+    request = place.request(Leg("A"), computed=6)
+    place.hand_offs.ask_slice_move(request, MOVE)
+    place.hand_offs.done(place.world.started[0], 6.0)
+    assert (request.slices, request.slice_copy, request.slice_move) == ([[0], [2, 1]], None, None)
+    assert place.sent() == [("A", "A", 0, 6)]
+
+
+def test_a_short_request_pauses_for_its_slices() -> None:
+    place = Place()
+    request = place.request(Leg("A"), computed=1)
+    request.hold.pin()
+    place.hand_offs.ask_slice_move(request, MOVE)
+    assert (request.slice_copy, request.slice_move, place.sent()) == (None, MOVE, [])
+    request.hold.unpin()
+    place.hand_offs.start_slice_move(request)
+    assert place.sent() == [("A", "A", 0, 1)]
+
+
+def test_one_move_of_a_request_at_a_time() -> None:
+    place = Place()
+    request = place.request(Leg("A"), computed=5)
+    for _ in range(2):  # While it goes on, and while it pauses.
+        place.hand_offs.ask_slice_move(request, MoveSlices("r", ((1, 0, (2,)),)))
+    assert place.hand_offs.num_at_once == 1
+    request.hold.pin()
+    place.hand_offs.done(place.world.started[0], 6.0)
+    place.hand_offs.ask_slice_move(request, MOVE)
+    assert (place.hand_offs.num_at_once, place.hand_offs.num_slice_moves) == (2, 1)
+
+
+def test_a_leg_that_ends_gives_up_the_slices_on_their_way() -> None:
+    """Their pages come free once nobody writes there; the request may be back by then."""
+    place = Place()
+    request = place.request(Leg("A", 5), Leg("A"), computed=5)
+    hold, shards = request.hold, place.pools["A"].kv.shards
+    place.hand_offs.ask_slice_move(request, MOVE)
+    place.hand_offs.end_leg(request)
+    assert place.pools["A"].admit(request)
+    assert (request.hold, request.slice_copy) == (hold, None)
+    place.hand_offs.ask_slice_move(request, MOVE)
+    assert place.hand_offs.num_at_once == 1
+    assert shards[1].num_free_pages == 20 - 6
+    place.hand_offs.done(place.world.started[0], 6.0)
+    assert (request.slices, request.slice_move) == ([[0, 1], [2]], None)
+    assert shards[1].num_free_pages == 20 - 3
+
+
+def test_slices_on_their_way_are_not_taken_for_those_of_another_instance() -> None:
+    place = Place()
+    request = place.request(Leg("A", 5), Leg("B"), computed=5)
+    place.hand_offs.ask_slice_move(request, MOVE)
+    place.hand_offs.end_leg(request)
+    assert place.pools["B"].admit(request)
+    place.hand_offs.pull(request)
+    place.hand_offs.done(place.world.started[1], 6.0)
+    place.hand_offs.ask_slice_move(request, MOVE)
+    place.hand_offs.done(place.world.started[0], 7.0)
+    assert (request.slice_copy, place.in_use("A")) == (MOVE, 0)
+    place.hand_offs.done(place.world.started[2], 8.0)
+    assert request.slice_copy is None
+
+
+def test_a_request_that_ends_frees_the_slices_on_their_way() -> None:
+    place = Place()
+    request = place.request(Leg("A"), computed=5)
+    place.hand_offs.ask_slice_move(request, MOVE)
+    place.pools["A"].remove(request)
+    request.hold.release()
+    request.void_kv()
+    assert place.in_use("A") > 0
+    place.hand_offs.done(place.world.started[0], 6.0)
+    assert [shard.num_free_pages for shard in place.pools["A"].shards] == [40, 20]
 
 
 def test_slices_without_entries_move_without_a_transfer() -> None:
@@ -419,14 +502,16 @@ def test_slices_without_room_stay() -> None:
     assert (request.slices, request.slice_move, place.world.started) == ([[0, 1], [2]], None, [])
 
 
-def test_slices_wait_for_a_chunk_on_its_way() -> None:
+def test_the_rest_of_slices_waits_for_a_chunk_on_its_way() -> None:
     place = Place()
-    request = place.request(*CHUNKS)
+    request = place.request(*CHUNKS, computed=5)
     place.hand_offs.send_chunk(request)
     place.hand_offs.ask_slice_move(request, MOVE)
-    assert len(place.world.started) == 1
-    place.hand_offs.done(place.world.started[0], 6.0)
-    assert [t.slice_move for t in place.world.started] == [None, MOVE]
+    chunk, full = place.world.started
+    place.hand_offs.done(full, 6.0)
+    assert len(place.world.started) == 2
+    place.hand_offs.done(chunk, 6.0)
+    assert [t.slice_move for t in place.world.started] == [None, MOVE, MOVE]
 
 
 @pytest.mark.parametrize("caching", [False, True])
@@ -474,7 +559,7 @@ def test_transfers_of_a_lost_instance_are_forgotten(lost: str, left: list[str]) 
 def test_slices_that_wait_for_a_chunk_to_a_lost_instance(lost: str, started: list[Any]) -> None:
     """They move at once, unless they were lost themselves."""
     place = Place()
-    request = place.request(*CHUNKS)
+    request = place.request(*CHUNKS, computed=1)
     place.hand_offs.send_chunk(request)
     place.hand_offs.ask_slice_move(request, MOVE)
     place.hand_offs.forget(lost)

@@ -1,0 +1,117 @@
+"""A profile of attention where KV heads lie: points measured, and Hetis' eqs. 3 and 4 fitted.
+
+Kept beside the profiles of whole steps, by what decides the times.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.serving.attention_fit import AttentionFit
+from jaxinfer.steps.profile import profile_path, write_record
+from jaxinfer.steps.times import nonnegative
+
+
+@dataclass(frozen=True)
+class ShardPoints:
+    """Seconds of one layer's decode attention in one shard, on an idle machine.
+
+    Attributes:
+        group: where the shard lies.
+        attention: (slices of KV heads over all requests, KV entries of all of them, seconds); none
+            where a stage has all its heads in one place.
+        exchange: (slices, seconds) of what goes there and comes back; none on the stage's own
+            group.
+    """
+
+    group: str
+    attention: Sequence[tuple[int, int, float]]
+    exchange: Sequence[tuple[int, float]] = ()
+
+    def fit(self, slowdown: float = 1.0) -> AttentionFit:
+        """Least squares of the relative error, no coefficient below zero.
+
+        Args:
+            slowdown: how many times slower than measured the device is emulated to be.
+        """
+        found = [slowdown * value for value in _coefficients(*self._attention)]
+        return AttentionFit(*found, *_coefficients(*self._exchange))
+
+    def errors(self) -> tuple[float, float]:
+        """Mean absolute percentage errors of eqs. 3 and 4, as shares."""
+        return _error(*self._attention), _error(*self._exchange)
+
+    @property
+    def _attention(self) -> tuple[np.ndarray, np.ndarray]:
+        """What times go by, and times."""
+        points = np.array(self.attention, float).reshape(-1, 3)
+        return np.column_stack([points[:, :2], np.ones(len(points))]), points[:, 2]
+
+    @property
+    def _exchange(self) -> tuple[np.ndarray, np.ndarray]:
+        points = np.array(self.exchange, float).reshape(-1, 2)
+        return np.column_stack([points[:, 0], np.ones(len(points))]), points[:, 1]
+
+
+def _coefficients(x: np.ndarray, y: np.ndarray) -> list[float]:
+    return nonnegative(x / y[:, None], np.ones_like(y))
+
+
+def _error(x: np.ndarray, y: np.ndarray) -> float:
+    if not len(y):
+        return 0.0
+    return float(np.abs(x @ _coefficients(x, y) / y - 1).mean())
+
+
+@dataclass(frozen=True)
+class AttentionProfile:
+    """Of all shards of one instance.
+
+    Attributes:
+        key: what the times hold for.
+    """
+
+    key: dict[str, Any]
+    shards: Sequence[ShardPoints]
+
+    def fits(self, slowdowns: Mapping[str, float]) -> list[AttentionFit]:
+        """Of each shard.
+
+        Args:
+            slowdowns: by group, see ``ShardPoints.fit``; 1 where none is given.
+        """
+        return [shard.fit(slowdowns.get(shard.group, 1.0)) for shard in self.shards]
+
+
+def load_attention(key: dict[str, Any]) -> AttentionProfile | None:
+    """The stored profile, if there is one."""
+    path = _path(key)
+    if not path.is_file():
+        return None
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    shards = [
+        ShardPoints(
+            shard["group"],
+            [(n, g, s) for n, g, s in shard["attention"]],
+            [(n, s) for n, s in shard["exchange"]],
+        )
+        for shard in stored["shards"]
+    ]
+    return AttentionProfile(stored["key"], shards)
+
+
+def store_attention(profile: AttentionProfile) -> Path:
+    """Keep it for later runs."""
+    path = _path(profile.key)
+    write_record(path, asdict(profile))
+    return path
+
+
+def _path(key: dict[str, Any]) -> Path:
+    """Not that of the profile of whole steps, which has the same key."""
+    path = profile_path(key)
+    return path.with_name(f"{path.stem}.attention.json")
