@@ -1,19 +1,20 @@
 """What Aladdin's figures depend on, for scripts/reproduce_aladdin.py: the cost of more processes,
-decodes alone, all requests, the rate on four GPUs, and workers that are off.
+decodes alone, all requests, theta's seed, other workers, the rate on four GPUs, workers off.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from aladdin_runs import JSQ, Row, Search, Way, draw
-from aladdin_single import OVERHEADS
+from aladdin_runs import JSQ, Row, Search, Way, aladdin, draw
+from aladdin_single import OVERHEADS, TESTBED, worker
 from matplotlib.figure import Figure
 from results import Target, holds, kept
 
 from jaxinfer.config.run_file import load_run_file
+from jaxinfer.plan.workers import MeanRequest, most_tokens
 from jaxinfer.report.pictures import save_picture
-from jaxinfer.simulate.run import simulate
+from jaxinfer.simulate.run import prepare, simulate
 from jaxinfer.simulate.targets import RequestTargets
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 
@@ -91,6 +92,53 @@ def all_requests(search: Search, out: Path, ours: Way) -> tuple[list[Row], list[
     met = isinstance(found, int) and (isinstance(theirs, str) or found < theirs)
     claim = "all requests (P100): fewer workers than the shortest queue"
     return rows, [holds(claim, "up to 40 %", f"{found} for {theirs}", met)]
+
+
+def theta_seeds(search: Search, thetas: Sequence[float], seeds: Sequence[int]) -> list[Row]:
+    """The fewest workers by theta, with several seeds that nothing else has."""
+    rows: list[Row] = []
+    for oracle in (True, False):
+        for theta in thetas:
+            way = aladdin(theta, oracle)
+            found = {f"seed {seed}": search.fewest(way, RATE, LEVEL, seed, 13) or "none"
+                     for seed in seeds}  # fmt: skip
+            rows.append({"lengths": "true" if oracle else "predicted", "theta": theta} | found)
+    return rows
+
+
+def other_workers(search: Search, theta: float) -> tuple[list[Row], list[Target]]:
+    """Table 2's workers by the roofline, at rates that eight of each carry by eq. 6."""
+    rows: list[Row] = []
+    targets = []
+    for model, gpu, gpus, ttft_ms, atgt_ms in TESTBED:
+        slo = {"ttft": ttft_ms / 1000, "tpot": atgt_ms / 1000}
+        settings = (
+            f"model={model}", f"groups.a100.kind={gpu}", f"groups.a100.devices={gpus}",
+            "simulate.tables=null",
+        )  # fmt: skip
+        rate = rate_of(model, gpu, gpus, slo["tpot"], search)
+        ways = [JSQ, aladdin(theta, ttft_s=slo["ttft"], atgt_s=slo["tpot"])]
+        theirs, ours = (
+            search.fewest(replace(way, settings=settings, slo=slo), rate, LEVEL, SEED, 12)
+            for way in ways
+        )
+        name = f"{model}, {gpus} x {gpu}"
+        rows.append({"worker": name, "requests/s": rate, "shortest queue": theirs or "none of 32",
+                     f"Aladdin, theta {theta}": ours or "none of 32"})  # fmt: skip
+        met = ours is not None and (theirs is None or ours < theirs)
+        says = f"{ours or 'none'} for {theirs or 'none'}"
+        targets.append(holds(f"{name}: fewer workers than the shortest queue", "fewer", says, met))
+    return rows, targets
+
+
+def rate_of(model: str, gpu: str, gpus: int, atgt_s: float, search: Search) -> float:
+    """What eight workers carry by eq. 6."""
+    _, cluster, _ = prepare(worker(model, gpu, gpus, **OVERHEADS))
+    fit, modelled = cluster.fit("w", relative=True), cluster.instances["w"]
+    assert fit.decode
+    mean = MeanRequest.of(draw(search.trace, SEED))
+    most = most_tokens(fit.decode, gpus, modelled.num_tokens, mean, atgt_s)
+    return float(f"{8 * gpus * most.least / mean.output:.2g}")
 
 
 def on_four(search: Search, ways: Mapping[str, Way], out: Path) -> tuple[list[Row], list[Target]]:

@@ -18,7 +18,9 @@ from aladdin_sensitivity import (
     decodes_alone,
     off_seconds,
     on_four,
+    other_workers,
     process_costs,
+    theta_seeds,
 )
 from aladdin_single import equation_6, figure_3, models, opened, overhead, table_2
 from aladdin_tables import make_tables
@@ -132,6 +134,9 @@ def sensitivities(add: Callable[..., None], search: Search, out: Path, ours: Way
     add("What more processes cost", "processes", *process_costs(other, ours))
     add("Decodes alone", "decodes", *decodes_alone(other, ours))
     add("All requests", "all_requests", *all_requests(search, out, ours))
+    seeds = [CALIBRATION, CALIBRATION + 1]
+    add("Theta by seed", "theta_seeds", theta_seeds(search, THETAS, seeds))
+    add("Table 2's workers", "other_workers", *other_workers(other, ours.system["theta"]))
 
 
 @click.command()

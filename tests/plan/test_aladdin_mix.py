@@ -149,6 +149,14 @@ def test_a_mix_as_a_run_file(carries: Carries, file: str) -> None:
     assert "usd_per_hour" not in config.system
 
 
+def test_other_systems_know_no_dollars(carries: Carries, file: str, tmp_path: Path) -> None:
+    data = yaml.safe_load(Path(file).read_text()) | {"system": {"name": "least_loaded"}}
+    path = tmp_path / "kinds.yaml"
+    path.write_text(yaml.safe_dump(data))
+    best = planner(str(path)).plan(search())
+    assert best.part["system"] == {"name": "least_loaded"}
+
+
 def test_kinds_that_are_too_slow_are_left_out(carries: Carries, file: str) -> None:
     """Weights of 16 GB take 11 ms on an A100, and more than 20 on the other two."""
     carries.rate = lambda config: float(len(config.instances))
