@@ -164,7 +164,9 @@ if [[ -n $rehearse ]]; then
         >"$scratch/tiny/config.json"
     model=$scratch/tiny
     settings+=(--limit 4 --set groups.strong.platform=cpu --set engine.max_num_seqs=4)
-    operators=(--set groups.strong.platform=cpu --set engine.max_num_seqs=4)
+    operators=(--set groups.strong.platform=cpu --set engine.max_num_seqs=4
+        --set engine.max_model_len=128 --set instances.engine.max_num_batched_tokens=64
+        --set instances.engine.num_pages=65)
 fi
 # Relative, since the results quote the command.
 stage cronus 240 "$python" -m jaxinfer compare configs/gpu/cronus.yaml --systems cronus,single \

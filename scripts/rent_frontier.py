@@ -129,8 +129,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         ax.plot([row["$/h"] for row in files], [row[what] for row in files], "sv"[number - 1],
                 color=COLOURS[number], label=label)  # fmt: skip
     for row in files:
-        ax.annotate(row["GPUs"], (row["$/h"], row["planned"]), fontsize=7, rotation=-30,
-                    xytext=(2, -4), textcoords="offset points", va="top")  # fmt: skip
+        ax.annotate(row["GPUs"].split("_", 1)[-1], (row["$/h"], row["planned"]), fontsize=7,
+                    rotation=-60, xytext=(-3, -4), textcoords="offset points",
+                    va="top")  # fmt: skip
     ax.set_xlabel("dollars per hour")
     ax.set_ylabel("requests/s")
     ax.set_ylim(bottom=0)
