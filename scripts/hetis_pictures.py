@@ -80,16 +80,15 @@ def draw_capacities(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             name.replace("Splitwise's decodes on 3090 and P100", "Splitwise") for name in names
         ]
         y = range(len(here))
-        ax.barh(y, [row["by host"] / 1e3 for row in here], 0.6, color=COLOURS[0], label="ours")
+        ax.barh(y, [row["by host"] / 1e3 for row in here], 0.6, color=COLOURS[0])
         ax.plot(
             [row["sum of memories"] / 1e3 for row in here], y, "|", color=COLOURS[1],
-            markersize=16, markeredgewidth=2, label="sum of 0.9 of the memories",
+            markersize=16, markeredgewidth=2,
         )  # fmt: skip
         ax.set_yticks(y, names, fontsize=8)
         ax.invert_yaxis()
         ax.set_title(model, fontsize=10)
-        ax.set_xlabel("thousands of tokens")
-    figure.axes[-1].legend(frameon=False, fontsize=7, loc="lower right")
+        ax.set_xlabel("1,000 tokens (marks: sums)")
     save_picture(figure, path)
 
 
