@@ -1,15 +1,20 @@
 """Instances whose KV heads lie on several devices give the tokens of one device."""
 
 import random
+import shutil
 from collections.abc import Collection, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
-from cluster_cases import HEADS, PEAK, Loader, roomy
-from cluster_checks import Done, Ran, serve
+from cluster_cases import HEADS, PEAK, Loader, Request, load, roomy
+from cluster_checks import REQUESTS, Done, Ran, serve
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.runtime.spread_stage import SpreadStage
 from jaxinfer.serving.kv_shards import Placement
 from jaxinfer.serving.system import (
     Action,
@@ -21,6 +26,8 @@ from jaxinfer.serving.system import (
     StepView,
 )
 from jaxinfer.systems.single import Single
+
+DATA = Path(__file__).parents[1] / "data" / "architectures"
 
 
 class Scatter(Single):
@@ -108,6 +115,8 @@ def test_heads_stay_where_they_belong(ran: Any, expected: dict[str, list[Done]])
         ("two", 2, [None]),
         pytest.param("three", 1, [20, 9, 40], marks=pytest.mark.slow),
         pytest.param("three", 2, [30], marks=pytest.mark.slow),
+        pytest.param("two", 2, [30, 12], marks=pytest.mark.slow),
+        pytest.param("three", 2, [20, 9, 40], marks=pytest.mark.slow),
     ],
 )
 def test_heads_anywhere_that_move_in_the_midst(
@@ -128,13 +137,14 @@ def test_heads_anywhere_that_move_in_the_midst(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("primary", [1, 2])
 def test_pools_that_hold_hardly_more_than_the_longest_request(
-    ran: Any, expected: dict[str, list[Done]]
+    ran: Any, expected: dict[str, list[Done]], primary: int
 ) -> None:
     """Preempted requests are placed anew, and prompts come in chunks beside decodes."""
     pages = -(-PEAK // 8)
     tight = {"page_size": 8, "num_pages": pages + 1, "max_num_batched_tokens": 24}
-    done, found = ran("three", **spread([pages // 2, pages // 2], **tight))
+    done, found = ran("three", **spread([pages // 2, pages // 2], primary, **tight))
     assert done == expected["three"]
     assert sum(request.preemptions for request in found.requests) > 0
 
@@ -145,6 +155,79 @@ def test_a_slower_device_finds_the_same(ran: Any, expected: dict[str, list[Done]
     sections["groups"]["a0"] = {"emulate": {"slowdown": 3}}
     done, _ = ran("two", **sections)
     assert done == expected["two"]
+
+
+# Of a small Gemma, whose windows are of 10 tokens.
+SHORT = [
+    Request(tuple(7 * i % 120 + 1 for i in range(length)), request.params)
+    for length, request in zip(range(5, 61, 4), REQUESTS, strict=True)
+]
+
+
+@pytest.fixture
+def windowed(tiny_folder: Path, tmp_path: Path) -> Path:
+    """With the tokenizer of another model."""
+    folder = tmp_path / "gemma"
+    shutil.copytree(tiny_folder, folder)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(DATA / "gemma3" / name, folder / name)
+    return folder
+
+
+def check_windows(model: Path, folder: Path, groups: dict[str, Any], attention: list[int]) -> None:
+    """Prompts in chunks beside decodes, while heads move."""
+    options = {"dtype": "float32"} | roomy(16)
+    alone = {"groups": {"p": {"platform": "cpu"}}, "instances": {"x": {"group": "p"} | options}}
+    expected = serve(load(model, folder, **alone, system="single"), SHORT)
+    sections = spread(attention, **options)
+    llm = load(model, folder, **sections | {"groups": sections["groups"] | groups})
+    assert serve(llm, SHORT, folder / "run") == expected
+    assert Ran.last(folder / "run").metrics["slice_moves"]["begun"] > 20
+
+
+@pytest.mark.slow
+def test_windows(windowed: Path, tmp_path: Path) -> None:
+    check_windows(windowed, tmp_path, {}, [40])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="without one: the tests above")
+def test_attention_of_a_gpu_on_cpus(windowed: Path, tmp_path: Path) -> None:
+    """Heads go from kernels of one kind to those of another, and back."""
+    groups = {"p": {"platform": "gpu"}} | {name: {"platform": "cpu"} for name in ("a0", "a1")}
+    check_windows(windowed, tmp_path, groups, [20, 40])
+
+
+@pytest.mark.slow
+def test_a_device_that_fails_takes_its_instance_along(
+    loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    """All its requests are recomputed by another one."""
+    sections = spread([None], **roomy(16))
+    sections["groups"]["q"] = {}
+    sections["instances"]["y"] = {"group": "q", "enable_prefix_caching": False} | roomy(16)
+    shares = {name: {"weight": 1, "max_waiting": 2} for name in "xy"}
+    sections["system"] = {"name": "data_parallel", "shares": shares}
+    llm = loader.load("two", **sections)
+    (stage,) = llm.cluster.engines["x"].worker.stages
+    assert isinstance(stage, SpreadStage)
+    attend, calls = stage.attend, count()
+
+    def fail(out: np.ndarray) -> np.ndarray:
+        raise RuntimeError("injected")
+
+    def failing(*args: Any) -> jax.Array:
+        out = attend(*args)
+        if next(calls) < 100:
+            return out
+        found: jax.Array = jax.jit(lambda x: jax.pure_callback(fail, x, x))(out)
+        return found
+
+    stage.attend = failing  # type: ignore[method-assign]
+    assert serve(llm, run_dir=tmp_path) == expected["two"]
+    found = Ran.last(tmp_path)
+    assert "injected" in found.record.run["lost"]["x"]
+    assert found.instances == {"x", "y"}
 
 
 @pytest.mark.slow

@@ -54,20 +54,31 @@ def modelled_pages() -> int:
 
 
 def test_slices_move_over_the_link(tmp_path: Path) -> None:
-    """Five tokens of a head in six layers, half a second and 480 us; the second move is left out.
-
-    Two decodes follow, of both groups.
+    """A full page of four tokens of a head in six layers, half a second and 384 us, while the own
+    group decodes; then the rest. The second move is left out.
     """
-    found, times = served(run_file(system="Moving"), (5, 3), folder=tmp_path)
-    assert found.slice_moves == SliceMoves(begun=1, num_bytes=480, without_room=0, at_once=1)
+    found, times = served(run_file(system="Moving"), (5, 26), folder=tmp_path)
+    cost = modelled(run_file()).cost
+    tokens, step = times["0"], 0
+    first = tokens[0] + 0.5 + 384e-6
+    while tokens[step] < first:
+        alone = cost.stages(work_with([(5 + step, 1)], 2, 0))[0]
+        assert tokens[step + 1] == pytest.approx(tokens[step] + alone)
+        step += 1
+    # The step in flight has ended: 5 + step entries, 96 bytes each, and the next is of both groups.
+    rest = 96 * (5 + step - 4)
+    end = tokens[step] + 0.5 + rest * 1e-6
+    both = cost.stages(work_with([(5 + step, 1)], 1, 1))[0]
+    assert tokens[step + 1] == pytest.approx(end + both)
+    moves = SliceMoves(begun=1, num_bytes=384 + rest, without_room=0, at_once=1)
+    assert found.slice_moves == moves
     run = read_run(tmp_path / "1")
-    assert run.run["metrics"]["slice_moves"]["num_bytes"] == 480
-    (move,) = run.transfers
-    end = times["0"][0] + 0.5 + 480e-6
-    assert (move.source, move.dest, move.num_tokens, move.num_bytes) == ("x", "x", 5, 480)
-    assert (move.start, move.end) == pytest.approx((times["0"][0], end), abs=2e-6)
-    decode = modelled(run_file()).cost.stages(work_with([(5, 1)], 1, 1))
-    assert times["0"][1] == pytest.approx(end + decode[0], abs=2e-6)
+    assert run.run["metrics"]["slice_moves"]["num_bytes"] == 384 + rest
+    full, other = run.transfers
+    assert (full.source, full.dest, full.num_tokens, full.num_bytes) == ("x", "x", 4, 384)
+    assert (full.start, full.end) == pytest.approx((tokens[0], first), abs=2e-6)
+    assert (other.num_tokens, other.num_bytes) == (1 + step, rest)
+    assert (other.start, other.end) == pytest.approx((tokens[step], end), abs=2e-6)
     (described,) = run.run["instances"]["x"]["stages"]
     expected = {"group": "w", "num_pages": modelled_pages()}
     assert (described["group"], described["attention"]) == ("a", [expected])
