@@ -34,7 +34,8 @@ class Carries:
         self.tried.append((config, rate))
         self.served.append((len(work), tuple(seeds)))
         met = rate <= self.rate(config)
-        verdict = Verdict(met, 1, float(met), {"ttft": float(met)})
+        # A share of the requests for each limit, by its metric.
+        verdict = Verdict(met, 1, float(met), dict.fromkeys(map(str, targets.limits), float(met)))
         return TriedRate(rate, num_gpus(config), verdict, rate if met else None)
 
 
