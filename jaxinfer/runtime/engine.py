@@ -76,10 +76,11 @@ class Engine:
             if plan.attention:
                 slices = tuple(range(number * heads, (number + 1) * heads))
             groups = [group, *(place.group for place in plan.attention)]
+            layers = plan.layers.stop - plan.layers.start
             for num_pages, where in zip(plan.pool_pages, groups, strict=True):
                 pool = PagePool(num_pages, plan.limits.page_size)
                 fit = self.attention[len(shards)] if self.attention else None
-                shards.append(Shard(pool, slices, number, where, fit))
+                shards.append(Shard(pool, slices, number, where, fit, layers))
                 slices = ()
         return KVShards(shards, self.plan.options.enable_prefix_caching)
 
