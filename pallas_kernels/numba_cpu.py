@@ -331,7 +331,9 @@ def _register(sizes: Sizes) -> Target:
 
 def threads() -> int:
     """How many may attend at once: the processors that this process may use."""
-    return len(os.sched_getaffinity(0))
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _attend(
