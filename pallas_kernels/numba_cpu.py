@@ -24,7 +24,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.pallas_kernels.xla_call import data, dim, handler_of, pointer, take_after
+from jaxinfer.pallas_kernels.xla_call import data, dim, handler_of, is_past, pointer, take_after
 
 # Rows of a prompt that go through the pages together.
 TILE_ROWS = 32
@@ -321,6 +321,8 @@ def _register(sizes: Sizes) -> Target:
                             k, row[c] + skipped, rows, start[c] + skipped, window,
                         )  # fmt: skip
                         mine = take_after(shared)
+                        if is_past(shared, mine):
+                            return
                     unit += 1
 
     handler = handler_of(units, work)

@@ -111,6 +111,12 @@ def take_after(shared: int) -> int:
     return take(shared)
 
 
+@nb.njit
+def is_past(shared: int, unit: int) -> bool:
+    """Whether nothing is left to do, so that the call may end and its buffers be gone."""
+    return unit >= words(shared)[TOTAL]
+
+
 def _address(function: str) -> np.int64:
     found = ctypes.cast(getattr(ctypes.CDLL(None), function), ctypes.c_void_p).value
     assert found is not None
@@ -141,7 +147,8 @@ def handler_of(units: Callable[[int], int], work: Callable[[int, int, int, int, 
         units: of the arguments' list: how many units there are.
         work: of the lists of arguments and results, the worker's number, ``shared`` and a first
             unit: does that, if there is one, and whatever ``take_after(shared)`` gives, in rising
-            order. The last result is scratch memory, with a row for each worker.
+            order, and looks at no buffer once that ``is_past`` the last one. The last result is
+            scratch memory, with a row for each worker.
     """
     version = np.int64(ffi_version()[1] << 32)
 
@@ -149,7 +156,7 @@ def handler_of(units: Callable[[int], int], work: Callable[[int, int, int, int, 
     def task(shared: int) -> None:
         unit = take(shared)
         # A task that comes late must not look at the call's buffers.
-        if unit < words(shared)[TOTAL]:
+        if not is_past(shared, unit):
             worker = _fetch_add(shared + 8 * WORKERS, 1)
             work(words(shared)[OUR_ARGS], words(shared)[OUR_RETS], worker, shared, unit)
         _leave(shared)

@@ -42,7 +42,10 @@ def prepare_attention(needs: Mapping[str, Needs], progress: Progress) -> None:
                 if profile is None:
                     profile = profile_attention(name, engine, need.model, progress)
                     store_attention(profile)
-                slowdowns = dict(zip(engine.groups, need.cluster.slowdowns(name), strict=True))
+                slowdowns = []
+                for stage, slowdown in zip(engine.plans, need.cluster.slowdowns(name), strict=True):
+                    # Attention groups were measured as slow as they are.
+                    slowdowns += [slowdown, *(1.0 for _ in stage.attention)]
                 engine.attention[:] = profile.fits(slowdowns)
 
 
@@ -133,7 +136,7 @@ class _ShardTimes:
         start = time.perf_counter()
         for layer in range(layers):
             out = stage.attend(number, layer, inputs.pairs, piece, tables)
-            if stage.plan.devices[0].platform == "cpu":
+            if next(iter(there.device_set)).platform == "cpu":
                 out.block_until_ready()  # A CPU may compute several layers at once.
         out.block_until_ready()
         return (time.perf_counter() - start) / layers

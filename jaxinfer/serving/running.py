@@ -77,8 +77,11 @@ class Running:
 
     @property
     def any_moves(self) -> bool:
-        """Whether slices of KV heads of one of them are to move."""
-        return any(request.slice_copy or request.slice_move for request in self._all.values())
+        """Whether slices of KV heads of one of them are to move, or on their way."""
+        return any(
+            request.slice_move or (request.hold and request.hold.copies)
+            for request in self._all.values()
+        )
 
     def add(self, request: RequestState) -> None:
         """Have a request take part, by rows of its own at first."""

@@ -4,7 +4,7 @@ Kept beside the profiles of whole steps, by what decides the times.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,13 +78,13 @@ class AttentionProfile:
     key: dict[str, Any]
     shards: Sequence[ShardPoints]
 
-    def fits(self, slowdowns: Mapping[str, float]) -> list[AttentionFit]:
+    def fits(self, slowdowns: Sequence[float]) -> list[AttentionFit]:
         """Of each shard.
 
         Args:
-            slowdowns: by group, see ``ShardPoints.fit``; 1 where none is given.
+            slowdowns: of each, see ``ShardPoints.fit``.
         """
-        return [shard.fit(slowdowns.get(shard.group, 1.0)) for shard in self.shards]
+        return [shard.fit(slowdown) for shard, slowdown in zip(self.shards, slowdowns, strict=True)]
 
 
 def load_attention(key: dict[str, Any]) -> AttentionProfile | None:

@@ -256,3 +256,28 @@ def test_one_rate_is_no_line(carries: Carries, worker: str) -> None:
     carries.rate = lambda config: 1.0
     with pytest.raises(JaxinferError, match=r"eq\. 7: needs the workers of two rates"):
         planner(worker, rates=[1.0]).plan(search(1.0, "gpus"))
+
+
+def test_a_file_that_has_prices_itself(carries: Carries, file: str, tmp_path: Path) -> None:
+    """Those of kinds that are left out go, too: the system would refuse them."""
+    data = yaml.safe_load(Path(file).read_text())
+    data["system"]["usd_per_hour"] = PRICES
+    priced = tmp_path / "priced.yaml"
+    priced.write_text(yaml.safe_dump(data))
+    carries.rate = lambda config: 2.0 * len(config.instances)
+    found, plain = (planner(path).plan(search()) for path in (str(priced), file))
+    assert found.axes == plain.axes
+
+
+def test_eq_7_beyond_the_most(carries: Carries, tmp_path: Path) -> None:
+    path = tmp_path / "one.yaml"
+    data = {
+        "model": "none",
+        "groups": {"g": {"kind": "A100-80G-SXM"}},
+        "instances": {"w": {"group": "g"}},
+        "system": {"name": "aladdin", "ttft_s": 1.0, "atgt_s": 0.05},
+    }
+    path.write_text(yaml.safe_dump(data))
+    carries.rate = lambda config: float(sum(of(config)))
+    with pytest.raises(JaxinferError, match=r"planner\.most is 3, eq\. 7 tells \d+ workers"):
+        planner(str(path), rates=[1.0, 2.0, 3.0]).plan(search(rate=9.0, minimise="gpus"))

@@ -61,6 +61,6 @@ def test_a_profile_is_kept_beside_that_of_steps(
     store_attention(profile)
     assert load_attention(profile.key) == profile
     assert load_attention({"model": "other"}) is None
-    first, second = profile.fits({"p": 2.0})
+    first, second = profile.fits([2.0, 1.0])
     assert first.constant == pytest.approx(2 * own.constant)
     assert second.per_entry == pytest.approx(far.per_entry)

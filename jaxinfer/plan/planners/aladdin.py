@@ -134,6 +134,10 @@ class Aladdin:
                 found.append((rate, count))
         line = fit_workers(found)
         count = line.workers(search.problem.goal.rate or 0.0)
+        if count > self._options.most:
+            raise JaxinferError(
+                f"planner.most is {self._options.most}, eq. 7 tells {count} workers"
+            )
         candidates = (size.candidate(n, line) for n in range(count, most + 1))
         return next((each for each in candidates if _keeps(search, each, tried)), None)
 
@@ -247,7 +251,10 @@ def _keeps_at(search: Search, size: Size, rate: float, count: int) -> bool:
 def _kinds(base: Mapping[str, Any], path: str) -> dict[str, str]:
     """The workers' instances, and the group of each."""
     groups, instances = base.get("groups") or {}, base.get("instances") or {}
-    found = {str(name): str(each.get("group")) for name, each in instances.items()}
+    found = {
+        str(name): str(each.get("group")) if isinstance(each, dict) else str(each)
+        for name, each in (instances.items() if isinstance(instances, dict) else ())
+    }
     if not found or sorted(found.values()) != sorted(map(str, groups)):
         raise OptionError(
             f"planner.file: {path} has {len(instances)} instances and {len(groups)} groups, must "
@@ -278,6 +285,9 @@ def _with_counts(
         if not count:
             del part["instances"][name], part["groups"][group]
             part.get("simulate", {}).get("groups", {}).pop(group, None)
+            if isinstance(system, Mapping) and name in (system.get("usd_per_hour") or {}):
+                left = {k: v for k, v in part["system"]["usd_per_hour"].items() if k != name}
+                part["system"] = part["system"] | {"usd_per_hour": left}
             continue
         put_option(part, f"groups.{group}.replicas", count)
         put_option(part, f"instances.{name}.replicas", count)
