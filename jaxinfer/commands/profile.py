@@ -101,8 +101,9 @@ def _profile_steps(config: RunFile, folder: Path, pictures: str) -> None:
             store_profile(measured)
             found[name] = measured, cluster.slowdowns(name)
             draw_profile(name, *found[name], folder / f"{name}.{pictures}")
-        for name, engine in cluster.engines.items():
-            if groups.instances[name].is_spread:
+        for name, instance in groups.instances.items():
+            if instance.is_spread:
+                engine = cluster.engines[name]
                 attention[name] = profile_attention(name, engine, model, bar.update)
                 store_attention(attention[name])
     console = Console(width=None if sys.stdout.isatty() else 140)

@@ -131,7 +131,7 @@ class Cluster:
 
 def needs(cluster: Cluster, fits: bool) -> Needs:
     given: Any = cluster
-    return Needs(given, "model", fits)
+    return Needs(given, "model", fits, attention=False)
 
 
 def test_what_is_emulated_or_fitted_is_profiled() -> None:

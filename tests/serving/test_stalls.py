@@ -352,6 +352,8 @@ def test_heads_that_waited_for_a_chunk_move_when_its_destination_is_lost() -> No
     a = new_instance("A", make_kv(30, 1, [(0, 1), (2,)]), InstanceOptions(8, 4, 1, False))
     move = MoveSlices("r0", ((0, 1, (1,)),))
     plan = Avoids({"r0": (Leg("A", 12, "per_chunk"), Leg("B"))}, {1.5: [move]})
-    outcome = serve(plan, [a, pool("B")], [(12, 2)], timing=lost("B", 3.5, transfers={"B": 9}))
-    assert moves(outcome) == ["1 r0 A>B 0-4", "3.5 r0 A>A 0-8"]
-    assert steps(outcome)[2:] == ["4.5-5.5 A r0:8+4", "5.5-6.5 A r0:12+1"]
+    outcome = serve(
+        plan, [a, pool("B")], [(12, 2)], timing=lost("B", 3.5, transfers={"B": 9, "A": 0.25})
+    )
+    assert moves(outcome) == ["1 r0 A>B 0-4", "1.5 r0 A>A 0-4", "3.5 r0 A>A 4-8"]
+    assert steps(outcome)[2:] == ["3.75-4.75 A r0:8+4", "4.75-5.75 A r0:12+1"]
