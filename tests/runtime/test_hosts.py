@@ -63,6 +63,7 @@ def test_tokens_are_those_of_one_instance(
     wait_until(lambda: not jobs(server))
 
 
+@pytest.mark.slow
 def test_a_worker_on_a_clock_of_its_own(
     models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:

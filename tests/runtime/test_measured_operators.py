@@ -40,6 +40,7 @@ def measured(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return out
 
 
+@pytest.mark.slow
 def test_tables_of_this_device_are_written_and_simulated(measured: Path) -> None:
     meta = yaml.safe_load((measured / "meta.yaml").read_text())
     assert meta["engine"]["row_buckets"] == [4]

@@ -84,8 +84,8 @@ def test_tokens_are_those_of_one_instance_in_every_way(
 
 DEATHS = [
     ("cronus", "a", signal.SIGKILL, 9),
-    ("disaggregated", "b", signal.SIGKILL, 17),
-    ("least_loaded", "a", signal.SIGSTOP, 5),
+    pytest.param("disaggregated", "b", signal.SIGKILL, 17, marks=pytest.mark.slow),
+    pytest.param("least_loaded", "a", signal.SIGSTOP, 5, marks=pytest.mark.slow),
 ]
 
 
@@ -153,9 +153,8 @@ llm.generate(["x"] * 64, SamplingParams(max_tokens=200, ignore_eos=True), progre
 """
 
 
-@pytest.mark.parametrize(
-    "by", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_of_a_job_that_is_killed(
     by: signal.Signals, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -183,6 +182,7 @@ def test_what_a_process_cannot_load_is_one_line(models: dict[str, Path], tmp_pat
     wait_until(lambda: not children() - before)
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_while_it_loads(models: dict[str, Path], tmp_path: Path) -> None:
     sections = SMALL.sections
     sections["groups"]["b"]["environment"] = {"JAX_PLATFORMS": "nonsense"}

@@ -63,9 +63,9 @@ def break_export(llm: LLM, name: str, after: int) -> None:
             lane.take = failing(lane.take)  # type: ignore[method-assign, union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lost", "failure", "after"),
-    [("d", break_device, 2), pytest.param("p", break_export, 1, marks=pytest.mark.slow)],
+    ("lost", "failure", "after"), [("d", break_device, 2), ("p", break_export, 1)]
 )
 def test_one_of_them_is_lost(
     tiny_folder: Path,
