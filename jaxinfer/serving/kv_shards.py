@@ -57,11 +57,12 @@ class Hold:
         extra = -(-num_tokens // kv.page_size) - self.num_pages
         # Not zip: most have one shard, and a simulation grows at each page of each request.
         for number, shard in enumerate(kv.shards):
-            if shard.pool.num_free < extra * self._num_slices(number):
+            slices = self._num_slices(number) if self.copies else len(self.tables[number])
+            if shard.pool.num_free < extra * slices:
                 return False
-        for tables in (self.tables, self.copies):
-            for shard, pieces in zip(kv.shards, tables, strict=False):
-                for pages in pieces.values():
+        for tables in (self.tables, self.copies) if self.copies else (self.tables,):
+            for number, shard in enumerate(kv.shards):
+                for pages in tables[number].values():
                     pages += shard.pool.take(extra)
         self.num_pages += extra
         self.capacity = self.num_pages * kv.page_size
