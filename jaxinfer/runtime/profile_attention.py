@@ -136,7 +136,7 @@ class _ShardTimes:
         start = time.perf_counter()
         for layer in range(layers):
             out = stage.attend(number, layer, inputs.pairs, piece, tables)
-            if next(iter(there.device_set)).platform == "cpu":
+            if stage.pools[number].mesh.devices.flat[0].platform == "cpu":
                 out.block_until_ready()  # A CPU may compute several layers at once.
         out.block_until_ready()
         return (time.perf_counter() - start) / layers
