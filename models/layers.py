@@ -5,6 +5,7 @@ per page, N query heads, K KV heads, H head dim, D model dim, F feed-forward, E 
 vocabulary.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxinfer.models.config import Rope
 from jaxinfer.models.sharding import HEADS_AXIS
-from jaxinfer.pallas_kernels.choice import Attention, attention
+from jaxinfer.pallas_kernels.choice import Attention, Products, attention, products
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 # A numpy array on the host, a jax.Array inside the step.
@@ -49,6 +50,45 @@ class PagedBatch(NamedTuple):
 def project(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     """Einsum in the weight's dtype with float32 accumulation and result."""
     return jnp.einsum(spec, x.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
+
+
+def dense(x_TD: jax.Array, weight: jax.Array, kernels: str) -> jax.Array:
+    """x by a weight whose first axis is x's last: float32 [T, the weight's other axes].
+
+    As ``project`` does; ``kernels`` may have a product of their own, on one device.
+    """
+    if own := _own_products(kernels, weight):
+        out_TF = own.matmul(x_TD, weight.reshape(len(weight), -1))
+        return out_TF.reshape(len(x_TD), *weight.shape[1:])
+    x_TD = x_TD.astype(weight.dtype)
+    return jnp.tensordot(x_TD, weight, 1, preferred_element_type=jnp.float32)
+
+
+def gated(
+    x_TD: jax.Array,
+    gate_DF: jax.Array,
+    up_DF: jax.Array,
+    activation: Callable[[jax.Array], jax.Array],
+    kernels: str,
+) -> jax.Array:
+    """activation(x gate) * (x up) (Shazeer, 2020), in float32 [T, F]."""
+    own = _own_products(kernels, gate_DF)
+    if own and activation is jax.nn.silu:
+        return own.gated(x_TD, gate_DF, up_DF)
+    return activation(dense(x_TD, gate_DF, kernels)) * dense(x_TD, up_DF, kernels)
+
+
+def head(x_SD: jax.Array, head_VD: jax.Array, kernels: str) -> jax.Array:
+    """Logits [S, V] in float32."""
+    own = _own_products(kernels, head_VD)
+    if own and head_VD.dtype == jnp.float32 and len(head_VD) >= 16:
+        return own.logits(x_SD, head_VD)
+    return project("sd,vd->sv", x_SD, head_VD)
+
+
+def _own_products(kernels: str, weight: jax.Array) -> Products | None:
+    alone = jax.sharding.get_abstract_mesh().shape.get(HEADS_AXIS, 1) == 1
+    return products(kernels) if alone and weight.dtype == jnp.float32 else None
 
 
 def init_weight(
@@ -100,9 +140,12 @@ def rope_tables(position_T: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array
 
 def apply_rope(x_TNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate each pair (i, i + H/2), which is Hugging Face's pairing."""
-    first, second = jnp.split(x_TNH, 2, axis=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    T, N, H = x_TNH.shape
+    half_TNXH = x_TNH.reshape(T, N, 2, H // 2)
+    sin_TXH = jnp.stack([-sin, sin], 1)
+    # One pass over x; of two halves put together, XLA:CPU makes three.
+    turned_TNXH = half_TNXH * cos[:, None, None] + half_TNXH[:, :, ::-1] * sin_TXH[:, None]
+    return turned_TNXH.reshape(T, N, H)
 
 
 def paged_attention(

@@ -17,9 +17,11 @@ from jaxinfer.models.layers import (
     PagedBatch,
     RMSNorm,
     apply_rope,
+    dense,
+    gated,
+    head,
     init_weight,
     paged_attention,
-    project,
     rope_tables,
 )
 from jaxinfer.models.rope import rope_keys, rope_of, stretched
@@ -72,9 +74,9 @@ class Attention(nnx.Module):
 
     def before(self, x_TD: jax.Array, rope: Tables) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [T, N, H], keys and values [T, K, H]."""
-        q_TNH = project("td,dnh->tnh", x_TD, self.q_DNH[...])
-        k_TKH = project("td,dkh->tkh", x_TD, self.k_DKH[...])
-        v_TKH = project("td,dkh->tkh", x_TD, self.v_DKH[...])
+        q_TNH = dense(x_TD, self.q_DNH[...], self.kernels)
+        k_TKH = dense(x_TD, self.k_DKH[...], self.kernels)
+        v_TKH = dense(x_TD, self.v_DKH[...], self.kernels)
         if self.qkv_bias:
             q_TNH += self.q_bias_NH[...]
             k_TKH += self.k_bias_KH[...]
@@ -88,7 +90,7 @@ class Attention(nnx.Module):
         # As a matrix product: XLA:CPU transposes the weight, every step, for one over two axes.
         o_NHD = self.o_NHD[...]
         out_TE = out_TNH.reshape(len(out_TNH), -1)
-        return project("te,ed->td", out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]))
+        return dense(out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]), self.kernels)
 
 
 class MLP(nnx.Module):
@@ -101,16 +103,15 @@ class MLP(nnx.Module):
         activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
     ) -> None:
         D, F = config.hidden_size, config.intermediate_size
-        self.activation = activation
+        self.activation, self.kernels = activation, config.kernels
         self.gate_DF = init_weight(rngs, (D, F))
         self.up_DF = init_weight(rngs, (D, F))
         self.down_FD = init_weight(rngs, (F, D))
 
     def __call__(self, x_TD: jax.Array) -> jax.Array:
         """Token-wise."""
-        gate_TF = self.activation(project("td,df->tf", x_TD, self.gate_DF[...]))
-        up_TF = project("td,df->tf", x_TD, self.up_DF[...])
-        return project("tf,fd->td", gate_TF * up_TF, self.down_FD[...])
+        x_TF = gated(x_TD, self.gate_DF[...], self.up_DF[...], self.activation, self.kernels)
+        return dense(x_TF, self.down_FD[...], self.kernels)
 
 
 class Layer(nnx.Module):
@@ -203,7 +204,7 @@ class Llama(nnx.Module):
     def logits(self, x_TD: jax.Array) -> jax.Array:
         """Logits [T, V] in float32 of hidden states before the final norm."""
         head_VD = self.embed_VD if self.config.tie_word_embeddings else self.head_VD
-        return project("td,vd->tv", self.norm(x_TD), head_VD[...])
+        return head(self.norm(x_TD), head_VD[...], self.config.kernels)
 
 
 def read_config(keys: Keys) -> ModelConfig:

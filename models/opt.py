@@ -9,9 +9,10 @@ from jaxinfer.models.config_keys import Keys
 from jaxinfer.models.layers import (
     LayerNorm,
     PagedBatch,
+    dense,
+    head,
     init_weight,
     paged_attention,
-    project,
 )
 from jaxinfer.models.weights import heads_bias, heads_in, heads_out, same, transposed
 from jaxinfer.pallas_kernels.kv_pages import KVPages
@@ -47,20 +48,20 @@ class Layer(nnx.Module):
 
     def before(self, x_TD: jax.Array, rope: None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """What attention takes: queries [T, N, H], keys and values [T, K, H]."""
-        y_TD = self.attn_norm(x_TD)
-        q_TNH = project("td,dnh->tnh", y_TD, self.q_DNH[...]) + self.q_bias_NH[...]
-        k_TKH = project("td,dkh->tkh", y_TD, self.k_DKH[...]) + self.k_bias_KH[...]
-        v_TKH = project("td,dkh->tkh", y_TD, self.v_DKH[...]) + self.v_bias_KH[...]
+        y_TD, kernels = self.attn_norm(x_TD), self.kernels
+        q_TNH = dense(y_TD, self.q_DNH[...], kernels) + self.q_bias_NH[...]
+        k_TKH = dense(y_TD, self.k_DKH[...], kernels) + self.k_bias_KH[...]
+        v_TKH = dense(y_TD, self.v_DKH[...], kernels) + self.v_bias_KH[...]
         return q_TNH, k_TKH, v_TKH
 
     def after(self, x_TD: jax.Array, out_TNH: jax.Array) -> jax.Array:
         """The residual stream after this layer, from that before it and what attention gives."""
         o_NHD = self.o_NHD[...]
         out_TE = out_TNH.reshape(len(out_TNH), -1)
-        x_TD = x_TD + project("te,ed->td", out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]))
+        x_TD = x_TD + dense(out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]), self.kernels)
         x_TD += self.o_bias_D[...]
-        up_TF = project("td,df->tf", self.mlp_norm(x_TD), self.up_DF[...]) + self.up_bias_F[...]
-        down_TD = project("tf,fd->td", jax.nn.relu(up_TF), self.down_FD[...])
+        up_TF = dense(self.mlp_norm(x_TD), self.up_DF[...], self.kernels) + self.up_bias_F[...]
+        down_TD = dense(jax.nn.relu(up_TF), self.down_FD[...], self.kernels)
         return x_TD + down_TD + self.down_bias_D[...]
 
 
@@ -73,7 +74,7 @@ class OPT(nnx.Module):
         self.position_XD = init_weight(rngs, (positions, D))
         self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_hidden_layers)])
         self.norm = LayerNorm(D, config.norm_eps)
-        self.tied = config.tie_word_embeddings
+        self.tied, self.kernels = config.tie_word_embeddings, config.kernels
         if not self.tied:
             self.head_VD = init_weight(rngs, (config.vocab_size, D))
 
@@ -99,7 +100,7 @@ class OPT(nnx.Module):
     def logits(self, x_TD: jax.Array) -> jax.Array:
         """Logits [T, V] in float32 of hidden states before the final norm."""
         head_VD = self.embed_VD if self.tied else self.head_VD
-        return project("td,vd->tv", self.norm(x_TD), head_VD[...])
+        return head(self.norm(x_TD), head_VD[...], self.kernels)
 
 
 def read_config(keys: Keys) -> ModelConfig:

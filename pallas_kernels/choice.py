@@ -48,6 +48,23 @@ def attention(kernels: str) -> Attention:
     )
 
 
+class Products(NamedTuple):
+    """Products of rows with weights; see ``numba_matmul``."""
+
+    matmul: Callable[..., jax.Array]
+    gated: Callable[..., jax.Array]
+    logits: Callable[..., jax.Array]
+
+
+def products(kernels: str) -> Products | None:
+    """Those of that name; none are XLA's own."""
+    if kernels != "numba":
+        return None
+    from jaxinfer.pallas_kernels import numba_matmul
+
+    return Products(numba_matmul.matmul, numba_matmul.gated, numba_matmul.logits)
+
+
 def keys_by_token(kernels: str) -> bool:
     """Whether a page's keys lie as [K, B, H], as its values do, and not as [K, H, B]."""
     return kernels not in ("plain", "numba")

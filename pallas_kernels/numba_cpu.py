@@ -9,171 +9,35 @@ heads that share its KV head and for all of the rows.
 Suffixes are those of ``models/layers.py``; G query heads share a KV head, R rows of a tile.
 """
 
-import functools
-import os
-import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numba as nb
 import numpy as np
-from llvmlite import binding, ir
-from numba import types
-from numba.extending import intrinsic
 
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.pallas_kernels.xla_call import data, dim, handler_of, is_past, pointer, take_after
+from jaxinfer.pallas_kernels.numba_vectors import Product, exp, has_avx512
+from jaxinfer.pallas_kernels.xla_call import (
+    Target,
+    compiled_once,
+    data,
+    dim,
+    handler_of,
+    is_past,
+    pointer,
+    register_target,
+    take_after,
+    threads,
+)
 
 # Rows of a prompt that go through the pages together.
 TILE_ROWS = 32
 # Below every score, and what a maximum starts from: exp(MASKED - NO_SCORE) is as good as 0.
 MASKED, NO_SCORE = np.float32(-1e30), np.float32(-1e29)
-_REGISTERING = threading.Lock()
-I64, F32 = ir.IntType(64), ir.FloatType()
-_FAST = ("fast",)
 
 
-# ---- products in registers -----------------------------------------------------------------------
-# As vectors, in LLVM's own terms: left to itself, LLVM keeps the sums in memory, since it cannot
-# know that they are no part of the pages, and is 4 to 8 times slower.
-def _load(builder: Any, address: Any, offset: int, width: int, bits: int) -> Any:
-    """``width`` floats at ``address + offset`` bytes, kept there in 32 bits, or 16 as bfloat16."""
-    floats = ir.VectorType(F32, width)
-    at = builder.add(address, ir.Constant(I64, offset))
-    kept = floats if bits == 32 else ir.VectorType(ir.IntType(16), width)
-    x = builder.load(builder.inttoptr(at, kept.as_pointer()), align=bits // 8)
-    if bits == 32:
-        return x
-    wide = ir.VectorType(ir.IntType(32), width)
-    return builder.bitcast(
-        builder.shl(builder.zext(x, wide), ir.Constant(wide, [16] * width)), floats
-    )
-
-
-def _splat(builder: Any, x: Any, width: int) -> Any:
-    floats = ir.VectorType(F32, width)
-    none = ir.Constant(floats, ir.Undefined)
-    one = builder.insert_element(none, x, ir.Constant(ir.IntType(32), 0))
-    zeros = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
-    return builder.shuffle_vector(one, none, zeros)
-
-
-def _columns(
-    builder: Any, weights: Any, matrix: Any, sums: Any, count: Any, width: int, of: "Product"
-) -> None:
-    """Some columns of a product: a loop over the matrix' rows, all sums in registers."""
-    floats = ir.VectorType(F32, width)
-    start = [
-        _load(builder, sums, g * of.sum_bytes, width, 32)
-        if of.add
-        else ir.Constant(floats, [0.0] * width)
-        for g in range(of.rows)
-    ]
-    before = builder.block
-    loop, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
-    builder.cbranch(builder.icmp_signed("<", ir.Constant(I64, 0), count), loop, done)
-    builder.position_at_end(loop)
-    i = builder.phi(I64)
-    i.add_incoming(ir.Constant(I64, 0), before)
-    carry = [builder.phi(floats) for _ in range(of.rows)]
-    row_at = builder.add(matrix, builder.mul(i, ir.Constant(I64, of.row_bytes)))
-    row = _load(builder, row_at, 0, width, of.bits)
-    weight_at = builder.add(weights, builder.mul(i, ir.Constant(I64, 4)))
-    new = []
-    for g in range(of.rows):
-        at = builder.add(weight_at, ir.Constant(I64, g * of.weight_bytes))
-        weight = _splat(builder, builder.load(builder.inttoptr(at, F32.as_pointer())), width)
-        carry[g].add_incoming(start[g], before)
-        new.append(builder.fadd(carry[g], builder.fmul(weight, row, flags=_FAST), flags=_FAST))
-        carry[g].add_incoming(new[g], loop)
-    following = builder.add(i, ir.Constant(I64, 1))
-    i.add_incoming(following, loop)
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
-    builder.position_at_end(done)
-    found = [builder.phi(floats) for _ in range(of.rows)]
-    for g, out in enumerate(found):
-        out.add_incoming(start[g], before)
-        out.add_incoming(new[g], loop)
-    for g, out in enumerate(found):
-        at = builder.add(sums, ir.Constant(I64, g * of.sum_bytes))
-        builder.store(out, builder.inttoptr(at, floats.as_pointer()), align=4)
-
-
-class Product(NamedTuple):
-    """A product of a few rows of weights with a matrix, whose sums fit the core's registers.
-
-    Attributes:
-        rows: of the weights; ``columns``: of the matrix.
-        weight_bytes, row_bytes, sum_bytes: from a row of weights, matrix, sums to the next.
-        bits: of the matrix' entries; the others have 32.
-        add: to what the sums are already.
-    """
-
-    rows: int
-    columns: int
-    weight_bytes: int
-    row_bytes: int
-    sum_bytes: int
-    bits: int
-    add: bool
-
-    def intrinsic(self) -> Any:
-        """``run(weights, matrix, sums, count)`` of addresses, over ``count`` rows of the matrix."""
-        # Half of the registers at most: 32 of 16 floats, or 16 of 8.
-        most = max((256 if _has_avx512() else 64) // self.rows, 1)
-        width = next(w for w in (64, 32, 16, 8, 4, 2, 1) if self.columns % w == 0 and w <= most)
-
-        @intrinsic
-        def run(typingctx: Any, weights: Any, matrix: Any, sums: Any, count: Any) -> Any:
-            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                w, m, s, n = args
-                for c in range(0, self.columns, width):
-                    at = builder.add(m, ir.Constant(I64, c * self.bits // 8))
-                    _columns(
-                        builder, w, at, builder.add(s, ir.Constant(I64, 4 * c)), n, width, self
-                    )
-                return context.get_dummy_value()
-
-            return types.void(*(types.int64,) * 4), codegen
-
-        return run
-
-
-@functools.cache
-def _has_avx512() -> bool:
-    return bool(binding.get_host_cpu_features().get("avx512f"))
-
-
-@intrinsic
-def _power_of_two(typingctx: Any, n: Any) -> Any:
-    """2^n of a float that is a whole number; numba's own arithmetic would widen it to 64 bits."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        i32 = ir.IntType(32)
-        exponent = builder.add(builder.fptosi(args[0], i32), ir.Constant(i32, 127))
-        return builder.bitcast(builder.shl(exponent, ir.Constant(i32, 23)), F32)
-
-    return types.float32(types.float32), codegen
-
-
-@nb.njit(fastmath=True, inline="always")
-def _exp(x: Any) -> Any:
-    """exp of float32 <= 0, right to 2 units in the last place (Cephes); -87 at least."""
-    x = max(x, np.float32(-87.0))
-    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
-    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    return (p * r * r + r + np.float32(1.0)) * _power_of_two(n)
-
-
-# ---- the kernel ----------------------------------------------------------------------------------
 class Sizes(NamedTuple):
     """What a kernel is compiled for; ``bits`` of KV entries, ``rows`` of a tile at most."""
 
@@ -187,7 +51,7 @@ class Sizes(NamedTuple):
     @property
     def block(self) -> int:
         """Query rows whose scores of a page are computed at once."""
-        return min(self.rows * self.G, 8 if _has_avx512() else 4)
+        return min(self.rows * self.G, 8 if has_avx512() else 4)
 
     @property
     def padded(self) -> int:
@@ -210,8 +74,8 @@ def make_tile(sizes: Sizes) -> Callable[..., None]:
     K, G, H, B, bits, _ = sizes
     block, padded, N = sizes.block, sizes.padded, sizes.K * sizes.G
     head = H * B * bits // 8
-    scores_of = Product(block, B, 4 * H, B * bits // 8, 4 * B, bits, False).intrinsic()
-    add_values = Product(block, H, 4 * B, H * bits // 8, 4 * H, bits, True).intrinsic()
+    scores_of = Product(block, B, 4 * H, bits).intrinsic()
+    add_values = Product(block, H, 4 * B, bits, add=True).intrinsic()
 
     @nb.njit(fastmath=True, nogil=True, error_model="numpy", boundscheck=False)
     def tile(
@@ -239,7 +103,7 @@ def make_tile(sizes: Sizes) -> Callable[..., None]:
                 last = first + min(b + block - 1, used - 1) // G - j * B
                 if last < 0 or (window > 0 and first + b // G - window - j * B >= B - 1):
                     continue
-                scores_of(scratch + 4 * H * b, keys + at, scores_, H)
+                scores_of(scratch + 4 * H * b, keys + at, B * bits // 8, scores_, 4 * B, H, 0)
                 for i in range(block):
                     # Entries from `low` to `high` of this page are seen.
                     high = first + min(b + i, used - 1) // G - j * B + 1
@@ -253,17 +117,20 @@ def make_tile(sizes: Sizes) -> Callable[..., None]:
                     for t in range(B):
                         top = max(top, score[i, t])
                     if top > old:
-                        shrink = _exp(old - top)
+                        shrink = exp(old - top)
                         for h in range(H):
                             sums[b + i, h] *= shrink
                         m[0, b + i], m[1, b + i] = top, m[1, b + i] * shrink
                     total = np.float32(0)
                     for t in range(B):
-                        p = _exp(score[i, t] - top)
+                        p = exp(score[i, t] - top)
                         score[i, t] = p
                         total += p
                     m[1, b + i] += total
-                add_values(scores_, values + at, sums_ + 4 * H * b, min(B, last + 1))
+                add_values(
+                    scores_, values + at, H * bits // 8,
+                    sums_ + 4 * H * b, 4 * H, min(B, last + 1), 0,
+                )  # fmt: skip
         for v in range(used):
             scale = np.float32(1) / max(m[1, v], np.float32(1e-30))
             for h in range(H):
@@ -272,21 +139,9 @@ def make_tile(sizes: Sizes) -> Callable[..., None]:
     return tile
 
 
-class Target(NamedTuple):
-    """A registered handler; its machine code is freed with it."""
-
-    name: str
-    handler: Any
-
-
+@compiled_once
 def register(sizes: Sizes) -> Target:
-    """Compiles a kernel, and tells XLA of it, once. Steps are traced by several threads."""
-    with _REGISTERING:
-        return _register(sizes)
-
-
-@functools.cache
-def _register(sizes: Sizes) -> Target:
+    """Compiles a kernel, and tells XLA of it."""
     tile, K, N, H, most = make_tile(sizes), sizes.K, sizes.K * sizes.G, sizes.H, sizes.rows
 
     @nb.njit(nogil=True, error_model="numpy", boundscheck=False)
@@ -325,17 +180,7 @@ def _register(sizes: Sizes) -> Target:
                             return
                     unit += 1
 
-    handler = handler_of(units, work)
-    name = "jaxinfer_attention_" + "_".join(map(str, sizes))
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
-    return Target(name, handler)
-
-
-def threads() -> int:
-    """How many may attend at once: the processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return register_target("attention_" + "_".join(map(str, sizes)), handler_of(units, work))
 
 
 def _attend(

@@ -5,10 +5,13 @@ tasks on XLA's own thread pool, as many as find a thread: nobody waits for one t
 """
 
 import ctypes
+import functools
+import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numba as nb
@@ -18,6 +21,7 @@ from numba import types
 from numba.extending import intrinsic
 
 I64 = ir.IntType(64)
+S = TypeVar("S")
 # Words of 8 bytes in XLA_FFI_CallFrame, XLA_FFI_Buffer, XLA_FFI_Api (c_api.h).
 EXTENSION, API, CONTEXT, ARGS, RETS = 1, 2, 3, 9, 14
 DATA, DIMS = 3, 5
@@ -193,3 +197,35 @@ def handler_of(units: Callable[[int], int], work: Callable[[int, int, int, int, 
     # The task's machine code must live as long as the handler's.
     handler.task = task
     return handler
+
+
+class Target(NamedTuple):
+    """A registered handler; its machine code is freed with it."""
+
+    name: str
+    handler: Any
+
+
+def compiled_once(make: Callable[[S], Target]) -> Callable[[S], Target]:
+    """A function that compiles a kernel of some sizes once, whichever threads trace steps."""
+    lock, kept = threading.Lock(), functools.cache(make)
+
+    def target(sizes: S) -> Target:
+        with lock:
+            return kept(sizes)
+
+    return target
+
+
+def register_target(name: str, handler: Any) -> Target:
+    """Tells XLA of a handler."""
+    name = f"jaxinfer_{name}"
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
+    return Target(name, handler)
+
+
+def threads() -> int:
+    """How many may work on a call at once: the processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

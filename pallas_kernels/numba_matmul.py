@@ -1,0 +1,203 @@
+"""Products of a step's rows with weights on a CPU, compiled by numba and called by XLA.
+
+A weight is read where it lies, some columns at a time, which then stay in the core's second cache
+for all of the rows; those that the core takes next are fetched meanwhile. XLA's own products copy a
+weight into another order first, each time, which costs most where there are few rows. A row's sums
+are taken in the order of the weight's rows, whatever the other rows are.
+
+Suffixes are those of ``models/layers.py``.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numba as nb
+import numpy as np
+
+from jaxinfer.pallas_kernels.numba_vectors import Product, has_avx512, lanes, silu
+from jaxinfer.pallas_kernels.xla_call import (
+    Target,
+    compiled_once,
+    data,
+    dim,
+    handler_of,
+    is_past,
+    pointer,
+    register_target,
+    take_after,
+    threads,
+)
+
+# Registers of a row of a tile. A tile's sums are three quarters of the registers.
+VECTORS = 3
+# Tokens of the vocabulary that are looked at together: their logits fill a cache line.
+TOKENS = 16
+_kernel = nb.njit(nogil=True, error_model="numpy", boundscheck=False, fastmath=True)
+
+
+class Sizes(NamedTuple):
+    """What a kernel is compiled for: D, bits of a weight's entries, rows and columns of a tile."""
+
+    D: int
+    bits: int
+    rows: int
+    columns: int
+
+    def product(self, ahead: bool = True) -> Any:
+        """Of a tile of rows with a tile of columns."""
+        return Product(self.rows, self.columns, 4 * self.D, self.bits, prefetch=ahead).intrinsic()
+
+
+def _sizes(x_TD: jax.Array, weight_DF: jax.Array) -> Sizes:
+    (T, D), (_, F) = x_TD.shape, weight_DF.shape
+    columns = min(VECTORS * lanes(), F)
+    return Sizes(D, 8 * weight_DF.dtype.itemsize, min(8 if has_avx512() else 4, T), columns)
+
+
+def _register(name: str, sizes: Sizes, tile: Callable[..., None]) -> Target:
+    """A kernel whose units are columns of the weights, for all rows.
+
+    Args:
+        tile: of the lists of arguments and results, its first row and column, the columns that
+            follow, the tile's number, and scratch memory.
+    """
+    _, _, rows, columns = sizes
+
+    @_kernel
+    def units(args: int) -> int:
+        return -(-dim(args, 1, 1) // columns)
+
+    @_kernel
+    def work(args: int, rets: int, worker: int, shared: int, mine: int) -> None:
+        T, F = dim(args, 0, 0), dim(args, 1, 1)
+        scratch = data(rets, 1) + 4 * worker * dim(rets, 1, 1)
+        while True:
+            # The last columns, and the last rows, may be some that were computed already.
+            column = min(mine * columns, F - columns)
+            following = min((mine + dim(rets, 1, 0)) * columns, F - columns)
+            for i in range((T + rows - 1) // rows):
+                tile(args, rets, min(i * rows, T - rows), column, following, i, scratch)
+            mine = take_after(shared)
+            if is_past(shared, mine):
+                return
+
+    return register_target(f"{name}_" + "_".join(map(str, sizes)), handler_of(units, work))
+
+
+@compiled_once
+def _matmul(sizes: Sizes) -> Target:
+    D, entry, product = sizes.D, sizes.bits // 8, sizes.product()
+    # Cache lines of a row of the tile's columns; each tile of rows fetches one.
+    lines = -(-sizes.columns * entry // 64)
+
+    @_kernel
+    def tile(
+        args: int, rets: int, row: int, column: int, following: int, i: int, scratch: int
+    ) -> None:
+        F, weight = dim(args, 1, 1), data(args, 1)
+        product(
+            data(args, 0) + 4 * D * row, weight + entry * column, entry * F,
+            data(rets, 0) + 4 * (F * row + column), 4 * F, D,
+            weight + entry * following + 64 * min(i, lines - 1),
+        )  # fmt: skip
+
+    return _register("matmul", sizes, tile)
+
+
+@compiled_once
+def _gated(sizes: Sizes) -> Target:
+    D, entry, product = sizes.D, sizes.bits // 8, sizes.product()
+    rows, columns = sizes.rows, sizes.columns
+    lines = -(-columns * entry // 64)
+
+    @_kernel
+    def tile(
+        args: int, rets: int, row: int, column: int, following: int, i: int, scratch: int
+    ) -> None:
+        F, x = dim(args, 1, 1), data(args, 0) + 4 * D * row
+        line = entry * following + 64 * min(i, lines - 1)
+        for g in range(2):
+            weight = data(args, 1 + g)
+            product(
+                x, weight + entry * column, entry * F,
+                scratch + 4 * g * rows * columns, 4 * columns, D, weight + line,
+            )  # fmt: skip
+        found = nb.carray(pointer(scratch, np.float32(0)), (2, rows, columns))
+        out = nb.carray(pointer(data(rets, 0), np.float32(0)), (dim(args, 0, 0), F))
+        for r in range(rows):
+            for c in range(columns):
+                out[row + r, column + c] = silu(found[0, r, c]) * found[1, r, c]
+
+    return _register("gated", sizes, tile)
+
+
+@compiled_once
+def _logits(sizes: Sizes) -> Target:
+    """With weights and rows in each other's place: the vocabulary's lie one after the other."""
+    D, _, rows, columns = sizes
+    product = sizes.product(ahead=False)
+
+    @_kernel
+    def units(args: int) -> int:
+        return -(-dim(args, 1, 0) // TOKENS)
+
+    @_kernel
+    def work(args: int, rets: int, worker: int, shared: int, mine: int) -> None:
+        S, V, padded = dim(rets, 0, 0), dim(args, 1, 0), dim(args, 0, 1)
+        scratch = data(rets, 1) + 4 * worker * dim(rets, 1, 1)
+        found = nb.carray(pointer(scratch, np.float32(0)), (TOKENS, padded))
+        out = nb.carray(pointer(data(rets, 0), np.float32(0)), (S, V))
+        while True:
+            token = min(mine * TOKENS, V - TOKENS)
+            for v in range(0, TOKENS, rows):
+                for s in range(0, padded, columns):
+                    product(
+                        data(args, 1) + 4 * D * (token + v), data(args, 0) + 4 * s, 4 * padded,
+                        scratch + 4 * (v * padded + s), 4 * padded, D, 0,
+                    )  # fmt: skip
+            for s in range(S):
+                for v in range(TOKENS):
+                    out[s, token + v] = found[v, s]
+            mine = take_after(shared)
+            if is_past(shared, mine):
+                return
+
+    return register_target("logits_" + "_".join(map(str, sizes)), handler_of(units, work))
+
+
+def _call(target: Target, shape: tuple[int, int], scratch: int, *args: jax.Array) -> jax.Array:
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, (threads(), scratch))]
+    out, _ = jax.ffi.ffi_call(target.name, shapes)(*args)
+    return out
+
+
+def _rounded(x_TD: jax.Array, weight: jax.Array) -> jax.Array:
+    return x_TD.astype(weight.dtype).astype(jnp.float32)
+
+
+def matmul(x_TD: jax.Array, weight_DF: jax.Array) -> jax.Array:
+    """``x_TD @ weight_DF`` in float32 [T, F], of a weight in float32 or bfloat16.
+
+    x is rounded to the weight's dtype.
+    """
+    sizes = _sizes(x_TD, weight_DF)
+    shape = len(x_TD), weight_DF.shape[1]
+    return _call(_matmul(sizes), shape, 1, _rounded(x_TD, weight_DF), weight_DF)
+
+
+def gated(x_TD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array) -> jax.Array:
+    """``silu(x_TD @ gate_DF) * (x_TD @ up_DF)``, as ``matmul`` has its products."""
+    sizes = _sizes(x_TD, gate_DF)
+    shape, scratch = (len(x_TD), gate_DF.shape[1]), 2 * sizes.rows * sizes.columns
+    return _call(_gated(sizes), shape, scratch, _rounded(x_TD, gate_DF), gate_DF, up_DF)
+
+
+def logits(x_SD: jax.Array, head_VD: jax.Array) -> jax.Array:
+    """``x_SD @ head_VD.T`` in float32 [S, V], of a head in float32 for 16 tokens or more."""
+    (S, D), V = x_SD.shape, len(head_VD)
+    x_DS = jnp.pad(x_SD.T, ((0, 0), (0, -S % TOKENS)))
+    columns = next(c for c in (64, 48, 32, TOKENS) if x_DS.shape[1] % c == 0)
+    sizes = Sizes(D, 32, 8 if has_avx512() else 4, columns)
+    return _call(_logits(sizes), (S, V), TOKENS * x_DS.shape[1], x_DS, head_VD)

@@ -1,0 +1,203 @@
+"""What numba's kernels compute in the core's registers: products of a few rows, exponentials.
+
+Products are of vectors, in LLVM's own terms: left to itself, LLVM keeps the sums in memory, since it
+cannot know that they are no part of the matrix, and is 4 to 8 times slower.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numba as nb
+import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.extending import intrinsic
+
+I8, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_FAST = ("fast",)
+
+
+@functools.cache
+def has_avx512() -> bool:
+    """Whether this processor has 32 registers of 16 floats; others are taken for 16 of 8."""
+    return bool(binding.get_host_cpu_features().get("avx512f"))
+
+
+def lanes() -> int:
+    """Floats of a register."""
+    return 16 if has_avx512() else 8
+
+
+class Product(NamedTuple):
+    """A product of some rows of weights with a matrix.
+
+    Attributes:
+        rows: of the weights; ``columns``: of the matrix.
+        weight_bytes: from a row of weights to the next.
+        bits: of the matrix' entries, float32 or bfloat16; the others have 32.
+        add: to what the sums are already.
+        prefetch: 64 bytes for each row of the matrix.
+    """
+
+    rows: int
+    columns: int
+    weight_bytes: int
+    bits: int
+    add: bool = False
+    prefetch: bool = False
+
+    @property
+    def width(self) -> int:
+        """Floats of a vector."""
+        return next(w for w in (16, 8, 4, 2, 1) if self.columns % w == 0 and w <= lanes())
+
+    @property
+    def vectors(self) -> int:
+        """Of a row, that are summed at once: three quarters of the registers at most."""
+        most = max((24 if has_avx512() else 12) // self.rows, 1)
+        whole = self.columns // self.width
+        return max(v for v in range(1, min(most, whole) + 1) if whole % v == 0)
+
+    def intrinsic(self) -> Any:
+        """``run(weights, matrix, row_bytes, sums, sum_bytes, count, ahead)``.
+
+        Over ``count`` rows of the matrix, by addresses and by bytes from one row to the next;
+        ``ahead`` is that of the first 64 bytes to prefetch, whose rows lie as the matrix' do.
+        """
+
+        @intrinsic
+        def run(
+            typingctx: Any, weights: Any, matrix: Any, row_bytes: Any, sums: Any, sum_bytes: Any,
+            count: Any, ahead: Any,
+        ) -> Any:  # fmt: skip
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                w, m, by, s, sum_by, n, far = args
+                for c in range(0, self.columns, self.vectors * self.width):
+                    at = _plus(builder, m, c * self.bits // 8)
+                    loop = _Loop(builder, self, by, n, far)
+                    loop.run(w, at, _plus(builder, s, 4 * c), sum_by)
+                return context.get_dummy_value()
+
+            return types.void(*(types.int64,) * 7), codegen
+
+        return run
+
+
+def _plus(builder: Any, address: Any, offset: int) -> Any:
+    return builder.add(address, ir.Constant(I64, offset))
+
+
+class _Loop(NamedTuple):
+    """Writes the loop over the matrix' rows for as many columns as registers can sum."""
+
+    builder: Any
+    of: Product
+    row_bytes: Any
+    count: Any
+    ahead: Any
+
+    def run(self, weights: Any, matrix: Any, sums: Any, sum_bytes: Any) -> None:
+        """All sums, once."""
+        b, cells = self.builder, range(self.of.rows * self.of.vectors)
+        floats = ir.VectorType(F32, self.of.width)
+        at = [self._sum_at(sums, sum_bytes, cell) for cell in cells]
+        zero = ir.Constant(floats, [0.0] * self.of.width)
+        start = [self._floats(where, 32) if self.of.add else zero for where in at]
+        before = b.block
+        loop, done = b.append_basic_block("loop"), b.append_basic_block("done")
+        b.cbranch(b.icmp_signed("<", ir.Constant(I64, 0), self.count), loop, done)
+        b.position_at_end(loop)
+        i = b.phi(I64)
+        carry = [b.phi(floats) for _ in cells]
+        new = self._row(i, carry, weights, matrix)
+        following = _plus(b, i, 1)
+        i.add_incoming(ir.Constant(I64, 0), before)
+        i.add_incoming(following, loop)
+        b.cbranch(b.icmp_signed("<", following, self.count), loop, done)
+        b.position_at_end(done)
+        found = [b.phi(floats) for _ in cells]
+        for cell in cells:
+            for phi in (carry[cell], found[cell]):
+                phi.add_incoming(start[cell], before)
+                phi.add_incoming(new[cell], loop)
+        for out, where in zip(found, at, strict=True):
+            b.store(out, b.inttoptr(where, floats.as_pointer()), align=4)
+
+    def _sum_at(self, sums: Any, sum_bytes: Any, cell: int) -> Any:
+        row, vector = divmod(cell, self.of.vectors)
+        down = self.builder.mul(sum_bytes, ir.Constant(I64, row))
+        return _plus(self.builder, self.builder.add(sums, down), 4 * self.of.width * vector)
+
+    def _row(self, i: Any, carry: list[Any], weights: Any, matrix: Any) -> list[Any]:
+        """The sums with row ``i`` of the matrix."""
+        b, of = self.builder, self.of
+        down = b.mul(i, self.row_bytes)
+        if of.prefetch:
+            self._prefetch(b.add(self.ahead, down))
+        at, each = b.add(matrix, down), of.width * of.bits // 8
+        row = [self._floats(_plus(b, at, each * v), of.bits) for v in range(of.vectors)]
+        weights_at, new = b.add(weights, b.mul(i, ir.Constant(I64, 4))), []
+        for r in range(of.rows):
+            weight_at = _plus(b, weights_at, r * of.weight_bytes)
+            weight = self._splat(b.load(b.inttoptr(weight_at, F32.as_pointer())))
+            for v, entries in enumerate(row):
+                product = b.fmul(weight, entries, flags=_FAST)
+                new.append(b.fadd(carry[r * of.vectors + v], product, flags=_FAST))
+        return new
+
+    def _prefetch(self, address: Any) -> None:
+        """For reading, into the second cache."""
+        pointer = I8.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+        prefetch = self.builder.module.declare_intrinsic("llvm.prefetch", (pointer,), kind)
+        at = self.builder.inttoptr(address, pointer)
+        self.builder.call(prefetch, [at, *(ir.Constant(I32, x) for x in (0, 2, 1))])
+
+    def _floats(self, address: Any, bits: int) -> Any:
+        """A vector, kept there in 32 bits, or in 16 as bfloat16."""
+        b, width = self.builder, self.of.width
+        floats, wide = ir.VectorType(F32, width), ir.VectorType(I32, width)
+        kept = floats if bits == 32 else ir.VectorType(ir.IntType(16), width)
+        x = b.load(b.inttoptr(address, kept.as_pointer()), align=bits // 8)
+        if bits == 32:
+            return x
+        return b.bitcast(b.shl(b.zext(x, wide), ir.Constant(wide, [16] * width)), floats)
+
+    def _splat(self, x: Any) -> Any:
+        b, width = self.builder, self.of.width
+        none = ir.Constant(ir.VectorType(F32, width), ir.Undefined)
+        one = b.insert_element(none, x, ir.Constant(I32, 0))
+        return b.shuffle_vector(one, none, ir.Constant(ir.VectorType(I32, width), [0] * width))
+
+
+@intrinsic
+def _power_of_two(typingctx: Any, n: Any) -> Any:
+    """2^n of a float that is a whole number; numba's own arithmetic would widen it to 64 bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        exponent = builder.add(builder.fptosi(args[0], I32), ir.Constant(I32, 127))
+        return builder.bitcast(builder.shl(exponent, ir.Constant(I32, 23)), F32)
+
+    return types.float32(types.float32), codegen
+
+
+@nb.njit(fastmath=True, inline="always")
+def exp(x: Any) -> Any:
+    """exp of float32 <= 0, right to 2 units in the last place (Cephes); -87 at least."""
+    x = max(x, np.float32(-87.0))
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    return (p * r * r + r + np.float32(1.0)) * _power_of_two(n)
+
+
+@nb.njit(fastmath=True, inline="always")
+def silu(x: Any) -> Any:
+    """x / (1 + exp(-x)) of float32."""
+    e = exp(-abs(x))
+    return x * (np.float32(1.0) if x >= 0 else e) / (np.float32(1.0) + e)

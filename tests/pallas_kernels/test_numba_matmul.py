@@ -1,0 +1,104 @@
+"""The CPU's products beside numpy's in 64 bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.models import layers
+
+pytest.importorskip("numba")
+from jaxinfer.pallas_kernels import numba_matmul
+from jaxinfer.pallas_kernels.numba_matmul import gated, logits, matmul
+
+# T, D, F: less than a tile, odd, whole tiles and one more of each.
+SHAPES = [(1, 5, 1), (3, 20, 7), (8, 16, 48), (9, 17, 49), (64, 576, 192), (37, 64, 100)]
+
+
+def operands(T: int, D: int, F: int, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
+    random = np.random.default_rng(T + D + F)
+    x_TD, weight_DF = random.normal(size=(T, D)), random.normal(size=(D, F))
+    return jnp.asarray(x_TD, jnp.float32), jnp.asarray(weight_DF, dtype)
+
+
+def exact(x_TD: jax.Array, weight_DF: jax.Array) -> np.ndarray:
+    rounded = x_TD.astype(weight_DF.dtype)
+    return np.asarray(rounded, np.float64) @ np.asarray(weight_DF, np.float64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_sums_are_right(shape: tuple[int, int, int], dtype: str) -> None:
+    x_TD, weight_DF = operands(*shape, dtype=dtype)
+    got = jax.jit(matmul)(x_TD, weight_DF)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, exact(x_TD, weight_DF), rtol=0, atol=4e-7 * shape[1])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_any_number_of_threads_finds_the_same_bits(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x_TD, weight_DF = operands(37, 64, 200)
+    expected = np.asarray(jax.jit(matmul)(x_TD, weight_DF))
+    monkeypatch.setattr(numba_matmul, "threads", lambda: threads)
+    np.testing.assert_array_equal(jax.jit(lambda x, w: matmul(x, w))(x_TD, weight_DF), expected)
+
+
+def test_a_row_is_the_same_whatever_stands_beside_it() -> None:
+    x_TD, weight_DF = operands(37, 64, 100)
+    whole = np.asarray(jax.jit(matmul)(x_TD, weight_DF))
+    for rows in (slice(0, 1), slice(30, 37), slice(5, 25)):
+        np.testing.assert_array_equal(jax.jit(matmul)(x_TD[rows], weight_DF), whole[rows])
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 1), (9, 17, 49), (37, 64, 100)], ids=str)
+def test_a_gate_with_what_it_lets_through(shape: tuple[int, int, int]) -> None:
+    x_TD, gate_DF = operands(*shape)
+    up_DF = gate_DF[::-1]
+    gate_TF, up_TF = exact(x_TD, gate_DF), exact(x_TD, up_DF)
+    expected = gate_TF / (1 + np.exp(-gate_TF)) * up_TF
+    got = jax.jit(gated)(x_TD, gate_DF, up_DF)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_gate_far_from_zero() -> None:
+    gate = np.array([-200, -88, -20, -1, 0, 1, 20, 88, 200, 1e30], np.float32)
+    one = np.ones((1, 1), np.float32)
+    got = jax.jit(gated)(one, gate[None], np.ones_like(gate)[None])
+    wide = gate.astype(np.float64)
+    with np.errstate(over="ignore"):
+        expected = wide / (1 + np.exp(-wide))
+    np.testing.assert_allclose(got[0], expected, rtol=1e-6, atol=1e-35)
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 16), (3, 17, 49), (16, 64, 100), (50, 20, 64)], ids=str)
+def test_logits_of_all_rows(shape: tuple[int, int, int]) -> None:
+    x_SD, head_DV = operands(*shape)
+    got = jax.jit(logits)(x_SD, head_DV.T)
+    assert got.shape == (shape[0], shape[2])
+    np.testing.assert_allclose(got, exact(x_SD, head_DV), rtol=0, atol=4e-7 * shape[1])
+
+
+def test_layers_use_them_where_the_kernels_have_them() -> None:
+    x_TD, weight_DF = operands(9, 16, 60)
+    gate_TF = exact(x_TD, weight_DF)
+    silu_TF = gate_TF / (1 + np.exp(-gate_TF)) * gate_TF
+
+    def all_three(x_TD: jax.Array, kernels: str) -> tuple[jax.Array, ...]:
+        return (
+            layers.dense(x_TD, weight_DF.reshape(16, 5, 12), kernels),
+            layers.gated(x_TD, weight_DF, weight_DF, jax.nn.silu, kernels),
+            layers.head(x_TD, weight_DF.T, kernels),
+        )
+
+    for kernels, calls in (("numba", 1), ("plain", 0)):
+        run = jax.jit(all_three, static_argnums=1)
+        text = run.lower(x_TD, kernels).as_text()
+        for name in ("matmul", "gated", "logits"):
+            assert text.count(f"@jaxinfer_{name}") == calls
+        dense, gate, head = run(x_TD, kernels)
+        assert dense.shape == (9, 5, 12)
+        np.testing.assert_allclose(dense.reshape(9, 60), gate_TF, atol=1e-5)
+        np.testing.assert_allclose(gate, silu_TF, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(head, gate_TF, atol=1e-5)
