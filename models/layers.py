@@ -81,14 +81,14 @@ def gated(
 def head(x_SD: jax.Array, head_VD: jax.Array, kernels: str) -> jax.Array:
     """Logits [S, V] in float32."""
     own = _own_products(kernels, head_VD)
-    if own and head_VD.dtype == jnp.float32 and len(head_VD) >= 16:
+    if own and len(head_VD) >= 16:
         return own.logits(x_SD, head_VD)
     return project("sd,vd->sv", x_SD, head_VD)
 
 
 def _own_products(kernels: str, weight: jax.Array) -> Products | None:
     alone = jax.sharding.get_abstract_mesh().shape.get(HEADS_AXIS, 1) == 1
-    return products(kernels) if alone and weight.dtype == jnp.float32 else None
+    return products(kernels, weight.dtype) if alone else None
 
 
 def init_weight(

@@ -45,15 +45,16 @@ class Sizes(NamedTuple):
     rows: int
     columns: int
 
-    def product(self, ahead: bool = True) -> Any:
-        """Of a tile of rows with a tile of columns."""
-        return Product(self.rows, self.columns, 4 * self.D, self.bits, prefetch=ahead).intrinsic()
-
 
 def _sizes(x_TD: jax.Array, weight_DF: jax.Array) -> Sizes:
     (T, D), (_, F) = x_TD.shape, weight_DF.shape
     columns = min(VECTORS * lanes(), F)
     return Sizes(D, 8 * weight_DF.dtype.itemsize, min(8 if has_avx512() else 4, T), columns)
+
+
+def _product(sizes: Sizes) -> Any:
+    D, bits, rows, columns = sizes
+    return Product(rows, columns, 4 * D, bits, prefetch=True).intrinsic()
 
 
 def _register(name: str, sizes: Sizes, tile: Callable[..., None]) -> Target:
@@ -88,7 +89,7 @@ def _register(name: str, sizes: Sizes, tile: Callable[..., None]) -> Target:
 
 @compiled_once
 def _matmul(sizes: Sizes) -> Target:
-    D, entry, product = sizes.D, sizes.bits // 8, sizes.product()
+    D, entry, product = sizes.D, sizes.bits // 8, _product(sizes)
     # Cache lines of a row of the tile's columns; each tile of rows fetches one.
     lines = -(-sizes.columns * entry // 64)
 
@@ -108,7 +109,7 @@ def _matmul(sizes: Sizes) -> Target:
 
 @compiled_once
 def _gated(sizes: Sizes) -> Target:
-    D, entry, product = sizes.D, sizes.bits // 8, sizes.product()
+    D, entry, product = sizes.D, sizes.bits // 8, _product(sizes)
     rows, columns = sizes.rows, sizes.columns
     lines = -(-columns * entry // 64)
 
@@ -136,8 +137,9 @@ def _gated(sizes: Sizes) -> Target:
 @compiled_once
 def _logits(sizes: Sizes) -> Target:
     """With weights and rows in each other's place: the vocabulary's lie one after the other."""
-    D, _, rows, columns = sizes
-    product = sizes.product(ahead=False)
+    D, bits, rows, columns = sizes
+    row_bytes = D * bits // 8
+    product = Product(rows, columns, row_bytes, 32, weight_bits=bits).intrinsic()
 
     @_kernel
     def units(args: int) -> int:
@@ -154,7 +156,7 @@ def _logits(sizes: Sizes) -> Target:
             for v in range(0, TOKENS, rows):
                 for s in range(0, padded, columns):
                     product(
-                        data(args, 1) + 4 * D * (token + v), data(args, 0) + 4 * s, 4 * padded,
+                        data(args, 1) + row_bytes * (token + v), data(args, 0) + 4 * s, 4 * padded,
                         scratch + 4 * (v * padded + s), 4 * padded, D, 0,
                     )  # fmt: skip
             for s in range(S):
@@ -195,9 +197,12 @@ def gated(x_TD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array) -> jax.Array:
 
 
 def logits(x_SD: jax.Array, head_VD: jax.Array) -> jax.Array:
-    """``x_SD @ head_VD.T`` in float32 [S, V], of a head in float32 for 16 tokens or more."""
+    """``x_SD @ head_VD.T`` in float32 [S, V], of a vocabulary of 16 tokens or more.
+
+    x is rounded to the head's dtype.
+    """
     (S, D), V = x_SD.shape, len(head_VD)
-    x_DS = jnp.pad(x_SD.T, ((0, 0), (0, -S % TOKENS)))
+    x_DS = jnp.pad(_rounded(x_SD, head_VD).T, ((0, 0), (0, -S % TOKENS)))
     columns = next(c for c in (64, 48, 32, TOKENS) if x_DS.shape[1] % c == 0)
-    sizes = Sizes(D, 32, 8 if has_avx512() else 4, columns)
+    sizes = Sizes(D, 8 * head_VD.dtype.itemsize, 8 if has_avx512() else 4, columns)
     return _call(_logits(sizes), (S, V), TOKENS * x_DS.shape[1], x_DS, head_VD)

@@ -1,7 +1,7 @@
 """What numba's kernels compute in the core's registers: products of a few rows, exponentials.
 
-Products are of vectors, in LLVM's own terms: left to itself, LLVM keeps the sums in memory, since it
-cannot know that they are no part of the matrix, and is 4 to 8 times slower.
+Products are of vectors, in LLVM's own terms: left to itself, LLVM keeps the sums in memory, since
+it cannot know that they are no part of the matrix, and is 4 to 8 times slower.
 """
 
 import functools
@@ -34,7 +34,7 @@ class Product(NamedTuple):
     Attributes:
         rows: of the weights; ``columns``: of the matrix.
         weight_bytes: from a row of weights to the next.
-        bits: of the matrix' entries, float32 or bfloat16; the others have 32.
+        bits: of the matrix' entries, float32 or bfloat16; ``weight_bits``: of the weights'.
         add: to what the sums are already.
         prefetch: 64 bytes for each row of the matrix.
     """
@@ -45,6 +45,7 @@ class Product(NamedTuple):
     bits: int
     add: bool = False
     prefetch: bool = False
+    weight_bits: int = 32
 
     @property
     def width(self) -> int:
@@ -136,10 +137,10 @@ class _Loop(NamedTuple):
             self._prefetch(b.add(self.ahead, down))
         at, each = b.add(matrix, down), of.width * of.bits // 8
         row = [self._floats(_plus(b, at, each * v), of.bits) for v in range(of.vectors)]
-        weights_at, new = b.add(weights, b.mul(i, ir.Constant(I64, 4))), []
+        weights_at, new = b.add(weights, b.mul(i, ir.Constant(I64, of.weight_bits // 8))), []
         for r in range(of.rows):
             weight_at = _plus(b, weights_at, r * of.weight_bytes)
-            weight = self._splat(b.load(b.inttoptr(weight_at, F32.as_pointer())))
+            weight = self._splat(self._float(weight_at))
             for v, entries in enumerate(row):
                 product = b.fmul(weight, entries, flags=_FAST)
                 new.append(b.fadd(carry[r * of.vectors + v], product, flags=_FAST))
@@ -162,6 +163,14 @@ class _Loop(NamedTuple):
         if bits == 32:
             return x
         return b.bitcast(b.shl(b.zext(x, wide), ir.Constant(wide, [16] * width)), floats)
+
+    def _float(self, address: Any) -> Any:
+        """A weight."""
+        b = self.builder
+        if self.of.weight_bits == 32:
+            return b.load(b.inttoptr(address, F32.as_pointer()))
+        x = b.load(b.inttoptr(address, ir.IntType(16).as_pointer()), align=2)
+        return b.bitcast(b.shl(b.zext(x, I32), ir.Constant(I32, 16)), F32)
 
     def _splat(self, x: Any) -> Any:
         b, width = self.builder, self.of.width

@@ -31,7 +31,7 @@ from jaxinfer.workload.lengths import BenchRequest, read_workload
 # Kinds for prompts and for tokens, and how many of each there may be: the public grids' ends, but
 # for A100s alone, of which the grid's 86 do not carry 70 requests per second.
 DESIGNS: Mapping[str, tuple[str, str, int, int]] = {
-    "A100": ("a100", "", 120, 0), "H100": ("h100", "", 50, 0),
+    "A100": ("a100", "", 90, 0), "H100": ("h100", "", 50, 0),
     "AA": ("a100", "a100", 69, 69), "HH": ("h100", "h100", 39, 39),
     "HA": ("h100", "a100", 39, 69), "HHcap": ("h100", "h100_capped", 39, 39),
 }  # fmt: skip
