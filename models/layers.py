@@ -58,7 +58,7 @@ def dense(x_TD: jax.Array, weight: jax.Array, kernels: str) -> jax.Array:
     As ``project`` does; ``kernels`` may have a product of their own, on one device.
     """
     if own := _own_products(kernels, weight):
-        out_TF = own.matmul(x_TD, weight.reshape(len(weight), -1))
+        out_TF = own.matmul(x_TD.astype(jnp.float32), weight.reshape(len(weight), -1))
         return out_TF.reshape(len(x_TD), *weight.shape[1:])
     x_TD = x_TD.astype(weight.dtype)
     return jnp.tensordot(x_TD, weight, 1, preferred_element_type=jnp.float32)
@@ -74,7 +74,7 @@ def gated(
     """activation(x gate) * (x up) (Shazeer, 2020), in float32 [T, F]."""
     own = _own_products(kernels, gate_DF)
     if own and activation is jax.nn.silu:
-        return own.gated(x_TD, gate_DF, up_DF)
+        return own.gated(x_TD.astype(jnp.float32), gate_DF, up_DF)
     return activation(dense(x_TD, gate_DF, kernels)) * dense(x_TD, up_DF, kernels)
 
 
@@ -82,7 +82,7 @@ def head(x_SD: jax.Array, head_VD: jax.Array, kernels: str) -> jax.Array:
     """Logits [S, V] in float32."""
     own = _own_products(kernels, head_VD)
     if own and len(head_VD) >= 16:
-        return own.logits(x_SD, head_VD)
+        return own.logits(x_SD.astype(jnp.float32), head_VD)
     return project("sd,vd->sv", x_SD, head_VD)
 
 

@@ -16,8 +16,6 @@ Kernels = Literal["plain", "numba", "generic", "hopper", "interpret"]
 # Compute capabilities of NVIDIA GPUs: the first with products of bfloat16 matrices, the first with
 # fp8, and the one with wgmma.
 _BF16, _FP8, _HOPPER = 8.0, 8.9, 9.0
-# On CPUs; before, they took longer than those of float32.
-_XLA_HAS_FAST_BF16 = jax.__version_info__ >= (0, 11)
 
 
 class Attention(NamedTuple):
@@ -60,8 +58,7 @@ class Products(NamedTuple):
 
 def products(kernels: str, dtype: jnp.dtype) -> Products | None:
     """Those of that name, with weights of this dtype; none are XLA's own."""
-    fast = (jnp.float32,) if _XLA_HAS_FAST_BF16 else (jnp.float32, jnp.bfloat16)
-    if kernels != "numba" or dtype not in fast:
+    if kernels != "numba" or dtype != jnp.float32:
         return None
     from jaxinfer.pallas_kernels import numba_matmul
 

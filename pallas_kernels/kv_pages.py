@@ -1,6 +1,6 @@
 """Pages of KV entries: what they hold, and how tokens get into them, in plain JAX."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,9 +57,18 @@ def write_kv(
     at = page_T, slice(None), offset_T
     by_head_dim = page_T, slice(None), slice(None), offset_T
     return KVPages(
-        kv.keys.at[at if keys_by_token else by_head_dim].set(k_TKH),
-        kv.values.at[at].set(v_TKH),
+        _scatter(kv.keys, at if keys_by_token else by_head_dim, k_TKH),
+        _scatter(kv.values, at, v_TKH),
     )
+
+
+def _scatter(pages: jax.Array, at: tuple[Any, ...], entries: jax.Array) -> jax.Array:
+    if pages.dtype != jnp.bfloat16 or jax.__version_info__ >= (0, 11):
+        return pages.at[at].set(entries)
+    # There, XLA:CPU scatters in float32: it converts all pages, there and back, at every step.
+    bits = jax.lax.bitcast_convert_type
+    found = bits(pages, jnp.uint16).at[at].set(bits(entries, jnp.uint16))
+    return bits(found, pages.dtype)
 
 
 class PageRuns(NamedTuple):

@@ -38,10 +38,9 @@ _kernel = nb.njit(nogil=True, error_model="numpy", boundscheck=False, fastmath=T
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for: D, bits of a weight's entries, rows and columns of a tile."""
+    """What a kernel is compiled for: D, rows and columns of a tile."""
 
     D: int
-    bits: int
     rows: int
     columns: int
 
@@ -49,12 +48,12 @@ class Sizes(NamedTuple):
 def _sizes(x_TD: jax.Array, weight_DF: jax.Array) -> Sizes:
     (T, D), (_, F) = x_TD.shape, weight_DF.shape
     columns = min(VECTORS * lanes(), F)
-    return Sizes(D, 8 * weight_DF.dtype.itemsize, min(8 if has_avx512() else 4, T), columns)
+    return Sizes(D, min(8 if has_avx512() else 4, T), columns)
 
 
 def _product(sizes: Sizes) -> Any:
-    D, bits, rows, columns = sizes
-    return Product(rows, columns, 4 * D, bits, prefetch=True).intrinsic()
+    D, rows, columns = sizes
+    return Product(rows, columns, 4 * D, 32, prefetch=True).intrinsic()
 
 
 def _register(name: str, sizes: Sizes, tile: Callable[..., None]) -> Target:
@@ -64,7 +63,7 @@ def _register(name: str, sizes: Sizes, tile: Callable[..., None]) -> Target:
         tile: of the lists of arguments and results, its first row and column, the columns that
             follow, the tile's number, and scratch memory.
     """
-    _, _, rows, columns = sizes
+    _, rows, columns = sizes
 
     @_kernel
     def units(args: int) -> int:
@@ -89,9 +88,9 @@ def _register(name: str, sizes: Sizes, tile: Callable[..., None]) -> Target:
 
 @compiled_once
 def _matmul(sizes: Sizes) -> Target:
-    D, entry, product = sizes.D, sizes.bits // 8, _product(sizes)
+    D, product = sizes.D, _product(sizes)
     # Cache lines of a row of the tile's columns; each tile of rows fetches one.
-    lines = -(-sizes.columns * entry // 64)
+    lines = -(-sizes.columns * 4 // 64)
 
     @_kernel
     def tile(
@@ -99,9 +98,9 @@ def _matmul(sizes: Sizes) -> Target:
     ) -> None:
         F, weight = dim(args, 1, 1), data(args, 1)
         product(
-            data(args, 0) + 4 * D * row, weight + entry * column, entry * F,
+            data(args, 0) + 4 * D * row, weight + 4 * column, 4 * F,
             data(rets, 0) + 4 * (F * row + column), 4 * F, D,
-            weight + entry * following + 64 * min(i, lines - 1),
+            weight + 4 * following + 64 * min(i, lines - 1),
         )  # fmt: skip
 
     return _register("matmul", sizes, tile)
@@ -109,20 +108,20 @@ def _matmul(sizes: Sizes) -> Target:
 
 @compiled_once
 def _gated(sizes: Sizes) -> Target:
-    D, entry, product = sizes.D, sizes.bits // 8, _product(sizes)
+    D, product = sizes.D, _product(sizes)
     rows, columns = sizes.rows, sizes.columns
-    lines = -(-columns * entry // 64)
+    lines = -(-columns * 4 // 64)
 
     @_kernel
     def tile(
         args: int, rets: int, row: int, column: int, following: int, i: int, scratch: int
     ) -> None:
         F, x = dim(args, 1, 1), data(args, 0) + 4 * D * row
-        line = entry * following + 64 * min(i, lines - 1)
+        line = 4 * following + 64 * min(i, lines - 1)
         for g in range(2):
             weight = data(args, 1 + g)
             product(
-                x, weight + entry * column, entry * F,
+                x, weight + 4 * column, 4 * F,
                 scratch + 4 * g * rows * columns, 4 * columns, D, weight + line,
             )  # fmt: skip
         found = nb.carray(pointer(scratch, np.float32(0)), (2, rows, columns))
@@ -137,9 +136,8 @@ def _gated(sizes: Sizes) -> Target:
 @compiled_once
 def _logits(sizes: Sizes) -> Target:
     """With weights and rows in each other's place: the vocabulary's lie one after the other."""
-    D, bits, rows, columns = sizes
-    row_bytes = D * bits // 8
-    product = Product(rows, columns, row_bytes, 32, weight_bits=bits).intrinsic()
+    D, rows, columns = sizes
+    product = Product(rows, columns, 4 * D, 32).intrinsic()
 
     @_kernel
     def units(args: int) -> int:
@@ -156,7 +154,7 @@ def _logits(sizes: Sizes) -> Target:
             for v in range(0, TOKENS, rows):
                 for s in range(0, padded, columns):
                     product(
-                        data(args, 1) + row_bytes * (token + v), data(args, 0) + 4 * s, 4 * padded,
+                        data(args, 1) + 4 * D * (token + v), data(args, 0) + 4 * s, 4 * padded,
                         scratch + 4 * (v * padded + s), 4 * padded, D, 0,
                     )  # fmt: skip
             for s in range(S):
@@ -175,34 +173,24 @@ def _call(target: Target, shape: tuple[int, int], scratch: int, *args: jax.Array
     return out
 
 
-def _rounded(x_TD: jax.Array, weight: jax.Array) -> jax.Array:
-    return x_TD.astype(weight.dtype).astype(jnp.float32)
-
-
 def matmul(x_TD: jax.Array, weight_DF: jax.Array) -> jax.Array:
-    """``x_TD @ weight_DF`` in float32 [T, F], of a weight in float32 or bfloat16.
-
-    x is rounded to the weight's dtype.
-    """
+    """``x_TD @ weight_DF``, all in float32."""
     sizes = _sizes(x_TD, weight_DF)
     shape = len(x_TD), weight_DF.shape[1]
-    return _call(_matmul(sizes), shape, 1, _rounded(x_TD, weight_DF), weight_DF)
+    return _call(_matmul(sizes), shape, 1, x_TD, weight_DF)
 
 
 def gated(x_TD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array) -> jax.Array:
     """``silu(x_TD @ gate_DF) * (x_TD @ up_DF)``, as ``matmul`` has its products."""
     sizes = _sizes(x_TD, gate_DF)
     shape, scratch = (len(x_TD), gate_DF.shape[1]), 2 * sizes.rows * sizes.columns
-    return _call(_gated(sizes), shape, scratch, _rounded(x_TD, gate_DF), gate_DF, up_DF)
+    return _call(_gated(sizes), shape, scratch, x_TD, gate_DF, up_DF)
 
 
 def logits(x_SD: jax.Array, head_VD: jax.Array) -> jax.Array:
-    """``x_SD @ head_VD.T`` in float32 [S, V], of a vocabulary of 16 tokens or more.
-
-    x is rounded to the head's dtype.
-    """
+    """``x_SD @ head_VD.T``, all in float32, of a vocabulary of 16 tokens or more."""
     (S, D), V = x_SD.shape, len(head_VD)
-    x_DS = jnp.pad(_rounded(x_SD, head_VD).T, ((0, 0), (0, -S % TOKENS)))
+    x_DS = jnp.pad(x_SD.T, ((0, 0), (0, -S % TOKENS)))
     columns = next(c for c in (64, 48, 32, TOKENS) if x_DS.shape[1] % c == 0)
-    sizes = Sizes(D, 8 * head_VD.dtype.itemsize, 8 if has_avx512() else 4, columns)
+    sizes = Sizes(D, 8 if has_avx512() else 4, columns)
     return _call(_logits(sizes), (S, V), TOKENS * x_DS.shape[1], x_DS, head_VD)

@@ -34,7 +34,7 @@ class Product(NamedTuple):
     Attributes:
         rows: of the weights; ``columns``: of the matrix.
         weight_bytes: from a row of weights to the next.
-        bits: of the matrix' entries, float32 or bfloat16; ``weight_bits``: of the weights'.
+        bits: of the matrix' entries, float32 or bfloat16; the others have 32.
         add: to what the sums are already.
         prefetch: 64 bytes for each row of the matrix.
     """
@@ -45,7 +45,6 @@ class Product(NamedTuple):
     bits: int
     add: bool = False
     prefetch: bool = False
-    weight_bits: int = 32
 
     @property
     def width(self) -> int:
@@ -137,10 +136,10 @@ class _Loop(NamedTuple):
             self._prefetch(b.add(self.ahead, down))
         at, each = b.add(matrix, down), of.width * of.bits // 8
         row = [self._floats(_plus(b, at, each * v), of.bits) for v in range(of.vectors)]
-        weights_at, new = b.add(weights, b.mul(i, ir.Constant(I64, of.weight_bits // 8))), []
+        weights_at, new = b.add(weights, b.mul(i, ir.Constant(I64, 4))), []
         for r in range(of.rows):
             weight_at = _plus(b, weights_at, r * of.weight_bytes)
-            weight = self._splat(self._float(weight_at))
+            weight = self._splat(b.load(b.inttoptr(weight_at, F32.as_pointer())))
             for v, entries in enumerate(row):
                 product = b.fmul(weight, entries, flags=_FAST)
                 new.append(b.fadd(carry[r * of.vectors + v], product, flags=_FAST))
@@ -163,14 +162,6 @@ class _Loop(NamedTuple):
         if bits == 32:
             return x
         return b.bitcast(b.shl(b.zext(x, wide), ir.Constant(wide, [16] * width)), floats)
-
-    def _float(self, address: Any) -> Any:
-        """A weight."""
-        b = self.builder
-        if self.of.weight_bits == 32:
-            return b.load(b.inttoptr(address, F32.as_pointer()))
-        x = b.load(b.inttoptr(address, ir.IntType(16).as_pointer()), align=2)
-        return b.bitcast(b.shl(b.zext(x, I32), ir.Constant(I32, 16)), F32)
 
     def _splat(self, x: Any) -> Any:
         b, width = self.builder, self.of.width
