@@ -7,7 +7,7 @@ stage's devices, since a layer ends with the last of them.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxinfer.serving.attention_fit import AttentionFit
 
@@ -20,6 +20,8 @@ class Load:
         pairs: slices over all requests; ``entries``: of their KV.
         free_pages: of one slice each, with room for ``page_size`` entries.
         others: seconds that it works for other stages meanwhile, which take turns with this one.
+        hidden: where a step is computed as two halves in turn, seconds of each half's dense part,
+            during which the other half's attention here costs nothing; None where it is not.
     """
 
     fit: AttentionFit
@@ -28,6 +30,7 @@ class Load:
     free_pages: int
     page_size: int = 1
     others: float = 0.0
+    hidden: float | None = None
 
     @property
     def capacity(self) -> float:
@@ -36,8 +39,25 @@ class Load:
 
     @property
     def seconds(self) -> float:
-        """Of one layer (eqs. 3 and 4); an idle device takes none."""
-        return self.fit.seconds(self.pairs, self.entries) + self.others if self.pairs else 0.0
+        """Of one layer (eqs. 3 and 4); an idle device takes none.
+
+        As halves, what it is busy beyond both dense parts counts, and what one half's attention
+        and exchange take beyond that of the other half.
+        """
+        if not self.pairs:
+            return 0.0
+        if self.hidden is None:
+            return self.fit.seconds(self.pairs, self.entries) + self.others
+        busy = self.fit.busy(self.pairs, self.entries) + self.fit.constant + self.others
+        return max(busy / 2 + self.fit.exchange - self.hidden, busy - 2 * self.hidden, 0.0)
+
+    def within(self, seconds: float) -> float:
+        """Of so many seconds, those that are left for pairs and entries."""
+        fit, hidden = self.fit, self.hidden
+        if hidden is None:
+            return seconds - fit.constant - fit.exchange - self.others
+        busy = min(2 * (seconds + hidden - fit.exchange), seconds + 2 * hidden)
+        return busy - 2 * fit.constant - self.others
 
     def plus(self, slices: int, entries: float, pages: int) -> "Load":
         """With more slices of so many KV entries and pages each; fewer where it is negative."""
@@ -48,6 +68,7 @@ class Load:
             self.free_pages - slices * pages,
             self.page_size,
             self.others,
+            self.hidden,
         )
 
 
@@ -101,7 +122,7 @@ def can_do(seconds: float, loads: Sequence[Load]) -> bool:
     trades = []
     for load in loads:
         fit = load.fit
-        left = seconds - fit.constant - fit.exchange - load.others
+        left = load.within(seconds)
         if left < 0:
             continue
         taken = min(load.capacity, left / fit.per_entry if fit.per_entry else math.inf)
@@ -117,3 +138,30 @@ def can_do(seconds: float, loads: Sequence[Load]) -> bool:
             pairs -= taken
             entries += taken * lost
     return pairs <= 1e-9 and entries <= 1e-9
+
+
+def ideal_seconds(loads: Sequence[Load]) -> float:
+    """The least time of which ``can_do`` is true, to 0.1 %, from below."""
+    low, high = 0.0, max(load.seconds for load in loads)
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if can_do(middle, loads) else (middle, high)
+    return low
+
+
+def as_halves(loads: Sequence[Load], whole: float, half: float) -> Sequence[Load]:
+    """What lies on a stage's devices, its own first, where steps may be computed as two halves.
+
+    Heads lie otherwise for halves than for whole steps. So both are looked at as if all heads were
+    placed anew, and what is faster then is what they are placed for.
+
+    Args:
+        whole, half: seconds of a layer's dense part, of all of a step and of half of it.
+
+    Returns:
+        As they are, or as halves.
+    """
+    # Nothing hides what the own device does.
+    halves = [replace(load, hidden=half if number else 0.0) for number, load in enumerate(loads)]
+    faster = ideal_seconds(halves) + 2 * half < ideal_seconds(loads) + whole
+    return halves if faster else loads

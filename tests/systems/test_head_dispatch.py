@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -12,7 +13,13 @@ from scenarios import examples
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from jaxinfer.serving.attention_fit import AttentionFit
-from jaxinfer.systems.head_dispatch import Load, can_do, dispatch, dispatch_by_memory
+from jaxinfer.systems.head_dispatch import (
+    Load,
+    as_halves,
+    dispatch,
+    dispatch_by_memory,
+    ideal_seconds,
+)
 
 COEFFICIENT = st.sampled_from((0.0, 1.0, 2.0, 5.0, 11.0))
 
@@ -27,16 +34,8 @@ def fits(draw: st.DrawFn) -> AttentionFit:
 def loads(draw: st.DrawFn, room: int = 30) -> Load:
     pairs = draw(st.integers(0, 6))
     entries = pairs * draw(st.integers(1, 20))
-    return Load(draw(fits()), pairs, entries, draw(st.integers(0, room)), 8)
-
-
-def ideal_seconds(devices: Sequence[Load]) -> float:
-    """The least time in which all can be done, within 0.1 %, from below."""
-    low, high = 0.0, max(load.seconds for load in devices)
-    while high - low > 1e-3 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if can_do(middle, devices) else (middle, high)
-    return low
+    others, hidden = draw(COEFFICIENT), draw(st.sampled_from((None, 0.0, 3.0, 40.0)))
+    return Load(draw(fits()), pairs, entries, draw(st.integers(0, room)), 8, others, hidden)
 
 
 def slowest(devices: Sequence[Load], counts: Sequence[int], entries: float, pages: int) -> float:
@@ -174,7 +173,8 @@ def test_the_ideal_is_no_slower_than_any_placement(devices: list[Load]) -> None:
     ideal = ideal_seconds(devices)
     assert 0 <= ideal <= max(load.seconds for load in devices)
     holding = [load for load in devices if load.capacity >= entries]
-    alone = min((load.fit.seconds(pairs, entries) for load in holding), default=math.inf)
+    anew = [replace(load, pairs=pairs, entries=entries) for load in holding]
+    alone = min((load.seconds for load in anew), default=math.inf)
     assert ideal <= alone * (1 + 1e-9)
 
 
@@ -195,3 +195,51 @@ def test_a_pair_s_own_time_counts_in_the_ideal() -> None:
     by_pair, by_entry = AttentionFit(1.0, 100.0, 0.0), AttentionFit(100.0, 0.5, 0.0)
     devices = [Load(by_pair, 10, 20.0, 0), Load(by_entry, 0, 0.0, 99)]
     assert ideal_seconds(devices) == pytest.approx(10, rel=0.02)
+
+
+def test_halves_hide_an_exchange_behind_the_dense_part_of_one_of_them() -> None:
+    """The threshold is max(0, beta - dense time of half), instead of beta: by hand.
+
+    A layer of halves takes 2 * half + own, or half + beta + what is elsewhere of one half.
+    """
+    own, remote = AttentionFit(0.0, 1.0, 0.0), AttentionFit(0.0, 2.0, 0.0, 0.0, 100.0)
+    for half, alone in ((0.0, 11), (70.0, 4), (95.0, 1), (99.0, 1), (200.0, 0)):
+        devices = [Load(own, 0, 0.0, 999, hidden=0.0), Load(remote, 0, 0.0, 999, hidden=half)]
+        # So many slices of 10 entries stay: one elsewhere takes a half's 10 after the exchange.
+        counts = dispatch(devices, alone, 10, 1) if alone else [0, 0]
+        assert counts == [alone, 0]
+        counts = dispatch(devices, alone + 1, 10, 1)
+        assert counts == [alone, 1]
+
+
+def test_what_a_device_does_for_halves() -> None:
+    """Twice its constant. 2 * 10 + 8 + 2 * 4 + 6 = 42 of both, so that one half is back after 71.
+
+    Without 30 that the other half's dense part takes, these are 41. 42 are 12 more than twice 15.
+    """
+    fit = AttentionFit(2.0, 1.0, 4.0, 0.0, 50.0)
+    load = Load(fit, 10, 8.0, 0, others=6.0, hidden=30.0)
+    assert load.seconds == 41.0
+    assert replace(load, fit=replace(fit, exchange=0.0), hidden=15.0).seconds == 12.0
+    assert replace(load, fit=replace(fit, exchange=0.0)).seconds == 0.0
+    assert replace(load, hidden=None).seconds == 20 + 8 + 4 + 6 + 50
+    assert replace(load, pairs=0).seconds == 0.0
+    # What is left for pairs and entries within these seconds: the other way round.
+    assert load.within(41.0) == 28.0
+    assert replace(load, fit=replace(fit, exchange=0.0), hidden=15.0).within(12.0) == 28.0
+    assert replace(load, hidden=None).within(88.0) == 28.0
+
+
+def test_heads_are_placed_for_halves_where_that_is_faster() -> None:
+    """8,000 entries at home, four or two in a second, and an exchange of 100, by closed forms.
+
+    Whole: dense + (8000 + 200) / 6. Halves: o + 2 half is what is elsewhere / 2, so that
+    o = (8000 - 4 half) / 6. With half of 300: 600 + 1133 beside 1366.7 and the dense part.
+    """
+    own, remote = AttentionFit(0.0, 1 / 4, 0.0), AttentionFit(0.0, 1 / 2, 0.0, 0.0, 100.0)
+    loads = [Load(own, 8, 8000.0, 0), Load(remote, 0, 0.0, 9999)]
+    assert as_halves(loads, 350.0, 300.0) == loads
+    halves = as_halves(loads, 380.0, 300.0)
+    assert [load.hidden for load in halves] == [0.0, 300.0]
+    assert ideal_seconds(halves) == pytest.approx((8000 - 4 * 300) / 6, rel=2e-3)
+    assert [load.plus(1, 5.0, 0).hidden for load in halves] == [0.0, 300.0]

@@ -72,6 +72,23 @@ def hand_out(system: Hetis, instance: Instance, running: int = 1) -> list[tuple[
     return [move for action in actions for move in action.moves]
 
 
+@pytest.mark.parametrize(
+    ("dense", "moves"),
+    # Placed anew, halves take 18 + 2 * 10 beside 28.6 + 10, or 16.8 + 2 * 12 beside 28.6 + 12.
+    [(10.0, [(0, 1, (2, 3))]), (12.0, [(0, 1, (3,))])],
+)
+def test_more_heads_leave_where_a_halfs_dense_part_hides_them(
+    dense: float, moves: list[tuple[int, ...]]
+) -> None:
+    """Of halves, own heads take 10, 20, 30, 40, the near ones 10 and 20: one by one, by hand."""
+    instance, system = spread([99, 99, 99]), make()
+    asked: list[float] = []
+    instance.shards[0].dense = lambda tokens: asked.append(tokens) or dense  # type: ignore[func-returns-value]
+    assert system.place(request(), instance) == [[0, 1, 2, 3], [], []]
+    assert hand_out(system, instance, running=6) == moves
+    assert asked == [6, 3]
+
+
 def test_a_prompt_is_attended_to_on_the_own_device_and_then_handed_out() -> None:
     """One own head more takes 10, the first remote one 10 + 20: by hand."""
     instance, system = spread([99, 99, 99]), make()
