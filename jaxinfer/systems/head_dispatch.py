@@ -140,13 +140,26 @@ def can_do(seconds: float, loads: Sequence[Load]) -> bool:
     return pairs <= 1e-9 and entries <= 1e-9
 
 
-def ideal_seconds(loads: Sequence[Load]) -> float:
-    """The least time of which ``can_do`` is true, to 0.1 %, from below."""
-    low, high = 0.0, max(load.seconds for load in loads)
-    while high - low > 1e-3 * high:
+def placed_anew(loads: Sequence[Load]) -> float:
+    """About the time if all were placed anew, and each slice had the mean of the KV entries."""
+    pairs = sum(load.pairs for load in loads)
+    each = sum(load.entries for load in loads) / pairs
+    fits = [load.fit for load in loads]
+    costs = [fit.per_pair + fit.exchange_per_pair + fit.per_entry * each for fit in fits]
+
+    def is_enough(seconds: float) -> bool:
+        count = 0.0
+        for load, cost in zip(loads, costs, strict=True):
+            count += max(min(load.capacity / each, load.within(seconds) / cost), 0.0)
+        return count >= pairs * (1 - 1e-9)
+
+    # In so much, each device could do all that its pool holds.
+    low, high = 0.0, sum(pairs * cost for cost in costs)
+    high += sum(2 * load.fit.constant + load.fit.exchange + load.others for load in loads)
+    for _ in range(20):
         middle = (low + high) / 2
-        low, high = (low, middle) if can_do(middle, loads) else (middle, high)
-    return low
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
 
 
 def as_halves(loads: Sequence[Load], whole: float, half: float) -> Sequence[Load]:
@@ -161,7 +174,9 @@ def as_halves(loads: Sequence[Load], whole: float, half: float) -> Sequence[Load
     Returns:
         As they are, or as halves.
     """
+    extra = 2 * half - whole
+    if max(load.seconds for load in loads) <= max(extra, 0.0):
+        return loads
     # Nothing hides what the own device does.
     halves = [replace(load, hidden=half if number else 0.0) for number, load in enumerate(loads)]
-    faster = ideal_seconds(halves) + 2 * half < ideal_seconds(loads) + whole
-    return halves if faster else loads
+    return halves if placed_anew(halves) + extra < placed_anew(loads) else loads
