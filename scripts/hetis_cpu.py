@@ -104,15 +104,19 @@ def row(name: str, run: Served) -> Row:
 
 
 def moved_while_it_decodes(run: Served, prompts: Mapping[str, int]) -> Sequence[str]:
-    """Requests some of whose heads left the near device after their prompts were done."""
-    return sorted(
-        {
-            move["request"]
-            for move in run.lines.transfers
-            if move["tokens"] > prompts[move["request"]]
-            and any(source == 1 for source, _, _ in move["moves"])
-        }
-    )
+    """Requests some of whose heads left the near device after their prompts were done.
+
+    Full pages of a move go first, and then the rest: what follows with the same heads is of it.
+    """
+    found, last = set[str](), dict[str, tuple[Any, int]]()
+    for part in run.lines.transfers:
+        name, moves = part["request"], part["moves"]
+        before, tokens = last.get(name, (None, 0))
+        tokens = part["tokens"] + (tokens if before == moves else 0)
+        last[name] = moves, tokens
+        if tokens > prompts[name] and any(source == 1 for source, _, _ in moves):
+            found.add(name)
+    return sorted(found)
 
 
 def check(runs: Mapping[str, Served], own_pages: int, prompts: Mapping[str, int]) -> list[Target]:
