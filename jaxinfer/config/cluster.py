@@ -124,15 +124,11 @@ class InstanceConfig(EngineOptions):
         group: of an instance with one stage.
         stages: of an instance with several, in the layers' order.
         role: what the system is told that it is for, at the start.
-        half_batches: whether a step is computed as two halves of its rows in turn where a stage has
-            KV heads on attention groups, so that one half's exchange with these hides behind the
-            other's dense layers: ``by_time`` where that takes less, by cost model or profile.
         segments: pieces that each stage's layers are compiled in; by the hand-off ``per_segment``,
             KV leaves as soon as its piece is done.
     """
 
     segments: int = Field(default=1, ge=1)
-    half_batches: Literal["never", "by_time", "always"] = "never"
     role: str = ""
     group: str | None = None
     stages: tuple[StageConfig, ...] = Field(default=(), strict=False)
