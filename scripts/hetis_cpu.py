@@ -64,7 +64,7 @@ def cases() -> dict[str, RunFile]:
     full = [{"group": "primary", "attention": [near | {"num_pages": SMALL}, *others]}]
     found["near is full"] = as_it_is | {
         "instances": {"engine": as_it_is["instances"]["engine"] | {"stages": full}},
-        "system": as_it_is["system"] | {"theta": NEVER},
+        "system": {"name": as_it_is["system"], "theta": NEVER},
     }
     return {name: as_run_file(each) for name, each in found.items()}
 
