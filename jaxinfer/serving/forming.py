@@ -39,7 +39,7 @@ class Forming:
         if instance.kv.is_spread:
             batch.work.shards = shard_work(self.rows)
             if instance.halves_pay:
-                halve(batch, instance.halves_pay)
+                halve(batch, instance.shards, instance.halves_pay)
         return batch
 
     def add_group(self, most: int | None = None) -> None:

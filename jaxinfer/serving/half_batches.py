@@ -70,8 +70,14 @@ def choice(option: str, by_time: Choice) -> Choice | None:
     return {"never": None, "by_time": by_time, "always": lambda whole, halves: True}[option]
 
 
-def halve(batch: Batch, pays: Choice) -> None:
-    """Have a batch, whose work is counted by shards, computed as two halves if that pays."""
+def halve(batch: Batch, shards: Sequence[Shard], pays: Choice) -> None:
+    """Have a batch, whose work is counted by shards, computed as two halves if that pays.
+
+    With all KV heads at home, there is nothing to hide.
+    """
+    counted = zip(batch.work.shards, shards, strict=True)
+    if not any(work.tokens for work, shard in counted if not shard.slices):
+        return
     parts = split(batch.rows)
     if not all(parts):
         return

@@ -11,7 +11,7 @@ from scenarios import examples
 from serving_checks import make_requests
 
 from jaxinfer.serving.attention_fit import AttentionFit
-from jaxinfer.serving.batch import Batch, Row, ShardWork, Work
+from jaxinfer.serving.batch import Batch, Row, ShardWork, Work, shard_work
 from jaxinfer.serving.half_batches import (
     FittedStage,
     LayerTimes,
@@ -185,9 +185,10 @@ def test_only_a_step_of_several_rows_is_cut_where_that_pays() -> None:
         return len(asked) > 1
 
     batch = Batch("A", rows, 0, 3, 0)
-    halve(batch, pays)
+    batch.work.shards = shard_work(rows)
+    halve(batch, kv.shards, pays)
     assert (batch.halves, batch.work.halves) == ((), ())
-    halve(batch, pays)
+    halve(batch, kv.shards, pays)
     assert batch.halves == ([rows[2]], rows[:2])
     assert list(batch.work.halves) == asked[1]
     assert [half.tokens for half in batch.work.halves] == [2, 2]
@@ -195,7 +196,12 @@ def test_only_a_step_of_several_rows_is_cut_where_that_pays() -> None:
         [ShardWork(chunks=[(0, 2, 2)]), ShardWork()],
         [ShardWork(1, 4), ShardWork(3, 4 + 10)],
     ]
-    halve(Batch("A", rows[:1], 0, 1, 0), pays)
+    # One row, and rows that are at home.
+    for some in (rows[:1], [rows[2], rows[2]]):
+        other = Batch("A", some, 0, 1, 0)
+        other.work.shards = shard_work(some)
+        halve(other, kv.shards, pays)
+        assert not other.halves
     assert len(asked) == 2
 
 
