@@ -96,7 +96,13 @@ class RooflineStage:
 
     def seconds(self, work: Work) -> float:
         """Of one step."""
-        return self._step(self.layers * (self.dense(work.tokens) + self._attention(work)), work)
+        E = self._efficiency
+        layer = self.dense(work.tokens) + self._attention(work)
+        seconds = self.layers * layer + E.step_s + E.sequence_s * work.sequences
+        if self._head and work.sampled:
+            compute, weights, moved = self._head
+            seconds += max(work.sampled * compute, weights + work.sampled * moved)
+        return seconds
 
     def dense(self, T: float) -> float:
         """One layer without its attention, of so many tokens."""
@@ -109,15 +115,6 @@ class RooflineStage:
             each = T * chosen / read
             layer += read * sum(max(each * c, w + each * m) for c, w, m in mlp)
         return layer
-
-    def _step(self, seconds: float, work: Work) -> float:
-        """With what a step has besides its layers' seconds."""
-        E = self._efficiency
-        seconds = seconds + E.step_s + E.sequence_s * work.sequences
-        if self._head and work.sampled:
-            compute, weights, moved = self._head
-            seconds += max(work.sampled * compute, weights + work.sampled * moved)
-        return seconds
 
     def _attention(self, work: Work) -> float:
         """Prefill chunks and decodes are kernels of their own."""

@@ -9,7 +9,7 @@ from typing import Self
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.serving.attention_fit import AttentionFit
 from jaxinfer.serving.batch import ShardWork, Work
-from jaxinfer.serving.half_batches import LayerTimes, in_turn
+from jaxinfer.serving.half_batches import LayerTimes, as_a_whole, in_turn
 from jaxinfer.simulate.costs import StagePart
 from jaxinfer.simulate.roofline import RooflineStage
 
@@ -106,7 +106,8 @@ class SpreadStage(RooflineStage):
         if not (work.halves and any(one.tokens for one in self._counted(work)[1:])):
             return super().seconds(work)
         first, second = map(self.layer, work.halves)
-        return self._step(in_turn(self.layers, first, second), work)
+        besides = super().seconds(work) - as_a_whole(self.layers, self.layer(work))
+        return in_turn(self.layers, first, second) + besides
 
     def layer(self, work: Work) -> LayerTimes:
         """Times of one layer."""

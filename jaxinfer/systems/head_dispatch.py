@@ -145,7 +145,8 @@ def placed_anew(loads: Sequence[Load]) -> float:
     pairs = sum(load.pairs for load in loads)
     each = sum(load.entries for load in loads) / pairs
     fits = [load.fit for load in loads]
-    costs = [fit.per_pair + fit.exchange_per_pair + fit.per_entry * each for fit in fits]
+    pairs_s = [fit.per_pair + fit.exchange_per_pair + fit.per_entry * each for fit in fits]
+    costs = [max(cost, 1e-18) for cost in pairs_s]  # A device may attend for nothing.
 
     def is_enough(seconds: float) -> bool:
         count = 0.0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from scenarios import examples
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from jaxinfer.serving.attention_fit import AttentionFit
 from jaxinfer.systems.head_dispatch import (
@@ -98,6 +98,7 @@ def test_by_memory_alone() -> None:
     fast = AttentionFit(1.0, 0.1, 0.0)
     devices = [Load(fast, 3, 30.0, 6), Load(slow, 0, 0.0, 11)]
     assert dispatch_by_memory(devices, 5, 2) == [1, 4]
+    assert dispatch_by_memory(devices, 8, 2) == [3, 5]
     assert dispatch_by_memory(devices, 9, 2) is None
 
 
@@ -282,3 +283,42 @@ def test_equal_slices_are_placed_anew_in_no_more_than_by_trying_all(
     fits = [load.fit for load in pools]
     slice_s = max(f.per_pair + f.exchange_per_pair + f.per_entry * entries for f in fits)
     assert best <= found + slice_s + 1e-2
+
+
+@given(
+    st.lists(loads(), min_size=1, max_size=4),
+    st.sampled_from((0.05, 0.3, 0.6, 0.9, 1.3)),
+    st.sampled_from((None, 0)),
+)
+@examples(400)
+def test_what_can_be_done_is_what_a_linear_program_can(
+    devices: list[Load], share: float, free: int | None
+) -> None:
+    """Pairs and entries apart, each device within its seconds and its pool."""
+    assume(any(load.pairs for load in devices))
+    if free is not None:  # The first one attends for nothing.
+        fit = replace(devices[0].fit, per_entry=0.0)
+        devices = [replace(devices[0], fit=fit), *devices[1:]]
+    seconds = share * max(load.seconds for load in devices)
+    most = most_pairs(devices, seconds)
+    pairs = sum(load.pairs for load in devices)
+    assume(most is None or abs(most - pairs) > 1e-6)
+    assert can_do(seconds, devices) == (most is not None and most > pairs)
+
+
+def most_pairs(devices: Sequence[Load], seconds: float) -> float | None:
+    """That all devices can do beside all entries; None where they cannot do these."""
+    alive = [load for load in devices if load.within(seconds) >= 0]
+    if not alive:
+        return None
+    D, limit = len(alive), 10.0**6
+    times = np.zeros((D, 2 * D))
+    for number, load in enumerate(alive):
+        times[number, number] = load.fit.per_pair + load.fit.exchange_per_pair
+        times[number, D + number] = load.fit.per_entry
+    found = linprog(
+        [-1.0] * D + [0.0] * D, A_ub=times, b_ub=[load.within(seconds) for load in alive],
+        A_eq=[[0.0] * D + [1.0] * D], b_eq=[sum(load.entries for load in devices)],
+        bounds=[(0, limit)] * D + [(0, load.capacity) for load in alive],
+    )  # fmt: skip
+    return -float(found.fun) if found.status == 0 else None
