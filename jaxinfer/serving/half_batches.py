@@ -47,9 +47,8 @@ def in_turn(layers: int, first: LayerTimes, second: LayerTimes) -> float:
     have nothing to hide behind.
     """
     busy = first.dense + first.own + second.dense
-    shared = [
-        (a + b, max(c, d)) for (a, c), (b, d) in zip(first.others, second.others, strict=True)
-    ]
+    both = zip(first.others, second.others, strict=True)
+    shared = [(busy_1 + busy_2, trip) for (busy_1, trip), (busy_2, _) in both]
     each = max(
         busy + second.own,
         first.dense + first.elsewhere,

@@ -100,6 +100,8 @@ def test_the_closed_form_is_that_of_events() -> None:
         other = LayerTimes(share * half.dense, share * half.own, others)
         exact = by_events(layers, [half, other])
         assert in_turn(layers, half, other) == pytest.approx(exact, rel=0.07)
+        exact = by_events(layers, [other, half])
+        assert in_turn(layers, other, half) == pytest.approx(exact, rel=0.07)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +161,13 @@ def test_by_fits_weights_that_are_read_twice_weigh_against_an_exchange(
     half = work(tokens // 2, ShardWork(1, 1), ShardWork(5, 10), nothing, nothing)
     found = by_fits([*stage(0, 10), *stage(1, 2)])(whole, [half, half])
     assert found is pays
+    # Likewise where the second stage reaches out, and nothing is won where none does.
+    for each in (whole, half):
+        each.shards = [*each.shards[2:], *each.shards[:2]]
+    found = by_fits([*stage(0, 2), *stage(1, 10)])(whole, [half, half])
+    assert found is pays
+    whole.shards = [nothing] * 4
+    assert not by_fits([*stage(0, 10), *stage(1, 2)])(whole, [half, half])
 
 
 def test_a_chunk_reads_what_it_sees_once() -> None:

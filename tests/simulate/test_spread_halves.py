@@ -53,6 +53,7 @@ def test_with_all_heads_at_home_a_step_is_not_cut(rows: list[tuple[int, int]]) -
     work = halved(rows, 2, 0)
     assert stage.seconds(work) == stage.seconds(replace(work, halves=()))
     assert stage.seconds(work) == stage.seconds(replace(work, halves=(), shards=()))
+    assert stage.layer(work).others == [(0.0, 0.0)]
 
 
 def test_padded_steps_have_padded_halves() -> None:
@@ -92,6 +93,16 @@ def test_steps_are_halves_where_these_take_less(tmp_path: Path) -> None:
     assert 0 < sum(seconds["by_time, cut"]) < sum(seconds["always, cut"])
     least = [min(both) for both in zip(seconds["never"], seconds["always"], strict=True)]
     assert seconds["by_time"] == pytest.approx(least, abs=3e-6)
+
+
+def test_a_system_knows_times_of_dense_layers_where_steps_may_be_cut() -> None:
+    for option in ("never", "by_time"):
+        instance = modelled(run_file(engine={"half_batches": option}))
+        own, other = instance.new_instance("x", None, True, False, len).shards
+        assert other.dense is None
+        assert (own.dense is None) == (option == "never")
+    assert own.dense
+    assert own.dense(7) == stage_of(run_file()).dense(7)
 
 
 def test_without_attention_groups_no_step_can_be_cut() -> None:
