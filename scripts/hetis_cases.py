@@ -102,8 +102,8 @@ def modelled(run_file: RunFile) -> ModelledInstance:
     return model_cluster(resolve(run_file)).instances["x"]
 
 
-def run(config: RunFile) -> Row:
-    """What tables show of a simulation; times in seconds.
+def run(config: RunFile, folder: Path | None = None) -> Row:
+    """What tables show of a simulation, which is recorded in a folder if asked; times in seconds.
 
     A request's time per token is all of its time by its tokens; TPOT is that after the first one.
     """
@@ -115,7 +115,7 @@ def run(config: RunFile) -> Row:
         if len(times) > 1:
             tpot.append((times[-1] - times[0]) / (len(times) - 1))
 
-    found = simulate(config, config.workload.requests(), on_request=keep)
+    found = simulate(config, config.workload.requests(), folder, keep)
     moves = found.slice_moves
     times = {
         "TTFT p50": float(np.median(ttft)),

@@ -7,6 +7,7 @@ heads alone. Writes ``real.csv`` and adds to ``targets.csv``.
 """
 
 import gc
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ class Served:
 
 
 def cases() -> dict[str, RunFile]:
-    """As it stands; all on one device; and with a near device that is soon full."""
+    """As it stands; all on one device; with a near device that is soon full; and as halves."""
     as_it_is = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     single = as_it_is | {
         "groups": {"primary": {"platform": "cpu"}},
@@ -64,8 +65,10 @@ def cases() -> dict[str, RunFile]:
     full = [{"group": "primary", "attention": [near | {"num_pages": SMALL}, *others]}]
     found["near is full"] = as_it_is | {
         "instances": {"engine": as_it_is["instances"]["engine"] | {"stages": full}},
-        "system": as_it_is["system"] | {"theta": NEVER},
+        "system": {"name": as_it_is["system"], "theta": NEVER},
     }
+    halves = as_it_is["instances"]["engine"] | {"half_batches": "always"}
+    found["as halves"] = as_it_is | {"instances": {"engine": halves}}
     return {name: as_run_file(each) for name, each in found.items()}
 
 
@@ -85,6 +88,15 @@ def serve(llm: LLM, work: Sequence[BenchRequest], folder: Path) -> Served:
     return Served(read_lines(run_folders(folder)[-1]), tokens)
 
 
+def median_s(run: Served) -> float:
+    """Of steps without prompts that have half as many decodes as there are at most, or more."""
+    steps = [step for step in run.lines.steps if not step["prefill_tokens"]]
+    most = max(step["decode_tokens"] for step in steps)
+    return statistics.median(
+        step["end"] - step["start"] for step in steps if 2 * step["decode_tokens"] >= most
+    )
+
+
 def row(name: str, run: Served) -> Row:
     """A run in a table."""
     metrics, most = run.lines.run["metrics"], max(run.heads, key=sum)
@@ -93,6 +105,9 @@ def row(name: str, run: Served) -> Row:
         "run": name,
         "requests": metrics["requests"],
         "preemptions": run.preemptions,
+        "seconds": round(metrics["wall_s"], 1),
+        "ms a decode step": round(1e3 * median_s(run), 1),
+        "steps as halves": sum("halves" in step for step in run.lines.steps),
         "peak pages": metrics["peak_pages"],
         "moves": moves["begun"],
         "moved (MB)": round(moves["num_bytes"] / 1e6, 1),
@@ -104,15 +119,19 @@ def row(name: str, run: Served) -> Row:
 
 
 def moved_while_it_decodes(run: Served, prompts: Mapping[str, int]) -> Sequence[str]:
-    """Requests some of whose heads left the near device after their prompts were done."""
-    return sorted(
-        {
-            move["request"]
-            for move in run.lines.transfers
-            if move["tokens"] > prompts[move["request"]]
-            and any(source == 1 for source, _, _ in move["moves"])
-        }
-    )
+    """Requests some of whose heads left the near device after their prompts were done.
+
+    Full pages of a move go first, and then the rest: what follows with the same heads is of it.
+    """
+    found, last = set[str](), dict[str, tuple[Any, int]]()
+    for part in run.lines.transfers:
+        name, moves = part["request"], part["moves"]
+        before, tokens = last.get(name, (None, 0))
+        tokens = part["tokens"] + (tokens if before == moves else 0)
+        last[name] = moves, tokens
+        if tokens > prompts[name] and any(source == 1 for source, _, _ in moves):
+            found.add(name)
+    return sorted(found)
 
 
 def check(runs: Mapping[str, Served], own_pages: int, prompts: Mapping[str, int]) -> list[Target]:
@@ -124,9 +143,13 @@ def check(runs: Mapping[str, Served], own_pages: int, prompts: Mapping[str, int]
     left = moved_while_it_decodes(moved, prompts)
     same = sum(burst.tokens[name] == tokens for name, tokens in runs["single"].tokens.items())
     also = sum(moved.tokens[name] == tokens for name, tokens in runs["single"].tokens.items())
+    cut = sum(
+        runs["as halves"].tokens[name] == tokens for name, tokens in runs["single"].tokens.items()
+    )
     return [
         holds("real: tokens are those of one device", "equal",
-              f"{same} and {also} of {len(prompts)} requests", same == also == len(prompts)),
+              f"{same}, {also} and, as halves, {cut} of {len(prompts)} requests",
+              same == also == cut == len(prompts)),
         holds("real: a request alone stays on the device with the layers", "all heads",
               f"heads elsewhere in {sum(any(step[1:]) for step in alone.heads)} steps",
               not any(any(step[1:]) for step in alone.heads)),

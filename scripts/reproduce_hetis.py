@@ -18,6 +18,7 @@ import yaml
 from hetis_capacities import capacities, idle_memory
 from hetis_cases import CONFIGS
 from hetis_dispatch import compared
+from hetis_halves import draw_halves, half_runs, halves, thresholds
 from hetis_measured import measured
 from hetis_offload import courses, offload
 from hetis_pictures import draw_burst, draw_capacities, draw_offload
@@ -94,6 +95,9 @@ def main(out: Path, data: Path | None) -> None:
         "smaller_models": smaller_models,
         "redispatch": redispatch,
         "wrong": wrong_figures,
+        "halves": halves,
+        "half_thresholds": thresholds,
+        "half_runs": half_runs,
     }
     if data:
         parts["measured"] = lambda: measured(data)
@@ -108,6 +112,7 @@ def main(out: Path, data: Path | None) -> None:
             draw_capacities(rows, out / "capacities.png")
     draw_offload(found, out / "offload.png")
     draw_burst(out / "heads.png")
+    draw_halves(out / "halves.png")
     print("\n## targets\n")
     show_targets(targets)
     update_targets(out / "targets.csv", targets)

@@ -149,6 +149,10 @@ class InstanceConfig(EngineOptions):
             )
         if self.is_spread:
             self._check_spread()
+        elif self.half_batches != "never":
+            raise OptionError(
+                f"half_batches is {self.half_batches}, must be never without attention groups"
+            )
 
     def _check_spread(self) -> None:
         """Refuse what takes it that all KV heads of a stage lie together."""

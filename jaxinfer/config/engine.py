@@ -47,6 +47,9 @@ class EngineOptions(Options):
             vLLM before version 1.
         watermark: share of the pages that admission leaves free, so that the growth of what runs
             does not evict what has just come in.
+        half_batches: whether a step is computed as two halves of its rows in turn where KV heads
+            lie on attention groups, so that one half's exchange with these hides behind the other's
+            dense layers: ``by_time`` where that takes less, by cost model or profile.
         max_transfers_in_flight: requests whose KV is fetched at once, at most.
         policies: order, admission, batches and victims: see ``PolicyOptions``.
         strict_shapes: a step that was not compiled ahead is an error.
@@ -72,6 +75,7 @@ class EngineOptions(Options):
     kernels: Literal["auto", "plain", "numba", "generic", "hopper", "interpret"] = "auto"
     launch_ahead: bool = True
     chunks_in_flight: Literal[1, "all"] = "all"
+    half_batches: Literal["never", "by_time", "always"] = "never"
     watermark: float = Field(default=0.01, ge=0, lt=1)
     max_transfers_in_flight: int = Field(default=4, ge=1)
     policies: PolicyOptions = PolicyOptions()

@@ -32,9 +32,11 @@ def transfer_lanes(run: RunRecord) -> dict[tuple[str, str], list[list[TransferRe
 def write_trace(run: RunRecord, path: str | Path) -> None:
     """Write the trace.
 
-    A process per instance has a thread per stage with its steps; the process ``transfers`` has a
-    thread per route (several where its transfers overlap); the process ``requests`` has a row per
-    request, from its arrival over its first token to its last. Times are in microseconds.
+    A process per instance has a thread per stage with its steps and, where a stage's KV heads lie
+    on several groups, a counter of those of each step's requests, group by group; the process
+    ``transfers`` has a thread per route (several where its transfers overlap); the process
+    ``requests`` has a row per request, from its arrival over its first token to its last. Times are
+    in microseconds.
     """
     processes = [(name, _instance(run, name)) for name in run.groups]
     if run.transfers:
@@ -68,6 +70,20 @@ def _instance(run: RunRecord, name: str) -> Iterator[Event]:
             args = {"prefill_tokens": step.prefill_tokens, "decode_tokens": step.decode_tokens}
             for stage, (start, end) in enumerate(step.stages, 1):
                 yield _slice(step_kind(step), stage, start, end, args)
+            if step.heads:
+                yield from _heads(run, step)
+
+
+def _heads(run: RunRecord, step: StepRecord) -> Iterator[Event]:
+    """Where KV heads lie, of each stage that has attention groups."""
+    heads = iter(step.heads)
+    described = run.run["instances"][step.instance]["stages"]
+    for stage, ((start, _), place) in enumerate(zip(step.stages, described, strict=True), 1):
+        groups = [place["group"], *(other["group"] for other in place.get("attention", ()))]
+        args = {group: next(heads) for group in groups}
+        if len(groups) > 1:
+            name = f"KV heads of stage {stage}" if len(described) > 1 else "KV heads"
+            yield {"ph": "C", "name": name, "tid": stage, "ts": _us(start), "args": args}
 
 
 def _transfers(run: RunRecord) -> Iterator[Event]:

@@ -75,6 +75,8 @@ class RunFolder:
             line["stages"] = [[round(start, 6), round(end, 6)] for start, end in done.stages]
         if work.shards:  # Of the step's requests, KV heads in each shard of the instance.
             line["heads"] = [shard.heads for shard in work.shards]
+        if work.halves:  # The rows of each of two halves that were computed in turn.
+            line["halves"] = [half.sequences for half in work.halves]
         self._steps.write(json.dumps(line) + "\n")
         self._write_transfers(self._hidden.add_step(done, moving))
 

@@ -1,7 +1,7 @@
 """From a checkpoint and a cluster to instances that can be run."""
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -29,6 +29,7 @@ from jaxinfer.runtime.transfer import Channel
 from jaxinfer.runtime.weights import Checkpoint, load_weights
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.attention_fit import AttentionFit
+from jaxinfer.serving.half_batches import by_fits, choice
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
@@ -44,7 +45,8 @@ class Engine:
         plans: of its stages, or where it has segments, of those; ``groups``: names of those that
             they stand on.
         role: at the start of a run.
-        attention: how long attention takes in each shard, where that has been profiled.
+        attention: how long attention takes in each shard, where that has been profiled; ``dense``:
+            and a layer without it, where steps may be computed as two halves.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Engine:
     groups: Sequence[str]
     role: str = ""
     attention: list[AttentionFit] = field(default_factory=list)
+    dense: list[Callable[[float], float]] = field(default_factory=list)
 
     @property
     def plan(self) -> PlanFacts:
@@ -80,7 +83,8 @@ class Engine:
             for num_pages, where in zip(plan.pool_pages, groups, strict=True):
                 pool = PagePool(num_pages, plan.limits.page_size)
                 fit = self.attention[len(shards)] if self.attention else None
-                shards.append(Shard(pool, slices, number, where, fit, layers))
+                dense = self.dense[len(shards)] if self.dense else None
+                shards.append(Shard(pool, slices, number, where, fit, layers, dense))
                 slices = ()
         return KVShards(shards, self.plan.options.enable_prefix_caching)
 
@@ -88,7 +92,9 @@ class Engine:
         """The scheduling side of the engine."""
         options = instance_options(self.plan.options, len(self.worker.parts))
         policies = make_policies(self.plan.options.policies)
-        return Instance(self.name, kv, options, policies, self.role, fit)
+        instance = Instance(self.name, kv, options, policies, self.role, fit)
+        instance.halves_pay = choice(self.plan.options.half_batches, by_fits(kv.shards))
+        return instance
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,22 @@ class SpreadInputs(NamedTuple):
     tables: Sequence[np.ndarray | None]
 
 
+class HalvedInputs(NamedTuple):
+    """Arguments of one step of a spread stage that is computed as two halves in turn.
+
+    Attributes:
+        shapes, halves: of each half, the bucket that it is padded to, and its arguments.
+        place_T: of each half, int32, where its tokens stand among the step's; behind all of them
+            for padding.
+        sample_row_S: of the step, see ``StepInputs``.
+    """
+
+    shapes: Sequence[StepShape]
+    halves: Sequence[SpreadInputs]
+    place_T: Sequence[np.ndarray]
+    sample_row_S: np.ndarray
+
+
 @dataclass(frozen=True)
 class _Row:
     """One row's KV heads on one device: its first token, tokens, entries before it, pages."""
@@ -170,6 +186,34 @@ def build_spread_inputs(
         pairs, plain.token_T, plain.source_T, plain.batch.position_T, plain.sample_row_S,
         layout, tables,
     )  # fmt: skip
+
+
+def build_halved_inputs(
+    batch: Batch,
+    shape: StepShape,
+    limits: StepLimits,
+    sample_slots: Mapping[str, int],
+    devices: Sequence[PageTables],
+    num_heads: tuple[int, int],
+) -> HalvedInputs:
+    """Likewise of each half of a batch, in a bucket of its own."""
+    starts = row_starts(batch)
+    plain = empty_inputs(shape, limits)
+    fill_tokens(plain, batch, starts, sample_slots)
+    at = {row.request.id: start for start, row in zip(starts, batch.rows, strict=True)}
+    shapes, halves, places = [], [], []
+    for rows in batch.halves:
+        half = Batch(batch.instance, rows, 0, 0, 0)
+        shapes.append(limits.shape_for(half))
+        halves.append(
+            build_spread_inputs(half, shapes[-1], limits, sample_slots, devices, num_heads)
+        )
+        place_T = np.full(shapes[-1].tokens, shape.tokens, np.int32)
+        for start, row in zip(row_starts(half), rows, strict=True):
+            there = at[row.request.id]
+            place_T[start : start + row.count] = np.arange(there, there + row.count)
+        places.append(place_T)
+    return HalvedInputs(shapes, halves, places, plain.sample_row_S)
 
 
 def _fits(rows: Sequence[_Row], pairs: StepShape) -> bool:

@@ -36,7 +36,9 @@ def prepare_attention(needs: Mapping[str, Needs], progress: Progress) -> None:
     """Give engines whose system places heads their fits, from stored profiles or new ones."""
     for need in needs.values():
         for name, engine in need.cluster.engines.items():
-            if need.attention and need.cluster.config.instances[name].is_spread:
+            options = need.cluster.config.instances[name]
+            halves = options.half_batches == "by_time"
+            if options.is_spread and (need.attention or halves):
                 key = profile_key(engine, need.model)
                 profile = load_attention(key)
                 if profile is None:
@@ -47,6 +49,7 @@ def prepare_attention(needs: Mapping[str, Needs], progress: Progress) -> None:
                     # Attention groups were measured as slow as they are.
                     slowdowns += [slowdown, *(1.0 for _ in stage.attention)]
                 engine.attention[:] = profile.fits(slowdowns)
+                engine.dense[:] = profile.dense(slowdowns) if halves else []
 
 
 def profile_attention(
@@ -99,6 +102,7 @@ class _ShardTimes:
             group,
             [(heads, heads * (context + 1), s) for (heads, context), s in attention.items()],
             list(exchange.items()),
+            [] if self._number else self._dense(),
         )
 
     def _grid(self) -> Iterator[_Point]:
@@ -121,6 +125,7 @@ class _ShardTimes:
         batch = new_batch(self._kv, [(context, 1)] * len(counts), placements)
         shape = self._stage.step.limits.shape_for(batch)
         inputs = self._stage.inputs(batch, shape, {}, self._first)
+        assert isinstance(inputs, SpreadInputs)
         for row in batch.rows:
             row.hold.release()
         return inputs
@@ -157,6 +162,24 @@ class _ShardTimes:
             jax.block_until_ready(jax.device_put(piece, there))
             jax.block_until_ready(put_whole(out, plan))
         return (time.perf_counter() - start) / layers
+
+    def _dense(self) -> list[tuple[int, float]]:
+        """Of one layer without its attention, the mean over those behind the first."""
+        stage, found = self._stage, dict[int, float]()
+        for shape in stage.step.limits.shapes():
+            *_, padding = stage.padding(shape)
+            x_TD = stage.zeros(shape.tokens, stage.plan.config.hidden_size, dtype=np.float32)
+            for _ in range(PASSES + 1):
+                chain = stage.chain(shape, padding, None if stage.plan.layers.first else x_TD)
+                chain.enter(0)
+                chain.wait()
+                start = time.perf_counter()
+                for layer in range(1, len(stage.layers)):
+                    chain.enter(layer)
+                chain.wait()
+                seconds = (time.perf_counter() - start) / max(len(stage.layers) - 1, 1)
+                found[shape.tokens] = min(found.get(shape.tokens, seconds), seconds)
+        return sorted(found.items())
 
     def _piece(self, inputs: SpreadInputs) -> np.ndarray:
         cut = Cut(self._stage.plan, 1, inputs.pairs.tokens)

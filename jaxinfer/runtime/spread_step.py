@@ -2,7 +2,9 @@
 
 ``first`` goes up to the first layer's attention, ``middle`` from one layer's to the next one's,
 ``last`` from the last one's to the stage's end; in between, each device attends to its own pairs
-(``pair_inputs``). Parameters are arguments, so that one executable is there for all layers.
+(``pair_inputs``). Where a step is computed as two halves, ``part`` cuts what the stage before has
+returned, and ``join`` puts the halves' ends together. Parameters are arguments, so that one
+executable is there for all layers.
 
 Shape suffixes: those of ``layers``; R pairs of one device, W devices, X query heads of a pair and
 its key and value.
@@ -14,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxinfer.models.layers import PagedBatch, paged_attention
@@ -128,6 +131,19 @@ def last(
         return x_TD[sample_row_S], x_TD
 
 
+def part(x_TD: jax.Array, place_T: jax.Array) -> jax.Array:
+    """Hidden states of one half's tokens, of all of a step's."""
+    return x_TD[place_T]
+
+
+def join(
+    x_TD: jax.Array, half_TD: jax.Array, place_T: jax.Array, sample_row_S: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """A step's hidden states with those of one half in their places: those to sample from, all."""
+    x_TD = x_TD.at[place_T].set(half_TD, mode="drop")
+    return x_TD[sample_row_S], x_TD
+
+
 def attend(
     pairs: StepShape,
     limits: StepLimits,
@@ -193,6 +209,11 @@ class SpreadStep(CompiledStep):
 
     def _layer_parts(self, shape: StepShape) -> list[Hashable]:
         parts = [part for pairs in self.pair_shapes(shape) for part in self._runs(shape, pairs)]
+        if self._plan.options.half_batches != "never":
+            halves = [half for half in self.limits.shapes() if half.tokens <= shape.tokens]
+            parts += [("join", shape, half) for half in halves]
+            if not self.layers.first:
+                parts += [("part", shape, half) for half in halves]
         return list(dict.fromkeys(parts))
 
     def _runs(self, shape: StepShape, pairs: StepShape) -> list[Hashable]:
@@ -227,6 +248,8 @@ class SpreadStep(CompiledStep):
             ).compile()  # fmt: skip
 
     def _lower(self, part: Any) -> jax.stages.Lowered:
+        if part[0] in ("part", "join"):
+            return self._lower_halves(*part)
         if part[0] not in ("first", "middle", "last"):
             return super()._lower(part)
         kind, shape, pairs, *rest = part
@@ -254,6 +277,15 @@ class SpreadStep(CompiledStep):
         stream = x_TD, jax.tree.map(lambda x: whole(x.shape, x.dtype), ropes)
         run = jitted(partial(middle, self._layer, rest[0], cut))
         return run.lower(state, state, stream, outs, layout)
+
+    def _lower_halves(self, kind: str, shape: StepShape, half: StepShape) -> jax.stages.Lowered:
+        x_TD, place_T = self.hidden(shape.tokens), np.zeros(half.tokens, np.int32)
+        if kind == "part":
+            return jax.jit(part, out_shardings=self._whole).lower(x_TD, place_T)
+        sample_row_S = np.zeros(shape.rows, np.int32)
+        return jax.jit(join, out_shardings=self._whole).lower(
+            x_TD, self.hidden(half.tokens), place_T, sample_row_S
+        )
 
 
 def split_parameters(plan: Plan, parameters: Parameters) -> tuple[Parameters, list[Parameters]]:

@@ -57,7 +57,7 @@ class Stage:
         """What ``forward`` takes of a batch; see ``build_inputs``."""
         return build_inputs(batch, shape, self.step.limits, sample_slots, shard)
 
-    def _padding(self, shape: StepShape) -> Iterator[Any]:
+    def padding(self, shape: StepShape) -> Iterator[Any]:
         """Inputs without a token, of all shapes that a step of this one may have."""
         yield empty_inputs(shape, self.step.limits)
 
@@ -69,7 +69,7 @@ class Stage:
             if not self.plan.layers.first:
                 like = self.step.hidden(key.shape.tokens)
                 x_TD = jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
-            for inputs in self._padding(key.shape):
+            for inputs in self.padding(key.shape):
                 hidden = self.forward(key, inputs, x_TD)
             if self.plan.layers.last:
                 sampling = empty_sampling(key.shape.rows, key.sampler)

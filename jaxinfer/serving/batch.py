@@ -66,6 +66,7 @@ class Work:
         decodes: rows that feed back a sampled token; a prompt's last token may be a single, too.
         shards: for each shard of the instance, what its attention has to do; empty where each stage
             has one.
+        halves: of a step that is computed as two halves of its rows in turn, the work of each.
     """
 
     tokens: int
@@ -76,6 +77,7 @@ class Work:
     chunks: list[tuple[int, int]]
     decodes: int = 0
     shards: Sequence[ShardWork] = ()
+    halves: Sequence["Work"] = ()
 
     @property
     def pairs(self) -> float:
@@ -154,6 +156,8 @@ class Batch:
     ``grouped`` decodes besides, which see ``grouped_context`` KV entries, have no rows: in a world
     that looks at none.
     ``transfers`` are of what the step computes: each piece of the model leaves as it is done.
+    ``halves`` has the rows of two halves that stages compute in turn where they have KV heads on
+    several devices; empty where they compute all rows at once.
     ``work`` counts what the rows hold.
     """
 
@@ -165,6 +169,7 @@ class Batch:
     grouped: int = 0
     grouped_context: int = 0
     transfers: list[Transfer] = field(default_factory=list)
+    halves: Sequence[list[Row]] = ()
     work: Work = field(init=False)
 
     def __post_init__(self) -> None:

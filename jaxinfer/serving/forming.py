@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 
 from jaxinfer.serving.batch import Batch, Row, shard_work
 from jaxinfer.serving.decode_group import DecodeGroup
+from jaxinfer.serving.half_batches import halve
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
 
@@ -37,6 +38,8 @@ class Forming:
         )  # fmt: skip
         if instance.kv.is_spread:
             batch.work.shards = shard_work(self.rows)
+            if instance.halves_pay:
+                halve(batch, instance.shards, instance.halves_pay)
         return batch
 
     def add_group(self, most: int | None = None) -> None:

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Literal, Protocol
 
 from jaxinfer.serving.batch import Batch
+from jaxinfer.serving.half_batches import Choice
 from jaxinfer.serving.kv_shards import Hold, KVShards, Placement
 from jaxinfer.serving.page_pool import Shard
 from jaxinfer.serving.prefix_cache import CachedPage
@@ -75,6 +76,8 @@ class Instance:
         place: asks where a request's slices are to lie; ``make_room``, before a preemption, for
             moves that take the place of it, where a shard (the second argument) lacks pages. Both
             only where a stage has several shards.
+        halves_pay: asks whether a step is to be computed as two halves of its rows in turn; None
+            where none is.
         fit: how long steps take here, where that has been profiled.
         lacks_pages: who could not go on for want of pages, where a stage has several shards.
         role: a name for the system's use; ``next_role`` replaces it once all requests have left.
@@ -106,6 +109,7 @@ class Instance:
         self.watermark_pages = math.ceil(self.options.watermark * kv.num_pages)
         self.place: Callable[[RequestState], Placement | None] = lambda request: None
         self.make_room: Callable[[RequestState, int], None] = lambda request, shard: None
+        self.halves_pay: Choice | None = None
         self.lacks_pages: RequestState | None = None
         self._admitted_imports: list[RequestState] = []
         page_size = kv.page_size if groups_decodes and not kv.is_spread else None

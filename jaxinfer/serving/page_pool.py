@@ -86,6 +86,8 @@ class Shard:
         group: name of the device group where it lies, if anybody asks.
         fit: how long attention takes here, where that has been profiled.
         layers: of the model that the stage has, where stages share device groups.
+        dense: seconds of one layer without its attention, by a step's tokens: of a stage's own
+            shard, where steps may be computed as two halves.
 
     Attributes:
         num_pairs: slices that lie here, over all requests.
@@ -99,6 +101,7 @@ class Shard:
         group: str = "",
         fit: AttentionFit | None = None,
         layers: int = 1,
+        dense: Callable[[float], float] | None = None,
     ) -> None:
         self.pool = pool
         self.slices = slices
@@ -106,6 +109,7 @@ class Shard:
         self.group = group
         self.fit = fit
         self.layers = layers
+        self.dense = dense
         self.num_pairs = 0
 
     @property

@@ -1,6 +1,6 @@
 """What a system (the policy of one paper) sees, and what it may decide."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, ClassVar, Literal, Protocol
@@ -105,6 +105,13 @@ class ShardView(Protocol):
     @property
     def layers(self) -> int:
         """How many the stage has of the model's."""
+
+    @property
+    def dense(self) -> Callable[[float], float] | None:
+        """Seconds of one layer without its attention, by a step's tokens.
+
+        Of a stage's own shard, where steps may be computed as two halves in turn.
+        """
 
 
 class InstanceView(Protocol):

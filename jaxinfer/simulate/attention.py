@@ -30,6 +30,7 @@ class ModelledShard:
         is_own: whether it is the stage's own group, where all heads lie by default.
         num_pages: as if all heads lay here, the padding page included.
         cost: of its attention; None where the stage has no other shard.
+        dense: see ``Shard``.
     """
 
     stage: int
@@ -39,6 +40,7 @@ class ModelledShard:
     is_own: bool
     num_pages: int
     cost: ShardCost | None
+    dense: Callable[[float], float] | None = None
 
     @property
     def num_head_pages(self) -> int:
@@ -51,7 +53,7 @@ class ModelledShard:
         slices = tuple(range(first, first + self.heads)) if self.is_own else ()
         pool = CountedPages(self.num_head_pages, page_size)
         fit = self.cost.fit if self.cost else None
-        return Shard(pool, slices, self.stage, self.group, fit, self.layers)
+        return Shard(pool, slices, self.stage, self.group, fit, self.layers, self.dense)
 
 
 def spread_stage(site: Resolved, place: StageConfig, part: StagePart, first: int) -> SpreadStage:
@@ -116,14 +118,15 @@ def spread_shards(
         JaxinferError: the memory of an attention group is too small.
     """
     others = count_attention_pages(instance, parts, pages, _attention_groups(site, instance))
-    found = []
+    found, halves = [], instance.half_batches != "never"
     for number, (place, part, stage) in enumerate(zip(instance.places, parts, stages, strict=True)):
         costs = stage.shards if isinstance(stage, SpreadStage) else (None,)
         for group, cost in zip((place.group, *place.attention_groups), costs, strict=True):
             is_own = group == place.group
             count = pages[number] if is_own else others[number, group]
             heads = part.model.num_key_value_heads
-            shard = ModelledShard(number, group, part.layers, heads, is_own, count, cost)
+            dense = stage.dense if is_own and halves and isinstance(stage, SpreadStage) else None
+            shard = ModelledShard(number, group, part.layers, heads, is_own, count, cost, dense)
             found.append(shard)
     return tuple(found)
 

@@ -1,7 +1,7 @@
 """From a run file to a modelled cluster: instances, their costs and pools, and links."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from jaxinfer.config.cluster import InstanceConfig, instance_options
@@ -11,6 +11,8 @@ from jaxinfer.config.resolve import Resolved
 from jaxinfer.config.validation import OptionError, within
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.yardstick import Yardstick
+from jaxinfer.serving.batch import Work
+from jaxinfer.serving.half_batches import choice
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import CountedPages, PagePool, Shard
@@ -129,7 +131,14 @@ class ModelledInstance:
         grouped = groups_decodes and not caching
         policies = make_policies(self.config.policies)
         role = self.config.role
-        return Instance(name, kv, options, policies, role, fit, grouped, num_output)
+        instance = Instance(name, kv, options, policies, role, fit, grouped, num_output)
+        instance.halves_pay = choice(self.config.half_batches, self._is_shorter)
+        return instance
+
+    def _is_shorter(self, whole: Work, halves: Sequence[Work]) -> bool:
+        """Whether a step takes less time as halves."""
+        as_halves = self.cost.stages(replace(whole, halves=halves))
+        return sum(as_halves) < sum(self.cost.stages(whole))
 
 
 @dataclass(frozen=True)

@@ -135,4 +135,5 @@ class Padded:
     def _padded(self, work: Work) -> Work:
         if not work.chunks:
             return work
-        return replace(work, tokens=self.buckets[bisect_left(self.buckets, work.tokens)])
+        tokens = self.buckets[bisect_left(self.buckets, work.tokens)]
+        return replace(work, tokens=tokens, halves=[self._padded(half) for half in work.halves])

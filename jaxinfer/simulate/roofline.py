@@ -56,7 +56,7 @@ class RooflineStage:
     ) -> None:
         flops = gpu.bf16_tflops * 1e12 * efficiency.flops * devices
         bandwidth = gpu.memory_gb_s * 1e9 * efficiency.bandwidth * devices
-        self._layers, self._efficiency = layers, efficiency
+        self.layers, self._efficiency = layers, efficiency
         self._per_flop, self._per_byte = 1 / flops, 1 / bandwidth
         D, H = model.hidden_size, model.head_size
         N, K, F = model.num_attention_heads, model.num_key_value_heads, model.intermediate_size
@@ -96,7 +96,16 @@ class RooflineStage:
 
     def seconds(self, work: Work) -> float:
         """Of one step."""
-        T, E = work.tokens, self._efficiency
+        E = self._efficiency
+        layer = self.dense(work.tokens) + self._attention(work)
+        seconds = self.layers * layer + E.step_s + E.sequence_s * work.sequences
+        if self._head and work.sampled:
+            compute, weights, moved = self._head
+            seconds += max(work.sampled * compute, weights + work.sampled * moved)
+        return seconds
+
+    def dense(self, T: float) -> float:
+        """One layer without its attention, of so many tokens."""
         layer = T * self._reduce + self._reduce_each
         for compute, weights, moved in self._products:
             layer += max(T * compute, weights + T * moved)
@@ -105,12 +114,7 @@ class RooflineStage:
             read = min(experts, T * chosen)
             each = T * chosen / read
             layer += read * sum(max(each * c, w + each * m) for c, w, m in mlp)
-        layer += self._attention(work)
-        seconds = self._layers * layer + E.step_s + E.sequence_s * work.sequences
-        if self._head and work.sampled:
-            compute, weights, moved = self._head
-            seconds += max(work.sampled * compute, weights + work.sampled * moved)
-        return seconds
+        return layer
 
     def _attention(self, work: Work) -> float:
         """Prefill chunks and decodes are kernels of their own."""

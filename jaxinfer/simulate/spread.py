@@ -2,12 +2,14 @@
 takes for its heads, exchange included (Hetis eqs. 3, 4 and 7, by rooflines).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.serving.attention_fit import AttentionFit
 from jaxinfer.serving.batch import ShardWork, Work
+from jaxinfer.serving.half_batches import LayerTimes, as_a_whole, in_turn
 from jaxinfer.simulate.costs import StagePart
 from jaxinfer.simulate.roofline import RooflineStage
 
@@ -99,9 +101,30 @@ class SpreadStage(RooflineStage):
         stage.shards, stage.first = (ShardCost(*each, stage._per_flop, stage._per_byte),), 0
         return stage
 
+    def seconds(self, work: Work) -> float:
+        """Of one step, as halves where it has some, and KV heads lie on other groups."""
+        if not (work.halves and any(one.tokens for one in self._counted(work)[1:])):
+            return super().seconds(work)
+        first, second = map(self.layer, work.halves)
+        besides = super().seconds(work) - as_a_whole(self.layers, self.layer(work))
+        return in_turn(self.layers, first, second) + besides
+
+    def layer(self, work: Work) -> LayerTimes:
+        """Times of one layer."""
+        counted = self._counted(work)
+        others = [
+            (cost.busy(one), cost.round_trip) if one.tokens else (0.0, 0.0)
+            for cost, one in zip(self.shards[1:], counted[1:], strict=True)
+        ]
+        return LayerTimes(self.dense(work.tokens), self.shards[0].seconds(counted[0]), others)
+
     def _attention(self, work: Work) -> float:
         """The slowest group's. Work that is not counted by shards has all heads on the own one."""
         if not work.shards:
             return super()._attention(work)
-        counted = work.shards[self.first : self.first + len(self.shards)]
+        counted = self._counted(work)
         return max(cost.seconds(one) for cost, one in zip(self.shards, counted, strict=True))
+
+    def _counted(self, work: Work) -> Sequence[ShardWork]:
+        """What each of its shards has to do."""
+        return work.shards[self.first : self.first + len(self.shards)]

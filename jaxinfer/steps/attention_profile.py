@@ -4,8 +4,9 @@ Kept beside the profiles of whole steps, by what decides the times.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,14 @@ class ShardPoints:
             where a stage has all its heads in one place.
         exchange: (slices, seconds) of what goes there and comes back; none on the stage's own
             group.
+        dense: on that one alone, (tokens, seconds) of one layer without its attention, bucket by
+            bucket.
     """
 
     group: str
     attention: Sequence[tuple[int, int, float]]
     exchange: Sequence[tuple[int, float]] = ()
+    dense: Sequence[tuple[int, float]] = ()
 
     def fit(self, slowdown: float = 1.0) -> AttentionFit:
         """Least squares of the relative error, no coefficient below zero.
@@ -40,6 +44,11 @@ class ShardPoints:
         """
         found = [slowdown * value for value in _coefficients(*self._attention)]
         return AttentionFit(*found, *_coefficients(*self._exchange))
+
+    def dense_seconds(self, slowdown: float, tokens: float) -> float:
+        """Of one layer without its attention: of the smallest bucket that has so many tokens."""
+        fits = [seconds for most, seconds in self.dense if most >= tokens]
+        return slowdown * min(fits, default=max((s for _, s in self.dense), default=0.0))
 
     def errors(self) -> tuple[float, float]:
         """Mean absolute percentage errors of eqs. 3 and 4, as shares."""
@@ -86,6 +95,13 @@ class AttentionProfile:
         """
         return [shard.fit(slowdown) for shard, slowdown in zip(self.shards, slowdowns, strict=True)]
 
+    def dense(self, slowdowns: Sequence[float]) -> list[Callable[[float], float]]:
+        """Of each shard, see ``Shard``."""
+        return [
+            partial(shard.dense_seconds, slowdown)
+            for shard, slowdown in zip(self.shards, slowdowns, strict=True)
+        ]
+
 
 def load_attention(key: dict[str, Any]) -> AttentionProfile | None:
     """The stored profile, if there is one."""
@@ -93,11 +109,14 @@ def load_attention(key: dict[str, Any]) -> AttentionProfile | None:
     if not path.is_file():
         return None
     stored = json.loads(path.read_text(encoding="utf-8"))
+    if any("dense" not in shard for shard in stored["shards"]):
+        return None  # Of an older version.
     shards = [
         ShardPoints(
             shard["group"],
             [(n, g, s) for n, g, s in shard["attention"]],
             [(n, s) for n, s in shard["exchange"]],
+            [(n, s) for n, s in shard["dense"]],
         )
         for shard in stored["shards"]
     ]

@@ -7,7 +7,7 @@ stage's devices, since a layer ends with the last of them.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxinfer.serving.attention_fit import AttentionFit
 
@@ -20,6 +20,8 @@ class Load:
         pairs: slices over all requests; ``entries``: of their KV.
         free_pages: of one slice each, with room for ``page_size`` entries.
         others: seconds that it works for other stages meanwhile, which take turns with this one.
+        hidden: where a step is computed as two halves in turn, seconds of each half's dense part,
+            during which the other half's attention here costs nothing; None where it is not.
     """
 
     fit: AttentionFit
@@ -28,6 +30,7 @@ class Load:
     free_pages: int
     page_size: int = 1
     others: float = 0.0
+    hidden: float | None = None
 
     @property
     def capacity(self) -> float:
@@ -36,8 +39,25 @@ class Load:
 
     @property
     def seconds(self) -> float:
-        """Of one layer (eqs. 3 and 4); an idle device takes none."""
-        return self.fit.seconds(self.pairs, self.entries) + self.others if self.pairs else 0.0
+        """Of one layer (eqs. 3 and 4); an idle device takes none.
+
+        As halves, what it is busy beyond both dense parts counts, and what one half's attention
+        and exchange take beyond that of the other half.
+        """
+        if not self.pairs:
+            return 0.0
+        if self.hidden is None:
+            return self.fit.seconds(self.pairs, self.entries) + self.others
+        busy = self.fit.busy(self.pairs, self.entries) + self.fit.constant + self.others
+        return max(busy / 2 + self.fit.exchange - self.hidden, busy - 2 * self.hidden, 0.0)
+
+    def within(self, seconds: float) -> float:
+        """Of so many seconds, those that are left for pairs and entries."""
+        fit, hidden = self.fit, self.hidden
+        if hidden is None:
+            return seconds - fit.constant - fit.exchange - self.others
+        busy = min(2 * (seconds + hidden - fit.exchange), seconds + 2 * hidden)
+        return busy - 2 * fit.constant - self.others
 
     def plus(self, slices: int, entries: float, pages: int) -> "Load":
         """With more slices of so many KV entries and pages each; fewer where it is negative."""
@@ -48,6 +68,7 @@ class Load:
             self.free_pages - slices * pages,
             self.page_size,
             self.others,
+            self.hidden,
         )
 
 
@@ -101,7 +122,7 @@ def can_do(seconds: float, loads: Sequence[Load]) -> bool:
     trades = []
     for load in loads:
         fit = load.fit
-        left = seconds - fit.constant - fit.exchange - load.others
+        left = load.within(seconds)
         if left < 0:
             continue
         taken = min(load.capacity, left / fit.per_entry if fit.per_entry else math.inf)
@@ -117,3 +138,46 @@ def can_do(seconds: float, loads: Sequence[Load]) -> bool:
             pairs -= taken
             entries += taken * lost
     return pairs <= 1e-9 and entries <= 1e-9
+
+
+def placed_anew(loads: Sequence[Load]) -> float:
+    """About the time if all were placed anew, and each slice had the mean of the KV entries."""
+    pairs = sum(load.pairs for load in loads)
+    each = sum(load.entries for load in loads) / pairs
+    fits = [load.fit for load in loads]
+    pairs_s = [fit.per_pair + fit.exchange_per_pair + fit.per_entry * each for fit in fits]
+    costs = [max(cost, 1e-18) for cost in pairs_s]  # A device may attend for nothing.
+
+    def is_enough(seconds: float) -> bool:
+        count = 0.0
+        for load, cost in zip(loads, costs, strict=True):
+            count += max(min(load.capacity / each, load.within(seconds) / cost), 0.0)
+        return count >= pairs * (1 - 1e-9)
+
+    # In so much, each device could do all that its pool holds.
+    low, high = 0.0, sum(pairs * cost for cost in costs)
+    high += sum(2 * load.fit.constant + load.fit.exchange + load.others for load in loads)
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
+
+
+def as_halves(loads: Sequence[Load], whole: float, half: float) -> Sequence[Load]:
+    """What lies on a stage's devices, its own first, where steps may be computed as two halves.
+
+    Heads lie otherwise for halves than for whole steps. So both are looked at as if all heads were
+    placed anew, and what is faster then is what they are placed for.
+
+    Args:
+        whole, half: seconds of a layer's dense part, of all of a step and of half of it.
+
+    Returns:
+        As they are, or as halves.
+    """
+    extra = 2 * half - whole
+    if max(load.seconds for load in loads) <= max(extra, 0.0):
+        return loads
+    # Nothing hides what the own device does.
+    halves = [replace(load, hidden=half if number else 0.0) for number, load in enumerate(loads)]
+    return halves if placed_anew(halves) + extra < placed_anew(loads) else loads

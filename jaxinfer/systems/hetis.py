@@ -25,7 +25,7 @@ from jaxinfer.serving.system import (
     StepView,
     System,
 )
-from jaxinfer.systems.head_dispatch import Load, can_do, dispatch, dispatch_by_memory
+from jaxinfer.systems.head_dispatch import Load, as_halves, can_do, dispatch, dispatch_by_memory
 from jaxinfer.systems.roles import Pools, most_entries
 
 
@@ -132,12 +132,12 @@ class Hetis(System):
         # As few as leave a page for each slice of the request; fewer where there are no more.
         lacking = len(request.slices[shard]) - instance.shards[shard].num_free_pages
         count = min(max(-(-lacking // pages), 1), len(slices))
-        loads = self._loads(instance, others)
+        loads = list(self._loads(instance, numbers))
+        full = loads.pop(numbers.index(shard))
         counts = self._dispatch(loads, count, entries, pages)
         if counts is None:
             return ()
         after = [load.plus(n, entries, pages) for load, n in zip(loads, counts, strict=True)]
-        (full,) = self._loads(instance, [shard])
         if self._is_slow([*after, full.plus(-count, entries, pages)]):
             return ()
         moves = _moves(shard, others, counts, slices)
@@ -252,8 +252,10 @@ class Hetis(System):
             return dispatch_by_memory(loads, slices, pages)
         return dispatch(loads, slices, entries, pages)
 
-    def _loads(self, instance: InstanceView, numbers: Sequence[int], coming: int = 0) -> list[Load]:
-        """What lies in shards of one stage.
+    def _loads(
+        self, instance: InstanceView, numbers: Sequence[int], coming: int = 0
+    ) -> Sequence[Load]:
+        """What lies in the shards of one stage, its own first.
 
         A pipeline's requests are in as many steps as it has stages. So what a step has besides its
         requests is counted for each of those that have all of them.
@@ -262,8 +264,14 @@ class Hetis(System):
             coming: requests that are to run besides.
         """
         stages = len({shard.stage for shard in instance.shards})
-        steps = max(min(instance.num_running + coming, stages), 1)
-        return [self._load(instance, instance.shards[number], steps) for number in numbers]
+        running = max(instance.num_running + coming, 1)
+        steps = min(running, stages)
+        loads = [self._load(instance, instance.shards[number], steps) for number in numbers]
+        dense = instance.shards[numbers[0]].dense
+        if dense is None:
+            return loads
+        whole, half = (steps * dense(running / steps / parts) for parts in (1, 2))
+        return as_halves(loads, whole, half)
 
     def _load(self, instance: InstanceView, shard: ShardView, steps: int) -> Load:
         """What lies in a shard, and what its device does for other stages meanwhile.

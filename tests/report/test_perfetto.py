@@ -121,6 +121,26 @@ def test_rounding_does_not_make_neighbours_overlap(small_run: RunRecord, tmp_pat
     assert spans == [(0, 2), (2, 3), (3, 5)]
 
 
+def test_kv_heads_on_several_groups_are_counters(small_run: RunRecord, tmp_path: Path) -> None:
+    """Of the second stage of instance b, which has two groups more."""
+    others = [{"group": "near"}, {"group": "far"}]
+    described = {"b": {"stages": [{"group": "low"}, {"group": "high", "attention": others}]}}
+    spans = ((1.0, 2.0), (2.5, 3.0))
+    steps = (StepRecord("a", spans[:1], 1, 0), StepRecord("b", spans, 1, 0, (3, 4, 5, 6)))
+    run = replace(small_run, steps=steps, run=small_run.run | {"instances": described})
+    write_trace(run, tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    (counter,) = (event for event in events if event["ph"] == "C")
+    assert (counter["name"], counter["ts"]) == ("KV heads of stage 2", 2_500_000)
+    assert counter["args"] == {"high": 4, "near": 5, "far": 6}
+    assert names(events, "process_name")[counter["pid"]] == "b"
+    one = {"b": {"stages": [{"group": "high", "attention": others}]}}
+    step = StepRecord("b", spans[:1], 1, 0, (4, 5, 6))
+    write_trace(replace(run, steps=(step,), run={"instances": one}), tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert [event["name"] for event in events if event["ph"] == "C"] == ["KV heads"]
+
+
 def test_the_same_run_gives_the_same_bytes(small_run: RunRecord, tmp_path: Path) -> None:
     turned = replace(small_run, transfers=small_run.transfers[::-1])
     for number, run in enumerate((small_run, small_run, turned)):

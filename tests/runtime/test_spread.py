@@ -1,5 +1,6 @@
 """Instances whose KV heads lie on several devices give the tokens of one device."""
 
+import json
 import random
 import shutil
 from collections.abc import Collection, Sequence
@@ -23,6 +24,7 @@ from jaxinfer.serving.system import (
     InstanceView,
     MoveSlices,
     RequestView,
+    ShardView,
     StepView,
 )
 from jaxinfer.systems.single import Single
@@ -73,6 +75,22 @@ class Scatter(Single):
         gone = {(dest, piece) for _, dest, (piece,) in moves}
         there = {(n, piece) for n, pieces in enumerate(request.slices) for piece in pieces}
         return [MoveSlices(request.id, tuple(moves))] if moves and not gone & there else ()
+
+
+class Profiled(Scatter):
+    """Keeps what it has been shown."""
+
+    shards: Sequence[ShardView] = ()
+
+    def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
+        Profiled.shards = list(cluster.instances["x"].shards)
+        return super().on_step(step, cluster)
+
+
+def halves_of(folder: Path) -> list[list[int]]:
+    """Rows of the halves of each step of a run that had some."""
+    lines = (folder / "1" / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+    return [step["halves"] for step in map(json.loads, lines) if "halves" in step]
 
 
 def spread(attention: Sequence[int | None], primary: int = 1, **more: Any) -> dict[str, Any]:
@@ -157,6 +175,42 @@ def test_a_slower_device_finds_the_same(ran: Any, expected: dict[str, list[Done]
     assert done == expected["two"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "primary", "attention"), [("two", 1, [None]), ("three", 2, [20, 9, 40])]
+)
+def test_halves_in_turn_find_the_same(
+    ran: Any,
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    heads: str,
+    primary: int,
+    attention: list[int | None],
+) -> None:
+    """Prompts in chunks beside decodes, while heads move."""
+    options = roomy(16) | {"max_num_batched_tokens": 24, "half_batches": "always"}
+    done, found = ran(heads, **spread(attention, primary, **options))
+    assert done == expected[heads]
+    assert found.metrics["slice_moves"]["begun"] > 20
+    cut = halves_of(tmp_path)
+    assert len(cut) > 20
+    assert all(all(halves) for halves in cut)
+
+
+@pytest.mark.slow
+def test_halves_are_taken_by_profile(ran: Any, expected: dict[str, list[Done]]) -> None:
+    """Whichever are shorter; every shard is measured for it."""
+    sections = spread([None], **roomy(16), half_batches="by_time")
+    sections["system"] = {"name": "test_spread:Profiled"}
+    done, _ = ran("two", **sections)
+    assert done == expected["two"]
+    own, other = Profiled.shards
+    assert own.fit
+    assert own.dense
+    assert other.fit
+    assert 0 < own.dense(1) <= own.dense(10**6)
+
+
 # Of a small Gemma, whose windows are of 10 tokens.
 SHORT = [
     Request(tuple(7 * i % 120 + 1 for i in range(length)), request.params)
@@ -174,20 +228,23 @@ def windowed(tiny_folder: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def check_windows(model: Path, folder: Path, groups: dict[str, Any], attention: list[int]) -> None:
+def check_windows(
+    model: Path, folder: Path, groups: dict[str, Any], attention: list[int], halves: str = "never"
+) -> None:
     """Prompts in chunks beside decodes, while heads move."""
     options = {"dtype": "float32"} | roomy(16)
     alone = {"groups": {"p": {"platform": "cpu"}}, "instances": {"x": {"group": "p"} | options}}
     expected = serve(load(model, folder, **alone, system="single"), SHORT)
-    sections = spread(attention, **options)
+    sections = spread(attention, **options, half_batches=halves)
     llm = load(model, folder, **sections | {"groups": sections["groups"] | groups})
     assert serve(llm, SHORT, folder / "run") == expected
     assert Ran.last(folder / "run").metrics["slice_moves"]["begun"] > 20
 
 
 @pytest.mark.slow
-def test_windows(windowed: Path, tmp_path: Path) -> None:
-    check_windows(windowed, tmp_path, {}, [40])
+@pytest.mark.parametrize("halves", ["never", "always"])
+def test_windows(windowed: Path, tmp_path: Path, halves: str) -> None:
+    check_windows(windowed, tmp_path, {}, [40], halves)
 
 
 @pytest.mark.gpu
@@ -231,8 +288,9 @@ def test_a_device_that_fails_takes_its_instance_along(
 
 
 @pytest.mark.slow
-def test_two_stages_share_a_device(ran: Any, expected: dict[str, list[Done]]) -> None:
-    sections = spread([None], **roomy(16))
+@pytest.mark.parametrize("halves", ["never", "always"])
+def test_two_stages_share_a_device(ran: Any, expected: dict[str, list[Done]], halves: str) -> None:
+    sections = spread([None], **roomy(16), half_batches=halves)
     sections["groups"] = {"p": {}, "q": {}, "a0": {}}
     stages = [
         {"group": "p", "layers": 3, "attention": ["a0"]},

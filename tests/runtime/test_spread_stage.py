@@ -18,6 +18,7 @@ from jaxinfer.runtime import plan_attention
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.engine import Engine, load_parameters
 from jaxinfer.runtime.explain import longest_request
+from jaxinfer.runtime.pair_inputs import HalvedInputs
 from jaxinfer.runtime.plan_cluster import plan_cluster
 from jaxinfer.runtime.sampler import PLAIN_SAMPLER
 from jaxinfer.runtime.slice_move import SliceMoves
@@ -132,6 +133,36 @@ def test_logits_of_every_architecture(name: str) -> None:
     model = Spread(name)
     for seed in range(2):
         np.testing.assert_allclose(model.serve(tokens, seed), logits, atol=1e-4, rtol=0)
+
+
+def test_logits_of_halves_in_turn() -> None:
+    """Of a step whose stage reaches out, and of one with all KV heads at home, which is not cut.
+
+    A chunk and a decode, of two requests whose first tokens are the same: each row is a half.
+    """
+    tokens, logits = expected("gemma3")
+    model = Spread("gemma3", half_batches="always")
+    heads = list(range(model.plan.num_kv_heads))
+    for placement in ([heads[:1], heads[1:]], [heads, []]):
+        rows = []
+        for name, start, stop in (("r", 40, 41), ("s", 0, 33)):
+            request = RequestState(name, len(tokens), 9, prompt_token_ids=tokens.tolist())
+            hold = model.kv.reserve(len(tokens), placement=placement)
+            assert hold
+            if start:
+                first = Row(request, 0, start, False, False, 0, hold)
+                model._step(Batch("x", [first], 0, 1, 0))
+            rows.append(Row(request, start, stop - start, False, False, 0, hold))
+        batch = Batch("x", rows, 0, 2, 0)
+        batch.halves = rows[1:], rows[:1]
+        shape = model.stage.step.limits.shape_for(batch)
+        inputs = model.stage.inputs(batch, shape, {}, 0)
+        assert isinstance(inputs, HalvedInputs) == bool(placement[1])
+        found = model._step(batch)
+        np.testing.assert_allclose(found[0], logits[40], atol=1e-4, rtol=0)
+        np.testing.assert_allclose(found[1:34], logits[:33], atol=1e-4, rtol=0)
+        for row in rows:
+            row.hold.release()
 
 
 def test_logits_on_devices_that_divide_neither_heads_nor_columns() -> None:

@@ -1,5 +1,7 @@
 """Eqs. 3 and 4 against known coefficients, and how they are kept."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ def points(fit: AttentionFit, group: str = "g") -> ShardPoints:
     """Times that follow the equations exactly."""
     alone = [(n, g, fit.per_pair * n + fit.per_entry * g + fit.constant) for n, g in GRID]
     sent = [(n, fit.exchange_per_pair * n + fit.exchange) for n in (1, 4, 9)]
-    return ShardPoints(group, alone, sent if fit.exchange else [])
+    return ShardPoints(group, alone, sent if fit.exchange else [], [])
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,8 @@ def test_a_profile_is_kept_beside_that_of_steps(
 ) -> None:
     monkeypatch.setattr(stored, "FOLDER", tmp_path)
     own, far = AttentionFit(1e-6, 1e-9, 1e-5), AttentionFit(1e-6, 4e-9, 1e-5, 1e-7, 1e-5)
-    profile = AttentionProfile({"model": "m"}, [points(own, "p"), points(far, "w")])
+    dense = replace(points(own, "p"), dense=[(4, 1e-4), (16, 2e-4), (64, 5e-4)])
+    profile = AttentionProfile({"model": "m"}, [dense, points(far, "w")])
     assert load_attention(profile.key) is None
     stored.store_profile(stored.Profile(profile.key, [], [], []))
     assert load_attention(profile.key) is None
@@ -64,3 +67,19 @@ def test_a_profile_is_kept_beside_that_of_steps(
     first, second = profile.fits([2.0, 1.0])
     assert first.constant == pytest.approx(2 * own.constant)
     assert second.per_entry == pytest.approx(far.per_entry)
+    slow, none = profile.dense([2.0, 1.0])
+    # Of the smallest bucket with so many tokens; beyond all of them, of the largest.
+    assert [slow(n) for n in (1, 4, 4.5, 17, 99)] == [2e-4, 2e-4, 4e-4, 1e-3, 1e-3]
+    assert none(4) == 0.0
+
+
+def test_a_profile_of_an_older_version_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "FOLDER", tmp_path)
+    profile = AttentionProfile({"model": "m"}, [points(AttentionFit(1e-6, 1e-9, 1e-5))])
+    path = store_attention(profile)
+    record = json.loads(path.read_text())
+    del record["shards"][0]["dense"]
+    path.write_text(json.dumps(record))
+    assert load_attention(profile.key) is None

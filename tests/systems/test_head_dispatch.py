@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -9,10 +10,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from scenarios import examples
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from jaxinfer.serving.attention_fit import AttentionFit
-from jaxinfer.systems.head_dispatch import Load, can_do, dispatch, dispatch_by_memory
+from jaxinfer.systems.head_dispatch import (
+    Load,
+    as_halves,
+    can_do,
+    dispatch,
+    dispatch_by_memory,
+    placed_anew,
+)
 
 COEFFICIENT = st.sampled_from((0.0, 1.0, 2.0, 5.0, 11.0))
 
@@ -27,7 +35,8 @@ def fits(draw: st.DrawFn) -> AttentionFit:
 def loads(draw: st.DrawFn, room: int = 30) -> Load:
     pairs = draw(st.integers(0, 6))
     entries = pairs * draw(st.integers(1, 20))
-    return Load(draw(fits()), pairs, entries, draw(st.integers(0, room)), 8)
+    others, hidden = draw(COEFFICIENT), draw(st.sampled_from((None, 0.0, 3.0, 40.0)))
+    return Load(draw(fits()), pairs, entries, draw(st.integers(0, room)), 8, others, hidden)
 
 
 def ideal_seconds(devices: Sequence[Load]) -> float:
@@ -89,6 +98,7 @@ def test_by_memory_alone() -> None:
     fast = AttentionFit(1.0, 0.1, 0.0)
     devices = [Load(fast, 3, 30.0, 6), Load(slow, 0, 0.0, 11)]
     assert dispatch_by_memory(devices, 5, 2) == [1, 4]
+    assert dispatch_by_memory(devices, 8, 2) == [3, 5]
     assert dispatch_by_memory(devices, 9, 2) is None
 
 
@@ -174,7 +184,8 @@ def test_the_ideal_is_no_slower_than_any_placement(devices: list[Load]) -> None:
     ideal = ideal_seconds(devices)
     assert 0 <= ideal <= max(load.seconds for load in devices)
     holding = [load for load in devices if load.capacity >= entries]
-    alone = min((load.fit.seconds(pairs, entries) for load in holding), default=math.inf)
+    anew = [replace(load, pairs=pairs, entries=entries) for load in holding]
+    alone = min((load.seconds for load in anew), default=math.inf)
     assert ideal <= alone * (1 + 1e-9)
 
 
@@ -195,3 +206,119 @@ def test_a_pair_s_own_time_counts_in_the_ideal() -> None:
     by_pair, by_entry = AttentionFit(1.0, 100.0, 0.0), AttentionFit(100.0, 0.5, 0.0)
     devices = [Load(by_pair, 10, 20.0, 0), Load(by_entry, 0, 0.0, 99)]
     assert ideal_seconds(devices) == pytest.approx(10, rel=0.02)
+
+
+def test_halves_hide_an_exchange_behind_the_dense_part_of_one_of_them() -> None:
+    """The threshold is max(0, beta - dense time of half), instead of beta: by hand.
+
+    A layer of halves takes 2 * half + own, or half + beta + what is elsewhere of one half.
+    """
+    own, remote = AttentionFit(0.0, 1.0, 0.0), AttentionFit(0.0, 2.0, 0.0, 0.0, 100.0)
+    for half, alone in ((0.0, 11), (70.0, 4), (95.0, 1), (99.0, 1), (200.0, 0)):
+        devices = [Load(own, 0, 0.0, 999, hidden=0.0), Load(remote, 0, 0.0, 999, hidden=half)]
+        # So many slices of 10 entries stay: one elsewhere takes a half's 10 after the exchange.
+        counts = dispatch(devices, alone, 10, 1) if alone else [0, 0]
+        assert counts == [alone, 0]
+        counts = dispatch(devices, alone + 1, 10, 1)
+        assert counts == [alone, 1]
+
+
+def test_what_a_device_does_for_halves() -> None:
+    """Twice its constant. 2 * 10 + 8 + 2 * 4 + 6 = 42 of both, so that one half is back after 71.
+
+    Without 30 that the other half's dense part takes, these are 41. 42 are 12 more than twice 15.
+    """
+    fit = AttentionFit(2.0, 1.0, 4.0, 0.0, 50.0)
+    load = Load(fit, 10, 8.0, 0, others=6.0, hidden=30.0)
+    assert load.seconds == 41.0
+    assert replace(load, fit=replace(fit, exchange=0.0), hidden=15.0).seconds == 12.0
+    assert replace(load, fit=replace(fit, exchange=0.0)).seconds == 0.0
+    assert replace(load, hidden=None).seconds == 20 + 8 + 4 + 6 + 50
+    assert replace(load, pairs=0).seconds == 0.0
+    # What is left for pairs and entries within these seconds: the other way round.
+    assert load.within(41.0) == 28.0
+    assert replace(load, fit=replace(fit, exchange=0.0), hidden=15.0).within(12.0) == 28.0
+    assert replace(load, hidden=None).within(88.0) == 28.0
+
+
+def test_heads_are_placed_for_halves_where_that_is_faster() -> None:
+    """8,000 entries at home, four or two in a second, and an exchange of 100, by closed forms.
+
+    Whole: dense + (8000 + 200) / 6. Halves: o + 2 half is what is elsewhere / 2, so that
+    o = (8000 - 4 half) / 6. With half of 300: 600 + 1133 beside 1366.7 and the dense part.
+    """
+    own, remote = AttentionFit(0.0, 1 / 4, 0.0), AttentionFit(0.0, 1 / 2, 0.0, 0.0, 100.0)
+    loads = [Load(own, 8, 8000.0, 0), Load(remote, 0, 0.0, 9999)]
+    assert as_halves(loads, 350.0, 300.0) == loads
+    halves = as_halves(loads, 380.0, 300.0)
+    assert [load.hidden for load in halves] == [0.0, 300.0]
+    assert placed_anew(loads) == pytest.approx((8000 + 200) / 6, rel=1e-4)
+    assert placed_anew(halves) == pytest.approx((8000 - 4 * 300) / 6, rel=1e-4)
+    assert [load.plus(1, 5.0, 0).hidden for load in halves] == [0.0, 300.0]
+    # Without anything there, or with so little that it is done in what weights cost twice: whole.
+    empty = [replace(load, pairs=0, entries=0.0) for load in loads]
+    assert as_halves(empty, 600.0, 300.0) == empty
+    assert as_halves(loads, 0.0, 1000.0) == loads
+
+
+@given(st.lists(loads(), min_size=1, max_size=3), st.integers(1, 6), st.integers(1, 20))
+@examples(200)
+def test_equal_slices_are_placed_anew_in_no_more_than_by_trying_all(
+    devices: list[Load], slices: int, entries: int
+) -> None:
+    """And in less by one slice at most, of which parts may go to several devices."""
+    empty = [replace(load, pairs=0, entries=0.0) for load in devices]
+    pages = -(-entries // 8)
+    room = [load.free_pages // pages for load in empty]
+    counts = [c for c in product(*(range(min(n, slices) + 1) for n in room)) if sum(c) == slices]
+    assume(counts)
+    best = min(slowest(empty, c, entries, pages) for c in counts)
+    there = [load.plus(n, entries, 0) for load, n in zip(empty, counts[0], strict=True)]
+    pools = [
+        replace(load, free_pages=n - c, page_size=entries)
+        for load, n, c in zip(there, room, counts[0], strict=True)
+    ]
+    found = placed_anew(pools)
+    assert found <= best * (1 + 1e-3) + 1e-2
+    fits = [load.fit for load in pools]
+    slice_s = max(f.per_pair + f.exchange_per_pair + f.per_entry * entries for f in fits)
+    assert best <= found + slice_s + 1e-2
+
+
+@given(
+    st.lists(loads(), min_size=1, max_size=4),
+    st.sampled_from((0.05, 0.3, 0.6, 0.9, 1.3)),
+    st.sampled_from((None, 0)),
+)
+@examples(400)
+def test_what_can_be_done_is_what_a_linear_program_can(
+    devices: list[Load], share: float, free: int | None
+) -> None:
+    """Pairs and entries apart, each device within its seconds and its pool."""
+    assume(any(load.pairs for load in devices))
+    if free is not None:  # The first one attends for nothing.
+        fit = replace(devices[0].fit, per_entry=0.0)
+        devices = [replace(devices[0], fit=fit), *devices[1:]]
+    seconds = share * max(load.seconds for load in devices)
+    most = most_pairs(devices, seconds)
+    pairs = sum(load.pairs for load in devices)
+    assume(most is None or abs(most - pairs) > 1e-6)
+    assert can_do(seconds, devices) == (most is not None and most > pairs)
+
+
+def most_pairs(devices: Sequence[Load], seconds: float) -> float | None:
+    """That all devices can do beside all entries; None where they cannot do these."""
+    alive = [load for load in devices if load.within(seconds) >= 0]
+    if not alive:
+        return None
+    D, limit = len(alive), 10.0**6
+    times = np.zeros((D, 2 * D))
+    for number, load in enumerate(alive):
+        times[number, number] = load.fit.per_pair + load.fit.exchange_per_pair
+        times[number, D + number] = load.fit.per_entry
+    found = linprog(
+        [-1.0] * D + [0.0] * D, A_ub=times, b_ub=[load.within(seconds) for load in alive],
+        A_eq=[[0.0] * D + [1.0] * D], b_eq=[sum(load.entries for load in devices)],
+        bounds=[(0, limit)] * D + [(0, load.capacity) for load in alive],
+    )  # fmt: skip
+    return -float(found.fun) if found.status == 0 else None

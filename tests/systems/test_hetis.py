@@ -18,6 +18,7 @@ from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.system import ClusterView
+from jaxinfer.systems import hetis
 from jaxinfer.systems.hetis import Hetis, HetisOptions
 
 OWN = AttentionFit(0.0, 1.0, 0.0)
@@ -72,6 +73,23 @@ def hand_out(system: Hetis, instance: Instance, running: int = 1) -> list[tuple[
     return [move for action in actions for move in action.moves]
 
 
+@pytest.mark.parametrize(
+    ("dense", "moves"),
+    # Placed anew, halves take 18 + 2 * 10 beside 28.6 + 10, or 16.8 + 2 * 12 beside 28.6 + 12.
+    [(10.0, [(0, 1, (2, 3))]), (12.0, [(0, 1, (3,))])],
+)
+def test_more_heads_leave_where_a_halfs_dense_part_hides_them(
+    dense: float, moves: list[tuple[int, ...]]
+) -> None:
+    """Of halves, own heads take 10, 20, 30, 40, the near ones 10 and 20: one by one, by hand."""
+    instance, system = spread([99, 99, 99]), make()
+    asked: list[float] = []
+    instance.shards[0].dense = lambda tokens: asked.append(tokens) or dense  # type: ignore[func-returns-value]
+    assert system.place(request(), instance) == [[0, 1, 2, 3], [], []]
+    assert hand_out(system, instance, running=6) == moves
+    assert asked == [6, 3]
+
+
 def test_a_prompt_is_attended_to_on_the_own_device_and_then_handed_out() -> None:
     """One own head more takes 10, the first remote one 10 + 20: by hand."""
     instance, system = spread([99, 99, 99]), make()
@@ -101,6 +119,37 @@ def test_a_step_of_a_pipeline_has_its_share_of_the_requests() -> None:
     for_both = [(0, 1, (3,)), (2, 3, (7,))]
     assert hand_out(make(), stages_of_two(1, 1), running=1) == for_both
     assert hand_out(make(), stages_of_two(1, 1), running=2) == []
+
+
+def test_dense_parts_of_all_steps_of_a_pipeline_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six requests in two steps: three tokens in each, or one and a half; twice their times."""
+    seen: list[tuple[float, float]] = []
+
+    def keep(loads: Any, whole: float, half: float) -> Any:
+        seen.append((whole, half))
+        return loads
+
+    monkeypatch.setattr(hetis, "as_halves", keep)
+    instance = stages_of_two(1, 1)
+    instance.shards[2].dense = lambda tokens: 10 + tokens
+    hand_out(make(), instance, running=6)
+    assert set(seen) == {(2 * 13.0, 2 * 11.5)}
+
+
+def test_room_is_made_on_a_device_besides_the_own_one() -> None:
+    """Four slices of 10 entries fill the near device; one of them goes home, where there is room.
+
+    One step of the far one, 20 + 40, would take longer than the 10 at home.
+    """
+    instance, system = spread([99, 40, 99]), make(theta=99)
+    hold = instance.kv.reserve(10, placement=[[], [0, 1, 2, 3], []])
+    assert hold
+    asked = request(arrival=0.0, slices=[list(table) for table in hold.tables])
+    view: Any = SimpleNamespace(
+        name="A", shards=instance.shards, page_size=1, running={"r": asked}, num_running=1
+    )
+    (action,) = system.make_room(asked, 1, view)
+    assert action.moves == ((1, 0, (0,)),)
 
 
 @pytest.mark.parametrize(("layers", "moves"), [(8, [(0, 1, (3,))]), (4, [])])
