@@ -141,7 +141,9 @@ def test_a_mix_as_a_run_file(carries: Carries, file: str) -> None:
     best = planner(file).plan(here)
     config = RunFile.model_validate(here.problem.run_file(best.part))
     assert of(config) == (1, 0, 2)
-    assert config.system["usd_per_hour"] == {"A100-80G-SXM": 1.69, "RTX-A6000": 0.76}
+    assert config.system["usd_per_hour"] == {
+        "A100-80G-SXM0": 1.69, "RTX-A60000": 0.76, "RTX-A60001": 0.76,
+    }  # fmt: skip
     assert not config.simulate.groups
     assert best.axes == {"A100-80G-SXM": 1, "L40": 0, "RTX-A6000": 2}
     here = search(5.0, "gpus")
