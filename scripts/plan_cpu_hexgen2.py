@@ -1,26 +1,28 @@
 """Plan HexGen-2 for slowed-down groups of this machine's CPU, and write what runs the plan.
 
-    jaxinfer profile configs/cpu/single.yaml --out runs/profile
-    python scripts/plan_cpu_hexgen2.py --profile ~/.cache/jaxinfer/profiles/PROFILE.json
+    jaxinfer profile configs/cpu/hexgen2.yaml --out runs/profile
+    python scripts/plan_cpu_hexgen2.py --quick PROFILE.json --slow PROFILE.json
     python scripts/plan_cpu_hexgen2.py
 
-The first two measure, and put what was measured into configs/plan/hexgen2_cpu.yaml; the last one
-plans, and writes configs/cpu/hexgen2.yaml. From the repository's root.
+The first two measure, and put what was measured into configs/plan/hexgen2_cpu.yaml: of an instance
+on a quick group (prefill0) and of one on slow ones (prefill1), in the files that the first one
+names. The last one plans, and writes configs/cpu/hexgen2.yaml. From the repository's root.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 import yaml
+from hexgen2_runs import planner_of
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file, load_run_file
-from jaxinfer.plan.planners.hexgen2 import HexGen2, HexGen2Options
 from jaxinfer.plan.problem import load_problem
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.simulate.cluster import model_cluster
-from jaxinfer.steps.profile import read_profile
+from jaxinfer.steps.profile import Profile, read_profile
 
 PLAN, RUN = Path("configs/plan/hexgen2_cpu.yaml"), Path("configs/cpu/hexgen2.yaml")
 MODEL = "smollm2-135m-instruct"
@@ -40,7 +42,7 @@ HEADING = """\
 """
 
 
-def phases(fit: StepFit, slowdown: float) -> dict[str, Any]:
+def phases(fit: StepFit) -> dict[str, Any]:
     """Cronus' eq. 3 of full chunks and Aladdin's of decodes, as costs by phase.
 
     A chunk of C tokens after s entries adds C (2 s + C) pairs.
@@ -48,34 +50,30 @@ def phases(fit: StepFit, slowdown: float) -> dict[str, Any]:
     assert fit.decode
     pair_s = max(fit.mixed.per_prefill_context, 0.0) / (2 * CHUNK)
     token_s = (fit.mixed.constant - pair_s * CHUNK**2) / CHUNK
-    decode = fit.decode
-    costs = {
-        "prefill": {"token_s": token_s, "pair_s": pair_s},
-        "decode": [
-            {
-                "step_s": max(decode.constant, 0.0),
-                "context_s": max(decode.per_context, 0.0),
-                "sequence_s": max(decode.per_sequence, 0.0),
-            }
-        ],
+    decode = {
+        "step_s": fit.decode.constant,
+        "context_s": fit.decode.per_context,
+        "sequence_s": fit.decode.per_sequence,
     }
     return {
-        "prefill": _times(costs["prefill"], slowdown),
-        "decode": [_times(each, slowdown) for each in costs["decode"]],
+        "prefill": _short({"token_s": token_s, "pair_s": pair_s}),
+        "decode": [_short(decode)],
         "share_step": True,
     }
 
 
-def _times(costs: Any, slowdown: float) -> dict[str, float]:
-    return {name: float(f"{slowdown * value:.4g}") for name, value in costs.items()}
+def _short(costs: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{max(value, 0.0):.4g}") for name, value in costs.items()}
 
 
-def write_plan(fit: StepFit) -> None:
-    """The plan file with what was measured."""
+def write_plan(profiles: Mapping[str, Profile]) -> None:
+    """The plan file with what was measured of each node's groups."""
     data = yaml.safe_load(PLAN.read_text(encoding="utf-8"))
-    data["planner"]["measured"] = {
-        KINDS[node]: {"phases": phases(fit, slowdown)} for node, slowdown in SLOWDOWNS.items()
-    }
+    measured = {}
+    for node, profile in profiles.items():
+        slower = [float(SLOWDOWNS[node])] * len(profile.points[0].stages)
+        measured[KINDS[node]] = {"phases": phases(profile.fit(slower))}
+    data["planner"]["measured"] = measured
     comments = [line for line in PLAN.read_text().splitlines(True) if line.startswith("#")]
     PLAN.write_text("".join(comments) + as_text(data), encoding="utf-8")
 
@@ -130,8 +128,7 @@ def real(part: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 def write_run() -> None:
     """The plan as a run file."""
     problem = load_problem(PLAN)
-    given = {name: value for name, value in problem.planner.items() if name != "name"}
-    planner = HexGen2(HexGen2Options.model_validate(given))
+    planner = planner_of(problem)
     candidate = planner.candidate(problem, planner.certified(problem))
     data = real(dict(candidate.part), problem.run_file(candidate.part))
     RUN.write_text(HEADING + "".join(section(*each) for each in data.items()), encoding="utf-8")
@@ -140,11 +137,12 @@ def write_run() -> None:
 
 
 @click.command()
-@click.option("--profile", type=click.Path(path_type=Path), help="Of the whole model on one group.")
-def main(profile: Path | None) -> None:
+@click.option("--quick", type=click.Path(exists=True, path_type=Path), help="Of a quick group.")
+@click.option("--slow", type=click.Path(exists=True, path_type=Path), help="Of slow groups.")
+def main(quick: Path | None, slow: Path | None) -> None:
     """Update the plan file, or plan."""
-    if profile:
-        write_plan(read_profile(profile).fit([1.0]))
+    if quick and slow:
+        write_plan({"quick": read_profile(quick), "slow": read_profile(slow)})
     else:
         write_run()
 
