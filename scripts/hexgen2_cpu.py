@@ -133,15 +133,15 @@ def serve(case: Case, folder: Path) -> None:
 def row_of(case: Case, folder: Path) -> Row:
     """A run beside its plan."""
     run = read_lines(run_folders(folder)[-1]).run
-    flow, found = run["metrics"]["steady_requests_s"], case.flow
+    found = run["metrics"]["steady_requests_s"]
     lengths = [(item.prompt_len, item.max_tokens) for item in case.problem.work]
     prompt, output = (sum(each) / len(lengths) for each in zip(*lengths, strict=True))
     prefill, decode = case.words
     return {
         "lengths": case.name, "prompt": round(prompt), "output": round(output),
-        "prefill": prefill, "decode": decode, "requests": len(case.work),
+        "prefill": prefill, "decode": decode, "requests": run["metrics"]["requests"],
         "planned (requests/s)": round(case.flow, 3), "simulated": round(case.simulated(), 3),
-        "real": round(flow, 3), "real by planned (%)": round(100 * (flow / found - 1), 1),
+        "real": round(found, 3), "real by planned (%)": round(100 * (found / case.flow - 1), 1),
         "steps late by (s)": round(sum(each["seconds"] for each in run["overruns"].values()), 1),
     }  # fmt: skip
 

@@ -9,7 +9,8 @@ on a quick group (prefill0) and of one on slow ones (prefill1), in the files tha
 names. The last one plans, and writes configs/cpu/hexgen2.yaml. From the repository's root.
 """
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from hexgen2_runs import planner_of
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file, load_run_file
 from jaxinfer.plan.problem import load_problem
-from jaxinfer.serving.step_fit import StepFit
+from jaxinfer.serving.step_fit import least_squares
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.steps.profile import Profile, read_profile
+from jaxinfer.steps.times import work_of_parts
 
 PLAN, RUN = Path("configs/plan/hexgen2_cpu.yaml"), Path("configs/cpu/hexgen2.yaml")
 MODEL = "smollm2-135m-instruct"
@@ -42,24 +44,35 @@ HEADING = """\
 """
 
 
-def phases(fit: StepFit) -> dict[str, Any]:
-    """Cronus' eq. 3 of full chunks and Aladdin's of decodes, as costs by phase.
+def phases(profile: Profile, slower: Sequence[float]) -> dict[str, Any]:
+    """Cronus' eq. 3 of full chunks, and decodes by the rows that a step is padded to.
 
     A chunk of C tokens after s entries adds C (2 s + C) pairs.
     """
-    assert fit.decode
-    pair_s = max(fit.mixed.per_prefill_context, 0.0) / (2 * CHUNK)
-    token_s = (fit.mixed.constant - pair_s * CHUNK**2) / CHUNK
-    decode = {
-        "step_s": fit.decode.constant,
-        "context_s": fit.decode.per_context,
-        "sequence_s": fit.decode.per_sequence,
-    }
+    mixed = profile.fit(slower).mixed
+    pair_s = max(mixed.per_prefill_context, 0.0) / (2 * CHUNK)
+    token_s = (mixed.constant - pair_s * CHUNK**2) / CHUNK
     return {
         "prefill": _short({"token_s": token_s, "pair_s": pair_s}),
-        "decode": [_short(decode)],
+        "decode": decodes(profile, slower),
         "share_step": True,
     }
+
+
+def decodes(profile: Profile, slower: Sequence[float]) -> list[dict[str, float]]:
+    """Aladdin's eq. 3 for each number of rows, as one of fewer takes what the next larger does."""
+    by_rows: defaultdict[int, list[tuple[tuple[float, ...], float]]] = defaultdict(list)
+    for point in profile.points:
+        if not (work := work_of_parts(point.parts)).chunks:
+            seconds = sum(a * b for a, b in zip(point.stages, slower, strict=True))
+            by_rows[work.singles].append(((work.single_context, 1.0), seconds))
+    found = []
+    for rows, points in sorted(by_rows.items()):
+        fitted = least_squares(points, relative=True)
+        assert fitted
+        below = {"below": rows + 1} if rows < max(by_rows) else {}
+        found.append(below | _short(dict(zip(("context_s", "step_s"), fitted, strict=True))))
+    return found
 
 
 def _short(costs: Mapping[str, float]) -> dict[str, float]:
@@ -72,7 +85,7 @@ def write_plan(profiles: Mapping[str, Profile]) -> None:
     measured = {}
     for node, profile in profiles.items():
         slower = [float(SLOWDOWNS[node])] * len(profile.points[0].stages)
-        measured[KINDS[node]] = {"phases": phases(profile.fit(slower))}
+        measured[KINDS[node]] = {"phases": phases(profile, slower)}
     data["planner"]["measured"] = measured
     comments = [line for line in PLAN.read_text().splitlines(True) if line.startswith("#")]
     PLAN.write_text("".join(comments) + as_text(data), encoding="utf-8")
