@@ -102,7 +102,7 @@ class Checked(Aladdin):
         norms = {worker.name: worker.norm for worker in on}
         worker = super()._worker(job, late, on, off)
         if worker:
-            worker.take_back(job.id)  # To look at it as it was.
+            assert worker.take_back(job.id) is job  # To look at it as it was.
         taking = [each for each in on if (self.placed.see(each), self.naive(each, job))[1]]
         if worker:
             worker.give(job)
