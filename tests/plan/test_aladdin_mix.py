@@ -151,6 +151,31 @@ def test_a_mix_as_a_run_file(carries: Carries, file: str) -> None:
     assert "usd_per_hour" not in config.system
 
 
+@pytest.mark.parametrize("costs", [True, False])
+def test_what_is_left_out_of_one_mix_is_there_in_the_next(
+    carries: Carries, file: str, tmp_path: Path, costs: bool
+) -> None:
+    """L40s, whose costs the file has, or has not: mixes without any are looked at before."""
+    data = yaml.safe_load(Path(file).read_text())
+    if not costs:
+        del data["simulate"]
+    path = tmp_path / "kinds.yaml"
+    path.write_text(yaml.safe_dump(data))
+    seen: list[Counts] = []
+
+    def rate(config: RunFile) -> float:
+        seen.append(of(config))
+        return 9.0 if of(config)[1] == 2 else 0.0
+
+    carries.rate = rate
+    here = search(5.0)
+    config = RunFile.model_validate(here.problem.run_file(planner(str(path)).plan(here).part))
+    assert of(config) == (0, 2, 0)
+    assert any(not counts[1] for counts in seen[: seen.index((0, 2, 0))])
+    found = {name: group.step_s for name, group in config.simulate.groups.items()}
+    assert found == ({"gL400": 0.001, "gL401": 0.001} if costs else {})
+
+
 def test_other_systems_know_no_dollars(carries: Carries, file: str, tmp_path: Path) -> None:
     data = yaml.safe_load(Path(file).read_text()) | {"system": {"name": "least_loaded"}}
     path = tmp_path / "kinds.yaml"
