@@ -218,6 +218,9 @@ def test_two_kinds_on_one_group(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(data))
     with pytest.raises(JaxinferError, match=r"one\.yaml has 2 instances and 1 groups, must have"):
         planner(str(path)).plan(search())
+    path.write_text(yaml.safe_dump(data | {"instances": {"a": "group"}}))
+    with pytest.raises(JaxinferError, match=r"one\.yaml has 1 instances and 1 groups, must have"):
+        planner(str(path)).plan(search())
 
 
 # Eq. 7.
