@@ -1,26 +1,30 @@
 """Plan HexGen-2 for slowed-down groups of this machine's CPU, and write what runs the plan.
 
-    jaxinfer profile configs/cpu/single.yaml --out runs/profile
-    python scripts/plan_cpu_hexgen2.py --profile ~/.cache/jaxinfer/profiles/PROFILE.json
+    jaxinfer profile configs/cpu/hexgen2.yaml --out runs/profile
+    python scripts/plan_cpu_hexgen2.py --quick PROFILE.json --slow PROFILE.json
     python scripts/plan_cpu_hexgen2.py
 
-The first two measure, and put what was measured into configs/plan/hexgen2_cpu.yaml; the last one
-plans, and writes configs/cpu/hexgen2.yaml. From the repository's root.
+The first two measure, and put what was measured into configs/plan/hexgen2_cpu.yaml: of an instance
+on a quick group (prefill0) and of one on slow ones (prefill1), in the files that the first one
+names. The last one plans, and writes configs/cpu/hexgen2.yaml. From the repository's root.
 """
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import yaml
+from hexgen2_runs import planner_of
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file, load_run_file
-from jaxinfer.plan.planners.hexgen2 import HexGen2, HexGen2Options
 from jaxinfer.plan.problem import load_problem
-from jaxinfer.serving.step_fit import StepFit
+from jaxinfer.serving.step_fit import least_squares
 from jaxinfer.simulate.cluster import model_cluster
-from jaxinfer.steps.profile import read_profile
+from jaxinfer.steps.profile import Profile, read_profile
+from jaxinfer.steps.times import work_of_parts
 
 PLAN, RUN = Path("configs/plan/hexgen2_cpu.yaml"), Path("configs/cpu/hexgen2.yaml")
 MODEL = "smollm2-135m-instruct"
@@ -40,42 +44,49 @@ HEADING = """\
 """
 
 
-def phases(fit: StepFit, slowdown: float) -> dict[str, Any]:
-    """Cronus' eq. 3 of full chunks and Aladdin's of decodes, as costs by phase.
+def phases(profile: Profile, slower: Sequence[float]) -> dict[str, Any]:
+    """Cronus' eq. 3 of full chunks, and decodes by the rows that a step is padded to.
 
     A chunk of C tokens after s entries adds C (2 s + C) pairs.
     """
-    assert fit.decode
-    pair_s = max(fit.mixed.per_prefill_context, 0.0) / (2 * CHUNK)
-    token_s = (fit.mixed.constant - pair_s * CHUNK**2) / CHUNK
-    decode = fit.decode
-    costs = {
-        "prefill": {"token_s": token_s, "pair_s": pair_s},
-        "decode": [
-            {
-                "step_s": max(decode.constant, 0.0),
-                "context_s": max(decode.per_context, 0.0),
-                "sequence_s": max(decode.per_sequence, 0.0),
-            }
-        ],
-    }
+    mixed = profile.fit(slower).mixed
+    pair_s = max(mixed.per_prefill_context, 0.0) / (2 * CHUNK)
+    token_s = (mixed.constant - pair_s * CHUNK**2) / CHUNK
     return {
-        "prefill": _times(costs["prefill"], slowdown),
-        "decode": [_times(each, slowdown) for each in costs["decode"]],
+        "prefill": _short({"token_s": token_s, "pair_s": pair_s}),
+        "decode": decodes(profile, slower),
         "share_step": True,
     }
 
 
-def _times(costs: Any, slowdown: float) -> dict[str, float]:
-    return {name: float(f"{slowdown * value:.4g}") for name, value in costs.items()}
+def decodes(profile: Profile, slower: Sequence[float]) -> list[dict[str, float]]:
+    """Aladdin's eq. 3 for each number of rows, as one of fewer takes what the next larger does."""
+    by_rows: defaultdict[int, list[tuple[tuple[float, ...], float]]] = defaultdict(list)
+    for point in profile.points:
+        if not (work := work_of_parts(point.parts)).chunks:
+            seconds = sum(a * b for a, b in zip(point.stages, slower, strict=True))
+            by_rows[work.singles].append(((work.single_context, 1.0), seconds))
+    found = []
+    for rows, points in sorted(by_rows.items()):
+        fitted = least_squares(points, relative=True)
+        assert fitted
+        below = {"below": rows + 1} if rows < max(by_rows) else {}
+        found.append(below | _short(dict(zip(("context_s", "step_s"), fitted, strict=True))))
+    return found
 
 
-def write_plan(fit: StepFit) -> None:
-    """The plan file with what was measured."""
+def _short(costs: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{max(value, 0.0):.4g}") for name, value in costs.items()}
+
+
+def write_plan(profiles: Mapping[str, Profile]) -> None:
+    """The plan file with what was measured of each node's groups."""
     data = yaml.safe_load(PLAN.read_text(encoding="utf-8"))
-    data["planner"]["measured"] = {
-        KINDS[node]: {"phases": phases(fit, slowdown)} for node, slowdown in SLOWDOWNS.items()
-    }
+    measured = {}
+    for node, profile in profiles.items():
+        slower = [float(SLOWDOWNS[node])] * len(profile.points[0].stages)
+        measured[KINDS[node]] = {"phases": phases(profile, slower)}
+    data["planner"]["measured"] = measured
     comments = [line for line in PLAN.read_text().splitlines(True) if line.startswith("#")]
     PLAN.write_text("".join(comments) + as_text(data), encoding="utf-8")
 
@@ -130,8 +141,7 @@ def real(part: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 def write_run() -> None:
     """The plan as a run file."""
     problem = load_problem(PLAN)
-    given = {name: value for name, value in problem.planner.items() if name != "name"}
-    planner = HexGen2(HexGen2Options.model_validate(given))
+    planner = planner_of(problem)
     candidate = planner.candidate(problem, planner.certified(problem))
     data = real(dict(candidate.part), problem.run_file(candidate.part))
     RUN.write_text(HEADING + "".join(section(*each) for each in data.items()), encoding="utf-8")
@@ -140,11 +150,12 @@ def write_run() -> None:
 
 
 @click.command()
-@click.option("--profile", type=click.Path(path_type=Path), help="Of the whole model on one group.")
-def main(profile: Path | None) -> None:
+@click.option("--quick", type=click.Path(exists=True, path_type=Path), help="Of a quick group.")
+@click.option("--slow", type=click.Path(exists=True, path_type=Path), help="Of slow groups.")
+def main(quick: Path | None, slow: Path | None) -> None:
     """Update the plan file, or plan."""
-    if profile:
-        write_plan(read_profile(profile).fit([1.0]))
+    if quick and slow:
+        write_plan({"quick": read_profile(quick), "slow": read_profile(slow)})
     else:
         write_run()
 

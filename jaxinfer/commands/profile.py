@@ -85,7 +85,7 @@ def _profile_steps(config: RunFile, folder: Path, pictures: str) -> None:
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.runtime.checkpoint import open_checkpoint
     from jaxinfer.runtime.engine import load_cluster
-    from jaxinfer.runtime.profile import profile_engines
+    from jaxinfer.runtime.profile import profile_engines, profile_name
     from jaxinfer.runtime.profile_attention import profile_attention
     from jaxinfer.steps.attention_profile import store_attention
     from jaxinfer.steps.profile import store_profile
@@ -96,10 +96,14 @@ def _profile_steps(config: RunFile, folder: Path, pictures: str) -> None:
         model, groups = config.require_model(), config.cluster()
         checkpoint = open_checkpoint(model, groups.load_format)
         cluster = load_cluster(checkpoint, groups, bar.update)
-        engines = {name: (engine, model) for name, engine in cluster.engines.items()}
-        for name, measured in profile_engines(engines, bar.update).items():
-            store_profile(measured)
-            found[name] = measured, cluster.slowdowns(name)
+        files = {name: profile_name(each, model) for name, each in cluster.engines.items()}
+        # Of instances that are alike, one is measured.
+        one = {file: name for name, file in files.items()}
+        engines = {name: (cluster.engines[name], model) for name in one.values()}
+        measured = profile_engines(engines, bar.update)
+        stored = {name: store_profile(profile) for name, profile in measured.items()}
+        for name, file in files.items():
+            found[name] = measured[one[file]], cluster.slowdowns(name)
             draw_profile(name, *found[name], folder / f"{name}.{pictures}")
         for name, instance in groups.instances.items():
             if instance.is_spread:
@@ -110,4 +114,6 @@ def _profile_steps(config: RunFile, folder: Path, pictures: str) -> None:
     console.print(profile_table(found))
     if attention:
         console.print(attention_table(attention))
+    for name, file in files.items():
+        Console().print(f"profile of {name}: {stored[one[file]]}", soft_wrap=True)
     Console().print(f"pictures: {folder}", soft_wrap=True)

@@ -45,10 +45,12 @@ def replicate_cluster(data: Mapping[str, Any]) -> dict[str, Any]:
 
     Instance i stands on group i where the group has replicas, too; what ``simulate.groups`` has of
     such a group holds for each, with its number for ``*`` in ``node``; a link is between all
-    replicas of its ends; and in lists of ``system``, the name of such an instance is that of all.
+    replicas of its ends; and in lists and as a key of mappings of ``system``, the name of such an
+    instance, or group, is that of all.
 
     Raises:
-        OptionError: an instance has not as many replicas as its group.
+        OptionError: an instance has not as many replicas as its group, or a mapping has a replica
+            twice.
     """
     found = dict(data)
     groups: Counts = {}
@@ -62,10 +64,12 @@ def replicate_cluster(data: Mapping[str, Any]) -> dict[str, Any]:
                 where = f"instances.{name}"
                 stood = _standing(where, found["instances"][replica], groups, count, number)
                 found["instances"][replica] = stood
+        if "system" in data:
+            # A group and an instance may have the same name: then the instance is meant.
+            own = {name: many for name, many in groups.items() if name not in found["instances"]}
+            found["system"] = _of_system(data["system"], {**own, **instances})
     if groups:
         found |= _of_groups(found, groups)
-    if instances and "system" in data:
-        found["system"] = _in_lists(data["system"], instances)
     return found
 
 
@@ -129,17 +133,31 @@ def _numbered(costs: Any, number: int) -> Any:
     return costs
 
 
-def _in_lists(options: Any, instances: Counts) -> Any:
-    if isinstance(options, dict):
-        return {key: _in_lists(value, instances) for key, value in options.items()}
-    if isinstance(options, list):
-        return [
-            each
-            for value in options
-            for each in (
-                names_of(value, instances)
-                if isinstance(value, str)
-                else [_in_lists(value, instances)]
-            )
-        ]
-    return options
+def _of_system(options: Any, names: Counts, where: str = "system") -> Any:
+    """A system's options, or those of a part of it, whose keys are not names."""
+    if not isinstance(options, dict):
+        return options
+    return {
+        option: _of_option(value, names, f"{where}.{option}") for option, value in options.items()
+    }
+
+
+def _of_option(value: Any, names: Counts, where: str) -> Any:
+    """With all replicas for their name, as a key or in a list."""
+    if isinstance(value, list):
+        return [part for each in value for part in _listed(each, names, where)]
+    if not isinstance(value, dict):
+        return value
+    found: dict[Any, Any] = {}
+    for key, own in value.items():
+        for name in names_of(str(key), names) if str(key) in names else [key]:
+            if name in found:
+                raise OptionError(f"{where}.{key}: there are two {name}, by replicas")
+            found[name] = _of_option(own, names, f"{where}.{name}")
+    return found
+
+
+def _listed(value: Any, names: Counts, where: str) -> list[Any]:
+    if isinstance(value, dict):
+        return [_of_system(value, names, where)]
+    return names_of(value, names) if isinstance(value, str) else [_of_option(value, names, where)]

@@ -5,7 +5,7 @@ Steps have prompts or decodes, never both: the policy ``form_batch`` is ``prefil
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -28,16 +28,6 @@ from jaxinfer.systems.roles import AnyNames, alive, check_roles, least_loaded
 OFF, ON = "off", "on"
 
 
-def _priced_as(worker: str, names: Iterable[str]) -> str | None:
-    """By which of some names a worker goes: its own, or the one that all its replicas have."""
-    fitting = (name for name in names if worker.startswith(name))
-    return max((n for n in fitting if _is_number(worker[len(n) :])), key=len, default=None)
-
-
-def _is_number(text: str) -> bool:
-    return not text or (text.isdecimal() and text == str(int(text)))
-
-
 class AladdinOptions(Options):
     """Options of ``Aladdin``.
 
@@ -50,9 +40,9 @@ class AladdinOptions(Options):
         heartbeat_s: seconds between looks at what waits: who is off is opened, and requests that
             have not started may move; null: no looks, and nobody is off.
         off_after_s: who had nothing for so long is off again; null: never.
-        usd_per_hour: dollars of each worker, by its name or the one that its replicas have in
-            common. Of workers that have nothing, or are off, the next one is that whose share for
-            the request at hand costs the least; without prices, all cost as much.
+        usd_per_hour: dollars of each worker. Of workers that have nothing, or are off, the next one
+            is that whose share for the request at hand costs the least; without prices, all cost as
+            much.
     """
 
     ttft_s: float = Field(gt=0)
@@ -72,8 +62,7 @@ class AladdinOptions(Options):
 
     def usd(self, worker: str) -> float:
         """Dollars per hour of one; 1 where nobody has said."""
-        name = _priced_as(worker, self.usd_per_hour)
-        return 1.0 if name is None else self.usd_per_hour[name]
+        return self.usd_per_hour.get(worker, 1.0)
 
 
 class Aladdin(System):
@@ -105,10 +94,9 @@ class Aladdin(System):
         if not workers:
             raise OptionError("prefill: has all instances, must leave one that decodes")
         names = self.options.usd_per_hour
-        priced = {_priced_as(worker, names): worker for worker in workers} if names else {}
-        if None in priced:
-            raise OptionError(f"usd_per_hour: has none of {priced[None]!r}, must have all or none")
-        if unused := next((name for name in names if name not in priced), None):
+        if names and (missing := next((name for name in workers if name not in names), None)):
+            raise OptionError(f"usd_per_hour: has none of {missing!r}, must have all or none")
+        if unused := next((name for name in names if name not in workers), None):
             raise OptionError(f"usd_per_hour.{unused}: no worker: {did_you_mean(unused, workers)}")
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:

@@ -122,10 +122,9 @@ class Placed:
         if found := self.take_back(request.id):
             worker, job = found
             worker.empty_since = now
-            if output < job.expected:
-                until = now + (job.expected - output) * worker.limits.atgt_s
-                left = [each for each in self._early[worker.name] if each[0] > now]
-                self._early[worker.name] = [*left, (until, job.prompt + output)]
+            until = now + (job.expected - output) * worker.limits.atgt_s
+            early = [*self._early[worker.name], (until, job.prompt + output)]
+            self._early[worker.name] = [each for each in early if each[0] > now]
 
     def see(self, worker: Worker) -> Seen:
         """Look at a worker, and bring its requests' output up to date; once in a call."""

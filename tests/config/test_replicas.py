@@ -111,6 +111,56 @@ def test_lists_of_a_system_may_name_all_replicas() -> None:
     }
 
 
+def test_keys_of_a_system_s_mappings_stand_for_all_replicas() -> None:
+    """Of instances, and of groups; options are no names, though they may be called like one."""
+    card = {"kind": "A10"}
+    config = run_file(
+        groups={"g": card | {"replicas": 2}, "h": card, "theta": card | {"replicas": 2}, 7: card},
+        instances={
+            "theta": {"group": "g", "replicas": 2},
+            "h": {"group": "h"},
+            "k": {"group": "theta", "replicas": 2},
+            7: {"group": "7"},
+        },
+        system={
+            "name": "some", "theta": 0.5,
+            "flows": {"theta": {"k": 2.0, "h": 1.0}, "h": {"k": {"g": "k"}}},
+            "units": [{"theta": {"theta": 1}}], "prices": {7: 3, "k": [1]},
+        },
+    )  # fmt: skip
+    both = {"k0": 2.0, "k1": 2.0, "h": 1.0}
+    of_k = {"g0": "k", "g1": "k"}
+    assert config.system == {
+        "name": "some", "theta": 0.5,
+        "flows": {"theta0": both, "theta1": both, "h": {"k0": of_k, "k1": of_k}},
+        "units": [{"theta": {"theta0": 1, "theta1": 1}}], "prices": {7: 3, "k0": [1], "k1": [1]},
+    }  # fmt: skip
+    flows = config.system["flows"]
+    assert flows["theta0"] is not flows["theta1"]
+
+
+def test_a_group_gives_way_to_an_instance_of_its_name() -> None:
+    """Group x has replicas, and instance x none."""
+    config = run_file(
+        groups={"x": {"kind": "A10", "replicas": 2}, "g": {"kind": "A10"}},
+        instances={"y": {"group": "x", "replicas": 2}, "x": {"group": "g"}},
+        system={"name": "some", "listed": ["x", "y"], "prices": {"x": 1, "y": 2}},
+    )
+    assert config.system == {
+        "name": "some", "listed": ["x", "y0", "y1"], "prices": {"x": 1, "y0": 2, "y1": 2},
+    }  # fmt: skip
+
+
+def test_a_replica_may_not_be_there_twice() -> None:
+    instances = {"i": {"group": "g", "replicas": 2}}
+    groups = {"g": {"kind": "A10", "replicas": 2}}
+    for prices in ({"i": 1, "i1": 2}, {"i1": 2, "i": 1}):
+        with pytest.raises(JaxinferError) as error:
+            run_file(groups=groups, instances=instances, system={"name": "s", "p": {"x": prices}})
+        last = list(prices)[-1]
+        assert str(error.value) == f"system.p.x.{last}: there are two i1, by replicas"
+
+
 def hardware(folder: Path, **more: Any) -> str:
     nodes = {
         "small": {"gpu": "A10", "gpus": 2, "nic_gb_s": 1.0, "usd_per_hour": 2.0, "replicas": 3},
@@ -201,13 +251,12 @@ def test_a_setting_may_say_how_many(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
         "groups: {g: {kind: A10, replicas: 2}}\ninstances: {i: {group: g, replicas: 2}}\n"
-        "system: {name: data_parallel, shares: {i0: {weight: 1, max_waiting: 9}, "
-        "i1: {weight: 1, max_waiting: 9}}}\n"
+        "system: {name: data_parallel, shares: {i: {weight: 1, max_waiting: 9}}}\n"
     )
     assert list(load_run_file(file).instances) == ["i0", "i1"]
-    more = ["groups.g.replicas=3", "instances.i.replicas=3"]
-    shares = "system.shares.i2={weight: 1, max_waiting: 9}"
-    assert list(load_run_file(file, [*more, shares]).instances) == ["i0", "i1", "i2"]
+    found = load_run_file(file, ["groups.g.replicas=3", "instances.i.replicas=3"])
+    assert list(found.instances) == ["i0", "i1", "i2"]
+    assert found.system["shares"] == {f"i{n}": {"weight": 1, "max_waiting": 9} for n in range(3)}
 
 
 G = {"kind": "A10"}

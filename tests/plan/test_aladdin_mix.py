@@ -141,12 +141,39 @@ def test_a_mix_as_a_run_file(carries: Carries, file: str) -> None:
     best = planner(file).plan(here)
     config = RunFile.model_validate(here.problem.run_file(best.part))
     assert of(config) == (1, 0, 2)
-    assert config.system["usd_per_hour"] == {"A100-80G-SXM": 1.69, "RTX-A6000": 0.76}
+    assert config.system["usd_per_hour"] == {
+        "A100-80G-SXM0": 1.69, "RTX-A60000": 0.76, "RTX-A60001": 0.76,
+    }  # fmt: skip
     assert not config.simulate.groups
     assert best.axes == {"A100-80G-SXM": 1, "L40": 0, "RTX-A6000": 2}
     here = search(5.0, "gpus")
     config = RunFile.model_validate(here.problem.run_file(planner(file).plan(here).part))
     assert "usd_per_hour" not in config.system
+
+
+@pytest.mark.parametrize("costs", [True, False])
+def test_what_is_left_out_of_one_mix_is_there_in_the_next(
+    carries: Carries, file: str, tmp_path: Path, costs: bool
+) -> None:
+    """L40s, whose costs the file has, or has not: mixes without any are looked at before."""
+    data = yaml.safe_load(Path(file).read_text())
+    if not costs:
+        del data["simulate"]
+    path = tmp_path / "kinds.yaml"
+    path.write_text(yaml.safe_dump(data))
+    seen: list[Counts] = []
+
+    def rate(config: RunFile) -> float:
+        seen.append(of(config))
+        return 9.0 if of(config)[1] == 2 else 0.0
+
+    carries.rate = rate
+    here = search(5.0)
+    config = RunFile.model_validate(here.problem.run_file(planner(str(path)).plan(here).part))
+    assert of(config) == (0, 2, 0)
+    assert any(not counts[1] for counts in seen[: seen.index((0, 2, 0))])
+    found = {name: group.step_s for name, group in config.simulate.groups.items()}
+    assert found == ({"gL400": 0.001, "gL401": 0.001} if costs else {})
 
 
 def test_other_systems_know_no_dollars(carries: Carries, file: str, tmp_path: Path) -> None:
@@ -190,6 +217,9 @@ def test_two_kinds_on_one_group(tmp_path: Path) -> None:
     data = {"groups": {"g": {"kind": "A10"}}, "instances": {n: {"group": "g"} for n in "ab"}}
     path.write_text(yaml.safe_dump(data))
     with pytest.raises(JaxinferError, match=r"one\.yaml has 2 instances and 1 groups, must have"):
+        planner(str(path)).plan(search())
+    path.write_text(yaml.safe_dump(data | {"instances": {"a": "group"}}))
+    with pytest.raises(JaxinferError, match=r"one\.yaml has 1 instances and 1 groups, must have"):
         planner(str(path)).plan(search())
 
 

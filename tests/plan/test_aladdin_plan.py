@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from plan_cases import Carries, problem
 
 from jaxinfer import JaxinferError
-from jaxinfer.config.run_file import RunFile
+from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.plan.planners.aladdin import Aladdin, AladdinOptions, Size
 from jaxinfer.plan.planners.any_system import read_part
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.plan.workers import MeanRequest, WorkerCount, fit_workers, most_tokens
 from jaxinfer.serving.step_fit import DecodeFit
+from jaxinfer.simulate.run import prepare
 from jaxinfer.workload.lengths import BenchRequest
 
 MOST = 9
@@ -63,6 +64,25 @@ def of(config: RunFile) -> tuple[int, int]:
     """GPUs of a worker, and workers."""
     groups = list(config.groups.values())
     return groups[0].devices, len(config.instances)
+
+
+@pytest.mark.parametrize("kind", ["relative", "absolute"])
+def test_a_worker_is_sized_by_the_fit_that_its_file_asks_for(file: str, kind: str) -> None:
+    """By squares of relative errors, or of seconds: two lines where few rows are quicker."""
+    here = search()
+    path = Path(file).with_name(f"{kind}.yaml")
+    decode = [{"below": 5, "step_s": 0.002}, {"step_s": 0.02, "sequence_s": 1e-5}]
+    phases = {"prefill": {"token_s": 1e-5, "pair_s": 0.0}, "decode": decode}
+    data = yaml.safe_load(Path(file).read_text()) | {"simulate": {"fit": kind, "phases": phases}}
+    path.write_text(yaml.safe_dump(data))
+    (size,) = sizes_of(str(path), here, "1")
+    config = as_run_file(here.problem.run_file(size.candidate(1).part))
+    _, cluster, _ = prepare(config)
+    mean, room = MeanRequest.of(here.problem.work), cluster.instances["w0"].num_tokens
+    lines = [cluster.fit("w0", relative=kind == each).decode for each in ("relative", "absolute")]
+    found = [most_tokens(line, 1, room, mean, 0.05) for line in lines if line]
+    assert size.most == found[0]
+    assert found[0].by_target != pytest.approx(found[1].by_target, rel=1e-4)
 
 
 # The fewest.

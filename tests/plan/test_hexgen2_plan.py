@@ -136,6 +136,39 @@ def test_what_is_planned_flows_through_deep_pipelines(tmp_path: Path) -> None:
     assert 900 / (ends[1200] - ends[300]) == pytest.approx(flow.total, rel=0.1)
 
 
+def test_what_is_planned_flows_in_steps_shorter_than_prompts(tmp_path: Path) -> None:
+    """A mean prompt fills two steps, a short one a tenth of one."""
+    site = site_of({"a": (L40, 1), "b": (H100, 1)}, 12.5)
+    path = tmp_path / "nodes.yaml"
+    path.write_text(yaml.safe_dump(site.hardware.model_dump(mode="json", exclude_none=True)))
+    prefill = {"max_num_batched_tokens": 512}
+    problem, rng = asked(tmp_path, PLANNER | {"prefill": prefill}), random.Random(0)
+    problem.run["simulate"]["hardware"] = str(path)
+    problem.run["model"] = "llama-2-7b"
+    work = [BenchRequest(None, rng.choice([50, 2000]), 2, 0.0) for _ in range(600)]
+    problem.__dict__["work"] = work
+    planner = make_planner(problem.planner)
+    assert isinstance(planner, HexGen2)
+    capacity = planner.capacity(problem)
+    groups = [
+        Placed(((node, 1),), role, capacity.carried(((node, 1),), role))
+        for node, role in enumerate(("prefill", "decode"))
+    ]
+    flow = shared_flow(groups, Network(capacity.site, capacity.layer_bytes))
+    assert flow.total == pytest.approx(groups[0].carried.rate)
+    bare: Any = {"prefill": {}, "decode": PLANNER["decode"]}
+    mean = capacity.lengths.prompt
+    part = as_part(capacity.site, groups, flow, bare, mean, capacity.prefill_tokens)
+    assert part["instances"]["prefill0"]["max_num_batched_tokens"] == 512 < mean / 1.9
+    # Three for the step under way, and as many for the next one.
+    assert part["system"]["max_in_prefill"] == {"prefill0": 6}
+    ends: list[float] = []
+    config = as_run_file(problem.run_file(part))
+    simulate(config, work, on_request=lambda request, times: ends.append(times[-1]))
+    ends.sort()
+    assert 400 / (ends[500] - ends[100]) == pytest.approx(flow.total, rel=0.05)
+
+
 def test_decodes_of_a_pipeline_are_even(tmp_path: Path) -> None:
     """Two steps of 16 each flow through two stages, as planned; a policy that is given stays."""
     site = site_of({"a": (H100, 2), "b": (H100, 2)}, 12.5)

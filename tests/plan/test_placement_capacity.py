@@ -12,7 +12,7 @@ from placement_cases import A100, CLASSES, ENGINE, H100, L40, modelled, requests
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.plan.placement.capacity import Carried, Stage, signature_of
+from jaxinfer.plan.placement.capacity import ROLES, Carried, Role, Stage, signature_of
 from jaxinfer.plan.placement.layers import even_times, least_sum
 from jaxinfer.plan.placement.lengths import Lengths
 from jaxinfer.plan.placement.stages import shapes
@@ -154,6 +154,27 @@ def _rate_of(data: dict[str, Any], path: Path, site: Any, lengths: Lengths, role
     # Of as many steps as there are stages.
     period = max(count * max(seconds), sum(seconds) + sum(instance.cost.hops(step)))
     return count * ends / period if role == "prefill" else batch / period / lengths.decodes
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("step_s", [0.0, 0.02])
+@pytest.mark.parametrize("kinds", [(H100, L40), (A100, L40), (H100, A100)])
+def test_layers_of_unlike_stages_against_all_splits(
+    kinds: tuple[str, str], step_s: float, role: Role
+) -> None:
+    """OPT-30B's 48 layers on two GPUs, either way round: none of the 47 splits carries 1 % more."""
+    site = site_of({name: (kind, 1) for name, kind in zip("ab", kinds, strict=True)})
+    capacity, _, _ = modelled(site, "opt-30b", "LPLD", step_s=step_s)
+    signature = signature_of(site, ((0, 1), (1, 1)))
+    for shape in (((0, 1), (1, 1)), ((1, 1), (0, 1))):
+        ends = capacity._ends(signature, shape)
+        able = [
+            [layers, 48 - layers] for layers in range(1, 48)
+            if all(capacity._most_layers(role, end, capacity.lengths.longest) >= count
+                   for end, count in zip(ends, (layers, 48 - layers), strict=True))
+        ]  # fmt: skip
+        best = max(capacity._rate(signature, shape, ends, layers, role) for layers in able)
+        assert 0.99 * best <= capacity.carried_by(signature, shape, role).rate <= best
 
 
 def test_what_does_not_fit_carries_nothing() -> None:

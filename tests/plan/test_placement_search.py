@@ -195,6 +195,17 @@ def test_changes_keep_to_the_gpus_that_there_are() -> None:
         plan = after
 
 
+@pytest.mark.parametrize(("most", "grown", "new"), [(2, {2}, {1, 2}), (3, {2, 3}, {1, 2, 3})])
+def test_idle_gpus_join_a_group_up_to_the_most(most: int, grown: set[int], new: set[int]) -> None:
+    """Two groups of one, and three idle: one of them gives up its own, grows, or a third is new."""
+    site = site_of({"h": (H100, 5)})
+    plan = as_plan((((0, 1),), role) for role in ROLES)
+    found = list(changes(site, plan, ("idle",), most))
+    sizes = [(len(c.out), sum(size(group) for group, _ in c.into)) for c in found]
+    assert {many for gone, many in sizes if gone} == {0} | grown
+    assert {many for gone, many in sizes if not gone} == new
+
+
 def test_equal_changes_are_one() -> None:
     """Two equal pairs of groups: as many changes as of one pair beside its double."""
     site = site_of({"h0": (H100, 2), "h1": (H100, 2)})

@@ -1,7 +1,7 @@
 """Formats of pictures: text that stays text, the same file for the same picture, links to it."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,18 +147,32 @@ def test_a_replay_takes_a_format(
 def test_a_profile_takes_a_format(
     options: list[str], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = SimpleNamespace(engines={"a": None, "b": None}, slowdowns=lambda name: [1.0])
-    drawn: list[Path] = []
+    """Of three instances, two of which are alike: those are measured once."""
+    engines = {"a": "large", "b": "small", "c": "large"}
+    cluster = SimpleNamespace(engines=engines, slowdowns=lambda name: [1.0])
+    drawn: list[tuple[Path, str]] = []
+    measured: list[str] = []
+
+    def profile_engines(given: Mapping[str, tuple[str, str]], update: object) -> dict[str, str]:
+        measured.extend(engine for engine, _ in given.values())
+        return {name: engine for name, (engine, _) in given.items()}
+
     for name, value in {
         "runtime.checkpoint.open_checkpoint": lambda *given: None,
         "runtime.engine.load_cluster": lambda *given: cluster,
-        "runtime.profile.profile_engines": lambda engines, update: engines,
-        "steps.profile.store_profile": lambda profile: None,
-        "report.profile_plot.draw_profile": lambda name, found, slow, path: drawn.append(path),
+        "runtime.profile.profile_name": lambda engine, model: engine,
+        "runtime.profile.profile_engines": profile_engines,
+        "steps.profile.store_profile": lambda profile: Path(f"kept/{profile}.json"),
+        "report.profile_plot.draw_profile": lambda name, found, slow, path: drawn.append(
+            (path, found)
+        ),
         "report.profile_plot.profile_table": lambda found: "table",
     }.items():
         monkeypatch.setattr(f"jaxinfer.{name}", value)
     run_file = CRONUS.parents[1] / "cpu" / "cronus.yaml"
     ran = CliRunner().invoke(cli, ["profile", str(run_file), "--out", str(tmp_path), *options])
     assert ran.exit_code == 0, ran.output
-    assert drawn == [tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"]
+    assert sorted(measured) == ["large", "small"]
+    assert drawn == [(tmp_path / f"{name}.{kind}", engine) for name, engine in engines.items()]
+    for name, engine in engines.items():
+        assert f"profile of {name}: kept/{engine}.json\n" in ran.output

@@ -17,6 +17,7 @@ from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.policies import PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
+from jaxinfer.serving.system import ClusterView, Leg
 from jaxinfer.systems.aladdin import Aladdin, AladdinOptions
 from jaxinfer.systems.best_fit import Job, Worker
 
@@ -102,7 +103,7 @@ class Checked(Aladdin):
         norms = {worker.name: worker.norm for worker in on}
         worker = super()._worker(job, late, on, off)
         if worker:
-            worker.take_back(job.id)  # To look at it as it was.
+            assert worker.take_back(job.id) is job  # To look at it as it was.
         taking = [each for each in on if (self.placed.see(each), self.naive(each, job))[1]]
         if worker:
             worker.give(job)
@@ -198,8 +199,24 @@ def test_unequal_pools_hold_what_their_limits_say() -> None:
         each.predicted = (2, 4)
     outcome = serve(make(Checked), [instance("a", 20), instance("b", 60)], requests)
     assert where(outcome, 2) == ["b", "b"]
+    # 33 entries: one after the other where there is just room for one.
+    requests = make_requests([(4, 30), (4, 30)])
+    outcome = serve(make(), [instance("a", 20), instance("b", 33)], requests)
+    assert where(outcome, 2) == ["b", "b"]
     outcome = serve(make(Checked), [instance("a", 20)], make_requests([(4, 30)]))
     assert outcome.finished["r0"].finish_reason == "error"
+
+
+def test_a_request_that_comes_back_is_booked_once() -> None:
+    """Of an instance that was lost and is there again before anybody looked."""
+    system = make()
+    requests = make_requests([(8, 4)])
+    cluster = ClusterView(0.0, {"a": instance("a")})
+    for _ in range(2):
+        (found,) = system.route(requests, cluster)  # type: ignore[arg-type]
+        assert [leg.instance for leg in found.legs] == ["a"]
+        ((worker,),) = system.placed.look(cluster, ["a"])
+        assert worker.context == 8 + 0.5 * 4
 
 
 # Split phases.
@@ -215,6 +232,17 @@ def test_split_phases() -> None:
     # (b): 0.75 * (1.5 - n / 8) * 64 entries for n of 9 + 2.5 each: 4 of them have 46 of 48.
     assert sorted(route[1] for route in routes) == ["d"] * 4 + ["e"] * 2
     assert {(t.source, t.dest) for t in outcome.world.transfers} <= set(system.routes("pqde"))
+
+
+def test_prompts_of_one_call_count_as_those_that_are_there() -> None:
+    """q has one: p, then p again as the first of equals, then q."""
+    system = make(prefill=["p", "q"])
+    there = {name: instance(name) for name in "pqd"}
+    (busy, *requests) = make_requests([(9, 5)] * 4)
+    busy.legs.append(Leg("q"))
+    there["q"].waiting.append(busy)
+    legs = [each.legs[0].instance for each in system.route(requests, ClusterView(0.0, there))]  # type: ignore[arg-type]
+    assert legs == ["p", "p", "q"]
 
 
 def test_without_one_phase_the_other_serves_alone() -> None:
@@ -249,6 +277,15 @@ def test_a_burst_opens_workers_and_they_close_again() -> None:
     assert seconds["a"].get("off", 0) > 0
     started = [each for each in outcome.finished.values() if each.arrival == 40]
     assert all(each.metrics.token_times[0] <= 40 + 8 + 3 for each in started)
+
+
+def test_who_is_busy_is_not_off() -> None:
+    """A request that runs for longer than a worker may have nothing."""
+    pool = [instance("a"), instance("b", role="off")]
+    outcome = serve(make(Checked, heartbeat_s=1, off_after_s=5), pool, make_requests([(4, 40)]))
+    (times,) = (each.metrics.token_times for each in outcome.finished.values())
+    assert times[-1] > 15
+    assert "off" not in pool[0].role_seconds(times[-1])
 
 
 def test_without_heartbeats_nobody_is_off() -> None:

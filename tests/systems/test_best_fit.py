@@ -383,6 +383,16 @@ def test_one_move_that_ends_all_errors() -> None:
     assert total(errors) == 80
 
 
+def test_a_move_that_changes_nothing_is_not_made() -> None:
+    """10 and -4 are off by as much as -4 and 10, and by more than -3 and 9."""
+    fit = DecodeFit(1.0, 0.0, 0.0)
+    errors = {"a": Errors(fit, 10, 0), "b": Errors(fit, -4, 0)}
+    for predicted, expected in ((14, []), (13, ["r"])):
+        moved = list[str]()
+        rebalance(errors, {"a": {"r": predicted}}, lambda r, *_, moved=moved: not moved.append(r))
+        assert moved == expected
+
+
 # The predictor.
 
 

@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scenarios import examples
 
+from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.step_fit import DecodeFit, PrefillFit
 from jaxinfer.systems.aladdin import Aladdin, AladdinOptions
 from jaxinfer.systems.best_fit import Job, Limits, Seen, Worker, best_fit, takes, to_open
+from jaxinfer.systems.registry import make_system
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
@@ -193,29 +195,34 @@ def test_no_rule_is_cheaper_than_the_program(
 # Prices in a run file.
 
 
-def options(**usd: float) -> AladdinOptions:
-    return AladdinOptions(ttft_s=1.0, atgt_s=1.0, usd_per_hour=usd)
-
-
-def test_prices_go_by_names_or_by_those_of_replicas() -> None:
-    names = [*(f"a10{n}" for n in range(12)), *(f"a100{n}" for n in range(3)), "h"]
-    # Replicas of a10 and a100 may not have the same names; here a100 has been left at one.
-    priced = options(a10=1.0, a100_=2.0, h=3.0)
-    assert [priced.usd(name) for name in ("a100", "a1011", "a100_2", "h", "h0", "x")] == [
-        1.0, 1.0, 2.0, 3.0, 3.0, 1.0,
-    ]  # fmt: skip
-    # Not a replica's number: the name itself is another one.
-    assert options(a=5.0).usd("a01") == 1.0
-    assert options(a=5.0, a1=7.0).usd("a12") == 7.0
-    Aladdin(options(a10=1.0, h=3.0)).check(
-        [n for n in names if not n.startswith("a100")] + ["a100"]
-    )
+def test_prices_of_replicas_are_those_of_their_name() -> None:
+    """Of a10's twelve and a100's three, whose names begin alike, and of one without replicas."""
+    kinds = {"a10": 12, "a100_": 3}
+    config = as_run_file(
+        {
+            "model": "llama-2-7b",
+            "groups": {name: {"replicas": count} for name, count in kinds.items()} | {"h": {}},
+            "instances": {n: {"group": n, "replicas": count} for n, count in kinds.items()}
+            | {"h": {"group": "h"}},
+            "system": {
+                "name": "aladdin", "ttft_s": 1.0, "atgt_s": 1.0,
+                "usd_per_hour": {"a10": 1.0, "a100_": 2.0, "h": 3.0},
+            },
+        }
+    )  # fmt: skip
+    system = make_system(config.system, config.instances)
+    assert isinstance(system, Aladdin)
+    usd = {name: system.options.usd(name) for name in config.instances}
+    assert usd == {f"a10{n}": 1.0 for n in range(12)} | {f"a100_{n}": 2.0 for n in range(3)} | {
+        "h": 3.0
+    }
 
 
 @pytest.mark.parametrize(
     ("usd", "says"),
     [
         ({"a": 1.0}, r"usd_per_hour: has none of 'b', must have all or none"),
+        ({"a": 1.0, "b": 1.0, "a0": 1.0}, r"usd_per_hour\.a0: no worker: did you mean 'a'"),
         ({"a": 1.0, "b": 1.0, "p": 1.0}, r"usd_per_hour\.p: no worker: known: a, b"),
         ({"a": 1.0, "b": 1.0, "bb": 1.0}, r"usd_per_hour\.bb: no worker: did you mean 'b'"),
         ({"a": 1.0, "b": 0.0}, r"usd_per_hour\.b"),

@@ -9,6 +9,9 @@ from jaxinfer.plan.placement.capacity import Role
 from jaxinfer.plan.placement.flow import Flow, Placed
 from jaxinfer.plan.placement.site import Site
 
+# Prompts for each step at the least, where a mean one fills it alone: short ones do not.
+_FEWEST = 3.0
+
 
 def names_of(groups: Sequence[Placed], flow: Flow) -> dict[int, str]:
     """Of the groups that requests go through, by number: prefill0, decode0 and so on."""
@@ -55,7 +58,7 @@ def as_part(
             part["instances"][name]["policies"] = {"form_batch": "even_decodes", **policies}
         if placed.role == "prefill":
             part["instances"][name]["max_num_batched_tokens"] = tokens = step_tokens(len(stages))
-            most[name] = ceil(max(tokens / prompt, 1.0) * (len(stages) + 1))
+            most[name] = ceil(max(tokens / prompt, _FEWEST) * (len(stages) + 1))
     flows: dict[str, dict[str, float]] = {}
     for (i, j), rate in flow.pairs.items():
         flows.setdefault(names[i], {})[names[j]] = float(f"{rate:.6g}")
