@@ -15,7 +15,7 @@ from jaxinfer.plan.placement.capacity import Carried
 from jaxinfer.plan.placement.flow import shared_flow
 from jaxinfer.plan.placement.lengths import Lengths
 from jaxinfer.plan.placement.moves import idle_gpus, size
-from jaxinfer.plan.placement.partition import num_replicas, partition, roles
+from jaxinfer.plan.placement.partition import _swap, num_replicas, partition, roles
 from jaxinfer.plan.placement.refine import Effort, Scorer
 from jaxinfer.plan.placement.table1 import Table1
 from jaxinfer.simulate.hardware import Catalogue
@@ -64,6 +64,27 @@ def test_as_many_groups_as_asked_where_memory_is_uneven() -> None:
 def test_equal_nodes_are_cut_at_the_slow_links() -> None:
     site = site_of({f"n{i}": (H100, 4) for i in range(4)}, 1.25)
     assert sorted(group for group, _ in partition(site, 4)) == [((n, 4),) for n in range(4)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_swap_of_two_gpus_betters_a_partition(seed: int) -> None:
+    """Kernighan and Lin, nine equal GPUs of nine nodes in three groups: what all cuts weigh."""
+    rng = np.random.default_rng(seed)
+    weights = np.triu(rng.uniform(size=(9, 9)), 1)
+    weights += weights.T
+    owner = np.arange(9) % 3
+
+    def cut(owner: np.ndarray) -> float:
+        return float(weights[owner[:, None] != owner[None, :]].sum() / 2)
+
+    before = cut(owner)
+    _swap(weights, np.ones(9), np.arange(9), owner, 3)
+    assert sorted(owner) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert cut(owner) < before
+    for i, j in combinations(range(9), 2):
+        other = owner.copy()
+        other[i], other[j] = owner[j], owner[i]
+        assert cut(other) >= cut(owner) - 1e-9
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

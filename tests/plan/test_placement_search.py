@@ -206,6 +206,16 @@ def test_idle_gpus_join_a_group_up_to_the_most(most: int, grown: set[int], new: 
     assert {many for gone, many in sizes if not gone} == new
 
 
+def test_equal_nodes_are_of_one_type_and_plans_have_no_order() -> None:
+    """Of nodes with as many GPUs or not; one with a link of its own is like no other."""
+    nodes = {"a": (H100, 2), "b": (L40, 2), "c": (H100, 4)}
+    assert site_of(nodes).type_of == [0, 1, 0]
+    linked = site_of(nodes, links=[{"between": ["a", "b"], "gb_s": 1.0}])
+    assert linked.type_of == [0, 1, 2]
+    members = [(((0, 2),), "prefill"), (((2, 1),), "decode"), (((2, 3),), "decode")]
+    assert as_plan(members) == as_plan(members[::-1])
+
+
 def test_equal_changes_are_one() -> None:
     """Two equal pairs of groups: as many changes as of one pair beside its double."""
     site = site_of({"h0": (H100, 2), "h1": (H100, 2)})

@@ -177,3 +177,12 @@ def test_the_run_file_is_simulated_as_it_is(tmp_path: Path) -> None:
     run = simulate(load_run_file(str(path), []), [BenchRequest(None, 32, 3, 0.0)])
     steps = [((0, 32),), ((32, 1),), ((33, 1),)]
     assert run.wall_s == pytest.approx(sum(seconds(parts, 6) for parts in steps), rel=0.01)
+
+
+def test_what_one_decode_sees() -> None:
+    """Rows of attention have means: of one row, its own; of three, theirs."""
+    shape = StepLimits(4, 64, 8, 16)
+    points = [Depths(parts, 1.0, 2.0) for parts in (((9, 1),), ((9, 1), (19, 1), (31, 1)))]
+    rows = {s.rows: 0.1 for s in shape.shapes()}
+    found = Operators.split(shape, points, (1, 2), rows).attention
+    assert [(p.decodes, p.context) for p in found] == [(1, 10), (3, 62 / 3)]
