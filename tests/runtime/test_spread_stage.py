@@ -126,7 +126,7 @@ def expected(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("gemma3", "opt"))) for n in CASES],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n != "gemma3")) for n in CASES],
 )
 def test_logits_of_every_architecture(name: str) -> None:
     tokens, logits = expected(name)
