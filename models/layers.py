@@ -71,7 +71,10 @@ def gated(
     activation: Callable[[jax.Array], jax.Array],
     kernels: str,
 ) -> jax.Array:
-    """activation(x gate) * (x up) (Shazeer, 2020), in float32 [T, F]."""
+    """activation(x gate) * (x up) (Shazeer, 2020), in float32 [T, F].
+
+    ``kernels`` may have both products with SiLU in one pass.
+    """
     own = _own_products(kernels, gate_DF)
     if own and activation is jax.nn.silu:
         return own.gated(x_TD.astype(jnp.float32), gate_DF, up_DF)

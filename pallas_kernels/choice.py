@@ -1,4 +1,4 @@
-"""Which functions attend on a device: plain JAX, or kernels where they run."""
+"""Which functions attend and multiply on a device: plain JAX, or kernels where they run."""
 
 from collections.abc import Callable
 from functools import partial

@@ -65,7 +65,7 @@ def write_kv(
 def _scatter(pages: jax.Array, at: tuple[Any, ...], entries: jax.Array) -> jax.Array:
     if pages.dtype != jnp.bfloat16 or jax.__version_info__ >= (0, 11):
         return pages.at[at].set(entries)
-    # There, XLA:CPU scatters in float32: it converts all pages, there and back, at every step.
+    # XLA:CPU of jax 0.10 scatters in float32: it converts all pages, there and back, at each step.
     bits = jax.lax.bitcast_convert_type
     found = bits(pages, jnp.uint16).at[at].set(bits(entries, jnp.uint16))
     return bits(found, pages.dtype)

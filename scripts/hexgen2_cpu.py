@@ -166,6 +166,8 @@ def targets_of(rows: Sequence[Row]) -> list[Target]:
 def main(out: Path, only: Sequence[str]) -> None:
     """Run what is missing, and print and write the tables once nothing is."""
     known = cases()
+    if unknown := set(only) - set(known):
+        raise click.UsageError(f"--only {unknown.pop()}: must be one of {'; '.join(known)}")
     folders = {name: out / "runs" / name.replace(", ", "_") for name in known}
     missing = [name for name in only or known if not folders[name].is_dir()]
     count_cpu_devices(known[name].config.cluster() for name in missing)

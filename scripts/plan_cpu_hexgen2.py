@@ -154,6 +154,8 @@ def write_run() -> None:
 @click.option("--slow", type=click.Path(exists=True, path_type=Path), help="Of slow groups.")
 def main(quick: Path | None, slow: Path | None) -> None:
     """Update the plan file, or plan."""
+    if bool(quick) != bool(slow):
+        raise click.UsageError("--quick and --slow: give both, or none to plan")
     if quick and slow:
         write_plan({"quick": read_profile(quick), "slow": read_profile(slow)})
     else:

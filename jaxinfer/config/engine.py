@@ -37,10 +37,10 @@ class EngineOptions(Options):
         enable_prefix_caching: keep full pages after a request's end, and start requests that
             begin alike with them.
         kernels: what attends: ``hopper`` (kernels for sm_90), ``generic`` (kernels for NVIDIA GPUs
-            from sm_80 on), ``numba`` (on CPUs, with the extra ``[cpu]``), ``plain`` (JAX),
-            ``interpret`` (the generic kernels on any device, slowly, to check them); ``auto`` takes
-            the first of these that the device can run, but ``plain`` on a GPU where entries are
-            float32.
+            from sm_80 on), ``numba`` (on CPUs, with the extra ``[cpu]``; products of float32, too),
+            ``plain`` (JAX), ``interpret`` (the generic kernels on any device, slowly, to check
+            them); ``auto`` takes the first of these that the device can run, but ``plain`` on a GPU
+            where entries are float32.
         launch_ahead: start a decode before the token it follows has reached the host.
         chunks_in_flight: of one prompt. ``all``: a chunk is launched before the last one has ended,
             so that a long prompt fills all pipeline stages; ``1``: it waits, as in Vidur and in
