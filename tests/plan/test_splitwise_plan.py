@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from plan_cases import Carries, problem
 
@@ -149,6 +149,7 @@ def test_the_cheapest_is_that_of_the_whole_grid(
     step=st.integers(1, 3),
     at_once=st.integers(1, 9),
 )
+@example(seed=0, of_what="usd", share=0.3, step=1, at_once=1)
 @quick
 def test_the_largest_rate_of_a_budget_is_that_of_the_whole_grid(
     carries: Carries, files: dict[str, str], seed: int, of_what: str, share: float, step: int,
@@ -158,7 +159,9 @@ def test_the_largest_rate_of_a_budget_is_that_of_the_whole_grid(
     carries.rate = lambda config: rates[of(config)]
     budget = share * cost(of_what, ("mixed", MOST, MOST))
     budget = math.ceil(budget) if of_what == "gpus" else budget
-    within = [c for c in rates if cost(of_what, c) <= budget and c[2] % step == 0]
+    # A cluster that costs the budget to the last bit but a few is within it.
+    near = budget * (1 + 1e-9)
+    within = [c for c in rates if cost(of_what, c) <= near and c[2] % step == 0]
     found = []
     for prune in (True, False):
         search = DrivenSearch(problem({"maximise": "cluster", "at_once": at_once}), prune=prune)
