@@ -35,7 +35,8 @@ class ModelConfig:
         windows: per layer, the last tokens that it sees, its own included; none is all.
         attention_scale: of scores; none is 1 / sqrt(head_dim).
         num_experts, num_experts_per_tok: 0 is one dense feed-forward layer.
-        kernels: what attends and multiplies; see ``pallas_kernels.choice``. No property of the model.
+        kernels: what attends and multiplies; see ``pallas_kernels.choice``. No property of the
+            model.
     """
 
     architecture: str
