@@ -31,9 +31,11 @@ def attention(kernels: str) -> Attention:
     if kernels == "plain":
         return Attention(reference.decode_attention, reference.chunk_attention, kv_pages.write_kv)
     if kernels == "numba":
-        from jaxinfer.pallas_kernels import numba_cpu
+        from jaxinfer.pallas_kernels import numba_cpu, numba_write
 
-        return Attention(numba_cpu.decode_attention, numba_cpu.chunk_attention, kv_pages.write_kv)
+        return Attention(
+            numba_cpu.decode_attention, numba_cpu.chunk_attention, numba_write.write_kv
+        )
     from jaxinfer.pallas_kernels import generic, write
 
     if kernels == "hopper":

@@ -1,10 +1,8 @@
 """The generic Pallas kernels, interpreted, against the plain functions."""
 
 from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import (
@@ -17,10 +15,11 @@ from kernel_cases import (
     pairs,
     plain,
     sampled,
+    write_case,
 )
 
 from jaxinfer.pallas_kernels import generic, kv_pages, reference, write
-from jaxinfer.pallas_kernels.kv_pages import LARGEST, KVPages
+from jaxinfer.pallas_kernels.kv_pages import LARGEST
 
 SHAPES = grid()
 # On a GPU the kernels run as they are.
@@ -28,31 +27,6 @@ ON_GPU = jax.default_backend() == "gpu"
 INTERPRET = not ON_GPU
 DECODE = partial(generic.decode_attention, interpret=INTERPRET)
 CHUNKS = partial(generic.chunk_attention, interpret=INTERPRET)
-
-
-def write_case(shape: Shape, seed: int) -> tuple[Any, ...]:
-    """A decode, chunks that begin and end within pages and at their edges, padding."""
-    rng, K, B, H = np.random.default_rng(seed), shape.K, shape.B, shape.H
-    spans = [(B - 1, 1), (0, 2 * B + 1), (3, 1), (B // 2, B), (B, B)]
-    M, T = 4, sum(size for _, size in spans) + 3
-    table = 1 + rng.permutation(len(spans) * M).reshape(-1, M)
-    page_T, offset_T = np.zeros((2, T), np.int32)
-    t = 0
-    for number, (start, size) in enumerate(spans):
-        position = start + np.arange(size)
-        page_T[t : t + size] = table[number, position // B]
-        offset_T[t : t + size] = position % B
-        t += size
-    shapes = (len(spans) * M + 1, K, B, H), (T, K, H)
-    dtype = jnp.dtype(shape.dtype)
-    pages, new = ([jnp.asarray(rng.normal(size=s), jnp.float32) for _ in "kv"] for s in shapes)
-    if dtype.itemsize == 1:
-        scale = jnp.asarray(rng.uniform(0.001, 0.03, (shapes[0][0], K)), jnp.float32)
-        pages = [kv_pages.quantise(x, scale[..., None, None], dtype) for x in pages]
-        kv = KVPages(*pages, scale, 2 * scale)
-    else:
-        kv = KVPages(*(x.astype(dtype) for x in pages))
-    return kv, *new, jnp.asarray(page_T), jnp.asarray(offset_T)
 
 
 def check_write(shape: Shape, seed: int) -> None:

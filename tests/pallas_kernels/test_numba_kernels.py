@@ -10,15 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import Shape, chunk_case, close, decode_case, grid, pairs, plain, sampled
+from kernel_cases import (
+    Shape,
+    chunk_case,
+    close,
+    decode_case,
+    grid,
+    pairs,
+    plain,
+    sampled,
+    write_case,
+)
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.pallas_kernels import reference
+from jaxinfer.pallas_kernels import kv_pages, reference
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 pytest.importorskip("numba")
-from jaxinfer.pallas_kernels import numba_cpu, xla_call
+from jaxinfer.pallas_kernels import numba_cpu, numba_write, xla_call
 
 ALL = grid(dtype=("float32", "bfloat16"))
 # Odd sizes, as small models have them.
@@ -67,6 +77,28 @@ def test_chunks(shape: Shape) -> None:
     close(got[first:last], expected[first:last], shape.dtype)
     assert not np.any(got[:first])
     assert not np.any(got[last:])
+
+
+@shapes
+def test_writes(shape: Shape) -> None:
+    """Every page but that of padding has the bits that the plain function leaves there."""
+    kv, *rest = write_case(shape, seed=2)
+    kv = as_it_lies(kv)
+    assert len(rest[0]) % numba_write.TOKENS
+    expected = jax.jit(kv_pages.write_kv)(kv, *rest)
+    got = jax.jit(numba_write.write_kv)(kv, *rest)
+    for ours, theirs, old in zip(got[:2], expected[:2], kv[:2], strict=True):
+        assert ours.dtype == jnp.dtype(shape.dtype)
+        np.testing.assert_array_equal(ours[1:], theirs[1:])
+        assert np.any(ours[1:] != old[1:])
+
+
+def test_pages_that_are_given_away_are_written_in_place() -> None:
+    kv, *rest = write_case(FEW[0], seed=2)
+    kv = as_it_lies(kv)
+    before = [x.unsafe_buffer_pointer() for x in kv[:2]]
+    got = jax.jit(numba_write.write_kv, donate_argnums=0)(kv, *rest)
+    assert [x.unsafe_buffer_pointer() for x in got[:2]] == before
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])

@@ -1,0 +1,91 @@
+"""Writing KV entries into their pages on a CPU, compiled by numba and called by XLA.
+
+Pages are written where they lie, whatever XLA's own scatter would copy or convert.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numba as nb
+import numpy as np
+
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.pallas_kernels.xla_call import (
+    Target,
+    compiled_once,
+    data,
+    dim,
+    handler_of,
+    is_past,
+    pointer,
+    register_target,
+    take_after,
+    threads,
+)
+
+# Tokens of a unit of work: of some that follow each other, keys share cache lines.
+TOKENS = 64
+_kernel = nb.njit(nogil=True, error_model="numpy", boundscheck=False)
+
+
+class Sizes(NamedTuple):
+    """What a kernel is compiled for; ``bits`` of an entry, which are copied as they are."""
+
+    K: int
+    H: int
+    B: int
+    bits: int
+
+
+@compiled_once
+def _register(sizes: Sizes) -> Target:
+    K, H, B, bits = sizes
+    zero: Any = np.dtype(f"uint{bits}").type(0)
+
+    @_kernel
+    def units(args: int) -> int:
+        return -(-dim(args, 0, 0) // TOKENS)
+
+    @_kernel
+    def work(args: int, rets: int, worker: int, shared: int, mine: int) -> None:
+        T, P = dim(args, 0, 0), dim(rets, 0, 0)
+        k_TKH = nb.carray(pointer(data(args, 0), zero), (T, K, H))
+        v_TKH = nb.carray(pointer(data(args, 1), zero), (T, K, H))
+        page_T = nb.carray(pointer(data(args, 2), np.int32(0)), (T,))
+        offset_T = nb.carray(pointer(data(args, 3), np.int32(0)), (T,))
+        keys = nb.carray(pointer(data(rets, 0), zero), (P, K, H, B))
+        values = nb.carray(pointer(data(rets, 1), zero), (P, K, B, H))
+        while True:
+            for n in range(K):
+                for t in range(mine * TOKENS, min((mine + 1) * TOKENS, T)):
+                    page, offset = page_T[t], offset_T[t]
+                    for h in range(H):
+                        keys[page, n, h, offset] = k_TKH[t, n, h]
+                        values[page, n, offset, h] = v_TKH[t, n, h]
+            mine = take_after(shared)
+            if is_past(shared, mine):
+                return
+
+    return register_target("write_" + "_".join(map(str, sizes)), handler_of(units, work))
+
+
+def write_kv(
+    kv: KVPages, k_TKH: jax.Array, v_TKH: jax.Array, page_T: jax.Array, offset_T: jax.Array
+) -> KVPages:
+    """As ``kv_pages.write_kv``, entries of float32 or bfloat16, in place where nobody else reads.
+
+    Padding may leave entries of several tokens in one place of page 0.
+    """
+    _, K, B, H = kv.values.shape
+    sizes = Sizes(K, H, B, 8 * kv.values.dtype.itemsize)
+    pages = kv.keys, kv.values
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages]
+    call = jax.ffi.ffi_call(
+        _register(sizes).name,
+        [*shapes, jax.ShapeDtypeStruct((threads(), 1), jnp.uint8)],
+        input_output_aliases={4: 0, 5: 1},
+    )
+    new = k_TKH.astype(kv.keys.dtype), v_TKH.astype(kv.values.dtype)
+    keys, values, _ = call(*new, page_T.astype(jnp.int32), offset_T.astype(jnp.int32), *pages)
+    return KVPages(keys, values)
