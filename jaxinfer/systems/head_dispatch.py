@@ -71,6 +71,11 @@ class Load:
             self.hidden,
         )
 
+    def grown(self, slices: int) -> "Load":
+        """With one more page for each of so many slices that lie there."""
+        entries = self.entries + slices * self.page_size
+        return replace(self, entries=entries, free_pages=self.free_pages - slices)
+
 
 def dispatch(loads: Sequence[Load], slices: int, entries: float, pages: int) -> list[int] | None:
     """How many of a request's slices go to each device, so that the slowest is the least slow.

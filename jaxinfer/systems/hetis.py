@@ -133,12 +133,17 @@ class Hetis(System):
         lacking = len(request.slices[shard]) - instance.shards[shard].num_free_pages
         count = min(max(-(-lacking // pages), 1), len(slices))
         loads = list(self._loads(instance, numbers))
-        full = loads.pop(numbers.index(shard))
-        counts = self._dispatch(loads, count, entries, pages)
+        at = numbers.index(shard)
+        counts = self._dispatch([*loads[:at], *loads[at + 1 :]], count, entries, pages)
         if counts is None:
             return ()
-        after = [load.plus(n, entries, pages) for load, n in zip(loads, counts, strict=True)]
-        if self._is_slow([*after, full.plus(-count, entries, pages)]):
+        changes = [*counts[:at], -count, *counts[at:]]
+        # The ideal, too, has to hold the page that is asked for.
+        after = [
+            load.plus(n, entries, pages).grown(len(request.slices[number]))
+            for load, n, number in zip(loads, changes, numbers, strict=True)
+        ]
+        if self._is_slow(after):
             return ()
         moves = _moves(shard, others, counts, slices)
         return [self._move(instance, victim, moves, "moved_for_memory")]

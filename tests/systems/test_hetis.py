@@ -152,6 +152,23 @@ def test_room_is_made_on_a_device_besides_the_own_one() -> None:
     assert action.moves == ((1, 0, (0,)),)
 
 
+@pytest.mark.parametrize(("growing", "moves"), [(4, [((0, 1, (0,)),)]), (0, [])])
+def test_the_ideal_has_to_hold_what_grows(growing: int, moves: list[Any]) -> None:
+    """40 entries fill the own pool, for 40; one head on the near device takes 100 + 20.
+
+    That is three times what all would take at home, where four more entries have no room.
+    """
+    instance = spread([40, 99], fits=(OWN, AttentionFit(0.0, 2.0, 0.0, 0.0, 100.0)))
+    hold = instance.kv.reserve(10, placement=[[0, 1, 2, 3], []])
+    assert hold
+    there = request(arrival=0.0, slices=[list(table) for table in hold.tables])
+    asks = request("asks", slices=[list(range(growing)), []])
+    view: Any = SimpleNamespace(
+        name="A", shards=instance.shards, page_size=1, running={"r": there}, num_running=1
+    )
+    assert [action.moves for action in make().make_room(asks, 0, view)] == moves
+
+
 @pytest.mark.parametrize(("layers", "moves"), [(8, [(0, 1, (3,))]), (4, [])])
 def test_what_a_device_does_for_other_stages_counts(
     layers: int, moves: list[tuple[int, ...]]
