@@ -123,10 +123,7 @@ PLACES = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=[pytest.mark.slow] * (n in ("three-stages", "two-groups")))
-        for n in PLACES
-    ],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n != "tensor-parallel")) for n in PLACES],
 )
 def test_one_instance_over_several_devices(
     name: str, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path

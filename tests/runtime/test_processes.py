@@ -173,6 +173,7 @@ def test_nothing_is_left_of_a_job_that_is_killed(
     wait_until(lambda: not any(map(psutil.pid_exists, pids)))
 
 
+@pytest.mark.slow
 def test_what_a_process_cannot_load_is_one_line(models: dict[str, Path], tmp_path: Path) -> None:
     sections = SMALL.sections
     sections["instances"]["b"]["num_pages"] = 10**9

@@ -56,9 +56,8 @@ def serve_with(
     return found, run, instances
 
 
-@pytest.mark.parametrize(
-    "system", ["disaggregated", pytest.param("cronus", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["disaggregated", "cronus"])
 def test_it_takes_work_again_and_the_second_loss_is_for_good(
     system: str, models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:

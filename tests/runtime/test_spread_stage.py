@@ -124,10 +124,8 @@ def expected(name: str) -> tuple[np.ndarray, np.ndarray]:
         return arrays["tokens"], arrays["logits"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n != "gemma3")) for n in CASES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_logits_of_every_architecture(name: str) -> None:
     tokens, logits = expected(name)
     model = Spread(name)

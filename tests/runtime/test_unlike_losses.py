@@ -84,6 +84,7 @@ def test_one_of_them_is_lost(
     assert "injected" in run["lost"][lost]
 
 
+@pytest.mark.slow
 def test_full_pools_of_those_that_decode(
     tiny_folder: Path,
     tmp_path: Path,
