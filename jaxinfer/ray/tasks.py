@@ -1,5 +1,6 @@
 """Simulations over the cores of a Ray cluster."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -35,15 +36,17 @@ class RayMap:
         """All start at once; results in their order. What is not asked for is given up."""
         if self._sent[0] is not call:  # A search calls the same again and again.
             self._sent = call, self._ray.put(call)
-        references = [self._task.remote(self._sent[1], item) for item in items]
+        left = deque(self._task.remote(self._sent[1], item) for item in items)
         try:
-            for reference in references:
-                found, mistake = self._ray.get(reference)
+            while left:
+                found, mistake = self._ray.get(left[0])
+                # Ray 2.60 aborts where a task is cancelled whose end it has not noted yet.
+                left.popleft()
                 if mistake:
                     raise JaxinferError(mistake)
                 yield found
         finally:
-            for reference in references:
+            for reference in left:
                 self._ray.cancel(reference)
 
 

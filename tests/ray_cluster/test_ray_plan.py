@@ -18,8 +18,8 @@ FILE = {
     "goal": {"maximise": "gpu", "slo": "ttft:p90=2,tbt:p99=0.2", "at_once": 3, "fresh_seeds": 2},
     "run": {
         "model": "llama-3-8b",
-        "engine": {"max_model_len": 2048},
-        "workload": {"synthetic": {"lengths": "sharegpt", "count": 20, "seed": 0}},
+        "engine": {"max_model_len": 4096},
+        "workload": {"synthetic": {"lengths": "sharegpt", "count": 200, "seed": 0}},
     },
 }  # fmt: skip
 
