@@ -322,3 +322,10 @@ def most_pairs(devices: Sequence[Load], seconds: float) -> float | None:
         bounds=[(0, limit)] * D + [(0, load.capacity) for load in alive],
     )  # fmt: skip
     return -float(found.fun) if found.status == 0 else None
+
+
+def test_a_page_more_for_each_slice_is_taken_from_the_free_ones() -> None:
+    load = Load(AttentionFit(1.0, 1.0, 0.0), 3, 20.0, 5, 8, others=2.0, hidden=4.0)
+    grown = load.grown(2)
+    assert grown == replace(load, entries=36.0, free_pages=3)
+    assert grown.capacity == load.capacity == 60
