@@ -102,7 +102,13 @@ def test_logits_whole_chunked_and_token_by_token(name: str) -> None:
         np.testing.assert_allclose(got, logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mixtral", "opt", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mixtral", "qwen2", "qwen3"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "opt")),
+    ],
+)
 def test_logits_on_devices_that_divide_neither_heads_nor_columns(name: str) -> None:
     tokens, logits = expected(name)
     model = Model(name, devices=3 if name == "opt" else 4)

@@ -99,7 +99,9 @@ def test_chunks_are_sent_while_the_next_ones_are_computed(plain: LLM, tmp_path: 
     assert sum(t.start < last for t in ran.record.transfers) >= 2
 
 
-@pytest.mark.parametrize("segments", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "segments", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
+)
 def test_segments_leave_while_the_next_ones_are_computed(
     segments: int, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ def worker() -> Iterator[tuple[str, psutil.Popen]]:
         yield found
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_one_instance(
     worker: tuple[str, psutil.Popen],
     models: dict[str, Path],

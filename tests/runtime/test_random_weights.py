@@ -73,7 +73,8 @@ def test_same_for_a_seed_and_other_for_another(bare: Path) -> None:
             assert (array == 1).all()
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 3])
 def test_same_tokens_on_several_devices(
     bare: Path, expected: list[list[int]], devices: int
 ) -> None:
