@@ -3,7 +3,7 @@
 A weight is read where it lies, some columns at a time, which then stay in the core's second cache
 for all of the rows; those that the core takes next are fetched meanwhile. XLA's own products copy a
 weight into another order first, each time, which costs most where there are few rows. A row's sums
-are taken in the order of the weight's rows, whatever the other rows are.
+are taken in blocks, in the order of the weight's rows, whatever the other rows are.
 
 Suffixes are those of ``models/layers.py``.
 """
@@ -34,6 +34,8 @@ from jaxinfer.pallas_kernels.xla_call import (
 VECTORS = 3
 # Tokens of the vocabulary that are looked at together: their logits fill a cache line.
 TOKENS = 16
+# Products that are summed by themselves: one sum of thousands would round more than XLA's do.
+BLOCK = 256
 _kernel = nb.njit(nogil=True, error_model="numpy", boundscheck=False, fastmath=True)
 
 
@@ -52,8 +54,24 @@ def _sizes(x_TD: jax.Array, weight_DF: jax.Array) -> Sizes:
 
 
 def _product(sizes: Sizes) -> Any:
+    """``run(x, weight, row_bytes, sums, sum_bytes, ahead)``: ``Product``'s, over D in blocks."""
     D, rows, columns = sizes
-    return Product(rows, columns, 4 * D, 32, prefetch=True).intrinsic()
+    first, more = (
+        Product(rows, columns, 4 * D, 32, add=add, prefetch=True).intrinsic()
+        for add in (False, True)
+    )
+
+    @_kernel
+    def run(x: int, weight: int, row_bytes: int, sums: int, sum_bytes: int, ahead: int) -> None:
+        first(x, weight, row_bytes, sums, sum_bytes, min(BLOCK, D), ahead)
+        for d in range(BLOCK, D, BLOCK):
+            down = row_bytes * d
+            more(
+                x + 4 * d, weight + down, row_bytes, sums, sum_bytes, min(BLOCK, D - d),
+                ahead + down,
+            )  # fmt: skip
+
+    return run
 
 
 def _register(name: str, sizes: Sizes, tile: Callable[..., None]) -> Target:
@@ -88,7 +106,7 @@ def _register(name: str, sizes: Sizes, tile: Callable[..., None]) -> Target:
 
 @compiled_once
 def _matmul(sizes: Sizes) -> Target:
-    D, product = sizes.D, _product(sizes)
+    (D, rows, columns), product = sizes, _product(sizes)
     # Cache lines of a row of the tile's columns; each tile of rows fetches one.
     lines = -(-sizes.columns * 4 // 64)
 
@@ -98,10 +116,15 @@ def _matmul(sizes: Sizes) -> Target:
     ) -> None:
         F, weight = dim(args, 1, 1), data(args, 1)
         product(
-            data(args, 0) + 4 * D * row, weight + 4 * column, 4 * F,
-            data(rets, 0) + 4 * (F * row + column), 4 * F, D,
+            data(args, 0) + 4 * D * row, weight + 4 * column, 4 * F, scratch, 4 * columns,
             weight + 4 * following + 64 * min(i, lines - 1),
         )  # fmt: skip
+        # All at once: another core may be at some of these columns, too.
+        found = nb.carray(pointer(scratch, np.float32(0)), (rows, columns))
+        out = nb.carray(pointer(data(rets, 0), np.float32(0)), (dim(args, 0, 0), F))
+        for r in range(rows):
+            for c in range(columns):
+                out[row + r, column + c] = found[r, c]
 
     return _register("matmul", sizes, tile)
 
@@ -122,7 +145,7 @@ def _gated(sizes: Sizes) -> Target:
             weight = data(args, 1 + g)
             product(
                 x, weight + 4 * column, 4 * F,
-                scratch + 4 * g * rows * columns, 4 * columns, D, weight + line,
+                scratch + 4 * g * rows * columns, 4 * columns, weight + line,
             )  # fmt: skip
         found = nb.carray(pointer(scratch, np.float32(0)), (2, rows, columns))
         out = nb.carray(pointer(data(rets, 0), np.float32(0)), (dim(args, 0, 0), F))
@@ -177,7 +200,7 @@ def matmul(x_TD: jax.Array, weight_DF: jax.Array) -> jax.Array:
     """``x_TD @ weight_DF``, all in float32."""
     sizes = _sizes(x_TD, weight_DF)
     shape = len(x_TD), weight_DF.shape[1]
-    return _call(_matmul(sizes), shape, 1, x_TD, weight_DF)
+    return _call(_matmul(sizes), shape, sizes.rows * sizes.columns, x_TD, weight_DF)
 
 
 def gated(x_TD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array) -> jax.Array:

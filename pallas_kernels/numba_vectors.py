@@ -102,7 +102,6 @@ class _Loop(NamedTuple):
         floats = ir.VectorType(F32, self.of.width)
         at = [self._sum_at(sums, sum_bytes, cell) for cell in cells]
         zero = ir.Constant(floats, [0.0] * self.of.width)
-        start = [self._floats(where, 32) if self.of.add else zero for where in at]
         before = b.block
         loop, done = b.append_basic_block("loop"), b.append_basic_block("done")
         b.cbranch(b.icmp_signed("<", ir.Constant(I64, 0), self.count), loop, done)
@@ -118,9 +117,11 @@ class _Loop(NamedTuple):
         found = [b.phi(floats) for _ in cells]
         for cell in cells:
             for phi in (carry[cell], found[cell]):
-                phi.add_incoming(start[cell], before)
+                phi.add_incoming(zero, before)
                 phi.add_incoming(new[cell], loop)
-        for out, where in zip(found, at, strict=True):
+        for total, where in zip(found, at, strict=True):
+            # Last, so that what is there rounds once.
+            out = b.fadd(total, self._floats(where, 32), flags=_FAST) if self.of.add else total
             b.store(out, b.inttoptr(where, floats.as_pointer()), align=4)
 
     def _sum_at(self, sums: Any, sum_bytes: Any, cell: int) -> Any:
