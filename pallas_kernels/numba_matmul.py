@@ -35,7 +35,7 @@ VECTORS = 3
 # Tokens of the vocabulary that are looked at together: their logits fill a cache line.
 TOKENS = 16
 # Products that are summed by themselves: one sum of thousands would round more than XLA's do.
-BLOCK = 256
+BLOCK = 768
 _kernel = nb.njit(nogil=True, error_model="numpy", boundscheck=False, fastmath=True)
 
 
