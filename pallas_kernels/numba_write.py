@@ -87,5 +87,5 @@ def write_kv(
         input_output_aliases={4: 0, 5: 1},
     )
     new = k_TKH.astype(kv.keys.dtype), v_TKH.astype(kv.values.dtype)
-    keys, values, _ = call(*new, page_T.astype(jnp.int32), offset_T.astype(jnp.int32), *pages)
+    keys, values, _ = call(*new, page_T, offset_T, *pages)
     return KVPages(keys, values)
