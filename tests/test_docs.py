@@ -181,6 +181,22 @@ def test_every_block_of_code_ends(page: Path) -> None:
     assert all(line.strip() == "```" for line in fences[1::2])
 
 
+@pytest.mark.parametrize("page", [*DOCS, *RESULTS], ids=lambda p: p.name)
+def test_a_heading_is_no_paragraph(page: Path) -> None:
+    text = "\n".join(prose(page.read_text()))
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    assert not [heading for heading in headings if len(heading) > 72]
+
+
+def test_the_picture_of_the_architecture_is_true() -> None:
+    picture = (ROOT / "docs" / "architecture.svg").read_text()
+    assert "not built" not in picture
+    for path in re.findall(r"\b[a-z]\w+/(?:\w+\.py)?", re.sub(r"<svg[^>]*>|</\w+>", "", picture)):
+        assert (ROOT / "jaxinfer" / path).exists(), path
+    for file in re.findall(r"(?<![\w/])\w+\.py", picture):
+        assert (ROOT / "jaxinfer" / "serving" / file).exists(), file
+
+
 def test_prose_is_told_from_the_rest() -> None:
     text = "a\n| b |\n```py\nc\n```\n- [d](e)\n![f](g)\n[h]: i\n    jaxinfer run\n"
     assert list(prose(text)) == ["a", "- [d](e)"]

@@ -1,4 +1,4 @@
-"""What needs Ray, the extra ``ray``; nothing else of jaxinfer imports it."""
+"""Batches and placement on Ray, the extra ``ray``; imported only where a run file asks for it."""
 
 from jaxinfer.ray.generator import Generator
 
