@@ -12,7 +12,7 @@ PYTHON312 ?= python3.12
 # What a GPU machine is expected to have.
 CUDA_JAX := 0.11.2
 
-.PHONY: demo test test-slow test-all lower-all compile-all lint format clean
+.PHONY: demo test test-slow test-long test-all lower-all compile-all lint format clean
 
 # Made anew when the dependencies change.
 $(VENV)/installed: pyproject.toml
@@ -32,12 +32,15 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
-# Most of it is one file.
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet $(GEMMA)
-	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "slow and not long" -n 2 --dist worksteal
 
-test-all: test test-slow
+# More of what the slow tests have samples of.
+test-long: $(VENV)/installed
+	$(BIN)/python -m pytest -m long -n 2 --dist worksteal
+
+test-all: test test-slow test-long
 
 lower-all:
 	for jax in $(JAX_VERSIONS); do \

@@ -26,6 +26,14 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 DATA = Path(__file__).parent / "data"
 
 
+@pytest.hookimpl(tryfirst=True)  # Before any are left out by their marks.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every long test is a slow one."""
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker("slow")
+
+
 @pytest.fixture(scope="session")
 def golden() -> list[dict[str, Any]]:
     """Greedy cases of the demo model by Hugging Face transformers, in float32."""

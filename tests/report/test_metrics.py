@@ -87,11 +87,11 @@ def test_totals_of_requests_are_of_those_that_have_not_failed() -> None:
 
 
 def test_a_prompt_counts_once_with_all_its_continuations() -> None:
-    """Ten prompts end at 1, 2, ... 10 s, each with another continuation half a second before."""
+    """Ten prompts end at 1, 2, ... 10 s, each with another continuation a quarter earlier."""
     totals = RunTotals()
     for end in range(1, 11):
         early, late = ended(5, 2, 0.0, 0, None), ended(5, 3, 0.0, 1, None)
-        totals.add_prompt([(late, [0.25, 0.5, end]), (early, [0.25, end - 0.5])])
+        totals.add_prompt([(late, [0.25, 0.5, end]), (early, [0.25, 0.75 * end])])
     failed, other = ended(5, 3, 0.0, 0, "lost"), ended(5, 3, 0.0, 0, None)
     totals.add_prompt([(other, [0.25, 0.5, 11.0]), (failed, [0.25])])
     # From the first one's end to the ninth's, eight prompts of five tokens each.
@@ -99,7 +99,7 @@ def test_a_prompt_counts_once_with_all_its_continuations() -> None:
     assert (totals.prompt_tokens, totals.cached_tokens, totals.output_tokens) == (100, 10, 50)
     # Latencies are of each continuation, but of the failed prompt's none.
     assert totals.latencies.e2e.percentile(100) == 10
-    assert totals.latencies.e2e.mean == pytest.approx((55 + 50) / 20)
+    assert totals.latencies.e2e.mean == pytest.approx((55 + 0.75 * 55) / 20)
 
 
 def test_figures_of_a_run() -> None:

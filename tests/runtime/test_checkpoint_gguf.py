@@ -186,9 +186,9 @@ class TestGGUF:
         path = make_gguf(
             tmp_path / "eot.gguf",
             make_weights(),
-            metadata=lambda writer: writer.add_eot_token_id(7),
+            metadata=lambda writer: (writer.add_eot_token_id(7), writer.add_eom_token_id(9)),
         )
-        assert open_checkpoint(str(path)).config.eos_token_ids == (2, 7)
+        assert open_checkpoint(str(path)).config.eos_token_ids == (2, 7, 9)
 
     def test_every_truncation_is_one_line(self, tmp_path: Path) -> None:
         whole = make_gguf(tmp_path / "whole.gguf", make_weights()).read_bytes()

@@ -96,8 +96,10 @@ def test_the_cases_cover_what_they_are_to_cover() -> None:
     assert {0, -1} <= cuts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(s, marks=pytest.mark.slow if s < 4 else pytest.mark.long) for s in range(24)],
+)
 def test_more_pairs_and_ways(
     seed: int,
     loader: Loader,

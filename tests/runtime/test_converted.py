@@ -397,6 +397,13 @@ class TestDamage:
             assert message.startswith(f"{victim}: ")
             assert ("missing" if how == "removed" else f"must be {len(content)};") in message
 
+    def test_a_file_that_has_grown(self, tiny_converted: Path, tmp_path: Path) -> None:
+        folder = shutil.copytree(tiny_converted, tmp_path / "copy")
+        victim = next(p for p in (folder / "parameters").rglob("*") if p.is_file())
+        victim.write_bytes(victim.read_bytes() + b"x")
+        size = victim.stat().st_size
+        assert error_of(folder, 2).startswith(f"{victim}: {size} bytes long, must be {size - 1};")
+
     def test_index(
         self, tiny_converted: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:

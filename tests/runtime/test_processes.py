@@ -6,7 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import astuple, replace
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -70,16 +73,29 @@ def test_by_the_transfer_server(
     check_transfers(ran, token_bytes("three"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(covering_cases())))
+def apart_cases() -> list[Any]:
+    """Those of ``test_cluster`` with processes: one of each pair is slow, the others are long.
+
+    That one has the most that those of the pairs before it do not have.
+    """
+    found, had = [], set()
+    for number, (pair, some) in enumerate(groupby(covering_cases(), lambda case: case.pair)):
+        apart_pair = replace(pair, apart=("a", "b", "ab")[(number + number // 3) % 3])
+        cases = [Case(apart_pair, case.way) for case in some]
+        news = [set(astuple(case.way)) - had for case in cases]
+        chosen = max(range(len(cases)), key=lambda i: len(news[i]))
+        had |= news[chosen]
+        for i, case in enumerate(cases):
+            mark = pytest.mark.slow if i == chosen else pytest.mark.long
+            found.append(pytest.param(case, marks=mark, id=str(case)))
+    return found
+
+
+@pytest.mark.parametrize("case", apart_cases())
 def test_tokens_are_those_of_one_instance_in_every_way(
-    number: int, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
+    case: Case, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
-    case = covering_cases()[number]
-    pair = case.pair
-    apart = ("a", "b", "ab")[sum(map(ord, str(pair))) % 3]
-    apart_pair = Pair(pair.heads, pair.a, pair.b, apart)
-    check_case(Case(apart_pair, case.way), loader.pair(apart_pair), expected[pair.heads], tmp_path)
+    check_case(case, loader.pair(case.pair), expected[case.pair.heads], tmp_path)
 
 
 DEATHS = [

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from multiprocessing.connection import Client, Connection
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ import pytest
 from process_cases import wait_until
 
 from jaxinfer import JaxinferError
-from jaxinfer.runtime import reach, remote
+from jaxinfer.runtime import port, reach, remote
 from jaxinfer.runtime.carrier import HostCarrier
 from jaxinfer.runtime.engine import Cluster
 from jaxinfer.runtime.messages import (
@@ -144,6 +145,63 @@ def test_slabs_of_a_run_that_was_broken_off(channel: Any) -> None:
     assert dest.done[3:] == [Drop(1, second, "host")]
     channel._hear(SlabFailed(1, first, True, "not offered"))
     assert (len(old), new) == (1, [])
+
+
+def test_all_slabs_are_dropped_when_their_destination_is_lost(channel: Any) -> None:
+    """Also those that it has pulled; when the source is lost, these are still to be placed."""
+    channel, source, dest = channel
+    posted: list[Any] = []
+    for _ in range(3):
+        channel.send(transfer(), posted.append)
+    first, second, third = (offer.slab for offer in source.done)
+    channel._hear(Offered(0, first, "there", None))
+    channel._hear(Pulled(1, first, 0.0, 1.0))
+    source.lose("ended")
+    assert list(channel._slabs) == [first]
+    assert dest.done[1:] == [Drop(1, slab, "host") for slab in (second, third)]
+    dest.lose("ended, too")
+    assert not channel._slabs
+    assert source.done[-1] == Drop(0, first, "host")
+    assert dest.done[-1] == Drop(1, first, "host")
+    assert [p.instance for p in posted if isinstance(p, Failed)] == ["a", "b"]
+
+
+def test_when_a_slab_was_pulled_is_told_by_the_clock_here() -> None:
+    """The peer's clock is 5 s ahead."""
+    heard: list[Any] = []
+    process: Any = SimpleNamespace(peer=SimpleNamespace(clock_offset=5.0), lanes={3: heard.append})
+    Process._hear(process, Pulled(3, 7, 105.0, 106.5))
+    assert heard == [Pulled(3, 7, 100.0, 101.5)]
+
+
+def test_a_port_keeps_no_slab_that_was_placed_or_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(port, "SlabDest", lambda *args: SimpleNamespace(place=lambda *a: None))
+    posted: SimpleQueue[Any] = SimpleQueue()
+    carrier = SimpleNamespace(
+        dropped=[], pull=lambda *args: np.zeros(2).view(Slab), close=lambda: None
+    )
+    carrier.drop = carrier.dropped.append
+    stage: Any = SimpleNamespace(plan=None)
+    dest = port.Port({"b": [stage]}, posted.put, "127.0.0.1")
+    dest._carriers["host"] = carrier  # type: ignore[assignment]
+    form: Any = SimpleNamespace(sharding=lambda plan: None, shape=(2,), dtype=np.dtype("float32"))
+    dest.do(OpenLane(1, "b", 0, form, False, False))
+    for slab in (4, 5):
+        dest.do(Pull(1, slab, "host", "there"))
+        assert posted.get(timeout=20)[:2] == (1, slab)
+    assert list(dest._ends[1].arrived) == [4, 5]
+    dest.do(Place(1, 4, [1], 0, 1))
+    dest.do(Drop(1, 5, "host"))
+    wait_until(lambda: carrier.dropped == [5])
+    assert dest._ends[1].arrived == {}
+    dest.close()
+
+
+class Slab(np.ndarray):
+    """That of a carrier without devices."""
+
+    def block_until_ready(self) -> "Slab":
+        return self
 
 
 def test_what_fails_to_be_placed_is_the_destinations_failure(channel: Any) -> None:

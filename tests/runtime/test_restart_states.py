@@ -107,10 +107,11 @@ class Cluster:
         wait_until(lambda: len(self.heard) >= count)
 
 
+@pytest.mark.parametrize("restart", [1, 2])
 def test_one_that_is_lost_is_started_again_and_in_use_when_it_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, restart: int
 ) -> None:
-    cluster = Cluster(monkeypatch, 2, [None])
+    cluster = Cluster(monkeypatch, restart, [None])
     cluster.go.clear()
     cluster.process.die("killed")
     assert cluster.restarts.expect("x", "a step failed")
@@ -124,7 +125,7 @@ def test_one_that_is_lost_is_started_again_and_in_use_when_it_is_taken(
     assert outcome == Outcome("g", ["x", "y"], "killed", outcome.seconds)
     assert {worker.process for worker in cluster.workers.values()} == {cluster.started[0]}
     assert cluster.restarts.take("g") is None
-    assert cluster.restarts._homes["g"].left == 1
+    assert cluster.restarts._homes["g"].left == restart - 1
 
 
 def test_a_failure_in_a_process_that_is_there_ends_it_if_it_may_be_started_again(

@@ -1,6 +1,7 @@
 """Buckets, and the arrays of a step against the batch they stand for."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,6 +82,20 @@ def check_sampling(inputs: SamplingInputs, i: int, row: Row, slots: dict[str, in
         assert inputs.prompt_len_S[i] == row.request.prompt_len
     else:
         assert (inputs.history_SL[i] == NO_TOKEN).all()
+
+
+@pytest.mark.parametrize(("drawn", "early"), [(3, True), (4, False)])
+def test_ends_are_held_back_until_there_are_enough_tokens(drawn: int, early: bool) -> None:
+    """Of a prompt of 6 tokens, with so many after it when the next one is drawn."""
+    params = SamplingParams(max_tokens=9, min_tokens=4)
+    request = RequestState(
+        "r", 6, 9, prompt_token_ids=range(6), payload=Sampling(params, 0, (7, 8))
+    )
+    request.output_token_ids = list(range(drawn))
+    row = Row(request, 5 + drawn, 1, True, False, 0, None)  # type: ignore[arg-type]
+    sampling = build_sampling(Batch("x", [row], 0, 1, 0), 1, sampler_shape([request]), {})
+    found = sampling.edit_token_SE[0]
+    assert found[found != NO_TOKEN].tolist() == [7, 8] * early
 
 
 @settings(deadline=None, max_examples=150, derandomize=True)

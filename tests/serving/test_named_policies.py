@@ -150,7 +150,9 @@ def test_peak_is_the_largest_sum_over_iterations(requests: list[tuple[int, int]]
 class Instant:
     """Requests on one instance, whose steps end as soon as they are formed."""
 
-    def __init__(self, pages: int = 100, size: int = 1, **options: Any) -> None:
+    def __init__(
+        self, pages: int = 100, size: int = 1, grouped: bool = False, **options: Any
+    ) -> None:
         limits: dict[str, Any] = {
             "max_num_batched_tokens": 100, "max_num_seqs": 8, "watermark": 0.0,
             "max_in_flight": 2, "launch_ahead": True,
@@ -158,7 +160,8 @@ class Instant:
         given = {name: options.pop(name) for name in list(options) if name in limits}
         policies = make_policies(PolicyOptions(**options))
         opts = InstanceOptions(**(limits | given))
-        self.instance = new_instance("A", make_kv(pages, size), opts, policies)
+        kv = make_kv(pages, size)
+        self.instance = new_instance("A", kv, opts, policies, groups_decodes=grouped)
         self._numbers = count()
 
     def add(self, *lengths: tuple[int, int], predicted: tuple[int, int] | None = None) -> None:
@@ -346,6 +349,12 @@ takes_none, takes_back, takes_two_rows = takes(0), takes(-1), takes(1, 2)
 takes_more_than_it_has, takes_more_than_fit, takes_more_than_a_step = takes(6), takes(99), takes(5)
 
 
+def takes_five_beside_a_group(batch: Forming) -> None:
+    batch.add_group()
+    if request := batch.admit():
+        batch.add(request, 5)
+
+
 class CannotBeMade:
     def __init__(self) -> None:
         raise ValueError("not today")
@@ -432,6 +441,18 @@ def test_what_ones_own_does_amiss_names_it(kind: str, name: str, reason: str) ->
     with pytest.raises(JaxinferError) as error:
         run.step()
     assert str(error.value).startswith(f"policies.{kind}: {ME}:{name} {reason}")
+
+
+def test_decodes_that_go_together_count_in_ones_own_step() -> None:
+    policy = f"{ME}:takes_five_beside_a_group"
+    run = Instant(grouped=True, max_num_batched_tokens=5, form_batch=policy)
+    run.add((5, 3))
+    assert run.step() == {"r0": 5}
+    run.add((5, 2))
+    with pytest.raises(
+        JaxinferError, match="forms a step of 6 tokens, max_num_batched_tokens is 5"
+    ):
+        run.step()
 
 
 def test_what_ones_own_says_itself_is_left_as_it_is() -> None:

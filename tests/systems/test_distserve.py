@@ -165,6 +165,13 @@ def test_a_unit_that_has_room_for_it_gets_it() -> None:
     assert {outcome.route_of(name)[-1] for name in ("r1", "r2")} == {("e", 19)}
 
 
+def test_a_prefill_pool_is_to_hold_the_prompt_alone() -> None:
+    """Neither holds all 24 tokens of the second request, and the first unit cannot decode it."""
+    pool = [instance("p", 9), instance("q", 9), instance("d", 20), instance("e", 50)]
+    outcome = serve(make(TWO), [(5, 4), (5, 20)], pool)
+    assert outcome.route_of("r1") == [("q", 5), ("e", 19)]
+
+
 @pytest.mark.parametrize(
     ("lost", "route"),
     [
