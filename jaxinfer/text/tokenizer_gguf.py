@@ -18,9 +18,10 @@ from tokenizers import (
 )
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.text.gguf_ends import CONTROL, token_types
 
 # GGUF's token types.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+_NORMAL, _UNKNOWN, _USER_DEFINED, _UNUSED = 1, 2, 4, 5
 # SentencePiece's stand-in for a space.
 _SPACE = "\u2581"
 _NAMED_TOKENS = {
@@ -52,7 +53,7 @@ def read_gguf_tokenizer(
         pre = _pre(metadata, path)
         tokens = _strings(metadata, "tokenizer.ggml.tokens", path)
         backend, adds_bos = _byte_level(tokens, _merges(metadata, tokens, path), pre), pre.adds_bos
-        types = metadata.get("tokenizer.ggml.token_type", ())
+        types = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
     elif kind == "llama":
         vocabulary = _sentencepiece_vocabulary(metadata, path)
         tokens, types = vocabulary.tokens, vocabulary.types
@@ -62,7 +63,7 @@ def read_gguf_tokenizer(
             f"{path}: tokenizer.ggml.model is {kind!r}, must be 'gpt2' (byte-level BPE) or "
             "'llama' (SentencePiece's BPE)"
         )
-    _add_tokens(backend, tokens, types)
+    _add_tokens(backend, tokens, token_types(metadata, types))
     named = {
         role: _named_token(metadata, name, tokens, path) for role, name in _NAMED_TOKENS.items()
     }
@@ -82,7 +83,7 @@ def _add_tokens(backend: Tokenizer, tokens: Sequence[str], types: Sequence[int])
         [
             AddedToken(token, special=True, normalized=False)
             for token, kind in typed
-            if kind in (_CONTROL, _UNKNOWN)
+            if kind in (CONTROL, _UNKNOWN)
         ]
     )
     backend.add_tokens(
