@@ -172,7 +172,6 @@ BAD = [
     # prompts
     ({"promt": "a"}, "needs exactly one of prompt, messages, prompt_token_ids, has ['promt']"),
     ({"prompt": "a", "messages": []}, "has ['prompt', 'messages']"),
-    ({"prompt": ""}, "prompt is empty"),
     ({"prompt": []}, "prompt is empty"),
     ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
     ({"messages": []}, "messages is [], must be a non-empty list"),
@@ -200,8 +199,9 @@ BAD = [
     ),
     (
         chat(messages=[{"role": "assistant", "content": "x", "tool_calls": [1]}]),
-        "messages[0] has 'tool_calls', can only have role and content",
+        "messages[0] has 'tool_calls', can only have role, content and name",
     ),
+    (chat(messages=[{"role": "user", "content": "x", "name": 5}]), "messages[0] has name 5, must"),
     # options
     (chat(n=0), "n is 0, must be"),
     (chat(n=True), "n is True, must be"),
@@ -209,7 +209,6 @@ BAD = [
     (chat(best_of=True), "best_of is True, not supported except as 1"),
     (chat(stream=0), "stream is 0, not supported except as false"),
     (chat(top_logprobs=-1), "top_logprobs is -1, must be an integer from 0 to 20"),
-    (chat(n=2, temperature=0), "n is 2, must be 1 with temperature 0"),
     (chat(min_tokens=9, max_tokens=8), "min_tokens is 9, must be at most max_tokens, 8"),
     (chat(logit_bias={"x": 1}), "logit_bias.x is 'x', must be"),
     (chat(logit_bias={"5": 101}), "logit_bias.5 is 101, must be"),
