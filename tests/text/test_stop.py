@@ -1,5 +1,6 @@
 """Where a request's text ends, by tokens of any text."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,13 +16,15 @@ class Pieces:
     def __init__(self, *texts: str) -> None:
         self.texts = texts
 
-    def open_stream(self) -> "Pieces":
+    is_within = False
+
+    def open_stream(self, after: Sequence[int]) -> "Pieces":
         return self
 
     def add(self, token: int) -> str:
         return self.texts[token]
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: list[int], after: Sequence[int]) -> str:
         return "".join(self.texts[token] for token in token_ids)
 
 
@@ -30,7 +33,7 @@ def ended(
 ) -> tuple[int, Stop | None, str]:
     """One token for each text: how many are taken, why no more, and the output's text."""
     sampling = Sampling(SamplingParams(**options), 0, end_token_ids)
-    check = StopCheck(sampling, Pieces(*texts))  # type: ignore[arg-type]
+    check = StopCheck(sampling, Pieces(*texts), ())  # type: ignore[arg-type]
     stop = None
     taken = []
     for token in range(len(texts)):
