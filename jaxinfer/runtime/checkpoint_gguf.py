@@ -162,7 +162,14 @@ def _rope_divisors(file: GGUFFile, head_dim: int) -> np.ndarray:
 def _biases(file: GGUFFile) -> str:
     """Which of an attention's four products have a bias: none, "qkv", as Qwen 2's, or "qkvo"."""
     names = {"attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "o"}
-    return "".join(short for part, short in names.items() if f"blk.0.{part}.bias" in file.tensors)
+    there = [part for part in names if f"blk.0.{part}.bias" in file.tensors]
+    found = "".join(names[part] for part in there)
+    if found not in ("", "qkv", "qkvo"):
+        raise JaxinferError(
+            f"{file.path}: has a bias of {', '.join(there)}, must have those of attn_q, attn_k and "
+            "attn_v, with or without that of attn_output"
+        )
+    return found
 
 
 def _with_windows(keys: Keys, config: ModelConfig, rotation: Rotation) -> ModelConfig:
