@@ -36,7 +36,7 @@ def test_the_file_s_own_end_comes_first() -> None:
         (["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], [1, 3]),  # Gemma
         (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], [0, 2]),
         (["<fim_pad>", "<reponame>", "<|file_sep|>", "<fim_prefix>"], [0, 1, 2]),
-        (["<\uff5cend\u2581of\u2581sentence\uff5c>", "_<EOT>", "[EOT]", "[EOS]", "[PAD]"], [0, 1, 2, 3, 4]),
+        (["<\uff5cend\u2581of\u2581sentence\uff5c>", "_<EOT>", "[EOS]", "[PAD]"], [0, 1, 2, 3]),
         # There, <|end|> ends a message.
         (["<|return|>", "<|call|>", "<|end|>", "<|start|>"], [0, 1]),
         (["<|flush|>", "<|calls|>", "<|end|>"], [0, 1]),
