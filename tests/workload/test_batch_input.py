@@ -68,6 +68,9 @@ HI = Conversation([{"role": "user", "content": "Hi"}])
         ({"prompt_token_ids": [0, 5]}, [0, 5]),
         ({"messages": [{"role": "user", "content": "Hi"}]}, HI),
         ({"prompt": None, "prompt_token_ids": [7]}, [7]),
+        ({"prompt": ""}, ""),
+        (completion(prompt=["Hi"]), "Hi"),
+        (completion(prompt=[[1, 2]]), [1, 2]),
     ],
 )
 def test_accepted_forms(tmp_path, line, prompt):
@@ -82,6 +85,10 @@ def test_text_parts_become_one_text(tmp_path):
     )
     messages = [{"role": "user", "content": "Hi", "name": None, "tool_calls": None}]
     assert good(tmp_path, {"messages": messages}).prompt == HI
+    messages = [{"role": "user", "content": "Hi", "annotations": [], "tool_calls": []}]
+    assert good(tmp_path, {"messages": messages}).prompt == HI
+    messages = [{"role": "user", "content": "Hi", "name": "Ann"}]
+    assert good(tmp_path, {"messages": messages}).prompt == Conversation(messages)
 
 
 def test_sampling_options_and_defaults(tmp_path):
@@ -178,6 +185,7 @@ BAD = [
     ({"prompt": 5}, "prompt is 5, must be a string or a list of token ids"),
     (completion(prompt=["a", "b"]), "write one prompt per line"),
     (completion(prompt=[[1], [2]]), "write one prompt per line"),
+    (completion(prompt=[[]]), "prompt is empty"),
     ({"prompt": [1, -2]}, "prompt[1] is -2, must be an integer >= 0"),
     ({"prompt_token_ids": [1, True]}, "prompt_token_ids[1] is True, must be an integer >= 0"),
     ({"prompt_token_ids": "ab"}, "prompt_token_ids is 'ab', must be a list"),
