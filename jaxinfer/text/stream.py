@@ -70,13 +70,20 @@ class _ByteStream:
     Unlike a window, it holds at most three bytes, however long the model emits invalid ones.
     """
 
-    def __init__(self, token_of: Callable[[int], str | None]) -> None:
+    def __init__(self, token_of: Callable[[int], str | None], before: "_Context") -> None:
         self._token_of = token_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._unshown = ""
+        for token_id in before.ids:
+            self.add(token_id)
+        self._unshown = before.unshown
 
     def add(self, token_id: int) -> str:
         token = self._token_of(token_id)
-        return "" if token is None else self._decoder.decode(_stored_bytes(token))
+        piece = "" if token is None else self._decoder.decode(_stored_bytes(token))
+        if piece and self._unshown:
+            piece, self._unshown = piece.removeprefix(self._unshown), ""
+        return piece
 
     @property
     def is_within(self) -> bool:
@@ -100,6 +107,7 @@ class _WindowStream:
         self._ids = list(before.ids)
         self._read = 0
         self._context = before.text
+        self._unshown = before.unshown
 
     def add(self, token_id: int) -> str:
         token = self._token_of(token_id)
@@ -109,7 +117,8 @@ class _WindowStream:
         text = self._backend.decode(self._ids)
         if text.endswith(_REPLACEMENT) or len(text) <= len(self._context):
             return ""
-        piece = text[len(self._context) :]
+        piece = text[len(self._context) :].removeprefix(self._unshown)
+        self._unshown = ""
         if _byte_of(token):
             # Stays whole: an invalid byte would make all bytes of the run invalid.
             self._context = text
@@ -122,10 +131,16 @@ class _WindowStream:
 
 @dataclass(frozen=True)
 class _Context:
-    """The last tokens before a text that bear on how it begins, and what they show of it."""
+    """The last tokens before a text that bear on how it begins.
+
+    Attributes:
+        text: what they show by themselves, without a character that they leave incomplete.
+        unshown: what stands for that one should it stay incomplete.
+    """
 
     ids: tuple[int, ...] = ()
     text: str = ""
+    unshown: str = ""
 
 
 class Detokenizer:
@@ -147,18 +162,15 @@ class Detokenizer:
     def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
         """The text of ``token_ids``, which follow the tokens ``after``."""
         before = self._context(after)
-        ids = [*before.ids, *token_ids]
-        return self._backend.decode(ids, skip_special_tokens=True)[len(before.text) :]
+        text = self._backend.decode([*before.ids, *token_ids], skip_special_tokens=True)
+        return text[len(before.text) :].removeprefix(before.unshown)
 
     def open_stream(self, after: Sequence[int] = ()) -> Stream:
         """A new incremental decoder of what follows the tokens ``after``."""
         before = self._context(after)
-        if not self._byte_level:
-            return _WindowStream(self._backend, self._token_of, before)
-        stream = _ByteStream(self._token_of)
-        for token_id in before.ids:
-            stream.add(token_id)
-        return stream
+        if self._byte_level:
+            return _ByteStream(self._token_of, before)
+        return _WindowStream(self._backend, self._token_of, before)
 
     def token(self, token_id: int) -> tuple[str, bytes]:
         """A token's text, and the bytes that it adds to a text.
@@ -216,12 +228,12 @@ class Detokenizer:
         text = self._backend.decode(ids)
         if self._byte_level:
             within = _num_incomplete(b"".join(map(_stored_bytes, tokens)))
-            return _Context(tuple(ids), text[:-1]) if within else _Context()
+            return _Context(tuple(ids), text[:-1], text[-1:]) if within else _Context()
         run = b""
         for token in reversed(tokens if self._has_bytes else ()):
             if not (byte := _byte_of(token)):
                 break
             run = byte + run
-        if within := _num_incomplete(run):
-            text = self._backend.decode(ids[:-within])
-        return _Context(tuple(ids), text)
+        within = _num_incomplete(run)
+        shown = self._backend.decode(ids[:-within]) if within else text
+        return _Context(tuple(ids), shown, text[len(shown) :])

@@ -116,6 +116,20 @@ def test_a_character_that_begins_in_the_prompt(cut: int) -> None:
         assert "".join(map(stream.add, tokens[at:])) == wanted
 
 
+@given(st.lists(st.integers(0, 258)), st.lists(st.integers(0, 127)))
+@settings(max_examples=100, deadline=None)
+def test_a_character_that_stays_incomplete(prompt: list[int], output: list[int]) -> None:
+    """It is the prompt's."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    first = [alphabet.index("a")]
+    check(byte_level(), prompt, first + output)
+    check(
+        backend("llama"), [3 + t for t in prompt if t < 256], [IDS["a"], *(3 + t for t in output)]
+    )
+    for begun in ("<0xF0>", "<0xF0> <0x9F>", "▁日 <0xF0>", "日 <0xF0> <0x9F>"):
+        check(backend("llama"), ids(begun), ids("<0x41> a"))
+
+
 def _stand_ins(content: bytes) -> list[str]:
     """GPT-2's letters, by the library's own pre-tokeniser."""
     split = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
