@@ -67,7 +67,7 @@ class SamplingParams(Options):
     """How to draw a request's tokens. Names and defaults are those of vLLM.
 
     Attributes:
-        n: continuations of the prompt, each with a seed of its own.
+        n: continuations of the prompt, each with a seed of its own; alike at temperature 0.
         temperature: 0 is greedy; logits are divided by it otherwise. At 100, hardly a token is
             likelier than another.
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
@@ -127,8 +127,6 @@ class SamplingParams(Options):
             raise OptionError(
                 f"min_tokens is {self.min_tokens}, must be at most max_tokens, {self.max_tokens}"
             )
-        if self.n > 1 and self.temperature == 0:
-            raise OptionError(f"n is {self.n}, must be 1 with temperature 0: all would be equal")
 
     @property
     def has_penalties(self) -> bool:
@@ -158,11 +156,18 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Logprob:
-    """A token's log probability under the model itself, and its rank (1 is the likeliest)."""
+    """A token's log probability under the model itself, and its rank (1 is the likeliest).
+
+    ``decoded_token`` is the token's text: of one that was drawn, what it adds to the output, which
+    is nothing as long as a character is incomplete; of any other, its own, in which U+FFFD is part
+    of a character. Special tokens, which no output's text has, show their names. ``token_bytes``
+    are the bytes for which the vocabulary has the token; a special one has none.
+    """
 
     logprob: float
     rank: int
     decoded_token: str | None = None
+    token_bytes: bytes | None = None
 
 
 @dataclass

@@ -34,6 +34,7 @@ class ModelConfig:
         local_rope: of layers with a window, where it differs from the others'.
         windows: per layer, the last tokens that it sees, its own included; none is all.
         attention_scale: of scores; none is 1 / sqrt(head_dim).
+        attention_bias: whether Llama's queries, keys, values and outputs have biases.
         num_experts, num_experts_per_tok: 0 is one dense feed-forward layer.
         kernels: what attends and multiplies; see ``pallas_kernels.choice``. No property of the
             model.
@@ -56,6 +57,7 @@ class ModelConfig:
     rope: Rope | None = None
     local_rope: Rope | None = None
     attention_scale: float | None = None
+    attention_bias: bool = False
     num_experts: int = 0
     num_experts_per_tok: int = 0
     kernels: str = "plain"

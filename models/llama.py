@@ -5,6 +5,7 @@ Several architectures are this one with a change, named where it is made: see ``
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -53,11 +54,14 @@ class Attention(nnx.Module):
         self.k_DKH = init_weight(rngs, (D, K, H))
         self.v_DKH = init_weight(rngs, (D, K, H))
         self.o_NHD = init_weight(rngs, (N, H, D))
-        self.qkv_bias, self.qk_norm = qkv_bias, qk_norm
-        if qkv_bias:
+        self.qkv_bias, self.qk_norm = qkv_bias or config.attention_bias, qk_norm
+        self.o_bias = config.attention_bias
+        if self.qkv_bias:
             self.q_bias_NH = init_weight(rngs, (N, H))
             self.k_bias_KH = init_weight(rngs, (K, H))
             self.v_bias_KH = init_weight(rngs, (K, H))
+        if self.o_bias:
+            self.o_bias_D = init_weight(rngs, (D,))
         if qk_norm:
             self.q_norm = RMSNorm(H, config.norm_eps)
             self.k_norm = RMSNorm(H, config.norm_eps)
@@ -90,7 +94,8 @@ class Attention(nnx.Module):
         # As a matrix product: XLA:CPU transposes the weight, every step, for one over two axes.
         o_NHD = self.o_NHD[...]
         out_TE = out_TNH.reshape(len(out_TNH), -1)
-        return dense(out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]), self.kernels)
+        out_TD = dense(out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]), self.kernels)
+        return out_TD + self.o_bias_D[...] if self.o_bias else out_TD
 
 
 class MLP(nnx.Module):
@@ -213,10 +218,10 @@ def read_config(keys: Keys) -> ModelConfig:
     Raises:
         JaxinferError: a size is missing, a value is wrong, or something is not implemented.
     """
-    keys.only("attention_bias", False)
     keys.only("mlp_bias", False)
     keys.only("hidden_act", "silu")
-    return read_sizes(keys, rope_keys(keys))
+    bias = keys.flag("attention_bias", False)
+    return replace(read_sizes(keys, rope_keys(keys)), attention_bias=bias)
 
 
 def read_sizes(keys: Keys, rope: Keys, tied: bool = False, eps: float = 1e-6) -> ModelConfig:
@@ -284,7 +289,9 @@ def hf_weights(
             ours + "mlp.up_DF": transposed(hf + "mlp.up_proj.weight", F, D),
             ours + "mlp.down_FD": transposed(hf + "mlp.down_proj.weight", D, F),
         }
-        if qkv_bias:
+        if config.attention_bias:
+            specs[ours + "attn.o_bias_D"] = same(hf + "self_attn.o_proj.bias", D)
+        if qkv_bias or config.attention_bias:
             specs |= {
                 ours + "attn.q_bias_NH": heads_bias(hf + "self_attn.q_proj.bias", N, H),
                 ours + "attn.k_bias_KH": heads_bias(hf + "self_attn.k_proj.bias", K, H),

@@ -58,12 +58,6 @@ def test_any_penalty_is_one(options: dict[str, float], expected: bool) -> None:
     assert SamplingParams(**options).has_penalties == expected
 
 
-def test_several_greedy_continuations_would_be_equal() -> None:
-    with pytest.raises(JaxinferError, match=r"^n is 2, must be 1 with temperature 0"):
-        SamplingParams(n=2, temperature=0)
-    assert SamplingParams(n=1, temperature=0).n == 1
-
-
 def test_times_of_a_request() -> None:
     metrics = RequestMetrics(10.0, token_times=[12.0, 13.0, 15.5])
     assert metrics.ttft == 2.0

@@ -27,9 +27,7 @@ def open_folder(path: Path, name: str, weights: bool = True) -> Checkpoint:
         JaxinferError: a file is missing or damaged, or something is not implemented.
     """
     config = read_folder_config(path)
-    tensors = {}
-    for shard in _shards(path) if weights else ():
-        tensors.update(_open_safetensors(shard))
+    tensors = _open_tensors(path) if weights else {}
     # Saved without a head, as published OPTs are.
     if not any(name.startswith("model.") for name in tensors):
         tensors = {
@@ -65,10 +63,11 @@ def read_folder_config(folder: Path) -> ModelConfig:
     return replace(config, eos_token_ids=tuple(ends))
 
 
-def _shards(path: Path) -> list[Path]:
+def _open_tensors(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of ``model.safetensors``, or each from the file that the index names for it."""
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.exists():
-        return [single]
+        return _open_safetensors(single)
     if not index.exists():
         raise JaxinferError(
             f"{path}: has neither {single.name} nor {index.name}; weights in another format "
@@ -77,11 +76,25 @@ def _shards(path: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise JaxinferError(f"{index}: lacks 'weight_map', from tensor names to file names")
-    shards = [path / str(name) for name in sorted(set(map(str, weight_map.values())))]
-    for shard in shards:
-        if not shard.is_file():
-            raise JaxinferError(f"{index}: names {shard.name!r}, which is not in the folder")
-    return shards
+    tensors: dict[str, LazyTensor] = {}
+    unnamed: dict[str, str] = {}
+    for file in sorted(set(map(str, weight_map.values()))):
+        if not (path / file).is_file():
+            raise JaxinferError(f"{index}: names {file!r}, which is not in the folder")
+        for name, tensor in _open_safetensors(path / file).items():
+            # A file may hold another's tensor besides, which may be an old one.
+            if weight_map.get(name, file) != file:
+                continue
+            if name not in weight_map and unnamed.setdefault(name, file) != file:
+                raise JaxinferError(
+                    f"{index}: does not say whether {name!r} is that of {unnamed[name]} or that "
+                    f"of {file}, which both have it"
+                )
+            tensors[name] = tensor
+    for name, file in weight_map.items():
+        if name not in tensors:
+            raise JaxinferError(f"{index}: has {name!r} in {file}, which lacks it")
+    return tensors
 
 
 def _open_safetensors(path: Path) -> dict[str, LazyTensor]:

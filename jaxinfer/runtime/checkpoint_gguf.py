@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.models.config import ModelConfig, Rope
+from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.config_keys import Keys
-from jaxinfer.models.rope import plain
-from jaxinfer.runtime.gguf_file import GGUFFile, read_gguf
+from jaxinfer.runtime.gguf_file import GGUFFile
+from jaxinfer.runtime.gguf_keys import Rotation, check_keys, read_rotation
+from jaxinfer.runtime.gguf_split import read_whole
 from jaxinfer.runtime.weights import Checkpoint, LazyTensor
+from jaxinfer.text.gguf_ends import END_KEYS, end_token_ids
 
 # GGUF's architecture to Hugging Face's.
 GGUF_ARCHITECTURES = {
@@ -47,12 +49,15 @@ _GEMMA_LAYER_NAMES = _LAYER_NAMES | {
 
 
 def open_gguf(paths: Sequence[Path], name: str) -> Checkpoint:
-    """Open a GGUF file, which may come in parts; its tensors stay on disk.
+    """Open a GGUF file, which may be cut or split; its tensors stay on disk.
+
+    Args:
+        paths: the parts into which it is cut, or any one of the files of a split.
 
     Raises:
-        JaxinferError: as ``read_gguf``, or something is not implemented.
+        JaxinferError: as ``read_gguf`` and ``read_whole``, or something is not implemented.
     """
-    file = read_gguf(*paths)
+    file = read_whole(paths)
     config = _read_config(file)
     kind = file.metadata["general.architecture"]
     names = _GEMMA_LAYER_NAMES if kind == "gemma3" else _LAYER_NAMES
@@ -108,10 +113,8 @@ def _read_config(file: GGUFFile) -> ModelConfig:
     kind = keys.get("general.architecture")
     if kind not in list(GGUF_ARCHITECTURES):
         raise keys.wrong("general.architecture", kind, f"one of: {', '.join(GGUF_ARCHITECTURES)}")
-    keys.only("split.count", 1)
     keys.only(f"{kind}.expert_count", 0)
-    if kind != "gemma3":
-        keys.only(f"{kind}.attention.sliding_window", None)
+    check_keys(keys, kind)
     prefix = f"{kind}.attention.head_count"
     num_heads, num_kv_heads = keys.heads(prefix, f"{prefix}_kv")
     num_layers = keys.size(f"{kind}.block_count")
@@ -119,10 +122,12 @@ def _read_config(file: GGUFFile) -> ModelConfig:
     head_dim = keys.size(f"{kind}.attention.key_length", hidden_size // num_heads)
     keys.only(f"{kind}.attention.value_length", head_dim)
     keys.only(f"{kind}.rope.dimension_count", head_dim)
-    # llama.cpp ends a text at each of the three.
-    ends = [keys.tokens(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+    for key in END_KEYS:
+        keys.token(key)
+    rotation = read_rotation(keys, kind, head_dim, _rope_divisors(file, head_dim))
+    biases = _biases(file) if kind == "llama" else None
     config = ModelConfig(
-        architecture=GGUF_ARCHITECTURES[kind],
+        architecture="Qwen2ForCausalLM" if biases == "qkv" else GGUF_ARCHITECTURES[kind],
         vocab_size=keys.size(f"{kind}.vocab_size", _num_tokens(keys)),
         hidden_size=hidden_size,
         intermediate_size=keys.size(f"{kind}.feed_forward_length"),
@@ -134,47 +139,62 @@ def _read_config(file: GGUFFile) -> ModelConfig:
         norm_eps=keys.number(f"{kind}.attention.layer_norm_rms_epsilon"),
         tie_word_embeddings="output.weight" not in file.tensors,
         bos_token_id=keys.token("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=tuple(dict.fromkeys(token for end in ends for token in end)),
+        eos_token_ids=end_token_ids(file.metadata),
         windows=(None,) * num_layers,
-        rope=_read_rope(keys, kind, file, head_dim),
+        rope=rotation.rope,
+        attention_bias=biases == "qkvo",
     )
-    return _with_windows(keys, config) if kind == "gemma3" else config
+    return _with_windows(keys, config, rotation) if kind == "gemma3" else config
 
 
-def _read_rope(keys: Keys, kind: str, file: GGUFFile, head_dim: int) -> Rope:
-    theta = keys.number(f"{kind}.rope.freq_base", 1e6 if kind == "gemma3" else 1e4)
-    frequency = plain(theta, head_dim)
-    match scaling := keys.get(f"{kind}.rope.scaling.type", "none"):
-        case "none":
-            pass
-        case "linear":
-            frequency = frequency / keys.number(f"{kind}.rope.scaling.factor")
-        case _:
-            raise keys.wrong(f"{kind}.rope.scaling.type", scaling, "none or linear")
-    # Llama 3.1's stretched frequencies come as what to divide by.
-    if factors := file.tensors.get("rope_freqs.weight"):
-        if factors.shape != frequency.shape:
-            raise JaxinferError(
-                f"{file.path}: rope_freqs.weight has shape {factors.shape}, "
-                f"must be {frequency.shape}"
-            )
-        frequency = frequency / factors.load()
-    return Rope(tuple(frequency.tolist()))
+def _rope_divisors(file: GGUFFile, head_dim: int) -> np.ndarray:
+    """Llama 3.1's stretched frequencies come as what to divide by."""
+    factors = file.tensors.get("rope_freqs.weight")
+    if factors is None:
+        return np.ones(())
+    if factors.shape != (head_dim // 2,):
+        raise JaxinferError(
+            f"{file.path}: rope_freqs.weight has shape {factors.shape}, must be ({head_dim // 2},)"
+        )
+    return factors.load()
 
 
-def _with_windows(keys: Keys, config: ModelConfig) -> ModelConfig:
+def _biases(file: GGUFFile) -> str:
+    """Which of an attention's four products have a bias: none, "qkv", as Qwen 2's, or "qkvo"."""
+    names = {"attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "o"}
+    there = [part for part in names if f"blk.0.{part}.bias" in file.tensors]
+    found = "".join(names[part] for part in there)
+    if found not in ("", "qkv", "qkvo"):
+        raise JaxinferError(
+            f"{file.path}: has a bias of {', '.join(there)}, must have those of attn_q, attn_k and "
+            "attn_v, with or without that of attn_output"
+        )
+    return found
+
+
+def _with_windows(keys: Keys, config: ModelConfig, rotation: Rotation) -> ModelConfig:
     """Gemma 3's layers and scale, which llama.cpp knows without the file."""
     window = keys.size("gemma3.attention.sliding_window")
-    windows = [window if (i + 1) % 6 else None for i in range(config.num_hidden_layers)]
     # The one of 27 billion parameters has 62 layers.
     is_largest = config.num_hidden_layers == 62
     scaled_dim = config.hidden_size // config.num_attention_heads
     return replace(
         config,
-        windows=tuple(windows),
-        local_rope=Rope(tuple(plain(1e4, config.head_dim).tolist())),
+        windows=tuple(window if slides else None for slides in _sliding(keys, config)),
+        local_rope=rotation.local_rope,
         attention_scale=(scaled_dim if is_largest else config.head_dim) ** -0.5,
     )
+
+
+def _sliding(keys: Keys, config: ModelConfig) -> list[bool]:
+    """Which layers have a window: all but each sixth, or as the file says."""
+    key, num_layers = "gemma3.attention.sliding_window_pattern", config.num_hidden_layers
+    pattern = keys.get(key, 6)
+    if isinstance(pattern, list) and len(pattern) >= num_layers:
+        return [bool(slides) for slides in pattern[:num_layers]]
+    if type(pattern) is not int or pattern < 0:
+        raise keys.wrong(key, pattern, f"an integer from 0 on, or {num_layers} flags")
+    return [pattern == 0 or i % pattern < pattern - 1 for i in range(num_layers)]
 
 
 def _num_tokens(keys: Keys) -> int | None:

@@ -170,11 +170,15 @@ class _Header:
             if version not in _VERSIONS:
                 raise JaxinferError(f"{self.path}: GGUF version {version}, must be 2 or 3")
             num_tensors, num_keys = self._unpack("QQ")
-            metadata = {}
+            metadata: dict[str, Any] = {}
             for _ in range(num_keys):
-                key = self._string()
+                key = self._new(self._string(), metadata)
                 metadata[key] = self._value(*self._unpack("I"))
-            return metadata, dict(self._tensor_entry() for _ in range(num_tensors))
+            tensors: dict[str, tuple[tuple[int, ...], int, int]] = {}
+            for _ in range(num_tensors):
+                name, entry = self._tensor_entry()
+                tensors[self._new(name, tensors)] = entry
+            return metadata, tensors
         except struct.error:
             raise JaxinferError(
                 f"{self.path}: truncated or corrupt: the header goes past the file's end "
@@ -184,6 +188,11 @@ class _Header:
             raise JaxinferError(
                 f"{self.path}: corrupt: no UTF-8 text at byte {self.offset}; download it again"
             ) from None
+
+    def _new(self, name: str, names: Mapping[str, Any]) -> str:
+        if name in names:
+            raise JaxinferError(f"{self.path}: has {name!r} twice, must have it once")
+        return name
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
         values = struct.unpack_from(f"<{layout}", self.content, self.offset)

@@ -67,7 +67,7 @@ class RequestMaker:
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         if not prompt:
-            raise JaxinferError("the prompt is empty")
+            raise JaxinferError("the prompt is empty, needs at least one token")
         if len(prompt) >= self.max_model_len:
             raise JaxinferError(
                 f"the prompt has {len(prompt)} tokens, max_model_len is {self.max_model_len}: "

@@ -88,12 +88,10 @@ def text_or_token_ids(prompt: object) -> str | list[int]:
     """What a prompt holds.
 
     Raises:
-        JaxinferError: it is no prompt, or an empty text.
+        JaxinferError: it is no prompt.
     """
     match prompt:
         case str():
-            if not prompt:
-                raise JaxinferError("the prompt is empty")
             return prompt
         case {"prompt_token_ids": given, **rest} if not rest:
             return token_ids(given)

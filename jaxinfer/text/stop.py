@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from jaxinfer.request import CompletionOutput, Logprob, RequestOutput, Sampling
 from jaxinfer.serving.loop import Stop
@@ -13,15 +14,19 @@ class StopCheck:
     """Watches one request's tokens for EOS, stop tokens and stop strings.
 
     Stop strings may span tokens, and text is held back until its characters are complete.
+
+    Args:
+        prompt: its tokens, on which the text follows.
     """
 
-    def __init__(self, sampling: Sampling, tokenizer: Tokenizer) -> None:
+    def __init__(self, sampling: Sampling, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         params = sampling.params
         self._end_ids = frozenset(sampling.end_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids)
         self._stop = params.stop
         self._tokenizer = tokenizer
-        self._stream = tokenizer.open_stream() if params.stop else None
+        self._prompt = prompt
+        self._stream = tokenizer.open_stream(prompt) if params.stop else None
         # The end of the text, in which a stop string may have begun.
         self._tail = ""
         self._tail_len = max(map(len, params.stop), default=1) - 1
@@ -61,30 +66,60 @@ class StopCheck:
 
     def text(self, token_ids: list[int], ended_by_token: bool) -> str:
         """The output's text: without the token or the string that ended it."""
-        text = self._tokenizer.decode(token_ids[:-1] if ended_by_token else token_ids)
+        text = self._tokenizer.decode(_kept(token_ids, ended_by_token), after=self._prompt)
         return text if self._cut is None else text[: self._cut]
+
+    def pieces(self, token_ids: list[int], ended_by_token: bool) -> list[str]:
+        """What each token adds to the text before the cut; none of the token that ended it.
+
+        A character of several tokens comes with the last of them.
+        """
+        kept = _kept(token_ids, ended_by_token)
+        text = self._tokenizer.decode(kept, after=self._prompt)
+        if not text:
+            return [""] * len(kept)
+        stream = self._tokenizer.open_stream(self._prompt)
+        ends, end = [0], 0
+        for token in kept:
+            end += len(stream.add(token))
+            ends.append(ends[-1] if stream.is_within else end)
+        # A character that stays incomplete is U+FFFD in the text.
+        ends[-1] = len(text)
+        return [text[begin:end] for begin, end in pairwise(ends)]
+
+
+def _kept(token_ids: list[int], ended_by_token: bool) -> list[int]:
+    return token_ids[:-1] if ended_by_token else token_ids
 
 
 def decoded(position: object, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """Log probabilities at one position, with the tokens' texts."""
+    """Log probabilities at one position, with the tokens' texts and bytes."""
     assert isinstance(position, dict)
-    return {
-        token: replace(logprob, decoded_token=tokenizer.decode([token]))
-        for token, logprob in position.items()
-    }
+    found = {}
+    for token, logprob in position.items():
+        text, content = tokenizer.token(token)
+        found[token] = replace(logprob, decoded_token=text, token_bytes=content)
+    return found
 
 
 def completion(request: RequestState, check: StopCheck, tokenizer: Tokenizer) -> CompletionOutput:
     """A finished request's output."""
     sampling = _sampling(request)
+    tokens = request.output_token_ids
+    by_token = request.finish_reason == "stop" and not isinstance(request.stop_reason, str)
     logprobs = None
     if sampling.params.logprobs is not None:
         logprobs = [decoded(position, tokenizer) for position in request.details]
-    by_token = request.finish_reason == "stop" and not isinstance(request.stop_reason, str)
+        # A token that ended the text keeps its own.
+        for token, piece, position in zip(
+            tokens, check.pieces(tokens, by_token), logprobs, strict=False
+        ):
+            if position[token].token_bytes:
+                position[token] = replace(position[token], decoded_token=piece)
     return CompletionOutput(
         index=sampling.index,
-        text=check.text(request.output_token_ids, by_token),
-        token_ids=request.output_token_ids,
+        text=check.text(tokens, by_token),
+        token_ids=tokens,
         logprobs=logprobs,
         cumulative_logprob=request.cumulative_logprob,
         finish_reason=request.finish_reason,
@@ -102,7 +137,9 @@ class Answers:
     def add(self, requests: Iterable[RequestState]) -> None:
         """More requests, as ``LLM.make_requests`` makes them; each is forgotten when answered."""
         for request in requests:
-            self._checks[request.id] = StopCheck(_sampling(request), self._tokenizer)
+            self._checks[request.id] = StopCheck(
+                _sampling(request), self._tokenizer, request.prompt_token_ids
+            )
 
     def check_stop(self, request: RequestState, token: int) -> Stop | None:
         """Take a request's next token; a reason where it ends the request."""

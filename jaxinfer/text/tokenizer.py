@@ -1,21 +1,18 @@
 """Text to token ids and back: a checkpoint's tokenizer, chat template and streaming decoder."""
 
-import codecs
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders
 
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.weights import Checkpoint
+from jaxinfer.text.stream import Detokenizer, Stream
 from jaxinfer.text.tokenizer_gguf import read_gguf_tokenizer
-
-_REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
@@ -37,8 +34,7 @@ class Tokenizer:
         self._backend: Backend = wrapped.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        added = self._backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(id for id, token in added.items() if token.special)
+        self._detokenizer = Detokenizer(self._backend)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, with BOS where the model's tokenizer adds one.
@@ -84,19 +80,21 @@ class Tokenizer:
                 f"the text holds {half[0]!r}, which is half of a surrogate pair"
             ) from None
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ``token_ids``; special and unknown tokens are skipped."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
+        """The text of ``token_ids``, which follow the tokens ``after``; see ``Detokenizer``."""
+        return self._detokenizer.decode(token_ids, after)
+
+    def token(self, token_id: int) -> tuple[str, bytes]:
+        """A token's text, and the bytes that it adds to a text; see ``Detokenizer``."""
+        return self._detokenizer.token(token_id)
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files as Hugging Face's tools read them."""
         self._wrapped.save_pretrained(folder)
 
-    def open_stream(self) -> "Stream":
-        """A new incremental decoder."""
-        if isinstance(self._backend.decoder, decoders.ByteLevel):
-            return _ByteStream(self._backend, self._special_ids)
-        return _WindowStream(self._backend, self._special_ids)
+    def open_stream(self, after: Sequence[int] = ()) -> Stream:
+        """A new incremental decoder of what follows the tokens ``after``."""
+        return self._detokenizer.open_stream(after)
 
 
 class NoTokenizer(Tokenizer):
@@ -115,94 +113,19 @@ class NoTokenizer(Tokenizer):
         """Refuse."""
         return self.encode("")
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
         """No text."""
         return ""
 
-    def open_stream(self) -> "Stream":
+    def token(self, token_id: int) -> tuple[str, bytes]:
+        """No text."""
+        return "", b""
+
+    def open_stream(self, after: Sequence[int] = ()) -> Stream:
         """Refuse."""
         raise JaxinferError(
             f"model {self.name!r} has no tokenizer for stop strings: give stop_token_ids"
         )
-
-
-class Stream(Protocol):
-    """Decodes one sequence token by token.
-
-    All pieces together are what ``Tokenizer.decode`` gives, but for an incomplete character at the
-    end. Bytes in tokens of their own (``<0x0A>``) come as soon as they make up characters; should
-    an invalid one follow, ``decode`` has U+FFFD in place of all of them, in a text as long.
-    """
-
-    def add(self, token_id: int) -> str:
-        """The text that ``token_id`` completes; empty within a character of several bytes."""
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in of each byte: itself if printable, else the next from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + index): byte for index, byte in enumerate(others)
-    }
-
-
-_BYTES = _byte_alphabet()
-
-
-class _ByteStream:
-    """For byte-level BPE, where the text is the tokens' bytes read as UTF-8.
-
-    Unlike a window, it holds at most three bytes, however long the model emits invalid ones.
-    """
-
-    def __init__(self, backend: Backend, special_ids: frozenset[int]) -> None:
-        self._token = backend.id_to_token
-        self._special_ids = special_ids
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def add(self, token_id: int) -> str:
-        token = None if token_id in self._special_ids else self._token(token_id)
-        if token is None:
-            return ""
-        try:
-            content = bytes([_BYTES[char] for char in token])
-        except KeyError:  # an added token holds plain text
-            content = token.encode()
-        return self._decoder.decode(content)
-
-
-class _WindowStream:
-    """For any other decoder: decodes the last tokens with and without the new ones.
-
-    ``ids[:read]`` has been emitted; it stays as context, since decoders treat the first token
-    differently (they strip its leading space).
-    """
-
-    def __init__(self, backend: Backend, special_ids: frozenset[int]) -> None:
-        self._backend = backend
-        self._special_ids = special_ids
-        self._ids: list[int] = []
-        self._read = 0
-        self._context = ""
-
-    def add(self, token_id: int) -> str:
-        token = None if token_id in self._special_ids else self._backend.id_to_token(token_id)
-        if token is None:
-            return ""
-        self._ids.append(token_id)
-        text = self._backend.decode(self._ids)
-        if text.endswith(_REPLACEMENT) or len(text) <= len(self._context):
-            return ""
-        piece = text[len(self._context) :]
-        if len(token) == 6 and token.startswith("<0x"):
-            # Stays whole: an invalid byte would make all bytes of the run invalid.
-            self._context = text
-            return piece
-        self._ids = self._ids[self._read :]
-        self._read = len(self._ids)
-        self._context = self._backend.decode(self._ids)
-        return piece
 
 
 def load_tokenizer(checkpoint: Checkpoint, required: bool = True) -> Tokenizer:

@@ -8,19 +8,19 @@ from typing import Any
 
 from tokenizers import (
     AddedToken,
-    Regex,
     Tokenizer,
     decoders,
     models,
     normalizers,
-    pre_tokenizers,
     processors,
 )
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.text.gguf_ends import CONTROL, token_types
+from jaxinfer.text.gguf_pre import Pre, read_pre
 
 # GGUF's token types.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+_NORMAL, _UNKNOWN, _USER_DEFINED, _UNUSED = 1, 2, 4, 5
 # SentencePiece's stand-in for a space.
 _SPACE = "\u2581"
 _NAMED_TOKENS = {
@@ -49,10 +49,10 @@ def read_gguf_tokenizer(
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
-        pre = _pre(metadata, path)
+        pre = read_pre(metadata, path)
         tokens = _strings(metadata, "tokenizer.ggml.tokens", path)
         backend, adds_bos = _byte_level(tokens, _merges(metadata, tokens, path), pre), pre.adds_bos
-        types = metadata.get("tokenizer.ggml.token_type", ())
+        types = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
     elif kind == "llama":
         vocabulary = _sentencepiece_vocabulary(metadata, path)
         tokens, types = vocabulary.tokens, vocabulary.types
@@ -62,7 +62,7 @@ def read_gguf_tokenizer(
             f"{path}: tokenizer.ggml.model is {kind!r}, must be 'gpt2' (byte-level BPE) or "
             "'llama' (SentencePiece's BPE)"
         )
-    _add_tokens(backend, tokens, types)
+    _add_tokens(backend, tokens, token_types(metadata, types))
     named = {
         role: _named_token(metadata, name, tokens, path) for role, name in _NAMED_TOKENS.items()
     }
@@ -82,7 +82,7 @@ def _add_tokens(backend: Tokenizer, tokens: Sequence[str], types: Sequence[int])
         [
             AddedToken(token, special=True, normalized=False)
             for token, kind in typed
-            if kind in (_CONTROL, _UNKNOWN)
+            if kind in (CONTROL, _UNKNOWN)
         ]
     )
     backend.add_tokens(
@@ -110,71 +110,8 @@ def _ends(
 
 # Byte-level BPE.
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3_WORDS = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
-    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
-)
-# Single digits.
-_QWEN2_WORDS = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
-    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
-)
 
-
-@dataclass(frozen=True)
-class _Pre:
-    """What a GGUF file means by ``tokenizer.ggml.pre``.
-
-    Attributes:
-        split: cuts text into words, within which tokens are merged.
-        composes: brings text into Unicode's form NFC first.
-        ignore_merges: a word that is a token becomes it, whatever the merges say.
-        adds_bos: the default of ``tokenizer.ggml.add_bos_token``.
-    """
-
-    split: pre_tokenizers.PreTokenizer
-    composes: bool = False
-    ignore_merges: bool = False
-    adds_bos: bool = False
-
-
-def _known_pres() -> dict[str, _Pre]:
-    """By name, as in llama.cpp's ``llama-vocab.cpp``; its "default" is nobody's tokenizer.
-
-    NFC is not llama.cpp's, but that of the tokenizers that the models were trained with.
-    """
-    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    smollm = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
-    llama3 = _Pre(_words(_LLAMA3_WORDS), ignore_merges=True, adds_bos=True)
-    return {
-        "smollm": _Pre(smollm),
-        "gpt-2": _Pre(gpt2),
-        "llama-bpe": llama3,
-        "llama3": llama3,
-        "llama-v3": llama3,
-        "qwen2": _Pre(_words(_QWEN2_WORDS), composes=True),
-    }
-
-
-def _words(pattern: str) -> pre_tokenizers.PreTokenizer:
-    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([split, bytes_only])
-
-
-def _pre(metadata: Mapping[str, Any], path: Path) -> _Pre:
-    pres = _known_pres()
-    name = metadata.get("tokenizer.ggml.pre")
-    if name not in list(pres):
-        raise JaxinferError(
-            f"{path}: tokenizer.ggml.pre is {name!r}, must be one of: {', '.join(pres)}"
-        )
-    return pres[name]
-
-
-def _byte_level(tokens: list[str], merges: list[tuple[str, str]], pre: _Pre) -> Tokenizer:
+def _byte_level(tokens: list[str], merges: list[tuple[str, str]], pre: Pre) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.ignore_merges)

@@ -242,12 +242,12 @@ def _prompt(
 
 
 def _text_or_token_ids(value: object) -> str | list[int]:
-    if value == "":
-        raise JaxinferError("prompt is empty, needs at least one character")
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > 1:
+            raise JaxinferError("prompt is a list of prompts: write one prompt per line")
+        (value,) = value
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        raise JaxinferError("prompt is a list of prompts: write one prompt per line")
     if isinstance(value, list):
         return as_token_ids(value, "prompt")
     raise JaxinferError(f"prompt is {shorten(value)}, must be a string or a list of token ids")

@@ -6,7 +6,6 @@ probabilities, if asked for, may differ.
 """
 
 import hashlib
-from dataclasses import asdict
 from itertools import accumulate
 
 from jaxinfer.request import CompletionOutput, Logprob, RequestOutput
@@ -40,7 +39,7 @@ def result_line(line: BatchLine, output: RequestOutput, model: str) -> Record:
     }
     if output.prompt_logprobs is not None:
         body["prompt_logprobs"] = [
-            None if position is None else {str(t): asdict(found) for t, found in position.items()}
+            None if position is None else {str(t): _prompt_record(p) for t, p in position.items()}
             for position in output.prompt_logprobs
         ]
     response = {"status_code": 200, "request_id": f"req_{digest}", "body": body}
@@ -78,40 +77,123 @@ def _choice(line: BatchLine, output: CompletionOutput) -> Record:
     return choice
 
 
+def _prompt_record(found: Logprob) -> Record:
+    return {
+        "logprob": found.logprob,
+        "rank": found.rank,
+        "decoded_token": found.decoded_token,
+    }
+
+
 def _chat_logprobs(output: CompletionOutput, count: int) -> Record:
     assert output.logprobs is not None
-    content = [
-        _token_record(position[token])
-        | {"top_logprobs": [_token_record(each) for each in _likeliest(position, count)]}
-        for token, position in zip(output.token_ids, output.logprobs, strict=True)
-    ]
+    content = []
+    drawn = zip(output.token_ids, output.logprobs, _text_bytes(output), strict=True)
+    for token, position, as_bytes in drawn:
+        names = _names(position)
+        likeliest = [
+            _token_record(names[each], position[each], position[each].token_bytes or b"")
+            for each in _likeliest(position, count)
+        ]
+        record = _token_record(names[token], position[token], as_bytes)
+        content.append(record | {"top_logprobs": likeliest})
     return {"content": content}
 
 
-def _token_record(found: Logprob) -> Record:
-    text = found.decoded_token or ""
-    # Part of a character has no text of its own.
-    as_bytes = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": found.logprob, "bytes": as_bytes}
+def _token_record(name: str, found: Logprob, as_bytes: bytes) -> Record:
+    return {"token": name, "logprob": found.logprob, "bytes": list(as_bytes)}
 
 
 def _completion_logprobs(output: CompletionOutput, count: int) -> Record:
     assert output.logprobs is not None
-    drawn = [p[token] for token, p in zip(output.token_ids, output.logprobs, strict=True)]
-    texts = [each.decoded_token or "" for each in drawn]
+    pieces = _pieces(output)
+    top = []
+    for token, piece, position in zip(output.token_ids, pieces, output.logprobs, strict=True):
+        names = _names(position, {token: piece} if piece else {})
+        top.append({names[each]: position[each].logprob for each in _likeliest(position, count)})
     return {
-        "tokens": texts,
-        "token_logprobs": [each.logprob for each in drawn],
-        "top_logprobs": [
-            {each.decoded_token or "": each.logprob for each in _likeliest(position, count)}
-            for position in output.logprobs
+        "tokens": pieces,
+        "token_logprobs": [
+            position[token].logprob
+            for token, position in zip(output.token_ids, output.logprobs, strict=True)
         ],
-        "text_offset": [0, *accumulate(map(len, texts))][: len(texts)],
+        "top_logprobs": top,
+        "text_offset": [0, *accumulate(map(len, pieces))][: len(pieces)],
     }
 
 
-def _likeliest(position: dict[int, Logprob], count: int) -> list[Logprob]:
-    return sorted((p for p in position.values() if p.rank <= count), key=lambda p: p.rank)
+def _likeliest(position: dict[int, Logprob], count: int) -> list[int]:
+    found = [token for token in position if position[token].rank <= count]
+    return sorted(found, key=lambda token: position[token].rank)
+
+
+def _pieces(output: CompletionOutput) -> list[str]:
+    """What each token adds to the text: together, they are the text."""
+    assert output.logprobs is not None
+    pieces, end = [], 0
+    for token, position in zip(output.token_ids, output.logprobs, strict=True):
+        # What a stop string cuts off and special tokens are not in the text.
+        piece = (position[token].decoded_token or "") if position[token].token_bytes else ""
+        pieces.append(output.text[end : end + len(piece)])
+        end += len(piece)
+    return pieces
+
+
+def _text_bytes(output: CompletionOutput) -> list[bytes]:
+    """The bytes that each token adds to the text: together, they are the text's UTF-8.
+
+    They are the token's own, unless the text has something in their place: U+FFFD for bytes that
+    make up no character, or nothing for a space at its very beginning.
+    """
+    assert output.logprobs is not None
+    found: list[bytes] = []
+    own, shown = [], []
+    for token, position, piece in zip(
+        output.token_ids, output.logprobs, _pieces(output), strict=True
+    ):
+        own.append(position[token].token_bytes or b"")
+        shown.append(piece.encode())
+        stored, there = b"".join(own), b"".join(shown)
+        if stored == there or not stored.startswith(there):
+            found += own if stored == there else shown
+            own, shown = [], []
+    return found + shown
+
+
+def _names(position: dict[int, Logprob], taken: dict[int, str] | None = None) -> dict[int, str]:
+    """A name of its own for each token: its text, else its bytes, else its number.
+
+    Args:
+        taken: names that stand.
+    """
+    names = dict(taken or {})
+    for token in sorted(position, key=lambda token: position[token].rank):
+        if token not in names:
+            text, as_bytes = _own_text(position[token]), _escaped(position[token])
+            used = {"", *names.values()}
+            names[token] = next(
+                name for name in (text, as_bytes, f"token_id:{token}") if name not in used
+            )
+    return names
+
+
+def _own_text(found: Logprob) -> str:
+    """Whole characters, or a special token's name; empty where there is neither."""
+    if not found.token_bytes:
+        return found.decoded_token or ""
+    try:
+        return found.token_bytes.decode()
+    except UnicodeDecodeError:
+        return ""
+
+
+def _escaped(found: Logprob) -> str:
+    """Bytes as OpenAI's completions name them, such as ``bytes:\\xf0\\x9f``; empty for none."""
+    if not found.token_bytes:
+        return ""
+    printable = range(0x20, 0x7F)
+    shown = (chr(byte) if byte in printable else f"\\x{byte:02x}" for byte in found.token_bytes)
+    return "bytes:" + "".join(shown)
 
 
 def _digest(custom_id: str) -> str:

@@ -9,7 +9,7 @@ from jaxinfer.workload.json_lines import shorten
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for a chat template, each ``{"role": ..., "content": ...}``, both strings."""
+    """Messages for a chat template: ``role``, ``content`` and perhaps ``name``, all strings."""
 
     messages: list[dict[str, str]]
 
@@ -30,14 +30,21 @@ def read_conversation(value: object) -> Conversation:
 def _message(value: object, name: str) -> dict[str, str]:
     if not isinstance(value, Mapping):
         raise JaxinferError(f"{name} is {shorten(value)}, must be an object with role and content")
-    message = {key: item for key, item in value.items() if item is not None}
+    # OpenAI's answers, which come back as messages, have lists of nothing.
+    message = {
+        key: item
+        for key, item in value.items()
+        if item is not None and not (key in ("annotations", "tool_calls") and item == [])
+    }
     for key in message:
-        if key not in ("role", "content"):
-            raise JaxinferError(f"{name} has {shorten(key)}, can only have role and content")
-    role, content = message.get("role"), message.get("content")
+        if key not in ("role", "content", "name"):
+            raise JaxinferError(f"{name} has {shorten(key)}, can only have role, content and name")
+    role, speaker = message.get("role"), message.get("name", "")
     if not isinstance(role, str) or not role:
         raise JaxinferError(f"{name} has role {shorten(role)}, must be a non-empty string")
-    return {"role": role, "content": _content(content, name)}
+    if not isinstance(speaker, str):
+        raise JaxinferError(f"{name} has name {shorten(speaker)}, must be a string")
+    return message | {"content": _content(message.get("content"), name)}
 
 
 def _content(value: object, name: str) -> str:

@@ -311,7 +311,7 @@ def test_a_setting_changes_no_alias_of_what_it_sets(tmp_path: Path) -> None:
             {"stop_token_ids": [1, -1]},
             "stop_token_ids[1] is -1, must be greater than or equal to 0",
         ),
-        ({"n": 2, "temperature": 0}, "n is 2, must be 1 with temperature 0"),
+        ({"min_tokens": 20}, "min_tokens is 20, must be at most max_tokens, 16"),
     ],
 )
 def test_options_made_in_python_complain_alike(given: dict[str, Any], message: str) -> None:

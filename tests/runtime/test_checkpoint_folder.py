@@ -1,5 +1,6 @@
 """Hugging Face folders: what is read, and the one-line errors of what cannot be."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_files import error_of, make_folder, make_sharded, make_weights, theta_of
+from safetensors.numpy import save_file
 
 from jaxinfer.runtime.checkpoint import open_checkpoint
 
@@ -31,6 +33,58 @@ class TestFolder:
         assert tensors.keys() == weights.keys()
         for name, values in weights.items():
             np.testing.assert_array_equal(tensors[name].load(), values)
+
+    @pytest.mark.parametrize("stale", ["model-00001-of-00002", "model-00002-of-00002"])
+    def test_a_copy_in_a_file_that_the_index_does_not_name_for_it(
+        self, tmp_path: Path, stale: str
+    ) -> None:
+        """Whichever of the files has it, the index decides."""
+        weights, folder = make_weights(), tmp_path / "tiny"
+        weight_map = make_sharded(folder, weights)
+        of_file = {name: weights[name] for name, file in weight_map.items() if stale in file}
+        others = {name: values * 3 + 1 for name, values in weights.items() if name not in of_file}
+        save_file(of_file | others, folder / f"{stale}.safetensors")
+        tensors = open_checkpoint(str(folder)).tensors
+        assert tensors.keys() == weights.keys()
+        for name, values in weights.items():
+            np.testing.assert_array_equal(tensors[name].load(), values)
+
+    def test_the_index_names_a_file_without_the_tensor(self, tmp_path: Path) -> None:
+        folder = tmp_path / "tiny"
+        weight_map = make_sharded(folder, make_weights())
+        name = next(name for name, file in weight_map.items() if "00002-of" in file)
+        weight_map[name] = "model-00001-of-00002.safetensors"
+        self.write_index(folder, weight_map)
+        message = error_of(lambda: open_checkpoint(str(folder)))
+        assert f"index.json: has {name!r} in model-00001-of-00002.safetensors, which l" in message
+
+    def test_a_tensor_that_the_index_does_not_name(self, tmp_path: Path) -> None:
+        """Taken from the one file that has it, as transformers does; of two, neither is."""
+        weights, folder = make_weights(), tmp_path / "tiny"
+        weight_map = make_sharded(folder, weights)
+        name = next(name for name, file in weight_map.items() if "00002-of" in file)
+        del weight_map[name]
+        self.write_index(folder, weight_map)
+        loaded = open_checkpoint(str(folder)).tensors[name].load()
+        np.testing.assert_array_equal(loaded, weights[name])
+        first = {name for name, file in weight_map.items() if "00001-of" in file} | {name}
+        save_file(
+            {name: weights[name] for name in first}, folder / "model-00001-of-00002.safetensors"
+        )
+        message = error_of(lambda: open_checkpoint(str(folder)))
+        assert f"does not say whether {name!r} is that of model-00001-of-00002.saf" in message
+
+    def test_a_whole_file_goes_before_an_index(self, tmp_path: Path) -> None:
+        """As in transformers; what ``save_pretrained`` has left of an earlier save is not read."""
+        weights, folder = make_weights(), tmp_path / "tiny"
+        make_sharded(folder, {name: values * 3 for name, values in weights.items()})
+        save_file(weights, folder / "model.safetensors")
+        for name, tensor in open_checkpoint(str(folder)).tensors.items():
+            np.testing.assert_array_equal(tensor.load(), weights[name])
+
+    def write_index(self, folder: Path, weight_map: dict[str, str]) -> None:
+        index = folder / "model.safetensors.index.json"
+        index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
     def test_bfloat16(self, tmp_path: Path) -> None:
         weights = {name: a.astype(ml_dtypes.bfloat16) for name, a in make_weights().items()}
@@ -100,7 +154,7 @@ class TestFolder:
                 {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0, "factor": 2.0}},
                 "lacks 'rope_parameters.low_freq_factor'",
             ),
-            ({"attention_bias": True}, "attention_bias is True"),
+            ({"attention_bias": 1}, "attention_bias is 1, must be true or false"),
             ({"mlp_bias": True}, "mlp_bias is True"),
             ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
             ({"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -15,12 +15,14 @@ from checkpoint_files import (
     LAYER,
     SHAPES,
     error_of,
+    make_folder,
     make_gguf,
     make_weights,
     theta_of,
 )
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.models.config import Rope
 from jaxinfer.runtime import checkpoint as checkpoint_module
 from jaxinfer.runtime.checkpoint import demo_files, open_checkpoint
 from jaxinfer.runtime.gguf_file import read_gguf
@@ -55,7 +57,8 @@ class TestDemo:
         assert theta_of(config) == pytest.approx(100000.0)
         assert config.norm_eps == pytest.approx(1e-5)
         assert config.tie_word_embeddings
-        assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+        # Besides its own: <|endoftext|> and <reponame>, which llama.cpp takes for ends.
+        assert (config.bos_token_id, config.eos_token_ids) == (1, (2, 0, 4))
 
     def test_tensors_have_hugging_face_names_and_shapes(self, demo: Checkpoint) -> None:
         assert len(demo.tensors) == 2 + 30 * 9
@@ -248,7 +251,24 @@ class TestGGUF:
     @pytest.mark.parametrize(
         ("add", "key"),
         [
-            (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "rope.scaling.type"),
+            (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "rope.scaling.type"),
+            (lambda w: w.add_rope_scaling_factor(-1.0), "rope.scaling.factor"),
+            (lambda w: w.add_float32("llama.rope.scaling.yarn_ext_factor", 1.0), "yarn_ext_factor"),
+            (lambda w: w.add_final_logit_softcapping(30.0), "final_logit_softcapping is 30.0"),
+            (lambda w: w.add_attn_logit_softcapping(50.0), "attn_logit_softcapping"),
+            (lambda w: w.add_logit_scale(0.0625), "logit_scale"),
+            (lambda w: w.add_residual_scale(0.5), "residual_scale"),
+            (lambda w: w.add_embedding_scale(12.0), "embedding_scale"),
+            (lambda w: w.add_attention_scale(0.5), "attention.scale"),
+            (lambda w: w.add_clamp_kqv(8.0), "attention.clamp_kqv"),
+            (lambda w: w.add_max_alibi_bias(8.0), "attention.max_alibi_bias"),
+            (lambda w: w.add_causal_attention(False), "attention.causal"),
+            (lambda w: w.add_sliding_window(64), "attention.sliding_window"),
+            (lambda w: w.add_rope_dimension_sections([1, 1, 2, 0]), "rope.dimension_sections"),
+            (
+                lambda w: w.add_float32("llama.of_tomorrow", 1.0),
+                "llama.of_tomorrow is 1.0, must be",
+            ),
             (lambda w: w.add_expert_count(8), "expert_count"),
             (lambda w: w.add_rope_dimension_count(4), "rope.dimension_count"),
             (lambda w: w.add_value_length(16), "attention.value_length"),
@@ -263,6 +283,30 @@ class TestGGUF:
         assert "x.gguf" in message
         assert key in message
 
+    def test_keys_that_ask_for_nothing(self, tmp_path: Path) -> None:
+        def add(writer: gguf.GGUFWriter) -> None:
+            writer.add_final_logit_softcapping(0.0)
+            writer.add_logit_scale(1.0)
+            writer.add_causal_attention(True)
+            writer.add_sliding_window(0)
+            writer.add_expert_count(0)
+            writer.add_expert_used_count(0)
+            writer.add_rope_scaling_finetuned(True)
+            writer.add_tensor_data_layout("Meta AI original pth")
+            writer.add_string("llamas.name", "of another architecture")
+
+        open_checkpoint(str(make_gguf(tmp_path / "x.gguf", make_weights(), metadata=add)))
+
+    def test_a_key_or_tensor_there_twice(self, tmp_path: Path) -> None:
+        path = make_gguf(tmp_path / "x.gguf", make_weights())
+        content = path.read_bytes()
+        for old, new in ((b"blk.0.ffn_up", b"blk.0.attn_k"), (b"ggml.bos", b"ggml.eos")):
+            assert content.count(old) == content.count(new) == 1
+            path.write_bytes(content.replace(old, new))
+            message = error_of(lambda: open_checkpoint(str(path)))
+            assert f"has '{'blk' if b'blk' in new else 'tokenizer'}" in message
+            assert "twice, must have it once" in message
+
     def test_rope_factors_divide_the_frequencies(self, tmp_path: Path) -> None:
         factors = np.array([1, 2, 4, 8], np.float32)
         path = make_gguf(tmp_path / "x.gguf", make_weights() | {"rope_freqs.weight": factors})
@@ -271,6 +315,60 @@ class TestGGUF:
         expected = 10000.0 ** (-np.arange(4) / 4) / factors
         np.testing.assert_allclose(opened.config.rope.frequencies, expected)
         assert opened.tensors.keys() == SHAPES.keys()
+
+    @pytest.mark.parametrize(
+        ("keys", "divisor", "factor"),
+        [
+            ({}, 1, 1),
+            ({"scaling.factor": 4.0}, 4, 1),
+            ({"scaling.type": "linear", "scaling.factor": 4.0}, 4, 1),
+            ({"scaling.type": "linear"}, 1, 1),
+            ({"scale_linear": 4.0}, 4, 1),
+            ({"scaling.factor": 2.0, "scale_linear": 4.0}, 2, 1),
+            ({"scaling.factor": 0.0, "scale_linear": 4.0}, 4, 1),
+            ({"scaling.type": "none", "scaling.factor": 4.0, "scale_linear": 4.0}, 1, 1),
+            ({"scaling.attn_factor": 1.5, "scaling.yarn_attn_factor": 2.0}, 1, 3),
+        ],
+    )
+    def test_scales_of_positions(
+        self, tmp_path: Path, keys: dict[str, float | str], divisor: float, factor: float
+    ) -> None:
+        """As llama.cpp has them: a factor without a type is linear, and 0 is none."""
+        rope = self.rope_of(tmp_path, keys)
+        np.testing.assert_allclose(rope.frequencies, 10000.0 ** (-np.arange(4) / 4) / divisor)
+        assert rope.factor == pytest.approx(factor)
+
+    def test_yarn_is_that_of_hugging_face(self, tmp_path: Path) -> None:
+        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+        folder = make_folder(tmp_path / "hf", rope_theta=10000.0, rope_scaling=scaling)
+        wanted = open_checkpoint(str(folder)).config.rope
+        keys: dict[str, float | str] = {
+            "scaling.type": "yarn",
+            "scaling.factor": 4.0,
+            "scaling.original_context_length": 64,
+        }
+        rope = self.rope_of(tmp_path, keys)
+        assert wanted
+        np.testing.assert_allclose(rope.frequencies, wanted.frequencies)
+        assert rope.factor == pytest.approx(wanted.factor) == pytest.approx(1 + 0.1 * np.log(4))
+        slower = self.rope_of(tmp_path, keys | {"scaling.yarn_beta_slow": 6.0})
+        assert slower.frequencies != rope.frequencies
+
+    def rope_of(self, folder: Path, keys: dict[str, float | str]) -> Rope:
+        def add(writer: gguf.GGUFWriter) -> None:
+            for key, value in keys.items():
+                name = f"llama.rope.{key}"
+                if isinstance(value, str):
+                    writer.add_string(name, value)
+                elif isinstance(value, int):
+                    writer.add_uint32(name, value)
+                else:
+                    writer.add_float32(name, value)
+
+        path = make_gguf(folder / "rope.gguf", make_weights(), metadata=add)
+        rope = open_checkpoint(str(path)).config.rope
+        assert rope
+        return rope
 
     def test_rope_factors_of_another_size(self, tmp_path: Path) -> None:
         weights = make_weights() | {"rope_freqs.weight": np.ones(3, np.float32)}

@@ -1,12 +1,18 @@
 """Where a request's text ends, by tokens of any text."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from jaxinfer.request import Sampling, SamplingParams
+from jaxinfer.request import Logprob, Sampling, SamplingParams
 from jaxinfer.serving.loop import Stop
-from jaxinfer.text.stop import StopCheck
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.text.stop import StopCheck, completion
+from jaxinfer.text.tokenizer import Tokenizer
 
 
 class Pieces:
@@ -15,13 +21,15 @@ class Pieces:
     def __init__(self, *texts: str) -> None:
         self.texts = texts
 
-    def open_stream(self) -> "Pieces":
+    is_within = False
+
+    def open_stream(self, after: Sequence[int]) -> "Pieces":
         return self
 
     def add(self, token: int) -> str:
         return self.texts[token]
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: list[int], after: Sequence[int]) -> str:
         return "".join(self.texts[token] for token in token_ids)
 
 
@@ -30,7 +38,7 @@ def ended(
 ) -> tuple[int, Stop | None, str]:
     """One token for each text: how many are taken, why no more, and the output's text."""
     sampling = Sampling(SamplingParams(**options), 0, end_token_ids)
-    check = StopCheck(sampling, Pieces(*texts))  # type: ignore[arg-type]
+    check = StopCheck(sampling, Pieces(*texts), ())  # type: ignore[arg-type]
     stop = None
     taken = []
     for token in range(len(texts)):
@@ -68,3 +76,66 @@ def test_the_token_that_ends_the_text_is_not_in_it() -> None:
     # Of a token that is both, the user's own reason counts.
     both = ended("ab", "cd", "ef", stop_token_ids=(1,), end_token_ids=(1, 2))
     assert both == (2, ("stop", 1), "ab")
+
+
+def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    """One token a byte."""
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ((found, _),) = letters.pre_tokenize_str(text)
+    backend = tokenizer._backend
+    return [backend.token_to_id(letter) for letter in found]
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), "bytes", (256,))
+
+
+@pytest.mark.parametrize(
+    ("text", "cut", "pieces"),
+    [
+        ("aé!", 0, ["a", "", "é", "!"]),
+        ("a😀b", 0, ["a", "", "", "", "😀", "b"]),
+        # The character that is begun at the end is U+FFFD in the text.
+        ("a😀", 1, ["a", "", "", "\ufffd"]),
+        ("", 0, []),
+    ],
+)
+@pytest.mark.parametrize("ended_by_token", [False, True])
+def test_what_each_token_adds(
+    byte_tokenizer: Tokenizer, text: str, cut: int, pieces: list[str], ended_by_token: bool
+) -> None:
+    tokens = tokens_of(byte_tokenizer, text) if text else []
+    tokens = tokens[: len(tokens) - cut] + [256] * ended_by_token
+    check = StopCheck(Sampling(SamplingParams(), 0), byte_tokenizer, [])
+    assert check.pieces(tokens, ended_by_token) == pieces
+    assert check.text(tokens, ended_by_token) == "".join(pieces)
+
+
+def test_what_was_drawn_and_what_was_not(byte_tokenizer: Tokenizer) -> None:
+    """Of the drawn tokens, what they add; of all others, their own texts."""
+    drawn = [*tokens_of(byte_tokenizer, "é"), 256]
+    other = tokens_of(byte_tokenizer, "x")[0]
+    sampling = Sampling(SamplingParams(logprobs=2), 0, (256,))
+    request = RequestState("r", 1, 8, prompt_token_ids=[0], payload=sampling)
+    request.output_token_ids = drawn
+    request.details = [
+        {token: Logprob(-1.0, 1), other: Logprob(-2.0, 2)} | {256: Logprob(-3.0, 3)}
+        for token in drawn
+    ]
+    request.finish_reason = "stop"
+    check = StopCheck(sampling, byte_tokenizer, [0])
+    found = completion(request, check, byte_tokenizer)
+    assert found.text == "é"
+    assert found.logprobs
+    texts = [position[t].decoded_token for t, position in zip(drawn, found.logprobs, strict=True)]
+    assert texts == ["", "é", "<end>"]
+    content = [position[t].token_bytes for t, position in zip(drawn, found.logprobs, strict=True)]
+    assert content == [b"\xc3", b"\xa9", b""]
+    for position in found.logprobs:
+        assert (position[other].decoded_token, position[other].token_bytes) == ("x", b"x")
+        assert position[256].decoded_token == "<end>"

@@ -100,7 +100,7 @@ class TestEncode:
 
     def test_sizes(self) -> None:
         assert demo().vocab_size == 49152
-        assert demo().eos_token_ids == (2,)
+        assert demo().eos_token_ids == (2, 0, 4)
 
     @given(
         st.text(

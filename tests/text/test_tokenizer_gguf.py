@@ -64,6 +64,19 @@ class TestByteLevel:
         # The template writes BOS itself.
         assert with_bos.encode_chat([USER]).count(bos_id) == 0
 
+    def test_without_a_pre_tokeniser_it_is_the_default_with_a_warning(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Files from before April 2024 have none."""
+        tokenizer = load_tokenizer(tiny_vocabulary(**{"ggml.pre": None}))
+        (record,) = caplog.records
+        assert "lacks tokenizer.ggml.pre" in record.getMessage()
+        assert str(demo_checkpoint().path) in record.getMessage()
+        default = load_tokenizer(tiny_vocabulary(**{"ggml.pre": "default"}))
+        assert len(caplog.records) == 1
+        for text in TEXTS:
+            assert tokenizer.encode(text) == default.encode(text)
+
     def test_user_defined_tokens_are_kept_in_the_text(self) -> None:
         tokenizer = load_tokenizer(tiny_vocabulary())
         ids = tokenizer.encode("<tool><eos>")
@@ -76,7 +89,6 @@ class TestByteLevel:
             ({"ggml.model": "t5"}, "tokenizer.ggml.model is 't5', must be 'gpt2'"),
             ({"ggml.model": None}, "tokenizer.ggml.model is None"),
             ({"ggml.pre": "dbrx"}, "tokenizer.ggml.pre is 'dbrx', must be one of: smollm, gpt-2"),
-            ({"ggml.pre": None}, "tokenizer.ggml.pre is None"),
             ({"ggml.tokens": None}, "lacks 'tokenizer.ggml.tokens'"),
             ({"ggml.merges": None}, "lacks 'tokenizer.ggml.merges'"),
             ({"ggml.merges": ["1 9"]}, "merge '1 9'"),

@@ -68,6 +68,9 @@ HI = Conversation([{"role": "user", "content": "Hi"}])
         ({"prompt_token_ids": [0, 5]}, [0, 5]),
         ({"messages": [{"role": "user", "content": "Hi"}]}, HI),
         ({"prompt": None, "prompt_token_ids": [7]}, [7]),
+        ({"prompt": ""}, ""),
+        (completion(prompt=["Hi"]), "Hi"),
+        (completion(prompt=[[1, 2]]), [1, 2]),
     ],
 )
 def test_accepted_forms(tmp_path, line, prompt):
@@ -82,6 +85,10 @@ def test_text_parts_become_one_text(tmp_path):
     )
     messages = [{"role": "user", "content": "Hi", "name": None, "tool_calls": None}]
     assert good(tmp_path, {"messages": messages}).prompt == HI
+    messages = [{"role": "user", "content": "Hi", "annotations": [], "tool_calls": []}]
+    assert good(tmp_path, {"messages": messages}).prompt == HI
+    messages = [{"role": "user", "content": "Hi", "name": "Ann"}]
+    assert good(tmp_path, {"messages": messages}).prompt == Conversation(messages)
 
 
 def test_sampling_options_and_defaults(tmp_path):
@@ -172,13 +179,13 @@ BAD = [
     # prompts
     ({"promt": "a"}, "needs exactly one of prompt, messages, prompt_token_ids, has ['promt']"),
     ({"prompt": "a", "messages": []}, "has ['prompt', 'messages']"),
-    ({"prompt": ""}, "prompt is empty"),
     ({"prompt": []}, "prompt is empty"),
     ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
     ({"messages": []}, "messages is [], must be a non-empty list"),
     ({"prompt": 5}, "prompt is 5, must be a string or a list of token ids"),
     (completion(prompt=["a", "b"]), "write one prompt per line"),
     (completion(prompt=[[1], [2]]), "write one prompt per line"),
+    (completion(prompt=[[]]), "prompt is empty"),
     ({"prompt": [1, -2]}, "prompt[1] is -2, must be an integer >= 0"),
     ({"prompt_token_ids": [1, True]}, "prompt_token_ids[1] is True, must be an integer >= 0"),
     ({"prompt_token_ids": "ab"}, "prompt_token_ids is 'ab', must be a list"),
@@ -200,8 +207,9 @@ BAD = [
     ),
     (
         chat(messages=[{"role": "assistant", "content": "x", "tool_calls": [1]}]),
-        "messages[0] has 'tool_calls', can only have role and content",
+        "messages[0] has 'tool_calls', can only have role, content and name",
     ),
+    (chat(messages=[{"role": "user", "content": "x", "name": 5}]), "messages[0] has name 5, must"),
     # options
     (chat(n=0), "n is 0, must be"),
     (chat(n=True), "n is True, must be"),
@@ -209,7 +217,6 @@ BAD = [
     (chat(best_of=True), "best_of is True, not supported except as 1"),
     (chat(stream=0), "stream is 0, not supported except as false"),
     (chat(top_logprobs=-1), "top_logprobs is -1, must be an integer from 0 to 20"),
-    (chat(n=2, temperature=0), "n is 2, must be 1 with temperature 0"),
     (chat(min_tokens=9, max_tokens=8), "min_tokens is 9, must be at most max_tokens, 8"),
     (chat(logit_bias={"x": 1}), "logit_bias.x is 'x', must be"),
     (chat(logit_bias={"5": 101}), "logit_bias.5 is 101, must be"),

@@ -1,6 +1,9 @@
 """Lines of results: OpenAI's format, and nothing in it but what follows from the request."""
 
 import hashlib
+from typing import Any
+
+import pytest
 
 from jaxinfer.request import (
     CompletionOutput,
@@ -56,36 +59,139 @@ def test_usage_counts_the_prompt_once_and_the_tokens_of_all_choices():
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
 
 
-def test_logprobs_in_both_formats():
-    found = [
-        {7: Logprob(-0.5, 1, "Yo"), 8: Logprob(-1.5, 2, "No")},
-        {9: Logprob(-4.0, 30, "\ufffd"), 8: Logprob(-0.1, 1, "é"), 7: Logprob(-3.0, 2, "Yo")},
-    ]
-    choice = CompletionOutput(0, "Yo?", [7, 9], None, found, "stop")
-    output = RequestOutput("r", None, [1], [choice], True, RequestMetrics(arrival=0.0))
-    params = SamplingParams(logprobs=2)
-    chat = BatchLine(1, "a", Conversation([{"role": "user", "content": "Hi"}]), params)
-    body = result_line(chat, output, "m")["response"]["body"]
-    assert body["choices"][0]["logprobs"]["content"][1] == {
-        "token": "\ufffd",
-        "logprob": -4.0,
-        "bytes": None,
+def logprob(value: float, rank: int, text: str, content: bytes | None = None) -> Logprob:
+    return Logprob(value, rank, text, text.encode() if content is None else content)
+
+
+def output_with(text: str, drawn: list[int], found: list[dict[int, Logprob]]) -> RequestOutput:
+    choice = CompletionOutput(0, text, drawn, None, found, "stop")
+    return RequestOutput("r", None, [1], [choice], True, RequestMetrics(arrival=0.0))
+
+
+def logprobs_of(output: RequestOutput, count: int, chat: bool = False) -> dict[str, Any]:
+    prompt = Conversation([{"role": "user", "content": "Hi"}]) if chat else "Hi"
+    line = BatchLine(1, "a", prompt, SamplingParams(logprobs=count))
+    found: dict[str, Any] = result_line(line, output, "m")["response"]["body"]["choices"][0]
+    return found["logprobs"]
+
+
+# "a", then U+1F600 of two tokens, then the end; beside them what else was likely.
+EMOJI = output_with(
+    "a😀",
+    [7, 8, 9, 2],
+    [
+        {7: logprob(-0.5, 1, "a"), 6: logprob(-1.5, 2, "b")},
+        {
+            8: logprob(-1.0, 1, "", b"\xf0\x9f"),
+            5: logprob(-2.0, 2, "\ufffd", b"\xf0"),
+            2: logprob(-3.0, 3, "<end>", b""),
+        },
+        {9: logprob(-4.0, 30, "😀", b"\x98\x80"), 4: logprob(-0.1, 1, "😀")},
+        {2: logprob(-0.2, 1, "<end>", b""), 3: logprob(-0.3, 2, "", b"")},
+    ],
+)
+
+
+def test_logprobs_of_completions():
+    """Tokens together are the text; likely ones have names of their own."""
+    assert logprobs_of(EMOJI, 3) == {
+        "tokens": ["a", "", "😀", ""],
+        "token_logprobs": [-0.5, -1.0, -4.0, -0.2],
         "top_logprobs": [
-            {"token": "é", "logprob": -0.1, "bytes": [195, 169]},
-            {"token": "Yo", "logprob": -3.0, "bytes": [89, 111]},
+            {"a": -0.5, "b": -1.5},
+            {"bytes:\\xf0\\x9f": -1.0, "bytes:\\xf0": -2.0, "<end>": -3.0},
+            # The drawn token ends this character, and has its name.
+            {"bytes:\\xf0\\x9f\\x98\\x80": -0.1},
+            {"<end>": -0.2, "token_id:3": -0.3},
         ],
+        "text_offset": [0, 1, 1, 2],
     }
-    output.prompt_logprobs = [None, {5: Logprob(-2.0, 4, "x")}]
-    text = BatchLine(1, "a", "Hi", params)
-    body = result_line(text, output, "m")["response"]["body"]
-    assert body["choices"][0]["logprobs"] == {
-        "tokens": ["Yo", "\ufffd"],
-        "token_logprobs": [-0.5, -4.0],
-        "top_logprobs": [{"Yo": -0.5, "No": -1.5}, {"é": -0.1, "Yo": -3.0}],
-        "text_offset": [0, 2],
-    }
+
+
+def test_logprobs_of_chat():
+    content = logprobs_of(EMOJI, 3, chat=True)["content"]
+    assert [each["token"] for each in content] == [
+        "a", "bytes:\\xf0\\x9f", "bytes:\\x98\\x80", "<end>",
+    ]  # fmt: skip
+    assert [each["bytes"] for each in content] == [[97], [240, 159], [152, 128], []]
+    assert [each["logprob"] for each in content] == [-0.5, -1.0, -4.0, -0.2]
+    assert content[1]["top_logprobs"] == [
+        {"token": "bytes:\\xf0\\x9f", "logprob": -1.0, "bytes": [240, 159]},
+        {"token": "bytes:\\xf0", "logprob": -2.0, "bytes": [240]},
+        {"token": "<end>", "logprob": -3.0, "bytes": []},
+    ]
+    assert content[2]["top_logprobs"][0]["bytes"] == [240, 159, 152, 128]
+
+
+def test_prompt_logprobs():
+    output = output_with("a", [7], [{7: logprob(-0.5, 1, "a")}])
+    output.prompt_logprobs = [None, {5: logprob(-2.0, 4, "x")}]
+    body = result_line(line_for("Hi"), output, "m")["response"]["body"]
     assert body["prompt_logprobs"] == [
         None, {"5": {"logprob": -2.0, "rank": 4, "decoded_token": "x"}}
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "drawn", "pieces", "content"),
+    [
+        # Bytes that make up no character, in the middle and at the end.
+        ("a\ufffdb", [("a", b"a"), ("\ufffd", b"\xff"), ("b", b"b")], ["a", "\ufffd", "b"], None),
+        ("\ufffd", [("", b"\xf0"), ("\ufffd", b"\x9f")], ["", "\ufffd"], None),
+        (
+            "\ufffdé",
+            [("", b"\xf0"), ("\ufffd", b"\xc3"), ("é", b"\xa9")],
+            ["", "\ufffd", "é"],
+            None,
+        ),
+        # A token that ends one character and begins the next.
+        (
+            "é\u20ac",
+            [("", b"\xc3"), ("é", b"\xa9\xe2"), ("\u20ac", b"\x82\xac")],
+            ["", "é", "\u20ac"],
+            [b"\xc3", b"\xa9\xe2", b"\x82\xac"],
+        ),
+        # The space at a text's beginning; the cut of a stop string, within a token; its end.
+        ("Paris Paris", [("Paris", b" Paris"), (" Paris", b" Paris")], ["Paris", " Paris"], None),
+        ("ab", [("a", b"a"), ("bc", b"bc"), ("d", b"d")], ["a", "b", ""], None),
+        ("a", [("a", b"a"), ("<x>", b""), ("", b"")], ["a", "", ""], [b"a", b"", b""]),
+    ],
+)  # fmt: skip
+def test_tokens_and_bytes_together_are_the_text(text, drawn, pieces, content):
+    found = [
+        {index: logprob(-1.0, 1, piece, stored)} for index, (piece, stored) in enumerate(drawn)
+    ]
+    output = output_with(text, list(range(len(drawn))), found)
+    completion = logprobs_of(output, 1)
+    assert completion["tokens"] == pieces
+    assert "".join(completion["tokens"]) == text
+    for piece, offset in zip(pieces, completion["text_offset"], strict=True):
+        assert text[offset : offset + len(piece)] == piece
+    listed = [bytes(each["bytes"]) for each in logprobs_of(output, 1, chat=True)["content"]]
+    assert b"".join(listed) == text.encode()
+    assert listed == (content or [piece.encode() for piece in pieces])
+
+
+def test_tokens_of_one_text_are_told_apart():
+    """Such as ``A`` and ``<0x41>``, and a model's tokens that its tokenizer does not know."""
+    position = {
+        1: logprob(-1.0, 1, "A"),
+        2: logprob(-2.0, 2, "A"),
+        3: logprob(-3.0, 3, "A"),
+        4: logprob(-4.0, 4, "", b""),
+        5: logprob(-5.0, 5, "<end>", b""),
+        6: logprob(-6.0, 6, "<end>"),
+    }
+    for drawn, names in (
+        (1, ["A", "bytes:A", "token_id:3", "token_id:4", "<end>", "bytes:<end>"]),
+        (3, ["bytes:A", "token_id:2", "A", "token_id:4", "<end>", "bytes:<end>"]),
+    ):
+        (top,) = logprobs_of(output_with("A", [drawn], [position]), 6)["top_logprobs"]
+        assert list(top.items()) == list(
+            zip(names, (-1.0, -2.0, -3.0, -4.0, -5.0, -6.0), strict=True)
+        )
+    assert list(logprobs_of(output_with("A", [3], [position]), 2)["top_logprobs"][0]) == [
+        "bytes:A", "token_id:2",
     ]  # fmt: skip
 
 

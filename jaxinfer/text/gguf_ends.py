@@ -1,0 +1,70 @@
+"""Tokens that end a text in a GGUF file: those that its keys name, and those of known texts.
+
+The texts, and what takes some of them out again, are those of llama.cpp's ``llama-vocab.cpp``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+CONTROL = 3
+
+END_KEYS = tuple(f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))
+_TEXTS = frozenset(
+    {
+        "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+        "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+        "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
+    }
+)  # fmt: skip
+# Padding of code that is filled in, names of repositories and ends of files; a key goes before.
+_FILLING = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+
+
+def end_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a text, those that keys name first."""
+    named = [metadata.get(key) for key in END_KEYS]
+    ids = dict.fromkeys(token for token in named if token is not None)
+    return tuple(ids | dict.fromkeys(_by_text(metadata)))
+
+
+def token_types(metadata: Mapping[str, Any], types: Sequence[int]) -> list[int]:
+    """The types of all tokens: an end that is known by its text is a control token.
+
+    llama.cpp sets them right like this, as some files have them as ordinary text, of which a
+    conversation's marks would be read letter by letter.
+    """
+    found = list(types)
+    for token in _by_text(metadata):
+        if token < len(found):
+            found[token] = CONTROL
+    return found
+
+
+def _by_text(metadata: Mapping[str, Any]) -> list[int]:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    types = metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list):
+        return []
+    known = _TEXTS.union(*_FILLING.values())
+    found = {text: index for index, text in enumerate(tokens) if text in known}
+    if "</s>" in found and isinstance(types, list) and CONTROL not in types[found["</s>"] :][:1]:
+        # Gemma's, user-defined, closes a tag of HTML. (llama.cpp ends there all the same.)
+        del found["</s>"]
+    calls = not found.keys().isdisjoint({"<|call|>", "<|calls|>"})
+    if calls and not found.keys().isdisjoint({"<|return|>", "<|flush|>"}):
+        found.pop("<|end|>", None)  # There, it ends a message, not the turn.
+    if "<|tool_response>" in found:
+        found.pop("</s>", None)
+    for key, texts in _FILLING.items():
+        named = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        there = [text for text in texts if text in found]
+        for text in there[named is None :]:
+            del found[text]
+        if isinstance(named, int):
+            found[key] = named
+    return sorted(found.values())
