@@ -117,6 +117,8 @@ class Restarts:
         home = self._of.get(instance)
         if home is None:
             return False
+        if home.process.lost:  # Its thread may have still to tell of it.
+            self._lose(home, home.process, home.process.lost)
         with self._lock:
             is_on_its_way = home.starting or home.news is not None
             if not is_on_its_way and home.left:
@@ -155,7 +157,7 @@ class Restarts:
         with self._lock:
             if home.process is not process or home.starting or self._closed:
                 return
-            if not home.left and home.news is None:
+            if home.news.error if home.news else not home.left:
                 return  # Its instances are lost for good, as those of any process.
             home.starting, home.news, home.why = True, None, why
             self._tell_of_loss(home)

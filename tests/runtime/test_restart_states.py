@@ -148,6 +148,19 @@ def test_a_failure_in_a_process_that_is_there_ends_it_if_it_may_be_started_again
     assert cluster.heard == ["g"]
 
 
+def test_one_whose_loss_has_still_to_be_told_is_started_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the loop would wait for a return that nobody has begun."""
+    cluster = Cluster(monkeypatch, 1, [None])
+    cluster.process.lost = "killed"
+    assert cluster.restarts.expect("x", "a step failed")
+    cluster.wait_for_news()
+    cluster.process.die("killed")
+    assert cluster.restarts.take("g")
+    assert len(cluster.started) == 1
+
+
 def test_each_attempt_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, 3, ["no room", None])
     cluster.process.die("killed")
