@@ -1,14 +1,15 @@
 """Which functions attend and multiply on a device: plain JAX, or kernels where they run."""
 
+import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.pallas_kernels import kv_pages, reference
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
@@ -89,17 +90,17 @@ def choose_kernels(
     Raises:
         JaxinferError: kernels are asked for that the device cannot run.
     """
-    able: dict[Kernels, str | None] = {
-        "hopper": _why_not_hopper(device, dtype, head_dim, group, page_size),
-        "generic": _why_not_generic(device, dtype, head_dim),
-        "numba": _why_not_numba(device, dtype),
+    # Only those that may be wanted are looked at: to do so may import them.
+    why_not: dict[Kernels, Callable[[], str | None]] = {
+        "hopper": lambda: _why_not_hopper(device, dtype, head_dim, group, page_size),
+        "generic": lambda: _why_not_generic(device, dtype, head_dim),
+        "numba": lambda: _why_not_numba(device, dtype),
     }
     if wanted == "auto":
-        fits = [name for name, reason in able.items() if reason is None]
         if device.platform == "gpu" and dtype.itemsize == 4:
-            fits = []
-        return [*fits, "plain"][0]
-    if reason := able.get(wanted):
+            return "plain"
+        return next((name for name, reason in why_not.items() if reason() is None), "plain")
+    if wanted in why_not and (reason := why_not[wanted]()):
         raise JaxinferError(f"kernels is {wanted}, {reason}: auto, plain or interpret would do")
     return wanted
 
@@ -139,9 +140,26 @@ def _why_not_numba(device: jax.Device, dtype: jnp.dtype) -> str | None:
         return f"KV entries are {dtype}, it needs float32 or bfloat16"
     if not find_spec("numba"):
         return "numba is not installed (pip install 'jaxinfer[cpu]')"
-    from jaxinfer.pallas_kernels import xla_call
+    if reason := _why_numba_fails():
+        # It was installed to be used.
+        _note(f"kernels of numba are left out: {reason}")
+    return reason
 
+
+def _why_numba_fails() -> str | None:
+    """Why a numba that is installed is of no use; whatever it raises when it is imported."""
+    try:
+        from jaxinfer.pallas_kernels import numba_cpu, numba_matmul, numba_write, xla_call
+    except Exception as error:
+        return f"numba cannot be imported: {type(error).__name__}: {one_line(error)}"
+    del numba_cpu, numba_matmul, numba_write
     return xla_call.why_not()
+
+
+@cache
+def _note(line: str) -> None:
+    """Say something once in a process."""
+    print(f"jaxinfer: {line}", file=sys.stderr, flush=True)
 
 
 def _name(device: jax.Device) -> str:

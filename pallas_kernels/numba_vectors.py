@@ -20,7 +20,10 @@ _FAST = ("fast",)
 @functools.cache
 def has_avx512() -> bool:
     """Whether this processor has 32 registers of 16 floats; others are taken for 16 of 8."""
-    return bool(binding.get_host_cpu_features().get("avx512f"))
+    try:
+        return bool(binding.get_host_cpu_features().get("avx512f"))
+    except RuntimeError:  # LLVM cannot tell on all processors.
+        return False
 
 
 def lanes() -> int:

@@ -20,6 +20,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from jaxinfer.errors import one_line
+
 I64 = ir.IntType(64)
 S = TypeVar("S")
 # Words of 8 bytes in XLA_FFI_CallFrame, XLA_FFI_Buffer, XLA_FFI_Api (c_api.h).
@@ -36,16 +38,27 @@ NEXT, DONE, TOTAL, WORKERS, USERS, OUR_ARGS, OUR_RETS, SHARED_WORDS = range(8)
 
 
 def ffi_version() -> tuple[int, int]:
-    """Of XLA's FFI, major and minor, by the header that comes with jaxlib."""
-    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
-    parts = (re.findall(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in PARTS)
-    major, minor = (int(found[0]) for found in parts)
+    """Of XLA's FFI, major and minor, by the header that comes with jaxlib.
+
+    Raises:
+        OSError: it is not there.
+        ValueError: it does not say.
+    """
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
+    text = header.read_text()
+    parts = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in PARTS]
+    major, minor = (int(found[1]) if found else -1 for found in parts)
+    if min(major, minor) < 0:
+        raise ValueError(f"{header} does not name it")
     return major, minor
 
 
 def why_not() -> str | None:
     """Why its call frames are not known here, in words; None if they are."""
-    major, minor = ffi_version()
+    try:
+        major, minor = ffi_version()
+    except (OSError, ValueError) as error:
+        return f"the version of XLA's FFI is not known: {one_line(error)}"
     if major == 0 and minor in KNOWN:
         return None
     return f"XLA's FFI is version {major}.{minor}, known are 0.{KNOWN[0]} to 0.{KNOWN[-1]}"

@@ -42,7 +42,8 @@ def cli() -> None:
 
 def main() -> None:
     """Run one command: a user's mistake is one line on stderr and exit code 2."""
-    sys.path.insert(0, os.getcwd())  # For a system of the user's own.
+    # For a system of the user's own. Last: what lies in a folder is not to shadow what we import.
+    sys.path.append(os.getcwd())
     try:
         code = cli(standalone_mode=False)
     except click.ClickException as error:

@@ -82,6 +82,12 @@ class RunTotals:
             if self.pages_in_use > self.peak_pages:
                 self.peak_pages = self.pages_in_use
 
+    def lose_instance(self, name: str) -> None:
+        """Count no page of an instance that is lost any more."""
+        if totals := self.instances.get(name):
+            self.pages_in_use -= totals.pages_in_use
+            totals.pages_in_use = 0
+
     def add_prompt(self, ended: Sequence[tuple[RequestState, Sequence[float]]]) -> None:
         """Count one prompt by its continuations: all of them, and when the tokens of each came."""
         if any(request.error is not None for request, _ in ended):

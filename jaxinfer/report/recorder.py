@@ -66,10 +66,10 @@ class Recorder:
                 self.totals.slice_bytes += event.num_bytes
             if self._folder:
                 self._folder.add_transfer(event, loop.roster.instances)
-        elif not self._folder:
-            return
         elif isinstance(event, InstanceLost):
-            self._folder.lose_instance(event.instance)
+            self.totals.lose_instance(event.instance)
+            if self._folder:
+                self._folder.lose_instance(event.instance)
 
     def finish(
         self,

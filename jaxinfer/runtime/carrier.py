@@ -90,19 +90,25 @@ class HostCarrier:
         if thread not in self._sources:
             self._sources[thread] = Connection(call(*address).detach())
         source = self._sources[thread]
-        source.send(number)
-        if not source.poll(patience_s):
-            self._sources.pop(thread).close()  # What comes late would be taken for the next one.
-            raise TimeoutError(f"no slab after {patience_s:g} s")
-        data = source.recv_bytes()
+        try:
+            source.send(number)
+            if not source.poll(patience_s):
+                raise TimeoutError(f"no slab after {patience_s:g} s")
+            data = source.recv_bytes()
+        except (EOFError, OSError):
+            # Broken, or what comes late would be taken for the next one.
+            self._sources.pop(thread).close()
+            raise
         if not data:
             raise JaxinferError(f"slab {number} is not offered")
         array = np.frombuffer(data, form.dtype).reshape(form.shape)
         return jax.device_put(array, sharding)
 
     def close(self) -> None:
-        """Accept no more."""
+        """Accept no more, and let go of whom slabs came from."""
         self._closed = True
+        for source in list(self._sources.values()):
+            source.close()
         # Closing a socket does not wake a thread that waits for it.
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

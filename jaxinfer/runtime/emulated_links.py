@@ -4,21 +4,34 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jaxinfer.runtime.lane import Lane, RemoteLane
 from jaxinfer.runtime.transfer import Landed
 from jaxinfer.serving.batch import Transfer
+from jaxinfer.serving.kv_shards import Hold
 from jaxinfer.steps.network import Link, Network
 
 # The slabs of one transfer that take one lane follow one another.
 Flow = tuple[Transfer, Lane | RemoteLane]
+# Those of several transfers may overtake each other, but not on their way to the same pages.
+Way = tuple[Hold, Lane | RemoteLane]
+
+
+@dataclass(eq=False)
+class _Slab:
+    """One on its way; ``has_come``: it waits for those before it."""
+
+    landed: Landed
+    has_come: bool = False
 
 
 class EmulatedLinks:
     """As in a simulation: flows share a link's rate, and each pays its latency once.
 
-    All times are those of ``time.perf_counter``.
+    A slab lands no earlier than those that have left before it to the same pages: one that is
+    written to pages of 8 bits erases what lies behind it. All times are those of
+    ``time.perf_counter``.
 
     Args:
         lanes: of all routes.
@@ -30,17 +43,19 @@ class EmulatedLinks:
             lane.groups: lane.link.gb_s * 1e9 for lane in lanes if lane.link
         }
         self._network: Network[Flow] = Network(rates)
-        self._queues: dict[Flow, deque[Landed]] = {}
-        self._landing: list[tuple[float, int, Landed]] = []
+        self._queues: dict[Flow, deque[_Slab]] = {}
+        self._ways: dict[Way, deque[_Slab]] = {}
+        self._landing: list[tuple[float, int, _Slab]] = []
         self._order = itertools.count()
         self._now = 0.0
 
     def hold_back(self, landed: Landed) -> None:
         """Let a slab leave at its start, behind those before it; the machine has moved it."""
         self._advance(landed.start)
-        flow = landed.slab.transfer, landed.slab.lane
+        flow, slab = (landed.slab.transfer, landed.slab.lane), _Slab(landed)
+        self._ways.setdefault(_way(landed), deque()).append(slab)
         queue = self._queues.setdefault(flow, deque())
-        queue.append(landed)
+        queue.append(slab)
         if len(queue) == 1:
             self._start(flow, landed.start)
 
@@ -55,8 +70,15 @@ class EmulatedLinks:
         self._advance(now)
         taken = []
         while self._landing and self._landing[0][0] <= now:
-            time, _, landed = heapq.heappop(self._landing)
-            taken.append(replace(landed, end=max(landed.end, time)))
+            time, _, slab = heapq.heappop(self._landing)
+            slab.has_come = True
+            way = _way(slab.landed)
+            behind = self._ways[way]
+            while behind and behind[0].has_come:
+                landed = behind.popleft().landed
+                taken.append(replace(landed, end=max(landed.end, time)))
+            if not behind:
+                del self._ways[way]
         return taken
 
     def _advance(self, now: float) -> None:
@@ -64,10 +86,10 @@ class EmulatedLinks:
             self._now = end
             for flow in self._network.take_ended(end):
                 queue = self._queues[flow]
-                landed = queue.popleft()
-                assert landed.slab.lane.link
-                lands = end + landed.slab.lane.link.latency_s
-                heapq.heappush(self._landing, (lands, next(self._order), landed))
+                slab = queue.popleft()
+                link = slab.landed.slab.lane.link
+                assert link
+                heapq.heappush(self._landing, (end + link.latency_s, next(self._order), slab))
                 if queue:
                     self._start(flow, end)
                 else:
@@ -76,6 +98,10 @@ class EmulatedLinks:
     def _start(self, flow: Flow, time: float) -> None:
         # Reports of several routes may come in another order than what they tell of.
         self._now = max(self._now, time)
-        slab, (_, lane) = self._queues[flow][0].slab, flow
+        slab, (_, lane) = self._queues[flow][0].landed.slab, flow
         num_bytes = (slab.stop - slab.start) * lane.token_bytes
         self._network.start(flow, [lane.groups], num_bytes, self._now)
+
+
+def _way(landed: Landed) -> Way:
+    return landed.slab.transfer.dest_hold, landed.slab.lane

@@ -167,7 +167,8 @@ def start_worker(
     # A module, not a function: what the user's script does when it is imported is not redone.
     numbers = [str(connection.fileno()), str(os.getpid())]
     return subprocess.Popen(
-        [sys.executable, "-m", "jaxinfer.runtime.worker_process", *numbers],
+        # Safe: the folder where this runs comes last on its path, as it does here.
+        [sys.executable, "-P", "-m", "jaxinfer.runtime.worker_process", *numbers],
         pass_fds=[connection.fileno()],
         env=os.environ | environment,
         stdin=subprocess.DEVNULL,

@@ -5,7 +5,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -147,11 +147,17 @@ class Process:
         self.lost = why = self._given_up or ended
         self._ended.set()
         self._answers.put(ProcessLost(why))
-        if not self._closing:
-            for worker in self.workers.values():
-                worker.on_loss(ProcessLost(why))
-            for hear in self.on_loss:
-                hear(why)
+        # Each of them, whatever the others raise: who is not told waits for ever.
+        with ExitStack() as all_told:
+            all_told.callback(self._disconnect)
+            if not self._closing:
+                for hear in reversed(list(self.on_loss)):
+                    all_told.callback(hear, why)
+                # A list: the loop's thread may move a worker here meanwhile.
+                for worker in reversed(list(self.workers.values())):
+                    all_told.callback(worker.on_loss, ProcessLost(why))
+
+    def _disconnect(self) -> None:
         with self._lock:
             self._connection.close()
             self._socket.close()

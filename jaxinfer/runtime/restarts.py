@@ -12,8 +12,9 @@ from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.plan import PlanFacts
 from jaxinfer.runtime.processes import AnotherProcess, OtherProcesses, wait_until_loaded
-from jaxinfer.runtime.remote import NobodyThere, Process, RemoteWorker
+from jaxinfer.runtime.remote import NobodyThere, Process, ProcessLost, RemoteWorker
 from jaxinfer.runtime.sampler import SamplerShape
+from jaxinfer.runtime.worker import Failed
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class _Home:
 
     Attributes:
         left: how often it may be.
-        starting: whether a thread is about it.
+        starting: whether a thread is about it, and ``why``: as the one before was lost.
         prepared: of each instance, the sampler that the process has.
         news: an outcome that nobody has taken.
     """
@@ -59,6 +60,7 @@ class _Home:
     workers: Mapping[str, RemoteWorker]
     sides: Mapping[str, AnotherProcess]
     starting: bool = False
+    why: str = ""
     prepared: Mapping[str, SamplerShape] | None = None
     news: Outcome | None = None
 
@@ -77,7 +79,7 @@ class Restarts:
         self, config: ClusterConfig, others: OtherProcesses, workers: Mapping[str, RemoteWorker]
     ) -> None:
         self._others = others
-        self._hear: Callable[[Restarted], object] = lambda restarted: None
+        self._hear: Callable[[Restarted | Failed], object] = lambda news: None
         self._lock = threading.Lock()
         self._closed = False
         self._homes: dict[str, _Home] = {}
@@ -93,18 +95,30 @@ class Restarts:
                 self._of |= dict.fromkeys(here, home)
                 self._watch(home)
 
-    def listen(self, hear: Callable[[Restarted], object]) -> None:
-        """Have a run told of news, by any thread, and of those that nobody has taken."""
-        self._hear = hear
-        for group, home in self._homes.items():
-            if home.news:
-                hear(Restarted(group))
+    def listen(self, hear: Callable[[Restarted | Failed], object]) -> None:
+        """Have a run told of news, by any thread, and of those that nobody has taken.
+
+        Who is being started, or comes to be, has failed: nobody is to find out by a step.
+        """
+        with self._lock:
+            self._hear = hear
+            for group, home in self._homes.items():
+                if home.news:
+                    hear(Restarted(group))
+                elif home.starting:
+                    self._tell_of_loss(home)
+
+    def _tell_of_loss(self, home: _Home) -> None:
+        for name in home.workers:
+            self._hear(Failed(name, ProcessLost(home.why)))
 
     def expect(self, instance: str, why: str) -> bool:
         """Whether an instance that was lost is to return; if so, all of its process is lost."""
         home = self._of.get(instance)
         if home is None:
             return False
+        if home.process.lost:  # Its thread may have still to tell of it.
+            self._lose(home, home.process, home.process.lost)
         with self._lock:
             is_on_its_way = home.starting or home.news is not None
             if not is_on_its_way and home.left:
@@ -143,9 +157,10 @@ class Restarts:
         with self._lock:
             if home.process is not process or home.starting or self._closed:
                 return
-            if not home.left and home.news is None:
+            if home.news.error if home.news else not home.left:
                 return  # Its instances are lost for good, as those of any process.
-            home.starting, home.news = True, None
+            home.starting, home.news, home.why = True, None, why
+            self._tell_of_loss(home)
         threading.Thread(target=self._start_again, args=(home, why), daemon=True).start()
 
     def _start_again(self, home: _Home, why: str) -> None:

@@ -198,6 +198,7 @@ def main() -> None:
     """Signals are for the loop's process, which ends this one when it has ended its work."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    sys.path.append(os.getcwd())  # See ``commands.app.main``.
     WorkerProcess(Connection(int(sys.argv[1])), int(sys.argv[2])).run()
 
 

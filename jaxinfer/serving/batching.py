@@ -67,8 +67,11 @@ class PrefillFirst:
 
     def __call__(self, batch: Forming) -> None:
         """Form the batch."""
-        if not self._lacks_pages:
-            self._add_prompts(batch)
+        if self._lacks_pages:
+            self._lacks_pages = bool(_decode(batch))
+            if self._lacks_pages or batch.rows or batch.grouped:
+                return  # Else who has waited for pages is paused, or has left.
+        self._add_prompts(batch)
         if not batch.rows:
             self._lacks_pages = bool(_decode(batch))
 
@@ -128,9 +131,9 @@ class WholePrompts:
         if todo <= batch.budget:
             batch.add_chunk(request)
         elif not batch.rows:
-            batch.budget = budget  # Alone, and whole where the instance's steps allow it.
-            batch.add_chunk(request)
-            batch.budget = 0
+            within, batch.budget = batch.budget, budget
+            # Alone, and whole where the instance's steps allow it.
+            batch.budget = 0 if batch.add_chunk(request) else within
 
     def _fill(self, batch: Forming) -> None:
         # Without room for all of them, each is a row that can be left out.

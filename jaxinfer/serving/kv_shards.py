@@ -291,6 +291,18 @@ class KVShards:
         ]
         return ", ".join(stages)
 
+    def clear(self) -> None:
+        """Have all pages free and none cached, as at the start; no hold is to be used any more.
+
+        What its steps in flight have pinned would never come free: they never end.
+        """
+        self.reserved.clear()
+        for shard in self.shards:
+            shard.pool.clear()
+            shard.num_pairs = 0
+        if self.cache:
+            self.cache = PrefixCache(self.shards)
+
     def take_back_reserved(self) -> bool:
         """Have the latest reservation given back, if there is one."""
         if self.reserved:

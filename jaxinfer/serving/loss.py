@@ -31,7 +31,8 @@ def detach(
 ) -> list[RequestState]:
     """Take a lost instance out of all requests; returns those that are to be routed anew.
 
-    They keep their tokens, and their KV where it lies elsewhere; other KV is recomputed.
+    They keep their tokens, and their KV where it lies elsewhere; other KV is recomputed. The lost
+    instance's pages are all free afterwards: the next run may have them.
     """
     hand_offs.forget(lost.name)
     adrift = []
@@ -41,16 +42,19 @@ def detach(
         here = instances[request.legs[0].instance] if request.legs else None
         exported_there = request.exported and request.exported[0] == lost.name
         if here is lost or exported_there:
-            _leave(request, here, lost)
+            _leave(request, here, lost, hand_offs)
             adrift.append(request)
         # What would have led to the lost instance is routed anew when its turn comes.
         names = [leg.instance for leg in request.legs]
         if lost.name in names:
             del request.legs[names.index(lost.name) :]
+    lost.kv.clear()
     return adrift
 
 
-def _leave(request: RequestState, here: Instance | None, lost: Instance) -> None:
+def _leave(
+    request: RequestState, here: Instance | None, lost: Instance, hand_offs: HandOffs
+) -> None:
     """Take the request out of its instance, and void its KV unless that lies elsewhere."""
     if here:
         here.remove(request)
@@ -62,5 +66,5 @@ def _leave(request: RequestState, here: Instance | None, lost: Instance) -> None
     if request.exported and request.exported[0] != lost.name:
         request.sent = 0
     else:
-        request.exported = None
+        hand_offs.release_export(request)
         request.void_kv()

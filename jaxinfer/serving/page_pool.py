@@ -46,6 +46,11 @@ class PagePool:
         for page in pages:
             heapq.heappush(self._free, page)
 
+    def clear(self) -> None:
+        """Have all pages free again, whoever has them."""
+        self.num_pinned = self.num_idle = 0
+        self._free = list(range(1, self.num_usable + 1))
+
 
 class CountedPages(PagePool):
     """Pages that nobody looks at, as in a simulation: all have the number 0."""
@@ -68,6 +73,12 @@ class CountedPages(PagePool):
     def give(self, pages: list[int]) -> None:
         """Take pages back."""
         self._left += len(pages)
+
+    def clear(self) -> None:
+        """Have all pages free again, whoever has them."""
+        super().clear()
+        self._free.clear()
+        self._left = self.num_usable
 
 
 def _nothing_to_evict() -> None:

@@ -1,6 +1,7 @@
 """Which instance has each request: routes and actions of the system, carried out."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from jaxinfer.config.validation import did_you_mean
@@ -240,12 +241,11 @@ class Roster:
         return next((reason for reason in reasons if reason), None)
 
     def act(self, ask: Callable[[], Iterable[Action]]) -> None:
-        """Do what the system wants done."""
-        try:
+        """Do what the system wants done, but what it has in mind for an instance that is lost."""
+        with suppress(LostInstance):  # It has asked for one while it decided.
             for action in ask() if self.instances else ():
-                self._do(action)
-        except LostInstance:
-            pass  # The system had something in mind for an instance that is no more.
+                with suppress(LostInstance):
+                    self._do(action)
 
     def _do(self, action: Action) -> None:
         if isinstance(action, SetRole):

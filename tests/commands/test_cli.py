@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import pytest
 from rich.console import Console
 from tiny_model import TINY_OPTIONS
 
+from jaxinfer.commands import app
 from jaxinfer.commands.app import main
 from jaxinfer.commands.run import _print_restarts
 from jaxinfer.workload import result_file
@@ -359,3 +361,23 @@ def test_processes_that_were_started_again_are_told(tmp_path: Path) -> None:
         "group b: killed; it was started again in 12.3 s\n"
         "group b: killed; it could not be started again: no [room]\n"
     )
+
+
+def test_what_lies_where_a_command_runs_shadows_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module of the user's own is found there, behind all others."""
+    for name in ("colorsys", "my_system"):
+        (tmp_path / f"{name}.py").write_text("MINE = True\n")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    found: list[bool] = []
+
+    def command(standalone_mode: bool) -> None:
+        found.extend(hasattr(import_module(name), "MINE") for name in ("colorsys", "my_system"))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(app, "cli", command)
+    with pytest.raises(SystemExit):
+        main()
+    assert found == [False, True]

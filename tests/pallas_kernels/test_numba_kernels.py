@@ -28,7 +28,7 @@ from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 pytest.importorskip("numba")
-from jaxinfer.pallas_kernels import numba_cpu, numba_write, xla_call
+from jaxinfer.pallas_kernels import numba_cpu, numba_vectors, numba_write, xla_call
 
 ALL = grid(dtype=("float32", "bfloat16"))
 # Odd sizes, as small models have them.
@@ -151,6 +151,29 @@ def test_a_version_of_the_interface_that_is_not_known(
     assert choose_kernels("auto", *case) == "plain"
     with pytest.raises(JaxinferError, match="kernels is numba, XLA's FFI is version"):
         choose_kernels("numba", *case)
+
+
+@pytest.mark.parametrize("text", [None, "#define XLA_FFI_API_VERSION 4\n"])
+def test_a_header_that_says_nothing(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
+    header.parent.mkdir(parents=True)
+    if text:
+        header.write_text(text)
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
+    why = xla_call.why_not()
+    assert why is not None
+    assert why.startswith("the version of XLA's FFI is not known: ")
+    assert str(header) in why
+
+
+def test_a_processor_of_which_llvm_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> None:
+        raise RuntimeError("failed to get host cpu features.")
+
+    monkeypatch.setattr(numba_vectors.binding, "get_host_cpu_features", unknown)
+    assert numba_vectors.has_avx512.__wrapped__() is False
 
 
 def test_the_words_of_the_installed_version() -> None:

@@ -10,9 +10,11 @@ import pytest
 
 from jaxinfer.report import metrics
 from jaxinfer.report.metrics import InstanceUse, RunTotals, run_metrics
+from jaxinfer.report.recorder import Recorder
 from jaxinfer.report.yardstick import ModelFlops, Yardstick
 from jaxinfer.serving.batch import Work
 from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import InstanceLost
 
 
 def ended(
@@ -52,6 +54,20 @@ def test_totals_of_steps() -> None:
     # A chunk of 70 after one entry: 2 + 3 + ... + 71; then one of 50, and one of 2.
     chunks = sum(range(2, 72)) + sum(range(2, 52)) + 2 + 3
     assert totals.pairs == 3 * 39 + chunks
+
+
+def test_a_lost_instance_has_no_pages_in_use() -> None:
+    totals = RunTotals()
+    loop: Any = SimpleNamespace(roster=SimpleNamespace(hand_offs=SimpleNamespace(moving=[])))
+    with Recorder(None, dict, True) as recorder:
+        recorder.totals = totals
+        totals.add_step(step("a", 1, 1, 100))
+        for lost in ("a", "a", "never ran"):
+            recorder.add_event(InstanceLost(lost, "killed"), loop)
+        totals.add_step(step("b", 1, 1, 80))
+        assert (totals.pages_in_use, totals.peak_pages) == (80, 100)
+        totals.add_step(step("a", 1, 1, 30))  # It is back.
+    assert (totals.pages_in_use, totals.peak_pages) == (110, 110)
 
 
 def test_time_of_each_instance_is_counted_once() -> None:

@@ -1,6 +1,7 @@
 """The engine with Pallas kernels, interpreted; and which devices get them."""
 
 import json
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer import LLM, JaxinferError, SamplingParams
+from jaxinfer import LLM, JaxinferError, SamplingParams, pallas_kernels
 from jaxinfer.pallas_kernels import choice
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
@@ -131,6 +132,33 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_kernels("auto", CPU, jnp.dtype("float32"), 64, 3, 64) == "plain"
     with pytest.raises(JaxinferError, match=r"numba is not installed.*jaxinfer\[cpu\]"):
         choose_kernels("numba", CPU, jnp.dtype("float32"), 64, 3, 64)
+
+
+def test_a_numba_that_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It refuses to be beside a newer NumPy, say; whoever does not want it is not told."""
+    for name in [name for name in sys.modules if name.startswith("jaxinfer.pallas_kernels.numba")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "jaxinfer.pallas_kernels.xla_call", raising=False)
+
+    class Refuses:
+        def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+            if name in ("jaxinfer.pallas_kernels.numba_cpu", "numba"):
+                raise ImportError("Numba needs NumPy 2.3 or less.\nGot NumPy 2.4.")
+
+    monkeypatch.setattr(choice, "find_spec", lambda name: object())
+    monkeypatch.setattr(sys, "meta_path", [Refuses(), *sys.meta_path])
+    monkeypatch.delattr(pallas_kernels, "numba_cpu", raising=False)
+    choice._note.cache_clear()
+    case = CPU, jnp.dtype("float32"), 64, 3, 64
+    assert choose_kernels("plain", *case) == "plain"
+    assert capsys.readouterr().err == ""
+    why = "numba cannot be imported: ImportError: Numba needs NumPy 2.3 or less. Got NumPy 2.4."
+    assert choose_kernels("auto", *case) == choose_kernels("auto", *case) == "plain"
+    assert capsys.readouterr().err == f"jaxinfer: kernels of numba are left out: {why}\n"
+    with pytest.raises(JaxinferError, match=f"^kernels is numba, {why}: auto, plain"):
+        choose_kernels("numba", *case)
 
 
 @pytest.mark.parametrize("kernels", ["generic", "hopper"])

@@ -3,6 +3,7 @@
 import gc
 import os
 import pickle
+import queue
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import threading
 import time
 import weakref
 from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ import pytest
 from process_cases import wait_until
 
 from jaxinfer import JaxinferError
-from jaxinfer.runtime import port, reach, remote
+from jaxinfer.runtime import port, reach, remote, worker_process
 from jaxinfer.runtime.carrier import HostCarrier
 from jaxinfer.runtime.engine import Cluster
 from jaxinfer.runtime.messages import (
@@ -297,6 +299,77 @@ def test_a_carrier_that_is_closed_leaves_no_thread_and_no_port() -> None:
     del carrier
     gc.collect()
     assert kept() is None
+
+
+def test_a_connection_that_is_broken_is_not_kept() -> None:
+    """The next slab comes by a new one; and a carrier that is closed has none."""
+    form: Any = SimpleNamespace(dtype=np.dtype("float32"), shape=(2,))
+    on = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    here, there = HostCarrier("127.0.0.1"), HostCarrier("127.0.0.1")
+    for number in range(3):
+        there.offer(number, jax.numpy.full(2, number, "float32"), form)
+    assert here.pull(0, there.address, form, on, 9)[0] == 0
+    (broken,) = here._sources.values()
+    server = socket.socket(fileno=os.dup(broken.fileno()))
+    server.shutdown(socket.SHUT_RDWR)
+    server.close()
+    with pytest.raises((EOFError, OSError)):
+        here.pull(1, there.address, form, on, 9)
+    assert broken.closed
+    assert here._sources == {}
+    assert here.pull(2, there.address, form, on, 9)[0] == 2
+    (left,) = here._sources.values()
+    here.close()
+    there.close()
+    assert left.closed
+
+
+def test_a_loss_is_told_to_all_whoever_comes_or_fails_meanwhile() -> None:
+    """The loop's thread moves another worker there, and one of those that are told raises."""
+    told: list[str] = []
+    process = object.__new__(Process)
+    workers: dict[str, Any] = {}
+
+    def worker(name: str) -> Any:
+        def hear(error: Exception) -> None:
+            told.append(name)
+            workers["new"] = worker("new")
+            raise ValueError(name)
+
+        return SimpleNamespace(on_loss=hear)
+
+    workers |= {name: worker(name) for name in "ab"}
+    nothing: Any = SimpleNamespace(close=lambda: told.append("closed"))
+    vars(process).update(
+        name="g", lost=None, workers=workers, on_loss=[told.append], _closing=False,
+        _given_up="killed", _answers=queue.SimpleQueue(), _ended=threading.Event(),
+        peer=SimpleNamespace(where="pid 1"), _lock=threading.Lock(), _hear_all=lambda: "has ended",
+        _connection=nothing, _socket=nothing,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"^b$"):
+        process._read()
+    assert told == ["a", "b", "killed", "closed", "closed"]
+
+
+def test_a_worker_process_imports_what_lies_where_it_runs_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda args, **more: started.append(args))
+    here, there = socket.socketpair()
+    with here, there:
+        reach.start_worker(there, {})
+    assert started[0][:3] == [sys.executable, "-P", "-m"]
+    ran: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["first"])
+    monkeypatch.setattr(sys, "argv", ["", "0", "0"])
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    monkeypatch.setattr(worker_process, "Connection", lambda number: None)
+    served: Any = SimpleNamespace(run=lambda: ran.extend(sys.path))
+    monkeypatch.setattr(worker_process, "WorkerProcess", lambda *args: served)
+    worker_process.main()
+    assert ran == ["first", str(tmp_path)]
 
 
 class Unreadable:

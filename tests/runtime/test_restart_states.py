@@ -91,7 +91,11 @@ class Cluster:
             move_to=lambda process: None))  # fmt: skip
         workers: Any = self.workers
         self.restarts = Restarts(config, others, workers)
-        self.restarts.listen(lambda restarted: self.heard.append(restarted.group))
+        self.restarts.listen(self._hear)
+
+    def _hear(self, news: Restarted | Failed) -> None:
+        if isinstance(news, Restarted):
+            self.heard.append(news.group)
 
     def _begin(self, group: str, part: Any) -> FakeProcess:
         self.started.append(FakeProcess())
@@ -143,6 +147,19 @@ def test_a_failure_in_a_process_that_is_there_ends_it_if_it_may_be_started_again
     cluster.started[0].die("it hangs")
     time.sleep(0.05)
     assert cluster.heard == ["g"]
+
+
+def test_one_whose_loss_has_still_to_be_told_is_started_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the loop would wait for a return that nobody has begun."""
+    cluster = Cluster(monkeypatch, 1, [None])
+    cluster.process.lost = "killed"
+    assert cluster.restarts.expect("x", "a step failed")
+    cluster.wait_for_news()
+    cluster.process.die("killed")
+    assert cluster.restarts.take("g")
+    assert len(cluster.started) == 1
 
 
 def test_each_attempt_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +215,39 @@ def test_a_sampler_that_is_asked_for_when_it_is_ready(monkeypatch: pytest.Monkey
     cluster.workers["y"].sampler = wanted
     assert cluster.restarts.take("g")
     assert [worker.prepared for worker in cluster.workers.values()] == [[], [wanted]]
+
+
+def test_a_run_that_begins_while_one_is_started_is_told_of_the_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before it launches anything: a system may wait for what never comes, else."""
+    cluster = Cluster(monkeypatch, 1, [None])
+    cluster.go.clear()
+    cluster.process.die("killed")
+    restarts: Any = cluster.restarts
+    workers: Any = cluster.workers
+    world = RealWorld(workers, [], restarts=restarts)
+    assert world.due_events() == [
+        InstanceLost(name, "ProcessLost: killed", returns=True) for name in "xy"
+    ]
+    assert (world.is_idle, world.returning) == (False, {"x", "y"})
+    cluster.go.set()
+    assert world.due_events() == [InstanceBack("x"), InstanceBack("y")]
+    assert (world.is_idle, world.lost) == (True, {})
+
+
+def test_a_loss_is_told_of_although_nobody_has_anything_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(monkeypatch, 1, [None])
+    cluster.go.clear()
+    restarts: Any = cluster.restarts
+    workers: Any = cluster.workers
+    world = RealWorld(workers, [], restarts=restarts)
+    assert world.due_events() == []
+    cluster.process.die("killed")
+    assert [event.returns for event in world.due_events()] == [True, True]
+    cluster.go.set()
 
 
 def test_what_is_closed_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

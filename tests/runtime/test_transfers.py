@@ -51,9 +51,13 @@ class Lane:
         assert arrived is self.checked
 
 
-def transfer(source: str, dest: str, start: int = 0, stop: int = 100) -> Transfer:
+def transfer(
+    source: str, dest: str, start: int = 0, stop: int = 100, to: object = None
+) -> Transfer:
+    """To pages of its own, or to those of ``to``."""
     nothing: Any = None
-    return Transfer(nothing, 0, source, dest, nothing, nothing, start, stop, 0.0)
+    pages: Any = to or object()
+    return Transfer(nothing, 0, source, dest, nothing, pages, start, stop, 0.0)
 
 
 @contextmanager
@@ -333,6 +337,34 @@ def test_a_slab_that_is_reported_late_starts_after_what_has_been_taken_off_the_l
     # From 1.1 on, a thousand a second each: 100 of b, and c has 50 more.
     ends = {landed.slab.transfer.source: landed.end for landed in links.take_landed(2.0)}
     assert ends == pytest.approx({"a": 1.15, "b": 1.25, "c": 1.275})
+
+
+def test_slabs_of_one_request_land_in_the_order_in_which_they_have_left() -> None:
+    """The shorter ones share the link and would be there first; pages of 8 bits mind that.
+
+    Another request's do not wait.
+    """
+    lane: Any = Lane(LINK)
+    links, pages = EmulatedLinks([lane]), object()
+    for start, (first, stop), to in (
+        (1.0, (0, 250), pages),
+        (1.05, (250, 270), pages),
+        (1.05, (0, 20), None),
+        (1.05, (270, 280), pages),
+    ):
+        moving = transfer("a", "b", first, stop, to)
+        slab = lane.take(moving, first, stop, None)
+        links.hold_back(Landed(slab, slab.array, start, start))
+    landed = []
+    while (now := links.next_time) is not None:
+        landed += links.take_landed(now)
+    # Four share 2,000 tokens a second: 10 each by 1.07, three 10 more by 1.085, then one alone.
+    assert [(each.slab.start, each.slab.stop, each.end) for each in landed] == [
+        (0, 20, pytest.approx(1.135)),
+        (0, 250, pytest.approx(1.2)),
+        (250, 270, pytest.approx(1.2)),
+        (270, 280, pytest.approx(1.2)),
+    ]
 
 
 def test_each_way_over_a_link_has_its_rate() -> None:

@@ -29,6 +29,8 @@ from jaxinfer.serving.world import (
 )
 
 Cell = tuple[Hashable, ...]
+# Of each page of each shard of each instance, what its places hold.
+Cells = Mapping[tuple[str, int, int], dict[int, Cell]]
 # For each shard, slice -> page numbers: a copy of Hold.tables.
 Tables = list[dict[int, list[int]]]
 
@@ -125,6 +127,7 @@ class FakeWorld:
         check: Callable[[], None] = lambda: None,
         max_steps: int = 100_000,
         at_rest: Callable[[], None] = lambda: None,
+        cells: Cells | None = None,
     ) -> None:
         self.instances = {i.name: i for i in instances}
         self.timing = timing or Timing()
@@ -146,7 +149,7 @@ class FakeWorld:
         self._heap: list[tuple[float, float, int, Callable[[], Event | None]]] = []
         self._order = itertools.count()
         self._arrivals = len(requests)
-        self._cells: dict[tuple[str, int, int], dict[int, Cell]] = defaultdict(dict)
+        self.cells: dict[tuple[str, int, int], dict[int, Cell]] = defaultdict(dict, cells or {})
         self._users: dict[tuple[str, int, int], Counter[Hold]] = defaultdict(Counter)
         self._device_tokens: dict[tuple[str, int, int], int] = {}
         self._unwritten: set[tuple[str, int, int]] = set()
@@ -312,11 +315,8 @@ class FakeWorld:
         return InstanceLost(name, "killed", returns)
 
     def _return(self, name: str) -> Event:
-        """Nothing is left of what its pages held."""
         self._gone.remove(name)
         self._last.pop(name, None)
-        for page in [page for page in self._cells if page[0] == name]:
-            del self._cells[page]
         assert not any(users for (of, *_), users in self._users.items() if of == name)
         return InstanceBack(name)
 
@@ -326,6 +326,9 @@ class FakeWorld:
         return instance
 
     def _forget(self, name: str) -> None:
+        """Nothing is left of what its pages held, and of what was under way."""
+        for page in [page for page in self.cells if page[0] == name]:
+            del self.cells[page]
         for key, step in list(self.in_flight_steps.items()):
             if step.batch.instance == name:
                 del self.in_flight_steps[key]
@@ -432,7 +435,7 @@ class FakeWorld:
             value = reference.token(p)
             for shard, table in enumerate(tables):
                 for piece, pages in table.items():
-                    cell = self._cells[name, shard, pages[p // page_size]].get(p % page_size)
+                    cell = self.cells[name, shard, pages[p // page_size]].get(p % page_size)
                     wanted = (*self._content(request, epoch, p), piece)
                     assert cell == wanted, f"{name}/{shard} holds {cell}, not {wanted}"
             values.append(value)
@@ -449,7 +452,7 @@ class FakeWorld:
         page, cell = divmod(position, self.instances[name].page_size)
         for shard, table in enumerate(tables):
             for piece, pages in table.items():
-                self._cells[name, shard, pages[page]][cell] = (*content, piece)
+                self.cells[name, shard, pages[page]][cell] = (*content, piece)
 
     def _use(self, name: str, hold: Hold, tables: Tables, num_tokens: int) -> None:
         kv = self.instances[name].kv

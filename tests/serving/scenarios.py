@@ -9,10 +9,10 @@ from typing import Any
 from fake_world import Timing
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from serving_checks import Run, make_kv, make_requests
+from serving_checks import Outcome, Run, make_kv, make_requests
 
 from jaxinfer.serving.instance import Instance, InstanceOptions
-from jaxinfer.serving.kv_shards import Placement
+from jaxinfer.serving.kv_shards import KVShards, Placement
 from jaxinfer.serving.policies import Policies, PolicyOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import (
@@ -268,16 +268,20 @@ class Scenario:
         system: System,
         policies: Callable[[], Policies] = Policies,
         instance_type: type[Instance] = Instance,
+        after: Outcome | None = None,
     ) -> Run:
+        """See ``Run``; with the pages as another one has left them, if ``after`` is given."""
         lengths = [(s.prompt_len, s.max_tokens) for s in self.scripts]
 
-        def make(name: str) -> Instance:
+        def make(name: str, kv: KVShards | None = None) -> Instance:
             _, pages, size, layout, opts = next(i for i in self.instances if i[0] == name)
-            return instance_type(name, make_kv(pages, size, layout, self.caching), opts, policies())
+            kv = kv or make_kv(pages, size, layout, self.caching)
+            return instance_type(name, kv, opts, policies())
 
+        kept = {name: i.kv for name, i in after.world.instances.items()} if after else {}
         return Run(
             system,
-            [make(name) for name, *_ in self.instances],
+            [make(name, kept.get(name)) for name, *_ in self.instances],
             make_requests(
                 lengths,
                 [s.arrival for s in self.scripts],
@@ -287,6 +291,7 @@ class Scenario:
             {name: s.stop_at for name, s in self.by_id.items() if s.stop_at},
             greedy=policies is Policies,
             renew=make,
+            cells=after.world.cells if after else {},
         )
 
 

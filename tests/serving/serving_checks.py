@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fake_world import FakeWorld, Timing, logprob_of
+from fake_world import Cells, FakeWorld, Timing, logprob_of
 
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.kv_shards import Hold, KVShards
@@ -82,7 +82,15 @@ def pages_of(hold: Hold, shard: int) -> list[int]:
 
 
 def check_pools(loop: ServingLoop, world: FakeWorld) -> None:
-    """Free, held and pinned pages are counted independently and make up each pool."""
+    """Free, held and pinned pages are counted independently and make up each pool.
+
+    Of a lost instance, nobody has any, and none is cached.
+    """
+    for name in world.instances.keys() - loop.roster.instances.keys():
+        kv = world.instances[name].kv
+        check_all_free(kv)
+        assert not kv.reserved
+        assert not (kv.cache and kv.cache._pages)
     in_flight = world.holds_in_flight()
     held = []
     for request in loop.roster.live.values():
@@ -119,6 +127,12 @@ def check_pools(loop: ServingLoop, world: FakeWorld) -> None:
             assert everything == list(range(1, pool.num_usable + 1)), (instance.name, number)
             assert pool.num_free == len(pool._free)
             assert pool.num_pinned == len(in_pin)
+
+
+def check_all_free(kv: KVShards) -> None:
+    for shard in kv.shards:
+        assert shard.pool.num_free == shard.pool.num_usable
+        assert (shard.pool.num_pinned, shard.num_pairs) == (0, 0)
 
 
 def check_cache(kv: KVShards, holds: list[Hold]) -> list[CachedPage]:
@@ -279,6 +293,8 @@ class Run:
     renew: Callable[[str], Instance] | None = None
     # Whether each step takes in whatever it can.
     greedy: bool = True
+    # What the pages hold to begin with: those of the run that has left them.
+    cells: Cells = field(default_factory=dict)
 
     def _check_stop(self, request: RequestState, token: int) -> Stop | None:
         stop_at = self.stop_at.get(request.id)
@@ -307,6 +323,7 @@ class Run:
             check,
             max_steps=bound,
             at_rest=lambda: check_nobody_idles(loop) if self.greedy else None,
+            cells=self.cells,
         )
         loop = ServingLoop(
             world,
@@ -331,8 +348,7 @@ class Run:
         assert not world.in_flight_transfers
         for instance in loop.roster.instances.values():
             assert not instance.num_requests
-            for shard in instance.kv.shards:
-                assert shard.pool.num_free == shard.pool.num_usable
+            check_all_free(instance.kv)
         assert set(finished) == {r.id for r in self.requests}
         named = {tuple(pair) for pair in self.system.routes([i.name for i in self.instances])}
         assert {(t.source, t.dest) for t in world.transfers if t.source != t.dest} <= named

@@ -170,3 +170,34 @@ def test_decodes_that_are_overdue_stay_within_the_step() -> None:
     assert [step(a), step(a)] == [{"d": 1, "e": 1}] * 2
     queue(a, "p", 1)
     assert [step(a), step(a)] == [{"f": 1, "g": 1}, {"h": 1, "p": 1}]
+
+
+def test_a_long_prompt_that_cannot_go_on_leaves_the_step_to_others() -> None:
+    """It would run alone, if it were not paused, or its last chunk in flight."""
+    a = make(WHOLE_PROMPTS, chunks_in_flight=1, max_num_batched_tokens=20)
+    long = queue(a, "p", 50)
+    assert launch(a) == {"p": 20}
+    running(a, "d", 4, 4)
+    queue(a, "q", 3)
+    assert launch(a) == {"q": 3, "d": 1}
+    b = make(WHOLE_PROMPTS)
+    long = running(b, "p", 50, 10)
+    running(b, "d", 4, 4)
+    long.paused = True
+    assert step(b) == {"d": 1}
+    long.paused = False
+    assert step(b) == {"p": 40}
+
+
+def test_prompts_wait_no_longer_than_a_decode_does_for_pages() -> None:
+    """It is paused: nothing else would have the instance asked again."""
+    a = make(PREFILL_FIRST, pages=9)
+    decode = running(a, "d", 4, 4)
+    prompt = running(a, "p", 5, 5)
+    prompt.computed = prompt.launched = 2
+    prompt.output_token_ids = []
+    prompt.paused = True
+    a.num_exported = 1  # Whose pages are waited for before anybody is preempted.
+    assert step(a) == {}
+    decode.paused, prompt.paused = True, False
+    assert step(a) == {"p": 3}

@@ -108,6 +108,19 @@ def test_losses_and_returns_at_any_time(scenario: Scenario, seed: int, actions: 
     ]
 
 
+@examples(100)
+@given(outages(), st.integers(0, 2**16), st.integers(0, 20))
+def test_the_next_run_has_all_pages_that_losses_have_left(
+    scenario: Scenario, seed: int, actions: int
+) -> None:
+    """The lost instances' as well, and what the others' prefix caches keep."""
+    chaos = Chaos(scenario.by_id, seed, actions, scenario.caching)
+    before = scenario.run(chaos).verify()
+    quiet = replace(scenario, timing=replace(scenario.timing, lost={}))
+    outcome = quiet.run(Follow(scenario.by_id), after=before).verify()
+    assert not any(request.error for request in outcome.finished.values())
+
+
 @examples(60)
 @given(scenarios(max_instances=2), st.data())
 def test_what_never_fits_is_refused_and_the_rest_completes(

@@ -187,6 +187,15 @@ def test_who_waits_is_sent_elsewhere(legs: tuple[Leg, ...]) -> None:
         assert plan.asked == [["r0", "r1"], ["r1"]]
 
 
+def test_an_action_for_a_lost_instance_leaves_the_others_of_its_answer() -> None:
+    """r0 keeps running at A; r1, which waits there, goes to B."""
+    there = [Reassign("r0", (Leg("C"),)), SetRole("C", "spare"), Reassign("r1", (Leg("B"),))]
+    plan = Plan({"r0": TO_A, "r1": TO_A}, actions={3.5: there})
+    pools = [pool("A", max_num_seqs=1), pool("B"), pool("C")]
+    outcome = serve(plan, pools, [(2, 12), (2, 4)], timing=unit(lost={"C": 1.0}))
+    assert [outcome.route_of(name) for name in ("r0", "r1")] == [[("A", 13)], [("B", 5)]]
+
+
 def test_a_leg_cut_short_keeps_what_is_in_flight() -> None:
     """The step under way is still A's; the next leg starts behind it."""
     plan = Plan({"r0": TO_A}, {0.5: [Reassign("r0", (Leg("B"),))]})
