@@ -16,7 +16,7 @@ import click
 from rich.console import Console
 
 from jaxinfer.config.run_file import RunFile, load_run_file
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import JaxinferError, raised
 from jaxinfer.report.pictures import FORMATS
 
 if TYPE_CHECKING:
@@ -121,9 +121,18 @@ def compare_and_write(
             runs = compare_systems(configs, work, out, rounds, one_by_one=one_by_one)
         else:
             runs = simulate_systems(configs, work, out)
-        Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(runs))
-        command = " ".join(["jaxinfer", *sys.argv[1:]])
+    # What has run stays, whatever becomes of its tables and pictures.
+    Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(runs))
+    command = " ".join(["jaxinfer", *sys.argv[1:]])
+    try:
         written = write_comparison(runs, out, command, pictures)
+    except OSError:
+        raise  # A full disk, which says what it is of.
+    except Exception as error:
+        raise JaxinferError(
+            f"{out}: all runs are there, under runs, but not all of their tables and pictures: "
+            f"{raised(error)}"
+        ) from error
     Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)
 
 
