@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jaxinfer.config.run_file import RunFile, load_run_file, read_run_file
+from jaxinfer.config.run_file import RunFile, Workload, load_run_file, read_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.records import RunRecord, read_run
 from jaxinfer.simulate.run import simulate
@@ -54,6 +54,13 @@ def _label(path: Path, config: RunFile) -> str:
     own = read_run_file(path).get("system", "single")
     own = own.get("name") if isinstance(own, dict) else own
     return path.stem if own == system else system.rpartition(":")[2]
+
+
+def serving(config: RunFile, workload: Workload) -> RunFile:
+    """The run file with another's requests; what is told of them beforehand stays its own."""
+    own = {name: getattr(config.workload, name) for name in ("max_tokens", "predictor")}
+    changed = {name: value for name, value in own.items() if value != getattr(workload, name)}
+    return config.model_copy(update={"workload": workload.model_copy(update=changed)})
 
 
 def compare_systems(

@@ -235,6 +235,10 @@ class RunFile(Options):
             raise JaxinferError("no model: give --model, or model in the run file")
         return self.model
 
+    def with_workload(self, **options: object) -> "RunFile":
+        """The same with other options of its workload."""
+        return self.model_copy(update={"workload": self.workload.model_copy(update=options)})
+
     def cluster(self) -> ClusterConfig:
         """Groups, instances and links.
 

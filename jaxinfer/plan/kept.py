@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
+from jaxinfer.config.shipped import data_path
 from jaxinfer.errors import JaxinferError
 
 
@@ -53,7 +54,7 @@ def _files(text: str) -> Iterator[Path]:
     """The file of this name, those of a folder with measurements or a model, or a module's."""
     module, colon, _ = text.partition(":")
     try:
-        path = Path(text)
+        path = data_path(text) if "/" in text else Path(text)  # A system is named as a folder is.
         if path.is_file():
             yield path
         elif path.is_dir():

@@ -4,21 +4,17 @@ transfer, ``requests.jsonl`` with each continuation of a prompt.
 
 import json
 import os
-import platform
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.hidden_time import HasSteps, HiddenTime, Settled
+from jaxinfer.report.origin import origin
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone, TransferDone
-
-PACKAGES = ("jaxinfer", "jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers")
 
 
 class RunFolder:
@@ -28,7 +24,7 @@ class RunFolder:
 
     Args:
         parent: made if it does not exist.
-        description: configuration and devices, as JSON values.
+        description: configuration and devices, as JSON values; it wins over ``origin``'s.
 
     Raises:
         JaxinferError: the folder cannot be made.
@@ -43,11 +39,7 @@ class RunFolder:
         except OSError as error:
             raise JaxinferError(f"run folder {parent}: {error.strerror}") from None
         self._hidden = HiddenTime()
-        self._run = dict(description) | {
-            "versions": {name: version(name) for name in PACKAGES},
-            "python": sys.version.split()[0],
-            "machine": platform.platform(),
-        }
+        self._run = origin() | dict(description)
         self._write("running", {})
 
     def add_step(self, done: StepDone, moving: Sequence[Transfer]) -> None:
