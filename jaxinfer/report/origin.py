@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import jaxinfer
+from jaxinfer.config.contents import contents
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.config.shipped import SHIPPED
-from jaxinfer.plan.kept import contents
 from jaxinfer.workload.lengths import BenchRequest
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "numba", "transformers", "tokenizers")
@@ -61,7 +61,7 @@ def files_of(run_file: dict[str, Any], facts: Iterable[str] = ()) -> dict[str, s
         run_file = run_file | {"model": None}
     if workload := run_file.get("workload"):
         run_file = run_file | {"workload": workload | {"input": None, "output": None}}
-    return {_shown(path): sha256 for path, sha256 in contents([run_file, *facts]).items()}
+    return {_shown(path): sha256 for path, sha256 in contents([run_file, *facts], False).items()}
 
 
 def _shown(path: str) -> str:

@@ -8,10 +8,10 @@ from click.testing import CliRunner
 
 from jaxinfer import JaxinferError
 from jaxinfer.commands.app import cli
+from jaxinfer.config.contents import contents
 from jaxinfer.config.run_file import as_run_file, load_run_file
 from jaxinfer.config.shipped import SHIPPED, data_path, shipped_files
 from jaxinfer.models.sharding import RULES, load_rules
-from jaxinfer.plan.kept import contents
 from jaxinfer.plan.problem import load_problem
 from jaxinfer.simulate.hardware import Catalogue
 from jaxinfer.workload.batch_input import BatchFile
@@ -75,6 +75,16 @@ def test_all_kinds_of_files_are_found(elsewhere: Path) -> None:
     assert Catalogue({}, {}).model("gpu/smollm2-135m").num_hidden_layers == 30
     listed = {"trace": "configs/cpu/bursts.csv", "system": "cronus"}
     assert list(contents(listed)) == [str(SHIPPED / "cpu" / "bursts.csv")]
+
+
+def test_modules_of_ones_own(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, or, since it may import them, with those beside it."""
+    monkeypatch.syspath_prepend(str(elsewhere))
+    for name in ("shipped_mine", "helper"):
+        Path(f"{name}.py").write_text("")
+    mine, helper = str(elsewhere / "shipped_mine.py"), str(elsewhere / "helper.py")
+    assert list(contents({"system": "shipped_mine:Mine"})) == [helper, mine]
+    assert list(contents({"system": "shipped_mine:Mine"}, beside=False)) == [mine]
 
 
 def test_every_run_file_is_found_and_is_itself_again(elsewhere: Path) -> None:
