@@ -9,8 +9,11 @@ if TYPE_CHECKING:
     from jaxinfer.report.frames import load_run
     from jaxinfer.request import CompletionOutput, RequestOutput, SamplingParams
 
+__version__ = "0.1.0"
+
 __all__ = [
-    "LLM", "CompletionOutput", "JaxinferError", "RequestOutput", "SamplingParams", "load_run"
+    "LLM", "CompletionOutput", "JaxinferError", "RequestOutput", "SamplingParams", "__version__",
+    "load_run",
 ]  # fmt: skip
 
 _HOMES = {

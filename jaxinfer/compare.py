@@ -1,10 +1,11 @@
 """Several systems on one workload, side by side: what ``jaxinfer compare`` runs."""
 
 import gc
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jaxinfer.config.run_file import RunFile, load_run_file
+from jaxinfer.config.run_file import RunFile, Workload, load_run_file, read_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.records import RunRecord, read_run
 from jaxinfer.simulate.run import simulate
@@ -15,6 +16,8 @@ def load_systems(
     run_files: Sequence[str], systems: Sequence[str], settings: Sequence[str] = ()
 ) -> dict[str, RunFile]:
     """The run files to compare, by the names of their files.
+
+    One whose system ``settings`` replace goes by the new system's name instead.
 
     Args:
         systems: names of more run files in the first one's folder. It comes first, or where its
@@ -34,7 +37,30 @@ def load_systems(
     configs = {path.stem: load_run_file(path, settings) for path in paths}
     if len(configs) < len(paths):
         raise JaxinferError(f"two of {', '.join(map(str, paths))} have one name")
-    return configs
+    if not any(re.match(r"system(\.name)?=", setting) for setting in settings):
+        return configs
+    names = [_label(path, configs[path.stem]) for path in paths]
+    if len(set(names)) < len(names):  # The new system on several files' clusters.
+        names = [
+            path.stem if name == path.stem else f"{name}_{path.stem}"
+            for name, path in zip(names, paths, strict=True)
+        ]
+    return dict(zip(names, configs.values(), strict=True))
+
+
+def _label(path: Path, config: RunFile) -> str:
+    """The file's name, or the system's where it is not the file's."""
+    system = str(config.system["name"])
+    own = read_run_file(path).get("system", "single")
+    own = own.get("name") if isinstance(own, dict) else own
+    return path.stem if own == system else system.rpartition(":")[2]
+
+
+def serving(config: RunFile, workload: Workload) -> RunFile:
+    """The run file with another's requests; what is told of them beforehand stays its own."""
+    own = {name: getattr(config.workload, name) for name in ("max_tokens", "predictor")}
+    changed = {name: value for name, value in own.items() if value != getattr(workload, name)}
+    return config.model_copy(update={"workload": workload.model_copy(update=changed)})
 
 
 def compare_systems(

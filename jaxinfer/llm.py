@@ -216,6 +216,7 @@ class LLM:
         run_dir: str | Path | None = None,
         on_step: Callable[[StepDone], None] = lambda done: None,
         num_requests: int = 0,
+        about: Mapping[str, object] | None = None,
     ) -> RunMetrics:
         """Serve requests made by ``make_requests``; outputs and steps come as they finish.
 
@@ -227,6 +228,7 @@ class LLM:
 
         Args:
             num_requests: how many prompts will come, for the bar, where that is known.
+            about: more of the run for ``run.json``, as JSON values.
 
         Raises:
             JaxinferError: two requests have one id, or one has been in a run; this is called from
@@ -236,8 +238,9 @@ class LLM:
         with self._runs.alone():
             requests = iterable("requests", requests)
             return self._runs.run(
-                requests, on_output, self.describe, progress, run_dir, on_step, num_requests
-            )
+                requests, on_output, lambda: self.describe() | dict(about or {}), progress,
+                run_dir, on_step, num_requests,
+            )  # fmt: skip
 
     def reset_prefix_cache(self) -> None:
         """Forget all KV of earlier runs.

@@ -11,6 +11,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.llm import LLM
 from jaxinfer.models.sharding import load_rules
 from jaxinfer.report.metrics import RunMetrics
+from jaxinfer.report.origin import asked_for
 from jaxinfer.report.run_folder import run_folders
 from jaxinfer.request import RequestOutput, SamplingParams
 from jaxinfer.runtime.explain import step_costs, weight_bytes_per_device
@@ -53,7 +54,10 @@ def measure(
             request.arrival = request.metrics.arrival = item.arrival
         requests += made
     llm.reset_prefix_cache()
-    return llm.run(requests, _raise_error, run_dir=run_dir, on_step=on_step, progress=progress)
+    return llm.run(
+        requests, _raise_error, run_dir=run_dir, on_step=on_step, progress=progress,
+        about=asked_for(llm.config, work) if run_dir else None,
+    )  # fmt: skip
 
 
 def _raise_error(output: RequestOutput) -> None:

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxinfer.config.shipped import data_path, why_not
 from jaxinfer.errors import FAILURES, JaxinferError, raised
 from jaxinfer.models.config import ModelConfig
 
@@ -43,9 +44,9 @@ def load_rules(path: str | None) -> tuple[Rule, ...]:
     if path is None:
         return RULES
     try:
-        found = runpy.run_path(path).get("RULES")
+        found = runpy.run_path(str(data_path(path))).get("RULES")
     except OSError as error:
-        raise JaxinferError(f"sharding {path}: {error.strerror}") from None
+        raise JaxinferError(f"sharding {path}: {why_not(path, error)}") from None
     except FAILURES as error:
         raise JaxinferError(f"sharding {path}: {raised(error)}") from error
     rules = tuple(found) if isinstance(found, tuple | list) else (None,)

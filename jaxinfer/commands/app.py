@@ -7,13 +7,14 @@ from importlib import import_module
 
 import click
 
+from jaxinfer import __version__
 from jaxinfer.commands.signals import leave
 from jaxinfer.errors import JaxinferError
 
 COMMANDS = (
     "run", "bench", "compare", "simulate", "capacity", "plan", "sweep",
     "calibrate", "explain", "profile", "convert", "worker",
-    "conformance",
+    "conformance", "configs", "rerun",
 )  # fmt: skip
 # What files, pipes and terminals that take a command's output may fail with.
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
@@ -35,7 +36,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="jaxinfer")
+@click.version_option(__version__, prog_name="jaxinfer")
 def cli() -> None:
     """Run and study LLM inference in JAX."""
 

@@ -11,6 +11,7 @@ from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.metrics import RunMetrics
+from jaxinfer.report.origin import asked_for
 from jaxinfer.report.run_folder import run_folders
 from jaxinfer.request import RequestOutput
 from jaxinfer.workload.batch_input import BadLine, BatchFile, BatchLine
@@ -66,6 +67,7 @@ class BatchJob:
                 to another job.
         """
         model = config.require_model()
+        config = config.with_workload(input=input_path, output=output_path)
         with ExitStack() as opened:
             source = opened.enter_context(BatchFile(input_path))
             if os.path.exists(output_path) and os.path.samefile(input_path, output_path):
@@ -95,9 +97,12 @@ class BatchJob:
             self._fail(line, line.reason)
         if not llm:
             return None
+        about = asked_for(self._config)
+        about["files"] |= {self._config.workload.input: self._source.sha256}
         return llm.run(
-            self._requests(llm), self._take, run_dir=self.run_folder, num_requests=num_good
-        )
+            self._requests(llm), self._take, run_dir=self.run_folder, num_requests=num_good,
+            about=about,
+        )  # fmt: skip
 
     def _load(self, whole: bool) -> "LLM | None":
         """The model, or, for lines that are all bad, only a look at whether there is one."""

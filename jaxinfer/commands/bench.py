@@ -7,6 +7,7 @@ import click
 from rich.console import Console
 
 from jaxinfer.commands.common import (
+    at_once,
     configure,
     new_file,
     with_figures,
@@ -17,8 +18,6 @@ from jaxinfer.commands.common import (
     with_workload,
 )
 from jaxinfer.report.table import metrics_table
-from jaxinfer.workload.arrivals import Arrivals, with_arrivals
-from jaxinfer.workload.lengths import read_workload
 
 
 @click.command()
@@ -47,9 +46,9 @@ def bench(
     from jaxinfer.llm import LLM
     from jaxinfer.measure import measure
 
-    config = configure(run_file, settings, model)
+    config = at_once(configure(run_file, settings, model), workload, limit)
     out = new_file(json_path, force)
-    work = with_arrivals(read_workload(workload, limit), Arrivals())
+    work = config.workload.requests()
     llm = LLM.from_config(config)
     console = Console()
     figures = []

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -16,8 +17,9 @@ import click
 from rich.console import Console
 
 from jaxinfer.config.run_file import RunFile, load_run_file
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import JaxinferError, raised
 from jaxinfer.report.pictures import FORMATS
+from jaxinfer.workload.arrivals import Arrivals
 
 if TYPE_CHECKING:
     from jaxinfer.plan.kept import Kept
@@ -92,6 +94,14 @@ def workload_settings(trace: str | None, limit: int | None) -> list[str]:
     return settings + ([f"workload.limit={limit}"] if limit else [])
 
 
+def at_once(config: RunFile, trace: str, limit: int | None) -> RunFile:
+    """The run file with a trace whose requests come all at once, in place of its own workload."""
+    arrivals = Arrivals()
+    return config.with_workload(
+        trace=trace, limit=limit, synthetic=None, only=None, arrivals=arrivals
+    )
+
+
 def refuse(why: str, options: dict[str, object]) -> None:
     """Raise JaxinferError for the first option that is given."""
     for name, value in options.items():
@@ -109,11 +119,15 @@ def compare_and_write(
     one_by_one: bool = False,
 ) -> None:
     """Run systems in turns and write their comparison; without rounds, on modelled clusters."""
-    from jaxinfer.compare import compare_systems, load_systems, simulate_systems
+    from jaxinfer.compare import compare_systems, load_systems, serving, simulate_systems
     from jaxinfer.report.comparison import comparison_table, new_folder, write_comparison
 
-    configs = load_systems(files, systems, settings)
-    work = load_run_file(files[0], settings).workload.requests()
+    first = load_run_file(files[0], settings).workload
+    configs = {
+        name: serving(config, first)
+        for name, config in load_systems(files, systems, settings).items()
+    }
+    work = first.requests()
     existed = out.exists()
     new_folder(out)
     with _left_as_found(out, existed, is_kept=_has_finished_run if rounds else lambda _: False):
@@ -121,9 +135,18 @@ def compare_and_write(
             runs = compare_systems(configs, work, out, rounds, one_by_one=one_by_one)
         else:
             runs = simulate_systems(configs, work, out)
-        Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(runs))
-        command = " ".join(["jaxinfer", *sys.argv[1:]])
+    # What has run stays, whatever becomes of its tables and pictures.
+    Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(runs))
+    command = shlex.join(["jaxinfer", *sys.argv[1:]])
+    try:
         written = write_comparison(runs, out, command, pictures)
+    except OSError:
+        raise  # A full disk, which says what it is of.
+    except Exception as error:
+        raise JaxinferError(
+            f"{out}: all runs are there, under runs, but not all of their tables and pictures: "
+            f"{raised(error)}"
+        ) from error
     Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)
 
 

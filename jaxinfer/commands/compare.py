@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 
 from jaxinfer.commands.common import (
+    at_once,
     compare_and_write,
     configure,
     new_file,
@@ -23,8 +24,6 @@ from jaxinfer.commands.common import (
     workload_settings,
 )
 from jaxinfer.errors import JaxinferError
-from jaxinfer.workload.arrivals import Arrivals, with_arrivals
-from jaxinfer.workload.lengths import read_workload
 
 
 @click.command()
@@ -111,9 +110,9 @@ def _compare_rules(
     from jaxinfer.measure import compare_rules
     from jaxinfer.report.plan_table import rules_table
 
-    config = configure(run_file, settings, model)
+    config = at_once(configure(run_file, settings, model), workload, limit)
     out = new_file(json_path, force)
-    work = with_arrivals(read_workload(workload, limit), Arrivals())
+    work = config.workload.requests()
     records = compare_rules(config, tables, work, workload, f"{out}.runs", rounds)
     Console(width=None if sys.stdout.isatty() else 160).print(rules_table(records))
     out.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")

@@ -1,5 +1,6 @@
 """``jaxinfer simulate``: a workload on a modelled cluster, in virtual time."""
 
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ def _replay(real: Path, out: Path, pictures: str) -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(fidelity(*both))
     for hint in overruns(both[0]):
         Console().print(hint, soft_wrap=True, markup=False, highlight=False)
-    command = " ".join(["jaxinfer", *sys.argv[1:]])
+    command = shlex.join(["jaxinfer", *sys.argv[1:]])
     written = write_comparison({run.name: [run] for run in both}, out, command, pictures)
     Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)
 

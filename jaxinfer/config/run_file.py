@@ -235,6 +235,10 @@ class RunFile(Options):
             raise JaxinferError("no model: give --model, or model in the run file")
         return self.model
 
+    def with_workload(self, **options: object) -> "RunFile":
+        """The same with other options of its workload."""
+        return self.model_copy(update={"workload": self.workload.model_copy(update=options)})
+
     def cluster(self) -> ClusterConfig:
         """Groups, instances and links.
 
@@ -283,7 +287,7 @@ def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunF
     Raises:
         JaxinferError: the file or a setting is not what it should be.
     """
-    data = _read_file(Path(path)) if path else {}
+    data = read_run_file(Path(path)) if path else {}
     for setting in settings:
         apply_setting(data, setting)
     try:
@@ -306,7 +310,12 @@ def _given(options: object) -> Any:
     return {name: getattr(options, name) for name in options.model_fields_set}
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def read_run_file(path: Path) -> dict[str, Any]:
+    """What a run file holds, unchecked.
+
+    Raises:
+        JaxinferError: it cannot be read, or holds no mapping.
+    """
     try:
         data = read_yaml(path)
     except JaxinferError as error:

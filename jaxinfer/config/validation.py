@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic import model_validator as _model_validator
 
+from jaxinfer.config.shipped import data_path, why_not
 from jaxinfer.errors import FAILURES, JaxinferError, one_line, raised
 
 
@@ -301,15 +302,15 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file holds.
+    """What a YAML file holds, which may be one that ships.
 
     Raises:
         JaxinferError: the file cannot be read, or ``parse_yaml`` refuses what is in it.
     """
     try:
-        return parse_yaml(path.read_text(encoding="utf-8"))
+        return parse_yaml(data_path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        reason = why_not(path, error) if isinstance(error, OSError) else "not UTF-8 text"
         raise JaxinferError(f"{path}: {reason}") from None
     except JaxinferError as error:
         raise JaxinferError(f"{path}: {error}") from None

@@ -3,12 +3,11 @@
 import fcntl
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
-from importlib.util import find_spec
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from jaxinfer.config.contents import contents as contents
 from jaxinfer.errors import JaxinferError
 
 
@@ -23,54 +22,6 @@ def _text_keys(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): _text_keys(item) for key, item in value.items()}
     return [_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def contents(data: object) -> dict[str, str]:
-    """Of the files that run files name, and of modules of a user's own, what is in them.
-
-    The same names may stand for other things when a search goes on.
-    """
-    found = {}
-    for text in _texts(data):
-        for path in _files(text):
-            status = path.stat()
-            found[str(path)] = _digest(path, status.st_mtime_ns, status.st_size)
-    return found
-
-
-def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _texts(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item)
-
-
-def _files(text: str) -> Iterator[Path]:
-    """The file of this name, those of a folder with measurements or a model, or a module's."""
-    module, colon, _ = text.partition(":")
-    try:
-        path = Path(text)
-        if path.is_file():
-            yield path
-        elif path.is_dir():
-            named = (path / name for name in ("config.json", "meta.yaml"))
-            yield from (p for p in (*named, *path.rglob("*.csv*")) if p.is_file())
-        elif colon and all(part.isidentifier() for part in module.split(".")):
-            spec = find_spec(module)
-            if spec and spec.origin and Path(spec.origin).is_file():
-                yield Path(spec.origin)
-    except (OSError, ValueError, ImportError):
-        return  # Too long for a name, or otherwise none: what needs it will say so.
-
-
-@lru_cache(maxsize=4096)
-def _digest(path: Path, mtime_ns: int, size: int) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Kept:

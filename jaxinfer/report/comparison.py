@@ -103,11 +103,14 @@ def write_comparison(runs: Runs, folder: Path, command: str, pictures: str = "pn
     Raises:
         JaxinferError: the folder has more in it than ``runs``, or cannot be made.
     """
+    new_folder(folder, besides="runs")
+    texts = [folder / f"compare.{suffix}" for suffix in ("md", "csv", "json")]
+    _write_csv(runs, texts[1])
+    texts[2].write_text(json.dumps(_document(runs, command), indent=2) + "\n", encoding="utf-8")
+    texts[0].write_text(_markdown(runs, command, pictures), encoding="utf-8")
     # matplotlib takes a second to load.
     from jaxinfer.report.plots import latency_cdfs, throughput_bars, timeline
 
-    new_folder(folder, besides="runs")
-    texts = [folder / f"compare.{suffix}" for suffix in ("md", "csv", "json")]
     bars, cdfs = folder / f"throughput.{pictures}", folder / f"latency.{pictures}"
     throughput_bars(runs, bars)
     latency_cdfs(runs, cdfs)
@@ -118,9 +121,6 @@ def write_comparison(runs: Runs, folder: Path, command: str, pictures: str = "pn
         timeline(run, picture)
         write_trace(run, trace)
         written += [picture, trace]
-    _write_csv(runs, texts[1])
-    texts[2].write_text(json.dumps(_document(runs, command), indent=2) + "\n", encoding="utf-8")
-    texts[0].write_text(_markdown(runs, command, pictures), encoding="utf-8")
     return written
 
 

@@ -1,5 +1,6 @@
 """What is kept of a run while it goes on, in either world: sums, and files if wanted."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -8,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxinfer.report.metrics import RunMetrics, RunTotals, SliceMoves, run_metrics
-from jaxinfer.serving.answers import asking
+from jaxinfer.report.plain import reported
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Event, InstanceLost, StepDone, TransferDone
@@ -96,9 +97,11 @@ class Recorder:
             slice_moves=self._slice_moves(loop), **given,
         )  # fmt: skip
         if self._folder:
-            with asking(loop.system, "report"):
-                report = loop.system.report()
-            self._folder.finish(asdict(metrics), overruns, lost, report, restarts)
+            name = f"{type(loop.system).__name__}.report"
+            report, wrong = reported(name, loop.system.report)
+            path = self._folder.finish(asdict(metrics), overruns, lost, report, wrong, restarts)
+            if wrong:
+                print(f"jaxinfer: {path}: {wrong}", file=sys.stderr, flush=True)
         return metrics
 
     def _slice_moves(self, loop: ServingLoop) -> SliceMoves | None:

@@ -127,13 +127,42 @@ def read_lines(folder: str | Path) -> RunLines:
         JaxinferError: a file is missing or is no JSON, or the run did not finish.
     """
     folder = Path(folder)
-    run = read_json(folder / "run.json")
+    run = read_run_json(folder)
     if run.get("status") != "finished":
         raise JaxinferError(f"{folder}: the run is {run.get('status')!r}, must be finished")
     lines = _lines(folder / "steps.jsonl")
     steps = [line for line in lines if "request" not in line]
     transfers = [line for line in lines if "request" in line]
-    return RunLines(run, steps, transfers, _lines(folder / "requests.jsonl"))
+    requests = _lines(folder / "requests.jsonl")
+    with reporting_damage(folder):
+        prompts = len({line.get("parent", line["id"]) for line in requests})
+        for count, what in ((len(steps), "steps"), (prompts, "requests")):
+            if count != run["metrics"].get(what, count):
+                raise JaxinferError(
+                    f"{folder / what}.jsonl: has {count} {what}, the run had "
+                    f"{run['metrics'][what]}: lines are missing or too many"
+                )
+    return RunLines(run, steps, transfers, requests)
+
+
+def read_run_json(folder: Path) -> dict[str, Any]:
+    """What ``run.json`` in a run's folder holds.
+
+    Raises:
+        JaxinferError: it cannot be read. Where runs lie in folders below, the message names one.
+    """
+    path = folder / "run.json"
+    if not path.exists():
+        below = next(
+            (p for p in ("*", "*/*", "runs/*/*") for _ in folder.glob(f"{p}/run.json")), ""
+        )
+        found = sorted(folder.glob(f"{below}/run.json")) if below else []
+        if found:
+            raise JaxinferError(
+                f"{folder}: no run.json there, give the folder of one run, such as "
+                f"{found[0].parent}"
+            )
+    return read_json(path)
 
 
 @contextmanager
@@ -197,10 +226,16 @@ def _as_record(lines: RunLines, name: str | None) -> RunRecord:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
     try:
         with path.open(encoding="utf-8") as file:
-            return [json.loads(line) for line in file]
+            for line in file:
+                found.append(json.loads(line))
     except OSError as error:
         raise JaxinferError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise JaxinferError(f"{path}: not JSON lines: {error}") from None
+    except json.JSONDecodeError as error:
+        at = f"line {len(found) + 1}, column {error.colno}"
+        raise JaxinferError(f"{path}: not JSON lines: {error.msg} at {at}") from None
+    except ValueError as error:  # No UTF-8.
+        raise JaxinferError(f"{path}: not JSON lines: line {len(found) + 1}: {error}") from None
+    return found

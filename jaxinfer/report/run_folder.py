@@ -4,22 +4,17 @@ transfer, ``requests.jsonl`` with each continuation of a prompt.
 
 import json
 import os
-import platform
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from jaxinfer.config.validation import shown
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.hidden_time import HasSteps, HiddenTime, Settled
+from jaxinfer.report.origin import origin
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone, TransferDone
-
-PACKAGES = ("jaxinfer", "jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers")
 
 
 class RunFolder:
@@ -29,7 +24,7 @@ class RunFolder:
 
     Args:
         parent: made if it does not exist.
-        description: configuration and devices, as JSON values.
+        description: configuration and devices, as JSON values; it wins over ``origin``'s.
 
     Raises:
         JaxinferError: the folder cannot be made.
@@ -44,11 +39,7 @@ class RunFolder:
         except OSError as error:
             raise JaxinferError(f"run folder {parent}: {error.strerror}") from None
         self._hidden = HiddenTime()
-        self._run = dict(description) | {
-            "versions": {name: version(name) for name in PACKAGES},
-            "python": sys.version.split()[0],
-            "machine": platform.platform(),
-        }
+        self._run = origin() | dict(description)
         self._write("running", {})
 
     def add_step(self, done: StepDone, moving: Sequence[Transfer]) -> None:
@@ -119,14 +110,15 @@ class RunFolder:
         overruns: Mapping[str, Sequence[float]],
         lost: Mapping[str, str],
         system: Mapping[str, object],
+        wrong: str | None = None,
         restarts: Sequence[Mapping[str, object]] = (),
-    ) -> None:
-        """Complete all files.
+    ) -> Path:
+        """Complete all files; returns ``run.json``.
 
         Args:
             overruns: instance -> seconds by which its emulated steps were late.
             lost: instances that have failed, and why.
-            system: what the system reports.
+            system: what the system reports; ``wrong``: with its report, see ``reported``.
             restarts: of lost processes, as JSON values.
         """
         self._run["overruns"] = {
@@ -135,12 +127,11 @@ class RunFolder:
         }
         self._run["lost"] = dict(lost)
         self._run["restarts"] = list(restarts)
-        if not isinstance(system, Mapping):
-            raise JaxinferError(
-                f"{self.path / 'run.json'}: the system reports {shown(system)}, must be a mapping"
-            )
         self._run["system_report"] = dict(system)
+        if wrong:
+            self._run["system_report_error"] = wrong
         self._write("finished", metrics)
+        return self.path / "run.json"
 
     def _write_transfers(self, settled: Iterable[Settled]) -> None:
         for done, hidden_s in settled:
@@ -171,8 +162,6 @@ class RunFolder:
             os.replace(part, path)
         except OSError as error:
             raise _cannot_write(path, error) from None
-        except (TypeError, ValueError) as error:
-            raise JaxinferError(f"{path}: what the system reports is no JSON: {error}") from None
 
     def __enter__(self) -> Self:
         return self

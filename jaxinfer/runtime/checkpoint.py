@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from jaxinfer.config.shipped import data_path
 from jaxinfer.config.validation import did_you_mean
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.checkpoint_folder import open_folder
@@ -62,7 +63,7 @@ def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
 def _open(model: str, weights: bool) -> Checkpoint:
     if model in DEMO_MODELS:
         return open_gguf(demo_files(model), model)
-    path = Path(model).expanduser()
+    path = data_path(Path(model).expanduser())
     if path.suffix == ".gguf":
         return open_gguf([path], path.stem)
     if path.is_dir():

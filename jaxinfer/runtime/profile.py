@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinfer import __version__
+from jaxinfer.config.shipped import data_path
 from jaxinfer.runtime.engine import Cluster, Engine, describe_attention
 from jaxinfer.runtime.measure_steps import measure_steps
 from jaxinfer.runtime.processes import Progress
@@ -54,11 +56,11 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
         "max_num_seqs": options.max_num_seqs,
         "max_model_len": plan.max_model_len,
         "page_size": options.page_size,
-        "sharding": _digest(Path(options.sharding).read_bytes()) if options.sharding else None,
+        "sharding": _digest(data_path(options.sharding).read_bytes()) if options.sharding else None,
         "jax": jax.__version__,
         "jaxlib": version("jaxlib"),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "jaxinfer": version("jaxinfer"),
+        "jaxinfer": __version__,
         "cores": os.cpu_count(),
     }
 

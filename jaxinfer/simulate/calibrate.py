@@ -18,6 +18,7 @@ from scipy.optimize import least_squares
 from jaxinfer.config.costs import SimulateOptions, measured_kind
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile
+from jaxinfer.config.shipped import data_path, why_not
 from jaxinfer.config.validation import Options, did_you_mean
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.batch import Work
@@ -99,7 +100,7 @@ def read_points(path: str | Path) -> list[MeasuredStep]:
     """
     points = []
     try:
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+        with data_path(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             missing = [
                 name for name in MeasuredStep.model_fields if name not in (reader.fieldnames or ())
@@ -113,7 +114,8 @@ def read_points(path: str | Path) -> list[MeasuredStep]:
                 except JaxinferError as error:
                     raise JaxinferError(f"{path} line {reader.line_num}: {error}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise JaxinferError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        reason = why_not(path, error) if isinstance(error, OSError) else error
+        raise JaxinferError(f"{path}: {reason}") from None
     if not points:
         raise JaxinferError(f"{path}: a header and no points")
     return points

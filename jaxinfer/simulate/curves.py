@@ -26,6 +26,7 @@ from statistics import fmean
 from typing import Self
 
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.shipped import data_path
 from jaxinfer.config.step_costs import CurveCosts
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.batch import Work
@@ -52,7 +53,7 @@ class CurveStage:
     """
 
     def __init__(self, costs: CurveCosts, share: float = 1.0) -> None:
-        path, axes = Path(costs.file), _AXES[costs.decode]
+        path, axes = data_path(costs.file), _AXES[costs.decode]
         prompts, decodes = _read(path, axes)
         self._share, self._factor = share, costs.mixed_factor
         self._prompt = Curve({tokens: seconds for (tokens,), seconds in prompts.items()})

@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 from pydantic import Field
 
+from jaxinfer.config.shipped import SHIPPED, data_path
 from jaxinfer.config.validation import OptionError, Options, did_you_mean, read_json
 from jaxinfer.errors import JaxinferError
 
-_FACTS = Path(__file__).parent
 # Whose layers are attention with grouped KV heads and one feed-forward layer, or experts alike.
 _ARCHITECTURES = tuple(
     f"{name}ForCausalLM"
@@ -197,7 +197,7 @@ class Catalogue:
         shipped = _read("models.yaml")
         if name in shipped:
             return ModelShape.model_validate(shipped[name])
-        path = Path(name) / "config.json"
+        path = data_path(name) / "config.json"
         if not path.is_file():
             raise JaxinferError(
                 f"model {name!r}: no folder with config.json; "
@@ -265,5 +265,5 @@ def _from_hugging_face(path: Path) -> ModelShape:
 
 @cache
 def _read(name: str) -> Mapping[str, Any]:
-    facts: Mapping[str, Any] = yaml.safe_load((_FACTS / name).read_text(encoding="utf-8"))
+    facts: Mapping[str, Any] = yaml.safe_load((SHIPPED / name).read_text(encoding="utf-8"))
     return facts

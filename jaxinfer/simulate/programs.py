@@ -14,6 +14,7 @@ from typing import Any, Self
 from pydantic import Field
 
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.shipped import data_path
 from jaxinfer.config.validation import Options, within
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.batch import Work
@@ -163,7 +164,7 @@ class Tables:
                 ``ProgramStage.open``.
         """
         assert costs.tables
-        folder = Path(costs.tables)
+        folder = data_path(costs.tables)
         meta = check_meta(folder, part.model, part.kind, part.devices)
         if (engine := meta.get("engine")) is None:
             return TableStage.of(part, costs)

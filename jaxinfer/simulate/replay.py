@@ -71,7 +71,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
     """
     real = read_run(folder, "real")
     run = real.run
-    if "run_file" not in run:
+    if "measured_gb_s" not in run:
         raise JaxinferError(f"{folder}: not a real run, or one of an older version")
     if run["lost"] or run.get("restarts") or run["metrics"]["failed"]:
         raise JaxinferError(f"{folder}: the run lost an instance, or requests of it failed")

@@ -26,18 +26,20 @@ def simulate(
     work: Sequence[BenchRequest],
     run_dir: str | Path | None = None,
     on_request: OnRequest = lambda request, times: None,
+    about: Mapping[str, object] | None = None,
 ) -> RunMetrics:
     """Serve requests of given lengths on the cluster that a run file describes.
 
     Args:
         run_dir: gets a numbered folder with the run's files, as a real run does.
         on_request: called with each request that has ended, and when its tokens were there.
+        about: more of the run for ``run.json``, as JSON values.
 
     Raises:
         JaxinferError: the cluster cannot be what the run file says, or a request can never fit.
     """
     site, cluster, fits = prepare(config)
-    return serve(site, cluster, fits, work, run_dir, on_request)
+    return serve(site, cluster, fits, work, run_dir, on_request, about=about)
 
 
 def prepare(config: RunFile) -> tuple[Resolved, ModelledCluster, dict[str, StepFit]]:
@@ -63,12 +65,14 @@ def serve(
     run_dir: str | Path | None,
     on_request: OnRequest = lambda request, times: None,
     start: float = 0.0,
+    about: Mapping[str, object] | None = None,
 ) -> RunMetrics:
     """The same on a cluster that has been modelled; ``compiles`` and the like are 0.
 
     Args:
         fits: by instance, what the system may predict with.
         start: seconds, see ``SimulatedWorld``; ``wall_s`` counts from 0 all the same.
+        about: see ``simulate``.
     """
     system, modelled = site.new_system(), cluster.instances
     requests = ModelledRequests(work, site.run_file.workload, site.instances)
@@ -97,7 +101,10 @@ def serve(
     def on_event(event: Event) -> None:
         recorder.add_event(event, loop)
 
-    with Recorder(run_dir, lambda: describe_run(site, cluster), site.counts_transfer) as recorder:
+    def describe() -> dict[str, object]:
+        return describe_run(site, cluster, work) | dict(about or {})
+
+    with Recorder(run_dir, describe, site.counts_transfer) as recorder:
         loop = ServingLoop(
             world, instances, system, requests.check_stop, on_finish, on_event, requests.predict
         )
@@ -113,8 +120,12 @@ def serve(
         )  # fmt: skip
 
 
-def describe_run(site: Resolved, cluster: ModelledCluster) -> dict[str, object]:
+def describe_run(
+    site: Resolved, cluster: ModelledCluster, work: Sequence[BenchRequest]
+) -> dict[str, object]:
     """What runs where, as JSON values."""
+    from jaxinfer.report.origin import FACTS, asked_for  # Of what is kept alone.
+
     config, placement = site.run_file, site.placement
     costs = config.simulate.model_dump(
         exclude=None if placement else {"hardware": True, "groups": {"__all__": {"node"}}}
@@ -125,6 +136,7 @@ def describe_run(site: Resolved, cluster: ModelledCluster) -> dict[str, object]:
         "system": dict(config.system),
         "ttft_counts_transfer": site.counts_transfer,
         "emulated": [f"all: simulated on {gpus}"],
+        **asked_for(config, work, FACTS),
         "simulate": costs,
         "instances": cluster.describe(),
         "links": [link.model_dump() for link in config.links],

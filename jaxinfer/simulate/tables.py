@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.shipped import data_path
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.attention_grid import At, AttentionGrid
@@ -235,7 +236,7 @@ class TableStage:
         """From a run file's options, which have these costs."""
         assert costs.tables
         return cls(
-            Path(costs.tables), part.model, part.gpu, part.devices, ITEMSIZE,
+            data_path(costs.tables), part.model, part.gpu, part.devices, ITEMSIZE,
             part.layers, part.first, part.last, costs.step_s, costs.sequence_s,
         )  # fmt: skip
 

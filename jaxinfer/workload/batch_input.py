@@ -24,6 +24,7 @@ from tempfile import TemporaryFile
 from types import TracebackType
 from typing import IO, Self
 
+from jaxinfer.config.shipped import data_path
 from jaxinfer.config.validation import did_you_mean
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import SamplingParams
@@ -102,7 +103,7 @@ class BatchFile:
     def __init__(self, path: str | Path) -> None:
         self.number_of: dict[str, int] = {}
         self.bad: dict[str, BadLine] = {}
-        self._path = Path(path)
+        self._path = data_path(path)
         self._checksums = array("L")
         digest = hashlib.sha256()
         with readable(self._path), ExitStack() as opened:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from jaxinfer.config.shipped import why_not
 from jaxinfer.errors import JaxinferError
 
 
@@ -25,7 +26,7 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise JaxinferError(f"cannot read {path}: {error.strerror or error}") from error
+        raise JaxinferError(f"cannot read {path}: {why_not(path, error)}") from error
 
 
 def numbered(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:

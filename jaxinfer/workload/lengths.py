@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 
+from jaxinfer.config.shipped import data_path, why_not
 from jaxinfer.config.validation import did_you_mean
 from jaxinfer.errors import JaxinferError
 from jaxinfer.workload.json_lines import as_token_ids, numbered_lines, parse_object, shorten
@@ -43,7 +44,7 @@ def read_workload(path: str | Path, limit: int | None = None) -> list[BenchReque
         JaxinferError: the file cannot be read, is of another kind, holds no request, or has a
             wrong value, which the message names with its line number.
     """
-    path = Path(path)
+    path = data_path(path)
     match path.suffix:
         case ".jsonl":
             requests = _read_jsonl(path, limit)
@@ -179,7 +180,7 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
                 if cells:
                     yield reader.line_num, cells
     except OSError as error:
-        raise JaxinferError(f"cannot read {path}: {error.strerror or error}") from error
+        raise JaxinferError(f"cannot read {path}: {why_not(path, error)}") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise JaxinferError(f"cannot read {path} as CSV: {error}") from error
 

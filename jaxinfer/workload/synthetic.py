@@ -4,18 +4,18 @@ import math
 import random
 from bisect import bisect
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import NormalDist
 from typing import Literal
 
 import yaml
 from pydantic import Field
 
+from jaxinfer.config.shipped import SHIPPED
 from jaxinfer.config.validation import OptionError, Options, did_you_mean
 from jaxinfer.errors import JaxinferError
 from jaxinfer.workload.lengths import BenchRequest
 
-_FACTS = Path(__file__).with_name("lengths.yaml")
+_FACTS = SHIPPED / "lengths.yaml"
 # Heavy or light prefill, heavy or light decode (TetriInfer, section 5.1; HexGen-2, section 5.1).
 WorkloadClass = Literal["HPLD", "HPHD", "LPHD", "LPLD"]
 _HEAVY_PREFILL, _HEAVY_DECODE = 512, 128

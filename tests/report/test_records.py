@@ -44,7 +44,9 @@ def request(cut: int | None, error: str | None) -> RequestState:
     return made
 
 
-def write(folder: Path, counts_transfer: bool = False) -> RunFolder:
+def write(
+    folder: Path, counts_transfer: bool = False, metrics: dict[str, Any] | None = None
+) -> RunFolder:
     with RunFolder(folder, DESCRIPTION) as made:
         moved: Any = SimpleNamespace(source="a", dest="b", start=4, stop=30, requested=0.25,
                                      slice_move=None, request=SimpleNamespace(id="r0"))  # fmt: skip
@@ -55,7 +57,7 @@ def write(folder: Path, counts_transfer: bool = False) -> RunFolder:
         made.add_transfer(TransferDone(moved, 0.5, 1.0, 2600), idle)
         made.add_request(request(120, None), "p0", counts_transfer)
         made.add_request(request(None, "lost"), "p0", counts_transfer)
-        made.finish({"wall_s": 4.0}, {"b": [0.25, 0.5]}, {"a": "failed"}, {"cuts": {}})
+        made.finish(metrics or {"wall_s": 4.0}, {"b": [0.25, 0.5]}, {"a": "failed"}, {"cuts": {}})
     return made
 
 
@@ -132,11 +134,11 @@ def test_a_recorder_hands_on_what_it_hears(tmp_path: Path) -> None:
         made.add_request(ended := request(50, None), "r0")
         assert made.add_prompt([ended]) == [[2.75, 3.5]]
         found = made.finish(
-            loop, 5, 1, 2, {"b": [0.25, 0.5]}, {"a": "failed"}, num_pages=9, compiles=0,
+            loop, 1, 0, 2, {"b": [0.25, 0.5]}, {"a": "failed"}, num_pages=9, compiles=0,
             compile_s=0.0, late_compiles=0, loop_s=0.5, launching_s=0.25,
         )  # fmt: skip
     assert heard == [done]
-    assert (found.requests, found.failed, found.preemptions, found.wall_s) == (5, 1, 2, 4.0)
+    assert (found.requests, found.failed, found.preemptions, found.wall_s) == (1, 0, 2, 4.0)
     assert (found.steps, found.ttft_mean) == (1, pytest.approx(2.75 - 1.0000004))
     run = read_run(tmp_path / "1")
     assert run.run["overruns"] == {"b": {"steps": 2, "seconds": 0.75}}
@@ -187,7 +189,10 @@ def test_a_run_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     steps = path / "steps.jsonl"
     whole = steps.read_text()
     steps.write_text(whole + "{")
-    with pytest.raises(JaxinferError, match=r"steps\.jsonl: not JSON lines: "):
+    last = len(whole.splitlines()) + 1
+    with pytest.raises(
+        JaxinferError, match=rf"steps\.jsonl: not JSON lines: .* at line {last}, column 2$"
+    ):
         read_run(path)
     steps.write_text(whole.replace("decode_tokens", "tokens"))
     with pytest.raises(JaxinferError, match="damaged, KeyError: 'decode_tokens'"):
@@ -195,3 +200,31 @@ def test_a_run_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     steps.unlink()
     with pytest.raises(JaxinferError, match=r"steps\.jsonl: No such file"):
         read_run(path)
+
+
+def test_lines_that_are_missing_are_told(tmp_path: Path) -> None:
+    """A finished run whose lines are not those that it counted."""
+    metrics = {"wall_s": 4.0, "steps": 2, "requests": 1}
+    path = write(tmp_path, metrics=metrics).path
+    assert len(read_run(path).steps) == 2
+    for name, count, what in (("steps", 2, "steps"), ("requests", 1, "requests")):
+        file = path / f"{name}.jsonl"
+        whole = file.read_text()
+        file.write_text("")
+        with pytest.raises(JaxinferError) as caught:
+            read_run(path)
+        assert str(caught.value) == (
+            f"{file}: has 0 {what}, the run had {count}: lines are missing or too many"
+        )
+        file.write_text(whole)
+
+
+def test_the_folder_of_a_run_is_named(tmp_path: Path) -> None:
+    """Where a folder above it is given: of a comparison, or of a system's rounds."""
+    path = write(tmp_path / "runs" / "two").path
+    for folder in (tmp_path, tmp_path / "runs", tmp_path / "runs" / "two"):
+        with pytest.raises(JaxinferError) as caught:
+            read_run(folder)
+        assert str(caught.value) == (
+            f"{folder}: no run.json there, give the folder of one run, such as {path}"
+        )

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, load_run_file
-from jaxinfer.report.records import RunRecord, read_run
+from jaxinfer.report.records import RunRecord, read_lines, read_run
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.run import simulate
 from jaxinfer.systems.single import Single
@@ -244,19 +245,51 @@ def test_options_that_do_not_apply_are_refused(
     assert message in str(error.value)
 
 
-def test_a_report_that_is_no_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Single, "report", lambda self: 3)
-    with pytest.raises(JaxinferError, match=r"run\.json: the system reports 3, must be a mapping"):
-        run(config(tmp_path), [BenchRequest(None, 10, 2, 0.0)], tmp_path / "runs")
+class Odd:
+    def __repr__(self) -> str:
+        return "an Odd"
 
 
-def test_a_report_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Single, "report", lambda self: 1 / 0)
-    with pytest.raises(JaxinferError, match=r"^Single\.report raises ZeroDivisionError: division"):
-        run(config(tmp_path), [BenchRequest(None, 10, 2, 0.0)], tmp_path / "runs")
+REPORTS: list[tuple[Any, Any, str | None]] = [
+    (3, {}, "Single.report returns 3, must be a mapping"),
+    (
+        {"n": np.int64(7), "x": [np.float32(0.5)], 4: {"at": np.arange(2)}, "seen": {2, 1}},
+        {"n": 7, "x": [0.5], "4": {"at": [0, 1]}, "seen": [1, 2]},
+        None,
+    ),
+    (
+        {"kept": 1, "a": {"b": Odd()}},
+        {"kept": 1, "a": {"b": "an Odd"}},
+        "Single.report returns what JSON cannot hold: a.b is an Odd",
+    ),
+]
 
 
-def test_a_report_that_is_no_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Single, "report", lambda self: {"seen": {1, 2}})
-    with pytest.raises(JaxinferError, match=r"run\.json: what the system reports is no JSON"):
-        run(config(tmp_path), [BenchRequest(None, 10, 2, 0.0)], tmp_path / "runs")
+@pytest.mark.parametrize(("report", "written", "wrong"), REPORTS)
+def test_no_report_takes_the_results_with_it(
+    report: Any, written: Any, wrong: str | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Single, "report", lambda self: report)
+    run(config(tmp_path), [BenchRequest(None, 10, 2, 0.0)], tmp_path / "runs")
+    found = read_lines(tmp_path / "runs" / "1")
+    assert found.run["system_report"] == written
+    assert found.run.get("system_report_error") == wrong
+    assert (len(found.requests), found.run["metrics"]["requests"]) == (1, 1)
+    path = tmp_path / "runs" / "1" / "run.json"
+    assert capsys.readouterr().err == (f"jaxinfer: {path}: {wrong}\n" if wrong else "")
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("once"), SystemExit(3)])
+def test_a_report_that_fails(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Single) -> None:
+        raise error
+
+    monkeypatch.setattr(Single, "report", fail)
+    run(config(tmp_path), [BenchRequest(None, 10, 2, 0.0)], tmp_path / "runs")
+    found = read_lines(tmp_path / "runs" / "1").run
+    assert found["system_report"] == {}
+    kind = type(error).__name__
+    assert found["system_report_error"].startswith(f"Single.report raises {kind}: {error}")

@@ -49,6 +49,7 @@ def test_costs_know_nothing_of_scheduling(module: str) -> None:
     assert imports <= {
         "jaxinfer.errors",
         "jaxinfer.config.costs",
+        "jaxinfer.config.shipped",
         "jaxinfer.config.step_costs",
         "jaxinfer.config.validation",
         "jaxinfer.serving.step_fit",

@@ -182,7 +182,7 @@ def test_systems_that_predict_are_told_how_long_steps_take(
 ) -> None:
     """By the fit that the run file names; the others need none, and it is not made."""
     told: list[Mapping[str, StepFit]] = []
-    monkeypatch.setattr(module, "serve", lambda config, cluster, fits, *rest: told.append(fits))
+    monkeypatch.setattr(module, "serve", lambda config, cluster, fits, *_, **__: told.append(fits))
     costs = {"fit": fit, "flops": 0.5}
     links = [{"between": ["ga", "gb"], "gb_s": 10.0}]
     engine = {"max_num_batched_tokens": 64, "num_pages": 300, "max_num_seqs": 16}

@@ -1,0 +1,80 @@
+"""``jaxinfer configs``: what ships beside the code, listed and copied out."""
+
+import re
+import shutil
+from difflib import get_close_matches
+from pathlib import Path
+
+import click
+
+from jaxinfer.config.shipped import SHIPPED, shipped_files
+from jaxinfer.errors import JaxinferError
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def configs(context: click.Context) -> None:
+    """List the run files, clusters, prompts and traces that ship.
+
+    Each can be given to any command by its name, such as cronus/cronus.yaml, from any folder; a
+    file of one's own by that name comes first.
+    """
+    if context.invoked_subcommand:
+        return
+    names = list(shipped_files())
+    widest, columns = max(map(len, names)), shutil.get_terminal_size((160, 24)).columns
+    for name in names:
+        click.echo(f"{name:<{widest}}  {_about(SHIPPED / name)}"[:columns].rstrip())
+
+
+@configs.command()
+@click.argument("name")
+@click.argument("destination")
+def copy(name: str, destination: str) -> None:
+    """Copy a file that ships, or a folder of them, to where it can be edited.
+
+    NAME is as in the list, or a folder of it, such as cronus, or configs for all; DESTINATION must
+    be new, or an empty folder, or, for a file, a folder without one by its name.
+    """
+    inner = name.strip("/").removeprefix("configs").lstrip("/")
+    source, dest = SHIPPED / inner, Path(destination)
+    if ".." in source.parts or not source.exists():
+        known = list(shipped_files())
+        names = {*known, *(str(folder) for n in known for folder in Path(n).parents)} - {"."}
+        near = get_close_matches(inner, sorted(names), n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        raise JaxinferError(f"{name}: is not among what ships (`jaxinfer configs` lists it){hint}")
+    if source.is_file() and dest.is_dir():
+        dest /= source.name
+    if dest.exists() and not (source.is_dir() and dest.is_dir() and not any(dest.iterdir())):
+        raise JaxinferError(f"{dest} exists, must be a new name")
+    try:
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            unwanted = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, dest, ignore=unwanted, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(source, dest)
+    except OSError as error:
+        raise JaxinferError(f"{dest}: {error.strerror or error}") from None
+    count = sum(path.is_file() for path in dest.rglob("*")) if dest.is_dir() else 1
+    click.echo(f"{count} {'file' if count == 1 else 'files'}: {dest}")
+
+
+def _about(path: Path) -> str:
+    """The first sentence that a file says of itself; of a table, its columns."""
+    text = path.read_text(encoding="utf-8")
+    match path.suffix:
+        case ".csv":
+            return text.partition("\n")[0]
+        case ".py":
+            said = text.removeprefix('"""').partition('"""')[0]
+        case ".yaml":
+            comment = re.match(r"(#.*\n)+", text)
+            source = re.search(r"^source: \"(.*)\"$", text, re.MULTILINE)
+            said = source[1] if source else comment[0].replace("#", "") if comment else ""
+        case ".jsonl":
+            return f"{len(text.splitlines())} lines"
+        case _:
+            return ""
+    return re.split(r"(?<=[.?])\s", " ".join(said.split()))[0]

@@ -1,0 +1,93 @@
+"""``jaxinfer rerun``: a run once more, from what its folder records."""
+
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.report.comparison import new_folder
+from jaxinfer.report.origin import checkout
+from jaxinfer.report.table import metrics_table
+from jaxinfer.rerun import Recorded, differing, simulate_again, where_it_ran
+
+if TYPE_CHECKING:
+    from jaxinfer.report.metrics import RunMetrics
+
+
+@click.command()
+@click.argument("folder")
+@click.option("--out", help="New folder for the same files; a simulation is only checked without.")
+def rerun(folder: str, out: str | None) -> None:
+    """Make a run again from what its folder records, and say whether it comes to the same.
+
+    FOLDER has run.json in it, or is one of simulate --out or compare --simulate. A simulation comes
+    to the same files, byte for byte, but for times of day and the machine; a real run, to the same
+    tokens.
+
+    Exits with 0 if it does, 1 if it does not, 2 if it cannot be run.
+    """
+    before = Path(folder).absolute()
+    recorded = Recorded.read(before) if (before / "run.json").exists() else None
+    if recorded and not recorded.is_simulated:
+        if not out:
+            raise JaxinferError("a real run needs --out FOLDER")
+        new_folder(Path(out))
+        same = _run(recorded, Path(out).absolute())
+    else:
+        with TemporaryDirectory() as temporary:
+            after = Path(out).absolute() if out else Path(temporary)
+            new_folder(after)
+            simulate_again(before, after)
+            same = _tell(differing(before, after))
+    if recorded and not same and recorded.run["commit"] != checkout()[0]:
+        click.echo(f"the run was made by commit {recorded.run['commit']}, this is {checkout()[0]}")
+    if not same:
+        sys.exit(1)
+
+
+def _tell(names: list[str]) -> bool:
+    """Print which files differ; whether none does."""
+    if names:
+        click.echo(f"not the same: {', '.join(names)}")
+    else:
+        click.echo("the same, byte for byte, but for times of day and the machine in run.json")
+    return not names
+
+
+def _run(recorded: Recorded, out: Path) -> bool:
+    """Run a real one; whether its answers are the same, as far as there were any."""
+    with where_it_ran(recorded.run):
+        config = recorded.config()
+        if "sha256" in recorded.run["workload"]:
+            from jaxinfer.llm import LLM
+            from jaxinfer.measure import measure
+
+            work = recorded.work(config)
+            _print(measure(LLM.from_config(config), work, str(recorded.folder), str(out)))
+            return True
+        from jaxinfer.commands.batch_job import BatchJob
+
+        source, output = config.workload.input, config.workload.output
+        assert source
+        assert output
+        answers = out / "answers.jsonl"
+        with BatchJob.open(config, source, str(answers), force=False) as job:
+            _print(job.run())
+        click.echo(f"results: {answers}")
+        there = Path(output).is_file()
+        before = set(Path(output).read_bytes().splitlines()) if there else set()
+        after = set(answers.read_bytes().splitlines())
+    if not there:
+        click.echo(f"{output} is gone, with which they would be compared")
+        return True
+    click.echo(f"{len(after & before)} of {len(after)} answers are the same as in {output}")
+    return after == before
+
+
+def _print(metrics: "RunMetrics | None") -> None:
+    if metrics:
+        Console().print(metrics_table(metrics))

@@ -1,0 +1,44 @@
+"""Files that come with the package, found by their names: run files, clusters, prompts, traces."""
+
+import os
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+
+SHIPPED = Path(__file__).parents[1] / "configs"
+
+
+def data_path(name: str | Path) -> Path:
+    """The path of a file or folder that a user names.
+
+    What is there as given comes first; else what ships by this name, with or without ``configs/``
+    before it; else the name as it is.
+    """
+    path = Path(name)
+    if os.path.lexists(path) or path.is_absolute() or ".." in path.parts:
+        return path
+    inner = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
+    found = SHIPPED / inner
+    return found if os.path.exists(found) else path
+
+
+def why_not(path: str | Path, error: OSError) -> str:
+    """Why a path that a user gives cannot be read, and what ships by nearly its name."""
+    reason = error.strerror or str(error)
+    path = Path(path)
+    if not isinstance(error, FileNotFoundError) or path.is_absolute():
+        return reason
+    near = get_close_matches(_inner(path), list(shipped_files()), n=1, cutoff=0.7)
+    meant = f", did you mean {near[0]!r}?" if near else ""
+    return f"{reason}, nor among what ships (`jaxinfer configs` lists it){meant}"
+
+
+def shipped_files() -> Iterator[str]:
+    """Names of all files that ship."""
+    for path in sorted(SHIPPED.rglob("*")):
+        if path.is_file() and path.suffix != ".pyc":
+            yield path.relative_to(SHIPPED).as_posix()
+
+
+def _inner(path: Path) -> str:
+    return path.as_posix().removeprefix("configs/")

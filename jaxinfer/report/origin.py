@@ -1,0 +1,132 @@
+"""Where a run comes from: what was asked for, by which code, on which machine and when."""
+
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jaxinfer
+from jaxinfer.config.contents import contents
+from jaxinfer.config.run_file import RunFile
+from jaxinfer.config.shipped import SHIPPED
+from jaxinfer.workload.lengths import BenchRequest
+
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "numba", "transformers", "tokenizers")
+# What a simulation goes by, beside its run file.
+FACTS = ("configs/gpus.yaml", "configs/models.yaml")
+
+
+def asked_for(
+    config: RunFile, work: Iterable[BenchRequest] | None = None, facts: Iterable[str] = ()
+) -> dict[str, Any]:
+    """What a run was asked to do, as JSON values of ``run.json``, from which it can be run again.
+
+    Args:
+        work: the requests, as far as they come from ``config``'s workload, a trace or draws.
+        facts: names of files that ship, besides those that ``config`` names, that matter.
+    """
+    data = config.model_dump(mode="json", exclude_unset=True)
+    workload = config.workload.model_dump(mode="json", exclude_none=True)
+    if work is not None:
+        workload["requests"], workload["sha256"] = digest(work)
+    if config.workload.synthetic:
+        facts = [*facts, "configs/lengths.yaml"]
+    return {"run_file": data, "workload": workload, "files": files_of(data, facts)}
+
+
+def digest(work: Iterable[BenchRequest]) -> tuple[int, str]:
+    """How many requests there are, and the SHA-256 of all that they are."""
+    count, found = 0, hashlib.sha256()
+    for item in work:
+        found.update(repr(item).encode())
+        count += 1
+    return count, found.hexdigest()
+
+
+def files_of(run_file: dict[str, Any], facts: Iterable[str] = ()) -> dict[str, str]:
+    """The SHA-256 of each file that a run file names, but for a batch's and one of weights.
+
+    Args:
+        run_file: what it holds; ``facts``: more files.
+    """
+    if str(run_file.get("model")).endswith(".gguf"):
+        run_file = run_file | {"model": None}
+    if workload := run_file.get("workload"):
+        run_file = run_file | {"workload": workload | {"input": None, "output": None}}
+    return {_shown(path): sha256 for path, sha256 in contents([run_file, *facts], False).items()}
+
+
+def _shown(path: str) -> str:
+    """What ships by its name: where that lies differs from machine to machine."""
+    inside = Path(path).is_relative_to(SHIPPED)
+    return f"configs/{Path(path).relative_to(SHIPPED).as_posix()}" if inside else path
+
+
+def origin() -> dict[str, object]:
+    """Command, versions, machine and time, as JSON values of ``run.json``."""
+    commit, dirty = checkout()
+    return {
+        "command": command_line(),
+        "folder": os.getcwd(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit,
+        "uncommitted_changes": dirty,
+        "versions": versions(),
+        "python": sys.version.split()[0],
+        "machine": _machine(),
+    }
+
+
+def command_line() -> str:
+    """The command that this process was started by, to be pasted into a shell."""
+    program, *arguments = sys.argv or [""]
+    path = Path(program)
+    name = path.parent.name if path.name == "__main__.py" else path.name
+    return shlex.join([name or "python", *arguments])
+
+
+@lru_cache(1)
+def versions() -> dict[str, str | None]:
+    """This package's, and those of others that matter; None where one is not installed."""
+    return {"jaxinfer": jaxinfer.__version__} | {name: _version(name) for name in PACKAGES}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+@lru_cache(1)
+def checkout() -> tuple[str | None, bool | None]:
+    """The commit that this code is of, and whether it was changed since; None of a wheel's."""
+    root = Path(jaxinfer.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None, None
+    ask = ("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    try:
+        said = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+    commit, _, dirty = said.stdout.strip().partition("-")
+    return commit, bool(dirty)
+
+
+@lru_cache(1)
+def _machine() -> dict[str, object]:
+    found: dict[str, object] = {"platform": platform.platform(), "cores": os.cpu_count()}
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return found
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return found | {"cpu": next(names, platform.machine())}

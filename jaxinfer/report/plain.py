@@ -1,0 +1,43 @@
+"""What a user's code reports, as JSON can hold it: a long run is not lost to one odd value."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxinfer.config.validation import shown
+from jaxinfer.errors import FAILURES, raised
+
+
+def reported(name: str, report: Callable[[], object]) -> tuple[dict[str, Any], str | None]:
+    """What ``report`` returns as JSON values, and what was wrong with it, in one line.
+
+    Sets become lists and numpy's numbers and arrays Python's; anything else that JSON does not know
+    becomes its ``repr``. What fails, or returns no mapping, reports nothing.
+
+    Args:
+        name: of ``report``, for the message.
+    """
+    odd: list[str] = []
+    try:
+        found = report()
+        if not isinstance(found, Mapping):
+            return {}, f"{name} returns {shown(found)}, must be a mapping"
+        values = {str(key): _plain(value, str(key), odd) for key, value in found.items()}
+    except FAILURES as error:
+        return {}, f"{name} raises {raised(error)}"
+    return values, f"{name} returns what JSON cannot hold: {'; '.join(odd)}" if odd else None
+
+
+def _plain(value: Any, where: str, odd: list[str]) -> Any:
+    """The value, and in ``odd`` what only its ``repr`` is kept of."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{where}.{key}", odd) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, where, odd) for item in value]
+    if isinstance(value, set | frozenset):
+        return [_plain(item, where, odd) for item in sorted(value, key=repr)]
+    if hasattr(value, "tolist"):  # numpy's, and JAX's.
+        return _plain(value.tolist(), where, odd)
+    odd.append(f"{where} is {shown(value)}")
+    return repr(value)

@@ -1,0 +1,171 @@
+"""A run once more, from what its ``run.json`` records: what ``jaxinfer rerun`` does."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from jaxinfer.config.contents import contents
+from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.config.shipped import data_path
+from jaxinfer.config.validation import read_json
+from jaxinfer.errors import JaxinferError
+from jaxinfer.report.comparison import write_comparison
+from jaxinfer.report.origin import digest
+from jaxinfer.report.pictures import FORMATS
+from jaxinfer.report.records import read_run, read_run_json
+from jaxinfer.report.run_folder import run_folders
+from jaxinfer.simulate.run import simulate
+from jaxinfer.workload.lengths import BenchRequest
+
+# Of run.json, what no two runs have in common: when and where they ran, and how long that took.
+OF_THE_MOMENT = ("started", "folder", "commit", "uncommitted_changes", "versions", "python",
+                 "machine")  # fmt: skip
+_OF_THE_HOST = ("loop_s", "launching_s", "peak_rss_mib")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A finished run that can be run again.
+
+    Attributes:
+        folder: has ``run.json``; ``run``: what that holds.
+    """
+
+    folder: Path
+    run: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Recorded":
+        """From a run's folder.
+
+        Raises:
+            JaxinferError: it did not finish, or does not say what it was asked for.
+        """
+        run = read_run_json(folder)
+        if run.get("status") != "finished":
+            raise JaxinferError(f"{folder}: the run is {run.get('status')!r}, must be finished")
+        if "files" not in run:
+            raise JaxinferError(
+                f"{folder}: run.json does not record the run's inputs: a Python program gave them, "
+                "or an older version ran it"
+            )
+        return cls(folder, run)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether it was in virtual time."""
+        return any(word.startswith("all: simulated") for word in self.run["emulated"])
+
+    def config(self) -> RunFile:
+        """The run file as it was resolved.
+
+        Raises:
+            JaxinferError: this version does not take it, or a file that it names has changed.
+        """
+        for name, sha256 in self.run["files"].items():
+            path = data_path(name)
+            if not path.is_file():
+                raise JaxinferError(f"{self.folder}: {name} is gone, which the run was made from")
+            if contents(str(path)) != {str(path): sha256}:
+                raise JaxinferError(
+                    f"{self.folder}: {name} has changed since the run was made from it"
+                )
+        try:
+            return as_run_file(self.run["run_file"])
+        except JaxinferError as error:
+            raise JaxinferError(f"{self.folder / 'run.json'}: run_file: {error}") from None
+
+    def work(self, config: RunFile) -> list[BenchRequest]:
+        """The requests.
+
+        Raises:
+            JaxinferError: those of the run were others.
+        """
+        work = config.workload.requests()
+        then = self.run["workload"]
+        if digest(work) != (then.get("requests"), then.get("sha256")):
+            raise JaxinferError(
+                f"{self.folder}: its {then.get('requests')} requests are not those of its run "
+                "file: a Python program gave them, it is a replay, or the drawing has changed"
+            )
+        return work
+
+
+@contextmanager
+def where_it_ran(run: Mapping[str, Any]) -> Iterator[None]:
+    """Be in the folder of the command that made a run, if it is still there."""
+    here, there = os.getcwd(), str(run.get("folder"))
+    if not os.path.isdir(there):
+        yield
+        return
+    os.chdir(there)
+    sys.path.insert(0, there)  # For a system of the user's own.
+    try:
+        yield
+    finally:
+        os.chdir(here)
+        sys.path.remove(there)
+
+
+def simulate_again(folder: Path, out: Path) -> None:
+    """Simulate a run, or all of a comparison, once more.
+
+    Args:
+        folder: a run's, or that of ``simulate --out`` or ``compare --simulate``.
+        out: a new folder; gets the same files.
+
+    Raises:
+        JaxinferError: see ``Recorded``; or a run of a comparison was a real one.
+    """
+    if (folder / "run.json").exists() or not (folder / "compare.json").exists():
+        _simulate(Recorded.read(folder), out)
+        return
+    compared = read_json(folder / "compare.json")
+    runs = {}
+    for name in compared["systems"]:
+        inner = Path("runs", name, "1")
+        recorded = Recorded.read(folder / inner)
+        if not recorded.is_simulated:
+            raise JaxinferError(
+                f"{folder}: its runs are real ones, which are run again one by one: give the "
+                f"folder of one, such as {folder / inner}"
+            )
+        _simulate(recorded, out / inner)
+        runs[name] = [read_run(out / inner, name)]
+    kind = next((kind for kind in FORMATS if (folder / f"throughput.{kind}").exists()), "png")
+    write_comparison(runs, out, compared["command"], kind)
+
+
+def _simulate(recorded: Recorded, out: Path) -> None:
+    with where_it_ran(recorded.run), TemporaryDirectory() as made:
+        config = recorded.config()
+        command = {"command": recorded.run["command"]}
+        simulate(config, recorded.work(config), made, about=command)
+        shutil.copytree(run_folders(Path(made))[-1], out, dirs_exist_ok=True)
+
+
+def differing(before: Path, after: Path) -> list[str]:
+    """Names of the files in one folder that are not in another, or differ there.
+
+    Of ``run.json``, what no two runs have in common does not count: see ``OF_THE_MOMENT``.
+    """
+    names = [str(path.relative_to(before)) for path in before.rglob("*") if path.is_file()]
+    return sorted(name for name in names if _content(before / name) != _content(after / name))
+
+
+def _content(path: Path) -> object:
+    if not path.is_file():
+        return None
+    if path.name != "run.json":
+        return path.read_bytes()
+    run = {name: value for name, value in read_json(path).items() if name not in OF_THE_MOMENT}
+    metrics = run.get("metrics", {})
+    kept = {name: value for name, value in metrics.items() if name not in _OF_THE_HOST}
+    return json.dumps(run | {"metrics": kept})
