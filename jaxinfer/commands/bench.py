@@ -9,16 +9,16 @@ from rich.console import Console
 from jaxinfer.commands.common import (
     configure,
     new_file,
+    say,
     with_figures,
     with_force,
     with_limit,
     with_model,
     with_settings,
     with_workload,
+    workload_settings,
 )
 from jaxinfer.report.table import metrics_table
-from jaxinfer.workload.arrivals import Arrivals, with_arrivals
-from jaxinfer.workload.lengths import read_workload
 
 
 @click.command()
@@ -33,28 +33,29 @@ from jaxinfer.workload.lengths import read_workload
 def bench(
     run_file: str | None,
     model: str | None,
-    workload: str,
+    workload: str | None,
     json_path: str,
     limit: int | None,
     repeat: int,
     settings: tuple[str, ...],
     force: bool,
 ) -> None:
-    """Measure offline throughput: all requests at once, greedy, EOS ignored.
+    """Measure throughput on a workload: greedy, EOS ignored; all at once, or as the file has it.
 
     Times exclude loading and compiling ahead. The figures are a list, one entry per run.
     """
     from jaxinfer.llm import LLM
     from jaxinfer.measure import measure
 
-    config = configure(run_file, settings, model)
+    config = configure(run_file, (*settings, *workload_settings(workload, limit)), model)
     out = new_file(json_path, force)
-    work = with_arrivals(read_workload(workload, limit), Arrivals())
+    work = config.requests(say)
+    source = config.workload.source
     llm = LLM.from_config(config)
     console = Console()
     figures = []
     for _ in range(repeat):
-        metrics = measure(llm, work, workload, run_dir=f"{out}.runs")
+        metrics = measure(llm, work, source, run_dir=f"{out}.runs")
         console.print(metrics_table(metrics))
-        figures.append(llm.describe() | {"workload": workload} | asdict(metrics))
+        figures.append(llm.describe() | {"workload": source} | asdict(metrics))
     out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

@@ -45,9 +45,8 @@ with_ray_hosts = click.option(
     metavar="ADDRESS",
     help="Ray cluster that places the groups which ask for it: HOST:PORT of its head, or auto.",
 )
-with_workload = click.option(
-    "--workload", required=True, help="JSONL of prompt_token_ids, or CSV of lengths."
-)
+TRACES = "Trace: CSV, JSONL or JSON, known by its columns."
+with_workload = click.option("--workload", help=TRACES)
 with_figures = click.option("--json", "json_path", required=True, help="File for the figures.")
 with_limit = click.option(
     "--limit", type=click.IntRange(min=1), help="Take the first N requests only."
@@ -86,6 +85,11 @@ def ray_settings(address: str | None) -> list[str]:
     return [f"ray={json.dumps(address)}"] if address else []
 
 
+def say(text: str) -> None:
+    """Tell something that is no result."""
+    click.echo(text, err=True)
+
+
 def workload_settings(trace: str | None, limit: int | None) -> list[str]:
     """As settings of the run file, whose own workload they replace."""
     settings = [f"workload.trace={json.dumps(trace)}", "workload.synthetic="] if trace else []
@@ -113,7 +117,7 @@ def compare_and_write(
     from jaxinfer.report.comparison import comparison_table, new_folder, write_comparison
 
     configs = load_systems(files, systems, settings)
-    work = load_run_file(files[0], settings).workload.requests()
+    work = load_run_file(files[0], settings).requests(say)
     existed = out.exists()
     new_folder(out)
     with _left_as_found(out, existed, is_kept=_has_finished_run if rounds else lambda _: False):

@@ -57,7 +57,7 @@ def test_what_a_kind_lacks_or_does_not_use() -> None:
         Arrivals(kind="interval")
     with pytest.raises(JaxinferError, match="rate is for kind poisson or gamma, not at_once"):
         Arrivals(rate=1.0)
-    with pytest.raises(JaxinferError, match="seed is for kind poisson or gamma, not trace"):
+    with pytest.raises(JaxinferError, match="seed is for kind poisson or gamma or ramp, not trace"):
         Arrivals(kind="trace", seed=1)
     with pytest.raises(JaxinferError, match="kind gamma needs cv"):
         Arrivals(kind="gamma", rate=1.0)
