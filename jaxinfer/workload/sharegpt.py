@@ -8,7 +8,7 @@ from typing import Any
 from jaxinfer.errors import JaxinferError
 from jaxinfer.workload.bench_request import BenchRequest
 from jaxinfer.workload.json_lines import readable, shorten
-from jaxinfer.workload.trace import Encode, Trace
+from jaxinfer.workload.trace import Encode, Trace, at
 
 # vLLM's filter: tokens of prompt and of output at least, of prompt at most, of both at most.
 _LEAST, _MOST_PROMPT, _MOST = 4, 1024, 2048
@@ -62,17 +62,17 @@ def read_sharegpt(path: Path, limit: int | None, encode: Encode) -> Trace:
     """
     conversations = Conversations(encode)
     requests: list[BenchRequest] = []
-    for entry in _entries(path):
+    for number, entry in enumerate(_entries(path), 1):
         if len(requests) == limit:
             break
-        if not isinstance(entry, dict):
-            raise JaxinferError(f"{path}: {shorten(entry)} is no object with conversations")
-        if not requests and "conversations" not in entry:
-            raise JaxinferError(
-                f"{path}: has the fields {shorten(','.join(entry))}, must have conversations"
-            )
-        if (found := conversations.read(entry)) is not None:
-            requests.append(found)
+        with at(f"{path} entry {number}"):
+            if not isinstance(entry, dict):
+                raise JaxinferError(f"{shorten(entry)} is no object with conversations")
+            if number == 1 and "conversations" not in entry:
+                fields = shorten(",".join(entry))
+                raise JaxinferError(f"has the fields {fields}, must have conversations")
+            if (found := conversations.read(entry)) is not None:
+                requests.append(found)
     return Trace(requests, note=conversations.note(path))
 
 

@@ -28,9 +28,9 @@ class Trace:
 
 
 @contextmanager
-def at_line(path: Path, number: int) -> Iterator[None]:
-    """Name the line in errors."""
+def at(place: str) -> Iterator[None]:
+    """Name the place in errors, such as ``a.csv line 3``."""
     try:
         yield
     except JaxinferError as error:
-        raise JaxinferError(f"{path} line {number}: {error}") from None
+        raise JaxinferError(f"{place}: {error}") from None

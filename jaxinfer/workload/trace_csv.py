@@ -11,7 +11,7 @@ from pathlib import Path
 from jaxinfer.errors import JaxinferError
 from jaxinfer.workload.bench_request import BenchRequest
 from jaxinfer.workload.json_lines import shorten
-from jaxinfer.workload.trace import Trace, at_line
+from jaxinfer.workload.trace import Trace, at
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def read_csv(path: Path, limit: int | None) -> Trace:
     for number, cells in rows:
         if len(found) == limit:
             break
-        with at_line(path, number):
+        with at(f"{path} line {number}"):
             row = _row(header, cells)
             if columns.fails and _number(row[columns.output]) == 0:
                 num_failed += 1

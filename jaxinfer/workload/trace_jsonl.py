@@ -9,7 +9,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.workload.bench_request import BLOCK, BenchRequest
 from jaxinfer.workload.json_lines import as_token_ids, numbered_lines, parse_object, shorten
 from jaxinfer.workload.sharegpt import Conversations
-from jaxinfer.workload.trace import Encode, Trace, at_line
+from jaxinfer.workload.trace import Encode, Trace, at
 
 _TOKENS = ("prompt_token_ids", "max_tokens", "id", "prompt_len", "text")
 _MOONCAKE = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -31,7 +31,7 @@ def read_jsonl(path: Path, limit: int | None, encode: Encode) -> Trace:
     for number, raw in numbered_lines(path):
         if len(requests) == limit:
             break
-        with at_line(path, number):
+        with at(f"{path} line {number}"):
             fields = parse_object(raw)
             if read is None:
                 has_times = "timestamp" in fields
