@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.workload.bench_request import BenchRequest

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def test_little_s_law() -> None:
     found = served(config(5, 300, lengths, think_s=3.0))
     end = max(e for _, e, _ in found)
     course = in_system(found)
-    area = sum(n * (b - a) for (a, n), (b, _) in zip(course, course[1:], strict=False))
+    area = sum(n * (b - a) for (a, n), (b, _) in pairwise(course))
     assert area / end == pytest.approx(len(found) / end * sum(e - a for a, e, _ in found) / 300)
     # Of closed loops: N = rate x (time there + thinking), but for the start and the tail.
     rate = 300 / end
@@ -103,7 +104,8 @@ def test_little_s_law() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    concurrency=st.integers(1, 12), count=st.integers(1, 40), think_s=st.sampled_from([0.0, 0.5, 4]),
+    concurrency=st.integers(1, 12), count=st.integers(1, 40),
+    think_s=st.sampled_from([0.0, 0.5, 4]),
     seed=st.integers(0, 99), pages=st.sampled_from([12, 200]),
 )  # fmt: skip
 def test_any_closed_loop(

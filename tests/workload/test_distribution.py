@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,7 @@ def test_percentiles(table: dict[int, int]) -> None:
 
     def quantile(share: float) -> float:
         """The inverse of what is drawn, by itself."""
-        pairs = list(zip(points, points[1:], strict=False))
+        pairs = list(pairwise(points))
         (a, fa), (b, fb) = next((p for p in pairs if share < p[1][0]), pairs[-1])
         if a > 0 and b < 1:
             a, b, share = (float(stats.norm.ppf(x)) for x in (a, b, share))
