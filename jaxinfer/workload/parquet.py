@@ -11,6 +11,12 @@ from jaxinfer.config.validation import did_you_mean
 from jaxinfer.errors import JaxinferError, one_line
 
 SUFFIX = ".parquet"
+# What a table of results has.
+RESULT_COLUMNS = {
+    "custom_id": "text", "generated_text": "text", "generated_tokens": "numbers",
+    "num_input_tokens": "number", "num_generated_tokens": "number", "finish_reason": "text",
+    "error": "text", "response": "text",
+}  # fmt: skip
 # Rows in memory at a time, and bytes of a column that are read ahead.
 _ROWS, _BUFFER = 64, 1 << 20
 
@@ -129,14 +135,8 @@ def write_results(path: Path, lines: Path, ids: Iterable[str]) -> None:
         JaxinferError: the file cannot be written.
     """
     pa = _pyarrow(path)
-    text, number = pa.string(), pa.int64()
-    schema = pa.schema(
-        {
-            "custom_id": text, "generated_text": text, "generated_tokens": pa.list_(pa.int32()),
-            "num_input_tokens": number, "num_generated_tokens": number, "finish_reason": text,
-            "error": text, "response": text,
-        }
-    )  # fmt: skip
+    types = {"text": pa.string(), "number": pa.int64(), "numbers": pa.list_(pa.int32())}
+    schema = pa.schema({name: types[kind] for name, kind in RESULT_COLUMNS.items()})
     new = path.with_name(path.name + ".new")
     try:
         with new.open("wb") as file, lines.open("rb") as source:
