@@ -5,7 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jaxinfer.config.run_file import RunFile, Workload, load_run_file, read_run_file
+from jaxinfer.config.run_file import RunFile, load_run_file, read_run_file
+from jaxinfer.config.workload import Workload
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.records import RunRecord, read_run
 from jaxinfer.simulate.run import simulate

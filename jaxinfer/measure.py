@@ -18,7 +18,7 @@ from jaxinfer.runtime.explain import step_costs, weight_bytes_per_device
 from jaxinfer.runtime.plan import Plan
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
-from jaxinfer.workload.lengths import BenchRequest, synthetic_tokens
+from jaxinfer.workload.bench_request import BenchRequest, real_tokens
 
 Record = dict[str, object]
 
@@ -43,15 +43,14 @@ def measure(
     requests: list[RequestState] = []
     for index, item in enumerate(work):
         params = SamplingParams(temperature=0, max_tokens=item.max_tokens, ignore_eos=True)
-        tokens = item.prompt_token_ids or synthetic_tokens(
-            item.prompt_len, llm.vocab_size, seed=index
-        )
+        tokens = real_tokens(item, llm.vocab_size, seed=index)
         try:
             made = llm.make_requests(str(index), tokens, params)
         except JaxinferError as error:
             raise JaxinferError(f"{source}: request {index}: {error}") from None
         for request in made:
             request.arrival = request.metrics.arrival = item.arrival
+            request.after_ends = item.after_ends
         requests += made
     llm.reset_prefix_cache()
     return llm.run(

@@ -88,7 +88,7 @@ class Recorded:
         Raises:
             JaxinferError: those of the run were others.
         """
-        work = config.workload.requests()
+        work = config.requests()
         then = self.run["workload"]
         if digest(work) != (then.get("requests"), then.get("sha256")):
             raise JaxinferError(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import click
 import pytest
@@ -22,7 +23,11 @@ from jaxinfer.plan.sweep import Sweep
 from jaxinfer.serving.policies import KINDS
 from jaxinfer.simulate.run import simulate
 from jaxinfer.systems.registry import SYSTEMS
+from jaxinfer.workload.arrivals import Arrivals
+from jaxinfer.workload.distribution import Lengths
 from jaxinfer.workload.lengths import read_workload
+from jaxinfer.workload.parquet import RESULT_COLUMNS
+from jaxinfer.workload.synthetic import Synthetic
 
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -87,6 +92,19 @@ def test_all_options_of_an_engine_are_in_the_docs() -> None:
     text = (ROOT / "docs" / "run-file.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert set(EngineOptions.model_fields) <= set(rows)
+
+
+def test_workloads_are_in_the_docs() -> None:
+    page = (ROOT / "docs" / "run-file.md").read_text()
+    section = page.split("\n## Workloads")[1].split("\n## ")[0]
+    example = as_run_file(yaml.safe_load(section.split("```yaml\n")[1].split("```")[0]))
+    assert len(example.requests()) == 1000
+    kinds = get_args(Arrivals.model_fields["kind"].annotation)
+    options = {name.rstrip("_") for name in (*Arrivals.model_fields, *Synthetic.model_fields)}
+    for name in (*kinds, *options - {"kind"}, *Lengths.model_fields):
+        assert f"`{name}`" in section or f"{{{name}:" in section or f"`{name}:" in section, name
+    batches = page.split("### Parquet")[1]
+    assert all(f"`{name}`" in batches for name in RESULT_COLUMNS)
 
 
 def test_all_planners_are_in_the_docs() -> None:

@@ -17,6 +17,7 @@ from jaxinfer.request import RequestOutput
 from jaxinfer.workload.batch_input import BadLine, BatchFile, BatchLine
 from jaxinfer.workload.batch_output import error_line, result_line
 from jaxinfer.workload.conversation import Conversation
+from jaxinfer.workload.parquet import SUFFIX, check_pyarrow, write_results
 from jaxinfer.workload.result_file import ResultFile
 
 if TYPE_CHECKING:
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 
 # Of an instance's options, those that may change a result.
 RESULT_OPTIONS = ("dtype", "max_model_len", "seed")
+
+
+def lines_of(output: str) -> Path:
+    """Where results are appended as lines: the output, or beside it, where it is Parquet."""
+    out = Path(output)
+    return out.with_name(f"{out.name}.jsonl") if out.suffix == SUFFIX else out
 
 
 class BatchJob:
@@ -45,6 +52,7 @@ class BatchJob:
         self.num_lines = len(source.number_of)
         self.num_resumed = len(results.finished)
         self.run_folder = f"{output}.runs"
+        self._output = output
         self._config = config
         self._source = source
         self._results = results
@@ -70,23 +78,46 @@ class BatchJob:
         config = config.with_workload(input=input_path, output=output_path)
         with ExitStack() as opened:
             source = opened.enter_context(BatchFile(input_path))
-            if os.path.exists(output_path) and os.path.samefile(input_path, output_path):
-                raise JaxinferError(f"{output_path}: the output must not be the input")
+            out, lines = Path(output_path), lines_of(output_path)
+            for path in (out, lines):
+                if path.exists() and os.path.samefile(input_path, path):
+                    raise JaxinferError(f"{path}: the output must not be the input")
+            if out != lines:
+                check_pyarrow(out)
+                if out.exists() and not lines.exists() and not force:
+                    raise JaxinferError(f"{out} exists: give another output, or --force")
             job = {"input_sha256": source.sha256, "model": model} | _result_options(config.engine)
             if config.instances:
                 instances = config.cluster().instances
                 job["instances"] = {name: _result_options(i) for name, i in instances.items()}
-            results = ResultFile.open(output_path, job, force)
+            results = opened.enter_context(ResultFile.open(lines, job, force))
+            if out != lines and out.exists():
+                if force:
+                    out.unlink()
+                elif source.number_of.keys() - results.finished:
+                    raise JaxinferError(
+                        f"{out} exists, and is not of this job, whose results in {lines} are not "
+                        "complete: give another output, or --force to start over"
+                    )
             opened.pop_all()
         return cls(config, source, results, output_path, show)
 
     def run(self) -> RunMetrics | None:
         """Serve all lines without a result; None if there are none.
 
+        A Parquet file is written once all lines have one, unless it is there.
+
         Raises:
             JaxinferError: the model cannot be loaded, and nothing has been written; or the results
                 cannot be written, or the input has changed.
         """
+        metrics = self._serve()
+        out, lines = Path(self._output), lines_of(self._output)
+        if out != lines and not self.num_missing and not out.exists():
+            write_results(out, lines, self._source.number_of)
+        return metrics
+
+    def _serve(self) -> RunMetrics | None:
         finished = self._results.finished
         bad = [line for id, line in self._source.bad.items() if id not in finished]
         num_good = sum(id not in finished for id in self._source.number_of) - len(bad)
@@ -118,6 +149,12 @@ class BatchJob:
     def answers(self) -> list[tuple[str, str]]:
         """Prompt and answer of the first lines that this process has served."""
         return [self._answers[number] for number in sorted(self._answers)]
+
+    @property
+    def results_file(self) -> Path:
+        """Where the results are: of a Parquet file that is not complete, the lines beside it."""
+        out = Path(self._output)
+        return out if out.exists() else lines_of(self._output)
 
     def newest_run(self) -> Path:
         """The folder of this process's run."""

@@ -7,15 +7,16 @@ import click
 from rich.console import Console
 
 from jaxinfer.commands.common import (
-    at_once,
     configure,
     new_file,
+    say,
     with_figures,
     with_force,
     with_limit,
     with_model,
     with_settings,
     with_workload,
+    workload_settings,
 )
 from jaxinfer.report.table import metrics_table
 
@@ -32,28 +33,29 @@ from jaxinfer.report.table import metrics_table
 def bench(
     run_file: str | None,
     model: str | None,
-    workload: str,
+    workload: str | None,
     json_path: str,
     limit: int | None,
     repeat: int,
     settings: tuple[str, ...],
     force: bool,
 ) -> None:
-    """Measure offline throughput: all requests at once, greedy, EOS ignored.
+    """Measure throughput on a workload: greedy, EOS ignored; all at once, or as the file has it.
 
     Times exclude loading and compiling ahead. The figures are a list, one entry per run.
     """
     from jaxinfer.llm import LLM
     from jaxinfer.measure import measure
 
-    config = at_once(configure(run_file, settings, model), workload, limit)
+    config = configure(run_file, (*settings, *workload_settings(workload, limit)), model)
     out = new_file(json_path, force)
-    work = config.workload.requests()
+    work = config.requests(say)
+    source = config.workload.source
     llm = LLM.from_config(config)
     console = Console()
     figures = []
     for _ in range(repeat):
-        metrics = measure(llm, work, workload, run_dir=f"{out}.runs")
+        metrics = measure(llm, work, source, run_dir=f"{out}.runs")
         console.print(metrics_table(metrics))
-        figures.append(llm.describe() | {"workload": workload} | asdict(metrics))
+        figures.append(llm.describe() | {"workload": source} | asdict(metrics))
     out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

@@ -8,9 +8,11 @@ from rich.console import Console
 from jaxinfer.commands.common import (
     cores,
     refuse,
+    say,
     with_limit,
     with_ray,
     with_settings,
+    with_workload,
     workload_settings,
 )
 from jaxinfer.config.run_file import load_run_file
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run_file")
-@click.option("--workload", help="JSONL of prompt_token_ids, or CSV of lengths.")
+@with_workload
 @with_limit
 @click.option(
     "--slo",
@@ -67,7 +69,7 @@ def capacity(
     if seeds:
         refuse("beside --seeds: give one of them", {"--seed": seed})
     config = load_run_file(run_file, [*settings, *workload_settings(workload, limit)])
-    work = config.workload.requests()
+    work = config.requests(say)
     if requests_per_gpu:
         work = list(requests_for(num_gpus(config), work, requests_per_gpu))
     targets = read_targets(slo, work, attainment, criterion)

@@ -19,7 +19,6 @@ from rich.console import Console
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.errors import JaxinferError, raised
 from jaxinfer.report.pictures import FORMATS
-from jaxinfer.workload.arrivals import Arrivals
 
 if TYPE_CHECKING:
     from jaxinfer.plan.kept import Kept
@@ -47,9 +46,8 @@ with_ray_hosts = click.option(
     metavar="ADDRESS",
     help="Ray cluster that places the groups which ask for it: HOST:PORT of its head, or auto.",
 )
-with_workload = click.option(
-    "--workload", required=True, help="JSONL of prompt_token_ids, or CSV of lengths."
-)
+TRACES = "Trace: CSV, JSONL or JSON, known by its columns."
+with_workload = click.option("--workload", help=TRACES)
 with_figures = click.option("--json", "json_path", required=True, help="File for the figures.")
 with_limit = click.option(
     "--limit", type=click.IntRange(min=1), help="Take the first N requests only."
@@ -88,18 +86,15 @@ def ray_settings(address: str | None) -> list[str]:
     return [f"ray={json.dumps(address)}"] if address else []
 
 
+def say(text: str) -> None:
+    """Tell something that is no result."""
+    click.echo(text, err=True)
+
+
 def workload_settings(trace: str | None, limit: int | None) -> list[str]:
     """As settings of the run file, whose own workload they replace."""
     settings = [f"workload.trace={json.dumps(trace)}", "workload.synthetic="] if trace else []
     return settings + ([f"workload.limit={limit}"] if limit else [])
-
-
-def at_once(config: RunFile, trace: str, limit: int | None) -> RunFile:
-    """The run file with a trace whose requests come all at once, in place of its own workload."""
-    arrivals = Arrivals()
-    return config.with_workload(
-        trace=trace, limit=limit, synthetic=None, only=None, arrivals=arrivals
-    )
 
 
 def refuse(why: str, options: dict[str, object]) -> None:
@@ -122,12 +117,12 @@ def compare_and_write(
     from jaxinfer.compare import compare_systems, load_systems, serving, simulate_systems
     from jaxinfer.report.comparison import comparison_table, new_folder, write_comparison
 
-    first = load_run_file(files[0], settings).workload
+    first = load_run_file(files[0], settings)
     configs = {
-        name: serving(config, first)
+        name: serving(config, first.workload)
         for name, config in load_systems(files, systems, settings).items()
     }
-    work = first.requests()
+    work = first.requests(say)
     existed = out.exists()
     new_folder(out)
     with _left_as_found(out, existed, is_kept=_has_finished_run if rounds else lambda _: False):

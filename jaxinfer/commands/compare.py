@@ -9,18 +9,19 @@ import click
 from rich.console import Console
 
 from jaxinfer.commands.common import (
-    at_once,
     compare_and_write,
     configure,
     new_file,
     ray_settings,
     refuse,
+    say,
     with_force,
     with_limit,
     with_model,
     with_pictures,
     with_ray_hosts,
     with_settings,
+    with_workload,
     workload_settings,
 )
 from jaxinfer.errors import JaxinferError
@@ -35,7 +36,7 @@ from jaxinfer.errors import JaxinferError
 @click.option("--config", "run_file", help="Of tables: run file with the model and its options.")
 @with_pictures
 @with_model
-@click.option("--workload", help="JSONL of prompt_token_ids, or CSV of lengths.")
+@with_workload
 @click.option("--json", "json_path", help="Of tables: file for the figures.")
 @with_limit
 @click.option("--rounds", type=click.IntRange(min=1), help="Runs of each, in turns; 3.")
@@ -74,8 +75,8 @@ def compare(
             "--ray": ray_address, "--one-by-one": one_by_one,
         }  # fmt: skip
         refuse("for run files, not for tables of rules", only)
-        if not json_path or not workload:
-            raise JaxinferError("tables of rules are compared with --workload and --json")
+        if not json_path:
+            raise JaxinferError("tables of rules are compared with --json FILE")
         _compare_rules(
             files, run_file, model, workload, json_path, limit, rounds or 3, settings, force
         )
@@ -100,7 +101,7 @@ def _compare_rules(
     tables: Sequence[str],
     run_file: str | None,
     model: str | None,
-    workload: str,
+    workload: str | None,
     json_path: str,
     limit: int | None,
     rounds: int,
@@ -110,9 +111,9 @@ def _compare_rules(
     from jaxinfer.measure import compare_rules
     from jaxinfer.report.plan_table import rules_table
 
-    config = at_once(configure(run_file, settings, model), workload, limit)
+    config = configure(run_file, (*settings, *workload_settings(workload, limit)), model)
     out = new_file(json_path, force)
-    work = config.workload.requests()
-    records = compare_rules(config, tables, work, workload, f"{out}.runs", rounds)
+    work = config.requests(say)
+    records = compare_rules(config, tables, work, config.workload.source, f"{out}.runs", rounds)
     Console(width=None if sys.stdout.isatty() else 160).print(rules_table(records))
     out.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")

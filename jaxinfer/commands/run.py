@@ -24,8 +24,10 @@ from jaxinfer.report.table import metrics_table
 @click.command()
 @click.argument("run_file", required=False)
 @with_model
-@click.option("--input", "input_path", help="JSONL of requests: OpenAI batch or plain lines.")
-@click.option("--output", "output_path", help="JSONL of results, appended as requests finish.")
+@click.option("--input", "input_path", help="JSONL or Parquet of requests: OpenAI batch or plain.")
+@click.option(
+    "--output", "output_path", help="JSONL of results, appended as requests finish; or Parquet."
+)
 @with_settings
 @with_ray_hosts
 @click.option("--force", is_flag=True, help="Start over where the output exists.")
@@ -77,7 +79,7 @@ def run(
             console.print(
                 f"run.json, steps.jsonl and requests.jsonl: {job.run_folder}", soft_wrap=True
             )
-        console.print(f"results: {output_path}", soft_wrap=True)
+        console.print(f"results: {job.results_file}", soft_wrap=True)
         for prompt, answer in job.answers():
             console.print()
             console.print(Text(prompt, style="bold"))

@@ -12,9 +12,11 @@ from rich.console import Console
 from jaxinfer.commands.common import (
     compare_and_write,
     refuse,
+    say,
     with_limit,
     with_pictures,
     with_settings,
+    with_workload,
     workload_settings,
 )
 from jaxinfer.config.run_file import load_run_file
@@ -40,7 +42,7 @@ def _replay(real: Path, out: Path, pictures: str) -> None:
 
 @click.command()
 @click.argument("run_file", required=False)
-@click.option("--workload", help="JSONL of prompt_token_ids, or CSV of lengths.")
+@with_workload
 @with_limit
 @click.option("--replay", metavar="RUN_DIR", help="A finished real run: how far is the simulator?")
 @click.option("--out", help="New folder for tables, pictures and traces; else figures alone.")
@@ -80,7 +82,7 @@ def _print_figures(run_file: str, settings: Sequence[str]) -> None:
     from jaxinfer.simulate.run import simulate
 
     config = load_run_file(run_file, settings)
-    found = simulate(config, config.workload.requests())
+    found = simulate(config, config.requests(say))
     console = Console()
     console.print(metrics_table(found))
     for line in _prices(found):

@@ -1,10 +1,10 @@
 """Options and run files: what a user may set, checked before anything is loaded."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from jaxinfer.config.cluster import (
     ClusterConfig,
@@ -26,125 +26,15 @@ from jaxinfer.config.validation import (
     parse_yaml,
     read_yaml,
     shown,
-    within,
 )
+from jaxinfer.config.workload import Workload
 from jaxinfer.errors import JaxinferError
 from jaxinfer.simulate.hardware import Catalogue, Gpu, ModelShape
 from jaxinfer.systems.registry import make_system
-from jaxinfer.workload.arrivals import Arrivals, with_arrivals
-from jaxinfer.workload.lengths import BenchRequest, read_workload
-from jaxinfer.workload.predictor import Buckets, Own
-from jaxinfer.workload.synthetic import Synthetic, WorkloadClass, is_of_class
+from jaxinfer.workload.lengths import BenchRequest
 
 # What may stand for a group of options, and which of them it then is.
 SHORT = {"system": "name", "workload.arrivals": "kind", "workload.synthetic": "lengths"}
-
-
-class Workload(Options):
-    """What is to be done.
-
-    Attributes:
-        input, output: of ``run``: where a batch comes from and where its results go.
-        trace: of ``compare``: JSONL of ``prompt_token_ids``, or CSV of lengths.
-        synthetic: in place of a trace, lengths drawn from published statistics.
-        only: of trace or draws, take the requests of one class.
-        limit: take the first requests only.
-        arrivals: when the requests come in.
-        max_tokens: of a modelled run, the limit that users give, where it is not the true length:
-            what systems and policies see of a request, which ends earlier.
-        predictor: what predicts the output tokens of each: ``my_module:MyPredictor`` (or a mapping
-            of that ``name`` and its options), or, of a modelled run, buckets of the true length.
-    """
-
-    input: str | None = None
-    output: str | None = None
-    trace: str | None = None
-    synthetic: Synthetic | None = None
-    only: WorkloadClass | None = None
-    limit: int | None = Field(default=None, ge=1)
-    arrivals: Arrivals = Arrivals()
-    max_tokens: int | None = Field(default=None, ge=1)
-    predictor: Buckets | Own | None = None
-
-    @field_validator("arrivals", mode="before")
-    @classmethod
-    def _by_name(cls, value: object) -> object:
-        return {"kind": value} if isinstance(value, str) else value
-
-    @field_validator("synthetic", mode="before")
-    @classmethod
-    def _by_lengths(cls, value: object) -> object:
-        return {"lengths": value} if isinstance(value, str) else value
-
-    @field_validator("predictor", mode="before")
-    @classmethod
-    def _as_buckets(cls, value: object) -> object:
-        if value is None or isinstance(value, Buckets):
-            return value
-        if isinstance(value, str) and ":" in value:
-            return value
-        if isinstance(value, dict) and "name" in value:
-            name = value["name"]
-            if isinstance(name, str) and ":" in name:
-                return value
-            raise ValueError(f"name is {shown(name)}, must be my_module:MyPredictor")
-        if not isinstance(value, dict):
-            raise ValueError(
-                f"must be my_module:MyPredictor, or a mapping of granularity and accuracy, not "
-                f"{shown(value)}"
-            )
-        try:
-            return Buckets.model_validate(value)
-        except JaxinferError as error:
-            raise ValueError(error) from None
-
-    def check_real(self) -> None:
-        """Raise JaxinferError for what only a modelled run can have."""
-        if self.max_tokens is not None:
-            raise OptionError(
-                "workload.max_tokens: what users of a modelled run give; a real run has the "
-                "max_tokens of its lines, or the lengths of its trace"
-            )
-
-    def requests(self) -> list[BenchRequest]:
-        """The requests with their times of arrival.
-
-        Raises:
-            JaxinferError: there is no trace, or it cannot be read, or nothing of the class.
-        """
-        if self.trace is None and self.synthetic is None:
-            raise JaxinferError(
-                "no trace: give --workload, or workload.trace or synthetic in the run file"
-            )
-        if self.trace is not None and self.synthetic is not None:
-            raise JaxinferError(f"workload: both a trace, {self.trace}, and synthetic lengths")
-        return with_arrivals(self._lengths()[: self.limit], self.arrivals)
-
-    def _lengths(self) -> list[BenchRequest]:
-        if self.synthetic:
-            if self.arrivals.kind == "trace":
-                raise JaxinferError("workload.arrivals: synthetic lengths have no times of a trace")
-            try:
-                return self.synthetic.requests(self.only)
-            except JaxinferError as error:
-                raise within("workload.synthetic", error) from None
-        work = read_workload(str(self.trace), None if self.only else self.limit)
-        if self.arrivals.kind == "trace" and not self._has_times(work):
-            raise JaxinferError(
-                f"workload.arrivals: trace, but {self.trace} has no times (or all are 0): take "
-                "at_once, interval, poisson or gamma"
-            )
-        if self.only is None:
-            return work
-        kept = [item for item in work if is_of_class(item, self.only)]
-        if not kept:
-            raise JaxinferError(f"workload {self.trace}: none of its {len(work)} is {self.only}")
-        return kept
-
-    def _has_times(self, first: Sequence[BenchRequest]) -> bool:
-        if any(item.arrival for item in first):
-            return True
-        return bool(self.limit) and any(item.arrival for item in read_workload(str(self.trace)))
 
 
 class MetricOptions(Options):
@@ -238,6 +128,10 @@ class RunFile(Options):
     def with_workload(self, **options: object) -> "RunFile":
         """The same with other options of its workload."""
         return self.model_copy(update={"workload": self.workload.model_copy(update=options)})
+
+    def requests(self, note: Callable[[str], None] = lambda text: None) -> list[BenchRequest]:
+        """See ``Workload.requests``, of the file's model."""
+        return self.workload.requests(self.model, note)
 
     def cluster(self) -> ClusterConfig:
         """Groups, instances and links.

@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Options)
 # Of a run file, what a candidate completes; the rest is checked before any is looked at.
 _OF_CANDIDATES = ("engine", "groups", "instances", "links", "system", "simulate")
 # Of a workload, what says which requests there are: the same for all candidates.
-REQUESTS = ("trace", "synthetic", "only", "limit", "arrivals")
+REQUESTS = ("trace", "tokenizer", "synthetic", "only", "limit", "arrivals")
 Per = Literal["cluster", "gpu", "usd", "watt"]
 Cost = Literal["gpus", "usd", "watts"]
 
@@ -128,10 +128,12 @@ class Problem(Options):
         """
         common = {name: value for name, value in self.run.items() if name not in _OF_CANDIDATES}
         try:
-            workload = as_run_file(common).workload
+            config = as_run_file(common)
+            workload = config.workload
+            workload.arrivals.check_open()
             if workload.trace is None and workload.synthetic is None:
                 raise OptionError("workload: needs a trace, or synthetic lengths")
-            return workload.requests()
+            return config.requests()
         except JaxinferError as error:
             raise within("run", error) from None
 

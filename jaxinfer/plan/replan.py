@@ -197,7 +197,7 @@ def windows_of(problem: Problem) -> list[Window]:
     assert problem.replan
     seconds = problem.replan.window_s
     windows = cut(problem.work, seconds)
-    if any(item.prompt_token_ids for item in problem.work):
+    if any(item.has_tokens for item in problem.work):
         raise OptionError(
             "run.workload.trace: has tokens, which the run files of replan cannot keep: give a CSV "
             "of lengths"

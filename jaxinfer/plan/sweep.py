@@ -117,7 +117,7 @@ def simulate_point(data: dict[str, Any]) -> Figures:
 
     try:
         config = as_run_file(data)
-        return figures_of(simulate(config, config.workload.requests()))
+        return figures_of(simulate(config, config.requests()))
     except JaxinferError as error:
         return {"refused": str(error)}
 
@@ -131,7 +131,7 @@ def run_point(data: dict[str, Any]) -> Figures:
     try:
         config = as_run_file(data)
         llm = LLM.from_config(config, progress=False)
-        work = config.workload.requests()
+        work = config.requests()
         return figures_of(measure(llm, work, "workload", None, progress=False))
     except JaxinferError as error:
         return {"refused": str(error)}

@@ -3,12 +3,14 @@
 from collections.abc import Iterable
 from contextlib import suppress
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.continuations import Continuations
 from jaxinfer.runtime.engine import Cluster
 from jaxinfer.runtime.processes import Progress
 from jaxinfer.runtime.remote import NobodyThere
 from jaxinfer.runtime.sampler import SamplerShape
-from jaxinfer.runtime.sampling_inputs import sampler_shape
+from jaxinfer.runtime.sampling_inputs import sampler_shape, sampling_of
+from jaxinfer.serving.releases import Releases
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.text.stop import Answers
 from jaxinfer.text.tokenizer import Tokenizer
@@ -33,6 +35,8 @@ class Intake:
         self._cluster = cluster
         self._sampler: SamplerShape | None = None
 
+        self._releases: Releases[RequestState] = Releases()
+
     def read(self, progress: Progress, at_least_one: bool = False) -> list[RequestState]:
         """More requests if there is room, those that wait for others left out.
 
@@ -49,7 +53,42 @@ class Intake:
         if found:
             self.answers.add(found)
             self._widen(sampler_shape(found), progress)
-        return [request for request in found if not request.goes_first]
+        ready = []
+        for request in found:
+            if request.goes_first:
+                continue
+            if request.after_ends:
+                self._releases.hold(request.after_ends, request)
+            else:
+                ready.append(request)
+        return ready
+
+    def due(self, now: float) -> list[RequestState]:
+        """Those that have waited for the ends of others, and wait no more.
+
+        Args:
+            now: seconds on the world's clock.
+        """
+        return self._come(self._releases.due(), now)
+
+    def one_ended(self, now: float) -> list[RequestState]:
+        """Count a prompt all of whose continuations have ended; those that have waited for it."""
+        return self._come(self._releases.ended(), now)
+
+    def _come(self, requests: list[RequestState], now: float) -> list[RequestState]:
+        for request in requests:
+            others = self.groups.held_back.get(sampling_of(request).parent, ())
+            for each in (request, *others):
+                each.arrival = each.metrics.arrival = now + each.arrival
+        return requests
+
+    def check_all_came(self) -> None:
+        """Raise JaxinferError where a request has waited for more ends than there were."""
+        if self._releases:
+            raise JaxinferError(
+                "a request waits for the ends of more requests than there are: its after_ends must "
+                "be below their number"
+            )
 
     def _widen(self, wanted: SamplerShape, progress: Progress) -> None:
         if self._sampler is not None:

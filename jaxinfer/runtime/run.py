@@ -107,10 +107,12 @@ class Run:
                 try:
                     yield
                     self._world.add(self._intake.read(self._bar.update, self._world.is_idle))
+                    self._world.add(self._intake.due(self._world.now()))
                 except (GeneratorExit, Exception):
                     self._world.drain()
                     raise
                 self._bar.requests_known(self._groups.num_parents)
+            self._intake.check_all_came()
         finally:
             for instance in self._instances.values():
                 instance.kv.on_free = lambda: None  # The loop is not to outlive the run.
@@ -119,6 +121,7 @@ class Run:
         self._world.add(self._groups.released_by(request))
         self._recorder.add_request(request, sampling_of(request).parent)
         if siblings := self._groups.done_with(request):
+            self._world.add(self._intake.one_ended(self._world.now()))
             self._recorder.add_prompt(siblings)
             self._num_failed += any(sibling.error for sibling in siblings)
             self._on_output(self._intake.answers.output(siblings))

@@ -28,6 +28,7 @@ class RequestState:
         output_token_ids: tokens that have reached the host.
         details: what the world reports with each of them, if it does.
         prompt_details: what it reports of the prompt, by position.
+        after_ends: it comes once so many requests of the run have ended, ``arrival`` seconds later.
         predicted: output tokens, at least and at most, where something predicts them.
         goes_first: joins a queue at its head.
         takes_cached: may start with pages of the prefix cache.
@@ -48,7 +49,8 @@ class RequestState:
     """
 
     __slots__ = (
-        "__weakref__", "_digests", "arrival", "computed", "cumulative_logprob", "details", "epoch",
+        "__weakref__", "_digests", "after_ends", "arrival", "computed", "cumulative_logprob",
+        "details", "epoch",
         "error", "exported", "finish_reason", "goes_first", "hold", "id", "incoming",
         "launched", "legs", "max_tokens", "metrics", "output_token_ids", "paused",
         "payload", "peak_tokens", "pending", "predicted", "prompt_details", "prompt_len",
@@ -78,6 +80,7 @@ class RequestState:
         self.cumulative_logprob = 0.0
         self.details: list[object] = []
         self.prompt_details: dict[int, object] = {}
+        self.after_ends = 0
         self.predicted: tuple[int, int] | None = None
         self.goes_first = False
         self.takes_cached = True

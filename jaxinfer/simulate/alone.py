@@ -21,7 +21,7 @@ def serve_alone(config: RunFile, work: Iterable[BenchRequest], on_request: OnReq
     """
     site, cluster, fits = prepare(config)
     for item in work:
-        serve(site, cluster, fits, [replace(item, arrival=0.0)], None, on_request)
+        serve(site, cluster, fits, [replace(item, arrival=0.0, after_ends=0)], None, on_request)
 
 
 def reference_latencies(config: RunFile, work: Sequence[BenchRequest]) -> Reference:

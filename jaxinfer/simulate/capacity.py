@@ -173,6 +173,7 @@ def capacity(
         AnyRateError: the targets hold at any rate.
         JaxinferError: the cluster cannot be what the run file says.
     """
+    config.workload.arrivals.check_open()
     try_rate = partial(load, config, work, targets, seeds)
     ladder = Ladder(precision)
     least, double = ladder.step(_LEAST), ladder.double

@@ -6,12 +6,13 @@ from functools import cached_property
 from operator import attrgetter
 
 from jaxinfer.config.cluster import InstanceConfig
-from jaxinfer.config.run_file import Workload
+from jaxinfer.config.workload import Workload
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.loop import Stop
+from jaxinfer.serving.releases import Releases
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import RequestView
-from jaxinfer.workload.lengths import BenchRequest
+from jaxinfer.workload.bench_request import BenchRequest, modelled_tokens
 from jaxinfer.workload.predictor import Predict, modelled_predictor
 
 
@@ -39,7 +40,7 @@ class ModelledRequests:
         self._longest = min((limit for limit in limits if limit), default=math.inf)
         self._work, self._limit, self._predictor = work, options.max_tokens, options.predictor
         self._check()
-        self.has_tokens = any(item.prompt_token_ids for item in work)
+        self.has_tokens = any(item.has_tokens for item in work)
 
     def __len__(self) -> int:
         return len(self._work)
@@ -64,15 +65,31 @@ class ModelledRequests:
         return modelled_predictor(self._predictor, self.num_output)
 
     def by_arrival(self) -> Iterator[RequestState]:
-        """One by one, so that those that have ended are forgotten."""
-        work, limit = self._work, self._limit
+        """Those that wait for no other's end, one by one, so that the ended are forgotten."""
+        work = self._work
         for number in sorted(range(len(work)), key=lambda number: work[number].arrival):
-            item = work[number]
-            tokens = item.prompt_token_ids or ()
-            shown = item.max_tokens
-            if limit:
-                shown = int(min(limit, self._longest - item.prompt_len))
-            yield RequestState(str(number), item.prompt_len, shown, item.arrival, tokens)
+            if not work[number].after_ends:
+                yield self.state(number, work[number].arrival)
+
+    def by_ends(self) -> Releases[int]:
+        """The others, by number."""
+        found: Releases[int] = Releases()
+        for number, item in enumerate(self._work):
+            if item.after_ends:
+                found.hold(item.after_ends, number)
+        return found
+
+    def after_an_end(self, number: int, now: float) -> RequestState:
+        """One of them, at the end that it has waited for."""
+        return self.state(number, now + self._work[number].arrival)
+
+    def state(self, number: int, arrival: float) -> RequestState:
+        """What the loop serves for one of the requests."""
+        item, shown = self._work[number], self._work[number].max_tokens
+        if self._limit:
+            shown = int(min(self._limit, self._longest - item.prompt_len))
+        tokens = modelled_tokens(item)
+        return RequestState(str(number), item.prompt_len, shown, arrival, tokens)
 
     def _check(self) -> None:
         if not self._work:

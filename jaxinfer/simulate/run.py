@@ -91,9 +91,14 @@ def serve(
     )
     started = time.perf_counter()
 
+    waiting = requests.by_ends()
+
     def on_finish(request: RequestState) -> None:
         if request.error:
             raise JaxinferError(request.error)
+        if waiting:
+            for number in waiting.ended():
+                world.add(requests.after_an_end(number, world.now()))
         recorder.add_request(request, request.id)
         (times,) = recorder.add_prompt([request])
         on_request(request, times)

@@ -80,6 +80,7 @@ class SimulatedWorld:
         self._network: Network[tuple[_Moving, StagePair]] = Network(capacities)
         self._requests = iter(requests)
         self._next = next(self._requests, None)
+        self._num_added = 0
         self._now = start
         self._order = itertools.count()
         self._heap: list[tuple[float, int, Event | Callable[[], Event | None]]] = []
@@ -92,7 +93,16 @@ class SimulatedWorld:
 
     def arrivals_left(self) -> bool:
         """Whether a request is still to arrive."""
-        return self._next is not None
+        return self._next is not None or self._num_added > 0
+
+    def add(self, request: RequestState) -> None:
+        """Let one more request arrive, at its time."""
+        self._num_added += 1
+        self._at(request.arrival, partial(self._arrive, request))
+
+    def _arrive(self, request: RequestState) -> Event:
+        self._num_added -= 1
+        return Arrival(request)
 
     def wake_at(self, time: float) -> None:
         """Ask for a Tick."""

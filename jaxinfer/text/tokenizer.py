@@ -146,6 +146,17 @@ def load_tokenizer(checkpoint: Checkpoint, required: bool = True) -> Tokenizer:
     return Tokenizer(wrapped, checkpoint.name, ends)
 
 
+def folder_tokenizer(path: str) -> Tokenizer | None:
+    """The tokenizer in a folder, whether there is a model or not; None where there is none.
+
+    Raises:
+        JaxinferError: it is damaged, or of a kind that is not supported.
+    """
+    folder = Path(path).expanduser()
+    found = _tokenizer_file(folder).is_file()
+    return Tokenizer(_from_folder(folder), path, ()) if found else None
+
+
 def _tokenizer_file(folder: Path) -> Path:
     return folder / "tokenizer.json"
 

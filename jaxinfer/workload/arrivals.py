@@ -1,24 +1,39 @@
 """When requests come in."""
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, islice, repeat
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from jaxinfer.config.validation import OptionError, Options
 from jaxinfer.errors import JaxinferError
-from jaxinfer.workload.lengths import BenchRequest
+from jaxinfer.workload.bench_request import BenchRequest
 
-# Which kinds each option is for; all but the seed they cannot do without.
+# Which kinds each option is for.
 _USES = {
     "seconds": ("interval",),
     "rate": ("poisson", "gamma"),
     "cv": ("gamma",),
-    "seed": ("poisson", "gamma"),
+    "seed": ("poisson", "gamma", "ramp"),
     "scale": ("trace",),
+    "concurrency": ("closed",),
+    "think_s": ("closed",),
+    "from": ("ramp",),
+    "to": ("ramp",),
+    "over": ("ramp",),
+    "spacing": ("ramp",),
 }
-_NEEDS = {"interval": ("seconds",), "poisson": ("rate",), "gamma": ("rate", "cv")}
+_NEEDS = {
+    "interval": ("seconds",),
+    "poisson": ("rate",),
+    "gamma": ("rate", "cv"),
+    "closed": ("concurrency",),
+    "ramp": ("from", "to", "over"),
+}
 
 
 class Arrivals(Options):
@@ -26,32 +41,65 @@ class Arrivals(Options):
 
     Attributes:
         kind: all ``at_once``; one every ``seconds`` (``interval``); at random, ``rate`` per second
-            on average, alone (``poisson``) or in bursts (``gamma``); or at the times in the
-            ``trace``.
+            on average, alone (``poisson``) or in bursts (``gamma``); at a rate that goes evenly
+            from ``from`` to ``to`` ``over`` so many seconds and stays there (``ramp``);
+            ``concurrency`` at first, and one more whenever one ends (``closed``); or at the times
+            in the ``trace``.
         cv: of gamma: standard deviation by mean of the times between requests; 1 is Poisson.
         seed: of the random times.
         scale: of a trace: its times are multiplied by this.
+        think_s: of a closed loop: seconds from a request's end to the next one's arrival.
+        spacing: of a ramp: ``poisson``, or ``even``, each when the rate has come to one more.
     """
 
-    kind: Literal["at_once", "interval", "poisson", "gamma", "trace"] = "at_once"
+    model_config = ConfigDict(populate_by_name=True)
+
+    kind: Literal["at_once", "interval", "poisson", "gamma", "ramp", "closed", "trace"] = "at_once"
     seconds: float | None = Field(default=None, gt=0)
     rate: float | None = Field(default=None, gt=0)
     cv: float | None = Field(default=None, gt=0)
     seed: int = 0
     scale: float = Field(default=1.0, gt=0)
+    concurrency: int | None = Field(default=None, ge=1)
+    think_s: float = Field(default=0.0, ge=0)
+    from_: float | None = Field(default=None, alias="from", ge=0)
+    to: float | None = Field(default=None, gt=0)
+    over: float | None = Field(default=None, gt=0)
+    spacing: Literal["poisson", "even"] = "poisson"
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse options that the kind does not use, and the lack of those that it does."""
+        given = {name.rstrip("_") for name in self.model_fields_set}
         for name, kinds in _USES.items():
-            if name in self.model_fields_set and self.kind not in kinds:
+            if name in given and self.kind not in kinds:
                 raise OptionError(f"{name} is for kind {' or '.join(kinds)}, not {self.kind}")
         for name in _NEEDS.get(self.kind, ()):
-            if getattr(self, name) is None:
+            if getattr(self, "from_" if name == "from" else name) is None:
                 raise JaxinferError(f"kind {self.kind} needs {name}")
+        if "seed" in given and self.spacing == "even":
+            raise OptionError("seed is for spacing poisson, not even")
+
+    def check_open(self) -> None:
+        """Raise OptionError where there is no rate that could be searched."""
+        if self.kind == "closed":
+            raise OptionError(
+                "workload.arrivals.kind is closed, which has a concurrency and no rate, and a rate "
+                "is what is searched: take another kind, or simulate with each concurrency"
+            )
 
 
 def with_arrivals(work: Sequence[BenchRequest], arrivals: Arrivals) -> list[BenchRequest]:
     """The requests with their times of arrival, in seconds; the first one's is 0 but in a trace."""
+    if arrivals.kind == "closed":
+        assert arrivals.concurrency
+        ahead = arrivals.concurrency - 1
+        return [
+            replace(
+                item, arrival=arrivals.think_s if i > ahead else 0.0, after_ends=max(i - ahead, 0)
+            )
+            for i, item in enumerate(work)
+        ]
+    times: Sequence[float]
     match arrivals.kind:
         case "at_once":
             times = [0.0] * len(work)
@@ -60,10 +108,12 @@ def with_arrivals(work: Sequence[BenchRequest], arrivals: Arrivals) -> list[Benc
             times = [i * arrivals.seconds for i in range(len(work))]
         case "poisson" | "gamma":
             times = _random_times(len(work), arrivals)
-        case "trace":
+        case "ramp":
+            times = [_ramp_time(mass, arrivals) for mass in _masses(len(work), arrivals)]
+        case _:
             times = [item.arrival * arrivals.scale for item in work]
     return [
-        BenchRequest(item.prompt_token_ids, item.prompt_len, item.max_tokens, time)
+        BenchRequest(item.prompt_token_ids, item.prompt_len, item.max_tokens, time, item.hash_ids)
         for item, time in zip(work, times, strict=True)
     ]
 
@@ -80,3 +130,24 @@ def _random_times(count: int, arrivals: Arrivals) -> list[float]:
             shape = arrivals.cv**-2
             now += rng.gammavariate(shape, 1 / (shape * arrivals.rate))
     return times
+
+
+def _masses(count: int, arrivals: Arrivals) -> Iterator[float]:
+    """Of each request, the integral of the rate up to its arrival."""
+    if arrivals.spacing == "even":
+        return iter(range(count))
+    rng = random.Random(arrivals.seed)
+    gaps = (rng.expovariate(1.0) for _ in repeat(None))
+    return islice(accumulate(gaps, initial=0.0), count)
+
+
+def _ramp_time(mass: float, arrivals: Arrivals) -> float:
+    """When the integral of the rate, a t + (b - a) t^2 / (2 T) up to T, has come to ``mass``."""
+    a, b, T = arrivals.from_, arrivals.to, arrivals.over
+    assert a is not None
+    assert b is not None
+    assert T is not None
+    if mass >= (whole := (a + b) / 2 * T):
+        return T + (mass - whole) / b
+    # Not the textbook's form, which for equal rates divides by 0.
+    return 2 * mass / (a + math.sqrt(a * a + 2 * (b - a) / T * mass)) if mass else 0.0

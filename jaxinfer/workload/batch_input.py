@@ -1,4 +1,4 @@
-"""Reading a batch file: one request a line, in OpenAI's batch format or plain.
+"""Reading a batch file: one request a line or row, in OpenAI's batch format or plain.
 
 A plain line is what would be the body of an OpenAI line, with the prompt in any of three forms::
 
@@ -7,7 +7,8 @@ A plain line is what would be the body of an OpenAI line, with the prompt in any
     {"messages": [{"role": "user", "content": "Hi"}]}
     {"prompt_token_ids": [1, 15043]}
 
-One bad line does not spoil the file: it comes back as a ``BadLine`` with its reason.
+One bad line does not spoil the file: it comes back as a ``BadLine`` with its reason. A row of a
+Parquet file is such a line, whose fields are its columns.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ import os
 import stat
 import zlib
 from array import array
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.request import SamplingParams
 from jaxinfer.workload.conversation import Conversation, read_conversation
 from jaxinfer.workload.json_lines import as_token_ids, numbered, parse_object, readable, shorten
+from jaxinfer.workload.parquet import SUFFIX as PARQUET
+from jaxinfer.workload.parquet import ParquetRows
 
 # OpenAI's 16 cuts most answers short; its chat default, the rest of the context, lets one line
 # hold up a batch.
@@ -56,6 +59,11 @@ _ONLY_VALUE: dict[str, object] = {
     "tool_choice": "none",
     "tools": [],
 }
+# What a Parquet file of requests may have as columns.
+_COLUMNS = (
+    *("custom_id", *_PROMPTS, *_ENVELOPE, *SamplingParams.model_fields, *_ONLY_VALUE),
+    *(*_WITHOUT_EFFECT, "max_completion_tokens", "top_logprobs"),
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class BadLine:
 
 
 class BatchFile:
-    """The requests of a JSONL file, read twice: at first for what holds of the whole file.
+    """The requests of a JSONL or Parquet file, read twice: first for what holds of all of it.
 
     Blank lines are skipped but counted. A line without ``custom_id`` gets ``line-N``. All ids
     differ; the second user of an id is a bad line. Ids, numbers and bad lines' reasons are in
@@ -109,11 +117,24 @@ class BatchFile:
         with readable(self._path), ExitStack() as opened:
             source: IO[bytes] = opened.enter_context(self._path.open("rb"))
             self._file = source
-            if not stat.S_ISREG(os.fstat(source.fileno()).st_mode):
-                self._file = opened.enter_context(TemporaryFile())
-            for number, raw in numbered(self._taken(source, digest)):
+            self._rows: ParquetRows | None = None
+            if self._path.suffix == PARQUET:
+                self.sha256 = _digest_of(source)
+                self._rows = ParquetRows(source, self._path, _COLUMNS)
+                found = self._rows.lines()
+            else:
+                if not stat.S_ISREG(os.fstat(source.fileno()).st_mode):
+                    self._file = opened.enter_context(TemporaryFile())
+                found = self._taken(source, digest)
+            for number, raw in numbered(found):
                 self._add(number, raw)
             self._opened = opened.pop_all()
+
+    def _again(self) -> Iterable[bytes]:
+        if self._rows:
+            return self._rows.lines()
+        self._file.seek(0)
+        return self._file
 
     def _taken(self, source: IO[bytes], digest: "hashlib._Hash") -> Iterator[bytes]:
         for raw in source:
@@ -139,8 +160,7 @@ class BatchFile:
             JaxinferError: the file cannot be read, or is no longer what it was.
         """
         with readable(self._path):
-            self._file.seek(0)
-            found = numbered(self._file)
+            found = numbered(self._again())
             known = zip(self.number_of.items(), self._checksums, strict=True)
             for (custom_id, number), checksum in known:
                 now, raw = next(found, (0, b""))
@@ -170,6 +190,13 @@ class BatchFile:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _digest_of(file: IO[bytes]) -> str:
+    digest = hashlib.sha256()
+    while part := file.read(1 << 20):
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _read_line(number: int, raw: bytes) -> BatchLine | BadLine:

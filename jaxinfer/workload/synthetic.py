@@ -1,19 +1,18 @@
-"""Lengths drawn from published statistics, for work without a trace; and classes of requests."""
+"""Lengths that are drawn, for work without a trace; and classes of requests."""
 
 import math
 import random
-from bisect import bisect
 from collections.abc import Iterator
-from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import Field
+from pydantic import Field, PositiveInt, field_validator
 
 from jaxinfer.config.shipped import SHIPPED
-from jaxinfer.config.validation import OptionError, Options, did_you_mean
+from jaxinfer.config.validation import OptionError, Options, did_you_mean, shown
 from jaxinfer.errors import JaxinferError
-from jaxinfer.workload.lengths import BenchRequest
+from jaxinfer.workload.bench_request import BenchRequest
+from jaxinfer.workload.distribution import Draws, Lengths, Percentiles, Uniform
 
 _FACTS = SHIPPED / "lengths.yaml"
 # Heavy or light prefill, heavy or light decode (TetriInfer, section 5.1; HexGen-2, section 5.1).
@@ -31,13 +30,50 @@ class Synthetic(Options):
 
     Attributes:
         lengths: a name in ``configs/lengths.yaml``.
+        input_len, output_len: in place of it, tokens of prompts and of outputs: a number, or a
+            distribution of them.
+        range_ratio: numbers become ranges, from ``1 - range_ratio`` to ``1 + range_ratio`` of them,
+            as in vLLM's benchmarks.
         count: of requests.
-        seed: of the draws.
+        seed: of the draws; prompts do not depend on how outputs are drawn, nor these on those.
     """
 
-    lengths: str
+    lengths: str | None = None
+    input_len: PositiveInt | Lengths | None = None
+    output_len: PositiveInt | Lengths | None = None
+    range_ratio: float | None = Field(default=None, ge=0, lt=1)
     count: int = Field(default=1000, ge=1)
     seed: int = 0
+
+    @field_validator("input_len", "output_len", mode="before")
+    @classmethod
+    def _as_lengths(cls, value: object) -> object:
+        """Checked by one of the two, which words the mistake."""
+        if isinstance(value, dict):
+            try:
+                return Lengths.model_validate(value)
+            except JaxinferError as error:
+                raise ValueError(error) from None
+        if value is None or isinstance(value, Lengths) or (type(value) is int and value >= 1):
+            return value
+        raise ValueError(
+            f"must be an integer >= 1, or a mapping of kind (uniform, lognormal, percentiles) and "
+            f"its options, not {shown(value)}"
+        )
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse two sources of lengths and none, and a ratio of what is no number."""
+        own = {"input_len": self.input_len, "output_len": self.output_len}
+        if self.lengths is not None:
+            given = {**own, "range_ratio": self.range_ratio}
+            if name := next((name for name, value in given.items() if value is not None), None):
+                raise OptionError(f"{name}: lengths is {self.lengths}, which has both: give one")
+        elif None in own.values():
+            raise JaxinferError(
+                "give lengths, a name in configs/lengths.yaml, or input_len and output_len"
+            )
+        elif self.range_ratio is not None and int not in map(type, own.values()):
+            raise OptionError("range_ratio: is for an input_len or output_len that is a number")
 
     def requests(self, only: WorkloadClass | None = None) -> list[BenchRequest]:
         """They all arrive at 0.
@@ -53,15 +89,19 @@ class Synthetic(Options):
                 found.append(request)
                 misses = 0
             elif (misses := misses + 1) == _PATIENCE:
-                raise JaxinferError(f"only {only}: none of {misses} draws of {self.lengths} is")
+                which = self.lengths or "these lengths"
+                raise JaxinferError(f"only {only}: none of {misses} draws of {which} is")
         return found
 
     def _draws(self) -> Iterator[BenchRequest]:
+        if self.lengths is None:
+            yield from self._own_draws()
+            return
         known = yaml.safe_load(_FACTS.read_text(encoding="utf-8"))
         if self.lengths not in known:
             raise OptionError(f"lengths is {self.lengths!r}: {did_you_mean(self.lengths, known)}")
         facts = known[self.lengths]
-        prompt, output = Distribution(**facts["prompt"]), Distribution(**facts["output"])
+        prompt, output = Percentiles(**facts["prompt"]), Percentiles(**facts["output"])
         most = facts.get("most_in_all", math.inf)
         rng = random.Random(self.seed)
         while True:
@@ -69,26 +109,18 @@ class Synthetic(Options):
             if request.prompt_len + request.max_tokens <= most:
                 yield request
 
+    def _own_draws(self) -> Iterator[BenchRequest]:
+        prompt, output = self._source(self.input_len), self._source(self.output_len)
+        of_prompts, of_outputs = (random.Random(f"{self.seed} {n}") for n in ("input", "output"))
+        while True:
+            yield BenchRequest(None, prompt.draw(of_prompts), output.draw(of_outputs), 0.0)
 
-class Distribution:
-    """Log-normal between given percentiles, and beyond the first and the last.
-
-    Args:
-        quantiles: percentile -> length, two at least.
-        most: the largest length; the smallest is 1.
-    """
-
-    def __init__(self, quantiles: dict[int, int], most: int) -> None:
-        self._z = [NormalDist().inv_cdf(percent / 100) for percent in quantiles]
-        self._logs = [math.log(length) for length in quantiles.values()]
-        self._most = most
-
-    def draw(self, rng: random.Random) -> int:
-        """One length."""
-        z = rng.gauss()
-        i = min(max(bisect(self._z, z), 1), len(self._z) - 1)
-        (a, b), (fa, fb) = self._z[i - 1 : i + 1], self._logs[i - 1 : i + 1]
-        return min(max(round(math.exp(fa + (fb - fa) * (z - a) / (b - a))), 1), self._most)
+    def _source(self, given: int | Lengths | None) -> Draws:
+        if isinstance(given, Lengths):
+            return given.draws()
+        assert given
+        ratio = self.range_ratio or 0.0
+        return Uniform(max(math.floor(given * (1 - ratio)), 1), math.ceil(given * (1 + ratio)))
 
 
 def is_of_class(request: BenchRequest, name: WorkloadClass) -> bool:

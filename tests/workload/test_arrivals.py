@@ -1,9 +1,11 @@
 """When requests come in: times in closed form, and a Poisson process by its moments."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
+from scipy import integrate, stats
 
 from jaxinfer import JaxinferError
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
@@ -52,12 +54,78 @@ def test_gamma(cv: float) -> None:
     assert abs(gaps.var() / (0.25 * cv) ** 2 - 1) < 4 * error
 
 
+def ramp(a: float, b: float, seconds: float, **options: Any) -> Arrivals:
+    return Arrivals.model_validate({"kind": "ramp", "from": a, "to": b, "over": seconds, **options})
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.0, 8.0), (2.0, 6.0), (9.0, 1.0), (3.0, 3.0)])
+def test_an_even_ramp_by_integration(a: float, b: float) -> None:
+    """Request k comes when the integral of the rate is k: found by quadrature, and beyond."""
+    many = [BenchRequest(None, 1, 1, 0.0)] * 80
+    times = [item.arrival for item in with_arrivals(many, ramp(a, b, 10.0, spacing="even"))]
+    assert times[0] == 0.0
+    assert times[-1] > 10.0
+
+    def rate(t: float) -> float:
+        return a + (b - a) * min(t / 10.0, 1.0)
+
+    for k, time in enumerate(times):
+        assert integrate.quad(rate, 0.0, time, points=[10.0])[0] == pytest.approx(k, abs=1e-6)
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.0, 8.0), (12.0, 2.0)])
+def test_a_ramp_is_a_poisson_process_of_that_rate(a: float, b: float) -> None:
+    """By the integral of the rate, gaps are exponential; and counts are Poisson in two parts."""
+    many = [BenchRequest(None, 1, 1, 0.0)] * 20_000
+    arrivals = ramp(a, b, 2000.0, seed=5)
+    times = np.array([item.arrival for item in with_arrivals(many, arrivals)])
+    early = np.minimum(times, 2000.0)
+    masses = a * early + (b - a) * early**2 / 4000.0 + b * (times - early)
+    assert stats.kstest(np.diff(masses), "expon").pvalue > 0.01
+    half = a * 1000.0 + (b - a) * 250.0
+    assert abs((times < 1000.0).sum() - half) < 4 * np.sqrt(half)
+    whole = (a + b) * 1000.0
+    assert abs((times < 2000.0).sum() - whole) < 4 * np.sqrt(whole)
+    assert with_arrivals(many, ramp(a, b, 2000.0, seed=6))[1].arrival != times[1]
+
+
+def test_closed() -> None:
+    """Two at first; each end lets one more come, after a while to think."""
+    arrivals = Arrivals(kind="closed", concurrency=2, think_s=0.5)
+    found = [(item.after_ends, item.arrival) for item in with_arrivals([*WORK, *WORK], arrivals)]
+    assert found == [(0, 0.0), (0, 0.0), (1, 0.5), (2, 0.5), (3, 0.5), (4, 0.5)]
+    again = with_arrivals(with_arrivals(WORK, arrivals), Arrivals(kind="interval", seconds=1.0))
+    assert [(item.after_ends, item.arrival) for item in again] == [(0, 0.0), (0, 1.0), (0, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kind": "closed"}, "kind closed needs concurrency"),
+        ({"kind": "closed", "concurrency": 0}, "concurrency"),
+        ({"kind": "poisson", "rate": 1.0, "think_s": 1.0}, "think_s is for kind closed, not poi"),
+        ({"kind": "ramp", "to": 2.0, "over": 1.0}, "kind ramp needs from"),
+        ({"kind": "poisson", "rate": 1.0, "from": 1.0}, "from is for kind ramp, not poisson"),
+        ({"kind": "ramp", "from": -1.0, "to": 2.0, "over": 1.0}, "from"),
+        (
+            {"kind": "ramp", "from": 1.0, "to": 2.0, "over": 1.0, "spacing": "even", "seed": 1},
+            "seed is for spacing poisson",
+        ),
+    ],
+)
+def test_closed_loops_and_ramps_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(JaxinferError, match=message) as error:
+        Arrivals.model_validate(given)
+    assert "\n" not in str(error.value)
+    assert "from_" not in str(error.value)
+
+
 def test_what_a_kind_lacks_or_does_not_use() -> None:
     with pytest.raises(JaxinferError, match="kind interval needs seconds"):
         Arrivals(kind="interval")
     with pytest.raises(JaxinferError, match="rate is for kind poisson or gamma, not at_once"):
         Arrivals(rate=1.0)
-    with pytest.raises(JaxinferError, match="seed is for kind poisson or gamma, not trace"):
+    with pytest.raises(JaxinferError, match="seed is for kind poisson or gamma or ramp, not trace"):
         Arrivals(kind="trace", seed=1)
     with pytest.raises(JaxinferError, match="kind gamma needs cv"):
         Arrivals(kind="gamma", rate=1.0)

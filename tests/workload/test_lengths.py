@@ -74,7 +74,7 @@ def test_jsonl(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("a.txt", "", "a.txt must be a .jsonl or .csv file"),
+        ("a.txt", "", "a.txt must be a .jsonl, .csv or .json file"),
         ("a.jsonl", "", "holds no request"),
         ("a.csv", "", "has the columns ''"),
         ("a.csv", VIDUR, "holds no request"),
@@ -93,10 +93,15 @@ def test_jsonl(tmp_path):
         ("a.csv", VIDUR + "1,2,soon\n", "line 2: arrived_at is 'soon', must be"),
         ("a.csv", VIDUR + "1,2\n", "line 2: 2 cells, must be 3"),
         ("a.csv", AZURE + "noon,1,2\n", "line 2: TIMESTAMP is 'noon', must be like"),
-        ("a.jsonl", "{}", "line 1: prompt_token_ids is None, must be a list"),
+        (
+            "a.jsonl",
+            "{}",
+            "line 1: has the fields '', must have prompt_token_ids,max_tokens or time",
+        ),
+        ("a.jsonl", '{"max_tokens": 1}', "line 1: prompt_token_ids is None, must be a list"),
         ("a.jsonl", '\n{"prompt_token_ids": [1]}', "line 2: max_tokens is None, must be"),
         ("a.jsonl", '{"prompt_token_ids": [1], "max_tokens": 0}', "line 1: max_tokens is 0"),
-        ("a.jsonl", '{"prompt_token_ids": [1], "max_tokens": 1.0}', "max_tokens is 1.0"),
+        ("a.jsonl", '{"prompt_token_ids": [1], "max_tokens": 1.5}', "max_tokens is 1.5"),
         ("a.jsonl", '{"prompt_token_ids": [], "max_tokens": 1}', "prompt_token_ids is empty"),
         ("a.jsonl", '{"prompt_token_ids": [1], "max_token": 1}', "did you mean 'max_tokens'?"),
         (
@@ -151,11 +156,15 @@ def test_what_comes_after_the_limit_is_not_looked_at(suffix: str, tmp_path: Path
         read_workload(path, 3)
 
 
-@pytest.mark.parametrize(("times", "has"), [((0, 0, 5), True), ((0, 0, 0), False)])
-def test_times_may_begin_after_the_limit(times: tuple[int, ...], has: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("times", "has"), [((0, 0, 5), True), ((0, 0, 0), True), ((), False)])
+def test_a_trace_has_times_where_it_has_their_column(
+    times: tuple[int, ...], has: bool, tmp_path: Path
+) -> None:
     path = tmp_path / "w.csv"
-    rows = [f"{time},1,1" for time in times]
-    path.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]) + "\n")
+    rows = [f"1,1,{time}" for time in times]
+    header = "num_prefill_tokens,num_decode_tokens"
+    rows = [f"{header},arrived_at", *rows] if has else [header, "1,1"]
+    path.write_text("\n".join(rows) + "\n")
     workload = Workload(trace=str(path), limit=2, arrivals={"kind": "trace"})  # type: ignore[arg-type]
     if has:
         assert [item.arrival for item in workload.requests()] == [0, 0]

@@ -1,0 +1,135 @@
+"""Which requests there are, and when they come."""
+
+from collections.abc import Callable
+
+from pydantic import Field, field_validator
+
+from jaxinfer.config.validation import OptionError, Options, shown, within
+from jaxinfer.errors import JaxinferError
+from jaxinfer.workload.arrivals import Arrivals, with_arrivals
+from jaxinfer.workload.encode import encoder
+from jaxinfer.workload.lengths import BenchRequest, read_trace
+from jaxinfer.workload.predictor import Buckets, Own
+from jaxinfer.workload.synthetic import Synthetic, WorkloadClass, is_of_class
+
+
+class Workload(Options):
+    """What is to be done.
+
+    Attributes:
+        input, output: of ``run``: where a batch comes from and where its results go.
+        trace: a file of requests, see ``read_trace``.
+        tokenizer: of a trace with texts, the model whose tokens count; by default the run's.
+        synthetic: in place of a trace, lengths that are drawn.
+        only: of trace or draws, take the requests of one class.
+        limit: take the first requests only.
+        arrivals: when the requests come in.
+        max_tokens: of a modelled run, the limit that users give, where it is not the true length:
+            what systems and policies see of a request, which ends earlier.
+        predictor: what predicts the output tokens of each: ``my_module:MyPredictor`` (or a mapping
+            of that ``name`` and its options), or, of a modelled run, buckets of the true length.
+    """
+
+    input: str | None = None
+    output: str | None = None
+    trace: str | None = None
+    tokenizer: str | None = None
+    synthetic: Synthetic | None = None
+    only: WorkloadClass | None = None
+    limit: int | None = Field(default=None, ge=1)
+    arrivals: Arrivals = Arrivals()
+    max_tokens: int | None = Field(default=None, ge=1)
+    predictor: Buckets | Own | None = None
+
+    @field_validator("arrivals", mode="before")
+    @classmethod
+    def _by_name(cls, value: object) -> object:
+        return {"kind": value} if isinstance(value, str) else value
+
+    @field_validator("synthetic", mode="before")
+    @classmethod
+    def _by_lengths(cls, value: object) -> object:
+        return {"lengths": value} if isinstance(value, str) else value
+
+    @field_validator("predictor", mode="before")
+    @classmethod
+    def _as_buckets(cls, value: object) -> object:
+        if value is None or isinstance(value, Buckets):
+            return value
+        if isinstance(value, str) and ":" in value:
+            return value
+        if isinstance(value, dict) and "name" in value:
+            name = value["name"]
+            if isinstance(name, str) and ":" in name:
+                return value
+            raise ValueError(f"name is {shown(name)}, must be my_module:MyPredictor")
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"must be my_module:MyPredictor, or a mapping of granularity and accuracy, not "
+                f"{shown(value)}"
+            )
+        try:
+            return Buckets.model_validate(value)
+        except JaxinferError as error:
+            raise ValueError(error) from None
+
+    @property
+    def source(self) -> str:
+        """Where the requests come from, for messages and figures."""
+        return self.trace or "workload.synthetic"
+
+    def check_real(self) -> None:
+        """Raise JaxinferError for what only a modelled run can have."""
+        if self.max_tokens is not None:
+            raise OptionError(
+                "workload.max_tokens: what users of a modelled run give; a real run has the "
+                "max_tokens of its lines, or the lengths of its trace"
+            )
+
+    def requests(
+        self, model: str | None = None, note: Callable[[str], None] = lambda text: None
+    ) -> list[BenchRequest]:
+        """The requests with their times of arrival.
+
+        Args:
+            model: whose tokens a trace with texts is in, where no ``tokenizer`` is named.
+            note: told of what was left out.
+
+        Raises:
+            JaxinferError: there is no trace, or it cannot be read, or nothing of the class.
+        """
+        if self.trace is None and self.synthetic is None:
+            raise JaxinferError(
+                "no trace: give --workload, or workload.trace or synthetic in the run file"
+            )
+        if self.trace is not None and self.synthetic is not None:
+            raise JaxinferError(f"workload: both a trace, {self.trace}, and synthetic lengths")
+        work = self._drawn() if self.synthetic else self._read(self.tokenizer or model, note)
+        return with_arrivals(work[: self.limit], self.arrivals)
+
+    def _drawn(self) -> list[BenchRequest]:
+        assert self.synthetic
+        if self.arrivals.kind == "trace":
+            raise JaxinferError("workload.arrivals: synthetic lengths have no times of a trace")
+        try:
+            return self.synthetic.requests(self.only)
+        except JaxinferError as error:
+            raise within("workload.synthetic", error) from None
+
+    def _read(self, model: str | None, note: Callable[[str], None]) -> list[BenchRequest]:
+        trace = read_trace(str(self.trace), None if self.only else self.limit, encoder(model))
+        if self.arrivals.kind == "trace" and not trace.has_times:
+            raise JaxinferError(
+                f"workload.arrivals: trace, but {self.trace} has no times: take at_once, interval, "
+                "poisson, gamma, ramp or closed"
+            )
+        if trace.note:
+            note(trace.note)
+        if self.only is None:
+            return trace.requests
+        kept = [item for item in trace.requests if is_of_class(item, self.only)]
+        if not kept:
+            raise JaxinferError(
+                f"workload {self.trace}: none of its {len(trace.requests)} is {self.only}"
+            )
+        return kept

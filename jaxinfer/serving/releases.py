@@ -1,0 +1,35 @@
+"""Requests that come once others have ended: what makes a closed loop, in either world."""
+
+import heapq
+import itertools
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Releases(Generic[T]):
+    """What waits for the ends of requests; true while something does."""
+
+    def __init__(self) -> None:
+        self._num_ended = 0
+        self._order = itertools.count()
+        self._held: list[tuple[int, int, T]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def hold(self, after_ends: int, item: T) -> None:
+        """Keep it until so many requests have ended."""
+        heapq.heappush(self._held, (after_ends, next(self._order), item))
+
+    def ended(self) -> list[T]:
+        """Count one more end; what has waited for it, in the order in which it was held."""
+        self._num_ended += 1
+        return self.due()
+
+    def due(self) -> list[T]:
+        """What waits for nothing any more."""
+        found = []
+        while self._held and self._held[0][0] <= self._num_ended:
+            found.append(heapq.heappop(self._held)[2])
+        return found

@@ -1,0 +1,60 @@
+"""A request to measure with, and the tokens of its prompt."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Tokens of a block that ``hash_ids`` name (Mooncake's traces).
+BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """A request to measure with: ``prompt_len`` tokens in, ``max_tokens`` out.
+
+    ``prompt_token_ids`` is None where only lengths are known. ``arrival`` is in seconds since the
+    start of the run or, of a closed loop, since the end that the request has waited for: it comes
+    once ``after_ends`` requests of the run have ended. ``hash_ids`` name the prompt's blocks of 512
+    tokens, of which the last may be shorter: prompts with the same names have the same tokens.
+    """
+
+    prompt_token_ids: list[int] | None
+    prompt_len: int
+    max_tokens: int
+    arrival: float
+    hash_ids: tuple[int, ...] | None = None
+    after_ends: int = 0
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether it is known which prompts begin alike."""
+        return bool(self.prompt_token_ids or self.hash_ids)
+
+
+def modelled_tokens(item: BenchRequest) -> Sequence[int]:
+    """Token ids for a modelled run, which asks only which are equal; none where nothing is known.
+
+    A block is its name plus one, over and over: 0 is what a modelled run samples.
+    """
+    if item.prompt_token_ids or not item.hash_ids:
+        return item.prompt_token_ids or ()
+    tokens: list[int] = []
+    for name in item.hash_ids:
+        tokens += [name + 1] * BLOCK
+    del tokens[item.prompt_len :]
+    return tokens
+
+
+def real_tokens(item: BenchRequest, vocab_size: int, seed: int) -> list[int]:
+    """Token ids for a real run: what is not known of them is drawn by ``seed``."""
+    if item.prompt_token_ids:
+        return item.prompt_token_ids
+    if not item.hash_ids:
+        return synthetic_tokens(item.prompt_len, vocab_size, seed)
+    blocks = [synthetic_tokens(BLOCK, vocab_size, name) for name in item.hash_ids]
+    return [token for block in blocks for token in block][: item.prompt_len]
+
+
+def synthetic_tokens(length: int, vocab_size: int, seed: int) -> list[int]:
+    """``length`` token ids below ``vocab_size``, drawn evenly; the same for the same ``seed``."""
+    return random.Random(seed).choices(range(vocab_size), k=length)

@@ -1,0 +1,190 @@
+"""Batches as Parquet: rows of requests read as lines of JSON, results written from such lines."""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from jaxinfer.config.validation import did_you_mean
+from jaxinfer.errors import JaxinferError, one_line
+
+SUFFIX = ".parquet"
+# What a table of results has.
+RESULT_COLUMNS = {
+    "custom_id": "text", "generated_text": "text", "generated_tokens": "numbers",
+    "num_input_tokens": "number", "num_generated_tokens": "number", "finish_reason": "text",
+    "error": "text", "response": "text",
+}  # fmt: skip
+# Rows in memory at a time, and bytes of a column that are read ahead.
+_ROWS, _BUFFER = 64, 1 << 20
+
+
+def check_pyarrow(path: Path) -> None:
+    """Raise JaxinferError where a Parquet file could not be written."""
+    _pyarrow(path)
+
+
+def _pyarrow(path: Path) -> Any:
+    """The module ``pyarrow``, with ``pyarrow.parquet``."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise JaxinferError(
+            f"{path}: Parquet takes pyarrow, which is not installed: pip install -e '.[parquet]' "
+            "in a checkout, else pip install 'jaxinfer[parquet]'"
+        ) from None
+    return pyarrow
+
+
+class ParquetRows:
+    """The rows of an open Parquet file.
+
+    Args:
+        path: for messages.
+        known: the columns that it may have; those of pandas' index are passed over.
+
+    Raises:
+        JaxinferError: pyarrow is not installed, the file is none of Parquet, or it has another
+            column, or one of a type that JSON does not have.
+    """
+
+    def __init__(self, file: IO[bytes], path: Path, known: Iterable[str]) -> None:
+        self._path, self._pyarrow = path, _pyarrow(path)
+        with self._reading():
+            # Not the whole of a row group at once, which may be the whole file.
+            self._file = self._pyarrow.parquet.ParquetFile(
+                file, pre_buffer=False, buffer_size=_BUFFER
+            )
+        self._names = []
+        known = set(known)
+        for field in self._file.schema_arrow:
+            if field.name.startswith("__index_level_"):
+                continue
+            if field.name not in known:
+                near = did_you_mean(field.name, known)
+                raise JaxinferError(f"{path}: unknown column {field.name!r}: {near}")
+            if not _has_json(self._pyarrow.types, field.type):
+                raise JaxinferError(
+                    f"{path}: column {field.name!r} is of type {field.type}, must be of text, "
+                    "numbers, booleans, or lists and structs of them"
+                )
+            self._names.append(field.name)
+
+    def lines(self) -> Iterator[bytes]:
+        """Each row as a JSON object, nulls left out; from the first row on."""
+        with self._reading():
+            for batch in self._file.iter_batches(_ROWS, columns=self._names):
+                for row in batch.to_pylist(maps_as_pydicts="lossy"):
+                    text = json.dumps(_without_nulls(row), ensure_ascii=False)
+                    yield text.encode("utf-8", "surrogatepass")
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except self._pyarrow.ArrowException as error:
+            raise JaxinferError(f"{self._path}: not Parquet: {one_line(error)}") from None
+
+
+def _has_json(types: Any, kind: Any) -> bool:
+    if types.is_struct(kind):
+        return all(_has_json(types, kind.field(i).type) for i in range(kind.num_fields))
+    if types.is_map(kind):
+        return _has_json(types, kind.key_type) and _has_json(types, kind.item_type)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _has_json(types, kind.value_type)
+    if types.is_dictionary(kind):
+        return _has_json(types, kind.value_type)
+    tests: tuple[Callable[[Any], bool], ...] = (
+        types.is_string, types.is_large_string, types.is_string_view, types.is_integer,
+        types.is_floating, types.is_boolean, types.is_null,
+    )  # fmt: skip
+    return any(test(kind) for test in tests)
+
+
+def _without_nulls(row: dict[Any, Any]) -> dict[str, Any]:
+    """Fields of structs that are not set are null there, and a column of numbers, some of which
+    are missing, is one of floats."""
+    found = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            value = _without_nulls(value)
+        elif isinstance(value, list):
+            value = [_without_nulls(each) if isinstance(each, dict) else each for each in value]
+        elif isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if value is not None:
+            found[str(name)] = value
+    return found
+
+
+def write_results(path: Path, lines: Path, ids: Iterable[str]) -> None:
+    """Write a batch's results, complete or not at all; what is there before is replaced.
+
+    A row has ``custom_id``, ``generated_text`` (of the first choice), ``generated_tokens`` (where
+    the prompt was in tokens), ``num_input_tokens``, ``num_generated_tokens``, ``finish_reason``,
+    ``error`` (null where there is an answer) and ``response``: all of the answer, as JSON.
+
+    Args:
+        lines: a finished JSONL file of results.
+        ids: of all its records, in the order of the rows to be.
+
+    Raises:
+        JaxinferError: the file cannot be written.
+    """
+    pa = _pyarrow(path)
+    types = {"text": pa.string(), "number": pa.int64(), "numbers": pa.list_(pa.int32())}
+    schema = pa.schema({name: types[kind] for name, kind in RESULT_COLUMNS.items()})
+    new = path.with_name(path.name + ".new")
+    try:
+        with new.open("wb") as file, lines.open("rb") as source:
+            with pa.parquet.ParquetWriter(file, schema) as writer:
+                for rows in _chunks(_rows(source, ids)):
+                    writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError as error:
+        raise JaxinferError(
+            f"cannot write {path}: {error.strerror or error}; the results are kept in {lines}, run "
+            "the same command again"
+        ) from error
+
+
+def _rows(source: IO[bytes], ids: Iterable[str]) -> Iterator[dict[str, Any]]:
+    where, offset = {}, 0
+    for raw in source:
+        where[json.loads(raw)["custom_id"]] = offset
+        offset += len(raw)
+    for custom_id in ids:
+        source.seek(where[custom_id])
+        yield _row(json.loads(source.readline()))
+
+
+def _row(record: dict[str, Any]) -> dict[str, Any]:
+    row = {"custom_id": record["custom_id"]}
+    if record["error"]:
+        return row | {"error": record["error"]["message"]}
+    body = record["response"]["body"]
+    first = body["choices"][0]
+    return row | {
+        "generated_text": first["message"]["content"] if "message" in first else first["text"],
+        "generated_tokens": first.get("token_ids"),
+        "num_input_tokens": body["usage"]["prompt_tokens"],
+        "num_generated_tokens": body["usage"]["completion_tokens"],
+        "finish_reason": first["finish_reason"],
+        "response": json.dumps(body, ensure_ascii=False),
+    }
+
+
+def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        found.append(row)
+        if len(found) == _ROWS:
+            yield found
+            found = []
+    if found:
+        yield found
