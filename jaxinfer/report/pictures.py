@@ -38,3 +38,8 @@ def save_picture(figure: "Figure", path: str | Path) -> None:
 def picture_link(words: str, file: str) -> str:
     """In markdown: shown, where browsers show the format."""
     return f"{'' if file.endswith('.pdf') else '!'}[{words}]({file})"
+
+
+def can_be_drawn(*values: float) -> bool:
+    """Whether a picture can show numbers: margins and powers of ten around them are numbers, too."""
+    return all(value == 0 or 1e-100 < abs(value) < 1e100 for value in values)
