@@ -85,7 +85,7 @@ def sweep(
     if few := [row["enough_requests"] for row in rows if row.get("enough_requests")]:
         said.append(
             f"warning: {len(few)} of {len(rows)} points have too few requests to tell a load that "
-            f"lasts from a queue that grows: enough_requests says how many would do, up to {max(few)}"
+            f"lasts from a queue that grows: enough_requests has how many do, up to {max(few)}"
         )
     said += left_out
     said.append(

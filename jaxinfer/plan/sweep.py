@@ -71,7 +71,9 @@ class Sweep(Options):
     axes: Axes = Field(default_factory=dict)
     points: tuple[dict[str, Any], ...] = Field(default=({},), strict=False, min_length=1)
     run: dict[str, Any] = Field(default_factory=dict)
-    seeds: Annotated[int, Field(ge=1)] | Annotated[tuple[int, ...], Field(strict=False)] | None = None
+    seeds: Annotated[int, Field(ge=1)] | Annotated[tuple[int, ...], Field(strict=False)] | None = (
+        None
+    )
     x: str | None = None
     y: tuple[str, ...] = Field(default=("ttft_p99", "tbt_p99"), strict=False)
 
@@ -206,8 +208,8 @@ def check(sweep: Sweep, real: bool) -> None:
     """
     from jaxinfer.simulate.run import prepare
 
-    first: JaxinferError | None = None
-    for count, point in enumerate(sweep.candidates(), 1):
+    refused: list[JaxinferError] = []
+    for point in sweep.candidates():
         try:
             config = as_run_file(sweep.data(point))
             if real:
@@ -219,9 +221,9 @@ def check(sweep: Sweep, real: bool) -> None:
             work = [seeded(config.workload, seed).requests() for seed in sweep.all_seeds[:2]]
             break
         except JaxinferError as error:
-            first = first or error
+            refused.append(error)
     else:
-        raise JaxinferError(f"none of {count} points can be, such as: {first}")
+        raise JaxinferError(f"none of {len(refused)} points can be, such as: {refused[0]}")
     if len(work) == 2 and work[0] == work[1]:
         raise OptionError(
             "seeds: nothing in the workload is drawn: give synthetic lengths, or arrivals of kind "
@@ -262,7 +264,7 @@ def sweep_rows(
     rows = []
     for number, point in enumerate(points):
         found = []
-        for key, asked in runs[number * len(seeds) : (number + 1) * len(seeds)]:
+        for key, _ in runs[number * len(seeds) : (number + 1) * len(seeds)]:
             if known[key] is None:
                 known[key] = next(fresh)
                 if "refused" not in known[key]:  # Of what may be mended elsewhere.

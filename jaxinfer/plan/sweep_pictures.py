@@ -130,16 +130,16 @@ def _lines(sweep: Sweep, rows: Sequence[Row], x: str, y: str) -> tuple[dict[str,
 def _draw_line(axes: "Axes", number: int, label: str, line: Line, lowest: float) -> None:
     from jaxinfer.report.plots import COLOURS, DASHES
 
+    dashes = DASHES[number // len(COLOURS) % len(DASHES)]
     xs, ys, halves = zip(*line, strict=True)
-    # An interval that goes below the axis ends there.
-    below = [min(half, y - lowest) for y, half in zip(ys, halves, strict=True)]
-    axes.errorbar(
-        xs, ys, yerr=(below, halves) if any(halves) else None, label=label or None, capsize=2.5,
-        color=COLOURS[number % len(COLOURS)], linestyle=DASHES[number // len(COLOURS) % len(DASHES)],
-        marker="os^vDP*Xd"[number % 9], markersize=4, linewidth=1.4, elinewidth=1,
-        # Over the axes' own lines, which would hide a flat one.
-        clip_on=False, zorder=3,
-    )  # fmt: skip
+    # Over the axes' own lines, which would hide a flat one.
+    look: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "clip_on": False, "zorder": 3}
+    marker = "os^vDP*Xd"[number % 9]
+    axes.plot(xs, ys, label=label, ls=dashes, lw=1.4, marker=marker, ms=4, **look)
+    if any(halves):
+        # An interval that goes below the axis ends there.
+        below = [min(half, y - lowest) for y, half in zip(ys, halves, strict=True)]
+        axes.errorbar(xs, ys, (below, halves), fmt="none", elinewidth=1, capsize=2.5, **look)
 
 
 def _is_wide(values: Sequence[float]) -> bool:
