@@ -211,7 +211,8 @@ def test_an_overload_does_not_hide_the_rest(
 def test_intervals_of_seeds_end_at_the_axis(
     values: list[float], low: float, files: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grid = sweep({files[0]: {"engine.page_size": [16, 32]}}, y=["ttft_p99"], seeds=[4, 5])
+    axes_of = {files[0]: {"engine.page_size": [16, 32]}}
+    grid = sweep(axes_of, x="engine.page_size", y=["ttft_p99"], seeds=[4, 5])
     rows = [
         {**point.axes, "ttft_p99": value, "ttft_p99_ci95": 2.5}
         for point, value in zip(grid.candidates(), values, strict=True)
