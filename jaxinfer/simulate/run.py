@@ -124,7 +124,7 @@ def describe_run(site: Resolved, cluster: ModelledCluster) -> dict[str, object]:
         "model": config.model,
         "system": dict(config.system),
         "ttft_counts_transfer": site.counts_transfer,
-        "emulated": [f"all: simulated on {gpus}"],
+        "emulated": [f"simulated on {gpus}"],
         "simulate": costs,
         "instances": cluster.describe(),
         "links": [link.model_dump() for link in config.links],

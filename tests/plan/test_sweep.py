@@ -164,13 +164,13 @@ def test_seeds_have_means_with_their_intervals(tmp_path: Path, file: dict[str, A
 
 def test_a_run_folder_of_each_point(tmp_path: Path, file: dict[str, Any]) -> None:
     """Those that are there stay; one that is gone is made again."""
-    small = {"workload.limit": [2, 3]}
-    file |= {"files": {str(tmp_path / "balanced.yaml"): small}, "axes": {}, "seeds": [7, 8]}
+    file |= {"files": {str(tmp_path / "balanced.yaml"): {}}, "axes": {"workload.limit": [2, 3]}}
+    file |= {"seeds": [7, 8], "y": ["ttft_p99"]}
     file["run"]["workload"]["arrivals"]["rate"] = 1.0
     run(tmp_path, file, "--jobs", "1")
     assert not (tmp_path / "out" / "runs").exists()
     said = run(tmp_path, file, "--jobs", "1", "--folders")
-    assert "2 points, a table and 2 pictures: " in said
+    assert "2 points, a table and 1 picture: " in said
     folders = sorted(path.parent for path in (tmp_path / "out" / "runs").rglob("run.json"))
     names = [str(path.relative_to(tmp_path / "out")) for path in folders]
     assert names == [f"runs/{n}/seed{seed}/1" for n in ("0001", "0002") for seed in (7, 8)]
@@ -226,6 +226,7 @@ def test_rates_beyond_all_pictures(
 def test_what_keeps_all_points_from_being_run_is_refused_first(
     change: dict[str, Any], says: str, tmp_path: Path, file: dict[str, Any]
 ) -> None:
+    file["run"]["workload"]["arrivals"]["rate"] = 1.0
     with pytest.raises(JaxinferError, match=says) as error:
         run(tmp_path, file | change, "--jobs", "1")
     assert "\n" not in str(error.value)
