@@ -63,7 +63,7 @@ def capacity(
     settings: tuple[str, ...],
 ) -> None:
     """Find the largest rate of requests at which a modelled cluster meets its targets."""
-    from jaxinfer.simulate.capacity import capacity, num_gpus, requests_for
+    from jaxinfer.simulate.capacity import capacity, num_gpus, requests_for, too_few
     from jaxinfer.simulate.read_targets import read_targets
 
     if seeds:
@@ -95,6 +95,8 @@ def capacity(
         f"{best.goodput_per_gpu:.3g} per GPU",
         soft_wrap=True,
     )
+    if best.enough:
+        console.print(too_few(best.rate, best.enough), soft_wrap=True)
 
 
 def _line(load: "TriedRate") -> str:

@@ -97,6 +97,11 @@ def workload_settings(trace: str | None, limit: int | None) -> list[str]:
     return settings + ([f"workload.limit={limit}"] if limit else [])
 
 
+def counted(number: int, noun: str) -> str:
+    """How many there are, with the noun in its right form."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def refuse(why: str, options: dict[str, object]) -> None:
     """Raise JaxinferError for the first option that is given."""
     for name, value in options.items():

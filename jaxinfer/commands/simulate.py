@@ -85,6 +85,13 @@ def _print_figures(run_file: str, settings: Sequence[str]) -> None:
     found = simulate(config, config.requests(say))
     console = Console()
     console.print(metrics_table(found))
+    if config.workload.arrivals.kind == "at_once" and found.requests > 1:
+        console.print(
+            "all requests arrive at once, so TTFT has the wait for those before: "
+            "workload.arrivals has other ways",
+            soft_wrap=True,
+            highlight=False,
+        )
     for line in _prices(found):
         console.print(line, highlight=False)
     console.print(f"{found.steps:,} steps simulated in {found.loop_s:.1f} s", highlight=False)

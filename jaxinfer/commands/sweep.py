@@ -9,6 +9,7 @@ from rich.console import Console
 
 from jaxinfer.commands.common import (
     cores,
+    counted,
     kept_results,
     refuse,
     settings_of,
@@ -23,6 +24,7 @@ from jaxinfer.errors import JaxinferError, one_line
 @click.option("--out", required=True, help="Folder of the results; the same command goes on there.")
 @click.option("--real", is_flag=True, help="Run the points, in turns, not simulate them.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes; by default all cores.")
+@click.option("--folders", is_flag=True, help="Keep a run folder of each point, as compare does.")
 @with_ray
 @with_pictures
 @settings_of("sweep", "run.workload.limit=100")
@@ -31,6 +33,7 @@ def sweep(
     out: str,
     real: bool,
     jobs: int | None,
+    folders: bool,
     ray_address: str | None,
     pictures: str | None,
     settings: tuple[str, ...],
@@ -42,38 +45,53 @@ def sweep(
     """
     from jaxinfer.plan.problem import load_options
     from jaxinfer.plan.result import write_table
-    from jaxinfer.plan.sweep import Sweep, clusters, draw, run_point, sweep_rows, x_axis
+    from jaxinfer.plan.sweep import Sweep, check, clusters, run_point, sweep_rows, x_axis
+    from jaxinfer.plan.sweep_pictures import draw
     from jaxinfer.plan.watch import PointBar
 
     if real:
         refuse("for simulations: real points take turns", {"--jobs": jobs, "--ray": ray_address})
+    refuse("for this machine: not with --folders", {"--ray": folders and ray_address})
     asked = load_options(Sweep, "sweep file", sweep_file, settings)
     try:
         points = list(asked.candidates())
+        check(asked, real)
     except JaxinferError as error:
         raise JaxinferError(f"sweep file {sweep_file}: {error}") from None
     if x_axis(asked) is None:
         refuse("for an axis of numbers, and axes has none", {"--pictures": pictures})
     text = json.dumps(asked.model_dump(mode="json") | {"real": real}, indent=2)
     with kept_results(out, "sweep.json", text, "points.jsonl") as (folder, kept):
-        with PointBar(len(points)) as bar:
+        runs = folder / "runs" if folders else None
+        with PointBar(len(points) * len(asked.all_seeds)) as bar:
             if real:
                 from jaxinfer.runtime.devices import count_cpu_devices
 
                 count_cpu_devices(clusters(asked))
-                rows = sweep_rows(asked, kept, map, run_point, bar.update)
+                rows = sweep_rows(asked, kept, map, run_point, bar.update, runs)
             else:
                 with cores(ray_address, jobs) as (map_points, _):
-                    rows = sweep_rows(asked, kept, map_points, on_point=bar.update)
+                    rows = sweep_rows(asked, kept, map_points, on_point=bar.update, folders=runs)
+        refused = [one_line(row["refused"]) for row in rows if row.get("refused")]
+        if len(refused) == len(rows):
+            raise JaxinferError(
+                f"sweep file {sweep_file}: none of {len(rows)} points can be, such as: {refused[0]}"
+            )
         write_table(folder / "sweep.csv", rows)
-        written = draw(folder, pictures or "png", asked, rows)
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    refused = [row["refused"] for row in rows if row.get("refused")]
+        written, left_out = draw(folder, pictures or "png", asked, rows)
+    said = []
     if refused:
-        console.print(
-            f"{len(refused)} of {len(rows)} points cannot be, such as: {one_line(refused[0])}",
-            soft_wrap=True,
-            markup=False,
+        said.append(f"{len(refused)} of {len(rows)} points cannot be, such as: {refused[0]}")
+    if few := [row["enough_requests"] for row in rows if row.get("enough_requests")]:
+        said.append(
+            f"warning: {len(few)} of {len(rows)} points have too few requests to tell a load that "
+            f"lasts from a queue that grows: enough_requests has how many do, up to {max(few)}"
         )
-    said = f"{len(rows)} points, a table and {len(written)} pictures: {folder}{os.sep}"
-    console.print(said, soft_wrap=True, markup=False)
+    said += left_out
+    said.append(
+        f"{counted(len(rows), 'point')}, a table and {counted(len(written), 'picture')}: "
+        f"{folder}{os.sep}"
+    )
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    for line in said:
+        console.print(line, soft_wrap=True, markup=False)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from jaxinfer.config.validation import OptionError, Options
 from jaxinfer.serving.policies import PolicyOptions
@@ -81,6 +81,15 @@ class EngineOptions(Options):
     policies: PolicyOptions = PolicyOptions()
     strict_shapes: bool = False
     seed: int = Field(default=0, ge=0)
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _no_half(cls, value: object) -> object:
+        if value in ("float16", "fp16", "half"):
+            raise ValueError(
+                f"{value} is not supported: bfloat16 takes as much memory, float32 is exact"
+            )
+        return value
 
     @property
     def num_stages(self) -> int:

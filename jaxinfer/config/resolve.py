@@ -7,7 +7,7 @@ from typing import Literal
 
 from jaxinfer.config.cluster import ClusterConfig, GroupConfig, InstanceConfig
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.config.validation import OptionError, within
+from jaxinfer.config.validation import OptionError, did_you_mean, within
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.system import System
 from jaxinfer.simulate.hardware import Catalogue, Gpu, ModelShape
@@ -121,6 +121,10 @@ def resolve(run_file: RunFile) -> Resolved:
     """
     cluster = run_file.cluster()
     system = make_system(run_file.system, cluster.instances)
+    for name, instance in cluster.instances.items():
+        if system.roles is not None and instance.role not in ("", *system.roles):
+            near = did_you_mean(instance.role, system.roles)
+            raise OptionError(f"instances.{name}.role is {instance.role!r}: {near}")
     counts = run_file.metrics.ttft_counts_transfer
     return Resolved(
         run_file,

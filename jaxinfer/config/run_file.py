@@ -239,12 +239,15 @@ def apply_setting(data: dict[str, Any], setting: str) -> None:
 
 
 def put_option(data: dict[str, Any], key: str, value: Any) -> None:
-    """Put a value at a dotted key, such as ``engine.seed``.
+    """Put a value at a dotted key, such as ``engine.seed`` or ``axes.engine.seed``.
 
     Raises:
         JaxinferError: the key is none, or leads through something that has no options.
     """
     *path, last = key.split(".")
+    if "axes" in path:  # Of plan and sweep files: their names are dotted keys.
+        until = path.index("axes") + 1
+        path, last = path[:until], ".".join([*path[until:], last])
     if "[" in key:
         name = key.partition("[")[0]
         raise JaxinferError(f"a list is set as a whole: {name}=[...]")

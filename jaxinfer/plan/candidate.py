@@ -88,6 +88,7 @@ class Score:
             others; or its bound tells that it is not, and nothing was simulated.
         figures: by target, what was found at that rate (see ``Verdict``).
         refused: why it cannot be at all.
+        enough: requests that would tell, where they were too few for the rate (see ``TriedRate``).
     """
 
     rate: float
@@ -95,6 +96,7 @@ class Score:
     given_up: GivenUp | None = None
     figures: Mapping[str, float | None] = field(default_factory=dict)
     refused: str | None = None
+    enough: int | None = None
 
 
 def as_score(found: Mapping[str, Any]) -> Score:

@@ -131,4 +131,4 @@ def _unpacked(packed: bytes) -> Evaluator:
 
 
 def _score(tried: TriedRate, costs: Costs, given_up: GivenUp | None = None) -> Score:
-    return Score(tried.rate, costs, given_up, dict(tried.verdict.figures))
+    return Score(tried.rate, costs, given_up, dict(tried.verdict.figures), enough=tried.enough)

@@ -16,6 +16,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Candidate, Score
 from jaxinfer.plan.problem import Goal, Problem
 from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.simulate.capacity import too_few
 
 # What a maximised rate is divided by, in words.
 PER = {"cluster": "", "gpu": " per GPU", "usd": " per dollar an hour", "watt": " per watt"}
@@ -99,6 +100,8 @@ def head(search: DrivenSearch, choice: Choice, name: str) -> list[str]:
         f"{choice.score.rate:.4g} requests/s on {costs.gpus} GPUs{price}; seeds 0 to "
         f"{goal.seeds - 1}.",
     ]
+    if choice.score.enough:
+        lines.append(too_few(choice.score.rate, choice.score.enough))
     wanted = choice.candidate.wanted
     if wanted and choice.score.rate * (1 + goal.precision) < wanted:
         lines.append(

@@ -1,15 +1,19 @@
-"""A grid or a list of points over run files: each run once, one table and its pictures."""
+"""A grid or a list of points over run files: each run with each seed, and their table."""
 
 import gc
+import shutil
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 from pydantic import Field
+from scipy import stats
 
 from jaxinfer.config.cluster import ClusterConfig
-from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.resolve import resolve
+from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean, shown
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Candidate
@@ -17,17 +21,34 @@ from jaxinfer.plan.kept import Kept, contents, key_of
 from jaxinfer.plan.planners.any_system import Axes, grid
 from jaxinfer.plan.problem import merge
 from jaxinfer.report.metrics import RunMetrics
-from jaxinfer.report.pictures import save_picture
+from jaxinfer.simulate.capacity import enough_requests
 
 # What a host takes for a run, and what is no number.
 _NOT_OF_THE_RUN = (
-    "instances", "compiles", "compile_s", "late_compiles", "loop_s", "launching_s", "peak_rss_mib",
+    "instances", "slice_moves", "compiles", "compile_s", "late_compiles", "loop_s", "launching_s",
+    "peak_rss_mib",
 )  # fmt: skip
 FIGURES = (
     "requests_s",
     *(f.name for f in fields(RunMetrics) if f.init and f.name not in _NOT_OF_THE_RUN),
 )
 Figures = Mapping[str, Any]
+# Of a figure's mean over the seeds, half of its 95 % interval.
+HALF = "_ci95"
+
+
+class Asked(NamedTuple):
+    """One run of a point.
+
+    Attributes:
+        data: what its run file holds.
+        seed: of all in its workload that is drawn, in place of what stands there; None leaves that.
+        folder: gets the run's files, if given.
+    """
+
+    data: Mapping[str, Any]
+    seed: int | None = None
+    folder: str | None = None
 
 
 class Sweep(Options):
@@ -39,6 +60,8 @@ class Sweep(Options):
         points: dotted keys and one value of each, for what is no grid; each goes with all
             combinations of the axes.
         run: what all points have in common, their workload too.
+        seeds: of all that is drawn in workloads, a list or how many from 0 on: each point is run
+            with each, in place of those in its run file.
         x, y: of the pictures, one for each y: an axis of all files with numbers, or a key of all
             points, by default the last one, and figures. Each file, with its values of the others,
             is a line.
@@ -48,11 +71,23 @@ class Sweep(Options):
     axes: Axes = Field(default_factory=dict)
     points: tuple[dict[str, Any], ...] = Field(default=({},), strict=False, min_length=1)
     run: dict[str, Any] = Field(default_factory=dict)
+    seeds: Annotated[int, Field(ge=1)] | Annotated[tuple[int, ...], Field(strict=False)] | None = (
+        None
+    )
     x: str | None = None
     y: tuple[str, ...] = Field(default=("ttft_p99", "tbt_p99"), strict=False)
 
+    @property
+    def all_seeds(self) -> tuple[int | None, ...]:
+        """Each seed; None alone for those of the run files."""
+        return tuple(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds or (None,)
+
     def model_post_init(self, context: object, /) -> None:
         """Refuse keys that have values twice, and pictures of what is not there."""
+        if isinstance(self.seeds, tuple) and (
+            not self.seeds or len(set(self.seeds)) < len(self.seeds)
+        ):
+            raise OptionError(f"seeds is {list(self.seeds)}, must have one or more, none twice")
         named = {name for point in self.points for name in point}
         for own in self.files.values():
             if twice := named & (self.axes | own).keys():
@@ -99,7 +134,7 @@ class Map(Protocol):
     """``map``, or a pool's."""
 
     def __call__(
-        self, call: Callable[[dict[str, Any]], Figures], asked: Sequence[dict[str, Any]], /
+        self, call: Callable[[Asked], Figures], asked: Sequence[Asked], /
     ) -> Iterator[Figures]:
         """The figures of each, in their order."""
 
@@ -111,28 +146,52 @@ def figures_of(metrics: RunMetrics) -> dict[str, Any]:
     return {"requests_s": served / metrics.wall_s if metrics.wall_s else None, **found}
 
 
-def simulate_point(data: dict[str, Any]) -> Figures:
-    """Of a run file, on a modelled cluster; ``refused`` says why it cannot be."""
+def _enough(config: RunFile, figures: Figures) -> dict[str, Any]:
+    """``enough_requests``, where random arrivals were fewer than tell a rate."""
+    rate, e2e = figures["requests_s"], figures["e2e_mean"]
+    if config.workload.arrivals.kind not in ("poisson", "gamma") or not rate or not e2e:
+        return {}
+    enough = enough_requests(rate * e2e)
+    return {"enough_requests": enough} if figures["requests"] < enough else {}
+
+
+def seeded(config: RunFile, seed: int | None) -> RunFile:
+    """The run file with this seed of all that is drawn in its workload; the same for None."""
+    if seed is None:
+        return config
+    parts = {name: getattr(config.workload, name) for name in type(config.workload).model_fields}
+    drawn = {
+        name: part.model_copy(update={"seed": seed})
+        for name, part in parts.items()
+        if isinstance(part, Options) and "seed" in type(part).model_fields
+    }
+    return config.with_workload(**drawn)
+
+
+def simulate_point(asked: Asked) -> Figures:
+    """The figures of a run on a modelled cluster; ``refused`` says why it cannot be."""
     from jaxinfer.simulate.run import simulate
 
     try:
-        config = as_run_file(data)
-        return figures_of(simulate(config, config.requests()))
+        config = seeded(as_run_file(asked.data), asked.seed)
+        found = figures_of(simulate(config, config.requests(), asked.folder))
+        return found | _enough(config, found)
     except JaxinferError as error:
         return {"refused": str(error)}
 
 
-def run_point(data: dict[str, Any]) -> Figures:
-    """Of a run file, run for real in this process."""
+def run_point(asked: Asked) -> Figures:
+    """The figures of a real run in this process."""
     from jaxinfer.llm import LLM
     from jaxinfer.measure import measure
 
     llm: LLM | None = None
     try:
-        config = as_run_file(data)
+        config = seeded(as_run_file(asked.data), asked.seed)
         llm = LLM.from_config(config, progress=False)
         work = config.requests()
-        return figures_of(measure(llm, work, "workload", None, progress=False))
+        found = figures_of(measure(llm, work, "workload", asked.folder, progress=False))
+        return found | _enough(config, found)
     except JaxinferError as error:
         return {"refused": str(error)}
     finally:
@@ -140,29 +199,111 @@ def run_point(data: dict[str, Any]) -> Figures:
         gc.collect()  # What it had of the devices is free only now.
 
 
+def check(sweep: Sweep, real: bool) -> None:
+    """Look for what keeps all points from being run, before any is.
+
+    Raises:
+        JaxinferError: none of them can be, or the seeds change nothing.
+    """
+    from jaxinfer.simulate.run import prepare
+
+    refused: list[JaxinferError] = []
+    for point in sweep.candidates():
+        try:
+            config = as_run_file(sweep.data(point))
+            if real:
+                resolve(config)
+                config.require_model()
+                config.workload.check_real()
+            else:
+                prepare(config)
+            work = [seeded(config, seed).requests() for seed in sweep.all_seeds[:2]]
+            break
+        except JaxinferError as error:
+            refused.append(error)
+    else:
+        raise JaxinferError(f"none of {len(refused)} points can be, such as: {refused[0]}")
+    if len(work) == 2 and work[0] == work[1]:
+        raise OptionError(
+            "seeds: nothing in the workload is drawn: give synthetic lengths, or arrivals of kind "
+            "poisson or gamma"
+        )
+
+
 def sweep_rows(
     sweep: Sweep,
     kept: Kept,
     map_points: Map = map,
-    call: Callable[[dict[str, Any]], Figures] = simulate_point,
+    call: Callable[[Asked], Figures] = simulate_point,
     on_point: Callable[[Candidate, Figures], None] = lambda *args: None,
+    folders: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Each point's axes and figures; those that are kept already are not run again."""
-    points = list(sweep.candidates())
-    asked = [sweep.data(point) for point in points]
-    keys = [key_of(call.__name__, data, contents(data)) for data in asked]
-    known = {key: kept.get(key) for key in keys}
-    missing = {key: data for key, data in zip(keys, asked, strict=True) if known[key] is None}
+    """Each point's axes and figures; what is kept already is not run again.
+
+    Args:
+        on_point: called with each run of a point.
+        folders: gets a folder for each run, by the number of the point and of the seed.
+    """
+    points, seeds = list(sweep.candidates()), sweep.all_seeds
+    runs: list[tuple[str, Asked]] = []
+    for number, point in enumerate(points, 1):
+        data = sweep.data(point)
+        for seed in seeds:
+            own = folders / f"{number:04d}" if folders else None
+            if own and seed is not None:
+                own = own / f"seed{seed}"
+            key = key_of(call.__name__, data, contents(data), *([] if seed is None else [seed]))
+            runs.append((key, Asked(data, seed, str(own) if own else None)))
+    known = {key: _kept(kept, key, asked) for key, asked in runs}
+    missing = {key: asked for key, asked in runs if known[key] is None}
+    for asked in missing.values():
+        if asked.folder:  # Of a run that was killed.
+            shutil.rmtree(asked.folder, ignore_errors=True)
     fresh = iter(map_points(call, list(missing.values()))) if missing else iter(())
     rows = []
-    for point, key in zip(points, keys, strict=True):
-        if known[key] is None:
-            known[key] = next(fresh)
-            if "refused" not in known[key]:  # Of what may be mended elsewhere.
-                kept.add(key, known[key])
-        on_point(point, known[key])
-        rows.append({**point.axes, "refused": None, **known[key]})
+    for number, point in enumerate(points):
+        found = []
+        for key, _ in runs[number * len(seeds) : (number + 1) * len(seeds)]:
+            if known[key] is None:
+                known[key] = next(fresh)
+                if "refused" not in known[key]:  # Of what may be mended elsewhere.
+                    kept.add(key, known[key])
+            on_point(point, known[key])
+            found.append(known[key])
+        where = {"folder": f"{folders.name}/{number + 1:04d}"} if folders else {}
+        rows.append({**point.axes, "refused": None, **_together(found), **where})
     return rows
+
+
+def _kept(kept: Kept, key: str, asked: Asked) -> Any:
+    """What is known of a run, if its folder is there, too."""
+    if asked.folder and not (Path(asked.folder) / "1" / "run.json").is_file():
+        return None
+    return kept.get(key)
+
+
+def _together(found: Sequence[Figures]) -> Figures:
+    """Means over the seeds, each with half of its 95 % interval by Student's t."""
+    refused = next((figures for figures in found if figures.get("refused")), None)
+    if refused or len(found) == 1:
+        return refused or found[0]
+    rows: dict[str, Any] = {}
+    for name in dict.fromkeys(name for figures in found for name in figures):
+        values = [v for figures in found if (v := figures.get(name)) is not None]
+        if name == "enough_requests":
+            rows[name] = max(values)
+            continue
+        rows[name] = statistics.fmean(values) if values else None
+        rows[name + HALF] = half_interval(values)
+    return rows
+
+
+def half_interval(values: Sequence[float]) -> float | None:
+    """Half of the 95 % interval of a mean, by Student's t; None of fewer than two values."""
+    if len(values) < 2:
+        return None
+    error = statistics.stdev(values) / len(values) ** 0.5
+    return float(stats.t.ppf(0.975, len(values) - 1)) * error
 
 
 def clusters(sweep: Sweep) -> list[ClusterConfig]:
@@ -174,6 +315,12 @@ def clusters(sweep: Sweep) -> list[ClusterConfig]:
         except JaxinferError:
             continue  # Its row will say why.
     return found
+
+
+def varied(sweep: Sweep) -> list[str]:
+    """The keys that points have, but for that of the pictures' x."""
+    names = dict.fromkeys(name for point in sweep.candidates() for name in point.axes)
+    return [name for name in names if name != x_axis(sweep)]
 
 
 def x_axis(sweep: Sweep) -> str | None:
@@ -189,40 +336,3 @@ def x_axis(sweep: Sweep) -> str | None:
 
 def _are_numbers(values: Sequence[Any]) -> bool:
     return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-
-
-def draw(folder: Path, kind: str, sweep: Sweep, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
-    """A picture for each y; none without an axis of numbers."""
-    from matplotlib.figure import Figure
-
-    x = x_axis(sweep)
-    if x is None:
-        return []
-    axes_of_points = dict.fromkeys(name for p in sweep.candidates() for name in p.axes)
-    others = [name for name in axes_of_points if name != x]
-    written = []
-    for y in sweep.y:
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for row in rows:
-            if row.get(y) is not None:
-                named = [str(row[name]) for name in others if row.get(name) is not None]
-                lines.setdefault(", ".join(named), []).append((row[x], row[y]))
-        if not lines:
-            continue
-        figure = Figure((5.2, 3.6), layout="constrained")
-        axes = figure.subplots()
-        for (label, line), marker in zip(lines.items(), "os^vDP*Xd<>ph" * len(lines), strict=False):
-            axes.plot(*zip(*sorted(line), strict=True), marker=marker, ms=4, lw=1.2, label=label)
-        values = [value for line in lines.values() for _, value in line]
-        if min(values) > 0 and max(values) > 30 * min(values):  # An overload would hide the rest.
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(0, None)
-        rate = y.endswith(("requests_s", "tok_s"))
-        seconds = y.endswith(("_mean", "_p50", "_p90", "_p99", "_s")) and not rate
-        axes.set(xlabel=x, ylabel=f"{y}, s" if seconds else y)
-        axes.legend(frameon=False, fontsize="small")
-        path = folder / f"{y}.{kind}"
-        save_picture(figure, path)
-        written.append(path)
-    return written

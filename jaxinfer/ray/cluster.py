@@ -51,7 +51,7 @@ def import_ray() -> Any:
         import ray
         from ray import is_initialized  # noqa: F401 - a folder of the name ray has none.
     except ImportError as error:
-        raise JaxinferError(f"{error}: Ray is an extra, pip install 'jaxinfer[ray]'") from None
+        raise JaxinferError(f"{error}: Ray is an extra, pip install -e '.[ray]'") from None
     return ray
 
 

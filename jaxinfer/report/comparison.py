@@ -25,7 +25,7 @@ from jaxinfer.report.figures import (
     requests_per_s,
 )
 from jaxinfer.report.perfetto import write_trace
-from jaxinfer.report.pictures import picture_link
+from jaxinfer.report.pictures import can_be_drawn, picture_link
 
 LEGEND = (
     "Busy: utilisation, the share of the run in which some step ran on the group. Transfer "
@@ -94,7 +94,8 @@ def write_comparison(runs: Runs, folder: Path, command: str, pictures: str = "pn
     """Write the comparison, its pictures and its traces; returns the files.
 
     ``compare.md`` is for readers, ``compare.csv`` has the figures of each round, ``compare.json``
-    these and the medians.
+    these and the medians. Runs whose times are beyond all pictures have neither those nor traces,
+    which ``compare.md`` says.
 
     Args:
         command: the command line that made the runs.
@@ -108,6 +109,8 @@ def write_comparison(runs: Runs, folder: Path, command: str, pictures: str = "pn
     _write_csv(runs, texts[1])
     texts[2].write_text(json.dumps(_document(runs, command), indent=2) + "\n", encoding="utf-8")
     texts[0].write_text(_markdown(runs, command, pictures), encoding="utf-8")
+    if _undrawn(runs):
+        return texts
     # matplotlib takes a second to load.
     from jaxinfer.report.plots import latency_cdfs, throughput_bars, timeline
 
@@ -122,6 +125,13 @@ def write_comparison(runs: Runs, folder: Path, command: str, pictures: str = "pn
         write_trace(run, trace)
         written += [picture, trace]
     return written
+
+
+def _undrawn(runs: Runs) -> list[str]:
+    """Why there are no pictures, if so."""
+    times = [run.wall_s for rounds in runs.values() for run in rounds]
+    beyond = [time for time in times if not can_be_drawn(time)]
+    return [f"no pictures or traces: a run took {time:.3g} s" for time in beyond[:1]]
 
 
 def _cells(runs: Runs) -> tuple[list[str], list[list[str]]]:
@@ -190,6 +200,7 @@ def _remarks(runs: Runs) -> list[str]:
     failed = {name: sum(figures(run).failed for run in rounds) for name, rounds in runs.items()}
     return [
         *emulation(runs),
+        *_undrawn(runs),
         *(f"{name}: {count:.0f} failed requests" for name, count in failed.items() if count),
     ]
 
@@ -266,6 +277,10 @@ def _markdown(runs: Runs, command: str, pictures: str) -> str:
         *_markdown_table(*_latency_cells(runs)), "",
         *_extra_lines(runs),
         *_markdown_table(heading, spread), "",
+    ]  # fmt: skip
+    if _undrawn(runs):
+        return "\n".join(lines[:-1]) + "\n"
+    lines += [
         picture_link("Requests per second", f"throughput.{pictures}"), "",
         picture_link("Distributions of TTFT and TBT", f"latency.{pictures}"), "",
     ]  # fmt: skip

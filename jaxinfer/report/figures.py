@@ -108,14 +108,18 @@ def median_round(rounds: Sequence[RunRecord]) -> RunRecord:
 
 
 def emulation(runs: Runs) -> list[str]:
-    """What was emulated, as lines: one if it is the same for all, else one per system."""
+    """What was emulated or simulated, as lines: one if it is the same for all, else by system."""
     words = {
         name: "; ".join(dict.fromkeys(word for run in rounds for word in run.emulated))
         for name, rounds in runs.items()
     }
     if len(set(words.values())) == 1:
-        return [f"emulated: {said}" for said in set(words.values()) if said]
-    return [f"{name}, emulated: {said}" for name, said in words.items() if said]
+        return [_emulated(said) for said in set(words.values()) if said]
+    return [f"{name}, {_emulated(said)}" for name, said in words.items() if said]
+
+
+def _emulated(said: str) -> str:
+    return said if said.startswith("simulated on ") else f"emulated: {said}"
 
 
 def number_text(value: float) -> str:

@@ -38,3 +38,8 @@ def save_picture(figure: "Figure", path: str | Path) -> None:
 def picture_link(words: str, file: str) -> str:
     """In markdown: shown, where browsers show the format."""
     return f"{'' if file.endswith('.pdf') else '!'}[{words}]({file})"
+
+
+def can_be_drawn(*values: float) -> bool:
+    """Whether a picture can show numbers: none is endless, or beyond what anything measures."""
+    return all(value == 0 or 1e-15 < abs(value) < 1e15 for value in values)

@@ -113,10 +113,11 @@ def latency_cdfs(runs: Runs, path: str | Path) -> Figure:
 
 
 def throughput_bars(runs: Runs, path: str | Path) -> Figure:
-    """Draw each system's requests/s: a bar up to the median, a dot for each round.
+    """Draw each system's requests/s: a bar up to the median, and a dot for each of several rounds.
 
     The median's number stands in a column of its own: beside a dot, it would read as the dot's.
     """
+    several = any(len(rounds) > 1 for rounds in runs.values())
     names = [fill(name, 30) for name in runs]
     lines = max(name.count("\n") + 1 for name in names)
     figure = _figure(1.3 + max(0.5, 0.2 * lines) * len(runs), runs)
@@ -129,17 +130,20 @@ def throughput_bars(runs: Runs, path: str | Path) -> Figure:
         middle, most = statistics.median(rates), max([most, *rates])
         axes.barh(row, middle, 0.66, color=COLOURS[row % len(COLOURS)])
         places = [row + 0.36 * ((i + 0.5) / len(rates) - 0.5) for i in range(len(rates))]
-        axes.plot(rates, places, **DOT, clip_on=False)
+        if several:
+            axes.plot(rates, places, **DOT, clip_on=False)
         axes.text(1.02, row, number_text(middle), transform=beside, va="center")
-    axes.text(1.02, -0.5, "median", transform=beside, va="bottom")
+    if several:
+        axes.text(1.02, -0.5, "median", transform=beside, va="bottom")
     axes.set_yticks(range(len(runs)), names)
     axes.set_ylim(len(runs) - 0.5, -0.5)
     axes.set_xlim(0, 1.04 * most or 1.0)
     axes.set_xlabel("throughput (finished requests/s)")
     axes.grid(axis="x", color="0.85", linewidth=0.6)
     _bare(axes)
-    handles = {"median of the rounds": Patch(color="0.6"), "one round": Line2D([], [], **DOT)}
-    figure.legend(handles.values(), handles, loc="outside upper right", ncols=2, frameon=False)
+    if several:
+        handles = {"median of the rounds": Patch(color="0.6"), "one round": Line2D([], [], **DOT)}
+        figure.legend(handles.values(), handles, loc="outside upper right", ncols=2, frameon=False)
     save_picture(figure, path)
     return figure
 

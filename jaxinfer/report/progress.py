@@ -44,22 +44,27 @@ class _Shown:
         self._parts[part] = total, left
         self._show(part, total - left, total)
 
-    def _show(self, part: str, done: int, total: int, rates: str = "") -> None:
+    def _rates(self) -> str:
+        """What is said of a part's speed; asked only when it is shown."""
+        return ""
+
+    def _show(self, part: str, done: int, total: int) -> None:
         if self._writes_lines:
-            self._write(part, done, total, rates)
+            self._write(part, done, total)
             return
+        rates = self._rates()
         self._bar.start()
         if part not in self._tasks:
             self._tasks[part] = self._bar.add_task(part, total=total, rates="")
         self._bar.update(self._tasks[part], completed=done, total=total, rates=rates)
 
-    def _write(self, part: str, done: int, total: int, rates: str) -> None:
+    def _write(self, part: str, done: int, total: int) -> None:
         now = time.perf_counter()
         began, last = self._times.get(part, (now, -math.inf))
         if done < total and now - last < LINES_EVERY_S:
             return
         self._times[part] = began, now
-        line = f"{part}: {done} of {total}, {now - began:.0f} s"
+        line, rates = f"{part}: {done} of {total}, {now - began:.0f} s", self._rates()
         print(f"{line}, {rates}" if rates else line, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
@@ -84,7 +89,9 @@ class LoadProgress(_Shown):
 
 
 class RunProgress(_Shown):
-    """Finished requests, and the speed of prefill and decode over the last second.
+    """Finished requests, and the speed of prefill and decode since it was last said.
+
+    That is over the last second on a terminal, and since the last line in a file.
 
     Args:
         num_requests: as many as are known to come.
@@ -92,8 +99,9 @@ class RunProgress(_Shown):
 
     def __init__(self, enabled: bool, num_requests: int) -> None:
         super().__init__(enabled)
-        self._done, self._num_requests, self._rates = 0, num_requests, ""
-        self._since = (time.perf_counter(), 0, 0)
+        self._done, self._num_requests, self._said = 0, num_requests, ""
+        # When the speeds were last said, and the tokens then and now.
+        self._since, self._tokens = (time.perf_counter(), 0, 0), (0, 0)
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -110,15 +118,22 @@ class RunProgress(_Shown):
         self._num_requests = max(self._num_requests, num_requests)
 
     def step_done(self, totals: RunTotals) -> None:
-        """Refresh the speeds, once a second."""
-        now = time.perf_counter()
-        then, prefill, decode = self._since
-        if now - then >= 1:
-            prefill_rate = (totals.prefill_tokens - prefill) / (now - then)
-            decode_rate = (totals.decode_tokens - decode) / (now - then)
-            self._rates = f"prefill {prefill_rate:,.0f} tok/s, decode {decode_rate:,.0f} tok/s"
-            self._since = now, totals.prefill_tokens, totals.decode_tokens
+        """Count its tokens, and refresh what is shown, once a second."""
+        self._tokens = totals.prefill_tokens, totals.decode_tokens
+        if time.perf_counter() - self._since[0] >= 1:
             self._show_requests()
 
+    def _rates(self) -> str:
+        now = time.perf_counter()
+        then, *before = self._since
+        if now - then >= 1:
+            prefill, decode = (
+                (count - old) / (now - then)
+                for count, old in zip(self._tokens, before, strict=True)
+            )
+            self._said = f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
+            self._since = now, *self._tokens
+        return self._said
+
     def _show_requests(self) -> None:
-        self._show("requests", self._done, self._num_requests, self._rates)
+        self._show("requests", self._done, self._num_requests)

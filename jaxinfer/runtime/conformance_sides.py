@@ -70,15 +70,25 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Of a setting's values, what they are in words.
+_KIND_WORDS: Mapping[type, str] = {int: "an integer", str: "a name"}
+
+
 def with_values(given: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     """``VALUES`` with those that are given as ``NAME=A,B`` in place of their own.
 
     Raises:
-        JaxinferError: there is no such setting, or a value is of another type.
+        JaxinferError: there is no such setting, it is given twice, or a value is of another type.
     """
-    values = dict(VALUES)
+    values, seen = dict(VALUES), dict[str, str]()
     for text in given:
         name, _, listed = text.partition("=")
+        if name in seen:
+            raise JaxinferError(
+                f"--values {text}: {name} has values by {seen[name]}: give all of them once, "
+                f"{seen[name]},{listed}"
+            )
+        seen[name] = text
         if name not in VALUES:
             raise JaxinferError(
                 f"--values {text}: no setting {name!r}: {did_you_mean(name, VALUES)}"
@@ -94,7 +104,7 @@ def with_values(given: Sequence[str]) -> dict[str, tuple[Any, ...]]:
             or any(type(value) is not kind or value in (0, "") for value in found)
         ):
             raise JaxinferError(
-                f"--values {text}: must be {name}=A,B,... with a {kind.__name__} each"
+                f"--values {text}: must be {name}=A,B,... with {_KIND_WORDS[kind]} each"
             )
         values[name] = tuple(dict.fromkeys(found))
     return values

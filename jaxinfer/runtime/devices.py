@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -81,6 +82,15 @@ def _devices(name: str, group: GroupConfig) -> list[jax.Device]:
 def device_name(device: jax.Device) -> str:
     """E.g. ``"cpu (cpu:0)"`` or ``"NVIDIA H100 80GB HBM3 (gpu:0)"``."""
     return f"{device.device_kind} ({device.platform}:{device.id})"
+
+
+def cpu_name() -> str:
+    """The maker's name of this machine's CPU, or its architecture where nobody says."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def return_freed_memory() -> None:

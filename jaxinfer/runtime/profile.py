@@ -1,11 +1,13 @@
 """Measures instances on an idle machine, and gives runs what they need of that."""
 
 import hashlib
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
+from importlib.resources import files as files_of
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 
 from jaxinfer import __version__
 from jaxinfer.config.shipped import data_path
+from jaxinfer.runtime.devices import cpu_name
 from jaxinfer.runtime.engine import Cluster, Engine, describe_attention
 from jaxinfer.runtime.measure_steps import measure_steps
 from jaxinfer.runtime.processes import Progress
@@ -21,10 +24,18 @@ from jaxinfer.runtime.remote import RemoteWorker
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.steps.profile import Profile, load_profile, profile_path, store_profile
-from jaxinfer.steps.times import Part, Point, StepTimes
+from jaxinfer.steps.profile import (
+    Profile,
+    load_profile,
+    profile_path,
+    read_profile,
+    store_profile,
+)
+from jaxinfer.steps.shapes import StepLimits, StepShape
+from jaxinfer.steps.times import Part, Point, StepTimes, shape_of
 
-PASSES = 3
+# Passes over all steps, and the seconds that they may take where a run waits for them.
+PASSES, BUDGET_S = 3, 60.0
 
 
 def profile_key(engine: Engine, model: str) -> dict[str, Any]:
@@ -62,7 +73,21 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "jaxinfer": __version__,
         "cores": os.cpu_count(),
+        "cpu": cpu_name(),
+        "code": _code(),
     }
+
+
+@cache
+def _code() -> str:
+    """Of the files that make and run steps: after an edit, a step may take another time."""
+    files = [
+        path
+        for package in ("models", "pallas_kernels", "runtime")
+        for path in sorted(files_of(f"jaxinfer.{package}").iterdir(), key=lambda path: path.name)
+        if path.name.endswith(".py")
+    ]
+    return _digest(b"\0".join(path.name.encode() + path.read_bytes() for path in files))
 
 
 def _digest(data: bytes) -> str:
@@ -75,7 +100,10 @@ def profile_name(engine: Engine, model: str) -> str:
 
 
 def profile_engines(
-    engines: Mapping[str, tuple[Engine, str]], progress: Progress
+    engines: Mapping[str, tuple[Engine, str]],
+    progress: Progress,
+    grids: "Mapping[str, Grid] | None" = None,
+    budget_s: float = math.inf,
 ) -> dict[str, Profile]:
     """Measure instances; nothing else may run meanwhile, and what their pages hold is lost.
 
@@ -84,20 +112,36 @@ def profile_engines(
 
     Args:
         engines: with their models' names, by what to call them.
+        grids: what to measure of each; by default all that there is.
+        budget_s: seconds into which the passes have to fit; one is made in any case.
     """
-    grids = {name: Grid.of(engine) for name, (engine, _) in engines.items()}
-    left = dict.fromkeys(grids, 0)
+    grids = grids or {name: Grid.of(engine) for name, (engine, _) in engines.items()}
     best: dict[str, dict[tuple[Part, ...], Point]] = {name: {} for name in grids}
+
+    def measure(name: str, steps: Sequence[tuple[Part, ...]], part: str, left: int) -> None:
+        engine, _ = engines[name]
+        for point in measure_steps(engine.worker, engine.new_kv(), engine.plan.limits, steps):
+            so_far = best[name].get(point.parts, point)
+            best[name][point.parts] = min(so_far, point, key=lambda point: point.seconds)
+            left -= 1
+            progress(part, left)
+
+    pass_s = {}
     for name, grid in grids.items():
-        left[name] = PASSES * len(grid.steps)
-        progress(f"profiling {name}", left[name])
-    for _ in range(PASSES):
-        for name, (engine, _) in engines.items():
-            for point in measure_steps(engine.worker, engine.new_kv(), grids[name].steps):
-                so_far = best[name].get(point.parts, point)
-                best[name][point.parts] = min(so_far, point, key=lambda point: point.seconds)
-                left[name] -= 1
-                progress(f"profiling {name}", left[name])
+        first = [steps[0] for steps in grid.by_shape]
+        part = f"timing a step of each shape of {name}"
+        progress(part, len(first))
+        measure(name, first, part, len(first))
+        once = [best[name][steps[0]].seconds * (len(steps) + 1) for steps in grid.by_shape]
+        pass_s[name] = sum(once)
+    fitting = (n for n in range(PASSES, 1, -1) if n * sum(pass_s.values()) <= budget_s)
+    passes = next(fitting, 1)
+    parts = {name: f"profiling {name}, about {passes * s:.0f} s" for name, s in pass_s.items()}
+    for name, grid in grids.items():
+        progress(parts[name], passes * len(grid.steps))
+    for number in range(passes):
+        for name, grid in grids.items():
+            measure(name, grid.steps, parts[name], (passes - number) * len(grid.steps))
     return {
         name: _profile(grids[name], best[name], profile_key(engine, model))
         for name, (engine, model) in engines.items()
@@ -140,15 +184,22 @@ def prepare_times(needs: Mapping[str, Needs], progress: Progress) -> dict[str, d
     Args:
         needs: by what to call each cluster.
     """
-    missing: dict[Path, str] = {}
-    new: dict[str, tuple[Engine, str]] = {}
+    found: dict[Path, tuple[str, Engine, str]] = {}
+    fits: dict[Path, bool] = {}
     for called, need in needs.items():
         for name, engine in need.engines.items():
             path = profile_path(profile_key(engine, need.model))
-            if path not in missing and not path.is_file():
-                missing[path] = f"{called}: {name}" if len(needs) > 1 else name
-                new[missing[path]] = engine, need.model
-    for profile in profile_engines(new, progress).values():
+            label = f"{called}: {name}" if len(needs) > 1 else name
+            found.setdefault(path, (label, engine, need.model))
+            fits[path] = fits.get(path, False) or need.fits
+    missing = {
+        path: each
+        for path, each in found.items()
+        if not path.is_file() or (fits[path] and not read_profile(path).has_fits)
+    }
+    new = {label: (engine, model) for label, engine, model in missing.values()}
+    grids = {label: Grid.of(engine, fits[path]) for path, (label, engine, _) in missing.items()}
+    for profile in profile_engines(new, progress, grids, BUDGET_S).values():
         store_profile(profile)
     return {called: _use_profiles(need) for called, need in needs.items()}
 
@@ -159,7 +210,8 @@ def _use_profiles(need: Needs) -> dict[str, StepFit]:
         profile = load_profile(profile_key(engine, need.model))
         assert profile
         slowdowns = need.cluster.slowdowns(name)
-        fits[name] = profile.fit(slowdowns)
+        if need.fits:
+            fits[name] = profile.fit(slowdowns)
         for stage, slowdown, times in zip(
             engine.stages, slowdowns, step_times(engine, profile), strict=True
         ):
@@ -182,28 +234,32 @@ def step_times(engine: Engine, profile: Profile) -> list[StepTimes]:
 
 @dataclass(frozen=True)
 class Grid:
-    """The steps to measure_steps on one instance.
+    """The steps to measure on one instance.
 
     Attributes:
-        chunk_tokens: the token budget.
-        lengths: of prefills.
-        mixed: (prefill context, decode context, parts).
+        limits: decide the shapes.
+        lengths: of prefills, for eq. 2.
+        mixed: (prefill context, decode context, parts), for eq. 3.
         others: steps of decodes alone and of chunks of each bucket, several of each shape.
     """
 
-    chunk_tokens: int
+    limits: StepLimits
     lengths: list[int]
     mixed: list[tuple[int, int, tuple[Part, ...]]]
     others: list[tuple[Part, ...]]
 
     @classmethod
-    def of(cls, engine: Engine) -> "Grid":
-        """Four to eight values of each kind, up to what the instance can hold."""
+    def of(cls, engine: Engine, fits: bool = True) -> "Grid":
+        """Four to eight values of each kind, up to what the instance can hold.
+
+        Args:
+            fits: whether eqs. 2 and 3 are to be fitted, too; without, the others suffice.
+        """
         limits, kv = engine.plan.limits, engine.new_kv()
         budget = limits.max_num_batched_tokens
         room = kv.num_pages * kv.page_size
         longest = min(engine.plan.max_model_len, room) - 1
-        lengths = _spread(max(min(budget, longest) // 4, 2), longest, 8)
+        lengths = _spread(max(min(budget, longest) // 4, 2), longest, 8) if fits else []
         others: list[tuple[Part, ...]] = []
         for bucket in limits.row_buckets:
             rows = min(bucket, kv.num_pages)  # A small pool never has as many.
@@ -222,7 +278,7 @@ class Grid:
             middle = min(longest, kv.num_pages // (rows + 2) * kv.page_size - 1) // 2
             if rows and middle > 0 and 2 <= tokens - rows <= chunk:
                 others.append((*[(middle, 1)] * rows, (0, tokens - rows)))
-        for prefill in _spread(0, max(longest - budget, 0), 4):
+        for prefill in _spread(0, max(longest - budget, 0), 4) if fits else []:
             count = min(budget, longest - prefill)
             spare = kv.num_pages - kv.pages_for(prefill + count)
             contexts = _spread(0, min(longest, spare // max(rows, 1) * kv.page_size - 1), 4)
@@ -232,18 +288,26 @@ class Grid:
                     (prefill, rows * c, (*[(c, 1)] * rows, (prefill, count - rows)))
                     for c in contexts
                 ]
-        return cls(budget, lengths, mixed, others)
+        return cls(limits, lengths, mixed, others)
 
     def prefill(self, length: int) -> list[Part]:
         """The chunks of a prefill that runs alone."""
-        starts = range(0, length, self.chunk_tokens)
-        return [(start, min(self.chunk_tokens, length - start)) for start in starts]
+        budget = self.limits.max_num_batched_tokens
+        return [(start, min(budget, length - start)) for start in range(0, length, budget)]
+
+    @property
+    def by_shape(self) -> list[list[tuple[Part, ...]]]:
+        """All that is measured, each step once, those of one shape together."""
+        chunks = [(part,) for length in self.lengths for part in self.prefill(length)]
+        found: dict[StepShape, list[tuple[Part, ...]]] = {}
+        for parts in dict.fromkeys([*chunks, *(parts for *_, parts in self.mixed), *self.others]):
+            found.setdefault(shape_of(self.limits, parts), []).append(parts)
+        return list(found.values())
 
     @property
     def steps(self) -> list[tuple[Part, ...]]:
-        """All that is measured, each step once."""
-        chunks = [(part,) for length in self.lengths for part in self.prefill(length)]
-        return list(dict.fromkeys([*chunks, *(parts for *_, parts in self.mixed), *self.others]))
+        """The same as one list."""
+        return [parts for steps in self.by_shape for parts in steps]
 
 
 def _prompts(tokens: int, size: int, most: int, kv: KVShards) -> tuple[Part, ...]:

@@ -1,6 +1,6 @@
 """The policies of one instance, by the names that a run file gives them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,8 +139,10 @@ class _Own:
     policy: Callable[..., Any]
 
     def __call__(self, *asked: Any) -> Any:
+        # The queue is the engine's: who takes something out of it would lose a request.
+        shown_to = [_ReadOnly(each) if isinstance(each, Sequence) else each for each in asked]
         try:
-            answer = self.policy(*asked)
+            answer = self.policy(*shown_to)
         except JaxinferError:
             raise
         except FAILURES as error:
@@ -150,6 +152,24 @@ class _Own:
         if refusal := _REFUSALS[self.kind](asked[0], answer):
             raise JaxinferError(f"policies.{self.kind}: {self.name} {refusal}")
         return answer
+
+
+class _ReadOnly(Sequence[RequestState]):
+    """Requests in their order, to look at."""
+
+    def __init__(self, requests: Sequence[RequestState]) -> None:
+        self._requests = requests
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):  # A deque has none.
+            return list(self._requests)[index]
+        return self._requests[index]
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._requests)
 
 
 def _is_among(given: Sequence[RequestState], answer: Any) -> str | None:

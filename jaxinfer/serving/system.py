@@ -279,6 +279,7 @@ class System:
         tick_interval: seconds between calls of ``on_tick``; None for no ticks.
         needs_fits: whether ``InstanceView.fit`` has to be there; ``needs_attention_fits``: whether
             ``ShardView.fit`` has to, of instances with attention groups.
+        roles: what ``role`` of an instance may be in a run file, besides nothing; None for any.
         ttft_counts_transfer: whether a first token drawn by an instance that hands its request on
             counts only once the KV has arrived; a run file may say otherwise.
     """
@@ -288,6 +289,7 @@ class System:
     needs_fits: bool = False
     needs_attention_fits: bool = False
     ttft_counts_transfer: bool = False
+    roles: Collection[str] | None = None
 
     def __init__(self, options: Any = None) -> None:
         self.options = options if options is not None else self.Options()

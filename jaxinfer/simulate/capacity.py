@@ -21,6 +21,9 @@ from jaxinfer.workload.lengths import BenchRequest
 _LEAST, _MOST = 2.0**-10, 1e5
 # Requests that tell, alone, whether the search is worth its time.
 _SAMPLE = 100
+# The fewest requests that tell a rate: so many times those that are in the cluster at a time, and
+# so many of all seeds. Fewer end before a backlog shows, or arrive at a rate of their own.
+_TURNOVERS, _FEWEST = 20, 100
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,15 @@ class TriedRate:
         gpus: of the cluster.
         goodput: requests that count as good (see ``Verdict``), by the seconds until the last one's
             end; None of a run that was stopped since its targets could no longer be met.
+        enough: about how many requests would tell, where those of each run were too few
+            (see ``enough_requests``); None where they were not.
     """
 
     rate: float
     gpus: int
     verdict: Verdict
     goodput: float | None
+    enough: int | None = None
 
     @property
     def goodput_per_gpu(self) -> float | None:
@@ -56,6 +62,32 @@ class RateMap(Protocol):
 
 class AnyRateError(JaxinferError):
     """The targets hold at any rate: the requests are too few to tell."""
+
+
+def enough_requests(in_cluster: float, runs: int = 1) -> int:
+    """The fewest requests of a run that tell whether a rate lasts.
+
+    Requests that arrive faster than they are served keep a limit until the backlog is as long as
+    it: over a span S, a limit W holds up to a rate that is too high by W / S. The requests in the
+    cluster are then half as many, on average, as arrive in W: 20 times as many make S nine times W
+    or more. Where nothing is behind, they are replaced 20 times, so that neither the first, who
+    find it empty, nor the last count for much. The arrivals' own rate is off by one part in the
+    root of their number: a tenth, of 100.
+
+    Args:
+        in_cluster: requests that are there at a time, on average; by Little's law the sum of their
+            seconds from arrival to end by those of the run.
+        runs: with seeds of their own, which count as one.
+    """
+    return math.ceil(max(_TURNOVERS * in_cluster, _FEWEST / runs))
+
+
+def too_few(rate: float, enough: int) -> str:
+    """The warning that a rate is of too few requests, with the number that would do."""
+    return (
+        f"warning: too few requests to tell whether {rate:.3g} requests/s last: the rate may be "
+        f"far too high, give {enough} requests or more"
+    )
 
 
 class _HopelessError(Exception):
@@ -94,8 +126,11 @@ def load(
     """Simulate one rate, once with each seed; all requests count as those of one run."""
     watch = targets.watch(work, len(seeds))
     prepared = prepare(config)
+    in_cluster_s = 0.0
 
     def on_request(request: RequestState, times: Sequence[float]) -> None:
+        nonlocal in_cluster_s
+        in_cluster_s += times[-1] - request.arrival
         watch.add(request, times)
         if watch.hopeless:
             raise _HopelessError
@@ -109,7 +144,11 @@ def load(
     except _HopelessError:
         return TriedRate(rate, num_gpus(config), watch.verdict(), None)
     verdict = watch.verdict()
-    return TriedRate(rate, num_gpus(config), verdict, verdict.good / seconds)
+    enough = enough_requests(in_cluster_s / seconds, len(seeds))
+    return TriedRate(
+        rate, num_gpus(config), verdict, verdict.good / seconds,
+        enough if len(work) < enough else None,
+    )  # fmt: skip
 
 
 class Ladder:
@@ -208,7 +247,8 @@ def capacity(
             steps = [first + double * i for i in range(max(at_once, 2))]
         rise(steps)
         if best and best.rate > _MOST:
-            raise AnyRateError(f"the targets hold at any rate: {best.rate:g} requests/s")
+            more = f", give {best.enough} requests or more" if best.enough else ""
+            raise AnyRateError(f"the targets hold at any rate: {best.rate:g} requests/s{more}")
     while high - (bottom := least if low is None else low) > 1:
         between = np.linspace(bottom, high, at_once + 2)[1:-1].round().astype(int)
         rise(sorted({int(step) for step in between} - {bottom, high}) or [bottom + 1])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from jaxinfer.config.shipped import SHIPPED, data_path
 from jaxinfer.config.validation import OptionError, Options, did_you_mean, read_json
@@ -24,6 +24,8 @@ _ARCHITECTURES = tuple(
 PCIE_GB_S, PCIE_S = 17.0, 30e-6
 # Over NVLink: NCCL on two A100 or H100 SXM, 256 KiB to 16 MiB, as in NVIDIA's aiconfigurator.
 NVLINK_SHARE, NVLINK_S = 0.5, 12e-6
+# What connects GPUs: collectives over PCIe go through the host. Of a CPU, its memory; of one, none.
+LINKS = ("NVLink", "PCIe", "InfinityFabric", "memory", "none")
 
 
 class Gpu(Options):
@@ -32,7 +34,8 @@ class Gpu(Options):
     Attributes:
         bf16_tflops: dense, in 10^12 operations per second.
         memory_gb: in 10^9 bytes; ``memory_gb_s``: its bandwidth per second.
-        link: what connects the GPUs of one node; ``link_gb_s``: 10^9 bytes per second, each way.
+        link: what connects the GPUs of one node, one of ``LINKS``, or one with its generation, as
+            ``NVLink4``; ``link_gb_s``: 10^9 bytes per second, each way.
         watts: the limit of its power; None where it is not known.
         device_kind: what JAX calls it.
         checked: whether more than one source has the numbers.
@@ -51,6 +54,17 @@ class Gpu(Options):
     checked: bool = False
     all_reduce_gb_s: float | None = Field(default=None, gt=0)
     all_reduce_s: float | None = Field(default=None, ge=0)
+
+    @field_validator("link")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        known = {name.lower(): name for name in LINKS}
+        if value.lower().rstrip("0123456789") not in known:
+            near = did_you_mean(value.lower(), known)
+            hint = next((each for name, each in known.items() if f"'{name}'" in near), None)
+            said = f"did you mean {hint!r}?" if hint else f"must be one of {', '.join(LINKS)}"
+            raise ValueError(f"{value!r}: {said}")
+        return value
 
     @property
     def stated_collective(self) -> tuple[float, float]:
@@ -89,14 +103,24 @@ class ModelShape(Options):
     num_attention_heads: int = Field(ge=1)
     num_key_value_heads: int = Field(ge=1)
     vocab_size: int = Field(ge=1)
-    head_dim: int | None = None
+    head_dim: int | None = Field(default=None, ge=1)
     tie_word_embeddings: bool = False
     gated: bool = True
     num_experts: int = 0
     num_experts_per_tok: int = 0
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse experts of whom none is asked."""
+        """Refuse heads that do not share evenly, and experts of whom none is asked."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise OptionError(
+                f"num_key_value_heads is {self.num_key_value_heads}, must divide "
+                f"num_attention_heads, {self.num_attention_heads}"
+            )
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise OptionError(
+                f"head_dim is missing: hidden_size, {self.hidden_size}, is no multiple of "
+                f"num_attention_heads, {self.num_attention_heads}"
+            )
         if self.num_experts and not 0 < self.num_experts_per_tok <= self.num_experts:
             raise JaxinferError(
                 f"num_experts_per_tok is {self.num_experts_per_tok}, of {self.num_experts} experts"

@@ -100,7 +100,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
         BenchRequest(None, request.prompt_len, len(request.token_times), request.arrival)
         for request in sorted(real.requests, key=_order)
     ]
-    fits = {name: fit for name, (_, fit) in read.items()}
+    fits = {name: fit for name, (_, fit) in read.items() if fit}
     serve(site, ModelledCluster(instances, lanes, capacities), fits, work, out)
     return real, read_run(run_folders(out)[-1], "simulated")
 
@@ -122,7 +122,7 @@ def _profile(name: str, described: Mapping[str, Any]) -> Profile:
 
 def _instance(
     cluster: ClusterConfig, config: InstanceConfig, described: Mapping[str, Any], profile: Profile
-) -> tuple[ModelledInstance, StepFit]:
+) -> tuple[ModelledInstance, StepFit | None]:
     """As it was, and what its Balancer had to go by."""
     stages = described["stages"]
     groups = [stage["group"] for stage in stages]
@@ -154,7 +154,7 @@ def _instance(
         # A stage's segments share its devices.
         devices=[number // config.segments for number in range(len(groups))],
     )
-    return instance, profile.fit(slowdowns)
+    return instance, profile.fit(slowdowns) if profile.has_fits else None
 
 
 def _lanes(

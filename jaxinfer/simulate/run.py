@@ -140,7 +140,7 @@ def describe_run(
         "model": config.model,
         "system": dict(config.system),
         "ttft_counts_transfer": site.counts_transfer,
-        "emulated": [f"all: simulated on {gpus}"],
+        "emulated": [f"simulated on {gpus}"],
         **asked_for(config, work, FACTS),
         "simulate": costs,
         "instances": cluster.describe(),

@@ -41,7 +41,7 @@ class Profile:
         key: what the times hold for.
         prefills: (length, seconds of each stage) of prefills that run alone.
         mixed: (prefill context, decode context, seconds of each stage) of iterations with a full
-            chunk.
+            chunk. There are none of both where a run has asked for times of steps alone.
         points: all steps measured.
     """
 
@@ -49,6 +49,11 @@ class Profile:
     prefills: list[tuple[int, tuple[float, ...]]]
     mixed: list[tuple[int, int, tuple[float, ...]]]
     points: list[Point]
+
+    @property
+    def has_fits(self) -> bool:
+        """Whether there is what ``fit`` and ``quality`` need."""
+        return bool(self.prefills)
 
     def fit(self, slowdowns: Sequence[float]) -> StepFit:
         """Cronus eqs. 2 and 3, and Aladdin's eq. 3, each stage so many times slower."""

@@ -76,6 +76,7 @@ class Aladdin(System):
     Options = AladdinOptions
     options: AladdinOptions
     needs_fits = True
+    roles = OFF, ON
 
     def __init__(self, options: AladdinOptions) -> None:
         super().__init__(options)

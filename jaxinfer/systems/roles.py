@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
@@ -48,16 +49,27 @@ def check_roles(roles: Mapping[str, str | Sequence[str]], instances: Collection[
 
 
 def _of_replicas(name: str, instances: Collection[str], only_one: bool) -> str | None:
-    """What to write for a name whose replicas are instances, and not itself; None if neither is."""
+    """What to write for a name whose replicas, or the nearest ones, are instances; None without."""
     replicas = [
         each for number in range(len(instances)) if (each := f"{name}{number}") in instances
     ]
     if len(replicas) < 2:
-        return None
+        return _near_replicas(name, instances)
     if only_one:
         return f", but there are {replicas[0]} to {replicas[-1]}: give the name of one"
     names = replicas if len(replicas) < 5 else [*replicas[:2], "...", replicas[-1]]
     return f", but there are {replicas[0]} to {replicas[-1]}: give a list, [{', '.join(names)}]"
+
+
+def _near_replicas(name: str, instances: Collection[str]) -> str | None:
+    """The replicas whose name is nearest to one that is none: of all of them, not of the last."""
+    digits = "0123456789"
+    bases = Counter(base for each in instances if (base := each.rstrip(digits)) != each)
+    several = [base for base, count in bases.items() if count > 1]
+    if name in several or not (near := get_close_matches(name.rstrip(digits), several, n=1)):
+        return None
+    numbers = [int(each[len(near[0]) :]) for each in instances if each.rstrip(digits) == near[0]]
+    return f": did you mean {near[0]}{min(numbers)} to {near[0]}{max(numbers)}?"
 
 
 def alive(names: Iterable[str], cluster: ClusterView) -> list[str]:

@@ -61,6 +61,7 @@ class TetriInfer(System):
 
     Options = TetriInferOptions
     options: TetriInferOptions
+    roles = "prefill", "decode"
 
     def __init__(self, options: TetriInferOptions) -> None:
         super().__init__(options)

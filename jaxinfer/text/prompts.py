@@ -17,7 +17,13 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
 
 
-Prompt = str | TokensPrompt
+class TextPrompt(TypedDict):
+    """A prompt's text, as vLLM has it."""
+
+    prompt: str
+
+
+Prompt = str | TextPrompt | TokensPrompt
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Iterable[SamplingParams] | None
 
@@ -93,9 +99,14 @@ def text_or_token_ids(prompt: object) -> str | list[int]:
     match prompt:
         case str():
             return prompt
+        case {"prompt": str() as text, **rest} if not rest:
+            return text_or_token_ids(text)
         case {"prompt_token_ids": given, **rest} if not rest:
             return token_ids(given)
-    raise JaxinferError(f"{shorten(prompt)} must be a text or {{'prompt_token_ids': [integers]}}")
+    raise JaxinferError(
+        f"{shorten(prompt)} must be a text, {{'prompt': text}} or "
+        "{'prompt_token_ids': [integers]}"
+    )
 
 
 def token_ids(given: object) -> list[int]:

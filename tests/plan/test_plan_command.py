@@ -56,8 +56,13 @@ def test_a_search_from_file_to_file(tmp_path: Path) -> None:
     # The command at its head finds the same rate.
     command = next(line for line in text.splitlines() if "jaxinfer capacity" in line)
     words = command.split("jaxinfer capacity ")[1].split()
-    found = CliRunner().invoke(capacity, words, catch_exceptions=False).stdout.splitlines()[-1]
-    assert f"capacity: {float(best['requests_s']):.3g} requests/s" in found
+    found = CliRunner().invoke(capacity, words, catch_exceptions=False).stdout.splitlines()
+    assert f"capacity: {float(best['requests_s']):.3g} requests/s" in found[-2]
+    # Thirty requests do not tell, which is said wherever the rate is.
+    warning = f"warning: too few requests to tell whether {float(best['requests_s']):.3g} "
+    assert found[-1].startswith(warning)
+    assert found[-1] in said.splitlines()
+    assert f"# {found[-1]}" in text.splitlines()
     assert f"{float(best['value']):.4g} requests/s per GPU" in said
     assert all((out / f"{name}.png").stat().st_size > 1000 for name in ("rates", "latencies"))
     # Again, with as many processes as there are: nothing is left to do, and nothing changes.

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from jaxinfer import LLM, JaxinferError
 from jaxinfer.commands.sweep import sweep
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.plan.problem import merge
-from jaxinfer.plan.sweep import Sweep, draw
+from jaxinfer.report.records import read_run
 from jaxinfer.simulate.run import simulate
 
 CLUSTER = {
@@ -139,24 +141,117 @@ def test_a_real_point_that_cannot_be_has_a_row(
     assert "gone" in refused["refused"]
 
 
+def test_seeds_have_means_with_their_intervals(tmp_path: Path, file: dict[str, Any]) -> None:
+    """By statistics of single runs, and Student's t of two degrees of freedom, 4.3027."""
+    file |= {"files": {str(tmp_path / "balanced.yaml"): {}}, "seeds": 3}
+    run(tmp_path, file, "--jobs", "1")
+    for row in table(tmp_path):
+        data = merge(file["run"], CLUSTER | {"system": SYSTEMS["balanced"]})
+        data["workload"]["arrivals"]["rate"] = float(row["workload.arrivals.rate"])
+        found = []
+        for seed in range(3):
+            data["workload"]["arrivals"]["seed"] = data["workload"]["synthetic"]["seed"] = seed
+            config = as_run_file(data)
+            found.append(simulate(config, config.workload.requests()).ttft_p99 or 0.0)
+        assert float(row["ttft_p99"]) == pytest.approx(statistics.fmean(found))
+        half = 4.3027 * statistics.stdev(found) / 3**0.5
+        assert float(row["ttft_p99_ci95"]) == pytest.approx(half, rel=1e-4)
+        assert float(row["requests"]) == 20
+        assert float(row["requests_ci95"]) == 0
+    lines = (tmp_path / "out" / "points.jsonl").read_text().splitlines()
+    assert len(lines) == 2 * 3
+
+
+def test_a_run_folder_of_each_point(tmp_path: Path, file: dict[str, Any]) -> None:
+    """Those that are there stay; one that is gone is made again."""
+    file |= {"files": {str(tmp_path / "balanced.yaml"): {}}, "axes": {"workload.limit": [2, 3]}}
+    file |= {"seeds": [7, 8], "y": ["ttft_p99"]}
+    file["run"]["workload"]["arrivals"]["rate"] = 1.0
+    run(tmp_path, file, "--jobs", "1")
+    assert not (tmp_path / "out" / "runs").exists()
+    said = run(tmp_path, file, "--jobs", "1", "--folders")
+    assert "2 points, a table and 1 picture: " in said
+    folders = sorted(path.parent for path in (tmp_path / "out" / "runs").rglob("run.json"))
+    names = [str(path.relative_to(tmp_path / "out")) for path in folders]
+    assert names == [f"runs/{n}/seed{seed}/1" for n in ("0001", "0002") for seed in (7, 8)]
+    assert [row["folder"] for row in table(tmp_path)] == ["runs/0001", "runs/0002"]
+    assert [len(read_run(path).requests) for path in folders] == [2, 2, 3, 3]
+    (folders[1] / "run.json").unlink()
+    kept = {path: path.stat().st_mtime_ns for path in folders[0].iterdir()}
+    run(tmp_path, file, "--jobs", "1", "--folders")
+    assert {path: path.stat().st_mtime_ns for path in folders[0].iterdir()} == kept
+    assert (folders[1] / "run.json").exists()
+
+
+def test_too_few_requests_are_told(tmp_path: Path, file: dict[str, Any]) -> None:
+    """At 8 requests/s, 20 of them are in the cluster together."""
+    said = run(tmp_path, file, "--jobs", "1")
+    row = next(r for r in table(tmp_path) if r["workload.arrivals.rate"] == "8.0")
+    there = float(row["requests_s"]) * float(row["e2e_mean"])
+    assert int(row["enough_requests"]) == max(100, math.ceil(20 * there))
+    assert "warning: 4 of 6 points have too few requests" in said
+    at_once = file["run"] | {"workload": WORK | {"arrivals": "at_once"}}
+    only = {"files": {str(tmp_path / "balanced.yaml"): {}}, "axes": {"engine.max_num_seqs": [4, 8]}}
+    (tmp_path / "again").mkdir()
+    assert "warning" not in run(tmp_path / "again", {**only, "run": at_once}, "--jobs", "1")
+    assert "enough_requests" not in table(tmp_path / "again")[0]
+
+
 @pytest.mark.parametrize(
-    ("y", "label"),
-    [("ttft_p99", "ttft_p99, s"), ("output_tok_s", "output_tok_s"), ("wall_s", "wall_s, s"),
-     ("steady_requests_s", "steady_requests_s")],
-)  # fmt: skip
-def test_seconds_are_seconds(
-    y: str, label: str, tmp_path: Path, file: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ("rate", "left_out"), [(1e308, "2 values are too large or small to be drawn"), (1e3, "")]
+)
+def test_rates_beyond_all_pictures(
+    rate: float, left_out: str, tmp_path: Path, file: dict[str, Any]
 ) -> None:
-    labels = []
+    file["files"] = {str(tmp_path / "balanced.yaml"): {}}
+    file["axes"]["workload.arrivals.rate"] = [1, rate]
+    said = run(tmp_path, file, "--jobs", "1")
+    assert left_out in said
+    assert ("too large" in said) == bool(left_out)
+    assert (tmp_path / "out" / "ttft_p99.png").stat().st_size > 1000
 
-    def save(figure: Any, path: Path) -> None:
-        labels.append(figure.axes[0].get_ylabel())
 
-    monkeypatch.setattr("jaxinfer.plan.sweep.save_picture", save)
-    sweep = Sweep.model_validate(file | {"y": [y]})
-    point, *_ = sweep.candidates()
-    draw(tmp_path, "png", sweep, [{**point.axes, y: 1.0}])
-    assert labels == [label]
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"axes": {"model": ["llama-9-8b"]}}, "none of 3 points can be, such as: .*llama-9-8b"),
+        (
+            {"axes": {"workload.synthetic.count": [0, -1]}},
+            "none of 6 points .*synthetic.count is 0",
+        ),
+        ({"axes": {"engine.no_such": [1]}}, "none of 3 points can be, such as: .*engine.no_such"),
+        ({"run": {}}, "none of 6 points can be, such as: "),
+    ],
+)
+def test_what_keeps_all_points_from_being_run_is_refused_first(
+    change: dict[str, Any], says: str, tmp_path: Path, file: dict[str, Any]
+) -> None:
+    file["run"]["workload"]["arrivals"]["rate"] = 1.0
+    with pytest.raises(JaxinferError, match=says) as error:
+        run(tmp_path, file | change, "--jobs", "1")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_none_of_whose_points_can_be_fails(tmp_path: Path, file: dict[str, Any]) -> None:
+    """A request that never fits is found only when it comes."""
+    file["run"]["engine"]["max_model_len"] = 256
+    with pytest.raises(JaxinferError, match=r"sweep\.yaml: none of 6 points can be, such as: "):
+        run(tmp_path, file, "--jobs", "1")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_real_sweep_without_a_model_is_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text("{}")
+    (tmp_path / "work.csv").write_text("num_prefill_tokens,num_decode_tokens\n9,5\n")
+    file = {
+        "files": {str(tmp_path / "one.yaml"): {}},
+        "axes": {"workload.limit": [1]},
+        "run": {"workload": {"trace": str(tmp_path / "work.csv")}},
+    }
+    with pytest.raises(JaxinferError, match=r"none of 1 points can be, such as: .*model"):
+        run(tmp_path, file, "--real")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -166,6 +261,9 @@ def test_seconds_are_seconds(
         ({"x": "workload.rate"}, "x is workload.rate, must be one of axes"),
         ({"files": {"none.yaml": {}}}, "none.yaml: No such file"),
         ({"axis": {}}, "axis: unknown option"),
+        ({"seeds": 0}, "seeds is 0"),
+        ({"seeds": []}, r"seeds is \[\], must have one or more, none twice"),
+        ({"seeds": [1, 1]}, r"seeds is \[1, 1\], must have one or more, none twice"),
     ],
 )
 def test_a_sweep_file_that_is_none(

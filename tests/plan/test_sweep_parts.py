@@ -11,15 +11,18 @@ from jaxinfer import JaxinferError
 from jaxinfer.plan.kept import Kept
 from jaxinfer.plan.sweep import (
     FIGURES,
+    Asked,
     Sweep,
+    check,
     clusters,
-    draw,
     figures_of,
+    half_interval,
     run_point,
     simulate_point,
     sweep_rows,
     x_axis,
 )
+from jaxinfer.plan.sweep_pictures import axis_words, draw, figure_words
 
 
 @pytest.fixture
@@ -74,13 +77,13 @@ def test_points_are_known_by_what_they_run_and_how(files: list[str], tmp_path: P
     asked: list[dict[str, Any]] = []
     seen: list[str] = []
 
-    def one(data: dict[str, Any]) -> dict[str, Any]:
-        asked.append(data)
-        seed = data["engine"]["seed"]
+    def one(point: Asked) -> dict[str, Any]:
+        asked.append(dict(point.data))
+        seed = point.data["engine"]["seed"]
         return {"refused": "no"} if seed == 3 else {"x": seed}
 
-    def other(data: dict[str, Any]) -> dict[str, Any]:
-        return one(data)
+    def other(point: Asked) -> dict[str, Any]:
+        return one(point)
 
     a, _ = files
     trace = tmp_path / "trace.csv"
@@ -126,8 +129,8 @@ def test_a_list_of_points_and_its_picture(
     rows = [{**point.axes, "ttft_p99": 1.0 + i} for i, point in enumerate(found)]
     (axes,) = drawn(monkeypatch, grid, rows)
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
-    assert lines["b, 9"] == [[32, 6.0]]
-    assert lines["b, 3, 9"] == [[16, 4.0]]
+    assert lines["b, requests in a step, at most: 9"] == [[32, 6.0]]
+    assert lines["b, seed: 3, requests in a step, at most: 9"] == [[16, 4.0]]
     for wrong, says in (
         ({"points": []}, "points"),
         ({"axes": {"engine.seed": [1]}}, r"^points: engine\.seed is an axis, too"),
@@ -140,10 +143,10 @@ def test_a_list_of_points_and_its_picture(
 
 def test_a_point_that_cannot_be_says_why(files: list[str]) -> None:
     grid = sweep({files[0]: {"engine.max_num_seqs": [4, "x", 8]}})
-    found = [simulate_point(grid.data(point)) for point in grid.candidates()]
+    found = [simulate_point(Asked(grid.data(point))) for point in grid.candidates()]
     assert "engine.max_num_seqs is 'x'" in found[1]["refused"]
     assert "no trace" in found[0]["refused"]
-    assert run_point(grid.data([*grid.candidates()][1])) == found[1]
+    assert run_point(Asked(grid.data([*grid.candidates()][1]))) == found[1]
     seqs = [next(iter(each.instances.values())).max_num_seqs for each in clusters(grid)]
     assert seqs == [4, 8]
 
@@ -152,9 +155,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch, grid: Sweep, rows: list[dict[str, Any
     """The axes of each picture."""
     found: list[Any] = []
     monkeypatch.setattr(
-        "jaxinfer.plan.sweep.save_picture", lambda figure, path: found.extend(figure.axes)
+        "jaxinfer.plan.sweep_pictures.save_picture", lambda figure, path: found.extend(figure.axes)
     )
-    written = draw(Path(), "svg", grid, rows)
+    written, _ = draw(Path(), "svg", grid, rows)
     assert [path.suffix for path in written] == [".svg"] * len(found)
     return found
 
@@ -173,15 +176,20 @@ def test_a_line_for_each_file_and_its_other_axes(
     first, second = drawn(monkeypatch, grid, rows)  # Of tpot_p50 there is nothing.
     lines = {line.get_label(): line.get_xydata().tolist() for line in first.lines}
     assert lines == {
-        "a, 0": [[16, 3.0]],
-        "a, 1": [[16, 4.0], [32, 2.0]],
+        "a, seed: 0": [[16, 3.0]],
+        "a, seed: 1": [[16, 4.0], [32, 2.0]],
         "b": [[16, 6.0], [32, 5.0]],
     }
-    assert (first.get_xlabel(), first.get_ylabel()) == ("engine.page_size", "ttft_p99, s")
-    assert second.get_ylabel() == "requests_s"
-    assert {line.get_label() for line in second.lines} == {"a, 0", "a, 1", "b"}
+    assert first.get_xlabel() == "tokens of a page"
+    assert first.get_ylabel() == "time to first token (TTFT), 99th percentile (s)"
+    assert second.get_ylabel() == "finished requests per second"
+    assert {line.get_label() for line in second.lines} == {"a, seed: 0", "a, seed: 1", "b"}
     assert first.get_yscale() == second.get_yscale() == "linear"
-    assert first.get_ylim()[0] == 0
+    assert first.get_ylim() == (0, pytest.approx(1.06 * 6))
+    # A line along the axis lies over it.
+    assert second.get_ylim() == (0, 1)
+    spine = max(each.get_zorder() for each in second.spines.values())
+    assert all(line.get_zorder() > spine and not line.get_clip_on() for line in second.lines)
 
 
 @pytest.mark.parametrize(
@@ -197,3 +205,61 @@ def test_an_overload_does_not_hide_the_rest(
     ]
     (axes,) = drawn(monkeypatch, grid, rows)
     assert axes.get_yscale() == scale
+
+
+@pytest.mark.parametrize(("values", "low"), [([2.0, 3.0], 0.0), ([1.0, 40.0], 0.5)])
+def test_intervals_of_seeds_end_at_the_axis(
+    values: list[float], low: float, files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    axes_of = {files[0]: {"engine.page_size": [16, 32]}}
+    grid = sweep(axes_of, x="engine.page_size", y=["ttft_p99"], seeds=[4, 5])
+    rows = [
+        {**point.axes, "ttft_p99": value, "ttft_p99_ci95": 2.5}
+        for point, value in zip(grid.candidates(), values, strict=True)
+    ]
+    (axes,) = drawn(monkeypatch, grid, rows)
+    (bars,) = axes.containers
+    ends = [[y for _, y in segment] for segment in bars[2][0].get_segments()]
+    assert ends == [[max(value - 2.5, low), value + 2.5] for value in values]
+    assert axes.get_ylim()[0] == low
+    assert axes.get_ylim()[1] > values[1] + 2.5
+    assert "mean of 2 seeds, bars: 95 % interval" in axes.get_xlabel()
+
+
+def test_half_of_an_interval() -> None:
+    """Student's t of one and of four degrees of freedom: 12.7062 and 2.7764."""
+    assert half_interval([1.0]) is None
+    assert half_interval([1.0, 3.0]) == pytest.approx(12.7062 * 1.0, rel=1e-5)
+    values = [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert half_interval(values) == pytest.approx(2.77645 * (2.5 / 5) ** 0.5, rel=1e-5)
+
+
+def test_figures_in_words() -> None:
+    """Each in its own, with no underscore left."""
+    words = [figure_words(name) for name in FIGURES]
+    assert len(set(words)) == len(words)
+    assert not any("_" in each for each in words)
+    assert figure_words("e2e_p50") == "time from arrival to end, median (s)"
+    assert figure_words("output_tok_s") == "output (tokens/s)"
+    assert figure_words("steady_requests_s") == "steady (requests/s)"
+    assert figure_words("wall_s") == "time of the run (s)"
+    assert axis_words("workload.arrivals.rate") == "arrivals (requests/s)"
+    assert axis_words("simulate.groups.high.flops") == "flops"
+
+
+def test_seeds_that_change_nothing_are_refused(files: list[str], tmp_path: Path) -> None:
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(yaml.safe_dump({"groups": {"g": {"kind": "A10"}}}))
+    (tmp_path / "work.csv").write_text("num_prefill_tokens,num_decode_tokens\n9,5\n8,5\n")
+    run: dict[str, Any] = {
+        "model": "llama-3-8b",
+        "engine": {"max_model_len": 64},
+        "instances": {"i": {"group": "g"}},
+        "workload": {"trace": str(tmp_path / "work.csv")},
+    }
+    fixed = {str(run_file): {"engine.max_num_seqs": [4]}}
+    with pytest.raises(JaxinferError, match=r"^seeds: nothing in the workload is drawn"):
+        check(sweep(fixed, run=run, seeds=2), real=False)
+    check(sweep(fixed, run=run), real=False)
+    run["workload"]["arrivals"] = {"kind": "poisson", "rate": 1.0}
+    check(sweep(fixed, run=run, seeds=2), real=False)

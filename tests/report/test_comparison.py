@@ -307,3 +307,17 @@ def test_the_runs_may_lie_in_the_folder_that_is_written(
     (tmp_path / "c" / "runs").mkdir(parents=True)
     with pytest.raises(JaxinferError, match="must be a new or an empty folder"):
         new_folder(tmp_path / "c")
+
+
+@pytest.mark.parametrize(("wall_s", "drawn"), [(1e303, False), (1e-300, False), (1e6, True)])
+def test_times_beyond_all_pictures(
+    wall_s: float, drawn: bool, small_run: RunRecord, tmp_path: Path
+) -> None:
+    """Tables are kept, and say what is missing."""
+    run = replace(small_run, wall_s=wall_s)
+    written = write_comparison({"x": [run]}, tmp_path, "jaxinfer compare")
+    names = {path.name for path in written}
+    assert names == {path.name for path in tmp_path.iterdir()}
+    assert ("throughput.png" in names) == ("trace-x.json" in names) == drawn
+    text = (tmp_path / "compare.md").read_text()
+    assert ("no pictures or traces: a run took" in text) == ("timeline-x.png" not in text) != drawn

@@ -177,6 +177,22 @@ def test_bars_are_medians_and_dots_are_rounds(small_run: RunRecord, tmp_path: Pa
     assert legend(figure) == ["median of the rounds", "one round"]
 
 
+def test_one_round_has_no_median(small_run: RunRecord, tmp_path: Path) -> None:
+    figure = throughput_bars({"x": [small_run], "y": [small_run]}, tmp_path / "b.png")
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.texts] == ["0.300", "0.300"]
+    assert not axes.lines
+    assert not figure.legends
+
+
+def test_a_simulated_run_is_not_called_emulated(small_run: RunRecord, tmp_path: Path) -> None:
+    run = replace(small_run, emulated=("simulated on g (A10)",))
+    assert footnote(throughput_bars({"x": [run]}, tmp_path / "b.png")) == "simulated on g (A10)"
+    slow = replace(small_run, emulated=("low: 3 times slower",))
+    figure = throughput_bars({"x": [run], "y": [slow]}, tmp_path / "b.png")
+    assert footnote(figure) == "x, simulated on g (A10)\ny, emulated: low: 3 times slower"
+
+
 def test_footnotes_say_what_was_emulated(small_run: RunRecord, tmp_path: Path) -> None:
     run = replace(small_run, emulated=("low: 3 times slower", "link: " + "long " * 40))
     runs = {"x": [run]}

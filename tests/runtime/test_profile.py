@@ -96,10 +96,14 @@ def test_the_fit_is_of_relative_errors() -> None:
 
 @pytest.fixture(scope="module")
 def profile(tiny: LLM) -> Profile:
-    left: list[int] = []
+    left: dict[str, list[int]] = {}
     engines = {"x": (tiny.engine, "tiny")}
-    (found,) = profile_engines(engines, lambda part, n: left.append(n)).values()
-    assert left == list(range(3 * len(Grid.of(tiny.engine).steps), -1, -1))
+    (found,) = profile_engines(
+        engines, lambda part, n: left.setdefault(part, []).append(n)
+    ).values()
+    grid = Grid.of(tiny.engine)
+    shapes, steps = (list(range(n, -1, -1)) for n in (len(grid.by_shape), 3 * len(grid.steps)))
+    assert list(left.values()) == [shapes, steps]
     tiny.reset_prefix_cache()  # Its pages have been written to.
     return found
 
@@ -157,8 +161,24 @@ def test_a_profile_is_of_one_configuration(
     keys.append(key_of(config, sharding=str(rules)))
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=1")
     keys.append(key_of(config))
+    for name, other in (("cpu_name", "another CPU"), ("_code", "edited")):
+        monkeypatch.setattr(profiles, name, lambda other=other: other)
+        keys.append(key_of(config))
     assert len({store_profile(Profile(key, [], [], []), tmp_path) for key in keys}) == len(keys)
     assert key_of(config) == keys[-1]
+
+
+def test_an_edit_of_what_makes_steps_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiles, "files_of", lambda package: tmp_path)
+    code = profiles._code.__wrapped__  # Not what it has found before.
+    digests = [code()]
+    for name, text in (("a.py", "1"), ("a.py", "2"), ("notes.txt", "3"), ("b.py", "")):
+        (tmp_path / name).write_text(text)
+        digests.append(code())
+    assert digests[2] == digests[3]
+    assert len(set(digests)) == 4
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,21 +1,25 @@
 """What is measured, kept and given to runs, with instances that take a stated time."""
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxinfer.config.cluster import LinkConfig
+from jaxinfer.runtime import measure_steps as measure_module
 from jaxinfer.runtime import profile as profiles
+from jaxinfer.runtime.measure_steps import measure_steps
 from jaxinfer.runtime.profile import Grid, Needs, prepare_times, profile_engines
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.steps import profile as stored
 from jaxinfer.steps.profile import load_profile
 from jaxinfer.steps.shapes import StepLimits
-from jaxinfer.steps.times import Part, Point, shape_of, work_of_parts
+from jaxinfer.steps.times import Part, Point, features, shape_of, work_of_parts
 
 LIMITS = StepLimits(8, 64, max_pages=16, page_size=8, given_buckets=(16, 64))
 
@@ -41,13 +45,13 @@ def seconds(parts: Sequence[Part]) -> float:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The instances in turn; the second pass alone is not disturbed."""
+    """The instances in turn; after a step of each shape, the second pass alone is undisturbed."""
     names: list[str] = []
 
-    def measure(worker: Any, kv: KVShards, steps: Sequence[Any]) -> Iterator[Point]:
+    def measure(worker: Any, kv: KVShards, limits: Any, steps: Sequence[Any]) -> Iterator[Point]:
         assert kv.num_pages == 64
         names.append(worker.name)
-        disturbed = 0.0 if names.count(worker.name) == 2 else 5.0
+        disturbed = 0.0 if names.count(worker.name) == 3 else 5.0
         for parts in steps:
             yield Point(parts, (seconds(parts) + disturbed, 2.0))
 
@@ -63,7 +67,7 @@ def engine(name: str, **more: Any) -> Any:
 def test_what_is_measured() -> None:
     """Prompts of up to 120 tokens, in chunks of 64; a pool of 64 pages of 8."""
     grid = Grid.of(engine("x"))
-    assert grid.chunk_tokens == 64
+    assert grid.limits.max_num_batched_tokens == 64
     assert grid.lengths == [16, 31, 46, 61, 75, 90, 105, 120]
     assert grid.prefill(120) == [(0, 64), (64, 56)]
     assert grid.prefill(64) == [(0, 64)]
@@ -103,11 +107,16 @@ def test_instances_take_turns_and_the_quickest_pass_counts(measured: list[str]) 
     told: list[tuple[str, int]] = []
     given = {name: (engine(name), "model") for name in "xy"}
     found = profile_engines(given, lambda what, left: told.append((what, left)))
-    assert measured == ["x", "y"] * 3
-    steps = len(Grid.of(engine("x")).steps)
+    assert measured == ["x", "y"] * 4
+    grid = Grid.of(engine("x"))
+    steps = len(grid.steps)
+    # As long as said: the first step of each shape is run twice in each pass.
+    each = [seconds(same[0]) + 5 + 2 for same in grid.by_shape]
+    about = 3 * sum(s * (len(same) + 1) for s, same in zip(each, grid.by_shape, strict=True))
     for name, profile in found.items():
         assert profile.key == {"of": [name, "model"]}
-        left = [number for what, number in told if what == f"profiling {name}"]
+        part = f"profiling {name}, about {about:.0f} s"
+        left = [number for what, number in told if what == part]
         assert left == list(range(3 * steps, -1, -1))
         assert {point.parts: point.stages for point in profile.points} == {
             parts: (seconds(parts), 2.0) for parts in Grid.of(engine("x")).steps
@@ -145,6 +154,7 @@ def test_times_are_measured_once_and_slowed_down(
     measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored, "FOLDER", tmp_path)
+    monkeypatch.setattr(profiles, "BUDGET_S", math.inf)
     told: set[str] = set()
     clusters = {"one": Cluster(x=[1.0, 3.0], y=[1.0, 1.0]), "two": Cluster(x=[2.0, 1.0])}
     for cluster in clusters.values():
@@ -152,8 +162,12 @@ def test_times_are_measured_once_and_slowed_down(
     given = {name: needs(cluster, fits=True) for name, cluster in clusters.items()}
     fits = prepare_times(given, lambda what, left: told.add(what))
     # What both clusters have is measured for one of them.
-    assert told == {"profiling one: x", "profiling one: y"}
-    assert measured == ["x", "y"] * 3
+    assert {what.split(",")[0] for what in told} == {
+        f"{doing} one: {name}"
+        for doing in ("timing a step of each shape of", "profiling")
+        for name in "xy"
+    }
+    assert measured == ["x", "y"] * 4
     assert load_profile({"of": ["x", "model"]}) is not None
     # Eq. 3: a full chunk takes as many seconds as tokens in the one stage, two in the other.
     assert fits["one"]["x"].mixed.seconds(0, 0) == pytest.approx(64 + 3 * 2)
@@ -169,3 +183,59 @@ def test_times_are_measured_once_and_slowed_down(
     assert [s.emulate for s in clusters["one"].engines["y"].worker.stages] == [None, None]
     prepare_times(given, lambda what, left: told.add("again"))
     assert "again" not in told
+
+
+@pytest.mark.parametrize(("budget_s", "passes"), [(0.0, 1), (1.9, 1), (2.0, 2), (2.9, 2), (3.0, 3)])
+def test_as_many_passes_as_there_is_time_for(
+    budget_s: float, passes: int, measured: list[str]
+) -> None:
+    """In times of one pass over all instances, as a step of each shape foretells them."""
+    given = {name: (engine(name), "model") for name in "xy"}
+    grid = Grid.of(engine("x"))
+    pass_s = 2 * sum((seconds(same[0]) + 7) * (len(same) + 1) for same in grid.by_shape)
+    profile_engines(given, lambda what, left: None, budget_s=budget_s * pass_s + 1e-6)
+    assert measured == ["x", "y"] * (1 + passes)
+
+
+def test_times_of_steps_alone_need_fewer(
+    measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half as many or less, of every shape; a system that wants fits has the rest measured."""
+    monkeypatch.setattr(stored, "FOLDER", tmp_path)
+    full, short = Grid.of(engine("x")), Grid.of(engine("x"), fits=False)
+    assert len(short.steps) <= len(full.steps) / 2
+    assert set(short.steps) <= set(full.steps)
+    assert len(short.by_shape) == len(full.by_shape)
+    for steps in short.by_shape:  # Three coefficients, or two of decodes alone.
+        features_of = [features(parts) for parts in steps]
+        rank = np.linalg.matrix_rank(np.array(features_of))
+        assert rank == (2 if steps[0][0][1] == 1 and len(set(steps[0])) == 1 else 3)
+
+    def points(fits: bool) -> int:
+        prepare_times({"a": needs(Cluster(x=[1.0, 3.0]), fits)}, lambda what, left: None)
+        found = load_profile({"of": ["x", "model"]})
+        assert found
+        assert found.has_fits == (len(found.points) == len(full.steps))
+        return len(found.points)
+
+    assert [points(fits) for fits in (False, True, False)] == [
+        len(short.steps), len(full.steps), len(full.steps)
+    ]  # fmt: skip
+
+
+def test_the_first_step_of_a_shape_is_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first run pays for memory; a neighbour's of the same shape does not."""
+    ran: list[tuple[int, ...]] = []
+
+    def run(worker: Any, batch: Any) -> tuple[float, ...]:
+        ran.append(tuple(row.count for row in batch.rows))
+        return (float(len(ran)),)
+
+    monkeypatch.setattr(measure_module, "_run", run)
+    kv = engine("x").new_kv()
+    todo = [((0, 16),), ((8, 16),), ((0, 64),), ((0, 1),) * 3, ((8, 1),) * 3]
+    nothing: Any = None
+    points = list(measure_steps(nothing, kv, LIMITS, todo))
+    assert ran == [(16,), (16,), (16,), (64,), (64,), (1, 1, 1), (1, 1, 1), (1, 1, 1)]
+    assert [point.stages for point in points] == [(2.0,), (3.0,), (5.0,), (7.0,), (8.0,)]
+    assert kv.num_free == kv.num_pages

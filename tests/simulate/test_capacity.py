@@ -13,11 +13,20 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from scipy.optimize import brentq
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.simulate.alone import reference_latencies
-from jaxinfer.simulate.capacity import Ladder, TriedRate, capacity, load, num_gpus, requests_for
+from jaxinfer.simulate.capacity import (
+    Ladder,
+    TriedRate,
+    capacity,
+    enough_requests,
+    load,
+    num_gpus,
+    requests_for,
+)
 from jaxinfer.simulate.run import simulate
 from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets, Verdict
 from jaxinfer.workload.lengths import BenchRequest
@@ -70,6 +79,47 @@ def test_who_finds_an_m_d_1_server_idle(tmp_path: Path) -> None:
         0.1 / d, 1, Verdict(True, met, share, {"ttft": share}), pytest.approx(met / end)
     )
     assert found.goodput_per_gpu == found.goodput
+
+
+def waits_at_most(services: int, load: float) -> float:
+    """The share of an M/D/1 queue's requests that wait so many services or less (Crommelin)."""
+    left = [load * (services - j) for j in range(services + 1)]
+    terms = [(-x) ** j / math.factorial(j) * math.exp(x) for j, x in enumerate(left)]
+    return (1 - load) * sum(terms)
+
+
+def test_too_few_requests_are_told_from_enough(tmp_path: Path) -> None:
+    """A prefill in six times its time, for 90 %: the rate of an M/D/1 queue in closed form."""
+    config = prefills(tmp_path)
+    d = alone(config)
+    true = brentq(lambda load: waits_at_most(5, load) - 0.9, 0.1, 0.99) / d
+    targets = RequestTargets({"ttft": 6 * d + 1e-9}, 0.9)
+    few, many = (capacity(config, WORK[:count], targets) for count in (20, 1000))
+    assert few.enough == 100
+    assert few.rate > 1.2 * true
+    assert many.enough is None
+    assert many.rate == pytest.approx(true, rel=0.05)
+    # A backlog of 50 grows unseen in 60 requests, and two seeds see no more of it than one.
+    targets = RequestTargets({"ttft": 50 * d}, 1.0)
+    for seeds in ([0], [0, 1]):
+        behind = capacity(config, WORK[:60], targets, seeds)
+        assert behind.rate > 2 / d
+        assert behind.enough is not None
+        assert 250 < behind.enough < 1000
+    settled = capacity(config, WORK[:1000], targets)
+    assert settled.enough is None
+    assert settled.rate == pytest.approx(1 / d, rel=0.1)
+
+
+def test_how_many_requests_are_enough(tmp_path: Path) -> None:
+    """Little's law, from arrivals and waits that are known."""
+    config, rate = prefills(tmp_path), 50.0
+    d = alone(config)
+    waits, end = lindley(100, d, rate, seed=0)
+    found = load(config, WORK[:100], RequestTargets({"ttft": 1e6}), [0], rate)
+    assert found.enough == math.ceil(20 * sum(wait + d for wait in waits) / end)
+    assert [enough_requests(2.0, runs) for runs in (1, 2, 3, 9)] == [100, 50, 40, 40]
+    assert enough_requests(7.01) == 141
 
 
 def test_requests_of_several_seeds_count_as_one_run_s(tmp_path: Path) -> None:
@@ -298,7 +348,9 @@ def test_a_sample_is_spread_over_the_work(tmp_path: Path) -> None:
 
 
 def test_targets_that_any_rate_meets(tmp_path: Path) -> None:
-    with pytest.raises(JaxinferError, match=r"hold at any rate: 262144 requests/s"):
+    with pytest.raises(
+        JaxinferError, match=r"hold at any rate: 262144 requests/s, give 100 requests or more$"
+    ):
         capacity(prefills(tmp_path), WORK[:3], RequestTargets({"ttft": 100.0}), at_once=4)
 
 

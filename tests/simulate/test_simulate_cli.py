@@ -56,7 +56,8 @@ def capacity_lines(trace: Path, *options: str) -> list[str]:
 
 
 def test_capacity(trace: Path) -> None:
-    *tried, last = capacity_lines(trace, "--slo", "ttft=0.2,tbt=1", "--criterion", "each")
+    *tried, last, few = capacity_lines(trace, "--slo", "ttft=0.2,tbt=1", "--criterion", "each")
+    assert re.fullmatch(r"warning: too few requests .* give \d{3} requests or more", few)
     found = re.fullmatch(
         r"capacity: (\S+) requests/s at (\S+)% attainment, goodput (\S+) requests/s, (\S+) per GPU",
         last,
@@ -73,14 +74,14 @@ def test_capacity(trace: Path) -> None:
 
 def test_capacity_by_percentiles_and_of_several_seeds(trace: Path) -> None:
     more = "--requests-per-gpu", "4", "--seeds", "2"
-    *tried, last = capacity_lines(trace, "--slo", "ttft:p90=0.2,tbt:p99=1", *more)
+    *tried, last, few = capacity_lines(trace, "--slo", "ttft:p90=0.2,tbt:p99=1", *more)
     assert re.fullmatch(r"capacity: \S+ requests/s, goodput \S+ requests/s, \S+ per GPU", last)
     assert re.search(r"requests/s: met, ttft p90 0\.\d+, tbt p99 0\.\d+$", tried[0])
     assert any(line.endswith("requests/s: missed") for line in tried)
     by_hand = capacity_lines(
         trace, "--slo", "ttft:p90=0.2,tbt:p99=1", "--limit", "8", "--seed", "0", "--seed", "1"
     )
-    assert by_hand == [*tried, last]
+    assert by_hand == [*tried, last, few]
 
 
 def test_capacity_of_nothing(trace: Path) -> None:

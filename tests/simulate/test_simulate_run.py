@@ -154,7 +154,7 @@ def test_what_runs_where_is_written(tmp_path: Path) -> None:
     assert found["status"] == "finished"
     assert found["model"] == "llama-3-8b"
     assert found["system"] == config.system
-    assert found["emulated"] == ["all: simulated on ga (A10), gb (A10)"]
+    assert found["emulated"] == ["simulated on ga (A10), gb (A10)"]
     assert found["links"] == [{"between": ["ga", "gb"], "gb_s": 0.065536, "latency_s": 0.5}]
     assert found["instances"] == model_cluster(replace(resolve(config), pairs=())).describe()
     assert found["simulate"]["linear"]["step_s"] == 1.0
