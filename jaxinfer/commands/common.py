@@ -189,13 +189,16 @@ def own_folder(folder: Path, name: str, text: str) -> Path:
 
 
 @contextmanager
-def kept_results(out: str, name: str, text: str, lines: str) -> Iterator[tuple[Path, "Kept"]]:
+def kept_results(
+    out: str, name: str, text: str, lines: str, version: str | None = None
+) -> Iterator[tuple[Path, "Kept"]]:
     """A folder for what is found bit by bit, and what is there of it.
 
     What fails before anything has been found leaves no folder that it has made.
 
     Args:
-        name, text: see ``own_folder``; ``lines``: of the file that keeps what is found.
+        name, text: see ``own_folder``; ``lines``: of the file that keeps what is found;
+            ``version``: see ``Kept``.
 
     Raises:
         JaxinferError: see ``own_folder``, or a file in it cannot be read or written.
@@ -209,7 +212,13 @@ def kept_results(out: str, name: str, text: str, lines: str) -> Iterator[tuple[P
     with _left_as_found(
         folder, existed, lambda _: begun or (keeps.is_file() and keeps.stat().st_size > 0)
     ):
-        kept = Kept(keeps)
+        kept = Kept(keeps, version)
+        if kept.of_others:
+            print(
+                f"{keeps}: {kept.of_others} results are of another version of jaxinfer or of its "
+                "data, or of another machine, and are found anew",
+                file=sys.stderr,
+            )
         try:
             yield folder, kept
         except (IsADirectoryError, PermissionError) as error:

@@ -96,7 +96,7 @@ def _search(
     from jaxinfer.plan.watch import SearchBar
 
     with SearchBar() as bar:
-        search = DrivenSearch(problem, map_calls, kept, bar.update)
+        search = DrivenSearch(problem, map_calls, kept, bar)
         try:
             choice = choose(planner, search)
         finally:
@@ -127,7 +127,7 @@ def _follow(
     with SearchBar() as bar:
 
         def new_search(part: "Problem") -> DrivenSearch:
-            return DrivenSearch(part, map_calls, kept, bar.update)
+            return DrivenSearch(part, map_calls, kept, bar)
 
         followed = follow(problem, new_search, map_calls)
     write(folder, problem, followed, kind, force)

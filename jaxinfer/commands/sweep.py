@@ -55,12 +55,16 @@ def sweep(
     if x_axis(asked) is None:
         refuse("for an axis of numbers, and axes has none", {"--pictures": pictures})
     text = json.dumps(asked.model_dump(mode="json") | {"real": real}, indent=2)
-    with kept_results(out, "sweep.json", text, "points.jsonl") as (folder, kept):
+    version = None
+    if real:
+        from jaxinfer.plan.version import real_version
+        from jaxinfer.runtime.devices import count_cpu_devices
+
+        count_cpu_devices(clusters(asked))
+        version = real_version()
+    with kept_results(out, "sweep.json", text, "points.jsonl", version) as (folder, kept):
         with PointBar(len(points)) as bar:
             if real:
-                from jaxinfer.runtime.devices import count_cpu_devices
-
-                count_cpu_devices(clusters(asked))
                 rows = sweep_rows(asked, kept, map, run_point, bar.update)
             else:
                 with cores(ray_address, jobs) as (map_points, _):

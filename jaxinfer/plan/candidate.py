@@ -97,12 +97,6 @@ class Score:
     refused: str | None = None
 
 
-def as_score(found: Mapping[str, Any]) -> Score:
-    """From what ``asdict`` has made of it."""
-    costs = found["costs"]
-    return Score(**{**found, "costs": costs and Costs(**costs)})
-
-
 # A rate, in requests per second, that a candidate cannot exceed, known without simulation; infinite
 # where nothing is.
 Bound = Callable[["Candidate"], float]
