@@ -10,7 +10,6 @@ added. A search is one process, and takes minutes (``cpu_s``); those that DIR ha
 import csv
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +24,7 @@ from splitwise_public import BLOOM, Design, Public, drawn
 from jaxinfer.plan.planners.splitwise import SplitwisePools, SplitwisePoolsOptions
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.pool import process_pool
 from jaxinfer.simulate.targets import Targets
 from jaxinfer.workload.lengths import BenchRequest, read_workload
 
@@ -206,7 +206,7 @@ def main(perf_model: Path, conversation: str, coding: str, out: Path, jobs: int 
         "The power of 40 DGX-H100, with measured decode times": largest("watts", measured=True),
     }
     found: list[dict[str, Any]] = []
-    with TemporaryDirectory() as files, ProcessPoolExecutor(jobs) as pool:
+    with TemporaryDirectory() as files, process_pool(jobs) as pool:
         traces = {"conv": read_workload(conversation), "code": read_workload(coding)}
         setting = Setting(Public(perf_model, Path(files)), traces)
         known = kept(out / "placement.csv")

@@ -3,12 +3,9 @@
 import json
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,11 +70,10 @@ def cores(ray_address: str | None, jobs: int | None = None) -> Iterator[tuple[An
         cluster = RayMap(ray_address)
         yield cluster, cluster.cores
         return
+    from jaxinfer.pool import process_pool
+
     count = jobs or os.cpu_count() or 1
-    # Not forked: who calls may have threads, as JAX has.
-    # Ctrl-C goes to all of them, and is the parent's to answer.
-    deaf = signal.SIGINT, signal.SIG_IGN
-    with ProcessPoolExecutor(count, get_context("spawn"), signal.signal, deaf) as pool:
+    with process_pool(count) as pool:
         yield pool.map, count
 
 
