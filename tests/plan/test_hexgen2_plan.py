@@ -1,5 +1,6 @@
 """`planner: hexgen2` through the driver: the run file it writes, and what it refuses."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,25 @@ def test_the_same_run_file_each_time(tmp_path: Path) -> None:
     first, again = plan(asked(tmp_path)), plan(asked(tmp_path))
     assert yaml.safe_dump(first.part) == yaml.safe_dump(again.part)
     assert first.axes == again.axes
+
+
+@pytest.mark.parametrize(("caching", "own"), [(True, False), (False, False), (True, True)])
+def test_there_is_no_bound_where_a_cache_may_spare_what_it_counts(
+    tmp_path: Path, caching: bool, own: bool
+) -> None:
+    """The same prompt twice, or prompts that have nothing in common."""
+    trace = tmp_path / "t.jsonl"
+    lines = [{"prompt_token_ids": [i * own] * 900, "max_tokens": 9} for i in range(2)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    engine = ENGINE | {"enable_prefix_caching": caching}
+    small = PLANNER | {"restarts": 0, "flows": 5, "scored": 100}
+    axes = plan(asked(tmp_path, small, engine=engine, workload={"trace": str(trace)})).axes
+    if caching and not own:
+        assert axes["bound"] == "none: prompts share prefixes"
+        assert axes["gap"] is axes["within_nodes"] is None
+        assert not any(name.startswith("per_") for name in axes)
+    else:
+        assert axes["bound"] >= axes["flow"]
 
 
 def test_what_a_budget_rents(tmp_path: Path) -> None:
