@@ -97,8 +97,8 @@ class Score:
     refused: str | None = None
 
 
-# A rate, in requests per second, above which its planner holds, without simulation, that a candidate
-# carries nothing; infinite where it knows none. A search is as right as its bounds.
+# A rate, in requests per second, above which its planner holds that a candidate carries nothing,
+# without simulation; infinite where it knows none. A search is as right as its bounds.
 Bound = Callable[["Candidate"], float]
 # About what rate a candidate may have: who comes first, and where its search begins.
 Guess = Callable[["Candidate"], float]
