@@ -21,7 +21,7 @@ class Candidate:
         axes: what it is among the others, in words and numbers: its columns in the table.
         part: groups, instances, system and the like.
         key: equal of those that are the same but for names, which are looked at once; by default
-            its axes.
+            all that it has.
         refused: why it cannot be, where its planner knows; it is not simulated.
         outputs: of a phase of requests, the tokens that each has at most: one is a prompt alone.
         uncounted: groups that cost nothing, since they stand for what a phase leaves out.
@@ -39,7 +39,8 @@ class Candidate:
 
     def __post_init__(self) -> None:
         if not self.key:
-            object.__setattr__(self, "key", tuple(self.axes.items()))
+            has = self.axes, self.part, self.refused, self.outputs, self.uncounted
+            object.__setattr__(self, "key", (repr(has),))
 
     @property
     def whole(self) -> bool:

@@ -1,10 +1,10 @@
 """Pictures of a search: costs against rates, and times to first tokens against those between."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from jaxinfer.plan.candidate import Candidate
+from jaxinfer.plan.front import frontier
 from jaxinfer.plan.result import COSTS, PER
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.report.pictures import save_picture
@@ -13,16 +13,6 @@ from jaxinfer.simulate.targets import PercentileTargets
 SIZE = (5.2, 3.6)
 # Around the chosen one.
 RING: dict[str, Any] = {"s": 70, "facecolors": "none", "edgecolors": "tab:red", "label": "chosen"}
-Point = tuple[float, float]
-
-
-def frontier(points: Iterable[Point]) -> list[Point]:
-    """Those that no other one is below in one number and not above in the other, in order."""
-    found: list[Point] = []
-    for x, y in sorted(points):
-        if not found or y < found[-1][1]:
-            found.append((x, y))
-    return found
 
 
 def draw_rates(path: Path, search: DrivenSearch, chosen: Candidate) -> None:

@@ -236,10 +236,20 @@ class DrivenSearch:
         except JaxinferError as error:
             self._keep(candidate, Score(0.0, refused=str(error)))
             return None
-        return _Known(candidate, costs, bound(candidate), guessed)
+        most = bound(candidate)
+        for what, rate in (("guess", guessed), ("bound", most)):
+            if rate is not None and not rate >= 0:  # NaN is not, either.
+                raise JaxinferError(
+                    f"planner {self.problem.planner['name']}: the {what} of {candidate} is {rate}, "
+                    "must be requests/s, a number from 0 on"
+                )
+        return _Known(candidate, costs, most, guessed)
 
     def _distinct(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        return list({candidate.key: candidate for candidate in candidates}.values())
+        found: dict[tuple[object, ...], Candidate] = {}
+        for candidate in candidates:
+            found.setdefault(candidate.key, candidate)
+        return list(found.values())
 
     def _waves(self, candidates: list[Candidate]) -> Iterator[list[Candidate]]:
         for start in range(0, len(candidates), self.problem.goal.at_once):

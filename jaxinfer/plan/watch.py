@@ -116,13 +116,11 @@ class SearchBar(Watcher):
         return (time.monotonic() - self._began) * (1 / share - 1) if share else None
 
     def _tell(self, last: bool = False) -> None:
-        left = self.left_s()
-        ends = f", about {timedelta(seconds=round(left))} left" if left is not None else ""
-        said = (
-            f"{len(self._done)} of {self._expected} candidates, {self._simulations} simulations"
-            f"{ends}; {self._best}{f'; {self._now}' if self._now else ''}"
-        )
-        done = len(self._done) + 0.0
+        left, done = self.left_s(), len(self._done)
+        said = f"{done} of {self._expected} candidates, {self._simulations} simulations"
+        if left is not None and not last:
+            said += f", about {timedelta(seconds=round(left))} left"
+        said += f"; {self._best}" + (f"; {self._now}" if self._now and not last else "")
         self._bar.update(self._task, completed=done, total=self._expected, description=said)
         if self._bar.disable and (last or time.monotonic() - self._said > EVERY_S):
             self._said = time.monotonic()

@@ -233,7 +233,7 @@ def test_what_a_budget_rents(tmp_path: Path) -> None:
     bounds, flows = [], []
     for budget in (4.0, 6.0, 8.5, 99.0):
         axes = plan(asked(tmp_path, PLANNER | {"budget": budget})).axes
-        assert axes["usd_per_hour"] <= budget
+        assert axes["usd_per_hour_used"] <= budget
         assert 0 < axes["flow"] <= axes["bound"]
         bounds.append(axes["bound"])
         flows.append(axes["flow"])
@@ -273,8 +273,11 @@ def test_prices_of_the_plan_file_count(tmp_path: Path) -> None:
     once = plan(problem).axes
     twice = plan(problem.model_copy(update={"prices": {H100: 2.0, A100: 2.0}})).axes
     assert twice["flow"] == once["flow"]
-    assert twice["usd_per_hour"] == 2 * once["usd_per_hour"]
-    assert plan(problem.model_copy(update={"prices": {H100: 2.0}})).axes.get("usd_per_hour") is None
+    assert twice["usd_per_hour_used"] == 2 * once["usd_per_hour_used"]
+    assert (
+        plan(problem.model_copy(update={"prices": {H100: 2.0}})).axes.get("usd_per_hour_used")
+        is None
+    )
 
 
 @pytest.mark.parametrize("method", ["hexgen2", "random_swaps", "genetic"])

@@ -10,7 +10,8 @@ from plan_cases import problem
 from test_search import cluster
 
 from jaxinfer.plan.candidate import Candidate, Costs, Score
-from jaxinfer.plan.pictures import draw_latencies, draw_rates, frontier
+from jaxinfer.plan.front import frontier
+from jaxinfer.plan.pictures import draw_latencies, draw_rates
 from jaxinfer.plan.search import DrivenSearch
 
 NUMBERS = st.integers(0, 9)

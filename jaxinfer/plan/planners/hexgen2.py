@@ -217,7 +217,7 @@ class HexGen2:
         prices = site.usd_per_gpu
         if prices is not None:
             hourly = sum(n * prices[node] for p in used for node, n in p.group)
-            axes["usd_per_hour"] = round(hourly, 2)
+            axes["usd_per_hour_used"] = round(hourly, 2)
             axes["usd_per_1000_requests"] = round(hourly / 3.6 / flow.total, 5)
         if not shared:
             axes |= {f"per_{name}": round(value, 5) for name, value in found.per_gpu.items()}
