@@ -18,7 +18,16 @@ from typing import Any
 
 import click
 import yaml
-from results import Target, by_amount, show_table, show_targets, update_targets, write_csv
+from results import (
+    Target,
+    by_amount,
+    is_current,
+    mark,
+    show_table,
+    show_targets,
+    update_targets,
+    write_csv,
+)
 from splitwise_public import BLOOM, Design, Public, drawn
 
 from jaxinfer.plan.planners.splitwise import SplitwisePools, SplitwisePoolsOptions
@@ -143,8 +152,8 @@ def key(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def kept(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Rows that a run before has left, by their cases."""
-    if not path.exists():
+    """Rows that the same command has left, killed, by their cases."""
+    if not is_current(path):
         return {}
     with path.open(newline="", encoding="utf-8") as file:
         rows = [
@@ -219,6 +228,7 @@ def main(perf_model: Path, conversation: str, coding: str, out: Path, jobs: int 
             print(f"\n{title}")
             show_table(here)
             write_csv(out / "placement.csv", [*found, *known.values()])
+            mark(out / "placement.csv")
             if told := list(claims(here)):
                 update_targets(out / "targets.csv", told)
     longest = max(row["cpu_s"] for row in found)

@@ -77,8 +77,9 @@ class SearchBar(Watcher):
         self._began = time.monotonic()
         self._said = -math.inf
         self._expected, self._simulations = 0, 0
-        # Simulations by candidate: of those that are done, and of the others.
-        self._done: dict[object, int] = {}
+        # Simulations by candidate: of those that are done, and of the others. Several searches may
+        # have the same candidates.
+        self._done: list[int] = []
         self._running: Counter[object] = Counter()
         self._best = "none keeps the targets yet"
         self._now = ""
@@ -102,14 +103,15 @@ class SearchBar(Watcher):
     def scored(self, candidate: Candidate, score: Score, best: Candidate | None) -> None:
         """One candidate more."""
         with self._lock:
-            self._done[candidate.key] = self._running.pop(candidate.key, 0)
+            self._done.append(self._running.pop(candidate.key, 0))
+            self._expected = max(self._expected, len(self._done))  # One may be looked at again.
             if best:
                 self._best = f"best: {best}"
             self._tell(last=len(self._done) == self._expected)
 
     def left_s(self) -> float | None:
         """About how long it takes still, if all candidates take as many simulations."""
-        full = [count for count in self._done.values() if count]
+        full = [count for count in self._done if count]
         each = sum(full) / len(full) if full else float(SIMULATIONS)
         running = sum(min(count / each, 0.9) for count in self._running.values())
         share = (len(self._done) + running) / max(self._expected, 1)
