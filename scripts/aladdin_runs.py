@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.config.run_file import RunFile, load_run_file
+from jaxinfer.plan.kept import Kept, contents, key_of
 from jaxinfer.plan.workers import fewest
 from jaxinfer.simulate.capacity import load
 from jaxinfer.simulate.targets import RequestTargets
@@ -74,23 +75,20 @@ class Search:
     """
 
     def __init__(self, trace: Work, tables: Path, kept: Path) -> None:
-        self.trace, self.tables, self._path = trace, tables, kept
-        self._kept: dict[str, bool] = {}
-        if kept.exists():
-            lines = kept.read_text(encoding="utf-8").splitlines()
-            self._kept = dict(json.loads(line) for line in lines)
+        self.trace, self.tables, self._kept = trace, tables, Kept(kept)
+        self._data = key_of(repr(trace), contents(str(tables)))
 
     def keeps(self, way: Way, workers: int, rate: float, level: float, seed: int) -> bool:
         """Whether so many keep both targets for that share of the requests."""
         other = [list(way.settings), dict(way.slo)] if way.settings else []
-        key = json.dumps([way.name, dict(way.system), workers, rate, level, seed, REQUESTS, *other])
-        if key not in self._kept:
+        asked = [way.name, dict(way.system), workers, rate, level, seed, REQUESTS, *other]
+        key = key_of(self._data, asked)
+        if self._kept.get(key) is None:
             config, work = way.config(self.tables, workers), draw(self.trace, seed)
             targets = RequestTargets(dict(way.slo), level)
-            self._kept[key] = load(config, work, targets, [seed], rate).verdict.met
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([key, self._kept[key]]) + "\n")
-        return self._kept[key]
+            met = bool(load(config, work, targets, [seed], rate).verdict.met)
+            self._kept.add(key, {"met": met})
+        return bool(self._kept.get(key)["met"])
 
     def fewest(self, way: Way, rate: float, level: float, seed: int, guess: float) -> int | None:
         """The fewest workers; None where twice the guess and more are not enough."""

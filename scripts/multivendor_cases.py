@@ -2,11 +2,11 @@
 
 import statistics
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxinfer.config.run_file import load_run_file
+from jaxinfer.pool import process_pool
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.hardware import find_model
 from jaxinfer.simulate.run import simulate
@@ -101,7 +101,7 @@ def _tpot(requests: Sequence[tuple[float, Sequence[float]]]) -> float:
 
 def serve_all(cases: Sequence[Case]) -> list[Served]:
     """On all cores."""
-    with ProcessPoolExecutor() as pool:
+    with process_pool() as pool:
         return list(pool.map(Case.serve, cases))
 
 

@@ -33,6 +33,7 @@ from jaxinfer.config.validation import read_yaml
 from jaxinfer.plan.planners.any_system import AnySystem, AnySystemOptions
 from jaxinfer.plan.problem import Problem, merge
 from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.pool import process_pool
 from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.simulate.capacity import capacity
@@ -305,7 +306,7 @@ def main(trace: str, ratios: Path | None, out: Path, requests: int, jobs: int | 
     """Write tables, targets and a picture, and print them."""
     out.mkdir(parents=True, exist_ok=True)
     work = read_workload(trace, requests)
-    with ProcessPoolExecutor(jobs) as pool:
+    with process_pool(jobs) as pool:
         tables = {
             "systems": kept(out / "systems.csv", lambda: systems(trace, work, pool)),
             "lengths": kept(out / "lengths.csv", lambda: by_length(work, pool)),

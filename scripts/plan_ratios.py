@@ -18,6 +18,7 @@ from jaxinfer.plan.candidate import Candidate
 from jaxinfer.plan.planners.pd_ratio import PDRatio, PDRatioOptions
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.pool import process_pool
 from jaxinfer.workload.lengths import read_workload
 
 FILE = Path(__file__).parents[1] / "configs" / "multivendor" / "disaggregated.yaml"
@@ -116,7 +117,7 @@ def main(trace: str, out: Path, jobs: int | None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     chats = [(item.prompt_len, item.max_tokens) for item in read_workload(trace)]
     rows = []
-    with ProcessPoolExecutor(jobs) as pool:
+    with process_pool(jobs) as pool:
         for name in LONG:
             prompt, _, output = name.partition("+")
             lengths = [(int(prompt), int(output))] if output else chats

@@ -6,7 +6,6 @@ CSV: the first 1,000 lengths of Azure's 2023 conversation trace, all at the star
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from results import show_table, show_targets, write_csv, write_targets
 from scipy.optimize import brentq
 
 from jaxinfer.config.run_file import RunFile, load_run_file
+from jaxinfer.pool import process_pool
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.simulate.hardware import find_gpu, find_model
 from jaxinfer.simulate.run import simulate
@@ -209,7 +209,7 @@ def table_2(costs: dict[str, Any], work: Sequence[BenchRequest]) -> list[dict[st
     cells = [(setup, approach) for setup in SETUPS for approach in APPROACHES]
     calibrated = [Case(s, APPROACHES[a], numbers(costs, s)) for s, a in cells]
     plain = [Case(s, APPROACHES[a]) for s, a in cells]
-    with ProcessPoolExecutor() as pool:
+    with process_pool() as pool:
         ours, uncalibrated = (
             list(pool.map(partial(throughput, work=work), cases)) for cases in (calibrated, plain)
         )
@@ -262,7 +262,7 @@ def figure_4(costs: dict[str, Any], work: Sequence[BenchRequest]) -> list[dict[s
     """Every setup and approach at every interval."""
     points = [(s, a, interval) for s in SETUPS for a in APPROACHES for interval in INTERVALS]
     cases = [Case(s, APPROACHES[a], numbers(costs, s)) for s, a, _ in points]
-    with ProcessPoolExecutor() as pool:
+    with process_pool() as pool:
         found = pool.map(latency, cases, [work] * len(cases), [p[2] for p in points])
     return [
         {"setup": s, "approach": a, "interval_s": i, "ttft_p99": ttft, "tbt_p99": tbt}

@@ -18,6 +18,7 @@ from jaxinfer.plan.candidate import Axis, Candidate
 from jaxinfer.plan.problem import load_problem
 from jaxinfer.plan.registry import make_planner
 from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.pool import process_pool
 
 FOLDER = Path(__file__).parents[1] / "configs" / "plan"
 # Of each model, tensor and pipeline parallelism of prefill and decode in the artefact, and
@@ -69,7 +70,7 @@ def main(out: Path, jobs: int | None) -> None:
     """Print what the planner finds beside the paper's, and write it."""
     out.mkdir(parents=True, exist_ok=True)
     rows, targets = [], []
-    with ProcessPoolExecutor(jobs) as pool:
+    with process_pool(jobs) as pool:
         for model in PAPER:
             table, target = found(model, pool)
             rows += table

@@ -11,7 +11,6 @@ already is read from it: a killed run goes on.
 
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,6 +43,7 @@ from splitwise_capacities import (
 from splitwise_pictures import draw_capacities, draw_decodes, draw_pools
 from splitwise_public import Public
 
+from jaxinfer.pool import process_pool
 from jaxinfer.workload.lengths import read_workload
 
 
@@ -163,7 +163,7 @@ def main(
         claims.extend(targets)
         update_targets(out / "targets.csv", targets)
 
-    with TemporaryDirectory() as files, ProcessPoolExecutor() as pool:
+    with TemporaryDirectory() as files, process_pool() as pool:
         public = Public(perf_model, Path(files))
         traces = {"conv": read_workload(conversation), "code": read_workload(coding)}
         setting = Setting(public, traces, pool)

@@ -10,7 +10,6 @@ added. A search is one process, and takes minutes (``cpu_s``); those that DIR ha
 import csv
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,12 +18,22 @@ from typing import Any
 
 import click
 import yaml
-from results import Target, by_amount, show_table, show_targets, update_targets, write_csv
+from results import (
+    Target,
+    by_amount,
+    is_current,
+    mark,
+    show_table,
+    show_targets,
+    update_targets,
+    write_csv,
+)
 from splitwise_public import BLOOM, Design, Public, drawn
 
 from jaxinfer.plan.planners.splitwise import SplitwisePools, SplitwisePoolsOptions
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.pool import process_pool
 from jaxinfer.simulate.targets import Targets
 from jaxinfer.workload.lengths import BenchRequest, read_workload
 
@@ -143,8 +152,8 @@ def key(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def kept(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Rows that a run before has left, by their cases."""
-    if not path.exists():
+    """Rows that the same command has left, killed, by their cases."""
+    if not is_current(path):
         return {}
     with path.open(newline="", encoding="utf-8") as file:
         rows = [
@@ -206,7 +215,7 @@ def main(perf_model: Path, conversation: str, coding: str, out: Path, jobs: int 
         "The power of 40 DGX-H100, with measured decode times": largest("watts", measured=True),
     }
     found: list[dict[str, Any]] = []
-    with TemporaryDirectory() as files, ProcessPoolExecutor(jobs) as pool:
+    with TemporaryDirectory() as files, process_pool(jobs) as pool:
         traces = {"conv": read_workload(conversation), "code": read_workload(coding)}
         setting = Setting(Public(perf_model, Path(files)), traces)
         known = kept(out / "placement.csv")
@@ -219,6 +228,7 @@ def main(perf_model: Path, conversation: str, coding: str, out: Path, jobs: int 
             print(f"\n{title}")
             show_table(here)
             write_csv(out / "placement.csv", [*found, *known.values()])
+            mark(out / "placement.csv")
             if told := list(claims(here)):
                 update_targets(out / "targets.csv", told)
     longest = max(row["cpu_s"] for row in found)

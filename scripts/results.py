@@ -1,10 +1,16 @@
 """What scripts of docs/results share: a paper's claims beside ours, as a table and a file."""
 
 import csv
+import hashlib
+import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from jaxinfer.plan.kept import contents, key_of
+from jaxinfer.plan.version import code_version, digest_of
 
 # What was fitted to the paper, what follows without, and what was taken from it.
 Kind = Literal["calibrated", "predicted", "input"]
@@ -82,13 +88,46 @@ def update_targets(path: Path, targets: Sequence[Target]) -> None:
 
 
 def kept(path: Path, make: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """A table as it stands in its file; made and written where there is none."""
-    if not path.exists():
+    """A table that this very command has made, as it stands in its file; else made anew.
+
+    So a script that was killed goes on, and one of another version reproduces all that it writes.
+    """
+    if is_current(path):
+        print(f"{path}: kept, made before by the same command, code and data")
+    else:
         write_csv(path, make())
+        mark(path)
     with path.open(newline="", encoding="utf-8") as file:
         return [
             {name: _number(value) for name, value in row.items()} for row in csv.DictReader(file)
         ]
+
+
+def is_current(path: Path) -> bool:
+    """Whether a file is as ``mark`` has seen it, by the same command, code and data."""
+    marks = _marks(path)
+    return path.exists() and marks.get(path.name) == _origin(path)
+
+
+def mark(path: Path) -> None:
+    """Note what has made a file, in ``.kept.json`` beside it."""
+    marks = _marks(path) | {path.name: _origin(path)}
+    path.with_name(".kept.json").write_text(json.dumps(marks, indent=1), encoding="utf-8")
+
+
+def _marks(path: Path) -> dict[str, str]:
+    file = path.with_name(".kept.json")
+    found: dict[str, str] = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    return found
+
+
+def _origin(path: Path) -> str:
+    """Of the command, the files that it names, all code, and the file itself."""
+    words = [word.partition("=")[2] if word.startswith("--") else word for word in sys.argv[1:]]
+    named = [w for w in words if Path(w).resolve() != path.parent.resolve()]
+    scripts = digest_of(Path(__file__).parent)
+    table = hashlib.sha256(path.read_bytes()).hexdigest()
+    return key_of(code_version(), scripts, Path(sys.argv[0]).name, named, contents(named), table)
 
 
 def _number(text: str) -> str | float:

@@ -4,12 +4,9 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,11 +70,10 @@ def cores(ray_address: str | None, jobs: int | None = None) -> Iterator[tuple[An
         cluster = RayMap(ray_address)
         yield cluster, cluster.cores
         return
+    from jaxinfer.pool import process_pool
+
     count = jobs or os.cpu_count() or 1
-    # Not forked: who calls may have threads, as JAX has.
-    # Ctrl-C goes to all of them, and is the parent's to answer.
-    deaf = signal.SIGINT, signal.SIG_IGN
-    with ProcessPoolExecutor(count, get_context("spawn"), signal.signal, deaf) as pool:
+    with process_pool(count) as pool:
         yield pool.map, count
 
 
@@ -212,13 +208,16 @@ def own_folder(folder: Path, name: str, text: str) -> Path:
 
 
 @contextmanager
-def kept_results(out: str, name: str, text: str, lines: str) -> Iterator[tuple[Path, "Kept"]]:
+def kept_results(
+    out: str, name: str, text: str, lines: str, version: str | None = None
+) -> Iterator[tuple[Path, "Kept"]]:
     """A folder for what is found bit by bit, and what is there of it.
 
     What fails before anything has been found leaves no folder that it has made.
 
     Args:
-        name, text: see ``own_folder``; ``lines``: of the file that keeps what is found.
+        name, text: see ``own_folder``; ``lines``: of the file that keeps what is found;
+            ``version``: see ``Kept``.
 
     Raises:
         JaxinferError: see ``own_folder``, or a file in it cannot be read or written.
@@ -232,7 +231,13 @@ def kept_results(out: str, name: str, text: str, lines: str) -> Iterator[tuple[P
     with _left_as_found(
         folder, existed, lambda _: begun or (keeps.is_file() and keeps.stat().st_size > 0)
     ):
-        kept = Kept(keeps)
+        kept = Kept(keeps, version)
+        if kept.of_others:
+            print(
+                f"{keeps}: {kept.of_others} results are of another version of jaxinfer or of its "
+                "data, or of another machine, and are found anew",
+                file=sys.stderr,
+            )
         try:
             yield folder, kept
         except (IsADirectoryError, PermissionError) as error:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from jaxinfer.plan.kept import Kept
     from jaxinfer.plan.problem import Problem
 
+# Candidates in the table at the end; ``plan.csv`` has all.
+SHOWN = 8
+
 
 @click.command()
 @click.argument("plan_file")
@@ -87,16 +90,24 @@ def _search(
     map_calls: Any,
     kind: str,
     force: bool,
-) -> list[str]:
+) -> list[Any]:
     """One plan; what there is to say of it."""
     from jaxinfer.plan.pictures import draw_latencies, draw_rates
-    from jaxinfer.plan.result import head, rows, value_in_words, write_run_file, write_table
+    from jaxinfer.plan.result import (
+        best_few,
+        head,
+        refusals,
+        rows,
+        value_in_words,
+        write_run_file,
+        write_table,
+    )
     from jaxinfer.plan.run import choose
     from jaxinfer.plan.search import DrivenSearch
     from jaxinfer.plan.watch import SearchBar
 
     with SearchBar() as bar:
-        search = DrivenSearch(problem, map_calls, kept, bar.update)
+        search = DrivenSearch(problem, map_calls, kept, bar)
         try:
             choice = choose(planner, search)
         finally:
@@ -107,7 +118,11 @@ def _search(
     write_run_file(run_file, problem, choice.candidate, lines, force)
     draw_rates(folder / f"rates.{kind}", search, choice.candidate)
     draw_latencies(folder / f"latencies.{kind}", search, choice.candidate)
+    refused = refusals(search)
     return [
+        best_few(search, max(SHOWN, problem.goal.top)),
+        "<: given up, since it misses the targets there; *: none carries more for less.",
+        *([refused] if refused else []),
         f"best: {choice.candidate}",
         value_in_words(problem.goal, search.value(choice.score)),
         *lines[2:],
@@ -127,7 +142,7 @@ def _follow(
     with SearchBar() as bar:
 
         def new_search(part: "Problem") -> DrivenSearch:
-            return DrivenSearch(part, map_calls, kept, bar.update)
+            return DrivenSearch(part, map_calls, kept, bar)
 
         followed = follow(problem, new_search, map_calls)
     write(folder, problem, followed, kind, force)

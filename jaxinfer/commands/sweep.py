@@ -61,13 +61,17 @@ def sweep(
     if x_axis(asked) is None:
         refuse("for an axis of numbers, and axes has none", {"--pictures": pictures})
     text = json.dumps(asked.model_dump(mode="json") | {"real": real}, indent=2)
-    with kept_results(out, "sweep.json", text, "points.jsonl") as (folder, kept):
+    version = None
+    if real:
+        from jaxinfer.plan.version import real_version
+        from jaxinfer.runtime.devices import count_cpu_devices
+
+        count_cpu_devices(clusters(asked))
+        version = real_version()
+    with kept_results(out, "sweep.json", text, "points.jsonl", version) as (folder, kept):
         runs = folder / "runs" if folders else None
         with PointBar(len(points) * len(asked.all_seeds)) as bar:
             if real:
-                from jaxinfer.runtime.devices import count_cpu_devices
-
-                count_cpu_devices(clusters(asked))
                 rows = sweep_rows(asked, kept, map, run_point, bar.update, runs)
             else:
                 with cores(ray_address, jobs) as (map_points, _):

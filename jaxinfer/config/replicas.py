@@ -6,6 +6,8 @@ from typing import Any
 
 from jaxinfer.config.validation import OptionError
 
+# More of one name would take minutes to refuse, where they have no place.
+MOST = 10_000
 # By name of what has replicas, how many.
 Counts = Mapping[str, int]
 
@@ -22,9 +24,9 @@ def replicate(section: str, entries: Mapping[Any, Any]) -> tuple[dict[str, Any],
         name, made = str(key), {str(key): entry}
         if isinstance(entry, dict) and "replicas" in entry:
             count = counts[name] = entry["replicas"]
-            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST:
                 raise OptionError(
-                    f"{section}.{name}.replicas is {count!r}, must be an integer from 1 on"
+                    f"{section}.{name}.replicas is {count!r}, must be an integer from 1 to {MOST}"
                 )
             one = {option: value for option, value in entry.items() if option != "replicas"}
             made = {replica: dict(one) for replica in names_of(name, counts)}

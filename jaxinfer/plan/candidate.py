@@ -21,7 +21,7 @@ class Candidate:
         axes: what it is among the others, in words and numbers: its columns in the table.
         part: groups, instances, system and the like.
         key: equal of those that are the same but for names, which are looked at once; by default
-            its axes.
+            all that it has.
         refused: why it cannot be, where its planner knows; it is not simulated.
         outputs: of a phase of requests, the tokens that each has at most: one is a prompt alone.
         uncounted: groups that cost nothing, since they stand for what a phase leaves out.
@@ -39,7 +39,8 @@ class Candidate:
 
     def __post_init__(self) -> None:
         if not self.key:
-            object.__setattr__(self, "key", tuple(self.axes.items()))
+            has = self.axes, self.part, self.refused, self.outputs, self.uncounted
+            object.__setattr__(self, "key", (repr(has),))
 
     @property
     def whole(self) -> bool:
@@ -99,14 +100,8 @@ class Score:
     enough: int | None = None
 
 
-def as_score(found: Mapping[str, Any]) -> Score:
-    """From what ``asdict`` has made of it."""
-    costs = found["costs"]
-    return Score(**{**found, "costs": costs and Costs(**costs)})
-
-
-# A rate, in requests per second, that a candidate cannot exceed, known without simulation; infinite
-# where nothing is.
+# A rate, in requests per second, above which its planner holds that a candidate carries nothing,
+# without simulation; infinite where it knows none. A search is as right as its bounds.
 Bound = Callable[["Candidate"], float]
 # About what rate a candidate may have: who comes first, and where its search begins.
 Guess = Callable[["Candidate"], float]

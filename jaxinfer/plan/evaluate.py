@@ -1,19 +1,27 @@
-"""What one candidate comes to, found by simulation in one process."""
+"""What one candidate comes to: a search for its rate, of simulations in other processes."""
 
 import math
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from jaxinfer.config.resolve import resolve
-from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Costs, GivenUp, Score
 from jaxinfer.plan.limits import limits
 from jaxinfer.plan.problem import Goal
-from jaxinfer.simulate.capacity import AnyRateError, TriedRate, capacity, load, requests_for
+from jaxinfer.simulate.capacity import (
+    AnyRateError,
+    TriedRate,
+    alone,
+    capacity,
+    load,
+    num_gpus,
+    requests_for,
+)
 from jaxinfer.simulate.hardware import sum_known
 from jaxinfer.simulate.targets import Targets
 from jaxinfer.workload.lengths import BenchRequest
@@ -27,7 +35,7 @@ class Asked(NamedTuple):
         floor: a rate that it has to carry to be of interest, if it has to.
         seeds: of the arrivals.
         outputs, uncounted: see ``Candidate``.
-        start: a rate to begin with (see ``capacity``), which changes nothing in the answer.
+        start: a rate to begin with (see ``capacity``).
     """
 
     data: Mapping[str, object]
@@ -38,9 +46,29 @@ class Asked(NamedTuple):
     start: float | None = None
 
 
+class Simulation(NamedTuple):
+    """One that is asked for.
+
+    Attributes:
+        data, seeds, outputs: see ``Asked``.
+        rate: requests per second; 0 for a sample of them, one at a time (see ``alone``).
+        requests: so many of the workload's; None for all.
+    """
+
+    data: Mapping[str, object]
+    seeds: tuple[int, ...]
+    rate: float
+    outputs: int | None
+    requests: int | None
+
+
+# Of a simulation, what it comes to; or, in words, why it cannot be.
+Simulate = Callable[[Simulation], TriedRate]
+
+
 @dataclass(frozen=True)
 class Evaluator:
-    """Scores run files for a goal; goes to other processes, which unpack its requests once."""
+    """Simulates run files; goes to other processes, which unpack its requests once."""
 
     goal: Goal
     work: Sequence[BenchRequest]
@@ -83,35 +111,57 @@ class Evaluator:
         )
         return Costs(sum(counts.values()), watts, usd)
 
-    def __call__(self, asked: Asked) -> Score:
-        """The score of a run file."""
+    def __call__(self, asked: Simulation) -> TriedRate | str:
+        """What a simulation comes to, or why it cannot be."""
+        try:
+            config, work = as_run_file(asked.data), self._work(asked.requests, asked.outputs)
+            if asked.rate:
+                return load(config, work, self.targets, asked.seeds, asked.rate)
+            return TriedRate(0.0, num_gpus(config), alone(config, work, self.targets), None)
+        except JaxinferError as error:
+            return str(error)
+
+    def score(self, asked: Asked, simulate: Simulate) -> Score:
+        """What a run file comes to, by simulations one after another."""
         try:
             costs = self.costs(asked.data, asked.uncounted)
-            return self._score(as_run_file(asked.data), costs, asked)
+            return self._score(asked, costs, simulate)
         except JaxinferError as error:
             return Score(0.0, refused=str(error))
 
-    def _score(self, config: RunFile, costs: Costs, asked: Asked) -> Score:
-        work, seeds = self._work(costs, asked.outputs), asked.seeds
+    def _score(self, asked: Asked, costs: Costs, simulate: Simulate) -> Score:
+        each = self.goal.requests_per_gpu
+        count = len(requests_for(costs.gpus, self.work, each)) if each else None
+        self._check_phases(asked.outputs)
+
+        def at(rate: float) -> TriedRate:
+            return simulate(Simulation(asked.data, asked.seeds, rate, asked.outputs, count))
+
         met = None
         if asked.floor is not None:
-            met = load(config, work, self.targets, seeds, asked.floor)
+            met = at(asked.floor)
             if not met.verdict.met or self.goal.minimise:
                 return _score(met, costs, None if met.verdict.met else "at this rate")
         try:
             found = capacity(
-                config, work, self.targets, seeds, self.goal.precision, met=met, start=asked.start
-            )
+                as_run_file(asked.data), self.work, self.targets, asked.seeds, self.goal.precision,
+                map_rates=lambda call, rates: map(at, rates), met=met, start=asked.start,
+                met_alone=lambda: at(0.0).verdict.met,
+            )  # fmt: skip
         except AnyRateError:
             return Score(math.inf, costs)
         return _score(found, costs)
 
-    def _work(self, costs: Costs, outputs: int | None) -> Sequence[BenchRequest]:
-        work = self.work
-        if self.goal.requests_per_gpu:
-            work = requests_for(costs.gpus, work, self.goal.requests_per_gpu)
+    def _work(self, count: int | None, outputs: int | None) -> Sequence[BenchRequest]:
+        work = self.work if count is None else self.work[:count]
         if outputs is None:
             return work
+        return [replace(item, max_tokens=min(item.max_tokens, outputs)) for item in work]
+
+    def _check_phases(self, outputs: int | None) -> None:
+        """Refuse targets of whole requests, where phases are asked for."""
+        if outputs is None:
+            return
         if self.targets.reference:
             raise JaxinferError(
                 "goal.slo: is in multiples of what whole requests take alone, and phases are asked "
@@ -122,7 +172,6 @@ class Evaluator:
                 "goal.slo: normalised is over a whole request, and phases are asked for: give ttft "
                 "and tpot"
             )
-        return [replace(item, max_tokens=min(item.max_tokens, outputs)) for item in work]
 
 
 @lru_cache(maxsize=2)

@@ -5,10 +5,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any, TextIO
 
 from jaxinfer.config.contents import contents as contents
 from jaxinfer.errors import JaxinferError
+from jaxinfer.plan.version import code_version
 
 
 def key_of(*what: object) -> str:
@@ -25,18 +27,25 @@ def _text_keys(value: object) -> object:
 
 
 class Kept:
-    """JSON values by key.
+    """JSON values by key, of one version of the program.
 
     Args:
         path: of JSON lines, one for each; None keeps them in memory alone.
+        version: of all that values depend on besides their keys; by default ``code_version``.
+
+    Attributes:
+        of_others: how many lines of the file are of another version, which do not count.
 
     Raises:
-        JaxinferError: the file has something else, or another process writes to it.
+        JaxinferError: a line of the file is damaged, or another process writes to it.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, version: str | None = None) -> None:
         self._values: dict[str, Any] = {}
         self._file: TextIO | None = None
+        self._version = version or code_version()
+        self._lock = Lock()
+        self.of_others = 0
         if path:
             try:
                 self._file = path.open("a", encoding="utf-8")
@@ -58,27 +67,40 @@ class Kept:
             try:
                 found = json.loads(line)
                 key, value = found["key"], found["value"]
-                if not isinstance(value, dict):
+                if not isinstance(key, str) or not isinstance(value, dict):
                     raise TypeError
+                if found.get("version") != self._version:
+                    self.of_others += 1
+                    continue
+                if found["sum"] != self._sum(key, value):
+                    raise ValueError
             except (ValueError, KeyError, TypeError):
                 raise JaxinferError(
-                    f"{path}, line {number}: is none that was kept here: remove it, or give a new "
-                    "folder"
+                    f"{path}, line {number}: is none that was kept here, or was changed since: "
+                    "remove it, or give a new folder"
                 ) from None
             self._values[key] = value
+
+    def _sum(self, key: str, value: Any) -> str:
+        """By which a line that was damaged is known."""
+        return key_of(self._version, key, value)[:16]
 
     def get(self, key: str) -> Any:
         """The value of this key, or None."""
         return self._values.get(key)
 
     def add(self, key: str, value: Any) -> None:
-        """Keep one."""
-        self._values[key] = value
-        if self._file:
-            self._file.write(json.dumps({"key": key, "value": value}) + "\n")
-            self._file.flush()
+        """Keep one; several threads may."""
+        line = {"key": key, "value": value, "version": self._version, "sum": self._sum(key, value)}
+        with self._lock:
+            self._values[key] = value
+            if self._file:
+                self._file.write(json.dumps(line) + "\n")
+                self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file:
-            self._file.close()
+        """Close the file; what threads find later is kept in memory alone."""
+        with self._lock:
+            if self._file:
+                self._file.close()
+                self._file = None

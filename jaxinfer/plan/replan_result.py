@@ -140,6 +140,10 @@ def write_run_files(
             old.with_suffix(".csv").unlink(missing_ok=True)
 
 
+# Of a window's mix, what is drawn, by its unit.
+_LOAD = (("requests/s", "rate"), ("prompt tokens", "prompt"), ("output tokens", "output"))
+
+
 def draw(path: Path, windows: Sequence[Window], served: Sequence[Served], targets: Targets) -> None:
     """The load, and each target's figure window by window; grey: nothing serves new requests."""
     from matplotlib.figure import Figure
@@ -147,29 +151,66 @@ def draw(path: Path, windows: Sequence[Window], served: Sequence[Served], target
     from jaxinfer.report.plots import COLOURS
 
     limits = _limits(targets)
-    figure = Figure((7.5, 2 + 2 * len(limits)), layout="constrained")
+    figure = Figure((8.5, 2.2 + 2 * len(limits)), layout="constrained")
     load, *panels = figure.subplots(1 + len(limits), 1, sharex=True)
     edges = [*(window.start for window in windows), windows[-1].stop]
     first = next(mix for window in windows if (mix := window.mix))
-    for label, of in (("requests/s", "rate"), ("prompt", "prompt"), ("output", "output")):
-        shares = [getattr(w.mix, of) / getattr(first, of) if w.mix else None for w in windows]
-        _steps(load, edges, shares, label=label)
-    load.set(ylabel="by the first window's", ylim=(0, None))
-    load.legend(frameon=False, fontsize="small")
+    for (unit, of), colour, dash in zip(_LOAD, COLOURS[4:], ("-", "--", ":"), strict=False):
+        at_first = getattr(first, of)
+        shares = [getattr(w.mix, of) / at_first if w.mix else None for w in windows]
+        _steps(load, edges, shares, label=f"{unit} ({at_first:.4g})", color=colour, ls=dash, lw=1.5)
+    load.set_ylabel("load,\nfirst window = 1")
+    _log_scale(load)
+    _explain(load, "means of a window\n(of the first one)")
     for axes, (name, limit) in zip(panels, limits.items(), strict=True):
-        for each, colour in zip(served, COLOURS * len(served), strict=False):
+        for number, (each, colour) in enumerate(zip(served, COLOURS * len(served), strict=False)):
             values = [window.figures[name] if window else None for window in each.windows]
             dash = "--" if each.way.free else "-"
-            _steps(axes, edges, values, label=each.way.name, color=colour, ls=dash)
-        axes.axhline(limit, color="0.5", lw=1, ls=":")
+            label = {"label": each.way.name} if axes is panels[0] else {}
+            # Those that were first lie above, and are thinner: equal ones can be told apart.
+            style = {"lw": 1.2 + 0.6 * number, "zorder": 3 - 0.1 * number, "alpha": 0.9}
+            _steps(axes, edges, values, color=colour, ls=dash, **label, **style)
+        axes.axhline(limit, color="0.3", lw=1, ls=":", zorder=1)
         if isinstance(targets, PercentileTargets):
-            axes.set_yscale("log")
-        axes.set_ylabel(name if isinstance(targets, PercentileTargets) else f"{name}, share")
+            _log_scale(axes)
+        axes.set_ylabel(_in_words(name, targets))
         for stretch in served[0].stretches[1:]:
             axes.axvspan(stretch.start, stretch.ready, color="0.88", lw=0, zorder=0)
-    panels[0].legend(frameon=False, fontsize="small", ncols=2)
-    panels[-1].set_xlabel("seconds")
+    # What is the same in all panels is said in the first.
+    panels[0].plot([], [], color="0.3", lw=1, ls=":", label="target")
+    if len(served[0].stretches) > 1:
+        panels[0].fill_between([], [], color="0.88", label="replanned: GPUs end and\nload, "
+                               "requests wait")  # fmt: skip
+    _explain(panels[0], "placement")
+    panels[-1].set_xlabel("time of arrival, s")
+    figure.align_ylabels()
     save_picture(figure, path)
+
+
+def _log_scale(axes: Any) -> None:
+    """With plain numbers at 1, 2, 5 and their tens."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _explain(axes: Any, title: str) -> None:
+    """A legend beside the axes."""
+    axes.legend(
+        frameon=False, fontsize="small", title=title, title_fontsize="small", loc="upper left",
+        bbox_to_anchor=(1.0, 1.05), alignment="left",
+    )  # fmt: skip
+
+
+def _in_words(name: str, targets: Targets) -> str:
+    """A figure and its unit."""
+    metric, _, percent = name.partition(" ")
+    if isinstance(targets, PercentileTargets):
+        return f"{metric.upper()} {percent}, {'times alone' if targets.reference else 's'}"
+    return f"share of requests\nthat keep {metric.upper()}"
 
 
 def _steps(axes: Any, edges: Sequence[float], values: Sequence[float | None], **style: Any) -> None:

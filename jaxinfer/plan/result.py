@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import yaml
+from rich.table import Table
 from scipy import stats
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Candidate, Score
+from jaxinfer.plan.front import front_of
 from jaxinfer.plan.problem import Goal, Problem
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import too_few
@@ -48,25 +50,80 @@ class Choice:
 
 
 def rows(search: DrivenSearch) -> list[dict[str, Any]]:
-    """Of the table: each candidate that was looked at, its axes, costs and what it came to."""
+    """Of the table: each candidate that was looked at, its axes, costs and what it came to.
+
+    An axis that is called as one of the other columns is ``axes.`` and its name.
+    """
     found: list[dict[str, Any]] = []
+    front = {candidate.key for candidate in front_of(search)}
     for candidate, score in search.tried.values():
         costs = score.costs
-        found.append(
-            {
-                **candidate.axes,
-                "gpus": costs and costs.gpus,
-                "usd_per_hour": costs and costs.usd,
-                "watts": costs and costs.watts,
-                "requests_s": score.rate if score.figures else None,
-                "given_up": score.given_up,
-                # At a rate that it misses, it is worth nothing.
-                "value": search.value(score) if score.figures and not score.given_up else None,
-                **{name.replace(" ", "_"): value for name, value in score.figures.items()},
-                "refused": score.refused,
-            }
-        )
+        own = {
+            "gpus": costs and costs.gpus,
+            "usd_per_hour": costs and costs.usd,
+            "watts": costs and costs.watts,
+            "requests_s": score.rate if score.figures else None,
+            "given_up": score.given_up,
+            # At a rate that it misses, it is worth nothing.
+            "value": search.value(score) if score.figures and not score.given_up else None,
+            "front": "yes" if candidate.key in front else None,
+            **{name.replace(" ", "_"): value for name, value in score.figures.items()},
+            "refused": score.refused,
+        }
+        axes = {f"axes.{n}" if n in own else n: value for n, value in candidate.axes.items()}
+        found.append(axes | own)
     return found
+
+
+def best_few(search: DrivenSearch, count: int) -> Table:
+    """The best candidates for the terminal, and after them those that were given up, if any.
+
+    Only axes in which candidates differ have a column.
+    """
+    goal = search.problem.goal
+    looked = [(c, s) for c, s in search.tried.values() if c.whole and s.costs and s.figures]
+    full = [each for each in looked if not each[1].given_up and each[1].rate]
+    full.sort(key=lambda each: -search.value(each[1]))
+    others = [each for each in looked if each[1].given_up]
+    others.sort(key=lambda each: -search.value(each[1]))
+    shown, front = [*full, *others][:count], {c.key for c in front_of(search)}
+    names = dict.fromkeys(name for c, _ in looked for name in c.axes)
+    axes = [n for n in names if len({str(c.axes.get(n)) for c, _ in looked}) > 1]
+    per = PER[goal.maximise or "cluster"]
+    usd = any(s.costs and s.costs.usd is not None for _, s in shown)
+    table = Table(box=None, pad_edge=False)
+    for name in (*axes, "GPUs", *(["dollars/h"] if usd else []), "requests/s"):
+        table.add_column(name, justify="left" if name in axes else "right")
+    for name in ([f"requests/s{per}"] if per else []) + ["front"]:
+        table.add_column(name, justify="left" if name == "front" else "right")
+    for candidate, score in shown:
+        assert score.costs
+        below = "< " if score.given_up else ""
+        rates = [score.rate, *([search.value(score)] if per else [])]
+        table.add_row(
+            *(_shown(candidate.axes.get(name)) for name in axes),
+            str(score.costs.gpus),
+            *([_shown(score.costs.usd)] if usd else []),
+            *(f"{below}{rate:.4g}" for rate in rates),
+            "*" if candidate.key in front else "",
+        )
+    return table
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def refusals(search: DrivenSearch) -> str | None:
+    """How many candidates cannot be, and why the first one cannot; None where all can."""
+    refused = [(c, s.refused) for c, s in search.tried.values() if s.refused]
+    if not refused:
+        return None
+    candidate, why = refused[0]
+    return (
+        f"{len(refused)} of {len(search.tried)} candidates cannot be, such as {candidate}: "
+        f"{' '.join(str(why).split())}"
+    )
 
 
 def write_table(path: Path, table: Sequence[Mapping[str, Any]]) -> None:

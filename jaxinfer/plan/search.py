@@ -1,18 +1,20 @@
 """The one driver of all planners: what is simulated when, on which cores, and what is kept."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import NamedTuple, Protocol
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.plan.candidate import Bound, Candidate, Costs, Guess, Score, as_score
-from jaxinfer.plan.evaluate import Asked, Evaluator
+from jaxinfer.plan.candidate import Bound, Candidate, Costs, Guess, Score
+from jaxinfer.plan.evaluate import Asked, Evaluator, Simulation
 from jaxinfer.plan.kept import Kept, contents, key_of
+from jaxinfer.plan.lacking import why_nothing
 from jaxinfer.plan.nameless import nameless
 from jaxinfer.plan.problem import Cost, Per, Problem
-from jaxinfer.simulate.capacity import Ladder
-from jaxinfer.simulate.targets import PercentileTargets, RequestTargets
+from jaxinfer.simulate.capacity import Ladder, TriedRate
+from jaxinfer.simulate.targets import Verdict
 
 # What a maximised rate is divided by.
 DIVIDED_BY: Mapping[Per, Cost | None] = {
@@ -52,23 +54,37 @@ def _in_full(score: Score) -> bool:
 
 
 class Map(Protocol):
-    """``map``, or a pool's."""
+    """``map``, or a pool's, which several threads call."""
 
-    def __call__(self, call: Evaluator, asked: Iterable[Asked], /) -> Iterator[Score]:
+    def __call__(
+        self, call: Evaluator, asked: Iterable[Simulation], /
+    ) -> Iterator[TriedRate | str]:
         """What each comes to, in their order."""
+
+
+class Watcher:
+    """Is told of a search's progress; this one does nothing with it."""
+
+    def expect(self, count: int) -> None:
+        """So many candidates more are going to be looked at."""
+
+    def simulated(self, candidate: Candidate, tried: TriedRate) -> None:
+        """A rate of a candidate's was simulated, or found among what was kept; in any thread."""
+
+    def scored(self, candidate: Candidate, score: Score, best: Candidate | None) -> None:
+        """A candidate was looked at; the best one so far."""
 
 
 class DrivenSearch:
     """Simulates candidates for planners; see ``Search``.
 
-    The order and the outcome of all that is done depend on the problem alone: neither on how many
-    cores there are nor on which of them is first.
+    Which candidate is looked at, from which rate on, depends on the problem alone: neither on how
+    many cores there are nor on which of them is first.
 
     Args:
-        map_scores: runs an evaluator over several, as a pool of processes would.
-        kept: where scores are kept; what is there already is not simulated again.
-        on_score: called with each candidate that was looked at, what it has come to, and the best
-            one so far.
+        map_calls: runs an evaluator over simulations, as a pool of processes would. With one that
+            is not ``map``, all candidates of a wave are looked at at a time.
+        kept: where simulations are kept; what is there already is not simulated again.
 
     Attributes:
         tried: each candidate that was looked at, in that order, and its latest score.
@@ -77,22 +93,20 @@ class DrivenSearch:
     def __init__(
         self,
         problem: Problem,
-        map_scores: Map = map,
+        map_calls: Map = map,
         kept: Kept | None = None,
-        on_score: Callable[[Candidate, Score, Candidate | None], None] = lambda *args: None,
+        watcher: Watcher | None = None,
         prune: bool = True,
     ) -> None:
         self.problem = problem
         self.tried: dict[tuple[object, ...], tuple[Candidate, Score]] = {}
         goal = problem.goal
         self.evaluator = Evaluator(goal, problem.work, problem.targets, problem.prices)
-        self._map, self._on_score, self._prune = map_scores, on_score, prune
-        self._kept = kept or Kept()
+        self._map, self._prune = map_calls, prune
+        self._kept, self._watcher = kept or Kept(), watcher or Watcher()
         self._best: Candidate | None = None
         # With targets, of which a file may have another reference than before.
-        self._digest = key_of(
-            repr([goal.model_dump(), problem.prices, problem.work, problem.targets])
-        )
+        self._digest = key_of(repr([problem.work, problem.targets]))
 
     # What planners ask.
 
@@ -105,7 +119,9 @@ class DrivenSearch:
         """
         floor = self.problem.goal.rate if rate is None else rate
         found = {key: score for key, (_, score) in self.tried.items() if _in_full(score)}
-        for wave in self._waves([c for c in candidates if c.key not in found]):
+        missing = self._distinct(c for c in candidates if c.key not in found)
+        self._watcher.expect(sum(c.key not in self.tried for c in missing))
+        for wave in self._waves(missing):
             looked = self._look_at([(candidate, floor, None) for candidate in wave])
             for candidate, score in zip(wave, looked, strict=True):
                 self._keep(candidate, score)
@@ -128,6 +144,7 @@ class DrivenSearch:
             JaxinferError: none keeps the targets, none can be, or one keeps them at any rate.
         """
         distinct, top = self._distinct(candidates), self.problem.goal.top
+        self._watcher.expect(sum(c.key not in self.tried for c in distinct))
         limits = [known for c in distinct if (known := self._known(c, bound, guess))]
         limits.sort(key=lambda each: -self._value(each.promise, each.costs))
         # The best so far, and what they are worth.
@@ -159,7 +176,8 @@ class DrivenSearch:
                     "tighter targets, to tell candidates apart"
                 )
         if not best:
-            raise JaxinferError(self._nothing([self.tried[c.key] for c in distinct]))
+            tried = [self.tried[c.key] for c in distinct]
+            raise JaxinferError(why_nothing(tried, self.problem))
         return best[0][1]
 
     def costs(self, candidate: Candidate) -> Costs:
@@ -175,7 +193,7 @@ class DrivenSearch:
         seeds = range(goal.seeds, goal.seeds + goal.fresh_seeds)
         score = self.tried[candidate.key][1] if candidate.key in self.tried else None
         start = score.rate if score and _in_full(score) else None
-        asked = [self._asked(candidate, (seed,), None, start) for seed in seeds]
+        asked = [(candidate, self._asked(candidate, (seed,), None, start)) for seed in seeds]
         scores = list(self._ask(asked))
         told = all(not s.refused and math.isfinite(s.rate) for s in scores)
         return [score.rate for score in scores] if told else []
@@ -218,15 +236,24 @@ class DrivenSearch:
         except JaxinferError as error:
             self._keep(candidate, Score(0.0, refused=str(error)))
             return None
-        return _Known(candidate, costs, bound(candidate), guessed)
+        most = bound(candidate)
+        for what, rate in (("guess", guessed), ("bound", most)):
+            if rate is not None and not rate >= 0:  # NaN is not, either.
+                raise JaxinferError(
+                    f"planner {self.problem.planner['name']}: the {what} of {candidate} is {rate}, "
+                    "must be requests/s, a number from 0 on"
+                )
+        return _Known(candidate, costs, most, guessed)
 
     def _distinct(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        return list({candidate.key: candidate for candidate in candidates}.values())
+        found: dict[tuple[object, ...], Candidate] = {}
+        for candidate in candidates:
+            found.setdefault(candidate.key, candidate)
+        return list(found.values())
 
     def _waves(self, candidates: list[Candidate]) -> Iterator[list[Candidate]]:
-        distinct = self._distinct(candidates)
-        for start in range(0, len(distinct), self.problem.goal.at_once):
-            yield distinct[start : start + self.problem.goal.at_once]
+        for start in range(0, len(candidates), self.problem.goal.at_once):
+            yield candidates[start : start + self.problem.goal.at_once]
 
     def _look_at(
         self, wave: Sequence[tuple[Candidate, float | None, float | None]]
@@ -234,7 +261,7 @@ class DrivenSearch:
         """Simulate some, each with its floor and its start (see ``Asked``); each score in turn."""
         seeds = tuple(range(self.problem.goal.seeds))
         asked = [
-            self._asked(candidate, seeds, floor, start)
+            (candidate, self._asked(candidate, seeds, floor, start))
             for candidate, floor, start in wave
             if not candidate.refused
         ]
@@ -252,66 +279,69 @@ class DrivenSearch:
         data = self.problem.run_file(candidate.part)
         return Asked(data, floor, seeds, candidate.outputs, candidate.uncounted, start)
 
-    def _ask(self, asked: Sequence[Asked]) -> Iterator[Score]:
-        """Each score as soon as it is there; those that are known are not found again."""
-        keys = [self._key(each) for each in asked]
-        missing = {
-            key: each for key, each in zip(keys, asked, strict=True) if not self._kept.get(key)
-        }
-        fresh = self._map(self.evaluator, list(missing.values())) if missing else iter(())
-        found: dict[str, Score] = {}
+    def _ask(self, asked: Sequence[tuple[Candidate, Asked]]) -> Iterator[Score]:
+        """Each score as soon as it is there; equal ones are looked for once."""
+        parts = [self._part(each) for _, each in asked]
+        keys = [
+            (part, each.floor, each.seeds, each.outputs, each.uncounted)
+            for part, (_, each) in zip(parts, asked, strict=True)
+        ]
+        distinct = {
+            key: (*each, part) for key, each, part in
+            reversed([*zip(keys, asked, parts, strict=True)])
+        }  # fmt: skip
+        order = list(dict.fromkeys(keys))
+        fresh = self._scores([distinct[key] for key in order])
+        found: dict[object, Score] = {}
         for key in keys:
-            if key not in found and key in missing:
+            if key not in found:
                 found[key] = next(fresh)
-                if not found[key].refused:  # What may be mended elsewhere.
-                    self._kept.add(key, asdict(found[key]))
-            yield found.get(key) or as_score(self._kept.get(key))
+            yield found[key]
 
-    def _key(self, asked: Asked) -> str:
-        """Of all that an answer depends on."""
+    def _scores(self, asked: Sequence[tuple[Candidate, Asked, str]]) -> Iterator[Score]:
+        """Each in turn; of a pool, all at a time, a thread for each search of a rate."""
+        if self._map is map or not asked:
+            yield from map(self._score, asked)
+            return
+        threads = ThreadPoolExecutor(len(asked))
+        try:
+            yield from threads.map(self._score, asked)
+        finally:  # Who waits for them after a signal may wait long.
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _score(self, asked: tuple[Candidate, Asked, str]) -> Score:
+        candidate, each, part = asked
+
+        def simulate(simulation: Simulation) -> TriedRate:
+            found = self._simulate(part, simulation)
+            self._watcher.simulated(candidate, found)
+            return found
+
+        return self.evaluator.score(each, simulate)
+
+    def _simulate(self, part: str, simulation: Simulation) -> TriedRate:
+        """What one comes to, from what was kept if it is there.
+
+        Raises:
+            JaxinferError: it cannot be; that is not kept, since it may be mended elsewhere.
+        """
+        key = key_of(part, *simulation[1:])
+        if known := self._kept.get(key):
+            return TriedRate(**{**known, "verdict": Verdict(**known["verdict"])})
+        found = next(iter(self._map(self.evaluator, [simulation])))
+        if isinstance(found, str):
+            raise JaxinferError(found)
+        self._kept.add(key, asdict(found))
+        return found
+
+    def _part(self, asked: Asked) -> str:
+        """A key of all that a candidate's simulations depend on, but for what is asked of each."""
         # What does not count is told by its name.
         data = asked.data if asked.uncounted else nameless(asked.data)
-        return key_of(self._digest, *asked._replace(data=data, start=None), contents(asked.data))
+        return key_of(self._digest, data, contents(asked.data))
 
     def _keep(self, candidate: Candidate, score: Score) -> None:
         fresh = self.tried.get(candidate.key, (candidate, None))[1] != score
         self.tried[candidate.key] = candidate, score
         if fresh:  # Planners may ask again.
-            self._on_score(candidate, score, self._best)
-
-    def _lack(self, score: Score) -> float:
-        """How far a score is from its targets, for the worst of them."""
-        targets = self.evaluator.targets
-        if isinstance(targets, PercentileTargets):
-            pairs = zip(score.figures.values(), targets.limits, strict=True)
-            return max((value or 0.0) / limit for value, (_, _, limit) in pairs)
-        return -min(share or 0.0 for share in score.figures.values())
-
-    def _nothing(self, tried: Sequence[tuple[Candidate, Score]]) -> str:
-        """Why none of these will do: the one that comes nearest, and what it lacks."""
-        if not tried:
-            return "the planner finds no candidates: nothing fits on what there is"
-        missed = [(c, s) for c, s in tried if s.figures]
-        if not missed:
-            first = next((s.refused for _, s in tried if s.refused), None)
-            if first is None:
-                rate = self.problem.goal.rate
-                return f"none of {len(tried)} candidates carries {rate} requests/s, by their bounds"
-            return f"none of {len(tried)} candidates can be, such as: {first}"
-        nearest, score = min(missed, key=lambda each: self._lack(each[1]))
-        figures = ", ".join(
-            f"{name} {'-' if value is None else f'{value:.3g}'} ({must})"
-            for (name, value), must in zip(score.figures.items(), self._asked_for(), strict=True)
-        )
-        return (
-            f"none of {len(tried)} candidates keeps the targets; nearest is {nearest}, with "
-            f"{figures} at {score.rate:.3g} requests/s"
-        )
-
-    def _asked_for(self) -> list[str]:
-        """Of each figure, what it has to be."""
-        targets = self.evaluator.targets
-        if isinstance(targets, PercentileTargets):
-            return [f"at most {limit:g}" for _, _, limit in targets.limits]
-        assert isinstance(targets, RequestTargets)
-        return [f"at least {targets.attainment:g}" for _ in targets.limits]
+            self._watcher.scored(candidate, score, self._best)

@@ -1,8 +1,12 @@
 """Progress of a search on stderr."""
 
+import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
+from datetime import timedelta
+from threading import Lock
 from types import TracebackType
 from typing import Self
 
@@ -10,9 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxinfer.plan.candidate import Candidate, Score
+from jaxinfer.plan.search import Watcher
+from jaxinfer.simulate.capacity import TriedRate
 
 # Without a terminal, a line in so many seconds.
 EVERY_S = 10.0
+# Of a candidate, about how many, until there is one to go by.
+SIMULATIONS = 10
 
 
 class Bar:
@@ -53,12 +61,79 @@ class Bar:
         self._bar.stop()
 
 
-class SearchBar(Bar):
-    """How many candidates have been looked at, and the best so far."""
+class SearchBar(Watcher):
+    """How much of a search is done, what is looked at now, how long it may take, and the best.
 
-    def update(self, candidate: Candidate, score: Score, best: Candidate | None) -> None:
-        """One more has been looked at."""
-        self.advance(f"best: {best}" if best else "none keeps the targets yet")
+    A bar where there is a terminal, else a line from time to time.
+    """
+
+    def __init__(self) -> None:
+        self._bar, self._lock = Progress(
+            BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False),
+            console=Console(stderr=True),
+        ), Lock()  # fmt: skip
+        self._bar.disable = not sys.stderr.isatty()
+        self._task = self._bar.add_task("starting", total=None)
+        self._began = time.monotonic()
+        self._said = -math.inf
+        self._expected, self._simulations = 0, 0
+        # Simulations by candidate: of those that are done, and of the others. Several searches may
+        # have the same candidates.
+        self._done: list[int] = []
+        self._running: Counter[object] = Counter()
+        self._best = "none keeps the targets yet"
+        self._now = ""
+
+    def expect(self, count: int) -> None:
+        """More candidates, beside those before."""
+        with self._lock:
+            self._expected += count
+            self._tell()
+
+    def simulated(self, candidate: Candidate, tried: TriedRate) -> None:
+        """One rate of a candidate."""
+        with self._lock:
+            self._simulations += 1
+            self._running[candidate.key] += 1
+            kept = "kept" if tried.verdict.met else "missed"
+            at = f"at {tried.rate:.3g} requests/s" if tried.rate else "one request at a time"
+            self._now = f"{candidate}: {kept} {at}"
+            self._tell()
+
+    def scored(self, candidate: Candidate, score: Score, best: Candidate | None) -> None:
+        """One candidate more."""
+        with self._lock:
+            self._done.append(self._running.pop(candidate.key, 0))
+            self._expected = max(self._expected, len(self._done))  # One may be looked at again.
+            if best:
+                self._best = f"best: {best}"
+            self._tell(last=len(self._done) == self._expected)
+
+    def left_s(self) -> float | None:
+        """About how long it takes still, if all candidates take as many simulations."""
+        full = [count for count in self._done if count]
+        each = sum(full) / len(full) if full else float(SIMULATIONS)
+        running = sum(min(count / each, 0.9) for count in self._running.values())
+        share = (len(self._done) + running) / max(self._expected, 1)
+        return (time.monotonic() - self._began) * (1 / share - 1) if share else None
+
+    def _tell(self, last: bool = False) -> None:
+        left, done = self.left_s(), len(self._done)
+        said = f"{done} of {self._expected} candidates, {self._simulations} simulations"
+        if left is not None and not last:
+            said += f", about {timedelta(seconds=round(left))} left"
+        said += f"; {self._best}" + (f"; {self._now}" if self._now and not last else "")
+        self._bar.update(self._task, completed=done, total=self._expected, description=said)
+        if self._bar.disable and (last or time.monotonic() - self._said > EVERY_S):
+            self._said = time.monotonic()
+            print(said, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bar.stop()
 
 
 class PointBar(Bar):

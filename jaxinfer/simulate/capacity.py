@@ -154,8 +154,9 @@ def load(
 class Ladder:
     """The rates that are tried: powers of two, and equal steps between them.
 
-    One ladder for all searches: what is found depends neither on how many rates are tried at a time
-    nor on where the search begins.
+    One ladder for all searches: if a cluster that meets its targets at a rate meets them at all
+    lower ones, what is found depends neither on how many rates are tried at a time nor on where the
+    search begins.
 
     Args:
         precision: each rate is above the one below by this share, or less.
@@ -192,10 +193,13 @@ def capacity(
     at_once: int = 1,
     met: TriedRate | None = None,
     start: float | None = None,
+    met_alone: Callable[[], bool] | None = None,
 ) -> TriedRate:
     """The largest rate at which the targets are met; of rate 0 where none is.
 
-    What a rate comes to is looked at no further than the first of several that misses them.
+    What a rate comes to is looked at no further than the first of several that misses them. Where
+    the targets are met at a rate and missed at a lower one, which of such rates is found depends on
+    ``at_once``, ``met`` and ``start``.
 
     Args:
         work: lengths; their times of arrival do not count.
@@ -207,6 +211,7 @@ def capacity(
         met: a rate of the ladder that keeps the targets, from which the search goes on.
         start: a rate to begin with, from which it goes up or down in steps that grow; by default
             from low rates up, which take the longest.
+        met_alone: whether ``alone`` meets the targets, where that is found elsewhere.
 
     Raises:
         AnyRateError: the targets hold at any rate.
@@ -236,7 +241,7 @@ def capacity(
         while low is None and step > least:
             step, width = max(step - width, least), 2 * width
             rise([step])
-    elif not met and not _met_alone(config, work, targets):
+    elif not met and not (met_alone() if met_alone else _met_alone(config, work, targets)):
         rise([least])
     while high is None:
         if low is not None and (met or start):
@@ -258,9 +263,13 @@ def capacity(
     return best or TriedRate(0.0, worst.gpus, worst.verdict, 0.0)
 
 
-def _met_alone(config: RunFile, work: Sequence[BenchRequest], targets: Targets) -> bool:
-    """Whether a sample of the requests, evenly spread, meets the targets one at a time."""
+def alone(config: RunFile, work: Sequence[BenchRequest], targets: Targets) -> Verdict:
+    """What a sample of the requests, evenly spread, comes to one at a time."""
     sample = work[:: max(len(work) // _SAMPLE, 1)]
     watch = targets.watch(sample)
     serve_alone(config, sample, watch.add)
-    return watch.verdict().met
+    return watch.verdict()
+
+
+def _met_alone(config: RunFile, work: Sequence[BenchRequest], targets: Targets) -> bool:
+    return alone(config, work, targets).met

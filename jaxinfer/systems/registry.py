@@ -59,8 +59,9 @@ def _check_attributes(system: System, instances: Collection[str]) -> None:
     pairs = system.routes(instances)
     if not isinstance(pairs, Collection):
         raise JaxinferError(f"routes returns {shown(pairs)}, must be pairs of instances")
+    names = {*instances}
     for pair in () if kind.routes is System.routes else pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not {*pair} <= {*instances}:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not names.issuperset(pair):
             raise JaxinferError(
                 f"routes returns {shown(pair)} among its pairs, must be two of the instances: "
                 f"{', '.join(instances)}"

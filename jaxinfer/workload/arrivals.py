@@ -34,6 +34,13 @@ _NEEDS = {
     "closed": ("concurrency",),
     "ramp": ("from", "to", "over"),
 }
+# Where requests come too late.
+_REMEDIES = {
+    "interval": "give less seconds", "poisson": "give a larger rate", "gamma": "give a larger rate",
+    "ramp": "give larger rates", "trace": "give a smaller scale, or a trace of seconds",
+}  # fmt: skip
+# Later, seconds have no microseconds any more, and nobody waits for the end.
+LATEST_S = 1e9
 
 
 class Arrivals(Options):
@@ -89,7 +96,11 @@ class Arrivals(Options):
 
 
 def with_arrivals(work: Sequence[BenchRequest], arrivals: Arrivals) -> list[BenchRequest]:
-    """The requests with their times of arrival, in seconds; the first one's is 0 but in a trace."""
+    """The requests with their times of arrival, in seconds; the first one's is 0 but in a trace.
+
+    Raises:
+        OptionError: one comes after ``LATEST_S``.
+    """
     if arrivals.kind == "closed":
         assert arrivals.concurrency
         ahead = arrivals.concurrency - 1
@@ -112,6 +123,11 @@ def with_arrivals(work: Sequence[BenchRequest], arrivals: Arrivals) -> list[Benc
             times = [_ramp_time(mass, arrivals) for mass in _masses(len(work), arrivals)]
         case _:
             times = [item.arrival * arrivals.scale for item in work]
+    if (last := max(times, default=0.0)) > LATEST_S:
+        raise OptionError(
+            f"workload.arrivals: the last of {len(times)} requests comes after {last:.3g} seconds, "
+            f"must be within {LATEST_S:g}: {_REMEDIES[arrivals.kind]}"
+        )
     return [
         BenchRequest(item.prompt_token_ids, item.prompt_len, item.max_tokens, time, item.hash_ids)
         for item, time in zip(work, times, strict=True)

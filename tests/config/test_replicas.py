@@ -265,7 +265,10 @@ G = {"kind": "A10"}
 @pytest.mark.parametrize(
     ("groups", "instances", "message"),
     [
-        ({"g": G | {"replicas": 0}}, {}, "groups.g.replicas is 0, must be an integer from 1 on"),
+        *(
+            ({"g": G | {"replicas": n}}, {}, f"groups.g.replicas is {n}, must be an integer from 1")
+            for n in (0, 10**7)
+        ),
         ({"g": G | {"replicas": True}}, {}, "groups.g.replicas is True, must be an integer"),
         ({"g": G | {"replicas": "3"}}, {}, "groups.g.replicas is '3', must be an integer"),
         ({"g": G}, {"i": {"group": "g", "replicas": 1.5}}, "instances.i.replicas is 1.5, must"),

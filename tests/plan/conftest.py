@@ -3,6 +3,8 @@
 import pytest
 from plan_cases import Carries
 
+from jaxinfer.simulate.targets import Verdict
+
 
 @pytest.fixture
 def carries(monkeypatch: pytest.MonkeyPatch) -> Carries:
@@ -10,5 +12,6 @@ def carries(monkeypatch: pytest.MonkeyPatch) -> Carries:
     rule = Carries()
     monkeypatch.setattr("jaxinfer.simulate.capacity.load", rule)
     monkeypatch.setattr("jaxinfer.plan.evaluate.load", rule)
-    monkeypatch.setattr("jaxinfer.simulate.capacity._met_alone", lambda *given: True)
+    met = Verdict(True, 1, None, {})
+    monkeypatch.setattr("jaxinfer.plan.evaluate.alone", lambda *given: met)
     return rule

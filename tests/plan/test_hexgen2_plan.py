@@ -1,5 +1,6 @@
 """`planner: hexgen2` through the driver: the run file it writes, and what it refuses."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -208,12 +209,31 @@ def test_the_same_run_file_each_time(tmp_path: Path) -> None:
     assert first.axes == again.axes
 
 
+@pytest.mark.parametrize(("caching", "own"), [(True, False), (False, False), (True, True)])
+def test_there_is_no_bound_where_a_cache_may_spare_what_it_counts(
+    tmp_path: Path, caching: bool, own: bool
+) -> None:
+    """The same prompt twice, or prompts that have nothing in common."""
+    trace = tmp_path / "t.jsonl"
+    lines = [{"prompt_token_ids": [i * own] * 900, "max_tokens": 9} for i in range(2)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    engine = ENGINE | {"enable_prefix_caching": caching}
+    small = PLANNER | {"restarts": 0, "flows": 5, "scored": 100}
+    axes = plan(asked(tmp_path, small, engine=engine, workload={"trace": str(trace)})).axes
+    if caching and not own:
+        assert axes["bound"] == "none: prompts share prefixes"
+        assert axes["gap"] is axes["within_nodes"] is None
+        assert not any(name.startswith("per_") for name in axes)
+    else:
+        assert axes["bound"] >= axes["flow"]
+
+
 def test_what_a_budget_rents(tmp_path: Path) -> None:
     """A dollar an hour each: no more GPUs than dollars, and all of them for more than there are."""
     bounds, flows = [], []
     for budget in (4.0, 6.0, 8.5, 99.0):
         axes = plan(asked(tmp_path, PLANNER | {"budget": budget})).axes
-        assert axes["usd_per_hour"] <= budget
+        assert axes["usd_per_hour_used"] <= budget
         assert 0 < axes["flow"] <= axes["bound"]
         bounds.append(axes["bound"])
         flows.append(axes["flow"])
@@ -253,8 +273,11 @@ def test_prices_of_the_plan_file_count(tmp_path: Path) -> None:
     once = plan(problem).axes
     twice = plan(problem.model_copy(update={"prices": {H100: 2.0, A100: 2.0}})).axes
     assert twice["flow"] == once["flow"]
-    assert twice["usd_per_hour"] == 2 * once["usd_per_hour"]
-    assert plan(problem.model_copy(update={"prices": {H100: 2.0}})).axes.get("usd_per_hour") is None
+    assert twice["usd_per_hour_used"] == 2 * once["usd_per_hour_used"]
+    assert (
+        plan(problem.model_copy(update={"prices": {H100: 2.0}})).axes.get("usd_per_hour_used")
+        is None
+    )
 
 
 @pytest.mark.parametrize("method", ["hexgen2", "random_swaps", "genetic"])

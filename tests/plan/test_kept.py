@@ -19,6 +19,8 @@ from jaxinfer.plan.problem import merge
 from jaxinfer.plan.run import choose
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.plan.sweep import Sweep, sweep_rows
+from jaxinfer.plan.version import PACKAGE, code_version, digest_of
+from jaxinfer.simulate.targets import Verdict
 
 CLUSTER = {"groups": {"g": {"kind": "A10", "devices": 1}}, "instances": {"i": {"group": "g"}}}
 LONE = Candidate({"a": 1}, CLUSTER)
@@ -85,6 +87,110 @@ def test_lines_of_something_else_are_refused(tmp_path: Path, line: str) -> None:
         Kept(path)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [("2.5", "-2.5"), ("2.5", "NaN"), ("rate", "rating"), ("k1", "k2")]
+)
+def test_a_line_that_was_changed_is_not_believed(tmp_path: Path, old: str, new: str) -> None:
+    path = tmp_path / "kept.jsonl"
+    kept = Kept(path)
+    kept.add("k0", {"rate": math.inf})
+    kept.add("k1", {"rate": 2.5})
+    kept.close()
+    first, second = path.read_text().splitlines()
+    path.write_text(f"{first}\n{second.replace(old, new)}\n")
+    with pytest.raises(
+        JaxinferError, match=r"kept\.jsonl, line 2: .* was changed since: remove it"
+    ):
+        Kept(path)
+    path.write_text(f"{first}\n")
+    assert Kept(path).get("k0") == {"rate": math.inf}
+
+
+def test_what_another_version_has_found_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "kept.jsonl"
+    path.write_text('{"key": "a", "value": {"rate": 1}}\n')  # Of before there were versions.
+    for version, others in (("1", 1), ("2", 2), ("1", 2)):
+        kept = Kept(path, version)
+        assert kept.of_others == others
+        assert kept.get("a") == ({"rate": "1"} if others == 2 and version == "1" else None)
+        kept.add("a", {"rate": version})
+        kept.close()
+
+
+def test_all_code_and_tables_make_the_version(tmp_path: Path) -> None:
+    """Whatever file changes, is new, or is called otherwise; not what is compiled."""
+    (tmp_path / "simulate").mkdir()
+    (tmp_path / "models").mkdir()
+    gpus = tmp_path / "simulate" / "gpus.yaml"
+    gpus.write_text("A100: {bf16_tflops: 312}\n")
+    found = [digest_of(tmp_path, ("models",))]
+    gpus.write_text("A100: {bf16_tflops: 31}\n")
+    found.append(digest_of(tmp_path, ("models",)))
+    (tmp_path / "loop.py").write_text("")
+    found.append(digest_of(tmp_path, ("models",)))
+    (tmp_path / "loop.py").rename(tmp_path / "pool.py")
+    found.append(digest_of(tmp_path, ("models",)))
+    assert len(set(found)) == 4
+    (tmp_path / "models" / "llama.py").write_text("")
+    (tmp_path / "pool.pyc").write_text("")
+    assert digest_of(tmp_path, ("models",)) == found[-1] != digest_of(tmp_path)
+    # Of the package itself, each of its files.
+    listed = {path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts}
+    assert {PACKAGE / "simulate" / "roofline.py", PACKAGE / "serving" / "loop.py"} <= listed
+    assert code_version() == digest_of(PACKAGE, ("models", "pallas_kernels")) != digest_of(PACKAGE)
+
+
+def test_a_changed_simulator_is_asked_again(
+    carries: Carries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same plan in the same folder: at once with the same code, anew with other."""
+    found = []
+    for version, rate in (("1", 2.0), ("1", 4.0), ("2", 4.0)):
+        monkeypatch.setattr("jaxinfer.plan.kept.code_version", lambda version=version: version)
+        carries.rate = lambda config, rate=rate: rate
+        kept = Kept(tmp_path / "evaluations.jsonl")
+        search = DrivenSearch(problem({"maximise": "gpu"}), kept=kept)
+        best = search.best([LONE])
+        kept.close()
+        found.append(search.tried[best.key][1].rate)
+    assert found == [2.0, 2.0, 4.0]
+
+
+def test_a_search_that_is_killed_again_and_again_gets_on(carries: Carries, tmp_path: Path) -> None:
+    """One new simulation in each life: as many lives as an undisturbed search has simulations."""
+
+    class KilledError(BaseException):
+        pass
+
+    carries.rate = lambda config: 3.3
+    undisturbed = DrivenSearch(problem({"maximise": "gpu"}))
+    best = undisturbed.best([LONE])
+    needed, lives = len(carries.tried), 0
+
+    def one_only(call: Any, asked: Any) -> Any:
+        def each(simulation: Any) -> Any:
+            if left.pop() == "killed":
+                raise KilledError
+            return call(simulation)
+
+        return map(each, asked)
+
+    while lives < 3 * needed:
+        lives += 1
+        left = ["killed", "alive"]
+        kept = Kept(tmp_path / "evaluations.jsonl")
+        try:
+            search = DrivenSearch(problem({"maximise": "gpu"}), one_only, kept)
+            assert search.best([LONE]) == best
+            break
+        except KilledError:
+            continue
+        finally:
+            kept.close()
+    assert search.tried == undisturbed.tried
+    assert lives == needed + 1  # With the sample of requests that are alone.
+
+
 def test_two_processes_do_not_write_to_one_file(tmp_path: Path) -> None:
     first = Kept(tmp_path / "kept.jsonl")
     with pytest.raises(JaxinferError, match="is in use by another process"):
@@ -131,7 +237,8 @@ def test_pictures_without_an_axis_of_numbers_are_refused(tmp_path: Path) -> None
 def test_a_choice_that_misses_the_targets_is_refused(
     carries: Carries, goal: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxinfer.simulate.capacity._met_alone", lambda *given: False)
+    missed = Verdict(False, 0, None, {"ttft": 0.0})
+    monkeypatch.setattr("jaxinfer.plan.evaluate.alone", lambda *given: missed)
     carries.rate = lambda config: 0.0
 
     class Stubborn:

@@ -10,7 +10,8 @@ from plan_cases import problem
 from test_search import cluster
 
 from jaxinfer.plan.candidate import Candidate, Costs, Score
-from jaxinfer.plan.pictures import draw_latencies, draw_rates, frontier
+from jaxinfer.plan.front import frontier
+from jaxinfer.plan.pictures import draw_latencies, draw_rates
 from jaxinfer.plan.search import DrivenSearch
 
 NUMBERS = st.integers(0, 9)
@@ -76,6 +77,12 @@ def test_ttft_against_tbt(
     ]  # fmt: skip
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("TBT p99, s", "TTFT p90, s")
     assert bar.get_ylabel() == unit
+    # What is at a limit is not at the spine.
+    assert axes.get_xlim()[1] > 0.2 * 1.1
+    assert axes.get_ylim()[1] > 2 * 1.1
+    assert legend_of(figure)[:3] == [
+        "Pareto front: none is below in both", "chosen", "limits of the targets"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("slo", ["ttft=1", "ttft:p90=2", "tbt:p99=0.2"])
@@ -84,7 +91,12 @@ def test_targets_of_one_of_both_have_no_such_picture(slo: str, drawn: list[Any])
     assert not drawn
 
 
+def legend_of(figure: Any) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
 def test_cost_against_rate(drawn: list[Any]) -> None:
+    """All points have a number and a name, the front a line; GPUs are whole."""
     draw_rates(Path("r.png"), *searched("ttft=1", {"maximise": "gpu"}))
     (axes,) = drawn[0].axes
     full, given_up, ring = axes.collections
@@ -93,3 +105,32 @@ def test_cost_against_rate(drawn: list[Any]) -> None:
     assert ring.get_offsets().tolist() == [[2, 5.0]]
     assert axes.lines[0].get_xydata().tolist() == [[1, 2.0], [2, 5.0], [3, 6.0]]
     assert axes.get_xlabel() == "GPUs"
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+    assert [(each.get_text(), each.xy) for each in axes.texts] == [
+        ("1", (1, 2.0)), ("2", (2, 5.0)), ("3", (3, 6.0))
+    ]  # fmt: skip
+    assert legend_of(drawn[0]) == [
+        "largest rate", "misses the targets at this rate",
+        "Pareto front: none carries more for less", "chosen", "1: gpus 1", "2: gpus 2", "3: gpus 3",
+    ]  # fmt: skip
+
+
+def test_candidates_of_one_cost_are_told_by_name(drawn: list[Any]) -> None:
+    """The best first, and then who was given up; by the axes in which they differ."""
+    search = DrivenSearch(problem({"maximise": "cluster"}))
+    for seqs, rate, given_up in ((8, 2.0, None), (16, 3.0, None), (32, 9.0, "at this rate")):
+        each = cluster("A10", 2, seqs)
+        search.tried[each.key] = each, Score(rate, Costs(2, None, None), given_up, {"ttft": 0.9})
+    draw_rates(Path("r.png"), search, cluster("A10", 2, 16))
+    (axes,) = drawn[0].axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "seqs 16",
+        "seqs 8",
+        "seqs 32",
+    ]
+    assert [each.get_text() for each in axes.texts] == ["3", "2", "< 9"]
+    assert axes.get_xlabel() == "requests/s that keep the targets (2 GPUs each)"
+    full, given_up, ring = axes.collections
+    assert full.get_offsets().tolist() == [[3.0, 0], [2.0, 1]]
+    assert given_up.get_offsets().tolist() == [[9.0, 2]]
+    assert ring.get_offsets().tolist() == [[3.0, 0]]

@@ -226,7 +226,8 @@ def test_an_oracle_is_no_worse_than_a_static_plan_by_its_own_measure(
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
         for module in ("jaxinfer.simulate.capacity", "jaxinfer.plan.evaluate"):
             patch.setattr(f"{module}.load", Rule(carried))
-        patch.setattr("jaxinfer.simulate.capacity._met_alone", lambda *given: True)
+        met = Verdict(True, 1, None, {})
+        patch.setattr("jaxinfer.plan.evaluate.alone", lambda *given: met)
         trace = write(Path(folder) / "t.csv", phases(100, 10, 100))
         asked = problem(trace, {"window_s": 10.0}, planner="replan_cases:OneToThree")
         replanner = Replanner(asked, searches)

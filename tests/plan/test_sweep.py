@@ -15,6 +15,7 @@ from plan_cases import RUN
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.commands.sweep import sweep
 from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.plan.kept import Kept
 from jaxinfer.plan.problem import merge
 from jaxinfer.report.records import read_run
 from jaxinfer.simulate.run import simulate
@@ -97,9 +98,11 @@ def test_what_there_is_is_not_run_again(tmp_path: Path, file: dict[str, Any]) ->
     # What cannot be is not kept: that may be mended elsewhere.
     assert len(text.splitlines()) == sum(not row["refused"] for row in before) < len(before)
     lines = [json.loads(line) for line in text.splitlines()]
+    points.unlink()
+    kept = Kept(points)
     for line in lines:
-        line["value"]["requests_s"] = -1
-    points.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        kept.add(line["key"], line["value"] | {"requests_s": -1})
+    kept.close()
     run(tmp_path, file, "--jobs", "1")
     assert table(tmp_path) == [
         row if row["refused"] else row | {"requests_s": "-1"} for row in before

@@ -5,8 +5,13 @@ from plan_cases import Carries, problem
 from test_search import cluster
 
 from jaxinfer.plan import watch
+from jaxinfer.plan.candidate import Score
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.plan.watch import SearchBar
+from jaxinfer.simulate.capacity import TriedRate
+from jaxinfer.simulate.targets import Verdict
+
+CARRIED = {1: 0.0, 2: 2.0, 3: 1.0, 4: 3.0, 5: 3.0}
 
 
 @pytest.mark.parametrize("at_once", [1, 5])
@@ -15,17 +20,49 @@ def test_the_best_so_far_is_told_as_each_result_comes(
 ) -> None:
     """Within a wave, too: of 0, 2, 1, 3 and again 3 requests/s."""
     monkeypatch.setattr(watch, "EVERY_S", -1.0)
-    carried = {1: 0.0, 2: 2.0, 3: 1.0, 4: 3.0, 5: 3.0}
-    carries.rate = lambda config: carried[next(iter(config.groups.values())).devices]
+    carries.rate = lambda config: CARRIED[next(iter(config.groups.values())).devices]
     with SearchBar() as bar:
-        search = DrivenSearch(
-            problem({"maximise": "cluster", "at_once": at_once}), on_score=bar.update
-        )
-        search.best([cluster("A10", gpus, 8) for gpus in carried])
+        search = DrivenSearch(problem({"maximise": "cluster", "at_once": at_once}), watcher=bar)
+        search.best([cluster("A10", gpus, 8) for gpus in CARRIED])
     said = capsys.readouterr().err.splitlines()
-    best = [None, 2, 2, 4, 4]
-    assert said == [
-        f"{number} tried; "
-        + (f"best: kind A10, gpus {gpus}, seqs 8" if gpus else "none keeps the targets yet")
-        for number, gpus in enumerate(best, 1)
-    ]
+    # The first one comes before any simulation, and each simulation has one.
+    assert said[0] == "0 of 5 candidates, 0 simulations; none keeps the targets yet"
+    assert len(said) == 1 + len(carries.tried) + _alone(said) + len(CARRIED)
+    seen = {}
+    for line in said:  # The last one of each count.
+        done, _, best = line.partition(" of 5 candidates")
+        seen[int(done)] = best.split("; ")[1]
+    best = [None, None, 2, 2, 4, 4]
+    assert seen == {
+        number: f"best: kind A10, gpus {gpus}, seqs 8" if gpus else "none keeps the targets yet"
+        for number, gpus in enumerate(best)
+    }
+    assert all("left" in line for line in said[1:-1])
+    assert said[-1].endswith("simulations; best: kind A10, gpus 4, seqs 8")
+
+
+def _alone(said: list[str]) -> int:
+    """How often a sample was simulated alone, which the rule does not count."""
+    counts = [int(line.split(", ")[1].split()[0]) for line in said]
+    lone = {n for n, line in zip(counts, said, strict=True) if line.endswith("at a time")}
+    return len(lone)
+
+
+def test_how_long_it_takes_is_by_the_simulations_of_those_that_are_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After 60 s, 1 of 4 is done with 6 simulations, and another has 3 of as many: 1.5 of 4."""
+    clock = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
+    bar = SearchBar()
+    one, two = cluster("A10", 1, 8), cluster("A10", 2, 8)
+    tried = TriedRate(1.0, 1, Verdict(True, 1, None, {}), 1.0)
+    bar.expect(4)
+    assert bar.left_s() is None
+    clock[0] = 60.0
+    for candidate, count in ((one, 6), (two, 3)):
+        for _ in range(count):
+            bar.simulated(candidate, tried)
+        if candidate is one:
+            bar.scored(one, Score(1.0), one)
+    assert bar.left_s() == pytest.approx(60 / (1.5 / 4) - 60)

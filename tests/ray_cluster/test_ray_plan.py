@@ -25,7 +25,7 @@ FILE = {
 
 
 def test_a_plan_over_a_cluster_is_that_of_this_machine(cluster: Any, tmp_path: Path) -> None:
-    """The table, the run file, and what is kept, byte for byte."""
+    """The table and the run file, byte for byte, and what is kept, line by line."""
     file = tmp_path / "plan.yaml"
     file.write_text(yaml.safe_dump(FILE))
     found = []
@@ -34,7 +34,7 @@ def test_a_plan_over_a_cluster_is_that_of_this_machine(cluster: Any, tmp_path: P
         CliRunner().invoke(plan, [str(file), "--out", str(out), *how], catch_exceptions=False)
         texts = [(out / n).read_text() for n in ("plan.csv", "run.yaml", "evaluations.jsonl")]
         # The last line of a run file tells of its path, too, which is at its head.
-        plain = [text.replace(str(out), "").partition("# sha256")[0] for text in texts]
-        found.append(plain)
+        *plain, kept = [text.replace(str(out), "").partition("# sha256")[0] for text in texts]
+        found.append([*plain, sorted(kept.splitlines())])  # In the order in which they were found.
     assert found[0] == found[1]
-    assert found[0][0].count("\n") == 1 + 2 * 2 * 2
+    assert str(found[0][0]).count("\n") == 1 + 2 * 2 * 2

@@ -131,3 +131,19 @@ def test_what_a_kind_lacks_or_does_not_use() -> None:
         Arrivals(kind="gamma", rate=1.0)
     with pytest.raises(JaxinferError, match="scale is for kind trace, not interval"):
         Arrivals(kind="interval", seconds=1.0, scale=2.0)
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "remedy"),
+    [
+        (Arrivals(kind="poisson", rate=1e-308), "give a larger rate"),
+        (Arrivals(kind="gamma", rate=1e-12, cv=2.0), "give a larger rate"),
+        (Arrivals(kind="interval", seconds=1e9), "give less seconds"),
+        (Arrivals(kind="trace", scale=1e300), "give a smaller scale"),
+    ],
+)
+def test_requests_that_come_too_late_are_refused(arrivals: Arrivals, remedy: str) -> None:
+    """In place of a run that never ends: at most 10^9 seconds, which is 32 years."""
+    work = [BenchRequest(None, 1, 1, float(i)) for i in range(3)]
+    with pytest.raises(JaxinferError, match=rf"^workload\.arrivals: .*within 1e\+09: {remedy}"):
+        with_arrivals(work, arrivals)

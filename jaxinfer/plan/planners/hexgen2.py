@@ -24,6 +24,7 @@ from jaxinfer.plan.placement.refine import Effort, Scored, Scorer
 from jaxinfer.plan.placement.site import Site
 from jaxinfer.plan.placement.table1 import Table1
 from jaxinfer.plan.placement.write import as_part, names_of
+from jaxinfer.plan.prefixes import best_hits
 from jaxinfer.plan.problem import Problem
 from jaxinfer.simulate.hardware import Catalogue
 from jaxinfer.simulate.nodes import read_hardware
@@ -203,16 +204,23 @@ class HexGen2:
             "prefills": roles.count("prefill"),
             "decodes": roles.count("decode"),
             "flow": round(flow.total, 4),
-            "bound": round(found.bound, 4),
-            "gap": round(found.gap, 4),
-            "within_nodes": round(found.within, 4),
         }
+        caching = any(each.enable_prefix_caching for each in capacity.engines.values())
+        shared = caching and any(best_hits(problem.work))
+        if shared:  # Capacities count whole prompts, of which a cache may have any share.
+            axes |= {"bound": "none: prompts share prefixes", "gap": None, "within_nodes": None}
+        else:
+            axes |= {
+                "bound": round(found.bound, 4), "gap": round(found.gap, 4),
+                "within_nodes": round(found.within, 4),
+            }  # fmt: skip
         prices = site.usd_per_gpu
         if prices is not None:
             hourly = sum(n * prices[node] for p in used for node, n in p.group)
-            axes["usd_per_hour"] = round(hourly, 2)
+            axes["usd_per_hour_used"] = round(hourly, 2)
             axes["usd_per_1000_requests"] = round(hourly / 3.6 / flow.total, 5)
-        axes |= {f"per_{name}": round(value, 5) for name, value in found.per_gpu.items()}
+        if not shared:
+            axes |= {f"per_{name}": round(value, 5) for name, value in found.per_gpu.items()}
         names = names_of(found.groups, flow)
         axes["full_instances"] = ", ".join(
             f"{names[number]} {price:.3g}" for number, price in flow.per_request.items()

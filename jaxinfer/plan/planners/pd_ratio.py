@@ -2,7 +2,8 @@
 
 The joint optimisation of "Disaggregated Prefill and Decoding Inference System for Large Language
 Model Serving on Multi-Vendor GPUs", section III-C: of closed forms, as the paper has it, and then
-of simulations. Of the former comes a rate for each ratio, and which ones need no simulation.
+of simulations. Of the former comes a rate for each ratio (as if no prompt had its beginning in a
+cache), and which ones are not simulated.
 """
 
 import math
@@ -20,16 +21,17 @@ from jaxinfer.config.validation import Options
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Candidate, Search
 from jaxinfer.plan.limits import gap_limits, limits
+from jaxinfer.plan.prefixes import best_hits
 from jaxinfer.plan.problem import Problem
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
+from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.costs import CostModel
 from jaxinfer.simulate.targets import RequestTargets, Targets
 from jaxinfer.workload.lengths import BenchRequest
 
 # Share of the time in which prefill instances may be busy: queues grow without end towards 1.
 UTILISATION = 0.8
-# Closed forms may be off by so much; above that they say what a ratio cannot carry.
+# By which closed forms are taken to be off at most, a rule of thumb: what is above is given up.
 SLACK = 1.5
 
 
@@ -75,23 +77,36 @@ class Rates:
         return min(UTILISATION * prefills * self.prefill, decodes * self.decode)
 
 
-def prefill_rate(cost: CostModel, work: Sequence[BenchRequest], budget: int) -> float:
-    """Prompts per second of one instance that is never idle, each by itself, in chunks."""
+def prefill_rate(
+    cost: CostModel, work: Sequence[BenchRequest], budget: int, hits: Sequence[int] | None = None
+) -> float:
+    """Prompts per second of one instance that is never idle, each by itself, in chunks.
 
-    def seconds(length: int) -> float:
-        chunks = [(start, min(budget, length - start)) for start in range(0, length, budget)]
+    Args:
+        hits: tokens of each prompt that its cache has.
+    """
+
+    def seconds(begin: int, length: int) -> float:
+        chunks = [(start, min(budget, length - start)) for start in range(begin, length, budget)]
         return sum(max(cost.stages(_prefill(start, count))) for start, count in chunks)
 
-    by_length = {length: seconds(length) for length in {item.prompt_len for item in work}}
-    return 1 / mean(by_length[item.prompt_len] for item in work)
+    parts = [(b, item.prompt_len) for b, item in zip(hits or [0] * len(work), work, strict=True)]
+    by_part = {part: seconds(*part) for part in set(parts)}
+    return 1 / mean(by_part[part] for part in parts)
 
 
-def packed_rate(cost: CostModel, work: Sequence[BenchRequest], budget: int) -> float:
-    """Prompts per second of one instance whose steps are all full: what a queue makes of it."""
+def packed_rate(
+    cost: CostModel, work: Sequence[BenchRequest], budget: int, hits: Sequence[int] | None = None
+) -> float:
+    """Prompts per second of one instance whose steps are all full: what a queue makes of it.
+
+    Args:
+        hits: tokens of each prompt that its cache has.
+    """
     seconds, room, ended = 0.0, budget, 0
     chunks: list[tuple[int, int]] = []
     for index, item in enumerate(work, 1):
-        start = 0
+        start = hits[index - 1] if hits else 0
         while start < item.prompt_len:
             count = min(room, item.prompt_len - start)
             chunks.append((start, count))
@@ -137,7 +152,7 @@ def allowances(
 
 
 def decode_rate(
-    cost: CostModel, work: Sequence[BenchRequest], most: int, entries: int, tbt_s: float | None
+    cost: CostModel, work: Sequence[BenchRequest], most: int, entries: float, tbt_s: float | None
 ) -> float:
     """Requests per second of one instance that only decodes; infinite where nothing is left to.
 
@@ -153,7 +168,7 @@ def decode_rate(
     # Of a token that is drawn, the mean number of entries that it sees.
     context = sum((i.max_tokens - 1) * (i.prompt_len + i.max_tokens / 2) for i in work) / tokens
     best = 0.0
-    for batch in range(1, min(most, int(entries / context)) + 1):
+    for batch in range(1, int(min(most, entries / context)) + 1):
         seconds = max(cost.stages(_decodes(batch, round(batch * context))))
         if tbt_s is not None and seconds > tbt_s:
             break
@@ -193,7 +208,7 @@ class PDRatio:
         return search.best(list(self.candidates(search.problem)), self.most)
 
     def most(self, candidate: Candidate) -> float:
-        """The requests per second that one of ``candidates`` cannot exceed."""
+        """The requests per second above which one of ``candidates`` is taken to carry nothing."""
         return self._most[candidate.key]
 
     def candidates(self, problem: Problem) -> Iterator[Candidate]:
@@ -219,7 +234,7 @@ class PDRatio:
     def _rates(
         self, problem: Problem, prefill_tp: int, decode_tp: int
     ) -> tuple[Rates, Rates] | None:
-        """Of prompts one by one, and of the most that a queue of them lets an instance do.
+        """Of prompts one by one, and of the most that a queue and a cache let an instance do.
 
         None of what cannot be, which will say why when it is looked at.
         """
@@ -230,21 +245,26 @@ class PDRatio:
             return None
         here, there = modelled["prefill0"], modelled["decode0"]
         budget = here.config.max_num_batched_tokens
-        one_by_one = prefill_rate(here.cost, problem.work, budget)
-        full = max(one_by_one, packed_rate(here.cost, problem.work, budget))
+        work, hits = problem.work, best_hits(problem.work)
+        one_by_one = prefill_rate(here.cost, work, budget)
+        cached = hits if here.config.enable_prefix_caching else None
+        rates = [rate(here.cost, work, budget, cached) for rate in (prefill_rate, packed_rate)]
+        full = max(rates)
+        entries = there.num_tokens
+        # Pages that several have are there once: nobody knows how many of them fit.
+        room = math.inf if any(hits) and there.config.enable_prefix_caching else entries
 
-        def decode(tbt_s: float | None) -> float:
-            seqs = there.config.max_num_seqs
-            return decode_rate(there.cost, problem.work, seqs, _entries(there), tbt_s)
+        def decode(tbt_s: float | None, entries: float) -> float:
+            return decode_rate(there.cost, work, there.config.max_num_seqs, entries, tbt_s)
 
         gaps = gap_limits(problem.targets)
-        within = [(decode(limit.seconds), limit.share) for limit in gaps]
-        most = decode(None)
+        within = [(decode(limit.seconds, entries), limit.share) for limit in gaps]
+        most, shared = decode(None, entries), decode(None, room)
         # Who need not keep a limit may be decoded in steps of any length.
-        bounds = [mixed_rate(rate, most, share) for rate, share in within]
+        bounds = [mixed_rate(decode(g.seconds, room), shared, g.share) for g in gaps]
         return (
             Rates(one_by_one, min((rate for rate, _ in within), default=most)),
-            Rates(full, min(bounds, default=most)),
+            Rates(full, min(bounds, default=shared)),
         )
 
     def _part(self, prefills: int, prefill_tp: int, decodes: int, decode_tp: int) -> dict[str, Any]:
@@ -273,7 +293,7 @@ class PDRatio:
 
 
 def _bound(problem: Problem, full: Rates, prefills: int, decodes: int, count: int) -> float:
-    """The rate at which so many requests may come at most, by what each phase carries."""
+    """The rate at which so many requests may come, by what each phase carries and ``SLACK``."""
     first, last = allowances(problem.targets, problem.work)
     phases = (UTILISATION * prefills * full.prefill, first), (decodes * full.decode, last)
     rates = [
@@ -288,7 +308,3 @@ def _requests(problem: Problem, gpus: int) -> int:
     """That a cluster of so many GPUs is simulated with, for each seed."""
     each = problem.goal.requests_per_gpu
     return each * gpus if each else len(problem.work)
-
-
-def _entries(instance: ModelledInstance) -> int:
-    return instance.num_tokens

@@ -1,0 +1,46 @@
+"""Why no candidate will do: which comes nearest, and what it lacks."""
+
+from collections.abc import Sequence
+
+from jaxinfer.plan.candidate import Candidate, Score
+from jaxinfer.plan.problem import Problem
+from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets
+
+
+def why_nothing(tried: Sequence[tuple[Candidate, Score]], problem: Problem) -> str:
+    """Names the candidate that comes nearest, and its figures beside what they have to be."""
+    if not tried:
+        return "the planner finds no candidates: nothing fits on what there is"
+    missed = [(c, s) for c, s in tried if s.figures]
+    if not missed:
+        first = next((s.refused for _, s in tried if s.refused), None)
+        if first is None:
+            rate = problem.goal.rate
+            return f"none of {len(tried)} candidates carries {rate} requests/s, by their bounds"
+        return f"none of {len(tried)} candidates can be, such as: {first}"
+    targets = problem.targets
+    nearest, score = min(missed, key=lambda each: _lack(each[1], targets))
+    figures = ", ".join(
+        f"{name} {'-' if value is None else f'{value:.3g}'} ({must})"
+        for (name, value), must in zip(score.figures.items(), _asked_for(targets), strict=True)
+    )
+    return (
+        f"none of {len(tried)} candidates keeps the targets; nearest is {nearest}, with "
+        f"{figures} at {score.rate:.3g} requests/s"
+    )
+
+
+def _lack(score: Score, targets: Targets) -> float:
+    """How far a score is from its targets, for the worst of them."""
+    if isinstance(targets, PercentileTargets):
+        pairs = zip(score.figures.values(), targets.limits, strict=True)
+        return max((value or 0.0) / limit for value, (_, _, limit) in pairs)
+    return -min(share or 0.0 for share in score.figures.values())
+
+
+def _asked_for(targets: Targets) -> list[str]:
+    """Of each figure, what it has to be."""
+    if isinstance(targets, PercentileTargets):
+        return [f"at most {limit:g}" for _, _, limit in targets.limits]
+    assert isinstance(targets, RequestTargets)
+    return [f"at least {targets.attainment:g}" for _ in targets.limits]

@@ -1,0 +1,46 @@
+"""Processes that work for this one, and end with it, however it ends."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import active_children, get_context
+
+# How often a worker looks for its parent, in seconds.
+_LOOKS_S = 0.5
+
+
+@contextmanager
+def process_pool(count: int | None = None) -> Iterator[ProcessPoolExecutor]:
+    """A pool of so many processes; by default one for each core.
+
+    What fails inside ends them at once, and drops what they were at.
+    """
+    # Not forked: who calls may have threads, as JAX has.
+    pool = ProcessPoolExecutor(
+        count or os.cpu_count() or 1, get_context("spawn"), _begin, (os.getpid(),)
+    )
+    before = set(active_children())
+    try:
+        yield pool
+    except BaseException:
+        for child in set(active_children()) - before:
+            child.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(parent: int) -> None:
+    """In a worker: leave Ctrl-C, which goes to all of them, to the parent; and watch over it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOKS_S)
+    os._exit(1)

@@ -1,0 +1,87 @@
+"""What a prefix cache may spare at best, and bounds of ratios where prompts share beginnings."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_cases import RUN, problem
+from test_pd_ratio import Linear
+
+from jaxinfer.plan.planners.pd_ratio import PDRatio, PDRatioOptions, packed_rate, prefill_rate
+from jaxinfer.plan.prefixes import best_hits
+from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.workload.lengths import BenchRequest
+
+prompts = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=5), min_size=1, max_size=8)
+
+
+def work_of(prompts: list[list[int]]) -> list[BenchRequest]:
+    return [BenchRequest(tokens, len(tokens), 3, 0.0) for tokens in prompts]
+
+
+@given(prompts)
+def test_hits_are_those_of_all_pairs(prompts: list[list[int]]) -> None:
+    wanted = []
+    for number, own in enumerate(prompts):
+        others = [p for i, p in enumerate(prompts) if i != number]
+        common = [
+            len(own)
+            if other == own[: len(other)]
+            else max(n for n in range(len(own) + 1) if own[:n] == other[:n])
+            for other in others
+        ]
+        wanted.append(min(max(common, default=0), len(own) - 1))
+    assert best_hits(work_of(prompts)) == wanted
+
+
+def test_prompts_without_tokens_have_no_hits() -> None:
+    assert best_hits([BenchRequest(None, 9, 3, 0.0)] * 2) == [0, 0]
+
+
+@given(prompts, st.integers(1, 7))
+def test_what_is_in_a_cache_is_not_computed(prompts: list[list[int]], budget: int) -> None:
+    """Closed form: steps of the tokens that are left, of all prompts and of each."""
+    work = work_of(prompts)
+    hits = best_hits(work)
+    left = [len(p) - hit for p, hit in zip(prompts, hits, strict=True)]
+    seconds = [-(-n // budget) * Linear.step_s + n * Linear.token_s for n in left]
+    assert prefill_rate(Linear(), work, budget, hits) == pytest.approx(len(work) / sum(seconds))
+    total = -(-sum(left) // budget) * Linear.step_s + sum(left) * Linear.token_s
+    assert packed_rate(Linear(), work, budget, hits) == pytest.approx(len(work) / total)
+
+
+SIDES: dict[str, Any] = {
+    "prefill": {"kind": "A10", "most": 1, "engine": {"max_num_batched_tokens": 2048}},
+    "decode": {"kind": "A10", "most": 1},
+}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_ratio_carries_more_than_its_bound_where_prompts_share(
+    seed: int, tmp_path: Path
+) -> None:
+    """Simulated: 3 beginnings of up to 2,000 tokens, and up to 400 of their own."""
+    rng = random.Random(seed)
+    beginnings = [[each] * rng.randint(1, 2000) for each in (1, 2, 3)]
+    outputs = rng.choice((1, 8))
+    lines = [
+        {
+            "prompt_token_ids": rng.choice(beginnings) + [100 + i] * rng.randint(1, 400),
+            "max_tokens": outputs,
+        }
+        for i in range(40)
+    ]
+    trace = tmp_path / "t.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    engine = {"max_model_len": 4096, "max_num_seqs": 16}
+    run = RUN | {"workload": {"trace": str(trace)}, "engine": engine}
+    goal = {"maximise": "gpu", "slo": "ttft:p90=0.25,e2e:p90=1", "precision": 0.5}
+    planner = PDRatio(PDRatioOptions.model_validate(SIDES))
+    search = DrivenSearch(problem(goal, {"name": "pd_ratio", **SIDES}, run=run), prune=False)
+    (candidate,) = planner.candidates(search.problem)
+    (score,) = search.scores([candidate])
+    assert 0 < score.rate <= planner.most(candidate)

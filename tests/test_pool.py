@@ -1,0 +1,58 @@
+"""Processes that end with the one that started them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+# Says who its workers are, which then have nothing to do for a while.
+BUSY = """
+import os, sys, time
+from jaxinfer.commands import signals
+from jaxinfer.pool import process_pool
+
+if __name__ == "__main__":
+    signals.end_on_signals()
+    try:
+        with process_pool(2) as pool:
+            held = [pool.submit(time.sleep, 0.2) for _ in range(2)]
+            [each.result() for each in held]
+            print(*pool._processes, flush=True)
+            list(pool.map(time.sleep, [600] * 4))
+    except signals.Interrupted as ended:
+        signals.leave(str(ended), ended.code)
+"""
+
+
+def is_there(process: int) -> bool:
+    """Not for one that has ended and that nobody has waited for."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_their_parent(number: signal.Signals) -> None:
+    """However it ends; and nothing is said of semaphores, which Python would clear away."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", BUSY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert parent.stdout
+    workers = [int(word) for word in parent.stdout.readline().split()]
+    assert len(workers) == 2
+    assert all(map(is_there, workers))
+    began = time.monotonic()
+    os.kill(parent.pid, number)
+    while any(map(is_there, workers)):
+        assert time.monotonic() - began < 30
+        time.sleep(0.05)
+    _, said = parent.communicate(timeout=60)
+    if number == signal.SIGTERM:
+        assert said == "jaxinfer: terminated\n"
+        # Nobody was waited for, as after the seconds in which a command may clear away.
+        assert parent.returncode == 128 + number
