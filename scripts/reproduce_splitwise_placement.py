@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 import yaml
-from results import Target, by_amount, show_table, show_targets, update_targets, write_csv
+from results import Target, by_amount, show_table, show_targets, write_csv, write_targets
 from splitwise_public import BLOOM, Design, Public, drawn
 
 from jaxinfer.plan.planners.splitwise import SplitwisePools, SplitwisePoolsOptions
@@ -219,8 +219,7 @@ def main(perf_model: Path, conversation: str, coding: str, out: Path, jobs: int 
             print(f"\n{title}")
             show_table(here)
             write_csv(out / "placement.csv", [*found, *known.values()])
-            if told := list(claims(here)):
-                update_targets(out / "targets.csv", told)
+            write_targets(out / "targets.csv", Path(__file__).name, list(claims(found)))
     longest = max(row["cpu_s"] for row in found)
     print(f"\nLongest search of a design and a trace: {longest / 60:.1f} minutes of CPU")
     show_targets(list(claims(found)))
