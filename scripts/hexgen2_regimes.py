@@ -131,5 +131,6 @@ def draw_ratios(found: Sequence[Row], path: Path) -> None:
         price = "equal price" if setting == "setting 1" else "70 % of the price"
         ax.set_title(f"{setting} by 8 H100, at {price}: output tokens/s", fontsize=10)
         ax.grid(axis="y", alpha=0.3)
-    figure.axes[0].legend(fontsize=8, ncols=3)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), fontsize=8, ncols=6,
+                  loc="outside upper center")  # fmt: skip
     figure.savefig(path, dpi=120)
