@@ -11,7 +11,7 @@ from statistics import fmean
 import yaml
 from aladdin_packing import by_rule, in_order, least_usd
 from aladdin_runs import Row, Work, draw
-from results import Target, holds, kept
+from results import Target, agrees, kept
 
 from jaxinfer.config.run_file import load_run_file
 from jaxinfer.errors import JaxinferError
@@ -40,7 +40,7 @@ def cheapest(work: Work, out: Path, seeds: Sequence[int]) -> tuple[list[Row], li
     less = sum(_usd(mix) < each - 1e-9 for mix, each in pairs)
     says = f"cheaper in {less} of {len(rows)}, dearer in none" if met else "dearer in some"
     claim = "mix of A100, L40 and A6000: dollars, against the cheapest kind alone"
-    return rows, [holds(claim, "not in the paper", says, met)]
+    return rows, [agrees(claim, says, met, "never dearer")]
 
 
 def _cheapest_of_all(work: Work, out: Path, seeds: Sequence[int]) -> list[Row]:
@@ -91,7 +91,7 @@ def small_cases(
     ours, first = (row["mean above (%)"] for row in rows)
     claim = f"eight requests, four unlike workers, {level[0]:g} s: dollars above the best packing"
     says = f"{ours} % ({first} % by first fit)"
-    return rows, [holds(claim, "not in the paper", says, ours < first)]
+    return rows, [agrees(claim, says, ours < first, "less than first fit")]
 
 
 def _small_cases(work: Work, level: tuple[float, float], count: int) -> list[Row]:

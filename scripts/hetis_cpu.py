@@ -16,7 +16,7 @@ from typing import Any
 import click
 import yaml
 from hetis_pictures import draw_heads
-from results import Target, holds, show_table, show_targets, update_targets, write_csv
+from results import Target, agrees, show_table, show_targets, write_csv, write_targets
 
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.llm import LLM
@@ -147,22 +147,22 @@ def check(runs: Mapping[str, Served], own_pages: int, prompts: Mapping[str, int]
         runs["as halves"].tokens[name] == tokens for name, tokens in runs["single"].tokens.items()
     )
     return [
-        holds("real: tokens are those of one device", "equal",
+        agrees("real: tokens are those of one device",
               f"{same}, {also} and, as halves, {cut} of {len(prompts)} requests",
-              same == also == cut == len(prompts)),
-        holds("real: a request alone stays on the device with the layers", "all heads",
+              same == also == cut == len(prompts), "all equal"),
+        agrees("real: a request alone stays on the device with the layers",
               f"heads elsewhere in {sum(any(step[1:]) for step in alone.heads)} steps",
-              not any(any(step[1:]) for step in alone.heads)),
-        holds("real: under a burst heads spread, and the slower device has fewer", "fewer",
+              not any(any(step[1:]) for step in alone.heads), "all heads, in all steps"),
+        agrees("real: under a burst heads spread, and the slower device has fewer",
               f"{' / '.join(map(str, most))} at the step with most, "
               f"{' / '.join(f'{each:.1f}' for each in mean)} in the mean",
-              mean[0] > mean[1] > mean[2] > 0),
-        holds("real: 1.9 times the own tokens are held without a preemption", "1.9, 0",
+              mean[0] > mean[1] > mean[2] > 0, "the slower, the fewer in the mean"),
+        agrees("real: 1.9 times the own tokens are held without a preemption",
               f"{peak / own_pages:.2f}, {burst.preemptions}",
-              peak >= 1.9 * own_pages and not burst.preemptions),
-        holds("real: a long request on a full device is moved and not preempted", "moved, 0",
+              peak >= 1.9 * own_pages and not burst.preemptions, "1.9 or more, 0"),
+        agrees("real: a long request on a full device is moved and not preempted",
               f"{len(left)} of them moved, {moved.preemptions} preemptions",
-              bool(left) and not moved.preemptions),
+              bool(left) and not moved.preemptions, "moved, 0"),
     ]  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def main(out: Path) -> None:
     kv_heads = runs["hetis"].lines.run["instances"]["engine"]["kv_heads"][0]
     targets = check(runs, (engine.num_pages - 1) * kv_heads, prompts)
     show_targets(targets)
-    update_targets(out / "targets.csv", targets)
+    write_targets(out / "targets.csv", Path(__file__).name, targets)
 
 
 if __name__ == "__main__":

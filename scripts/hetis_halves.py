@@ -169,7 +169,7 @@ def thresholds() -> tuple[list[Row], list[Target]]:
             )  # fmt: skip
             if expected[1]:
                 claim = f"tokens from which heads leave a layer of halves: {name}, {us} us"
-                targets.append(by_share(claim, round(expected[1]), layer[1], 0.2))
+                targets.append(by_share(claim, round(expected[1]), layer[1], 0.2, "consistency"))
     return rows, targets
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from results import Target, holds
+from results import Target, agrees, holds
 from scipy.optimize import nnls
 
 Row = dict[str, Any]
@@ -97,14 +97,19 @@ def measured(data: Path) -> tuple[list[Row], list[Target]]:
         path = data / "vidur" / "network" / gpu / "send_recv.csv.gz"
         for devices, of in ((1, "across nodes"), (2, "within a node")):
             rows.append(row_of("4", gpu, of, of_transfers(path, devices)))
-    targets = []
+    targets, grouped_accuracy = list[Target](), list[float]()
     for row in rows:
         accuracy = row["accuracy (%)"]
         grouped = row["equation"] == "3" and row["GPU"] != "l40s" and row["of"][:5] != "8 hea"
         if grouped:
             claim = f"eq. 3 tells decode attention of {row['GPU']}, {row['of']}"
-            targets.append(holds(claim, "up to 93.8 %; 90 %", f"{accuracy:g} %", accuracy >= BAR))
+            grouped_accuracy.append(accuracy)
+            targets.append(agrees(claim, f"{accuracy:g} %", accuracy >= BAR, f"{BAR:g} % or more"))
         elif row["GPU"].endswith("dgx") and row["of"] == "across nodes":
             claim = f"eq. 4 tells transfers of {row['GPU']}, {row['of']}"
-            targets.append(holds(claim, "92.4 to 96.1 %; 90 %", f"{accuracy:g} %", accuracy >= BAR))
+            targets.append(holds(claim, "92.4 to 96.1 %", f"{accuracy:g} %", accuracy >= 92.4,
+                                 "92.4 % or more"))  # fmt: skip
+    best = max(grouped_accuracy)
+    claim = "eq. 3 tells decode attention: the best of these"
+    targets.append(holds(claim, "up to 93.8 %", f"{best:g} %", best >= 93.8, "93.8 % or more"))
     return rows, targets

@@ -115,9 +115,9 @@ def offload(found: Sequence[Course]) -> tuple[list[Row], list[Target]]:
         )  # fmt: skip
         if began or expected < most:
             claim = f"tokens in flight from which heads leave: {course.case}, {us} us"
-            targets.append(by_share(claim, expected, began, 0.2))
+            targets.append(by_share(claim, expected, began, 0.2, "consistency"))
     of_13b = [row for row in rows if row["cluster"].startswith("13B")]
     fewer = sum(row["of them with most heads elsewhere"] for row in of_13b)
     says = f"fewer in {fewer} of {sum(row['steps'] for row in of_13b)} steps"
     claim = "13B: the A100 always has more heads than a 3090 (Fig. 14)"
-    return rows, [*targets, holds(claim, "more", says, not fewer)]
+    return rows, [*targets, holds(claim, "more", says, not fewer, "never fewer")]

@@ -347,7 +347,7 @@ def main(trace: str, out: Path, again: bool) -> None:
     claims = targets(cells, shares, found)
     print()
     show_targets(claims)
-    write_targets(out / "targets.csv", claims)
+    write_targets(out / "targets.csv", Path(__file__).name, claims)
 
 
 if __name__ == "__main__":

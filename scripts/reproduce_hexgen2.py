@@ -25,7 +25,7 @@ from hexgen2_tables import (
     table_4,
     whole_runs,
 )
-from results import Target, show_table, show_targets, update_targets, write_csv
+from results import Target, show_table, show_targets, write_csv, write_targets
 
 from jaxinfer.workload.lengths import read_workload
 
@@ -105,7 +105,8 @@ def main(trace: str, out: Path, parts: Sequence[str]) -> None:
             PARTS[name](work, Clusters(Path(folder)), report)
         print(f"\n## Targets, {name}\n")
         show_targets(report.targets)
-        update_targets(out / "targets.csv", report.targets)
+        made_by = f"{Path(__file__).name} --part {name}"
+        write_targets(out / "targets.csv", made_by, report.targets)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from results import (
     mark,
     show_table,
     show_targets,
-    update_targets,
     write_csv,
+    write_targets,
 )
 from splitwise_public import BLOOM, Design, Public, drawn
 
@@ -229,8 +229,8 @@ def main(perf_model: Path, conversation: str, coding: str, out: Path, jobs: int 
             show_table(here)
             write_csv(out / "placement.csv", [*found, *known.values()])
             mark(out / "placement.csv")
-            if told := list(claims(here)):
-                update_targets(out / "targets.csv", told)
+            told = list(claims([*found, *known.values()]))
+            write_targets(out / "targets.csv", Path(__file__).name, told)
     longest = max(row["cpu_s"] for row in found)
     print(f"\nLongest search of a design and a trace: {longest / 60:.1f} minutes of CPU")
     show_targets(list(claims(found)))

@@ -13,8 +13,8 @@ import click
 from matplotlib.figure import Figure
 from results import (
     Target,
+    agrees,
     by_amount,
-    holds,
     show_table,
     show_targets,
     write_csv,
@@ -71,24 +71,22 @@ def workloads(trace: Work) -> tuple[list[Row], dict[tuple[str, int], tuple[float
 
 
 def paper_cells(found: dict[tuple[str, int], tuple[float, float, float]]) -> list[Target]:
-    """Signs and sizes at the cap of 16, and what is left of the gains at 256."""
+    """Sizes at the cap of 16, and what is left of the gains at 256."""
     targets = []
     for name, cells in PAPER.items():
         for what, theirs, ours in zip(NAMES, cells[:3], found[name, 16], strict=True):
             if theirs is None:
                 continue
             claim = f"{name}, {what} at a cap of 16"
-            agree = (theirs < 0) == (ours < 0)
-            targets.append(holds(f"{claim}: sign", f"{theirs:+g} %", f"{ours:+.0f} %", agree))
-            if name != "LPLD":
-                most = 30 if name == "Mixed" else 20
-                targets.append(by_amount(f"{claim} (%)", theirs, ours, most, "points"))
+            most = 30 if name == "Mixed" else 20
+            targets.append(by_amount(f"{claim} (%)", theirs, ours, most, "points"))
     for name in ("LPLD", "LPHD", "Mixed"):
         ttft, jct, resource = found[name, 256]
         ours = f"TTFT {ttft:+.0f} %, JCT {jct:+.0f} %, resource time {resource:+.0f} %"
         gone = ttft > -5 and jct > -20 and resource > -5
         claim = f"{name}: TTFT and resource gains of the cap of 16 are gone at 256"
-        targets.append(holds(claim, "our finding", ours, gone))
+        criterion = "TTFT and resource time above -5 %, JCT above -20 %"
+        targets.append(agrees(claim, ours, gone, criterion))
     return targets
 
 
@@ -102,7 +100,7 @@ def prices() -> tuple[list[Row], list[Target]]:
              "1 / (1 - r) / R": round(quotient(jct, resource or 0.0), 2)}
         )  # fmt: skip
         claim = f"perf/$ of {name} from its changes of JCT and resource time"
-        targets.append(by_amount(claim, theirs, round(value, 2), 0.05))
+        targets.append(by_amount(claim, theirs, round(value, 2), 0.05, kind="input"))
     return rows, targets
 
 
@@ -160,7 +158,7 @@ def main(trace: str, out: Path) -> None:
     add("Links", "links", links(work))
     print("\n## Targets\n")
     show_targets(targets)
-    write_targets(out / "targets.csv", targets)
+    write_targets(out / "targets.csv", Path(__file__).name, targets)
 
 
 if __name__ == "__main__":

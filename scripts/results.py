@@ -7,58 +7,87 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jaxinfer.plan.kept import contents, key_of
 from jaxinfer.plan.version import code_version, digest_of
 
-# What was fitted to the paper, what follows without, and what was taken from it.
-Kind = Literal["calibrated", "predicted", "input"]
+# What was fitted to the paper, what follows without, what was taken from it; and what is compared
+# with our own closed forms, other simulators or nothing, since no paper has a figure of it.
+Kind = Literal["calibrated", "predicted", "input", "consistency"]
 
 
 @dataclass(frozen=True)
 class Target:
-    """One claim of a paper beside what came out here.
+    """One claim beside what came out here.
 
     Attributes:
-        tolerance: how far off it may be, in words.
-        met: whether it is within the tolerance.
+        paper: its own figure or words; empty where it has none, which is a claim of consistency.
+        reference: what ours is compared with there: a closed form, another simulator, one.
+        tolerance: how far off a figure may be, in words; ``criterion``: the test of any other
+            claim. One of them is empty.
+        met: whether ours is within the tolerance, or passes the test.
     """
 
     claim: str
     paper: float | str
+    reference: float | str
     ours: float | str
     tolerance: str
+    criterion: str
     kind: Kind
     met: bool
 
+    def __post_init__(self) -> None:
+        if (self.kind == "consistency") != (self.paper == ""):
+            raise ValueError(f"{self.claim}: {self.kind}, and the paper has {self.paper!r}")
+        if bool(self.tolerance) == bool(self.criterion):
+            raise ValueError(f"{self.claim}: must have a tolerance or a criterion")
+
 
 def by_share(
-    claim: str, paper: float, ours: float, share: float, kind: Kind = "predicted"
+    claim: str, value: float, ours: float, share: float, kind: Kind = "predicted"
 ) -> Target:
-    """A figure that may be off by a share of the paper's."""
-    met = abs(ours - paper) <= share * abs(paper)
-    return Target(claim, paper, _rounded(ours), f"{100 * share:g} %", kind, met)
+    """A figure that may be off by a share of the paper's, or, for consistency, of a reference."""
+    met = abs(ours - value) <= share * abs(value)
+    tolerance = f"{100 * share:g} %"
+    return Target(claim, *_sides(value, kind), _rounded(ours), tolerance, "", kind, met)
 
 
 def by_amount(
-    claim: str, paper: float, ours: float, most: float, unit: str = "", kind: Kind = "predicted"
+    claim: str, value: float, ours: float, most: float, unit: str = "", kind: Kind = "predicted"
 ) -> Target:
     """A figure that may be off by so much, in units of its own."""
-    tolerance = f"{most:g} {unit}".rstrip()
-    return Target(claim, paper, _rounded(ours), tolerance, kind, abs(ours - paper) <= most)
+    tolerance, met = f"{most:g} {unit}".rstrip(), abs(ours - value) <= most
+    return Target(claim, *_sides(value, kind), _rounded(ours), tolerance, "", kind, met)
 
 
-def holds(claim: str, paper: str, ours: str, met: bool, kind: Kind = "predicted") -> Target:
-    """A claim in words: an order, a direction."""
-    return Target(claim, paper, ours, "as stated", kind, met)
+def holds(
+    claim: str, paper: str, ours: str, met: bool, criterion: str, kind: Kind = "predicted"
+) -> Target:
+    """A claim of the paper in words (an order, a direction, a bound), and the test it has here."""
+    return Target(claim, paper, "", ours, "", criterion, kind, met)
+
+
+def agrees(claim: str, ours: str, met: bool, criterion: str) -> Target:
+    """A claim of our own, which is in no paper, and the test it has here."""
+    return Target(claim, "", "", ours, "", criterion, "consistency", met)
+
+
+def _sides(value: float, kind: Kind) -> tuple[float | str, float | str]:
+    """The paper's figure and the reference, of which one is empty."""
+    return ("", _rounded(value)) if kind == "consistency" else (value, "")
 
 
 def show_targets(targets: Sequence[Target]) -> None:
     """As lines of a markdown table."""
     rows = [asdict(target) | {"met": "met" if target.met else "**missed**"} for target in targets]
     show_table(rows)
-    print(f"\n{sum(target.met for target in targets)} of {len(targets)} met")
+    print()
+    for kind in get_args(Kind):
+        here = [target.met for target in targets if target.kind == kind]
+        if here:
+            print(f"{kind}: {sum(here)} of {len(here)} met")
 
 
 def show_table(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -71,20 +100,18 @@ def show_table(rows: Sequence[Mapping[str, Any]]) -> None:
         print("| " + " | ".join(_text(row[column]) for column in columns) + " |")
 
 
-def write_targets(path: Path, targets: Sequence[Target]) -> None:
-    """The columns claim, paper, ours, tolerance, kind and met (yes or no)."""
-    write_csv(path, [asdict(t) | {"met": "yes" if t.met else "no"} for t in targets])
+def write_targets(path: Path, made_by: str, targets: Sequence[Target]) -> None:
+    """A file with a row for each claim, and in its last column the script that has made it.
 
-
-def update_targets(path: Path, targets: Sequence[Target]) -> None:
-    """The same in a file that may be there: of equal claims, these are right."""
+    Claims that a script made before and makes no more are dropped; other scripts' are left.
+    """
     rows: list[dict[str, Any]] = []
     if path.exists():
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    ours = [asdict(t) | {"met": "yes" if t.met else "no"} for t in targets]
-    claims = {row["claim"] for row in ours}
-    write_csv(path, [row for row in rows if row["claim"] not in claims] + ours)
+            rows = [row for row in csv.DictReader(file) if row["made_by"] != made_by]
+    for target in targets:
+        rows.append(asdict(target) | {"met": "yes" if target.met else "no", "made_by": made_by})
+    write_csv(path, rows)
 
 
 def kept(path: Path, make: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:

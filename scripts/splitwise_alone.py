@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from results import Target, by_amount, by_share, holds
+from results import Target, agrees, by_amount, by_share
 from splitwise_public import BLOOM, LLAMA, Design, Public
 
 from jaxinfer.simulate.run import simulate
@@ -84,11 +84,11 @@ def anchor_targets(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
             ]
             most = max(here, key=lambda row: abs(row["share"]))
             found.append(
-                holds(
+                agrees(
                     f"public simulator, {model}, {machines}: {', '.join(figures)}",
-                    f"within {limit:.0%}" + (f", TTFT {of_ttft:.0%}" if of_ttft else ""),
                     f"{most['difference']} at most ({most['figure']})",
                     max(over) <= 1,
+                    f"within {limit:.0%}" + (f", TTFT {of_ttft:.0%}" if of_ttft else ""),
                 )
             )
     return found

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from matplotlib.figure import Figure
-from results import Target, by_amount, holds
+from results import Target, agrees, by_amount, holds
 from tetriinfer_runs import (
     REQUESTS,
     SEEDS,
@@ -88,7 +88,8 @@ def dispatches(trace: Work) -> tuple[list[Row], list[Target]]:
             ours = f"{fmean(off):+.2f} +- {error:.2f} s"
             if rule == "imbalance":
                 claim = f"two choices end before the imbalanced case, {count} instances"
-                targets.append(holds(claim, "before", ours, fmean(off) + 2 * error < 0))
+                targets.append(holds(claim, "before", ours, fmean(off) + 2 * error < 0,
+                                     "by more than two standard errors"))  # fmt: skip
             row[f"by {rule}"] = ours
     return rows, targets
 
@@ -144,10 +145,10 @@ def flips(trace: Work) -> tuple[list[Row], list[Target]]:
     steady = changes["steady", "5"]
     gain = 100 * (jct["shifting", "5"] / jct["shifting", "null"] - 1)
     return rows, [
-        holds("a load that shifts gains by flips", "gains", f"JCT {gain:+.0f} %", gain < 0),
-        holds(
-            "a steady load does not flip to and fro", "-",
-            f"{steady:.1f} flips in a run, over 5 s", steady <= 2,
+        agrees("a load that shifts gains by flips", f"JCT {gain:+.0f} %", gain < 0, "shorter"),
+        agrees(
+            "a steady load does not flip to and fro",
+            f"{steady:.1f} flips in a run, over 5 s", steady <= 2, "at most 2 in a run",
         ),
     ]  # fmt: skip
 

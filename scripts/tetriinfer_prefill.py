@@ -66,8 +66,8 @@ def sorting(trace: Work) -> tuple[list[Row], list[Target]]:
     return rows, [
         by_amount("SJF by FCFS, windows of 16 of 128 (%)", -7.8, change, 3, "points"),
         by_amount("SJF, windows of 128 by 16 (%)", -46.5, wider, 5, "points"),
-        by_amount("closed form of SJF by FCFS (%)", round(forms[0], 2), change, 2, "points"),
-        by_amount("closed form of LJF by FCFS (%)", round(forms[1], 2), longest, 2, "points"),
+        by_amount("closed form of SJF by FCFS (%)", forms[0], change, 2, "points", "consistency"),
+        by_amount("closed form of LJF by FCFS (%)", forms[1], longest, 2, "points", "consistency"),
     ]
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import click
 import numpy as np
+from results import Target, agrees, write_targets
 
 from jaxinfer import LLM
 from jaxinfer.config.run_file import Workload, load_run_file
@@ -228,7 +229,7 @@ def train_command(
         rows += evaluate(examples, about, states_ND)
     _write(rows, out / "accuracy.csv")
     learned = [row for row in rows if not row["predictor"].startswith(("majority", "table"))]
-    _write([*map(_target, learned)], out / "targets.csv")
+    write_targets(out / "targets.csv", Path(__file__).name, [*map(_target, learned)])
     _print(rows, examples, LengthBuckets(granularity[0], examples.cap))
     about = About(model=model, vocab_size=vocab_size, granularity=granularity[0], cap=examples.cap)
     _save(examples, about, out)
@@ -252,17 +253,12 @@ def _write(rows: Sequence[dict[str, Any]], path: Path) -> None:
             )
 
 
-def _target(row: Mapping[str, Any]) -> dict[str, object]:
+def _target(row: Mapping[str, Any]) -> Target:
     """Whether the interval of what it gains over both baselines is above 0."""
     gains = [row[f"over {base}, low"] for base in BASELINES]
-    return {
-        "claim": f"{row['predictor']} beats both baselines, granularity {row['granularity']}",
-        "paper": "0.749 at 200 of 2048 tokens",
-        "ours": row["accuracy"],
-        "tolerance": "bootstrap interval of 95 % above 0",
-        "kind": "predicted",
-        "met": "yes" if min(gains) > 0 else "no",
-    }
+    claim = f"{row['predictor']} beats both baselines, granularity {row['granularity']}"
+    ours, met = str(round(row["accuracy"], 4)), min(gains) > 0
+    return agrees(claim, ours, met, "bootstrap interval of 95 % of the gain above 0")
 
 
 def _print(rows: Sequence[dict[str, Any]], examples: Examples, buckets: LengthBuckets) -> None:

@@ -7,6 +7,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from jaxinfer.config.shipped import SHIPPED
+
 PACKAGE = Path(__file__).parents[1]
 # What a simulation does not load; links in a checkout.
 _REAL_ALONE = ("models", "pallas_kernels")
@@ -26,6 +28,8 @@ def digest_of(folder: Path, leave_out: tuple[str, ...] = ()) -> str:
     """
     found = hashlib.sha256()
     for at, folders, files in os.walk(folder, followlinks=True):
+        if Path(at) == SHIPPED:
+            folders.clear()  # Run files: those that are asked for are known by their contents.
         folders[:] = sorted(name for name in folders if name not in (*leave_out, "__pycache__"))
         for name in sorted(files):
             if name.endswith((".py", ".yaml")):

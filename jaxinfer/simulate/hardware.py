@@ -33,7 +33,8 @@ class Gpu(Options):
 
     Attributes:
         bf16_tflops: dense, in 10^12 operations per second.
-        memory_gb: in 10^9 bytes; ``memory_gb_s``: its bandwidth per second.
+        memory_gb: all of it, as its maker's tool shows it, in 10^9 bytes (not GiB);
+            ``memory_gb_s``: its bandwidth per second.
         link: what connects the GPUs of one node, one of ``LINKS``, or one with its generation, as
             ``NVLink4``; ``link_gb_s``: 10^9 bytes per second, each way.
         watts: the limit of its power; None where it is not known.

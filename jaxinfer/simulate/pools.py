@@ -34,7 +34,7 @@ def count_pages(
     if wanted < 2 or wanted > fits:
         kept = "for activations" if reserve_gb is None else "by reserve_gb"
         raise JaxinferError(
-            f"groups.{group}: {memory / 1e9:.1f} of {gpu.memory_gb:g} GB hold "
+            f"groups.{group}: {memory / 1e9:.1f} of {gpu.memory_gb:.1f} GB hold "
             f"{weights / 1e9:.2f} GB of weights, {reserve / 1e9:.2f} GB kept {kept}, and "
             f"{max(fits, 0)} KV pages of {each / 1e6:.2f} MB, not {max(wanted, 2)}"
         )
@@ -112,8 +112,8 @@ def count_attention_pages(
                 for n in group.given
             )
             raise JaxinferError(
-                f"groups.{group.name}: {group.devices} x {group.gpu.memory_gb:g} GB are too little "
-                f"for the KV pages {wanted}"
+                f"groups.{group.name}: {group.devices} x {group.gpu.memory_gb:.1f} GB are too "
+                f"little for the KV pages {wanted}"
             )
         for stage, pages in zip(open_stages, more, strict=True):
             given[stage] = pages + 1

@@ -322,9 +322,10 @@ def test_what_cannot_be_says_why(
 
 
 def test_pools_hold_the_longest_request() -> None:
-    """66B leaves 5,120 tokens of two GPUs."""
+    """66B and 5.5 GB besides leave 5,120 tokens of two GPUs."""
     work = {"synthetic": {"lengths": "azure_code", "count": 1, "seed": 1}}
-    run = {"model": "opt-66b", "engine": ENGINE | {"max_model_len": 8192}, "workload": work}
+    run = {"model": "opt-66b", "engine": ENGINE | {"max_model_len": 8192}, "workload": work,
+           "simulate": {"reserve_gb": 5.5}}  # fmt: skip
     search = DrivenSearch(problem({"maximise": "gpu"}, run=run))
     two = Shape(2, (1,))
     given = Space(DistServeOptions(**NODE), search.problem)

@@ -251,7 +251,9 @@ def test_plans_from_what_was_measured(tmp_path: Path) -> None:
                          "share_step": True}}
         for gpu, prompt, step in ((H100, 1e-5, 1.0), (A100, 1e-3, 0.01))
     }  # fmt: skip
-    problem = asked(tmp_path, PLANNER | {"measured": measured, "tensor_parallel": [1]})
+    planner = PLANNER | {"measured": measured, "tensor_parallel": [1]}
+    # With more, some instances have a GPU of each kind.
+    problem = asked(tmp_path, planner, engine=ENGINE | {"memory_fraction": 0.88})
     part = plan(problem).part
     config = as_run_file(problem.run_file(part))
     kinds = {

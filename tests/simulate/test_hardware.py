@@ -35,6 +35,19 @@ def test_sizes_of_known_models(model: str, billions: float, kv_bytes: int) -> No
     assert shape.kv_bytes(layers, 2) == kv_bytes
 
 
+@pytest.mark.parametrize(
+    ("gpu", "mib"),
+    [
+        ("A100-80G-SXM", 81920), ("A100-80G-PCIe", 81920), ("H100-SXM", 81559), ("H200", 143771),
+        ("A10", 23028), ("A30", 24576), ("L4", 23034), ("L40S", 46068), ("A40", 46068),
+        ("T4", 15360), ("RTX-A6000", 49140), ("RTX-3090", 24576), ("RTX-4090", 24564),
+        ("V100-SXM2", 32768),
+    ],
+)  # fmt: skip
+def test_memory_is_the_total_that_nvidia_smi_shows(gpu: str, mib: int) -> None:
+    assert find_gpu(gpu).memory_gb * 1e9 == pytest.approx(mib * 2**20, abs=100)
+
+
 TINY = ModelShape(
     hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, vocab_size=10,

@@ -182,12 +182,12 @@ def test_segments_leave_while_the_next_ones_are_computed(tmp_path: Path) -> None
         (
             "cronus",
             ["groups.low.kind=T4"],
-            "instances.ppi: groups.low: 14.4 of 16 GB hold 16.06 GB",
+            "instances.ppi: groups.low: 14.5 of 16.1 GB hold 16.06 GB",
         ),
         (
             "cronus",
             ["simulate.reserve_gb=500"],
-            "72.0 of 80 GB hold 16.06 GB of weights, 500.00 GB kept by reserve_gb, and 0 KV pages",
+            "85.9 GB hold 16.06 GB of weights, 500.00 GB kept by reserve_gb, and 0 KV pages",
         ),
         (
             "cronus",

@@ -13,9 +13,9 @@ from jaxinfer.simulate.calibrate import calibrate_group
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.hardware import find_model
 
-# Llama 3 8B on an A100 of 80 GB, nine tenths of it, 5 GB kept.
+# Llama 3 8B on an A100 of 80 GiB, nine tenths of it, 5 GB kept.
 MODEL = find_model("llama-3-8b")
-ROOM = 80e9 * 0.9 - 5e9
+ROOM = 80 * 2**30 * 0.9 - 5e9
 WEIGHTS = MODEL.parameters(32, True, True)
 
 
