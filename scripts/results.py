@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxinfer.plan.kept import contents, key_of
+from jaxinfer.config.contents import contents
+from jaxinfer.plan.kept import key_of
 from jaxinfer.plan.version import code_version, digest_of
 
 # What was fitted to the paper, what follows without, what was taken from it; and what is compared

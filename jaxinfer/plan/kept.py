@@ -8,7 +8,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TextIO
 
-from jaxinfer.config.contents import contents as contents
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.version import code_version
 
