@@ -12,8 +12,9 @@ from plan_cases import RUN, Carries, problem
 from jaxinfer import JaxinferError
 from jaxinfer.commands.plan import plan
 from jaxinfer.commands.sweep import sweep
+from jaxinfer.config.contents import contents
 from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.kept import Kept, contents, key_of
+from jaxinfer.plan.kept import Kept, key_of
 from jaxinfer.plan.planners.any_system import grid
 from jaxinfer.plan.problem import merge
 from jaxinfer.plan.run import choose
