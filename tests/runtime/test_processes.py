@@ -166,8 +166,13 @@ llm.generate(["x"] * 64, SamplingParams(max_tokens=200, ignore_eos=True), progre
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "by",
+    [
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+    ],
+)
 def test_nothing_is_left_of_a_job_that_is_killed(
     by: signal.Signals, models: dict[str, Path], tmp_path: Path
 ) -> None:
