@@ -139,7 +139,7 @@ def open_files() -> int:
 
 WHO = list(product(("cronus", "disaggregated"), "ab"))
 MOMENTS = 10
-# A cluster is loaded for each moment: slow tests have six, with every rule and signal, long ones all.
+# A cluster is loaded for each moment: slow tests have six, with every rule and signal.
 FEW = [
     pytest.param(*who, range(i, MOMENTS, 8), marks=pytest.mark.slow) for i, who in enumerate(WHO)
 ]
