@@ -62,8 +62,14 @@ def test_write(shape: Shape) -> None:
     check_write(shape, seed=3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", pairs(SHAPES), ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=pytest.mark.long if i % 3 else pytest.mark.slow)
+        for i, shape in enumerate(pairs(SHAPES))
+    ],
+    ids=str,
+)
 def test_every_pair_of_values(shape: Shape) -> None:
     check_decode(DECODE, shape, seed=4)
     check_chunks(CHUNKS, shape, seed=5)

@@ -17,7 +17,7 @@ FEW = CASES[::7]
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name.partition(": ")[2] in FEW else pytest.mark.long)
+        pytest.param(name, marks=[] if name.partition(": ")[2] in FEW else pytest.mark.slow)
         for name in VARIANTS
     ],
 )

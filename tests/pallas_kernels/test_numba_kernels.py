@@ -38,11 +38,13 @@ ODD = [
     Shape(1, 1, 20, 5, "float32", 2),
 ]
 FEW = [sampled(ALL)[1], *ODD[:2]]
+MORE = [s for s in (ODD[2], *sampled(ALL)) if s not in FEW]
 shapes = pytest.mark.parametrize(
     "shape",
     [
         *FEW,
-        *(pytest.param(s, marks=pytest.mark.slow) for s in [ODD[2], *pairs(ALL)] if s not in FEW),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in MORE),
+        *(pytest.param(s, marks=pytest.mark.long) for s in pairs(ALL) if s not in FEW + MORE),
     ],
     ids=str,
 )

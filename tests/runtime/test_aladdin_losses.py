@@ -14,8 +14,13 @@ from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
 FIT = StepFit(PrefillFit(1e-4, 0.01), MixedFit(0.0, 0.0, 0.01), DecodeFit(1e-5, 1e-4, 0.001))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [1, 8, 20])
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(step, marks=pytest.mark.slow if step == 8 else pytest.mark.long)
+        for step in (1, 8, 20)
+    ],
+)
 def test_a_worker_that_is_killed(
     step: int, models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:

@@ -122,7 +122,7 @@ def serve(
         # Long, and what tiny models are asked for, too.
         pytest.param(replace(OPTIONS, max_num_batched_tokens=23), marks=pytest.mark.slow),
         pytest.param(
-            replace(OPTIONS, max_num_batched_tokens=2, max_num_seqs=2), marks=pytest.mark.slow
+            replace(OPTIONS, max_num_batched_tokens=2, max_num_seqs=2), marks=pytest.mark.long
         ),
         pytest.param(
             replace(OPTIONS, max_num_batched_tokens=1, max_num_seqs=1), marks=pytest.mark.slow

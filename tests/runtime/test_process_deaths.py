@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +137,20 @@ def open_files() -> int:
     return psutil.Process().num_fds()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["a", "b"])
-@pytest.mark.parametrize("system", ["cronus", "disaggregated"])
+WHO = list(product(("cronus", "disaggregated"), "ab"))
+MOMENTS = 10
+# A cluster is loaded for each moment: slow tests have six, with every rule and signal.
+FEW = [
+    pytest.param(*who, range(i, MOMENTS, 8), marks=pytest.mark.slow) for i, who in enumerate(WHO)
+]
+ALL = [pytest.param(*who, range(MOMENTS), marks=pytest.mark.long) for who in WHO]
+
+
+@pytest.mark.parametrize(("system", "victim", "numbers"), [*FEW, *ALL], ids=str)
 def test_at_any_moment(
     system: str,
     victim: str,
+    numbers: range,
     models: dict[str, Path],
     expected: dict[str, list[Done]],
     tmp_path: Path,
@@ -149,7 +158,8 @@ def test_at_any_moment(
 ) -> None:
     monkeypatch.setattr(remote, "SILENCE_S", 3.0)
     noticed = 0
-    for number, moment in enumerate(moments(victim, 10)):
+    for number in numbers:
+        moment = moments(victim, MOMENTS)[number]
         gc.collect()
         before = children(), threading.active_count(), open_files()
         pair = Pair("two", Side(1, 8), Side(2, 16), apart=moment.apart)
@@ -163,7 +173,7 @@ def test_at_any_moment(
         wait_until(lambda before=before: gc.collect() >= 0 and open_files() <= before[2])
     free_executables()
     # The others came when the victim had done all that it had to.
-    assert noticed >= 6
+    assert noticed >= 6 or numbers != range(MOMENTS)
 
 
 @dataclass
@@ -203,9 +213,13 @@ class Blow:
         self.steps_after += self.steps_left < 0 and done.instance == self.victim
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["a", "b"])
-@pytest.mark.parametrize("system", ["cronus", "disaggregated"])
+@pytest.mark.parametrize(
+    ("system", "victim"),
+    [
+        pytest.param(*who, marks=pytest.mark.slow if i == 2 else pytest.mark.long)
+        for i, who in enumerate(WHO)
+    ],
+)
 def test_at_any_moment_and_back_at_any_other(
     system: str,
     victim: str,

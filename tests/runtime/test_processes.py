@@ -6,14 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import astuple, replace
-from itertools import groupby
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from cluster_cases import (
+    PAIRS,
     Case,
     Loader,
     Pair,
@@ -73,25 +73,22 @@ def test_by_the_transfer_server(
     check_transfers(ran, token_bytes("three"))
 
 
+# Of which groups have processes: each kind of instance is there once, and both models are.
+APART = {PAIRS[1]: "a", PAIRS[3]: "b", PAIRS[8]: "ab"}
+
+
 def apart_cases() -> list[Any]:
-    """Those of ``test_cluster`` with processes: one of each pair is slow, the others are long.
-
-    That one has the most that those of the pairs before it do not have.
-    """
-    found, had = [], set()
-    for number, (pair, some) in enumerate(groupby(covering_cases(), lambda case: case.pair)):
-        apart_pair = replace(pair, apart=("a", "b", "ab")[(number + number // 3) % 3])
-        cases = [Case(apart_pair, case.way) for case in some]
-        news = [set(astuple(case.way)) - had for case in cases]
-        chosen = max(range(len(cases)), key=lambda i: len(news[i]))
-        had |= news[chosen]
-        for i, case in enumerate(cases):
-            mark = pytest.mark.slow if i == chosen else pytest.mark.long
-            found.append(pytest.param(case, marks=mark, id=str(case)))
-    return found
+    """Those of ``test_cluster`` with processes. What takes long is to start those of a pair."""
+    cases = []
+    for case in covering_cases():
+        pair, number = case.pair, PAIRS.index(case.pair)
+        mark = pytest.mark.slow if pair in APART else pytest.mark.long
+        apart = APART.get(pair, ("a", "b", "ab")[(number + number // 3) % 3])
+        cases.append(pytest.param(replace(case, pair=replace(pair, apart=apart)), marks=mark))
+    return cases
 
 
-@pytest.mark.parametrize("case", apart_cases())
+@pytest.mark.parametrize("case", apart_cases(), ids=str)
 def test_tokens_are_those_of_one_instance_in_every_way(
     case: Case, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
@@ -169,8 +166,13 @@ llm.generate(["x"] * 64, SamplingParams(max_tokens=200, ignore_eos=True), progre
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "by",
+    [
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+    ],
+)
 def test_nothing_is_left_of_a_job_that_is_killed(
     by: signal.Signals, models: dict[str, Path], tmp_path: Path
 ) -> None:

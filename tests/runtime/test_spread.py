@@ -133,7 +133,7 @@ def test_heads_stay_where_they_belong(ran: Any, expected: dict[str, list[Done]])
         ("two", 2, [None]),
         pytest.param("three", 1, [20, 9, 40], marks=pytest.mark.slow),
         pytest.param("three", 2, [30], marks=pytest.mark.slow),
-        pytest.param("two", 2, [30, 12], marks=pytest.mark.slow),
+        pytest.param("two", 2, [30, 12], marks=pytest.mark.long),
         pytest.param("three", 2, [20, 9, 40], marks=pytest.mark.slow),
     ],
 )
@@ -155,7 +155,7 @@ def test_heads_anywhere_that_move_in_the_midst(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("primary", [1, 2])
+@pytest.mark.parametrize("primary", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_pools_that_hold_hardly_more_than_the_longest_request(
     ran: Any, expected: dict[str, list[Done]], primary: int
 ) -> None:

@@ -106,7 +106,11 @@ def test_full_pools_of_those_that_decode(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "failure", "after"),
-    [("d", break_device, 2), ("e", break_device, 2), ("p", break_export, 1)],
+    [
+        ("d", break_device, 2),
+        pytest.param("e", break_device, 2, marks=pytest.mark.long),
+        ("p", break_export, 1),
+    ],
 )
 def test_hexgen2_loses_one(
     tiny_folder: Path,
