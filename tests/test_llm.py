@@ -424,6 +424,11 @@ def test_n_continuations_of_one_prompt(tiny: LLM) -> None:
     assert len(other.outputs) == 3
 
 
+def test_greedy_continuations_are_alike(tiny: LLM) -> None:
+    (several,) = tiny.generate("Hello", GREEDY.model_copy(update={"n": 3}), progress=False)
+    assert [found.token_ids for found in several.outputs] == tokens(tiny, "Hello", GREEDY) * 3
+
+
 def test_logprobs(tiny: LLM) -> None:
     params = GREEDY.model_copy(update={"logprobs": 3})
     (output,) = tiny.generate("Hello", params, progress=False)
