@@ -375,7 +375,7 @@ def test_a_stop_string_may_begin_before_min_tokens_but_not_end_there(
     tiny: LLM, min_tokens: int, ends_at: int | None
 ) -> None:
     params = SamplingParams(min_tokens=min_tokens, stop=("cd", "longer than that"))
-    check = StopCheck(Sampling(params, seed=0), tiny.tokenizer)
+    check = StopCheck(Sampling(params, seed=0), tiny.tokenizer, [])
     ids = tiny.tokenizer.encode("abcdefgh")
     stops = [check.add(token) for token in ids]
     assert [i for i, stop in enumerate(stops, 1) if stop] == ([ends_at] if ends_at else [])
@@ -424,6 +424,11 @@ def test_n_continuations_of_one_prompt(tiny: LLM) -> None:
     assert len(other.outputs) == 3
 
 
+def test_greedy_continuations_are_alike(tiny: LLM) -> None:
+    (several,) = tiny.generate("Hello", GREEDY.model_copy(update={"n": 3}), progress=False)
+    assert [found.token_ids for found in several.outputs] == tokens(tiny, "Hello", GREEDY) * 3
+
+
 def test_logprobs(tiny: LLM) -> None:
     params = GREEDY.model_copy(update={"logprobs": 3})
     (output,) = tiny.generate("Hello", params, progress=False)
@@ -433,9 +438,14 @@ def test_logprobs(tiny: LLM) -> None:
     for token, position in zip(completion.token_ids, completion.logprobs, strict=True):
         assert [found.rank for found in position.values()] == [1, 2, 3]
         assert next(iter(position)) == token
-        assert position[token].decoded_token == tiny.tokenizer.decode([token])
         assert sum(np.exp(found.logprob) for found in position.values()) < 1
-    chosen = [p[t].logprob for t, p in zip(completion.token_ids, completion.logprobs, strict=True)]
+    drawn = [p[t] for t, p in zip(completion.token_ids, completion.logprobs, strict=True)]
+    assert "".join(found.decoded_token or "" for found in drawn) == completion.text
+    assert (
+        b"".join(found.token_bytes or b"" for found in drawn).decode(errors="replace")
+        == completion.text
+    )
+    chosen = [found.logprob for found in drawn]
     assert completion.cumulative_logprob == pytest.approx(sum(chosen), abs=1e-4)
 
     params = SamplingParams(temperature=3.0, seed=1, max_tokens=20, ignore_eos=True, logprobs=0)

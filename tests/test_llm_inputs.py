@@ -169,7 +169,7 @@ def test_a_chat_takes_text_parts_as_lines_of_a_batch_do(tiny: LLM) -> None:
         ([{"role": "user", "content": 3}], "messages[0] has content 3, must be a string or a list"),
         ([{"role": "user", "content": [{"type": "image"}]}], "part {'type': 'image'}, must"),
         ([{"content": "Hi"}], "messages[0] has role None, must be a non-empty string"),
-        ([{"role": "user", "content": "Hi", "name": "Bob"}], "messages[0] has 'name', can only"),
+        ([{"role": "user", "content": "Hi", "tone": "dry"}], "messages[0] has 'tone', can only"),
         ([{"role": "user", "content": "\ud800"}], "which is half of a surrogate pair"),
     ],
 )  # fmt: skip

@@ -15,14 +15,12 @@ from checkpoint_files import (
     LAYER,
     SHAPES,
     error_of,
-    make_folder,
     make_gguf,
     make_weights,
     theta_of,
 )
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.models.config import Rope
 from jaxinfer.runtime import checkpoint as checkpoint_module
 from jaxinfer.runtime.checkpoint import demo_files, open_checkpoint
 from jaxinfer.runtime.gguf_file import read_gguf
@@ -315,60 +313,6 @@ class TestGGUF:
         expected = 10000.0 ** (-np.arange(4) / 4) / factors
         np.testing.assert_allclose(opened.config.rope.frequencies, expected)
         assert opened.tensors.keys() == SHAPES.keys()
-
-    @pytest.mark.parametrize(
-        ("keys", "divisor", "factor"),
-        [
-            ({}, 1, 1),
-            ({"scaling.factor": 4.0}, 4, 1),
-            ({"scaling.type": "linear", "scaling.factor": 4.0}, 4, 1),
-            ({"scaling.type": "linear"}, 1, 1),
-            ({"scale_linear": 4.0}, 4, 1),
-            ({"scaling.factor": 2.0, "scale_linear": 4.0}, 2, 1),
-            ({"scaling.factor": 0.0, "scale_linear": 4.0}, 4, 1),
-            ({"scaling.type": "none", "scaling.factor": 4.0, "scale_linear": 4.0}, 1, 1),
-            ({"scaling.attn_factor": 1.5, "scaling.yarn_attn_factor": 2.0}, 1, 3),
-        ],
-    )
-    def test_scales_of_positions(
-        self, tmp_path: Path, keys: dict[str, float | str], divisor: float, factor: float
-    ) -> None:
-        """As llama.cpp has them: a factor without a type is linear, and 0 is none."""
-        rope = self.rope_of(tmp_path, keys)
-        np.testing.assert_allclose(rope.frequencies, 10000.0 ** (-np.arange(4) / 4) / divisor)
-        assert rope.factor == pytest.approx(factor)
-
-    def test_yarn_is_that_of_hugging_face(self, tmp_path: Path) -> None:
-        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-        folder = make_folder(tmp_path / "hf", rope_theta=10000.0, rope_scaling=scaling)
-        wanted = open_checkpoint(str(folder)).config.rope
-        keys: dict[str, float | str] = {
-            "scaling.type": "yarn",
-            "scaling.factor": 4.0,
-            "scaling.original_context_length": 64,
-        }
-        rope = self.rope_of(tmp_path, keys)
-        assert wanted
-        np.testing.assert_allclose(rope.frequencies, wanted.frequencies)
-        assert rope.factor == pytest.approx(wanted.factor) == pytest.approx(1 + 0.1 * np.log(4))
-        slower = self.rope_of(tmp_path, keys | {"scaling.yarn_beta_slow": 6.0})
-        assert slower.frequencies != rope.frequencies
-
-    def rope_of(self, folder: Path, keys: dict[str, float | str]) -> Rope:
-        def add(writer: gguf.GGUFWriter) -> None:
-            for key, value in keys.items():
-                name = f"llama.rope.{key}"
-                if isinstance(value, str):
-                    writer.add_string(name, value)
-                elif isinstance(value, int):
-                    writer.add_uint32(name, value)
-                else:
-                    writer.add_float32(name, value)
-
-        path = make_gguf(folder / "rope.gguf", make_weights(), metadata=add)
-        rope = open_checkpoint(str(path)).config.rope
-        assert rope
-        return rope
 
     def test_rope_factors_of_another_size(self, tmp_path: Path) -> None:
         weights = make_weights() | {"rope_freqs.weight": np.ones(3, np.float32)}

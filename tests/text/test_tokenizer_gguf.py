@@ -21,8 +21,11 @@ from tokenizer_checks import (
 )
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.request import SamplingParams
 from jaxinfer.runtime.checkpoint import demo_files
 from jaxinfer.runtime.gguf_file import read_gguf
+from jaxinfer.runtime.requests import RequestMaker
+from jaxinfer.text.prompts import text_or_token_ids
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
@@ -61,6 +64,8 @@ class TestByteLevel:
             tiny_vocabulary(**{"ggml.pre": "llama-bpe", "ggml.add_bos_token": None})
         )
         assert llama3.encode("a")[0] == bos_id
+        assert with_bos.encode("") == [bos_id]
+        assert without.encode("") == []
         # The template writes BOS itself.
         assert with_bos.encode_chat([USER]).count(bos_id) == 0
 
@@ -187,6 +192,15 @@ class TestSentencePiece:
         tokenizer = load_tokenizer(with_metadata(**changed))
         types = golden("llama")["metadata"]["tokenizer.ggml.token_type"]
         assert tokenizer.encode("<unk>")[1:] == [types.index(2)]
+
+    def test_an_empty_prompt_is_bos(self) -> None:
+        """As in SentencePiece and in Hugging Face's: no space is put before nothing."""
+        bos = golden("llama")["metadata"]["tokenizer.ggml.bos_token_id"]
+        prompt = text_or_token_ids("")
+        assert isinstance(prompt, str)
+        maker = RequestMaker(tiny("llama"), vocab_size=428, max_model_len=16, seed=0)
+        (request,) = maker.make("r", tiny("llama").encode(prompt), SamplingParams())
+        assert (request.prompt_token_ids, request.prompt_len) == ([bos], 1)
 
     def test_bos_can_be_switched_off(self) -> None:
         changed = tiny_metadata("llama", **{"ggml.add_bos_token": False})
