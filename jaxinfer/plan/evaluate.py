@@ -27,7 +27,8 @@ class Asked(NamedTuple):
         floor: a rate that it has to carry to be of interest, if it has to.
         seeds: of the arrivals.
         outputs, uncounted: see ``Candidate``.
-        start: a rate to begin with (see ``capacity``), which changes nothing in the answer.
+        start: a rate to begin with (see ``capacity``); it changes nothing in the answer where
+            whoever carries a rate carries all lower ones.
     """
 
     data: Mapping[str, object]

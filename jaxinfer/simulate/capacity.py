@@ -115,8 +115,8 @@ def load(
 class Ladder:
     """The rates that are tried: powers of two, and equal steps between them.
 
-    One ladder for all searches: what is found depends neither on how many rates are tried at a time
-    nor on where the search begins.
+    One ladder for all searches: where whoever carries a rate carries all lower ones, what is found
+    depends neither on how many rates are tried at a time nor on where the search begins.
 
     Args:
         precision: each rate is above the one below by this share, or less.
