@@ -24,7 +24,6 @@ from jaxinfer.pallas_kernels.xla_call import (
     compiled_once,
     data,
     dim,
-    handler_of,
     is_past,
     pointer,
     register_target,
@@ -180,7 +179,7 @@ def register(sizes: Sizes) -> Target:
                             return
                     unit += 1
 
-    return register_target("attention_" + "_".join(map(str, sizes)), handler_of(units, work))
+    return register_target("attention_" + "_".join(map(str, sizes)), units, work)
 
 
 def _attend(

@@ -22,7 +22,6 @@ from jaxinfer.pallas_kernels.xla_call import (
     compiled_once,
     data,
     dim,
-    handler_of,
     is_past,
     pointer,
     register_target,
@@ -101,7 +100,7 @@ def _register(name: str, sizes: Sizes, tile: Callable[..., None]) -> Target:
             if is_past(shared, mine):
                 return
 
-    return register_target(f"{name}_" + "_".join(map(str, sizes)), handler_of(units, work))
+    return register_target(f"{name}_" + "_".join(map(str, sizes)), units, work)
 
 
 @compiled_once
@@ -187,7 +186,7 @@ def _logits(sizes: Sizes) -> Target:
             if is_past(shared, mine):
                 return
 
-    return register_target("logits_" + "_".join(map(str, sizes)), handler_of(units, work))
+    return register_target("logits_" + "_".join(map(str, sizes)), units, work)
 
 
 def _call(target: Target, shape: tuple[int, int], scratch: int, *args: jax.Array) -> jax.Array:

@@ -16,7 +16,6 @@ from jaxinfer.pallas_kernels.xla_call import (
     compiled_once,
     data,
     dim,
-    handler_of,
     is_past,
     pointer,
     register_target,
@@ -67,7 +66,7 @@ def _register(sizes: Sizes) -> Target:
             if is_past(shared, mine):
                 return
 
-    return register_target("write_" + "_".join(map(str, sizes)), handler_of(units, work))
+    return register_target("write_" + "_".join(map(str, sizes)), units, work, scratch=2)
 
 
 def write_kv(

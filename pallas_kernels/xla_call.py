@@ -16,11 +16,13 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numba as nb
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from jaxinfer.errors import one_line
+from jaxinfer.pallas_kernels.numba_cache import Code, compiled
 
 I64 = ir.IntType(64)
 S = TypeVar("S")
@@ -34,7 +36,10 @@ KIND, METADATA, VERSION = 1, 3, 3
 KNOWN, PARTS = range(3, 6), ("MAJOR", "MINOR")
 
 # Words of what the threads of one call share.
-NEXT, DONE, TOTAL, WORKERS, USERS, OUR_ARGS, OUR_RETS, SHARED_WORDS = range(8)
+NEXT, DONE, TOTAL, WORKERS, USERS, OUR_ARGS, OUR_RETS, ASK = range(8)
+# Behind them, what the thread pool is asked with.
+ASK_WORDS = 5
+SHARED_WORDS = ASK + ASK_WORDS
 
 
 def ffi_version() -> tuple[int, int]:
@@ -134,42 +139,61 @@ def is_past(shared: int, unit: int) -> bool:
     return unit >= words(shared)[TOTAL]
 
 
-def _address(function: str) -> np.int64:
-    found = ctypes.cast(getattr(ctypes.CDLL(None), function), ctypes.c_void_p).value
-    assert found is not None
-    return np.int64(found)
+def address_of(function: str) -> Any:
+    """An intrinsic: the address of a C function of the process, which code knows by its name.
+
+    A number would be another one in the next process.
+    """
+
+    @intrinsic
+    def found(typingctx: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kind = ir.FunctionType(I64, [I64])
+            there = cgutils.get_or_insert_function(builder.module, kind, function)
+            return builder.ptrtoint(there, I64)
+
+        return types.int64(), codegen
+
+    return found
 
 
-_MALLOC, _FREE = _address("malloc"), _address("free")
+_malloc, _free = address_of("malloc"), address_of("free")
 
 
 @nb.njit
 def _leave(shared: int) -> None:
     """Whoever goes last frees what was shared."""
     if _fetch_add(shared + 8 * USERS, -1) == 1:
-        _call(_FREE, shared)
+        _call(_free(), shared)
 
 
 @nb.njit
 def _schedule(frame: int, task: int, shared: int) -> int:
     """Hands a task to XLA's thread pool; not 0 is an error."""
-    ask = np.array([40, 0, words(frame)[CONTEXT], task, shared], np.int64)
-    return _call(words(words(frame)[API])[SCHEDULE], ask.ctypes.data)
+    ask = words(shared + 8 * ASK)
+    ask[0], ask[1], ask[2], ask[3], ask[4] = 8 * ASK_WORDS, 0, words(frame)[CONTEXT], task, shared
+    return _call(words(words(frame)[API])[SCHEDULE], shared + 8 * ASK)
 
 
-def handler_of(units: Callable[[int], int], work: Callable[[int, int, int, int, int], None]) -> Any:
-    """An XLA FFI handler, whose buffers are known by the addresses of their lists.
+def register_target(
+    name: str,
+    units: Callable[[int], int],
+    work: Callable[[int, int, int, int, int], None],
+    scratch: int = 1,
+) -> "Target":
+    """Tells XLA of a kernel, whose buffers are known by the addresses of their lists.
 
     Args:
+        name: says all that ``units`` and ``work`` were made with.
         units: of the arguments' list: how many units there are.
         work: of the lists of arguments and results, the worker's number, ``shared`` and a first
             unit: does that, if there is one, and whatever ``take_after(shared)`` gives, in rising
-            order, and looks at no buffer once that ``is_past`` the last one. The last result is
-            scratch memory, with a row for each worker.
+            order, and looks at no buffer once that ``is_past`` the last one.
+        scratch: the number of a result that is scratch memory, with a row for each worker.
     """
+    name = f"jaxinfer_{name}"
     version = np.int64(ffi_version()[1] << 32)
 
-    @nb.cfunc(types.void(types.int64), nopython=True, error_model="numpy")
     def task(shared: int) -> None:
         unit = take(shared)
         # A task that comes late must not look at the call's buffers.
@@ -178,9 +202,10 @@ def handler_of(units: Callable[[int], int], work: Callable[[int, int, int, int, 
             work(words(shared)[OUR_ARGS], words(shared)[OUR_RETS], worker, shared, unit)
         _leave(shared)
 
-    task_address = np.int64(task.address)
+    task_code = compiled(f"{name}-task", types.void(types.int64), task)
+    binding.add_symbol(f"{name}_task", task_code.address)
+    task_address = address_of(f"{name}_task")
 
-    @nb.cfunc(types.int64(types.int64), nopython=True, error_model="numpy")
     def handler(frame: int) -> int:
         extension = words(frame)[EXTENSION]
         if extension != 0 and (words(extension)[KIND] & 0xFFFFFFFF) == 1:
@@ -188,8 +213,8 @@ def handler_of(units: Callable[[int], int], work: Callable[[int, int, int, int, 
             return 0
         args, rets = words(frame)[ARGS], words(frame)[RETS]
         total = units(args)
-        workers = min(dim(rets, 1, 0), total)
-        shared = _call(_MALLOC, 8 * SHARED_WORDS)
+        workers = min(dim(rets, scratch, 0), total)
+        shared = _call(_malloc(), 8 * SHARED_WORDS)
         common = words(shared)
         common[NEXT], common[DONE], common[TOTAL] = 1, 0, total
         common[WORKERS], common[USERS] = 1, 1
@@ -197,7 +222,7 @@ def handler_of(units: Callable[[int], int], work: Callable[[int, int, int, int, 
         error = 0
         for _ in range(workers - 1):
             _fetch_add(shared + 8 * USERS, 1)
-            error = _schedule(frame, task_address, shared)
+            error = _schedule(frame, task_address(), shared)
             if error != 0:
                 _fetch_add(shared + 8 * USERS, -1)
                 break
@@ -207,16 +232,18 @@ def handler_of(units: Callable[[int], int], work: Callable[[int, int, int, int, 
         _leave(shared)
         return error
 
-    # The task's machine code must live as long as the handler's.
-    handler.task = task
-    return handler
+    kept_as = f"{name}-handler-{ffi_version()[1]}"
+    handler_code = compiled(kept_as, types.int64(types.int64), handler)
+    capsule = jax.ffi.pycapsule(ctypes.c_void_p(handler_code.address))
+    jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    return Target(name, (handler_code, task_code))
 
 
 class Target(NamedTuple):
     """A registered handler; its machine code is freed with it."""
 
     name: str
-    handler: Any
+    code: tuple[Code, Code]
 
 
 def compiled_once(make: Callable[[S], Target]) -> Callable[[S], Target]:
@@ -228,13 +255,6 @@ def compiled_once(make: Callable[[S], Target]) -> Callable[[S], Target]:
             return kept(sizes)
 
     return target
-
-
-def register_target(name: str, handler: Any) -> Target:
-    """Tells XLA of a handler."""
-    name = f"jaxinfer_{name}"
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
-    return Target(name, handler)
 
 
 def threads() -> int:

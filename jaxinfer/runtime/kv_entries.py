@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-import ml_dtypes
 import numpy as np
 
 from jaxinfer.pallas_kernels.choice import keys_by_token
@@ -84,8 +83,3 @@ def compare_entries(
         "rms_change": float(np.sqrt(np.mean(change**2) / np.mean(sent**2))),
         "beyond": float(np.maximum(change - allowed, 0).max()) / largest,
     }
-
-
-def dtype_of(name: str) -> np.dtype:
-    """NumPy's, those of machine learning included."""
-    return np.dtype(getattr(ml_dtypes, name, name))

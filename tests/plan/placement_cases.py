@@ -1,13 +1,13 @@
 """Small clusters of unlike GPUs, and all plans that they allow."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.plan.placement.capacity import ROLES, Modelled
-from jaxinfer.plan.placement.flow import Network
+from jaxinfer.plan.placement.flow import Network, Placed, split
 from jaxinfer.plan.placement.lengths import Lengths
 from jaxinfer.plan.placement.moves import Plan, as_plan
 from jaxinfer.plan.placement.site import Site
@@ -79,3 +79,8 @@ def every_plan(gpus: tuple[int, ...], able: Any) -> Iterator[Plan]:
             (tuple((node, count) for node, count in enumerate(counts) if count), role)
             for counts, role in groups
         )
+
+
+def least_side(groups: Sequence[Placed]) -> float:
+    """What no flow exceeds: all of one role together."""
+    return min(sum(groups[i].carried.rate for i in side) for side in split(groups))

@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 import pytest
-from placement_cases import A100, CLASSES, H100, L40, every_plan, modelled, site_of
+from placement_cases import A100, CLASSES, H100, L40, every_plan, least_side, modelled, site_of
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.placement.capacity import ROLES, signature_of
@@ -18,7 +18,7 @@ from jaxinfer.plan.placement.certify import (
     plan_of_cells,
     plan_of_mix,
 )
-from jaxinfer.plan.placement.flow import least_side, shared_flow
+from jaxinfer.plan.placement.flow import shared_flow
 from jaxinfer.plan.placement.moves import KINDS, apply, as_plan, changes, idle_gpus, size
 from jaxinfer.plan.placement.programs import best_mix, configurations, patterns, within_nodes
 from jaxinfer.plan.placement.refine import Effort, Scorer, climb, score

@@ -16,7 +16,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.pallas_kernels.kv_pages import KVPages, write_kv
 from jaxinfer.runtime.conformance import Conformance, Outcome
 from jaxinfer.runtime.conformance_sides import VALUES, Side, covering_sides, with_values
-from jaxinfer.runtime.kv_entries import allowed_change, compare_entries, dtype_of, read_entries
+from jaxinfer.runtime.kv_entries import allowed_change, compare_entries, read_entries
 from jaxinfer.runtime.lane import Lane
 from jaxinfer.runtime.small_model import HEAD_DIM, LAYERS, small_checkpoint
 
@@ -90,12 +90,12 @@ def test_bfloat16_rounds_by_half_a_step_and_once() -> None:
         ("bfloat16", "float32"),
         ("float32", "bfloat16"),
     ):
-        allowed = allowed_change(sent, dtype_of(wire), dtype_of(stored), 16)
+        allowed = allowed_change(sent, jnp.dtype(wire), jnp.dtype(stored), 16)
         np.testing.assert_array_equal(allowed, np.abs(narrow - sent))
         assert (allowed <= 2.0**-8 * np.abs(sent)).all()
     # The way back, and float32 throughout, change nothing.
     for x, wire, stored in ((narrow, "bfloat16", "float32"), (sent, "float32", "float32")):
-        assert not allowed_change(x, dtype_of(wire), dtype_of(stored), 16).any()
+        assert not allowed_change(x, jnp.dtype(wire), jnp.dtype(stored), 16).any()
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -118,7 +118,7 @@ def test_8_bits_round_by_no_more_than_is_allowed(kind: str, page_size: int, by_t
             kv = write_kv(kv, *(jnp.asarray(x[some]) for x in sent[layer]), *at, by_token)
         stage: Any = SimpleNamespace(plan=plan_of(page_size, by_token), kv=[kv])
         found[layer] = read_entries([stage], [table.tolist()], T)[0]
-    allowed = allowed_change(sent, dtype_of("float32"), dtype_of(kind), page_size)
+    allowed = allowed_change(sent, jnp.dtype("float32"), jnp.dtype(kind), page_size)
     share = np.abs(found - sent) / allowed
     assert 0.8 < share.max() <= 1
     # Of the largest entry of a page and head: half a step of 127, or of e4m3's 8 in an octave.

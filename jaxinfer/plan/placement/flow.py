@@ -106,11 +106,6 @@ def split(groups: Sequence[Placed]) -> tuple[list[int], list[int]]:
     return prefill, [i for i in able if groups[i].role == "decode"]
 
 
-def least_side(groups: Sequence[Placed]) -> float:
-    """What no flow exceeds: all of one role together."""
-    return min(sum(groups[i].carried.rate for i in side) for side in split(groups))
-
-
 def pair_flow(groups: Sequence[Placed], network: Network) -> Flow:
     """The largest flow where each pair has its links to itself (section 3.3)."""
     prefill, decode = split(groups)

@@ -1,0 +1,110 @@
+"""Machine code of kernels that numba has compiled, kept from process to process.
+
+numba's own cache does not know functions again that another one has made, and would take symbols of
+one for those of another. Here, code is kept by a name, which says all that a kernel was made with,
+and by a digest of all else that it was made from. Each has an engine of its own.
+"""
+
+import functools
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import llvmlite
+import numba as nb
+import numpy as np
+from llvmlite import binding
+from numba.core.registry import cpu_target
+from numba.core.runtime import rtsys
+
+FOLDER = Path("~/.cache/jaxinfer/numba")
+
+
+class Code(NamedTuple):
+    """A C function that is there as long as its engine is."""
+
+    address: int
+    engine: Any
+
+
+def compiled(name: str, signature: Any, function: Callable[..., Any]) -> Code:
+    """A function as C code: as it was kept or, where it was not, compiled and kept.
+
+    Args:
+        name: no two functions of the same sources have the same one.
+    """
+    # NUMBA_CACHE_DIR is where numba itself would keep it.
+    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or FOLDER).expanduser()
+    path = folder / f"{name}-{made_from()}.o"
+    found = _read(path)
+    if found is None:
+        found = _compile(signature, function)
+        _write(path, *found)
+    return _load(*found)
+
+
+@functools.cache
+def made_from() -> str:
+    """What names do not say: sources, versions, the processor, numba's settings."""
+    cpu = cpu_target.target_context.codegen().magic_tuple()
+    return digest(sorted(Path(__file__).parent.glob("*.py")), cpu)
+
+
+def digest(sources: Iterable[Path], cpu: object) -> str:
+    """The same of these sources and this processor."""
+    found = hashlib.sha256()
+    for path in sources:
+        found.update(path.read_bytes())
+    versions = nb.__version__, llvmlite.__version__, np.__version__, sys.version
+    settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
+    found.update(repr((cpu, versions, settings)).encode())
+    return found.hexdigest()[:32]
+
+
+def _compile(signature: Any, function: Callable[..., Any]) -> tuple[str, bytes]:
+    """Its symbol, and the object file that has it."""
+    made = nb.cfunc(signature, nopython=True, error_model="numpy")(function)
+    _, _, (code, _) = made._library.serialize_using_object_code()
+    return made.native_name, code
+
+
+def _load(symbol: str, code: bytes) -> Code:
+    # Has LLVM know of numba's own functions, as it does once something has been compiled.
+    rtsys.initialize(cpu_target.target_context)
+    target = binding.Target.from_default_triple()
+    empty = binding.parse_assembly(f'target triple = "{target.triple}"')
+    machine = target.create_target_machine(jit=True, codemodel="jitdefault")
+    engine = binding.create_mcjit_compiler(empty, machine)
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return Code(engine.get_function_address(symbol), engine)
+
+
+def _read(path: Path) -> tuple[str, bytes] | None:
+    """What is kept there; None where nothing is, or not all of it."""
+    with suppress(OSError):
+        kept = path.read_bytes()
+        checksum, content = kept[:32], kept[32:]
+        if hashlib.sha256(content).digest() == checksum:
+            symbol, _, code = content.partition(b"\0")
+            return symbol.decode(), code
+    return None
+
+
+def _write(path: Path, symbol: str, code: bytes) -> None:
+    """Keep it, whole or not at all; without room or rights, the next process compiles again."""
+    content = symbol.encode() + b"\0" + code
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(number, "wb") as file:
+                file.write(hashlib.sha256(content).digest() + content)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)

@@ -1,0 +1,112 @@
+"""Compiled kernels that are kept: for the next process, and for nobody whose code is another."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba")
+from numba import types
+
+from jaxinfer.pallas_kernels import numba_cache
+
+ONE_WORD = types.int64(types.int64)
+
+
+class Cache:
+    """A folder of its own; ``compiles`` counts."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.compiles = folder, 0
+        monkeypatch.setenv("NUMBA_CACHE_DIR", str(folder))
+        compile = numba_cache._compile
+
+        def counted(*args: Any) -> Any:
+            self.compiles += 1
+            return compile(*args)
+
+        monkeypatch.setattr(numba_cache, "_compile", counted)
+
+    def adds(self, amount: int) -> int:
+        """40 and the amount, by a kernel that was made with it."""
+
+        def add(x: int) -> int:
+            return x + amount
+
+        code = numba_cache.compiled(f"add_{amount}", ONE_WORD, add)
+        return int(ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(code.address)(40))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    return Cache(tmp_path / "kept", monkeypatch)
+
+
+def test_each_is_compiled_once_and_none_is_taken_for_another(cache: Cache) -> None:
+    """Their symbols are the same but for a number that each process counts anew."""
+    assert [cache.adds(amount) for amount in (2, 3, 2, 3, 2)] == [42, 43, 42, 43, 42]
+    assert cache.compiles == 2
+    assert oct(cache.folder.stat().st_mode & 0o777) == "0o700"
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
+def test_what_is_damaged_is_compiled_again(cache: Cache, damage: str) -> None:
+    assert cache.adds(2) == 42
+    (path,) = cache.folder.iterdir()
+    whole = path.read_bytes()
+    changed = bytes([*whole[:-9], whole[-9] ^ 1, *whole[-8:]])
+    path.write_bytes({"cut": whole[:-100], "changed": changed, "empty": b""}[damage])
+    assert [cache.adds(2), cache.adds(2)] == [42, 42]
+    assert cache.compiles == 2
+
+
+def test_without_a_place_to_keep_it(cache: Cache) -> None:
+    cache.folder.write_text("a file")
+    assert [cache.adds(2), cache.adds(2)] == [42, 42]
+    assert cache.compiles == 2
+
+
+def test_other_sources_and_another_processor_are_another_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text("a")
+    before = numba_cache.digest([kernel], ("x86_64", "znver4", "+avx512f"))
+    assert before == numba_cache.digest([kernel], ("x86_64", "znver4", "+avx512f"))
+    assert before != numba_cache.digest([kernel], ("x86_64", "znver4", ""))
+    assert before != numba_cache.digest([kernel], ("x86_64", "znver3", "+avx512f"))
+    kernel.write_text("b")
+    assert before != numba_cache.digest([kernel], ("x86_64", "znver4", "+avx512f"))
+    kernel.write_text("a")
+    monkeypatch.setenv("NUMBA_OPT", "1")
+    assert before != numba_cache.digest([kernel], ("x86_64", "znver4", "+avx512f"))
+
+
+SCRIPT = """
+import sys
+import jax.numpy as jnp, numpy as np
+from jaxinfer.pallas_kernels import numba_cache, numba_matmul
+compile, count = numba_cache._compile, []
+numba_cache._compile = lambda *args: count.append(1) or compile(*args)
+a = np.arange(24, dtype=np.float32).reshape(3, 8)
+b = np.arange(160, dtype=np.float32).reshape(8, 20)
+assert np.array_equal(numba_matmul.matmul(jnp.asarray(a), jnp.asarray(b)), a @ b)
+print(len(count))
+"""
+
+
+@pytest.mark.slow
+def test_the_next_process_compiles_nothing(tmp_path: Path) -> None:
+    """A task and its handler know each other, and C's functions, by name."""
+    there = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    counts = [
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT], env=there, check=True, capture_output=True, text=True
+        ).stdout.strip()
+        for _ in range(2)
+    ]
+    assert counts == ["2", "0"]
