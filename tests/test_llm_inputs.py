@@ -127,10 +127,10 @@ def test_prompts_of_a_generator_are_served(tiny: LLM) -> None:
     [
         (None, None, "prompts is None, must be one or a list of them"),
         (7, None, "prompts is 7, must be one or a list of them"),
-        (b"Hi", None, "prompt 0: b'Hi' must be a text or"),
+        (b"Hi", None, "prompt 0: b'Hi' must be a text, "),
         ("a\ud800b", None, r"prompt 0: the text holds '\\ud800', which is half of a surrogate"),
-        ([None], None, "prompt 0: None must be a text or"),
-        ([3], None, "prompt 0: 3 must be a text or"),
+        ([None], None, "prompt 0: None must be a text, "),
+        ([3], None, "prompt 0: 3 must be a text, "),
         (np.ones((1, 2, 2)), None, r"prompt 0: array\(\[\[1., 1.\],  +\[1., 1.\]\]\) must be a"),
         (["a"], {"temperature": 0}, r"sampling_params is \{'temperature': 0\}, must be Samp"),
         (["a"], [{"temperature": 0}], "sampling_params is .* must be SamplingParams"),

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.resolve import resolve
@@ -11,11 +12,14 @@ from jaxinfer.config.run_file import (
     MetricOptions,
     RunFile,
     Workload,
+    apply_setting,
     as_run_file,
     load_run_file,
 )
 from jaxinfer.systems.single import Single
 from jaxinfer.workload.arrivals import Arrivals
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_what_is_not_stated() -> None:
@@ -99,3 +103,27 @@ def test_an_attention_group_is_a_name_or_has_options() -> None:
         }
     )
     assert replicated.cluster().instances["i1"].places[0].attention_groups == ("b1", "c1")
+
+
+def test_a_role_that_its_system_does_not_know() -> None:
+    """Any word is one to the systems that say nothing of roles, a user's own among them."""
+    data = yaml.safe_load((ROOT / "configs" / "cpu" / "aladdin.yaml").read_text())
+    data["instances"]["d"]["role"] = "of"
+    with pytest.raises(JaxinferError, match=r"^instances\.d\.role is 'of': did you mean 'off'\?$"):
+        resolve(as_run_file(data))
+    resolve(as_run_file(data | {"system": "least_loaded"}))
+
+
+def test_axes_are_set_by_their_dotted_keys() -> None:
+    data: dict[str, Any] = {"axes": {"engine.seed": [1]}, "planner": {"axes": {}}}
+    apply_setting(data, "axes.workload.arrivals.rate=[3]")
+    apply_setting(data, "planner.axes.engine.page_size=[16, 32]")
+    assert data == {
+        "axes": {"engine.seed": [1], "workload.arrivals.rate": [3]},
+        "planner": {"axes": {"engine.page_size": [16, 32]}},
+    }
+
+
+def test_half_precision_is_answered_with_what_runs() -> None:
+    with pytest.raises(JaxinferError, match=r"^engine\.dtype: float16 is not supported: bfloat16"):
+        RunFile.model_validate({"engine": {"dtype": "float16"}})

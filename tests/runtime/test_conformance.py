@@ -46,15 +46,25 @@ def test_values_of_one_s_own() -> None:
     ("text", "message"),
     [
         ("page_sise=8", "no setting 'page_sise': did you mean 'page_size'?"),
-        ("page_size=", "must be page_size=A,B,... with a int each"),
-        ("page_size=x", "must be page_size=A,B,... with a int each"),
-        ("dtype=16", "must be dtype=A,B,... with a str each"),
+        ("page_size=", "must be page_size=A,B,... with an integer each"),
+        ("page_size=x", "must be page_size=A,B,... with an integer each"),
+        ("dtype=16", "must be dtype=A,B,... with a name each"),
     ],
 )
 def test_values_that_are_none(text: str, message: str) -> None:
     with pytest.raises(JaxinferError) as caught:
         with_values([text])
     assert str(caught.value) == f"--values {text}: {message}"
+
+
+def test_values_given_twice_are_refused() -> None:
+    """The second would put the first aside."""
+    with pytest.raises(JaxinferError) as caught:
+        with_values(["page_size=8", "stages=1", "page_size=48"])
+    assert str(caught.value) == (
+        "--values page_size=48: page_size has values by page_size=8: give all of them once, "
+        "page_size=8,48"
+    )
 
 
 @pytest.mark.parametrize("text", ["page_size=[8", "page_size=8]", "page_size=2024-13-45"])

@@ -355,6 +355,21 @@ def takes_five_beside_a_group(batch: Forming) -> None:
         batch.add(request, 5)
 
 
+def pops(waiting: Any) -> RequestState:
+    return waiting.popleft()
+
+
+def deletes(waiting: Any) -> RequestState:
+    del waiting[0]
+    return waiting[0]
+
+
+def looks(waiting: Sequence[RequestState]) -> RequestState:
+    assert [*waiting] == [waiting[i] for i in range(len(waiting))] == waiting[:]
+    assert waiting[-1] in waiting
+    return max(waiting, key=lambda request: request.id)
+
+
 class CannotBeMade:
     def __init__(self) -> None:
         raise ValueError("not today")
@@ -416,6 +431,8 @@ def test_ones_own_function_and_class() -> None:
         ("order", "fails", "raises KeyError: 'nothing'"),
         *((kind, "leaves", "raises SystemExit: 3 (") for kind in ("order", "admit", "form_batch")),
         ("order", "astray", "returns 'r0', must be one of the requests"),
+        ("order", "pops", "raises AttributeError: '_ReadOnly' object has no attribute 'popleft'"),
+        ("order", "deletes", "raises TypeError: '_ReadOnly' object doesn't support item deletion"),
         ("admit", "answers_three", "returns 3, must be True or False"),
         ("form_batch", "answers_three", "returns 3, must return nothing"),
         ("form_batch", "takes_none", "takes in 0 tokens of 'r0', must be 1 to 5"),
@@ -453,6 +470,12 @@ def test_decodes_that_go_together_count_in_ones_own_step() -> None:
         JaxinferError, match="forms a step of 6 tokens, max_num_batched_tokens is 5"
     ):
         run.step()
+
+
+def test_ones_own_may_look_at_the_queue() -> None:
+    run = Instant(order=f"{ME}:looks")
+    run.add((1, 2), (2, 2), (3, 2))
+    assert list(run.step()) == ["r2", "r1", "r0"]
 
 
 def test_what_ones_own_says_itself_is_left_as_it_is() -> None:

@@ -94,8 +94,8 @@ def slow(
 ) -> RooflineStage:  # fmt: skip
     """TINY's three layers at so many operations and bytes per second; links likewise."""
     gpu = Gpu(
-        bf16_tflops=flops / 1e12, memory_gb=1, memory_gb_s=bandwidth / 1e9, link="", link_gb_s=1,
-        watts=1, checked=True,
+        bf16_tflops=flops / 1e12, memory_gb=1, memory_gb_s=bandwidth / 1e9, link="none",
+        link_gb_s=1, watts=1, checked=True,
     )  # fmt: skip
     shape = TINY.model_copy(update=model)
     return RooflineStage(gpu, shape, 3, last, devices, itemsize, efficiency, link / 1e9)

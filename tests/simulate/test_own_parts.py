@@ -77,6 +77,23 @@ CPU = ROOT / "configs" / "cpu" / "single.yaml"
             {"models": {"m": MODEL | {"num_experts": 4}}},
             "models.m: num_experts_per_tok is 0, of 4 experts",
         ),
+        (
+            {"models": {"m": MODEL | {"num_key_value_heads": 7}}},
+            "models.m.num_key_value_heads is 7, must divide num_attention_heads, 32",
+        ),
+        (
+            {"models": {"m": MODEL | {"hidden_size": 4100}}},
+            "models.m.head_dim is missing: hidden_size, 4100, is no multiple of",
+        ),
+        ({"models": {"m": MODEL | {"head_dim": 0}}}, "models.m.head_dim is 0, must be greater"),
+        (
+            {"gpus": {"c": CARD | {"link": "NVLnk4"}}},
+            "gpus.c.link: 'NVLnk4': did you mean 'NVLink'?",
+        ),
+        (
+            {"gpus": {"c": CARD | {"link": "ethernet"}}},
+            "gpus.c.link: 'ethernet': must be one of NVLink, PCIe, ",
+        ),
     ],
 )
 def test_mistakes_carry_their_path_in_either_world(

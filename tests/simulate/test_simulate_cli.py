@@ -138,6 +138,7 @@ def test_figures_alone_and_their_price(tmp_path: Path) -> None:
     assert lines["requests"] == "12"
     price = float(re.search(r"\$(\S+) per 1,000 requests", ran.output)[1])  # type: ignore[index]
     assert "$76.00 per hour" in ran.output
+    assert "all requests arrive at once, so TTFT has the wait" in ran.output
     assert price == pytest.approx(1000 / 12 * 76 / 3600 * seconds, rel=0.02)
     # 16 GPUs of 700 W.
     energy = re.search(r"limits: (\S+) Wh per request, (\S+) kWh per million", ran.output)

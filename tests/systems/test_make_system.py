@@ -156,6 +156,11 @@ def error_of(config: dict[str, Any], instances: Sequence[str] = PAIR) -> str:
             "system.partial is 'p', but there are p0 to p1: give the name of one",
         ),
         ({"name": "cronus", "partial": "p", "chunked": "c"}, ["p0", "c"], "did you mean 'p0'?"),
+        (
+            {"name": "splitwise", "prompt": ["prompts"], "token": ["token"]},
+            [*(f"prompt{number}" for number in range(10)), "token"],
+            "system.prompt is 'prompts': did you mean prompt0 to prompt9?",
+        ),
     ],
 )
 def test_a_name_with_replicas(config: dict[str, Any], instances: list[str], message: str) -> None:
