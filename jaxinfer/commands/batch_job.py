@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import RunFile
+from jaxinfer.config.shipped import data_path
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.origin import asked_for
@@ -70,7 +71,7 @@ class BatchJob:
         config = config.with_workload(input=input_path, output=output_path)
         with ExitStack() as opened:
             source = opened.enter_context(BatchFile(input_path))
-            if os.path.exists(output_path) and os.path.samefile(input_path, output_path):
+            if os.path.exists(output_path) and os.path.samefile(data_path(input_path), output_path):
                 raise JaxinferError(f"{output_path}: the output must not be the input")
             job = {"input_sha256": source.sha256, "model": model} | _result_options(config.engine)
             if config.instances:
