@@ -88,7 +88,10 @@ class Recorded:
         Raises:
             JaxinferError: those of the run were others.
         """
-        work = config.requests()
+        try:
+            work = config.requests()
+        except JaxinferError as error:
+            raise JaxinferError(f"{self.folder}: its requests: {error}") from None
         then = self.run["workload"]
         if digest(work) != (then.get("requests"), then.get("sha256")):
             raise JaxinferError(

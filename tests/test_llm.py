@@ -15,8 +15,8 @@ from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import RunFile, Workload
 from jaxinfer.report.figures import figures
 from jaxinfer.report.latencies import Latencies
+from jaxinfer.report.origin import PACKAGES
 from jaxinfer.report.records import read_run
-from jaxinfer.report.run_folder import PACKAGES
 from jaxinfer.request import Sampling
 from jaxinfer.runtime.engine import Cluster
 from jaxinfer.runtime.world import RealWorld
@@ -274,7 +274,7 @@ def test_a_run_leaves_its_files(tiny: LLM, tmp_path: Path) -> None:
     run = json.loads((tmp_path / "2" / "run.json").read_text())
     assert run["status"] == "finished"
     assert run["instances"]["engine"]["engine"]["max_num_seqs"] == 4
-    assert set(run["versions"]) == set(PACKAGES)
+    assert set(run["versions"]) == {"jaxinfer", *PACKAGES}
     steps = [json.loads(line) for line in (tmp_path / "2" / "steps.jsonl").open()]
     assert len(steps) == run["metrics"]["steps"]
     # The first token comes from prefill, the others from one decode each.

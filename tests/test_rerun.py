@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from tiny_model import TINY_OPTIONS
 
-from jaxinfer import JaxinferError
+from jaxinfer import LLM, JaxinferError
 from jaxinfer.commands.app import cli
-from jaxinfer.config.run_file import load_run_file
+from jaxinfer.config.run_file import RunFile, load_run_file
+from jaxinfer.measure import measure
 from jaxinfer.rerun import OF_THE_MOMENT, differing
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
@@ -156,5 +158,26 @@ def test_what_cannot_be_run_again_is_told(here: Path) -> None:
     Path("full").mkdir()
     Path("full/x").touch()
     assert refused("rerun", "runs/1", "--out", "full").startswith(f"{here}/full: has files in it")
+    changed(run_file=whole["run_file"] | {"workload": {}})
+    assert refused("rerun", "runs/1").startswith(f"{here}/runs/1: its requests: no trace: ")
     changed(emulated=[])
     assert refused("rerun", "runs/1") == "a real run needs --out FOLDER"
+
+
+def test_a_measured_run_is_made_again(
+    tiny: LLM, tiny_loaded_once: None, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the requests of its trace, whose lengths it comes to again."""
+    Path("t.csv").write_text("num_prefill_tokens,num_decode_tokens\n7,3\n20,2\n")
+    given = {"model": tiny.model, "engine": TINY_OPTIONS, "workload": {"trace": "t.csv"}}
+    monkeypatch.setattr(tiny, "config", RunFile.model_validate(given))
+    measure(tiny, tiny.config.workload.requests(), "t.csv", "runs")
+    assert call("rerun", "runs/1", "--out", "again").exit_code == 0
+    lines = [
+        [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
+        for folder in (here / "runs" / "1", here / "again" / "1")
+    ]
+    kept = [{(x["id"], x["prompt_len"], len(x["token_times"])) for x in each} for each in lines]
+    assert kept[0] == kept[1] == {("0", 7, 3), ("1", 20, 2)}
+    Path("t.csv").write_text("num_prefill_tokens,num_decode_tokens\n7,3\n")
+    assert "t.csv has changed" in refused("rerun", "runs/1", "--out", "third")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import RunFile
+from jaxinfer.config.shipped import data_path
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.origin import asked_for
@@ -80,7 +81,7 @@ class BatchJob:
             source = opened.enter_context(BatchFile(input_path))
             out, lines = Path(output_path), lines_of(output_path)
             for path in (out, lines):
-                if path.exists() and os.path.samefile(input_path, path):
+                if path.exists() and os.path.samefile(data_path(input_path), path):
                     raise JaxinferError(f"{path}: the output must not be the input")
             if out != lines:
                 check_pyarrow(out)

@@ -213,7 +213,8 @@ def kept_results(
 ) -> Iterator[tuple[Path, "Kept"]]:
     """A folder for what is found bit by bit, and what is there of it.
 
-    What fails before anything has been found leaves no folder that it has made.
+    In a new one, ``origin.json`` says by which command, code and machine it was begun. What fails
+    before anything has been found leaves no folder that it has made.
 
     Args:
         name, text: see ``own_folder``; ``lines``: of the file that keeps what is found;
@@ -223,6 +224,7 @@ def kept_results(
         JaxinferError: see ``own_folder``, or a file in it cannot be read or written.
     """
     from jaxinfer.plan.kept import Kept
+    from jaxinfer.report.origin import origin
 
     folder = Path(out)
     existed, begun = folder.exists(), (folder / name).exists()
@@ -231,6 +233,9 @@ def kept_results(
     with _left_as_found(
         folder, existed, lambda _: begun or (keeps.is_file() and keeps.stat().st_size > 0)
     ):
+        if not begun:
+            made_from = json.dumps(origin(), indent=2) + "\n"
+            (folder / "origin.json").write_text(made_from, encoding="utf-8")
         kept = Kept(keeps, version)
         if kept.of_others:
             print(

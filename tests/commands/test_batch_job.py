@@ -13,9 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from tiny_model import TINY_OPTIONS
 
 from jaxinfer import LLM, JaxinferError, RequestOutput
+from jaxinfer.commands.app import cli
 from jaxinfer.commands.batch_job import BatchJob
 from jaxinfer.config.cluster import GroupConfig, InstanceConfig
 from jaxinfer.config.engine import EngineOptions
@@ -323,3 +325,37 @@ def test_lines_are_read_while_others_are_served(
     for i in range(150):
         choices = found[f"line-{i + 1}"]["choices"]
         assert len(choices) == (2 if i % 7 == 0 else 1)
+
+
+def test_a_batch_is_run_again_from_its_record(
+    tiny_folder: Path, tiny_loaded_once: None, tmp_path: Path, source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """To the same answers; refused where its lines have changed."""
+    monkeypatch.chdir(tmp_path)
+    config = RunFile(model=str(tiny_folder), engine=EngineOptions(**TINY_OPTIONS))
+    with BatchJob.open(config, source.name, "out.jsonl", force=False) as job:
+        job.run()
+    run = json.loads(Path("out.jsonl.runs/1/run.json").read_text())
+    assert run["run_file"]["workload"] == {"input": source.name, "output": "out.jsonl"}
+    assert run["files"][source.name] == hashlib.sha256(source.read_bytes()).hexdigest()
+    assert run["command"]
+
+    def rerun(out: str) -> Any:
+        words = ["rerun", "out.jsonl.runs/1", "--out", out]
+        return CliRunner().invoke(cli, words, catch_exceptions=False)
+
+    done = rerun("again")
+    assert done.output.endswith("3 of 3 answers are the same as in out.jsonl\n")
+    assert done.exit_code == 0
+    assert sorted(records(Path("out.jsonl")), key=repr) == sorted(
+        records(Path("again/answers.jsonl")), key=repr
+    )
+    lines = Path("out.jsonl").read_text()
+    Path("out.jsonl").write_text(lines.replace('"index": 0', '"index": 1', 1))
+    done = rerun("third")
+    assert done.output.splitlines()[-1] == "2 of 3 answers are the same as in out.jsonl"
+    assert done.exit_code == 1
+    source.write_text("")
+    with pytest.raises(JaxinferError, match=r"in\.jsonl has changed since the run was made from"):
+        rerun("fourth")

@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from jaxinfer import JaxinferError
 from jaxinfer.commands.app import cli
+from jaxinfer.commands.batch_job import BatchJob
 from jaxinfer.config.contents import contents
 from jaxinfer.config.run_file import as_run_file, load_run_file
 from jaxinfer.config.shipped import SHIPPED, data_path, shipped_files
@@ -75,6 +76,14 @@ def test_all_kinds_of_files_are_found(elsewhere: Path) -> None:
     assert Catalogue({}, {}).model("gpu/smollm2-135m").num_hidden_layers == 30
     listed = {"trace": "configs/cpu/bursts.csv", "system": "cronus"}
     assert list(contents(listed)) == [str(SHIPPED / "cpu" / "bursts.csv")]
+
+
+def test_a_batch_that_ships_goes_on(elsewhere: Path) -> None:
+    """Its output is there the second time, and is looked at beside its input."""
+    config = load_run_file("demo/unlike.yaml")
+    for _ in range(2):
+        with BatchJob.open(config, "configs/demo/prompts.jsonl", "out.jsonl", False) as job:
+            assert (job.num_lines, job.num_resumed) == (20, 0)
 
 
 def test_modules_of_ones_own(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import yaml
 from click.testing import CliRunner
 from plan_cases import RUN
 
+import jaxinfer
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.commands.sweep import sweep
 from jaxinfer.config.run_file import RunFile, as_run_file
@@ -85,7 +86,10 @@ def test_a_table_of_what_each_point_comes_to(tmp_path: Path, file: dict[str, Any
         assert float(row["ttft_p99"]) == metrics.ttft_p99
         assert float(row["requests_s"]) == 20 / metrics.wall_s
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"sweep.json", "points.jsonl", "sweep.csv", "ttft_p99.png", "tbt_p99.png"}
+    files = {"sweep.json", "origin.json", "points.jsonl", "sweep.csv"}
+    assert names == files | {"ttft_p99.png", "tbt_p99.png"}
+    made_from = json.loads((tmp_path / "out" / "origin.json").read_text())
+    assert made_from["versions"]["jaxinfer"] == jaxinfer.__version__
 
 
 def test_what_there_is_is_not_run_again(tmp_path: Path, file: dict[str, Any]) -> None:
