@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Any, Literal, Protocol
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from jaxinfer.config.validation import OptionError, Options
 from jaxinfer.errors import JaxinferError
@@ -46,6 +46,20 @@ class Lengths(Options):
     mean: float | None = Field(default=None, gt=0)
     std: float | None = Field(default=None, ge=0)
     values: dict[float, float] | None = Field(default=None, strict=False)
+
+    @field_validator("values", mode="before")
+    @classmethod
+    def _from_json(cls, value: object) -> object:
+        """JSON, which a run's record is, has keys of text alone."""
+        if not isinstance(value, dict):
+            return value
+        numbers = {}
+        for percent, length in value.items():
+            try:
+                numbers[float(percent) if isinstance(percent, str) else percent] = length
+            except ValueError:
+                raise ValueError(f"{percent!r} is no percentile") from None
+        return numbers
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse options that the kind does not use, and the lack of those that it does."""

@@ -174,10 +174,15 @@ def test_bench(run_file: Path, tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.csv"
     lengths.write_text("num_prefill_tokens,num_decode_tokens\n40,3\n7,9\n5,5\n")
     more = ("--json", tmp_path / "csv.json", "--limit", "2", "--repeat", "2")
-    done = jaxinfer("bench", run_file, "--workload", lengths, *more)
+    own = f"workload={{trace: {lengths}, arrivals: {{kind: closed, concurrency: 1}}}}"
+    done = jaxinfer("bench", run_file, "--set", own, *more)
     assert done.returncode == 0, done.stderr
     twice = json.loads((tmp_path / "csv.json").read_text())
     assert [(f["prompt_tokens"], f["output_tokens"]) for f in twice] == [(47, 12)] * 2
+    for number in (1, 2):
+        path = tmp_path / "csv.json.runs" / str(number) / "requests.jsonl"
+        first, second = map(json.loads, path.read_text().splitlines())
+        assert second["arrival"] >= first["token_times"][-1]
 
 
 def corrupt_weights(folder: Path, how: str) -> None:

@@ -1,5 +1,6 @@
 """Lengths given in a run file, against scipy's distributions and closed forms."""
 
+import json
 import math
 from collections.abc import Mapping
 from itertools import pairwise
@@ -132,6 +133,16 @@ def test_prompts_and_outputs_have_streams_of_their_own() -> None:
     assert abs(np.corrcoef(prompts, [item.max_tokens for item in both])[0, 1]) < 4 / math.sqrt(5000)
 
 
+def test_a_record_of_it_in_json_is_the_same() -> None:
+    """As the record of a run keeps its workload."""
+    law = {"kind": "percentiles", "values": {50: 3, 90.5: 9}}
+    ramp = {"kind": "ramp", "from": 1, "to": 3.5, "over": 3}
+    drawn = {"input_len": law, "output_len": 9, "range_ratio": 0.5, "count": 50}
+    config = as_run_file({"workload": {"synthetic": drawn, "arrivals": ramp}})
+    kept = json.dumps(config.model_dump(mode="json", exclude_unset=True))
+    assert as_run_file(json.loads(kept)).requests() == config.requests()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -156,6 +167,10 @@ def test_prompts_and_outputs_have_streams_of_their_own() -> None:
             "std is not for kind uniform",
         ),
         ({"input_len": {"kind": "percentiles", "values": {50: 3}}, "output_len": 1}, "two percen"),
+        (
+            {"input_len": {"kind": "percentiles", "values": {"p50": 3, 90: 9}}, "output_len": 1},
+            "'p50' is no percentile",
+        ),
         (
             {"input_len": {"kind": "percentiles", "values": {0: 3, 50: 9}}, "output_len": 1},
             "leave open what lies beyond",
