@@ -156,11 +156,12 @@ def test_all_slabs_are_dropped_when_their_destination_is_lost(channel: Any) -> N
     for _ in range(3):
         channel.send(transfer(), posted.append)
     first, second, third = (offer.slab for offer in source.done)
-    channel._hear(Offered(0, first, "there", None))
+    for slab in (first, second):
+        channel._hear(Offered(0, slab, "there", None))
     channel._hear(Pulled(1, first, 0.0, 1.0))
     source.lose("ended")
     assert list(channel._slabs) == [first]
-    assert dest.done[1:] == [Drop(1, slab, "host") for slab in (second, third)]
+    assert dest.done[2:] == [Drop(1, slab, "host") for slab in (second, third)]
     dest.lose("ended, too")
     assert not channel._slabs
     assert source.done[-1] == Drop(0, first, "host")
@@ -215,6 +216,7 @@ def test_what_fails_to_be_placed_is_the_destinations_failure(channel: Any) -> No
     channel._hear(Pulled(1, number, 0.0, 1.0))
     channel.place(posted.pop(), posted.append)
     assert dest.kinds() == [Pull, Place]
+    assert not channel._slabs
     channel._hear(SlabFailed(1, number, False, "no room"))
     assert [(p.instance, str(p.error)) for p in posted] == [("b", "no room")]
 
