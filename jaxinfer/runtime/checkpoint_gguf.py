@@ -160,7 +160,7 @@ def _rope_divisors(file: GGUFFile, head_dim: int) -> np.ndarray:
 
 
 def _biases(file: GGUFFile) -> str:
-    """Which of an attention's four products have a bias: none, "qkv", as Qwen 2's, or "qkvo"."""
+    """The products of attention that have a bias: none, "qkv", as Qwen 2's, or "qkvo"."""
     names = {"attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "o"}
     there = [part for part in names if f"blk.0.{part}.bias" in file.tensors]
     found = "".join(names[part] for part in there)
@@ -187,7 +187,7 @@ def _with_windows(keys: Keys, config: ModelConfig, rotation: Rotation) -> ModelC
 
 
 def _sliding(keys: Keys, config: ModelConfig) -> list[bool]:
-    """Which layers have a window: all but each sixth, or as the file says."""
+    """The layers that have a window: all but each sixth, or as the file says."""
     key, num_layers = "gemma3.attention.sliding_window_pattern", config.num_hidden_layers
     pattern = keys.get(key, 6)
     if isinstance(pattern, list) and len(pattern) >= num_layers:

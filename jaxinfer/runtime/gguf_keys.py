@@ -1,4 +1,4 @@
-"""Which of a GGUF file's keys change what is computed, and how its positions rotate."""
+"""Keys of a GGUF file that change what is computed, and how its positions rotate."""
 
 import math
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ class Rotation:
 
 
 def read_rotation(keys: Keys, kind: str, head_dim: int, divisors: np.ndarray) -> Rotation:
-    """From ``rope.*``; an absent key has llama.cpp's default.
+    """The rotation that ``rope.*`` ask for; an absent key has llama.cpp's default.
 
     Args:
         divisors: of the frequencies, [H / 2] or one, as Llama 3.1's files have them.

@@ -1,4 +1,4 @@
-"""What a GGUF file means by ``tokenizer.ggml.pre``: how text is cut into words before merging."""
+"""Meanings of ``tokenizer.ggml.pre`` in GGUF files: how text is cut into words before merging."""
 
 import logging
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ _EAST_ASIAN = rf"[{_characters('4E00-9FA5 800-4E00 AC00-D7FF')}]+"
 
 @dataclass(frozen=True)
 class Pre:
-    """What comes before merging.
+    """The steps before merging.
 
     Attributes:
         split: cuts text into words, within which tokens are merged.
@@ -64,7 +64,7 @@ class Pre:
 
 
 def read_pre(metadata: Mapping[str, Any], path: Path) -> Pre:
-    """What ``tokenizer.ggml.pre`` names; without one, llama.cpp's default, and a warning.
+    """The kind that ``tokenizer.ggml.pre`` names; without one, llama.cpp's default, and a warning.
 
     Args:
         path: the file, for messages.
@@ -89,7 +89,7 @@ def read_pre(metadata: Mapping[str, Any], path: Path) -> Pre:
 
 
 def _known_pres() -> dict[str, Pre]:
-    """By name, as in llama.cpp's ``llama-vocab.cpp``.
+    """The kinds by their names, as in llama.cpp's ``llama-vocab.cpp``.
 
     NFC is not llama.cpp's, but that of the tokenizers that the models were trained with.
     """

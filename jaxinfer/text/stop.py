@@ -70,7 +70,7 @@ class StopCheck:
         return text if self._cut is None else text[: self._cut]
 
     def pieces(self, token_ids: list[int], ended_by_token: bool) -> list[str]:
-        """What each token adds to the text before the cut; none of the token that ended it.
+        """The text that each token adds, before the cut; none of the token that ended it.
 
         A character of several tokens comes with the last of them.
         """

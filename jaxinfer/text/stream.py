@@ -29,7 +29,7 @@ class Stream(Protocol):
 
     @property
     def is_within(self) -> bool:
-        """Whether the last token ended within a character, after all that it has given."""
+        """True if the last token ended within a character, after all that it has given."""
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -45,7 +45,7 @@ _BYTES = _byte_alphabet()
 
 
 def _stored_bytes(token: str) -> bytes:
-    """What a token of byte-level BPE stands for."""
+    """The bytes for which a token of byte-level BPE stands."""
     try:
         return bytes([_BYTES[char] for char in token])
     except KeyError:  # an added token holds plain text
@@ -65,7 +65,7 @@ def _num_incomplete(content: bytes) -> int:
 
 
 class _ByteStream:
-    """For byte-level BPE, where the text is the tokens' bytes read as UTF-8.
+    """A stream of byte-level BPE, where the text is the tokens' bytes read as UTF-8.
 
     Unlike a window, it holds at most three bytes, however long the model emits invalid ones.
     """
@@ -91,7 +91,7 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """For any other decoder: decodes the last tokens with and without the new ones.
+    """A stream of any other decoder: decodes the last tokens with and without the new ones.
 
     ``ids[:read]`` has been emitted; it stays as context, since decoders treat the first token
     differently (they strip its leading space).
@@ -144,7 +144,7 @@ class _Context:
 
 
 class Detokenizer:
-    """From tokens to text, as ``tokenizers`` decodes them; special and unknown ones are skipped.
+    """Turns tokens into text, as ``tokenizers`` decodes them; special and unknown ones are skipped.
 
     A text may follow others' tokens: it is then what these and its own make together, less what
     these make alone. Some decoders cut the space with which a text begins, and a character may
@@ -196,7 +196,7 @@ class Detokenizer:
 
     @cached_property
     def _has_bytes(self) -> bool:
-        """Whether tokens such as ``<0x41>`` stand for bytes."""
+        """True if tokens such as ``<0x41>`` stand for bytes."""
         letter = self._backend.token_to_id("<0x41>")
         return letter is not None and self._backend.decode([letter]) == "A"
 

@@ -128,7 +128,7 @@ def _likeliest(position: dict[int, Logprob], count: int) -> list[int]:
 
 
 def _pieces(output: CompletionOutput) -> list[str]:
-    """What each token adds to the text: together, they are the text."""
+    """The text that each token adds: together, they are the text."""
     assert output.logprobs is not None
     pieces, end = [], 0
     for token, position in zip(output.token_ids, output.logprobs, strict=True):

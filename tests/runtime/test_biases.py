@@ -54,7 +54,7 @@ def logits(tokens: np.ndarray, parts: str) -> np.ndarray:
 
 
 def gguf_file(path: Path, parts: str) -> Path:
-    """In llama.cpp's order of rows; its base of positions is the folder's."""
+    """A file in llama.cpp's order of rows; its base of positions is the folder's."""
     weights = make_weights()
     for part in parts:
         bias = BIASES[f"{LAYER}self_attn.{part}_proj.bias"]

@@ -75,7 +75,7 @@ class TestFolder:
         assert f"does not say whether {name!r} is that of model-00001-of-00002.saf" in message
 
     def test_a_whole_file_goes_before_an_index(self, tmp_path: Path) -> None:
-        """As in transformers; what ``save_pretrained`` has left of an earlier save is not read."""
+        """Transformers does so; what an earlier save has left is not read."""
         weights, folder = make_weights(), tmp_path / "tiny"
         make_sharded(folder, {name: values * 3 for name, values in weights.items()})
         save_file(weights, folder / "model.safetensors")

@@ -28,7 +28,7 @@ from jaxinfer.runtime.checkpoint import open_checkpoint
 def test_scales_of_positions(
     tmp_path: Path, keys: dict[str, float | str], divisor: float, factor: float
 ) -> None:
-    """As llama.cpp has them: a factor without a type is linear, and 0 is none."""
+    """The defaults are llama.cpp's: a factor without a type is linear, and 0 is none."""
     rope = rope_of(tmp_path, keys)
     np.testing.assert_allclose(rope.frequencies, 10000.0 ** (-np.arange(4) / 4) / divisor)
     assert rope.factor == pytest.approx(factor)

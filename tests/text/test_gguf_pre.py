@@ -59,7 +59,7 @@ def test_as_the_tokenizers_they_are_of(
     ],
 )  # fmt: skip
 def test_by_hand(name: str, text: str, wanted: list[str]) -> None:
-    """From the expressions of llama.cpp's ``llama-vocab.cpp``, one after the other."""
+    """The expressions of llama.cpp's ``llama-vocab.cpp``, one after the other."""
     assert words(name, text) == wanted
 
 
@@ -75,6 +75,6 @@ def test_deepseek_s_letters_have_cases() -> None:
 
 
 def _sizes() -> list[int]:
-    """Of the ranges, by themselves."""
+    """Sizes of the ranges, by themselves."""
     ends = re.findall("(.)-(.)|(.)", _CASED)
     return [ord(last) - ord(first) + 1 if first else 1 for first, last, _ in ends]

@@ -117,7 +117,7 @@ def test_what_each_token_adds(
 
 
 def test_what_was_drawn_and_what_was_not(byte_tokenizer: Tokenizer) -> None:
-    """Of the drawn tokens, what they add; of all others, their own texts."""
+    """Drawn tokens have what they add, all others their own texts."""
     drawn = [*tokens_of(byte_tokenizer, "é"), 256]
     other = tokens_of(byte_tokenizer, "x")[0]
     sampling = Sampling(SamplingParams(logprobs=2), 0, (256,))

@@ -194,7 +194,7 @@ class TestSentencePiece:
         assert tokenizer.encode("<unk>")[1:] == [types.index(2)]
 
     def test_an_empty_prompt_is_bos(self) -> None:
-        """As in SentencePiece and in Hugging Face's: no space is put before nothing."""
+        """SentencePiece and Hugging Face do so: no space is put before nothing."""
         bos = golden("llama")["metadata"]["tokenizer.ggml.bos_token_id"]
         prompt = text_or_token_ids("")
         assert isinstance(prompt, str)
