@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from jaxinfer.workload.lengths import BenchRequest
+from jaxinfer.workload.bench_request import BenchRequest, modelled_tokens
 
 
 def best_hits(work: Sequence[BenchRequest]) -> list[int]:
@@ -14,9 +14,7 @@ def best_hits(work: Sequence[BenchRequest]) -> list[int]:
     """
     found = [0] * len(work)
     known = sorted(
-        (tuple(item.prompt_token_ids), number)
-        for number, item in enumerate(work)
-        if item.prompt_token_ids
+        (tuple(modelled_tokens(item)), number) for number, item in enumerate(work) if item.has_tokens
     )
     beginnings: list[tuple[int, ...]] = []
     for tokens, number in known:

@@ -85,3 +85,13 @@ def test_no_ratio_carries_more_than_its_bound_where_prompts_share(
     (candidate,) = planner.candidates(search.problem)
     (score,) = search.scores([candidate])
     assert 0 < score.rate <= planner.most(candidate)
+
+
+def test_blocks_that_are_known_by_name_count() -> None:
+    """A trace's blocks of 512: the first two are common, and the last of the longer one is not."""
+    work = [
+        BenchRequest(None, 1100, 1, 0.0, hash_ids=(7, 8, 9)),
+        BenchRequest(None, 1400, 1, 0.0, hash_ids=(7, 8, 3)),
+        BenchRequest(None, 600, 1, 0.0, hash_ids=(4, 8)),
+    ]
+    assert best_hits(work) == [1024, 1024, 0]
