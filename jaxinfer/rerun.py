@@ -61,7 +61,7 @@ class Recorded:
     @property
     def is_simulated(self) -> bool:
         """Whether it was in virtual time."""
-        return any(word.startswith("all: simulated") for word in self.run["emulated"])
+        return "simulate" in self.run
 
     def config(self) -> RunFile:
         """The run file as it was resolved.
@@ -109,7 +109,7 @@ def where_it_ran(run: Mapping[str, Any]) -> Iterator[None]:
         yield
         return
     os.chdir(there)
-    sys.path.insert(0, there)  # For a system of the user's own.
+    sys.path.append(there)  # A system of the user's own, which shadows no other module.
     try:
         yield
     finally:

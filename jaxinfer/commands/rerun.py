@@ -69,7 +69,7 @@ def _run(recorded: Recorded, out: Path) -> bool:
             work = recorded.work(config)
             _print(measure(LLM.from_config(config), work, str(recorded.folder), str(out)))
             return True
-        from jaxinfer.commands.batch_job import BatchJob
+        from jaxinfer.commands.batch_job import BatchJob, lines_of
 
         source, output = config.workload.input, config.workload.output
         assert source
@@ -78,13 +78,14 @@ def _run(recorded: Recorded, out: Path) -> bool:
         with BatchJob.open(config, source, str(answers), force=False) as job:
             _print(job.run())
         click.echo(f"results: {answers}")
-        there = Path(output).is_file()
-        before = set(Path(output).read_bytes().splitlines()) if there else set()
+        lines = lines_of(output)
+        there = lines.is_file()
+        before = set(lines.read_bytes().splitlines()) if there else set()
         after = set(answers.read_bytes().splitlines())
     if not there:
-        click.echo(f"{output} is gone, with which they would be compared")
+        click.echo(f"{lines} is gone, with which they would be compared")
         return True
-    click.echo(f"{len(after & before)} of {len(after)} answers are the same as in {output}")
+    click.echo(f"{len(after & before)} of {len(after)} answers are the same as in {lines}")
     return after == before
 
 
