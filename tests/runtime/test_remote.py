@@ -228,6 +228,7 @@ def test_a_slab_that_breaks_off_with_its_source_names_the_signal(channel: Any) -
     source.lost = "process of group a was ended by signal 9"
     channel._hear(SlabFailed(1, source.done[0].slab, True, "EOFError: "))
     assert [(p.instance, str(p.error)) for p in posted] == [("a", source.lost)]
+    assert not channel._slabs
 
 
 def test_a_source_that_is_lost_before_the_probe_is_a_mistake_of_the_load(channel: Any) -> None:
@@ -293,6 +294,8 @@ def test_a_carrier_that_is_closed_leaves_no_thread_and_no_port() -> None:
     with Client((host, port), authkey=key) as client:
         client.send(7)
         assert np.frombuffer(client.recv_bytes(), np.float32).tolist() == [0, 1, 2, 3, 4, 5]
+        client.send(7)
+        assert client.recv_bytes() == b""  # Each is there once.
     carrier.close()
     wait_until(lambda: threading.active_count() <= before)
     with pytest.raises(ConnectionRefusedError):
