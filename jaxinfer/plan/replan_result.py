@@ -179,8 +179,8 @@ def draw(path: Path, windows: Sequence[Window], served: Sequence[Served], target
     # What is the same in all panels is said in the first.
     panels[0].plot([], [], color="0.3", lw=1, ls=":", label="target")
     if len(served[0].stretches) > 1:
-        panels[0].fill_between([], [], color="0.88", label="replanned: GPUs end and\nload, "
-                               "requests wait")  # fmt: skip
+        words = "replanned: the old end,\nthen weights load"
+        panels[0].fill_between([], [], color="0.88", label=words)
     _explain(panels[0], "placement")
     panels[-1].set_xlabel("time of arrival, s")
     figure.align_ylabels()
