@@ -349,5 +349,5 @@ def test_a_prompt_as_vllm_has_it() -> None:
     assert text_or_token_ids({"prompt": "Hi"}) == "Hi"
     assert text_or_token_ids({"prompt_token_ids": (1, 2)}) == [1, 2]
     for wrong in ({"prompt": 3}, {"prompt": "Hi", "prompt_token_ids": [1]}, {}):
-        with pytest.raises(JaxinferError, match="must be a text, {'prompt': text} or"):
+        with pytest.raises(JaxinferError, match=r"must be a text, \{'prompt': text\} or"):
             text_or_token_ids(wrong)
