@@ -12,6 +12,7 @@ import pytest
 from jaxinfer import LLM, JaxinferError, RequestOutput, SamplingParams
 from jaxinfer.runtime.runs import Runs
 from jaxinfer.runtime.sampling_inputs import sampling_of
+from jaxinfer.text.prompts import text_or_token_ids
 from jaxinfer.text.tokenizer import NoTokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -342,3 +343,11 @@ def test_stop_strings_need_a_tokenizer(tiny: LLM, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(JaxinferError, match="'bare' has no tokenizer for stop strings"):
         tiny.make_requests("a", HELLO, SamplingParams(stop="x"))
     assert tiny.make_requests("a", HELLO, SamplingParams(stop_token_ids=(1,)))
+
+
+def test_a_prompt_as_vllm_has_it() -> None:
+    assert text_or_token_ids({"prompt": "Hi"}) == "Hi"
+    assert text_or_token_ids({"prompt_token_ids": (1, 2)}) == [1, 2]
+    for wrong in ({"prompt": 3}, {"prompt": "Hi", "prompt_token_ids": [1]}, {}):
+        with pytest.raises(JaxinferError, match=r"must be a text, \{'prompt': text\} or"):
+            text_or_token_ids(wrong)
