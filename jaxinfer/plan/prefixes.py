@@ -14,7 +14,9 @@ def best_hits(work: Sequence[BenchRequest]) -> list[int]:
     """
     found = [0] * len(work)
     known = sorted(
-        (tuple(modelled_tokens(item)), number) for number, item in enumerate(work) if item.has_tokens
+        (tuple(modelled_tokens(item)), number)
+        for number, item in enumerate(work)
+        if item.has_tokens
     )
     beginnings: list[tuple[int, ...]] = []
     for tokens, number in known:
