@@ -35,7 +35,7 @@ def process_pool(count: int | None = None) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin(parent: int) -> None:
-    """In a worker: leave Ctrl-C, which goes to all of them, to the parent; and watch over it."""
+    """Prepare a worker: leave Ctrl-C to the parent, and end when the parent does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 

@@ -43,7 +43,7 @@ class Recorded:
 
     @classmethod
     def read(cls, folder: Path) -> "Recorded":
-        """From a run's folder.
+        """Read what a run's folder records.
 
         Raises:
             JaxinferError: it did not finish, or does not say what it was asked for.

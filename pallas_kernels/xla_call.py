@@ -43,7 +43,7 @@ SHARED_WORDS = ASK + ASK_WORDS
 
 
 def ffi_version() -> tuple[int, int]:
-    """Of XLA's FFI, major and minor, by the header that comes with jaxlib.
+    """The version of XLA's FFI, major and minor, by the header that comes with jaxlib.
 
     Raises:
         OSError: it is not there.

@@ -150,7 +150,7 @@ def _marks(path: Path) -> dict[str, str]:
 
 
 def _origin(path: Path) -> str:
-    """Of the command, the files that it names, all code, and the file itself."""
+    """A digest of the command, the files that it names, all code, and the file itself."""
     words = [word.partition("=")[2] if word.startswith("--") else word for word in sys.argv[1:]]
     named = [w for w in words if Path(w).resolve() != path.parent.resolve()]
     scripts = digest_of(Path(__file__).parent)

@@ -244,7 +244,7 @@ def test_bad_prompts_are_named_before_anything_runs(
     [
         ({"max_num_seq": 4}, "max_num_seq: unknown option, did you mean 'max_num_seqs'"),
         ({"num_pages": 1}, "num_pages is 1, must be"),
-        ({"dtype": "fp16"}, "dtype is 'fp16', must be"),
+        ({"dtype": "fp16"}, "dtype: fp16 is not supported: bfloat16 takes as much memory"),
         ({"dtype": "fp8"}, "dtype is fp8, a run has weights of float32 or bfloat16"),
         ({"max_model_len": 257}, "max_model_len is 257, the model was made for 256"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "must be at least max_num_seqs"),

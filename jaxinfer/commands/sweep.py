@@ -55,11 +55,11 @@ def sweep(
     asked = load_options(Sweep, "sweep file", sweep_file, settings)
     try:
         points = list(asked.candidates())
+        if x_axis(asked) is None:
+            refuse("for an axis of numbers, and axes has none", {"--pictures": pictures})
         check(asked, real)
     except JaxinferError as error:
         raise JaxinferError(f"sweep file {sweep_file}: {error}") from None
-    if x_axis(asked) is None:
-        refuse("for an axis of numbers, and axes has none", {"--pictures": pictures})
     text = json.dumps(asked.model_dump(mode="json") | {"real": real}, indent=2)
     version = None
     if real:

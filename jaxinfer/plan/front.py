@@ -1,4 +1,4 @@
-"""Which candidates no other one beats in both cost and rate."""
+"""The Pareto front: candidates that no other one beats in both cost and rate."""
 
 import math
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ Point = tuple[float, float]
 
 
 def frontier(points: Iterable[Point]) -> list[Point]:
-    """Those that no other one is below in one number and not above in the other, in order."""
+    """Points that no other one is below in one number and not above in the other, in order."""
     found: list[Point] = []
     for x, y in sorted(points):
         if not found or y < found[-1][1]:
@@ -34,7 +34,7 @@ def cost_of(search: DrivenSearch) -> Cost:
 
 
 def front_of(search: DrivenSearch) -> list[Candidate]:
-    """Those of ``in_full`` of which no other one carries more for less, the cheapest first.
+    """Candidates of ``in_full`` that no other one beats in cost and rate, the cheapest first.
 
     Of equals the first that was looked at.
     """

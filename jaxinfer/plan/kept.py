@@ -81,7 +81,7 @@ class Kept:
             self._values[key] = value
 
     def _sum(self, key: str, value: Any) -> str:
-        """By which a line that was damaged is known."""
+        """A checksum, by which a damaged line is known."""
         return key_of(self._version, key, value)[:16]
 
     def get(self, key: str) -> Any:

@@ -1,4 +1,4 @@
-"""Why no candidate will do: which comes nearest, and what it lacks."""
+"""Explains why no candidate will do: which is nearest, and what it lacks."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ def why_nothing(tried: Sequence[tuple[Candidate, Score]], problem: Problem) -> s
 
 
 def _lack(score: Score, targets: Targets) -> float:
-    """How far a score is from its targets, for the worst of them."""
+    """The distance of a score from its targets, for the worst of them."""
     if isinstance(targets, PercentileTargets):
         pairs = zip(score.figures.values(), targets.limits, strict=True)
         return max((value or 0.0) / limit for value, (_, _, limit) in pairs)
@@ -39,7 +39,7 @@ def _lack(score: Score, targets: Targets) -> float:
 
 
 def _asked_for(targets: Targets) -> list[str]:
-    """Of each figure, what it has to be."""
+    """The limit that each figure has to keep, in words."""
     if isinstance(targets, PercentileTargets):
         return [f"at most {limit:g}" for _, _, limit in targets.limits]
     assert isinstance(targets, RequestTargets)

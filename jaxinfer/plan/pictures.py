@@ -30,7 +30,7 @@ FEW = 10
 
 
 def names_of(candidates: Sequence[Candidate], longest: int = 60) -> dict[tuple[object, ...], str]:
-    """By key, what a candidate is called among these: the axes in which they differ.
+    """Short names of candidates by their keys: the axes in which they differ.
 
     Words stand alone, numbers behind the last part of their axis' name.
     """

@@ -7,7 +7,7 @@ from jaxinfer.workload.bench_request import BenchRequest, modelled_tokens
 
 
 def best_hits(work: Sequence[BenchRequest]) -> list[int]:
-    """Of each prompt, the tokens that a cache may have by other requests, in whatever order.
+    """The tokens of each prompt that a cache may have from other requests, in whatever order.
 
     All but the last where another whole prompt is its beginning: that one's output may be next.
     None of a prompt whose tokens are not known.

@@ -188,7 +188,7 @@ def draw(path: Path, windows: Sequence[Window], served: Sequence[Served], target
 
 
 def _log_scale(axes: Any) -> None:
-    """With plain numbers at 1, 2, 5 and their tens."""
+    """Set a logarithmic scale with plain numbers at 1, 2, 5 and their tens."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axes.set_yscale("log")

@@ -50,7 +50,7 @@ class Choice:
 
 
 def rows(search: DrivenSearch) -> list[dict[str, Any]]:
-    """Of the table: each candidate that was looked at, its axes, costs and what it came to.
+    """Rows of the table: each candidate that was looked at, its axes, costs and result.
 
     An axis that is called as one of the other columns is ``axes.`` and its name.
     """

@@ -67,7 +67,7 @@ class Watcher:
     """Is told of a search's progress; this one does nothing with it."""
 
     def expect(self, count: int) -> None:
-        """So many candidates more are going to be looked at."""
+        """Hear that ``count`` more candidates are going to be looked at."""
 
     def simulated(self, candidate: Candidate, tried: TriedRate) -> None:
         """A rate of a candidate's was simulated, or found among what was kept; in any thread."""
@@ -321,7 +321,7 @@ class DrivenSearch:
         return self.evaluator.score(each, simulate)
 
     def _simulate(self, part: str, simulation: Simulation) -> TriedRate:
-        """What one comes to, from what was kept if it is there.
+        """The result of one simulation, as it was kept or else run now.
 
         Raises:
             JaxinferError: it cannot be; that is not kept, since it may be mended elsewhere.

@@ -62,7 +62,7 @@ class Bar:
 
 
 class SearchBar(Watcher):
-    """How much of a search is done, what is looked at now, how long it may take, and the best.
+    """Shows a search's progress: the share done, what is looked at, the time left, and the best.
 
     A bar where there is a terminal, else a line from time to time.
     """

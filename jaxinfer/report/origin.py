@@ -1,4 +1,4 @@
-"""Where a run comes from: what was asked for, by which code, on which machine and when."""
+"""Records a run's origin: what was asked for, by which code, on which machine and when."""
 
 import hashlib
 import os
@@ -27,7 +27,7 @@ FACTS = ("configs/gpus.yaml", "configs/models.yaml")
 def asked_for(
     config: RunFile, work: Iterable[BenchRequest] | None = None, facts: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """What a run was asked to do, as JSON values of ``run.json``, from which it can be run again.
+    """The request for a run, as JSON values of ``run.json``, from which it can be run again.
 
     Args:
         work: the requests, as far as they come from ``config``'s workload, a trace or draws.
@@ -43,7 +43,7 @@ def asked_for(
 
 
 def digest(work: Iterable[BenchRequest]) -> tuple[int, str]:
-    """How many requests there are, and the SHA-256 of all that they are."""
+    """The number of requests, and the SHA-256 of all that they are."""
     count, found = 0, hashlib.sha256()
     for item in work:
         found.update(repr(item).encode())
@@ -65,7 +65,7 @@ def files_of(run_file: dict[str, Any], facts: Iterable[str] = ()) -> dict[str, s
 
 
 def _shown(path: str) -> str:
-    """What ships by its name: where that lies differs from machine to machine."""
+    """A path for the record: the name alone of what ships, since its place differs by machine."""
     inside = Path(path).is_relative_to(SHIPPED)
     return f"configs/{Path(path).relative_to(SHIPPED).as_posix()}" if inside else path
 
@@ -95,7 +95,7 @@ def command_line() -> str:
 
 @lru_cache(1)
 def versions() -> dict[str, str | None]:
-    """This package's, and those of others that matter; None where one is not installed."""
+    """Versions of this package and of others that matter; None for one that is not installed."""
     return {"jaxinfer": jaxinfer.__version__} | {name: _version(name) for name in PACKAGES}
 
 

@@ -64,7 +64,7 @@ class Intake:
         return ready
 
     def due(self, now: float) -> list[RequestState]:
-        """Those that have waited for the ends of others, and wait no more.
+        """Requests whose wait for others' ends is over.
 
         Args:
             now: seconds on the world's clock.

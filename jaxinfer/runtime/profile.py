@@ -80,7 +80,7 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
 
 @cache
 def _code() -> str:
-    """Of the files that make and run steps: after an edit, a step may take another time."""
+    """A digest of the files that make and run steps: an edit may change their times."""
     files = [
         path
         for package in ("models", "pallas_kernels", "runtime")

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class Releases(Generic[T]):
-    """What waits for the ends of requests; true while something does."""
+    """Items held until so many requests have ended; true while there are any."""
 
     def __init__(self) -> None:
         self._num_ended = 0
@@ -28,7 +28,7 @@ class Releases(Generic[T]):
         return self.due()
 
     def due(self) -> list[T]:
-        """What waits for nothing any more."""
+        """Take out the items that need not wait any more."""
         found = []
         while self._held and self._held[0][0] <= self._num_ended:
             found.append(heapq.heappop(self._held)[2])

@@ -65,7 +65,7 @@ class ModelledRequests:
         return modelled_predictor(self._predictor, self.num_output)
 
     def by_arrival(self) -> Iterator[RequestState]:
-        """Those that wait for no other's end, one by one, so that the ended are forgotten."""
+        """Requests that wait for no other's end, one by one, so that the ended are forgotten."""
         work = self._work
         for number in sorted(range(len(work)), key=lambda number: work[number].arrival):
             if not work[number].after_ends:

@@ -49,7 +49,7 @@ def check_roles(roles: Mapping[str, str | Sequence[str]], instances: Collection[
 
 
 def _of_replicas(name: str, instances: Collection[str], only_one: bool) -> str | None:
-    """What to write for a name whose replicas, or the nearest ones, are instances; None without."""
+    """A hint for a name whose replicas, or the nearest ones, are instances; None without."""
     replicas = [
         each for number in range(len(instances)) if (each := f"{name}{number}") in instances
     ]

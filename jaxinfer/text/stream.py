@@ -58,10 +58,12 @@ def _byte_of(token: str) -> bytes | None:
 
 
 def _num_incomplete(content: bytes) -> int:
-    """How many bytes at the end begin a character without ending it."""
+    """The number of bytes at the end that begin a character without ending it."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(content)
-    return len(decoder.getstate()[0])
+    kept = decoder.getstate()[0]
+    # Half of a surrogate pair waits there for a third byte, which would not make it valid.
+    return 0 if kept[:1] == b"\xed" and kept[1:] >= b"\xa0" else len(kept)
 
 
 class _ByteStream:

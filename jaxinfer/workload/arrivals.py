@@ -36,8 +36,9 @@ _NEEDS = {
 }
 # Where requests come too late.
 _REMEDIES = {
-    "interval": "give less seconds", "poisson": "give a larger rate", "gamma": "give a larger rate",
-    "ramp": "give larger rates", "trace": "give a smaller scale, or a trace of seconds",
+    "interval": "give fewer seconds", "poisson": "give a larger rate",
+    "gamma": "give a larger rate", "ramp": "give larger rates",
+    "trace": "give a smaller scale, or a trace of seconds",
 }  # fmt: skip
 # Later, seconds have no microseconds any more, and nobody waits for the end.
 LATEST_S = 1e9
@@ -149,7 +150,7 @@ def _random_times(count: int, arrivals: Arrivals) -> list[float]:
 
 
 def _masses(count: int, arrivals: Arrivals) -> Iterator[float]:
-    """Of each request, the integral of the rate up to its arrival."""
+    """The integral of the rate up to each request's arrival."""
     if arrivals.spacing == "even":
         return iter(range(count))
     rng = random.Random(arrivals.seed)
@@ -158,7 +159,7 @@ def _masses(count: int, arrivals: Arrivals) -> Iterator[float]:
 
 
 def _ramp_time(mass: float, arrivals: Arrivals) -> float:
-    """When the integral of the rate, a t + (b - a) t^2 / (2 T) up to T, has come to ``mass``."""
+    """The time when the integral of the rate, a t + (b - a) t^2 / (2 T), has come to ``mass``."""
     a, b, T = arrivals.from_, arrivals.to, arrivals.over
     assert a is not None
     assert b is not None

@@ -22,7 +22,7 @@ _MAY = {
 
 
 class Draws(Protocol):
-    """Where lengths come from."""
+    """A source of lengths."""
 
     def draw(self, rng: random.Random) -> int:
         """One length."""
@@ -79,7 +79,7 @@ class Lengths(Options):
             _check(self.values)
 
     def draws(self) -> Draws:
-        """What draws them."""
+        """The source that draws these lengths."""
         most = math.inf if self.max is None else self.max
         if self.kind == "uniform":
             assert self.max is not None

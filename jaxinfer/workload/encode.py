@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def encoder(model: str | None) -> Encode:
-    """From a text to token ids; the tokenizer is looked for with the first text.
+    """A function from texts to token ids, which looks for the tokenizer with the first text.
 
     Args:
         model: as a run file names it, or a folder that has a tokenizer alone. Its weights are

@@ -77,7 +77,7 @@ def read_sharegpt(path: Path, limit: int | None, encode: Encode) -> Trace:
 
 
 def _entries(path: Path) -> Iterator[Any]:
-    """Those of the list, one at a time: the whole of ShareGPT takes gigabytes."""
+    """Entries of the list, one at a time: the whole of ShareGPT takes gigabytes."""
     with readable(path):
         try:
             text = path.read_text(encoding="utf-8-sig")
@@ -101,7 +101,7 @@ def _entries(path: Path) -> Iterator[Any]:
 
 
 def _skip(text: str, at: int) -> int:
-    """Behind the white space."""
+    """The position of the next character that is no white space."""
     while text[at : at + 1].isspace():
         at += 1
     return at

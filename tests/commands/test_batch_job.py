@@ -122,7 +122,7 @@ def test_another_instance_is_another_job(
     tiny_folder: Path, tmp_path: Path, other: dict[str, Any]
 ) -> None:
     source, out = tmp_path / "bad.jsonl", str(tmp_path / "out")
-    source.write_text('{"prompt": ""}\n')
+    source.write_text('{"prompt": 7}\n')
 
     def opened(*options: dict[str, Any]) -> BatchJob:
         return BatchJob.open(cluster(tiny_folder, options), str(source), out, force=False)

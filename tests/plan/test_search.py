@@ -216,7 +216,7 @@ def test_what_is_asked_for_is_part_of_what_is_kept(
     reference = Path("configs/splitwise/dgx_a100.yaml").resolve()
     lengths = [(9, 5)]
 
-    def requests(workload: Workload) -> list[BenchRequest]:
+    def requests(workload: Workload, *given: Any) -> list[BenchRequest]:
         return [BenchRequest(None, *pair, 0.0) for pair in lengths]
 
     monkeypatch.setattr(Workload, "requests", requests)

@@ -438,7 +438,7 @@ def lost_one(monkeypatch: pytest.MonkeyPatch, script: str, silence_s: float) -> 
     start = subprocess.Popen
 
     def run(command: list[str], **options: Any) -> Any:
-        return start([sys.executable, "-c", script, command[3]], **options)
+        return start([sys.executable, "-c", script, command[4]], **options)
 
     monkeypatch.setattr(reach.subprocess, "Popen", run)
     process = Process("a", Child({}))

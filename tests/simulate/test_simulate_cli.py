@@ -219,7 +219,7 @@ def test_a_workload_given_replaces_the_files(trace: Path, tmp_path: Path) -> Non
             "simulate: {linear: {step_s: 0.1}, groups: {g: {sequence_s: 0.1}}}",
             "simulate.groups.g.sequence_s has no use beside linear",
         ),
-        ("workload: {arrivals: trace}", "has no times (or all are 0): take at_once"),
+        ("workload: {arrivals: trace}", "has no times: take at_once"),
     ],
 )
 def test_refused(lines: str, message: str, trace: Path, tmp_path: Path) -> None:

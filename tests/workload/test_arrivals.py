@@ -138,7 +138,7 @@ def test_what_a_kind_lacks_or_does_not_use() -> None:
     [
         (Arrivals(kind="poisson", rate=1e-308), "give a larger rate"),
         (Arrivals(kind="gamma", rate=1e-12, cv=2.0), "give a larger rate"),
-        (Arrivals(kind="interval", seconds=1e9), "give less seconds"),
+        (Arrivals(kind="interval", seconds=1e9), "give fewer seconds"),
         (Arrivals(kind="trace", scale=1e300), "give a smaller scale"),
     ],
 )

@@ -234,7 +234,7 @@ class PDRatio:
     def _rates(
         self, problem: Problem, prefill_tp: int, decode_tp: int
     ) -> tuple[Rates, Rates] | None:
-        """Of prompts one by one, and of the most that a queue and a cache let an instance do.
+        """Rates of prompts one by one, and the most that a queue and a cache allow an instance.
 
         None of what cannot be, which will say why when it is looked at.
         """
