@@ -190,6 +190,23 @@ def test_a_run_folder_of_each_point(tmp_path: Path, file: dict[str, Any]) -> Non
     assert (folders[1] / "run.json").exists()
 
 
+def test_equal_points_share_a_folder(tmp_path: Path, file: dict[str, Any]) -> None:
+    """One is simulated, and found by the rows of both, then and when the command goes on."""
+    axes = {"engine.max_num_seqs": [4, 4], "workload.limit": [2, 3]}
+    file |= {"files": {str(tmp_path / "balanced.yaml"): {}}, "axes": axes, "y": ["ttft_p99"]}
+    file["run"]["workload"]["arrivals"]["rate"] = 1.0
+    for more in ({}, {"seeds": [7, 8]}):
+        folder = tmp_path / f"with{len(more)}"
+        folder.mkdir()
+        for _ in range(2):
+            run(folder, file | more, "--jobs", "1", "--folders")
+            rows = table(folder)
+            assert [row["folder"] for row in rows] == ["runs/0001", "runs/0002"] * 2
+            runs = folder / "out" / "runs"
+            assert sorted(path.name for path in runs.iterdir()) == ["0001", "0002"]
+            assert len(list(runs.rglob("run.json"))) == 2 * (1 + len(more))
+
+
 def test_too_few_requests_are_told(tmp_path: Path, file: dict[str, Any]) -> None:
     """At 8 requests/s, 20 of them are in the cluster together."""
     said = run(tmp_path, file, "--jobs", "1")
