@@ -13,11 +13,10 @@ from typing import Any
 
 from jaxinfer.config.contents import contents
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.config.shipped import data_path
 from jaxinfer.config.validation import read_json
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.comparison import write_comparison
-from jaxinfer.report.origin import digest
+from jaxinfer.report.origin import digest, recorded_path
 from jaxinfer.report.pictures import FORMATS
 from jaxinfer.report.records import read_run, read_run_json
 from jaxinfer.report.run_folder import run_folders
@@ -70,7 +69,7 @@ class Recorded:
             JaxinferError: this version does not take it, or a file that it names has changed.
         """
         for name, sha256 in self.run["files"].items():
-            path = data_path(name)
+            path = recorded_path(name)
             if not path.is_file():
                 raise JaxinferError(f"{self.folder}: {name} is gone, which the run was made from")
             if contents(str(path)) != {str(path): sha256}:
