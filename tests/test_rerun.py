@@ -65,7 +65,7 @@ CASES: list[tuple[str, Sequence[str]]] = [
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda value: str(value)[:20])
 def test_a_run_comes_to_the_same(name: str, settings: Sequence[str], here: Path) -> None:
     config = load_run_file(name, settings)
-    simulate(config, config.workload.requests(), "runs")
+    simulate(config, config.requests(), "runs")
     assert call("rerun", "runs/1").output == SAME
     assert call("rerun", "runs/1", "--out", "again").output == SAME
     before, after = files(here / "runs" / "1"), files(here / "again")
@@ -112,7 +112,7 @@ def test_what_has_changed_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(str(here))
     settings = ["system=rerun_mine:Mine", "workload.trace=t.csv"]
     config = load_run_file("vllm/rtx4090_llama31_8b.yaml", settings)
-    simulate(config, config.workload.requests(), "runs")
+    simulate(config, config.requests(), "runs")
     assert call("rerun", "runs/1").output == SAME
     for name in ("steps.jsonl", "run.json"):
         path = here / "runs" / "1" / name
@@ -154,7 +154,7 @@ def test_what_cannot_be_run_again_is_told(here: Path) -> None:
     assert "run.json does not record the run's inputs" in refused("rerun", "runs/1")
     shutil.rmtree("runs")
     config = load_run_file("vllm/rtx4090_llama31_8b.yaml", DRAWN)
-    simulate(config, config.workload.requests(), "runs")
+    simulate(config, config.requests(), "runs")
     Path("full").mkdir()
     Path("full/x").touch()
     assert refused("rerun", "runs/1", "--out", "full").startswith(f"{here}/full: has files in it")
@@ -172,7 +172,7 @@ def test_a_measured_run_is_made_again(
     Path("t.csv").write_text("num_prefill_tokens,num_decode_tokens\n7,3\n20,2\n")
     given = {"model": tiny.model, "engine": TINY_OPTIONS, "workload": {"trace": "t.csv"}}
     monkeypatch.setattr(tiny, "config", RunFile.model_validate(given))
-    measure(tiny, tiny.config.workload.requests(), "t.csv", "runs")
+    measure(tiny, tiny.config.requests(), "t.csv", "runs")
     assert call("rerun", "runs/1", "--out", "again").exit_code == 0
     lines = [
         [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]

@@ -96,7 +96,7 @@ class Workload(Options):
             )
 
     def requests(
-        self, model: str | None = None, note: Callable[[str], None] = lambda text: None
+        self, model: str | None, note: Callable[[str], None] = lambda text: None
     ) -> list[BenchRequest]:
         """The requests with their times of arrival.
 

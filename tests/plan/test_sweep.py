@@ -82,7 +82,7 @@ def test_a_table_of_what_each_point_comes_to(tmp_path: Path, file: dict[str, Any
         if chunk:
             data["engine"] = data["engine"] | {"max_num_batched_tokens": int(chunk)}
         config = as_run_file(data)
-        metrics = simulate(config, config.workload.requests())
+        metrics = simulate(config, config.requests())
         assert float(row["ttft_p99"]) == metrics.ttft_p99
         assert float(row["requests_s"]) == 20 / metrics.wall_s
     names = {path.name for path in (tmp_path / "out").iterdir()}
@@ -159,7 +159,7 @@ def test_seeds_have_means_with_their_intervals(tmp_path: Path, file: dict[str, A
         for seed in range(3):
             data["workload"]["arrivals"]["seed"] = data["workload"]["synthetic"]["seed"] = seed
             config = as_run_file(data)
-            found.append(simulate(config, config.workload.requests()).ttft_p99 or 0.0)
+            found.append(simulate(config, config.requests()).ttft_p99 or 0.0)
         assert float(row["ttft_p99"]) == pytest.approx(statistics.fmean(found))
         half = 4.3027 * statistics.stdev(found) / 3**0.5
         assert float(row["ttft_p99_ci95"]) == pytest.approx(half, rel=1e-4)

@@ -32,7 +32,7 @@ def test_the_inputs_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     Path("mine.csv").write_text("num_prefill_tokens,num_decode_tokens\n7,3\n9,2\n")
     settings = ["workload.trace=mine.csv", "workload.arrivals={kind: poisson, rate: 2.0}"]
     config = load_run_file("modelled/least_loaded.yaml", [*settings, "workload.synthetic="])
-    work = config.workload.requests()
+    work = config.requests()
     found = origin.asked_for(config, work, origin.FACTS)
     assert as_run_file(found["run_file"]) == config
     workload = found["workload"]
