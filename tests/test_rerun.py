@@ -168,17 +168,29 @@ def test_what_cannot_be_run_again_is_told(here: Path) -> None:
 def test_a_measured_run_is_made_again(
     tiny: LLM, tiny_loaded_once: None, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the requests of its trace, whose lengths it comes to again."""
+    """On the requests of its trace, whose lengths and tokens it comes to again, or not."""
     Path("t.csv").write_text("num_prefill_tokens,num_decode_tokens\n7,3\n20,2\n")
     given = {"model": tiny.model, "engine": TINY_OPTIONS, "workload": {"trace": "t.csv"}}
     monkeypatch.setattr(tiny, "config", RunFile.model_validate(given))
     measure(tiny, tiny.config.requests(), "t.csv", "runs")
-    assert call("rerun", "runs/1", "--out", "again").exit_code == 0
+    done = call("rerun", "runs/1", "--out", "again")
+    assert done.exit_code == 0
+    assert f"2 of 2 answers have the same tokens as in {here}/runs/1\n" in done.output
     lines = [
         [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
         for folder in (here / "runs" / "1", here / "again" / "1")
     ]
     kept = [{(x["id"], x["prompt_len"], len(x["token_times"])) for x in each} for each in lines]
     assert kept[0] == kept[1] == {("0", 7, 3), ("1", 20, 2)}
+    path = here / "runs" / "1" / "requests.jsonl"
+    whole = path.read_text()
+    other = {x["id"]: x["tokens_sha256"] for x in lines[0]}
+    path.write_text(whole.replace(other["1"], other["0"]))
+    done = call("rerun", "runs/1", "--out", "other")
+    assert (done.exit_code, "1 of 2 answers have the same" in done.output) == (1, True)
+    path.write_text(whole.replace("tokens_sha256", "no_digest"))
+    done = call("rerun", "runs/1", "--out", "older")
+    assert (done.exit_code, "nothing was compared: " in done.output) == (0, True)
+    path.write_text(whole)
     Path("t.csv").write_text("num_prefill_tokens,num_decode_tokens\n7,3\n")
     assert "t.csv has changed" in refused("rerun", "runs/1", "--out", "third")
