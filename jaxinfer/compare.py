@@ -57,7 +57,13 @@ def _label(path: Path, config: RunFile) -> str:
     return path.stem if own == system else system.rpartition(":")[2]
 
 
-def serving(config: RunFile, workload: Workload) -> RunFile:
+def _all_serving(configs: Mapping[str, RunFile], workload: Workload | None) -> dict[str, RunFile]:
+    """All with one workload, by default the first one's."""
+    each = workload or next((config.workload for config in configs.values()), Workload())
+    return {name: _serving(config, each) for name, config in configs.items()}
+
+
+def _serving(config: RunFile, workload: Workload) -> RunFile:
     """The run file with another's requests; what is told of them beforehand stays its own."""
     own = {name: getattr(config.workload, name) for name in ("max_tokens", "predictor")}
     changed = {name: value for name, value in own.items() if value != getattr(workload, name)}
@@ -71,11 +77,13 @@ def compare_systems(
     rounds: int = 1,
     progress: bool = True,
     one_by_one: bool = False,
+    workload: Workload | None = None,
 ) -> dict[str, list[RunRecord]]:
     """Run each system on the same work, in turns.
 
     Args:
         configs: by what to call the system.
+        workload: which the work is of, for the runs' records; by default that of the first system.
         folder: gets ``runs/NAME/N`` with each run's files.
         one_by_one: a system has all its rounds before the next one is loaded, which takes the
             memory of one. Otherwise all are loaded at once, and rounds interleave.
@@ -91,6 +99,7 @@ def compare_systems(
     from jaxinfer.measure import measure
     from jaxinfer.runtime.devices import count_cpu_devices
 
+    configs = _all_serving(configs, workload)
     count_cpu_devices(config.cluster() for config in configs.values())
     runs: dict[str, list[RunRecord]] = {name: [] for name in configs}
     together = [{name: config} for name, config in configs.items()] if one_by_one else [configs]
@@ -107,19 +116,23 @@ def compare_systems(
 
 
 def simulate_systems(
-    configs: Mapping[str, RunFile], work: Sequence[BenchRequest], folder: str | Path
+    configs: Mapping[str, RunFile],
+    work: Sequence[BenchRequest],
+    folder: str | Path,
+    workload: Workload | None = None,
 ) -> dict[str, list[RunRecord]]:
     """The same on modelled clusters, once each.
 
     Args:
         configs: by what to call the system; their groups name GPUs.
+        workload: see ``compare_systems``.
         folder: gets ``runs/NAME/1`` with each run's files.
 
     Raises:
         JaxinferError: a cluster cannot be what its run file says, or a request cannot be run.
     """
     runs = {}
-    for name, config in configs.items():
+    for name, config in _all_serving(configs, workload).items():
         run_dir = Path(folder) / "runs" / name
         simulate(config, work, run_dir)
         runs[name] = [read_run(run_dir / "1", name)]

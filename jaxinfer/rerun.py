@@ -13,13 +13,12 @@ from typing import Any
 
 from jaxinfer.config.contents import contents
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.config.shipped import data_path
 from jaxinfer.config.validation import read_json
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.comparison import write_comparison
-from jaxinfer.report.origin import digest
+from jaxinfer.report.origin import digest, recorded_path
 from jaxinfer.report.pictures import FORMATS
-from jaxinfer.report.records import read_run, read_run_json
+from jaxinfer.report.records import read_lines, read_run, read_run_json
 from jaxinfer.report.run_folder import run_folders
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
@@ -70,7 +69,7 @@ class Recorded:
             JaxinferError: this version does not take it, or a file that it names has changed.
         """
         for name, sha256 in self.run["files"].items():
-            path = data_path(name)
+            path = recorded_path(name)
             if not path.is_file():
                 raise JaxinferError(f"{self.folder}: {name} is gone, which the run was made from")
             if contents(str(path)) != {str(path): sha256}:
@@ -152,6 +151,21 @@ def _simulate(recorded: Recorded, out: Path) -> None:
         command = {"command": recorded.run["command"]}
         simulate(config, recorded.work(config), made, about=command)
         shutil.copytree(run_folders(Path(made))[-1], out, dirs_exist_ok=True)
+
+
+def same_tokens(before: Path, after: Path) -> tuple[int, int] | None:
+    """How many answers of a real run have the same tokens in another, and how many there are.
+
+    Returns:
+        None where the first one, an older version's, did not record them.
+    """
+    then, now = (
+        {line["id"]: line.get("tokens_sha256") for line in read_lines(folder).requests}
+        for folder in (before, after)
+    )
+    if None in then.values():
+        return None
+    return sum(now.get(name) == found for name, found in then.items()), len(then)
 
 
 def differing(before: Path, after: Path) -> list[str]:

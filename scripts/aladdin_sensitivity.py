@@ -222,9 +222,7 @@ def _off_seconds() -> list[Row]:
     ]
     for name, settings in [*ways, ("shortest queue", ["system={name: least_loaded}"])]:
         config = load_run_file(file, settings)
-        watch = RequestTargets({"ttft": 1.0, "tpot": 0.025}).watch(
-            work := config.workload.requests()
-        )
+        watch = RequestTargets({"ttft": 1.0, "tpot": 0.025}).watch(work := config.requests())
         metrics = simulate(config, work, on_request=watch.add)
         off = 0.0
         if config.system["name"] == "aladdin":

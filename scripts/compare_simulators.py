@@ -26,7 +26,7 @@ from jaxinfer.simulate.run import simulate
 assert jaxinfer.__file__.startswith(root), jaxinfer.__file__
 config, found = run_file(count, 4), []
 for _ in range(3):
-    work = list(config.workload.requests())
+    work = list(config.requests())
     gc.collect()
     start = time.process_time()
     steps = simulate(config, work).steps

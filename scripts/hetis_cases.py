@@ -115,7 +115,7 @@ def run(config: RunFile, folder: Path | None = None) -> Row:
         if len(times) > 1:
             tpot.append((times[-1] - times[0]) / (len(times) - 1))
 
-    found = simulate(config, config.workload.requests(), folder, keep)
+    found = simulate(config, config.requests(), folder, keep)
     moves = found.slice_moves
     times = {
         "TTFT p50": float(np.median(ttft)),

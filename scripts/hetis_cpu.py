@@ -172,7 +172,7 @@ def main(out: Path) -> None:
     """Run all cases, print and write them."""
     configs = cases()
     count_cpu_devices(config.cluster() for config in configs.values())
-    work = list(configs["hetis"].workload.requests())
+    work = list(configs["hetis"].requests())
     runs: dict[str, Served] = {}
     for name, config in configs.items():
         llm = LLM.from_config(config, progress=False)

@@ -49,7 +49,7 @@ def draw_burst(path: Path) -> None:
     """13B on one A100, with two 3090 for heads: the load comes, goes, and comes again."""
     draw, work, now = random.Random(0), list[BenchRequest](), 0.0
     config = cluster(THIRTEEN, (("one", None),), TWO, hetis(), count=1000)
-    lengths = iter(config.workload.requests())
+    lengths = iter(config.requests())
     for rate, seconds in RATES:
         end = now + seconds
         while rate and (now := now + draw.expovariate(rate)) < end:

@@ -174,7 +174,7 @@ def main(trace: str, profiles: Path, out: Path) -> None:
         add(title, f"workers_{percent}", rows, more)
         if not chosen:
             add("Eq. 7", "equation7", *equation_7(search, ways[0]))
-            add("Overhead", "overhead", *overhead(tables, work, ways[0], out))
+            add("Overhead", "overhead", *overhead(tables, work, ways[0]))
         chosen += ways
     add(
         "With workers to spare",

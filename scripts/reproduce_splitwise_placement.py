@@ -152,8 +152,8 @@ def key(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def kept(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Rows that the same command has left, killed, by their cases."""
-    if not is_current(path):
+    """Rows that the same command has left, killed, by their cases: of this host, for ``cpu_s``."""
+    if not is_current(path, measured=True):
         return {}
     with path.open(newline="", encoding="utf-8") as file:
         rows = [
@@ -228,7 +228,7 @@ def main(perf_model: Path, conversation: str, coding: str, out: Path, jobs: int 
             print(f"\n{title}")
             show_table(here)
             write_csv(out / "placement.csv", [*found, *known.values()])
-            mark(out / "placement.csv")
+            mark(out / "placement.csv", measured=True)
             told = list(claims([*found, *known.values()]))
             write_targets(out / "targets.csv", Path(__file__).name, told)
     longest = max(row["cpu_s"] for row in found)

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from jaxinfer.config.contents import contents
 from jaxinfer.plan.kept import key_of
 from jaxinfer.plan.version import code_version, digest_of
+from jaxinfer.report.origin import origin
 
 # What was fitted to the paper, what follows without, what was taken from it; and what is compared
 # with our own closed forms, other simulators or nothing, since no paper has a figure of it.
@@ -119,6 +120,7 @@ def kept(path: Path, make: Callable[[], list[dict[str, Any]]]) -> list[dict[str,
     """A table that this very command has made, as it stands in its file; else made anew.
 
     So a script that was killed goes on, and one of another version reproduces all that it writes.
+    Seconds that a host takes are not to be kept so: another one has others.
     """
     if is_current(path):
         print(f"{path}: kept, made before by the same command, code and data")
@@ -131,15 +133,19 @@ def kept(path: Path, make: Callable[[], list[dict[str, Any]]]) -> list[dict[str,
         ]
 
 
-def is_current(path: Path) -> bool:
-    """Whether a file is as ``mark`` has seen it, by the same command, code and data."""
+def is_current(path: Path, measured: bool = False) -> bool:
+    """Whether a file is as ``mark`` has seen it, by the same command, code and data.
+
+    Args:
+        measured: it has seconds that a host took, and must have been made on this one.
+    """
     marks = _marks(path)
-    return path.exists() and marks.get(path.name) == _origin(path)
+    return path.exists() and marks.get(path.name) == _origin(path, measured)
 
 
-def mark(path: Path) -> None:
-    """Note what has made a file, in ``.kept.json`` beside it."""
-    marks = _marks(path) | {path.name: _origin(path)}
+def mark(path: Path, measured: bool = False) -> None:
+    """Note what has made a file, in ``.kept.json`` beside it; ``measured``: see ``is_current``."""
+    marks = _marks(path) | {path.name: _origin(path, measured)}
     path.with_name(".kept.json").write_text(json.dumps(marks, indent=1), encoding="utf-8")
 
 
@@ -149,13 +155,15 @@ def _marks(path: Path) -> dict[str, str]:
     return found
 
 
-def _origin(path: Path) -> str:
+def _origin(path: Path, measured: bool) -> str:
     """A digest of the command, the files that it names, all code, and the file itself."""
     words = [word.partition("=")[2] if word.startswith("--") else word for word in sys.argv[1:]]
     named = [w for w in words if Path(w).resolve() != path.parent.resolve()]
     scripts = digest_of(Path(__file__).parent)
     table = hashlib.sha256(path.read_bytes()).hexdigest()
-    return key_of(code_version(), scripts, Path(sys.argv[0]).name, named, contents(named), table)
+    host = [origin()["machine"]] if measured else []
+    made_by = code_version(), scripts, Path(sys.argv[0]).name, named, contents(named)
+    return key_of(*made_by, table, *host)
 
 
 def _number(text: str) -> str | float:

@@ -58,7 +58,7 @@ def measure(requests: int, instances: int) -> dict[str, Any]:
     from jaxinfer.simulate.run import simulate
 
     config = run_file(requests, instances)
-    work = config.workload.requests()
+    work = config.requests()
     memory: list[tuple[int, float]] = []
     ended = 0
 

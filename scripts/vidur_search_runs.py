@@ -17,6 +17,10 @@ import click
 import yaml
 from vidur_search_tables import GPUS
 
+from jaxinfer.plan.kept import key_of
+from jaxinfer.plan.version import code_version
+from jaxinfer.report.origin import origin
+
 Row = dict[str, Any]
 PLAN = Path(__file__).parents[1] / "configs" / "plan" / "vidur_70b.yaml"
 ENGINES = yaml.safe_load(PLAN.read_text(encoding="utf-8"))["planner"]["engines"]
@@ -38,7 +42,8 @@ class Searches:
     jobs: int
 
     def run(self, name: str, work: str = CHAT, **changes: Any) -> Path:
-        """The folder of a search, made unless it is there, of the same settings.
+        """The folder of a search, made unless it is there: of the same settings, code and host,
+        whose seconds are told.
 
         Args:
             changes: of the planner's options; ``goal`` among them has options of the goal.
@@ -54,7 +59,8 @@ class Searches:
         }
         folder = self.out / name
         took = folder / "took.json"
-        if took.is_file() and json.loads(took.read_text())["settings"] == settings:
+        made_by = key_of(settings, code_version(), origin()["machine"])
+        if took.is_file() and json.loads(took.read_text()).get("made_by") == made_by:
             return folder
         shutil.rmtree(folder, ignore_errors=True)
         words = [sys.executable, "-m", "jaxinfer", "plan", str(PLAN), "--out", str(folder)]
@@ -66,8 +72,8 @@ class Searches:
         seconds, cpu_s = time.perf_counter() - started, _cpu_seconds() - used
         if not (folder / "plan.csv").is_file():
             raise click.ClickException(f"{name}: jaxinfer plan ended with {done.returncode}")
-        noted = {"settings": settings, "seconds": seconds, "cpu_s": cpu_s, "load": load,
-                 "jobs": self.jobs}  # fmt: skip
+        noted = {"made_by": made_by, "settings": settings, "seconds": seconds, "cpu_s": cpu_s,
+                 "load": load, "jobs": self.jobs}  # fmt: skip
         took.write_text(json.dumps(noted))
         return folder
 

@@ -236,7 +236,7 @@ def test_who_leads_in_the_readmes_comparison() -> None:
         rates = []
         for name in ("cronus", "data_parallel"):
             config = load_run_file(ROOT / "configs" / "cronus" / f"{name}.yaml", given)
-            found = simulate(config, config.workload.requests())
+            found = simulate(config, config.requests())
             rates.append(found.requests / found.wall_s)
         assert rates[0] / rates[1] - 1 == pytest.approx(lead, abs=0.002)
 

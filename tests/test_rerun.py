@@ -65,7 +65,7 @@ CASES: list[tuple[str, Sequence[str]]] = [
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda value: str(value)[:20])
 def test_a_run_comes_to_the_same(name: str, settings: Sequence[str], here: Path) -> None:
     config = load_run_file(name, settings)
-    simulate(config, config.workload.requests(), "runs")
+    simulate(config, config.requests(), "runs")
     assert call("rerun", "runs/1").output == SAME
     assert call("rerun", "runs/1", "--out", "again").output == SAME
     before, after = files(here / "runs" / "1"), files(here / "again")
@@ -112,7 +112,7 @@ def test_what_has_changed_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(str(here))
     settings = ["system=rerun_mine:Mine", "workload.trace=t.csv"]
     config = load_run_file("vllm/rtx4090_llama31_8b.yaml", settings)
-    simulate(config, config.workload.requests(), "runs")
+    simulate(config, config.requests(), "runs")
     assert call("rerun", "runs/1").output == SAME
     for name in ("steps.jsonl", "run.json"):
         path = here / "runs" / "1" / name
@@ -154,7 +154,7 @@ def test_what_cannot_be_run_again_is_told(here: Path) -> None:
     assert "run.json does not record the run's inputs" in refused("rerun", "runs/1")
     shutil.rmtree("runs")
     config = load_run_file("vllm/rtx4090_llama31_8b.yaml", DRAWN)
-    simulate(config, config.workload.requests(), "runs")
+    simulate(config, config.requests(), "runs")
     Path("full").mkdir()
     Path("full/x").touch()
     assert refused("rerun", "runs/1", "--out", "full").startswith(f"{here}/full: has files in it")
@@ -168,17 +168,29 @@ def test_what_cannot_be_run_again_is_told(here: Path) -> None:
 def test_a_measured_run_is_made_again(
     tiny: LLM, tiny_loaded_once: None, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the requests of its trace, whose lengths it comes to again."""
+    """On the requests of its trace, whose lengths and tokens it comes to again, or not."""
     Path("t.csv").write_text("num_prefill_tokens,num_decode_tokens\n7,3\n20,2\n")
     given = {"model": tiny.model, "engine": TINY_OPTIONS, "workload": {"trace": "t.csv"}}
     monkeypatch.setattr(tiny, "config", RunFile.model_validate(given))
-    measure(tiny, tiny.config.workload.requests(), "t.csv", "runs")
-    assert call("rerun", "runs/1", "--out", "again").exit_code == 0
+    measure(tiny, tiny.config.requests(), "t.csv", "runs")
+    done = call("rerun", "runs/1", "--out", "again")
+    assert done.exit_code == 0
+    assert f"2 of 2 answers have the same tokens as in {here}/runs/1\n" in done.output
     lines = [
         [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
         for folder in (here / "runs" / "1", here / "again" / "1")
     ]
     kept = [{(x["id"], x["prompt_len"], len(x["token_times"])) for x in each} for each in lines]
     assert kept[0] == kept[1] == {("0", 7, 3), ("1", 20, 2)}
+    path = here / "runs" / "1" / "requests.jsonl"
+    whole = path.read_text()
+    other = {x["id"]: x["tokens_sha256"] for x in lines[0]}
+    path.write_text(whole.replace(other["1"], other["0"]))
+    done = call("rerun", "runs/1", "--out", "other")
+    assert (done.exit_code, "1 of 2 answers have the same" in done.output) == (1, True)
+    path.write_text(whole.replace("tokens_sha256", "no_digest"))
+    done = call("rerun", "runs/1", "--out", "older")
+    assert (done.exit_code, "nothing was compared: " in done.output) == (0, True)
+    path.write_text(whole)
     Path("t.csv").write_text("num_prefill_tokens,num_decode_tokens\n7,3\n")
     assert "t.csv has changed" in refused("rerun", "runs/1", "--out", "third")

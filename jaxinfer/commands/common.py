@@ -115,22 +115,21 @@ def compare_and_write(
     one_by_one: bool = False,
 ) -> None:
     """Run systems in turns and write their comparison; without rounds, on modelled clusters."""
-    from jaxinfer.compare import compare_systems, load_systems, serving, simulate_systems
+    from jaxinfer.compare import compare_systems, load_systems, simulate_systems
     from jaxinfer.report.comparison import comparison_table, new_folder, write_comparison
 
     first = load_run_file(files[0], settings)
-    configs = {
-        name: serving(config, first.workload)
-        for name, config in load_systems(files, systems, settings).items()
-    }
+    configs = load_systems(files, systems, settings)
     work = first.requests(say)
     existed = out.exists()
     new_folder(out)
     with _left_as_found(out, existed, is_kept=_has_finished_run if rounds else lambda _: False):
         if rounds:
-            runs = compare_systems(configs, work, out, rounds, one_by_one=one_by_one)
+            runs = compare_systems(
+                configs, work, out, rounds, one_by_one=one_by_one, workload=first.workload
+            )
         else:
-            runs = simulate_systems(configs, work, out)
+            runs = simulate_systems(configs, work, out, first.workload)
     # What has run stays, whatever becomes of its tables and pictures.
     Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(runs))
     command = shlex.join(["jaxinfer", *sys.argv[1:]])

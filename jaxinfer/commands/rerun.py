@@ -11,8 +11,9 @@ from rich.console import Console
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.comparison import new_folder
 from jaxinfer.report.origin import checkout
+from jaxinfer.report.run_folder import run_folders
 from jaxinfer.report.table import metrics_table
-from jaxinfer.rerun import Recorded, differing, simulate_again, where_it_ran
+from jaxinfer.rerun import Recorded, differing, same_tokens, simulate_again, where_it_ran
 
 if TYPE_CHECKING:
     from jaxinfer.report.metrics import RunMetrics
@@ -26,9 +27,10 @@ def rerun(folder: str, out: str | None) -> None:
 
     FOLDER has run.json in it, or is one of simulate --out or compare --simulate. A simulation comes
     to the same files, byte for byte, but for times of day and the machine; a real run, to the same
-    tokens.
+    tokens, as far as it has recorded them.
 
-    Exits with 0 if it does, 1 if it does not, 2 if it cannot be run.
+    Exits with 0 if it does or nothing could be compared, which is said; 1 if it does not, 2 if it
+    cannot be run.
     """
     before = Path(folder).absolute()
     recorded = Recorded.read(before) if (before / "run.json").exists() else None
@@ -59,7 +61,7 @@ def _tell(names: list[str]) -> bool:
 
 
 def _run(recorded: Recorded, out: Path) -> bool:
-    """Run a real one; whether its answers are the same, as far as there were any."""
+    """Run a real one; whether its answers are the same, as far as they are known."""
     with where_it_ran(recorded.run):
         config = recorded.config()
         if "sha256" in recorded.run["workload"]:
@@ -68,7 +70,7 @@ def _run(recorded: Recorded, out: Path) -> bool:
 
             work = recorded.work(config)
             _print(measure(LLM.from_config(config), work, str(recorded.folder), str(out)))
-            return True
+            return _tell_tokens(recorded.folder, out)
         from jaxinfer.commands.batch_job import BatchJob, lines_of
 
         source, output = config.workload.input, config.workload.output
@@ -84,9 +86,20 @@ def _run(recorded: Recorded, out: Path) -> bool:
         after = set(answers.read_bytes().splitlines())
     if not there:
         click.echo(f"{lines} is gone, with which they would be compared")
-        return True
+        return _tell_tokens(recorded.folder, Path(f"{answers}.runs"))
     click.echo(f"{len(after & before)} of {len(after)} answers are the same as in {lines}")
     return after == before
+
+
+def _tell_tokens(before: Path, parent: Path) -> bool:
+    """Print whether the newest run in a folder has another's tokens; true if that is not known."""
+    found = same_tokens(before, run_folders(parent)[-1])
+    if found is None:
+        click.echo(f"nothing was compared: {before} does not record its tokens")
+        return True
+    same, count = found
+    click.echo(f"{same} of {count} answers have the same tokens as in {before}")
+    return same == count
 
 
 def _print(metrics: "RunMetrics | None") -> None:

@@ -78,6 +78,15 @@ class Workload(Options):
         """Where the requests come from, for messages and figures."""
         return self.trace or "workload.synthetic"
 
+    @property
+    def drawn(self) -> dict[str, Arrivals | Buckets | Synthetic]:
+        """The parts that go by a seed, by their names."""
+        return {
+            name: part
+            for name, part in self
+            if isinstance(part, Arrivals | Buckets | Synthetic) and part.is_drawn
+        }
+
     def check_real(self) -> None:
         """Raise JaxinferError for what only a modelled run can have."""
         if self.max_tokens is not None:
@@ -87,7 +96,7 @@ class Workload(Options):
             )
 
     def requests(
-        self, model: str | None = None, note: Callable[[str], None] = lambda text: None
+        self, model: str | None, note: Callable[[str], None] = lambda text: None
     ) -> list[BenchRequest]:
         """The requests with their times of arrival.
 

@@ -160,13 +160,10 @@ def seeded(config: RunFile, seed: int | None) -> RunFile:
     """The run file with this seed of all that is drawn in its workload; the same for None."""
     if seed is None:
         return config
-    parts = {name: getattr(config.workload, name) for name in type(config.workload).model_fields}
-    drawn = {
-        name: part.model_copy(update={"seed": seed})
-        for name, part in parts.items()
-        if isinstance(part, Options) and "seed" in type(part).model_fields
-    }
-    return config.with_workload(**drawn)
+    drawn = config.workload.drawn.items()
+    return config.with_workload(
+        **{name: part.model_copy(update={"seed": seed}) for name, part in drawn}
+    )
 
 
 def simulate_point(asked: Asked) -> Figures:
@@ -209,26 +206,38 @@ def check(sweep: Sweep, real: bool) -> None:
     from jaxinfer.simulate.run import prepare
 
     refused: list[JaxinferError] = []
-    for point in sweep.candidates():
+    for config in _run_files(sweep, refused.append):
         try:
-            config = as_run_file(sweep.data(point))
             if real:
                 resolve(config)
                 config.require_model()
                 config.workload.check_real()
             else:
                 prepare(config)
-            work = [seeded(config, seed).requests() for seed in sweep.all_seeds[:2]]
+            config.requests()
             break
         except JaxinferError as error:
             refused.append(error)
     else:
         raise JaxinferError(f"none of {len(refused)} points can be, such as: {refused[0]}")
-    if len(work) == 2 and work[0] == work[1]:
+    if sweep.seeds is not None and not any(c.workload.drawn for c in _run_files(sweep)):
         raise OptionError(
-            "seeds: nothing in the workload is drawn: give synthetic lengths, or arrivals of kind "
-            "poisson or gamma"
+            "seeds: no point's workload has anything that is drawn: give synthetic lengths, "
+            "arrivals of kind poisson, gamma or ramp, or a predictor with an accuracy below 1"
         )
+
+
+def _run_files(
+    sweep: Sweep, refuse: Callable[[JaxinferError], None] = lambda error: None
+) -> Iterator[RunFile]:
+    """Those of all points that are one; of others, ``refuse`` hears why."""
+    for point in sweep.candidates():
+        try:
+            config = as_run_file(sweep.data(point))
+        except JaxinferError as error:
+            refuse(error)
+        else:
+            yield config
 
 
 def sweep_rows(
@@ -243,37 +252,47 @@ def sweep_rows(
 
     Args:
         on_point: called with each run of a point.
-        folders: gets a folder for each run, by the number of the point and of the seed.
+        folders: gets a folder for each run, by the number of the point and the seed; points that
+            are equal have that of the first of them.
     """
     points, seeds = list(sweep.candidates()), sweep.all_seeds
-    runs: list[tuple[str, Asked]] = []
+    runs: dict[str, Asked] = {}
+    keys: list[list[str]] = []
     for number, point in enumerate(points, 1):
         data = sweep.data(point)
-        for seed in seeds:
+        what = call.__name__, data, contents(data)
+        keys.append([key_of(*what, *([] if seed is None else [seed])) for seed in seeds])
+        for key, seed in zip(keys[-1], seeds, strict=True):
             own = folders / f"{number:04d}" if folders else None
             if own and seed is not None:
                 own = own / f"seed{seed}"
-            key = key_of(call.__name__, data, contents(data), *([] if seed is None else [seed]))
-            runs.append((key, Asked(data, seed, str(own) if own else None)))
-    known = {key: _kept(kept, key, asked) for key, asked in runs}
-    missing = {key: asked for key, asked in runs if known[key] is None}
+            runs.setdefault(key, Asked(data, seed, str(own) if own else None))
+    known = {key: _kept(kept, key, asked) for key, asked in runs.items()}
+    missing = {key: asked for key, asked in runs.items() if known[key] is None}
     for asked in missing.values():
         if asked.folder:  # Of a run that was killed.
             shutil.rmtree(asked.folder, ignore_errors=True)
     fresh = iter(map_points(call, list(missing.values()))) if missing else iter(())
     rows = []
-    for number, point in enumerate(points):
+    for point, of_point in zip(points, keys, strict=True):
         found = []
-        for key, _ in runs[number * len(seeds) : (number + 1) * len(seeds)]:
+        for key in of_point:
             if known[key] is None:
                 known[key] = next(fresh)
                 if "refused" not in known[key]:  # Of what may be mended elsewhere.
                     kept.add(key, known[key])
             on_point(point, known[key])
             found.append(known[key])
-        where = {"folder": f"{folders.name}/{number + 1:04d}"} if folders else {}
+        where = _where(folders, runs[of_point[0]])
         rows.append({**point.axes, "refused": None, **_together(found), **where})
     return rows
+
+
+def _where(folders: Path | None, asked: Asked) -> Figures:
+    """The folder of a point's runs, for the table, by one of them."""
+    if not folders or not asked.folder:
+        return {}
+    return {"folder": f"{folders.name}/{Path(asked.folder).relative_to(folders).parts[0]}"}
 
 
 def _kept(kept: Kept, key: str, asked: Asked) -> Any:
@@ -310,9 +329,9 @@ def half_interval(values: Sequence[float]) -> float | None:
 def clusters(sweep: Sweep) -> list[ClusterConfig]:
     """Those of all points that can be."""
     found = []
-    for point in sweep.candidates():
+    for config in _run_files(sweep):
         try:
-            found.append(as_run_file(sweep.data(point)).cluster())
+            found.append(config.cluster())
         except JaxinferError:
             continue  # Its row will say why.
     return found

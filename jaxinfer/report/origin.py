@@ -16,29 +16,30 @@ from typing import Any
 import jaxinfer
 from jaxinfer.config.contents import contents
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.config.shipped import SHIPPED
+from jaxinfer.config.shipped import SHIPPED, data_path
 from jaxinfer.workload.lengths import BenchRequest
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "numba", "transformers", "tokenizers")
-# What a simulation goes by, beside its run file.
-FACTS = ("configs/gpus.yaml", "configs/models.yaml")
+# What a simulation and draws of lengths go by, beside the run file: no file of a user's.
+FACTS = (SHIPPED / "gpus.yaml", SHIPPED / "models.yaml")
+_LENGTHS = SHIPPED / "lengths.yaml"
 
 
 def asked_for(
-    config: RunFile, work: Iterable[BenchRequest] | None = None, facts: Iterable[str] = ()
+    config: RunFile, work: Iterable[BenchRequest] | None = None, facts: Iterable[Path] = ()
 ) -> dict[str, Any]:
     """The request for a run, as JSON values of ``run.json``, from which it can be run again.
 
     Args:
         work: the requests, as far as they come from ``config``'s workload, a trace or draws.
-        facts: names of files that ship, besides those that ``config`` names, that matter.
+        facts: files that ship, besides those that ``config`` names, that matter.
     """
     data = config.model_dump(mode="json", exclude_unset=True)
     workload = config.workload.model_dump(mode="json", exclude_none=True)
     if work is not None:
         workload["requests"], workload["sha256"] = digest(work)
     if config.workload.synthetic:
-        facts = [*facts, "configs/lengths.yaml"]
+        facts = [*facts, _LENGTHS]
     return {"run_file": data, "workload": workload, "files": files_of(data, facts)}
 
 
@@ -51,7 +52,7 @@ def digest(work: Iterable[BenchRequest]) -> tuple[int, str]:
     return count, found.hexdigest()
 
 
-def files_of(run_file: dict[str, Any], facts: Iterable[str] = ()) -> dict[str, str]:
+def files_of(run_file: dict[str, Any], facts: Iterable[Path] = ()) -> dict[str, str]:
     """The SHA-256 of each file that a run file names, but for a batch's and one of weights.
 
     Args:
@@ -61,7 +62,14 @@ def files_of(run_file: dict[str, Any], facts: Iterable[str] = ()) -> dict[str, s
         run_file = run_file | {"model": None}
     if workload := run_file.get("workload"):
         run_file = run_file | {"workload": workload | {"input": None, "output": None}}
-    return {_shown(path): sha256 for path, sha256 in contents([run_file, *facts], False).items()}
+    found = contents([run_file, *map(str, facts)], False)
+    return {_shown(path): sha256 for path, sha256 in found.items()}
+
+
+def recorded_path(name: str) -> Path:
+    """The file that ``files_of`` calls so; of facts, that which ships, whatever else is there."""
+    facts = {_shown(str(fact)): fact for fact in (*FACTS, _LENGTHS)}
+    return facts.get(name) or data_path(name)
 
 
 def _shown(path: str) -> str:

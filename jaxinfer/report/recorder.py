@@ -43,10 +43,16 @@ class Recorder:
         if self._folder:
             self._opened.enter_context(self._folder)
 
-    def add_request(self, request: RequestState, parent: str) -> None:
-        """Note a request that has ended: the only continuation, or one, of a prompt of this id."""
+    def add_request(
+        self, request: RequestState, parent: str, tokens: Sequence[int] | None = None
+    ) -> None:
+        """Note a request that has ended: the only continuation, or one, of a prompt of this id.
+
+        Args:
+            tokens: its answer's, where they are real ones.
+        """
         if self._folder:
-            self._folder.add_request(request, parent, self._counts_transfer)
+            self._folder.add_request(request, parent, self._counts_transfer, tokens)
 
     def add_prompt(self, continuations: Sequence[RequestState]) -> Sequence[Sequence[float]]:
         """Count a prompt, all of whose continuations have ended; returns when their tokens came."""

@@ -2,8 +2,10 @@
 transfer, ``requests.jsonl`` with each continuation of a prompt.
 """
 
+import hashlib
 import json
 import os
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -83,11 +85,18 @@ class RunFolder:
         """No step of this instance ends any more."""
         self._write_transfers(self._hidden.lose(name))
 
-    def add_request(self, request: RequestState, parent: str, ttft_counts_transfer: bool) -> None:
+    def add_request(
+        self,
+        request: RequestState,
+        parent: str,
+        ttft_counts_transfer: bool,
+        tokens: Sequence[int] | None = None,
+    ) -> None:
         """Write a line of ``requests.jsonl``.
 
         Args:
             parent: id of the prompt that it continues.
+            tokens: of a real run, the answer's, by whose digest another run is compared.
         """
         metrics, first = request.metrics, request.metrics.first_scheduled
         line = {
@@ -102,6 +111,8 @@ class RunFolder:
             "token_times": [round(t, 6) for t in metrics.delivered(ttft_counts_transfer)],
             "error": request.error,
         }
+        if tokens is not None:
+            line["tokens_sha256"] = hashlib.sha256(array("q", tokens).tobytes()).hexdigest()
         self._requests.write(json.dumps(line) + "\n")
 
     def finish(

@@ -119,7 +119,7 @@ class Run:
 
     def _on_finish(self, request: RequestState) -> None:
         self._world.add(self._groups.released_by(request))
-        self._recorder.add_request(request, sampling_of(request).parent)
+        self._recorder.add_request(request, sampling_of(request).parent, request.output_token_ids)
         if siblings := self._groups.done_with(request):
             self._world.add(self._intake.one_ended(self._world.now()))
             self._recorder.add_prompt(siblings)

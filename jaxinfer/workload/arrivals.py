@@ -84,8 +84,13 @@ class Arrivals(Options):
         for name in _NEEDS.get(self.kind, ()):
             if getattr(self, "from_" if name == "from" else name) is None:
                 raise JaxinferError(f"kind {self.kind} needs {name}")
-        if "seed" in given and self.spacing == "even":
+        if "seed" in given and not self.is_drawn:
             raise OptionError("seed is for spacing poisson, not even")
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the times are by a seed."""
+        return self.kind in _USES["seed"] and self.spacing != "even"
 
     def check_open(self) -> None:
         """Raise OptionError where there is no rate that could be searched."""

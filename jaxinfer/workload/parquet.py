@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -77,7 +77,7 @@ class ParquetRows:
         with self._reading():
             for batch in self._file.iter_batches(_ROWS, columns=self._names):
                 for row in batch.to_pylist(maps_as_pydicts="lossy"):
-                    text = json.dumps(_without_nulls(row), ensure_ascii=False)
+                    text = json.dumps(_as_json(row), ensure_ascii=False)
                     yield text.encode("utf-8", "surrogatepass")
 
     @contextmanager
@@ -104,20 +104,18 @@ def _has_json(types: Any, kind: Any) -> bool:
     return any(test(kind) for test in tests)
 
 
-def _without_nulls(row: dict[Any, Any]) -> dict[str, Any]:
-    """Fields of structs that are not set are null there, and a column of numbers, some of which
-    are missing, is one of floats."""
-    found = {}
-    for name, value in row.items():
-        if isinstance(value, dict):
-            value = _without_nulls(value)
-        elif isinstance(value, list):
-            value = [_without_nulls(each) if isinstance(each, dict) else each for each in value]
-        elif isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if value is not None:
-            found[str(name)] = value
-    return found
+def _as_json(value: Any) -> Any:
+    """What the same request would have as JSON.
+
+    Fields of structs that are not set are null in a table, and numbers of which some are missing
+    are floats.
+    """
+    if isinstance(value, dict):
+        fields = ((str(name), _as_json(each)) for name, each in value.items())
+        return {name: each for name, each in fields if each is not None}
+    if isinstance(value, list):
+        return [_as_json(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def write_results(path: Path, lines: Path, ids: Iterable[str]) -> None:
@@ -151,6 +149,9 @@ def write_results(path: Path, lines: Path, ids: Iterable[str]) -> None:
             f"cannot write {path}: {error.strerror or error}; the results are kept in {lines}, run "
             "the same command again"
         ) from error
+    finally:
+        with suppress(OSError):  # Where it has become the file, or cannot be one.
+            new.unlink()
 
 
 def _rows(source: IO[bytes], ids: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -49,6 +49,11 @@ class Buckets(Options):
     accuracy: float = Field(ge=0, le=1)
     seed: int = 0
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the predictions are by a seed: one that never errs draws nothing."""
+        return self.accuracy < 1
+
 
 class BucketPredictor:
     """Draws in the order in which requests come in, which is the same under any system.

@@ -75,6 +75,11 @@ class Synthetic(Options):
         elif self.range_ratio is not None and int not in map(type, own.values()):
             raise OptionError("range_ratio: is for an input_len or output_len that is a number")
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the lengths are by a seed: they are not where both are numbers."""
+        return bool(self.range_ratio) or {type(self.input_len), type(self.output_len)} != {int}
+
     def requests(self, only: WorkloadClass | None = None) -> list[BenchRequest]:
         """They all arrive at 0.
 

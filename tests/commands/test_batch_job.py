@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import tracemalloc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -356,6 +357,16 @@ def test_a_batch_is_run_again_from_its_record(
     done = rerun("third")
     assert done.output.splitlines()[-1] == "2 of 3 answers are the same as in out.jsonl"
     assert done.exit_code == 1
+    # Without the answers, by digests of their tokens.
+    Path("out.jsonl").unlink()
+    done = rerun("fourth")
+    assert re.search(r"\nout.jsonl is gone, .*\n(\d) of \1 answers have the same", done.output)
+    assert done.exit_code == 0
+    path = Path("out.jsonl.runs/1/requests.jsonl")
+    path.write_text(re.sub(r'_sha256": "\w+', '_sha256": "none', path.read_text(), count=1))
+    done = rerun("fifth")
+    assert not re.search(r"(\d) of \1 answers have the same", done.output)
+    assert done.exit_code == 1
     source.write_text("")
     with pytest.raises(JaxinferError, match=r"in\.jsonl has changed since the run was made from"):
-        rerun("fourth")
+        rerun("sixth")

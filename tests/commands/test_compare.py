@@ -9,8 +9,9 @@ import pytest
 from jaxinfer import LLM, JaxinferError, compare, measure
 from jaxinfer.commands.common import compare_and_write, refuse, workload_settings
 from jaxinfer.compare import compare_systems, load_systems, simulate_systems
-from jaxinfer.config.run_file import RunFile, load_run_file
+from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
 from jaxinfer.report import comparison
+from jaxinfer.report.origin import digest
 from jaxinfer.runtime import devices
 
 CONFIGS = {"first": RunFile(model="m"), "second": RunFile(model="m")}
@@ -84,6 +85,31 @@ def test_systems_are_simulated_once_each(tmp_path: Path, monkeypatch: pytest.Mon
     assert runs == {name: [(name, tmp_path / "runs" / name / "1")] for name in CONFIGS}
 
 
+def test_a_run_records_the_workload_that_it_served(tmp_path: Path) -> None:
+    """The first file's by default, or the one that is given; a predictor stays a file's own."""
+    base = {
+        "model": "llama-3-8b", "groups": {"g": {"kind": "A10"}}, "instances": {"i": {"group": "g"}},
+    }  # fmt: skip
+    predictor = {"granularity": 100, "accuracy": 1.0}
+    a, b, c = (
+        as_run_file(base | {"workload": workload})
+        for workload in (
+            {"synthetic": "azure_code", "limit": 2},
+            {"synthetic": "azure_conversation", "limit": 3, "predictor": predictor},
+            {"synthetic": "azure_conversation", "limit": 1},
+        )
+    )
+    for number, (given, served) in enumerate([(None, a), (c.workload, c)]):
+        work, folder = served.requests(), tmp_path / str(number)
+        runs = simulate_systems({"a": a, "b": b}, work, folder, given)
+        for name, own in (("a", None), ("b", predictor)):
+            (run,) = runs[name]
+            recorded = as_run_file(run.run["run_file"])
+            assert recorded.requests() == work
+            assert digest(work) == tuple(run.run["workload"][k] for k in ("requests", "sha256"))
+            assert (recorded.workload.predictor is not None) == bool(own)
+
+
 def settled(settings: list[str]) -> Any:
     return load_run_file(None, ["workload.synthetic=azure_code", *settings]).workload
 
@@ -115,12 +141,14 @@ def test_what_is_compared_and_where_it_goes(
     files, out = [str(tmp_path / f"{name}.yaml") for name in "ab"], tmp_path / "out"
     calls: list[Any] = []
 
-    def real(configs: Any, work: Any, folder: Path, count: int, one_by_one: bool = False) -> str:
-        calls.append((configs, work, folder, count))
+    def real(
+        configs: Any, work: Any, folder: Path, count: int, one_by_one: bool, workload: Any
+    ) -> str:
+        calls.append((configs, work, folder, count, workload))
         return "runs"
 
-    def modelled(configs: Any, work: Any, folder: Path) -> str:
-        return real(configs, work, folder, 0)
+    def modelled(configs: Any, work: Any, folder: Path, workload: Any) -> str:
+        return real(configs, work, folder, 0, False, workload)
 
     monkeypatch.setattr(compare, "compare_systems", real)
     monkeypatch.setattr(compare, "simulate_systems", modelled)
@@ -130,10 +158,10 @@ def test_what_is_compared_and_where_it_goes(
         lambda runs, folder, command, pictures: [folder],
     )
     compare_and_write(files, [], out, rounds, ["workload.limit=3", "engine.seed=4"], "png")
-    ((configs, work, folder, count),) = calls
+    ((configs, work, folder, count, workload),) = calls
     assert {name: config.engine.seed for name, config in configs.items()} == {"a": 4, "b": 4}
-    first = load_run_file(files[0], ["workload.limit=3"]).workload.requests()
-    assert work == first
+    first = load_run_file(files[0], ["workload.limit=3"])
+    assert (work, workload) == (first.requests(), first.workload)
     assert len(work) == 3
     assert (folder, count) == (out, rounds)
     assert out.is_dir()

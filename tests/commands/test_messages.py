@@ -293,7 +293,7 @@ def test_a_setting_goes_where_the_short_form_has_only_a_name(tmp_path: Path) -> 
     assert config.system == {"name": "cronus", "candidates": 7}
     assert config.workload.synthetic is not None
     assert (config.workload.synthetic.lengths, config.workload.synthetic.count) == ("arxiv_4k", 3)
-    assert [item.arrival for item in config.workload.requests()] == [0.0, 2.5, 5.0]
+    assert [item.arrival for item in config.requests()] == [0.0, 2.5, 5.0]
 
 
 def test_a_setting_changes_no_alias_of_what_it_sets(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_run_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(ROOT)
     config = load_run_file(path)
     if config.workload.trace:
-        assert len(config.workload.requests()) > 0
+        assert len(config.requests()) > 0
 
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda p: p.stem)

@@ -26,7 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunRecord]:
     for name in NAMES:
         config = load_run_file(FOLDER / f"{name}.yaml", settings)
         folder = tmp_path_factory.mktemp(name)
-        simulate(config, config.workload.requests(), folder)
+        simulate(config, config.requests(), folder)
         found[name] = read_run(folder / "1", name)
     return found
 

@@ -44,10 +44,10 @@ def test_a_setting_changes_one_of_those_that_share_an_alias(tmp_path: Path) -> N
 
 def test_the_first_requests_of_a_workload() -> None:
     synthetic, arrivals = {"lengths": "sharegpt", "count": 5}, Arrivals(kind="interval", seconds=2)
-    every = Workload.model_validate({"synthetic": synthetic, "arrivals": arrivals}).requests()
+    every = Workload.model_validate({"synthetic": synthetic, "arrivals": arrivals}).requests(None)
     some = {"synthetic": synthetic, "arrivals": arrivals, "limit": 3}
     assert [item.arrival for item in every] == [0, 2, 4, 6, 8]
-    assert Workload.model_validate(some).requests() == every[:3]
+    assert Workload.model_validate(some).requests(None) == every[:3]
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -84,9 +84,9 @@ def test_a_trace_s_times_are_taken_be_they_all_zero(tmp_path: Path) -> None:
     head = "num_prefill_tokens,num_decode_tokens,arrived_at\n"
     workload = Workload.model_validate({"trace": str(trace), "arrivals": "trace"})
     trace.write_text(f"{head}5,6,0\n7,8,2.5\n")
-    assert [item.arrival for item in workload.requests()] == [0, 2.5]
+    assert [item.arrival for item in workload.requests(None)] == [0, 2.5]
     trace.write_text(f"{head}5,6,0\n7,8,0\n")
-    assert [item.arrival for item in workload.requests()] == [0, 0]
+    assert [item.arrival for item in workload.requests(None)] == [0, 0]
 
 
 def test_an_attention_group_is_a_name_or_has_options() -> None:

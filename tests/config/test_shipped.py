@@ -67,7 +67,7 @@ def test_what_is_nowhere_is_told(elsewhere: Path) -> None:
 
 def test_all_kinds_of_files_are_found(elsewhere: Path) -> None:
     """Relative names in what ships, too, and those that a command's options give."""
-    assert len(load_run_file("modelled/flips.yaml").workload.requests()) > 100
+    assert len(load_run_file("modelled/flips.yaml").requests()) > 100
     assert load_problem("plan/replan.yaml").work
     assert load_run_file("splitwise/hh.yaml").cluster()
     with BatchFile("configs/demo/prompts.jsonl") as prompts:

@@ -13,6 +13,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.commands.plan import plan
 from jaxinfer.commands.sweep import sweep
 from jaxinfer.config.contents import contents
+from jaxinfer.config.shipped import SHIPPED
 from jaxinfer.plan.candidate import Candidate
 from jaxinfer.plan.kept import Kept, key_of
 from jaxinfer.plan.planners.any_system import grid
@@ -267,16 +268,40 @@ def test_a_rate_without_end_is_no_rate(carries: Carries, fresh: bool) -> None:
         choose(Stubborn(), search)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["attention.csv", "attention.csv.gz", "meta.yaml", "config.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["attention.csv", "attention.csv.gz", "meta.yaml", "config.json", "tokenizer.json",
+     "tokenizer_config.json"],
+)  # fmt: skip
 def test_what_a_folder_has_counts(tmp_path: Path, name: str) -> None:
     (tmp_path / "tp1").mkdir()
-    file = tmp_path / name if name in ("meta.yaml", "config.json") else tmp_path / "tp1" / name
+    file = tmp_path / "tp1" / name if ".csv" in name else tmp_path / name
     data = {"simulate": {"tables": str(tmp_path)}}
     before = contents(data)
     file.write_bytes(b"1")
     with_it = contents(data)
     file.write_bytes(b"22")
     assert before != with_it != contents(data)
+
+
+def test_words_that_name_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options of folders alone: a folder of results has a system's name, a group's, a planner's."""
+    monkeypatch.chdir(tmp_path)
+    Path("single").mkdir()
+    Path("single/sweep.csv").write_text("1")
+    Path("all.csv").write_text("1")
+    data: dict[str, Any] = {
+        "system": {"name": "single", "prefill": "single"},
+        "planner": "single", "groups": {"single": {}}, "instances": {"a": {"group": "single"}},
+    }  # fmt: skip
+    assert contents(data | {"system": "single"}) == contents(data) == {}
+    for named in ({"model": "single"}, {"workload": {"tokenizer": "single"}},
+                  {"simulate": {"groups": {"g": {"tables": "single"}}}}, ["single"]):  # fmt: skip
+        assert list(contents(named)) == ["single/sweep.csv"]
+    assert contents(["", {"model": ""}]) == {}, "not all of the working directory"
+    # A file that ships is found by its name alone.
+    costs = {"file": "cronus_calibration.yaml"}
+    assert list(contents(costs)) == [str(SHIPPED / "cronus_calibration.yaml")]
 
 
 def test_a_price_that_is_missing_counts_where_dollars_do(carries: Carries) -> None:

@@ -316,11 +316,9 @@ def test_the_command_writes_tables_run_files_and_a_picture(tmp_path: Path) -> No
     assert [row["planned"] for row in windows] == ["", "instances 2", ""]
     config = load_run_file(out / "replanned1.yaml")
     assert len(config.cluster().instances) == 2
-    work = config.workload.requests()
+    work = config.requests()
     assert [(20 + i.arrival, i.prompt_len, i.max_tokens) for i in work] == rows[10:]
-    assert load_run_file(out / "static0.yaml").workload.requests() == read_workload(
-        tmp_path / "t.csv"
-    )
+    assert load_run_file(out / "static0.yaml").requests() == read_workload(tmp_path / "t.csv")
     assert (out / "replan.png").stat().st_size > 1000
     files = {path.name: path.read_bytes() for path in out.iterdir()}
     command(tmp_path, rows, {"window_s": 10.0, "beside": {"two": str(beside)}})

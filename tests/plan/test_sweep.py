@@ -82,7 +82,7 @@ def test_a_table_of_what_each_point_comes_to(tmp_path: Path, file: dict[str, Any
         if chunk:
             data["engine"] = data["engine"] | {"max_num_batched_tokens": int(chunk)}
         config = as_run_file(data)
-        metrics = simulate(config, config.workload.requests())
+        metrics = simulate(config, config.requests())
         assert float(row["ttft_p99"]) == metrics.ttft_p99
         assert float(row["requests_s"]) == 20 / metrics.wall_s
     names = {path.name for path in (tmp_path / "out").iterdir()}
@@ -159,7 +159,7 @@ def test_seeds_have_means_with_their_intervals(tmp_path: Path, file: dict[str, A
         for seed in range(3):
             data["workload"]["arrivals"]["seed"] = data["workload"]["synthetic"]["seed"] = seed
             config = as_run_file(data)
-            found.append(simulate(config, config.workload.requests()).ttft_p99 or 0.0)
+            found.append(simulate(config, config.requests()).ttft_p99 or 0.0)
         assert float(row["ttft_p99"]) == pytest.approx(statistics.fmean(found))
         half = 4.3027 * statistics.stdev(found) / 3**0.5
         assert float(row["ttft_p99_ci95"]) == pytest.approx(half, rel=1e-4)
@@ -188,6 +188,23 @@ def test_a_run_folder_of_each_point(tmp_path: Path, file: dict[str, Any]) -> Non
     run(tmp_path, file, "--jobs", "1", "--folders")
     assert {path: path.stat().st_mtime_ns for path in folders[0].iterdir()} == kept
     assert (folders[1] / "run.json").exists()
+
+
+def test_equal_points_share_a_folder(tmp_path: Path, file: dict[str, Any]) -> None:
+    """One is simulated, and found by the rows of both, then and when the command goes on."""
+    axes = {"engine.max_num_seqs": [4, 4], "workload.limit": [2, 3]}
+    file |= {"files": {str(tmp_path / "balanced.yaml"): {}}, "axes": axes, "y": ["ttft_p99"]}
+    file["run"]["workload"]["arrivals"]["rate"] = 1.0
+    for more in ({}, {"seeds": [7, 8]}):
+        folder = tmp_path / f"with{len(more)}"
+        folder.mkdir()
+        for _ in range(2):
+            run(folder, file | more, "--jobs", "1", "--folders")
+            rows = table(folder)
+            assert [row["folder"] for row in rows] == ["runs/0001", "runs/0002"] * 2
+            runs = folder / "out" / "runs"
+            assert sorted(path.name for path in runs.iterdir()) == ["0001", "0002"]
+            assert len(list(runs.rglob("run.json"))) == 2 * (1 + len(more))
 
 
 def test_too_few_requests_are_told(tmp_path: Path, file: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from jaxinfer import JaxinferError
+from jaxinfer.config.run_file import as_run_file
 from jaxinfer.plan.kept import Kept
 from jaxinfer.plan.sweep import (
     FIGURES,
@@ -18,11 +19,13 @@ from jaxinfer.plan.sweep import (
     figures_of,
     half_interval,
     run_point,
+    seeded,
     simulate_point,
     sweep_rows,
     x_axis,
 )
 from jaxinfer.plan.sweep_pictures import axis_words, draw, figure_words
+from jaxinfer.workload.synthetic import Synthetic
 
 
 @pytest.fixture
@@ -258,8 +261,54 @@ def test_seeds_that_change_nothing_are_refused(files: list[str], tmp_path: Path)
         "workload": {"trace": str(tmp_path / "work.csv")},
     }
     fixed = {str(run_file): {"engine.max_num_seqs": [4]}}
-    with pytest.raises(JaxinferError, match=r"^seeds: nothing in the workload is drawn"):
+    with pytest.raises(JaxinferError, match=r"^seeds: no point's workload .* gamma or ramp, or a"):
         check(sweep(fixed, run=run, seeds=2), real=False)
     check(sweep(fixed, run=run), real=False)
-    run["workload"]["arrivals"] = {"kind": "poisson", "rate": 1.0}
+    # A later point's arrivals, or a predictor, are drawn.
+    arrivals = {"workload.arrivals": ["at_once", {"kind": "poisson", "rate": 1.0}]}
+    check(sweep({str(run_file): arrivals}, run=run, seeds=2), real=False)
+    run["workload"]["predictor"] = {"granularity": 4, "accuracy": 0.5}
     check(sweep(fixed, run=run, seeds=2), real=False)
+    run["workload"]["predictor"]["accuracy"] = 1.0
+    with pytest.raises(JaxinferError, match=r"^seeds: no point's workload"):
+        check(sweep(fixed, run=run, seeds=2), real=False)
+
+
+RAMP = {"kind": "ramp", "from": 1.0, "to": 2.0, "over": 9.0}
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "drawn"),
+    [
+        (None, False), ("at_once", False), ("trace", False), ({"kind": "interval", "seconds": 2.0},
+        False), ({"kind": "closed", "concurrency": 2}, False), ({**RAMP, "spacing": "even"}, False),
+        (RAMP, True), ({"kind": "poisson", "rate": 1.0}, True),
+        ({"kind": "gamma", "rate": 1.0, "cv": 2.0}, True),
+    ],
+)  # fmt: skip
+def test_a_run_file_with_a_seed_is_one(arrivals: Any, drawn: bool) -> None:
+    """As ``run.json`` has it, of which it is made again; each part that is drawn has the seed."""
+    lengths: dict[str, Any] = {
+        "input_len": {"kind": "uniform", "min": 1, "max": 9},
+        "output_len": 3,
+    }
+    predictor = {"granularity": 4, "accuracy": 0.5}
+    given = {"synthetic": lengths, "predictor": predictor}
+    config = as_run_file({"workload": given | ({"arrivals": arrivals} if arrivals else {})})
+    found = seeded(config, 7)
+    assert as_run_file(found.model_dump(mode="json", exclude_unset=True)) == found
+    names = {"synthetic", "predictor", *(["arrivals"] if drawn else [])}
+    seeds = {
+        name: getattr(found.workload, name).seed for name in ("synthetic", "predictor", "arrivals")
+    }
+    assert seeds == {name: 7 if name in names else 0 for name in seeds}
+    assert seeded(config, None) == config
+
+
+def test_lengths_that_are_numbers_are_not_drawn() -> None:
+    numbers: dict[str, Any] = {"input_len": 5, "output_len": 3}
+    found = [
+        Synthetic.model_validate(given).is_drawn
+        for given in (numbers, numbers | {"range_ratio": 0.5}, {"lengths": "azure_code"})
+    ]
+    assert found == [False, True, True]

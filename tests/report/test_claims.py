@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import count_claims
+import results
 from results import Target, agrees, by_amount, by_share, holds, write_targets
 
 ROWS = count_claims.claims()
@@ -95,3 +96,16 @@ def test_claims_that_a_script_makes_no_more_are_dropped(tmp_path: Path) -> None:
     with path.open(newline="", encoding="utf-8") as file:
         rows = [(row["claim"], row["made_by"], row["met"]) for row in csv.DictReader(file)]
     assert rows == [("other's", "b.py", "no"), ("kept", "a.py", "yes"), ("new", "a.py", "yes")]
+
+
+def test_what_a_host_took_is_not_another_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("cpu_s\n1\n")
+    for measured in (False, True):
+        results.mark(path, measured)
+        assert results.is_current(path, measured)
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(results, "origin", lambda: {"machine": {"cpu": "another"}})
+            assert results.is_current(path, measured) != measured

@@ -95,7 +95,7 @@ def test_all_columns_are_explained() -> None:
 def test_a_simulated_run_has_its_own_figures(tmp_path: Path) -> None:
     settings = ["workload.synthetic=azure_conversation", "workload.limit=30"]
     config = load_run_file(ROOT / "configs" / "cronus" / "cronus.yaml", settings)
-    metrics = simulate(config, config.workload.requests(), tmp_path)
+    metrics = simulate(config, config.requests(), tmp_path)
     found = load_run(str(tmp_path / "1"))
     requests, steps = found.requests, found.steps
     assert len(requests) == 30

@@ -14,6 +14,7 @@ import pytest
 
 import jaxinfer
 from jaxinfer.config.run_file import as_run_file, load_run_file
+from jaxinfer.config.shipped import SHIPPED
 from jaxinfer.report import origin
 from jaxinfer.report.run_folder import RunFolder
 from jaxinfer.workload.lengths import BenchRequest
@@ -31,7 +32,7 @@ def test_the_inputs_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     Path("mine.csv").write_text("num_prefill_tokens,num_decode_tokens\n7,3\n9,2\n")
     settings = ["workload.trace=mine.csv", "workload.arrivals={kind: poisson, rate: 2.0}"]
     config = load_run_file("modelled/least_loaded.yaml", [*settings, "workload.synthetic="])
-    work = config.workload.requests()
+    work = config.requests()
     found = origin.asked_for(config, work, origin.FACTS)
     assert as_run_file(found["run_file"]) == config
     workload = found["workload"]
@@ -48,6 +49,22 @@ def test_the_inputs_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     found = origin.asked_for(drawn)
     assert found["workload"]["synthetic"] == {"lengths": "azure_code", "count": 1000, "seed": 0}
     assert list(found["files"]) == ["configs/lengths.yaml"]
+
+
+def test_facts_are_those_that_ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which a simulation reads: a user's file of the same name is none of them."""
+    monkeypatch.chdir(tmp_path)
+    Path("configs").mkdir()
+    names = ("gpus", "models", "lengths")
+    for name in names:
+        Path(f"configs/{name}.yaml").write_text("{}")
+    config = as_run_file({"workload": {"synthetic": "azure_code"}})
+    found = origin.asked_for(config, facts=origin.FACTS)["files"]
+    shipped = {f"configs/{name}.yaml": SHIPPED / f"{name}.yaml" for name in names}
+    assert found == {name: sha256(path) for name, path in shipped.items()}
+    assert {name: origin.recorded_path(name) for name in found} == shipped
+    Path("configs/mine.csv").write_text("1")
+    assert origin.recorded_path("configs/mine.csv") == Path("configs/mine.csv")
 
 
 def test_any_other_request_has_another_digest() -> None:

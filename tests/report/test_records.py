@@ -1,5 +1,6 @@
 """Run folders: written, and read as what was written."""
 
+import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +97,16 @@ def test_lines_have_what_the_documentation_names(tmp_path: Path) -> None:
     assert moved["tokens"] == 26
     line, _ = map(json.loads, (path / "requests.jsonl").read_text().splitlines())
     assert line["cached_tokens"] == 16
+    assert "tokens_sha256" not in line, "a simulation has none"
+
+
+def test_an_answer_has_the_digest_of_its_tokens(tmp_path: Path) -> None:
+    """Each as 8 bytes, the lowest first."""
+    with RunFolder(tmp_path, DESCRIPTION) as made:
+        made.add_request(request(None, None), "p0", False, [7, 300])
+    line = json.loads((made.path / "requests.jsonl").read_text())
+    expected = hashlib.sha256(bytes([7, *[0] * 7, 44, 1, *[0] * 6])).hexdigest()
+    assert line["tokens_sha256"] == expected
 
 
 def test_a_transfer_is_written_when_an_end_of_it_is_lost(tmp_path: Path) -> None:

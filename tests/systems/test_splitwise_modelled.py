@@ -153,7 +153,7 @@ def test_the_clusters_of_the_paper(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert found == pytest.approx(CLUSTERS[name])
     assert site.placement.watts == pytest.approx(40 * 5600, rel=0.01)
     assert model_cluster(site).instances
-    work = config.workload.requests()[:8]
+    work = config.requests()[:8]
     assert all(
         len(t) == item.max_tokens for t, item in zip(served(config, work), work, strict=True)
     )

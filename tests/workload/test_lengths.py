@@ -167,7 +167,7 @@ def test_a_trace_has_times_where_it_has_their_column(
     path.write_text("\n".join(rows) + "\n")
     workload = Workload(trace=str(path), limit=2, arrivals={"kind": "trace"})  # type: ignore[arg-type]
     if has:
-        assert [item.arrival for item in workload.requests()] == [0, 0]
+        assert [item.arrival for item in workload.requests(None)] == [0, 0]
     else:
         with pytest.raises(JaxinferError, match="has no times"):
-            workload.requests()
+            workload.requests(None)

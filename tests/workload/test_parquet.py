@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sys
 import tracemalloc
 from pathlib import Path
@@ -64,6 +65,44 @@ def test_as_pandas_writes_it(tmp_path: Path) -> None:
     assert [line.sampling.max_tokens for line in found] == [3, 5]
     frame.to_parquet(tmp_path / "b.parquet")
     assert [line.sampling.max_tokens for line in contents(tmp_path / "b.parquet")] == [3, 256, 5]
+
+
+def test_floats_in_lists_are_numbers_as_alone(tmp_path: Path) -> None:
+    """Token ids as pandas has lists of which some have a missing number; others stay floats."""
+    columns = {
+        "prompt_token_ids": pa.array([[7.0, 8.0], [1.0]], pa.list_(pa.float64())),
+        "stop_token_ids": pa.array([[3.0], None], pa.large_list(pa.float32())),
+        "temperature": [0.5, 1.0],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    first, second = contents(tmp_path / "a.parquet")
+    assert (first.prompt, second.prompt) == ([7, 8], [1])
+    assert first.sampling.stop_token_ids == (3,)
+    assert (first.sampling.temperature, second.sampling.temperature) == (0.5, 1.0)
+    columns["prompt_token_ids"] = pa.array([[7.5], [1.0]], pa.list_(pa.float64()))
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert isinstance(contents(tmp_path / "a.parquet")[0], BadLine)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that was there stays; half of a new one does not."""
+    path, lines = tmp_path / "out.parquet", as_jsonl(tmp_path / "lines.jsonl", [])
+    path.write_bytes(b"old")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(JaxinferError, match=r"cannot write .*out\.parquet: No space left"):
+        write_results(path, lines, [])
+    assert path.read_bytes() == b"old"
+    monkeypatch.undo()
+    with pytest.raises(KeyError):
+        write_results(path, lines, ["gone"])
+    assert {each.name for each in tmp_path.iterdir()} == {"out.parquet", "lines.jsonl"}
+    write_results(path, lines, [])
+    assert pq.read_table(path).num_rows == 0
+    assert {each.name for each in tmp_path.iterdir()} == {"out.parquet", "lines.jsonl"}
 
 
 def test_maps_categories_and_large_types(tmp_path: Path) -> None:

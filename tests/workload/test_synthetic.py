@@ -39,7 +39,7 @@ def test_as_published(name: str) -> None:
 
 
 def workload(**options: Any) -> list[BenchRequest]:
-    return as_run_file({"workload": options}).workload.requests()
+    return as_run_file({"workload": options}).requests()
 
 
 @pytest.mark.parametrize("name", ["HPLD", "HPHD", "LPHD", "LPLD"])
@@ -98,4 +98,4 @@ def test_a_trace_without_any_of_the_class(tmp_path: Path) -> None:
     trace.write_text("num_prefill_tokens,num_decode_tokens\n5,5\n")
     with pytest.raises(JaxinferError, match="none of its 1 is HPLD"):
         workload(trace=str(trace), only="HPLD")
-    assert Workload(trace=str(trace)).requests()[0].prompt_len == 5
+    assert Workload(trace=str(trace)).requests(None)[0].prompt_len == 5
