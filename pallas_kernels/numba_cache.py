@@ -8,9 +8,11 @@ and by a digest of all else that it was made from. Each has an engine of its own
 import functools
 import hashlib
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +24,13 @@ from llvmlite import binding
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 
+from jaxinfer.made_from import digest_of
+
 FOLDER = Path("~/.cache/jaxinfer/numba")
+# Names of what is kept.
+_KEPT = re.compile(r".+-[0-9a-f]{32}\.o")
+# What nobody has read for so long is removed; that it was read is noted once a day.
+_OLD_S, _NOTED_S = 30 * 86400, 86400
 
 
 class Code(NamedTuple):
@@ -39,12 +47,16 @@ def compiled(name: str, signature: Any, function: Callable[..., Any]) -> Code:
         name: no two functions of the same sources have the same one.
     """
     # NUMBA_CACHE_DIR is where numba itself would keep it.
-    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or FOLDER).expanduser()
-    path = folder / f"{name}-{made_from()}.o"
+    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or FOLDER)
+    try:
+        path = folder.expanduser() / f"{name}-{made_from()}.o"
+    except RuntimeError:  # An arbitrary user of a container has no home.
+        return _load(*_compile(signature, function))
     found = _read(path)
     if found is None:
         found = _compile(signature, function)
         _write(path, *found)
+        _remove_old(path.parent)
     return _load(*found)
 
 
@@ -52,18 +64,15 @@ def compiled(name: str, signature: Any, function: Callable[..., Any]) -> Code:
 def made_from() -> str:
     """What names do not say: sources, versions, the processor, numba's settings."""
     cpu = cpu_target.target_context.codegen().magic_tuple()
-    return digest(sorted(Path(__file__).parent.glob("*.py")), cpu)
+    return digest(Path(__file__).parent, cpu)
 
 
-def digest(sources: Iterable[Path], cpu: object) -> str:
-    """The same of these sources and this processor."""
-    found = hashlib.sha256()
-    for path in sources:
-        found.update(path.read_bytes())
+def digest(sources: Path, cpu: object) -> str:
+    """The same of the sources in a folder and this processor."""
     versions = nb.__version__, llvmlite.__version__, np.__version__, sys.version
     settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
-    found.update(repr((cpu, versions, settings)).encode())
-    return found.hexdigest()[:32]
+    made = repr((digest_of(sources), cpu, versions, settings))
+    return hashlib.sha256(made.encode()).hexdigest()[:32]
 
 
 def _compile(signature: Any, function: Callable[..., Any]) -> tuple[str, bytes]:
@@ -89,6 +98,9 @@ def _read(path: Path) -> tuple[str, bytes] | None:
     """What is kept there; None where nothing is, or not all of it."""
     with suppress(OSError):
         kept = path.read_bytes()
+        if time.time() - path.stat().st_mtime > _NOTED_S:
+            with suppress(OSError):
+                os.utime(path)
         checksum, content = kept[:32], kept[32:]
         if hashlib.sha256(content).digest() == checksum:
             symbol, _, code = content.partition(b"\0")
@@ -108,3 +120,13 @@ def _write(path: Path, symbol: str, code: bytes) -> None:
             os.replace(name, path)
         except OSError:
             os.unlink(name)
+
+
+@functools.cache
+def _remove_old(folder: Path) -> None:
+    """Remove what no process has read for long, once per process; others may do so meanwhile."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            with suppress(OSError):
+                if _KEPT.fullmatch(path.name) and time.time() - path.stat().st_mtime > _OLD_S:
+                    path.unlink()

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jaxinfer.config.contents import contents
+from jaxinfer.made_from import digest_of
 from jaxinfer.plan.kept import key_of
-from jaxinfer.plan.version import code_version, digest_of
+from jaxinfer.plan.version import code_version
 from jaxinfer.report.origin import origin
 
 # What was fitted to the paper, what follows without, what was taken from it; and what is compared

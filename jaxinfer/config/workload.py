@@ -1,9 +1,12 @@
 """Which requests there are, and when they come."""
 
 from collections.abc import Callable
+from functools import lru_cache
+from stat import S_ISREG
 
 from pydantic import Field, field_validator
 
+from jaxinfer.config.shipped import data_path
 from jaxinfer.config.validation import OptionError, Options, shown, within
 from jaxinfer.errors import JaxinferError
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
@@ -11,6 +14,7 @@ from jaxinfer.workload.encode import encoder
 from jaxinfer.workload.lengths import BenchRequest, read_trace
 from jaxinfer.workload.predictor import Buckets, Own
 from jaxinfer.workload.synthetic import Synthetic, WorkloadClass, is_of_class
+from jaxinfer.workload.trace import Trace
 
 
 class Workload(Options):
@@ -126,7 +130,7 @@ class Workload(Options):
             raise within("workload.synthetic", error) from None
 
     def _read(self, model: str | None, note: Callable[[str], None]) -> list[BenchRequest]:
-        trace = read_trace(str(self.trace), None if self.only else self.limit, encoder(model))
+        trace = _trace(str(self.trace), None if self.only else self.limit, model)
         if self.arrivals.kind == "trace" and not trace.has_times:
             raise JaxinferError(
                 f"workload.arrivals: trace, but {self.trace} has no times: take at_once, interval, "
@@ -135,10 +139,28 @@ class Workload(Options):
         if trace.note:
             note(trace.note)
         if self.only is None:
-            return trace.requests
+            return list(trace.requests)
         kept = [item for item in trace.requests if is_of_class(item, self.only)]
         if not kept:
             raise JaxinferError(
                 f"workload {self.trace}: none of its {len(trace.requests)} is {self.only}"
             )
         return kept
+
+
+def _trace(path: str, limit: int | None, model: str | None) -> Trace:
+    """What ``read_trace`` gives; a file that is as it was is not read and tokenized again."""
+    try:
+        found = data_path(path).stat()
+    except OSError:
+        return read_trace(path, limit, encoder(model))  # Says why it cannot.
+    if not S_ISREG(found.st_mode):  # What a pipe gives is there once.
+        return read_trace(path, limit, encoder(model))
+    stands = found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+    return _read_once(path, limit, model, stands)
+
+
+# Points and seeds of a sweep have one trace; more of them would hold memory for nothing.
+@lru_cache(maxsize=2)
+def _read_once(path: str, limit: int | None, model: str | None, stands: tuple[int, ...]) -> Trace:
+    return read_trace(path, limit, encoder(model))

@@ -1,5 +1,6 @@
 """Explains why no candidate will do: which is nearest, and what it lacks."""
 
+import math
 from collections.abc import Sequence
 
 from jaxinfer.plan.candidate import Candidate, Score
@@ -30,12 +31,15 @@ def why_nothing(tried: Sequence[tuple[Candidate, Score]], problem: Problem) -> s
     )
 
 
-def _lack(score: Score, targets: Targets) -> float:
-    """The distance of a score from its targets, for the worst of them."""
+def _lack(score: Score, targets: Targets) -> tuple[int, float]:
+    """The number of targets of which nothing is known, and the distance from the worst other."""
     if isinstance(targets, PercentileTargets):
         pairs = zip(score.figures.values(), targets.limits, strict=True)
-        return max((value or 0.0) / limit for value, (_, _, limit) in pairs)
-    return -min(share or 0.0 for share in score.figures.values())
+        lacks = [None if value is None else value / limit for value, (_, _, limit) in pairs]
+    else:
+        lacks = [None if share is None else -share for share in score.figures.values()]
+    known = [lack for lack in lacks if lack is not None]
+    return len(lacks) - len(known), max(known, default=math.inf)
 
 
 def _asked_for(targets: Targets) -> list[str]:

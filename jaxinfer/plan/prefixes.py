@@ -1,9 +1,23 @@
 """What a prefix cache may spare, at best."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import compress, count, pairwise
+from operator import ne
+from typing import NamedTuple
 
-from jaxinfer.workload.bench_request import BenchRequest, modelled_tokens
+from jaxinfer.workload.bench_request import BLOCK, BenchRequest, modelled_tokens
+
+
+class _Prompt(NamedTuple):
+    """A prompt as units that are equal or not: tokens, or whole blocks of them.
+
+    Attributes:
+        length: tokens; the last block may have fewer than the others.
+    """
+
+    units: Sequence[int]
+    length: int
+    number: int
 
 
 def best_hits(work: Sequence[BenchRequest]) -> list[int]:
@@ -13,21 +27,33 @@ def best_hits(work: Sequence[BenchRequest]) -> list[int]:
     None of a prompt whose tokens are not known.
     """
     found = [0] * len(work)
-    known = sorted(
-        (tuple(modelled_tokens(item)), number)
-        for number, item in enumerate(work)
-        if item.has_tokens
-    )
-    beginnings: list[tuple[int, ...]] = []
-    for tokens, number in known:
-        while beginnings and tokens[: len(beginnings[-1])] != beginnings[-1]:
+    # Block by block where all are known by their blocks: unrolled, a trace fills the memory.
+    unit = 1 if any(item.prompt_token_ids for item in work) else BLOCK
+    known = sorted(_prompt(item, n, unit) for n, item in enumerate(work) if item.has_tokens)
+    # In this order, those that begin most alike are next to each other, and those that a prompt is
+    # the beginning of come right behind it.
+    beginnings: list[int] = []
+    for a, b in pairwise(known):
+        common = _common(a, b, unit)
+        beginnings.append(a.length)
+        while beginnings and beginnings[-1] > common:
             beginnings.pop()
-        if beginnings:
-            found[number] = len(tokens) - 1
-        beginnings.append(tokens)
-    # In this order, those that begin most alike are next to each other.
-    for (a, here), (b, there) in pairwise(known):
-        common = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
-        found[here] = max(found[here], min(common, len(a) - 1))
-        found[there] = max(found[there], min(common, len(b) - 1))
+        found[a.number] = max(found[a.number], min(common, a.length - 1))
+        found[b.number] = b.length - 1 if beginnings else min(common, b.length - 1)
     return found
+
+
+def _prompt(item: BenchRequest, number: int, unit: int) -> _Prompt:
+    if unit == 1:
+        tokens = modelled_tokens(item)
+        return _Prompt(tokens, len(tokens), number)
+    names = item.hash_ids or ()
+    length = min(item.prompt_len, len(names) * BLOCK)
+    return _Prompt(names[: -(-length // BLOCK)], length, number)
+
+
+def _common(a: _Prompt, b: _Prompt, unit: int) -> int:
+    """The tokens that two prompts begin with alike."""
+    differs = next(compress(count(), map(ne, a.units, b.units)), None)
+    most = min(a.length, b.length)
+    return most if differs is None else min(differs * unit, most)

@@ -10,6 +10,7 @@ from pydantic import Field
 from jaxinfer.config.run_file import SHORT, apply_setting, as_run_file
 from jaxinfer.config.validation import ByName, Named, OptionError, Options, read_yaml, within
 from jaxinfer.errors import JaxinferError
+from jaxinfer.plan.prefixes import best_hits
 from jaxinfer.simulate.read_targets import read_targets
 from jaxinfer.simulate.targets import Criterion, Targets
 from jaxinfer.workload.lengths import BenchRequest
@@ -147,6 +148,11 @@ class Problem(Options):
         )
         found.__dict__["work"] = work  # What the cached property would have found.
         return found
+
+    @cached_property
+    def hits(self) -> list[int]:
+        """See ``best_hits``, of the workload's requests; found once, when it is first asked for."""
+        return best_hits(self.work)
 
     @cached_property
     def targets(self) -> Targets:

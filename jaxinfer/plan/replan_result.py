@@ -1,5 +1,6 @@
 """What following a load leaves: tables of ways and of windows, run files, and a picture."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,9 @@ def write_run_files(
         trace.write_text(header + "".join(lines), encoding="utf-8")
     # Of a trace that has changed since, more may have stood.
     for old in folder.glob(f"{name}[0-9]*.yaml"):
-        if int(old.stem.removeprefix(name)) >= len(epochs) and is_untouched(old):
+        ending = old.stem.removeprefix(name)
+        # ``name0.mine.yaml`` is a user's own.
+        if re.fullmatch("[0-9]+", ending) and int(ending) >= len(epochs) and is_untouched(old):
             old.unlink()
             old.with_suffix(".csv").unlink(missing_ok=True)
 

@@ -63,6 +63,7 @@ def rows(search: DrivenSearch) -> list[dict[str, Any]]:
             "usd_per_hour": costs and costs.usd,
             "watts": costs and costs.watts,
             "requests_s": score.rate if score.figures else None,
+            "enough_requests": score.enough,  # Empty where they were.
             "given_up": score.given_up,
             # At a rate that it misses, it is worth nothing.
             "value": search.value(score) if score.figures and not score.given_up else None,

@@ -261,14 +261,19 @@ class DrivenSearch:
     ) -> Iterator[Score]:
         """Simulate some, each with its floor and its start (see ``Asked``); each score in turn."""
         seeds = tuple(range(self.problem.goal.seeds))
-        asked = [
-            (candidate, self._asked(candidate, seeds, floor, start))
-            for candidate, floor, start in wave
-            if not candidate.refused
-        ]
+        asked: list[tuple[Candidate, Asked]] = []
+        refusals: list[str | None] = []
+        for candidate, floor, start in wave:
+            refused = candidate.refused
+            if not refused:
+                try:
+                    asked.append((candidate, self._asked(candidate, seeds, floor, start)))
+                except JaxinferError as error:
+                    refused = str(error)
+            refusals.append(refused)
         scores = self._ask(asked)
-        for candidate, _, _ in wave:
-            yield Score(0.0, refused=candidate.refused) if candidate.refused else next(scores)
+        for refused in refusals:
+            yield Score(0.0, refused=refused) if refused else next(scores)
 
     def _asked(
         self,

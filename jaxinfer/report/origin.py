@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import jaxinfer
 from jaxinfer.config.contents import contents
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.config.shipped import SHIPPED, data_path
+from jaxinfer.made_from import cpu_name, version_of
 from jaxinfer.workload.lengths import BenchRequest
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "numba", "transformers", "tokenizers")
@@ -104,14 +104,7 @@ def command_line() -> str:
 @lru_cache(1)
 def versions() -> dict[str, str | None]:
     """Versions of this package and of others that matter; None for one that is not installed."""
-    return {"jaxinfer": jaxinfer.__version__} | {name: _version(name) for name in PACKAGES}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    return {"jaxinfer": jaxinfer.__version__} | {name: version_of(name) for name in PACKAGES}
 
 
 @lru_cache(1)
@@ -131,10 +124,4 @@ def checkout() -> tuple[str | None, bool | None]:
 
 @lru_cache(1)
 def _machine() -> dict[str, object]:
-    found: dict[str, object] = {"platform": platform.platform(), "cores": os.cpu_count()}
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return found
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return found | {"cpu": next(names, platform.machine())}
+    return {"platform": platform.platform(), "cores": os.cpu_count(), "cpu": cpu_name()}

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -18,7 +17,8 @@ CACHE_FOLDER = Path("~/.cache/jaxinfer/compiled")
 def configure_jax() -> None:
     """Keep compiled programs from run to run, unless the user has set a cache of their own."""
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        jax.config.update("jax_compilation_cache_dir", str(CACHE_FOLDER.expanduser()))
+        with contextlib.suppress(RuntimeError):  # An arbitrary user of a container has no home.
+            jax.config.update("jax_compilation_cache_dir", str(CACHE_FOLDER.expanduser()))
     # The defaults keep only what takes a second to compile.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -82,15 +82,6 @@ def _devices(name: str, group: GroupConfig) -> list[jax.Device]:
 def device_name(device: jax.Device) -> str:
     """E.g. ``"cpu (cpu:0)"`` or ``"NVIDIA H100 80GB HBM3 (gpu:0)"``."""
     return f"{device.device_kind} ({device.platform}:{device.id})"
-
-
-def cpu_name() -> str:
-    """The maker's name of this machine's CPU, or its architecture where nobody says."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def return_freed_memory() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import version
-from importlib.resources import files as files_of
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from jaxinfer import __version__
 from jaxinfer.config.shipped import data_path
-from jaxinfer.runtime.devices import cpu_name
+from jaxinfer.made_from import PACKAGE, cpu_name, digest_of
 from jaxinfer.runtime.engine import Cluster, Engine, describe_attention
 from jaxinfer.runtime.measure_steps import measure_steps
 from jaxinfer.runtime.processes import Progress
@@ -81,13 +80,8 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
 @cache
 def _code() -> str:
     """A digest of the files that make and run steps: an edit may change their times."""
-    files = [
-        path
-        for package in ("models", "pallas_kernels", "runtime")
-        for path in sorted(files_of(f"jaxinfer.{package}").iterdir(), key=lambda path: path.name)
-        if path.name.endswith(".py")
-    ]
-    return _digest(b"\0".join(path.name.encode() + path.read_bytes() for path in files))
+    folders = ("models", "pallas_kernels", "runtime")
+    return _digest("".join(digest_of(PACKAGE / name) for name in folders).encode())
 
 
 def _digest(data: bytes) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.step_fit import (
     DecodeFit,
     MixedFit,
@@ -135,8 +136,17 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def profile_folder() -> Path:
-    """Where profiles are kept."""
-    return FOLDER.expanduser()
+    """Where profiles are kept.
+
+    Raises:
+        JaxinferError: the user has no home.
+    """
+    try:
+        return FOLDER.expanduser()
+    except RuntimeError:
+        raise JaxinferError(
+            f"{FOLDER}: is where profiles are kept, and this user has no home: set HOME to a folder"
+        ) from None
 
 
 def profile_path(key: dict[str, Any], folder: Path | None = None) -> Path:

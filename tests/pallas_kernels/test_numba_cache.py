@@ -2,8 +2,10 @@
 
 import ctypes
 import os
+import pwd
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,20 +72,52 @@ def test_without_a_place_to_keep_it(cache: Cache) -> None:
     assert cache.compiles == 2
 
 
+def test_without_a_home_it_is_compiled_each_time(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an arbitrary user of a container, who is not in its list."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.delenv("NUMBA_CACHE_DIR")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert [cache.adds(2), cache.adds(2)] == [42, 42]
+    assert cache.compiles == 2
+
+
+def test_what_nobody_has_read_for_long_goes(cache: Cache) -> None:
+    """After 31 days, unless it was read since; and nothing that was not kept here."""
+    assert [cache.adds(2), cache.adds(3)] == [42, 43]
+    numba_cache._remove_old.cache_clear()  # The next process.
+    kept = {path.name.partition("-")[0]: path for path in cache.folder.iterdir()}
+    others = [cache.folder / name for name in ("numba.nbi", "mine.o")]
+    for path in others:
+        path.write_text("")
+    for path in (*kept.values(), *others):
+        os.utime(path, (time.time() - 31 * 86400,) * 2)
+    assert cache.adds(3) == 43
+    assert cache.compiles == 2, "what is old is good until it goes"
+    assert cache.adds(4) == 44
+    left = {path.name.partition("-")[0] for path in cache.folder.iterdir()}
+    assert left == {"add_3", "add_4", "numba.nbi", "mine.o"}
+
+
 def test_other_sources_and_another_processor_are_another_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = tmp_path / "kernel.py"
     kernel.write_text("a")
-    before = numba_cache.digest([kernel], ("x86_64", "znver4", "+avx512f"))
-    assert before == numba_cache.digest([kernel], ("x86_64", "znver4", "+avx512f"))
-    assert before != numba_cache.digest([kernel], ("x86_64", "znver4", ""))
-    assert before != numba_cache.digest([kernel], ("x86_64", "znver3", "+avx512f"))
+    before = numba_cache.digest(tmp_path, ("x86_64", "znver4", "+avx512f"))
+    assert before == numba_cache.digest(tmp_path, ("x86_64", "znver4", "+avx512f"))
+    assert before != numba_cache.digest(tmp_path, ("x86_64", "znver4", ""))
+    assert before != numba_cache.digest(tmp_path, ("x86_64", "znver3", "+avx512f"))
     kernel.write_text("b")
-    assert before != numba_cache.digest([kernel], ("x86_64", "znver4", "+avx512f"))
+    assert before != numba_cache.digest(tmp_path, ("x86_64", "znver4", "+avx512f"))
     kernel.write_text("a")
     monkeypatch.setenv("NUMBA_OPT", "1")
-    assert before != numba_cache.digest([kernel], ("x86_64", "znver4", "+avx512f"))
+    assert before != numba_cache.digest(tmp_path, ("x86_64", "znver4", "+avx512f"))
 
 
 SCRIPT = """

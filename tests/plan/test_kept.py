@@ -1,6 +1,7 @@
 """What a search goes on with, and what it does not."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import yaml
 from click.testing import CliRunner
 from plan_cases import RUN, Carries, problem
 
-from jaxinfer import JaxinferError
+from jaxinfer import JaxinferError, made_from
 from jaxinfer.commands.plan import plan
 from jaxinfer.commands.sweep import sweep
 from jaxinfer.config.contents import contents
 from jaxinfer.config.shipped import SHIPPED
+from jaxinfer.made_from import PACKAGE, digest_of
 from jaxinfer.plan.candidate import Candidate
 from jaxinfer.plan.kept import Kept, key_of
 from jaxinfer.plan.planners.any_system import grid
@@ -21,7 +23,7 @@ from jaxinfer.plan.problem import merge
 from jaxinfer.plan.run import choose
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.plan.sweep import Sweep, sweep_rows
-from jaxinfer.plan.version import PACKAGE, code_version, digest_of
+from jaxinfer.plan.version import code_version, real_version
 from jaxinfer.simulate.targets import Verdict
 
 CLUSTER = {"groups": {"g": {"kind": "A10", "devices": 1}}, "instances": {"i": {"group": "g"}}}
@@ -136,10 +138,42 @@ def test_all_code_and_tables_make_the_version(tmp_path: Path) -> None:
     (tmp_path / "models" / "llama.py").write_text("")
     (tmp_path / "pool.pyc").write_text("")
     assert digest_of(tmp_path, ("models",)) == found[-1] != digest_of(tmp_path)
-    # Of the package itself, each of its files.
-    listed = {path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts}
-    assert {PACKAGE / "simulate" / "roofline.py", PACKAGE / "serving" / "loop.py"} <= listed
+
+
+def test_of_the_package_its_code_and_facts_count_and_its_run_files_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By changing each of them in a copy; folders below ``configs`` hold run files."""
     assert code_version() == digest_of(PACKAGE, ("models", "pallas_kernels")) != digest_of(PACKAGE)
+    copy, left_out = tmp_path / "jaxinfer", ("models", "pallas_kernels")
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(made_from, "SHIPPED", copy / "configs")
+    found = [digest_of(copy, left_out)]
+    assert found[0] == code_version()
+    for name in (
+        "configs/gpus.yaml", "configs/models.yaml", "configs/lengths.yaml",
+        "simulate/roofline.py", "serving/loop.py", "plan/planners/colocated.py",
+    ):  # fmt: skip
+        with (copy / name).open("a") as file:
+            file.write("# mine\n")
+        found.append(digest_of(copy, left_out))
+    assert len(set(found)) == 7
+    below = [path for path in (copy / "configs").glob("*/**/*.yaml") if path.is_file()]
+    assert below
+    for path in below:
+        path.write_text("mine")
+    assert digest_of(copy, left_out) == found[-1]
+
+
+def test_real_runs_depend_on_the_processor_and_not_on_the_hosts_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each container has a name of its own."""
+    first = real_version()
+    monkeypatch.setattr("platform.node", lambda: "another")
+    assert real_version() == first
+    monkeypatch.setattr("jaxinfer.plan.version.cpu_name", lambda: "another")
+    assert real_version() != first
 
 
 def test_a_changed_simulator_is_asked_again(

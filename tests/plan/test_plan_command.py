@@ -62,6 +62,7 @@ def test_a_search_from_file_to_file(tmp_path: Path) -> None:
     warning = f"warning: too few requests to tell whether {float(best['requests_s']):.3g} "
     assert found[-1].startswith(warning)
     assert found[-1] in said.splitlines()
+    assert found[-1].endswith(f"give {best['enough_requests']} requests or more")
     assert f"# {found[-1]}" in text.splitlines()
     assert f"{float(best['value']):.4g} requests/s per GPU" in said
     assert all((out / f"{name}.png").stat().st_size > 1000 for name in ("rates", "latencies"))

@@ -19,6 +19,7 @@ from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
 from jaxinfer.plan.epochs import Epoch, Server, Way
 from jaxinfer.plan.problem import Problem, Replan
 from jaxinfer.plan.replan import Replanner, follow, windows_of
+from jaxinfer.plan.result import is_untouched
 from jaxinfer.plan.run import PlannerFailed
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.plan.windows import cut
@@ -335,9 +336,12 @@ def test_run_files_that_were_edited_stay_and_old_ones_go(tmp_path: Path) -> None
         file.write("# mine\n")
     with pytest.raises(JaxinferError, match=r"replanned0\.yaml: was edited.*--force"):
         command(tmp_path, phases(10, 100, 100), windows)
-    # Of a trace whose mix stays, nothing is left of the second placement.
+    # Of a trace whose mix stays, nothing is left of the second placement, but for a copy of it.
+    mine = out / "replanned0.mine.yaml"
+    mine.write_bytes((out / "replanned1.yaml").read_bytes())
     command(tmp_path, phases(10, 10, 10), windows, "--force")
+    assert is_untouched(mine)
     assert sorted(path.name for path in out.glob("*0*")) == [
-        "replanned0.csv", "replanned0.yaml", "static0.csv", "static0.yaml",
+        "replanned0.csv", "replanned0.mine.yaml", "replanned0.yaml", "static0.csv", "static0.yaml",
     ]  # fmt: skip
     assert not list(out.glob("*1*"))

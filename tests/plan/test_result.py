@@ -1,6 +1,7 @@
 """What a search says of its candidates: rows, the best few, the front, and who cannot be."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,14 @@ def test_the_best_few_and_then_those_that_were_given_up() -> None:
         ("3", "3", "< 9", "< 3", ""),
     ]
     assert len(cells(search, 2)) == 3
+
+
+def test_each_row_says_how_many_requests_would_be_enough() -> None:
+    """Not that of the choice alone; nothing where they were."""
+    search = searched([2.0, 5.0])
+    candidate, score = list(search.tried.values())[1]
+    search.tried[candidate.key] = candidate, replace(score, enough=120)
+    assert [row["enough_requests"] for row in rows(search)] == [None, 120]
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=9))

@@ -11,8 +11,9 @@ from plan_cases import Carries, problem
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, Workload
-from jaxinfer.plan.candidate import Candidate
+from jaxinfer.plan.candidate import Candidate, Score
 from jaxinfer.plan.kept import Kept
+from jaxinfer.plan.lacking import why_nothing
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import Ladder
 from jaxinfer.workload.lengths import BenchRequest
@@ -278,6 +279,30 @@ def test_candidates_that_cannot_be_keep_their_reason(carries: Carries) -> None:
     assert "B1" in str(search.tried[wrong.key][1].refused)
     with pytest.raises(JaxinferError, match=r"none of 1 candidates can be, such as: .*B1"):
         DrivenSearch(problem({"maximise": "gpu"})).best([wrong])
+
+
+def test_one_with_requests_of_its_own_is_refused_beside_others(carries: Carries) -> None:
+    good = cluster("A10", 1, 8)
+    own = Candidate({"kind": "own"}, {**good.part, "workload": {"limit": 1}})
+    first, second, third = DrivenSearch(problem({"maximise": "gpu"})).scores([good, own, good])
+    assert first.rate == third.rate == 1.0
+    assert second.rate == 0
+    assert "workload.limit: all candidates serve the same" in str(second.refused)
+
+
+def test_one_of_which_nothing_is_known_is_not_the_nearest() -> None:
+    """Stopped early, it has no gap; the other misses by a half. Where none has any, all count."""
+    asked = problem({"maximise": "gpu", "slo": "ttft:p99=1,tbt:p99=0.1"})
+    tried = [
+        (cluster(kind, 1, 8), Score(0.0, figures={"ttft p99": ttft, "tbt p99": tbt}))
+        for kind, ttft, tbt in (("L4", 1.2, None), ("A10", 0.5, 0.15), ("T4", 0.5, 0.2))
+    ]
+    assert "nearest is kind A10" in why_nothing(tried, asked)
+    tried = [
+        (cluster(kind, 1, 8), Score(0.0, figures={"ttft p99": ttft, "tbt p99": None}))
+        for kind, ttft in (("L4", 1.3), ("A10", 1.2), ("T4", 1.4))
+    ]
+    assert "nearest is kind A10" in why_nothing(tried, asked)
 
 
 def test_where_nothing_keeps_the_targets_the_nearest_is_named() -> None:

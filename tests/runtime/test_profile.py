@@ -171,11 +171,12 @@ def test_a_profile_is_of_one_configuration(
 def test_an_edit_of_what_makes_steps_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiles, "files_of", lambda package: tmp_path)
+    monkeypatch.setattr(profiles, "PACKAGE", tmp_path)
+    (tmp_path / "runtime").mkdir()
     code = profiles._code.__wrapped__  # Not what it has found before.
     digests = [code()]
     for name, text in (("a.py", "1"), ("a.py", "2"), ("notes.txt", "3"), ("b.py", "")):
-        (tmp_path / name).write_text(text)
+        (tmp_path / "runtime" / name).write_text(text)
         digests.append(code())
     assert digests[2] == digests[3]
     assert len(set(digests)) == 4

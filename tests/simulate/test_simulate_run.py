@@ -91,6 +91,20 @@ def test_figures_by_hand() -> None:
     assert 0 < found.loop_s < elapsed
 
 
+def test_what_opening_a_folder_takes_is_not_of_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe = module.describe_run
+
+    def slow(*given: Any) -> dict[str, object]:
+        time.sleep(0.2)
+        return describe(*given)
+
+    monkeypatch.setattr(module, "describe_run", slow)
+    found, _ = served(seconds(), [job(5, 2)], tmp_path)
+    assert 0 < found.loop_s < 0.2
+
+
 def test_pages_and_preemptions_are_of_all_instances() -> None:
     """Each of two instances has 3 pages of 4 for two requests that grow to 11 entries."""
     engine = {"num_pages": 4}

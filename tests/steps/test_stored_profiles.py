@@ -3,11 +3,14 @@
 import hashlib
 import json
 import os
+import pwd
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from jaxinfer import JaxinferError
+from jaxinfer.runtime.devices import configure_jax
 from jaxinfer.steps import profile as module
 from jaxinfer.steps.profile import (
     Profile,
@@ -119,3 +122,17 @@ def test_a_profile_is_there_whole_or_not_at_all(
     store_profile(newer, tmp_path)
     assert moved == [(f"{path.stem}.{os.getpid()}.part", path)]
     assert load_profile(KEY, tmp_path) == newer
+
+
+def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an arbitrary one of a container, who is not in its list."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(JaxinferError, match=r"profiles: .* no home: set HOME"):
+        profile_folder()
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    configure_jax()  # Goes without a cache.

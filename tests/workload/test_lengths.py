@@ -1,9 +1,11 @@
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
 
+from jaxinfer.config import workload as module
 from jaxinfer.config.run_file import Workload
 from jaxinfer.errors import JaxinferError
 from jaxinfer.workload.lengths import BenchRequest, read_workload, synthetic_tokens
@@ -171,3 +173,36 @@ def test_a_trace_has_times_where_it_has_their_column(
     else:
         with pytest.raises(JaxinferError, match="has no times"):
             workload.requests(None)
+
+
+def test_a_trace_that_stays_is_read_once(tmp_path, monkeypatch):
+    """Whoever changes the list that they got; another limit or model is another trace."""
+    read, calls = module.read_trace, []
+
+    def counted(path, *args):
+        calls.append(path)
+        return read(path, *args)
+
+    monkeypatch.setattr(module, "read_trace", counted)
+    path = tmp_path / "a.csv"
+    path.write_text(VIDUR + "5,6,0\n7,8,0\n")
+    workload = Workload(trace=str(path))
+    for _ in range(3):
+        found = workload.requests("m")
+        assert found == [lengths(5, 6), lengths(7, 8)]
+        found.clear()
+    assert len(calls) == 1
+    workload._read("m", print).clear()
+    assert len(workload.requests("m")) == 2
+    assert len(calls) == 1
+    assert len(Workload(trace=str(path), limit=1).requests("m")) == 1
+    assert workload.requests("n") == [lengths(5, 6), lengths(7, 8)]
+    assert len(calls) == 3
+    path.write_text(VIDUR + "9,6,0\n7,8,0\n")
+    os.utime(path, (0, 0))
+    assert workload.requests("n") == [lengths(9, 6), lengths(7, 8)]
+    assert len(calls) == 4
+    assert module._read_once.cache_info().currsize == 2, "what was read before is let go"
+    path.unlink()
+    with pytest.raises(JaxinferError, match="cannot read"):
+        workload.requests("n")

@@ -24,7 +24,6 @@ from jaxinfer.plan.placement.refine import Effort, Scored, Scorer
 from jaxinfer.plan.placement.site import Site
 from jaxinfer.plan.placement.table1 import Table1
 from jaxinfer.plan.placement.write import as_part, names_of
-from jaxinfer.plan.prefixes import best_hits
 from jaxinfer.plan.problem import Problem
 from jaxinfer.simulate.hardware import Catalogue
 from jaxinfer.simulate.nodes import read_hardware
@@ -206,7 +205,7 @@ class HexGen2:
             "flow": round(flow.total, 4),
         }
         caching = any(each.enable_prefix_caching for each in capacity.engines.values())
-        shared = caching and any(best_hits(problem.work))
+        shared = caching and any(problem.hits)
         if shared:  # Capacities count whole prompts, of which a cache may have any share.
             axes |= {"bound": "none: prompts share prefixes", "gap": None, "within_nodes": None}
         else:

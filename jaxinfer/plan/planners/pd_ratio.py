@@ -21,7 +21,6 @@ from jaxinfer.config.validation import Options
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.candidate import Candidate, Search
 from jaxinfer.plan.limits import gap_limits, limits
-from jaxinfer.plan.prefixes import best_hits
 from jaxinfer.plan.problem import Problem
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import model_cluster
@@ -245,14 +244,15 @@ class PDRatio:
             return None
         here, there = modelled["prefill0"], modelled["decode0"]
         budget = here.config.max_num_batched_tokens
-        work, hits = problem.work, best_hits(problem.work)
+        work = problem.work
         one_by_one = prefill_rate(here.cost, work, budget)
-        cached = hits if here.config.enable_prefix_caching else None
+        cached = problem.hits if here.config.enable_prefix_caching else None
         rates = [rate(here.cost, work, budget, cached) for rate in (prefill_rate, packed_rate)]
         full = max(rates)
         entries = there.num_tokens
         # Pages that several have are there once: nobody knows how many of them fit.
-        room = math.inf if any(hits) and there.config.enable_prefix_caching else entries
+        pages_shared = there.config.enable_prefix_caching and any(problem.hits)
+        room = math.inf if pages_shared else entries
 
         def decode(tbt_s: float | None, entries: float) -> float:
             return decode_rate(there.cost, work, there.config.max_num_seqs, entries, tbt_s)

@@ -1,0 +1,48 @@
+"""What results are made from, besides what is asked: code, packages and the processor."""
+
+import contextlib
+import hashlib
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from jaxinfer.config.shipped import SHIPPED
+
+PACKAGE = Path(__file__).parent
+
+
+def digest_of(folder: Path, leave_out: tuple[str, ...] = ()) -> str:
+    """SHA-256 of the ``.py`` and ``.yaml`` files of a folder, with their paths in it.
+
+    Args:
+        leave_out: folders in it that do not count.
+    """
+    found = hashlib.sha256()
+    for at, folders, files in os.walk(folder, followlinks=True):
+        if Path(at) == SHIPPED:
+            folders.clear()  # Run files: those that are asked for are known by their contents.
+        folders[:] = sorted(name for name in folders if name not in (*leave_out, "__pycache__"))
+        for name in sorted(files):
+            if name.endswith((".py", ".yaml")):
+                path = Path(at, name)
+                data = path.read_bytes()
+                found.update(f"{path.relative_to(folder)} {len(data)}\n".encode() + data)
+    return found.hexdigest()
+
+
+def version_of(package: str) -> str | None:
+    """The version of a package; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu_name() -> str:
+    """The maker's name of this machine's CPU, or its architecture where nobody says."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
