@@ -5,11 +5,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("numba")
+import llvmlite
+import numba
 from numba import types
 
 from jaxinfer.pallas_kernels import numba_cache
@@ -70,6 +74,15 @@ def test_without_a_place_to_keep_it(cache: Cache) -> None:
     assert cache.compiles == 2
 
 
+def test_what_cannot_be_kept_leaves_nothing_else(cache: Cache) -> None:
+    assert cache.adds(2) == 42
+    (path,) = cache.folder.iterdir()
+    path.unlink()
+    path.mkdir()
+    assert cache.adds(2) == 42
+    assert list(cache.folder.iterdir()) == [path]
+
+
 def test_other_sources_and_another_processor_are_another_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +97,26 @@ def test_other_sources_and_another_processor_are_another_entry(
     kernel.write_text("a")
     monkeypatch.setenv("NUMBA_OPT", "1")
     assert before != numba_cache.digest([kernel], ("x86_64", "znver4", "+avx512f"))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(numba, "__version__"), (llvmlite, "__version__"), (np, "__version__"), (sys, "version")],
+)
+def test_other_versions_are_another_entry(
+    module: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = numba_cache.digest([], "znver4")
+    monkeypatch.setattr(module, name, "another")
+    assert before != numba_cache.digest([], "znver4")
+
+
+def test_all_sources_that_machine_code_is_made_from_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba_cache, "digest", lambda sources, cpu: [p.name for p in sources])
+    found = numba_cache.made_from.__wrapped__()
+    folder = Path(numba_cache.__file__).parent
+    assert {path.name for path in folder.glob("*.py") if "numba" in path.read_text()} <= {*found}
+    assert {"numba_cpu.py", "xla_call.py"} <= {*found}
 
 
 SCRIPT = """
