@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from jaxinfer.pool import process_pool
+
 # Says who its workers are, which then have nothing to do for a while.
 BUSY = """
 import os, sys, time
@@ -56,3 +58,23 @@ def test_workers_end_with_their_parent(number: signal.Signals) -> None:
         assert said == "jaxinfer: terminated\n"
         # Nobody was waited for, as after the seconds in which a command may clear away.
         assert parent.returncode == 128 + number
+
+
+def test_what_fails_inside_ends_workers_in_the_midst_of_work() -> None:
+    """Ctrl-C is the parent's alone, which then ends them like this."""
+    workers: list[int] = []
+
+    def fail() -> None:
+        with process_pool(1) as pool:
+            assert pool.submit(signal.getsignal, signal.SIGINT).result() == signal.SIG_IGN
+            workers.extend(pool._processes)
+            busy = pool.submit(time.sleep, 60)
+            while not busy.running():
+                time.sleep(0.01)
+            raise ZeroDivisionError
+
+    began = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert [is_there(worker) for worker in workers] == [False]
+    assert time.monotonic() - began < 40

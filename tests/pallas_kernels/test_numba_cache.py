@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("numba")
+import llvmlite
+import numba
 from numba import types
 
 from jaxinfer.pallas_kernels import numba_cache
@@ -144,3 +147,38 @@ def test_the_next_process_compiles_nothing(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     assert counts == ["2", "0"]
+
+
+def test_what_cannot_be_kept_leaves_nothing_else(cache: Cache) -> None:
+    assert cache.adds(2) == 42
+    (path,) = cache.folder.iterdir()
+    path.unlink()
+    path.mkdir()
+    assert cache.adds(2) == 42
+    assert list(cache.folder.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(numba, "__version__"), (llvmlite, "__version__"), (np, "__version__"), (sys, "version")],
+)
+def test_other_versions_are_another_entry(
+    module: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = numba_cache.made_from.__wrapped__()
+    assert before == numba_cache.made_from.__wrapped__()
+    monkeypatch.setattr(module, name, "another")
+    assert before != numba_cache.made_from.__wrapped__()
+
+
+def test_all_sources_beside_it_make_the_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever they are called: the pool of threads is in a file of another name."""
+    monkeypatch.setattr(numba_cache, "__file__", str(tmp_path / "numba_cache.py"))
+    found = {numba_cache.made_from.__wrapped__()}
+    for name in ("numba_cpu.py", "xla_call.py"):
+        for text in ("a", "b"):
+            (tmp_path / name).write_text(text)
+            found.add(numba_cache.made_from.__wrapped__())
+    assert len(found) == 5

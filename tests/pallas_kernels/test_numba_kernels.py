@@ -1,6 +1,7 @@
 """The CPU kernels beside plain JAX, on the GPU kernels' cases and on shapes that only CPUs take."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +94,21 @@ def test_writes(shape: Shape) -> None:
         assert ours.dtype == jnp.dtype(shape.dtype)
         np.testing.assert_array_equal(ours[1:], theirs[1:])
         assert np.any(ours[1:] != old[1:])
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+def test_every_token_of_every_unit_is_written(beyond: int) -> None:
+    """Without padding behind, up to the edges of units of work, in pages in any order."""
+    T, (K, _, H, B) = 2 * numba_write.TOKENS + beyond, astuple(FEW[1])[:4]
+    rng = np.random.default_rng(0)
+    k_TKH, v_TKH = rng.normal(size=(2, T, K, H)).astype(jnp.bfloat16)
+    pages = 1 + rng.permutation(-(-T // B)).astype(np.int32)
+    kv = KVPages(*(jnp.zeros((len(pages) + 1, K, *x), jnp.bfloat16) for x in ((H, B), (B, H))))
+    page_T, offset_T = pages[np.arange(T) // B], np.arange(T, dtype=np.int32) % B
+    got = jax.jit(numba_write.write_kv)(kv, k_TKH, v_TKH, page_T, offset_T)
+    np.testing.assert_array_equal(np.asarray(got.keys)[page_T, :, :, offset_T], k_TKH)
+    np.testing.assert_array_equal(np.asarray(got.values)[page_T, :, offset_T], v_TKH)
+    assert np.count_nonzero(got.keys) == np.count_nonzero(k_TKH)
 
 
 def test_pages_that_are_given_away_are_written_in_place() -> None:

@@ -110,6 +110,19 @@ def test_a_line_that_was_changed_is_not_believed(tmp_path: Path, old: str, new: 
     assert Kept(path).get("k0") == {"rate": math.inf}
 
 
+@pytest.mark.parametrize("lost", [1, 20])
+def test_half_a_line_ends_with_whoever_was_killed_in_it(tmp_path: Path, lost: int) -> None:
+    """What is found next has a line of its own."""
+    path = tmp_path / "kept.jsonl"
+    for cut, known in ((lost, []), (0, ["a"]), (0, ["a", "b", "c"])):
+        kept = Kept(path, "1")
+        assert [key for key in "abc" if kept.get(key) == {"rate": 1}] == known
+        for key in "abc" if known else "ab":
+            kept.add(key, {"rate": 1})
+        kept.close()
+        path.write_bytes(path.read_bytes()[: -cut or None])
+
+
 def test_what_another_version_has_found_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "kept.jsonl"
     path.write_text('{"key": "a", "value": {"rate": 1}}\n')  # Of before there were versions.

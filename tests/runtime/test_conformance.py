@@ -108,6 +108,16 @@ def test_bfloat16_rounds_by_half_a_step_and_once() -> None:
         assert not allowed_change(x, jnp.dtype(wire), jnp.dtype(stored), 16).any()
 
 
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+def test_only_pages_that_two_slabs_write_may_be_rounded_twice(kind: str) -> None:
+    """Entries that are all alike: so is what is allowed, but from 240 to 264."""
+    alike = np.full((1, 2, 300, 1, 4), 3.0, np.float32)
+    for page_size, twice in ((16, slice(0)), (64, slice(0)), (24, slice(240, 264))):
+        allowed = allowed_change(alike, jnp.dtype("float32"), jnp.dtype(kind), page_size)
+        more = np.flatnonzero(allowed[0, 0, :, 0, 0] > 1.5 * allowed.min())
+        np.testing.assert_array_equal(more, np.arange(300)[twice])
+
+
 @pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("page_size", [16, 24, 64])
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])

@@ -8,7 +8,9 @@ import pytest
 from checkpoint_files import make_folder, make_gguf, make_weights
 
 from jaxinfer.models.config import Rope
+from jaxinfer.models.config_keys import Keys
 from jaxinfer.runtime.checkpoint import open_checkpoint
+from jaxinfer.runtime.gguf_keys import Rotation, read_rotation
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,46 @@ def test_yarn_is_that_of_hugging_face(tmp_path: Path) -> None:
     assert rope.factor == pytest.approx(wanted.factor) == pytest.approx(1 + 0.1 * np.log(4))
     slower = rope_of(tmp_path, keys | {"scaling.yarn_beta_slow": 6.0})
     assert slower.frequencies != rope.frequencies
+
+
+def rotation(kind: str, head_dim: int, **keys: object) -> Rotation:
+    """A double underscore stands for a point."""
+    values = {f"{kind}.{key.replace('__', '.')}": value for key, value in keys.items()}
+    return read_rotation(Keys(Path("x.gguf"), values), kind, head_dim, np.ones(1))
+
+
+def test_yarn_s_defaults_are_those_of_llama_cpp() -> None:
+    """Betas of 32 and 1, over the context that the model was trained on."""
+    given: dict[str, object] = {
+        "rope__scaling__type": "yarn",
+        "rope__scaling__factor": 8.0,
+        "context_length": 2048,
+    }
+    found = rotation("llama", 128, **given)
+    said: dict[str, object] = {
+        "rope__scaling__original_context_length": 2048,
+        "rope__scaling__yarn_beta_fast": 32.0,
+        "rope__scaling__yarn_beta_slow": 1.0,
+        "rope__scaling__yarn_ext_factor": 1.0,
+    }
+    assert found == rotation("llama", 128, **given | said)
+    for key, other in (
+        ("original_context_length", 4096), ("yarn_beta_fast", 16.0), ("yarn_beta_slow", 2.0)
+    ):  # fmt: skip
+        assert found != rotation("llama", 128, **given | said | {f"rope__scaling__{key}": other})
+
+
+def test_gemma_s_two_rotations() -> None:
+    """Its report: 10^6 where all is seen, stretched by 8; 10^4 in windows, never stretched."""
+    turns = -np.arange(4) / 4
+    cases: list[tuple[dict[str, object], float, float]] = [
+        ({}, 1e6, 1e4),
+        ({"rope__freq_base": 5e5, "rope__freq_base_swa": 3e4}, 5e5, 3e4),
+    ]
+    for more, theta, local in cases:
+        found = rotation("gemma3", 8, rope__scaling__factor=8.0, **more)
+        np.testing.assert_allclose(found.rope.frequencies, theta**turns / 8)
+        np.testing.assert_allclose(found.local_rope.frequencies, local**turns)
 
 
 def rope_of(folder: Path, keys: dict[str, float | str]) -> Rope:

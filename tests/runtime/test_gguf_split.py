@@ -61,6 +61,10 @@ def test_files_under_other_names(whole: Path, tmp_path: Path) -> None:
     message = error_of(lambda: open_checkpoint(str(alone)))
     assert "renamed.gguf: split.count is 3, so the file must be named" in message
     assert "NAME-00001-of-00003.gguf" in message
+    # Of another split, by its name.
+    alone = alone.rename(tmp_path / "tiny-00001-of-00004.gguf")
+    message = error_of(lambda: open_checkpoint(str(alone)))
+    assert "00004.gguf: split.count is 3, so the file must be named" in message
     alone.rename(paths[0])
     paths[1].write_bytes(paths[2].read_bytes())
     message = error_of(lambda: open_checkpoint(str(paths[0])))
@@ -80,6 +84,7 @@ def test_tensors_that_are_there_twice_or_not_at_all(whole: Path, tmp_path: Path)
     head = paths[0].read_bytes()
     at = head.index(b"split.tensors.count") + len("split.tensors.count") + 4
     assert head[at] == len(GGUF_NAMES)
-    paths[0].write_bytes(head[:at] + bytes([12]) + head[at + 1 :])
-    message = error_of(lambda: open_checkpoint(str(paths[0])))
-    assert "split.tensors.count is 12, must be 11: so many are in the files" in message
+    for count in (10, 12):
+        paths[0].write_bytes(head[:at] + bytes([count]) + head[at + 1 :])
+        message = error_of(lambda: open_checkpoint(str(paths[0])))
+        assert f"split.tensors.count is {count}, must be 11: so many are in the files" in message

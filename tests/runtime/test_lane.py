@@ -12,7 +12,7 @@ import pytest
 from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.models.config import ModelConfig, Rope
-from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.pallas_kernels.kv_pages import LARGEST, KVPages
 from jaxinfer.runtime.lane import Lane
 from jaxinfer.runtime.plan import Plan
 from jaxinfer.runtime.plan_cluster import plan_cluster
@@ -218,6 +218,86 @@ def test_ways_that_want_the_same_share_what_is_compiled() -> None:
     assert len(source.transfers) == 2
     # The scatter, and the gather that reads back.
     assert [len(there.transfers) for there in (dest, *others, narrow)] == [2, 2, 2, 2]
+
+
+def page_extremes(kv: KVPages) -> KVPages:
+    """Each page and head with its largest value somewhere, and a scale that no other has."""
+
+    def scaled(entries: jax.Array, factor: float) -> tuple[jax.Array, jax.Array]:
+        rng, largest = np.random.default_rng(entries.size), LARGEST[entries.dtype.name]
+        drawn = np.float32(rng.uniform(-largest, largest, entries.shape)).astype(entries.dtype)
+        drawn.reshape(*drawn.shape[:2], -1)[:, :, 7] = largest
+        scale = np.float32(factor * rng.permutation(np.prod(drawn.shape[:2])) + factor)
+        return jnp.asarray(drawn), jnp.asarray(scale.reshape(drawn.shape[:2]))
+
+    (keys, key_scale), (values, value_scale) = scaled(kv.keys, 1e-4), scaled(kv.values, 1e-3)
+    found = KVPages(keys, values, key_scale, value_scale)
+    return jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), found, kv)
+
+
+def token_scales(kv: KVPages, plan: Plan, table: np.ndarray, count: int) -> np.ndarray:
+    """Those of ``entries``, [2, token, KV head, 1]: 1 where entries have none."""
+    page, heads = table[np.arange(count) // plan.limits.page_size], slice(plan.num_kv_heads)
+    if kv.key_scale_PK is None:
+        return np.ones((2, count, plan.num_kv_heads, 1), np.float32)
+    both = kv.key_scale_PK, kv.value_scale_PK
+    return np.stack([np.asarray(scale)[page, heads, None] for scale in both])
+
+
+def half_step(kind: str, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """How far a value is moved at most when it is rounded; e4m3 has three bits of mantissa."""
+    return scale / 2 if kind == "int8" else np.maximum(np.abs(x) / 16, scale * 2.0**-10)
+
+
+@pytest.mark.parametrize(
+    ("source", "dest"),
+    [
+        ({"kv_cache_dtype": "int8", "tp": 1}, {"kv_cache_dtype": "int8", "tp": 1}),
+        (
+            {"kv_cache_dtype": "fp8", "tp": 1},
+            {"kv_cache_dtype": "fp8", "kernels": "interpret", "tp": 1},
+        ),
+        ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8", "tp": 1}),
+        ({"kv_cache_dtype": "int8", "kernels": "interpret", "tp": 1}, {"tp": 1}),
+    ],
+    ids=["int8", "fp8", "fp8 padded to int8", "int8 to float32"],
+)
+def test_entries_of_8_bits_arrive_with_their_scales(
+    source: dict[str, Any], dest: dict[str, Any]
+) -> None:
+    """Within the rounding of the page that they come to, whose largest entry decides its scale."""
+    pair = Pair(3, {"page_size": 24, **source}, {"page_size": 16, **dest})
+    for (stage,) in pair.stages:
+        if stage.kv[0].key_scale_PK is not None:
+            stage.kv = [page_extremes(layer) for layer in stage.kv]
+
+    def read(end: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        (stage,), (table,) = pair.stages[end], pair.tables[end]
+        scale = token_scales(stage.kv[layer], stage.plan, table, TOKENS)
+        return entries(stage.kv[layer], stage.plan, table, TOKENS) * scale, scale
+
+    sent, before = ([read(end, layer)[0] for layer in range(4)] for end in (0, 1))
+    lane = pair.lane(0, 0)
+    for start, stop in ((3, 3 + SLAB_TOKENS), (3 + SLAB_TOKENS, 290)):
+        slab = lane.take(pair.transfer(3, 290), start, stop, None)
+        lane.place(slab, jax.device_put(slab.array, lane.dest_sharding))
+    kind = pair.plans[1][0].kv_dtype.name
+    for layer in range(4):
+        found, scale = read(1, layer)
+        # Three tokens of another sender lie before, in the same page.
+        wanted = np.concatenate([before[layer][:, :3], sent[layer][:, 3:290]], axis=1)
+        np.testing.assert_array_equal(found[:, 304:], before[layer][:, 304:])
+        if kind == "float32":
+            np.testing.assert_array_equal(found[:, :290], wanted)
+            continue
+        assert not found[:, 290:304].any()
+        for first in range(0, 290, 16):
+            page = slice(first, min(first + 16, 290))
+            largest = np.abs(wanted[:, page]).max((1, 3))
+            np.testing.assert_allclose(scale[:, first, :, 0], largest / LARGEST[kind], rtol=0.07)
+            # Twice: those before, and what lies in a page in which two slabs meet.
+            change = np.abs(found[:, page] - wanted[:, page])
+            assert (change <= 2.1 * half_step(kind, wanted[:, page], scale[:, page])).all()
 
 
 def test_nothing_is_read_back_unless_it_is_asked_for() -> None:

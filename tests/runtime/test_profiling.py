@@ -12,10 +12,12 @@ import pytest
 from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.runtime import measure_steps as measure_module
 from jaxinfer.runtime import profile as profiles
-from jaxinfer.runtime.measure_steps import measure_steps
+from jaxinfer.runtime.measure_steps import measure_in_a_row, measure_steps
 from jaxinfer.runtime.profile import Grid, Needs, prepare_times, profile_engines
+from jaxinfer.runtime.worker import Failed
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
+from jaxinfer.serving.world import StepDone
 from jaxinfer.steps import profile as stored
 from jaxinfer.steps.profile import load_profile
 from jaxinfer.steps.shapes import StepLimits
@@ -101,6 +103,10 @@ def test_a_small_pool_limits_what_is_measured() -> None:
     grid = Grid.of(engine("x", max_model_len=41))
     assert ((0, 40), (0, 24)) in grid.others
     assert ((0, 20), (0, 20), (0, 20), (0, 4)) in grid.others
+    # Not more of them than a step has: a quarter of 16 tokens each, in a bucket of 64.
+    grid = Grid.of(engine("x", max_model_len=17))
+    assert ((0, 4),) * LIMITS.max_chunks in grid.others
+    assert max(map(len, grid.steps)) == LIMITS.max_num_seqs
 
 
 def test_instances_take_turns_and_the_quickest_pass_counts(measured: list[str]) -> None:
@@ -223,6 +229,17 @@ def test_times_of_steps_alone_need_fewer(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_fits_that_one_cluster_wants_are_made_whatever_another_needs(
+    first: bool, measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the instance that both have, whichever comes first."""
+    monkeypatch.setattr(stored, "FOLDER", tmp_path)
+    given = {str(fits): needs(Cluster(x=[1.0, 3.0]), fits) for fits in (first, not first)}
+    found = prepare_times(given, lambda what, left: None)
+    assert {name: list(fits) for name, fits in found.items()} == {"True": ["x"], "False": []}
+
+
 def test_the_first_step_of_a_shape_is_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first run pays for memory; a neighbour's of the same shape does not."""
     ran: list[tuple[int, ...]] = []
@@ -239,3 +256,25 @@ def test_the_first_step_of_a_shape_is_run_twice(monkeypatch: pytest.MonkeyPatch)
     assert ran == [(16,), (16,), (16,), (64,), (64,), (1, 1, 1), (1, 1, 1), (1, 1, 1)]
     assert [point.stages for point in points] == [(2.0,), (3.0,), (5.0,), (7.0,), (8.0,)]
     assert kv.num_free == kv.num_pages
+
+
+def test_each_stage_s_own_seconds_are_noted() -> None:
+    """The second stage begins a quarter of a second after the first one's end."""
+    launched: list[Any] = []
+
+    def launch(batch: Any, origin: float, post: Any) -> None:
+        launched.append([(row.start, row.count) for row in batch.rows])
+        start = float(len(launched))
+        times = [(start, start + 0.5), (start + 0.75, start + 0.875)]
+        post(StepDone(batch, [], start, start + 0.875, stages=times))
+
+    worker: Any = SimpleNamespace(launch=launch)
+    kv = engine("x").new_kv()
+    (point,) = measure_steps(worker, kv, LIMITS, [((8, 1), (0, 16))])
+    assert (point.parts, point.stages) == (((8, 1), (0, 16)), (0.5, 0.125))
+    assert measure_in_a_row(worker, kv, ((3, 1),), 3) == [0.625] * 3
+    assert launched == [[(8, 1), (0, 16)]] * 2 + [[(3, 1)]] * 3
+    assert kv.num_free == kv.num_pages
+    worker.launch = lambda batch, origin, post: post(Failed("x", ZeroDivisionError("step")))
+    with pytest.raises(ZeroDivisionError, match="step"):
+        measure_in_a_row(worker, kv, ((3, 1),), 3)

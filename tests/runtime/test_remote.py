@@ -40,12 +40,15 @@ from jaxinfer.runtime.messages import (
     StepEnded,
 )
 from jaxinfer.runtime.reach import Child
-from jaxinfer.runtime.remote import Process, ProcessLost, RemoteWorker
+from jaxinfer.runtime.remote import CompileCounts, Process, ProcessLost, RemoteWorker
 from jaxinfer.runtime.remote_channel import RemoteChannel
 from jaxinfer.runtime.transfer import Landed
 from jaxinfer.runtime.worker import Failed
 from jaxinfer.runtime.world import RealWorld
-from jaxinfer.serving.batch import Batch
+from jaxinfer.serving.batch import Batch, Row
+from jaxinfer.serving.kv_shards import KVShards
+from jaxinfer.serving.page_pool import PagePool, Shard
+from jaxinfer.serving.request_state import RequestState
 
 COMMAND = [sys.executable, "-m", "jaxinfer.runtime.worker_process"]
 
@@ -66,6 +69,45 @@ def test_a_step_that_ends_after_its_worker_has_failed() -> None:
     with pytest.raises(ProcessLost, match="gone"):
         worker.launch(Batch("a", [], 0, 0, 0), 0.0, posted.append)
     assert len(sent) == 1
+
+
+def test_a_worker_goes_on_in_a_process_that_has_heard_of_nothing() -> None:
+    """Requests are introduced anew; what was compiled before counts beside what is now."""
+    sent: list[Any] = []
+    before, after = (SimpleNamespace(send=sent.append, workers={}, peer=HERE) for _ in "ab")
+    plan: Any = None
+    worker = RemoteWorker(before, "a", [plan], [])  # type: ignore[arg-type]
+    request = RequestState("r", 4, 3, prompt_token_ids=[1, 2, 3, 4])
+    hold = KVShards([Shard(PagePool(9, 2))]).reserve(4)
+    assert hold
+    batch = Batch("a", [Row(request, 0, 4, True, False, 0, hold)], 0, 0, 0)
+
+    def run(*counts: Any) -> CompileCounts:
+        worker.launch(batch, 0.0, lambda posted: None)
+        step = sent[-1].step
+        worker.on_step(StepEnded("a", step, ([7], 0.0, 0.0), [[]], [counts]))
+        return worker.stages[0].step
+
+    assert run(3, 1.5, 1) == CompileCounts(3, 1.5, 1)
+    assert run(4, 2.0, 2) == CompileCounts(4, 2.0, 2)
+    worker.on_loss(ProcessLost("gone"))
+    worker.move_to(after)  # type: ignore[arg-type]
+    assert run(5, 2.0, 0) == CompileCounts(9, 4.0, 2)
+    assert run(6, 2.5, 1) == CompileCounts(10, 4.5, 3)
+    assert (after.workers, worker.stages[0].process) == ({"a": worker}, after)
+    first, second, again, last = (told._replace(step=0) for told in sent)
+    assert (again, last) == (first, second)
+    assert len(first.new) == 1
+    assert not second.new
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_what_does_not_come_is_the_sender_s_fault(sends: bool) -> None:
+    end: Any = SimpleNamespace(source=object() if sends else None)
+    for error in (OSError("a"), EOFError("a"), TimeoutError("a"), JaxinferError("changed")):
+        assert port._failed(3, 7, end, error).by_source
+    found = port._failed(3, 7, end, RuntimeError("out of memory"))
+    assert found == SlabFailed(3, 7, sends, "RuntimeError: out of memory")
 
 
 def test_the_only_instance_s_process_is_lost_in_one_line() -> None:
@@ -302,8 +344,12 @@ def test_a_carrier_that_is_closed_leaves_no_thread_and_no_port() -> None:
         socket.create_connection((host, port))
     kept = weakref.ref(carrier)
     del carrier
-    gc.collect()
-    assert kept() is None
+
+    def is_gone() -> bool:
+        gc.collect()
+        return kept() is None
+
+    wait_until(is_gone)  # Threads of other tests may have ended in place of its own.
 
 
 def test_a_connection_that_is_broken_is_not_kept() -> None:

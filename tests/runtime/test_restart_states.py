@@ -158,8 +158,10 @@ def test_one_whose_loss_has_still_to_be_told_is_started_all_the_same(
     assert cluster.restarts.expect("x", "a step failed")
     cluster.wait_for_news()
     cluster.process.die("killed")
-    assert cluster.restarts.take("g")
-    assert len(cluster.started) == 1
+    outcome = cluster.restarts.take("g")
+    assert outcome
+    assert outcome.error is None
+    assert (len(cluster.started), cluster.heard) == (1, ["g"])
 
 
 def test_each_attempt_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from jaxinfer.runtime.sampler import SamplingInputs
 from jaxinfer.runtime.sampling_inputs import (
     NO_TOKEN,
     build_sampling,
+    next_prompt_tokens,
+    prompt_positions,
     sampler_shape,
     sampling_of,
 )
@@ -146,6 +148,33 @@ def test_every_row_finds_its_tokens_places_and_sample(
     assert (paged.page_T[~used] == 0).all()
     assert (paged.decode_length_S[singles:] == 0).all()
     assert (paged.chunk_row_C1[chunks:] == paged.chunk_row_C1[chunks]).all()
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "asked", "positions"),
+    [
+        (0, 4, True, range(4)),
+        (4, 5, True, range(4, 9)),
+        # The last token's next one is none of the prompt's, nor is any behind it.
+        (6, 4, True, range(6, 9)),
+        (9, 1, True, range(0)),
+        (11, 1, True, range(0)),
+        (0, 4, False, range(0)),
+    ],
+)
+def test_what_is_reported_on_of_a_prompt(
+    start: int, count: int, asked: bool, positions: range
+) -> None:
+    params = SamplingParams(prompt_logprobs=2 if asked else None)
+    ids = list(range(100, 110))
+    request = RequestState("a", 10, 5, prompt_token_ids=ids, payload=Sampling(params, seed=0))
+    hold = KVShards([Shard(PagePool(9, PAGE))]).reserve(16)
+    assert hold
+    row = Row(request, start, count, False, False, 0, hold)
+    assert list(prompt_positions(row)) == list(positions)
+    wanted = [101 + p for p in positions]
+    found = next_prompt_tokens(Batch("x", [row], 0, 0, 0), 8)
+    assert found.tolist() == wanted + [0] * (8 - len(wanted))
 
 
 def test_a_stage_s_entries_lie_in_its_own_pages() -> None:

@@ -367,6 +367,25 @@ def test_slabs_of_one_request_land_in_the_order_in_which_they_have_left() -> Non
     ]
 
 
+def test_slabs_of_other_layers_of_one_request_do_not_wait() -> None:
+    """They go to other pages, by a link that is ten times as fast."""
+    slow, fast = (
+        LinkConfig(between=("g", "h"), gb_s=1e-3),
+        LinkConfig(between=("g", "i"), gb_s=1e-2),
+    )
+    lanes: list[Any] = [Lane(slow), Lane(fast, ("g", "i"))]
+    links, moving = EmulatedLinks(lanes), transfer("a", "b")
+    for lane in lanes:
+        slab = lane.take(moving, 0, 200, None)
+        links.hold_back(Landed(slab, slab.array, 1.0, 1.0))
+    landed = []
+    while (now := links.next_time) is not None:
+        landed += links.take_landed(now)
+    assert [(each.slab.lane, each.end) for each in landed] == [
+        (lanes[1], pytest.approx(1.02)), (lanes[0], pytest.approx(1.2))
+    ]  # fmt: skip
+
+
 def test_each_way_over_a_link_has_its_rate() -> None:
     there, back = Lane(LINK), Lane(LINK, ("h", "g"))
     other = Lane(LinkConfig(between=("h", "i"), gb_s=1e-3), ("h", "i"))

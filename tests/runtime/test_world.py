@@ -218,6 +218,15 @@ def test_each_instance_has_its_own_time(clock: Clock) -> None:
         assert (lost.instance, round(world.now(), 2)) == (name, when)
 
 
+def test_what_is_launched_ahead_is_no_report(clock: Clock) -> None:
+    world, _ = silent("a", "b", watchdog_s=10)
+    world.launch(step("a"))
+    clock.now += 6
+    world.launch(step("a"))
+    assert world.due_events() == [InstanceLost("a", "it has not reported for 10 s")]
+    assert world.now() == pytest.approx(10, abs=0.01)
+
+
 def test_a_long_launch_is_no_silence(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that nobody compiled ahead may take as long as a watchdog waits."""
     world, workers = silent("a", watchdog_s=10)

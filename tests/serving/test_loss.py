@@ -123,9 +123,17 @@ def test_a_move_of_heads_ends_with_its_instance() -> None:
     """Else the request would be left out of all steps elsewhere."""
     cluster = Cluster()
     request = cluster.request(Leg("B"), runs=True)
-    request.slice_move = MoveSlices(request.id, ((0, 1, (0,)),))
+    request.slice_copy = request.slice_move = MoveSlices(request.id, ((0, 1, (0,)),))
     cluster.lose_b()
-    assert request.slice_move is None
+    assert (request.slice_copy, request.slice_move) == (None, None)
+
+
+def test_pages_of_a_step_that_never_ends_are_free_for_the_next_run() -> None:
+    cluster = Cluster()
+    request, kv = cluster.request(Leg("B"), runs=True), cluster.pools["B"].kv
+    request.hold.pin()
+    cluster.lose_b()
+    assert (kv.num_free, kv.shards[0].pool.num_pinned, kv.shards[0].num_pairs) == (20, 0, 0)
 
 
 def test_what_is_on_its_way_is_forgotten() -> None:

@@ -120,6 +120,11 @@ def test_how_many_requests_are_enough(tmp_path: Path) -> None:
     assert found.enough == math.ceil(20 * sum(wait + d for wait in waits) / end)
     assert [enough_requests(2.0, runs) for runs in (1, 2, 3, 9)] == [100, 50, 40, 40]
     assert enough_requests(7.01) == 141
+    assert [enough_requests(0.01, runs) for runs in (1, 3, 7)] == [100, 34, 15]
+    # A rate at which nobody waits: the hundredth request is the last that is needed.
+    for count, enough in ((99, 100), (100, None)):
+        found = load(config, WORK[:count], RequestTargets({"ttft": 1e6}), [0], 0.01 / d)
+        assert found.enough == enough
 
 
 def test_requests_of_several_seeds_count_as_one_run_s(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def test_the_file_s_own_end_comes_first() -> None:
         (["<|call|>", "<|end|>"], [0, 1]),
         (["<|return|>", "<|end|>"], [0, 1]),
         (["</s>", "<|tool_response>", "<turn|>"], [1, 2]),
+        (["<EOT>", "[EOT]", "<end_of_utterance>", "<|eom_id|>", "[e~[", "<EOS>"], [0, 1, 2, 3, 4]),
     ],
 )  # fmt: skip
 def test_ends_by_text(tokens: list[str], of_them: list[int]) -> None:
@@ -65,6 +66,9 @@ def test_a_closing_tag_of_html_is_no_end() -> None:
 def test_an_end_that_is_typed_as_text_is_a_control_token_all_the_same() -> None:
     found = metadata(["a", "<|im_end|>", "b"], [1, 1, 4])
     assert token_types(found, [1, 1, 4]) == [1, 3, 4]
+    # A key may name a token that there is not, and types may be fewer.
+    assert token_types(found | metadata(["a", "<|im_end|>"], fim_pad=9), [1, 1]) == [1, 3]
+    assert token_types(found, [1]) == [1]
     checkpoint = tiny_vocabulary()
     source = dict(checkpoint.tokenizer_source)  # type: ignore[arg-type]
     tokens = [*source["tokenizer.ggml.tokens"], "<|im_end|>"]

@@ -1,6 +1,7 @@
 """Text that follows a prompt, against whole decoding of both; and single tokens' bytes."""
 
 from functools import cache
+from itertools import product
 
 import pytest
 import tokenizers
@@ -8,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
-from jaxinfer.text.stream import Detokenizer
+from jaxinfer.text.stream import Detokenizer, _num_incomplete
 
 WORDS = ["▁", "a", "▁a", "▁b", "b", "é", "▁日", "##a", "\ufffd"]
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -129,6 +130,25 @@ def test_a_character_that_stays_incomplete(prompt: list[int], output: list[int])
     )
     for begun in ("<0xF0>", "<0xF0> <0x9F>", "▁日 <0xF0>", "日 <0xF0> <0x9F>"):
         check(backend("llama"), ids(begun), ids("<0x41> a"))
+
+
+def test_which_bytes_begin_a_character() -> None:
+    """Those with which Python encodes some character; the last byte counts in steps of 64."""
+    points = (n for n in range(0x80, 0x110000, 64) if not 0xD800 <= n < 0xE000)
+    begun = {chr(n).encode()[:size] for n in points for size in (1, 2, 3)}
+    begun = {content for content in begun if not _is_whole(content)}
+    lead, second, third = range(0xBE, 0x100), range(0x7E, 0xC2), (None, 0x41, 0x80, 0xBF, 0xE6)
+    for a, b, c in product((0x41, *lead), (0x41, *second), third):
+        content = bytes([a, b] if c is None else [a, b, c])
+        wanted = next((n for n in (3, 2, 1) if content[-n:] in begun and n <= len(content)), 0)
+        assert _num_incomplete(content) == wanted, content
+
+
+def _is_whole(content: bytes) -> bool:
+    try:
+        return len(content.decode()) == 1
+    except UnicodeDecodeError:
+        return False
 
 
 def _stand_ins(content: bytes) -> list[str]:

@@ -70,8 +70,16 @@ def test_lognormal(options: Mapping[str, float], median: float, sigma: float) ->
         assert abs(found.mean() - options["mean"]) < 4 * found.std() / math.sqrt(COUNT)
 
 
-def test_clipping_puts_the_tails_at_the_ends() -> None:
-    found = drawn({"kind": "lognormal", "median": 500, "sigma": 1.0, "min": 100, "max": 2000})
+# The log-normal with its 16th and 84th percentile.
+LAWS: list[dict[str, Any]] = [
+    {"kind": "lognormal", "median": 500, "sigma": 1.0},
+    {"kind": "percentiles", "values": {100 * stats.norm.cdf(z): 500 * math.e**z for z in (-1, 1)}},
+]
+
+
+@pytest.mark.parametrize("given", LAWS)
+def test_clipping_puts_the_tails_at_the_ends(given: dict[str, Any]) -> None:
+    found = drawn({**given, "min": 100, "max": 2000})
     law = stats.lognorm(1.0, scale=500)
     assert (found.min(), found.max()) == (100, 2000)
     # Half a token is what rounding moves.
@@ -79,6 +87,15 @@ def test_clipping_puts_the_tails_at_the_ends() -> None:
         ((found == 100).mean(), law.cdf(100.5)), ((found == 2000).mean(), law.sf(1999.5))
     ):  # fmt: skip
         assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / COUNT)
+
+
+def test_no_draw_is_too_far_out() -> None:
+    """Half of such draws are below any float's logarithm, half above."""
+    law = {"kind": "lognormal", "median": 500, "sigma": 1e5, "min": 3, "max": 2000}
+    assert set(drawn(law, count=40)) == {3, 2000}
+    assert (
+        drawn({"kind": "percentiles", "values": {50: 2, 50.001: 1e300}, "max": 9}, 3, 40).max() == 9
+    )
 
 
 TABLES: list[dict[int, int]] = [
@@ -178,6 +195,10 @@ def test_a_record_of_it_in_json_is_the_same() -> None:
         (
             {"input_len": {"kind": "percentiles", "values": {50: 9, 90: 3}}, "output_len": 1},
             "must rise",
+        ),
+        (
+            {"input_len": {"kind": "percentiles", "values": {50: 0, 90: 9}}, "output_len": 1},
+            "lengths from 1 on",
         ),
         (
             {"input_len": {"kind": "percentiles", "values": {50: 3, 101: 9}}, "output_len": 1},
