@@ -9,8 +9,15 @@ from jaxinfer.models.config_keys import Keys
 
 
 def plain(theta: float, head_dim: int) -> np.ndarray:
-    """theta^(-2i / H) for i below H / 2, float64 (Su et al., 2021)."""
-    return theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    """theta^(-2i / H) for i below H / 2, float64 (Su et al., 2021).
+
+    They are rounded as Hugging Face and vLLM round them, whose powers and quotients are float32.
+    Rounded once instead, angles at position 830 are off by up to 4e-5, and Gemma 3 270M's logits
+    there by three times as much.
+    """
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    power = (theta ** exponent.astype(np.float64)).astype(np.float32)
+    return (np.float32(1) / power).astype(np.float64)
 
 
 def llama3(

@@ -112,7 +112,7 @@ def _numbers(platform: str | None) -> Gpu:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return Gpu(
         bf16_tflops=round(product_rate(_PRODUCT) / 1e12, 4), memory_gb=round(memory, 2),
-        memory_gb_s=round(copy_rate(_COPY) / 1e9, 2), link="host", link_gb_s=1.0,
+        memory_gb_s=round(copy_rate(_COPY) / 1e9, 2), link="memory", link_gb_s=1.0,
     )  # fmt: skip
 
 

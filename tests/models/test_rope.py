@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxinfer import JaxinferError
@@ -29,6 +30,21 @@ def test_plain_and_linear() -> None:
     assert frequencies(rope_theta=5000.0) == pytest.approx(plain(5000.0))
     found = frequencies(rope_theta=5000.0, rope_type="linear", factor=4.0)
     assert found == pytest.approx([f / 4 for f in plain(5000.0)])
+
+
+@pytest.mark.parametrize(
+    ("theta", "bits"),
+    [
+        (1e6, {2: "0x1.9c975ap-1", 6: "0x1.0bedde0p-1", 9: "0x1.83a304p-2", 13: "0x1.f772c8p-3"}),
+        (1e4, {3: "0x1.9c975ap-1", 9: "0x1.0bedde0p-1", 11: "0x1.d008bep-2", 14: "0x1.75f036p-2"}),
+    ],
+)
+def test_frequencies_are_rounded_as_torch_rounds_them(theta: float, bits: dict[int, str]) -> None:
+    """By ``1 / theta ** (torch.arange(0, 256, 2).float() / 256)`` of torch 2.13."""
+    found = rope_of(keys(rope_theta=theta), 256, 100).frequencies
+    for i, text in bits.items():
+        assert found[i] == float.fromhex(text)
+        assert found[i] != float(np.float32(theta ** (-2 * i / 256)))
 
 
 @pytest.mark.parametrize("given", [{"original_max_position_embeddings": 64}, {}])

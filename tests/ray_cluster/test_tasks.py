@@ -74,7 +74,7 @@ def test_no_cluster_is_one_line() -> None:
 
 def test_a_folder_of_the_name_ray_is_not_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
-    with pytest.raises(JaxinferError, match=r"pip install 'jaxinfer\[ray\]'"):
+    with pytest.raises(JaxinferError, match=r"pip install -e '\.\[ray\]'"):
         import_ray()
 
 

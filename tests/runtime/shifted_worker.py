@@ -22,5 +22,5 @@ if __name__ == "__main__":
         runpy.run_module("jaxinfer", run_name="__main__")
     else:
         # As started by start_worker: -m, a module, and its arguments.
-        sys.argv[:] = sys.argv[2:]
+        sys.argv[:] = sys.argv[sys.argv.index("-m") + 1 :]
         runpy.run_module(sys.argv[0], run_name="__main__")
