@@ -167,6 +167,7 @@ def test_logits_of_every_architecture(name: str) -> None:
         np.testing.assert_allclose(model.serve(tokens, seed), logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_logits_of_halves_in_turn() -> None:
     """Of a step whose stage reaches out, and of one with all KV heads at home, which is not cut.
 
