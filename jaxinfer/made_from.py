@@ -1,4 +1,4 @@
-"""What results are made from, besides what is asked: code, packages and the processor."""
+"""Digests and names of all that results are made from besides what is asked."""
 
 import contextlib
 import hashlib

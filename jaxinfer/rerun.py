@@ -59,7 +59,7 @@ class Recorded:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether it was in virtual time."""
+        """True if it was in virtual time."""
         return "simulate" in self.run
 
     def config(self) -> RunFile:
@@ -154,7 +154,7 @@ def _simulate(recorded: Recorded, out: Path) -> None:
 
 
 def same_tokens(before: Path, after: Path) -> tuple[int, int] | None:
-    """How many answers of a real run have the same tokens in another, and how many there are.
+    """The number of answers with the same tokens in two real runs, and of all answers.
 
     Returns:
         None where the first one, an older version's, did not record them.

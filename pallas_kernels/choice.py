@@ -147,7 +147,7 @@ def _why_not_numba(device: jax.Device, dtype: jnp.dtype) -> str | None:
 
 
 def _why_numba_fails() -> str | None:
-    """Why a numba that is installed is of no use; whatever it raises when it is imported."""
+    """The reason why an installed numba is of no use, whatever it raises on import."""
     try:
         from jaxinfer.pallas_kernels import numba_cpu, numba_matmul, numba_write, xla_call
     except Exception as error:

@@ -62,7 +62,7 @@ def compiled(name: str, signature: Any, function: Callable[..., Any]) -> Code:
 
 @functools.cache
 def made_from() -> str:
-    """What names do not say: sources, versions, the processor, numba's settings."""
+    """A digest of what names do not say: sources, versions, the processor, numba's settings."""
     cpu = cpu_target.target_context.codegen().magic_tuple()
     return digest(Path(__file__).parent, cpu)
 
@@ -95,7 +95,7 @@ def _load(symbol: str, code: bytes) -> Code:
 
 
 def _read(path: Path) -> tuple[str, bytes] | None:
-    """What is kept there; None where nothing is, or not all of it."""
+    """Read what is kept; None where it is missing or incomplete."""
     with suppress(OSError):
         kept = path.read_bytes()
         if time.time() - path.stat().st_mtime > _NOTED_S:

@@ -94,7 +94,7 @@ def all_requests(search: Search, out: Path, ours: Way) -> tuple[list[Row], list[
 
 
 def _fewer(claim: str, percent: int, ours: int | str, theirs: int | str) -> Target:
-    """Whether a paper's "up to so many percent" is reached; words are of a number that none is."""
+    """True if a paper's "up to so many percent" is reached; text stands for no number."""
     met = isinstance(ours, int) and (
         isinstance(theirs, str) or ours <= theirs * (1 - percent / 100)
     )

@@ -1,4 +1,4 @@
-"""How many claims are met, by page and kind: the table in docs/results/README.md.
+"""Counts the claims met, by page and kind: the table in docs/results/README.md.
 
     python scripts/count_claims.py
 

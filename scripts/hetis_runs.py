@@ -68,7 +68,7 @@ def systems() -> tuple[list[Row], list[Target]]:
 
 
 def ratios_to(rows: list[Row], other: str) -> dict[tuple[str, str], float]:
-    """How many times as good Hetis is as another system, by load and figure."""
+    """The ratio of Hetis to another system, by load and figure."""
     by = {(row["load"], row["system"]): row for row in rows}
     found = {}
     for name, *_ in LOADS:

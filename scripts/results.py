@@ -135,7 +135,7 @@ def kept(path: Path, make: Callable[[], list[dict[str, Any]]]) -> list[dict[str,
 
 
 def is_current(path: Path, measured: bool = False) -> bool:
-    """Whether a file is as ``mark`` has seen it, by the same command, code and data.
+    """True if a file is as ``mark`` has seen it, by the same command, code and data.
 
     Args:
         measured: it has seconds that a host took, and must have been made on this one.

@@ -30,7 +30,7 @@ RESULT_OPTIONS = ("dtype", "max_model_len", "seed")
 
 
 def lines_of(output: str) -> Path:
-    """Where results are appended as lines: the output, or beside it, where it is Parquet."""
+    """The file that gets results as lines: the output, or one beside a Parquet output."""
     out = Path(output)
     return out.with_name(f"{out.name}.jsonl") if out.suffix == SUFFIX else out
 
@@ -153,7 +153,7 @@ class BatchJob:
 
     @property
     def results_file(self) -> Path:
-        """Where the results are: of a Parquet file that is not complete, the lines beside it."""
+        """The file with the results: the output, or lines beside an unfinished Parquet file."""
         out = Path(self._output)
         return out if out.exists() else lines_of(self._output)
 

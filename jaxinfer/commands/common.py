@@ -94,7 +94,7 @@ def workload_settings(trace: str | None, limit: int | None) -> list[str]:
 
 
 def counted(number: int, noun: str) -> str:
-    """How many there are, with the noun in its right form."""
+    """A number with the noun in its right form."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

@@ -1,4 +1,4 @@
-"""What is in the files that a run file names."""
+"""Digests of the files that a run file names."""
 
 import hashlib
 from collections.abc import Iterator, Mapping

@@ -205,7 +205,7 @@ def _given(options: object) -> Any:
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
-    """What a run file holds, unchecked.
+    """Read a run file's mapping, unchecked.
 
     Raises:
         JaxinferError: it cannot be read, or holds no mapping.

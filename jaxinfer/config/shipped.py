@@ -23,7 +23,7 @@ def data_path(name: str | Path) -> Path:
 
 
 def why_not(path: str | Path, error: OSError) -> str:
-    """Why a path that a user gives cannot be read, and what ships by nearly its name."""
+    """The reason why a user's path cannot be read, and what ships by nearly its name."""
     reason = error.strerror or str(error)
     path = Path(path)
     if not isinstance(error, FileNotFoundError) or path.is_absolute():

@@ -302,7 +302,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file holds, which may be one that ships.
+    """Read a YAML file, which may be one that ships.
 
     Raises:
         JaxinferError: the file cannot be read, or ``parse_yaml`` refuses what is in it.

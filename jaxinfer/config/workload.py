@@ -1,4 +1,4 @@
-"""Which requests there are, and when they come."""
+"""A run file's workload: its requests, and when they come."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -18,7 +18,7 @@ from jaxinfer.workload.trace import Trace
 
 
 class Workload(Options):
-    """What is to be done.
+    """The requests to serve.
 
     Attributes:
         input, output: of ``run``: where a batch comes from and where its results go.
@@ -79,7 +79,7 @@ class Workload(Options):
 
     @property
     def source(self) -> str:
-        """Where the requests come from, for messages and figures."""
+        """The source of the requests, for messages and figures."""
         return self.trace or "workload.synthetic"
 
     @property
@@ -149,7 +149,7 @@ class Workload(Options):
 
 
 def _trace(path: str, limit: int | None, model: str | None) -> Trace:
-    """What ``read_trace`` gives; a file that is as it was is not read and tokenized again."""
+    """Read a trace; a file that is as it was is not read and tokenized again."""
     try:
         found = data_path(path).stat()
     except OSError:

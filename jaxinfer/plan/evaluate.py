@@ -1,4 +1,4 @@
-"""What one candidate comes to: a search for its rate, of simulations in other processes."""
+"""Evaluates a candidate: a search for its rate, by simulations in other processes."""
 
 import math
 import pickle
@@ -112,7 +112,7 @@ class Evaluator:
         return Costs(sum(counts.values()), watts, usd)
 
     def __call__(self, asked: Simulation) -> TriedRate | str:
-        """What a simulation comes to, or why it cannot be."""
+        """Simulate at one rate; the figures, or the reason why it cannot be."""
         try:
             config, work = as_run_file(asked.data), self._work(asked.requests, asked.outputs)
             if asked.rate:
@@ -122,7 +122,7 @@ class Evaluator:
             return str(error)
 
     def score(self, asked: Asked, simulate: Simulate) -> Score:
-        """What a run file comes to, by simulations one after another."""
+        """The score of a run file, by simulations one after another."""
         try:
             costs = self.costs(asked.data, asked.uncounted)
             return self._score(asked, costs, simulate)

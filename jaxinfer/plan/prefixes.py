@@ -1,4 +1,4 @@
-"""What a prefix cache may spare, at best."""
+"""The most that a prefix cache may spare."""
 
 from collections.abc import Sequence
 from itertools import compress, count, pairwise

@@ -116,7 +116,7 @@ def _shown(value: object) -> str:
 
 
 def refusals(search: DrivenSearch) -> str | None:
-    """How many candidates cannot be, and why the first one cannot; None where all can."""
+    """A line with the number of refused candidates and the first reason; None without any."""
     refused = [(c, s.refused) for c, s in search.tried.values() if s.refused]
     if not refused:
         return None

@@ -230,7 +230,7 @@ def check(sweep: Sweep, real: bool) -> None:
 def _run_files(
     sweep: Sweep, refuse: Callable[[JaxinferError], None] = lambda error: None
 ) -> Iterator[RunFile]:
-    """Those of all points that are one; of others, ``refuse`` hears why."""
+    """Points that can be run; ``refuse`` hears why another one cannot."""
     for point in sweep.candidates():
         try:
             config = as_run_file(sweep.data(point))
@@ -296,7 +296,7 @@ def _where(folders: Path | None, asked: Asked) -> Figures:
 
 
 def _kept(kept: Kept, key: str, asked: Asked) -> Any:
-    """What is known of a run, if its folder is there, too."""
+    """The figures kept of a run whose folder is there, too."""
     if asked.folder and not (Path(asked.folder) / "1" / "run.json").is_file():
         return None
     return kept.get(key)

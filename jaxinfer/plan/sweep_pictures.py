@@ -143,7 +143,7 @@ def _draw_line(axes: "Axes", number: int, label: str, line: Line, lowest: float)
 
 
 def _is_wide(values: Sequence[float]) -> bool:
-    """Whether an axis goes by powers: on another one, the largest would hide the rest."""
+    """True if an axis goes by powers: on another one, the largest would hide the rest."""
     return min(values) > 0 and max(values) > LOG_FROM * min(values)
 
 

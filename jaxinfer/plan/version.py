@@ -1,4 +1,4 @@
-"""What results depend on besides what is asked, as one digest: of simulations, and of real runs."""
+"""Digests of all that simulations and real runs depend on besides what is asked."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ def code_version() -> str:
 
 
 def real_version() -> str:
-    """What real runs depend on: the whole package, the processor, devices, JAX and Numba.
+    """A digest of all that real runs depend on: the package, processor, devices, JAX and Numba.
 
     The host's name does not count, since each container has another. It initialises JAX.
     """

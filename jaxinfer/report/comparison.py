@@ -128,7 +128,7 @@ def write_comparison(runs: Runs, folder: Path, command: str, pictures: str = "pn
 
 
 def _undrawn(runs: Runs) -> list[str]:
-    """Why there are no pictures, if so."""
+    """The reason why there are no pictures, as a list that is empty where there are."""
     times = [run.wall_s for rounds in runs.values() for run in rounds]
     beyond = [time for time in times if not can_be_drawn(time)]
     return [f"no pictures or traces: a run took {time:.3g} s" for time in beyond[:1]]

@@ -108,7 +108,7 @@ def median_round(rounds: Sequence[RunRecord]) -> RunRecord:
 
 
 def emulation(runs: Runs) -> list[str]:
-    """What was emulated or simulated, as lines: one if it is the same for all, else by system."""
+    """Lines that say what was emulated or simulated: one if alike for all, else one a system."""
     words = {
         name: "; ".join(dict.fromkeys(word for run in rounds for word in run.emulated))
         for name, rounds in runs.items()

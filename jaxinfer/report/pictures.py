@@ -41,5 +41,5 @@ def picture_link(words: str, file: str) -> str:
 
 
 def can_be_drawn(*values: float) -> bool:
-    """Whether a picture can show numbers: none is endless, or beyond what anything measures."""
+    """True if a picture can show numbers: none is endless, or beyond what anything measures."""
     return all(value == 0 or 1e-15 < abs(value) < 1e15 for value in values)

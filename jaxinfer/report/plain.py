@@ -1,4 +1,4 @@
-"""What a user's code reports, as JSON can hold it: a long run is not lost to one odd value."""
+"""A user's report as JSON can hold it: a long run is not lost to one odd value."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from jaxinfer.errors import FAILURES, raised
 
 
 def reported(name: str, report: Callable[[], object]) -> tuple[dict[str, Any], str | None]:
-    """What ``report`` returns as JSON values, and what was wrong with it, in one line.
+    """Call ``report``; its values as JSON has them, and what was wrong with it, in one line.
 
     Sets become lists and numpy's numbers and arrays Python's; anything else that JSON does not know
     becomes its ``repr``. What fails, or returns no mapping, reports nothing.

@@ -45,7 +45,7 @@ class _Shown:
         self._show(part, total - left, total)
 
     def _rates(self) -> str:
-        """What is said of a part's speed; asked only when it is shown."""
+        """The text of a part's speed; asked only when it is shown."""
         return ""
 
     def _show(self, part: str, done: int, total: int) -> None:

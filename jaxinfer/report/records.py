@@ -146,7 +146,7 @@ def read_lines(folder: str | Path) -> RunLines:
 
 
 def read_run_json(folder: Path) -> dict[str, Any]:
-    """What ``run.json`` in a run's folder holds.
+    """Read ``run.json`` in a run's folder.
 
     Raises:
         JaxinferError: it cannot be read. Where runs lie in folders below, the message names one.

@@ -73,7 +73,7 @@ def check_keys(keys: Keys, kind: str) -> None:
 
 @dataclass(frozen=True)
 class Rotation:
-    """How positions rotate by a file's keys.
+    """The rotation of positions by a file's keys.
 
     Attributes:
         rope: of layers that see all.

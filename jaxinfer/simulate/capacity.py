@@ -264,7 +264,7 @@ def capacity(
 
 
 def alone(config: RunFile, work: Sequence[BenchRequest], targets: Targets) -> Verdict:
-    """What a sample of the requests, evenly spread, comes to one at a time."""
+    """The figures of a sample of the requests, evenly spread, served one at a time."""
     sample = work[:: max(len(work) // _SAMPLE, 1)]
     watch = targets.watch(sample)
     serve_alone(config, sample, watch.add)

@@ -84,7 +84,7 @@ class ModelledRequests:
         return self.state(number, now + self._work[number].arrival)
 
     def state(self, number: int, arrival: float) -> RequestState:
-        """What the loop serves for one of the requests."""
+        """The state that the loop serves for one of the requests."""
         item, shown = self._work[number], self._work[number].max_tokens
         if self._limit:
             shown = int(min(self._limit, self._longest - item.prompt_len))

@@ -53,7 +53,7 @@ class Profile:
 
     @property
     def has_fits(self) -> bool:
-        """Whether there is what ``fit`` and ``quality`` need."""
+        """True if there is what ``fit`` and ``quality`` need."""
         return bool(self.prefills)
 
     def fit(self, slowdowns: Sequence[float]) -> StepFit:
@@ -136,7 +136,7 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def profile_folder() -> Path:
-    """Where profiles are kept.
+    """The folder of profiles.
 
     Raises:
         JaxinferError: the user has no home.

@@ -89,7 +89,7 @@ class Arrivals(Options):
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the times are by a seed."""
+        """True if the times are by a seed."""
         return self.kind in _USES["seed"] and self.spacing != "even"
 
     def check_open(self) -> None:

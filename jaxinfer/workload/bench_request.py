@@ -27,7 +27,7 @@ class BenchRequest:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether it is known which prompts begin alike."""
+        """True if it is known which prompts begin alike."""
         return bool(self.prompt_token_ids or self.hash_ids)
 
 

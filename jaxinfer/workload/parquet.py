@@ -105,7 +105,7 @@ def _has_json(types: Any, kind: Any) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """What the same request would have as JSON.
+    """Values as the same request would have them in JSON.
 
     Fields of structs that are not set are null in a table, and numbers of which some are missing
     are floats.

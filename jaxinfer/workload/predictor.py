@@ -51,7 +51,7 @@ class Buckets(Options):
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the predictions are by a seed: one that never errs draws nothing."""
+        """True if the predictions are by a seed: one that never errs draws nothing."""
         return self.accuracy < 1
 
 

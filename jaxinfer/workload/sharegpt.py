@@ -44,7 +44,7 @@ class Conversations:
         return found
 
     def note(self, path: Path) -> str:
-        """How many were dropped, in one line."""
+        """A line with the number of conversations dropped."""
         if not self._num_dropped:
             return ""
         return (

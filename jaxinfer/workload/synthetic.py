@@ -77,7 +77,7 @@ class Synthetic(Options):
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the lengths are by a seed: they are not where both are numbers."""
+        """True if the lengths are by a seed: they are not where both are numbers."""
         return bool(self.range_ratio) or {type(self.input_len), type(self.output_len)} != {int}
 
     def requests(self, only: WorkloadClass | None = None) -> list[BenchRequest]:

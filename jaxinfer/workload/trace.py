@@ -1,4 +1,4 @@
-"""What a trace's readers give and share."""
+"""The type that all readers of traces return, and what they share."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class Trace:
-    """What a file holds.
+    """The requests of a file.
 
     Attributes:
         requests: in the file's order.
