@@ -332,7 +332,7 @@ def test_a_batch_is_run_again_from_its_record(
     tiny_folder: Path, tiny_loaded_once: None, tmp_path: Path, source: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """To the same answers; refused where its lines have changed."""
+    """A batch comes to the same answers; it is refused where its lines have changed."""
     monkeypatch.chdir(tmp_path)
     config = RunFile(model=str(tiny_folder), engine=EngineOptions(**TINY_OPTIONS))
     with BatchJob.open(config, source.name, "out.jsonl", force=False) as job:

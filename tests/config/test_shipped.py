@@ -97,7 +97,7 @@ def test_modules_of_ones_own(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_run_file_is_found_and_is_itself_again(elsewhere: Path) -> None:
-    """As ``run.json`` has it: the options that were set, as JSON values."""
+    """A part as ``run.json`` has it: the options that were set, as JSON values."""
     found = 0
     for name in shipped_files():
         data = yaml.safe_load((SHIPPED / name).read_text()) if name.endswith(".yaml") else None

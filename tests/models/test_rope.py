@@ -40,7 +40,7 @@ def test_plain_and_linear() -> None:
     ],
 )
 def test_frequencies_are_rounded_as_torch_rounds_them(theta: float, bits: dict[int, str]) -> None:
-    """By ``1 / theta ** (torch.arange(0, 256, 2).float() / 256)`` of torch 2.13."""
+    """Bits are torch 2.13's: ``1 / theta ** (torch.arange(0, 256, 2).float() / 256)``."""
     found = rope_of(keys(rope_theta=theta), 256, 100).frequencies
     for i, text in bits.items():
         assert found[i] == float.fromhex(text)

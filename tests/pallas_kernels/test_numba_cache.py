@@ -78,7 +78,7 @@ def test_without_a_place_to_keep_it(cache: Cache) -> None:
 def test_without_a_home_it_is_compiled_each_time(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of an arbitrary user of a container, who is not in its list."""
+    """A container's arbitrary user, who is not in its list, has no home."""
 
     def unknown(number: int) -> None:
         raise KeyError(number)

@@ -82,5 +82,5 @@ def every_plan(gpus: tuple[int, ...], able: Any) -> Iterator[Plan]:
 
 
 def least_side(groups: Sequence[Placed]) -> float:
-    """What no flow exceeds: all of one role together."""
+    """The most that any flow carries: all of one role together."""
     return min(sum(groups[i].carried.rate for i in side) for side in split(groups))

@@ -112,7 +112,7 @@ def test_a_line_that_was_changed_is_not_believed(tmp_path: Path, old: str, new: 
 
 @pytest.mark.parametrize("lost", [1, 20])
 def test_half_a_line_ends_with_whoever_was_killed_in_it(tmp_path: Path, lost: int) -> None:
-    """What is found next has a line of its own."""
+    """A result found next has a line of its own."""
     path = tmp_path / "kept.jsonl"
     for cut, known in ((lost, []), (0, ["a"]), (0, ["a", "b", "c"])):
         kept = Kept(path, "1")
@@ -156,7 +156,7 @@ def test_all_code_and_tables_make_the_version(tmp_path: Path) -> None:
 def test_of_the_package_its_code_and_facts_count_and_its_run_files_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By changing each of them in a copy; folders below ``configs`` hold run files."""
+    """Each of them is changed in a copy; folders below ``configs`` hold run files."""
     assert code_version() == digest_of(PACKAGE, ("models", "pallas_kernels")) != digest_of(PACKAGE)
     copy, left_out = tmp_path / "jaxinfer", ("models", "pallas_kernels")
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""What a prefix cache may spare at best, and bounds of ratios where prompts share beginnings."""
+"""The most that a prefix cache may spare, and bounds of ratios where prompts begin alike."""
 
 import json
 import random
