@@ -263,7 +263,7 @@ def figure_4(costs: dict[str, Any], work: Sequence[BenchRequest]) -> list[dict[s
     points = [(s, a, interval) for s in SETUPS for a in APPROACHES for interval in INTERVALS]
     cases = [Case(s, APPROACHES[a], numbers(costs, s)) for s, a, _ in points]
     with process_pool() as pool:
-        found = pool.map(latency, cases, [work] * len(cases), [p[2] for p in points])
+        found = list(pool.map(latency, cases, [work] * len(cases), [p[2] for p in points]))
     return [
         {"setup": s, "approach": a, "interval_s": i, "ttft_p99": ttft, "tbt_p99": tbt}
         for (s, a, i), (ttft, tbt) in zip(points, found, strict=True)
