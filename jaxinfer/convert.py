@@ -7,11 +7,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.checkpoints.converted import MANIFEST, is_converted, write
+from jaxinfer.checkpoints.open_tensors import Checkpoint, load_weights
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.registry import ARCHITECTURES
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.converted import MANIFEST, is_converted, write
-from jaxinfer.runtime.weights import Checkpoint, load_weights
 from jaxinfer.text.tokenizer import load_tokenizer
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}

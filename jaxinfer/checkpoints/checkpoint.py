@@ -4,14 +4,14 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from jaxinfer.config.shipped import data_path
-from jaxinfer.config.validation import did_you_mean
+from jaxinfer.checkpoints.converted import is_converted, read_manifest
+from jaxinfer.checkpoints.gguf import open_gguf
+from jaxinfer.checkpoints.hub import fetch, is_hub_id
+from jaxinfer.checkpoints.hugging_face import open_folder
+from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.errors import JaxinferError
-from jaxinfer.runtime.checkpoint_folder import open_folder
-from jaxinfer.runtime.checkpoint_gguf import open_gguf
-from jaxinfer.runtime.converted import is_converted, read_manifest
-from jaxinfer.runtime.hub import fetch, is_hub_id
-from jaxinfer.runtime.weights import Checkpoint
+from jaxinfer.files.shipped import data_path
+from jaxinfer.options.validation import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from jaxinfer.config.validation import read_json
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.models.config import ModelConfig
+from jaxinfer.options.validation import read_json
 
 if TYPE_CHECKING:
     import jax

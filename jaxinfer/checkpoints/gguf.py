@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxinfer.checkpoints.gguf_ends import END_KEYS, end_token_ids
+from jaxinfer.checkpoints.gguf_file import GGUFFile
+from jaxinfer.checkpoints.gguf_keys import Rotation, check_keys, read_rotation
+from jaxinfer.checkpoints.gguf_split import read_whole
+from jaxinfer.checkpoints.open_tensors import Checkpoint, LazyTensor
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.config_keys import Keys
-from jaxinfer.runtime.gguf_file import GGUFFile
-from jaxinfer.runtime.gguf_keys import Rotation, check_keys, read_rotation
-from jaxinfer.runtime.gguf_split import read_whole
-from jaxinfer.runtime.weights import Checkpoint, LazyTensor
-from jaxinfer.text.gguf_ends import END_KEYS, end_token_ids
 
 # GGUF's architecture to Hugging Face's.
 GGUF_ARCHITECTURES = {

@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxinfer.checkpoints.gguf_file import GGUFFile, read_gguf
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config_keys import Keys
-from jaxinfer.runtime.gguf_file import GGUFFile, read_gguf
 
 _NAME = re.compile(r"(?P<base>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 

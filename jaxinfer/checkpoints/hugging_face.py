@@ -8,11 +8,11 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (teaches numpy, through which safetensors loads, bfloat16)
 from safetensors import SafetensorError, safe_open
 
-from jaxinfer.config.validation import read_json
+from jaxinfer.checkpoints.open_tensors import Checkpoint, LazyTensor
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.config_keys import Keys
-from jaxinfer.runtime.weights import Checkpoint, LazyTensor
+from jaxinfer.options.validation import read_json
 
 _SAFETENSORS_TYPES = ("F32", "F16", "BF16")
 

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxinfer.checkpoints.converted import Shapes
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig, WeightSpec
-from jaxinfer.runtime.converted import Shapes
 
 T = TypeVar("T")
 

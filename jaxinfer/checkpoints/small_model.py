@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxinfer.checkpoints.open_tensors import Checkpoint, LazyTensor
 from jaxinfer.models.config import ModelConfig, Rope
 from jaxinfer.models.registry import ARCHITECTURES
-from jaxinfer.runtime.weights import Checkpoint, LazyTensor
 
 LAYERS = 4
 HEAD_DIM = 16

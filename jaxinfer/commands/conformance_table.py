@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from jaxinfer.runtime.conformance import Outcome
-    from jaxinfer.runtime.conformance_sides import Side
+    from jaxinfer.runtime.profiling.conformance import Outcome
+    from jaxinfer.runtime.profiling.conformance_sides import Side
 
 Cells = tuple[Sequence[str], list[Sequence[str]]]
 

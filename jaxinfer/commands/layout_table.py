@@ -11,7 +11,7 @@ from jaxinfer.runtime.explain import (
     parameter_groups,
     weight_bytes_per_device,
 )
-from jaxinfer.runtime.plan import Plan
+from jaxinfer.runtime.stage.layout import Plan
 
 
 def plan_tables(plan: Plan, costs: list[StepCost]) -> Iterator[Table]:

@@ -11,10 +11,10 @@ from pydantic import Field, model_validator
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.config.costs import SimulateOptions, measured_kind
 from jaxinfer.config.replicas import replicate
-from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean, read_yaml
 from jaxinfer.errors import JaxinferError
-from jaxinfer.simulate.hardware import Catalogue, Gpu, ModelShape, sum_known
-from jaxinfer.steps.network import Link
+from jaxinfer.hardware.catalogue import Catalogue, Gpu, ModelShape, sum_known
+from jaxinfer.hardware.network import Link
+from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean, read_yaml
 
 
 class NodeOptions(Options):

@@ -6,7 +6,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from jaxinfer.config.shipped import data_path
+from jaxinfer.files.shipped import data_path
 
 # Options that may name a folder by a word alone: elsewhere a word is a system, a group, a planner.
 _FOLDERS = ("model", "tokenizer", "tables")

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from jaxinfer.config.shipped import why_not
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import why_not
 
 
 def shorten(value: object, limit: int = 60) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 from pydantic import Field, field_validator
 
-from jaxinfer.config.shipped import SHIPPED, data_path
-from jaxinfer.config.validation import OptionError, Options, did_you_mean, read_json
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import SHIPPED, data_path
+from jaxinfer.options.validation import OptionError, Options, did_you_mean, read_json
 
 # Whose layers are attention with grouped KV heads and one feed-forward layer, or experts alike.
 _ARCHITECTURES = tuple(

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from jaxinfer.config.validation import (
+from jaxinfer.errors import FAILURES, JaxinferError, raised
+from jaxinfer.options.validation import (
     OptionError,
     Options,
     did_you_mean,
@@ -11,7 +12,6 @@ from jaxinfer.config.validation import (
     shown,
     within,
 )
-from jaxinfer.errors import FAILURES, JaxinferError, raised
 
 T = TypeVar("T")
 
@@ -77,6 +77,6 @@ def _find(
     if not (isinstance(options, type) and issubclass(options, Options)):
         raise JaxinferError(
             f"{what} {name!r}: {attribute}.Options is {options!r}, must be a subclass of "
-            "jaxinfer.config.validation.Options"
+            "jaxinfer.options.validation.Options"
         )
     return found

@@ -20,8 +20,8 @@ from pydantic import (
 )
 from pydantic import model_validator as _model_validator
 
-from jaxinfer.config.shipped import data_path, why_not
 from jaxinfer.errors import FAILURES, JaxinferError, one_line, raised
+from jaxinfer.files.shipped import data_path, why_not
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -141,7 +141,7 @@ def make_with_options(kind: Any, options: Mapping[str, Any]) -> Callable[..., An
     if wanted is not None and not (isinstance(wanted, type) and issubclass(wanted, Options)):
         raise JaxinferError(
             f"{name}.Options is {shown(wanted)}, must be a subclass of "
-            "jaxinfer.config.validation.Options"
+            "jaxinfer.options.validation.Options"
         )
     if wanted is None and options:
         raise OptionError(f"{next(iter(options))}: {name} has no options")

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.plan.limits import gap_limits
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import ModelledInstance
 from jaxinfer.simulate.run import prepare
-from jaxinfer.simulate.targets import Targets
+from jaxinfer.simulate.targets import Targets, gap_limits
 from jaxinfer.workload.lengths import BenchRequest
 
 

@@ -8,25 +8,25 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
+from jaxinfer.checkpoints.converted import Shapes, restore
+from jaxinfer.checkpoints.open_tensors import Checkpoint, load_weights
 from jaxinfer.config.cluster import ClusterConfig, Transport, instance_options
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.registry import ARCHITECTURES
-from jaxinfer.runtime.converted import Shapes, restore
-from jaxinfer.runtime.devices import device_name
-from jaxinfer.runtime.lane import Lane, RemoteLane
-from jaxinfer.runtime.messages import CarrierName
-from jaxinfer.runtime.plan import Plan, PlanFacts, parameter_shapes
-from jaxinfer.runtime.plan_cluster import plan_cluster
-from jaxinfer.runtime.processes import OtherProcesses, Progress
-from jaxinfer.runtime.random_weights import random_parameters
-from jaxinfer.runtime.remote import RemoteStage, RemoteWorker
-from jaxinfer.runtime.remote_channel import RemoteChannel
-from jaxinfer.runtime.restarts import Restarts
-from jaxinfer.runtime.spread_stage import SpreadStage
-from jaxinfer.runtime.stage import Stage
-from jaxinfer.runtime.step import Parameters
-from jaxinfer.runtime.transfer import Channel
-from jaxinfer.runtime.weights import Checkpoint, load_weights
+from jaxinfer.runtime.kv.channel import Channel
+from jaxinfer.runtime.kv.stage_pair import Lane, RemoteLane
+from jaxinfer.runtime.processes.messages import CarrierName
+from jaxinfer.runtime.processes.process_group import OtherProcesses, Progress
+from jaxinfer.runtime.processes.remote_channel import RemoteChannel
+from jaxinfer.runtime.processes.remote_worker import RemoteStage, RemoteWorker
+from jaxinfer.runtime.processes.restarts import Restarts
+from jaxinfer.runtime.spread.spread_stage import SpreadStage
+from jaxinfer.runtime.stage.devices import device_name
+from jaxinfer.runtime.stage.layout import Plan, PlanFacts, parameter_shapes
+from jaxinfer.runtime.stage.layout_cluster import plan_cluster
+from jaxinfer.runtime.stage.random_weights import random_parameters
+from jaxinfer.runtime.stage.stage import Stage
+from jaxinfer.runtime.stage.step import Parameters
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.attention_fit import AttentionFit
 from jaxinfer.serving.half_batches import by_fits, choice

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
+from jaxinfer.hardware.catalogue import ModelShape, gpu_of_device, sum_known
+from jaxinfer.hardware.efficiency import Yardstick, model_flops
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.report.yardstick import Yardstick
-from jaxinfer.runtime.plan import PlanFacts
-from jaxinfer.simulate.hardware import ModelShape, gpu_of_device, sum_known
-from jaxinfer.simulate.yardstick import model_flops
+from jaxinfer.runtime.stage.layout import PlanFacts
 
 
 def real_yardstick(plans: Sequence[PlanFacts]) -> Yardstick:

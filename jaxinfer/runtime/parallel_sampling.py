@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sized
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.runtime.sampling_inputs import sampling_of
+from jaxinfer.runtime.stage.sampling_inputs import sampling_of
 from jaxinfer.serving.request_state import RequestState
 
 

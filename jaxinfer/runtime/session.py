@@ -11,7 +11,7 @@ from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.progress import LoadProgress, RunProgress
 from jaxinfer.report.recorder import Recorder
 from jaxinfer.request import RequestOutput
-from jaxinfer.runtime.engine import Cluster
+from jaxinfer.runtime.cluster import Cluster
 from jaxinfer.runtime.intake import Intake
 from jaxinfer.runtime.run import Run
 from jaxinfer.serving.kv_shards import KVShards

@@ -12,19 +12,19 @@ import jax
 import numpy as np
 
 from jaxinfer.request import Logprob
-from jaxinfer.runtime.messages import StepEnd
-from jaxinfer.runtime.sampler import PLAIN_SAMPLER, SamplerShape, Samples
-from jaxinfer.runtime.sampling_inputs import (
+from jaxinfer.runtime.kv.outcome import StepEnd
+from jaxinfer.runtime.spread.slice_move import SliceMoves
+from jaxinfer.runtime.spread.spread_stage import SpreadStage
+from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape, Samples
+from jaxinfer.runtime.stage.sampling_inputs import (
     build_sampling,
     next_prompt_tokens,
     prompt_positions,
     sampling_of,
 )
-from jaxinfer.runtime.slice_move import SliceMoves
-from jaxinfer.runtime.spread_stage import SpreadStage
-from jaxinfer.runtime.stage import Stage
-from jaxinfer.runtime.step import Key
-from jaxinfer.runtime.step_inputs import row_starts
+from jaxinfer.runtime.stage.stage import Stage
+from jaxinfer.runtime.stage.step import Key
+from jaxinfer.runtime.stage.step_inputs import row_starts
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone, TransferDone

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Collection, Iterable
 
-from jaxinfer.config.validation import shown
 from jaxinfer.errors import FAILURES, JaxinferError
+from jaxinfer.options.validation import shown
 from jaxinfer.serving.answers import asking, listed, raising
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import Placement

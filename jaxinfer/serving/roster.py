@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from jaxinfer.config.validation import did_you_mean
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import did_you_mean
 from jaxinfer.request import FinishReason
 from jaxinfer.serving.answers import check_legs
 from jaxinfer.serving.hooks import Hooks

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, ClassVar, Literal, Protocol
 
-from jaxinfer.config.validation import Options
+from jaxinfer.options.validation import Options
 from jaxinfer.serving.attention_fit import AttentionFit
 from jaxinfer.serving.kv_shards import Placement, SliceMove
 from jaxinfer.serving.step_fit import StepFit

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from jaxinfer.report.yardstick import ModelFlops, Yardstick
-from jaxinfer.simulate.hardware import Gpu, ModelShape, sum_known
-from jaxinfer.simulate.nodes import Placement
+from jaxinfer.config.nodes import Placement
+from jaxinfer.hardware.catalogue import Gpu, ModelShape, sum_known
+from jaxinfer.hardware.efficiency import ModelFlops, Yardstick
 
 
 def model_flops(model: ModelShape) -> ModelFlops:

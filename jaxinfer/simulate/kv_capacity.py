@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.errors import JaxinferError
-from jaxinfer.simulate.costs import ITEMSIZE, StagePart
-from jaxinfer.simulate.hardware import Gpu
+from jaxinfer.hardware.catalogue import Gpu
+from jaxinfer.simulate.costs.model import ITEMSIZE, StagePart
 
 # Entries of 8 bits have a float32 for each page and head, of keys and of values.
 _SCALES = 2 * 4

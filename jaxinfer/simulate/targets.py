@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from jaxinfer.config.validation import OptionError, did_you_mean
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import OptionError, did_you_mean
 from jaxinfer.report.percentiles import Percentiles
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.workload.lengths import BenchRequest

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from jaxinfer.config.validation import OptionError, did_you_mean
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import OptionError, did_you_mean
 from jaxinfer.serving.system import Assignment, ClusterView, InstanceView, Leg, RequestView
 
 

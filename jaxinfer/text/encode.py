@@ -38,7 +38,7 @@ def _open(model: str | None) -> "Tokenizer":
     if model is None:
         raise JaxinferError("no model is named")
     # Slow to import, and of use to few traces.
-    from jaxinfer.runtime.checkpoint import open_checkpoint
+    from jaxinfer.checkpoints.checkpoint import open_checkpoint
     from jaxinfer.text.tokenizer import folder_tokenizer, load_tokenizer
 
     return folder_tokenizer(model) or load_tokenizer(open_checkpoint(model, "dummy"))

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from checkpoint_files import DEMO, LAYER, SHAPES, error_of, make_folder, make_weights
 
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.checkpoints.open_tensors import load_weights
 from jaxinfer.models.config import WeightSpec
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.weights import load_weights
 
 
 def specs(names: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, WeightSpec]:

@@ -21,14 +21,14 @@ from safetensors.numpy import save_file
 from test_tensor_parallel import TINY, outputs
 
 from jaxinfer import LLM, JaxinferError
+from jaxinfer.checkpoints import converted
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.checkpoints.hugging_face import read_folder_config
 from jaxinfer.commands.app import cli
 from jaxinfer.config.engine import EngineOptions
+from jaxinfer.convert import convert
 from jaxinfer.models.llama import hf_weights
-from jaxinfer.runtime import converted
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.checkpoint_folder import read_folder_config
-from jaxinfer.runtime.convert import convert
-from jaxinfer.runtime.engine import load_parameters
+from jaxinfer.runtime.cluster import load_parameters
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 ARCHITECTURES = Path(__file__).parents[1] / "data" / "architectures"
@@ -293,7 +293,7 @@ class TestDestination:
         def fail(*arguments: object) -> None:
             raise error
 
-        monkeypatch.setattr("jaxinfer.runtime.convert.write", fail)
+        monkeypatch.setattr("jaxinfer.convert.write", fail)
         with pytest.raises(type(error)):
             convert(str(tiny_folder), str(tmp_path / "new"), None, False)
         assert not list(tmp_path.iterdir())
@@ -301,9 +301,9 @@ class TestDestination:
     @pytest.mark.parametrize(
         "moment",
         [
-            "import jaxinfer.runtime.converted as m; old = m._write_arrays;"
+            "import jaxinfer.checkpoints.converted as m; old = m._write_arrays;"
             "m._write_arrays = lambda *a: (old(*a), os._exit(9))",
-            "import jaxinfer.runtime.convert as m; m._replace = lambda *a: os._exit(9)",
+            "import jaxinfer.convert as m; m._replace = lambda *a: os._exit(9)",
         ],
         ids=["before the manifest", "before the name"],
     )
@@ -311,7 +311,7 @@ class TestDestination:
         self, tiny_folder: Path, tmp_path: Path, moment: str
     ) -> None:
         folder = tmp_path / "new"
-        script = "import os, sys; from jaxinfer.runtime.convert import convert;"
+        script = "import os, sys; from jaxinfer.convert import convert;"
         script += f"{moment}; convert(*sys.argv[1:], None, False)"
         command = [sys.executable, "-c", script, tiny_folder, folder]
         killed = subprocess.run(list(map(str, command)), check=False)

@@ -20,11 +20,11 @@ from checkpoint_files import (
     theta_of,
 )
 
+from jaxinfer.checkpoints import checkpoint as checkpoint_module
+from jaxinfer.checkpoints.checkpoint import demo_files, open_checkpoint
+from jaxinfer.checkpoints.gguf_file import read_gguf
+from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.errors import JaxinferError
-from jaxinfer.runtime import checkpoint as checkpoint_module
-from jaxinfer.runtime.checkpoint import demo_files, open_checkpoint
-from jaxinfer.runtime.gguf_file import read_gguf
-from jaxinfer.runtime.weights import Checkpoint
 
 
 @pytest.fixture(scope="module")

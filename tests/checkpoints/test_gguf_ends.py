@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tokenizer_checks import tiny_vocabulary
 
-from jaxinfer.text.gguf_ends import end_token_ids, token_types
+from jaxinfer.checkpoints.gguf_ends import end_token_ids, token_types
 from jaxinfer.text.tokenizer import load_tokenizer
 
 

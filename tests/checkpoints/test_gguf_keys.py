@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from checkpoint_files import make_folder, make_gguf, make_weights
 
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.checkpoints.gguf_keys import Rotation, read_rotation
 from jaxinfer.models.config import Rope
 from jaxinfer.models.config_keys import Keys
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.gguf_keys import Rotation, read_rotation
 
 
 @pytest.mark.parametrize(

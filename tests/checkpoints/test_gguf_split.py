@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from checkpoint_files import GGUF_NAMES, error_of, make_gguf, make_weights
 
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.gguf_file import read_gguf
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.checkpoints.gguf_file import read_gguf
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects
 
 from jaxinfer import JaxinferError
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.hub import FILES, is_hub_id
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.checkpoints.hub import FILES, is_hub_id
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -36,7 +36,7 @@ def offline(cache: Path, *models: str) -> list[str]:
     script = (
         "import sys\n"
         "from jaxinfer.errors import JaxinferError\n"
-        "from jaxinfer.runtime.checkpoint import open_checkpoint\n"
+        "from jaxinfer.checkpoints.checkpoint import open_checkpoint\n"
         "for model in sys.argv[1:]:\n"
         "    try:\n"
         "        opened = open_checkpoint(model)\n"

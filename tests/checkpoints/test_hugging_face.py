@@ -11,7 +11,7 @@ import pytest
 from checkpoint_files import error_of, make_folder, make_sharded, make_weights, theta_of
 from safetensors.numpy import save_file
 
-from jaxinfer.runtime.checkpoint import open_checkpoint
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
 
 
 class TestFolder:

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
-from jaxinfer.report.plan_table import mib, plan_tables, rules_table
+from jaxinfer.commands.layout_table import mib, plan_tables, rules_table
 from jaxinfer.runtime.explain import StepCost
-from jaxinfer.runtime.plan import Plan
+from jaxinfer.runtime.stage.layout import Plan
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
 MIB = 2**20

@@ -12,17 +12,17 @@ import yaml
 from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import GroupConfig
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.nodes import Hardware, place_groups, read_hardware
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
+from jaxinfer.hardware.catalogue import Catalogue, find_gpu
 from jaxinfer.report.records import read_run
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import TransferDone
 from jaxinfer.simulate.cluster import model_cluster
-from jaxinfer.simulate.costs import Pipeline
-from jaxinfer.simulate.hardware import Catalogue, find_gpu
-from jaxinfer.simulate.linear import LinearCosts
-from jaxinfer.simulate.nodes import Hardware, place_groups, read_hardware
+from jaxinfer.simulate.costs.linear import LinearCosts
+from jaxinfer.simulate.costs.model import Pipeline
 from jaxinfer.simulate.run import simulate
 from jaxinfer.simulate.world import SimulatedWorld
 from jaxinfer.workload.lengths import BenchRequest

@@ -9,12 +9,12 @@ from click.testing import CliRunner
 from jaxinfer import JaxinferError
 from jaxinfer.commands.app import cli
 from jaxinfer.commands.batch_job import BatchJob
-from jaxinfer.config.contents import contents
 from jaxinfer.config.run_file import as_run_file, load_run_file
-from jaxinfer.config.shipped import SHIPPED, data_path, shipped_files
+from jaxinfer.files.contents import contents
+from jaxinfer.files.shipped import SHIPPED, data_path, shipped_files
+from jaxinfer.hardware.catalogue import Catalogue
 from jaxinfer.models.sharding import RULES, load_rules
 from jaxinfer.plan.problem import load_problem
-from jaxinfer.simulate.hardware import Catalogue
 from jaxinfer.workload.batch_input import BatchFile
 from jaxinfer.workload.lengths import read_workload
 

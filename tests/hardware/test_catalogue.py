@@ -3,9 +3,9 @@
 import pytest
 
 from jaxinfer import JaxinferError
+from jaxinfer.hardware.catalogue import Gpu, ModelShape, find_gpu, find_model
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.hardware import Gpu, ModelShape, find_gpu, find_model
-from jaxinfer.simulate.roofline import Efficiency, RooflineStage
+from jaxinfer.simulate.costs.roofline import Efficiency, RooflineStage
 
 
 # Parameters as the models' cards say (in 10^9), and KV bytes of a token in bfloat16.

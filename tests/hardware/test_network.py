@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.steps.network import Network
+from jaxinfer.hardware.network import Network
 
 
 def drain(network: Network[str]) -> dict[str, float]:

@@ -5,7 +5,7 @@ import pytest
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.stages import StageConfig
-from jaxinfer.config.validation import parse_yaml, shown
+from jaxinfer.options.validation import parse_yaml, shown
 
 
 def test_a_mistyped_name_is_told_before_what_is_missing() -> None:

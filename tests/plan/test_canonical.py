@@ -7,7 +7,7 @@ import pytest
 from plan_cases import RUN, Carries, problem
 
 from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.nameless import nameless
+from jaxinfer.plan.canonical import nameless
 from jaxinfer.plan.search import DrivenSearch
 
 COSTS = {"a": {"flops": 0.3}, "b": {"flops": 0.4}, "c": {"flops": 0.5}}

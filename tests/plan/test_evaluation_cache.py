@@ -13,16 +13,16 @@ from plan_cases import RUN, Carries, problem
 from jaxinfer import JaxinferError, made_from
 from jaxinfer.commands.plan import plan
 from jaxinfer.commands.sweep import sweep
-from jaxinfer.config.contents import contents
-from jaxinfer.config.shipped import SHIPPED
+from jaxinfer.files.contents import contents
+from jaxinfer.files.shipped import SHIPPED
 from jaxinfer.made_from import PACKAGE, digest_of
 from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.kept import Kept, key_of
+from jaxinfer.plan.choose import choose
+from jaxinfer.plan.evaluation_cache import Kept, key_of
 from jaxinfer.plan.planners.any_system import grid
 from jaxinfer.plan.problem import merge
-from jaxinfer.plan.run import choose
 from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.plan.sweep import Sweep, sweep_rows
+from jaxinfer.plan.sweep.sweep import Sweep, sweep_rows
 from jaxinfer.plan.version import code_version, real_version
 from jaxinfer.simulate.targets import Verdict
 
@@ -165,7 +165,7 @@ def test_of_the_package_its_code_and_facts_count_and_its_run_files_do_not(
     assert found[0] == code_version()
     for name in (
         "configs/gpus.yaml", "configs/models.yaml", "configs/lengths.yaml",
-        "simulate/roofline.py", "serving/loop.py", "plan/planners/colocated.py",
+        "simulate/costs/roofline.py", "serving/loop.py", "plan/planners/colocated.py",
     ):  # fmt: skip
         with (copy / name).open("a") as file:
             file.write("# mine\n")
@@ -195,7 +195,9 @@ def test_a_changed_simulator_is_asked_again(
     """The same plan in the same folder: at once with the same code, anew with other."""
     found = []
     for version, rate in (("1", 2.0), ("1", 4.0), ("2", 4.0)):
-        monkeypatch.setattr("jaxinfer.plan.kept.code_version", lambda version=version: version)
+        monkeypatch.setattr(
+            "jaxinfer.plan.evaluation_cache.code_version", lambda version=version: version
+        )
         carries.rate = lambda config, rate=rate: rate
         kept = Kept(tmp_path / "evaluations.jsonl")
         search = DrivenSearch(problem({"maximise": "gpu"}), kept=kept)

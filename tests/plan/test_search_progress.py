@@ -5,10 +5,10 @@ from plan_cases import Carries, problem
 from test_search import cluster
 
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.plan import watch
+from jaxinfer.plan import search_progress
 from jaxinfer.plan.candidate import Score
 from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.plan.watch import SearchBar
+from jaxinfer.plan.search_progress import SearchBar
 from jaxinfer.simulate.capacity import TriedRate
 from jaxinfer.simulate.targets import Verdict
 
@@ -25,7 +25,7 @@ def test_the_best_so_far_is_told_as_each_result_comes(
     carries: Carries, at_once: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Within a wave, too: of 0, 2, 1, 3 and again 3 requests/s."""
-    monkeypatch.setattr(watch, "EVERY_S", -1.0)
+    monkeypatch.setattr(search_progress, "EVERY_S", -1.0)
     alone: list[int] = []  # Clusters whose sample was simulated, which the rule does not count.
 
     def met_alone(config: RunFile, *given: object) -> Verdict:
@@ -62,7 +62,7 @@ def test_how_long_it_takes_is_by_the_simulations_of_those_that_are_done(
 ) -> None:
     """After 60 s, 1 of 4 is done with 6 simulations, and another has 3 of as many: 1.5 of 4."""
     clock = [0.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(search_progress.time, "monotonic", lambda: clock[0])
     bar = SearchBar()
     one, two = cluster("A10", 1, 8), cluster("A10", 2, 8)
     tried = TriedRate(1.0, 1, Verdict(True, 1, None, {}), 1.0)

@@ -17,7 +17,7 @@ from tiny_model import TINY_OPTIONS
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import GroupConfig, RayDemands
-from jaxinfer.ray.place import _check, _demands
+from jaxinfer.runtime.processes.ray_hosts import _check, _demands
 
 COUNT = 40
 

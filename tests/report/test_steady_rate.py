@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.report import course
-from jaxinfer.report.course import Course
+from jaxinfer.report import steady_rate
+from jaxinfer.report.steady_rate import Course
 
 ENDED = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=60)
 
@@ -38,7 +38,7 @@ def test_of_nothing() -> None:
 @pytest.mark.parametrize("count", [64, 65, 1000, 4321])
 def test_memory_is_bounded(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request a second; the first and the last twentieth are a hundred times slower."""
-    monkeypatch.setattr(course, "_POINTS", 64)
+    monkeypatch.setattr(steady_rate, "_POINTS", 64)
     found, time = Course(), 0.0
     for number in range(count):
         time += 100 if number < count // 20 or number >= count - count // 20 else 1
@@ -63,7 +63,7 @@ def test_of_many_every_so_many_th_counts(ended: list[tuple[int, int]], room: int
         for tenths in (1, 9)
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(course, "_POINTS", most)
+        monkeypatch.setattr(steady_rate, "_POINTS", most)
         found, time = Course(), 0.0
         for gap, tokens in ended:
             time += gap

@@ -202,7 +202,7 @@ def test_a_load_that_fails_late_leaves_nothing(
 
     lane = SimpleNamespace(token_bytes=1, probe=probe)
     monkeypatch.setattr(Worker, "prepare", prepare)
-    monkeypatch.setattr("jaxinfer.runtime.engine.Lane", lambda *args: lane)
+    monkeypatch.setattr("jaxinfer.runtime.cluster.Lane", lambda *args: lane)
     gc.collect()
     threads, arrays = threading.active_count(), len(jax.live_arrays())
     with pytest.raises(RuntimeError, match="injected"):

@@ -7,11 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from jaxinfer.hardware.catalogue import find_gpu, find_model, gpu_of_device
+from jaxinfer.hardware.efficiency import Yardstick, model_flops
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.report.yardstick import Yardstick
-from jaxinfer.runtime.yardstick import real_yardstick
-from jaxinfer.simulate.hardware import find_gpu, find_model, gpu_of_device
-from jaxinfer.simulate.yardstick import model_flops
+from jaxinfer.runtime.efficiency import real_yardstick
 
 LLAMA_3_8B = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=128256, hidden_size=4096, intermediate_size=14336,

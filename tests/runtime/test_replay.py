@@ -11,7 +11,7 @@ from jaxinfer import LLM, JaxinferError
 from jaxinfer.commands.app import cli
 from jaxinfer.config.cluster import Emulate, GroupConfig, InstanceConfig, LinkConfig
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.report.figures import figures
+from jaxinfer.report.summary import figures
 from jaxinfer.simulate.replay import fidelity, furthest_apart, replay
 from jaxinfer.steps import profile as stored
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from jaxinfer.runtime.kv.outcome import Failed
 
 from jaxinfer import JaxinferError
 from jaxinfer.runtime import world as worlds
-from jaxinfer.runtime.worker import Failed
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState

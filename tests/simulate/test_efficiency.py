@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.simulate.hardware import find_gpu, find_model
+from jaxinfer.hardware.catalogue import find_gpu, find_model
+from jaxinfer.hardware.efficiency import model_flops
 from jaxinfer.simulate.run import simulate
-from jaxinfer.simulate.yardstick import model_flops
 from jaxinfer.workload.lengths import BenchRequest
 
 CLUSTERS = Path(__file__).parents[2] / "configs" / "clusters"

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.simulate.turns import Turns
+from jaxinfer.simulate.shared_device import Turns
 
 
 def test_free_time_is_taken_wherever_it_lies() -> None:

@@ -49,19 +49,19 @@ def test_costs_know_nothing_of_scheduling(module: str) -> None:
     assert imports <= {
         "jaxinfer.errors",
         "jaxinfer.config.costs",
-        "jaxinfer.config.shipped",
+        "jaxinfer.files.shipped",
         "jaxinfer.config.step_costs",
-        "jaxinfer.config.validation",
+        "jaxinfer.options.validation",
         "jaxinfer.serving.step_fit",
         "jaxinfer.serving.world",
-        "jaxinfer.simulate.costs",
-        "jaxinfer.simulate.curve",
-        "jaxinfer.simulate.curves",
-        "jaxinfer.simulate.hardware",
-        "jaxinfer.simulate.linear",
+        "jaxinfer.simulate.costs.model",
+        "jaxinfer.simulate.costs.piecewise_linear",
+        "jaxinfer.simulate.costs.curves",
+        "jaxinfer.hardware.catalogue",
+        "jaxinfer.simulate.costs.linear",
         "jaxinfer.steps.shapes",
         "jaxinfer.serving.batch",
-        "jaxinfer.simulate.phases",
+        "jaxinfer.simulate.costs.phases",
     }
 
 

@@ -14,8 +14,8 @@ from jaxinfer.config.cluster import one_engine
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.runtime.plan import Plan
-from jaxinfer.runtime.plan_cluster import plan_cluster
+from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.layout_cluster import plan_cluster
 
 DEMO = "smollm2-135m-instruct"
 CONFIG = {

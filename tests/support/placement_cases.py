@@ -6,13 +6,13 @@ from typing import Any
 
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.costs import SimulateOptions
-from jaxinfer.plan.placement.capacity import ROLES, Modelled
-from jaxinfer.plan.placement.flow import Network, Placed, split
-from jaxinfer.plan.placement.lengths import Lengths
-from jaxinfer.plan.placement.moves import Plan, as_plan
-from jaxinfer.plan.placement.site import Site
-from jaxinfer.simulate.hardware import Catalogue
-from jaxinfer.simulate.nodes import Hardware
+from jaxinfer.config.nodes import Hardware
+from jaxinfer.hardware.catalogue import Catalogue
+from jaxinfer.papers.hexgen2.capacity import ROLES, Modelled
+from jaxinfer.papers.hexgen2.flow import Network, Placed, split
+from jaxinfer.papers.hexgen2.full_steps import Lengths
+from jaxinfer.papers.hexgen2.gpus import Site
+from jaxinfer.papers.hexgen2.moves import Plan, as_plan
 from jaxinfer.workload.lengths import BenchRequest
 
 H100, A100, L40 = "H100-SXM", "A100-80G-SXM", "L40"

@@ -11,7 +11,7 @@ from cluster_cases import Pair, Side
 from cluster_checks import REQUESTS, Done, Ran
 
 from jaxinfer import LLM
-from jaxinfer.runtime.remote import RemoteWorker
+from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 from jaxinfer.serving.world import StepDone
 
 SMALL = Pair("two", Side(1, 8), Side(2, 16), apart="ab")

@@ -2,8 +2,8 @@
 
 from typing import Any, ClassVar
 
-from jaxinfer.config.validation import Options
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import Options
 from jaxinfer.plan.candidate import Candidate, Search
 from jaxinfer.plan.problem import Problem
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.config.validation import Options
+from jaxinfer.options.validation import Options
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.serving.batch import ShardWork, Work
 from jaxinfer.serving.request_state import RequestState

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import tokenizers
 
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.errors import JaxinferError
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.weights import Checkpoint
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
 
 USER = {"role": "user", "content": "Hi"}

@@ -5,11 +5,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.papers.aladdin.best_fit import Job, Limits, Seen, Worker, takes
+from jaxinfer.papers.aladdin.length_history import History
+from jaxinfer.papers.aladdin.rebalance import Errors, rebalance
 from jaxinfer.serving.system import ClusterView, InstanceView, RequestView
-from jaxinfer.systems.best_fit import Job, Limits, Seen, Worker, takes
-from jaxinfer.systems.expected import History
-from jaxinfer.systems.rebalance import Errors, rebalance
-from jaxinfer.systems.roles import capacity, most_entries
+from jaxinfer.systems.instances import capacity, most_entries
 
 
 def limits_of(

@@ -16,12 +16,9 @@ from pydantic import Field
 from jaxinfer.config.costs import GroupCosts
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file, put_option
-from jaxinfer.config.validation import Named, OptionError, Options, within
 from jaxinfer.errors import JaxinferError
-from jaxinfer.plan.candidate import Axis, Candidate, Search
-from jaxinfer.plan.limits import limits
-from jaxinfer.plan.planners.any_system import read_part
-from jaxinfer.plan.workers import (
+from jaxinfer.options.validation import Named, OptionError, Options, within
+from jaxinfer.papers.aladdin.sizing import (
     MeanRequest,
     MostTokens,
     WorkerCount,
@@ -30,8 +27,10 @@ from jaxinfer.plan.workers import (
     fit_workers,
     most_tokens,
 )
+from jaxinfer.plan.candidate import Axis, Candidate, Search
+from jaxinfer.plan.planners.any_system import read_part
 from jaxinfer.simulate.cluster import model_cluster
-from jaxinfer.simulate.targets import Targets
+from jaxinfer.simulate.targets import Targets, limits
 
 
 class AladdinOptions(Options):

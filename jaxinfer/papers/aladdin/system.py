@@ -10,7 +10,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean
+from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
+from jaxinfer.papers.aladdin.best_fit import Job, Worker, best_fit, fits_alone, to_open
+from jaxinfer.papers.aladdin.ledger import Placed, limits_of
 from jaxinfer.serving.system import (
     Action,
     Assignment,
@@ -21,9 +23,7 @@ from jaxinfer.serving.system import (
     SetRole,
     System,
 )
-from jaxinfer.systems.best_fit import Job, Worker, best_fit, fits_alone, to_open
-from jaxinfer.systems.placed import Placed, limits_of
-from jaxinfer.systems.roles import AnyNames, alive, check_roles, least_loaded
+from jaxinfer.systems.instances import AnyNames, alive, check_roles, least_loaded
 
 OFF, ON = "off", "on"
 

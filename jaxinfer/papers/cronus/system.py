@@ -11,8 +11,9 @@ from itertools import islice
 
 from pydantic import Field
 
-from jaxinfer.config.validation import Options
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import Options
+from jaxinfer.papers.cronus.balancer import Refined, balance, chunked_seconds, load_of
 from jaxinfer.serving.step_fit import MixedFit, PrefillFit
 from jaxinfer.serving.system import (
     Action,
@@ -24,8 +25,7 @@ from jaxinfer.serving.system import (
     StepView,
     System,
 )
-from jaxinfer.systems.balancer import Refined, balance, chunked_seconds, load_of
-from jaxinfer.systems.roles import alive, check_roles, whole_on_least_loaded
+from jaxinfer.systems.instances import alive, check_roles, whole_on_least_loaded
 
 # Cuts kept for the report, the first of a run: 12 MB.
 REPORTED = 2**15

@@ -16,10 +16,10 @@ from pydantic import Field
 
 from jaxinfer.config.costs import GroupCosts
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.config.validation import Named, OptionError, Options
 from jaxinfer.errors import JaxinferError
-from jaxinfer.plan.candidate import Axis, Bound, Candidate, Search
-from jaxinfer.plan.planners.shapes import (
+from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.options.validation import Named, OptionError, Options
+from jaxinfer.papers.distserve.shapes import (
     Part,
     Shape,
     chain,
@@ -30,8 +30,8 @@ from jaxinfer.plan.planners.shapes import (
     num_nodes,
     packed,
 )
+from jaxinfer.plan.candidate import Axis, Bound, Candidate, Search
 from jaxinfer.plan.problem import Problem
-from jaxinfer.simulate.hardware import ModelShape
 
 PHASES = ("prefill", "decode")
 # A prefill instance that is now and then held up may happen to batch its prompts better.

@@ -10,7 +10,7 @@ from itertools import product
 
 from pydantic import Field
 
-from jaxinfer.config.validation import Options
+from jaxinfer.options.validation import Options
 from jaxinfer.serving.system import (
     Assignment,
     ClusterView,
@@ -18,7 +18,7 @@ from jaxinfer.serving.system import (
     RequestView,
     System,
 )
-from jaxinfer.systems.roles import Names, Pools, alive, check_roles, least_loaded, most_entries
+from jaxinfer.systems.instances import Names, Pools, alive, check_roles, least_loaded, most_entries
 
 
 class Unit(Options):

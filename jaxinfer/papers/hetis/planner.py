@@ -13,18 +13,18 @@ from typing import Any
 from pydantic import Field
 
 from jaxinfer.config.cluster import InstanceConfig
+from jaxinfer.config.nodes import Hardware, read_hardware
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean
 from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import Catalogue, ModelShape
+from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
+from jaxinfer.papers.hetis.primaries import Grouping, Rule, groupings
 from jaxinfer.plan.candidate import Axis, Candidate, Search
-from jaxinfer.plan.placement.layers import even_times
-from jaxinfer.plan.placement.primaries import Grouping, Rule, groupings
+from jaxinfer.plan.layers import even_times
 from jaxinfer.plan.problem import Problem
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import KV_SIZES, WEIGHT_SIZES, stage_cost
-from jaxinfer.simulate.costs import StagePart
-from jaxinfer.simulate.hardware import Catalogue, ModelShape
-from jaxinfer.simulate.nodes import Hardware, read_hardware
+from jaxinfer.simulate.costs.model import StagePart
 
 
 class HetisOptions(Options):

@@ -10,7 +10,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from jaxinfer.config.validation import Named, OptionError, Options
+from jaxinfer.options.validation import Named, OptionError, Options
+from jaxinfer.papers.hetis.head_dispatch import (
+    Load,
+    as_halves,
+    can_do,
+    dispatch,
+    dispatch_by_memory,
+)
 from jaxinfer.serving.attention_fit import AttentionFit
 from jaxinfer.serving.kv_shards import Placement, SliceMove
 from jaxinfer.serving.system import (
@@ -25,8 +32,7 @@ from jaxinfer.serving.system import (
     StepView,
     System,
 )
-from jaxinfer.systems.head_dispatch import Load, as_halves, can_do, dispatch, dispatch_by_memory
-from jaxinfer.systems.roles import Pools, most_entries
+from jaxinfer.systems.instances import Pools, most_entries
 
 
 class AttentionSeconds(Options):

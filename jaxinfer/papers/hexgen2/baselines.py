@@ -3,11 +3,11 @@
 import random
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.plan.placement.lengths import Lengths
-from jaxinfer.plan.placement.moves import Kind, Plan, apply, changes, size
-from jaxinfer.plan.placement.partition import num_replicas, partition
-from jaxinfer.plan.placement.refine import Scored, Scorer, climb, score
-from jaxinfer.simulate.hardware import ModelShape
+from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.papers.hexgen2.full_steps import Lengths
+from jaxinfer.papers.hexgen2.moves import Kind, Plan, apply, changes, size
+from jaxinfer.papers.hexgen2.partition import num_replicas, partition
+from jaxinfer.papers.hexgen2.refine import Scored, Scorer, climb, score
 
 # The paper's moves: a GPU changes its group (Appendix E), two swap theirs; ours, a group its role.
 SWAPS: tuple[Kind, ...] = ("move", "swap", "flip")

@@ -15,15 +15,15 @@ from typing import Literal, Protocol
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.errors import JaxinferError
-from jaxinfer.plan.placement.layers import even_times
-from jaxinfer.plan.placement.lengths import Lengths
-from jaxinfer.plan.placement.site import Group, Site
-from jaxinfer.plan.placement.stages import Shape, Signature, shapes
+from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.papers.hexgen2.full_steps import Lengths
+from jaxinfer.papers.hexgen2.gpus import Group, Site
+from jaxinfer.papers.hexgen2.stages import Shape, Signature, shapes
+from jaxinfer.plan.layers import even_times
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import KV_SIZES, WEIGHT_SIZES, stage_cost
-from jaxinfer.simulate.costs import ITEMSIZE, StageCost, StagePart
-from jaxinfer.simulate.hardware import ModelShape
-from jaxinfer.simulate.pools import count_pages
+from jaxinfer.simulate.costs.model import ITEMSIZE, StageCost, StagePart
+from jaxinfer.simulate.kv_capacity import count_pages
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")

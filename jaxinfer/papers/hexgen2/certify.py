@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.plan.placement.capacity import Modelled
-from jaxinfer.plan.placement.flow import Flow, Network, Placed, shared_flow
-from jaxinfer.plan.placement.moves import Member, Plan, as_plan
-from jaxinfer.plan.placement.programs import (
+from jaxinfer.papers.hexgen2.capacity import Modelled
+from jaxinfer.papers.hexgen2.flow import Flow, Network, Placed, shared_flow
+from jaxinfer.papers.hexgen2.gpus import Site
+from jaxinfer.papers.hexgen2.integer_programs import (
     Cells,
     Mix,
     best_mix,
     configurations,
     within_nodes,
 )
-from jaxinfer.plan.placement.refine import Effort, Scorer, refine
-from jaxinfer.plan.placement.site import Site
+from jaxinfer.papers.hexgen2.moves import Member, Plan, as_plan
+from jaxinfer.papers.hexgen2.refine import Effort, Scorer, refine
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
-from jaxinfer.plan.placement.capacity import Carried, Role, nodes_of
-from jaxinfer.plan.placement.site import Group, Site
+from jaxinfer.papers.hexgen2.capacity import Carried, Role, nodes_of
+from jaxinfer.papers.hexgen2.gpus import Group, Site
 
 # A name in words and numbers: ("nic", node, "out"), say.
 Link = tuple[object, ...]

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 
+from jaxinfer.config.nodes import Hardware, NodeOptions
 from jaxinfer.errors import JaxinferError
-from jaxinfer.plan.placement.stages import Signature
-from jaxinfer.simulate.hardware import Catalogue, Gpu
-from jaxinfer.simulate.nodes import Hardware, NodeOptions
+from jaxinfer.hardware.catalogue import Catalogue, Gpu
+from jaxinfer.papers.hexgen2.stages import Signature
 
 # GPUs of one instance: nodes by number, and how many of each.
 Group = tuple[tuple[int, int], ...]

@@ -11,7 +11,7 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.plan.placement.capacity import ROLES, Capacity, Modelled, Role
+from jaxinfer.papers.hexgen2.capacity import ROLES, Capacity, Modelled, Role
 
 # Solved until what is missing is less than this share.
 _GAP = 1e-4

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Literal, NamedTuple
 
-from jaxinfer.plan.placement.capacity import ROLES, Role, signature_of
-from jaxinfer.plan.placement.site import Group, Site
+from jaxinfer.papers.hexgen2.capacity import ROLES, Role, signature_of
+from jaxinfer.papers.hexgen2.gpus import Group, Site
 
 Member = tuple[Group, Role]
 # Sorted, so that equal plans are equal.

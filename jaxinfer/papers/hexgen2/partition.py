@@ -12,11 +12,11 @@ from itertools import combinations
 import numpy as np
 from scipy.linalg import eigh
 
-from jaxinfer.plan.placement.capacity import Role
-from jaxinfer.plan.placement.moves import Plan, as_plan
-from jaxinfer.plan.placement.site import Group, Site
-from jaxinfer.simulate.costs import ITEMSIZE
-from jaxinfer.simulate.hardware import ModelShape
+from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.papers.hexgen2.capacity import Role
+from jaxinfer.papers.hexgen2.gpus import Group, Site
+from jaxinfer.papers.hexgen2.moves import Plan, as_plan
+from jaxinfer.simulate.costs.model import ITEMSIZE
 
 # Requests whose KV a replica is to hold, when replicas are counted (Appendix A).
 _REQUESTS = 32

@@ -9,24 +9,24 @@ from pydantic import Field
 
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.costs import GroupCosts
+from jaxinfer.config.nodes import read_hardware
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean, within
 from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import Catalogue
+from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean, within
+from jaxinfer.papers.hexgen2.baselines import genetic, guided, most_gpus, random_swaps, starts
+from jaxinfer.papers.hexgen2.capacity import Capacity, Modelled, Role
+from jaxinfer.papers.hexgen2.certify import Certified, best_plan, certify, mix_of, rent
+from jaxinfer.papers.hexgen2.flow import Network, pair_flow, shared_flow
+from jaxinfer.papers.hexgen2.full_steps import Lengths
+from jaxinfer.papers.hexgen2.gpus import Site
+from jaxinfer.papers.hexgen2.integer_programs import within_nodes
+from jaxinfer.papers.hexgen2.moves import size
+from jaxinfer.papers.hexgen2.refine import Effort, Scored, Scorer
+from jaxinfer.papers.hexgen2.run_file import as_part, names_of
+from jaxinfer.papers.hexgen2.table1 import Table1
 from jaxinfer.plan.candidate import Axis, Candidate, Search
-from jaxinfer.plan.placement.baselines import genetic, guided, most_gpus, random_swaps, starts
-from jaxinfer.plan.placement.capacity import Capacity, Modelled, Role
-from jaxinfer.plan.placement.certify import Certified, best_plan, certify, mix_of, rent
-from jaxinfer.plan.placement.flow import Network, pair_flow, shared_flow
-from jaxinfer.plan.placement.lengths import Lengths
-from jaxinfer.plan.placement.moves import size
-from jaxinfer.plan.placement.programs import within_nodes
-from jaxinfer.plan.placement.refine import Effort, Scored, Scorer
-from jaxinfer.plan.placement.site import Site
-from jaxinfer.plan.placement.table1 import Table1
-from jaxinfer.plan.placement.write import as_part, names_of
 from jaxinfer.plan.problem import Problem
-from jaxinfer.simulate.hardware import Catalogue
-from jaxinfer.simulate.nodes import read_hardware
 
 # Of the engine, what the planner's step times and pools say nothing of.
 _UNKNOWN = ("token_buckets", "num_pages")

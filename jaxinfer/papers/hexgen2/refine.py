@@ -5,10 +5,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from jaxinfer.plan.placement.capacity import Capacity, Role, signature_of
-from jaxinfer.plan.placement.flow import Flow, Network, Placed, split
-from jaxinfer.plan.placement.moves import KINDS, Change, Kind, Plan, apply, changes
-from jaxinfer.plan.placement.site import Group
+from jaxinfer.papers.hexgen2.capacity import Capacity, Role, signature_of
+from jaxinfer.papers.hexgen2.flow import Flow, Network, Placed, split
+from jaxinfer.papers.hexgen2.gpus import Group
+from jaxinfer.papers.hexgen2.moves import KINDS, Change, Kind, Plan, apply, changes
 
 # A rate is larger than another by this share at least.
 _MORE = 1e-6

@@ -5,9 +5,9 @@ from math import ceil
 from typing import Any
 
 from jaxinfer.config.costs import GroupCosts
-from jaxinfer.plan.placement.capacity import Role
-from jaxinfer.plan.placement.flow import Flow, Placed
-from jaxinfer.plan.placement.site import Site
+from jaxinfer.papers.hexgen2.capacity import Role
+from jaxinfer.papers.hexgen2.flow import Flow, Placed
+from jaxinfer.papers.hexgen2.gpus import Site
 
 # Prompts for each step at the least, where a mean one fills it alone: short ones do not.
 _FEWEST = 3.0

@@ -10,10 +10,10 @@ from itertools import product
 
 from pydantic import Field
 
-from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
 from jaxinfer.serving.system import Assignment, ClusterView, HandOffRule, Leg, RequestView, System
-from jaxinfer.systems.roles import Pools, alive, most_entries, whole_on_least_loaded
+from jaxinfer.systems.instances import Pools, alive, most_entries, whole_on_least_loaded
 
 Pair = tuple[str, str]
 _IN_PREFILL = 16

@@ -6,13 +6,13 @@ With the KV width that the model has, where the table has that of as many KV hea
 from collections.abc import Sequence
 from itertools import pairwise
 
-from jaxinfer.plan.placement.capacity import Carried, Role, Stage
-from jaxinfer.plan.placement.layers import least_sum
-from jaxinfer.plan.placement.lengths import Lengths
-from jaxinfer.plan.placement.site import Site
-from jaxinfer.plan.placement.stages import Shape, Signature, shapes
-from jaxinfer.simulate.costs import ITEMSIZE
-from jaxinfer.simulate.hardware import ModelShape
+from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.papers.hexgen2.capacity import Carried, Role, Stage
+from jaxinfer.papers.hexgen2.full_steps import Lengths
+from jaxinfer.papers.hexgen2.gpus import Site
+from jaxinfer.papers.hexgen2.stages import Shape, Signature, shapes
+from jaxinfer.plan.layers import least_sum
+from jaxinfer.simulate.costs.model import ITEMSIZE
 
 
 class Table1:

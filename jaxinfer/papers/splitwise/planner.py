@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import Field
 
 from jaxinfer.config.run_file import put_option
-from jaxinfer.config.validation import Named, OptionError, Options
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import Named, OptionError, Options
 from jaxinfer.plan.candidate import Candidate, Search
 from jaxinfer.plan.planners.any_system import named_parts
 from jaxinfer.plan.problem import Cost

@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from pydantic import Field
 
-from jaxinfer.config.validation import Options
+from jaxinfer.options.validation import Options
+from jaxinfer.papers.splitwise.pools import Job, Pools, ReturnWhen, TokenQueue
 from jaxinfer.serving.system import (
     Assignment,
     ClusterView,
@@ -18,8 +19,7 @@ from jaxinfer.serving.system import (
     RequestView,
     System,
 )
-from jaxinfer.systems.pools import Job, Pools, ReturnWhen, TokenQueue
-from jaxinfer.systems.roles import AnyNames, Names, check_roles
+from jaxinfer.systems.instances import AnyNames, Names, check_roles
 
 
 class SplitwiseOptions(Options):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxinfer.serving.system import InstanceView, RequestView
-from jaxinfer.systems.roles import capacity
+from jaxinfer.systems.instances import capacity
 
 Dispatch = Literal["two_choices", "ratio", "random", "imbalance"]
 

@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Literal
 
 from jaxinfer.serving.system import ClusterView, RequestView
-from jaxinfer.systems.roles import Pools
+from jaxinfer.systems.instances import Pools
 
 Order = Literal["sjf", "ljf", "fcfs"]
 # A window is taken early enough for the step after the one under way to be full.

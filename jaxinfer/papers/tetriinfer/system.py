@@ -10,7 +10,10 @@ from itertools import product
 
 from pydantic import Field
 
-from jaxinfer.config.validation import Options
+from jaxinfer.options.validation import Options
+from jaxinfer.papers.tetriinfer.dispatch import Dispatch, Ledger
+from jaxinfer.papers.tetriinfer.role_flips import Flips
+from jaxinfer.papers.tetriinfer.sorted_queue import Order, Windows
 from jaxinfer.serving.system import (
     Action,
     Assignment,
@@ -20,10 +23,7 @@ from jaxinfer.serving.system import (
     SetRole,
     System,
 )
-from jaxinfer.systems.flips import Flips
-from jaxinfer.systems.length_aware import Dispatch, Ledger
-from jaxinfer.systems.roles import Names, Pools, alive, check_roles, most_entries
-from jaxinfer.systems.windows import Order, Windows
+from jaxinfer.systems.instances import Names, Pools, alive, check_roles, most_entries
 
 
 class TetriInferOptions(Options):

@@ -9,16 +9,16 @@ from typing import Protocol
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.config.validation import OptionError, within
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import OptionError, within
 from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.epochs import Epoch, Served, Server, Way
+from jaxinfer.plan.choose import PlannerFailed, find
 from jaxinfer.plan.planners.any_system import read_part
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.registry import make_planner
-from jaxinfer.plan.run import PlannerFailed, find
+from jaxinfer.plan.replan.schedule import Epoch, Served, Server, Way
+from jaxinfer.plan.replan.trace_windows import Mix, Window, cut
 from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.plan.windows import Mix, Window, cut
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.table import Table
 
-from jaxinfer.plan.epochs import Served
 from jaxinfer.plan.problem import REQUESTS, Problem
-from jaxinfer.plan.replan import Followed
+from jaxinfer.plan.replan.replan import Followed
+from jaxinfer.plan.replan.schedule import Served
+from jaxinfer.plan.replan.trace_windows import Window, split
 from jaxinfer.plan.result import is_untouched, write_sealed, write_table
-from jaxinfer.plan.windows import Window, split
 from jaxinfer.report.pictures import save_picture
 from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets, Verdict
 

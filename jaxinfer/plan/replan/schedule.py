@@ -10,7 +10,7 @@ from jaxinfer.config.resolve import Resolved
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.problem import Replan
-from jaxinfer.plan.windows import Window, split
+from jaxinfer.plan.replan.trace_windows import Window, split
 from jaxinfer.report.latencies import LatencyTotals
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.capacity import num_gpus

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.plan.sweep import HALF, Sweep, varied, x_axis
+from jaxinfer.plan.sweep.sweep import HALF, Sweep, varied, x_axis
 from jaxinfer.report.pictures import can_be_drawn, save_picture
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from pydantic import Field
 from scipy import stats
 
 from jaxinfer.config.cluster import ClusterConfig
-from jaxinfer.config.contents import contents
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean, shown
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.contents import contents
+from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean, shown
 from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.kept import Kept, key_of
+from jaxinfer.plan.evaluation_cache import Kept, key_of
 from jaxinfer.plan.planners.any_system import Axes, grid
 from jaxinfer.plan.problem import merge
 from jaxinfer.report.metrics import RunMetrics

@@ -9,10 +9,9 @@ from queue import SimpleQueue
 
 import jax
 
-from jaxinfer.runtime.lane import Lane, RemoteSlab, Slab
-from jaxinfer.runtime.messages import StepEnd
-from jaxinfer.runtime.slab import SLAB_TOKENS
-from jaxinfer.runtime.worker import End, Failed, join
+from jaxinfer.runtime.kv.outcome import End, Failed, StepEnd, join
+from jaxinfer.runtime.kv.slab import SLAB_TOKENS
+from jaxinfer.runtime.kv.stage_pair import Lane, RemoteSlab, Slab
 from jaxinfer.serving.batch import Transfer
 
 

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from jaxinfer.runtime.lane import Lane, RemoteLane
-from jaxinfer.runtime.transfer import Landed
+from jaxinfer.hardware.network import Link, Network
+from jaxinfer.runtime.kv.channel import Landed
+from jaxinfer.runtime.kv.stage_pair import Lane, RemoteLane
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.kv_shards import Hold
-from jaxinfer.steps.network import Link, Network
 
 # The slabs of one transfer that take one lane follow one another.
 Flow = tuple[Transfer, Lane | RemoteLane]

@@ -6,8 +6,8 @@ import numpy as np
 
 from jaxinfer.pallas_kernels.choice import keys_by_token
 from jaxinfer.pallas_kernels.kv_pages import LARGEST
-from jaxinfer.runtime.slab import SLAB_TOKENS
-from jaxinfer.runtime.stage import Stage
+from jaxinfer.runtime.kv.slab import SLAB_TOKENS
+from jaxinfer.runtime.stage.stage import Stage
 
 # Entries of 8 bits by half a step of their scale at most: of equal steps, and of e4m3, whose steps
 # grow with the number above the smallest of 2^-9.

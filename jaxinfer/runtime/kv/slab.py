@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinfer.models.sharding import HEADS_AXIS
 from jaxinfer.pallas_kernels.choice import keys_by_token
 from jaxinfer.pallas_kernels.kv_pages import KVPages, write_kv
-from jaxinfer.runtime.plan import Plan, PlanFacts
-from jaxinfer.runtime.stage import Stage
-from jaxinfer.runtime.transfer_check import checksum
+from jaxinfer.runtime.kv.checksums import checksum
+from jaxinfer.runtime.stage.layout import Plan, PlanFacts
+from jaxinfer.runtime.stage.stage import Stage
 
 SLAB_TOKENS = 256
 

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from jaxinfer.config.cluster import LinkConfig
-from jaxinfer.runtime.plan import PlanFacts
-from jaxinfer.runtime.slab import SlabDest, SlabFormat, SlabSource
-from jaxinfer.runtime.stage import Stage
-from jaxinfer.runtime.transfer_check import compare, probe
+from jaxinfer.runtime.kv.checksums import compare, probe
+from jaxinfer.runtime.kv.slab import SlabDest, SlabFormat, SlabSource
+from jaxinfer.runtime.stage.layout import PlanFacts
+from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.serving.batch import Transfer
 
 # Of the ends of lanes between processes.

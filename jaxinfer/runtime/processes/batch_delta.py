@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxinfer.runtime.messages import Launch, NewRequest, RowDelta
+from jaxinfer.runtime.processes.messages import Launch, NewRequest, RowDelta
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.kv_shards import Hold
 from jaxinfer.serving.request_state import RequestState

@@ -14,8 +14,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxinfer.errors import JaxinferError, one_line
-from jaxinfer.runtime.carrier import Carrier, HostCarrier, ServerCarrier
-from jaxinfer.runtime.messages import (
+from jaxinfer.runtime.kv.checksums import known_slab
+from jaxinfer.runtime.kv.slab import SlabDest, SlabFormat, SlabSource
+from jaxinfer.runtime.processes.messages import (
     CarrierName,
     Checked,
     Drop,
@@ -27,9 +28,8 @@ from jaxinfer.runtime.messages import (
     Pulled,
     SlabFailed,
 )
-from jaxinfer.runtime.slab import SlabDest, SlabFormat, SlabSource
-from jaxinfer.runtime.stage import Stage
-from jaxinfer.runtime.transfer_check import known_slab
+from jaxinfer.runtime.processes.transports import Carrier, HostCarrier, ServerCarrier
+from jaxinfer.runtime.stage.stage import Stage
 
 LaneMessage = OpenLane | Offer | Pull | Place | Drop
 LaneAnswer = Offered | Pulled | Checked | SlabFailed

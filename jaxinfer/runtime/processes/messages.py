@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxinfer.config.cluster import ClusterConfig
-from jaxinfer.runtime.plan import PlanFacts
-from jaxinfer.runtime.sampler import SamplerShape
-from jaxinfer.runtime.slab import SlabFormat
+from jaxinfer.runtime.kv.slab import SlabFormat
+from jaxinfer.runtime.stage.layout import PlanFacts
+from jaxinfer.runtime.stage.sampler import SamplerShape
 
 CarrierName = Literal["host", "transfer_server"]
 

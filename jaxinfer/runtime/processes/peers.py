@@ -10,9 +10,15 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
-from jaxinfer.config.validation import split_address
 from jaxinfer.errors import JaxinferError, one_line
-from jaxinfer.runtime.wire import CONNECT_S, be_acknowledged, call, is_loopback, set_patience
+from jaxinfer.options.validation import split_address
+from jaxinfer.runtime.processes.sockets import (
+    CONNECT_S,
+    be_acknowledged,
+    call,
+    is_loopback,
+    set_patience,
+)
 
 # The secret that a worker that listens shares with those who may use it.
 KEY = "JAXINFER_KEY"

@@ -7,12 +7,12 @@ from typing import Protocol
 
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.errors import JaxinferError
-from jaxinfer.runtime.messages import Load, Loaded, OpenLane
-from jaxinfer.runtime.port import LaneAnswer, LaneMessage, Port
-from jaxinfer.runtime.reach import Child, Elsewhere, Peer, shared_key
-from jaxinfer.runtime.remote import Process, ProcessLost, RemoteWorker
-from jaxinfer.runtime.stage import Stage
-from jaxinfer.runtime.wire import LOOPBACK
+from jaxinfer.runtime.processes.kv_endpoint import LaneAnswer, LaneMessage, Port
+from jaxinfer.runtime.processes.messages import Load, Loaded, OpenLane
+from jaxinfer.runtime.processes.peers import Child, Elsewhere, Peer, shared_key
+from jaxinfer.runtime.processes.remote_worker import Process, ProcessLost, RemoteWorker
+from jaxinfer.runtime.processes.sockets import LOOPBACK
+from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.worker import Worker
 
 Hear = Callable[[LaneAnswer], None]
@@ -119,7 +119,7 @@ def reach(config: ClusterConfig, names: Collection[str]) -> Iterator[tuple[str, 
     groups = {name: config.groups[name] for name in names}
     if by_ray := {name: group for name, group in groups.items() if group.ray}:
         # Needs a package that is no dependency.
-        from jaxinfer.ray.place import place
+        from jaxinfer.runtime.processes.ray_hosts import place
 
         assert config.ray
         yield from place(config.ray, by_ray)

@@ -9,9 +9,9 @@ from typing import Any
 
 from jaxinfer.config.cluster import GroupConfig
 from jaxinfer.errors import JaxinferError
-from jaxinfer.ray.cluster import connect
-from jaxinfer.runtime.reach import Elsewhere, Peer
-from jaxinfer.runtime.worker_server import WorkerServer
+from jaxinfer.runtime.processes.peers import Elsewhere, Peer
+from jaxinfer.runtime.processes.ray_client import connect
+from jaxinfer.runtime.processes.worker_server import WorkerServer
 
 # A node that is there, and busy with something else, may come free.
 PLACE_S = 300.0

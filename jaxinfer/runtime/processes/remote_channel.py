@@ -8,8 +8,13 @@ from itertools import count
 from queue import SimpleQueue
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.runtime.lane import RemoteLane, RemoteSlab
-from jaxinfer.runtime.messages import (
+from jaxinfer.runtime.kv.channel import Landed, Post, starts_of
+from jaxinfer.runtime.kv.checksums import compare
+from jaxinfer.runtime.kv.outcome import End, Failed, StepEnd
+from jaxinfer.runtime.kv.slab import SLAB_TOKENS
+from jaxinfer.runtime.kv.stage_pair import RemoteLane, RemoteSlab
+from jaxinfer.runtime.processes.kv_endpoint import LaneAnswer
+from jaxinfer.runtime.processes.messages import (
     CarrierName,
     Checked,
     Drop,
@@ -20,15 +25,9 @@ from jaxinfer.runtime.messages import (
     Pull,
     Pulled,
     SlabFailed,
-    StepEnd,
 )
-from jaxinfer.runtime.port import LaneAnswer
-from jaxinfer.runtime.processes import Side
-from jaxinfer.runtime.remote import ProcessLost
-from jaxinfer.runtime.slab import SLAB_TOKENS
-from jaxinfer.runtime.transfer import Landed, Post, starts_of
-from jaxinfer.runtime.transfer_check import compare
-from jaxinfer.runtime.worker import End, Failed
+from jaxinfer.runtime.processes.process_group import Side
+from jaxinfer.runtime.processes.remote_worker import ProcessLost
 from jaxinfer.serving.batch import Transfer
 
 # A process that has ended may be missed as a source before it is known why.

@@ -12,7 +12,10 @@ from typing import Any
 
 from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.errors import JaxinferError, one_line
-from jaxinfer.runtime.messages import (
+from jaxinfer.runtime.kv.outcome import Failed, Launched, StepEnd
+from jaxinfer.runtime.processes.batch_delta import Teller
+from jaxinfer.runtime.processes.kv_endpoint import LaneAnswer
+from jaxinfer.runtime.processes.messages import (
     Alive,
     Checked,
     Emulate,
@@ -25,17 +28,14 @@ from jaxinfer.runtime.messages import (
     Pulled,
     Refused,
     SlabFailed,
-    StepEnd,
     StepEnded,
     WorkerFailed,
 )
-from jaxinfer.runtime.mirror import Teller
-from jaxinfer.runtime.plan import PlanFacts
-from jaxinfer.runtime.port import LaneAnswer
-from jaxinfer.runtime.reach import END_S, Ended, Peer, how_ended
-from jaxinfer.runtime.sampler import PLAIN_SAMPLER, SamplerShape
-from jaxinfer.runtime.wire import set_patience
-from jaxinfer.runtime.worker import Failed, Launched, Post
+from jaxinfer.runtime.processes.peers import END_S, Ended, Peer, how_ended
+from jaxinfer.runtime.processes.sockets import set_patience
+from jaxinfer.runtime.stage.layout import PlanFacts
+from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape
+from jaxinfer.runtime.worker import Post
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.world import StepDone
 

@@ -10,11 +10,15 @@ from functools import partial
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError, one_line
-from jaxinfer.runtime.plan import PlanFacts
-from jaxinfer.runtime.processes import AnotherProcess, OtherProcesses, wait_until_loaded
-from jaxinfer.runtime.remote import NobodyThere, Process, ProcessLost, RemoteWorker
-from jaxinfer.runtime.sampler import SamplerShape
-from jaxinfer.runtime.worker import Failed
+from jaxinfer.runtime.kv.outcome import Failed
+from jaxinfer.runtime.processes.process_group import (
+    AnotherProcess,
+    OtherProcesses,
+    wait_until_loaded,
+)
+from jaxinfer.runtime.processes.remote_worker import NobodyThere, Process, ProcessLost, RemoteWorker
+from jaxinfer.runtime.stage.layout import PlanFacts
+from jaxinfer.runtime.stage.sampler import SamplerShape
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.sharding import HEADS_AXIS
-from jaxinfer.runtime.slab import SlabFormat
-from jaxinfer.runtime.wire import call, join_address, let_in, listen
+from jaxinfer.runtime.kv.slab import SlabFormat
+from jaxinfer.runtime.processes.sockets import call, join_address, let_in, listen
 
 
 class Carrier(Protocol):

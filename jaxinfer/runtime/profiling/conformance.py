@@ -9,19 +9,19 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import Sampling, SamplingParams
-from jaxinfer.runtime.conformance_sides import Side
-from jaxinfer.runtime.devices import count_cpu_devices
-from jaxinfer.runtime.engine import Cluster, Engine, load_cluster, local_channel
-from jaxinfer.runtime.kv_entries import allowed_change, compare_entries, read_entries
-from jaxinfer.runtime.plan_cluster import plan_cluster
-from jaxinfer.runtime.processes import Progress
-from jaxinfer.runtime.stage import Stage
-from jaxinfer.runtime.transfer import Channel, Landed
-from jaxinfer.runtime.weights import Checkpoint
-from jaxinfer.runtime.worker import Failed
+from jaxinfer.runtime.cluster import Cluster, Engine, load_cluster, local_channel
+from jaxinfer.runtime.kv.channel import Channel, Landed
+from jaxinfer.runtime.kv.kv_entries import allowed_change, compare_entries, read_entries
+from jaxinfer.runtime.kv.outcome import Failed
+from jaxinfer.runtime.processes.process_group import Progress
+from jaxinfer.runtime.profiling.conformance_sides import Side
+from jaxinfer.runtime.stage.devices import count_cpu_devices
+from jaxinfer.runtime.stage.layout_cluster import plan_cluster
+from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.serving.batch import Batch, Row, Transfer
 from jaxinfer.serving.kv_shards import Hold
 from jaxinfer.serving.request_state import RequestState

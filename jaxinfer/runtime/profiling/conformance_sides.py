@@ -7,8 +7,8 @@ from itertools import combinations, product
 from typing import Any
 
 from jaxinfer.config.layer_split import by_shares
-from jaxinfer.config.validation import did_you_mean, parse_yaml
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import did_you_mean, parse_yaml
 
 
 @dataclass(frozen=True)

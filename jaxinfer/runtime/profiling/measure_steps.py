@@ -5,8 +5,9 @@ from itertools import repeat
 from queue import SimpleQueue
 
 from jaxinfer.request import Sampling, SamplingParams
-from jaxinfer.runtime.remote import RemoteWorker
-from jaxinfer.runtime.worker import Failed, Worker
+from jaxinfer.runtime.kv.outcome import Failed
+from jaxinfer.runtime.processes.remote_worker import RemoteWorker
+from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.kv_shards import KVShards, Placement
 from jaxinfer.serving.request_state import RequestState

@@ -13,21 +13,21 @@ from statistics import median
 import jax
 import numpy as np
 
+from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.config.cluster import ClusterConfig
-from jaxinfer.config.validation import OptionError
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.sharding import padded
-from jaxinfer.runtime.engine import Engine, load_cluster
-from jaxinfer.runtime.measure_steps import measure_in_a_row
-from jaxinfer.runtime.processes import Progress
-from jaxinfer.runtime.profile import Grid
-from jaxinfer.runtime.sampler import PLAIN_SAMPLER
-from jaxinfer.runtime.sampling_inputs import empty_sampling
-from jaxinfer.runtime.stage import Stage
-from jaxinfer.runtime.step import Key
-from jaxinfer.runtime.step_inputs import empty_inputs
-from jaxinfer.runtime.weights import Checkpoint
+from jaxinfer.options.validation import OptionError
+from jaxinfer.runtime.cluster import Engine, load_cluster
+from jaxinfer.runtime.processes.process_group import Progress
+from jaxinfer.runtime.profiling.measure_steps import measure_in_a_row
+from jaxinfer.runtime.profiling.profile import Grid
+from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
+from jaxinfer.runtime.stage.sampling_inputs import empty_sampling
+from jaxinfer.runtime.stage.stage import Stage
+from jaxinfer.runtime.stage.step import Key
+from jaxinfer.runtime.stage.step_inputs import empty_inputs
 from jaxinfer.steps.operators import Depths, Operators
 from jaxinfer.steps.times import Part
 

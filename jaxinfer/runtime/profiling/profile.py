@@ -14,12 +14,12 @@ import jax
 import numpy as np
 
 from jaxinfer import __version__
-from jaxinfer.config.shipped import data_path
+from jaxinfer.files.shipped import data_path
 from jaxinfer.made_from import PACKAGE, cpu_name, digest_of
-from jaxinfer.runtime.engine import Cluster, Engine, describe_attention
-from jaxinfer.runtime.measure_steps import measure_steps
-from jaxinfer.runtime.processes import Progress
-from jaxinfer.runtime.remote import RemoteWorker
+from jaxinfer.runtime.cluster import Cluster, Engine, describe_attention
+from jaxinfer.runtime.processes.process_group import Progress
+from jaxinfer.runtime.processes.remote_worker import RemoteWorker
+from jaxinfer.runtime.profiling.measure_steps import measure_steps
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.step_fit import StepFit

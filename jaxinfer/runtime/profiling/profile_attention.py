@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from jaxinfer.runtime.engine import Engine
-from jaxinfer.runtime.measure_steps import new_batch
-from jaxinfer.runtime.pair_inputs import SpreadInputs
-from jaxinfer.runtime.processes import Progress
-from jaxinfer.runtime.profile import Needs, profile_key
-from jaxinfer.runtime.spread_stage import SpreadStage
-from jaxinfer.runtime.spread_step import Cut
-from jaxinfer.runtime.stage import put_whole
+from jaxinfer.runtime.cluster import Engine
+from jaxinfer.runtime.processes.process_group import Progress
+from jaxinfer.runtime.profiling.measure_steps import new_batch
+from jaxinfer.runtime.profiling.profile import Needs, profile_key
+from jaxinfer.runtime.spread.spread_inputs import SpreadInputs
+from jaxinfer.runtime.spread.spread_stage import SpreadStage
+from jaxinfer.runtime.spread.spread_step import Cut
+from jaxinfer.runtime.stage.stage import put_whole
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.steps.attention_profile import (
     AttentionProfile,

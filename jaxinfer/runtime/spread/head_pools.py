@@ -9,8 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.models.sharding import HEADS_AXIS
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.runtime.kv_cache import abstract_pages
-from jaxinfer.runtime.plan import Plan
+from jaxinfer.runtime.stage.kv_cache import abstract_pages
+from jaxinfer.runtime.stage.layout import Plan
 
 
 @dataclass(frozen=True)

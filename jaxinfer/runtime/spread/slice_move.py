@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxinfer.pallas_kernels.choice import keys_by_token
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.runtime.spread_stage import SpreadStage
-from jaxinfer.runtime.stage import Stage
+from jaxinfer.runtime.spread.spread_stage import SpreadStage
+from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.serving.batch import Transfer
 
 # Pages of one head that are copied at once: one executable per device has them all.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxinfer.models.layers import HostOrTraced, PagedBatch
-from jaxinfer.runtime.step_inputs import empty_inputs, fill_tokens, row_starts
+from jaxinfer.runtime.stage.step_inputs import empty_inputs, fill_tokens, row_starts
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.kv_shards import Hold
 from jaxinfer.steps.shapes import StepLimits, StepShape

@@ -6,9 +6,8 @@ from typing import Any
 import jax
 
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.runtime.head_pools import head_pools
-from jaxinfer.runtime.kv_cache import allocate
-from jaxinfer.runtime.pair_inputs import (
+from jaxinfer.runtime.spread.head_pools import head_pools
+from jaxinfer.runtime.spread.spread_inputs import (
     HalvedInputs,
     PageTables,
     SpreadInputs,
@@ -16,10 +15,11 @@ from jaxinfer.runtime.pair_inputs import (
     build_spread_inputs,
     empty_spread_inputs,
 )
-from jaxinfer.runtime.plan import Plan
-from jaxinfer.runtime.spread_step import SpreadStep, split_parameters
-from jaxinfer.runtime.stage import Stage, put_whole
-from jaxinfer.runtime.step import Key, Parameters
+from jaxinfer.runtime.spread.spread_step import SpreadStep, split_parameters
+from jaxinfer.runtime.stage.kv_cache import allocate
+from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.stage import Stage, put_whole
+from jaxinfer.runtime.stage.step import Key, Parameters
 from jaxinfer.serving.batch import Batch
 from jaxinfer.steps.shapes import StepShape
 

@@ -22,10 +22,10 @@ from flax import nnx
 from jaxinfer.models.layers import PagedBatch, paged_attention
 from jaxinfer.models.stage import Layers
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.runtime.head_pools import HeadPool
-from jaxinfer.runtime.pair_inputs import empty_spread_inputs, pair_shapes, unpack
-from jaxinfer.runtime.plan import Plan
-from jaxinfer.runtime.step import CompiledStep, Key, Parameters
+from jaxinfer.runtime.spread.head_pools import HeadPool
+from jaxinfer.runtime.spread.spread_inputs import empty_spread_inputs, pair_shapes, unpack
+from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.step import CompiledStep, Key, Parameters
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
 # What stays between the layers' programs: the residual stream, and how positions rotate.

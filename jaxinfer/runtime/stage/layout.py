@@ -19,7 +19,7 @@ from jaxinfer.models.sharding import HEADS_AXIS, Rule, load_rules, padded, shard
 from jaxinfer.models.stage import Layers, make_model
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.runtime.kv_cache import abstract_pages, available_memory, memory_of
+from jaxinfer.runtime.stage.kv_cache import abstract_pages, available_memory, memory_of
 from jaxinfer.steps.shapes import StepLimits
 
 KV_DTYPES = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}

@@ -12,8 +12,8 @@ from jaxinfer.config.stages import AttentionConfig, StageConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.sharding import HEADS_AXIS
 from jaxinfer.pallas_kernels.choice import choose_kernels
-from jaxinfer.runtime.kv_cache import abstract_pages, memory_of
-from jaxinfer.runtime.plan import AttentionPlan, Plan, free_memory
+from jaxinfer.runtime.stage.kv_cache import abstract_pages, memory_of
+from jaxinfer.runtime.stage.layout import AttentionPlan, Plan, free_memory
 
 
 def plan_attention(

@@ -9,10 +9,10 @@ from jaxinfer.config.layer_split import count_layers
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.stage import Layers, split
-from jaxinfer.runtime.devices import configure_jax, open_groups
-from jaxinfer.runtime.plan import Plan, choose_dtype, make_plan
-from jaxinfer.runtime.plan_attention import plan_attention
-from jaxinfer.runtime.speed import measure_speed
+from jaxinfer.runtime.stage.devices import configure_jax, open_groups
+from jaxinfer.runtime.stage.layout import Plan, choose_dtype, make_plan
+from jaxinfer.runtime.stage.layout_attention import plan_attention
+from jaxinfer.runtime.stage.machine_speed import measure_speed
 
 
 def plan_cluster(model: ModelConfig, config: ClusterConfig) -> dict[str, list[Plan]]:

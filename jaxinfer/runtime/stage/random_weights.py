@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.runtime.plan import Plan, parameter_shapes
-from jaxinfer.runtime.step import Parameters
+from jaxinfer.runtime.stage.layout import Plan, parameter_shapes
+from jaxinfer.runtime.stage.step import Parameters
 
 _SCALE = 0.02
 

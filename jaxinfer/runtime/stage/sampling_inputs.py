@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from jaxinfer.request import Sampling
-from jaxinfer.runtime.sampler import SamplerShape, SamplingInputs
-from jaxinfer.runtime.step_inputs import row_starts
+from jaxinfer.runtime.stage.sampler import SamplerShape, SamplingInputs
+from jaxinfer.runtime.stage.step_inputs import row_starts
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.request_state import RequestState
 

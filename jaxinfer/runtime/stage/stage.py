@@ -8,12 +8,12 @@ import jax
 import numpy as np
 
 from jaxinfer.config.cluster import LinkConfig
-from jaxinfer.runtime.kv_cache import allocate
-from jaxinfer.runtime.plan import Plan
-from jaxinfer.runtime.sampler import SamplerShape, Samples, SamplingInputs
-from jaxinfer.runtime.sampling_inputs import empty_sampling
-from jaxinfer.runtime.step import CompiledStep, Key, Parameters
-from jaxinfer.runtime.step_inputs import build_inputs, empty_inputs
+from jaxinfer.runtime.stage.kv_cache import allocate
+from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.sampler import SamplerShape, Samples, SamplingInputs
+from jaxinfer.runtime.stage.sampling_inputs import empty_sampling
+from jaxinfer.runtime.stage.step import CompiledStep, Key, Parameters
+from jaxinfer.runtime.stage.step_inputs import build_inputs, empty_inputs
 from jaxinfer.serving.batch import Batch
 from jaxinfer.steps.shapes import StepShape
 

@@ -14,11 +14,11 @@ from flax import nnx
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.stage import Layers
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.runtime.devices import return_freed_memory
-from jaxinfer.runtime.plan import Plan
-from jaxinfer.runtime.sampler import SamplerShape, Samples, SamplingInputs, look_up, sample
-from jaxinfer.runtime.sampling_inputs import empty_sampling
-from jaxinfer.runtime.step_inputs import StepInputs, empty_inputs
+from jaxinfer.runtime.stage.devices import return_freed_memory
+from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.sampler import SamplerShape, Samples, SamplingInputs, look_up, sample
+from jaxinfer.runtime.stage.sampling_inputs import empty_sampling
+from jaxinfer.runtime.stage.step_inputs import StepInputs, empty_inputs
 from jaxinfer.steps.shapes import StepShape
 
 Parameters = nnx.State[Any, Any]

@@ -26,12 +26,12 @@ from statistics import fmean
 from typing import Self
 
 from jaxinfer.config.costs import SimulateOptions
-from jaxinfer.config.shipped import data_path
 from jaxinfer.config.step_costs import CurveCosts
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import data_path
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs import StagePart
-from jaxinfer.simulate.curve import Curve
+from jaxinfer.simulate.costs.model import StagePart
+from jaxinfer.simulate.costs.piecewise_linear import Curve
 
 # By decode's kind, the columns that say where its points are.
 _AXES = {"by_tokens": ("tokens",), "by_batch_and_context": ("batch", "context")}

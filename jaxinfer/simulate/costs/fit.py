@@ -13,7 +13,7 @@ from jaxinfer.serving.step_fit import (
     StepFit,
     least_squares,
 )
-from jaxinfer.simulate.costs import CostModel
+from jaxinfer.simulate.costs.model import CostModel
 
 _LENGTHS, _CONTEXTS, _BATCHES = 64, 8, 8
 

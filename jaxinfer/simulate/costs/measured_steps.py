@@ -14,19 +14,19 @@ from typing import Any, Self
 from pydantic import Field
 
 from jaxinfer.config.costs import SimulateOptions
-from jaxinfer.config.shipped import data_path
-from jaxinfer.config.validation import Options, within
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import data_path
+from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.options.validation import Options, within
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs import ITEMSIZE, StagePart
-from jaxinfer.simulate.hardware import Gpu, ModelShape
-from jaxinfer.simulate.table_files import (
+from jaxinfer.simulate.costs.model import ITEMSIZE, StagePart
+from jaxinfer.simulate.costs.table_files import (
     attention_points,
     check_meta,
     find_degree,
     named_points,
 )
-from jaxinfer.simulate.tables import Attention, Collectives, TableStage, rings
+from jaxinfer.simulate.costs.tables import Attention, Collectives, TableStage, rings
 from jaxinfer.steps.shapes import StepLimits
 
 DENSE = ("layer", "step", "decode_layer", "decode_step")

@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import Protocol
 
 from jaxinfer.config.costs import SimulateOptions, measured_kind
+from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.hardware import Gpu, ModelShape
 from jaxinfer.steps.shapes import StepLimits
 
 # Bytes of a number of hidden states and logits.
@@ -64,11 +64,11 @@ class StagePart:
 
 # By kind of costs. Each is read when it is asked for: that of tables loads scipy.
 STAGES = {
-    "roofline": "jaxinfer.simulate.roofline:RooflineStage",
-    "linear": "jaxinfer.simulate.linear:LinearStage",
-    "phases": "jaxinfer.simulate.phases:PhaseStage",
-    "curves": "jaxinfer.simulate.curves:CurveStage",
-    "tables": "jaxinfer.simulate.programs:Tables",
+    "roofline": "jaxinfer.simulate.costs.roofline:RooflineStage",
+    "linear": "jaxinfer.simulate.costs.linear:LinearStage",
+    "phases": "jaxinfer.simulate.costs.phases:PhaseStage",
+    "curves": "jaxinfer.simulate.costs.curves:CurveStage",
+    "tables": "jaxinfer.simulate.costs.measured_steps:Tables",
 }
 
 

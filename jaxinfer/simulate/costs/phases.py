@@ -24,7 +24,7 @@ from typing import Self
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.step_costs import DecodeCosts, PhaseCosts
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs import StagePart
+from jaxinfer.simulate.costs.model import StagePart
 
 
 def prompt_pairs(chunks: Sequence[tuple[int, int]]) -> int:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs import ITEMSIZE, StagePart
-from jaxinfer.simulate.hardware import Gpu, ModelShape
+from jaxinfer.simulate.costs.model import ITEMSIZE, StagePart
 
 
 @dataclass(frozen=True)

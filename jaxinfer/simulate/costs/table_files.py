@@ -22,8 +22,8 @@ from typing import Any
 import yaml
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.simulate.attention_grid import At
-from jaxinfer.simulate.hardware import ModelShape
+from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.simulate.costs.attention_grid import At
 
 # How often an operator runs in a layer.
 PER_LAYER = {

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Self
 
 from jaxinfer.config.costs import SimulateOptions
-from jaxinfer.config.shipped import data_path
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import data_path
+from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.attention_grid import At, AttentionGrid
-from jaxinfer.simulate.costs import ITEMSIZE, StagePart
-from jaxinfer.simulate.curve import Curve, add_up
-from jaxinfer.simulate.hardware import Gpu, ModelShape
-from jaxinfer.simulate.table_files import (
+from jaxinfer.simulate.costs.attention_grid import At, AttentionGrid
+from jaxinfer.simulate.costs.model import ITEMSIZE, StagePart
+from jaxinfer.simulate.costs.piecewise_linear import Curve, add_up
+from jaxinfer.simulate.costs.table_files import (
     FIRST,
     LAST,
     OPTIONAL,

@@ -13,13 +13,13 @@ from scenarios import examples
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.papers.aladdin.best_fit import Job, Worker
+from jaxinfer.papers.aladdin.system import Aladdin, AladdinOptions
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.policies import PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
 from jaxinfer.serving.system import ClusterView, Leg
-from jaxinfer.systems.aladdin import Aladdin, AladdinOptions
-from jaxinfer.systems.best_fit import Job, Worker
 
 # In binary fractions: sums in any order are equal.
 FIT = StepFit(PrefillFit(1 / 4, 1.0), MixedFit(0.0, 0.0, 1.0), DecodeFit(1 / 64, 1 / 8, 1 / 2))

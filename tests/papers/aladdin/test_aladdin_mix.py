@@ -13,9 +13,9 @@ from plan_cases import Carries, problem
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.plan.planners.aladdin import Aladdin, AladdinOptions
+from jaxinfer.papers.aladdin.planner import Aladdin, AladdinOptions
+from jaxinfer.papers.aladdin.sizing import Counts, WorkerCount, cheapest_mix
 from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.plan.workers import Counts, WorkerCount, cheapest_mix
 
 quick = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

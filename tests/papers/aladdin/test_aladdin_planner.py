@@ -14,10 +14,10 @@ from plan_cases import Carries, problem
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.plan.planners.aladdin import Aladdin, AladdinOptions, Size
+from jaxinfer.papers.aladdin.planner import Aladdin, AladdinOptions, Size
+from jaxinfer.papers.aladdin.sizing import MeanRequest, WorkerCount, fit_workers, most_tokens
 from jaxinfer.plan.planners.any_system import read_part
 from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.plan.workers import MeanRequest, WorkerCount, fit_workers, most_tokens
 from jaxinfer.serving.step_fit import DecodeFit
 from jaxinfer.simulate.run import prepare
 from jaxinfer.workload.lengths import BenchRequest

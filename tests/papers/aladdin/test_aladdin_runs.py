@@ -12,10 +12,10 @@ from scenarios import examples
 from serving_checks import Run, make_requests
 from test_aladdin import FIT, Checked, instance, make, serve, where
 
+from jaxinfer.papers.aladdin.ledger import Placed
+from jaxinfer.papers.aladdin.system import Aladdin
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
-from jaxinfer.systems.aladdin import Aladdin
-from jaxinfer.systems.placed import Placed
 from jaxinfer.systems.single import Single
 
 # Half as fast as ``FIT``.

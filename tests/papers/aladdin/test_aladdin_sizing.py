@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.plan.workers import MeanRequest, most_tokens
+from jaxinfer.papers.aladdin.sizing import MeanRequest, most_tokens
 from jaxinfer.serving.step_fit import DecodeFit
 from jaxinfer.simulate.run import prepare, simulate
 from jaxinfer.workload.lengths import BenchRequest

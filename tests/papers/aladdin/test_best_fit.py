@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scenarios import examples
 
-from jaxinfer.serving.admission import peak_entries
-from jaxinfer.serving.step_fit import DecodeFit, PrefillFit
-from jaxinfer.systems.best_fit import (
+from jaxinfer.papers.aladdin.best_fit import (
     Job,
     Limits,
     Seen,
@@ -24,8 +22,10 @@ from jaxinfer.systems.best_fit import (
     takes,
     to_open,
 )
-from jaxinfer.systems.expected import History
-from jaxinfer.systems.rebalance import Errors, rebalance, total
+from jaxinfer.papers.aladdin.length_history import History
+from jaxinfer.papers.aladdin.rebalance import Errors, rebalance, total
+from jaxinfer.serving.admission import peak_entries
+from jaxinfer.serving.step_fit import DecodeFit, PrefillFit
 
 # In binary fractions, so that sums in any order are equal.
 PREFILL, DECODE = PrefillFit(1 / 64, 1 / 4), DecodeFit(1 / 256, 1 / 32, 1 / 8)

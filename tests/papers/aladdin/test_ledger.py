@@ -7,9 +7,9 @@ import pytest
 from serving_checks import make_requests
 from test_aladdin import FIT, instance
 
-from jaxinfer.systems.best_fit import Worker
-from jaxinfer.systems.placed import Placed, limits_of
-from jaxinfer.systems.rebalance import Errors
+from jaxinfer.papers.aladdin.best_fit import Worker
+from jaxinfer.papers.aladdin.ledger import Placed, limits_of
+from jaxinfer.papers.aladdin.rebalance import Errors
 
 # A prompt, and how long its answer is predicted to be.
 PROMPT, PREDICTED = 4, 10

@@ -14,9 +14,9 @@ from scenarios import examples
 
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import JaxinferError
+from jaxinfer.papers.aladdin.best_fit import Job, Limits, Seen, Worker, best_fit, takes, to_open
+from jaxinfer.papers.aladdin.system import Aladdin, AladdinOptions
 from jaxinfer.serving.step_fit import DecodeFit, PrefillFit
-from jaxinfer.systems.aladdin import Aladdin, AladdinOptions
-from jaxinfer.systems.best_fit import Job, Limits, Seen, Worker, best_fit, takes, to_open
 from jaxinfer.systems.registry import make_system
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from scenarios import examples
 from serving_checks import make_kv, new_instance
 
+from jaxinfer.papers.cronus.balancer import Load, Refined, balance, chunked_seconds, load_of
+from jaxinfer.papers.cronus.system import Cronus, CronusOptions
 from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import LeastSquares, MixedFit, PrefillFit, StepFit
 from jaxinfer.serving.system import ClusterView, Leg
-from jaxinfer.systems.balancer import Load, Refined, balance, chunked_seconds, load_of
-from jaxinfer.systems.cronus import Cronus, CronusOptions
 
 ROOMY = Load(
     free_pages=10**6, page_size=16, max_num_batched_tokens=512, num_decodes=0, decode_context=0

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from scenarios import examples
 from serving_checks import Run, make_kv, make_requests, new_instance
 
+from jaxinfer.papers.cronus.system import Cronus, CronusOptions
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.step_fit import MixedFit, PrefillFit, StepFit
 from jaxinfer.serving.system import ClusterView, Leg
-from jaxinfer.systems.cronus import Cronus, CronusOptions
 
 FIT = StepFit(PrefillFit(0.4, 1), MixedFit(0.01, 0.01, 1))
 
@@ -328,7 +328,7 @@ def test_the_report_is_bounded_and_says_what_it_leaves_out(
 
     whole = serve().report()
     assert set(whole) == {"cuts"}
-    monkeypatch.setattr("jaxinfer.systems.cronus.REPORTED", 4)
+    monkeypatch.setattr("jaxinfer.papers.cronus.system.REPORTED", 4)
     cronus = serve()
     found = cronus.report()
     cuts, all_cuts = found["cuts"], whole["cuts"]

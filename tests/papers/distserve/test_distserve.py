@@ -15,13 +15,13 @@ from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.config.run_file import load_run_file
 from jaxinfer.errors import JaxinferError
+from jaxinfer.papers.distserve.system import DistServe, DistServeOptions
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import ClusterView, Leg
 from jaxinfer.simulate.run import simulate
 from jaxinfer.systems.disaggregated import Disaggregated, DisaggregatedOptions
-from jaxinfer.systems.distserve import DistServe, DistServeOptions
 from jaxinfer.workload.lengths import BenchRequest
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,7 @@ from plan_cases import Carries, problem
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.planners.distserve import (
+from jaxinfer.papers.distserve.planner import (
     DistServeHigh,
     DistServeLow,
     DistServeOptions,
@@ -21,11 +20,12 @@ from jaxinfer.plan.planners.distserve import (
     Space,
     products,
 )
-from jaxinfer.plan.planners.shapes import Shape, num_nodes, packed
+from jaxinfer.papers.distserve.shapes import Shape, num_nodes, packed
+from jaxinfer.plan.candidate import Candidate
+from jaxinfer.plan.choose import choose
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.registry import make_planner
 from jaxinfer.plan.result import head
-from jaxinfer.plan.run import choose
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import Ladder
 from jaxinfer.systems.registry import make_system

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from scenarios import examples
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
-from jaxinfer.serving.attention_fit import AttentionFit
-from jaxinfer.systems.head_dispatch import (
+from jaxinfer.papers.hetis.head_dispatch import (
     Load,
     as_halves,
     can_do,
@@ -21,6 +20,7 @@ from jaxinfer.systems.head_dispatch import (
     dispatch_by_memory,
     placed_anew,
 )
+from jaxinfer.serving.attention_fit import AttentionFit
 
 COEFFICIENT = st.sampled_from((0.0, 1.0, 2.0, 5.0, 11.0))
 

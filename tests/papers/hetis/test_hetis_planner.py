@@ -10,7 +10,7 @@ import yaml
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import JaxinferError
-from jaxinfer.plan.planners.hetis import Hetis, HetisOptions
+from jaxinfer.papers.hetis.planner import Hetis, HetisOptions
 from jaxinfer.plan.problem import Problem, load_problem
 from jaxinfer.simulate.cluster import model_cluster
 

@@ -6,13 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.plan.placement.primaries import (
-    Rule,
-    groupings,
-    primaries,
-    seconds_of,
-    splits_of,
-)
+from jaxinfer.papers.hetis.primaries import Rule, groupings, primaries, seconds_of, splits_of
 
 # A100-80, 3090, P100: Table 1's columns of prefill and decode times.
 PREFILL, DECODE = (0.06, 0.147, 1.47), (0.0097, 0.0143, 0.077)

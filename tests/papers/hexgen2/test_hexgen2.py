@@ -14,9 +14,9 @@ from scenarios import RULES, examples
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.papers.hexgen2.system import HexGen2, HexGen2Options, Shares
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.system import ClusterView, Leg
-from jaxinfer.systems.hexgen2 import HexGen2, HexGen2Options, Shares
 
 FLOWS = {"p": {"d": 3.0, "e": 1.0}, "q": {"e": 2.0}}
 

@@ -12,12 +12,12 @@ from plan_cases import Carries
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.plan.placement.flow import Network, Placed, shared_flow
-from jaxinfer.plan.placement.write import as_part
-from jaxinfer.plan.planners.hexgen2 import HexGen2
+from jaxinfer.papers.hexgen2.flow import Network, Placed, shared_flow
+from jaxinfer.papers.hexgen2.planner import HexGen2
+from jaxinfer.papers.hexgen2.run_file import as_part
+from jaxinfer.plan.choose import choose
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.registry import make_planner
-from jaxinfer.plan.run import choose
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest

@@ -12,12 +12,12 @@ from placement_cases import A100, CLASSES, ENGINE, H100, L40, modelled, requests
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.plan.placement.capacity import ROLES, Carried, Role, Stage, signature_of
-from jaxinfer.plan.placement.layers import even_times, least_sum
-from jaxinfer.plan.placement.lengths import Lengths
-from jaxinfer.plan.placement.stages import shapes
+from jaxinfer.hardware.catalogue import Catalogue
+from jaxinfer.papers.hexgen2.capacity import ROLES, Carried, Role, Stage, signature_of
+from jaxinfer.papers.hexgen2.full_steps import Lengths
+from jaxinfer.papers.hexgen2.stages import shapes
+from jaxinfer.plan.layers import even_times, least_sum
 from jaxinfer.simulate.cluster import model_cluster
-from jaxinfer.simulate.hardware import Catalogue
 from jaxinfer.workload.lengths import BenchRequest
 
 

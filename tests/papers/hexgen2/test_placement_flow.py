@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_cases import A100, H100, L40, least_side, modelled, site_of
 
-from jaxinfer.plan.placement.capacity import Carried, Stage
-from jaxinfer.plan.placement.flow import Network, Placed, pair_flow, shared_flow
+from jaxinfer.papers.hexgen2.capacity import Carried, Stage
+from jaxinfer.papers.hexgen2.flow import Network, Placed, pair_flow, shared_flow
 
 # Ten layers, each with so many bytes of KV of a prompt.
 LAYER = 1e8

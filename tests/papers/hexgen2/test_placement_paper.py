@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from placement_cases import A100, CLASSES, H100, L40, modelled, requests, site_of
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.plan.placement.baselines import genetic, guided, most_gpus, random_swaps, starts
-from jaxinfer.plan.placement.capacity import Carried
-from jaxinfer.plan.placement.flow import shared_flow
-from jaxinfer.plan.placement.lengths import Lengths
-from jaxinfer.plan.placement.moves import idle_gpus, size
-from jaxinfer.plan.placement.partition import _swap, num_replicas, partition, roles
-from jaxinfer.plan.placement.refine import Effort, Scorer
-from jaxinfer.plan.placement.table1 import Table1
-from jaxinfer.simulate.hardware import Catalogue
+from jaxinfer.hardware.catalogue import Catalogue
+from jaxinfer.papers.hexgen2.baselines import genetic, guided, most_gpus, random_swaps, starts
+from jaxinfer.papers.hexgen2.capacity import Carried
+from jaxinfer.papers.hexgen2.flow import shared_flow
+from jaxinfer.papers.hexgen2.full_steps import Lengths
+from jaxinfer.papers.hexgen2.moves import idle_gpus, size
+from jaxinfer.papers.hexgen2.partition import _swap, num_replicas, partition, roles
+from jaxinfer.papers.hexgen2.refine import Effort, Scorer
+from jaxinfer.papers.hexgen2.table1 import Table1
 
 # HexGen-2's heterogeneous settings 1 and 4 (Table 2's counts).
 SETTING_1 = {"h": (H100, 2), "a": (A100, 6), "l": (L40, 8), "r": ("RTX-A6000", 4)}

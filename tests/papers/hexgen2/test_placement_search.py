@@ -10,19 +10,24 @@ import pytest
 from placement_cases import A100, CLASSES, H100, L40, every_plan, least_side, modelled, site_of
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.plan.placement.capacity import ROLES, signature_of
-from jaxinfer.plan.placement.certify import (
+from jaxinfer.papers.hexgen2.capacity import ROLES, signature_of
+from jaxinfer.papers.hexgen2.certify import (
     best_plan,
     counts_by_kind,
     mix_of,
     plan_of_cells,
     plan_of_mix,
 )
-from jaxinfer.plan.placement.flow import shared_flow
-from jaxinfer.plan.placement.moves import KINDS, apply, as_plan, changes, idle_gpus, size
-from jaxinfer.plan.placement.programs import best_mix, configurations, patterns, within_nodes
-from jaxinfer.plan.placement.refine import Effort, Scorer, climb, score
-from jaxinfer.plan.placement.site import Site
+from jaxinfer.papers.hexgen2.flow import shared_flow
+from jaxinfer.papers.hexgen2.gpus import Site
+from jaxinfer.papers.hexgen2.integer_programs import (
+    best_mix,
+    configurations,
+    patterns,
+    within_nodes,
+)
+from jaxinfer.papers.hexgen2.moves import KINDS, apply, as_plan, changes, idle_gpus, size
+from jaxinfer.papers.hexgen2.refine import Effort, Scorer, climb, score
 
 EIGHT = {"h": (H100, 4), "a": (A100, 4)}
 

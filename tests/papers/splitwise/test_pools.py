@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scenarios import examples
 
-from jaxinfer.systems.pools import Job, Machine, Pools
+from jaxinfer.papers.splitwise.pools import Job, Machine, Pools
 
 CAPACITY = 100
 

@@ -12,10 +12,10 @@ from scenarios import examples, options, policy_options
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.papers.splitwise.system import Splitwise, SplitwiseOptions
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.policies import Policies, PolicyOptions, make_policies
-from jaxinfer.systems.splitwise import Splitwise, SplitwiseOptions
 
 
 def make(**options: Any) -> Splitwise:

@@ -8,9 +8,9 @@ import pytest
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
+from jaxinfer.papers.splitwise.system import Splitwise
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.run import simulate
-from jaxinfer.systems.splitwise import Splitwise
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
 

@@ -14,7 +14,7 @@ from plan_cases import Carries, problem
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.plan.planners.splitwise import SplitwisePools, SplitwisePoolsOptions
+from jaxinfer.papers.splitwise.planner import SplitwisePools, SplitwisePoolsOptions
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import Ladder
 

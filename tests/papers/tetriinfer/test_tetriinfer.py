@@ -16,14 +16,14 @@ from scenarios import examples
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.papers.tetriinfer.dispatch import Ledger, Load, choose, least_output
+from jaxinfer.papers.tetriinfer.role_flips import Flips
+from jaxinfer.papers.tetriinfer.sorted_queue import Windows, in_order
+from jaxinfer.papers.tetriinfer.system import TetriInfer, TetriInferOptions
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.policies import PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.systems.flips import Flips
-from jaxinfer.systems.length_aware import Ledger, Load, choose, least_output
-from jaxinfer.systems.tetriinfer import TetriInfer, TetriInferOptions
-from jaxinfer.systems.windows import Windows, in_order
 
 DISPATCHES = ("two_choices", "ratio", "random", "imbalance")
 ORDERS = ("sjf", "ljf", "fcfs")

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from plan_cases import RUN, problem
 
 from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.limits import gap_limits
 from jaxinfer.plan.planners.pd_ratio import (
     UTILISATION,
     PDRatio,
@@ -27,7 +26,7 @@ from jaxinfer.plan.planners.pd_ratio import (
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.targets import PercentileTargets, Reference, RequestTargets
+from jaxinfer.simulate.targets import PercentileTargets, Reference, RequestTargets, gap_limits
 from jaxinfer.workload.lengths import BenchRequest
 
 

@@ -16,13 +16,13 @@ from replan_cases import LONG, RUN, ByPrompts, candidate, problem
 from jaxinfer import JaxinferError
 from jaxinfer.commands.plan import plan
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
-from jaxinfer.plan.epochs import Epoch, Server, Way
+from jaxinfer.plan.choose import PlannerFailed
 from jaxinfer.plan.problem import Problem, Replan
-from jaxinfer.plan.replan import Replanner, follow, windows_of
+from jaxinfer.plan.replan.replan import Replanner, follow, windows_of
+from jaxinfer.plan.replan.schedule import Epoch, Server, Way
+from jaxinfer.plan.replan.trace_windows import cut
 from jaxinfer.plan.result import is_untouched
-from jaxinfer.plan.run import PlannerFailed
 from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.plan.windows import cut
 from jaxinfer.simulate.capacity import TriedRate
 from jaxinfer.simulate.run import prepare, serve, simulate
 from jaxinfer.simulate.targets import PercentileTargets, Verdict

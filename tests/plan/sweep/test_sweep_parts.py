@@ -9,8 +9,9 @@ import yaml
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.plan.kept import Kept
-from jaxinfer.plan.sweep import (
+from jaxinfer.plan.evaluation_cache import Kept
+from jaxinfer.plan.sweep.pictures import axis_words, draw, figure_words
+from jaxinfer.plan.sweep.sweep import (
     FIGURES,
     Asked,
     Sweep,
@@ -24,7 +25,6 @@ from jaxinfer.plan.sweep import (
     sweep_rows,
     x_axis,
 )
-from jaxinfer.plan.sweep_pictures import axis_words, draw, figure_words
 from jaxinfer.workload.synthetic import Synthetic
 
 
@@ -158,7 +158,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, grid: Sweep, rows: list[dict[str, Any
     """The axes of each picture."""
     found: list[Any] = []
     monkeypatch.setattr(
-        "jaxinfer.plan.sweep_pictures.save_picture", lambda figure, path: found.extend(figure.axes)
+        "jaxinfer.plan.sweep.pictures.save_picture", lambda figure, path: found.extend(figure.axes)
     )
     written, _ = draw(Path(), "svg", grid, rows)
     assert [path.suffix for path in written] == [".svg"] * len(found)

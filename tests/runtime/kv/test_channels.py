@@ -17,10 +17,10 @@ from test_world import Pretended
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import LinkConfig
-from jaxinfer.runtime import transfer as transfers
-from jaxinfer.runtime.emulated_links import EmulatedLinks
-from jaxinfer.runtime.lane import Slab
-from jaxinfer.runtime.transfer import Channel, Landed
+from jaxinfer.runtime.kv import channel as transfers
+from jaxinfer.runtime.kv.channel import Channel, Landed
+from jaxinfer.runtime.kv.emulated_links import EmulatedLinks
+from jaxinfer.runtime.kv.stage_pair import Slab
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.world import Event, InstanceLost, TransferDone

@@ -12,9 +12,9 @@ from test_failures import CRONUS, PARAMS, PROMPTS, cluster, tokens
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.runtime import transfer_check
-from jaxinfer.runtime.lane import Lane, Slab
-from jaxinfer.runtime.transfer_check import checksum, probe
+from jaxinfer.runtime.kv import checksums
+from jaxinfer.runtime.kv.checksums import checksum, probe
+from jaxinfer.runtime.kv.stage_pair import Lane, Slab
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -76,6 +76,6 @@ def test_the_probe_finds_copies_that_lose_data(monkeypatch: pytest.MonkeyPatch) 
     def losing(x: Any, sharding: NamedSharding) -> jax.Array:
         return put(np.zeros(x.shape, x.dtype) if sharding == there else x, sharding)
 
-    monkeypatch.setattr(transfer_check.jax, "device_put", losing)
+    monkeypatch.setattr(checksums.jax, "device_put", losing)
     with pytest.raises(JaxinferError, match="a -> b: a known array arrives changed"):
         probe(shape, dtype, here, there, "a -> b")

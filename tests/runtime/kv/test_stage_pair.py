@@ -13,10 +13,10 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.models.config import ModelConfig, Rope
 from jaxinfer.pallas_kernels.kv_pages import LARGEST, KVPages
-from jaxinfer.runtime.lane import Lane
-from jaxinfer.runtime.plan import Plan
-from jaxinfer.runtime.plan_cluster import plan_cluster
-from jaxinfer.runtime.slab import SLAB_TOKENS
+from jaxinfer.runtime.kv.slab import SLAB_TOKENS
+from jaxinfer.runtime.kv.stage_pair import Lane
+from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.layout_cluster import plan_cluster
 from jaxinfer.serving.batch import Transfer
 
 H, TOKENS = 8, 300

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scenarios import Chaos, Scenario, examples, scenarios
 from serving_checks import make_kv
 
-from jaxinfer.runtime.mirror import Mirror, Teller
+from jaxinfer.runtime.processes.batch_delta import Mirror, Teller
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.kv_shards import Hold
 from jaxinfer.serving.request_state import RequestState

@@ -24,11 +24,11 @@ from shifted_worker import AHEAD_S
 from jaxinfer import JaxinferError
 from jaxinfer.commands.worker import worker as worker_command
 from jaxinfer.report.records import read_run
-from jaxinfer.runtime import reach, remote, wire
-from jaxinfer.runtime.messages import Hello, Offered
-from jaxinfer.runtime.reach import Elsewhere, clock_offset
-from jaxinfer.runtime.remote import Process
-from jaxinfer.runtime.remote_channel import RemoteChannel
+from jaxinfer.runtime.processes import peers, remote_worker, sockets
+from jaxinfer.runtime.processes.messages import Hello, Offered
+from jaxinfer.runtime.processes.peers import Elsewhere, clock_offset
+from jaxinfer.runtime.processes.remote_channel import RemoteChannel
+from jaxinfer.runtime.processes.remote_worker import Process
 
 PAIR = Pair("two", Side(1, 8, segments=3), Side(2, 16))
 SHIFTED = (sys.executable, str(Path(__file__).with_name("shifted_worker.py")))
@@ -105,7 +105,7 @@ def test_an_offset_is_right_within_half_the_shortest_round_trip(
         now += back
         return said
 
-    monkeypatch.setattr(reach.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(peers.time, "perf_counter", lambda: now)
     assert abs(clock_offset(ask) - ahead) <= sum(delays) / 2 + 1e-9
 
 
@@ -119,7 +119,7 @@ def test_slabs_go_from_host_to_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each process offers its own where it is reached itself: two workers, or this one and one."""
-    monkeypatch.setattr(reach, "is_loopback", lambda host: False)
+    monkeypatch.setattr(peers, "is_loopback", lambda host: False)
     offered: set[tuple[str, str]] = set()
     hear = RemoteChannel._hear
 
@@ -189,7 +189,7 @@ def test_a_process_that_is_stopped_ends_when_its_caller_has_given_up(
 
 JOB = """
 import sys, time
-from jaxinfer.runtime.reach import Elsewhere
+from jaxinfer.runtime.processes.peers import Elsewhere
 peer = Elsewhere(sys.argv[1], sys.argv[2], {})
 print("there", flush=True)
 time.sleep(99)
@@ -244,7 +244,7 @@ def test_who_has_another_key_is_refused(
 
 def test_nobody_listens(models: dict[str, Path], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as there:
-        address = wire.join_address(*there.getsockname())
+        address = sockets.join_address(*there.getsockname())
     why = refusal(address, models, tmp_path)
     assert why == f"groups.b.host: {address}: Connection refused: no jaxinfer worker listens there"
 
@@ -252,9 +252,9 @@ def test_nobody_listens(models: dict[str, Path], tmp_path: Path) -> None:
 def test_somebody_else_listens(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "CONNECT_S", 0.3)
+    monkeypatch.setattr(sockets, "CONNECT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as there:
-        address = wire.join_address(*there.getsockname())
+        address = sockets.join_address(*there.getsockname())
         why = refusal(address, models, tmp_path)
         assert f"{address}: said nothing for 0.3 s" in why
         greet = threading.Thread(target=lambda: there.accept()[0].sendall(b"SSH-2.0-OpenSSH\r\n"))
@@ -270,7 +270,7 @@ def test_callers_that_say_nothing_keep_nobody_waiting(worker: tuple[str, psutil.
     with socket.create_connection((host, int(port))), socket.create_connection((host, int(port))):
         start = time.monotonic()
         Elsewhere(address, KEY, {}).end(0)
-        assert time.monotonic() - start < wire.CONNECT_S
+        assert time.monotonic() - start < sockets.CONNECT_S
     wait_until(lambda: not jobs(server))
 
 
@@ -316,7 +316,7 @@ def test_a_host_that_has_gone_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         def recv(self) -> None:
             raise TimeoutError
 
-    monkeypatch.setattr(remote, "Connection", Gone)
+    monkeypatch.setattr(remote_worker, "Connection", Gone)
     ours, theirs = socket.socketpair()
     given_up: list[float] = []
     peer: Any = SimpleNamespace(socket=ours, where="at there:9", end=given_up.append)

@@ -20,13 +20,13 @@ from cluster_checks import REQUESTS, Done
 from process_cases import SYSTEMS, apart, children, pid_of, serve_once, wait_until
 
 from jaxinfer import LLM
-from jaxinfer.runtime import remote
-from jaxinfer.runtime.carrier import HostCarrier
-from jaxinfer.runtime.messages import Launch, Offer, Place, Pull
-from jaxinfer.runtime.port import Port
-from jaxinfer.runtime.processes import ThisProcess
-from jaxinfer.runtime.remote import Process
-from jaxinfer.runtime.remote_channel import RemoteChannel
+from jaxinfer.runtime.processes import remote_worker
+from jaxinfer.runtime.processes.kv_endpoint import Port
+from jaxinfer.runtime.processes.messages import Launch, Offer, Place, Pull
+from jaxinfer.runtime.processes.process_group import ThisProcess
+from jaxinfer.runtime.processes.remote_channel import RemoteChannel
+from jaxinfer.runtime.processes.remote_worker import Process
+from jaxinfer.runtime.processes.transports import HostCarrier
 from jaxinfer.serving.world import StepDone
 
 KINDS = (Launch, Offer, Pull, Place)
@@ -156,7 +156,7 @@ def test_at_any_moment(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote, "SILENCE_S", 3.0)
+    monkeypatch.setattr(remote_worker, "SILENCE_S", 3.0)
     noticed = 0
     for number in numbers:
         moment = moments(victim, MOMENTS)[number]
@@ -229,7 +229,7 @@ def test_at_any_moment_and_back_at_any_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One cluster, which loses the same process in each of its runs."""
-    monkeypatch.setattr(remote, "SILENCE_S", 3.0)
+    monkeypatch.setattr(remote_worker, "SILENCE_S", 3.0)
     gc.collect()
     before = children(), threading.active_count(), open_files()
     pair = Pair("two", Side(1, 8), Side(2, 16), apart="ab")

@@ -26,7 +26,7 @@ from cluster_checks import Done, Ran, check_case, check_transfers, serve, token_
 from process_cases import SMALL, apart, children, pid_of, serve_once, serve_until, wait_until
 
 from jaxinfer import JaxinferError
-from jaxinfer.runtime import remote
+from jaxinfer.runtime.processes import remote_worker
 
 # Another number of devices, of stages and of segments on either side.
 ONE_APART = Pair("two", Side(1, 8, segments=3), Side(4, 16), apart="b")
@@ -113,7 +113,7 @@ def test_what_a_process_had_goes_on_elsewhere(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote, "SILENCE_S", 4.0)
+    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
     before = children()
     llm = load(models["two"], tmp_path, **apart(SMALL, system))
     pid = pid_of(llm, victim)

@@ -21,13 +21,16 @@ import jax
 import numpy as np
 import psutil
 import pytest
+from jaxinfer.runtime.kv.outcome import Failed
 from process_cases import wait_until
 
 from jaxinfer import JaxinferError
-from jaxinfer.runtime import port, reach, remote, worker_process
-from jaxinfer.runtime.carrier import HostCarrier
-from jaxinfer.runtime.engine import Cluster
-from jaxinfer.runtime.messages import (
+from jaxinfer.runtime import worker_process
+from jaxinfer.runtime.cluster import Cluster
+from jaxinfer.runtime.kv.channel import Landed
+from jaxinfer.runtime.processes import kv_endpoint as port
+from jaxinfer.runtime.processes import peers, remote_worker
+from jaxinfer.runtime.processes.messages import (
     Drop,
     Hello,
     Offer,
@@ -39,11 +42,15 @@ from jaxinfer.runtime.messages import (
     SlabFailed,
     StepEnded,
 )
-from jaxinfer.runtime.reach import Child
-from jaxinfer.runtime.remote import CompileCounts, Process, ProcessLost, RemoteWorker
-from jaxinfer.runtime.remote_channel import RemoteChannel
-from jaxinfer.runtime.transfer import Landed
-from jaxinfer.runtime.worker import Failed
+from jaxinfer.runtime.processes.peers import Child
+from jaxinfer.runtime.processes.remote_channel import RemoteChannel
+from jaxinfer.runtime.processes.remote_worker import (
+    CompileCounts,
+    Process,
+    ProcessLost,
+    RemoteWorker,
+)
+from jaxinfer.runtime.processes.transports import HostCarrier
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.kv_shards import KVShards
@@ -409,7 +416,7 @@ def test_a_worker_process_imports_what_lies_where_it_runs_last(
     monkeypatch.setattr(subprocess, "Popen", lambda args, **more: started.append(args))
     here, there = socket.socketpair()
     with here, there:
-        reach.start_worker(there, {})
+        peers.start_worker(there, {})
     assert started[0][:3] == [sys.executable, "-P", "-m"]
     ran: list[str] = []
     monkeypatch.chdir(tmp_path)
@@ -480,13 +487,13 @@ def test_a_process_that_starts_slowly_is_waited_for(monkeypatch: pytest.MonkeyPa
 
 def lost_one(monkeypatch: pytest.MonkeyPatch, script: str, silence_s: float) -> Process:
     """What is left of a process that runs a script instead of a worker."""
-    monkeypatch.setattr(remote, "SILENCE_S", silence_s)
+    monkeypatch.setattr(remote_worker, "SILENCE_S", silence_s)
     start = subprocess.Popen
 
     def run(command: list[str], **options: Any) -> Any:
         return start([sys.executable, "-c", script, command[4]], **options)
 
-    monkeypatch.setattr(reach.subprocess, "Popen", run)
+    monkeypatch.setattr(peers.subprocess, "Popen", run)
     process = Process("a", Child({}))
     assert process.why_lost(20)
     return process
@@ -494,8 +501,8 @@ def lost_one(monkeypatch: pytest.MonkeyPatch, script: str, silence_s: float) -> 
 
 FORKING = """
 import os, sys, time
-from jaxinfer.runtime.reach import Child
-from jaxinfer.runtime.remote import Process
+from jaxinfer.runtime.processes.peers import Child
+from jaxinfer.runtime.processes.remote_worker import Process
 process = Process("a", Child({}))
 if not (child := os.fork()):
     time.sleep(99)

@@ -9,17 +9,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from jaxinfer.runtime.kv.outcome import Failed
 from process_cases import wait_until
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import ClusterConfig, GroupConfig, InstanceConfig
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.models.stage import Layers
-from jaxinfer.runtime import restarts as module
-from jaxinfer.runtime.remote import NobodyThere, ProcessLost
-from jaxinfer.runtime.restarts import Outcome, Restarted, Restarts, _as_planned, _check_same
-from jaxinfer.runtime.sampler import PLAIN_SAMPLER
-from jaxinfer.runtime.worker import Failed
+from jaxinfer.runtime.processes import restarts as module
+from jaxinfer.runtime.processes.remote_worker import NobodyThere, ProcessLost
+from jaxinfer.runtime.processes.restarts import (
+    Outcome,
+    Restarted,
+    Restarts,
+    _as_planned,
+    _check_same,
+)
+from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.request_state import RequestState

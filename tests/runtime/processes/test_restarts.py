@@ -13,9 +13,9 @@ from cluster_checks import Done, Ran, serve
 from process_cases import SYSTEMS, children, pid_of, serve_once, wait_until
 
 from jaxinfer import LLM, JaxinferError
-from jaxinfer.runtime.messages import Launch
-from jaxinfer.runtime.remote import RemoteWorker
-from jaxinfer.runtime.restarts import Restarts
+from jaxinfer.runtime.processes.messages import Launch
+from jaxinfer.runtime.processes.remote_worker import RemoteWorker
+from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.serving.world import StepDone
 
 PAIR = Pair("two", Side(1, 8), Side(2, 16), apart="b")

@@ -13,12 +13,12 @@ from cluster_cases import free_executables
 from test_lane import entries, pages_of, plans
 
 from jaxinfer import JaxinferError
+from jaxinfer.checkpoints.small_model import HEAD_DIM, LAYERS, small_checkpoint
 from jaxinfer.pallas_kernels.kv_pages import KVPages, write_kv
-from jaxinfer.runtime.conformance import Conformance, Outcome
-from jaxinfer.runtime.conformance_sides import VALUES, Side, covering_sides, with_values
-from jaxinfer.runtime.kv_entries import allowed_change, compare_entries, read_entries
-from jaxinfer.runtime.lane import Lane
-from jaxinfer.runtime.small_model import HEAD_DIM, LAYERS, small_checkpoint
+from jaxinfer.runtime.kv.kv_entries import allowed_change, compare_entries, read_entries
+from jaxinfer.runtime.kv.stage_pair import Lane
+from jaxinfer.runtime.profiling.conformance import Conformance, Outcome
+from jaxinfer.runtime.profiling.conformance_sides import VALUES, Side, covering_sides, with_values
 
 
 def test_any_two_values_stand_together_in_a_side() -> None:

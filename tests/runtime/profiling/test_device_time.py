@@ -7,7 +7,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.runtime.device_time import Kernel, StepTracer, device_time, read_trace
+from jaxinfer.runtime.profiling.device_time import Kernel, StepTracer, device_time, read_trace
 from jaxinfer.serving.batch import Work
 
 KERNELS = [

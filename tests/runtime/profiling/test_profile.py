@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from test_failures import INSTANCE, PARAMS, PROMPTS, tokens
 
 from jaxinfer import LLM, JaxinferError
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.cluster import Emulate, GroupConfig, InstanceConfig, LinkConfig
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.report.records import read_run
-from jaxinfer.runtime import profile as profiles
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.engine import Engine
-from jaxinfer.runtime.profile import Grid, profile_engines
+from jaxinfer.runtime.cluster import Engine
+from jaxinfer.runtime.profiling import profile as profiles
+from jaxinfer.runtime.profiling.profile import Grid, profile_engines
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.steps import profile as stored
@@ -309,7 +309,7 @@ def test_a_link_of_a_gpu_is_not_emulated(
 ) -> None:
     gpu = SimpleNamespace(platform="gpu")
     opened = {"a": [gpu], "b": [gpu]}
-    monkeypatch.setattr("jaxinfer.runtime.plan_cluster.open_groups", lambda groups: opened)
+    monkeypatch.setattr("jaxinfer.runtime.stage.layout_cluster.open_groups", lambda groups: opened)
     link = LinkConfig(between=("a", "b"), gb_s=1)
     with pytest.raises(JaxinferError, match="links: a - b is emulated, on CPU only, and a is a"):
         cluster(tiny_folder, 1.0, links=(link,))

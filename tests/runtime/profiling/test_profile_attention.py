@@ -11,9 +11,9 @@ from test_spread import spread
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.runtime import profile_attention as measuring
-from jaxinfer.runtime.profile import Needs, profile_key
-from jaxinfer.runtime.profile_attention import prepare_attention, profile_attention
+from jaxinfer.runtime.profiling import profile_attention as measuring
+from jaxinfer.runtime.profiling.profile import Needs, profile_key
+from jaxinfer.runtime.profiling.profile_attention import prepare_attention, profile_attention
 from jaxinfer.steps import profile as stored
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jaxinfer.runtime.kv.outcome import Failed
 
 from jaxinfer.config.cluster import LinkConfig
-from jaxinfer.runtime import measure_steps as measure_module
-from jaxinfer.runtime import profile as profiles
-from jaxinfer.runtime.measure_steps import measure_in_a_row, measure_steps
-from jaxinfer.runtime.profile import Grid, Needs, prepare_times, profile_engines
-from jaxinfer.runtime.worker import Failed
+from jaxinfer.runtime.profiling import measure_steps as measure_module
+from jaxinfer.runtime.profiling import profile as profiles
+from jaxinfer.runtime.profiling.measure_steps import measure_in_a_row, measure_steps
+from jaxinfer.runtime.profiling.profile import Grid, Needs, prepare_times, profile_engines
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.world import StepDone

@@ -15,7 +15,7 @@ from cluster_cases import HEADS, PEAK, Loader, Request, load, roomy
 from cluster_checks import REQUESTS, Done, Ran, serve
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.runtime.spread_stage import SpreadStage
+from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.serving.kv_shards import Placement
 from jaxinfer.serving.system import (
     Action,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.models.layers import PagedBatch
-from jaxinfer.runtime.pair_inputs import (
+from jaxinfer.runtime.spread.spread_inputs import (
     PageTables,
     SpreadInputs,
     build_spread_inputs,
@@ -15,7 +15,7 @@ from jaxinfer.runtime.pair_inputs import (
     pair_shapes,
     unpack,
 )
-from jaxinfer.runtime.step_inputs import build_inputs, row_starts
+from jaxinfer.runtime.stage.step_inputs import build_inputs, row_starts
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard

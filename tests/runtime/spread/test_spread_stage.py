@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.cluster import ClusterConfig, GroupConfig, InstanceConfig
 from jaxinfer.pallas_kernels.choice import keys_by_token
-from jaxinfer.runtime import plan_attention
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.engine import Engine, load_parameters
+from jaxinfer.runtime.cluster import Engine, load_parameters
 from jaxinfer.runtime.explain import longest_request
-from jaxinfer.runtime.pair_inputs import HalvedInputs
-from jaxinfer.runtime.plan_cluster import plan_cluster
-from jaxinfer.runtime.sampler import PLAIN_SAMPLER
-from jaxinfer.runtime.slice_move import SliceMoves
-from jaxinfer.runtime.spread_stage import SpreadStage
-from jaxinfer.runtime.spread_step import Cut
-from jaxinfer.runtime.stage import Stage
-from jaxinfer.runtime.step import Key
+from jaxinfer.runtime.spread.slice_move import SliceMoves
+from jaxinfer.runtime.spread.spread_inputs import HalvedInputs
+from jaxinfer.runtime.spread.spread_stage import SpreadStage
+from jaxinfer.runtime.spread.spread_step import Cut
+from jaxinfer.runtime.stage import layout_attention
+from jaxinfer.runtime.stage.layout_cluster import plan_cluster
+from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
+from jaxinfer.runtime.stage.stage import Stage
+from jaxinfer.runtime.stage.step import Key
 from jaxinfer.serving.batch import Batch, Row, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
@@ -220,7 +220,7 @@ def test_what_a_stage_of_several_devices_says_of_itself() -> None:
 
 def test_heads_move_between_devices_whose_keys_lie_unlike(monkeypatch: pytest.MonkeyPatch) -> None:
     """As between a GPU and a CPU: kernels on one device, plain attention on the other."""
-    monkeypatch.setattr(plan_attention, "choose_kernels", lambda *args: "interpret")
+    monkeypatch.setattr(layout_attention, "choose_kernels", lambda *args: "interpret")
     tokens, logits = expected("llama")
     model = Spread("llama")
     assert isinstance(model.stage, SpreadStage)

@@ -14,10 +14,10 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.config import ModelConfig, Rope
 from jaxinfer.models.stage import Layers
-from jaxinfer.runtime import kv_cache
-from jaxinfer.runtime import plan as plans
-from jaxinfer.runtime.kv_cache import abstract_pages, allocate, available_memory, memory_of
-from jaxinfer.runtime.plan import Plan, choose_dtype, make_plan
+from jaxinfer.runtime.stage import kv_cache
+from jaxinfer.runtime.stage import layout as plans
+from jaxinfer.runtime.stage.kv_cache import abstract_pages, allocate, available_memory, memory_of
+from jaxinfer.runtime.stage.layout import Plan, choose_dtype, make_plan
 
 # Vocabulary 20, D 16, F 32, two layers, 4 query and 2 KV heads of 8.
 MODEL = ModelConfig(

@@ -10,12 +10,12 @@ import pytest
 from checkpoint_files import CONFIG, error_of, make_folder, make_gguf, make_weights, plan_alone
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.checkpoints import hub
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.runtime import hub
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.convert import convert
-from jaxinfer.runtime.random_weights import _key_data, _program, random_parameters
+from jaxinfer.convert import convert
+from jaxinfer.runtime.stage.random_weights import _key_data, _program, random_parameters
 from jaxinfer.text.tokenizer import NoTokenizer
 
 ENGINE: dict[str, Any] = {

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jaxinfer.runtime.sampler import (
+from jaxinfer.runtime.stage.sampler import (
     SamplerShape,
     SamplingInputs,
     _edit,
@@ -22,7 +22,7 @@ from jaxinfer.runtime.sampler import (
     keep_top_p,
     sample,
 )
-from jaxinfer.runtime.sampling_inputs import NO_TOKEN, empty_sampling
+from jaxinfer.runtime.stage.sampling_inputs import NO_TOKEN, empty_sampling
 
 V = 50
 # XLA:CPU takes subnormal numbers for 0.

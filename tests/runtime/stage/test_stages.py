@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config.cluster import LinkConfig
-from jaxinfer.runtime import stage as stages
-from jaxinfer.runtime.sampler import SamplerShape
-from jaxinfer.runtime.stage import Stage, put_whole
-from jaxinfer.runtime.step import Key
+from jaxinfer.runtime.stage import stage as stages
+from jaxinfer.runtime.stage.sampler import SamplerShape
+from jaxinfer.runtime.stage.stage import Stage, put_whole
+from jaxinfer.runtime.stage.step import Key
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
 NOTHING: Any = None

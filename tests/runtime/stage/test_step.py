@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import JaxinferError
 from jaxinfer.models.stage import Layers
-from jaxinfer.runtime.sampler import SamplerShape
-from jaxinfer.runtime.sampling_inputs import empty_sampling
-from jaxinfer.runtime.step import CompiledStep, Key
-from jaxinfer.runtime.step_inputs import empty_inputs
+from jaxinfer.runtime.stage.sampler import SamplerShape
+from jaxinfer.runtime.stage.sampling_inputs import empty_sampling
+from jaxinfer.runtime.stage.step import CompiledStep, Key
+from jaxinfer.runtime.stage.step_inputs import empty_inputs
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
 V = D = 12

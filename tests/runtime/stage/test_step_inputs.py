@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.request import Sampling, SamplingParams
-from jaxinfer.runtime.sampler import SamplingInputs
-from jaxinfer.runtime.sampling_inputs import (
+from jaxinfer.runtime.stage.sampler import SamplingInputs
+from jaxinfer.runtime.stage.sampling_inputs import (
     NO_TOKEN,
     build_sampling,
     next_prompt_tokens,
@@ -15,7 +15,7 @@ from jaxinfer.runtime.sampling_inputs import (
     sampler_shape,
     sampling_of,
 )
-from jaxinfer.runtime.step_inputs import build_inputs
+from jaxinfer.runtime.stage.step_inputs import build_inputs
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard

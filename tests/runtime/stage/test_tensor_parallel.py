@@ -9,10 +9,10 @@ import pytest
 from test_golden import OPTIONS, serve
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.cluster import one_engine
 from jaxinfer.config.engine import EngineOptions
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.engine import Cluster, load_cluster
+from jaxinfer.runtime.cluster import Cluster, load_cluster
 from jaxinfer.steps.shapes import StepShape
 
 TINY = {"page_size": 8, "num_pages": 65, "max_num_seqs": 4, "max_num_batched_tokens": 32}

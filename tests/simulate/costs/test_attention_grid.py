@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.simulate.attention_grid import At, AttentionGrid
+from jaxinfer.simulate.costs.attention_grid import At, AttentionGrid
 
 SIDES = ((16.0, 64.0, 512.0), (0.0, 100.0, 4000.0), (1.0, 8.0, 128.0), (16.0, 300.0, 2000.0))
 
@@ -110,7 +110,7 @@ def test_points_may_lie_anywhere() -> None:
 
 def test_a_coarser_grid_keeps_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four chunks by two counts of decodes, three of them not measured, of which two may be."""
-    monkeypatch.setattr("jaxinfer.simulate.attention_grid._MOST_FILLED", 2)
+    monkeypatch.setattr("jaxinfer.simulate.costs.attention_grid._MOST_FILLED", 2)
     points = {(c, 0.0, 1.0, 1.0): micros for c, micros in ((1.0, 2.0), (2.0, 9.0), (3.0, 4.0))}
     points |= {(4.0, 0.0, 1.0, 1.0): 3.0, (1.0, 0.0, 2.0, 1.0): 5.0}
     found = AttentionGrid(points, key_of)

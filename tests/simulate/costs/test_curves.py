@@ -13,7 +13,7 @@ from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import model_cluster
-from jaxinfer.simulate.curves import BatchCurves, CurveCosts, CurveStage
+from jaxinfer.simulate.costs.curves import BatchCurves, CurveCosts, CurveStage
 
 HEAD = "phase,tokens,batch,context,seconds"
 # Splitwise's perf_model.csv, BLOOM-176B on eight A100, medians in milliseconds, to three digits: a

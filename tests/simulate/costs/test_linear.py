@@ -6,9 +6,9 @@ import pytest
 
 from jaxinfer import JaxinferError
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs import Pipeline
-from jaxinfer.simulate.fit import fit_costs
-from jaxinfer.simulate.linear import LinearCosts, LinearStage
+from jaxinfer.simulate.costs.fit import fit_costs
+from jaxinfer.simulate.costs.linear import LinearCosts, LinearStage
+from jaxinfer.simulate.costs.model import Pipeline
 
 
 def test_a_step_is_the_sum_of_its_counts() -> None:

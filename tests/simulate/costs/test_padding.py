@@ -11,8 +11,8 @@ from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import model_cluster
-from jaxinfer.simulate.costs import Padded, Pipeline
-from jaxinfer.simulate.linear import LinearCosts, LinearStage
+from jaxinfer.simulate.costs.linear import LinearCosts, LinearStage
+from jaxinfer.simulate.costs.model import Padded, Pipeline
 from jaxinfer.simulate.run import simulate
 from jaxinfer.steps.shapes import StepLimits
 from jaxinfer.workload.lengths import BenchRequest

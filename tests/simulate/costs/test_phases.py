@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.nodes import place_groups
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
 from jaxinfer.config.step_costs import DecodeCosts, PrefillCosts
@@ -19,8 +20,7 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.system import Assignment, ClusterView, Leg, RequestView, System
 from jaxinfer.simulate.cluster import model_cluster
-from jaxinfer.simulate.nodes import place_groups
-from jaxinfer.simulate.phases import PhaseCosts, PhaseStage, prompt_pairs
+from jaxinfer.simulate.costs.phases import PhaseCosts, PhaseStage, prompt_pairs
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 

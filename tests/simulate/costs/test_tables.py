@@ -10,12 +10,12 @@ import yaml
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.hardware.catalogue import Gpu, ModelShape, find_gpu
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs import StagePart
-from jaxinfer.simulate.curve import Curve, add_up
-from jaxinfer.simulate.hardware import Gpu, ModelShape, find_gpu
-from jaxinfer.simulate.programs import Tables
-from jaxinfer.simulate.tables import TableStage
+from jaxinfer.simulate.costs.measured_steps import Tables
+from jaxinfer.simulate.costs.model import StagePart
+from jaxinfer.simulate.costs.piecewise_linear import Curve, add_up
+from jaxinfer.simulate.costs.tables import TableStage
 
 MODEL = ModelShape(
     hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=4,
