@@ -13,13 +13,13 @@ from queue import SimpleQueue
 from typing import Any
 
 import click
-from jaxinfer.runtime.kv.outcome import Failed
 from rich.console import Console
 from rich.table import Table
 
 from jaxinfer import LLM
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.request import Sampling, SamplingParams
+from jaxinfer.runtime.kv.outcome import Failed
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone

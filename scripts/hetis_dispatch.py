@@ -16,7 +16,7 @@ from scipy.optimize import linprog
 
 from jaxinfer.papers.hetis.head_dispatch import Load, dispatch
 from jaxinfer.papers.hetis.system import Hetis
-from jaxinfer.serving.attention_fit import AttentionFit
+from jaxinfer.serving.step_fit import AttentionFit
 
 SETS, ROOM = 12, 10**7
 

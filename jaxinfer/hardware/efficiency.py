@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from jaxinfer.hardware.catalogue import ModelShape
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlops:
@@ -47,3 +49,16 @@ class Yardstick:
     def watt_hours(self, seconds: float) -> float | None:
         """What their GPUs use in so long, at most."""
         return None if self.watts is None else self.watts * seconds / 3600
+
+
+def model_flops(model: ModelShape) -> ModelFlops:
+    """Of the matrix products and attention: 2 per parameter that a token meets, and 4 per head and
+    its dimension for each KV entry that it sees.
+    """
+    layers, experts = model.num_hidden_layers, model.num_experts_per_tok or 1
+    parameters = model.attention_parameters + experts * model.expert_parameters
+    return ModelFlops(
+        token=2.0 * layers * parameters,
+        pair=4.0 * layers * model.num_attention_heads * model.head_size,
+        sampled=2.0 * model.hidden_size * model.vocab_size,
+    )

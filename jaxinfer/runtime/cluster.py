@@ -16,7 +16,7 @@ from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.runtime.kv.channel import Channel
 from jaxinfer.runtime.kv.stage_pair import Lane, RemoteLane
 from jaxinfer.runtime.processes.messages import CarrierName
-from jaxinfer.runtime.processes.process_group import OtherProcesses, Progress
+from jaxinfer.runtime.processes.process_group import OtherProcesses, Progress, Side
 from jaxinfer.runtime.processes.remote_channel import RemoteChannel
 from jaxinfer.runtime.processes.remote_worker import RemoteStage, RemoteWorker
 from jaxinfer.runtime.processes.restarts import Restarts
@@ -28,13 +28,12 @@ from jaxinfer.runtime.stage.random_weights import random_parameters
 from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.step import Parameters
 from jaxinfer.runtime.worker import Worker
-from jaxinfer.serving.attention_fit import AttentionFit
 from jaxinfer.serving.half_batches import by_fits, choice
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.policies import make_policies
-from jaxinfer.serving.step_fit import StepFit
+from jaxinfer.serving.step_fit import AttentionFit, StepFit
 
 
 @dataclass(frozen=True)
@@ -323,12 +322,17 @@ def _channel(
         RemoteLane.between(source.plans[i], dest.plans[j], i, j, g, config.link(*g))
         for i, j, g in pairs
     ]
-    sides = others.side(source.name, source.worker), others.side(dest.name, dest.worker)
+    sides = _side(source, others), _side(dest, others)
     carriers: list[CarrierName] = ["host" if transport == "auto" else transport]
     on_gpus = all(end.plan.devices[0].platform == "gpu" for end in (source, dest))
     if transport == "auto" and on_gpus:
         carriers.append("transfer_server")
     return RemoteChannel((source.name, dest.name), sides, lanes, verify, carriers)
+
+
+def _side(engine: Engine, others: OtherProcesses) -> Side:
+    worker = engine.worker
+    return others.side(engine.name, worker.stages if isinstance(worker, Worker) else None)
 
 
 def local_channel(

@@ -4,20 +4,7 @@ from collections.abc import Iterable
 
 from jaxinfer.config.nodes import Placement
 from jaxinfer.hardware.catalogue import Gpu, ModelShape, sum_known
-from jaxinfer.hardware.efficiency import ModelFlops, Yardstick
-
-
-def model_flops(model: ModelShape) -> ModelFlops:
-    """Of the matrix products and attention: 2 per parameter that a token meets, and 4 per head and
-    its dimension for each KV entry that it sees.
-    """
-    layers, experts = model.num_hidden_layers, model.num_experts_per_tok or 1
-    parameters = model.attention_parameters + experts * model.expert_parameters
-    return ModelFlops(
-        token=2.0 * layers * parameters,
-        pair=4.0 * layers * model.num_attention_heads * model.head_size,
-        sampled=2.0 * model.hidden_size * model.vocab_size,
-    )
+from jaxinfer.hardware.efficiency import Yardstick, model_flops
 
 
 def make_yardstick(

@@ -18,7 +18,7 @@ import tensorstore
 from checkpoint_files import plan_alone
 from click.testing import CliRunner
 from safetensors.numpy import save_file
-from test_tensor_parallel import TINY, outputs
+from tiny_outputs import TINY, outputs
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.checkpoints import converted

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from test_failures import INSTANCE, PARAMS, PROMPTS
+from failure_cases import INSTANCE, PARAMS, PROMPTS
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.commands.app import cli

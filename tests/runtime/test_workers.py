@@ -11,9 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxinfer.runtime.kv.outcome import Failed, join
 
 from jaxinfer.request import Logprob, Sampling, SamplingParams
+from jaxinfer.runtime.kv.outcome import Failed, join
 from jaxinfer.runtime.stage.sampler import SamplerShape, Samples
 from jaxinfer.runtime.stage.sampling_inputs import sampler_shape
 from jaxinfer.runtime.stage.step_inputs import build_inputs

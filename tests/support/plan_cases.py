@@ -1,10 +1,11 @@
 """Searches whose simulations are a rule: what each run file carries is known."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.plan.problem import Problem
+from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.capacity import TriedRate, num_gpus
 from jaxinfer.simulate.targets import Verdict
 
@@ -44,3 +45,16 @@ def problem(goal: dict[str, Any], planner: dict[str, Any] | None = None, **more:
     goal = {"slo": "ttft=1", "fresh_seeds": 1} | goal
     planner = planner or {"name": "colocated", "gpus": {"A10": 1}}
     return Problem.model_validate({"planner": planner, "goal": goal, "run": RUN} | more)
+
+
+class Linear:
+    """Of two stages, one of which takes half as long."""
+
+    step_s, token_s, entry_s = 0.01, 1e-4, 1e-7
+
+    def stages(self, work: Work) -> Sequence[float]:
+        seconds = self.step_s + self.token_s * work.tokens + self.entry_s * work.single_context
+        return [seconds, seconds / 2]
+
+    def hops(self, work: Work) -> Sequence[float]:
+        return [0.0]

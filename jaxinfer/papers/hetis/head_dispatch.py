@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxinfer.serving.attention_fit import AttentionFit
+from jaxinfer.serving.step_fit import AttentionFit
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxinfer.config.cluster import ClusterConfig
+from jaxinfer.runtime.kv.outcome import StepEnd
 from jaxinfer.runtime.kv.slab import SlabFormat
 from jaxinfer.runtime.stage.layout import PlanFacts
 from jaxinfer.runtime.stage.sampler import SamplerShape
@@ -90,14 +91,6 @@ class OpenLane(NamedTuple):
     form: SlabFormat
     sends: bool
     verify: bool
-
-
-class StepEnd(NamedTuple):
-    """The end of a stage's part of a step in another process, which alone can wait for it."""
-
-    instance: str
-    step: int
-    stage: int
 
 
 class Offer(NamedTuple):

@@ -13,7 +13,6 @@ from jaxinfer.runtime.processes.peers import Child, Elsewhere, Peer, shared_key
 from jaxinfer.runtime.processes.remote_worker import Process, ProcessLost, RemoteWorker
 from jaxinfer.runtime.processes.sockets import LOOPBACK
 from jaxinfer.runtime.stage.stage import Stage
-from jaxinfer.runtime.worker import Worker
 
 Hear = Callable[[LaneAnswer], None]
 # What the user sees of a long start: a description, and how many parts are left.
@@ -206,13 +205,13 @@ class OtherProcesses:
         """The process other than this one that has an instance."""
         return self._there[instance]
 
-    def side(self, instance: str, worker: Worker | RemoteWorker) -> Side:
-        """The process that has an instance."""
-        if isinstance(worker, RemoteWorker):
+    def side(self, instance: str, stages: Sequence[Stage] | None) -> Side:
+        """The process that has an instance; this one if the instance's stages are given."""
+        if stages is None:
             return self.there(instance)
         if self._here is None:
             self._here = ThisProcess(self._host)
-        self._here.stages[instance] = worker.stages
+        self._here.stages[instance] = stages
         return self._here
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.errors import JaxinferError, one_line
-from jaxinfer.runtime.kv.outcome import Failed, Launched, StepEnd
+from jaxinfer.runtime.kv.outcome import Failed, Launched, Post, StepEnd
 from jaxinfer.runtime.processes.batch_delta import Teller
 from jaxinfer.runtime.processes.kv_endpoint import LaneAnswer
 from jaxinfer.runtime.processes.messages import (
@@ -35,7 +35,6 @@ from jaxinfer.runtime.processes.peers import END_S, Ended, Peer, how_ended
 from jaxinfer.runtime.processes.sockets import set_patience
 from jaxinfer.runtime.stage.layout import PlanFacts
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape
-from jaxinfer.runtime.worker import Post
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.world import StepDone
 

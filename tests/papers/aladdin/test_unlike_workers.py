@@ -19,7 +19,7 @@ from jaxinfer.papers.aladdin.system import Aladdin, AladdinOptions
 from jaxinfer.serving.step_fit import DecodeFit, PrefillFit
 from jaxinfer.systems.registry import make_system
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
 from aladdin_packing import by_rule, in_order, least_usd
 

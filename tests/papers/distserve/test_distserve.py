@@ -24,7 +24,7 @@ from jaxinfer.simulate.run import simulate
 from jaxinfer.systems.disaggregated import Disaggregated, DisaggregatedOptions
 from jaxinfer.workload.lengths import BenchRequest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ONE = [{"prefill": "p", "decode": "d"}]
 TWO = [{"prefill": "p", "decode": "d"}, {"prefill": "q", "decode": "e"}]
 FOUR = [{"prefill": ["p", "q"], "decode": ["d", "e"]}]

@@ -15,7 +15,7 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest, read_workload
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "configs" / "distserve"
 SPEC = importlib.util.spec_from_file_location(
     "distserve_reference", ROOT / "scripts" / "distserve_reference.py"

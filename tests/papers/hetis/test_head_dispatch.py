@@ -20,7 +20,7 @@ from jaxinfer.papers.hetis.head_dispatch import (
     dispatch_by_memory,
     placed_anew,
 )
-from jaxinfer.serving.attention_fit import AttentionFit
+from jaxinfer.serving.step_fit import AttentionFit
 
 COEFFICIENT = st.sampled_from((0.0, 1.0, 2.0, 5.0, 11.0))
 

@@ -15,10 +15,10 @@ from serving_checks import Outcome, Run, make_requests, new_instance
 from jaxinfer.errors import JaxinferError
 from jaxinfer.papers.hetis import system as hetis
 from jaxinfer.papers.hetis.system import Hetis, HetisOptions
-from jaxinfer.serving.attention_fit import AttentionFit
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
+from jaxinfer.serving.step_fit import AttentionFit
 from jaxinfer.serving.system import ClusterView
 
 OWN = AttentionFit(0.0, 1.0, 0.0)

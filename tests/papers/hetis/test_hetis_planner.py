@@ -14,7 +14,7 @@ from jaxinfer.papers.hetis.planner import Hetis, HetisOptions
 from jaxinfer.plan.problem import Problem, load_problem
 from jaxinfer.simulate.cluster import model_cluster
 
-FILE = Path(__file__).parents[2] / "configs" / "plan" / "hetis.yaml"
+FILE = Path(__file__).parents[3] / "configs" / "plan" / "hetis.yaml"
 
 
 def make(problem: Problem, **options: Any) -> Hetis:

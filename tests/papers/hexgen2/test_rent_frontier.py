@@ -10,7 +10,7 @@ from placement_cases import A100, H100, site_of
 
 from jaxinfer.errors import JaxinferError
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
 import rent_frontier
 

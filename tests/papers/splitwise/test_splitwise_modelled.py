@@ -14,7 +14,7 @@ from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 # KV bytes of a token of Llama 3 8B.
 KV = 131_072
 COSTS = {"linear": {"step_s": 0.01, "token_s": 0.001, "decode_context_s": 1e-6}}

@@ -1,14 +1,13 @@
 """Ratios of prefill to decode instances: closed forms beside what is simulated."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import RUN, problem
+from plan_cases import RUN, Linear, problem
 
 from jaxinfer.plan.candidate import Candidate
 from jaxinfer.plan.planners.pd_ratio import (
@@ -25,23 +24,8 @@ from jaxinfer.plan.planners.pd_ratio import (
 )
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.targets import PercentileTargets, Reference, RequestTargets, gap_limits
 from jaxinfer.workload.lengths import BenchRequest
-
-
-class Linear:
-    """Of two stages, one of which takes half as long."""
-
-    step_s, token_s, entry_s = 0.01, 1e-4, 1e-7
-
-    def stages(self, work: Work) -> Sequence[float]:
-        seconds = self.step_s + self.token_s * work.tokens + self.entry_s * work.single_context
-        return [seconds, seconds / 2]
-
-    def hops(self, work: Work) -> Sequence[float]:
-        return [0.0]
-
 
 lengths = st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 500)), min_size=1, max_size=6)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_world import Pretended
+from pretended import Pretended
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import LinkConfig

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from failure_cases import CRONUS, PARAMS, PROMPTS, cluster, tokens
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from test_failures import CRONUS, PARAMS, PROMPTS, cluster, tokens
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.config.run_file import as_run_file

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import shifted_worker
 from cluster_cases import Case, Pair, Side, Way, load, set_system
 from cluster_checks import Done, Ran, check_case, serve
 from host_cases import KEY, elsewhere, jobs, listening
@@ -31,7 +32,7 @@ from jaxinfer.runtime.processes.remote_channel import RemoteChannel
 from jaxinfer.runtime.processes.remote_worker import Process
 
 PAIR = Pair("two", Side(1, 8, segments=3), Side(2, 16))
-SHIFTED = (sys.executable, str(Path(__file__).with_name("shifted_worker.py")))
+SHIFTED = (sys.executable, shifted_worker.__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -21,13 +21,13 @@ import jax
 import numpy as np
 import psutil
 import pytest
-from jaxinfer.runtime.kv.outcome import Failed
 from process_cases import wait_until
 
 from jaxinfer import JaxinferError
 from jaxinfer.runtime import worker_process
 from jaxinfer.runtime.cluster import Cluster
 from jaxinfer.runtime.kv.channel import Landed
+from jaxinfer.runtime.kv.outcome import Failed
 from jaxinfer.runtime.processes import kv_endpoint as port
 from jaxinfer.runtime.processes import peers, remote_worker
 from jaxinfer.runtime.processes.messages import (

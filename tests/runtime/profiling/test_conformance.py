@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cluster_cases import free_executables
-from test_lane import entries, pages_of, plans
+from stage_cases import entries, pages_of, plans
 
 from jaxinfer import JaxinferError
 from jaxinfer.checkpoints.small_model import HEAD_DIM, LAYERS, small_checkpoint

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoint_files import plan_alone
+from failure_cases import INSTANCE, PARAMS, PROMPTS, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_failures import INSTANCE, PARAMS, PROMPTS, tokens
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.checkpoints.checkpoint import open_checkpoint

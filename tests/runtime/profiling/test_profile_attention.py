@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from cluster_cases import Loader, roomy
 from cluster_checks import Done, serve
-from test_spread import spread
+from scatter import spread
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jaxinfer.runtime.kv.outcome import Failed
 
 from jaxinfer.config.cluster import LinkConfig
+from jaxinfer.runtime.kv.outcome import Failed
 from jaxinfer.runtime.profiling import measure_steps as measure_module
 from jaxinfer.runtime.profiling import profile as profiles
 from jaxinfer.runtime.profiling.measure_steps import measure_in_a_row, measure_steps

@@ -1,9 +1,8 @@
 """Instances whose KV heads lie on several devices give the tokens of one device."""
 
 import json
-import random
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,68 +12,18 @@ import numpy as np
 import pytest
 from cluster_cases import HEADS, PEAK, Loader, Request, load, roomy
 from cluster_checks import REQUESTS, Done, Ran, serve
+from scatter import Scatter, spread
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
-from jaxinfer.serving.kv_shards import Placement
 from jaxinfer.serving.system import (
     Action,
-    Assignment,
     ClusterView,
-    InstanceView,
-    MoveSlices,
-    RequestView,
     ShardView,
     StepView,
 )
-from jaxinfer.systems.single import Single
 
-DATA = Path(__file__).parents[1] / "data" / "architectures"
-
-
-class Scatter(Single):
-    """Slices lie anywhere with room, and every other step one request's go somewhere else."""
-
-    def __init__(self, options: Any = None) -> None:
-        super().__init__(options)
-        self.rng = random.Random(5)
-
-    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> list[Assignment]:
-        return list(super().route(waiting, cluster))
-
-    def place(self, request: RequestView, instance: InstanceView) -> Placement | None:
-        pages = -(-request.num_known // instance.page_size)
-        free = [shard.num_free_pages for shard in instance.shards]
-        found: list[list[int]] = [[] for _ in instance.shards]
-        for shard in instance.shards:
-            here = [n for n, other in enumerate(instance.shards) if other.stage == shard.stage]
-            for piece in shard.slices:
-                if not (room := [n for n in here if free[n] >= pages]):
-                    return None
-                chosen = self.rng.choice(room)
-                free[chosen] -= pages
-                found[chosen].append(piece)
-        return found
-
-    def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
-        instance = cluster.instances[step.instance]
-        if self.rng.random() < 0.5 or not instance.running:
-            return ()
-        request = instance.running[self.rng.choice(list(instance.running))]
-        moves = []
-        for source, shard in enumerate(instance.shards):
-            others = [
-                n for n, other in enumerate(instance.shards)
-                if other.stage == shard.stage and n != source
-            ]  # fmt: skip
-            moves += [
-                (source, self.rng.choice(others), (piece,))
-                for piece in request.slices[source]
-                if self.rng.random() < 0.5
-            ]
-        gone = {(dest, piece) for _, dest, (piece,) in moves}
-        there = {(n, piece) for n, pieces in enumerate(request.slices) for piece in pieces}
-        return [MoveSlices(request.id, tuple(moves))] if moves and not gone & there else ()
+DATA = Path(__file__).parents[2] / "data" / "architectures"
 
 
 class Profiled(Scatter):
@@ -91,19 +40,6 @@ def halves_of(folder: Path) -> list[list[int]]:
     """Rows of the halves of each step of a run that had some."""
     lines = (folder / "1" / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     return [step["halves"] for step in map(json.loads, lines) if "halves" in step]
-
-
-def spread(attention: Sequence[int | None], primary: int = 1, **more: Any) -> dict[str, Any]:
-    """Sections of a run file: one stage, with attention groups of so many pages."""
-    names = [f"a{number}" for number in range(len(attention))]
-    groups = {"p": {"devices": primary}} | {name: {} for name in names}
-    pools = [
-        {"group": name, "num_pages": pages} if pages else name
-        for name, pages in zip(names, attention, strict=True)
-    ]
-    stages = [{"group": "p", "attention": pools}]
-    instance = {"stages": stages, "enable_prefix_caching": False} | more
-    return {"groups": groups, "instances": {"x": instance}, "system": "test_spread:Scatter"}
 
 
 @pytest.fixture

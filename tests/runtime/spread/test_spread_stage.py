@@ -33,7 +33,7 @@ from jaxinfer.serving.batch import Batch, Row, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
 
-DATA = Path(__file__).parents[1] / "data" / "architectures"
+DATA = Path(__file__).parents[2] / "data" / "architectures"
 CASES = sorted(folder.name for folder in DATA.iterdir() if folder.is_dir())
 # Chunks, and a decode. No edge but the last is one of pages.
 PIECES = [33, 2, 1, 39]

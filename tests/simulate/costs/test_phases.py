@@ -205,7 +205,7 @@ def test_distserve_s_run_file(monkeypatch: pytest.MonkeyPatch) -> None:
     By hand from the artefact's profile, 50.50 ms, and 3.05 ms besides; then 20.30 and 2.05 ms,
     after the KV's 512 x 819,200 bytes at the 300 GB/s of one GPU's link: 1.40 ms.
     """
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(Path(__file__).parents[3])
     config = load_run_file("configs/distserve/opt_13b.yaml")
     times: list[float] = []
 
