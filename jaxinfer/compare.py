@@ -97,7 +97,7 @@ def compare_systems(
     # A comparison of modelled clusters does without JAX.
     from jaxinfer.llm import LLM
     from jaxinfer.measure import measure
-    from jaxinfer.runtime.devices import count_cpu_devices
+    from jaxinfer.runtime.stage.devices import count_cpu_devices
 
     configs = _all_serving(configs, workload)
     count_cpu_devices(config.cluster() for config in configs.values())

@@ -9,19 +9,19 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.progress import LoadProgress
 from jaxinfer.request import RequestOutput, SamplingParams
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.engine import Engine, load_cluster
-from jaxinfer.runtime.processes import Progress
-from jaxinfer.runtime.profile import Needs, prepare_times, profile_name
-from jaxinfer.runtime.profile_attention import prepare_attention
+from jaxinfer.runtime.cluster import Engine, load_cluster
+from jaxinfer.runtime.processes.process_group import Progress
+from jaxinfer.runtime.profiling.profile import Needs, prepare_times, profile_name
+from jaxinfer.runtime.profiling.profile_attention import prepare_attention
 from jaxinfer.runtime.requests import AskedPrompts, Encode, RequestMaker
-from jaxinfer.runtime.runs import Runs
+from jaxinfer.runtime.session import Runs
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 from jaxinfer.text.prompts import (

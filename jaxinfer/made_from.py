@@ -7,7 +7,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from jaxinfer.config.shipped import SHIPPED
+from jaxinfer.files.shipped import SHIPPED
 
 PACKAGE = Path(__file__).parent
 

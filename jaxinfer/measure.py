@@ -15,7 +15,7 @@ from jaxinfer.report.origin import asked_for
 from jaxinfer.report.run_folder import run_folders
 from jaxinfer.request import RequestOutput, SamplingParams
 from jaxinfer.runtime.explain import step_costs, weight_bytes_per_device
-from jaxinfer.runtime.plan import Plan
+from jaxinfer.runtime.stage.layout import Plan
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 from jaxinfer.workload.bench_request import BenchRequest, real_tokens

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from jaxinfer.config.validation import OptionError, Options, shown
+from jaxinfer.options.validation import OptionError, Options, shown
 
 FinishReason = Literal["stop", "length", "error", "lost"]
 

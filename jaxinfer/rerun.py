@@ -11,10 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jaxinfer.config.contents import contents
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.config.validation import read_json
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.contents import contents
+from jaxinfer.options.validation import read_json
 from jaxinfer.report.comparison import write_comparison
 from jaxinfer.report.origin import digest, recorded_path
 from jaxinfer.report.pictures import FORMATS

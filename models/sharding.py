@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.config.shipped import data_path, why_not
 from jaxinfer.errors import FAILURES, JaxinferError, raised
+from jaxinfer.files.shipped import data_path, why_not
 from jaxinfer.models.config import ModelConfig
 
 HEADS_AXIS = "tp"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from jaxinfer.systems.best_fit import Job, Seen, Worker, best_fit, takes, to_open
+from jaxinfer.papers.aladdin.best_fit import Job, Seen, Worker, best_fit, takes, to_open
 
 
 def see(worker: Worker) -> Seen:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.config.contents import contents
 from jaxinfer.config.run_file import RunFile, load_run_file
-from jaxinfer.plan.kept import Kept, key_of
-from jaxinfer.plan.workers import fewest
+from jaxinfer.files.contents import contents
+from jaxinfer.papers.aladdin.sizing import fewest
+from jaxinfer.plan.evaluation_cache import Kept, key_of
 from jaxinfer.simulate.capacity import load
 from jaxinfer.simulate.targets import RequestTargets
 from jaxinfer.workload.lengths import BenchRequest

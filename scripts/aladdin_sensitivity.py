@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from results import Target, agrees, holds, kept
 
 from jaxinfer.config.run_file import load_run_file
-from jaxinfer.plan.workers import MeanRequest, most_tokens
+from jaxinfer.papers.aladdin.sizing import MeanRequest, most_tokens
 from jaxinfer.report.pictures import save_picture
 from jaxinfer.simulate.run import prepare, simulate
 from jaxinfer.simulate.targets import RequestTargets

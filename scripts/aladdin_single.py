@@ -12,13 +12,13 @@ from aladdin_runs import ATGT_S, TTFT_S, Row, Way, Work, draw
 from results import Target, by_share, holds
 
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.plan.workers import MeanRequest, most_tokens
+from jaxinfer.papers.aladdin.sizing import MeanRequest, most_tokens
+from jaxinfer.papers.aladdin.system import Aladdin
 from jaxinfer.serving.admission import peak_entries
 from jaxinfer.serving.batch import Work as StepWork
 from jaxinfer.serving.system import Assignment, ClusterView, RequestView
 from jaxinfer.simulate.run import prepare, simulate
 from jaxinfer.simulate.targets import RequestTargets
-from jaxinfer.systems.aladdin import Aladdin
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
 

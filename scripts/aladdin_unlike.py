@@ -15,12 +15,12 @@ from results import Target, agrees, kept
 
 from jaxinfer.config.run_file import load_run_file
 from jaxinfer.errors import JaxinferError
-from jaxinfer.plan.kept import Kept
-from jaxinfer.plan.planners.aladdin import Aladdin, AladdinOptions
+from jaxinfer.papers.aladdin.best_fit import Job, Limits, Worker
+from jaxinfer.papers.aladdin.planner import Aladdin, AladdinOptions
+from jaxinfer.plan.evaluation_cache import Kept
 from jaxinfer.plan.problem import load_problem
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.run import prepare
-from jaxinfer.systems.best_fit import Job, Limits, Worker
 
 PLAN = Path(__file__).parents[1] / "configs" / "plan" / "aladdin_unlike.yaml"
 FILE = Path(__file__).parents[1] / "configs" / "aladdin" / "unlike.yaml"

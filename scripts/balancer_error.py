@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from jaxinfer.config.validation import read_json
+from jaxinfer.options.validation import read_json
 
 
 @click.command()

@@ -23,14 +23,14 @@ import click
 import jax
 
 from jaxinfer import LLM
+from jaxinfer.hardware.catalogue import Gpu, find_model
 from jaxinfer.measure import measure
 from jaxinfer.report.metrics import RunMetrics
-from jaxinfer.runtime.device_time import DeviceTime, StepTracer
-from jaxinfer.runtime.speed import copy_rate, product_rate
+from jaxinfer.runtime.profiling.device_time import DeviceTime, StepTracer
+from jaxinfer.runtime.stage.machine_speed import copy_rate, product_rate
 from jaxinfer.serving.batch import Work
 from jaxinfer.serving.world import StepDone
-from jaxinfer.simulate.hardware import Gpu, find_model
-from jaxinfer.simulate.roofline import Efficiency, RooflineStage
+from jaxinfer.simulate.costs.roofline import Efficiency, RooflineStage
 from jaxinfer.workload.lengths import BenchRequest, read_workload
 from jaxinfer.workload.synthetic import Synthetic
 

@@ -36,7 +36,7 @@ import numpy as np
 
 from jaxinfer.pallas_kernels import generic, hopper, kv_pages, reference
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.runtime.speed import copy_rate, product_rate
+from jaxinfer.runtime.stage.machine_speed import copy_rate, product_rate
 
 N, K, H, B = 32, 8, 128, 64
 CALLS = 10

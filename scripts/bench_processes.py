@@ -19,7 +19,7 @@ from rich.table import Table
 from jaxinfer import LLM
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.request import Sampling, SamplingParams
-from jaxinfer.runtime.worker import Failed
+from jaxinfer.runtime.kv.outcome import Failed
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from jaxinfer.runtime.checkpoint import demo_files
+from jaxinfer.checkpoints.checkpoint import demo_files
 
 SCRIPTS = Path(__file__).parent
 ENGINE = {

@@ -30,12 +30,12 @@ from jaxinfer import LLM
 from jaxinfer.models import layers
 from jaxinfer.pallas_kernels.choice import attention
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.runtime.engine import Engine
-from jaxinfer.runtime.measure_steps import measure_in_a_row
-from jaxinfer.runtime.operators import measure_heads
-from jaxinfer.runtime.sampler import PLAIN_SAMPLER
-from jaxinfer.runtime.stage import Stage
-from jaxinfer.runtime.step import CompiledStep
+from jaxinfer.runtime.cluster import Engine
+from jaxinfer.runtime.profiling.measure_steps import measure_in_a_row
+from jaxinfer.runtime.profiling.operators import measure_heads
+from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
+from jaxinfer.runtime.stage.stage import Stage
+from jaxinfer.runtime.stage.step import CompiledStep
 from jaxinfer.steps.times import Part
 
 MODEL = "smollm2-135m-instruct"

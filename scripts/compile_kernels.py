@@ -30,12 +30,12 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from lower_kernels import Variant, variants
 
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.stage import Layers
-from jaxinfer.runtime import plan as planning
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.sampler import SamplerShape
-from jaxinfer.runtime.step import CompiledStep, Key
+from jaxinfer.runtime.stage import layout as planning
+from jaxinfer.runtime.stage.sampler import SamplerShape
+from jaxinfer.runtime.stage.step import CompiledStep, Key
 
 SCRATCH = Path(os.environ["PATH"].split(":")[0]).parent
 PTXAS = """#!/bin/sh

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors.numpy import save_file
 
-from jaxinfer.runtime.checkpoint import open_checkpoint
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.text.tokenizer import load_tokenizer
 
 

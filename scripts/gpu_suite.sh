@@ -147,7 +147,7 @@ if [[ -z $rehearse ]] && "$python" -c 'import xdist, pytest_timeout' 2>/dev/null
     workers=(-n 6 --max-worker-restart=8 --timeout=90)
 fi
 stage tests 280 env XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" -m pytest \
-    tests/pallas_kernels tests/runtime/test_kernels.py tests/runtime/test_spread.py \
+    tests/pallas_kernels tests/runtime/test_kernels.py tests/runtime/spread/test_spread.py \
     -m "gpu and not slow" -p no:cacheprovider \
     -vv --tb=short --durations=5 "${workers[@]}"
 stage kernels 420 "$python" scripts/bench_kernels.py --json "$out/kernels.json" $flex $rehearse

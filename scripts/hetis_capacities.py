@@ -21,7 +21,7 @@ from hetis_cases import (
 )
 from results import Target, by_share, holds
 
-from jaxinfer.simulate.hardware import find_gpu, find_model
+from jaxinfer.hardware.catalogue import find_gpu, find_model
 
 KINDS = {"a100": "A100-80G-PCIe", "rtx3090": "RTX-3090", "p100": "P100-PCIe-12G"}
 

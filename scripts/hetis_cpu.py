@@ -23,7 +23,7 @@ from jaxinfer.llm import LLM
 from jaxinfer.report.records import RunLines, read_lines
 from jaxinfer.report.run_folder import run_folders
 from jaxinfer.request import RequestOutput, SamplingParams
-from jaxinfer.runtime.devices import count_cpu_devices
+from jaxinfer.runtime.stage.devices import count_cpu_devices
 from jaxinfer.workload.lengths import BenchRequest, synthetic_tokens
 
 Row = dict[str, Any]

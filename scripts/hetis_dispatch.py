@@ -14,9 +14,9 @@ from hetis_cases import PRIMARIES, SEVENTY, THIRTEEN, TWO, Row, cluster, hetis, 
 from results import Target, agrees
 from scipy.optimize import linprog
 
-from jaxinfer.serving.attention_fit import AttentionFit
-from jaxinfer.systems.head_dispatch import Load, dispatch
-from jaxinfer.systems.hetis import Hetis
+from jaxinfer.papers.hetis.head_dispatch import Load, dispatch
+from jaxinfer.papers.hetis.system import Hetis
+from jaxinfer.serving.step_fit import AttentionFit
 
 SETS, ROOM = 12, 10**7
 

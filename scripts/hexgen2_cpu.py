@@ -24,16 +24,16 @@ from results import Target, agrees, by_share, show_table, show_targets, write_cs
 
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.llm import LLM
-from jaxinfer.plan.placement.certify import Certified
-from jaxinfer.plan.placement.flow import Network, shared_flow
-from jaxinfer.plan.placement.moves import as_plan
-from jaxinfer.plan.placement.refine import Effort, Scorer
-from jaxinfer.plan.placement.site import Site
+from jaxinfer.papers.hexgen2.certify import Certified
+from jaxinfer.papers.hexgen2.flow import Network, shared_flow
+from jaxinfer.papers.hexgen2.gpus import Site
+from jaxinfer.papers.hexgen2.moves import as_plan
+from jaxinfer.papers.hexgen2.refine import Effort, Scorer
 from jaxinfer.plan.problem import Problem, load_problem
 from jaxinfer.report.records import read_lines
 from jaxinfer.report.run_folder import run_folders
 from jaxinfer.request import RequestOutput, SamplingParams
-from jaxinfer.runtime.devices import count_cpu_devices
+from jaxinfer.runtime.stage.devices import count_cpu_devices
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest, read_workload, synthetic_tokens
 

@@ -10,13 +10,13 @@ from typing import Any
 import yaml
 
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.plan.placement.capacity import Modelled, Role, signature_of
-from jaxinfer.plan.placement.certify import Certified
-from jaxinfer.plan.placement.flow import Flow, Network, Placed, shared_flow
-from jaxinfer.plan.placement.site import Group, Site
-from jaxinfer.plan.placement.stages import Shape
-from jaxinfer.plan.placement.write import as_part
-from jaxinfer.plan.planners.hexgen2 import HexGen2, HexGen2Options
+from jaxinfer.papers.hexgen2.capacity import Modelled, Role, signature_of
+from jaxinfer.papers.hexgen2.certify import Certified
+from jaxinfer.papers.hexgen2.flow import Flow, Network, Placed, shared_flow
+from jaxinfer.papers.hexgen2.gpus import Group, Site
+from jaxinfer.papers.hexgen2.planner import HexGen2, HexGen2Options
+from jaxinfer.papers.hexgen2.run_file import as_part
+from jaxinfer.papers.hexgen2.stages import Shape
 from jaxinfer.plan.problem import Problem, load_problem
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.simulate.run import simulate

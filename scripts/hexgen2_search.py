@@ -9,10 +9,10 @@ from hexgen2_runs import CLASSES, SLOW, Cluster, Clusters, Row, Work, draw, plan
 from matplotlib.figure import Figure
 from results import Target, agrees, holds
 
-from jaxinfer.plan.placement.baselines import genetic, guided, most_gpus, random_swaps, starts
-from jaxinfer.plan.placement.flow import Network, shared_flow
-from jaxinfer.plan.placement.moves import Plan
-from jaxinfer.plan.placement.refine import Effort, Scorer, refine, score
+from jaxinfer.papers.hexgen2.baselines import genetic, guided, most_gpus, random_swaps, starts
+from jaxinfer.papers.hexgen2.flow import Network, shared_flow
+from jaxinfer.papers.hexgen2.moves import Plan
+from jaxinfer.papers.hexgen2.refine import Effort, Scorer, refine, score
 from jaxinfer.report.plots import COLOURS
 
 SIZES = (64, 128, 192, 256, 320)

@@ -18,8 +18,8 @@ from typing import Any
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
-from jaxinfer.runtime.checkpoint import demo_files
-from jaxinfer.runtime.gguf_file import read_gguf
+from jaxinfer.checkpoints.checkpoint import demo_files
+from jaxinfer.checkpoints.gguf_file import read_gguf
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 NORMAL, USER_DEFINED = 1, 4

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxinfer.config.run_file import load_run_file
+from jaxinfer.hardware.catalogue import find_model
 from jaxinfer.pool import process_pool
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.simulate.hardware import find_model
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest

@@ -21,12 +21,12 @@ from results import show_table, write_csv
 from jaxinfer import LLM
 from jaxinfer.config.run_file import load_run_file
 from jaxinfer.measure import measure
-from jaxinfer.report.figures import figures
 from jaxinfer.report.latencies import LatencyTotals
 from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.report.records import RunRecord
-from jaxinfer.runtime.devices import count_cpu_devices
+from jaxinfer.report.summary import figures
+from jaxinfer.runtime.stage.devices import count_cpu_devices
 from jaxinfer.simulate.replay import overruns, replay
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest

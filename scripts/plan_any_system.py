@@ -29,7 +29,7 @@ from results import (
 )
 
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.config.validation import read_yaml
+from jaxinfer.options.validation import read_yaml
 from jaxinfer.plan.planners.any_system import AnySystem, AnySystemOptions
 from jaxinfer.plan.problem import Problem, merge
 from jaxinfer.plan.search import DrivenSearch

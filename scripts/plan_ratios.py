@@ -13,7 +13,7 @@ from typing import Any
 import click
 from results import show_table, write_csv
 
-from jaxinfer.config.validation import read_yaml
+from jaxinfer.options.validation import read_yaml
 from jaxinfer.plan.candidate import Candidate
 from jaxinfer.plan.planners.pd_ratio import PDRatio, PDRatioOptions
 from jaxinfer.plan.problem import Problem

@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from results import show_table, write_csv
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.plan.placement.certify import counts_by_kind
-from jaxinfer.plan.placement.programs import Mix, best_mix, configurations
-from jaxinfer.plan.planners.hexgen2 import HexGen2
+from jaxinfer.papers.hexgen2.certify import counts_by_kind
+from jaxinfer.papers.hexgen2.integer_programs import Mix, best_mix, configurations
+from jaxinfer.papers.hexgen2.planner import HexGen2
 from jaxinfer.plan.problem import load_problem
 from jaxinfer.plan.registry import make_planner
 from jaxinfer.report.plots import COLOURS

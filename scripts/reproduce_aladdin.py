@@ -29,7 +29,7 @@ from aladdin_unlike import cheapest, small_cases
 from results import Target, holds, kept, show_table, show_targets, write_csv, write_targets
 from scipy.stats import t as student
 
-from jaxinfer.plan.workers import fit_workers
+from jaxinfer.papers.aladdin.sizing import fit_workers
 from jaxinfer.workload.lengths import read_workload
 
 RATE, LEVELS, SEEDS = 25.0, (0.99, 0.995), range(5)

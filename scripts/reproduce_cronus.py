@@ -19,9 +19,9 @@ from results import show_table, show_targets, write_csv, write_targets
 from scipy.optimize import brentq
 
 from jaxinfer.config.run_file import RunFile, load_run_file
+from jaxinfer.hardware.catalogue import find_gpu, find_model
 from jaxinfer.pool import process_pool
 from jaxinfer.report.plots import COLOURS
-from jaxinfer.simulate.hardware import find_gpu, find_model
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest, read_workload
 

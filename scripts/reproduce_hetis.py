@@ -25,8 +25,8 @@ from hetis_pictures import draw_burst, draw_capacities, draw_offload
 from hetis_runs import redispatch, smaller_models, systems, wrong_figures
 from results import Target, holds, show_table, show_targets, write_csv, write_targets
 
-from jaxinfer.plan.placement.primaries import Rule, groupings, primaries
-from jaxinfer.plan.planners.hetis import Hetis, HetisOptions
+from jaxinfer.papers.hetis.planner import Hetis, HetisOptions
+from jaxinfer.papers.hetis.primaries import Rule, groupings, primaries
 from jaxinfer.plan.problem import load_problem
 
 Row = dict[str, Any]

@@ -30,7 +30,7 @@ from results import (
 )
 from splitwise_public import BLOOM, Design, Public, drawn
 
-from jaxinfer.plan.planners.splitwise import SplitwisePools, SplitwisePoolsOptions
+from jaxinfer.papers.splitwise.planner import SplitwisePools, SplitwisePoolsOptions
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.pool import process_pool

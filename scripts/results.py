@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxinfer.config.contents import contents
+from jaxinfer.files.contents import contents
 from jaxinfer.made_from import digest_of
-from jaxinfer.plan.kept import key_of
+from jaxinfer.plan.evaluation_cache import key_of
 from jaxinfer.plan.version import code_version
 from jaxinfer.report.origin import origin
 

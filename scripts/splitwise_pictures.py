@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from splitwise_public import BLOOM, Design, Public, drawn
 
 from jaxinfer.report.plots import COLOURS
-from jaxinfer.simulate.curve import Curve
+from jaxinfer.simulate.costs.piecewise_linear import Curve
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest

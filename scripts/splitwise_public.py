@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.simulate.curve import Curve
-from jaxinfer.simulate.hardware import find_gpu
+from jaxinfer.hardware.catalogue import find_gpu
+from jaxinfer.simulate.costs.piecewise_linear import Curve
 from jaxinfer.simulate.targets import PercentileTargets, Reference
 from jaxinfer.workload.lengths import BenchRequest
 

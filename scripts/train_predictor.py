@@ -28,6 +28,7 @@ import numpy as np
 from results import Target, agrees, write_targets
 
 from jaxinfer import LLM
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.run_file import Workload, load_run_file
 from jaxinfer.predict.classifier import Training, classify, train
 from jaxinfer.predict.evaluate import (
@@ -47,7 +48,6 @@ from jaxinfer.predict.length_classifier import (
     save,
     train_on_prompts,
 )
-from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.simulate.run import simulate
 from jaxinfer.text.tokenizer import load_tokenizer
 from jaxinfer.workload.lengths import read_workload

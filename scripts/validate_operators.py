@@ -90,7 +90,7 @@ def serve(tables: Path, work: Sequence[BenchRequest]) -> dict[tuple[int, str], A
     """For real: of each way, a list of metrics and steps, one for each round."""
     from jaxinfer.llm import LLM
     from jaxinfer.measure import measure
-    from jaxinfer.runtime.devices import count_cpu_devices
+    from jaxinfer.runtime.stage.devices import count_cpu_devices
 
     ways = [(degree, policy) for degree in DEGREES for policy in POLICIES]
     configs = {

@@ -17,7 +17,7 @@ import click
 import yaml
 from vidur_search_tables import GPUS
 
-from jaxinfer.plan.kept import key_of
+from jaxinfer.plan.evaluation_cache import key_of
 from jaxinfer.plan.version import code_version
 from jaxinfer.report.origin import origin
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vidur_tables import rows, write_tables
 
-from jaxinfer.simulate.curve import Curve
+from jaxinfer.simulate.costs.piecewise_linear import Curve
 
 # By the GPU's name in configs/gpus.yaml: Vidur's name of it, and aiconfigurator's.
 GPUS = {"A100-80G-SXM": ("a100", "a100_sxm"), "H100-SXM": ("h100", "h100_sxm")}

@@ -17,8 +17,8 @@ from pathlib import Path
 import click
 import yaml
 
-from jaxinfer.simulate.curve import Curve
-from jaxinfer.simulate.tables import FIRST, LAST, PER_SEQUENCE
+from jaxinfer.simulate.costs.piecewise_linear import Curve
+from jaxinfer.simulate.costs.tables import FIRST, LAST, PER_SEQUENCE
 
 DENSE = {
     "layernorm": "input_layernorm", "qkv_proj": "attn_pre_proj", "rotary_emb": "attn_rope",

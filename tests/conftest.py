@@ -1,4 +1,4 @@
-"""Models for the tests: the demo model's golden cases, and a tiny one with random weights.
+"""Models for the tests (the demo model's golden cases, a tiny one), and a rule for searches.
 
 Imports of JAX are left to the fixtures: many tests are of plain Python.
 """
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from plan_cases import Carries
+
     from jaxinfer import LLM
 
 # On a CPU, most of the tests' time goes into compilation, and little into what was compiled.
@@ -91,6 +93,21 @@ def tiny_loaded_once(tiny: "LLM", monkeypatch: pytest.MonkeyPatch) -> None:
         return load(run_file, **options)
 
     monkeypatch.setattr(LLM, "from_config", find)
+
+
+@pytest.fixture
+def carries(monkeypatch: pytest.MonkeyPatch) -> "Carries":
+    """A rule in the simulator's place; all clusters keep the targets of a lone request."""
+    from plan_cases import Carries
+
+    from jaxinfer.simulate.targets import Verdict
+
+    rule = Carries()
+    monkeypatch.setattr("jaxinfer.simulate.capacity.load", rule)
+    monkeypatch.setattr("jaxinfer.plan.evaluate.load", rule)
+    met = Verdict(True, 1, None, {})
+    monkeypatch.setattr("jaxinfer.plan.evaluate.alone", lambda *given: met)
+    return rule
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from jaxinfer.config.run_file import as_run_file, load_run_file
 from jaxinfer.models.sharding import load_rules
 from jaxinfer.plan.problem import load_options, load_problem
 from jaxinfer.plan.registry import PLANNERS
-from jaxinfer.plan.sweep import Sweep
+from jaxinfer.plan.sweep.sweep import Sweep
 from jaxinfer.serving.policies import KINDS
 from jaxinfer.simulate.run import simulate
 from jaxinfer.systems.registry import SYSTEMS

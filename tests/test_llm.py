@@ -13,12 +13,12 @@ from tiny_model import TINY_OPTIONS
 from jaxinfer import LLM, JaxinferError, SamplingParams
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import RunFile, Workload
-from jaxinfer.report.figures import figures
 from jaxinfer.report.latencies import Latencies
 from jaxinfer.report.origin import PACKAGES
 from jaxinfer.report.records import read_run
+from jaxinfer.report.summary import figures
 from jaxinfer.request import Sampling
-from jaxinfer.runtime.engine import Cluster
+from jaxinfer.runtime.cluster import Cluster
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.text.stop import StopCheck
 from jaxinfer.workload.predictor import Buckets

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, JaxinferError, RequestOutput, SamplingParams
-from jaxinfer.runtime.runs import Runs
-from jaxinfer.runtime.sampling_inputs import sampling_of
+from jaxinfer.runtime.session import Runs
+from jaxinfer.runtime.stage.sampling_inputs import sampling_of
 from jaxinfer.text.prompts import text_or_token_ids
 from jaxinfer.text.tokenizer import NoTokenizer
 

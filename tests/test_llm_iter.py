@@ -17,7 +17,7 @@ from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.resolve import Resolved
 from jaxinfer.report.progress import RunProgress
 from jaxinfer.runtime import run as real_run
-from jaxinfer.runtime.engine import Cluster
+from jaxinfer.runtime.cluster import Cluster
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Assignment, ClusterView, Leg, System

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxinfer.config.shipped import shipped_files
+from jaxinfer.files.shipped import shipped_files
 
 ROOT = Path(__file__).parents[1]
 

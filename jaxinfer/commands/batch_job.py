@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.config.shipped import data_path
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import data_path
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.origin import asked_for
 from jaxinfer.report.run_folder import run_folders
@@ -142,7 +142,7 @@ class BatchJob:
             from jaxinfer.llm import LLM
 
             return LLM.from_config(self._config)
-        from jaxinfer.runtime.checkpoint import open_checkpoint
+        from jaxinfer.checkpoints.checkpoint import open_checkpoint
 
         open_checkpoint(self._config.require_model(), self._config.cluster().load_format)
         return None

@@ -18,7 +18,7 @@ from jaxinfer.errors import JaxinferError, raised
 from jaxinfer.report.pictures import FORMATS
 
 if TYPE_CHECKING:
-    from jaxinfer.plan.kept import Kept
+    from jaxinfer.plan.evaluation_cache import Kept
 
 with_model = click.option(
     "--model", help="Demo model's name, .gguf file, folder (converted or Hugging Face), or hub id."
@@ -222,7 +222,7 @@ def kept_results(
     Raises:
         JaxinferError: see ``own_folder``, or a file in it cannot be read or written.
     """
-    from jaxinfer.plan.kept import Kept
+    from jaxinfer.plan.evaluation_cache import Kept
     from jaxinfer.report.origin import origin
 
     folder = Path(out)

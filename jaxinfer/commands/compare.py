@@ -108,8 +108,8 @@ def _compare_rules(
     settings: tuple[str, ...],
     force: bool,
 ) -> None:
+    from jaxinfer.commands.layout_table import rules_table
     from jaxinfer.measure import compare_rules
-    from jaxinfer.report.plan_table import rules_table
 
     config = configure(run_file, (*settings, *workload_settings(workload, limit)), model)
     out = new_file(json_path, force)

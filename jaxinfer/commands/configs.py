@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from jaxinfer.config.shipped import SHIPPED, shipped_files
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import SHIPPED, shipped_files
 
 
 @click.group(invoke_without_command=True)

@@ -36,13 +36,13 @@ def conformance(
     pipeline stages, such that any two values stand together in one of them. All are instances on
     this machine's devices. Without --model, it is a small one with random weights.
     """
+    from jaxinfer.checkpoints.checkpoint import open_checkpoint
+    from jaxinfer.checkpoints.small_model import small_checkpoint
+    from jaxinfer.commands.conformance_table import as_rich, conformance_tables, write_conformance
     from jaxinfer.report.comparison import new_folder
-    from jaxinfer.report.conformance_table import as_rich, conformance_tables, write_conformance
     from jaxinfer.report.progress import LoadProgress
-    from jaxinfer.runtime.checkpoint import open_checkpoint
-    from jaxinfer.runtime.conformance import Conformance
-    from jaxinfer.runtime.conformance_sides import covering_sides, with_values
-    from jaxinfer.runtime.small_model import small_checkpoint
+    from jaxinfer.runtime.profiling.conformance import Conformance
+    from jaxinfer.runtime.profiling.conformance_sides import covering_sides, with_values
     from jaxinfer.workload.lengths import synthetic_tokens
 
     chosen = covering_sides(with_values(values))

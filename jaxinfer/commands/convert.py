@@ -13,7 +13,7 @@ from rich.console import Console
 @click.option("--force", is_flag=True, help="Overwrite a converted folder.")
 def convert(source: str, destination: str, dtype: str | None, force: bool) -> None:
     """Write model SOURCE to folder DESTINATION, from which each device reads its shards only."""
-    from jaxinfer.runtime.convert import convert
+    from jaxinfer.convert import convert
 
     folder = convert(source, destination, dtype, force)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

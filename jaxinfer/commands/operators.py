@@ -10,22 +10,22 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.run_file import RunFile
+from jaxinfer.hardware.catalogue import Gpu, name_of_device
 from jaxinfer.report.comparison import new_folder
 from jaxinfer.report.progress import LoadProgress
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.devices import count_cpu_devices
-from jaxinfer.runtime.operators import (
+from jaxinfer.runtime.efficiency import shape_of_config
+from jaxinfer.runtime.profiling.operators import (
     ROUNDS,
     Measured,
     choose_depths,
     measure_operators,
     the_instance,
 )
-from jaxinfer.runtime.speed import copy_rate, product_rate
-from jaxinfer.runtime.yardstick import shape_of_config
-from jaxinfer.simulate.hardware import Gpu, name_of_device
-from jaxinfer.simulate.operator_folder import (
+from jaxinfer.runtime.stage.devices import count_cpu_devices
+from jaxinfer.runtime.stage.machine_speed import copy_rate, product_rate
+from jaxinfer.simulate.costs.operator_folder import (
     Degree,
     check_steps,
     check_table,

@@ -20,7 +20,7 @@ from jaxinfer.errors import JaxinferError
 
 if TYPE_CHECKING:
     from jaxinfer.plan.candidate import Planner
-    from jaxinfer.plan.kept import Kept
+    from jaxinfer.plan.evaluation_cache import Kept
     from jaxinfer.plan.problem import Problem
 
 # Candidates in the table at the end; ``plan.csv`` has all.
@@ -53,7 +53,7 @@ def plan(
     """
     from jaxinfer.plan.problem import load_problem
     from jaxinfer.plan.registry import make_planner
-    from jaxinfer.plan.replan import beside, windows_of
+    from jaxinfer.plan.replan.replan import beside, windows_of
 
     problem = load_problem(plan_file, settings)
     try:
@@ -92,6 +92,7 @@ def _search(
     force: bool,
 ) -> list[Any]:
     """One plan; what there is to say of it."""
+    from jaxinfer.plan.choose import choose
     from jaxinfer.plan.pictures import draw_latencies, draw_rates
     from jaxinfer.plan.result import (
         best_few,
@@ -102,9 +103,8 @@ def _search(
         write_run_file,
         write_table,
     )
-    from jaxinfer.plan.run import choose
     from jaxinfer.plan.search import DrivenSearch
-    from jaxinfer.plan.watch import SearchBar
+    from jaxinfer.plan.search_progress import SearchBar
 
     with SearchBar() as bar:
         search = DrivenSearch(problem, map_calls, kept, bar)
@@ -134,10 +134,10 @@ def _follow(
     problem: "Problem", folder: Path, kept: "Kept", map_calls: Any, kind: str, force: bool
 ) -> list[Any]:
     """Plans as the load shifts; the table of all ways."""
-    from jaxinfer.plan.replan import follow
-    from jaxinfer.plan.replan_result import table, write
+    from jaxinfer.plan.replan.replan import follow
+    from jaxinfer.plan.replan.result import table, write
     from jaxinfer.plan.search import DrivenSearch
-    from jaxinfer.plan.watch import SearchBar
+    from jaxinfer.plan.search_progress import SearchBar
 
     with SearchBar() as bar:
 

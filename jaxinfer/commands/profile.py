@@ -80,13 +80,13 @@ def profile(
 
 
 def _profile_steps(config: RunFile, folder: Path, pictures: str) -> None:
+    from jaxinfer.checkpoints.checkpoint import open_checkpoint
     from jaxinfer.report.comparison import new_folder
     from jaxinfer.report.profile_plot import attention_table, draw_profile, profile_table
     from jaxinfer.report.progress import LoadProgress
-    from jaxinfer.runtime.checkpoint import open_checkpoint
-    from jaxinfer.runtime.engine import load_cluster
-    from jaxinfer.runtime.profile import profile_engines, profile_name
-    from jaxinfer.runtime.profile_attention import profile_attention
+    from jaxinfer.runtime.cluster import load_cluster
+    from jaxinfer.runtime.profiling.profile import profile_engines, profile_name
+    from jaxinfer.runtime.profiling.profile_attention import profile_attention
     from jaxinfer.steps.attention_profile import store_attention
     from jaxinfer.steps.profile import store_profile
 

@@ -16,8 +16,8 @@ from jaxinfer.commands.common import (
     with_settings,
 )
 from jaxinfer.commands.signals import Interrupted
-from jaxinfer.config.validation import read_json
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import read_json
 from jaxinfer.report.table import metrics_table
 
 

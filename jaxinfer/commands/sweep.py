@@ -45,9 +45,9 @@ def sweep(
     """
     from jaxinfer.plan.problem import load_options
     from jaxinfer.plan.result import write_table
-    from jaxinfer.plan.sweep import Sweep, check, clusters, run_point, sweep_rows, x_axis
-    from jaxinfer.plan.sweep_pictures import draw
-    from jaxinfer.plan.watch import PointBar
+    from jaxinfer.plan.search_progress import PointBar
+    from jaxinfer.plan.sweep.pictures import draw
+    from jaxinfer.plan.sweep.sweep import Sweep, check, clusters, run_point, sweep_rows, x_axis
 
     if real:
         refuse("for simulations: real points take turns", {"--jobs": jobs, "--ray": ray_address})
@@ -64,7 +64,7 @@ def sweep(
     version = None
     if real:
         from jaxinfer.plan.version import real_version
-        from jaxinfer.runtime.devices import count_cpu_devices
+        from jaxinfer.runtime.stage.devices import count_cpu_devices
 
         count_cpu_devices(clusters(asked))
         version = real_version()

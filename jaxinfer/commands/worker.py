@@ -2,10 +2,10 @@
 
 import click
 
-from jaxinfer.config.validation import split_address
 from jaxinfer.errors import JaxinferError
-from jaxinfer.runtime.reach import shared_key
-from jaxinfer.runtime.worker_server import WorkerServer
+from jaxinfer.options.validation import split_address
+from jaxinfer.runtime.processes.peers import shared_key
+from jaxinfer.runtime.processes.worker_server import WorkerServer
 
 
 @click.command()

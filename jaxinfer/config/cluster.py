@@ -8,14 +8,8 @@ from pydantic import Field, field_validator
 
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.stages import StageConfig
-from jaxinfer.config.validation import (
-    Named,
-    OptionError,
-    Options,
-    did_you_mean,
-    split_address,
-)
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean, split_address
 from jaxinfer.serving.instance import InstanceOptions
 
 # How KV goes from process to process, see ``RunFile``.

@@ -5,8 +5,8 @@ from typing import Any, Literal
 from pydantic import Field, PrivateAttr, field_validator
 
 from jaxinfer.config.step_costs import CurveCosts, LinearCosts, PhaseCosts
-from jaxinfer.config.validation import Named, OptionError, Options
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import Named, OptionError, Options
 
 # Kinds of costs that take the place of the roofline's, and what then has no use.
 MEASURED = {

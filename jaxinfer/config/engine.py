@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from jaxinfer.config.validation import OptionError, Options
+from jaxinfer.options.validation import OptionError, Options
 from jaxinfer.serving.policies import PolicyOptions
 
 

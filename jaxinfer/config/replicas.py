@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from itertools import combinations, product
 from typing import Any
 
-from jaxinfer.config.validation import OptionError
+from jaxinfer.options.validation import OptionError
 
 # More of one name would take minutes to refuse, where they have no place.
 MOST = 10_000

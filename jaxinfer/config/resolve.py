@@ -6,12 +6,12 @@ from functools import cached_property
 from typing import Literal
 
 from jaxinfer.config.cluster import ClusterConfig, GroupConfig, InstanceConfig
+from jaxinfer.config.nodes import NetworkPath, Placement, place_groups
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.config.validation import OptionError, did_you_mean, within
 from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import Catalogue, Gpu, ModelShape
+from jaxinfer.options.validation import OptionError, did_you_mean, within
 from jaxinfer.serving.system import System
-from jaxinfer.simulate.hardware import Catalogue, Gpu, ModelShape
-from jaxinfer.simulate.nodes import NetworkPath, Placement, place_groups
 from jaxinfer.systems.registry import make_system
 
 

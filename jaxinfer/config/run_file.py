@@ -17,7 +17,10 @@ from jaxinfer.config.cluster import (
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.replicas import replicate_cluster
-from jaxinfer.config.validation import (
+from jaxinfer.config.workload import Workload
+from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import Catalogue, Gpu, ModelShape
+from jaxinfer.options.validation import (
     ByName,
     Named,
     OptionError,
@@ -27,9 +30,6 @@ from jaxinfer.config.validation import (
     read_yaml,
     shown,
 )
-from jaxinfer.config.workload import Workload
-from jaxinfer.errors import JaxinferError
-from jaxinfer.simulate.hardware import Catalogue, Gpu, ModelShape
 from jaxinfer.systems.registry import make_system
 from jaxinfer.workload.lengths import BenchRequest
 

@@ -2,7 +2,7 @@
 
 from pydantic import Field, field_validator
 
-from jaxinfer.config.validation import Options
+from jaxinfer.options.validation import Options
 
 
 class AttentionConfig(Options):

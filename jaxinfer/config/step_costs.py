@@ -4,12 +4,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jaxinfer.config.validation import OptionError, Options
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import OptionError, Options
 
 
 class LinearCosts(Options):
-    """Coefficients, in seconds; ``simulate/linear.py`` has those of papers.
+    """Coefficients, in seconds; ``simulate/costs/linear.py`` has those of papers.
 
     Attributes:
         step_s: per step; ``token_s``: per token computed; ``sequence_s``: per sequence in it.
@@ -91,7 +91,7 @@ class ExtraCosts(Options):
 
 
 class PhaseCosts(Options):
-    """Coefficients by phase; ``simulate/phases.py`` has those of papers.
+    """Coefficients by phase; ``simulate/costs/phases.py`` has those of papers.
 
     Attributes:
         decode: by size of the batch, the smallest first; the last one is for all larger ones.
@@ -131,7 +131,7 @@ class PhaseCosts(Options):
 
 
 class CurveCosts(Options):
-    """Curves of whole steps; ``simulate/curves.py`` has the file's columns.
+    """Curves of whole steps; ``simulate/costs/curves.py`` has the file's columns.
 
     Attributes:
         file: the points, as seen from the working directory.

@@ -6,11 +6,11 @@ from stat import S_ISREG
 
 from pydantic import Field, field_validator
 
-from jaxinfer.config.shipped import data_path
-from jaxinfer.config.validation import OptionError, Options, shown, within
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import data_path
+from jaxinfer.options.validation import OptionError, Options, shown, within
+from jaxinfer.text.encode import encoder
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
-from jaxinfer.workload.encode import encoder
 from jaxinfer.workload.lengths import BenchRequest, read_trace
 from jaxinfer.workload.predictor import Buckets, Own
 from jaxinfer.workload.synthetic import Synthetic, WorkloadClass, is_of_class

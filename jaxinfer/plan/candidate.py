@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, Protocol
 
-from jaxinfer.config.validation import Options
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import Options
 from jaxinfer.plan.problem import Cost, Problem
 
 GivenUp = Literal["at this rate", "by its bound"]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import sum_known
 from jaxinfer.plan.candidate import Costs, GivenUp, Score
-from jaxinfer.plan.limits import limits
 from jaxinfer.plan.problem import Goal
 from jaxinfer.simulate.capacity import (
     AnyRateError,
@@ -22,8 +22,7 @@ from jaxinfer.simulate.capacity import (
     num_gpus,
     requests_for,
 )
-from jaxinfer.simulate.hardware import sum_known
-from jaxinfer.simulate.targets import Targets
+from jaxinfer.simulate.targets import Targets, limits
 from jaxinfer.workload.lengths import BenchRequest
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field
 
 from jaxinfer.config.run_file import SHORT, apply_setting, as_run_file
-from jaxinfer.config.validation import ByName, Named, OptionError, Options, read_yaml, within
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import ByName, Named, OptionError, Options, read_yaml, within
 from jaxinfer.plan.prefixes import best_hits
 from jaxinfer.simulate.read_targets import read_targets
 from jaxinfer.simulate.targets import Criterion, Targets

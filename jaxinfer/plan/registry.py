@@ -3,19 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.config.by_name import make_by_name
+from jaxinfer.options.by_name import make_by_name
 from jaxinfer.plan.candidate import Planner
 
 PLANNERS = {
     "colocated": "jaxinfer.plan.planners.colocated:Colocated",
     "pd_ratio": "jaxinfer.plan.planners.pd_ratio:PDRatio",
     "any_system": "jaxinfer.plan.planners.any_system:AnySystem",
-    "splitwise": "jaxinfer.plan.planners.splitwise:SplitwisePools",
-    "hexgen2": "jaxinfer.plan.planners.hexgen2:HexGen2",
-    "hetis": "jaxinfer.plan.planners.hetis:Hetis",
-    "aladdin": "jaxinfer.plan.planners.aladdin:Aladdin",
-    "distserve_high": "jaxinfer.plan.planners.distserve:DistServeHigh",
-    "distserve_low": "jaxinfer.plan.planners.distserve:DistServeLow",
+    "splitwise": "jaxinfer.papers.splitwise.planner:SplitwisePools",
+    "hexgen2": "jaxinfer.papers.hexgen2.planner:HexGen2",
+    "hetis": "jaxinfer.papers.hetis.planner:Hetis",
+    "aladdin": "jaxinfer.papers.aladdin.planner:Aladdin",
+    "distserve_high": "jaxinfer.papers.distserve.planner:DistServeHigh",
+    "distserve_low": "jaxinfer.papers.distserve.planner:DistServeLow",
 }
 
 

@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import NamedTuple, Protocol
 
-from jaxinfer.config.contents import contents
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.contents import contents
 from jaxinfer.plan.candidate import Bound, Candidate, Costs, Guess, Score
+from jaxinfer.plan.canonical import nameless
 from jaxinfer.plan.evaluate import Asked, Evaluator, Simulation
-from jaxinfer.plan.kept import Kept, key_of
+from jaxinfer.plan.evaluation_cache import Kept, key_of
 from jaxinfer.plan.lacking import why_nothing
-from jaxinfer.plan.nameless import nameless
 from jaxinfer.plan.problem import Cost, Per, Problem
 from jaxinfer.simulate.capacity import Ladder, TriedRate
 from jaxinfer.simulate.targets import Verdict

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxinfer.config.validation import Options
+from jaxinfer.options.validation import Options
 
 
 class Classifier(nnx.Module):

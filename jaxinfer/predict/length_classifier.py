@@ -12,8 +12,8 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxinfer.config.validation import OptionError, Options
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import OptionError, Options
 from jaxinfer.predict.classifier import Classifier, Training, likeliest, train
 from jaxinfer.predict.features import LengthBuckets, bag_of_tokens
 from jaxinfer.workload.predictor import PromptView

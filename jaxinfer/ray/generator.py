@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.json_lines import shorten
 from jaxinfer.request import RequestOutput, SamplingParams
 from jaxinfer.text.prompts import text_or_token_ids
 from jaxinfer.workload.conversation import read_conversation
-from jaxinfer.workload.json_lines import shorten
 
 if TYPE_CHECKING:
     from jaxinfer.serving.request_state import RequestState

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.ray.cluster import connect
+from jaxinfer.runtime.processes.ray_client import connect
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -14,7 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.report.figures import (
+from jaxinfer.report.perfetto import write_trace
+from jaxinfer.report.pictures import can_be_drawn, picture_link
+from jaxinfer.report.summary import (
     Runs,
     emulation,
     figures,
@@ -24,8 +26,6 @@ from jaxinfer.report.figures import (
     number_text,
     requests_per_s,
 )
-from jaxinfer.report.perfetto import write_trace
-from jaxinfer.report.pictures import can_be_drawn, picture_link
 
 LEGEND = (
     "Busy: utilisation, the share of the run in which some step ran on the group. Transfer "

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxinfer.report.course import Course
+from jaxinfer.hardware.efficiency import Yardstick
 from jaxinfer.report.latencies import Latencies, LatencyTotals
-from jaxinfer.report.yardstick import Yardstick
+from jaxinfer.report.steady_rate import Course
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import jaxinfer
-from jaxinfer.config.contents import contents
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.config.shipped import SHIPPED, data_path
+from jaxinfer.files.contents import contents
+from jaxinfer.files.shipped import SHIPPED, data_path
 from jaxinfer.made_from import cpu_name, version_of
 from jaxinfer.workload.lengths import BenchRequest
 

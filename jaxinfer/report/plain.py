@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxinfer.config.validation import shown
 from jaxinfer.errors import FAILURES, raised
+from jaxinfer.options.validation import shown
 
 
 def reported(name: str, report: Callable[[], object]) -> tuple[dict[str, Any], str | None]:

@@ -18,10 +18,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.report.figures import Runs, emulation, figures, finished, median_round, number_text
 from jaxinfer.report.perfetto import step_kind, transfer_lanes
 from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.records import RunRecord
+from jaxinfer.report.summary import Runs, emulation, figures, finished, median_round, number_text
 
 WIDTH = 11.0  # Inches.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#666666")

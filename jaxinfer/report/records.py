@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.config.validation import read_json
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import read_json
 
 
 @dataclass(frozen=True)

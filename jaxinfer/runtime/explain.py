@@ -6,12 +6,12 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from jaxinfer.runtime.head_pools import head_pools
-from jaxinfer.runtime.kv_cache import shard_bytes
-from jaxinfer.runtime.plan import Plan
-from jaxinfer.runtime.sampler import SamplerShape
-from jaxinfer.runtime.spread_step import SpreadStep
-from jaxinfer.runtime.step import CompiledStep, Key
+from jaxinfer.runtime.spread.head_pools import head_pools
+from jaxinfer.runtime.spread.spread_step import SpreadStep
+from jaxinfer.runtime.stage.kv_cache import shard_bytes
+from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.sampler import SamplerShape
+from jaxinfer.runtime.stage.step import CompiledStep, Key
 from jaxinfer.serving.kv_shards import most_pages
 from jaxinfer.steps.shapes import StepShape
 

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.runtime.continuations import Continuations
-from jaxinfer.runtime.engine import Cluster
-from jaxinfer.runtime.processes import Progress
-from jaxinfer.runtime.remote import NobodyThere
-from jaxinfer.runtime.sampler import SamplerShape
-from jaxinfer.runtime.sampling_inputs import sampler_shape, sampling_of
+from jaxinfer.runtime.cluster import Cluster
+from jaxinfer.runtime.parallel_sampling import Continuations
+from jaxinfer.runtime.processes.process_group import Progress
+from jaxinfer.runtime.processes.remote_worker import NobodyThere
+from jaxinfer.runtime.stage.sampler import SamplerShape
+from jaxinfer.runtime.stage.sampling_inputs import sampler_shape, sampling_of
 from jaxinfer.serving.releases import Releases
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.text.stop import Answers

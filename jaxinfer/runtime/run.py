@@ -8,11 +8,11 @@ from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.progress import RunProgress
 from jaxinfer.report.recorder import Recorder
 from jaxinfer.request import RequestOutput
-from jaxinfer.runtime.engine import Cluster
+from jaxinfer.runtime.cluster import Cluster
+from jaxinfer.runtime.efficiency import real_yardstick
 from jaxinfer.runtime.intake import Intake
-from jaxinfer.runtime.sampling_inputs import sampling_of
+from jaxinfer.runtime.stage.sampling_inputs import sampling_of
 from jaxinfer.runtime.world import RealWorld
-from jaxinfer.runtime.yardstick import real_yardstick
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.loop import ServingLoop

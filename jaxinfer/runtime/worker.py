@@ -12,37 +12,22 @@ import jax
 import numpy as np
 
 from jaxinfer.request import Logprob
-from jaxinfer.runtime.messages import StepEnd
-from jaxinfer.runtime.sampler import PLAIN_SAMPLER, SamplerShape, Samples
-from jaxinfer.runtime.sampling_inputs import (
+from jaxinfer.runtime.kv.outcome import Failed, Launched, Post, join
+from jaxinfer.runtime.spread.slice_move import SliceMoves
+from jaxinfer.runtime.spread.spread_stage import SpreadStage
+from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape, Samples
+from jaxinfer.runtime.stage.sampling_inputs import (
     build_sampling,
     next_prompt_tokens,
     prompt_positions,
     sampling_of,
 )
-from jaxinfer.runtime.slice_move import SliceMoves
-from jaxinfer.runtime.spread_stage import SpreadStage
-from jaxinfer.runtime.stage import Stage
-from jaxinfer.runtime.step import Key
-from jaxinfer.runtime.step_inputs import row_starts
+from jaxinfer.runtime.stage.stage import Stage
+from jaxinfer.runtime.stage.step import Key
+from jaxinfer.runtime.stage.step_inputs import row_starts
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone, TransferDone
-
-
-@dataclass(frozen=True)
-class Failed:
-    """An instance can do no more."""
-
-    instance: str
-    error: Exception
-
-
-Post = Callable[[StepDone | Failed], None]
-# What will be done when a stage's part of a step has ended, or what names it in another process.
-End = Future[None] | StepEnd
-# Called with a stage's number when it has been launched, and its end.
-Launched = Callable[[int, End], None]
 
 
 @dataclass
@@ -224,16 +209,6 @@ def _fail(ended: "Iterable[Future[None]]", error: Exception) -> None:
     for future in ended:
         if not future.done():
             future.set_exception(error)
-
-
-def join(threads: Iterable[threading.Thread]) -> None:
-    """Wait for threads that have been told to end, but not for one that hangs.
-
-    One that was still freeing arrays when the interpreter ends would crash it.
-    """
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(timeout=2)
 
 
 def _step_done(step: _Step, samples: Samples, prompt: Samples | None) -> StepDone:

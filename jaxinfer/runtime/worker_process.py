@@ -17,10 +17,13 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.errors import JaxinferError, one_line
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.engine import Cluster, load_cluster
-from jaxinfer.runtime.messages import (
+from jaxinfer.runtime.cluster import Cluster, load_cluster
+from jaxinfer.runtime.kv.outcome import End, Failed, StepEnd
+from jaxinfer.runtime.processes.batch_delta import Mirror
+from jaxinfer.runtime.processes.kv_endpoint import Port
+from jaxinfer.runtime.processes.messages import (
     Alive,
     Drop,
     Emulate,
@@ -36,13 +39,10 @@ from jaxinfer.runtime.messages import (
     Pull,
     Refused,
     SlabFailed,
-    StepEnd,
     StepEnded,
     WorkerFailed,
 )
-from jaxinfer.runtime.mirror import Mirror
-from jaxinfer.runtime.port import Port
-from jaxinfer.runtime.worker import End, Failed, Worker
+from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.world import StepDone
 
 ALIVE_S = 1.0

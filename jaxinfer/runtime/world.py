@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from jaxinfer.errors import JaxinferError, one_line
-from jaxinfer.runtime.emulated_links import EmulatedLinks
-from jaxinfer.runtime.remote import ProcessLost, RemoteWorker
-from jaxinfer.runtime.remote_channel import RemoteChannel
-from jaxinfer.runtime.restarts import Outcome, Restarted, Restarts
-from jaxinfer.runtime.transfer import Channel, Landed
-from jaxinfer.runtime.worker import End, Failed, Worker
+from jaxinfer.runtime.kv.channel import Channel, Landed
+from jaxinfer.runtime.kv.emulated_links import EmulatedLinks
+from jaxinfer.runtime.kv.outcome import End, Failed
+from jaxinfer.runtime.processes.remote_channel import RemoteChannel
+from jaxinfer.runtime.processes.remote_worker import ProcessLost, RemoteWorker
+from jaxinfer.runtime.processes.restarts import Outcome, Restarted, Restarts
+from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import (

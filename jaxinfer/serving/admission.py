@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from jaxinfer.config.validation import Options
+from jaxinfer.options.validation import Options
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from jaxinfer.config.validation import Options
+from jaxinfer.options.validation import Options
 from jaxinfer.serving.forming import Forming
 from jaxinfer.serving.request_state import RequestState
 

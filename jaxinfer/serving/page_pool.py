@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Callable
 
-from jaxinfer.serving.attention_fit import AttentionFit
+from jaxinfer.serving.step_fit import AttentionFit
 
 
 class PagePool:

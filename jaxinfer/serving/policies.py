@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.config.validation import (
+from jaxinfer.errors import FAILURES, JaxinferError, raised
+from jaxinfer.options.validation import (
     OptionError,
     Options,
     did_you_mean,
@@ -13,7 +14,6 @@ from jaxinfer.config.validation import (
     shown,
     within,
 )
-from jaxinfer.errors import FAILURES, JaxinferError, raised
 from jaxinfer.serving import admission, batching
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.forming import Forming

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from jaxinfer.config.validation import did_you_mean
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import did_you_mean
 from jaxinfer.request import FinishReason
-from jaxinfer.serving.answers import check_legs
-from jaxinfer.serving.hooks import Hooks
+from jaxinfer.serving.hooks import Hooks, check_legs
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.loss import Alive, LostInstance, detach
 from jaxinfer.serving.request_state import RequestState

@@ -1,7 +1,7 @@
-"""Linear models of step time, and least squares for them, in plain Python."""
+"""Linear models of the time of steps and attention, and least squares, in plain Python."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,40 @@ class LeastSquares:
                     factor = rows[r][i] / rows[i][i]
                     rows[r] = [a - factor * b for a, b in zip(rows[r], rows[i], strict=True)]
         return [rows[i][size] / rows[i][i] / length[i] for i in range(size)]
+
+
+@dataclass(frozen=True)
+class AttentionFit:
+    """Hetis eqs. 3 and 4: seconds of one layer's decode attention in one shard of a stage.
+
+    Attributes:
+        per_pair: for each slice of KV heads, over all requests; ``per_entry``: for each KV entry of
+            each of them.
+        constant: where there is any.
+        exchange_per_pair, exchange: likewise, of queries on their way there and of what comes
+            back; 0 on the devices that have the layers.
+    """
+
+    per_pair: float
+    per_entry: float
+    constant: float
+    exchange_per_pair: float = 0.0
+    exchange: float = 0.0
+
+    def seconds(self, pairs: float, entries: float) -> float:
+        """Of one layer; nothing without pairs."""
+        return self.busy(pairs, entries) + self.exchange if pairs else 0.0
+
+    def busy(self, pairs: float, entries: float) -> float:
+        """Of those, what device and link can do for nobody else."""
+        if not pairs:
+            return 0.0
+        each = self.per_pair + self.exchange_per_pair
+        return each * pairs + self.per_entry * entries + self.constant
+
+    def of_steps(self, count: int) -> "AttentionFit":
+        """Of so many steps that have all pairs and entries together."""
+        return replace(self, constant=count * self.constant, exchange=count * self.exchange)
 
 
 def least_squares(

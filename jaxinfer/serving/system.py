@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, ClassVar, Literal, Protocol
 
-from jaxinfer.config.validation import Options
-from jaxinfer.serving.attention_fit import AttentionFit
+from jaxinfer.options.validation import Options
 from jaxinfer.serving.kv_shards import Placement, SliceMove
-from jaxinfer.serving.step_fit import StepFit
+from jaxinfer.serving.step_fit import AttentionFit, StepFit
 
 HandOffRule = Literal["on_demand", "at_end", "per_chunk", "per_segment"]
 

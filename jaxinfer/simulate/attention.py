@@ -11,14 +11,14 @@ from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.costs import GroupCosts, SimulateOptions, measured_kind
 from jaxinfer.config.resolve import Resolved
 from jaxinfer.config.stages import StageConfig
-from jaxinfer.config.validation import OptionError
 from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.network import Link
+from jaxinfer.options.validation import OptionError
 from jaxinfer.serving.page_pool import CountedPages, Shard
-from jaxinfer.simulate.costs import ITEMSIZE, StageCost, StagePart
-from jaxinfer.simulate.pools import AttentionGroup, count_attention_pages
+from jaxinfer.simulate.costs.model import ITEMSIZE, StageCost, StagePart
+from jaxinfer.simulate.kv_capacity import AttentionGroup, count_attention_pages
 from jaxinfer.simulate.spread import ShardCost, SpreadStage, Visit
 from jaxinfer.simulate.world import StagePair
-from jaxinfer.steps.network import Link
 
 
 @dataclass(frozen=True)

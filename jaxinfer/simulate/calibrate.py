@@ -18,13 +18,13 @@ from scipy.optimize import least_squares
 from jaxinfer.config.costs import SimulateOptions, measured_kind
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.config.shipped import data_path, why_not
-from jaxinfer.config.validation import Options, did_you_mean
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import data_path, why_not
+from jaxinfer.options.validation import Options, did_you_mean
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import model_cluster, stage_parts
-from jaxinfer.simulate.costs import StageCost
-from jaxinfer.simulate.roofline import Efficiency, RooflineStage
+from jaxinfer.simulate.costs.model import StageCost
+from jaxinfer.simulate.costs.roofline import Efficiency, RooflineStage
 
 # In the order in which they are given up last.
 NAMES = ("flops", "bandwidth", "step_s", "sequence_s")

@@ -11,7 +11,7 @@ import numpy as np
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.simulate.alone import serve_alone
+from jaxinfer.simulate.isolated import serve_alone
 from jaxinfer.simulate.run import prepare, serve
 from jaxinfer.simulate.targets import Targets, Verdict
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals

@@ -7,10 +7,13 @@ from itertools import pairwise
 from jaxinfer.config.cluster import InstanceConfig, instance_options
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.layer_split import count_layers
+from jaxinfer.config.nodes import Placement
 from jaxinfer.config.resolve import Resolved
-from jaxinfer.config.validation import OptionError, within
 from jaxinfer.errors import JaxinferError
-from jaxinfer.report.yardstick import Yardstick
+from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.hardware.efficiency import Yardstick
+from jaxinfer.hardware.network import Link
+from jaxinfer.options.validation import OptionError, within
 from jaxinfer.serving.batch import Work
 from jaxinfer.serving.half_batches import choice
 from jaxinfer.serving.instance import Instance
@@ -26,7 +29,8 @@ from jaxinfer.simulate.attention import (
     spread_shards,
     spread_stage,
 )
-from jaxinfer.simulate.costs import (
+from jaxinfer.simulate.costs.fit import fit_costs
+from jaxinfer.simulate.costs.model import (
     ITEMSIZE,
     CostModel,
     Padded,
@@ -35,14 +39,10 @@ from jaxinfer.simulate.costs import (
     StagePart,
     make_stage,
 )
-from jaxinfer.simulate.fit import fit_costs
-from jaxinfer.simulate.hardware import Gpu, ModelShape
-from jaxinfer.simulate.nodes import Placement
-from jaxinfer.simulate.pools import count_pages
+from jaxinfer.simulate.efficiency import make_yardstick
+from jaxinfer.simulate.kv_capacity import count_pages
 from jaxinfer.simulate.spread import Visit
 from jaxinfer.simulate.world import StagePair
-from jaxinfer.simulate.yardstick import make_yardstick
-from jaxinfer.steps.network import Link
 from jaxinfer.steps.shapes import StepLimits
 
 # Bytes of a number that is stored, by its option's value.

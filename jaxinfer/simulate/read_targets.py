@@ -7,9 +7,9 @@ from pathlib import Path
 from pydantic import Field
 
 from jaxinfer.config.run_file import load_run_file
-from jaxinfer.config.validation import Named, OptionError, Options, read_yaml, within
 from jaxinfer.errors import JaxinferError
-from jaxinfer.simulate.alone import reference_latencies
+from jaxinfer.options.validation import Named, OptionError, Options, read_yaml, within
+from jaxinfer.simulate.isolated import reference_latencies
 from jaxinfer.simulate.targets import (
     Criterion,
     PercentileTargets,

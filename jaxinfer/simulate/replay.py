@@ -15,15 +15,15 @@ from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import JaxinferError
-from jaxinfer.report.figures import figures, number_text
+from jaxinfer.hardware.network import Link
 from jaxinfer.report.records import RequestRecord, RunRecord, read_run
 from jaxinfer.report.run_folder import run_folders
+from jaxinfer.report.summary import figures, number_text
 from jaxinfer.serving.batch import Work
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.simulate.cluster import ModelledCluster, ModelledInstance, lanes_between
 from jaxinfer.simulate.run import serve
 from jaxinfer.simulate.world import StagePair
-from jaxinfer.steps.network import Link
 from jaxinfer.steps.profile import Profile, profile_folder, read_profile
 from jaxinfer.steps.shapes import StepLimits
 from jaxinfer.steps.times import StepTimes

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from jaxinfer.config.costs import SimulateOptions
-from jaxinfer.serving.attention_fit import AttentionFit
 from jaxinfer.serving.batch import ShardWork, Work
 from jaxinfer.serving.half_batches import LayerTimes, as_a_whole, in_turn
-from jaxinfer.simulate.costs import StagePart
-from jaxinfer.simulate.roofline import RooflineStage
+from jaxinfer.serving.step_fit import AttentionFit
+from jaxinfer.simulate.costs.model import StagePart
+from jaxinfer.simulate.costs.roofline import RooflineStage
 
 
 @dataclass(frozen=True)

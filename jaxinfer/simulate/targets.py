@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxinfer.config.validation import OptionError, did_you_mean
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import OptionError, did_you_mean
 from jaxinfer.report.percentiles import Percentiles
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.workload.lengths import BenchRequest
@@ -294,3 +294,27 @@ class _PercentileWatch:
 def _allowed(count: int, percent: float) -> int:
     """Of so many values, how many may be beyond a limit before their percentile must be."""
     return count - 1 - math.floor(percent / 100 * (count - 1)) if count else 0
+
+
+class Limit(NamedTuple):
+    """A metric's limit in seconds, and the share of what it is of that has to keep it."""
+
+    metric: str
+    seconds: float
+    share: float
+
+
+def limits(targets: Targets) -> list[Limit]:
+    """All of them; none of targets in multiples of a reference."""
+    if targets.reference:
+        return []
+    if isinstance(targets, PercentileTargets):
+        return [Limit(metric, limit, percent / 100) for metric, percent, limit in targets.limits]
+    assert isinstance(targets, RequestTargets)
+    return [Limit(name, limit, targets.attainment) for name, limit in targets.limits.items()]
+
+
+def gap_limits(targets: Targets) -> list[Limit]:
+    """Those of the time between two tokens, the least first."""
+    found = [limit for limit in limits(targets) if limit.metric in ("tbt", "tpot")]
+    return sorted(found, key=lambda limit: limit.seconds)

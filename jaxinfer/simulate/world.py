@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.network import Link, Network
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Arrival, Event, StepDone, Tick, TransferDone
-from jaxinfer.simulate.costs import CostModel
+from jaxinfer.simulate.costs.model import CostModel
+from jaxinfer.simulate.shared_device import Turns
 from jaxinfer.simulate.spread import Visit
-from jaxinfer.simulate.turns import Turns
-from jaxinfer.steps.network import Link, Network
 
 
 @dataclass(frozen=True)

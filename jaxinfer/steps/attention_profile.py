@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.serving.attention_fit import AttentionFit
+from jaxinfer.serving.step_fit import AttentionFit
 from jaxinfer.steps.profile import profile_path, write_record
 from jaxinfer.steps.times import nonnegative
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from pydantic import Field
 
-from jaxinfer.config.validation import OptionError, Options, did_you_mean
+from jaxinfer.options.validation import OptionError, Options, did_you_mean
 from jaxinfer.serving.system import Assignment, ClusterView, Leg, RequestView, System
 
 

@@ -9,7 +9,7 @@ from itertools import product
 
 from pydantic import Field
 
-from jaxinfer.config.validation import Options
+from jaxinfer.options.validation import Options
 from jaxinfer.serving.system import (
     Assignment,
     ClusterView,
@@ -18,7 +18,7 @@ from jaxinfer.serving.system import (
     RequestView,
     System,
 )
-from jaxinfer.systems.roles import (
+from jaxinfer.systems.instances import (
     Names,
     alive,
     check_roles,

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from jaxinfer.config.validation import OptionError, Options
+from jaxinfer.options.validation import OptionError, Options
 from jaxinfer.serving.system import (
     Assignment,
     ClusterView,
@@ -14,7 +14,7 @@ from jaxinfer.serving.system import (
     RequestView,
     System,
 )
-from jaxinfer.systems.roles import least_loaded, num_requests
+from jaxinfer.systems.instances import least_loaded, num_requests
 
 
 class LeastLoadedOptions(Options):

@@ -3,23 +3,23 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxinfer.config.by_name import make_by_name
-from jaxinfer.config.validation import shown
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.by_name import make_by_name
+from jaxinfer.options.validation import shown
 from jaxinfer.serving.system import System
 
 SYSTEMS = {
     "single": "jaxinfer.systems.single:Single",
-    "cronus": "jaxinfer.systems.cronus:Cronus",
+    "cronus": "jaxinfer.papers.cronus.system:Cronus",
     "data_parallel": "jaxinfer.systems.data_parallel:DataParallel",
     "least_loaded": "jaxinfer.systems.least_loaded:LeastLoaded",
     "disaggregated": "jaxinfer.systems.disaggregated:Disaggregated",
-    "distserve": "jaxinfer.systems.distserve:DistServe",
-    "splitwise": "jaxinfer.systems.splitwise:Splitwise",
-    "tetriinfer": "jaxinfer.systems.tetriinfer:TetriInfer",
-    "hexgen2": "jaxinfer.systems.hexgen2:HexGen2",
-    "hetis": "jaxinfer.systems.hetis:Hetis",
-    "aladdin": "jaxinfer.systems.aladdin:Aladdin",
+    "distserve": "jaxinfer.papers.distserve.system:DistServe",
+    "splitwise": "jaxinfer.papers.splitwise.system:Splitwise",
+    "tetriinfer": "jaxinfer.papers.tetriinfer.system:TetriInfer",
+    "hexgen2": "jaxinfer.papers.hexgen2.system:HexGen2",
+    "hetis": "jaxinfer.papers.hetis.system:Hetis",
+    "aladdin": "jaxinfer.papers.aladdin.system:Aladdin",
     "pipeline_parallel": "jaxinfer.systems.pipeline_parallel:PipelineParallel",
 }
 

@@ -7,8 +7,8 @@ from numbers import Integral
 from typing import Any, TypedDict
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.json_lines import shorten
 from jaxinfer.request import SamplingParams
-from jaxinfer.workload.json_lines import shorten
 
 
 class TokensPrompt(TypedDict):

@@ -9,8 +9,8 @@ from typing import Any
 from jinja2 import TemplateError
 from tokenizers import Tokenizer as Backend
 
+from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.errors import JaxinferError, one_line
-from jaxinfer.runtime.weights import Checkpoint
 from jaxinfer.text.stream import Detokenizer, Stream
 from jaxinfer.text.tokenizer_gguf import read_gguf_tokenizer
 

@@ -15,8 +15,8 @@ from tokenizers import (
     processors,
 )
 
+from jaxinfer.checkpoints.gguf_ends import CONTROL, token_types
 from jaxinfer.errors import JaxinferError
-from jaxinfer.text.gguf_ends import CONTROL, token_types
 from jaxinfer.text.gguf_pre import Pre, read_pre
 
 # GGUF's token types.

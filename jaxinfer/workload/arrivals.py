@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from jaxinfer.config.validation import OptionError, Options
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import OptionError, Options
 from jaxinfer.workload.bench_request import BenchRequest
 
 # Which kinds each option is for.

@@ -25,12 +25,12 @@ from tempfile import TemporaryFile
 from types import TracebackType
 from typing import IO, Self
 
-from jaxinfer.config.shipped import data_path
-from jaxinfer.config.validation import did_you_mean
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.json_lines import as_token_ids, numbered, parse_object, readable, shorten
+from jaxinfer.files.shipped import data_path
+from jaxinfer.options.validation import did_you_mean
 from jaxinfer.request import SamplingParams
 from jaxinfer.workload.conversation import Conversation, read_conversation
-from jaxinfer.workload.json_lines import as_token_ids, numbered, parse_object, readable, shorten
 from jaxinfer.workload.parquet import SUFFIX as PARQUET
 from jaxinfer.workload.parquet import ParquetRows
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.workload.json_lines import shorten
+from jaxinfer.files.json_lines import shorten
 
 
 @dataclass(frozen=True)

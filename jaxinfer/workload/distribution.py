@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field, field_validator
 
-from jaxinfer.config.validation import OptionError, Options
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import OptionError, Options
 
 # Which options each kind needs, and which it may have.
 _NEEDS = {"uniform": ("min", "max"), "lognormal": (), "percentiles": ("values",)}

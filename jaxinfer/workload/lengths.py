@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from jaxinfer.config.shipped import data_path
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import data_path
 from jaxinfer.workload.bench_request import BenchRequest, synthetic_tokens
 from jaxinfer.workload.sharegpt import read_sharegpt
 from jaxinfer.workload.trace import Encode, Trace

@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from jaxinfer.config.validation import did_you_mean
 from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.options.validation import did_you_mean
 
 SUFFIX = ".parquet"
 # What a table of results has.

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 from pydantic import Field
 
-from jaxinfer.config.validation import (
+from jaxinfer.errors import FAILURES, JaxinferError, raised
+from jaxinfer.options.validation import (
     OptionError,
     Options,
     import_own,
@@ -14,7 +15,6 @@ from jaxinfer.config.validation import (
     shown,
     within,
 )
-from jaxinfer.errors import FAILURES, JaxinferError, raised
 from jaxinfer.serving.system import RequestView
 
 

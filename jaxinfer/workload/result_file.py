@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Self
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.json_lines import shorten
 from jaxinfer.workload.batch_output import Record
-from jaxinfer.workload.json_lines import shorten
 
 
 class ResultFile:

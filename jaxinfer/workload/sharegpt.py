@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.json_lines import readable, shorten
 from jaxinfer.workload.bench_request import BenchRequest
-from jaxinfer.workload.json_lines import readable, shorten
 from jaxinfer.workload.trace import Encode, Trace, at
 
 # vLLM's filter: tokens of prompt and of output at least, of prompt at most, of both at most.

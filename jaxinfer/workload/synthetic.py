@@ -8,9 +8,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, PositiveInt, field_validator
 
-from jaxinfer.config.shipped import SHIPPED
-from jaxinfer.config.validation import OptionError, Options, did_you_mean, shown
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import SHIPPED
+from jaxinfer.options.validation import OptionError, Options, did_you_mean, shown
 from jaxinfer.workload.bench_request import BenchRequest
 from jaxinfer.workload.distribution import Draws, Lengths, Percentiles, Uniform
 

@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from jaxinfer.config.shipped import why_not
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.json_lines import shorten
+from jaxinfer.files.shipped import why_not
 from jaxinfer.workload.bench_request import BenchRequest
-from jaxinfer.workload.json_lines import shorten
 from jaxinfer.workload.trace import Trace, at
 
 

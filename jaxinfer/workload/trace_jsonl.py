@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxinfer.config.validation import did_you_mean
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.json_lines import as_token_ids, numbered_lines, parse_object, shorten
+from jaxinfer.options.validation import did_you_mean
 from jaxinfer.workload.bench_request import BLOCK, BenchRequest
-from jaxinfer.workload.json_lines import as_token_ids, numbered_lines, parse_object, shorten
 from jaxinfer.workload.sharegpt import Conversations
 from jaxinfer.workload.trace import Encode, Trace, at
 

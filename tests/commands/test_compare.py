@@ -12,7 +12,7 @@ from jaxinfer.compare import compare_systems, load_systems, simulate_systems
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
 from jaxinfer.report import comparison
 from jaxinfer.report.origin import digest
-from jaxinfer.runtime import devices
+from jaxinfer.runtime.stage import devices
 
 CONFIGS = {"first": RunFile(model="m"), "second": RunFile(model="m")}
 

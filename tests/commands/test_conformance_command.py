@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 from jaxinfer.commands.app import cli
-from jaxinfer.report.conformance_table import as_markdown, conformance_tables
-from jaxinfer.runtime import conformance
-from jaxinfer.runtime.conformance import Outcome
-from jaxinfer.runtime.conformance_sides import Side
+from jaxinfer.commands.conformance_table import as_markdown, conformance_tables
+from jaxinfer.runtime.profiling import conformance
+from jaxinfer.runtime.profiling.conformance import Outcome
+from jaxinfer.runtime.profiling.conformance_sides import Side
 
 SIDES = {"A": Side(), "B": Side("bfloat16", "int8", 24, "interpret", 2, 2), "C": Side("int8")}
 OUTCOMES = [

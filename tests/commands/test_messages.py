@@ -10,11 +10,11 @@ import yaml
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import GroupConfig, InstanceConfig
+from jaxinfer.config.nodes import read_hardware
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.config.stages import StageConfig
-from jaxinfer.config.validation import OptionError, Options, parse_yaml, read_yaml, within
+from jaxinfer.options.validation import OptionError, Options, parse_yaml, read_yaml, within
 from jaxinfer.request import SamplingParams
-from jaxinfer.simulate.nodes import read_hardware
 
 CRONUS: dict[str, Any] = {
     "model": "m",

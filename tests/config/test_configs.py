@@ -16,10 +16,10 @@ from jaxinfer.plan.candidate import Candidate, Score
 from jaxinfer.plan.problem import load_options, load_problem
 from jaxinfer.plan.registry import make_planner
 from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.plan.sweep import Sweep, clusters
+from jaxinfer.plan.sweep.sweep import Sweep, clusters
 
 ROOT = Path(__file__).parents[2]
-# Others than run files: tests/simulate/test_nodes.py and test_targets.py have them.
+# Others than run files: tests/config/test_nodes.py and test_targets.py have them.
 OTHERS = ("clusters", "targets", "plan", "sweep")
 FILES = sorted(p for p in (ROOT / "configs").glob("*/*.yaml") if p.parent.name not in OTHERS)
 PLANS = sorted((ROOT / "configs" / "plan").glob("*.yaml"))

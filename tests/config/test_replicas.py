@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer import JaxinferError
+from jaxinfer.config.nodes import place_groups, read_hardware
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
 from jaxinfer.simulate.cluster import model_cluster
-from jaxinfer.simulate.nodes import place_groups, read_hardware
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from flax import nnx
 
+from jaxinfer.checkpoints.hugging_face import read_folder_config
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.stage import Layers, make_model, split
-from jaxinfer.runtime.checkpoint_folder import read_folder_config
 
 DATA = Path(__file__).parents[1] / "data" / "architectures"
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import RUN, problem
-from test_pd_ratio import Linear
+from plan_cases import RUN, Linear, problem
 
 from jaxinfer.plan import problem as problem_module
 from jaxinfer.plan.planners.pd_ratio import PDRatio, PDRatioOptions, packed_rate, prefill_rate

@@ -12,7 +12,7 @@ from plan_cases import Carries, problem
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, Workload
 from jaxinfer.plan.candidate import Candidate, Score
-from jaxinfer.plan.kept import Kept
+from jaxinfer.plan.evaluation_cache import Kept
 from jaxinfer.plan.lacking import why_nothing
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import Ladder

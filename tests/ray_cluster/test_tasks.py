@@ -14,8 +14,8 @@ from tiny_model import TINY_OPTIONS
 from jaxinfer import LLM, JaxinferError, SamplingParams
 from jaxinfer.commands.capacity import capacity
 from jaxinfer.ray import Generator
-from jaxinfer.ray.cluster import import_ray
 from jaxinfer.ray.tasks import RayMap
+from jaxinfer.runtime.processes.ray_client import import_ray
 
 pytestmark = pytest.mark.slow
 RUN = {

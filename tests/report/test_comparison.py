@@ -11,8 +11,8 @@ from rich.console import Console
 
 from jaxinfer import JaxinferError
 from jaxinfer.report.comparison import comparison_table, new_folder, write_comparison
-from jaxinfer.report.figures import emulation, figures, median_round, medians, number_text
 from jaxinfer.report.records import RequestRecord, RunRecord
+from jaxinfer.report.summary import emulation, figures, median_round, medians, number_text
 
 COMMAND = "jaxinfer compare a.yaml b.yaml"
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxinfer.hardware.efficiency import ModelFlops, Yardstick
 from jaxinfer.report import metrics
 from jaxinfer.report.metrics import InstanceUse, RunTotals, run_metrics
 from jaxinfer.report.recorder import Recorder
-from jaxinfer.report.yardstick import ModelFlops, Yardstick
 from jaxinfer.serving.batch import Work
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import InstanceLost

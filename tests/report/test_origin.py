@@ -14,7 +14,7 @@ import pytest
 
 import jaxinfer
 from jaxinfer.config.run_file import as_run_file, load_run_file
-from jaxinfer.config.shipped import SHIPPED
+from jaxinfer.files.shipped import SHIPPED
 from jaxinfer.report import origin
 from jaxinfer.report.run_folder import RunFolder
 from jaxinfer.workload.lengths import BenchRequest

@@ -158,10 +158,10 @@ def test_a_profile_takes_a_format(
         return {name: engine for name, (engine, _) in given.items()}
 
     for name, value in {
-        "runtime.checkpoint.open_checkpoint": lambda *given: None,
-        "runtime.engine.load_cluster": lambda *given: cluster,
-        "runtime.profile.profile_name": lambda engine, model: engine,
-        "runtime.profile.profile_engines": profile_engines,
+        "checkpoints.checkpoint.open_checkpoint": lambda *given: None,
+        "runtime.cluster.load_cluster": lambda *given: cluster,
+        "runtime.profiling.profile.profile_name": lambda engine, model: engine,
+        "runtime.profiling.profile.profile_engines": profile_engines,
         "steps.profile.store_profile": lambda profile: Path(f"kept/{profile}.json"),
         "report.profile_plot.draw_profile": lambda name, found, slow, path: drawn.append(
             (path, found)

@@ -15,14 +15,14 @@ from checkpoint_files import plan_alone
 from flax import nnx
 
 from jaxinfer import JaxinferError
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.checkpoints.hugging_face import read_folder_config
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layers import PagedBatch
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.checkpoint_folder import read_folder_config
-from jaxinfer.runtime.engine import load_parameters
-from jaxinfer.runtime.kv_cache import abstract_pages, allocate
-from jaxinfer.runtime.plan import Plan
+from jaxinfer.runtime.cluster import load_parameters
+from jaxinfer.runtime.stage.kv_cache import abstract_pages, allocate
+from jaxinfer.runtime.stage.layout import Plan
 
 DATA = Path(__file__).parents[1] / "data" / "architectures"
 EXPERT_RULES = Path(__file__).parents[2] / "configs" / "sharding" / "experts.py"

@@ -7,7 +7,7 @@ import pytest
 from checkpoint_files import LAYER, error_of, interleave, make_folder, make_gguf, make_weights
 from test_architectures import Model
 
-from jaxinfer.runtime.checkpoint import open_checkpoint
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
 
 RNG = np.random.default_rng(3)
 SIZES = {"q": 32, "k": 16, "v": 16, "o": 32}

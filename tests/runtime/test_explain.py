@@ -9,11 +9,11 @@ from checkpoint_files import plan_alone
 from click.testing import CliRunner
 
 from jaxinfer import LLM, JaxinferError, measure
+from jaxinfer.checkpoints import open_tensors
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.commands.app import cli
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.runtime import weights
-from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.runtime.explain import (
     collectives,
     longest_request,
@@ -21,7 +21,7 @@ from jaxinfer.runtime.explain import (
     step_costs,
     weight_bytes_per_device,
 )
-from jaxinfer.runtime.plan import Plan
+from jaxinfer.runtime.stage.layout import Plan
 
 TINY = {"page_size": 8, "num_pages": 65, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 
@@ -76,8 +76,8 @@ def test_bytes_are_those_of_the_arrays_that_are_loaded(
 
 
 def test_no_weight_is_read(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "load_weights", None)
-    monkeypatch.setattr("jaxinfer.runtime.engine.load_weights", None)
+    monkeypatch.setattr(open_tensors, "load_weights", None)
+    monkeypatch.setattr("jaxinfer.runtime.cluster.load_weights", None)
     arguments = ["explain", "--model", str(tiny_folder)]
     for name, value in (TINY | {"tensor_parallel_size": 2}).items():
         arguments += ["--set", f"engine.{name}={value}"]

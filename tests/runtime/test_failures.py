@@ -12,33 +12,13 @@ from typing import Any
 
 import jax
 import pytest
+from failure_cases import CRONUS, INSTANCE, PARAMS, PROMPTS, break_device, cluster, tokens
 
-from jaxinfer import LLM, JaxinferError, SamplingParams
-from jaxinfer.config.cluster import GroupConfig, InstanceConfig
+from jaxinfer import LLM, JaxinferError
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.request import RequestOutput
 from jaxinfer.runtime.worker import Worker
 
-PROMPTS = [{"prompt_token_ids": [7 * i % 256 for i in range(1, n)]} for n in (40, 60, 25, 90, 33)]
-PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-INSTANCE: dict[str, Any] = {
-    "max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 8, "num_pages": 65,
-}  # fmt: skip
-
-
-def cluster(folder: Path, system: dict[str, Any], *names: str, **more: Any) -> LLM:
-    config = RunFile(
-        model=str(folder),
-        groups={name: GroupConfig() for name in names},
-        instances={name: InstanceConfig(group=name, **INSTANCE) for name in names},
-        system=system,
-        **more,
-    )
-    return LLM.from_config(config, progress=False)
-
-
-CRONUS = {"name": "cronus", "cut_share": 0.6, "partial": "a", "chunked": "b"}
 SHARES = {"name": "data_parallel", "shares": {n: {"weight": 1, "max_waiting": 2} for n in "ab"}}
 
 
@@ -52,19 +32,6 @@ def break_launch(llm: LLM, name: str, after: int) -> None:
         launch(*args)
 
     worker.launch = failing  # type: ignore[method-assign]
-
-
-def break_device(llm: LLM, name: str, after: int) -> None:
-    """The step was launched; what waits for it finds that it has failed."""
-    stage, calls = llm.cluster.engines[name].worker.stages[-1], iter(range(10**6))
-    end_of = stage.end_of
-
-    def failing(*args: Any) -> float:
-        if next(calls) >= after:
-            raise RuntimeError("injected")
-        return end_of(*args)
-
-    stage.end_of = failing  # type: ignore[method-assign]
 
 
 def hang(llm: LLM, name: str, after: int) -> None:
@@ -91,10 +58,6 @@ def break_between_export_and_arrival(llm: LLM, name: str, after: int) -> None:
         return take(*args)
 
     lane.take = failing  # type: ignore[method-assign]
-
-
-def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +165,7 @@ def test_a_load_that_fails_late_leaves_nothing(
 
     lane = SimpleNamespace(token_bytes=1, probe=probe)
     monkeypatch.setattr(Worker, "prepare", prepare)
-    monkeypatch.setattr("jaxinfer.runtime.engine.Lane", lambda *args: lane)
+    monkeypatch.setattr("jaxinfer.runtime.cluster.Lane", lambda *args: lane)
     gc.collect()
     threads, arrays = threading.active_count(), len(jax.live_arrays())
     with pytest.raises(RuntimeError, match="injected"):

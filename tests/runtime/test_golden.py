@@ -15,14 +15,14 @@ import pytest
 from checkpoint_files import plan_alone
 from flax import nnx
 
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.config.cluster import one_engine
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.layers import PagedBatch
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.request import Sampling, SamplingParams
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.engine import Engine, load_cluster, load_parameters
-from jaxinfer.runtime.weights import Checkpoint
+from jaxinfer.runtime.cluster import Engine, load_cluster, load_parameters
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.kv_shards import KVShards

@@ -11,8 +11,8 @@ import pytest
 
 from jaxinfer import JaxinferError, SamplingParams
 from jaxinfer.request import Sampling
-from jaxinfer.runtime.continuations import Continuations
 from jaxinfer.runtime.intake import Intake
+from jaxinfer.runtime.parallel_sampling import Continuations
 from jaxinfer.runtime.requests import AskedPrompts
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.text.tokenizer import NoTokenizer

@@ -16,7 +16,7 @@ from jaxinfer import LLM, JaxinferError, SamplingParams, pallas_kernels
 from jaxinfer.pallas_kernels import choice
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.runtime.slab import SLAB_TOKENS, gather, scatter
+from jaxinfer.runtime.kv.slab import SLAB_TOKENS, gather, scatter
 
 ROOT = Path(__file__).parents[2]
 TINY_OPTIONS: dict[str, Any] = {

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from test_failures import INSTANCE, PARAMS, PROMPTS
+from failure_cases import INSTANCE, PARAMS, PROMPTS
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.commands.app import cli
 from jaxinfer.config.cluster import Emulate, GroupConfig, InstanceConfig, LinkConfig
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.report.figures import figures
+from jaxinfer.report.summary import figures
 from jaxinfer.simulate.replay import fidelity, furthest_apart, replay
 from jaxinfer.steps import profile as stored
 

@@ -7,20 +7,14 @@ from typing import Any
 import jax
 import pytest
 from test_golden import OPTIONS, serve
+from tiny_outputs import TINY, outputs
 
-from jaxinfer import LLM, JaxinferError, SamplingParams
+from jaxinfer import LLM, JaxinferError
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.cluster import one_engine
 from jaxinfer.config.engine import EngineOptions
-from jaxinfer.runtime.checkpoint import open_checkpoint
-from jaxinfer.runtime.engine import Cluster, load_cluster
+from jaxinfer.runtime.cluster import Cluster, load_cluster
 from jaxinfer.steps.shapes import StepShape
-
-TINY = {"page_size": 8, "num_pages": 65, "max_num_seqs": 4, "max_num_batched_tokens": 32}
-PARAMS = [
-    SamplingParams(temperature=t, top_p=p, seed=3, max_tokens=20, ignore_eos=True, logprobs=2)
-    for t, p in ((0, 1.0), (1.0, 1.0), (0.8, 0.9))
-]
-PROMPTS = ["Hello", "x" * 70, "Another one"]
 
 
 def demo_engine(devices: int) -> Cluster:
@@ -53,11 +47,6 @@ def test_demo_model_gives_its_golden_tokens(golden: list[dict[str, Any]], device
     text = engine.worker.stages[0].step._executables[StepShape(4, 4, 0)].as_text()
     collectives = re.findall(r"= \S+ (all-\w+|reduce-scatter|collective-\w+)\(", text)
     assert collectives == ["all-reduce"] * 60
-
-
-def outputs(llm: LLM) -> list[tuple[list[int], list[Any]]]:
-    done = [o.outputs[0] for o in llm.generate(PROMPTS, PARAMS, progress=False)]
-    return [(c.token_ids, [list(p) for p in c.logprobs or []]) for c in done]
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])

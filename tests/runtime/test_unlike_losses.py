@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_failures import INSTANCE, PARAMS, PROMPTS, break_device, tokens
+from failure_cases import INSTANCE, PARAMS, PROMPTS, break_device, tokens
 
 from jaxinfer import LLM
 from jaxinfer.config.run_file import as_run_file

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from jaxinfer.request import Logprob, Sampling, SamplingParams
-from jaxinfer.runtime.sampler import SamplerShape, Samples
-from jaxinfer.runtime.sampling_inputs import sampler_shape
-from jaxinfer.runtime.step_inputs import build_inputs
-from jaxinfer.runtime.worker import Failed, Worker, join, on_host
+from jaxinfer.runtime.kv.outcome import Failed, join
+from jaxinfer.runtime.stage.sampler import SamplerShape, Samples
+from jaxinfer.runtime.stage.sampling_inputs import sampler_shape
+from jaxinfer.runtime.stage.step_inputs import build_inputs
+from jaxinfer.runtime.worker import Worker, on_host
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard

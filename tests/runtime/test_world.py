@@ -2,35 +2,22 @@
 
 import heapq
 import queue
-import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pretended import Pretended
 
 from jaxinfer import JaxinferError
 from jaxinfer.runtime import world as worlds
-from jaxinfer.runtime.worker import Failed
+from jaxinfer.runtime.kv.outcome import Failed
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
 from jaxinfer.serving.world import Arrival, InstanceLost, StepDone, TransferDone
-
-
-class Pretended:
-    """Reports each step ``seconds`` after its launch, or never."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self.seconds = seconds
-
-    def launch(
-        self, batch: Batch, origin: float, post: Callable[[Any], None], launched: object
-    ) -> None:
-        if self.seconds is not None:
-            threading.Timer(self.seconds, post, [StepDone(batch, [], 0.0, 0.0)]).start()
 
 
 def test_one_that_hangs_is_given_up_while_another_reports() -> None:

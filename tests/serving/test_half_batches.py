@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from scenarios import examples
 from serving_checks import make_requests
 
-from jaxinfer.serving.attention_fit import AttentionFit
 from jaxinfer.serving.batch import Batch, Row, ShardWork, Work, shard_work
 from jaxinfer.serving.half_batches import (
     FittedStage,
@@ -24,6 +23,7 @@ from jaxinfer.serving.half_batches import (
 )
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
+from jaxinfer.serving.step_fit import AttentionFit
 
 
 def rows_of(counts: Sequence[tuple[int, int]]) -> list[Row]:

@@ -23,5 +23,9 @@ def test_serving_is_plain_python(module: str) -> None:
     assert not heavy
     ours = {name for name in loaded if name.startswith("jaxinfer.")}
     beside = {name for name in ours if not name.startswith("jaxinfer.serving")}
-    checks = {"jaxinfer.config", "jaxinfer.config.shipped", "jaxinfer.config.validation"}
-    assert beside <= {"jaxinfer.errors", "jaxinfer.request", *checks}
+    checks = {"files", "files.shipped", "options", "options.validation"}
+    assert beside <= {
+        "jaxinfer.errors",
+        "jaxinfer.request",
+        *(f"jaxinfer.{name}" for name in checks),
+    }

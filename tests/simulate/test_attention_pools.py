@@ -12,7 +12,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
-from jaxinfer.simulate.pools import level
+from jaxinfer.simulate.kv_capacity import level
 
 HARDWARE = Path(__file__).parents[2] / "configs" / "clusters" / "hetis.yaml"
 # By group: its node, and how many GPUs.

@@ -13,6 +13,7 @@ from rich.console import Console
 from jaxinfer import JaxinferError
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.hardware.catalogue import find_gpu, find_model
 from jaxinfer.serving.batch import Work
 from jaxinfer.serving.system import System
 from jaxinfer.simulate.calibrate import (
@@ -24,8 +25,7 @@ from jaxinfer.simulate.calibrate import (
     calibration_table,
     read_points,
 )
-from jaxinfer.simulate.hardware import find_gpu, find_model
-from jaxinfer.simulate.roofline import Efficiency, RooflineStage
+from jaxinfer.simulate.costs.roofline import Efficiency, RooflineStage
 
 GPU, MODEL = find_gpu("A10"), find_model("llama-3-8b")
 LAYERS = MODEL.num_hidden_layers

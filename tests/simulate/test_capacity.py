@@ -17,7 +17,6 @@ from scipy.optimize import brentq
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, load_run_file
-from jaxinfer.simulate.alone import reference_latencies
 from jaxinfer.simulate.capacity import (
     Ladder,
     TriedRate,
@@ -27,6 +26,7 @@ from jaxinfer.simulate.capacity import (
     num_gpus,
     requests_for,
 )
+from jaxinfer.simulate.isolated import reference_latencies
 from jaxinfer.simulate.run import simulate
 from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets, Verdict
 from jaxinfer.workload.lengths import BenchRequest

@@ -8,10 +8,10 @@ import pytest
 from jaxinfer import JaxinferError
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.hardware.network import Link
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import ModelledCluster, lanes_between, model_cluster
-from jaxinfer.simulate.fit import fit_costs
-from jaxinfer.steps.network import Link
+from jaxinfer.simulate.costs.fit import fit_costs
 
 # 8 x 2 x 12 + 3 x 8 x 16 = 576 parameters in a layer, 800 in each table of the vocabulary; 96 bytes
 # of KV per token.

@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from jaxinfer import JaxinferError
+from jaxinfer.config.nodes import NodeOptions
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
+from jaxinfer.hardware.catalogue import Catalogue, Gpu, find_gpu, find_model
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.hardware import Catalogue, Gpu, find_gpu, find_model
-from jaxinfer.simulate.nodes import NodeOptions
-from jaxinfer.simulate.roofline import Efficiency, RooflineStage
+from jaxinfer.simulate.costs.roofline import Efficiency, RooflineStage
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 

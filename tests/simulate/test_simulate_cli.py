@@ -9,10 +9,10 @@ from click.testing import CliRunner
 
 from jaxinfer import JaxinferError
 from jaxinfer.commands.app import cli
+from jaxinfer.hardware.catalogue import find_gpu, find_model
 from jaxinfer.report.records import read_run
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.hardware import find_gpu, find_model
-from jaxinfer.simulate.roofline import Efficiency, RooflineStage
+from jaxinfer.simulate.costs.roofline import Efficiency, RooflineStage
 
 CRONUS = Path(__file__).parents[2] / "configs" / "cronus"
 

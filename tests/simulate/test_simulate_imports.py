@@ -24,7 +24,7 @@ def loaded(module: str) -> set[str]:
         "jaxinfer.simulate.run",
         "jaxinfer.compare",
         "jaxinfer.commands.app",
-        *(f"jaxinfer.plan.{name}" for name in ("run", "result", "registry", "sweep")),
+        *(f"jaxinfer.plan.{name}" for name in ("choose", "result", "registry", "sweep.sweep")),
     ],
 )
 def test_a_simulation_does_without_jax(module: str) -> None:
@@ -38,8 +38,9 @@ def test_a_simulation_does_without_jax(module: str) -> None:
     [
         "config/costs",
         "config/step_costs",
-        *(f"simulate/{name}" for name in ("costs", "roofline", "hardware", "fit", "linear")),
-        *(f"simulate/{name}" for name in ("phases", "curve", "curves")),
+        "hardware/catalogue",
+        *(f"simulate/costs/{name}" for name in ("model", "roofline", "fit", "linear", "phases")),
+        *(f"simulate/costs/{name}" for name in ("piecewise_linear", "curves")),
     ],
 )
 def test_costs_know_nothing_of_scheduling(module: str) -> None:
@@ -49,19 +50,19 @@ def test_costs_know_nothing_of_scheduling(module: str) -> None:
     assert imports <= {
         "jaxinfer.errors",
         "jaxinfer.config.costs",
-        "jaxinfer.config.shipped",
+        "jaxinfer.files.shipped",
         "jaxinfer.config.step_costs",
-        "jaxinfer.config.validation",
+        "jaxinfer.options.validation",
         "jaxinfer.serving.step_fit",
         "jaxinfer.serving.world",
-        "jaxinfer.simulate.costs",
-        "jaxinfer.simulate.curve",
-        "jaxinfer.simulate.curves",
-        "jaxinfer.simulate.hardware",
-        "jaxinfer.simulate.linear",
+        "jaxinfer.simulate.costs.model",
+        "jaxinfer.simulate.costs.piecewise_linear",
+        "jaxinfer.simulate.costs.curves",
+        "jaxinfer.hardware.catalogue",
+        "jaxinfer.simulate.costs.linear",
         "jaxinfer.steps.shapes",
         "jaxinfer.serving.batch",
-        "jaxinfer.simulate.phases",
+        "jaxinfer.simulate.costs.phases",
     }
 
 

@@ -17,7 +17,7 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.simulate import run as module
 from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
-from jaxinfer.simulate.fit import fit_costs
+from jaxinfer.simulate.costs.fit import fit_costs
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from jaxinfer import JaxinferError
+from jaxinfer.hardware.network import Link
 from jaxinfer.serving.batch import Batch, Row, ShardWork, Transfer, Work
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
 from jaxinfer.serving.world import Arrival, StepDone, Tick, TransferDone
 from jaxinfer.simulate.spread import ShardCost, Visit
 from jaxinfer.simulate.world import SimulatedWorld, StagePair
-from jaxinfer.steps.network import Link
 
 
 @dataclass

@@ -13,7 +13,7 @@ from spread_cases import LINK, modelled, run_file, served, work_with
 from jaxinfer import JaxinferError
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.plan.guess import guess_rate
+from jaxinfer.plan.estimate import guess_rate
 from jaxinfer.report.metrics import SliceMoves
 from jaxinfer.report.records import read_run
 from jaxinfer.report.table import metrics_table

@@ -12,12 +12,12 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.serving.attention_fit import AttentionFit
+from jaxinfer.hardware.catalogue import find_gpu, find_model
 from jaxinfer.serving.batch import ShardWork
+from jaxinfer.serving.step_fit import AttentionFit
 from jaxinfer.simulate.cluster import stage_parts
-from jaxinfer.simulate.costs import Pipeline
-from jaxinfer.simulate.hardware import find_gpu, find_model
-from jaxinfer.simulate.roofline import RooflineStage
+from jaxinfer.simulate.costs.model import Pipeline
+from jaxinfer.simulate.costs.roofline import RooflineStage
 from jaxinfer.simulate.spread import ShardCost, SpreadStage
 
 

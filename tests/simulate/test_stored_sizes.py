@@ -8,10 +8,10 @@ import pytest
 from jaxinfer import JaxinferError
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.hardware.catalogue import find_model
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.calibrate import calibrate_group
 from jaxinfer.simulate.cluster import model_cluster
-from jaxinfer.simulate.hardware import find_model
 
 # Llama 3 8B on an A100 of 80 GiB, nine tenths of it, 5 GB kept.
 MODEL = find_model("llama-3-8b")

@@ -15,7 +15,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.report.percentiles import Percentiles
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.simulate.alone import reference_latencies, serve_alone
+from jaxinfer.simulate.isolated import reference_latencies, serve_alone
 from jaxinfer.simulate.read_targets import read_targets
 from jaxinfer.simulate.run import serve
 from jaxinfer.simulate.targets import (
@@ -262,7 +262,7 @@ def test_each_pair_of_lengths_is_simulated_once(monkeypatch: pytest.MonkeyPatch)
         served.extend((item.prompt_len, item.max_tokens) for item in work)
         return serve(site, cluster, fits, work, *rest)
 
-    monkeypatch.setattr("jaxinfer.simulate.alone.serve", count)
+    monkeypatch.setattr("jaxinfer.simulate.isolated.serve", count)
     lengths = [(90, 2), (90, 1), (90, 2), (9, 2), (90, 2)]
     reference_latencies(as_run_file(ONE_GPU), [BenchRequest(None, p, n, 0.0) for p, n in lengths])
     assert served == [(90, 2), (90, 1), (9, 2)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfer.serving.attention_fit import AttentionFit
+from jaxinfer.serving.step_fit import AttentionFit
 from jaxinfer.steps import profile as stored
 from jaxinfer.steps.attention_profile import (
     AttentionProfile,

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.errors import JaxinferError
-from jaxinfer.simulate.costs import StagePart
-from jaxinfer.simulate.hardware import ModelShape, find_gpu
-from jaxinfer.simulate.operator_folder import Degree, check_steps, write_meta, write_run_file
-from jaxinfer.simulate.programs import ProgramStage, Tables
+from jaxinfer.hardware.catalogue import ModelShape, find_gpu
+from jaxinfer.simulate.costs.measured_steps import ProgramStage, Tables
+from jaxinfer.simulate.costs.model import StagePart
+from jaxinfer.simulate.costs.operator_folder import Degree, check_steps, write_meta, write_run_file
 from jaxinfer.steps.operators import Depths, Operators, write_operators
 from jaxinfer.steps.shapes import StepLimits
 from jaxinfer.steps.times import Part, features, shape_of, work_of_parts

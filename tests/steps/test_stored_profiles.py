@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxinfer import JaxinferError
-from jaxinfer.runtime.devices import configure_jax
+from jaxinfer.runtime.stage.devices import configure_jax
 from jaxinfer.steps import profile as module
 from jaxinfer.steps.profile import (
     Profile,

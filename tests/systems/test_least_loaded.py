@@ -13,8 +13,8 @@ from scenarios import examples
 from serving_checks import Run, make_kv, make_requests, new_instance
 
 from jaxinfer.serving.system import Assignment, ClusterView, Leg, RequestView
+from jaxinfer.systems.instances import alive, check_roles
 from jaxinfer.systems.least_loaded import LeastLoaded, LeastLoadedOptions
-from jaxinfer.systems.roles import alive, check_roles
 
 
 def make(**options: Any) -> LeastLoaded:

@@ -8,10 +8,10 @@ import pytest
 from serving_checks import Run, make_kv, make_requests, new_instance
 
 from jaxinfer import JaxinferError
-from jaxinfer.systems.cronus import Cronus
+from jaxinfer.papers.cronus.system import Cronus
+from jaxinfer.papers.hetis.system import Hetis
 from jaxinfer.systems.data_parallel import DataParallel
 from jaxinfer.systems.disaggregated import Disaggregated
-from jaxinfer.systems.hetis import Hetis
 from jaxinfer.systems.least_loaded import LeastLoaded
 from jaxinfer.systems.pipeline_parallel import PipelineParallel
 from jaxinfer.systems.registry import SYSTEMS, make_system
@@ -21,7 +21,7 @@ SHARE = {"weight": 1, "max_waiting": 1}
 PAIR = ["ppi", "cpi"]
 OWN = """
 from jaxinfer.serving.system import Assignment, Leg, System
-from jaxinfer.config.validation import Options
+from jaxinfer.options.validation import Options
 
 class MyOptions(Options):
     name_of_first: str = "x"
@@ -115,7 +115,8 @@ def test_all_that_come_with_jaxinfer_are_found() -> None:
             wrong = f"system {name}: |system.(shares|partial|prefill|prompt|units|flows|ttft_s)"
             with pytest.raises(JaxinferError, match=wrong):
                 make_system({"name": name}, ["x", "y"])
-        assert target.startswith(f"jaxinfer.systems.{name}:")
+        places = f"jaxinfer.systems.{name}:", f"jaxinfer.papers.{name}.system:"
+        assert target.startswith(places)
 
 
 def test_names() -> None:

@@ -259,7 +259,7 @@ def test_quiet_and_without_jax() -> None:
     """Loading prints nothing, and neither transformers nor JAX comes with the import."""
     script = (
         "import sys; from jaxinfer.text.tokenizer import load_tokenizer;"
-        "from jaxinfer.runtime.checkpoint import open_checkpoint;"
+        "from jaxinfer.checkpoints.checkpoint import open_checkpoint;"
         "assert not {'jax', 'transformers'} & set(sys.modules);"
         "load_tokenizer(open_checkpoint('smollm2-135m-instruct'));"
         "assert 'jax' not in sys.modules"

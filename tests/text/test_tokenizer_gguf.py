@@ -20,10 +20,10 @@ from tokenizer_checks import (
     with_metadata,
 )
 
+from jaxinfer.checkpoints.checkpoint import demo_files
+from jaxinfer.checkpoints.gguf_file import read_gguf
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import SamplingParams
-from jaxinfer.runtime.checkpoint import demo_files
-from jaxinfer.runtime.gguf_file import read_gguf
 from jaxinfer.runtime.requests import RequestMaker
 from jaxinfer.text.prompts import text_or_token_ids
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from jaxinfer.config.run_file import put_option
-from jaxinfer.config.validation import Named, OptionError, Options, read_yaml, within
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import Named, OptionError, Options, read_yaml, within
 from jaxinfer.plan.candidate import Candidate, Search
 
 # Dotted keys of a run file, and the values that each is to have.

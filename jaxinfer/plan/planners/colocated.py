@@ -11,9 +11,9 @@ from pydantic import Field
 
 from jaxinfer.config.costs import GroupCosts
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.config.validation import Named, OptionError, Options, did_you_mean
+from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
 from jaxinfer.plan.candidate import Candidate, Search
-from jaxinfer.plan.guess import guess_rate
+from jaxinfer.plan.estimate import guess_rate
 
 Degrees = tuple[int, ...]
 

@@ -17,15 +17,14 @@ from pydantic import Field
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.config.validation import Options
 from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import Options
 from jaxinfer.plan.candidate import Candidate, Search
-from jaxinfer.plan.limits import gap_limits, limits
 from jaxinfer.plan.problem import Problem
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import model_cluster
-from jaxinfer.simulate.costs import CostModel
-from jaxinfer.simulate.targets import RequestTargets, Targets
+from jaxinfer.simulate.costs.model import CostModel
+from jaxinfer.simulate.targets import RequestTargets, Targets, gap_limits, limits
 from jaxinfer.workload.lengths import BenchRequest
 
 # Share of the time in which prefill instances may be busy: queues grow without end towards 1.

@@ -1,0 +1,1 @@
+"""Checkpoints of all formats: found, opened, converted."""

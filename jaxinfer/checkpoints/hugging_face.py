@@ -1,0 +1,117 @@
+"""Hugging Face folders: ``config.json`` and safetensors."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (teaches numpy, through which safetensors loads, bfloat16)
+from safetensors import SafetensorError, safe_open
+
+from jaxinfer.checkpoints.open_tensors import Checkpoint, LazyTensor
+from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.config_keys import Keys
+from jaxinfer.options.validation import read_json
+
+_SAFETENSORS_TYPES = ("F32", "F16", "BF16")
+
+
+def open_folder(path: Path, name: str, weights: bool = True) -> Checkpoint:
+    """Open the folder ``path``, whose tensors stay on disk.
+
+    Args:
+        weights: open the safetensors; without, there need not be any.
+
+    Raises:
+        JaxinferError: a file is missing or damaged, or something is not implemented.
+    """
+    config = read_folder_config(path)
+    tensors = _open_tensors(path) if weights else {}
+    # Saved without a head, as published OPTs are.
+    if not any(name.startswith("model.") for name in tensors):
+        tensors = {
+            name if name.startswith("lm_head.") else f"model.{name}": tensor
+            for name, tensor in tensors.items()
+        }
+    return Checkpoint(name, path, config, tensors, tokenizer_source=path)
+
+
+def read_folder_config(folder: Path) -> ModelConfig:
+    """Translate ``config.json``; EOS tokens of ``generation_config.json`` are added.
+
+    Both transformers 4's and 5's spellings are read; an absent key has transformers' default,
+    except that the sizes must be there.
+
+    Raises:
+        JaxinferError: a file is missing or no JSON, or as for ``read_gguf_config``.
+    """
+    from jaxinfer.models.registry import ARCHITECTURES  # brings JAX
+
+    path = folder / "config.json"
+    if not path.exists():
+        raise JaxinferError(f"{folder}: has no config.json; must be a Hugging Face model folder")
+    keys = Keys(path, read_json(path))
+    names = keys.get("architectures")
+    if not (isinstance(names, list) and names and names[0] in list(ARCHITECTURES)):
+        raise keys.wrong("architectures", names, f"one of: {', '.join(ARCHITECTURES)}")
+    keys.only("quantization_config", None)
+    config = ARCHITECTURES[names[0]].read_config(keys)
+    more_path = folder / "generation_config.json"
+    more = Keys(more_path, read_json(more_path) if more_path.exists() else {})
+    ends = dict.fromkeys([*config.eos_token_ids, *more.tokens("eos_token_id")])
+    return replace(config, eos_token_ids=tuple(ends))
+
+
+def _open_tensors(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of ``model.safetensors``, or each from the file that the index names for it."""
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if single.exists():
+        return _open_safetensors(single)
+    if not index.exists():
+        raise JaxinferError(
+            f"{path}: has neither {single.name} nor {index.name}; weights in another format "
+            "become safetensors with transformers' save_pretrained"
+        )
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise JaxinferError(f"{index}: lacks 'weight_map', from tensor names to file names")
+    tensors: dict[str, LazyTensor] = {}
+    unnamed: dict[str, str] = {}
+    for file in sorted(set(map(str, weight_map.values()))):
+        if not (path / file).is_file():
+            raise JaxinferError(f"{index}: names {file!r}, which is not in the folder")
+        for name, tensor in _open_safetensors(path / file).items():
+            # A file may hold another's tensor besides, which may be an old one.
+            if weight_map.get(name, file) != file:
+                continue
+            if name not in weight_map and unnamed.setdefault(name, file) != file:
+                raise JaxinferError(
+                    f"{index}: does not say whether {name!r} is that of {unnamed[name]} or that "
+                    f"of {file}, which both have it"
+                )
+            tensors[name] = tensor
+    for name, file in weight_map.items():
+        if name not in tensors:
+            raise JaxinferError(f"{index}: has {name!r} in {file}, which lacks it")
+    return tensors
+
+
+def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
+    try:
+        file: Any = safe_open(path, framework="np")
+    except SafetensorError as error:
+        raise JaxinferError(f"{path}: damaged or truncated: {one_line(error)}") from None
+    except OSError as error:
+        raise JaxinferError(f"{path}: cannot read the file: {one_line(error)}") from None
+    tensors = {}
+    for name in file.keys():  # noqa: SIM118  (not a mapping)
+        view = file.get_slice(name)
+        if view.get_dtype() not in _SAFETENSORS_TYPES:
+            raise JaxinferError(
+                f"{path}: tensor {name!r} has type {view.get_dtype()}, "
+                f"must be one of: {', '.join(_SAFETENSORS_TYPES)}"
+            )
+        load = partial(file.get_tensor, name)
+        tensors[name] = LazyTensor(tuple(view.get_shape()), view.get_dtype(), load)
+    return tensors

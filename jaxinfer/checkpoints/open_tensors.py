@@ -1,0 +1,132 @@
+"""What every kind of checkpoint is opened as, and how its tensors become parameters."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jaxinfer.checkpoints.converted import Shapes
+from jaxinfer.errors import JaxinferError
+from jaxinfer.models.config import ModelConfig, WeightSpec
+
+T = TypeVar("T")
+
+_MAX_PROBLEMS = 10
+# Buffers that old versions of transformers saved beside the parameters.
+_ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that stays on disk until loaded.
+
+    Attributes:
+        shape: Hugging Face's; a matrix is [out, in].
+        dtype: the stored type by the file's own name, e.g. ``"BF16"`` or ``"Q4_1"``.
+        load: reads the values: float32 from a GGUF file, the stored type from safetensors.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    load: Callable[[], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint.
+
+    Attributes:
+        name: the demo name, or the file's or folder's name.
+        path: the GGUF file, the first of its parts, or the folder.
+        tensors: by Hugging Face's names, e.g. ``"model.layers.0.self_attn.q_proj.weight"``;
+            none where the checkpoint is converted.
+        tokenizer_source: the GGUF file's metadata, or the folder with the tokenizer's files.
+        converted: of a converted checkpoint, the shapes of its arrays by parameter path.
+        source: what ``open_checkpoint`` was asked for, which opens it elsewhere too.
+    """
+
+    name: str
+    path: Path
+    config: ModelConfig
+    tensors: Mapping[str, LazyTensor]
+    tokenizer_source: Mapping[str, Any] | Path
+    converted: Shapes | None = None
+    source: str = ""
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    specs: Mapping[str, WeightSpec],
+    place: Callable[[str, np.ndarray], T],
+) -> dict[str, T]:
+    """Load every tensor of the model, one at a time.
+
+    Args:
+        specs: by parameter path.
+        place: takes a parameter's path and its converted array; e.g. puts it on devices.
+
+    Returns:
+        What ``place`` returned, by parameter path.
+
+    Raises:
+        JaxinferError: names what the checkpoint lacks, has too many, or has in another shape,
+            before anything is loaded.
+    """
+    problems = _key_problems(checkpoint, specs)
+    if problems:
+        shown = "; ".join(problems[:_MAX_PROBLEMS])
+        more = len(problems) - _MAX_PROBLEMS
+        raise JaxinferError(
+            f"{checkpoint.path}: tensors do not fit {checkpoint.config.architecture}: {shown}"
+            + (f"; and {more} more" if more > 0 else "")
+        )
+    if "head_VD" not in specs:
+        _check_tied_copy(checkpoint, specs["embed_VD"])
+    return {path: place(path, _load(checkpoint, spec)) for path, spec in specs.items()}
+
+
+def _load(checkpoint: Checkpoint, spec: WeightSpec) -> np.ndarray:
+    if isinstance(spec.names, str):
+        return spec.convert(checkpoint.tensors[spec.names].load())
+    return np.stack([spec.convert(checkpoint.tensors[name].load()) for name in spec.names])
+
+
+def _key_problems(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> list[str]:
+    tensors = checkpoint.tensors
+    shapes = {
+        name: spec.shape
+        for spec in specs.values()
+        for name in ([spec.names] if isinstance(spec.names, str) else spec.names)
+    }
+    missing = [f"missing {name}" for name in shapes if name not in tensors]
+    if "missing lm_head.weight" in missing:
+        missing.append("tie_word_embeddings: true would take the embedding for it")
+    unexpected = [
+        f"unexpected {name}"
+        for name in tensors
+        if name not in shapes and not _is_superfluous(name, checkpoint.config)
+    ]
+    misshapen = [
+        f"{name} has shape {tensors[name].shape}, must be {shape}"
+        for name, shape in shapes.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    return missing + unexpected + misshapen
+
+
+def _is_superfluous(name: str, config: ModelConfig) -> bool:
+    tied_copy = name == "lm_head.weight" and config.tie_word_embeddings
+    return tied_copy or _ROTARY_BUFFER.fullmatch(name) is not None
+
+
+def _check_tied_copy(checkpoint: Checkpoint, embedding: WeightSpec) -> None:
+    """Refuse an output matrix of its own where the configuration says that there is none."""
+    head = checkpoint.tensors.get("lm_head.weight")
+    if head and not np.array_equal(head.load(), _load(checkpoint, embedding)):
+        raise JaxinferError(
+            f"{checkpoint.path}: tie_word_embeddings is true, but lm_head.weight differs from "
+            f"{embedding.names}; set tie_word_embeddings to false in config.json"
+        )

@@ -1,0 +1,108 @@
+"""A plan as tables for the terminal."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.table import Table
+
+from jaxinfer.runtime.explain import (
+    StepCost,
+    longest_request,
+    parameter_groups,
+    weight_bytes_per_device,
+)
+from jaxinfer.runtime.stage.layout import Plan
+
+
+def plan_tables(plan: Plan, costs: list[StepCost]) -> Iterator[Table]:
+    """Parameters, memory, and what steps cost."""
+    yield _parameters(plan)
+    yield _memory(plan)
+    yield _steps(plan, costs)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    return table
+
+
+def _parameters(plan: Plan) -> Table:
+    table = _table(
+        "Parameters", "path", "count", "shape", "dtype", "mesh axes", "all", "per device"
+    )
+    for group in parameter_groups(plan):
+        table.add_row(
+            group.path, str(group.count), "x".join(map(str, group.shape)), group.dtype, group.spec,
+            mib(group.total_bytes), mib(group.device_bytes),
+        )  # fmt: skip
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    table = _table("Memory", "", "")
+    pages, size = plan.num_pages - 1, plan.limits.page_size
+    devices = len(plan.devices)
+    on = "of the host" if plan.devices[0].platform == "cpu" else "of each device"
+    table.add_row("devices", f"{devices} x {plan.devices[0].device_kind}")
+    table.add_row("weights per device", mib(weight_bytes_per_device(plan)))
+    table.add_row(f"weights, {on}", mib(plan.weight_bytes))
+    table.add_row(f"KV pages, {on}", mib(plan.kv_bytes))
+    table.add_row(f"free, {on}", mib(plan.memory_bytes))
+    table.add_row("KV pages", f"{pages:,} of {size} tokens, {pages * size:,} tokens")
+    for place in plan.attention:
+        pages = place.num_pages - 1
+        what = f"{pages:,} of {size} tokens, {pages * size:,} tokens, {mib(place.kv_bytes)}"
+        table.add_row(f"KV pages of {place.group}, a {place.device.device_kind}", what)
+    table.add_row("longest request", f"{longest_request(plan):,} tokens")
+    return table
+
+
+def _steps(plan: Plan, costs: list[StepCost]) -> Table:
+    buckets = len(plan.limits.shapes())
+    samplers = len(plan.limits.row_buckets)
+    table = _table(
+        f"Steps: {buckets} shapes and {samplers} samplers to compile",
+        "tokens", "rows", "activations", "collectives per device", "compiled in",
+    )  # fmt: skip
+    for cost in costs:
+        table.add_row(
+            str(cost.shape.tokens), str(cost.shape.rows), mib(cost.temporary_bytes),
+            _collectives(cost.collectives), f"{cost.compile_s:.1f} s",
+        )  # fmt: skip
+    return table
+
+
+def rules_table(records: list[dict[str, Any]]) -> Table:
+    """What ``measure.compare_rules`` returns."""
+    table = _table(
+        "Sharding rules on one workload: medians",
+        "rules", "weights per device", "wall", "to the first", "step with prefill",
+        "step of decodes", "collectives of the largest step", "of the largest step of decodes",
+    )  # fmt: skip
+    for record in records:
+        table.add_row(
+            record["sharding"],
+            mib(record["weight_bytes_per_device"]),
+            f"{record['wall_s_median']:.2f} s",
+            f"{record['wall_s_median'] / records[0]['wall_s_median']:.2f}",
+            _ms(record["prefill_step_s"]),
+            _ms(record["decode_step_s"]),
+            _collectives(record["largest_step"]["collectives"]),
+            _collectives(record["largest_decode_step"]["collectives"]),
+        )
+    return table
+
+
+def _collectives(found: Mapping[str, tuple[int, int]]) -> str:
+    return "; ".join(f"{n} {kind}, {mib(size)}" for kind, (n, size) in found.items()) or "none"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f} ms"
+
+
+def mib(size: int) -> str:
+    """Bytes in MiB."""
+    return f"{size / 2**20:,.1f} MiB"

@@ -1,0 +1,339 @@
+"""Clusters made of nodes: which group stands on which, what lies between, price and power."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from jaxinfer.config.cluster import ClusterConfig
+from jaxinfer.config.costs import SimulateOptions, measured_kind
+from jaxinfer.config.replicas import replicate
+from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import Catalogue, Gpu, ModelShape, sum_known
+from jaxinfer.hardware.network import Link
+from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean, read_yaml
+
+
+class NodeOptions(Options):
+    """One machine.
+
+    Attributes:
+        gpu: a name in ``configs/gpus.yaml`` or a section ``gpus``; ``gpus``: how many.
+        nic_gb_s: to other nodes, all its GPUs together, in 10^9 bytes per second, each way.
+        link_gb_s: between its GPUs, likewise; by default the GPU's own.
+        all_reduce_gb_s, all_reduce_s: as a GPU's, for this node's link.
+        usd_per_hour: of the whole node.
+        watts: of its GPUs together; by default the sum of their limits.
+        flops_scale: what a power cap leaves of the peak FLOPs.
+    """
+
+    gpu: str
+    gpus: int = Field(ge=1)
+    nic_gb_s: float = Field(gt=0)
+    link_gb_s: float | None = Field(default=None, gt=0)
+    all_reduce_gb_s: float | None = Field(default=None, gt=0)
+    all_reduce_s: float | None = Field(default=None, ge=0)
+    usd_per_hour: float | None = Field(default=None, ge=0)
+    watts: float | None = Field(default=None, gt=0)
+    flops_scale: float = Field(default=1.0, gt=0, le=1)
+
+    def as_gpu(self, known: Catalogue) -> Gpu:
+        """One of its GPUs, as it is here.
+
+        Raises:
+            JaxinferError: there is none of that name.
+        """
+        gpu = known.gpu(self.gpu)
+        own: dict[str, object] = {"bf16_tflops": gpu.bf16_tflops * self.flops_scale}
+        if self.link_gb_s is not None:
+            # What the GPU's own link gives a collective says nothing of this one.
+            own |= {"link_gb_s": self.link_gb_s, "all_reduce_gb_s": None}
+        for name in ("all_reduce_gb_s", "all_reduce_s"):
+            if (value := getattr(self, name)) is not None:
+                own[name] = value
+        return gpu.model_copy(update=own)
+
+    def total_watts(self, known: Catalogue) -> float | None:
+        """Of its GPUs together; None where that is not known."""
+        return self.watts or sum_known([known.gpu(self.gpu).watts] * self.gpus)
+
+
+class NodeLink(Options):
+    """What lies between two nodes, in place of their network cards.
+
+    Attributes:
+        between: names of the two nodes.
+        gb_s: bandwidth in 10^9 bytes per second, each way.
+        latency_s: until the first byte; by default that between all nodes.
+    """
+
+    between: tuple[str, str] = Field(strict=False)
+    gb_s: float = Field(gt=0)
+    latency_s: float | None = Field(default=None, ge=0)
+
+
+class Hardware(Options):
+    """A hardware file.
+
+    Attributes:
+        source: whence the numbers are, and what is assumed.
+        latency_s: between nodes, seconds until the first byte.
+        nodes: by name; one with ``replicas: 3`` and the name x is x0, x1 and x2.
+        links: of pairs of nodes that have one of their own.
+        gpus, models: by name, those that are not shipped.
+    """
+
+    source: str
+    latency_s: float = Field(ge=0)
+    nodes: Named[NodeOptions] = Field(min_length=1)
+    links: tuple[NodeLink, ...] = Field(default=(), strict=False)
+    gpus: Named[Gpu] = Field(default_factory=dict)
+    models: Named[ModelShape] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _replicate(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("nodes"), dict):
+            return data
+        nodes, _ = replicate("nodes", data["nodes"])
+        return {**data, "nodes": nodes}
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse links of no nodes, and two of one pair."""
+        pairs = set()
+        for number, link in enumerate(self.links):
+            where = f"links[{number}].between"
+            for name in link.between:
+                if name not in self.nodes:
+                    raise OptionError(
+                        f"{where}: no node {name!r}: {did_you_mean(name, self.nodes)}"
+                    )
+            pair = frozenset(link.between)
+            if len(pair) == 1:
+                raise OptionError(
+                    f"{where}: {link.between[0]} twice; within a node it is the node's link_gb_s"
+                )
+            if pair in pairs:
+                raise OptionError(f"{where}: {' and '.join(sorted(pair))} have a link already")
+            pairs.add(pair)
+
+    def link(self, here: str, there: str) -> NodeLink | None:
+        """The one of a pair of nodes, where they have one of their own."""
+        ends = {here, there}
+        return next((link for link in self.links if set(link.between) == ends), None)
+
+
+@dataclass(frozen=True)
+class NetworkPath:
+    """From one group to another.
+
+    Attributes:
+        links: on the way, with their bytes per second.
+        latency_s: until the first byte lands.
+    """
+
+    links: Mapping[Link, float]
+    latency_s: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of a flow that is alone."""
+        return min(self.links.values())
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A run file's groups on the nodes of a hardware file.
+
+    Attributes:
+        file: the hardware file's path.
+        cluster: the run file's, each group with its ``kind``.
+        node_of: by group, a node's name.
+        known: GPUs and models, those of both files included.
+    """
+
+    file: str
+    hardware: Hardware
+    cluster: ClusterConfig
+    node_of: Mapping[str, str]
+    known: Catalogue
+
+    def node(self, group: str) -> NodeOptions:
+        """What a group stands on."""
+        return self.hardware.nodes[self.node_of[group]]
+
+    def gpu(self, group: str) -> Gpu:
+        """What it stands on one of, or several."""
+        return self.node(group).as_gpu(self.known)
+
+    def path(self, source: str, dest: str, gpu_pairs: int = 1) -> NetworkPath:
+        """Within a node from GPU to GPU, else over the nodes' own link or by their cards.
+
+        Args:
+            gpu_pairs: how many send at once, within a node.
+        """
+        here, there = self.node_of[source], self.node_of[dest]
+        if here == there:
+            return NetworkPath({(source, dest): gpu_pairs * self.gpu(source).link_gb_s * 1e9}, 0.0)
+        if link := self.hardware.link(here, there):
+            latency = self.hardware.latency_s if link.latency_s is None else link.latency_s
+            return NetworkPath({("link", here, there): link.gb_s * 1e9}, latency)
+        out, into = self.node(source).nic_gb_s, self.node(dest).nic_gb_s
+        links: dict[Link, float] = {
+            ("nic", here, "out"): out * 1e9,
+            ("nic", there, "in"): into * 1e9,
+        }
+        return NetworkPath(links, self.hardware.latency_s)
+
+    @property
+    def used(self) -> Mapping[str, NodeOptions]:
+        """Nodes with a group."""
+        names = set(self.node_of.values())
+        return {name: node for name, node in self.hardware.nodes.items() if name in names}
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Of the nodes that are used; None where one has no price."""
+        return sum_known(node.usd_per_hour for node in self.used.values())
+
+    @property
+    def watts(self) -> float | None:
+        """Of the GPUs of the nodes that are used, all of them; None where it is not known."""
+        return sum_known(node.total_watts(self.known) for node in self.used.values())
+
+    def describe(self) -> dict[str, object]:
+        """The nodes that are used, and the sums of their prices and watts, as JSON values."""
+        return {
+            "file": self.file,
+            "source": self.hardware.source,
+            "nodes": {
+                name: {
+                    "gpu": node.gpu,
+                    "gpus": node.gpus,
+                    "usd_per_hour": node.usd_per_hour,
+                    "watts": node.total_watts(self.known),
+                }
+                for name, node in self.used.items()
+            },
+            "usd_per_hour": self.usd_per_hour,
+            "watts": self.watts,
+        }
+
+
+def read_hardware(file: str, known: Catalogue | None = None) -> Hardware:
+    """From a YAML file, its path as seen from the working directory.
+
+    Args:
+        known: GPUs and models of the run file.
+
+    Raises:
+        JaxinferError: it cannot be read, or is not what ``Hardware`` says.
+    """
+    try:
+        data = read_yaml(Path(file))
+    except JaxinferError as error:
+        raise JaxinferError(f"simulate.hardware: {error}") from None
+    try:
+        hardware = Hardware.model_validate(data)
+        together = _together(hardware, known)
+        for name, node in hardware.nodes.items():
+            _check_gpu(name, node, together)
+        return hardware
+    except JaxinferError as error:
+        raise JaxinferError(f"simulate.hardware: {file}: {error}") from None
+
+
+def _together(hardware: Hardware, known: Catalogue | None) -> Catalogue:
+    own = Catalogue(hardware.gpus, hardware.models)
+    return (known or Catalogue()).and_those_of("the run file", own)
+
+
+def _check_gpu(name: str, node: NodeOptions, known: Catalogue) -> None:
+    try:
+        known.gpu(node.gpu)
+    except JaxinferError as error:
+        # The catalogue names the option of a group.
+        reason = str(error).removeprefix("kind: ")
+        raise JaxinferError(f"nodes.{name}.gpu: {reason}") from None
+
+
+def place_groups(
+    cluster: ClusterConfig, options: SimulateOptions, known: Catalogue | None = None
+) -> Placement | None:
+    """All groups on nodes; None without a hardware file.
+
+    Args:
+        known: GPUs and models of the run file.
+
+    Raises:
+        JaxinferError: the file is wrong, a group has no node or is of another kind, a node has too
+            few GPUs, or links are given as well.
+    """
+    file = options.hardware
+    if file is None:
+        return None
+    hardware = read_hardware(file, known)
+    if cluster.links:
+        raise JaxinferError(f"links: follow from the nodes of {file}; leave out links or hardware")
+    node_of = {group: _node_of(group, options, hardware) for group in cluster.groups}
+    groups = {}
+    for name, group in cluster.groups.items():
+        node = hardware.nodes[node_of[name]]
+        if group.kind not in (None, node.gpu):
+            raise JaxinferError(
+                f"groups.{name}.kind is {group.kind}, node {node_of[name]} of {file} has "
+                f"{node.gpu}; leave out kind"
+            )
+        if (kind := measured_kind(options.of(name))) and node.flops_scale != 1:
+            raise JaxinferError(
+                f"groups.{name}: {kind} are of an uncapped GPU, node {node_of[name]} of {file} "
+                f"has flops_scale {node.flops_scale:g}; give flops in their place"
+            )
+        groups[name] = group.model_copy(update={"kind": node.gpu})
+    _check_counts(file, hardware, cluster, node_of)
+    placed = cluster.model_copy(update={"groups": groups})
+    return Placement(file, hardware, placed, node_of, _together(hardware, known))
+
+
+def _node_of(group: str, options: SimulateOptions, hardware: Hardware) -> str:
+    node = options.groups[group].node if group in options.groups else None
+    if node is None:
+        known = ", ".join(sorted(hardware.nodes))
+        raise JaxinferError(
+            f"simulate.groups.{group}.node is missing, one of {options.hardware}: {known}"
+        )
+    if node not in hardware.nodes:
+        hint = did_you_mean(node, hardware.nodes)
+        if f"{node}0" in hardware.nodes:
+            hint = (
+                f"its replicas are {node}0, ...; of a group with replicas, {node}* has its number"
+            )
+        raise JaxinferError(
+            f"simulate.groups.{group}.node is {node!r}, not in {options.hardware}: {hint}"
+        )
+    return node
+
+
+def _check_counts(
+    file: str, hardware: Hardware, cluster: ClusterConfig, node_of: Mapping[str, str]
+) -> None:
+    standing: dict[str, dict[str, int]] = defaultdict(dict)
+    for name, group in cluster.groups.items():
+        standing[node_of[name]][name] = group.devices
+    for node, devices in standing.items():
+        there = hardware.nodes[node].gpus
+        for group_name, count in devices.items():
+            if count > there:
+                raise JaxinferError(
+                    f"groups.{group_name}.devices is {count}, node {node} of {file} has {there} "
+                    "GPUs; a group stands on one node: use several groups as stages"
+                )
+        if (needed := sum(devices.values())) > there:
+            each = ", ".join(f"{name} {count}" for name, count in devices.items())
+            raise JaxinferError(
+                f"simulate.groups: node {node} of {file} has {there} GPUs, its groups need "
+                f"{needed} ({each})"
+            )

@@ -1,0 +1,68 @@
+"""Digests of the files that a run file names."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from jaxinfer.files.shipped import data_path
+
+# Options that may name a folder by a word alone: elsewhere a word is a system, a group, a planner.
+_FOLDERS = ("model", "tokenizer", "tables")
+# What counts in a folder, beside its tables: a model's shape and tokenizer, or how it was measured.
+_INSIDE = ("config.json", "meta.yaml", "tokenizer.json", "tokenizer_config.json")
+
+
+def contents(data: object, beside: bool = True) -> dict[str, str]:
+    """The SHA-256 of each file that run files name, and of modules of a user's own.
+
+    The same names may stand for other things when a search goes on, or a run is made again.
+
+    Args:
+        beside: with a module, those in its folder, which it may import.
+    """
+    found = {}
+    for text, may_be_folder in _texts(data):
+        for path in _files(text, may_be_folder, beside):
+            status = path.stat()
+            found[str(path)] = _digest(path, status.st_mtime_ns, status.st_size)
+    return found
+
+
+def _texts(value: object, of_folder: bool = True) -> Iterator[tuple[str, bool]]:
+    """Each text, and whether it may name a folder, as one under no key may."""
+    if isinstance(value, str):
+        if value:
+            yield value, of_folder or "/" in value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(item, key in _FOLDERS)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item, of_folder)
+
+
+def _files(text: str, may_be_folder: bool, beside: bool) -> Iterator[Path]:
+    """The file of this name, those of a folder with measurements or a model, or a module's."""
+    module, colon, _ = text.partition(":")
+    try:
+        path = data_path(text)
+        if path.is_file():
+            yield path
+        elif may_be_folder and path.is_dir():
+            named = (path / name for name in _INSIDE)
+            yield from (p for p in (*named, *path.rglob("*.csv*")) if p.is_file())
+        elif colon and all(part.isidentifier() for part in module.split(".")):
+            spec = find_spec(module)
+            if spec and spec.origin and Path(spec.origin).is_file():
+                module_file = Path(spec.origin)
+                yield from sorted(module_file.parent.glob("*.py")) if beside else [module_file]
+    except (OSError, ValueError, ImportError):
+        return  # Too long for a name, or otherwise none: what needs it will say so.
+
+
+@lru_cache(maxsize=4096)
+def _digest(path: Path, mtime_ns: int, size: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,109 @@
+"""Reading JSONL strictly: what a lenient reader would let pass, or crash on, is an error here."""
+
+import codecs
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import why_not
+
+
+def shorten(value: object, limit: int = 60) -> str:
+    """``value``'s ``repr``, its middle left out where it is longer than ``limit`` characters."""
+    text = repr(value).replace("\n", " ")  # Arrays have several lines.
+    if len(text) <= limit:
+        return text
+    half = (limit - 3) // 2
+    return f"{text[:half]}...{text[-half:]}"
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raise JaxinferError where what is done inside cannot read ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise JaxinferError(f"cannot read {path}: {why_not(path, error)}") from error
+
+
+def numbered(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield each line that is not blank with its number, which counts the blank ones, from 1."""
+    for number, raw in enumerate(file, 1):
+        line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+        if line.strip():
+            yield number, line
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The same of a file.
+
+    Raises:
+        JaxinferError: the file is missing, a folder, or cannot be read.
+    """
+    with readable(path), path.open("rb") as file:
+        yield from numbered(file)
+
+
+def parse_object(raw: bytes) -> dict[str, object]:
+    """Parse one line that must be a JSON object.
+
+    Raises:
+        JaxinferError: not UTF-8, not JSON, not an object, a key given twice, NaN or infinity
+            (Python's own reader takes them), half of a surrogate pair (which no tokenizer
+            takes).
+    """
+    try:
+        value = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
+        )
+        if rb"\u" in raw:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise JaxinferError(f"not UTF-8: {error.reason} at byte {error.start + 1}") from None
+    except UnicodeEncodeError as error:
+        half = shorten(error.object[error.start])
+        raise JaxinferError(f"not Unicode text: {half} is half of a surrogate pair") from None
+    except json.JSONDecodeError as error:
+        message = error.msg.removesuffix(" at")
+        raise JaxinferError(f"not JSON: {message} at column {error.colno}") from None
+    except ValueError as error:
+        raise JaxinferError(f"not JSON: {str(error).partition(';')[0]}") from None
+    except RecursionError:
+        raise JaxinferError("not usable JSON: nested too deeply") from None
+    if not isinstance(value, dict):
+        raise JaxinferError(f"{shorten(value)} is not a JSON object, write {{...}}")
+    return value
+
+
+def as_token_ids(value: object, name: str) -> list[int]:
+    """``value`` as a non-empty list of token ids.
+
+    Raises:
+        JaxinferError: it is anything else; the message names ``name`` and the wrong element.
+    """
+    if not isinstance(value, list):
+        raise JaxinferError(f"{name} is {shorten(value)}, must be a list of token ids")
+    if not value:
+        raise JaxinferError(f"{name} is empty, needs at least one token id")
+    for index, token in enumerate(value):
+        if type(token) is not int or token < 0:  # True is an int to isinstance
+            raise JaxinferError(f"{name}[{index}] is {shorten(token)}, must be an integer >= 0")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise JaxinferError(f"{shorten(key)} is given twice, give it once")
+            seen.add(key)
+    return fields
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise JaxinferError(f"{name} is not JSON, write a finite number")

@@ -1,0 +1,1 @@
+"""GPUs, models and links as numbers, and the figures that runs are measured by."""

@@ -1,0 +1,294 @@
+"""What a modelled cluster is made of: GPUs and models, by name, in numbers."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, field_validator
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import SHIPPED, data_path
+from jaxinfer.options.validation import OptionError, Options, did_you_mean, read_json
+
+# Whose layers are attention with grouped KV heads and one feed-forward layer, or experts alike.
+_ARCHITECTURES = tuple(
+    f"{name}ForCausalLM"
+    for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3", "OPT")
+)
+# Collectives over PCIe, where cards do not read each other's memory: the rate that LLMServingSim's
+# example clusters give two such cards (16 GiB/s). Public runs of nccl-tests on four RTX 4090 have
+# 12.8 GB/s, and 26 to 36 us from 128 KiB to 2 MiB beside it (tinygrad/open-gpu-kernel-modules#22).
+PCIE_GB_S, PCIE_S = 17.0, 30e-6
+# Over NVLink: NCCL on two A100 or H100 SXM, 256 KiB to 16 MiB, as in NVIDIA's aiconfigurator.
+NVLINK_SHARE, NVLINK_S = 0.5, 12e-6
+# What connects GPUs: collectives over PCIe go through the host. Of a CPU, its memory; of one, none.
+LINKS = ("NVLink", "PCIe", "InfinityFabric", "memory", "none")
+
+
+class Gpu(Options):
+    """One kind of GPU, by its maker's numbers.
+
+    Attributes:
+        bf16_tflops: dense, in 10^12 operations per second.
+        memory_gb: all of it, as its maker's tool shows it, in 10^9 bytes (not GiB);
+            ``memory_gb_s``: its bandwidth per second.
+        link: what connects the GPUs of one node, one of ``LINKS``, or one with its generation, as
+            ``NVLink4``; ``link_gb_s``: 10^9 bytes per second, each way.
+        watts: the limit of its power; None where it is not known.
+        device_kind: what JAX calls it.
+        checked: whether more than one source has the numbers.
+        all_reduce_gb_s: what an all-reduce of many bytes gets of the link, as nccl-tests' busbw,
+            in 10^9 bytes per second; ``all_reduce_s``: seconds that each takes besides. Without
+            them, see ``collective`` and ``stated_collective``.
+    """
+
+    bf16_tflops: float = Field(gt=0)
+    memory_gb: float = Field(gt=0)
+    memory_gb_s: float = Field(gt=0)
+    link: str
+    link_gb_s: float = Field(gt=0)
+    watts: float | None = Field(default=None, gt=0)
+    device_kind: str | None = None
+    checked: bool = False
+    all_reduce_gb_s: float | None = Field(default=None, gt=0)
+    all_reduce_s: float | None = Field(default=None, ge=0)
+
+    @field_validator("link")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        known = {name.lower(): name for name in LINKS}
+        if value.lower().rstrip("0123456789") not in known:
+            near = did_you_mean(value.lower(), known)
+            hint = next((each for name, each in known.items() if f"'{name}'" in near), None)
+            said = f"did you mean {hint!r}?" if hint else f"must be one of {', '.join(LINKS)}"
+            raise ValueError(f"{value!r}: {said}")
+        return value
+
+    @property
+    def stated_collective(self) -> tuple[float, float]:
+        """For rooflines, which state fractions of peaks: by default the link's rate alone."""
+        return self.all_reduce_gb_s or self.link_gb_s, self.all_reduce_s or 0.0
+
+    @property
+    def collective(self) -> tuple[float, float]:
+        """The rate of collectives in 10^9 bytes per second, and the seconds of each besides.
+
+        For tables, which are measured. By default, over PCIe no more than ``PCIE_GB_S``, of any
+        generation, since it goes through the host's memory; else ``NVLINK_SHARE`` of the link.
+        """
+        if self.link.lower().startswith("pcie"):
+            gb_s, each_s = min(self.link_gb_s, PCIE_GB_S), PCIE_S
+        else:
+            gb_s, each_s = NVLINK_SHARE * self.link_gb_s, NVLINK_S
+        if self.all_reduce_gb_s is not None:
+            gb_s = self.all_reduce_gb_s
+        return gb_s, each_s if self.all_reduce_s is None else self.all_reduce_s
+
+
+class ModelShape(Options):
+    """The numbers of a decoder-only transformer that decide its cost, as Hugging Face names them.
+
+    Attributes:
+        head_dim: by default ``hidden_size / num_attention_heads``.
+        gated: the feed-forward layer has three matrices, not two.
+        num_experts, num_experts_per_tok: 0 is one dense feed-forward layer; ``intermediate_size``
+            is one expert's.
+    """
+
+    hidden_size: int = Field(ge=1)
+    intermediate_size: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    num_key_value_heads: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
+    head_dim: int | None = Field(default=None, ge=1)
+    tie_word_embeddings: bool = False
+    gated: bool = True
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse heads that do not share evenly, and experts of whom none is asked."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise OptionError(
+                f"num_key_value_heads is {self.num_key_value_heads}, must divide "
+                f"num_attention_heads, {self.num_attention_heads}"
+            )
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise OptionError(
+                f"head_dim is missing: hidden_size, {self.hidden_size}, is no multiple of "
+                f"num_attention_heads, {self.num_attention_heads}"
+            )
+        if self.num_experts and not 0 < self.num_experts_per_tok <= self.num_experts:
+            raise JaxinferError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}, of {self.num_experts} experts"
+            )
+
+    @property
+    def head_size(self) -> int:
+        """H."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer: queries, keys, values, output."""
+        N, K = self.num_attention_heads, self.num_key_value_heads
+        return self.hidden_size * self.head_size * (2 * N + 2 * K)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert of one layer, or of its dense feed-forward layer."""
+        return (2 + self.gated) * self.hidden_size * self.intermediate_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer, all experts."""
+        return self.attention_parameters + max(self.num_experts, 1) * self.expert_parameters
+
+    def parameters(self, layers: int, first: bool, last: bool) -> int:
+        """Of a stage."""
+        table = self.vocab_size * self.hidden_size
+        tables = first + last
+        if first and last and self.tie_word_embeddings:
+            tables = 1
+        return layers * self.layer_parameters + tables * table
+
+    def kv_bytes(self, layers: int, itemsize: int) -> int:
+        """Of one token's keys and values."""
+        return 2 * layers * self.num_key_value_heads * self.head_size * itemsize
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """GPUs and models by name: those that are shipped, and one's own.
+
+    Attributes:
+        gpus, models: one's own.
+
+    Raises:
+        JaxinferError: one's own has the name of one that is shipped.
+    """
+
+    gpus: Mapping[str, Gpu] = field(default_factory=dict)
+    models: Mapping[str, ModelShape] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for section, own in (("gpus", self.gpus), ("models", self.models)):
+            for name in own:
+                if name in _read(f"{section}.yaml"):
+                    raise JaxinferError(
+                        f"{section}.{name}: configs/{section}.yaml has that name; give it another"
+                    )
+
+    def and_those_of(self, file: str, more: "Catalogue") -> "Catalogue":
+        """These and a file's.
+
+        Raises:
+            JaxinferError: both have one name.
+        """
+        for section in ("gpus", "models"):
+            for name in getattr(more, section):
+                if name in getattr(self, section):
+                    raise JaxinferError(f"{section}.{name}: {file} has that name, too")
+        return Catalogue({**self.gpus, **more.gpus}, {**self.models, **more.models})
+
+    def gpu(self, kind: str | None) -> Gpu:
+        """By its name.
+
+        Raises:
+            JaxinferError: there is none of that name.
+        """
+        if kind is not None and kind in self.gpus:
+            return self.gpus[kind]
+        shipped = _read("gpus.yaml")
+        if kind is None or kind not in shipped:
+            known = [*shipped, *self.gpus]
+            alike = [name for name in known if name.startswith(f"{kind}-")]
+            hint = f"known: {', '.join(alike)}" if alike else did_you_mean(str(kind), known)
+            raise OptionError(f"kind: no GPU {kind!r}: {hint}")
+        return Gpu.model_validate(shipped[kind])
+
+    def model(self, name: str) -> ModelShape:
+        """By its name, or from a folder with ``config.json``.
+
+        Raises:
+            JaxinferError: there is no such model, or its configuration lacks a number.
+        """
+        if name in self.models:
+            return self.models[name]
+        shipped = _read("models.yaml")
+        if name in shipped:
+            return ModelShape.model_validate(shipped[name])
+        path = data_path(name) / "config.json"
+        if not path.is_file():
+            raise JaxinferError(
+                f"model {name!r}: no folder with config.json; "
+                f"{did_you_mean(name, [*shipped, *self.models])}"
+            )
+        return _from_hugging_face(path)
+
+
+def sum_known(amounts: Iterable[float | None]) -> float | None:
+    """Of all; None where one is not known."""
+    total = 0.0
+    for amount in amounts:
+        if amount is None:
+            return None
+        total += amount
+    return total
+
+
+def find_gpu(kind: str | None) -> Gpu:
+    """By its name in ``configs/gpus.yaml``; see ``Catalogue.gpu``."""
+    return Catalogue().gpu(kind)
+
+
+def gpu_of_device(device_kind: str) -> Gpu | None:
+    """The one in ``configs/gpus.yaml`` that JAX calls so; None where there is none."""
+    return name_of_device(device_kind)[1]
+
+
+def name_of_device(device_kind: str) -> tuple[str, Gpu | None]:
+    """What ``configs/gpus.yaml`` calls it, and its numbers; where it has none, its own kind."""
+    for name, facts in _read("gpus.yaml").items():
+        if facts.get("device_kind") == device_kind:
+            return name, Gpu.model_validate(facts)
+    return device_kind, None
+
+
+def find_model(model: str) -> ModelShape:
+    """By its name in ``configs/models.yaml``, or a folder; see ``Catalogue.model``."""
+    return Catalogue().model(model)
+
+
+def _from_hugging_face(path: Path) -> ModelShape:
+    config = read_json(path)
+    architecture = (config.get("architectures") or [""])[0]
+    if architecture not in _ARCHITECTURES:
+        raise JaxinferError(f"{path}: architecture {architecture!r} is not modelled")
+    names = {"num_experts": "num_local_experts", "intermediate_size": "ffn_dim"}
+    found: dict[str, Any] = {
+        name: config.get(name, config.get(names.get(name, name)))
+        for name in ModelShape.model_fields
+        if name != "gated"
+    }
+    if found["tie_word_embeddings"] is None:
+        found["tie_word_embeddings"] = architecture.startswith(("Gemma3", "OPT"))
+    found["gated"] = not architecture.startswith("OPT")
+    if found["num_experts"] and "moe_intermediate_size" in config:
+        found["intermediate_size"] = config["moe_intermediate_size"]
+    if found["num_key_value_heads"] is None:
+        found["num_key_value_heads"] = found["num_attention_heads"]
+    try:
+        return ModelShape.model_validate({k: v for k, v in found.items() if v is not None})
+    except JaxinferError as error:
+        raise JaxinferError(f"{path}: {error}") from None
+
+
+@cache
+def _read(name: str) -> Mapping[str, Any]:
+    facts: Mapping[str, Any] = yaml.safe_load((SHIPPED / name).read_text(encoding="utf-8"))
+    return facts

@@ -1,0 +1,1 @@
+"""Aladdin: workers sized for their requests, and requests packed into them."""

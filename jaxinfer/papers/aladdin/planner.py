@@ -1,0 +1,303 @@
+"""How many workers keep the targets at a rate, and of how many GPUs each (Aladdin, sections 4, 5);
+or of which kinds, where those differ.
+
+Eq. 6 chooses a worker's size from its fitted step times, and says about how many to begin with; the
+fewest are found by simulation: exact where one worker more never does harm. Eq. 7 tells how many it
+takes from what lower rates took.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from jaxinfer.config.costs import GroupCosts
+from jaxinfer.config.resolve import resolve
+from jaxinfer.config.run_file import as_run_file, put_option
+from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import Named, OptionError, Options, within
+from jaxinfer.papers.aladdin.sizing import (
+    MeanRequest,
+    MostTokens,
+    WorkerCount,
+    cheapest_mix,
+    fewest,
+    fit_workers,
+    most_tokens,
+)
+from jaxinfer.plan.candidate import Axis, Candidate, Search
+from jaxinfer.plan.planners.any_system import read_part
+from jaxinfer.simulate.cluster import model_cluster
+from jaxinfer.simulate.targets import Targets, limits
+
+
+class AladdinOptions(Options):
+    """Options of ``Aladdin``.
+
+    Attributes:
+        file: path of a run file with one instance on one group, a worker; how many there are does
+            not count. Of several, each with a group of its own, those are the kinds of workers that
+            are mixed.
+        most: workers of each size or kind, at most.
+        sizes: GPUs of a worker that are looked at, and its costs (see ``GroupCosts``, {} for those
+            of the file); by default as many as the file has.
+        size: which of these: the one that eq. 6 chooses, or, by simulation, the one that costs the
+            least in all.
+        rates: requests per second of which the fewest workers are looked for; the goal's rate then
+            has as many as eq. 7 tells, or the next number that keeps the targets.
+    """
+
+    file: str
+    most: int = Field(default=64, ge=1)
+    sizes: Named[GroupCosts] = Field(default_factory=dict)
+    size: Literal["eq6", "all"] = "eq6"
+    rates: list[Annotated[float, Field(gt=0)]] = Field(default_factory=list)
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse sizes that are none."""
+        for name in self.sizes:
+            if not (name.isdecimal() and int(name) > 0):
+                raise OptionError(f"sizes.{name}: must be a number of GPUs")
+
+
+class Aladdin:
+    """Looks for the fewest workers, of one size after the other, or for the cheapest mix."""
+
+    Options = AladdinOptions
+
+    def __init__(self, options: AladdinOptions) -> None:
+        self._options = options
+
+    def plan(self, search: Search) -> Candidate:
+        """The cluster that costs the least.
+
+        Raises:
+            JaxinferError: the goal or the file is another one, or nothing keeps the targets.
+        """
+        goal = search.problem.goal
+        if goal.minimise is None:
+            raise JaxinferError("goal: this planner finds the fewest workers, minimise: gpus")
+        if goal.requests_per_gpu:
+            raise JaxinferError(
+                "goal.requests_per_gpu: this planner needs the same requests for all clusters; "
+                "give run.workload as many"
+            )
+        try:
+            base = read_part(self._options.file)
+        except JaxinferError as error:
+            raise within("planner.file", error) from None
+        kinds = _kinds(base, self._options.file)
+        if len(kinds) > 1:
+            return self._mix(search, base, kinds)
+        tried: list[Candidate] = []
+        best, limit = None, math.inf
+        for size in self._sizes(search, base, kinds):
+            most = self._options.most
+            if best:
+                most = min(most, math.ceil(limit / size.cost - 1e-9) - 1)  # Cheaper than the best.
+            if most and (found := self._fewest(search, size, most, tried)):
+                best, limit = found, search.costs(found).amount(goal.minimise)
+        return search.best([best] if best else tried)
+
+    def _sizes(
+        self, search: Search, base: Mapping[str, Any], kinds: Mapping[str, str]
+    ) -> list["Size"]:
+        """Those that are looked at, by eq. 6 the best first."""
+        ((instance, group),) = kinds.items()
+        found = []
+        for number, costs in (self._options.sizes or {"": GroupCosts()}).items():
+            part = dict(base)
+            if number:
+                put_option(part, f"groups.{group}.devices", int(number))
+                put_option(part, f"groups.{group}.tensor_parallel_size", int(number))
+            for key, value in costs.model_dump(mode="json", exclude_unset=True).items():
+                put_option(part, f"simulate.groups.{group}.{key}", value)
+            where = f"planner.sizes.{number}" if number else "planner.file"
+            found.append(_size(part, instance, group, search, where))
+        found.sort(key=lambda each: -each.most.least)  # Stable: of equal ones the first.
+        return found if self._options.size == "all" else found[:1]
+
+    def _fewest(
+        self, search: Search, size: "Size", most: int, tried: list[Candidate]
+    ) -> Candidate | None:
+        """The fewest workers of a size, or those of eq. 7; None where ``most`` are not enough."""
+        if not self._options.rates:
+            count = fewest(lambda n: _keeps(search, size.candidate(n), tried), size.guess, most)
+            return size.candidate(count) if count else None
+        found = []
+        for rate in self._options.rates:
+            keeps = partial(_keeps_at, search, size, rate)
+            if count := fewest(keeps, size.guess_at(rate), self._options.most):
+                found.append((rate, count))
+        line = fit_workers(found)
+        count = line.workers(search.problem.goal.rate or 0.0)
+        if count > self._options.most:
+            raise JaxinferError(
+                f"planner.most is {self._options.most}, eq. 7 tells {count} workers"
+            )
+        candidates = (size.candidate(n, line) for n in range(count, most + 1))
+        return next((each for each in candidates if _keeps(search, each, tried)), None)
+
+    def _mix(self, search: Search, base: Mapping[str, Any], kinds: Mapping[str, str]) -> Candidate:
+        if self._options.sizes or self._options.rates:
+            given = "sizes" if self._options.sizes else "rates"
+            raise OptionError(f"planner.{given}: is for one kind of workers, the file has several")
+        sizes = {
+            name: _size(_with_counts(base, kinds, {name: 1}), name, group, search, "planner.file")
+            for name, group in kinds.items()
+        }
+        # Others would be refused, whatever they have: no iteration of theirs is short enough.
+        able = {name: size for name, size in sizes.items() if size.rate}
+        if not able:
+            raise OptionError("planner.file: no worker's iterations keep goal.slo's tpot, by eq. 6")
+        tried: list[Candidate] = []
+        usd = search.problem.goal.minimise == "usd"
+        prices = {name: size.cost for name, size in able.items()} if usd else {}
+
+        def candidate(counts: Sequence[int]) -> Candidate:
+            by_name = dict.fromkeys(kinds, 0) | dict(zip(able, counts, strict=True))
+            part = _with_counts(base, kinds, by_name, prices)
+            return Candidate(by_name, part, (repr(base), *counts))
+
+        best = cheapest_mix(
+            lambda counts: _keeps(search, candidate(counts), tried),
+            [size.cost for size in able.values()],
+            [size.rate for size in able.values()],
+            search.problem.goal.rate or 0.0,
+            self._options.most,
+        )
+        return search.best([candidate(best)] if best else tried)
+
+
+class Size:
+    """Workers of one size, or of one kind.
+
+    Args:
+        part: of a run file; ``group``, ``instance``: the names in it.
+
+    Attributes:
+        gpus: of a worker; ``cost``: of it, in what is to be the least.
+        most: its output tokens per second and GPU, by eq. 6.
+        rate: requests per second that it carries by it.
+    """
+
+    def __init__(self, part: Mapping[str, Any], instance: str, group: str, search: Search) -> None:
+        self._part, self._group, self._instance = part, group, instance
+        self.most = MostTokens(0.0, 0.0)
+        costs, goal = search.costs(self.candidate(1)), search.problem.goal
+        self.gpus, self.cost = costs.gpus, costs.amount(goal.minimise or "gpus")
+        config = as_run_file(search.problem.run_file(self.candidate(1).part))
+        cluster = model_cluster(resolve(config))
+        ((name, modelled),) = cluster.instances.items()
+        fit = cluster.fit(name, config.simulate.fit == "relative").decode
+        if fit is None:
+            raise JaxinferError("eq. 6: max_num_seqs must be 2 or more")
+        mean, atgt_s = MeanRequest.of(search.problem.work), _between_tokens(search.problem.targets)
+        self.most = most_tokens(fit, self.gpus, modelled.num_tokens, mean, atgt_s)
+        self.rate = self.gpus * self.most.least / mean.output
+        self.guess = self.guess_at(goal.rate or 0.0)
+
+    def guess_at(self, rate: float) -> float:
+        """Workers that carry a rate, by eq. 6."""
+        return math.ceil(rate / self.rate) if self.rate else math.inf
+
+    def candidate(
+        self, count: int, line: WorkerCount | None = None, rate: float | None = None
+    ) -> Candidate:
+        """So many workers.
+
+        Args:
+            line: eq. 7, by which they were chosen.
+            rate: of requests, where it is not the goal's.
+        """
+        part = dict(self._part)
+        put_option(part, f"groups.{self._group}.replicas", count)
+        put_option(part, f"instances.{self._instance}.replicas", count)
+        axes: dict[str, Axis] = {"workers": count}
+        if self.most.least:
+            axes = {"gpus_per_worker": self.gpus} | axes
+            axes["eq6_by_memory"] = round(self.most.by_memory, 1)
+            axes["eq6_by_target"] = round(self.most.by_target, 1)
+        if line:
+            axes["eq7_per_rate"] = round(line.per_rate, 4)
+            axes["eq7_constant"] = round(line.constant, 3)
+        return Candidate(axes, part, (repr(self._part), count, rate))
+
+
+def _size(part: Mapping[str, Any], instance: str, group: str, search: Search, where: str) -> Size:
+    try:
+        return Size(part, instance, group, search)
+    except JaxinferError as error:
+        raise OptionError(f"{where}: {error}") from None
+
+
+def _keeps(
+    search: Search, candidate: Candidate, tried: list[Candidate], rate: float | None = None
+) -> bool:
+    tried.append(candidate)
+    (score,) = search.scores([candidate], rate)
+    if score.refused:
+        raise JaxinferError(f"{candidate}: {score.refused}")
+    return bool(score.rate) and not score.given_up
+
+
+def _keeps_at(search: Search, size: Size, rate: float, count: int) -> bool:
+    return _keeps(search, size.candidate(count, rate=rate), [], rate)
+
+
+def _kinds(base: Mapping[str, Any], path: str) -> dict[str, str]:
+    """The workers' instances, and the group of each."""
+    groups, instances = base.get("groups") or {}, base.get("instances") or {}
+    found = {
+        str(name): str(each.get("group")) if isinstance(each, dict) else str(each)
+        for name, each in (instances.items() if isinstance(instances, dict) else ())
+    }
+    if not found or sorted(found.values()) != sorted(map(str, groups)):
+        raise OptionError(
+            f"planner.file: {path} has {len(instances)} instances and {len(groups)} groups, must "
+            "have one group for each instance, a worker"
+        )
+    return found
+
+
+def _with_counts(
+    base: Mapping[str, Any],
+    kinds: Mapping[str, str],
+    counts: Mapping[str, int],
+    prices: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """So many workers of each kind, with nothing left of those of which there are none.
+
+    Args:
+        prices: of a worker of each kind, for a system that knows dollars.
+    """
+    part, simulate = dict(base), dict(base.get("simulate") or {})
+    part["instances"], part["groups"] = dict(base["instances"]), dict(base["groups"])
+    if "groups" in simulate:
+        part["simulate"] = simulate | {"groups": dict(simulate["groups"])}
+    system = base.get("system")
+    dollars = isinstance(system, Mapping) and system.get("name") == "aladdin"
+    for name, group in kinds.items():
+        count = counts.get(name, 0)
+        if not count:
+            del part["instances"][name], part["groups"][group]
+            part.get("simulate", {}).get("groups", {}).pop(group, None)
+            if isinstance(system, Mapping) and name in (system.get("usd_per_hour") or {}):
+                left = {k: v for k, v in part["system"]["usd_per_hour"].items() if k != name}
+                part["system"] = part["system"] | {"usd_per_hour": left}
+            continue
+        put_option(part, f"groups.{group}.replicas", count)
+        put_option(part, f"instances.{name}.replicas", count)
+        if dollars and prices:
+            put_option(part, f"system.usd_per_hour.{name}", prices[name])
+    return part
+
+
+def _between_tokens(targets: Targets) -> float:
+    """The target of the mean time between tokens, in seconds."""
+    found = [limit.seconds for limit in limits(targets) if limit.metric == "tpot"]
+    if not found:
+        raise JaxinferError("goal.slo: eq. 6 needs tpot, in seconds: ttft=0.4,tpot=0.015")
+    return min(found)

@@ -1,0 +1,169 @@
+"""Aladdin: requests packed onto as few workers as keep their targets (sections 4 and 5).
+
+Steps have prompts or decodes, never both: the policy ``form_batch`` is ``prefill_first``.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
+from jaxinfer.papers.aladdin.best_fit import Job, Worker, best_fit, fits_alone, to_open
+from jaxinfer.papers.aladdin.ledger import Placed, limits_of
+from jaxinfer.serving.system import (
+    Action,
+    Assignment,
+    ClusterView,
+    Leg,
+    Reassign,
+    RequestView,
+    SetRole,
+    System,
+)
+from jaxinfer.systems.instances import AnyNames, alive, check_roles, least_loaded
+
+OFF, ON = "off", "on"
+
+
+class AladdinOptions(Options):
+    """Options of ``Aladdin``.
+
+    Attributes:
+        ttft_s, atgt_s: targets of each request, in seconds: of its first token, and of the mean
+            time between its tokens.
+        theta, gamma: see ``Limits``; the paper has 0.5 for gamma, and gives no theta.
+        grant_gap: see ``Placed``.
+        prefill: instances that compute prompts alone; without any, workers have whole requests.
+        heartbeat_s: seconds between looks at what waits: who is off is opened, and requests that
+            have not started may move; null: no looks, and nobody is off.
+        off_after_s: who had nothing for so long is off again; null: never.
+        usd_per_hour: dollars of each worker. Of workers that have nothing, or are off, the next one
+            is that whose share for the request at hand costs the least; without prices, all cost as
+            much.
+    """
+
+    ttft_s: float = Field(gt=0)
+    atgt_s: float = Field(gt=0)
+    theta: float = Field(default=0.8, gt=0, le=1)
+    gamma: float = Field(default=0.5, ge=0, le=1)
+    grant_gap: bool = True
+    prefill: AnyNames = ()
+    heartbeat_s: float | None = Field(default=None, gt=0)
+    off_after_s: float | None = Field(default=None, gt=0)
+    usd_per_hour: Named[Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse what has no effect."""
+        if self.off_after_s is not None and self.heartbeat_s is None:
+            raise OptionError("off_after_s: needs heartbeat_s, when it is looked at")
+
+    def usd(self, worker: str) -> float:
+        """Dollars per hour of one; 1 where nobody has said."""
+        return self.usd_per_hour.get(worker, 1.0)
+
+
+class Aladdin(System):
+    """Each request on the fullest worker that keeps all targets with it.
+
+    Where none does, one is opened that is off, the cheapest for what waits. Where none is off, the
+    request waits until its first token could no longer be in time, and then goes where an iteration
+    is the shortest.
+    """
+
+    Options = AladdinOptions
+    options: AladdinOptions
+    needs_fits = True
+    roles = OFF, ON
+
+    def __init__(self, options: AladdinOptions) -> None:
+        super().__init__(options)
+        self.tick_interval = options.heartbeat_s
+        asked = options.ttft_s, options.atgt_s, options.theta, options.gamma
+        self.placed = Placed(
+            lambda instance: limits_of(instance, *asked), options.grant_gap, options.usd
+        )
+        self._waiting: list[Job] = []
+        self._counts = Counter(opened=0, moved=0)
+
+    def check(self, instances: Collection[str]) -> None:
+        """Those for prompts are there, and leave a worker; all workers have a price, or none."""
+        check_roles({"prefill": self.options.prefill}, instances)
+        workers = [name for name in instances if name not in self.options.prefill]
+        if not workers:
+            raise OptionError("prefill: has all instances, must leave one that decodes")
+        names = self.options.usd_per_hour
+        if names and (missing := next((name for name in workers if name not in names), None)):
+            raise OptionError(f"usd_per_hour: has none of {missing!r}, must have all or none")
+        if unused := next((name for name in names if name not in workers), None):
+            raise OptionError(f"usd_per_hour.{unused}: no worker: {did_you_mean(unused, workers)}")
+
+    def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
+        """From those for prompts to the others."""
+        prefill = self.options.prefill
+        return [(source, dest) for source in prefill for dest in instances if dest not in prefill]
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
+        """Those that fit somewhere, or can wait no longer."""
+        workers, off = self._look(cluster)
+        prefill, given = alive(self.options.prefill, cluster), Counter[str]()
+        self._waiting, found = [], []
+        for request in waiting:
+            self.placed.take_back(request.id)  # It may come back from a lost instance.
+            prefills, leg = request.computed < request.prompt_len, None
+            if prefill and (prefills or not (workers or off)):
+                until = request.prompt_len if workers or off else None
+                leg = Leg(request.held_by or least_loaded(prefill, cluster, given), until)
+            else:
+                job, late = self.placed.job(request, prefills), cluster.now - request.arrival
+                if worker := self._worker(job, late, workers, off):
+                    leg = Leg(worker.name)
+            if leg:
+                given[leg.instance] += 1
+                found.append(Assignment(request.id, (leg,)))
+        return found
+
+    def _look(self, cluster: ClusterView) -> tuple[list[Worker], list[Worker]]:
+        """Workers that are open, and those that are off; who is off stands in for all lost ones."""
+        names: tuple[list[str], list[str]] = [], []
+        beats = self.tick_interval
+        for name, instance in cluster.instances.items():
+            if name not in self.options.prefill:
+                names[bool((beats and instance.role == OFF) or instance.draining)].append(name)
+        on, off = self.placed.look(cluster, *names)
+        return (on, off) if on or not self.placed.any_lost else (off, on)
+
+    def _worker(self, job: Job, late: float, on: list[Worker], off: list[Worker]) -> Worker | None:
+        """Who gets a request, which is booked; None if it waits, as it has for ``late`` seconds."""
+        worker = best_fit(on, job, self.placed.see)
+        if worker is None:
+            if not on or fits_alone(job, off) or fits_alone(job, on, late):
+                self._waiting.append(job)
+                return None
+            holding = [each for each in on if job.longest <= each.limits.room]
+            worker = min(holding or on, key=lambda each: each.seconds)
+        self.placed.give(job, worker)
+        return worker
+
+    def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
+        """Its length is known."""
+        self.placed.ended(request, cluster.now)
+        self._waiting = [job for job in self._waiting if job.id != request.id]
+
+    def on_tick(self, cluster: ClusterView) -> Sequence[Action]:
+        """Requests that have not started go where errors are small; workers open and close."""
+        workers, off = self._look(cluster)
+        moves = self.placed.rebalance(workers)
+        opened = to_open(self._waiting, workers, off, self.placed.see)
+        self._counts.update(opened=len(opened), moved=len(moves))
+        idle = [each for each in workers if not each.jobs and not self._waiting]
+        last = cluster.now - (self.options.off_after_s or math.inf)
+        roles = [SetRole(name, ON) for name in opened]
+        roles += [SetRole(each.name, OFF) for each in idle if each.empty_since <= last]
+        return [*(Reassign(name, (Leg(to),)) for name, to in moves.items()), *roles]
+
+    def report(self) -> Mapping[str, object]:
+        """How often a worker was opened, and requests moved that had not started."""
+        return dict(self._counts)

@@ -1,0 +1,174 @@
+"""Cronus: partially disaggregated prefill (section 4 of the paper).
+
+The partial prefill instance (PPI, on the weak group) computes the first part of each prompt; the
+chunked prefill instance (CPI, on the strong group) fetches that KV, computes the rest in chunks
+beside its decodes, and decodes. The Balancer cuts each prompt so that both parts take as long.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+
+from pydantic import Field
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import Options
+from jaxinfer.papers.cronus.balancer import Refined, balance, chunked_seconds, load_of
+from jaxinfer.serving.step_fit import MixedFit, PrefillFit
+from jaxinfer.serving.system import (
+    Action,
+    Assignment,
+    ClusterView,
+    HandOffRule,
+    Leg,
+    RequestView,
+    StepView,
+    System,
+)
+from jaxinfer.systems.instances import alive, check_roles, whole_on_least_loaded
+
+# Cuts kept for the report, the first of a run: 12 MB.
+REPORTED = 2**15
+
+
+class CronusOptions(Options):
+    """Options of ``Cronus``.
+
+    Attributes:
+        partial, chunked: names of the two instances.
+        max_in_partial: requests in the PPI at most, so that each is cut by fresh statistics.
+        candidates: lengths that the Balancer tries.
+        refine: go on fitting the Balancer's coefficients from the steps of the run.
+        cut_share, cut_tokens: in place of the Balancer's cuts, a share of each prompt, or so many
+            of its tokens, for the PPI.
+        hand_off: when the KV goes on; the paper's CPI fetches it on demand.
+    """
+
+    partial: str = "ppi"
+    chunked: str = "cpi"
+    max_in_partial: int = Field(default=2, ge=1)
+    candidates: int = Field(default=512, ge=1)
+    refine: bool = False
+    cut_share: float | None = Field(default=None, ge=0, le=1)
+    cut_tokens: int | None = Field(default=None, ge=0)
+    hand_off: HandOffRule = "on_demand"
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse two kinds of cuts."""
+        if self.cut_share is not None and self.cut_tokens is not None:
+            raise JaxinferError("both cut_share and cut_tokens: give one of them")
+
+    def fixed_cut(self, prompt_len: int) -> int | None:
+        """Tokens of a prompt that the PPI computes; None where the Balancer says so."""
+        if self.cut_share is not None:
+            return round(self.cut_share * prompt_len)
+        return None if self.cut_tokens is None else min(self.cut_tokens, prompt_len)
+
+
+@dataclass(slots=True)
+class Cut:
+    """One request's cut: what the Balancer expected, and what came. Times in seconds."""
+
+    prompt_len: int
+    length: int
+    expected_prefill: float
+    expected_chunked: float
+    prefill: float = 0.0
+    chunked: float = 0.0
+
+
+class Cronus(System):
+    """Splits each prompt between the two instances."""
+
+    Options = CronusOptions
+    options: CronusOptions
+
+    def __init__(self, options: CronusOptions) -> None:
+        super().__init__(options)
+        self.needs_fits = options.fixed_cut(0) is None
+        self.cuts: dict[str, Cut] = {}
+        # Beyond those in the report, cuts that are needed to refine: until the PPI is done.
+        self._in_partial: dict[str, Cut] = {}
+        self._left_out = 0
+        self._refined = Refined() if options.refine else None
+
+    def check(self, instances: Collection[str]) -> None:
+        """Two instances, by the names in the options."""
+        options = self.options
+        check_roles({"partial": options.partial, "chunked": options.chunked}, instances)
+
+    def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
+        """From the PPI to the CPI."""
+        return [(self.options.partial, self.options.chunked)]
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
+        """Cut requests while the PPI takes them; with one instance lost, all run on the other."""
+        options = self.options
+        left = alive((options.partial, options.chunked), cluster)
+        if len(left) == 1:
+            return whole_on_least_loaded(left, waiting, cluster)
+        free = options.max_in_partial - cluster.instances[options.partial].num_requests
+        assignments = []
+        for request in islice(waiting, max(free, 0)):
+            first = Leg(options.partial, self._cut(request, cluster), options.hand_off)
+            assignments.append(Assignment(request.id, (first, Leg(options.chunked))))
+        return assignments
+
+    def _cut(self, request: RequestView, cluster: ClusterView) -> int:
+        fixed = self.options.fixed_cut(request.prompt_len)
+        if fixed is not None:
+            return fixed
+        load = load_of(cluster.instances[self.options.chunked])
+        prefill, mixed = self._fits(cluster)
+        length = balance(prefill, mixed, load, request.prompt_len, self.options.candidates)
+        if len(self.cuts) < REPORTED:
+            kept = self.cuts
+        else:
+            kept = self._in_partial
+            self._left_out += 1
+            if not self._refined:
+                return length
+        kept[request.id] = Cut(
+            request.prompt_len,
+            length,
+            prefill.seconds(length),
+            chunked_seconds(mixed, load, request.prompt_len, length),
+        )
+        return length
+
+    def _fits(self, cluster: ClusterView) -> tuple[PrefillFit, MixedFit]:
+        weak = cluster.instances[self.options.partial].fit
+        strong = cluster.instances[self.options.chunked].fit
+        assert weak
+        assert strong
+        if self._refined:
+            return self._refined.prefill or weak.prefill, self._refined.mixed or strong.mixed
+        return weak.prefill, strong.mixed
+
+    @property
+    def needs_decode_rows(self) -> bool:
+        """Where predictors are refined, or a subclass watches."""
+        return self._refined is not None or type(self).on_step is not Cronus.on_step
+
+    def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
+        """Note how long the parts take in truth."""
+        for row in step.rows:
+            name = row.request.id
+            cut = self.cuts.get(name) or self._in_partial.get(name)
+            if cut is None or row.start >= cut.prompt_len:
+                continue
+            if step.instance == self.options.partial:
+                cut.prefill += step.end - step.start
+                if self._refined and row.start + row.count == cut.length:
+                    self._refined.add_prefill(cut.length, cut.prefill)
+                    self._in_partial.pop(name, None)
+            else:
+                cut.chunked += step.end - step.start
+        if self._refined and step.instance == self.options.chunked:
+            self._refined.add_mixed(step, cluster.instances[step.instance].max_num_batched_tokens)
+        return ()
+
+    def report(self) -> Mapping[str, object]:
+        """The requests' cuts, expected and true times; of many requests, the first ones'."""
+        cuts = {name: asdict(cut) for name, cut in self.cuts.items()}
+        return {"cuts": cuts} | ({"cuts_left_out": self._left_out} if self._left_out else {})

@@ -1,0 +1,1 @@
+"""DistServe: prefill and decode on instances of their own, placed for goodput."""

@@ -1,0 +1,147 @@
+"""DistServe: prefill and decode instances in units, and KV that is fetched (section 4.3).
+
+The runtime. What its placement search decides, the run file says: one unit of all instances where
+any link is fast (Algorithm 1), or one for each pair that shares its nodes (Algorithm 2).
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
+
+from pydantic import Field
+
+from jaxinfer.options.validation import Options
+from jaxinfer.serving.system import (
+    Assignment,
+    ClusterView,
+    Leg,
+    RequestView,
+    System,
+)
+from jaxinfer.systems.instances import Names, Pools, alive, check_roles, least_loaded, most_entries
+
+
+class Unit(Options):
+    """Instances among which KV goes, by names: one prefills a request, another decodes it."""
+
+    prefill: Names
+    decode: Names
+
+
+class DistServeOptions(Options):
+    """Options of ``DistServe``.
+
+    Attributes:
+        units: one at least.
+    """
+
+    units: list[Unit] = Field(min_length=1)
+
+
+# Instances that take new requests, and the unit of each.
+Places = Mapping[str, Unit]
+
+
+class DistServe(System):
+    """A prompt to the shortest prefill queue of all, its decoding to the least loaded of the unit.
+
+    KV stays with the prefill instance until a decode instance has room and fetches it: what has
+    not been fetched fills the prefill pool, and stops its admission. Of equal queues, of which the
+    empty ones are many, that in the unit with the least loaded decode instance is taken. A unit
+    that has lost one phase runs whole requests on the other.
+    """
+
+    Options = DistServeOptions
+    options: DistServeOptions
+
+    def __init__(self, options: DistServeOptions) -> None:
+        super().__init__(options)
+        # Of each request that is or was in a prefill instance, which one.
+        self._prefilled: dict[str, str] = {}
+        self._pools = Pools()
+        self._units = {name: unit for unit in options.units for name in unit.prefill}
+
+    def check(self, instances: Collection[str]) -> None:
+        """All there, and each in one place of one unit."""
+        roles = {
+            f"units[{number}].{phase}": getattr(unit, phase)
+            for number, unit in enumerate(self.options.units)
+            for phase in ("prefill", "decode")
+        }
+        check_roles(roles, instances)
+
+    def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
+        """Within each unit, from each that prefills to each that decodes."""
+        return [pair for unit in self.options.units for pair in product(unit.prefill, unit.decode)]
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
+        """A leg to the prompt's end; when it has ended, one to the finish."""
+        given: Counter[str] = Counter()
+        units = self.options.units
+        takers = ((alive(u.prefill, cluster) or alive(u.decode, cluster), u) for u in units)
+        # Without any left, to ask for one tells the loop that they were lost.
+        places = {name: unit for names, unit in takers for name in names} or self._units
+        assignments = []
+        for request in waiting:
+            if request.computed < request.prompt_len:
+                legs = self._first(request, places, cluster, given)
+            else:
+                legs = (self._last(request, cluster, given),)
+            given[legs[0].instance] += 1
+            assignments.append(Assignment(request.id, legs))
+        return assignments
+
+    def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
+        """Forget where it was."""
+        self._prefilled.pop(request.id, None)
+
+    def _first(
+        self, request: RequestView, places: Places, cluster: ClusterView, given: Mapping[str, int]
+    ) -> tuple[Leg, ...]:
+        name = _shortest(places, cluster, given)
+        if not self._fits(request, name, places[name], cluster):
+            fitting = {n: u for n, u in places.items() if self._fits(request, n, u, cluster)}
+            name = _shortest(fitting, cluster, given) if fitting else name
+        decode = alive(places[name].decode, cluster)
+        if not decode or name in decode:
+            return (Leg(name),)
+        self._prefilled[request.id] = name
+        legs = Leg(name, request.prompt_len), Leg(decode[0])
+        # Where no pool holds it, it is refused now, and not after its prefill.
+        return legs[:1] if self._pools.that_hold(most_entries(request), decode, cluster) else legs
+
+    def _fits(self, request: RequestView, name: str, unit: Unit, cluster: ClusterView) -> bool:
+        """Whether the prompt fits into this instance, and all of it into one that decodes."""
+        decode, hold = alive(unit.decode, cluster), self._pools.that_hold
+        if not decode or name in decode:
+            return bool(hold(most_entries(request), [name], cluster))
+        prompt_fits = hold(request.prompt_len, [name], cluster)
+        return bool(prompt_fits and hold(most_entries(request), decode, cluster))
+
+    def _last(self, request: RequestView, cluster: ClusterView, given: Mapping[str, int]) -> Leg:
+        prefilled = self._prefilled[request.id]
+        decode = alive(self._units[prefilled].decode, cluster)
+        fitting = self._pools.that_hold(most_entries(request), decode, cluster)
+        names = fitting or decode or [prefilled]
+        return Leg(least_loaded(names, cluster, given))
+
+
+def _shortest(places: Places, cluster: ClusterView, given: Mapping[str, int]) -> str:
+    """The shortest queue; of equal ones, that in the unit with the least loaded decode."""
+    queues = {name: _load(name, cluster, given) for name in places}
+    shortest = min(queues.values())
+    names = [name for name, length in queues.items() if length == shortest]
+    if all(places[name] is places[names[0]] for name in names):
+        return names[0]
+
+    loads = [
+        min(
+            (_load(each, cluster, given) for each in alive(places[name].decode, cluster)), default=0
+        )
+        for name in names
+    ]
+    return names[loads.index(min(loads))]
+
+
+def _load(name: str, cluster: ClusterView, given: Mapping[str, int]) -> int:
+    return cluster.instances[name].num_requests + given.get(name, 0)

@@ -1,0 +1,1 @@
+"""Hetis: KV heads on several devices, chosen request by request."""

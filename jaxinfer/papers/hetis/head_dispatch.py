@@ -1,0 +1,188 @@
+"""Which device gets which of a request's KV heads: Hetis' dispatch (sections 5.2 and 5.3).
+
+A device is a shard of one stage, an item one slice of KV heads of one request there. The time of a
+device is that of one layer's decode attention over all its items. What counts is the largest of a
+stage's devices, since a layer ends with the last of them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxinfer.serving.step_fit import AttentionFit
+
+
+@dataclass(frozen=True)
+class Load:
+    """What lies on a device, and what it has room for.
+
+    Attributes:
+        pairs: slices over all requests; ``entries``: of their KV.
+        free_pages: of one slice each, with room for ``page_size`` entries.
+        others: seconds that it works for other stages meanwhile, which take turns with this one.
+        hidden: where a step is computed as two halves in turn, seconds of each half's dense part,
+            during which the other half's attention here costs nothing; None where it is not.
+    """
+
+    fit: AttentionFit
+    pairs: int
+    entries: float
+    free_pages: int
+    page_size: int = 1
+    others: float = 0.0
+    hidden: float | None = None
+
+    @property
+    def capacity(self) -> float:
+        """KV entries that its pool holds."""
+        return self.entries + self.free_pages * self.page_size
+
+    @property
+    def seconds(self) -> float:
+        """Of one layer (eqs. 3 and 4); an idle device takes none.
+
+        As halves, what it is busy beyond both dense parts counts, and what one half's attention
+        and exchange take beyond that of the other half.
+        """
+        if not self.pairs:
+            return 0.0
+        if self.hidden is None:
+            return self.fit.seconds(self.pairs, self.entries) + self.others
+        busy = self.fit.busy(self.pairs, self.entries) + self.fit.constant + self.others
+        return max(busy / 2 + self.fit.exchange - self.hidden, busy - 2 * self.hidden, 0.0)
+
+    def within(self, seconds: float) -> float:
+        """Of so many seconds, those that are left for pairs and entries."""
+        fit, hidden = self.fit, self.hidden
+        if hidden is None:
+            return seconds - fit.constant - fit.exchange - self.others
+        busy = min(2 * (seconds + hidden - fit.exchange), seconds + 2 * hidden)
+        return busy - 2 * fit.constant - self.others
+
+    def plus(self, slices: int, entries: float, pages: int) -> "Load":
+        """With more slices of so many KV entries and pages each; fewer where it is negative."""
+        return Load(
+            self.fit,
+            self.pairs + slices,
+            self.entries + slices * entries,
+            self.free_pages - slices * pages,
+            self.page_size,
+            self.others,
+            self.hidden,
+        )
+
+    def grown(self, slices: int) -> "Load":
+        """With one more page for each of so many slices that lie there."""
+        entries = self.entries + slices * self.page_size
+        return replace(self, entries=entries, free_pages=self.free_pages - slices)
+
+
+def dispatch(loads: Sequence[Load], slices: int, entries: float, pages: int) -> list[int] | None:
+    """How many of a request's slices go to each device, so that the slowest is the least slow.
+
+    One slice at a time goes to the device that is then the fastest, of those with room. Slices of
+    one request are equal, and no device gets faster by one more, so that this is optimal for one
+    request (eq. 7 without its relaxation); the paper solves a linear program and does not say how
+    it rounds.
+
+    Args:
+        entries, pages: of each slice.
+
+    Returns:
+        For each device, its slices; None without room for all.
+    """
+    loads, counts = list(loads), [0] * len(loads)
+    for _ in range(slices):
+        after = [load.plus(1, entries, pages) for load in loads]
+        room = [i for i, load in enumerate(after) if load.free_pages >= 0]
+        if not room:
+            return None
+        chosen = min(room, key=lambda i: after[i].seconds)
+        loads[chosen] = after[chosen]
+        counts[chosen] += 1
+    return counts
+
+
+def dispatch_by_memory(loads: Sequence[Load], slices: int, pages: int) -> list[int] | None:
+    """Likewise, each slice on the device that has the most room: what time is not looked at."""
+    free, counts = [load.free_pages for load in loads], [0] * len(loads)
+    for _ in range(slices):
+        chosen = max(range(len(free)), key=free.__getitem__)
+        free[chosen] -= pages
+        if free[chosen] < 0:
+            return None
+        counts[chosen] += 1
+    return counts
+
+
+def can_do(seconds: float, loads: Sequence[Load]) -> bool:
+    """Whether so many seconds are enough for all that lies on the devices, if it were placed anew.
+
+    The least time of which that is true is a lower bound of f* (section 5.3.1): any part of a slice
+    may go wherever a pool holds it, its pairs and its entries apart. Each device takes the entries
+    that it can, and pairs in the time that is left; if those are not all, pairs take the place of
+    entries first where that loses the fewest.
+    """
+    pairs, entries = float(sum(load.pairs for load in loads)), sum(load.entries for load in loads)
+    trades = []
+    for load in loads:
+        fit = load.fit
+        left = load.within(seconds)
+        if left < 0:
+            continue
+        taken = min(load.capacity, left / fit.per_entry if fit.per_entry else math.inf)
+        left = max(left - taken * fit.per_entry, 0.0)
+        entries -= taken
+        pair = fit.per_pair + fit.exchange_per_pair
+        pairs -= left / pair if pair else pairs
+        if pair and fit.per_entry:
+            trades.append((pair / fit.per_entry, taken))
+    for lost, most in sorted(trades):
+        if pairs > 0:
+            taken = min(pairs, most / lost)
+            pairs -= taken
+            entries += taken * lost
+    return pairs <= 1e-9 and entries <= 1e-9
+
+
+def placed_anew(loads: Sequence[Load]) -> float:
+    """About the time if all were placed anew, and each slice had the mean of the KV entries."""
+    pairs = sum(load.pairs for load in loads)
+    each = sum(load.entries for load in loads) / pairs
+    fits = [load.fit for load in loads]
+    pairs_s = [fit.per_pair + fit.exchange_per_pair + fit.per_entry * each for fit in fits]
+    costs = [max(cost, 1e-18) for cost in pairs_s]  # A device may attend for nothing.
+
+    def is_enough(seconds: float) -> bool:
+        count = 0.0
+        for load, cost in zip(loads, costs, strict=True):
+            count += max(min(load.capacity / each, load.within(seconds) / cost), 0.0)
+        return count >= pairs * (1 - 1e-9)
+
+    # In so much, each device could do all that its pool holds.
+    low, high = 0.0, sum(pairs * cost for cost in costs)
+    high += sum(2 * load.fit.constant + load.fit.exchange + load.others for load in loads)
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
+
+
+def as_halves(loads: Sequence[Load], whole: float, half: float) -> Sequence[Load]:
+    """What lies on a stage's devices, its own first, where steps may be computed as two halves.
+
+    Heads lie otherwise for halves than for whole steps. So both are looked at as if all heads were
+    placed anew, and what is faster then is what they are placed for.
+
+    Args:
+        whole, half: seconds of a layer's dense part, of all of a step and of half of it.
+
+    Returns:
+        As they are, or as halves.
+    """
+    extra = 2 * half - whole
+    if max(load.seconds for load in loads) <= max(extra, 0.0):
+        return loads
+    # Nothing hides what the own device does.
+    halves = [replace(load, hidden=half if number else 0.0) for number, load in enumerate(loads)]
+    return halves if placed_anew(halves) + extra < placed_anew(loads) else loads

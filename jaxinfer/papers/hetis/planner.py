@@ -1,0 +1,254 @@
+"""Hetis: stages on GPUs of one kind each, and the slowest GPUs for attention alone (section 4.1).
+
+Layers are cut by what kinds of GPUs take for a prefill, and so is decided which have none. Of all
+numbers of instances and splits of stages, those whose largest stage takes least of a full step are
+simulated.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from pydantic import Field
+
+from jaxinfer.config.cluster import InstanceConfig
+from jaxinfer.config.nodes import Hardware, read_hardware
+from jaxinfer.config.run_file import as_run_file
+from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import Catalogue, ModelShape
+from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
+from jaxinfer.papers.hetis.primaries import Grouping, Rule, groupings
+from jaxinfer.plan.candidate import Axis, Candidate, Search
+from jaxinfer.plan.layers import even_times
+from jaxinfer.plan.problem import Problem
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.cluster import KV_SIZES, WEIGHT_SIZES, stage_cost
+from jaxinfer.simulate.costs.model import StagePart
+
+
+class HetisOptions(Options):
+    """Options of ``Hetis``.
+
+    Attributes:
+        seconds: by name of a GPU, of a prefill by one of them; by default of a full step, as
+            simulations have it.
+        most_slower: by which share the largest stage may get slower as GPUs lose their layers (the
+            paper's 5 %, whose symbol is lost).
+        rule: see ``primaries``.
+        simulated: so many candidates, those with the quickest steps.
+    """
+
+    seconds: Named[float] = Field(default_factory=dict)
+    most_slower: float = Field(default=0.05, ge=0)
+    rule: Rule = "cumulative"
+    simulated: int = Field(default=8, ge=1)
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse times that are none."""
+        for name, seconds in self.seconds.items():
+            if not seconds > 0:
+                raise OptionError(f"seconds.{name} is {seconds:g}, must be above 0")
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The cluster's GPUs by kind, the quickest first.
+
+    Attributes:
+        names: of the GPUs; ``counts``: how many; ``seconds``: of a prefill by one of them.
+        nodes: of each kind, the node of each GPU.
+    """
+
+    names: Sequence[str]
+    counts: Sequence[int]
+    seconds: Sequence[float]
+    nodes: Sequence[Sequence[str]]
+
+
+class Hetis:
+    """Ranks groupings by a full step of their largest stage, and simulates the first of them."""
+
+    Options = HetisOptions
+
+    def __init__(self, options: HetisOptions) -> None:
+        self._options = options
+
+    def plan(self, search: Search) -> Candidate:
+        """The best of those that are simulated."""
+        return search.best(self.candidates(search.problem))
+
+    def candidates(self, problem: Problem) -> list[Candidate]:
+        """Those with the quickest steps, in their order.
+
+        Raises:
+            JaxinferError: the plan file has no hardware file, or no grouping fits its nodes.
+        """
+        costs = StageTimes(problem)
+        kinds, options = self._kinds(costs), self._options
+        found: list[tuple[float, Grouping]] = []
+        for grouping in groupings(kinds.counts, kinds.seconds, options.most_slower, options.rule):
+            seconds = costs.of_largest(kinds.names, grouping)
+            if seconds < inf and _stands(kinds, grouping):
+                found.append((seconds, grouping))
+        if not found:
+            raise JaxinferError(
+                "no grouping of the hardware file's GPUs holds a stage of one kind on its nodes"
+            )
+        found.sort(key=lambda each: each[0])
+        return [
+            self._candidate(kinds, costs, seconds, grouping)
+            for seconds, grouping in found[: options.simulated]
+        ]
+
+    def _kinds(self, costs: "StageTimes") -> Kinds:
+        """The quickest first."""
+        nodes: dict[str, list[str]] = {}
+        for name, node in costs.hardware.nodes.items():
+            nodes.setdefault(node.gpu, []).extend([name] * node.gpus)
+        given = self._options.seconds
+        for name in given:
+            if name not in nodes:
+                raise OptionError(f"planner.seconds.{name}: {did_you_mean(name, nodes)}")
+        if given and (left := [name for name in nodes if name not in given]):
+            raise OptionError(f"planner.seconds: has nothing of {left[0]}")
+        seconds = given or {name: costs.of_layer(name, 1) for name in nodes}
+        names = sorted(nodes, key=lambda name: seconds[name])
+        return Kinds(
+            names,
+            [len(nodes[name]) for name in names],
+            [seconds[name] for name in names],
+            [nodes[name] for name in names],
+        )
+
+    def _candidate(
+        self, kinds: Kinds, costs: "StageTimes", seconds: float, grouping: Grouping
+    ) -> Candidate:
+        part: dict[str, Any] = {
+            "groups": {}, "instances": {}, "simulate": {"groups": {}}, "system": "hetis"
+        }  # fmt: skip
+        for number in range(grouping.instances):
+            _add_instance(part, number, kinds, costs, grouping)
+        splits = [
+            f"{tp}x{pp} {name}"
+            for (tp, pp), name in zip(grouping.splits, kinds.names, strict=True)
+            if tp
+        ]
+        attention = [
+            f"{count // grouping.instances - tp * pp} {name}"
+            for (tp, pp), name, count in zip(
+                grouping.splits, kinds.names, kinds.counts, strict=True
+            )
+            if count // grouping.instances > tp * pp
+        ]
+        axes: dict[str, Axis] = {
+            "instances": grouping.instances,
+            "stages": ", ".join(splits),
+            "attention": ", ".join(attention),
+            "step_s": float(f"{seconds:.6g}"),
+        }
+        return Candidate(axes, part)
+
+
+class StageTimes:
+    """What a full prefill step takes, by the simulator's own costs."""
+
+    def __init__(self, problem: Problem) -> None:
+        common = as_run_file(problem.run)
+        if common.simulate.hardware is None:
+            raise JaxinferError("run.simulate.hardware is missing: the nodes that are planned for")
+        self.hardware: Hardware = read_hardware(common.simulate.hardware, common.own)
+        own = Catalogue(self.hardware.gpus, self.hardware.models)
+        known = common.own.and_those_of("the run file", own)
+        self.model: ModelShape = known.model(common.require_model())
+        self._engine = InstanceConfig.model_validate(
+            {**problem.run.get("engine", {}), "group": "any"}
+        )
+        self._costs = common.simulate
+        self._gpus = {node.gpu: node.as_gpu(known) for node in self.hardware.nodes.values()}
+        self._found: dict[tuple[str, int], float] = {}
+
+    def of_layer(self, gpu: str, tp: int) -> float:
+        """Seconds of one layer on so many GPUs; infinite where they do not divide the heads."""
+        key = gpu, tp
+        if key not in self._found:
+            self._found[key] = self._layer(gpu, tp)
+        return self._found[key]
+
+    def _layer(self, gpu: str, tp: int) -> float:
+        model, engine = self.model, self._engine
+        if model.num_attention_heads % tp or model.num_key_value_heads % tp:
+            return inf
+        total, T = model.num_hidden_layers, engine.max_num_batched_tokens
+        sizes = WEIGHT_SIZES[engine.dtype], KV_SIZES[engine.kv_cache_dtype]
+        part = StagePart(self._gpus[gpu], gpu, model, total, 1.0, False, False, tp, *sizes)
+        return stage_cost(part, self._costs).seconds(Work(T, 0, 1, 1, 0, [(0, T)])) / total
+
+    def of_largest(self, names: Sequence[str], grouping: Grouping) -> float:
+        """Seconds of the largest stage of a grouping, its layers cut evenly in time.
+
+        Infinite where one of its stages cannot be.
+        """
+        speed = 0.0
+        for name, (tp, pp) in zip(names, grouping.splits, strict=True):
+            if tp:
+                seconds = self.of_layer(name, tp)
+                if seconds == inf:
+                    return inf
+                speed += pp / seconds
+        stages, layers = sum(pp for _, pp in grouping.splits), self.model.num_hidden_layers
+        return layers / speed if 0 < stages <= layers else inf
+
+
+def _stands(kinds: Kinds, grouping: Grouping) -> bool:
+    """Whether each stage's GPUs are on one node."""
+    return all(
+        len(set(stage)) == 1
+        for number in range(grouping.instances)
+        for stages, _ in _nodes(kinds, grouping, number)
+        for stage in stages
+    )
+
+
+def _nodes(
+    kinds: Kinds, grouping: Grouping, number: int
+) -> Iterator[tuple[list[Sequence[str]], Sequence[str]]]:
+    """Of each kind, the nodes of an instance's stages, and of those that have no layers."""
+    for nodes, count, (tp, pp) in zip(kinds.nodes, kinds.counts, grouping.splits, strict=True):
+        each = count // grouping.instances
+        here = nodes[number * each : (number + 1) * each]
+        yield [here[i * tp : (i + 1) * tp] for i in range(pp)], here[tp * pp :]
+
+
+def _add_instance(
+    part: dict[str, Any], number: int, kinds: Kinds, costs: StageTimes, grouping: Grouping
+) -> None:
+    """Its groups on their nodes; each GPU without layers is there for all its stages."""
+    name = f"hetis{number}"
+    stages: list[dict[str, Any]] = []
+    times: list[float] = []
+    attention: list[str] = []
+
+    def add_group(group: str, kind: str, devices: int, node: str) -> None:
+        part["groups"][group] = {"kind": kind, "devices": devices}
+        part["simulate"]["groups"][group] = {"node": node}
+
+    for kind, (tp, _), (here, others) in zip(
+        kinds.names, grouping.splits, _nodes(kinds, grouping, number), strict=True
+    ):
+        for nodes in here:
+            add_group(f"{name}_{len(stages)}", kind, tp, nodes[0])
+            times.append(costs.of_layer(kind, tp))
+            stages.append({"group": f"{name}_{len(stages)}"})
+        for node in others:
+            add_group(f"{name}_attention{len(attention)}", kind, 1, node)
+            attention.append(f"{name}_attention{len(attention)}")
+    total = costs.model.num_hidden_layers
+    layers = even_times(total, [0.0] * len(times), times, [total] * len(times))
+    assert layers, "stages are not more than layers"
+    part["instances"][name] = {
+        "stages": [
+            {**stage, "layers": count, "attention": attention}
+            for stage, count in zip(stages, layers, strict=True)
+        ]
+    }

@@ -1,0 +1,364 @@
+"""Hetis: the KV heads of one request on unlike devices (arXiv 2509.08309, section 5).
+
+Each stage of an instance has a group with its layers, and attention groups where KV heads may lie
+besides. Which group is which, the run file says; ``head_dispatch`` decides where heads go.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from jaxinfer.options.validation import Named, OptionError, Options
+from jaxinfer.papers.hetis.head_dispatch import (
+    Load,
+    as_halves,
+    can_do,
+    dispatch,
+    dispatch_by_memory,
+)
+from jaxinfer.serving.kv_shards import Placement, SliceMove
+from jaxinfer.serving.step_fit import AttentionFit
+from jaxinfer.serving.system import (
+    Action,
+    Assignment,
+    ClusterView,
+    InstanceView,
+    Leg,
+    MoveSlices,
+    RequestView,
+    ShardView,
+    StepView,
+    System,
+)
+from jaxinfer.systems.instances import Pools, most_entries
+
+
+class AttentionSeconds(Options):
+    """Coefficients of eqs. 3 and 4 for one device group, in seconds: see ``AttentionFit``."""
+
+    per_pair: float = Field(ge=0)
+    per_entry: float = Field(ge=0)
+    constant: float = Field(default=0.0, ge=0)
+    exchange_per_pair: float = Field(default=0.0, ge=0)
+    exchange: float = Field(default=0.0, ge=0)
+
+
+class HetisOptions(Options):
+    """Options of ``Hetis``.
+
+    Attributes:
+        theta: how much slower than the ideal a stage's slowest device may be before a request is
+            placed anew; null: no request ever is, and who has no page is preempted (LIFO).
+        placement: by the ``time`` of attention, or by free ``memory`` alone.
+        attention: by group, how long attention takes there, in place of what is known of it; a real
+            run then profiles no group.
+    """
+
+    theta: float | None = Field(default=0.5, gt=0)
+    placement: Literal["time", "memory"] = "time"
+    attention: Named[AttentionSeconds] = Field(default_factory=dict)
+
+
+class Hetis(System):
+    """Heads where attention stays fastest; later they move, one request at a time.
+
+    A request goes to the instance with the largest share of free pages. Its prompt is attended to
+    on the devices with layers, where they have room (section 3.2); its heads are handed out when
+    that is done. It is placed anew where a stage is slower than Theta allows (section 5.3.1), and
+    where a shard has no page left (5.3.2).
+    """
+
+    Options = HetisOptions
+    options: HetisOptions
+
+    def __init__(self, options: HetisOptions | None = None) -> None:
+        super().__init__(options)
+        given = self.options.attention.items()
+        self._given = {group: AttentionFit(**fit.model_dump()) for group, fit in given}
+        self.needs_attention_fits = not given
+        self._pools = Pools()
+        self._counts = Counter(handed_out=0, moved_for_time=0, moved_for_memory=0)
+        # By instance, requests that were told to move, and may not have got there.
+        self._moving: defaultdict[str, set[str]] = defaultdict(set)
+        # Requests whose prompts are attended to on the devices with layers.
+        self._prompts: set[str] = set()
+
+    def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
+        """No KV goes from instance to instance."""
+        return ()
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
+        """Each to the instance with the largest share of free pages that holds it."""
+        given: Counter[str] = Counter()
+        found = []
+        for request in waiting:
+            alive = list(cluster.instances)
+            names = self._pools.that_hold(most_entries(request), alive, cluster) or alive
+            chosen = max(names, key=lambda name: _share_left(cluster.instances[name], given[name]))
+            given[chosen] += request.num_known
+            found.append(Assignment(request.id, (Leg(chosen),)))
+        return found
+
+    def place(self, request: RequestView, instance: InstanceView) -> Placement | None:
+        """Each stage's heads on its own device for the prompt; without room there, by eq. 7."""
+        pages = -(-request.num_known // instance.page_size)
+        placement: list[list[int]] = [[] for _ in instance.shards]
+        for numbers in _stages(instance.shards):
+            own = next(number for number in numbers if instance.shards[number].slices)
+            slices = list(instance.shards[own].slices)
+            counts: list[int] | None = [len(slices) * (number == own) for number in numbers]
+            if instance.shards[own].num_free_pages < pages * len(slices):
+                loads = self._loads(instance, numbers, coming=1)
+                counts = self._dispatch(loads, len(slices), request.num_known, pages)
+            if counts is None:
+                return None
+            left = iter(slices)
+            for number, count in zip(numbers, counts, strict=True):
+                placement[number] = [next(left) for _ in range(count)]
+        self._prompts.add(request.id)
+        return placement
+
+    def make_room(
+        self, request: RequestView, shard: int, instance: InstanceView
+    ) -> Sequence[MoveSlices]:
+        """The latest request with heads on a full device goes elsewhere, if there is room."""
+        if self.options.theta is None or self._is_moving(instance):
+            return ()
+        there = [each for each in instance.running.values() if each.slices[shard]]
+        victim = max(there, key=lambda each: each.arrival)
+        stage = instance.shards[shard].stage
+        numbers = next(n for n in _stages(instance.shards) if instance.shards[n[0]].stage == stage)
+        others = [number for number in numbers if number != shard]
+        if not others:
+            return ()
+        slices = list(victim.slices[shard])
+        entries, pages = victim.num_known, -(-victim.num_known // instance.page_size)
+        # As few as leave a page for each slice of the request; fewer where there are no more.
+        lacking = len(request.slices[shard]) - instance.shards[shard].num_free_pages
+        count = min(max(-(-lacking // pages), 1), len(slices))
+        loads = list(self._loads(instance, numbers))
+        at = numbers.index(shard)
+        counts = self._dispatch([*loads[:at], *loads[at + 1 :]], count, entries, pages)
+        if counts is None:
+            return ()
+        changes = [*counts[:at], -count, *counts[at:]]
+        # The ideal, too, has to hold the page that is asked for.
+        after = [
+            load.plus(n, entries, pages).grown(len(request.slices[number]))
+            for load, n, number in zip(loads, changes, numbers, strict=True)
+        ]
+        if self._is_slow(after):
+            return ()
+        moves = _moves(shard, others, counts, slices)
+        return [self._move(instance, victim, moves, "moved_for_memory")]
+
+    def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
+        """Hand out heads whose prompts are done; or place one request anew."""
+        instance = cluster.instances[step.instance]
+        done = [row.request for row in step.rows if self._has_done_its_prompt(row.request)]
+        self._prompts.difference_update(request.id for request in done)
+        there = [each for each in done if each.id in instance.running]
+        moves = self._hand_out(instance, [each for each in there if not _moves_now(each, instance)])
+        if moves or self.options.theta is None or self._is_moving(instance):
+            return moves
+        for numbers in _stages(instance.shards):
+            action = self._relieve(instance, numbers) if len(numbers) > 1 else None
+            if action:
+                return [action]
+        return ()
+
+    def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
+        """One may end before its prompt is done."""
+        self._prompts.discard(request.id)
+
+    def report(self) -> Mapping[str, object]:
+        """How many requests were told to move, and for what."""
+        return dict(self._counts)
+
+    def _is_slow(self, loads: Sequence[Load]) -> bool:
+        """Whether the slowest is more than Theta behind the ideal."""
+        theta, slowest = self.options.theta, max(load.seconds for load in loads)
+        assert theta is not None
+        return slowest > 0 and can_do(slowest / (1 + theta), loads)
+
+    def _has_done_its_prompt(self, request: RequestView) -> bool:
+        return request.id in self._prompts and request.computed + 1 >= request.num_known
+
+    def _hand_out(
+        self, instance: InstanceView, requests: Sequence[RequestView]
+    ) -> Sequence[MoveSlices]:
+        """Place heads by eq. 7, now that only decodes are to come."""
+        moves: dict[str, list[SliceMove]] = {request.id: [] for request in requests}
+        for numbers in _stages(instance.shards) if requests else ():
+            loads = self._loads(instance, numbers)
+            for request in requests:
+                anew = self._place_anew(instance, request, numbers, loads)
+                if anew:
+                    loads, changes = anew
+                    moves[request.id] += changes
+        return [
+            self._move(instance, request, moves[request.id], "handed_out")
+            for request in requests
+            if moves[request.id]
+        ]
+
+    def _relieve(self, instance: InstanceView, numbers: Sequence[int]) -> MoveSlices | None:
+        """Place the largest request on a device that is too slow anew, if that helps."""
+        loads = self._loads(instance, numbers)
+        if not self._is_slow(loads):
+            return None
+        slowest = max(range(len(loads)), key=lambda i: loads[i].seconds)
+        shard = numbers[slowest]
+        there = [each for each in instance.running.values() if each.slices[shard]]
+        if not there:
+            return None
+        request = max(there, key=lambda each: len(each.slices[shard]) * each.num_known)
+        anew = self._place_anew(instance, request, numbers, loads)
+        if anew is None:
+            return None
+        after, moves = anew
+        if max(load.seconds for load in after) >= loads[slowest].seconds:
+            return None
+        return self._move(instance, request, moves, "moved_for_time") if moves else None
+
+    def _place_anew(
+        self,
+        instance: InstanceView,
+        request: RequestView,
+        numbers: Sequence[int],
+        loads: Sequence[Load],
+    ) -> tuple[list[Load], list[SliceMove]] | None:
+        """What lies on a stage's devices once a request has been placed anew, and its moves."""
+        entries, pages = request.num_known, -(-request.num_known // instance.page_size)
+        here = [len(request.slices[number]) for number in numbers]
+        without = [
+            load.plus(-count, entries, pages) for load, count in zip(loads, here, strict=True)
+        ]
+        counts = self._dispatch(without, sum(here), entries, pages)
+        if counts is None:
+            return None
+        after = [load.plus(n, entries, pages) for load, n in zip(without, counts, strict=True)]
+        return after, _changes(request, numbers, counts)
+
+    def _move(
+        self, instance: InstanceView, request: RequestView, moves: Sequence[SliceMove], why: str
+    ) -> MoveSlices:
+        self._moving[instance.name].add(request.id)
+        self._counts[why] += 1
+        return MoveSlices(request.id, tuple(moves))
+
+    def _is_moving(self, instance: InstanceView) -> bool:
+        """Whether requests move."""
+        told = (instance.running.get(name) for name in self._moving[instance.name])
+        still = {each.id for each in told if each and _moves_now(each, instance)}
+        self._moving[instance.name] = still
+        return bool(still)
+
+    def _dispatch(
+        self, loads: Sequence[Load], slices: int, entries: float, pages: int
+    ) -> list[int] | None:
+        if self.options.placement == "memory":
+            return dispatch_by_memory(loads, slices, pages)
+        return dispatch(loads, slices, entries, pages)
+
+    def _loads(
+        self, instance: InstanceView, numbers: Sequence[int], coming: int = 0
+    ) -> Sequence[Load]:
+        """What lies in the shards of one stage, its own first.
+
+        A pipeline's requests are in as many steps as it has stages. So what a step has besides its
+        requests is counted for each of those that have all of them.
+
+        Args:
+            coming: requests that are to run besides.
+        """
+        stages = len({shard.stage for shard in instance.shards})
+        running = max(instance.num_running + coming, 1)
+        steps = min(running, stages)
+        loads = [self._load(instance, instance.shards[number], steps) for number in numbers]
+        dense = instance.shards[numbers[0]].dense
+        if dense is None:
+            return loads
+        whole, half = (steps * dense(running / steps / parts) for parts in (1, 2))
+        return as_halves(loads, whole, half)
+
+    def _load(self, instance: InstanceView, shard: ShardView, steps: int) -> Load:
+        """What lies in a shard, and what its device does for other stages meanwhile.
+
+        While this stage goes through its layers, they go through theirs.
+        """
+        fit = self._fit(shard).of_steps(steps)
+        others = sum(
+            other.layers
+            * self._fit(other).of_steps(steps).busy(other.num_pairs, _used(instance, other))
+            for other in instance.shards
+            if other.group == shard.group and other.stage != shard.stage
+        )
+        return Load(
+            fit, shard.num_pairs, _used(instance, shard), shard.num_free_pages, instance.page_size,
+            others / shard.layers,
+        )  # fmt: skip
+
+    def _fit(self, shard: ShardView) -> AttentionFit:
+        fit = self._given.get(shard.group) or shard.fit
+        if fit is None:
+            raise OptionError(
+                f"system.attention.{shard.group} is missing: how long attention takes there is not "
+                "known"
+            )
+        return fit
+
+
+def _moves_now(request: RequestView, instance: InstanceView) -> bool:
+    """Whether some of its slices are in two places."""
+    return sum(map(len, request.slices)) > sum(len(shard.slices) for shard in instance.shards)
+
+
+def _used(instance: InstanceView, shard: ShardView) -> int:
+    """KV entries in a shard: pages in use stand for them."""
+    return (shard.num_pages - shard.num_free_pages) * instance.page_size
+
+
+def _share_left(instance: InstanceView, given: int) -> float:
+    """What prompts that wait, and so many tokens more, leave of the pages that are free."""
+    prompts = instance.prompt_tokens_left + given
+    return (instance.num_free_pages - prompts / instance.page_size) / instance.num_pages
+
+
+def _stages(shards: Sequence[ShardView]) -> list[list[int]]:
+    """Numbers of the shards of each stage."""
+    found = defaultdict(list)
+    for number, shard in enumerate(shards):
+        found[shard.stage].append(number)
+    return list(found.values())
+
+
+def _moves(
+    source: int, dests: Sequence[int], counts: Sequence[int], slices: Sequence[int]
+) -> list[SliceMove]:
+    """The first of some slices to several shards, so many to each."""
+    left = iter(slices)
+    return [
+        (source, dest, tuple(next(left) for _ in range(count)))
+        for dest, count in zip(dests, counts, strict=True)
+        if count
+    ]
+
+
+def _changes(
+    request: RequestView, numbers: Sequence[int], counts: Sequence[int]
+) -> list[SliceMove]:
+    """Moves after which each shard has its count; what can stay stays."""
+    surplus = [
+        (number, piece)
+        for number, count in zip(numbers, counts, strict=True)
+        for piece in list(request.slices[number])[count:]
+    ]
+    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, count in zip(numbers, counts, strict=True):
+        for _ in range(count - len(request.slices[number])):
+            source, piece = surplus.pop(0)
+            found[source, number].append(piece)
+    return [(source, dest, tuple(pieces)) for (source, dest), pieces in found.items()]

@@ -1,0 +1,337 @@
+"""What one instance on unlike GPUs carries: its best stages, by the simulator's own functions.
+
+HexGen-2, section 3.2, phase two: tensor parallelism within a node, pipeline parallelism over all of
+them, stages that differ in GPU, degree and layers. Rates are those of a pipeline that is full, not
+the paper's reciprocal of a latency (see ``table1``).
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+from typing import Literal, Protocol
+
+from jaxinfer.config.cluster import InstanceConfig
+from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.papers.hexgen2.full_steps import Lengths
+from jaxinfer.papers.hexgen2.gpus import Group, Site
+from jaxinfer.papers.hexgen2.stages import Shape, Signature, shapes
+from jaxinfer.plan.layers import even_times
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.cluster import KV_SIZES, WEIGHT_SIZES, stage_cost
+from jaxinfer.simulate.costs.model import ITEMSIZE, StageCost, StagePart
+from jaxinfer.simulate.kv_capacity import count_pages
+
+Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, Role] = ("prefill", "decode")
+# Shares of the sequences that it may run, of which the best is taken where memory is short.
+_BATCHES = (1.0, 0.75, 0.5, 0.25, 0.0)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage.
+
+    Attributes:
+        place: the number of a node among those of its group's signature.
+        tp: GPUs.
+    """
+
+    place: int
+    tp: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a group carries in a role, with its best stages.
+
+    Attributes:
+        rate: requests per second; 0 where the model, or the longest request, does not fit.
+    """
+
+    rate: float = 0.0
+    stages: tuple[Stage, ...] = ()
+
+
+class Capacity(Protocol):
+    """What groups carry."""
+
+    site: Site
+
+    def carried(self, signature: Signature, role: Role) -> Carried:
+        """By a group of this signature."""
+
+
+def signature_of(site: Site, group: Group) -> Signature:
+    """Equal for groups that are the same but for the names of nodes."""
+    return tuple(sorted((site.type_of[node], count) for node, count in group))
+
+
+def nodes_of(site: Site, group: Group) -> list[int]:
+    """The node of each place of its signature."""
+    return [node for _, _, node in sorted((site.type_of[n], count, n) for n, count in group)]
+
+
+# What a stage's costs depend on besides its layers: type, GPUs, whether it is first, and last.
+End = tuple[int, int, bool, bool]
+
+
+class Modelled:
+    """Capacities by the step times and pools that the simulator charges.
+
+    Args:
+        engines: by role, of which what counts for pools and batches is taken.
+        costs: whose ``groups`` are names of GPUs.
+        degrees: of tensor parallelism; those that divide the model's heads are used.
+        local: as if a group's stages had no time between them, whatever its nodes: an upper bound.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        model: ModelShape,
+        engines: Mapping[Role, InstanceConfig],
+        costs: SimulateOptions,
+        lengths: Lengths,
+        degrees: Sequence[int],
+        local: bool = False,
+    ) -> None:
+        self.site, self.model, self.lengths = site, model, lengths
+        self.engines, self._costs, self._local = engines, costs, local
+        heads = model.num_attention_heads, model.num_key_value_heads
+        self.degrees = [tp for tp in sorted(degrees) if not any(n % tp for n in heads)]
+        self._found: dict[tuple[Signature, Role], Carried] = {}
+        self._entries: dict[tuple[object, ...], list[int]] = {}
+        self._lines: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._limits: dict[tuple[object, ...], int] = {}
+        self._stages: dict[tuple[object, ...], StageCost] = {}
+        self._seconds: dict[tuple[object, ...], float] = {}
+        self._works: dict[tuple[Role, int], tuple[Work, float]] = {}
+
+    def as_local(self) -> "Modelled":
+        """The same without time between stages."""
+        return Modelled(
+            self.site, self.model, self.engines, self._costs, self.lengths, self.degrees, True
+        )
+
+    def on(self, site: Site) -> "Modelled":
+        """The same on others of the hardware file's GPUs."""
+        return Modelled(
+            site, self.model, self.engines, self._costs, self.lengths, self.degrees, self._local
+        )
+
+    @property
+    def layer_bytes(self) -> float:
+        """Of one layer's KV of a mean prompt, on its way."""
+        sizes = {KV_SIZES[engine.kv_cache_dtype] for engine in self.engines.values()}
+        return self.lengths.prompt * self.model.kv_bytes(1, min(sizes))
+
+    def carried(self, signature: Signature, role: Role) -> Carried:
+        """By a group of this signature, with its best stages; of equals the first."""
+        key = signature, role
+        if key not in self._found:
+            self._found[key] = self._best(signature, role)
+        return self._found[key]
+
+    def carried_by(self, signature: Signature, shape: Shape, role: Role) -> Carried:
+        """By these stages of a group, with the best layers for them."""
+        ends = self._ends(signature, shape)
+        lines = [self._line(role, end, len(shape)) for end in ends]
+        best = Carried()
+        for layers in self._splits(ends, lines, role):
+            rate = self._rate(signature, shape, ends, layers, role)
+            if rate > best.rate:
+                stages = zip(shape, layers, strict=True)
+                best = Carried(rate, tuple(Stage(*where, count) for where, count in stages))
+        return best
+
+    def _best(self, signature: Signature, role: Role) -> Carried:
+        """Those shapes first that would be best if layers could be cut, and memory were free."""
+        ranked = []
+        for shape in shapes(signature, self.site.kind_of_type, self.degrees):
+            count = len(shape)
+            lines = [self._line(role, end, count) for end in self._ends(signature, shape)]
+            level = self.model.num_hidden_layers + sum(fixed / each for fixed, each in lines)
+            level /= sum(1 / each for _, each in lines)
+            if role == "prefill":
+                most = self._work(role, self._full(role, count))[1] / level
+            else:
+                most = self.engines[role].max_num_seqs / (count * level * self.lengths.decodes)
+            ranked.append((most, shape))
+        ranked.sort(key=lambda each: -each[0])
+        best = Carried()
+        for most, shape in ranked:
+            if most <= best.rate:
+                break
+            found = self.carried_by(signature, shape, role)
+            if found.rate > best.rate:
+                best = found
+        return best
+
+    @staticmethod
+    def _ends(signature: Signature, shape: Shape) -> list[End]:
+        last = len(shape) - 1
+        return [(signature[place][0], tp, i == 0, i == last) for i, (place, tp) in enumerate(shape)]
+
+    def most_of_layers(self, type_: int, gpus: int, role: Role) -> float:
+        """Requests per second times the share of the layers that GPUs have of a group: an upper
+        bound, whatever else is in the group, as if memory were free.
+
+        Steps are the fewer the more stages there are, and a token takes less in a larger step.
+        """
+        best = 0.0
+        for shape in shapes(((type_, gpus),), self.site.kind_of_type, self.degrees):
+            stages = len(shape)
+            size = self._full(role, stages)
+            each = [self._line(role, (type_, tp, False, False), stages)[1] for _, tp in shape]
+            if role == "prefill":
+                requests = self._work(role, size)[1]
+            else:
+                requests = size / self.lengths.decodes
+            best = max(best, requests * sum(1 / seconds for seconds in each))
+        return best / self.model.num_hidden_layers
+
+    def _line(self, role: Role, end: End, stages: int) -> tuple[float, float]:
+        """Seconds of a stage of so many, all of them full: fixed, and for each layer."""
+        key = role, end, stages
+        if key not in self._lines:
+            size = self._full(role, stages)
+            one, two = (self._time(role, end, count, size) for count in (1, 2))
+            sends = 0.0 if end[3] else self._costs.hop_s
+            self._lines[key] = 2 * one - two + sends, two - one
+        return self._lines[key]
+
+    def _splits(
+        self, ends: Sequence[End], lines: Sequence[tuple[float, float]], role: Role
+    ) -> Iterator[list[int]]:
+        """Layers with which the slowest stage is as quick as can be, by how much KV is to fit."""
+        total, shortest = self.model.num_hidden_layers, self.lengths.shortest_pool[role]
+        if sum(self._most_layers(role, end, shortest) for end in ends) < total:
+            return
+        fixed, each = zip(*lines, strict=True)
+        if role == "prefill":
+            full = self._full(role, len(ends)) * float(len(ends))
+        else:
+            full = self.engines[role].max_num_seqs * self._occupied
+        for share in _BATCHES:
+            wanted = max(share * full, shortest)
+            most = [self._most_layers(role, end, wanted) for end in ends]
+            layers = even_times(total, fixed, each, most)
+            if layers is None:
+                continue
+            yield layers
+            if all(count < limit for count, limit in zip(layers, most, strict=True)):
+                return
+
+    def _rate(
+        self, signature: Signature, shape: Shape, ends: Sequence[End],
+        layers: Sequence[int], role: Role,
+    ) -> float:  # fmt: skip
+        """Requests per second of these stages."""
+        pairs = list(zip(ends, layers, strict=True))
+        entries = min(self._pool(role, end)[n - 1] for end, n in pairs)
+        stages, engine = len(shape), self.engines[role]
+        if role == "prefill":
+            size = min(self._full(role, stages), entries // stages)
+        else:
+            batch = min(engine.max_num_seqs, entries / self._occupied)
+            size = ceil(batch / stages)
+        seconds = [self._time(role, end, n, size) for end, n in pairs]
+        seconds = [s + self._costs.hop_s * (i < stages - 1) for i, s in enumerate(seconds)]
+        # As many steps are in flight as there are stages, from the first one's start to the last
+        # one's end.
+        period = max(stages * max(seconds), sum(seconds) + self._hops(signature, shape, size))
+        if role == "prefill":
+            return self._work(role, size)[1] * stages / period
+        return batch / period / self.lengths.decodes
+
+    def _hops(self, signature: Signature, shape: Shape, tokens: int) -> float:
+        if self._local:
+            return 0.0
+        num_bytes = tokens * self.model.hidden_size * ITEMSIZE
+        total = 0.0
+        for (here, _), (there, _) in pairwise(shape):
+            latency, byte_s = self.site.hop_in(signature, here, there)
+            total += latency + byte_s * num_bytes
+        return total
+
+    @property
+    def _occupied(self) -> float:
+        """KV entries that a decode holds, on average, its last page in part empty."""
+        return self.lengths.context + self.engines["decode"].page_size / 2
+
+    def prefill_tokens(self, stages: int) -> int:
+        """Of a step of an instance with so many stages: so that each of as many steps gets its part
+        of the prompts that the instance may have at once, and not one of them most.
+        """
+        return self._full("prefill", stages)
+
+    def _full(self, role: Role, stages: int) -> int:
+        """Tokens of a prefill step, or sequences of a decode step, of an instance with work."""
+        engine = self.engines[role]
+        if role == "decode":
+            return ceil(engine.max_num_seqs / stages)
+        seats = int(engine.max_num_seqs * self.lengths.prompt / stages)
+        return max(min(engine.max_num_batched_tokens, seats), 1)
+
+    def _work(self, role: Role, size: int) -> tuple[Work, float]:
+        key = role, size
+        if key not in self._works:
+            lengths = self.lengths
+            self._works[key] = (
+                lengths.prefill_step(size) if role == "prefill" else (lengths.decode_step(size), 0)
+            )
+        return self._works[key]
+
+    def _time(self, role: Role, end: End, layers: int, size: int) -> float:
+        key = role, end, layers, size
+        if key not in self._seconds:
+            stage = end, layers, self._sizes(role)
+            if stage not in self._stages:
+                part = self._part(role, end, layers)
+                self._stages[stage] = stage_cost(part, self._costs.of(part.kind))
+            self._seconds[key] = self._stages[stage].seconds(self._work(role, size)[0])
+        return self._seconds[key]
+
+    def _pool(self, role: Role, end: End) -> list[int]:
+        """KV entries of a stage by its layers, from 1 on; 0 where they do not fit."""
+        if (role, end) not in self._entries:
+            engine, costs = self.engines[role], self._costs
+            found = []
+            for layers in range(1, self.model.num_hidden_layers + 1):
+                try:
+                    part = self._part(role, end, layers)
+                    pages = count_pages(engine, costs.of(part.kind).reserve_gb, part, "group")
+                except JaxinferError:
+                    break
+                found.append((pages - 1) * engine.page_size)
+            left = self.model.num_hidden_layers - len(found)
+            self._entries[role, end] = [*found, *[0] * left]
+        return self._entries[role, end]
+
+    def _most_layers(self, role: Role, end: End, wanted: float) -> int:
+        """That a stage can have so that its pool has so many entries."""
+        key = role, end, wanted
+        if key not in self._limits:
+            # Pools shrink with layers: those before the first that is too small.
+            self._limits[key] = bisect_left(
+                self._pool(role, end), True, key=lambda entries: entries < wanted
+            )
+        return self._limits[key]
+
+    def _sizes(self, role: Role) -> tuple[int, int]:
+        engine = self.engines[role]
+        return WEIGHT_SIZES[engine.dtype], KV_SIZES[engine.kv_cache_dtype]
+
+    def _part(self, role: Role, end: End, layers: int) -> StagePart:
+        type_, tp, first, last = end
+        site, model = self.site, self.model
+        share = layers / model.num_hidden_layers
+        return StagePart(
+            site.gpu_of_type[type_], site.nodes[site.types[type_]].gpu, model, layers, share, first,
+            last, tp, *self._sizes(role),
+        )  # fmt: skip

@@ -1,0 +1,170 @@
+"""The best plan that is found, and how far from the best of all it may be."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.papers.hexgen2.capacity import Modelled
+from jaxinfer.papers.hexgen2.flow import Flow, Network, Placed, shared_flow
+from jaxinfer.papers.hexgen2.gpus import Site
+from jaxinfer.papers.hexgen2.integer_programs import (
+    Cells,
+    Mix,
+    best_mix,
+    configurations,
+    within_nodes,
+)
+from jaxinfer.papers.hexgen2.moves import Member, Plan, as_plan
+from jaxinfer.papers.hexgen2.refine import Effort, Scorer, refine
+
+
+@dataclass(frozen=True)
+class Certified:
+    """A plan and its certificate.
+
+    Attributes:
+        flow: requests per second over shared networks, and what they lack.
+        bound: requests per second that no plan exceeds whose groups have no more GPUs than was
+            asked for, wherever these stand.
+        within: the same of plans whose groups stay within nodes, by the network that there is.
+        per_gpu: by kind of GPU, further requests per second for one more of them.
+    """
+
+    plan: Plan
+    groups: Sequence[Placed]
+    flow: Flow
+    bound: float
+    within: float
+    per_gpu: dict[str, float]
+
+    @property
+    def gap(self) -> float:
+        """By which share it may be below the best."""
+        return max(1 - self.flow.total / self.bound, 0.0)
+
+
+def plan_of_cells(cells: Cells) -> Plan:
+    """Groups within nodes."""
+    return as_plan(
+        (((node, count),), role) for node, groups in cells.groups.items() for count, role in groups
+    )
+
+
+def plan_of_mix(site: Site, mix: Mix) -> Plan:
+    """The groups on nodes: each kind's GPUs of a group on the fewest, where they just fit."""
+    free = list(site.gpus)
+    kind = [site.kind_of_type[type_] for type_ in site.type_of]
+    members: list[Member] = []
+    wanted = [option for option, count in mix.groups for _ in range(count)]
+    for option in sorted(wanted, key=lambda o: (-max(o.gpus), -sum(o.gpus))):
+        counts: dict[int, int] = {}
+        for number, left in enumerate(option.gpus):
+            while left:
+                nodes = [n for n in range(len(free)) if kind[n] == number and free[n]]
+                enough = [n for n in nodes if free[n] >= left]
+                node = min(enough, key=lambda n: (free[n], n), default=None)
+                if node is None:
+                    node = max(nodes, key=lambda n: (free[n], -n))
+                taken = min(free[node], left)
+                counts[node], left, free[node] = taken, left - taken, free[node] - taken
+        members.append((tuple(sorted(counts.items())), option.role))
+    return as_plan(members)
+
+
+def counts_by_kind(site: Site) -> list[int]:
+    """GPUs of each kind."""
+    counts = [0] * (max(site.kind_of_type) + 1)
+    for type_, gpus in zip(site.type_of, site.gpus, strict=True):
+        counts[site.kind_of_type[type_]] += gpus
+    return counts
+
+
+def cards_by_kind(site: Site, request_bytes: float) -> list[float]:
+    """Requests per second whose KV the cards and links of all nodes of a kind take, at most."""
+    found = [0.0] * (max(site.kind_of_type) + 1)
+    for node, type_ in enumerate(site.type_of):
+        found[site.kind_of_type[type_]] += site.most_gb_s(node) * 1e9 / request_bytes
+    return found
+
+
+def mix_of(capacity: Modelled, request_bytes: float, most: int, known: float = 0.0) -> Mix:
+    """What the GPUs there are come to at best; see ``best_mix``."""
+    site = capacity.site
+    counts = counts_by_kind(site)
+    options = configurations(capacity.as_local(), counts, most)
+    return best_mix(options, counts, cards_by_kind(site, request_bytes), known=known)
+
+
+def rent(capacity: Modelled, request_bytes: float, most: int, budget: float) -> tuple[Site, float]:
+    """The GPUs that carry most of those that so many dollars per hour pay for.
+
+    As if all GPUs of a kind were in one node: the second value is requests per second that no plan
+    exceeds on any GPUs of that price.
+
+    Raises:
+        JaxinferError: a node has no price, GPUs of one kind have several, or the budget pays for no
+            plan.
+    """
+    site = capacity.site
+    counts, usd = counts_by_kind(site), site.usd_by_kind
+    for name, each, type_ in zip(site.names, site.usd_per_gpu or (), site.type_of, strict=True):
+        if each > 1.001 * (least := usd[site.kind_of_type[type_]]):
+            raise JaxinferError(
+                f"node {name} asks {each:g} dollars per GPU and hour, another of the same kind "
+                f"{least:g}: a budget needs one price for each kind"
+            )
+    options = configurations(capacity.as_local(), counts, most)
+    mix = best_mix(options, counts, cards_by_kind(site, request_bytes), usd, budget)
+    if not mix.flow:
+        raise JaxinferError(f"{budget:g} dollars per hour pay for no plan")
+    return site.renting(mix.gpus), mix.bound
+
+
+def best_plan(
+    capacity: Modelled,
+    network: Network,
+    request_bytes: float,
+    most: int,
+    effort: Effort,
+    restarts: int,
+    seed: int,
+) -> Certified:
+    """From the integer programs' plans, by refinement over shared networks.
+
+    Args:
+        most: GPUs of a group.
+
+    Raises:
+        JaxinferError: no group holds the model and the longest request.
+    """
+    site = capacity.site
+    cells = within_nodes(capacity, request_bytes, most)
+    mix = mix_of(capacity, request_bytes, most, cells.flow)
+    scorer = Scorer(capacity, network, shared_flow, effort)
+    starts = [plan_of_mix(site, mix)]
+    if cells.groups:
+        starts.append(plan_of_cells(cells))
+    best = refine(scorer, starts, most, restarts, seed)
+    return certify(scorer, best.plan, mix, cells.bound)
+
+
+def certify(scorer: Scorer, plan: Plan, mix: Mix, within: float) -> Certified:
+    """A plan beside what none exceeds.
+
+    Raises:
+        JaxinferError: nothing flows.
+    """
+    groups, site = scorer.placed(plan), scorer.site
+    flow = scorer.flow(plan)
+    if not flow.total:
+        raise JaxinferError("no plan is found in which both roles hold the model")
+    nodes = [site.types[site.kind_of_type.index(kind)] for kind in range(len(mix.per_gpu))]
+    names = [site.nodes[node].gpu for node in nodes]
+    # One GPU at two caps of its power is of two kinds.
+    names = [
+        name if names.count(name) == 1 else f"{name} of {site.names[node]}"
+        for name, node in zip(names, nodes, strict=True)
+    ]
+    return Certified(
+        plan, groups, flow, mix.bound, within, dict(zip(names, mix.per_gpu, strict=True))
+    )

@@ -1,0 +1,186 @@
+"""Requests per second from prefill to decode groups: by edges of pairs, or over shared networks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_flow
+
+from jaxinfer.papers.hexgen2.capacity import Carried, Role, nodes_of
+from jaxinfer.papers.hexgen2.gpus import Group, Site
+
+# A name in words and numbers: ("nic", node, "out"), say.
+Link = tuple[object, ...]
+# Flows are integers there, in 32 bits: the largest capacity becomes this one.
+_LARGEST = 10**6
+# Less than this share of the whole is none.
+_LEAST = 1e-7
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A group in its role, with what it carries."""
+
+    group: Group
+    role: Role
+    carried: Carried
+
+    def layers(self, site: Site) -> list[tuple[int, int, int, int]]:
+        """Of each stage, its node, its GPUs, its first layer and that after its last."""
+        nodes, found, start = nodes_of(site, self.group), [], 0
+        for stage in self.carried.stages:
+            found.append((nodes[stage.place], stage.tp, start, start + stage.layers))
+            start += stage.layers
+        return found
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What goes where, in requests per second.
+
+    Attributes:
+        total: of all pairs.
+        pairs: by numbers of the prefill and of the decode group; those without any are left out.
+        per_gb_s: of a link, further requests per second for 10^9 further bytes per second; one that
+            is not full has none.
+        per_request: of a group, by its number, for one more request per second that it carries.
+    """
+
+    total: float
+    pairs: Mapping[tuple[int, int], float]
+    per_gb_s: Mapping[Link, float] = field(default_factory=dict)
+    per_request: Mapping[int, float] = field(default_factory=dict)
+
+
+class Network:
+    """What the KV of one request takes of links.
+
+    Args:
+        layer_bytes: of one layer's KV of a mean prompt.
+    """
+
+    def __init__(self, site: Site, layer_bytes: float) -> None:
+        self._site, self._layer_bytes = site, layer_bytes
+        self._known: dict[tuple[Placed, Placed], dict[Link, tuple[float, float]]] = {}
+
+    def lanes(self, source: Placed, dest: Placed) -> Mapping[Link, tuple[float, float]]:
+        """Bytes of a request on each link between two groups, and that link's bytes per second.
+
+        As the simulator has it: between two stages on one node there is a link of their own, over
+        as many pairs of GPUs as the smaller one has; nodes share theirs.
+        """
+        key = source, dest
+        if key in self._known:
+            return self._known[key]
+        site, found = self._site, dict[Link, tuple[float, float]]()
+        for i, (here, few, start, stop) in enumerate(source.layers(site)):
+            for j, (there, many, begin, end) in enumerate(dest.layers(site)):
+                shared = min(stop, end) - max(start, begin)
+                if shared <= 0:
+                    continue
+                if here == there:
+                    gpu = site.gpu_of_type[site.type_of[here]]
+                    links: dict[Link, float] = {
+                        ("within", i, j): min(few, many) * gpu.link_gb_s * 1e9
+                    }
+                else:
+                    links = {**site.network(here, there)}
+                for link, rate in links.items():
+                    bytes_before = found.get(link, (0.0, rate))[0]
+                    found[link] = bytes_before + shared * self._layer_bytes, rate
+        self._known[key] = found
+        return found
+
+    def most(self, source: Placed, dest: Placed) -> float:
+        """Requests per second of a pair that has all links to itself."""
+        lanes = self.lanes(source, dest).values()
+        return min((rate / num_bytes for num_bytes, rate in lanes), default=np.inf)
+
+
+def split(groups: Sequence[Placed]) -> tuple[list[int], list[int]]:
+    """Numbers of those that prefill, and of those that decode, which carry something."""
+    able = [i for i, placed in enumerate(groups) if placed.carried.rate > 0]
+    prefill = [i for i in able if groups[i].role == "prefill"]
+    return prefill, [i for i in able if groups[i].role == "decode"]
+
+
+def pair_flow(groups: Sequence[Placed], network: Network) -> Flow:
+    """The largest flow where each pair has its links to itself (section 3.3)."""
+    prefill, decode = split(groups)
+    if not prefill or not decode:
+        return Flow(0.0, {})
+    rates = {i: groups[i].carried.rate for i in (*prefill, *decode)}
+    scale = _LARGEST / max(rates.values())
+    count = len(prefill) + len(decode)
+    rows, columns, most = [], [], []
+
+    def edge(here: int, there: int, rate: float) -> None:
+        rows.append(here)
+        columns.append(there)
+        most.append(int(min(rate * scale, _LARGEST)))
+
+    for a, i in enumerate(prefill):
+        edge(count, a, rates[i])
+        for b, j in enumerate(decode, len(prefill)):
+            edge(a, b, min(network.most(groups[i], groups[j]), rates[i], rates[j]))
+    for b, j in enumerate(decode, len(prefill)):
+        edge(b, count + 1, rates[j])
+    graph = csr_array((np.array(most, np.int32), (rows, columns)), shape=(count + 2, count + 2))
+    found = maximum_flow(graph, count, count + 1)
+    numbers = [*prefill, *decode]
+    flows = found.flow.tocoo()
+    pairs = {
+        (numbers[a], numbers[b]): int(flow) / scale
+        for a, b, flow in zip(*flows.coords, flows.data, strict=True)
+        if flow > 0 and a < len(prefill) <= b < count
+    }
+    return Flow(int(found.flow_value) / scale, dict(sorted(pairs.items())))
+
+
+def shared_flow(groups: Sequence[Placed], network: Network) -> Flow:
+    """The largest flow where pairs share the nodes' network cards and links: a linear program."""
+    prefill, decode = split(groups)
+    pairs = [(i, j) for i in prefill for j in decode]
+    if not pairs:
+        return Flow(0.0, {})
+    names: dict[Link, int] = {
+        ("carries", i): number for number, i in enumerate((*prefill, *decode))
+    }
+    limits = [groups[i].carried.rate for i in (*prefill, *decode)]
+    rows, columns, entries, bounds = [], [], [], []
+    for column, (i, j) in enumerate(pairs):
+        # Not the groups' own rates: those of a row have a price.
+        most = np.inf
+        uses: list[tuple[Link, float, float]] = [
+            (("carries", i), 1.0, 0.0), (("carries", j), 1.0, 0.0)
+        ]  # fmt: skip
+        for link, (num_bytes, rate) in network.lanes(groups[i], groups[j]).items():
+            if link[0] == "within":
+                most = min(most, rate / num_bytes)
+            else:
+                # In 10^9 bytes, so that the rows are of like size.
+                uses.append((link, num_bytes / 1e9, rate / 1e9))
+        for name, amount, limit in uses:
+            if name not in names:
+                names[name] = len(names)
+                limits.append(limit)
+            rows.append(names[name])
+            columns.append(column)
+            entries.append(amount)
+        bounds.append((0.0, most))
+    matrix = csr_array((entries, (rows, columns)), shape=(len(names), len(pairs)))
+    found = linprog(-np.ones(len(pairs)), A_ub=matrix, b_ub=limits, bounds=bounds, method="highs")
+    assert found.success, found.message
+    total = float(-found.fun)
+    prices = dict(zip(names, (-float(each) for each in found.ineqlin.marginals), strict=True))
+    of_links = {
+        name: price for name, price in prices.items() if name[0] != "carries" and price > _LEAST
+    }
+    return Flow(
+        total,
+        {pair: float(x) for pair, x in zip(pairs, found.x, strict=True) if x > _LEAST * total},
+        of_links,
+        {i: prices["carries", i] for i in (*prefill, *decode) if prices["carries", i] > _LEAST},
+    )

@@ -1,0 +1,159 @@
+"""HexGen-2's first phase (section 3.2): GPUs into groups, and groups into roles, by their links.
+
+Our readings where the paper is silent: recursive bisection by the second eigenvector of the
+normalised Laplacian, cut where memory comes nearest to the share of groups on that side; of
+Kernighan and Lin, the single best swap at a time; half of the groups prefill.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+from scipy.linalg import eigh
+
+from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.papers.hexgen2.capacity import Role
+from jaxinfer.papers.hexgen2.gpus import Group, Site
+from jaxinfer.papers.hexgen2.moves import Plan, as_plan
+from jaxinfer.simulate.costs.model import ITEMSIZE
+
+# Requests whose KV a replica is to hold, when replicas are counted (Appendix A).
+_REQUESTS = 32
+# How a fall of the squared imbalance of memory counts beside a gain of inner weight, as shares.
+_BALANCE = 1.0
+# Digits of an eigenvector that do not hang on how it was computed.
+_DIGITS = 9
+
+
+def num_replicas(site: Site, model: ModelShape, tokens: float) -> int:
+    """The memory of all GPUs by that of a replica: its weights, and the KV of 32 requests.
+
+    By Table 1, which has 12 H^2 parameters in a layer, and as many KV heads as heads.
+
+    Args:
+        tokens: of a request.
+    """
+    H, layers = model.hidden_size, model.num_hidden_layers
+    kv = _REQUESTS * tokens * H * ITEMSIZE
+    replica = (12 * H**2 * ITEMSIZE + 2 * kv) * layers + 4 * kv
+    return max(round(float(_memory(site).sum()) / replica), 2)
+
+
+def partition(site: Site, count: int) -> Plan:
+    """So many groups with roles; there are as many GPUs at least."""
+    weights = _weights(site)
+    memory, node_of = _memory(site), _node_of(site)
+    parts = _bisect(weights, memory, list(range(len(memory))), count)
+    owner = np.empty(len(memory), int)
+    for number, part in enumerate(parts):
+        owner[part] = number
+    _swap(weights, memory, node_of, owner, count)
+    groups: list[Group] = [
+        tuple(sorted(Counter(node_of[owner == number].tolist()).items())) for number in range(count)
+    ]
+    between = np.zeros((count, count))
+    for a, b in combinations(range(count), 2):
+        between[a, b] = between[b, a] = weights[np.ix_(owner == a, owner == b)].sum()
+    return as_plan(zip(groups, roles(between), strict=True))
+
+
+def roles(between: np.ndarray) -> list[Role]:
+    """Half of the groups to each role, so that much weight lies between the two: by swaps."""
+    count = len(between)
+    side = np.array([i % 2 for i in range(count)])
+    if count < 3:
+        return [_role(s) for s in side]
+    while True:
+        # Of each group, weight to its own side, less that to the other one.
+        own = between @ (2 * side - 1) * (2 * side - 1)
+        gains = [
+            (float(own[a] + own[b] + 2 * between[a, b]), a, b)
+            for a in range(count) for b in range(count)
+            if side[a] == 0 and side[b] == 1
+        ]  # fmt: skip
+        gain, a, b = max(gains, key=lambda each: (each[0], -each[1], -each[2]))
+        if gain <= 1e-9 * between.sum():
+            return [_role(s) for s in side]
+        side[a], side[b] = 1, 0
+
+
+def _role(side: int) -> Role:
+    return "decode" if side else "prefill"
+
+
+def _node_of(site: Site) -> np.ndarray:
+    return np.repeat(np.arange(len(site.gpus)), site.gpus)
+
+
+def _memory(site: Site) -> np.ndarray:
+    each = [site.gpu_of_type[type_].memory_gb * 1e9 for type_ in site.type_of]
+    return np.repeat(each, site.gpus)
+
+
+def _weights(site: Site) -> np.ndarray:
+    """Bytes per second between all GPUs."""
+    nodes = range(len(site.gpus))
+    between = np.array([[1 / site.hop(a, b)[1] for b in nodes] for a in nodes])
+    node_of = _node_of(site)
+    weights = between[np.ix_(node_of, node_of)]
+    np.fill_diagonal(weights, 0.0)
+    return weights
+
+
+def _bisect(
+    weights: np.ndarray, memory: np.ndarray, gpus: Sequence[int], count: int
+) -> list[list[int]]:
+    if count == 1:
+        return [list(gpus)]
+    some = np.array(gpus)
+    order = some[_order(weights[np.ix_(some, some)])]
+    first = count // 2
+    filled = np.cumsum(memory[order])
+    # A GPU at least for each group of either side.
+    several = filled[first - 1 : len(gpus) - (count - first)]
+    cut = first + int(np.argmin(np.abs(several - filled[-1] * first / count)))
+    left, right = order[:cut].tolist(), order[cut:].tolist()
+    return [
+        *_bisect(weights, memory, left, first), *_bisect(weights, memory, right, count - first)
+    ]  # fmt: skip
+
+
+def _order(weights: np.ndarray) -> np.ndarray:
+    """By the second eigenvector; those that are equal there, by number."""
+    degree = 1 / np.sqrt(weights.sum(axis=1))
+    laplacian = np.eye(len(weights)) - degree[:, None] * weights * degree[None, :]
+    _, vectors = eigh(laplacian, subset_by_index=[1, 1])
+    vector = np.round(vectors[:, 0] * degree / degree.max(), _DIGITS)
+    # An eigenvector may as well point the other way.
+    if vector[np.flatnonzero(vector)[0]] < 0:
+        vector = -vector
+    return np.lexsort((np.arange(len(vector)), vector))
+
+
+def _swap(
+    weights: np.ndarray, memory: np.ndarray, node_of: np.ndarray, owner: np.ndarray, count: int
+) -> None:
+    """Swap GPUs of two groups, the best two at a time, until no swap gains anything."""
+    whole, mean = weights.sum() / 2, memory.sum() / count
+    for _ in range(len(memory)):
+        # Of each GPU, its weight to each group.
+        to = np.stack([weights[:, owner == number].sum(axis=1) for number in range(count)], axis=1)
+        held = np.array([memory[owner == number].sum() for number in range(count)])
+        # Equal GPUs of a node and group are one.
+        _, firsts = np.unique(node_of * count + owner, return_index=True)
+        best: tuple[float, int, int] = (1e-9, -1, -1)
+        for i, j in combinations(sorted(firsts.tolist()), 2):
+            a, b = owner[i], owner[j]
+            if a == b or node_of[i] == node_of[j]:
+                continue
+            inner = to[i, b] - to[i, a] + to[j, a] - to[j, b] - 2 * weights[i, j]
+            shift = memory[i] - memory[j]
+            before = (held[a] - mean) ** 2 + (held[b] - mean) ** 2
+            after = (held[a] - shift - mean) ** 2 + (held[b] + shift - mean) ** 2
+            gain = float(inner / whole + _BALANCE * (before - after) / mean**2 / count)
+            if gain > best[0]:
+                best = gain, i, j
+        if best[1] < 0:
+            return
+        owner[best[1]], owner[best[2]] = owner[best[2]], owner[best[1]]

@@ -1,0 +1,230 @@
+"""HexGen-2: prefill and decode instances on unlike GPUs, and the flow between them (section 3)."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
+from typing import Any, Literal
+
+from pydantic import Field
+
+from jaxinfer.config.cluster import InstanceConfig
+from jaxinfer.config.costs import GroupCosts
+from jaxinfer.config.nodes import read_hardware
+from jaxinfer.config.run_file import as_run_file
+from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import Catalogue
+from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean, within
+from jaxinfer.papers.hexgen2.baselines import genetic, guided, most_gpus, random_swaps, starts
+from jaxinfer.papers.hexgen2.capacity import Capacity, Modelled, Role
+from jaxinfer.papers.hexgen2.certify import Certified, best_plan, certify, mix_of, rent
+from jaxinfer.papers.hexgen2.flow import Network, pair_flow, shared_flow
+from jaxinfer.papers.hexgen2.full_steps import Lengths
+from jaxinfer.papers.hexgen2.gpus import Site
+from jaxinfer.papers.hexgen2.integer_programs import within_nodes
+from jaxinfer.papers.hexgen2.moves import size
+from jaxinfer.papers.hexgen2.refine import Effort, Scored, Scorer
+from jaxinfer.papers.hexgen2.run_file import as_part, names_of
+from jaxinfer.papers.hexgen2.table1 import Table1
+from jaxinfer.plan.candidate import Axis, Candidate, Search
+from jaxinfer.plan.problem import Problem
+
+# Of the engine, what the planner's step times and pools say nothing of.
+_UNKNOWN = ("token_buckets", "num_pages")
+# Which methods draw anything.
+_DRAWN = {"restarts": ("programs",), "seed": ("programs", "random_swaps", "genetic")}
+
+
+class HexGen2Options(Options):
+    """Options of ``HexGen2``.
+
+    Attributes:
+        prefill, decode: options of the instances of each role, besides those of all.
+        tensor_parallel: degrees of a stage, which stands on one node.
+        measured: by name of a GPU, what the steps of one of them take of the whole model, where
+            that is known, such as ``phases`` from a profile; each stage is then on one GPU.
+        most_gpus: of an instance.
+        budget: dollars per hour of the GPUs; those of the hardware file are then what there is to
+            rent, by the share of their node's price.
+        method: ``programs`` refines the plans of integer programs; ``hexgen2`` is the paper's: a
+            partition of the GPUs, and guided swaps; ``random_swaps`` and ``genetic`` are what that
+            is compared with, from the same partitions.
+        costs: that guide it: ``modelled`` as simulations have them, or ``table1``, the paper's.
+        network: ``shared`` by all instances of a node, or ``pairs`` that have it each to itself, as
+            in the paper. What is said of the plan is by ``modelled`` costs and a shared network.
+        restarts: searches from random changes of the best plan, drawn by ``seed``.
+        scored, flows: changes that the whole search looks at, by the sums of their capacities and
+            by their flows.
+    """
+
+    prefill: dict[str, Any] = Field(default_factory=dict)
+    decode: dict[str, Any] = Field(default_factory=dict)
+    tensor_parallel: tuple[int, ...] = Field(default=(1, 2, 4, 8), strict=False, min_length=1)
+    measured: Named[GroupCosts] = Field(default_factory=dict)
+    most_gpus: int = Field(default=8, ge=1)
+    budget: float | None = Field(default=None, gt=0)
+    method: Literal["programs", "hexgen2", "random_swaps", "genetic"] = "programs"
+    costs: Literal["modelled", "table1"] = "modelled"
+    network: Literal["shared", "pairs"] = "shared"
+    restarts: int = Field(default=10, ge=0)
+    seed: int = 0
+    scored: int = Field(default=100_000, ge=1)
+    flows: int = Field(default=500, ge=1)
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse degrees below 1, and options without a use."""
+        if min(self.tensor_parallel) < 1:
+            raise OptionError(f"tensor_parallel is {self.tensor_parallel}, must be from 1 on")
+        if self.measured and self.tensor_parallel != (1,):
+            raise OptionError(
+                f"tensor_parallel is {self.tensor_parallel}, must be [1] beside measured, which is "
+                "of one GPU"
+            )
+        if self.method != "programs" and self.budget is not None:
+            raise OptionError(f"method is {self.method}, which rents nothing: leave out budget")
+        for name, methods in _DRAWN.items():
+            if name in self.model_fields_set and self.method not in methods:
+                useful = " and ".join(methods)
+                raise OptionError(
+                    f"{name}: has no use with method {self.method}, only with {useful}"
+                )
+        if self.method == "programs" and (self.costs, self.network) != ("modelled", "shared"):
+            raise OptionError(
+                f"method is programs, whose plans are by modelled costs and a shared network, not "
+                f"by {self.costs} and {self.network}"
+            )
+
+
+class HexGen2:
+    """Finds one plan by its flow; the driver simulates it."""
+
+    Options = HexGen2Options
+
+    def __init__(self, options: HexGen2Options) -> None:
+        self._options = options
+
+    def plan(self, search: Search) -> Candidate:
+        """The plan of the largest flow that is found, with its certificate among the axes."""
+        return self.candidate(search.problem, self.certified(search.problem))
+
+    def certified(self, problem: Problem) -> Certified:
+        """Its groups and flows, without a simulation.
+
+        Raises:
+            JaxinferError: the plan file has no hardware file, or nothing there holds the model.
+        """
+        options = self._options
+        capacity = self.capacity(problem)
+        layer_bytes = capacity.layer_bytes
+        whole = layer_bytes * capacity.model.num_hidden_layers
+        network = Network(capacity.site, layer_bytes)
+        effort = Effort(options.scored, options.flows)
+        if options.method == "programs":
+            bound = inf
+            if options.budget is not None:
+                site, bound = rent(capacity, whole, options.most_gpus, options.budget)
+                capacity = capacity.on(site)
+            best = best_plan(
+                capacity, network, whole, options.most_gpus, effort, options.restarts, options.seed
+            )
+            return best if bound == inf else replace(best, bound=bound)
+        engine = capacity.engines["decode"]
+        guide: Capacity = capacity
+        if options.costs == "table1":
+            guide = Table1(
+                capacity.site, capacity.model, capacity.lengths, capacity.degrees,
+                engine.max_num_seqs,
+            )  # fmt: skip
+        flow_of = shared_flow if options.network == "shared" else pair_flow
+        found = self._compared(Scorer(guide, network, flow_of, effort), capacity)
+        scorer = Scorer(capacity, network, shared_flow, effort)
+        most = max(options.most_gpus, *(size(group) for group, _ in found.plan))
+        cells = within_nodes(capacity, whole, most)
+        return certify(scorer, found.plan, mix_of(capacity, whole, most, cells.flow), cells.bound)
+
+    def _compared(self, scorer: Scorer, capacity: Modelled) -> Scored:
+        """By the paper's method, or one of those that it is compared with."""
+        options = self._options
+        plans = starts(scorer, capacity.model, capacity.lengths)
+        most = most_gpus(plans, options.most_gpus)
+        if options.method == "hexgen2":
+            return guided(scorer, plans, most)
+        search = random_swaps if options.method == "random_swaps" else genetic
+        return search(scorer, plans, most, options.seed)
+
+    def capacity(self, problem: Problem) -> Modelled:
+        """What groups carry of the plan file's workload."""
+        common = as_run_file(problem.run)
+        costs = common.simulate
+        if costs.hardware is None:
+            raise JaxinferError("run.simulate.hardware is missing: the nodes that are planned for")
+        hardware = read_hardware(costs.hardware, common.own)
+        own = Catalogue(hardware.gpus, hardware.models)
+        known = common.own.and_those_of("the run file", own)
+        lengths = Lengths.of(problem.work)
+        if not lengths.decodes:
+            raise JaxinferError("run.workload: all outputs have one token, which needs no decode")
+        engines: dict[Role, InstanceConfig] = {
+            "prefill": self._engine(problem, "prefill"),
+            "decode": self._engine(problem, "decode"),
+        }
+        model = known.model(common.require_model())
+        options, site = self._options, Site(hardware, known, problem.prices)
+        for name in options.measured:
+            if name not in (there := {node.gpu for node in site.nodes}):
+                raise OptionError(f"planner.measured.{name}: {did_you_mean(name, there)}")
+        by_gpu = costs.model_copy(update={"groups": options.measured})
+        return Modelled(site, model, engines, by_gpu, lengths, options.tensor_parallel)
+
+    def _engine(self, problem: Problem, role: Role) -> InstanceConfig:
+        own: Mapping[str, Any] = getattr(self._options, role)
+        given = {**problem.run.get("engine", {}), **own}
+        if name := next((name for name in _UNKNOWN if name in given), None):
+            where = f"planner.{role}" if name in own else "run.engine"
+            raise OptionError(f"{where}: {name} has no place in this planner")
+        try:
+            return InstanceConfig.model_validate({**given, "group": role})
+        except JaxinferError as error:
+            raise within(f"planner.{role}", error) from None
+
+    def candidate(self, problem: Problem, found: Certified) -> Candidate:
+        """As a run file's part."""
+        capacity, options = self.capacity(problem), self._options
+        site, flow = capacity.site, found.flow
+        own: dict[Role, Mapping[str, Any]] = {
+            "prefill": options.prefill, "decode": options.decode
+        }  # fmt: skip
+        prompt = capacity.lengths.prompt
+        part = as_part(
+            site, found.groups, flow, own, prompt, capacity.prefill_tokens, options.measured
+        )
+        used = [found.groups[number] for number in sorted({i for pair in flow.pairs for i in pair})]
+        roles = [placed.role for placed in used]
+        axes: dict[str, Axis] = {
+            "prefills": roles.count("prefill"),
+            "decodes": roles.count("decode"),
+            "flow": round(flow.total, 4),
+        }
+        caching = any(each.enable_prefix_caching for each in capacity.engines.values())
+        shared = caching and any(problem.hits)
+        if shared:  # Capacities count whole prompts, of which a cache may have any share.
+            axes |= {"bound": "none: prompts share prefixes", "gap": None, "within_nodes": None}
+        else:
+            axes |= {
+                "bound": round(found.bound, 4), "gap": round(found.gap, 4),
+                "within_nodes": round(found.within, 4),
+            }  # fmt: skip
+        prices = site.usd_per_gpu
+        if prices is not None:
+            hourly = sum(n * prices[node] for p in used for node, n in p.group)
+            axes["usd_per_hour_used"] = round(hourly, 2)
+            axes["usd_per_1000_requests"] = round(hourly / 3.6 / flow.total, 5)
+        if not shared:
+            axes |= {f"per_{name}": round(value, 5) for name, value in found.per_gpu.items()}
+        names = names_of(found.groups, flow)
+        axes["full_instances"] = ", ".join(
+            f"{names[number]} {price:.3g}" for number, price in flow.per_request.items()
+        )
+        axes["full_links"] = ", ".join(
+            f"{' '.join(map(str, link))} {price:.3g}/GB/s" for link, price in flow.per_gb_s.items()
+        )
+        return Candidate(axes, part)

@@ -1,0 +1,66 @@
+"""A plan as a part of a run file: groups on nodes, stages with their layers, and flows."""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil
+from typing import Any
+
+from jaxinfer.config.costs import GroupCosts
+from jaxinfer.papers.hexgen2.capacity import Role
+from jaxinfer.papers.hexgen2.flow import Flow, Placed
+from jaxinfer.papers.hexgen2.gpus import Site
+
+# Prompts for each step at the least, where a mean one fills it alone: short ones do not.
+_FEWEST = 3.0
+
+
+def names_of(groups: Sequence[Placed], flow: Flow) -> dict[int, str]:
+    """Of the groups that requests go through, by number: prefill0, decode0 and so on."""
+    names: dict[int, str] = {}
+    for side, role in enumerate(("prefill", "decode")):
+        used = sorted({pair[side] for pair in flow.pairs})
+        names |= {number: f"{role}{count}" for count, number in enumerate(used)}
+    return names
+
+
+def as_part(
+    site: Site,
+    groups: Sequence[Placed],
+    flow: Flow,
+    engines: Mapping[Role, Mapping[str, Any]],
+    prompt: float,
+    step_tokens: Callable[[int], int],
+    measured: Mapping[str, GroupCosts] | None = None,
+) -> dict[str, Any]:
+    """What ``simulate``, ``capacity`` and ``run`` take, besides a model and a workload.
+
+    Args:
+        engines: options of the instances of each role.
+        prompt: tokens of a mean one; an instance may have a full step of them for each of its
+            stages, and one more that waits.
+        step_tokens: of a full prefill step of an instance, by how many stages it has.
+        measured: by GPU, costs of groups of it.
+    """
+    names = names_of(groups, flow)
+    part: dict[str, Any] = {"groups": {}, "instances": {}, "simulate": {"groups": {}}}
+    most: dict[str, int] = {}
+    for number, name in names.items():
+        placed, stages = groups[number], []
+        for index, (node, tp, start, stop) in enumerate(placed.layers(site)):
+            group = f"{name}_{index}"
+            part["groups"][group] = {"kind": site.nodes[node].gpu, "devices": tp}
+            costs = (measured or {}).get(site.nodes[node].gpu)
+            own = costs.model_dump(mode="json", exclude_unset=True) if costs else {}
+            part["simulate"]["groups"][group] = {"node": site.names[node], **own}
+            stages.append({"group": group, "layers": stop - start})
+        part["instances"][name] = {"stages": stages, **engines[placed.role]}
+        if placed.role == "decode" and len(stages) > 1:
+            policies = part["instances"][name].get("policies", {})
+            part["instances"][name]["policies"] = {"form_batch": "even_decodes", **policies}
+        if placed.role == "prefill":
+            part["instances"][name]["max_num_batched_tokens"] = tokens = step_tokens(len(stages))
+            most[name] = ceil(max(tokens / prompt, _FEWEST) * (len(stages) + 1))
+    flows: dict[str, dict[str, float]] = {}
+    for (i, j), rate in flow.pairs.items():
+        flows.setdefault(names[i], {})[names[j]] = float(f"{rate:.6g}")
+    part["system"] = {"name": "hexgen2", "flows": flows, "max_in_prefill": most}
+    return part

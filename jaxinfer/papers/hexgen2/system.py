@@ -1,0 +1,185 @@
+"""HexGen-2: requests over pairs of a prefill and a decode instance by planned flows (section 3.3).
+
+The runtime. Which instances there are, and the flows between them, a planner decides and the run
+file says.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
+
+from pydantic import Field
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
+from jaxinfer.serving.system import Assignment, ClusterView, HandOffRule, Leg, RequestView, System
+from jaxinfer.systems.instances import Pools, alive, most_entries, whole_on_least_loaded
+
+Pair = tuple[str, str]
+_IN_PREFILL = 16
+
+
+class HexGen2Options(Options):
+    """Options of ``HexGen2``.
+
+    Attributes:
+        flows: requests per second by prefill instance and, of each, by decode instance; only their
+            ratios count.
+        hand_off: when the KV goes on.
+        max_in_prefill: requests that wait or run in one prefill instance, at most: a number for
+            all, or by instance; 16 where it has none.
+    """
+
+    flows: Named[Named[float]] = Field(min_length=1)
+    hand_off: HandOffRule = "on_demand"
+    max_in_prefill: int | Named[int] = _IN_PREFILL
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse flows and limits that are none."""
+        for source, flows in self.flows.items():
+            for dest, flow in flows.items():
+                if flow <= 0:
+                    raise OptionError(f"flows.{source}.{dest} is {flow:g}, must be above 0")
+            if not flows:
+                raise OptionError(f"flows.{source} is empty, must have a decode instance")
+        own = self.max_in_prefill
+        for name, most in own.items() if isinstance(own, dict) else [("", own)]:
+            where = f"max_in_prefill.{name}".rstrip(".")
+            if name and name not in self.flows:
+                raise OptionError(f"{where}: {did_you_mean(name, self.flows)}")
+            if most < 1:
+                raise OptionError(f"{where} is {most}, must be from 1 on")
+
+
+class Shares:
+    """Who comes next, so that each has what is due to it, to within one request at all times.
+
+    Tijdeman's rule ("The chairman assignment problem", 1980). While some have no room the others
+    take their turns, but get so many requests ahead at most: a queue that is never empty would else
+    keep all of them full, whatever their shares.
+
+    Args:
+        ahead: by how many requests each may be ahead of its share.
+    """
+
+    def __init__(self, weights: Mapping[Pair, float], ahead: Mapping[Pair, float]) -> None:
+        self._weights, self._ahead = weights, ahead
+        # What each is owed, in requests; they add up to 0.
+        self.owed = dict.fromkeys(weights, 0.0)
+        self._least = 0.5 / max(len(weights) - 1, 1)
+
+    def take(self, with_room: Collection[Pair], able: Collection[Pair] = ()) -> Pair | None:
+        """The next one, of some that have room; None where those that it is due to are waited for.
+
+        Args:
+            able: all that may have it, with room or without; by default those that have.
+        """
+        able = able or with_room
+        # Who may not have it gains no more than one, or it would get all that it may have later.
+        gaining = [p for p, owed in self.owed.items() if p in able or owed < 1]
+        total = sum(self._weights[pair] for pair in gaining)
+        owed = self.owed | {p: self.owed[p] + self._weights[p] / total for p in gaining}
+        due = [pair for pair in able if owed[pair] >= self._least]
+        if there := [pair for pair in due if pair in with_room]:
+            # Who would be a whole request behind first.
+            chosen = min(there, key=lambda p: (1 - self._least - owed[p]) / self._weights[p])
+        else:
+            early = [p for p in with_room if not due or owed[p] - 1 >= -self._ahead[p]]
+            if not early:
+                return None
+            chosen = max(early, key=owed.__getitem__)
+        self.owed = owed
+        self.owed[chosen] -= 1
+        return chosen
+
+
+class HexGen2(System):
+    """Each request goes to a pair, in proportion to the planned flow between the two.
+
+    Of pairs whose prefill instance has room, and whose pools hold the request. A lost instance
+    takes its pairs along; where none is left, all pairs of those that are there are equal, and
+    where all of one role are lost, each request runs whole on one of the others.
+    """
+
+    Options = HexGen2Options
+    options: HexGen2Options
+    ttft_counts_transfer = True
+
+    def __init__(self, options: HexGen2Options) -> None:
+        super().__init__(options)
+        self._pools = Pools()
+        self._flows = {(p, d): flow for p, row in options.flows.items() for d, flow in row.items()}
+        self._prefill = list(options.flows)
+        self._decode = list(dict.fromkeys(dest for _, dest in self._flows))
+        most = options.max_in_prefill
+        own = most if isinstance(most, dict) else dict.fromkeys(self._prefill, most)
+        self._most = {name: own.get(name, _IN_PREFILL) for name in self._prefill}
+        self.shares = self._shares_of(self._flows)
+        self._alive = self._prefill, self._decode
+        self._some_lost = False
+
+    def check(self, instances: Collection[str]) -> None:
+        """All there, and each in one role."""
+        for source, flows in self.options.flows.items():
+            for where, name in [("flows", source), *((f"flows.{source}", d) for d in flows)]:
+                if name not in instances:
+                    raise OptionError(f"{where}.{name}: {did_you_mean(name, instances)}")
+        if both := [name for name in self._decode if name in self._prefill]:
+            raise JaxinferError(f"flows: {both[0]!r} both prefills and decodes")
+        if left := [name for name in instances if name not in (*self._prefill, *self._decode)]:
+            raise OptionError(f"flows: instance {left[0]!r} has none")
+
+    def routes(self, instances: Collection[str]) -> Collection[Pair]:
+        """From each that prefills to each that decodes, since who has a flow may be lost."""
+        return list(product(self._prefill, self._decode))
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
+        """A leg to the prompt's end, then one to the finish."""
+        prefill, decode = alive(self._prefill, cluster), alive(self._decode, cluster)
+        if bool(prefill) != bool(decode):
+            return whole_on_least_loaded(prefill or decode, waiting, cluster)
+        if (prefill, decode) != self._alive:
+            self._alive, self._some_lost = (prefill, decode), True
+            left = {p: f for p, f in self._flows.items() if p[0] in prefill and p[1] in decode}
+            self.shares = self._shares_of(left or dict.fromkeys(product(prefill, decode), 1.0))
+        given: Counter[str] = Counter()
+        assignments, full = [], False
+        for request in waiting:
+            holding = self._that_hold(request, cluster)
+            if request.held_by in prefill:
+                # Its prompt is done, and the decode instance lost that was to have it.
+                mine = [pair for pair in holding if pair[0] == request.held_by]
+                taken = self.shares.take(mine or holding)
+                assert taken  # Nobody is waited for.
+                there = taken[1]
+                assignments.append(Assignment(request.id, (Leg(there),)))
+                continue
+            room = [pair for pair in holding if self._has_room(pair[0], cluster, given)]
+            taken = None if full else self.shares.take(room, holding)
+            if taken is None:
+                full = True
+                if not self._some_lost:
+                    break
+                continue  # Of those behind it, some may need no room.
+            here, there = taken
+            given[here] += 1
+            first = Leg(here, request.prompt_len, self.options.hand_off)
+            assignments.append(Assignment(request.id, (first, Leg(there))))
+        return assignments
+
+    def _shares_of(self, flows: Mapping[Pair, float]) -> Shares:
+        """A prefill instance may be ahead by as much as it may have at once."""
+        whole: defaultdict[str, float] = defaultdict(float)
+        for (here, _), flow in flows.items():
+            whole[here] += flow
+        return Shares(flows, {p: self._most[p[0]] * f / whole[p[0]] for p, f in flows.items()})
+
+    def _has_room(self, name: str, cluster: ClusterView, given: Mapping[str, int]) -> bool:
+        return cluster.instances[name].num_requests + given[name] < self._most[name]
+
+    def _that_hold(self, request: RequestView, cluster: ClusterView) -> Collection[Pair]:
+        """Pairs whose pools hold the prompt, and all of it; every pair where none does."""
+        pairs, hold = self.shares.owed, self._pools.that_hold
+        prefill = hold(request.prompt_len, self._alive[0], cluster)
+        decode = hold(most_entries(request), self._alive[1], cluster)
+        return [pair for pair in pairs if pair[0] in prefill and pair[1] in decode] or list(pairs)

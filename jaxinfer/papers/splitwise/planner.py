@@ -1,0 +1,271 @@
+"""How many machines for prompts and how many for tokens, and of which kinds (Splitwise, IV-D).
+
+The paper simulates a grid of both numbers. Here a search walks along the edge of what keeps the
+targets, or of what a budget pays for: exact where one machine more never does harm.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from jaxinfer.config.run_file import put_option
+from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import Named, OptionError, Options
+from jaxinfer.plan.candidate import Candidate, Search
+from jaxinfer.plan.planners.any_system import named_parts
+from jaxinfer.plan.problem import Cost
+
+POOLS = ("prompt", "token")
+# Sums of dollars and watts that differ by less are equal.
+ROUNDING = 1e-9
+
+
+class Most(Options):
+    """Machines of a design, at most.
+
+    Attributes:
+        prompt, token: replicas of the instances of these names, each with a group of its own; no
+            ``token`` is a cluster of one pool.
+    """
+
+    prompt: int = Field(ge=1)
+    token: int = Field(default=0, ge=0)
+
+
+class Budget(Options):
+    """What a cluster may cost: GPUs, dollars per hour, watts."""
+
+    gpus: int | None = Field(default=None, ge=1)
+    usd: float | None = Field(default=None, gt=0)
+    watts: float | None = Field(default=None, gt=0)
+
+    @property
+    def limits(self) -> dict[Cost, float]:
+        """Those that are given."""
+        costs: tuple[Cost, ...] = ("gpus", "usd", "watts")
+        return {of: limit for of in costs if (limit := getattr(self, of)) is not None}
+
+
+class SplitwisePoolsOptions(Options):
+    """Options of ``SplitwisePools``.
+
+    Attributes:
+        files: paths of run files, one for each design, and how many machines it may have; their
+            model, workload and numbers of replicas do not count.
+        at_most: of every cluster; a goal to maximise cannot do without.
+        step: numbers of token machines that are looked at are its multiples.
+    """
+
+    files: Named[Most] = Field(min_length=1)
+    at_most: Budget = Budget()
+    step: int = Field(default=1, ge=1)
+
+
+class Design:
+    """Kinds of machines, in any number up to the most.
+
+    Args:
+        name: in the table.
+        base: the run file's part.
+        of: costs that will be asked for.
+
+    Raises:
+        JaxinferError: the run file has other pools, or cannot have so many machines.
+    """
+
+    def __init__(
+        self, name: str, base: Mapping[str, Any], most: Most, search: Search, of: Sequence[Cost]
+    ) -> None:
+        self.most, self._name, self._base = most, name, base
+        self._groups = {pool: _group(base, pool) for pool in POOLS}
+        for pool, group in self._groups.items():
+            if bool(getattr(most, pool)) != bool(group):
+                has = f"has instances.{pool}" if group else f"needs instances.{pool}, with a group"
+                raise OptionError(f"{pool} is {getattr(most, pool)}, and the file {has}")
+        largest = [most.prompt, most.token]
+        whole = search.costs(self.candidate(*largest))
+        self._whole = {each: whole.amount(each) for each in of}
+        # By cost, what a machine of each pool adds; of a pool that has but one, nothing is asked.
+        self._each = {each: [0.0, 0.0] for each in of}
+        for number, count in enumerate(largest):
+            if count > 1:
+                fewer = list(largest)
+                fewer[number] -= 1
+                rest = search.costs(self.candidate(*fewer))
+                for each in of:
+                    self._each[each][number] = self._whole[each] - rest.amount(each)
+        least = min(most.prompt, 1), min(most.token, 1)
+        found = search.costs(self.candidate(*least))
+        for each in of:
+            if not math.isclose(found.amount(each), self.cost(each, *least), rel_tol=1e-6):
+                raise JaxinferError(
+                    f"{each} are {found.amount(each):g} of the smallest cluster, and would be "
+                    f"{self.cost(each, *least):g} by what a machine adds to the largest: machines "
+                    "must not share nodes, and those of a pool must cost the same"
+                )
+
+    def candidate(self, prompts: int, tokens: int) -> Candidate:
+        """With so many machines."""
+        part = dict(self._base)
+        for pool, count in zip(POOLS, (prompts, tokens), strict=True):
+            if count:
+                put_option(part, f"groups.{self._groups[pool]}.replicas", count)
+                put_option(part, f"instances.{pool}.replicas", count)
+        return Candidate({"design": self._name, "prompt": prompts, "token": tokens}, part)
+
+    def cost(self, of: Cost, prompts: int, tokens: int) -> float:
+        """Of so many machines."""
+        prompt, token = self._each[of]
+        fewer = (self.most.prompt - prompts) * prompt + (self.most.token - tokens) * token
+        return self._whole[of] - fewer
+
+
+def _group(base: Mapping[str, Any], pool: str) -> str | None:
+    instances = base.get("instances")
+    instance = instances.get(pool) if isinstance(instances, Mapping) else None
+    group = instance.get("group") if isinstance(instance, Mapping) else None
+    return group if isinstance(group, str) else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A design with so many machines for tokens, and any number for prompts."""
+
+    design: Design
+    tokens: int
+
+    def most(self, limits: Mapping[Cost, float]) -> int:
+        """Prompt machines that the limits leave; 0 where they leave none."""
+        counts = range(self.design.most.prompt, 0, -1)
+        return next((count for count in counts if self._fits(count, limits)), 0)
+
+    def _fits(self, prompts: int, limits: Mapping[Cost, float]) -> bool:
+        return all(
+            self.design.cost(of, prompts, self.tokens) <= limit * (1 + ROUNDING)
+            for of, limit in limits.items()
+        )
+
+
+class SplitwisePools:
+    """Looks for the largest rate of a budget, or for the cheapest cluster at a rate."""
+
+    Options = SplitwisePoolsOptions
+
+    def __init__(self, options: SplitwisePoolsOptions) -> None:
+        self._options = options
+
+    def plan(self, search: Search) -> Candidate:
+        """The best.
+
+        Raises:
+            JaxinferError: the goal is another one, a design cannot be, or nothing will do.
+        """
+        goal, limits = search.problem.goal, self._options.at_most.limits
+        if goal.maximise not in (None, "cluster"):
+            raise JaxinferError(
+                f"goal.maximise is {goal.maximise}: this planner finds the largest rate of a "
+                "budget, with cluster and planner.at_most, or the cheapest cluster, by minimise"
+            )
+        if goal.minimise and goal.requests_per_gpu:
+            raise JaxinferError(
+                "goal.requests_per_gpu: this planner needs the same requests for all clusters; "
+                "give run.workload as many"
+            )
+        if goal.maximise and not limits:
+            raise JaxinferError("planner.at_most: give gpus, usd or watts that a cluster may cost")
+        rows = list(self._rows(search, [*limits, *([goal.minimise] if goal.minimise else [])]))
+        if not any(row.most(limits) for row in rows):
+            raise JaxinferError("planner.at_most: no cluster of any design costs so little")
+        if goal.minimise:
+            return Staircase(search, goal.minimise, limits).walk(rows)
+        return search.best(_largest(rows, limits))
+
+    def _rows(self, search: Search, of: Sequence[Cost]) -> Iterator[Row]:
+        for file, name, base in named_parts(self._options.files, "planner.files"):
+            most = self._options.files[file]
+            try:
+                design = Design(name, base, most, search, of)
+            except JaxinferError as error:
+                raise OptionError(f"planner.files: {file}: {error}") from None
+            if 0 < most.token < self._options.step:
+                raise OptionError(
+                    f"planner.step is {self._options.step}, above the {most.token} machines for "
+                    f"tokens of {file}"
+                )
+            counts = range(self._options.step, most.token + 1, self._options.step)
+            yield from (Row(design, tokens) for tokens in (counts if most.token else [0]))
+
+
+def _largest(rows: Sequence[Row], limits: Mapping[Cost, float]) -> list[Candidate]:
+    """All clusters to which the limits leave no machine to add, those with even pools first."""
+    found: dict[tuple[Design, int], Row] = {}
+    for row in rows:
+        if prompts := row.most(limits):
+            found[row.design, prompts] = row  # Of equal numbers for prompts, the last has most.
+    even = sorted(found.items(), key=lambda each: abs(each[0][1] - each[1].tokens))
+    return [row.design.candidate(prompts, row.tokens) for (_, prompts), row in even]
+
+
+class Staircase:
+    """Finds the cheapest cluster that keeps the targets at the goal's rate.
+
+    A row is tried with as many prompt machines as are cheaper than the best so far. If they miss,
+    so do fewer, and the row is done with one simulation; else its fewest are found by bisection.
+
+    Args:
+        of: what is to be least; ``limits``: of other costs.
+    """
+
+    def __init__(self, search: Search, of: Cost, limits: Mapping[Cost, float]) -> None:
+        self._search, self._of, self._limits = search, of, limits
+        self._tried: list[Candidate] = []
+        self._best: Candidate | None = None
+        self._least = math.inf
+
+    def walk(self, rows: Sequence[Row]) -> Candidate:
+        """The best of all rows, several of which are looked at at a time, once there is one.
+
+        Raises:
+            JaxinferError: nothing keeps the targets.
+        """
+        left = list(rows)
+        while left:
+            count = self._search.problem.goal.at_once if self._best else 1
+            wave = [(row, most) for row in left[:count] if (most := self._cheaper(row))]
+            left = left[count:]
+            kept = self._keep([row.design.candidate(most, row.tokens) for row, most in wave])
+            for (row, most), met in zip(wave, kept, strict=True):
+                if met:
+                    self._narrow(row, most)
+        return self._best or self._search.best(self._tried)
+
+    def _cheaper(self, row: Row) -> int:
+        """The most prompt machines with which a row is better than the best so far."""
+        limit = min(self._limits.get(self._of, math.inf), self._least * (1 - 2 * ROUNDING))
+        return row.most({**self._limits, self._of: limit})
+
+    def _keep(self, candidates: list[Candidate]) -> list[bool]:
+        self._tried += candidates
+        scores = self._search.scores(candidates)
+        return [bool(score.rate) and not score.given_up for score in scores]
+
+    def _narrow(self, row: Row, high: int) -> None:
+        """From a number of prompt machines that keeps the targets to the least."""
+        cheaper = self._cheaper(row)
+        if cheaper < high:  # By now another row of the wave is the best.
+            if not cheaper or self._keep([row.design.candidate(cheaper, row.tokens)]) != [True]:
+                return
+            high = cheaper
+        low = 0
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._keep([row.design.candidate(middle, row.tokens)]) == [True]:
+                high = middle
+            else:
+                low = middle
+        # It is known: the driver hears what is the best so far.
+        self._best = self._search.best([row.design.candidate(high, row.tokens)])
+        self._least = row.design.cost(self._of, high, row.tokens)

@@ -1,0 +1,114 @@
+"""Splitwise: prompts and decodes on machines of their own, and a mixed pool between (section IV).
+
+The cluster-level scheduler gives each request, as it arrives, a machine for its prompt and one for
+its decodes. Machines that are out of work for the other phase help there, in the mixed pool, and go
+back. What a machine computes in a step is its own policies' concern (``whole_prompts``).
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from pydantic import Field
+
+from jaxinfer.options.validation import Options
+from jaxinfer.papers.splitwise.pools import Job, Pools, ReturnWhen, TokenQueue
+from jaxinfer.serving.system import (
+    Assignment,
+    ClusterView,
+    HandOffRule,
+    Leg,
+    RequestView,
+    System,
+)
+from jaxinfer.systems.instances import AnyNames, Names, check_roles
+
+
+class SplitwiseOptions(Options):
+    """Options of ``Splitwise``. What the paper leaves open is as in the authors' simulator.
+
+    Attributes:
+        prompt, token: names of instances. Without any of the latter, requests run whole on the
+            one of the former with the least pending tokens: the paper's baseline.
+        max_pending_tokens: a machine that has a queue takes no prompt beyond so many tokens.
+        token_queue: decodes go where the least KV is promised (``memory``), or the fewest tokens
+            are pending.
+        return_when: a machine leaves the mixed pool when it is done with what is not its own pool's
+            (``opposite_done``, the paper), or with all it has (``idle``, its simulator).
+        repurpose_after_s: in the mixed pool for so long, a machine changes over to the other pool.
+        layerwise_from: prompts of so many tokens are sent while they are computed
+            (``per_segment``), shorter ones afterwards; None: all afterwards.
+    """
+
+    prompt: Names = ("prompt",)
+    token: AnyNames = ("token",)
+    max_pending_tokens: int = Field(default=8192, ge=1)
+    token_queue: TokenQueue = "memory"
+    return_when: ReturnWhen = "opposite_done"
+    repurpose_after_s: float | None = Field(default=None, gt=0)
+    layerwise_from: int | None = Field(default=512, ge=1)
+
+
+class Splitwise(System):
+    """Pairs of machines by joining the shortest queues, as the system's own account has them."""
+
+    Options = SplitwiseOptions
+    options: SplitwiseOptions
+
+    def __init__(self, options: SplitwiseOptions) -> None:
+        super().__init__(options)
+        self.pools = Pools(
+            options.prompt,
+            options.token,
+            options.max_pending_tokens,
+            options.token_queue,
+            options.return_when,
+        )
+
+    def check(self, instances: Collection[str]) -> None:
+        """All there, by the names in the options, and none with two roles."""
+        check_roles({"prompt": self.options.prompt, "token": self.options.token}, instances)
+
+    def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
+        """Between any two, since each may be in the mixed pool; none without pairs."""
+        return super().routes(instances) if self.options.token else ()
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
+        """All that wait, at once; with one machine left, all run there."""
+        self.pools.look(cluster.instances, cluster.now)
+        if not self.pools.everyone:
+            # All are lost: the loop fails who is to go to one of them, or has them wait.
+            return [Assignment(r.id, (Leg(self.options.prompt[0]),)) for r in waiting]
+        if self.options.repurpose_after_s is not None:
+            self.pools.repurpose(self.options.repurpose_after_s, cluster.now)
+        return [Assignment(request.id, self._legs(request, cluster)) for request in waiting]
+
+    def _legs(self, request: RequestView, cluster: ClusterView) -> tuple[Leg, ...]:
+        """On a machine that takes both, too, there are two: the first one's end is heard of."""
+        pools, length = self.pools, request.prompt_len
+        where = cluster.instances, cluster.now
+        pools.take_back(request.id, *where)  # What a lost machine has left undone.
+        entries = length + request.max_tokens
+        if request.computed >= length:
+            token = pools.for_decodes(entries, *where)
+            pools.give(request.id, Job(length, entries, None, token))
+            return (Leg(token.name),)
+        prompt, token = pools.pair(length, entries, *where)
+        pools.give(request.id, Job(length, entries, prompt, token))
+        least = self.options.layerwise_from
+        rule: HandOffRule = "at_end" if least is None or length < least else "per_segment"
+        return Leg(prompt.name, length, rule), Leg(token.name)
+
+    def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
+        """The prompt is done."""
+        self.pools.prompt_done(request.id, cluster.instances, cluster.now)
+
+    def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
+        """Nothing of it is left."""
+        self.pools.take_back(request.id, cluster.instances, cluster.now)
+
+    def report(self) -> Mapping[str, object]:
+        """Of each machine, from when on it was in which pool; of many moves, the first ones."""
+        found = {name: [(0.0, "prompt")] for name in self.options.prompt}
+        found |= {name: [(0.0, "token")] for name in self.options.token}
+        for time, name, where in self.pools.moves:
+            found[name].append((time, where))
+        return {"pools": found}

@@ -1,0 +1,1 @@
+"""TetriInfer: sorted prompts, chunks, and decode instances chosen by predicted length."""

@@ -1,0 +1,133 @@
+"""Who decodes a request, by how long it is predicted to be: two choices, and the books for them."""
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxinfer.serving.system import InstanceView, RequestView
+from jaxinfer.systems.instances import capacity
+
+Dispatch = Literal["two_choices", "ratio", "random", "imbalance"]
+
+
+def least_output(request: RequestView) -> int:
+    """Output tokens, at least, as predicted; the limit, where nothing is."""
+    if request.predicted is None:
+        return request.max_tokens
+    return min(request.predicted[0], request.max_tokens)
+
+
+@dataclass(slots=True)
+class Load:
+    """What an instance that decodes has to do, as of its last report.
+
+    Attributes:
+        room: KV entries for which there are free pages that are promised to nobody.
+        heavy, light: requests given to it that have not ended.
+    """
+
+    room: int = 0
+    heavy: int = 0
+    light: int = 0
+
+    def alike(self, heavy: bool) -> tuple[int, int]:
+        """Requests of one kind, and of both."""
+        return self.heavy if heavy else self.light, self.heavy + self.light
+
+    @property
+    def ratio(self) -> float:
+        """Heavy ones by light ones."""
+        if self.light:
+            return self.heavy / self.light
+        return float("inf") if self.heavy else 0.0
+
+    def give(self, entries: int, heavy: bool, count: int = 1) -> None:
+        """Count a request that is sent there; by -1, one that has ended."""
+        self.room -= count * entries
+        if heavy:
+            self.heavy += count
+        else:
+            self.light += count
+
+
+def choose(
+    loads: Mapping[str, Load], entries: int, heavy: bool, rule: Dispatch, rng: random.Random
+) -> str:
+    """Which of these instances gets a request.
+
+    Two are drawn of those that have room for it, or, where none has, of all, and then the one with
+    more room is taken.
+
+    Args:
+        entries: KV entries that the request will have, at least.
+        heavy: whether it decodes for long.
+        rule: which of the two. ``two_choices``: the one with fewer of its kind, then with fewer of
+            both; ``imbalance``: the other; ``ratio``: the lower ratio of heavy to light ones;
+            ``random``: the first drawn.
+    """
+    fitting = [name for name, load in loads.items() if load.room >= entries]
+    names = fitting or list(loads)
+    drawn = rng.sample(names, min(2, len(names)))
+    if not fitting:
+        return max(drawn, key=lambda name: loads[name].room)
+    match rule:
+        case "two_choices":
+            return min(drawn, key=lambda name: loads[name].alike(heavy))
+        case "imbalance":
+            return max(drawn, key=lambda name: loads[name].alike(heavy))
+        case "ratio":
+            return min(drawn, key=lambda name: loads[name].ratio)
+        case "random":
+            return drawn[0]
+
+
+class Ledger:
+    """Who decodes where, and what instances last reported, with what was given out since.
+
+    Args:
+        seed: of the draws.
+
+    Attributes:
+        reports: the loads by instance.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng = random.Random(seed)
+        self.reports: dict[str, Load] = {}
+        self._promised: dict[str, Load] = defaultdict(Load)
+        self._given: dict[str, tuple[str, int, bool]] = {}
+
+    def report(self, instances: Iterable[InstanceView]) -> None:
+        """Take new reports, in place of all before."""
+        self.reports = {}
+        for instance in instances:
+            promised = self._promised[instance.name]
+            free = instance.num_free_pages * instance.page_size
+            room = min(capacity(instance) + promised.room, free)
+            self.reports[instance.name] = Load(room, promised.heavy, promised.light)
+
+    def place(
+        self, request: RequestView, names: Iterable[str], most_light: int, rule: Dispatch
+    ) -> str:
+        """Choose one of these instances for a request, and write it down.
+
+        Args:
+            most_light: a request is heavy that is predicted to have more output tokens, at least.
+        """
+        least = least_output(request)
+        entries, heavy = request.prompt_len + least, least > most_light
+        loads = {name: self.reports[name] for name in names}
+        name = choose(loads, entries, heavy, rule, self._rng)
+        self.forget(request.id)
+        self._given[request.id] = name, entries, heavy
+        for load in (self.reports[name], self._promised[name]):
+            load.give(entries, heavy)
+        return name
+
+    def forget(self, request: str) -> None:
+        """It has ended, or its instance was lost; the next report shows it."""
+        if given := self._given.pop(request, None):
+            name, entries, heavy = given
+            self._promised[name].give(entries, heavy, -1)

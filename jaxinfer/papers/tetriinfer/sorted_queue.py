@@ -1,0 +1,83 @@
+"""Queues of prompts that are sorted some at a time, before instances that compute them."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Literal
+
+from jaxinfer.serving.system import ClusterView, RequestView
+from jaxinfer.systems.instances import Pools
+
+Order = Literal["sjf", "ljf", "fcfs"]
+# A window is taken early enough for the step after the one under way to be full.
+STEPS_AHEAD = 2
+
+
+def in_order(window: Sequence[RequestView], order: Order) -> list[RequestView]:
+    """Shortest prompt first, longest first, or as they came; equal ones as they came."""
+    match order:
+        case "sjf":
+            return sorted(window, key=lambda request: request.prompt_len)
+        case "ljf":
+            return sorted(window, key=lambda request: -request.prompt_len)
+        case "fcfs":
+            return list(window)
+
+
+class Windows:
+    """A queue for each instance.
+
+    Args:
+        size: prompts that are sorted at a time.
+    """
+
+    def __init__(self, size: int, order: Order) -> None:
+        self._size, self._order = size, order
+        self._pools = Pools()
+        # By instance, the tokens of prompts by id.
+        self._queues: dict[str, dict[str, int]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return bool(self._queues.get(name))
+
+    def requests(self) -> set[str]:
+        """All that are in a queue."""
+        return {request for queue in self._queues.values() for request in queue}
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Have queues for these instances alone; what was in others is forgotten."""
+        self._queues = {name: self._queues.get(name, {}) for name in names}
+
+    def add(self, request: RequestView, cluster: ClusterView) -> None:
+        """Into the queue with the fewest tokens to compute, of instances that hold the prompt."""
+
+        def tokens(name: str) -> int:
+            left = cluster.instances[name].prompt_tokens_left
+            return left + sum(queue.values()) if (queue := self._queues[name]) else left
+
+        names = self._pools.that_hold(request.prompt_len, list(self._queues), cluster)
+        name = min(names or self._queues, key=tokens)
+        self._queues[name][request.id] = request.prompt_len
+
+    def remove(self, request: str) -> None:
+        """Take a request out that has ended, if it is there."""
+        for queue in self._queues.values():
+            queue.pop(request, None)
+
+    def take(
+        self, there: Mapping[str, RequestView], cluster: ClusterView
+    ) -> Iterator[tuple[str, RequestView]]:
+        """Instances that have too little to do, and who comes next there, in order.
+
+        Args:
+            there: by id, all that are in a queue.
+        """
+        for name, queue in self._queues.items():
+            if not queue:
+                continue
+            instance = cluster.instances[name]
+            left = instance.prompt_tokens_left
+            while queue and left < STEPS_AHEAD * instance.max_num_batched_tokens:
+                window = [there[request] for request in islice(queue, self._size)]
+                for request in in_order(window, self._order):
+                    left += queue.pop(request.id)
+                    yield name, request

@@ -1,0 +1,151 @@
+"""TetriInfer: sorted windows of prompts, decodes placed by predicted length, roles that flip.
+
+Sections 3.2 to 3.5 of the paper. What an instance does with its requests is said by its policies:
+chunks of a fixed number of tokens are ``mixed`` with ``token_buckets`` of that one number, and
+admission for decoding is ``reserve_dynamic`` by the lower bound. ``workload.predictor`` predicts.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
+
+from pydantic import Field
+
+from jaxinfer.options.validation import Options
+from jaxinfer.papers.tetriinfer.dispatch import Dispatch, Ledger
+from jaxinfer.papers.tetriinfer.role_flips import Flips
+from jaxinfer.papers.tetriinfer.sorted_queue import Order, Windows
+from jaxinfer.serving.system import (
+    Action,
+    Assignment,
+    ClusterView,
+    Leg,
+    RequestView,
+    SetRole,
+    System,
+)
+from jaxinfer.systems.instances import Names, Pools, alive, check_roles, most_entries
+
+
+class TetriInferOptions(Options):
+    """Options of ``TetriInfer``.
+
+    Attributes:
+        prefill, decode: names of the instances that begin in these roles.
+        prefill_batch: prompts sorted at a time, by ``order``.
+        dispatch: which decode instance a request goes to; see ``length_aware.choose``.
+        heavy_decode: a request is heavy that is predicted to have more output tokens, at least.
+        report_s: seconds between reports of loads.
+        flip_after_s, flip_below: an instance that was busy for no more than this share of the last
+            seconds takes the other role, if all there were busy but for this share; null: never.
+        seed: of the draws.
+    """
+
+    prefill: Names = ("prefill",)
+    decode: Names = ("decode",)
+    prefill_batch: int = Field(default=16, ge=1)
+    order: Order = "sjf"
+    dispatch: Dispatch = "two_choices"
+    heavy_decode: int = Field(default=128, ge=0)
+    report_s: float = Field(default=0.1, gt=0)
+    flip_after_s: float | None = Field(default=60.0, gt=0)
+    flip_below: float = Field(default=0.1, ge=0, lt=0.5)
+    seed: int = 0
+
+
+class TetriInfer(System):
+    """A prompt joins the queue with the fewest tokens to compute, and waits for its window.
+
+    When it is done, its request goes to one of two decode instances drawn, by loads as last
+    reported and what was given out since. Where all of a role are lost, the other serves alone.
+    """
+
+    Options = TetriInferOptions
+    options: TetriInferOptions
+    roles = "prefill", "decode"
+
+    def __init__(self, options: TetriInferOptions) -> None:
+        super().__init__(options)
+        self.tick_interval = options.report_s
+        self._began = dict.fromkeys(options.prefill, "prefill")
+        self._began |= dict.fromkeys(options.decode, "decode")
+        self._pools = Pools()
+        self._windows = Windows(options.prefill_batch, options.order)
+        # Of each request that has left them, the prefill instance.
+        self._prefilled: dict[str, str] = {}
+        self._ledger = Ledger(options.seed)
+        self._flips = Flips(options.flip_after_s, options.flip_below)
+        self._flipped: list[dict[str, object]] = []
+
+    def check(self, instances: Collection[str]) -> None:
+        """All there, and none in both roles."""
+        check_roles({"prefill": self.options.prefill, "decode": self.options.decode}, instances)
+
+    def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
+        """Between all, since roles change; without flips, from each role to the other."""
+        if self.options.flip_after_s is not None:
+            return super().routes(instances)
+        return list(product(self.options.prefill, self.options.decode))
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
+        """Prompts in windows, and the requests whose prompt is done."""
+        prefill, decode = self._in_roles(cluster).values()
+        if not prefill and not decode:
+            # One that drains; without any left, to ask for one tells the loop that they were lost.
+            prefill = alive(self._began, cluster) or list(self._began)
+        self._windows.keep(prefill)
+        queued = self._windows.requests()
+        assignments = []
+        for request in waiting:
+            if request.computed >= request.prompt_len or not prefill:
+                leg = Leg(self._dispatch(request, decode, cluster))
+                assignments.append(Assignment(request.id, (leg,)))
+            elif request.id not in queued:
+                self._ledger.forget(request.id)  # It may come back from a lost instance.
+                self._windows.add(request, cluster)
+        there = {request.id: request for request in waiting}
+        for name, request in self._windows.take(there, cluster):
+            self._prefilled[request.id] = name
+            legs = [Leg(name, request.prompt_len)]
+            if decode and not self._pools.that_hold(most_entries(request), decode, cluster):
+                legs.append(Leg(decode[0]))  # To be refused now, and not after its prefill.
+            assignments.append(Assignment(request.id, tuple(legs)))
+        return assignments
+
+    def _in_roles(self, cluster: ClusterView) -> dict[str, list[str]]:
+        roles: dict[str, list[str]] = {"prefill": [], "decode": []}
+        for name, instance in cluster.instances.items():
+            role = instance.role or self._began.get(name)
+            if role in roles and not instance.draining:
+                roles[role].append(name)
+        return roles
+
+    def _dispatch(self, request: RequestView, decode: Sequence[str], cluster: ClusterView) -> str:
+        """Where a request decodes; it goes on where its prompt was done if there is nowhere."""
+        if not decode:
+            return self._prefilled[request.id]
+        if not self._ledger.reports.keys() >= {*decode}:
+            self._ledger.report(cluster.instances[name] for name in decode)
+        names = self._pools.that_hold(most_entries(request), decode, cluster) or decode
+        return self._ledger.place(request, names, self.options.heavy_decode, self.options.dispatch)
+
+    def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
+        """Take it out of the books."""
+        self._ledger.forget(request.id)
+        self._prefilled.pop(request.id, None)
+        self._windows.remove(request.id)
+
+    def on_tick(self, cluster: ClusterView) -> Sequence[Action]:
+        """Reports of loads; then one instance may flip."""
+        roles, instances = self._in_roles(cluster), cluster.instances
+        self._ledger.report(instances[name] for name in roles["decode"])
+        idle = [n for n, i in instances.items() if not i.num_requests and n not in self._windows]
+        self._flips.watch(instances, idle, cluster.now)
+        if flip := self._flips.next(roles, cluster.now):
+            name, role = flip
+            self._flipped.append({"instance": name, "role": role, "asked": cluster.now})
+            return [SetRole(name, role)]
+        return ()
+
+    def report(self) -> Mapping[str, object]:
+        """The flips that were asked for, and when."""
+        return {"flips": self._flipped}

@@ -1,0 +1,1 @@
+"""Placements over time: a trace in windows, and a placement for each."""

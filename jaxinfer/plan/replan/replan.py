@@ -1,0 +1,239 @@
+"""Placements that follow a load: planned anew whenever a window's mix has shifted.
+
+DistServe, section 4.3, names what is watched (lengths and rate), not when it has shifted.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxinfer.config.resolve import resolve
+from jaxinfer.config.run_file import as_run_file
+from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import OptionError, within
+from jaxinfer.plan.candidate import Candidate
+from jaxinfer.plan.choose import PlannerFailed, find
+from jaxinfer.plan.planners.any_system import read_part
+from jaxinfer.plan.problem import Problem
+from jaxinfer.plan.registry import make_planner
+from jaxinfer.plan.replan.schedule import Epoch, Served, Server, Way
+from jaxinfer.plan.replan.trace_windows import Mix, Window, cut
+from jaxinfer.plan.search import DrivenSearch
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is made of a window at its end.
+
+    Attributes:
+        shift: of its mix from that which the placement was planned for; None of an empty one.
+        chosen: what was planned, if anything was; ``refused``: why there is nothing better.
+    """
+
+    shift: float | None
+    chosen: Candidate | None = None
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A load that was followed, beside what stays.
+
+    Attributes:
+        stands: for each window, what was planned for its start; ``looks``: at its end.
+        oracle: for each window, the plan of its own requests.
+        served: the trace replanned, by one static plan, by the oracle's, and by what was to be
+            compared with them.
+    """
+
+    windows: Sequence[Window]
+    stands: Sequence[Candidate]
+    looks: Sequence[Look]
+    oracle: Sequence[Candidate]
+    served: Sequence[Served]
+
+
+class Map(Protocol):
+    """``map``, or a pool's."""
+
+    def __call__(self, call: Server, ways: Iterable[Way], /) -> Iterable[Served]:
+        """What becomes of each, in their order."""
+
+
+def follow(
+    problem: Problem, new_search: Callable[[Problem], DrivenSearch], map_ways: Map = map
+) -> Followed:
+    """Plan for the windows of a problem with a section ``replan``, and serve the whole trace.
+
+    Args:
+        new_search: begins a search of a problem.
+
+    Raises:
+        JaxinferError: there are no windows to tell apart, there is no plan of the first or of the
+            whole trace, or a request can never fit.
+    """
+    replanner = Replanner(problem, new_search)
+    windows = replanner.windows
+    stands, looks = replanner.replanned()
+    static, oracle = replanner.static(), replanner.oracle()
+    ways = [
+        replanner.way("replanned", stands),
+        replanner.way("static", [static] * len(windows)),
+        replanner.way("oracle", oracle, free=True),
+        *beside(problem),
+    ]
+    server = Server(windows, problem.targets, replanner.options)
+    return Followed(windows, stands, looks, oracle, list(map_ways(server, ways)))
+
+
+class Replanner:
+    """Plans for windows of a problem's requests.
+
+    Args:
+        problem: with a section ``replan``.
+        new_search: begins a search of a problem.
+
+    Attributes:
+        windows: all of them.
+
+    Raises:
+        OptionError: see ``windows_of``.
+    """
+
+    def __init__(self, problem: Problem, new_search: Callable[[Problem], DrivenSearch]) -> None:
+        assert problem.replan
+        self._problem, self._new_search = problem, new_search
+        self.options = problem.replan
+        self.windows = windows_of(problem)
+        self._plans: dict[int, Candidate | str] = {}
+
+    def replanned(self) -> tuple[list[Candidate], list[Look]]:
+        """What stands in each window, and what is made of each at its end.
+
+        A plan is made of a window that is over, and stands from then on. The first one is of the
+        first window, and stands from the start.
+
+        Raises:
+            JaxinferError: there is no plan of the first window.
+        """
+        placements, looks = [self._first()], []
+        made_for = _mix(self.windows[0])
+        for number, window in enumerate(self.windows[:-1]):
+            mix = window.mix
+            look = Look(mix.shift(made_for) if mix else None)
+            placement = placements[-1]
+            if mix and look.shift and look.shift > self.options.shift:
+                found = self._plan(number)
+                if isinstance(found, str):
+                    look = Look(look.shift, refused=found)
+                else:
+                    look, placement, made_for = Look(look.shift, found), found, mix
+            placements.append(placement)
+            looks.append(look)
+        last = self.windows[-1].mix
+        looks.append(Look(last.shift(made_for) if last else None))
+        return placements, looks
+
+    def oracle(self) -> list[Candidate]:
+        """For each window, the plan of its own requests.
+
+        Raises:
+            JaxinferError: there is no plan of the first window.
+        """
+        placements = [self._first()]
+        for number in range(1, len(self.windows)):
+            found = self._plan(number) if self.windows[number].work else placements[-1]
+            placements.append(placements[-1] if isinstance(found, str) else found)
+        return placements
+
+    def static(self) -> Candidate:
+        """The plan of the whole trace.
+
+        Raises:
+            JaxinferError: there is none.
+        """
+        return self._find(self._problem)
+
+    def way(self, name: str, placements: Sequence[Candidate], free: bool = False) -> Way:
+        """What stands in each window, with an epoch for each change."""
+        epochs: list[Epoch] = []
+        for window, candidate in zip(self.windows, placements, strict=True):
+            data = self._problem.run_file(candidate.part)
+            if not epochs or data != epochs[-1].data:
+                epochs.append(Epoch(window.start, data))
+        return Way(name, epochs, free)
+
+    def _first(self) -> Candidate:
+        found = self._plan(0)
+        if isinstance(found, str):
+            stop = self.windows[0].stop
+            raise JaxinferError(f"window 0, from 0 to {stop:g} s: {found}")
+        return found
+
+    def _plan(self, number: int) -> Candidate | str:
+        """Of a window's requests, or why there is none."""
+        if number not in self._plans:
+            work = self.windows[number].work
+            seconds = len(self.windows) * self.options.window_s
+            share = _mix(self.windows[number]).rate / Mix.of(self._problem.work, seconds).rate
+            try:
+                self._plans[number] = self._find(self._problem.for_work(work, share))
+            except PlannerFailed:
+                raise
+            except JaxinferError as error:
+                self._plans[number] = str(error)
+        return self._plans[number]
+
+    def _find(self, problem: Problem) -> Candidate:
+        return find(make_planner(problem.planner), self._new_search(problem))[0]
+
+
+def windows_of(problem: Problem) -> list[Window]:
+    """Those that its requests are cut into.
+
+    Raises:
+        OptionError: there is one alone, or nothing in the first; or prompts have tokens.
+    """
+    assert problem.replan
+    seconds = problem.replan.window_s
+    windows = cut(problem.work, seconds)
+    if any(item.has_tokens for item in problem.work):
+        raise OptionError(
+            "run.workload.trace: has tokens, which the run files of replan cannot keep: give a CSV "
+            "of lengths"
+        )
+    if not max(item.arrival for item in problem.work):
+        raise OptionError("run.workload.arrivals: all requests come at 0 s: give trace, or a rate")
+    if len(windows) < 2:
+        raise OptionError(
+            f"replan.window_s is {seconds:g}, and all requests come before: must be below "
+            f"{max(item.arrival for item in problem.work):g} s, when the last one comes"
+        )
+    if not windows[0].work:
+        raise OptionError(f"replan.window_s is {seconds:g}, and no request comes before: must be "
+                          f"above {min(item.arrival for item in problem.work):g} s")  # fmt: skip
+    return windows
+
+
+def beside(problem: Problem) -> list[Way]:
+    """What stands from the start to the end, by run files.
+
+    Raises:
+        JaxinferError: a file cannot be read, or is none.
+    """
+    assert problem.replan
+    found = []
+    for name, file in problem.replan.beside.items():
+        try:
+            data = problem.run_file(read_part(file))
+            resolve(as_run_file(data))
+        except JaxinferError as error:
+            raise within(f"replan.beside.{name}", error) from None
+        found.append(Way(name, [Epoch(0.0, data)]))
+    return found
+
+
+def _mix(window: Window) -> Mix:
+    mix = window.mix
+    assert mix
+    return mix

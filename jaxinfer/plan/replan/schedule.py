@@ -1,0 +1,184 @@
+"""A whole trace over one placement after another, each served by the code that serves it alone."""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import Any
+
+from jaxinfer.config.resolve import Resolved
+from jaxinfer.config.run_file import as_run_file
+from jaxinfer.errors import JaxinferError
+from jaxinfer.plan.problem import Replan
+from jaxinfer.plan.replan.trace_windows import Window, split
+from jaxinfer.report.latencies import LatencyTotals
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.simulate.capacity import num_gpus
+from jaxinfer.simulate.cluster import stage_parts
+from jaxinfer.simulate.run import OnRequest, prepare, serve
+from jaxinfer.simulate.targets import Targets, Verdict
+from jaxinfer.workload.lengths import BenchRequest
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """A placement, and the second from which requests are its own, up to the next epoch's.
+
+    Attributes:
+        data: what its run file holds.
+    """
+
+    start: float
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way through a trace.
+
+    Attributes:
+        free: each placement is there when its epoch starts, on GPUs of its own, while the one
+            before goes on with what it has.
+    """
+
+    name: str
+    epochs: Sequence[Epoch]
+    free: bool = False
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What became of an epoch, in seconds of the trace.
+
+    Attributes:
+        requests: its own.
+        ready: when it began to serve; ``reload_s``: what that waited for weights.
+        drained: when its last request had ended.
+    """
+
+    start: float
+    requests: int
+    reload_s: float
+    ready: float
+    drained: float
+    gpus: int
+
+
+@dataclass
+class Served:
+    """A way's figures over the whole trace.
+
+    Attributes:
+        windows: on the requests of each window; None of none.
+    """
+
+    way: Way
+    stretches: list[Stretch]
+    verdict: Verdict
+    windows: list[Verdict | None]
+    latencies: LatencyTotals = field(default_factory=LatencyTotals)
+
+    @property
+    def drain_s(self) -> float:
+        """For how long requests waited for others to end on the placement before, in all.
+
+        Where that one was still loading, for weights first: those seconds are in ``reload_s``.
+        """
+        if self.way.free:
+            return 0.0
+        return sum(max(a.drained - max(b.start, a.ready), 0.0) for a, b in self._switches)
+
+    @property
+    def reload_s(self) -> float:
+        """For how long they waited for weights, in all."""
+        return sum(stretch.reload_s for stretch in self.stretches)
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of each epoch's GPUs, from the end of the one before to its own."""
+        seconds = begin = 0.0
+        for here, there in self._switches:
+            end = max(here.drained, there.start)
+            seconds += here.gpus * (end - begin)
+            begin = there.start if self.way.free else end
+        last = self.stretches[-1]
+        return (seconds + last.gpus * (last.drained - begin)) / 3600
+
+    @property
+    def _switches(self) -> list[tuple[Stretch, Stretch]]:
+        return list(pairwise(self.stretches))
+
+
+@dataclass(frozen=True)
+class Server:
+    """Serves a trace in some way; goes to other processes as it is."""
+
+    windows: Sequence[Window]
+    targets: Targets
+    options: Replan
+
+    def __call__(self, way: Way) -> Served:
+        """Epoch by epoch.
+
+        All that has come before an epoch's start is ended by the placement before, what waits in
+        its queues too, as where an instance flips. Then all GPUs load; what has come meanwhile has
+        waited since its arrival.
+
+        Raises:
+            JaxinferError: a placement cannot be, or a request can never fit.
+        """
+        work = list(chain.from_iterable(window.work for window in self.windows))
+        starts = [window.start for window in self.windows]
+        whole = self.targets.watch(work)
+        parts = [self.targets.watch(w.work) if w.work else None for w in self.windows]
+        latencies = LatencyTotals()
+
+        def on_request(request: RequestState, times: Sequence[float]) -> None:
+            whole.add(request, times)
+            part = parts[bisect_right(starts, request.arrival) - 1]
+            assert part
+            part.add(request, times)
+            latencies.add(request.arrival, request.metrics.first_scheduled, times)
+
+        stretches: list[Stretch] = []
+        drained = 0.0
+        own = split(work, [epoch.start for epoch in way.epochs])
+        for number, (epoch, items) in enumerate(zip(way.epochs, own, strict=True)):
+            try:
+                waits = number > 0 and not way.free
+                found = self._serve(epoch, items, on_request, drained if waits else None)
+            except JaxinferError as error:
+                raise JaxinferError(f"{way.name}, from {epoch.start:g} s on: {error}") from None
+            drained = found.drained
+            stretches.append(found)
+        verdicts = [part.verdict() if part else None for part in parts]
+        return Served(way, stretches, whole.verdict(), verdicts, latencies)
+
+    def _serve(
+        self,
+        epoch: Epoch,
+        items: Sequence[BenchRequest],
+        on_request: OnRequest,
+        drained: float | None,
+    ) -> Stretch:
+        """One epoch; ``drained`` is when the one before had ended, if this one waits for it."""
+        config = as_run_file(epoch.data)
+        prepared = prepare(config)
+        ready, reload_s = epoch.start, 0.0
+        if drained is not None:
+            reload_s = self.reload_s(prepared[0])
+            ready = max(ready, drained) + reload_s
+        end = serve(*prepared, items, None, on_request, ready).wall_s if items else ready
+        return Stretch(epoch.start, len(items), reload_s, ready, end, num_gpus(config))
+
+    def reload_s(self, site: Resolved) -> float:
+        """Seconds until all GPUs of a placement have their weights, each at its own rate."""
+        if self.options.reload_s is not None:
+            return self.options.reload_s
+        assert self.options.reload_gb_s
+        most = max(
+            part.weight_bytes
+            for instance in site.instances.values()
+            for part in stage_parts(site, site.model, instance)
+        )
+        return most / (self.options.reload_gb_s * 1e9)

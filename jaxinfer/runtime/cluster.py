@@ -1,0 +1,406 @@
+"""From a checkpoint and a cluster to instances that can be run."""
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from jaxinfer.checkpoints.converted import Shapes, restore
+from jaxinfer.checkpoints.open_tensors import Checkpoint, load_weights
+from jaxinfer.config.cluster import ClusterConfig, Transport, instance_options
+from jaxinfer.errors import JaxinferError
+from jaxinfer.models.registry import ARCHITECTURES
+from jaxinfer.runtime.kv.channel import Channel
+from jaxinfer.runtime.kv.stage_pair import Lane, RemoteLane
+from jaxinfer.runtime.processes.messages import CarrierName
+from jaxinfer.runtime.processes.process_group import OtherProcesses, Progress, Side
+from jaxinfer.runtime.processes.remote_channel import RemoteChannel
+from jaxinfer.runtime.processes.remote_worker import RemoteStage, RemoteWorker
+from jaxinfer.runtime.processes.restarts import Restarts
+from jaxinfer.runtime.spread.spread_stage import SpreadStage
+from jaxinfer.runtime.stage.devices import device_name
+from jaxinfer.runtime.stage.layout import Plan, PlanFacts, parameter_shapes
+from jaxinfer.runtime.stage.layout_cluster import plan_cluster
+from jaxinfer.runtime.stage.random_weights import random_parameters
+from jaxinfer.runtime.stage.stage import Stage
+from jaxinfer.runtime.stage.step import Parameters
+from jaxinfer.runtime.worker import Worker
+from jaxinfer.serving.half_batches import by_fits, choice
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.kv_shards import KVShards
+from jaxinfer.serving.page_pool import PagePool, Shard
+from jaxinfer.serving.policies import make_policies
+from jaxinfer.serving.step_fit import AttentionFit, StepFit
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One instance's model on its devices, ready to step.
+
+    Attributes:
+        plans: of its stages, or where it has segments, of those; ``groups``: names of those that
+            they stand on.
+        role: at the start of a run.
+        attention: how long attention takes in each shard, where that has been profiled; ``dense``:
+            and a layer without it, where steps may be computed as two halves.
+    """
+
+    name: str
+    worker: Worker | RemoteWorker
+    plans: Sequence[PlanFacts]
+    groups: Sequence[str]
+    role: str = ""
+    attention: list[AttentionFit] = field(default_factory=list)
+    dense: list[Callable[[float], float]] = field(default_factory=list)
+
+    @property
+    def plan(self) -> PlanFacts:
+        """The first stage's; what is the instance's own is the same in all."""
+        return self.plans[0]
+
+    @property
+    def stages(self) -> list[Stage | RemoteStage]:
+        """Each plan's."""
+        return [*self.worker.stages]
+
+    def new_kv(self) -> KVShards:
+        """The page pools, all pages free and none cached.
+
+        A stage's own comes first, with all its KV heads; then those of its attention groups.
+        """
+        shards: list[Shard] = []
+        for number, (plan, group) in enumerate(zip(self.plans, self.groups, strict=True)):
+            heads = plan.num_kv_heads
+            slices: tuple[int, ...] = (0,)
+            if plan.attention:
+                slices = tuple(range(number * heads, (number + 1) * heads))
+            groups = [group, *(place.group for place in plan.attention)]
+            layers = plan.layers.stop - plan.layers.start
+            for num_pages, where in zip(plan.pool_pages, groups, strict=True):
+                pool = PagePool(num_pages, plan.limits.page_size)
+                fit = self.attention[len(shards)] if self.attention else None
+                dense = self.dense[len(shards)] if self.dense else None
+                shards.append(Shard(pool, slices, number, where, fit, layers, dense))
+                slices = ()
+        return KVShards(shards, self.plan.options.enable_prefix_caching)
+
+    def new_instance(self, kv: KVShards, fit: StepFit | None = None) -> Instance:
+        """The scheduling side of the engine."""
+        options = instance_options(self.plan.options, len(self.worker.parts))
+        policies = make_policies(self.plan.options.policies)
+        instance = Instance(self.name, kv, options, policies, self.role, fit)
+        instance.halves_pay = choice(self.plan.options.half_batches, by_fits(kv.shards))
+        return instance
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """All instances, by name, and the ways between them, by source and destination.
+
+    Attributes:
+        measured_gb_s: of each way, by ``"source -> destination"``, what a probe has shown.
+        restarts: what is about lost processes, where some may be started again.
+    """
+
+    config: ClusterConfig
+    engines: Mapping[str, Engine]
+    channels: Mapping[tuple[str, str], Channel | RemoteChannel]
+    measured_gb_s: Mapping[str, float]
+    restarts: Restarts | None = None
+
+    @property
+    def stages(self) -> list[Stage | RemoteStage]:
+        """Of all instances."""
+        return [stage for engine in self.engines.values() for stage in engine.stages]
+
+    @property
+    def read_ahead(self) -> int:
+        """Unfinished requests up to which a run reads on: all instances full, and as many waiting.
+
+        A few more, so that small instances do not wait for each request.
+        """
+        engines = self.engines.values()
+        return 2 * sum(engine.plan.options.max_num_seqs for engine in engines) + 16
+
+    @property
+    def late_compiles(self) -> int:
+        """Steps compiled during runs."""
+        return sum(stage.step.late_compiles for stage in self.stages)
+
+    @property
+    def cached_page_size(self) -> int | None:
+        """The largest page that the prefix cache of some instance shares, or None."""
+        plans = [engine.plan for engine in self.engines.values()]
+        sizes = [p.limits.page_size for p in plans if p.options.enable_prefix_caching]
+        return max(sizes, default=None)
+
+    def slowdowns(self, name: str) -> list[float]:
+        """How many times slower each stage of an instance is emulated to be."""
+        return [self.config.groups[group].slowdown for group in self.engines[name].groups]
+
+    def take_overruns(self) -> dict[str, list[float]]:
+        """Of each emulated instance, by how many seconds steps were late since the last call."""
+        found = {}
+        for name, engine in self.engines.items():
+            emulated = [stage for stage in engine.stages if stage.emulate]
+            if emulated:
+                found[name] = [late for stage in emulated for late in stage.overruns]
+            for stage in emulated:
+                stage.overruns = []
+        return found
+
+    @property
+    def transports(self) -> dict[str, str]:
+        """How KV goes between processes, by ``"source -> destination"``."""
+        return {
+            " -> ".join(pair): "; ".join(
+                [channel.by, *(f"not {name}: {why}" for name, why in channel.failed.items())]
+            )
+            for pair, channel in self.channels.items()
+            if isinstance(channel, RemoteChannel)
+        }
+
+    def describe(self) -> dict[str, dict[str, object]]:
+        """What runs where, as JSON values."""
+        return {
+            name: {
+                "engine": engine.plan.options.model_dump(),
+                "process": self.config.process_of(name),
+                "max_model_len": engine.plan.max_model_len,
+                "hidden_size": engine.plan.config.hidden_size,
+                "kv_heads": [engine.plan.num_kv_heads, engine.plan.config.head_dim],
+                "stages": [
+                    {
+                        "group": group,
+                        "devices": [device_name(device) for device in plan.devices],
+                        "layers": plan.layers.stop - plan.layers.start,
+                        "dtype": plan.dtype.name,
+                        "kv_dtype": plan.kv_dtype.name,
+                        "kernels": plan.config.kernels,
+                        "num_pages": plan.num_pages,
+                    }
+                    | ({"attention": places} if (places := describe_attention(plan)) else {})
+                    for plan, group in zip(engine.plans, engine.groups, strict=True)
+                ],
+            }
+            for name, engine in self.engines.items()
+        }
+
+
+def describe_attention(plan: PlanFacts) -> list[dict[str, object]]:
+    """A stage's attention groups, as JSON values."""
+    return [
+        {
+            "group": place.group,
+            "devices": [device_name(place.device)],
+            "kernels": place.kernels,
+            "num_pages": place.num_pages,
+            "repeats": place.repeats,
+        }
+        for place in plan.attention
+    ]
+
+
+def load_cluster(
+    checkpoint: Checkpoint,
+    config: ClusterConfig,
+    progress: Progress,
+    pairs: Collection[tuple[str, str]] = (),
+    verify: bool = False,
+    transport: Transport = "auto",
+) -> Cluster:
+    """Load weights, allocate KV pools, compile every step and transfer, and probe the latter.
+
+    Args:
+        pairs: instances from the first of which KV goes to the second.
+        verify: check each transfer.
+        transport: see ``RunFile``.
+
+    Raises:
+        JaxinferError: the options ask for more than the model or the devices can give, or the
+            checkpoint's tensors do not fit the architecture.
+    """
+    _check_pairs(config, pairs)
+    engines: dict[str, Engine] = {}
+    channels: dict[tuple[str, str], Channel | RemoteChannel] = {}
+    speeds = {}
+    # Threads would keep weights and pages of a cluster that fails to load.
+    with ExitStack() as opened:
+        others = OtherProcesses.start(config, checkpoint.source)
+        opened.callback(others.close)
+        plans = plan_cluster(checkpoint.config, config.part(None))
+        for name, worker in _load_workers(checkpoint, config, plans, progress):
+            opened.callback(worker.close)
+            engines[name] = _engine(config, name, worker, plans[name])
+        remotes = others.load(progress)
+        for name, remote in remotes.items():
+            engines[name] = _engine(config, name, remote, [s.plan for s in remote.stages])
+        for name, engine in engines.items():
+            of = f" of {name}" if len(engines) > 1 else ""
+            kernels = " and ".join(dict.fromkeys(p.config.kernels for p in engine.plans))
+            for left in engine.worker.prepare():
+                progress(f"compiling steps{of}, {kernels} attention", left)
+        for pair in pairs:
+            source, dest = (engines[name] for name in pair)
+            channels[pair] = channel = _channel(config, source, dest, others, verify, transport)
+            opened.callback(channel.close)
+            names = " -> ".join(pair)
+            speeds[names] = channel.probe(names)
+            if isinstance(channel, RemoteChannel):
+                for why in channel.failed.values():
+                    progress(f"KV goes by {channel.by}: {why}", 0)
+        restarts = Restarts(config, others, remotes)
+        opened.callback(restarts.close)
+        cluster = Cluster(
+            config, {name: engines[name] for name in config.instances}, channels, speeds, restarts
+        )
+        # The threads know the workers, not the cluster: once that is gone, all of it can go.
+        # At the interpreter's end, threads that wake up would crash it.
+        weakref.finalize(cluster, opened.pop_all().close).atexit = False
+    return cluster
+
+
+def _check_pairs(config: ClusterConfig, pairs: Collection[tuple[str, str]]) -> None:
+    """Refuse hand-offs of KV whose heads lie on several groups."""
+    for pair in pairs:
+        for name in pair:
+            if config.instances[name].is_spread:
+                raise JaxinferError(
+                    f"the system hands KV from {pair[0]} to {pair[1]}, but {name} has attention "
+                    "groups: its requests must stay on it, as by data_parallel"
+                )
+
+
+def _load_workers(
+    checkpoint: Checkpoint,
+    config: ClusterConfig,
+    plans: Mapping[str, list[Plan]],
+    progress: Progress,
+) -> Iterator[tuple[str, Worker]]:
+    """Of the instances in this process."""
+    if not plans:
+        return
+    what = "drawing random weights" if config.load_format == "dummy" else "loading weights"
+    progress(what, 1)
+    parameters = iter(load_parameters(checkpoint, [p for stages in plans.values() for p in stages]))
+    progress(what, 0)
+    for name, stages in plans.items():
+        yield name, Worker([_stage(plan, next(parameters)) for plan in stages])
+
+
+def _stage(plan: Plan, parameters: Parameters) -> Stage:
+    return SpreadStage(plan, parameters) if plan.attention else Stage(plan, parameters)
+
+
+def _engine(
+    config: ClusterConfig, name: str, worker: Worker | RemoteWorker, plans: Sequence[PlanFacts]
+) -> Engine:
+    instance = config.instances[name]
+    groups = [place.group for place in instance.places for _ in range(instance.segments)]
+    engine = Engine(name, worker, plans, groups, instance.role)
+    for stage, before, here in zip(engine.stages[1:], groups, groups[1:], strict=False):
+        stage.link = config.link(before, here)
+    return engine
+
+
+def _channel(
+    config: ClusterConfig,
+    source: Engine,
+    dest: Engine,
+    others: OtherProcesses,
+    verify: bool,
+    transport: Transport,
+) -> Channel | RemoteChannel:
+    """Of all stages that have layers in common."""
+    if isinstance(source.worker, Worker) and isinstance(dest.worker, Worker):
+        return local_channel(config, source, dest, verify)
+    pairs = _common_stages(source, dest)
+    lanes = [
+        RemoteLane.between(source.plans[i], dest.plans[j], i, j, g, config.link(*g))
+        for i, j, g in pairs
+    ]
+    sides = _side(source, others), _side(dest, others)
+    carriers: list[CarrierName] = ["host" if transport == "auto" else transport]
+    on_gpus = all(end.plan.devices[0].platform == "gpu" for end in (source, dest))
+    if transport == "auto" and on_gpus:
+        carriers.append("transfer_server")
+    return RemoteChannel((source.name, dest.name), sides, lanes, verify, carriers)
+
+
+def _side(engine: Engine, others: OtherProcesses) -> Side:
+    worker = engine.worker
+    return others.side(engine.name, worker.stages if isinstance(worker, Worker) else None)
+
+
+def local_channel(
+    config: ClusterConfig, source: Engine, dest: Engine, verify: bool = False
+) -> Channel:
+    """Between two instances of this process, not yet probed."""
+    ours, theirs = source.worker.stages, dest.worker.stages
+    return Channel(
+        [
+            Lane(ours[i], theirs[j], i, j, g, config.link(*g), verify)  # type: ignore[arg-type]
+            for i, j, g in _common_stages(source, dest)
+        ]
+    )
+
+
+def _common_stages(source: Engine, dest: Engine) -> list[tuple[int, int, tuple[str, str]]]:
+    """Numbers of a stage of each that have layers in common, and their groups."""
+    return [
+        (i, j, (source.groups[i], dest.groups[j]))
+        for i, ours in enumerate(source.plans)
+        for j, theirs in enumerate(dest.plans)
+        if ours.layers.overlaps(theirs.layers)
+    ]
+
+
+def load_parameters(checkpoint: Checkpoint, plans: Sequence[Plan]) -> list[Parameters]:
+    """The weights of several stages on their devices, in the plans' dtypes; padding is zero.
+
+    Raises:
+        JaxinferError: the tensors do not fit the architecture, or are damaged.
+    """
+    if plans[0].options.load_format == "dummy":
+        return random_parameters(checkpoint.config, plans)
+    if checkpoint.converted is not None:
+        return [_restore(checkpoint, checkpoint.converted, plan) for plan in plans]
+    architecture = ARCHITECTURES[checkpoint.config.architecture]
+
+    def place(path: str, array: np.ndarray) -> list[jax.Array | None]:
+        # Segments of one stage share a tied embedding.
+        wanted = [plan.parameters.get(path) for plan in plans]
+        placed = {to: _put(array, to) for to in wanted}
+        return [placed[to] for to in wanted]
+
+    loaded = load_weights(checkpoint, architecture.hf_weights(checkpoint.config), place)
+    states = []
+    for number, plan in enumerate(plans):
+        leaves = {
+            path: arrays[number] for path, arrays in loaded.items() if arrays[number] is not None
+        }
+        assert leaves.keys() == plan.parameters.keys(), leaves.keys() ^ plan.parameters.keys()
+        states.append(plan.state(leaves))
+    return states
+
+
+def _put(array: np.ndarray, to: jax.ShapeDtypeStruct | None) -> jax.Array | None:
+    if to is None:
+        return None
+    grown = np.pad(array, [(0, n - old) for n, old in zip(to.shape, array.shape, strict=True)])
+    return jax.device_put(np.ascontiguousarray(grown).astype(to.dtype), to.sharding)
+
+
+def _restore(checkpoint: Checkpoint, stored: Shapes, plan: Plan) -> Parameters:
+    """From a converted checkpoint; refuses what restoring would pad or cut without a word."""
+    wanted = parameter_shapes(checkpoint.config)
+    for path in sorted(wanted.keys() | stored.keys()):
+        if stored.get(path) != wanted.get(path):
+            raise JaxinferError(
+                f"{checkpoint.path}: parameter {path} has shape {stored.get(path)}, the "
+                f"configuration wants {wanted.get(path)}; convert the model again"
+            )
+    return plan.state(restore(checkpoint.path, plan.parameters))

@@ -1,0 +1,48 @@
+"""What a real run's figures are measured by, where its GPUs are known."""
+
+from collections.abc import Sequence
+
+from jaxinfer.hardware.catalogue import ModelShape, gpu_of_device, sum_known
+from jaxinfer.hardware.efficiency import Yardstick, model_flops
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.runtime.stage.layout import PlanFacts
+
+
+def real_yardstick(plans: Sequence[PlanFacts]) -> Yardstick:
+    """FLOPs and power of all stages' GPUs, if ``configs/gpus.yaml`` has all of them.
+
+    The peak is that of 16-bit floats: there is no MFU with others. Nor is there one of models with
+    windows, which see less than counted, or with heads that are padded.
+    """
+    devices = {(device.platform, device.id): device for plan in plans for device in plan.devices}
+    gpus = [gpu for device in devices.values() if (gpu := gpu_of_device(device.device_kind))]
+    if len(gpus) < len(devices):
+        return Yardstick()
+    counted = all(
+        plan.dtype.itemsize == 2
+        and not any(plan.config.windows)
+        and plan.config.num_key_value_heads == plan.num_kv_heads
+        for plan in plans
+    )
+    return Yardstick(
+        model=model_flops(shape_of_config(plans[0].config)) if counted else None,
+        peak_flops=sum(gpu.bf16_tflops for gpu in gpus) * 1e12,
+        watts=sum_known(gpu.watts for gpu in gpus),
+    )
+
+
+def shape_of_config(config: ModelConfig) -> ModelShape:
+    """The sizes that decide a model's costs."""
+    return ModelShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        vocab_size=config.vocab_size,
+        head_dim=config.head_dim,
+        tie_word_embeddings=config.tie_word_embeddings,
+        gated=not config.architecture.startswith("OPT"),
+        num_experts=config.num_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+    )

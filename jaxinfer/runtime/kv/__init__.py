@@ -1,0 +1,1 @@
+"""KV entries on their way between instances: slabs, stage pairs, checks."""

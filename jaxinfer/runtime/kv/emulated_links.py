@@ -1,0 +1,107 @@
+"""Slabs held back for as long as they would take over emulated links."""
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from jaxinfer.hardware.network import Link, Network
+from jaxinfer.runtime.kv.channel import Landed
+from jaxinfer.runtime.kv.stage_pair import Lane, RemoteLane
+from jaxinfer.serving.batch import Transfer
+from jaxinfer.serving.kv_shards import Hold
+
+# The slabs of one transfer that take one lane follow one another.
+Flow = tuple[Transfer, Lane | RemoteLane]
+# Those of several transfers may overtake each other, but not on their way to the same pages.
+Way = tuple[Hold, Lane | RemoteLane]
+
+
+@dataclass(eq=False)
+class _Slab:
+    """One on its way; ``has_come``: it waits for those before it."""
+
+    landed: Landed
+    has_come: bool = False
+
+
+class EmulatedLinks:
+    """As in a simulation: flows share a link's rate, and each pays its latency once.
+
+    A slab lands no earlier than those that have left before it to the same pages: one that is
+    written to pages of 8 bits erases what lies behind it. All times are those of
+    ``time.perf_counter``.
+
+    Args:
+        lanes: of all routes.
+    """
+
+    def __init__(self, lanes: Iterable[Lane | RemoteLane]) -> None:
+        # Each way between two groups has the link's rate to itself.
+        rates: dict[Link, float] = {
+            lane.groups: lane.link.gb_s * 1e9 for lane in lanes if lane.link
+        }
+        self._network: Network[Flow] = Network(rates)
+        self._queues: dict[Flow, deque[_Slab]] = {}
+        self._ways: dict[Way, deque[_Slab]] = {}
+        self._landing: list[tuple[float, int, _Slab]] = []
+        self._order = itertools.count()
+        self._now = 0.0
+
+    def hold_back(self, landed: Landed) -> None:
+        """Let a slab leave at its start, behind those before it; the machine has moved it."""
+        self._advance(landed.start)
+        flow, slab = (landed.slab.transfer, landed.slab.lane), _Slab(landed)
+        self._ways.setdefault(_way(landed), deque()).append(slab)
+        queue = self._queues.setdefault(flow, deque())
+        queue.append(slab)
+        if len(queue) == 1:
+            self._start(flow, landed.start)
+
+    @property
+    def next_time(self) -> float | None:
+        """When the next slab has been sent or lands."""
+        times = (self._network.next_end, self._landing[0][0] if self._landing else None)
+        return min((time for time in times if time is not None), default=None)
+
+    def take_landed(self, now: float) -> list[Landed]:
+        """What has landed by now; each slab's end is when it did."""
+        self._advance(now)
+        taken = []
+        while self._landing and self._landing[0][0] <= now:
+            time, _, slab = heapq.heappop(self._landing)
+            slab.has_come = True
+            way = _way(slab.landed)
+            behind = self._ways[way]
+            while behind and behind[0].has_come:
+                landed = behind.popleft().landed
+                taken.append(replace(landed, end=max(landed.end, time)))
+            if not behind:
+                del self._ways[way]
+        return taken
+
+    def _advance(self, now: float) -> None:
+        while (end := self._network.next_end) is not None and end <= now:
+            self._now = end
+            for flow in self._network.take_ended(end):
+                queue = self._queues[flow]
+                slab = queue.popleft()
+                link = slab.landed.slab.lane.link
+                assert link
+                heapq.heappush(self._landing, (end + link.latency_s, next(self._order), slab))
+                if queue:
+                    self._start(flow, end)
+                else:
+                    del self._queues[flow]
+
+    def _start(self, flow: Flow, time: float) -> None:
+        # Reports of several routes may come in another order than what they tell of.
+        self._now = max(self._now, time)
+        slab, (_, lane) = self._queues[flow][0].landed.slab, flow
+        num_bytes = (slab.stop - slab.start) * lane.token_bytes
+        self._network.start(flow, [lane.groups], num_bytes, self._now)
+
+
+def _way(landed: Landed) -> Way:
+    return landed.slab.transfer.dest_hold, landed.slab.lane

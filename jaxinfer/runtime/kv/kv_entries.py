@@ -1,0 +1,85 @@
+"""KV entries as they lie in pages, read on the host; and how far a hand-off may change them."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxinfer.pallas_kernels.choice import keys_by_token
+from jaxinfer.pallas_kernels.kv_pages import LARGEST
+from jaxinfer.runtime.kv.slab import SLAB_TOKENS
+from jaxinfer.runtime.stage.stage import Stage
+
+# Entries of 8 bits by half a step of their scale at most: of equal steps, and of e4m3, whose steps
+# grow with the number above the smallest of 2^-9.
+_HALF_STEP = {"int8": (0.5, 0.0), "float8_e4m3fn": (2.0**-10, 2.0**-4)}
+# What float32 itself leaves of a scale's products and quotients.
+_FLOAT32 = 4e-7
+
+
+def read_entries(
+    stages: Sequence[Stage], tables: Sequence[Sequence[int]], count: int
+) -> np.ndarray:
+    """Keys and values of a request's first tokens, float32 [L, 2, T, K, H].
+
+    Args:
+        tables: of each stage, the request's pages in token order.
+    """
+    found = []
+    for stage, table in zip(stages, tables, strict=True):
+        plan = stage.plan
+        page, offset = np.divmod(np.arange(count), plan.limits.page_size)
+        page = np.asarray(table)[page]
+        heads = slice(plan.num_kv_heads)
+        for kv in stage.kv:
+            keys, values = (np.asarray(x).astype(np.float32) for x in (kv.keys, kv.values))
+            by_token = keys_by_token(plan.config.kernels)
+            k_TKH = keys[page, heads, offset] if by_token else keys[page, heads, :, offset]
+            v_TKH = values[page, heads, offset]
+            if kv.key_scale_PK is not None and kv.value_scale_PK is not None:
+                k_TKH = k_TKH * np.asarray(kv.key_scale_PK)[page, heads, None]
+                v_TKH = v_TKH * np.asarray(kv.value_scale_PK)[page, heads, None]
+            found.append(np.stack([k_TKH, v_TKH]))
+    return np.stack(found)
+
+
+def allowed_change(
+    sent: np.ndarray, wire: np.dtype, stored: np.dtype, page_size: int
+) -> np.ndarray:
+    """How far what arrives may be from what was sent, entry by entry, by the number formats alone.
+
+    Args:
+        sent: [L, 2, T, K, H], as the source holds it.
+        wire: what travels; ``stored``: what the destination holds, in pages of ``page_size``.
+    """
+    travels = sent.astype(wire).astype(np.float32)
+    if stored.name not in LARGEST:
+        return np.abs(travels.astype(stored).astype(np.float32) - sent)
+    flat, growing = _HALF_STEP[stored.name]
+    tokens = sent.shape[2]
+    allowed = np.empty_like(sent)
+    for start in range(0, tokens, page_size):
+        page = slice(start, min(start + page_size, tokens))
+        here = np.abs(travels[:, :, page])
+        scale = here.max(axis=(2, 4), keepdims=True) / LARGEST[stored.name]
+        # A page that two slabs write is rounded twice.
+        times = 1 + (start // SLAB_TOKENS != (page.stop - 1) // SLAB_TOKENS)
+        half = np.maximum(flat * scale, growing * here * (1 + growing) ** (times - 1))
+        allowed[:, :, page] = times * half + _FLOAT32 * here.max(axis=(2, 4), keepdims=True)
+    return allowed + np.abs(travels - sent)
+
+
+def compare_entries(
+    sent: np.ndarray, found: np.ndarray, allowed: np.ndarray
+) -> Mapping[str, float]:
+    """The largest change, the mean one (root of squares) and the bound, as shares of the entries.
+
+    The largest ones by the largest entry, the mean one by the mean entry (root of squares).
+    """
+    change = np.abs(found - sent)
+    largest = float(np.abs(sent).max())
+    return {
+        "max_change": float(change.max()) / largest,
+        "bound": float(allowed.max()) / largest,
+        "rms_change": float(np.sqrt(np.mean(change**2) / np.mean(sent**2))),
+        "beyond": float(np.maximum(change - allowed, 0).max()) / largest,
+    }

@@ -1,0 +1,42 @@
+"""How a step or a part of it ends: done on this host or in another process, or failed."""
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxinfer.serving.world import StepDone
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An instance can do no more."""
+
+    instance: str
+    error: Exception
+
+
+class StepEnd(NamedTuple):
+    """The end of a stage's part of a step in another process, which alone can wait for it."""
+
+    instance: str
+    step: int
+    stage: int
+
+
+Post = Callable[[StepDone | Failed], None]
+# What will be done when a stage's part of a step has ended, or what names it in another process.
+End = Future[None] | StepEnd
+# Called with a stage's number when it has been launched, and its end.
+Launched = Callable[[int, End], None]
+
+
+def join(threads: Iterable[threading.Thread]) -> None:
+    """Wait for threads that have been told to end, but not for one that hangs.
+
+    One that was still freeing arrays when the interpreter ends would crash it.
+    """
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=2)

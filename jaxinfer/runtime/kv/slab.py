@@ -1,0 +1,234 @@
+"""Slabs of KV entries: out of one instance's pages, and into another's.
+
+The two ends know of each other only what a slab looks like, so that they may be in two processes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxinfer.models.sharding import HEADS_AXIS
+from jaxinfer.pallas_kernels.choice import keys_by_token
+from jaxinfer.pallas_kernels.kv_pages import KVPages, write_kv
+from jaxinfer.runtime.kv.checksums import checksum
+from jaxinfer.runtime.stage.layout import Plan, PlanFacts
+from jaxinfer.runtime.stage.stage import Stage
+
+SLAB_TOKENS = 256
+
+
+def gather(
+    num_heads: int,
+    dtype: jnp.dtype,
+    by_token: bool,
+    kv: list[KVPages],
+    pages_M: jax.Array,
+    offset: jax.Array,
+) -> jax.Array:
+    """A slab [2, L, T, K, H] of the entries in some layers' pages, from ``offset`` on.
+
+    Args:
+        by_token: see ``choice.keys_by_token``.
+    """
+
+    def in_token_order(pages_PKBH: jax.Array, scale_PK: jax.Array | None) -> jax.Array:
+        x_MKBH = pages_PKBH[pages_M, :num_heads]
+        if scale_PK is not None:
+            x_MKBH = x_MKBH.astype(jnp.float32) * scale_PK[pages_M, :num_heads, None, None]
+        x_MBKH = jnp.swapaxes(x_MKBH, 1, 2).astype(dtype)
+        x_XKH = x_MBKH.reshape(-1, *x_MBKH.shape[2:])
+        return jax.lax.dynamic_slice_in_dim(x_XKH, offset, SLAB_TOKENS)
+
+    def keys(pages: KVPages) -> jax.Array:
+        return pages.keys if by_token else jnp.swapaxes(pages.keys, 2, 3)
+
+    k_LTKH = [in_token_order(keys(pages), pages.key_scale_PK) for pages in kv]
+    v_LTKH = [in_token_order(pages.values, pages.value_scale_PK) for pages in kv]
+    return jnp.stack([jnp.stack(k_LTKH), jnp.stack(v_LTKH)])
+
+
+def scatter(
+    by_token: bool,
+    kv: list[KVPages],
+    slab_2LTKH: jax.Array,
+    page_T: jax.Array,
+    offset_T: jax.Array,
+) -> list[KVPages]:
+    """Write a slab's entries to their places; padding goes to page 0. ``kv`` is to be donated."""
+    heads = kv[0].keys.shape[1] - slab_2LTKH.shape[3]
+    slab_2LTKH = jnp.pad(slab_2LTKH, [(0, 0)] * 3 + [(0, heads), (0, 0)])
+    k_LTKH, v_LTKH = slab_2LTKH
+    return [
+        write_kv(pages, k, v, page_T, offset_T, by_token)
+        for pages, k, v in zip(kv, k_LTKH, v_LTKH, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class SlabFormat:
+    """What a slab between two stages holds: entries of the layers that both have.
+
+    Attributes:
+        first, stop: of the whole model's layers.
+        num_heads: KV heads of the model, without padding.
+        dtype: the narrower of the two stages'.
+        shards: pieces by heads that both stages' devices can have equally many of.
+    """
+
+    first: int
+    stop: int
+    num_heads: int
+    head_dim: int
+    dtype: jnp.dtype
+    shards: int
+
+    @classmethod
+    def between(cls, source: PlanFacts, dest: PlanFacts) -> "SlabFormat":
+        """Of two stages that have layers in common."""
+        shards = math.gcd(len(source.devices), len(dest.devices), source.num_kv_heads)
+        return cls(
+            max(source.layers.start, dest.layers.start),
+            min(source.layers.stop, dest.layers.stop),
+            source.num_kv_heads,
+            source.config.head_dim,
+            min(source.dtype, dest.dtype, key=lambda dtype: dtype.itemsize),
+            shards,
+        )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """[2, L, T, K, H]: keys and values."""
+        return 2, self.stop - self.first, SLAB_TOKENS, self.num_heads, self.head_dim
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes per token."""
+        layers = self.stop - self.first
+        return 2 * layers * self.num_heads * self.head_dim * self.dtype.itemsize
+
+    def sharding(self, plan: Plan) -> NamedSharding:
+        """On a stage: by heads where its devices divide them, else whole on every device."""
+        divides = self.num_heads % len(plan.devices) == 0
+        axes = [None] * 3 + [HEADS_AXIS if divides else None]
+        return NamedSharding(plan.mesh, PartitionSpec(*axes))
+
+    def layers_of(self, plan: PlanFacts) -> slice:
+        """Those of the stage that a slab holds."""
+        return slice(self.first - plan.layers.start, self.stop - plan.layers.start)
+
+
+class SlabSource:
+    """Takes slabs out of a stage's pages.
+
+    Args:
+        verify: a checksum goes with each slab.
+    """
+
+    def __init__(self, stage: Stage, form: SlabFormat, verify: bool) -> None:
+        self._stage, self._layers = stage, form.layers_of(stage.plan)
+        self._gather = compiled_gather(stage, form)
+        self._checksum = jax.jit(checksum) if verify else None
+
+    def take(
+        self, table: Sequence[int], start: int, stop: int
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Launch the gather of up to ``SLAB_TOKENS`` tokens, and the checksum; returns at once.
+
+        Args:
+            table: the pages of the request, in token order.
+        """
+        pages, offset = _where(self._stage.plan, table, start, stop)
+        array = self._gather(self._stage.kv[self._layers], pages, offset)
+        return array, self._checksum(array) if self._checksum else None
+
+
+class SlabDest:
+    """Writes slabs to a stage's pages.
+
+    Args:
+        verify: read back what lies in the pages then.
+
+    Attributes:
+        sharding: of a slab that is to be written.
+    """
+
+    def __init__(self, stage: Stage, form: SlabFormat, verify: bool) -> None:
+        self._stage, self._layers = stage, form.layers_of(stage.plan)
+        self.sharding = form.sharding(stage.plan)
+        self._scatter = compiled_scatter(stage, form)
+        self._read_back = compiled_gather(stage, form) if verify else None
+        self._checksum = jax.jit(checksum)
+
+    def place(
+        self, array: jax.Array, table: Sequence[int], start: int, stop: int
+    ) -> jax.Array | None:
+        """Launch the scatter of what has arrived; returns at once.
+
+        Where transfers are verified, returns the checksum of what lies in the pages then.
+        """
+        plan, kv, layers = self._stage.plan, self._stage.kv, self._layers
+        position = np.arange(start, stop)
+        page_T, offset_T = np.zeros((2, SLAB_TOKENS), np.int32)
+        page_T[: len(position)] = np.asarray(table, np.int32)[position // plan.limits.page_size]
+        offset_T[: len(position)] = position % plan.limits.page_size
+        kv[layers] = self._scatter(kv[layers], array, page_T, offset_T)
+        if self._read_back is None:
+            return None
+        pages, offset = _where(plan, table, start, stop)
+        return self._checksum(self._read_back(kv[layers], pages, offset))
+
+
+def compiled_gather(stage: Stage, form: SlabFormat) -> jax.stages.Compiled:
+    """``gather`` on a stage's pages, for all slabs of this form."""
+    key = "gather", form
+    if key not in stage.transfers:
+        plan = stage.plan
+        jitted = jax.jit(
+            partial(gather, form.num_heads, form.dtype, keys_by_token(plan.config.kernels)),
+            out_shardings=form.sharding(plan),
+        )
+        pages = np.zeros(_pages_of_slab(plan), np.int32)
+        with jax.set_mesh(plan.mesh):
+            lowered = jitted.lower(plan.pages[form.layers_of(plan)], pages, np.int32(0))
+            stage.transfers[key] = lowered.compile()
+    return stage.transfers[key]
+
+
+def compiled_scatter(stage: Stage, form: SlabFormat) -> jax.stages.Compiled:
+    """``scatter`` into a stage's pages, for all slabs of this form."""
+    key = "scatter", form
+    if key not in stage.transfers:
+        plan = stage.plan
+        pages = plan.pages[form.layers_of(plan)]
+        jitted = jax.jit(
+            partial(scatter, keys_by_token(plan.config.kernels)),
+            donate_argnums=0,
+            out_shardings=jax.tree.map(lambda x: x.sharding, pages),
+        )
+        slab = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=form.sharding(plan))
+        places = np.zeros(SLAB_TOKENS, np.int32)
+        with jax.set_mesh(plan.mesh):
+            stage.transfers[key] = jitted.lower(pages, slab, places, places).compile()
+    return stage.transfers[key]
+
+
+def _pages_of_slab(plan: Plan) -> int:
+    """Pages that a slab's tokens lie in at most."""
+    return -(-SLAB_TOKENS // plan.limits.page_size) + 1
+
+
+def _where(
+    plan: Plan, table: Sequence[int], start: int, stop: int
+) -> tuple[np.ndarray, np.integer]:
+    """The pages of some tokens, padded, and where in the first one they begin."""
+    size = plan.limits.page_size
+    pages = np.zeros(_pages_of_slab(plan), np.int32)
+    here = table[start // size : -(-stop // size)]
+    pages[: len(here)] = here
+    return pages, np.int32(start % size)

@@ -1,0 +1,1 @@
+"""Workers in processes of their own, here or on other hosts."""

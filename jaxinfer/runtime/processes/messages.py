@@ -1,0 +1,239 @@
+"""What the loop's process and a worker's process say to each other.
+
+Batches, requests and holds never travel: what is new of them does. Times are those of
+``time.perf_counter`` in the worker's process: all of one Linux host share them, and those of
+another's are counted from another moment.
+"""
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jaxinfer.config.cluster import ClusterConfig
+from jaxinfer.runtime.kv.outcome import StepEnd
+from jaxinfer.runtime.kv.slab import SlabFormat
+from jaxinfer.runtime.stage.layout import PlanFacts
+from jaxinfer.runtime.stage.sampler import SamplerShape
+
+CarrierName = Literal["host", "transfer_server"]
+
+# To a worker's process, done in this order.
+
+
+class Load(NamedTuple):
+    """Load these instances, on the devices that the process sees. Answered with Loaded.
+
+    Attributes:
+        host: the address by which the process is reached.
+    """
+
+    model: str
+    cluster: ClusterConfig
+    host: str
+
+
+class Prepare(NamedTuple):
+    """Compile what steps with this sampler need. Answered with Left."""
+
+    instance: str
+    sampler: SamplerShape
+
+
+class NewRequest(NamedTuple):
+    """What a request never changes, told once."""
+
+    number: int
+    id: str
+    prompt_len: int
+    max_tokens: int
+    prompt_token_ids: Sequence[int]
+    payload: object
+
+
+# Request, start, count, samples, input_pending, epoch; then how many pages of each shard stand
+# already, and those that are new.
+RowDelta = tuple[int, int, int, bool, bool, int, int, list[list[int]]]
+
+
+class Launch(NamedTuple):
+    """Start a step. Answered with StepEnded, or WorkerFailed.
+
+    Attributes:
+        new: requests that the process has not heard of; ``gone``: those that nobody has any more.
+        tokens: of requests, the output tokens that it has not heard of.
+    """
+
+    instance: str
+    step: int
+    origin: float
+    new: list[NewRequest]
+    gone: list[int]
+    tokens: list[tuple[int, list[int]]]
+    rows: list[RowDelta]
+
+
+class Emulate(NamedTuple):
+    """How long a stage's steps are to take."""
+
+    instance: str
+    stage: int
+    seconds: Any
+
+
+class OpenLane(NamedTuple):
+    """Get ready to send slabs of a stage, or to take them in."""
+
+    lane: int
+    instance: str
+    stage: int
+    form: SlabFormat
+    sends: bool
+    verify: bool
+
+
+class Offer(NamedTuple):
+    """Take a slab out of these pages, once a step's stage has ended; answered with Offered.
+
+    Attributes:
+        table: of the request, in token order; None asks for a slab that both sides know.
+    """
+
+    lane: int
+    slab: int
+    table: list[int] | None
+    start: int
+    stop: int
+    after: StepEnd | None
+    by: CarrierName
+
+
+class Pull(NamedTuple):
+    """Fetch an offered slab; answered with Pulled.
+
+    Attributes:
+        known: it is to be the one that both sides know, and is not kept.
+    """
+
+    lane: int
+    slab: int
+    by: CarrierName
+    address: Any
+    known: bool = False
+
+
+class Place(NamedTuple):
+    """Write a slab that was pulled to these pages; answered with Checked if slabs are verified."""
+
+    lane: int
+    slab: int
+    table: list[int]
+    start: int
+    stop: int
+
+
+class Drop(NamedTuple):
+    """Forget a slab that was offered or pulled."""
+
+    lane: int
+    slab: int
+    by: CarrierName
+
+
+# From it.
+
+
+class Alive(NamedTuple):
+    """Said each second."""
+
+
+class Hello(NamedTuple):
+    """Said once: the versions that the process runs."""
+
+    jax: str
+    jaxinfer: str
+
+    @classmethod
+    def here(cls) -> "Hello":
+        """Those of this process."""
+        return cls(version("jax"), version("jaxinfer"))
+
+
+class Left(NamedTuple):
+    """Progress of what was asked for: how many parts are left, 0 when it is done."""
+
+    what: str
+    parts: int
+
+
+class Loaded(NamedTuple):
+    """The plans of each instance's stages, and its worker's ``parts``."""
+
+    plans: Mapping[str, Sequence[PlanFacts]]
+    parts: Mapping[str, list[list[int]]]
+
+
+class StepEnded(NamedTuple):
+    """A step's results.
+
+    Attributes:
+        results: the arguments of its StepDone but the batch.
+        overruns: of each stage, the seconds by which emulated steps were late since the last.
+        compiles: of each stage, as ``CompiledStep`` counts: compiles, seconds, late ones.
+    """
+
+    instance: str
+    step: int
+    results: tuple[Any, ...]
+    overruns: Sequence[Sequence[float]]
+    compiles: Sequence[tuple[int, float, int]]
+
+
+class WorkerFailed(NamedTuple):
+    """An instance can do no more; ``is_mistake``: the user's."""
+
+    instance: str
+    is_mistake: bool
+    line: str
+
+
+class Refused(NamedTuple):
+    """What was asked for cannot be done."""
+
+    line: str
+
+
+class Offered(NamedTuple):
+    """A slab may be pulled there."""
+
+    lane: int
+    slab: int
+    address: Any
+    checksum_LT: np.ndarray | None
+
+
+class Pulled(NamedTuple):
+    """A slab is on the destination's devices."""
+
+    lane: int
+    slab: int
+    start: float
+    end: float
+
+
+class Checked(NamedTuple):
+    """The checksum of what lies in the pages of a slab."""
+
+    lane: int
+    slab: int
+    checksum_LT: np.ndarray
+
+
+class SlabFailed(NamedTuple):
+    """A slab did not get on, by the source's fault or the destination's."""
+
+    lane: int
+    slab: int
+    by_source: bool
+    line: str

@@ -1,0 +1,116 @@
+"""Processes of device groups on hosts that Ray finds for them."""
+
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from jaxinfer.config.cluster import GroupConfig
+from jaxinfer.errors import JaxinferError
+from jaxinfer.runtime.processes.peers import Elsewhere, Peer
+from jaxinfer.runtime.processes.ray_client import connect
+from jaxinfer.runtime.processes.worker_server import WorkerServer
+
+# A node that is there, and busy with something else, may come free.
+PLACE_S = 300.0
+
+
+class ListeningWorker:
+    """An actor: a worker that listens on its node, with the devices that Ray gives it there.
+
+    Args:
+        key: what the job has to have.
+    """
+
+    def __init__(self, key: str) -> None:
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        self._server = WorkerServer(host, 0, key, print)
+        threading.Thread(target=self._server.serve, daemon=True).start()
+
+    def address(self) -> str:
+        """``HOST:PORT``."""
+        return self._server.address
+
+
+def place(address: str, groups: Mapping[str, GroupConfig]) -> Iterator[tuple[str, Peer]]:
+    """A process for each group; it and its actor end with each other, and with this process.
+
+    Args:
+        address: of Ray's cluster.
+
+    Raises:
+        JaxinferError: there is none, or no node has what a group asks for.
+    """
+    ray = connect(address)
+    key = secrets.token_hex(16)
+    demands = {name: _demands(group) for name, group in groups.items()}
+    for name, demanded in demands.items():
+        _check(name, demanded, ray.nodes())
+    actor = ray.remote(ListeningWorker)
+    actors = {
+        name: actor.options(
+            num_cpus=demanded.get("CPU", 0),
+            num_gpus=demanded.get("GPU", 0),
+            resources={n: x for n, x in demanded.items() if n not in ("CPU", "GPU")},
+            max_restarts=0,
+        ).remote(key)
+        for name, demanded in demands.items()
+    }
+    try:
+        for name, group in groups.items():
+            kill = partial(_end, ray, actors[name])
+            try:
+                there = ray.get(actors[name].address.remote(), timeout=PLACE_S)
+                peer = Elsewhere(there, key, group.environment, kill)
+            except ray.exceptions.GetTimeoutError:
+                raise JaxinferError(
+                    f"groups.{name}.ray: no node has {_words(demands[name])} free after "
+                    f"{PLACE_S:g} s"
+                ) from None
+            except (ray.exceptions.RayError, JaxinferError) as error:
+                # Ray's have a traceback before what is said.
+                why = str(error).strip().splitlines()[-1]
+                raise JaxinferError(f"groups.{name}.ray: {why}") from None
+            del actors[name]
+            yield name, peer
+    finally:
+        for left in actors.values():
+            _end(ray, left)
+
+
+def _end(ray: Any, actor: Any) -> None:
+    """Have an actor ended, and its process with it, where there is still a cluster to ask."""
+    # One that has been left would be joined again, or another one started.
+    if ray.is_initialized():
+        with suppress(Exception):  # Whoever asks has more to do, and the actor ends with this one.
+            ray.kill(actor)
+
+
+def _demands(group: GroupConfig) -> dict[str, float]:
+    assert group.ray
+    gpus = group.ray.num_gpus
+    if gpus is None:
+        gpus = group.devices if group.platform == "gpu" else 0
+    return {"CPU": group.ray.num_cpus, "GPU": gpus, **group.ray.resources}
+
+
+def _check(name: str, demanded: Mapping[str, float], nodes: list[dict[str, Any]]) -> None:
+    """Refuse what no node has, which Ray would wait for."""
+    there = [node["Resources"] for node in nodes if node["Alive"]]
+    if not any(all(has.get(n, 0) >= x for n, x in demanded.items()) for has in there):
+        known = "; ".join(_words({n: x for n, x in has.items() if _is_told(n)}) for has in there)
+        raise JaxinferError(
+            f"groups.{name}.ray: no node has {_words(demanded)}; those that are there have {known}"
+        )
+
+
+def _is_told(resource: str) -> bool:
+    return not resource.startswith(("node:", "memory", "object_store_memory"))
+
+
+def _words(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{n} {x:g}" for n, x in resources.items() if x) or "nothing"

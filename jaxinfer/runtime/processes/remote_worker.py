@@ -1,0 +1,348 @@
+"""Workers in processes of their own, as the loop's process sees them."""
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from jaxinfer.config.cluster import LinkConfig
+from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.runtime.kv.outcome import Failed, Launched, Post, StepEnd
+from jaxinfer.runtime.processes.batch_delta import Teller
+from jaxinfer.runtime.processes.kv_endpoint import LaneAnswer
+from jaxinfer.runtime.processes.messages import (
+    Alive,
+    Checked,
+    Emulate,
+    Hello,
+    Launch,
+    Left,
+    Loaded,
+    Offered,
+    Prepare,
+    Pulled,
+    Refused,
+    SlabFailed,
+    StepEnded,
+    WorkerFailed,
+)
+from jaxinfer.runtime.processes.peers import END_S, Ended, Peer, how_ended
+from jaxinfer.runtime.processes.sockets import set_patience
+from jaxinfer.runtime.stage.layout import PlanFacts
+from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape
+from jaxinfer.serving.batch import Batch
+from jaxinfer.serving.world import StepDone
+
+# A process says each second that it is alive; one that has not for so long has gone.
+SILENCE_S = 10.0
+# Silence is waited for in so many parts: where this process is stopped as well, as by Ctrl-Z, that
+# takes one of them.
+PARTS = 10
+# Before its first word it imports JAX, from a disk that may be slow.
+START_S = 300.0
+
+
+class ProcessLost(Exception):
+    """A process has ended, or says nothing any more."""
+
+
+class NobodyThere(JaxinferError):
+    """A process was asked for something, and is lost."""
+
+
+class Process:
+    """One process with devices of its own, ended by this one.
+
+    Args:
+        name: of its group.
+        peer: it, as it is got at.
+
+    Attributes:
+        lost: why it is no more, or None.
+        workers: of its instances, by name; ``lanes``: who gets the answers of each lane.
+        on_loss: called, in a thread, when it is no more.
+    """
+
+    def __init__(self, name: str, peer: Peer) -> None:
+        self.name = name
+        self.lost: str | None = None
+        self.workers: dict[str, RemoteWorker] = {}
+        self.lanes: dict[int, Callable[[LaneAnswer], None]] = {}
+        self.on_loss: list[Callable[[str], None]] = []
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._closing = False
+        self._given_up: str | None = None
+        self._ended = threading.Event()
+        self.peer, self._socket = peer, peer.socket
+        # One that is stopped may have said half of something.
+        set_patience(self._socket, SILENCE_S)
+        self._connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
+        self._lock = threading.Lock()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """Have something done, after all that was sent before.
+
+        Raises:
+            ProcessLost: nobody is there to do it.
+        """
+        if self.lost:
+            raise ProcessLost(self.lost)
+        try:
+            with self._lock:
+                self._connection.send(message)
+        except OSError as error:
+            raise ProcessLost(f"process of group {self.name}: {error}") from None
+
+    def ask(self, message: Any) -> Iterator[Any]:
+        """Send, and the answers to this message as they come.
+
+        Raises:
+            JaxinferError: it cannot be done, by the user's mistake or because the process is lost.
+        """
+        try:
+            self.send(message)
+        except ProcessLost as error:
+            raise NobodyThere(str(error)) from None
+        return self.answers()
+
+    def answers(self) -> Iterator[Any]:
+        """What comes of what was asked; see ``ask``."""
+        while True:
+            match answer := self._answers.get():
+                case Refused(line):
+                    raise JaxinferError(f"groups.{self.name}: {line}")
+                case ProcessLost():
+                    raise NobodyThere(str(answer))
+            yield answer
+
+    def close(self) -> None:
+        """End it; waits for no more than a few seconds."""
+        self._closing = True
+        # Not by a message: a thread that is in the midst of sending one may be the one here, which
+        # garbage collection has brought.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self.peer.end(END_S)
+
+    def give_up(self, why: str) -> None:
+        """End it as if it had ended by itself: who works with it is told, and why."""
+        self._given_up = self._given_up or why
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def why_lost(self, seconds: float) -> str | None:
+        """Why it is no more, or will not be in so many seconds."""
+        self._ended.wait(seconds)
+        return self.lost
+
+    def _read(self) -> None:
+        ended = f"process of group {self.name} ({self.peer.where}) {self._hear_all()}"
+        self.lost = why = self._given_up or ended
+        self._ended.set()
+        self._answers.put(ProcessLost(why))
+        # Each of them, whatever the others raise: who is not told waits for ever.
+        with ExitStack() as all_told:
+            all_told.callback(self._disconnect)
+            if not self._closing:
+                for hear in reversed(list(self.on_loss)):
+                    all_told.callback(hear, why)
+                # A list: the loop's thread may move a worker here meanwhile.
+                for worker in reversed(list(self.workers.values())):
+                    all_told.callback(worker.on_loss, ProcessLost(why))
+
+    def _disconnect(self) -> None:
+        with self._lock:
+            self._connection.close()
+            self._socket.close()
+
+    def _hear_all(self) -> str:
+        """Until it is no more, and why that is so."""
+        patience = START_S
+        try:
+            while self._says_something(patience):
+                answer = self._connection.recv()
+                if isinstance(answer, Ended):
+                    self.peer.end(0)
+                    return how_ended(answer.code)
+                self._hear(answer)
+                patience = SILENCE_S
+        except BlockingIOError:
+            pass  # Half of something.
+        except TimeoutError:
+            self.peer.end(0)
+            return "cannot be reached any more"
+        except (EOFError, OSError):
+            return self.peer.end(END_S)
+        except Exception as error:
+            self.peer.end(0)
+            return f"has said what is not understood: {type(error).__name__}: {one_line(error)}"
+        # Stopped, or too busy to be of use: nobody is to find it later.
+        self.peer.end(0)
+        return f"has said nothing for {patience:g} s"
+
+    def _says_something(self, patience: float) -> bool:
+        return any(self._connection.poll(patience / PARTS) for _ in range(PARTS))
+
+    def _hear(self, answer: Any) -> None:
+        match answer:
+            case StepEnded():
+                self.workers[answer.instance].on_step(answer)
+            case WorkerFailed(instance, is_mistake, line):
+                error = JaxinferError(line) if is_mistake else ProcessLost(line)
+                self.workers[instance].on_loss(error)
+            case Pulled(lane, slab, start, end):
+                ahead = self.peer.clock_offset
+                self.lanes[lane](Pulled(lane, slab, start - ahead, end - ahead))
+            case Offered() | Checked() | SlabFailed():
+                self.lanes[answer.lane](answer)
+            case Hello():
+                for name, there, here in zip(Hello._fields, answer, Hello.here(), strict=True):
+                    if there != here:
+                        line = f"{name} is {there} in its process, {here} in this one"
+                        self._answers.put(Refused(line))
+            case Left() | Loaded() | Refused():
+                self._answers.put(answer)
+            case Alive():
+                pass
+
+
+@dataclass
+class CompileCounts:
+    """See ``CompiledStep``."""
+
+    compiles: int = 0
+    compile_s: float = 0.0
+    late_compiles: int = 0
+
+
+@dataclass
+class RemoteStage:
+    """A stage that another process has: what is known of it here."""
+
+    process: Process
+    instance: str
+    number: int
+    plan: PlanFacts
+    link: LinkConfig | None = None
+    overruns: list[float] = field(default_factory=list)
+    step: CompileCounts = field(default_factory=CompileCounts)
+    _before: CompileCounts = field(default_factory=CompileCounts)
+    _emulate: Callable[[Batch], float] | None = None
+
+    @property
+    def emulate(self) -> Callable[[Batch], float] | None:
+        """Seconds that a step is to take on a slower device, or None."""
+        return self._emulate
+
+    @emulate.setter
+    def emulate(self, seconds: Callable[[Batch], float] | None) -> None:
+        self._emulate = seconds
+        self.emulate_on(self.process)
+
+    def emulate_on(self, process: Process) -> None:
+        """Tell a process how long its steps are to take."""
+        process.send(Emulate(self.instance, self.number, self._emulate))
+
+    def move_to(self, process: Process) -> None:
+        """Go on in another process, which has compiled all of it anew."""
+        self.process, self._before = process, self.step
+
+    def count(self, compiles: int, seconds: float, late: int) -> None:
+        """Note what the process has compiled; that of those before it counts, too."""
+        before = self._before
+        self.step = CompileCounts(
+            before.compiles + compiles, before.compile_s + seconds, before.late_compiles + late
+        )
+
+
+class RemoteWorker:
+    """The stages of one instance in another process; see ``Worker``.
+
+    Attributes:
+        parts: as the worker there has.
+        sampler: the one that was asked for last.
+    """
+
+    def __init__(
+        self, process: Process, instance: str, plans: Sequence[PlanFacts], parts: list[list[int]]
+    ) -> None:
+        self.process, self.instance, self.parts = process, instance, parts
+        self.stages = [RemoteStage(process, instance, i, plan) for i, plan in enumerate(plans)]
+        self.sampler = PLAIN_SAMPLER
+        self._teller = Teller()
+        self._numbers = 0
+        self._steps: dict[int, tuple[Batch, Post]] = {}
+        self._lost: Exception | None = None
+        process.workers[instance] = self
+
+    def prepare(self, sampler: SamplerShape = PLAIN_SAMPLER) -> Iterator[int]:
+        """Compile all steps with this sampler, which those launched from now on have.
+
+        Yields how many are left, their number first.
+        """
+        self.sampler = sampler
+        yield from self.prepare_on(self.process)
+
+    def prepare_on(self, process: Process) -> Iterator[int]:
+        """The same in a process that is to have these stages, with the sampler asked for last."""
+        for answer in process.ask(Prepare(self.instance, self.sampler)):
+            yield answer.parts
+            if not answer.parts:
+                return
+
+    def emulate_on(self, process: Process) -> None:
+        """Have steps there take as long as here."""
+        for stage in self.stages:
+            if stage.emulate:
+                stage.emulate_on(process)
+
+    def move_to(self, process: Process) -> None:
+        """Go on in a process that has these stages, and has heard of no request."""
+        self.process, self._teller, self._lost = process, Teller(), None
+        for stage in self.stages:
+            stage.move_to(process)
+        process.workers[self.instance] = self
+
+    def launch(
+        self,
+        batch: Batch,
+        origin: float,
+        post: Post,
+        launched: Launched = lambda *args: None,
+    ) -> None:
+        """Start a step and return. ``post`` gets its StepDone, with times since ``origin``."""
+        if self._lost:
+            raise type(self._lost)(*self._lost.args)  # A new one, for it will keep those it passes.
+        step = self._numbers
+        self._numbers += 1
+        self._steps[step] = batch, post
+        told: Launch = self._teller.tell(batch, step, origin + self.process.peer.clock_offset)
+        self.process.send(told)
+        for stage in range(len(self.stages)):
+            launched(stage, StepEnd(self.instance, step, stage))
+
+    def on_step(self, answer: StepEnded) -> None:
+        """Pass a step's results on."""
+        batch, post = self._steps.pop(answer.step, (None, None))
+        if batch is None or post is None:
+            return  # Of a worker that has failed.
+        for stage, late, counts in zip(self.stages, answer.overruns, answer.compiles, strict=True):
+            stage.overruns += late
+            stage.count(*counts)
+        post(StepDone(batch, *answer.results))
+
+    def on_loss(self, error: Exception) -> None:
+        """Tell those who wait for steps, and whoever comes with one."""
+        self._lost = error
+        while self._steps:
+            _, (_, post) = self._steps.popitem()
+            post(Failed(self.instance, error))
+
+    def close(self) -> None:
+        """The process is ended as a whole."""

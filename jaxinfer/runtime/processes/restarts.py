@@ -1,0 +1,245 @@
+"""Processes that are lost and started again, while the rest of their cluster goes on."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from jaxinfer.config.cluster import ClusterConfig
+from jaxinfer.config.stages import StageConfig
+from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.runtime.kv.outcome import Failed
+from jaxinfer.runtime.processes.process_group import (
+    AnotherProcess,
+    OtherProcesses,
+    wait_until_loaded,
+)
+from jaxinfer.runtime.processes.remote_worker import NobodyThere, Process, ProcessLost, RemoteWorker
+from jaxinfer.runtime.stage.layout import PlanFacts
+from jaxinfer.runtime.stage.sampler import SamplerShape
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """There is news of a group's process: ``Restarts.take`` tells it."""
+
+    group: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What has come of a loss.
+
+    Attributes:
+        instances: those of the process.
+        why: it was lost.
+        seconds: from then until it was ready, or was given up.
+        error: why it could not be started; None if it was.
+    """
+
+    group: str
+    instances: Sequence[str]
+    why: str
+    seconds: float
+    error: str | None = None
+
+
+@dataclass
+class _Home:
+    """The process of a group that may be started again.
+
+    Attributes:
+        left: how often it may be.
+        starting: whether a thread is about it, and ``why``: as the one before was lost.
+        prepared: of each instance, the sampler that the process has.
+        news: an outcome that nobody has taken.
+    """
+
+    group: str
+    part: ClusterConfig
+    left: int
+    process: Process
+    workers: Mapping[str, RemoteWorker]
+    sides: Mapping[str, AnotherProcess]
+    starting: bool = False
+    why: str = ""
+    prepared: Mapping[str, SamplerShape] | None = None
+    news: Outcome | None = None
+
+
+class Restarts:
+    """Starts lost processes again, as often as their groups say.
+
+    What has loaded and compiled waits until the loop's thread takes it: from then on, its workers
+    and the ways to and from them are those of the new process.
+
+    Args:
+        others: has started them at first; ``workers``: theirs, by instance.
+    """
+
+    def __init__(
+        self, config: ClusterConfig, others: OtherProcesses, workers: Mapping[str, RemoteWorker]
+    ) -> None:
+        self._others = others
+        self._hear: Callable[[Restarted | Failed], object] = lambda news: None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._homes: dict[str, _Home] = {}
+        self._of: dict[str, _Home] = {}
+        for name, group in config.groups.items():
+            if group.restart:
+                here = {n: worker for n, worker in workers.items() if config.process_of(n) == name}
+                sides = {instance: others.there(instance) for instance in here}
+                part = _as_planned(config.part(name), here)
+                process = next(iter(here.values())).process
+                home = _Home(name, part, group.restart, process, here, sides)
+                self._homes[name] = home
+                self._of |= dict.fromkeys(here, home)
+                self._watch(home)
+
+    def listen(self, hear: Callable[[Restarted | Failed], object]) -> None:
+        """Have a run told of news, by any thread, and of those that nobody has taken.
+
+        Who is being started, or comes to be, has failed: nobody is to find out by a step.
+        """
+        with self._lock:
+            self._hear = hear
+            for group, home in self._homes.items():
+                if home.news:
+                    hear(Restarted(group))
+                elif home.starting:
+                    self._tell_of_loss(home)
+
+    def _tell_of_loss(self, home: _Home) -> None:
+        for name in home.workers:
+            self._hear(Failed(name, ProcessLost(home.why)))
+
+    def expect(self, instance: str, why: str) -> bool:
+        """Whether an instance that was lost is to return; if so, all of its process is lost."""
+        home = self._of.get(instance)
+        if home is None:
+            return False
+        if home.process.lost:  # Its thread may have still to tell of it.
+            self._lose(home, home.process, home.process.lost)
+        with self._lock:
+            is_on_its_way = home.starting or home.news is not None
+            if not is_on_its_way and home.left:
+                home.process.give_up(f"instance {instance}: {why}")
+            return is_on_its_way or home.left > 0
+
+    def take(self, group: str) -> Outcome | None:
+        """The news of a group, if there are any; what was started is in use when this returns."""
+        home = self._homes[group]
+        with self._lock:
+            outcome, home.news = home.news, None
+        if outcome is None or outcome.error:
+            return outcome
+        assert home.prepared is not None
+        for name, worker in home.workers.items():
+            home.sides[name].move_to(home.process)
+            worker.move_to(home.process)
+            if home.prepared[name] != worker.sampler:  # Asked for when it was ready.
+                with suppress(NobodyThere):  # The first step for it will show it.
+                    for _ in worker.prepare(worker.sampler):
+                        pass
+        return outcome
+
+    def close(self) -> None:
+        """Start none any more."""
+        self._closed = True
+
+    def _watch(self, home: _Home) -> None:
+        process = home.process
+        # After the workers and the ways, which are told of the loss first.
+        process.on_loss.append(partial(self._lose, home, process))
+        if process.lost:
+            self._lose(home, process, process.lost)
+
+    def _lose(self, home: _Home, process: Process, why: str) -> None:
+        with self._lock:
+            if home.process is not process or home.starting or self._closed:
+                return
+            if home.news.error if home.news else not home.left:
+                return  # Its instances are lost for good, as those of any process.
+            home.starting, home.news, home.why = True, None, why
+            self._tell_of_loss(home)
+        threading.Thread(target=self._start_again, args=(home, why), daemon=True).start()
+
+    def _start_again(self, home: _Home, why: str) -> None:
+        begin = time.perf_counter()
+        error: str | None = why
+        while error and home.left and not self._closed:
+            home.left -= 1
+            error = self._attempt(home)
+        seconds = time.perf_counter() - begin
+        with self._lock:
+            home.starting = False
+            home.news = Outcome(home.group, [*home.workers], why, seconds, error)
+        if not error:
+            self._watch(home)
+        self._hear(Restarted(home.group))
+
+    def _attempt(self, home: _Home) -> str | None:
+        """Why the process cannot be started; None when it is ready."""
+        process: Process | None = None
+        try:
+            # From here on, whoever closes the others closes this one, too.
+            process = self._others.begin_again(home.group, home.part)
+            if self._closed:
+                raise JaxinferError("closed")
+            home.prepared = _get_ready(home, process)
+        except Exception as error:
+            if process:
+                process.close()
+            is_mistake = isinstance(error, JaxinferError)
+            return str(error) if is_mistake else f"{type(error).__name__}: {one_line(error)}"
+        home.process = process
+        return None
+
+
+def _get_ready(home: _Home, process: Process) -> dict[str, SamplerShape]:
+    """Have a new process load, compile and open all that the lost one had; what samplers it has."""
+    loaded = wait_until_loaded(process)
+    prepared: dict[str, SamplerShape] = {}
+    for name, worker in home.workers.items():
+        for stage, plan in zip(worker.stages, loaded.plans[name], strict=True):
+            _check_same(name, stage.plan, plan)
+        while prepared.get(name) != (wanted := worker.sampler):
+            prepared[name] = wanted
+            for _ in worker.prepare_on(process):
+                pass
+        home.sides[name].open_on(process)
+        worker.emulate_on(process)
+    return prepared
+
+
+def _as_planned(config: ClusterConfig, workers: Mapping[str, RemoteWorker]) -> ClusterConfig:
+    """With the sizes that went by the memory that was free, and by speed, as they came out."""
+    instances = {}
+    for name, worker in workers.items():
+        instance, plans = config.instances[name], [stage.plan for stage in worker.stages]
+        found: dict[str, object] = {}
+        if len(pages := {plan.num_pages for plan in plans}) == 1:
+            found["num_pages"] = pages.pop()
+        if instance.stages:
+            pieces = [plan.layers.stop - plan.layers.start for plan in plans]
+            each = instance.segments
+            found["stages"] = tuple(
+                StageConfig(group=stage.group, layers=sum(pieces[i * each : (i + 1) * each]))
+                for i, stage in enumerate(instance.stages)
+            )
+        instances[name] = instance.model_copy(update=found)
+    return config.model_copy(update={"instances": instances})
+
+
+def _check_same(instance: str, before: PlanFacts, now: PlanFacts) -> None:
+    """Raise JaxinferError where the loop's plan is none of what the new process has."""
+    # Pages that the loop does not know of are not used.
+    sizes = {name: getattr(before, name) for name in ("num_pages", "kv_bytes", "memory_bytes")}
+    if now.num_pages < before.num_pages or replace(now, options=before.options, **sizes) != before:
+        raise JaxinferError(
+            f"instances.{instance} has another plan than before: {now.num_pages} pages of "
+            f"{before.num_pages}, devices {now.devices}, layers {now.layers}"
+        )

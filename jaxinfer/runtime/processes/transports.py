@@ -1,0 +1,193 @@
+"""How a slab gets from one process to another: offered by a number in one, pulled in the other."""
+
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax.experimental import transfer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.models.sharding import HEADS_AXIS
+from jaxinfer.runtime.kv.slab import SlabFormat
+from jaxinfer.runtime.processes.sockets import call, join_address, let_in, listen
+
+
+class Carrier(Protocol):
+    """One process's part of a way.
+
+    Attributes:
+        address: where another process is to pull from.
+    """
+
+    address: Any
+
+    def offer(self, number: int, array: jax.Array, form: SlabFormat) -> None:
+        """Have a slab ready under a number that is never used again."""
+
+    def drop(self, number: int) -> None:
+        """Take an offer back, if it has not been pulled."""
+
+    def pull(
+        self, number: int, address: Any, form: SlabFormat, sharding: Sharding, patience_s: float
+    ) -> jax.Array:
+        """Fetch a slab that another process has offered; each is there once.
+
+        Raises:
+            JaxinferError: nothing of that number is offered.
+            OSError, EOFError: the other process cannot be reached, or sends nothing for
+                ``patience_s`` seconds.
+        """
+
+    def close(self) -> None:
+        """Offer no more."""
+
+
+class Address(NamedTuple):
+    """Where a process's slabs are to be fetched."""
+
+    host: str
+    port: int
+    key: bytes
+
+
+class HostCarrier:
+    """By the memory of the host and a socket: for any pair of devices.
+
+    Args:
+        host: the address by which this process is reached.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._listener = listen(host, 0)
+        port = self._listener.getsockname()[1]
+        self.address = Address(host, port, secrets.token_bytes(16))
+        self._closed = False
+        self._offers: dict[int, np.ndarray] = {}
+        # Of each thread that pulls, so that none waits for another's slab.
+        self._sources: dict[tuple[int, Address], Connection[Any, Any]] = {}
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def offer(self, number: int, array: jax.Array, form: SlabFormat) -> None:
+        """See Carrier."""
+        self._offers[number] = np.asarray(array)
+
+    def drop(self, number: int) -> None:
+        """See Carrier."""
+        self._offers.pop(number, None)
+
+    def pull(
+        self, number: int, address: Address, form: SlabFormat, sharding: Sharding, patience_s: float
+    ) -> jax.Array:
+        """See Carrier."""
+        thread = threading.get_ident(), address
+        if thread not in self._sources:
+            self._sources[thread] = Connection(call(*address).detach())
+        source = self._sources[thread]
+        try:
+            source.send(number)
+            if not source.poll(patience_s):
+                raise TimeoutError(f"no slab after {patience_s:g} s")
+            data = source.recv_bytes()
+        except (EOFError, OSError):
+            # Broken, or what comes late would be taken for the next one.
+            self._sources.pop(thread).close()
+            raise
+        if not data:
+            raise JaxinferError(f"slab {number} is not offered")
+        array = np.frombuffer(data, form.dtype).reshape(form.shape)
+        return jax.device_put(array, sharding)
+
+    def close(self) -> None:
+        """Accept no more, and let go of whom slabs came from."""
+        self._closed = True
+        for source in list(self._sources.values()):
+            source.close()
+        # Closing a socket does not wake a thread that waits for it.
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._offers.clear()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                caller, _ = self._listener.accept()
+            except OSError:
+                time.sleep(0.01)  # Gone, or this is closed.
+                continue
+            threading.Thread(target=self._serve, args=(caller,), daemon=True).start()
+        self._listener.close()
+
+    def _serve(self, caller: socket.socket) -> None:
+        try:
+            client: Connection[Any, Any] = Connection(let_in(caller, self.address.key).detach())
+        except OSError:
+            return  # Not one of ours.
+        try:
+            while True:
+                found = self._offers.pop(client.recv(), None)
+                if found is None:
+                    client.send_bytes(b"")
+                else:
+                    client.send_bytes(found.view(np.uint8).reshape(-1).data)
+        except (EOFError, OSError):
+            client.close()  # Whoever pulled is gone.
+
+
+# Of a server: each connection takes one, and a server that had fewer than its peer has aborted.
+TRANSPORTS = 8
+
+
+class ServerCarrier:
+    """By ``jax.experimental.transfer``: device to device as far as the platform knows a way.
+
+    An offer that nobody pulls stays in memory: the server has no way to take it back.
+
+    Args:
+        host: the address by which this process is reached.
+    """
+
+    def __init__(self, host: str) -> None:
+        client = jax.local_devices()[0].client
+        port = join_address(host, 0)
+        self._server = transfer.start_transfer_server(client, port, [port] * TRANSPORTS)
+        self.address = self._server.address()
+        self._sources: dict[str, transfer.TransferConnection] = {}
+
+    def offer(self, number: int, array: jax.Array, form: SlabFormat) -> None:
+        """See Carrier."""
+        self._server.await_pull(number, [jax.device_put(array, _shared(array.sharding, form))])
+
+    def drop(self, number: int) -> None:
+        """There is no way to."""
+
+    def pull(
+        self, number: int, address: str, form: SlabFormat, sharding: Sharding, patience_s: float
+    ) -> jax.Array:
+        """See Carrier; what is not offered comes as little as what is lost."""
+        if address not in self._sources:
+            self._sources[address] = self._server.connect(address)
+        like = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=_shared(sharding, form))
+        array = self._sources[address].pull(number, [like])[0]
+        end = time.monotonic() + patience_s
+        while not array.is_ready():
+            if time.monotonic() > end:
+                raise TimeoutError(f"no slab after {patience_s:g} s")
+            time.sleep(2e-4)
+        return jax.device_put(array, sharding)
+
+    def close(self) -> None:
+        """It ends with the process."""
+
+
+def _shared(sharding: Sharding, form: SlabFormat) -> NamedSharding:
+    """The one on which both sides have as many shards."""
+    assert isinstance(sharding, NamedSharding)
+    mesh = Mesh(sharding.mesh.devices.flat[: form.shards], (HEADS_AXIS,))
+    return NamedSharding(mesh, PartitionSpec(*[None] * 3, HEADS_AXIS))

@@ -1,0 +1,1 @@
+"""Measurements of steps, attention, operators and transfers."""

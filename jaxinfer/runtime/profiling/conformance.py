@@ -1,0 +1,260 @@
+"""Every side with every other: does a prompt's KV arrive, how is it rounded, what follows?"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.checkpoints.open_tensors import Checkpoint
+from jaxinfer.config.cluster import ClusterConfig
+from jaxinfer.errors import JaxinferError
+from jaxinfer.request import Sampling, SamplingParams
+from jaxinfer.runtime.cluster import Cluster, Engine, load_cluster, local_channel
+from jaxinfer.runtime.kv.channel import Channel, Landed
+from jaxinfer.runtime.kv.kv_entries import allowed_change, compare_entries, read_entries
+from jaxinfer.runtime.kv.outcome import Failed
+from jaxinfer.runtime.processes.process_group import Progress
+from jaxinfer.runtime.profiling.conformance_sides import Side
+from jaxinfer.runtime.stage.devices import count_cpu_devices
+from jaxinfer.runtime.stage.layout_cluster import plan_cluster
+from jaxinfer.runtime.stage.stage import Stage
+from jaxinfer.serving.batch import Batch, Row, Transfer
+from jaxinfer.serving.kv_shards import Hold
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import StepDone
+
+# Tokens of a step with prefill.
+CHUNK = 64
+# The first transfer pays for set-up; of the others, the quickest counts.
+TRANSFERS = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a pair of sides.
+
+    Attributes:
+        verdict: ``exact``: every bit of every entry; ``rounds``: within what the formats allow;
+            ``wrong``: not; ``refused``: for ``reason``.
+        max_change, rms_change, bound: see ``compare_entries``.
+        same_tokens: greedy tokens, from the first one on, that the reference draws, too.
+        logprob_change: of those, the log probability's largest difference.
+        num_bytes, seconds: of the prompt's KV.
+    """
+
+    source: str
+    dest: str
+    verdict: str
+    reason: str = ""
+    max_change: float | None = None
+    rms_change: float | None = None
+    bound: float | None = None
+    same_tokens: int | None = None
+    logprob_change: float | None = None
+    num_bytes: int | None = None
+    seconds: float | None = None
+
+
+@dataclass
+class _Prompt:
+    """A request on one side, with the tokens drawn so far."""
+
+    request: RequestState
+    hold: Hold
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.request.output_token_ids
+
+
+class Conformance:
+    """All sides as instances of one model, each on devices of its own.
+
+    Args:
+        sides: by name; the first one is the reference, whose own tokens all others are held to.
+        prompt: token ids; ``outputs``: tokens to draw.
+
+    Attributes:
+        refused: of those that cannot be loaded, why.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        sides: Mapping[str, Side],
+        prompt: Sequence[int],
+        outputs: int,
+        progress: Progress,
+        load_format: str = "auto",
+    ) -> None:
+        self.sides = sides
+        self._prompt, self._outputs = list(prompt), outputs
+        self._layers, self._load_format = checkpoint.config.num_hidden_layers, load_format
+        self.refused: dict[str, str] = {}
+        self._check(self._config)
+        # JAX counts devices once.
+        count_cpu_devices([self._config(self._able)])
+        self._check(lambda side: plan_cluster(checkpoint.config, self._config(side)))
+        if not self._able:
+            raise JaxinferError(f"no side can be loaded: {next(iter(self.refused.values()))}")
+        self._all = self._config(self._able)
+        self._cluster: Cluster = load_cluster(checkpoint, self._all, progress)
+        self._kv = {name: engine.new_kv() for name, engine in self._cluster.engines.items()}
+
+    @property
+    def _able(self) -> dict[str, Side]:
+        return {name: side for name, side in self.sides.items() if name not in self.refused}
+
+    def _check(self, try_out: Callable[[dict[str, Side]], object]) -> None:
+        """Note each side that cannot be."""
+        for name, side in self._able.items():
+            try:
+                try_out({name: side})
+            except JaxinferError as error:
+                self.refused[name] = str(error)
+
+    def _config(self, sides: Mapping[str, Side]) -> ClusterConfig:
+        total = len(self._prompt) + self._outputs
+        groups, instances = {}, {}
+        for name, side in sides.items():
+            groups[name], instance = side.sections(name, self._layers)
+            instances[name] = instance | {
+                # Two requests, and the padding page.
+                "num_pages": 2 * -(-total // side.page_size) + 1,
+                "max_num_seqs": 1,
+                "max_num_batched_tokens": CHUNK,
+                "token_buckets": [CHUNK],
+                "max_model_len": total,
+                "enable_prefix_caching": False,
+                "launch_ahead": False,
+                "load_format": self._load_format,
+            }
+        return ClusterConfig.model_validate({"groups": groups, "instances": instances})
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """Of each side with each, itself included, in the order of the sides."""
+        engines = self._cluster.engines
+        reference = self._alone(next(iter(engines)))
+        for source in self.sides:
+            sent = self._prefill(source) if source in engines else None
+            for dest in self.sides:
+                refused = [name for name in (source, dest) if name in self.refused]
+                if refused or sent is None:
+                    yield Outcome(source, dest, "refused", self.refused[refused[0]])
+                    continue
+                try:
+                    yield self._pair(source, dest, sent, reference)
+                except JaxinferError as error:
+                    yield Outcome(source, dest, "refused", str(error))
+            if sent:
+                sent.hold.release()
+
+    def _alone(self, name: str) -> _Prompt:
+        done = self._prefill(name)
+        self._decode(name, done)
+        done.hold.release()
+        return done
+
+    def _pair(self, source: str, dest: str, sent: _Prompt, reference: _Prompt) -> Outcome:
+        engines = self._cluster.engines
+        channel = local_channel(self._all, engines[source], engines[dest])
+        try:
+            channel.probe(f"{source} -> {dest}")
+            hold = self._reserve(dest)
+            seconds = min(
+                self._send(channel, engines[dest], sent, Transfer(
+                    sent.request, 0, source, dest, sent.hold, hold, 0, len(self._prompt), 0.0
+                ))
+                for _ in range(TRANSFERS)
+            )  # fmt: skip
+        finally:
+            channel.close()
+        form = channel.lanes[0].form
+        before, after = (
+            read_entries(_stages(engines[name]), [t[0] for t in h.tables], len(self._prompt))
+            for name, h in ((source, sent.hold), (dest, hold))
+        )
+        there = engines[dest].plan
+        allowed = allowed_change(before, form.dtype, there.kv_dtype, there.limits.page_size)
+        found = compare_entries(before, after, allowed)
+        going_on = _Prompt(_request(self._prompt, self._outputs), hold, sent.logprobs[:1])
+        going_on.tokens.extend(sent.tokens[:1])
+        self._decode(dest, going_on)
+        hold.release()
+        same = _same(going_on.tokens, reference.tokens)
+        apart = [
+            abs(a - b)
+            for a, b in zip(going_on.logprobs[:same], reference.logprobs[:same], strict=True)
+        ]
+        verdict = "rounds" if np.any(before != after) else "exact"
+        return Outcome(
+            source, dest, "wrong" if found["beyond"] > 0 else verdict, "",
+            found["max_change"], found["rms_change"], found["bound"],
+            same, max(apart, default=None), channel.token_bytes * len(self._prompt), seconds,
+        )  # fmt: skip
+
+    def _send(self, channel: Channel, dest: Engine, sent: _Prompt, transfer: Transfer) -> float:
+        """Seconds until the KV lies in the destination's pages."""
+        landed: SimpleQueue[Landed | Failed] = SimpleQueue()
+        jax.block_until_ready([stage.kv for stage in _stages(dest)])
+        start = time.perf_counter()
+        channel.send(transfer, landed.put)
+        for _ in range(channel.num_slabs(transfer)):
+            channel.place(_unless_failed(landed.get()), landed.put)
+        jax.block_until_ready([stage.kv for stage in _stages(dest)])
+        return time.perf_counter() - start
+
+    def _reserve(self, name: str) -> Hold:
+        hold = self._kv[name].reserve(len(self._prompt) + self._outputs)
+        assert hold, "pools hold two requests"
+        return hold
+
+    def _prefill(self, name: str) -> _Prompt:
+        """The prompt on one side, in chunks, and the first token."""
+        done = _Prompt(_request(self._prompt, self._outputs), self._reserve(name))
+        for start in range(0, len(self._prompt), CHUNK):
+            count = min(CHUNK, len(self._prompt) - start)
+            self._step(name, done, start, count, start + count == len(self._prompt))
+        return done
+
+    def _decode(self, name: str, done: _Prompt) -> None:
+        while len(done.tokens) < self._outputs:
+            self._step(name, done, len(self._prompt) + len(done.tokens) - 1, 1, samples=True)
+
+    def _step(self, name: str, done: _Prompt, start: int, count: int, samples: bool) -> None:
+        posted: SimpleQueue[StepDone | Failed] = SimpleQueue()
+        row = Row(done.request, start, count, samples, False, 0, done.hold)
+        self._cluster.engines[name].worker.launch(Batch(name, [row], 0, 1, 0), 0.0, posted.put)
+        ended = _unless_failed(posted.get())
+        done.tokens.extend(ended.tokens)
+        done.logprobs.extend(ended.logprobs)
+
+
+def _unless_failed(posted: Any) -> Any:
+    if isinstance(posted, Failed):
+        raise posted.error
+    return posted
+
+
+def _request(prompt: list[int], outputs: int) -> RequestState:
+    payload = Sampling(SamplingParams(temperature=0), seed=0)
+    return RequestState(
+        "conformance", len(prompt), outputs, prompt_token_ids=prompt, payload=payload
+    )
+
+
+def _stages(engine: Engine) -> list[Stage]:
+    stages = engine.worker.stages
+    assert all(isinstance(stage, Stage) for stage in stages), "all in this process"
+    return list(stages)  # type: ignore[arg-type]
+
+
+def _same(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """How many are equal, from the first one on."""
+    both = zip(tokens, others, strict=True)
+    return next((i for i, (a, b) in enumerate(both) if a != b), len(tokens))

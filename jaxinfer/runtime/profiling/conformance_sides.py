@@ -1,0 +1,142 @@
+"""The sides of a conformance table: few instances whose settings cover all pairs."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import combinations, product
+from typing import Any
+
+from jaxinfer.config.layer_split import by_shares
+from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import did_you_mean, parse_yaml
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one side of a hand-off has settled for itself, by the names of run files.
+
+    Attributes:
+        kernels: decides how keys lie: ``plain`` has them by head dimension, others by token.
+        stages: pipeline stages; the first ones have fewer layers.
+    """
+
+    dtype: str = "float32"
+    kv_cache_dtype: str = "auto"
+    page_size: int = 16
+    kernels: str = "plain"
+    tensor_parallel_size: int = 1
+    stages: int = 1
+
+    def __str__(self) -> str:
+        kv = "" if self.kv_cache_dtype == "auto" else f", {self.kv_cache_dtype} KV"
+        keys = "head dim" if self.kernels == "plain" else "token"
+        return (
+            f"{self.dtype}{kv}, pages of {self.page_size}, keys by {keys}, "
+            f"TP {self.tensor_parallel_size}, PP {self.stages}"
+        )
+
+    @property
+    def devices(self) -> int:
+        """Of all stages."""
+        return self.tensor_parallel_size * self.stages
+
+    def sections(self, group: str, layers: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A group and an instance of a run file, for a model of so many layers."""
+        tp = self.tensor_parallel_size
+        instance: dict[str, Any] = {"group": group}
+        if self.stages > 1:
+            # Unequal ones: cuts of sides with unlike numbers of stages seldom fall together. More
+            # than there are layers are refused as they stand.
+            many = self.stages > layers
+            counts = by_shares(layers, [1] if many else range(1, self.stages + 1))
+            stages: list[dict[str, Any]] = [{"group": group, "layers": count} for count in counts]
+            instance = {"stages": [{"group": group}] * self.stages if many else stages}
+        for name in ("dtype", "kv_cache_dtype", "page_size", "kernels"):
+            instance[name] = getattr(self, name)
+        return {"devices": self.devices, "tensor_parallel_size": tp}, instance
+
+
+Values = Mapping[str, Sequence[Any]]
+# Orders in which the greedy cover is sought: the smallest one counts.
+_TRIES = 30
+# What each setting is tried with; the first of each make the reference.
+VALUES: dict[str, tuple[Any, ...]] = {
+    "dtype": ("float32", "bfloat16"),
+    "kv_cache_dtype": ("auto", "int8", "fp8"),
+    "page_size": (16, 24, 64),
+    "kernels": ("plain", "interpret"),
+    "tensor_parallel_size": (1, 2),
+    "stages": (1, 2),
+}
+
+
+# Of a setting's values, what they are in words.
+_KIND_WORDS: Mapping[type, str] = {int: "an integer", str: "a name"}
+
+
+def with_values(given: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """``VALUES`` with those that are given as ``NAME=A,B`` in place of their own.
+
+    Raises:
+        JaxinferError: there is no such setting, it is given twice, or a value is of another type.
+    """
+    values, seen = dict(VALUES), dict[str, str]()
+    for text in given:
+        name, _, listed = text.partition("=")
+        if name in seen:
+            raise JaxinferError(
+                f"--values {text}: {name} has values by {seen[name]}: give all of them once, "
+                f"{seen[name]},{listed}"
+            )
+        seen[name] = text
+        if name not in VALUES:
+            raise JaxinferError(
+                f"--values {text}: no setting {name!r}: {did_you_mean(name, VALUES)}"
+            )
+        try:
+            found = parse_yaml(f"[{listed}]")
+        except JaxinferError as error:
+            raise JaxinferError(f"--values {text}: {error}") from None
+        kind = type(VALUES[name][0])
+        if (
+            not isinstance(found, list)
+            or not found
+            or any(type(value) is not kind or value in (0, "") for value in found)
+        ):
+            raise JaxinferError(
+                f"--values {text}: must be {name}=A,B,... with {_KIND_WORDS[kind]} each"
+            )
+        values[name] = tuple(dict.fromkeys(found))
+    return values
+
+
+def covering_sides(values: Values) -> list[Side]:
+    """Few sides such that any two values of two settings stand together in one of them.
+
+    Those that can be exact, whose KV is kept in their own dtype, have each value of the other
+    settings with each dtype besides. All pairs of such sides then have any two settings of the one
+    beside any two of the other. The first side has the first of all values.
+    """
+    first, *rows = (Side(*row) for row in product(*(values[field.name] for field in fields(Side))))
+    found = []
+    for seed in range(_TRIES):
+        random.Random(seed).shuffle(rows)
+        found.append(_cover([first, *rows]))
+    return min(found, key=len)
+
+
+def _cover(sides: Sequence[Side]) -> list[Side]:
+    """Greedily: the one that brings the most is next, the first of equals."""
+    brought = {side: set(_wanted(side)) for side in sides}
+    left = set().union(*brought.values())
+    chosen = [sides[0]]
+    while left := left - brought[chosen[-1]]:
+        chosen.append(max(sides, key=lambda side: len(left & brought[side])))
+    return chosen
+
+
+def _wanted(side: Side) -> Iterator[tuple[Any, ...]]:
+    settings = [(field.name, getattr(side, field.name)) for field in fields(side)]
+    yield from combinations(settings, 2)
+    if side.kv_cache_dtype == "auto":
+        yield from ((side.dtype, *setting) for setting in settings)

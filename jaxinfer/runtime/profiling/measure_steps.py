@@ -1,0 +1,99 @@
+"""Runs steps on an idle machine, to see how long they take."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from queue import SimpleQueue
+
+from jaxinfer.request import Sampling, SamplingParams
+from jaxinfer.runtime.kv.outcome import Failed
+from jaxinfer.runtime.processes.remote_worker import RemoteWorker
+from jaxinfer.runtime.worker import Worker
+from jaxinfer.serving.batch import Batch, Row
+from jaxinfer.serving.kv_shards import KVShards, Placement
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import StepDone
+from jaxinfer.steps.shapes import StepLimits
+from jaxinfer.steps.times import Part, Point
+
+
+def measure_steps(
+    worker: Worker | RemoteWorker,
+    kv: KVShards,
+    limits: StepLimits,
+    todo: Iterable[tuple[Part, ...]],
+) -> Iterator[Point]:
+    """Run each step once, and the first of a shape twice: those of one had better be neighbours.
+
+    Args:
+        kv: empty pools.
+    """
+    shape = None
+    for parts in todo:
+        batch = new_batch(kv, parts)
+        if shape != (shape := limits.shape_for(batch)):
+            # The first run after another shape pays for memory that the others have.
+            _run(worker, batch)
+        times = _run(worker, batch)
+        for row in batch.rows:
+            row.hold.release()
+        yield Point(parts, times)
+
+
+def measure_in_a_row(
+    worker: Worker | RemoteWorker, kv: KVShards, parts: tuple[Part, ...], steps: int
+) -> list[float]:
+    """Seconds of a step, several times in a row: each is launched while the one before runs.
+
+    So all but the first are the device's alone; the first has the host's part, too.
+
+    Args:
+        kv: empty pools; ``steps``: how many times.
+    """
+    batch = new_batch(kv, parts)
+    posted: SimpleQueue[StepDone | Failed] = SimpleQueue()
+    for _ in range(steps):
+        worker.launch(batch, 0.0, posted.put)
+    times = [sum(_times(posted)) for _ in range(steps)]
+    for row in batch.rows:
+        row.hold.release()
+    return times
+
+
+def _run(worker: Worker | RemoteWorker, batch: Batch) -> tuple[float, ...]:
+    posted: SimpleQueue[StepDone | Failed] = SimpleQueue()
+    worker.launch(batch, 0.0, posted.put)
+    return _times(posted)
+
+
+def _times(posted: SimpleQueue[StepDone | Failed]) -> tuple[float, ...]:
+    """Seconds of each stage of the next step that is done."""
+    done = posted.get()
+    if isinstance(done, Failed):
+        raise done.error
+    return tuple(end - start for start, end in done.stages)
+
+
+def new_batch(
+    kv: KVShards, parts: Sequence[Part], placements: Iterable[Placement | None] = repeat(None)
+) -> Batch:
+    """A step of made-up requests, whose pages its rows' holds have.
+
+    Args:
+        kv: has room for them; ``placements``: of each one's slices, see ``KVShards.reserve``.
+    """
+    rows = []
+    for number, ((start, count), placement) in enumerate(zip(parts, placements, strict=False)):
+        decodes = count == 1
+        request = RequestState(
+            f"profile {number}",
+            prompt_len=max(start, 1) if decodes else start + count + 1,
+            max_tokens=2,
+            prompt_token_ids=[0] * (start + count + 1),
+            payload=Sampling(SamplingParams(temperature=0), seed=0),
+        )
+        if decodes:
+            request.output_token_ids.append(0)
+        hold = kv.reserve(start + count, placement=placement)
+        assert hold, (parts, kv.num_free)
+        rows.append(Row(request, start, count, decodes, False, 0, hold))
+    return Batch("profile", rows, 0, len(rows), 0)

@@ -1,0 +1,186 @@
+"""Measures attention where KV heads of a spread stage lie, for systems that place them by it.
+
+Hetis' section 5.1: decodes of several numbers of heads and sizes of cache, device by device.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from jaxinfer.runtime.cluster import Engine
+from jaxinfer.runtime.processes.process_group import Progress
+from jaxinfer.runtime.profiling.measure_steps import new_batch
+from jaxinfer.runtime.profiling.profile import Needs, profile_key
+from jaxinfer.runtime.spread.spread_inputs import SpreadInputs
+from jaxinfer.runtime.spread.spread_stage import SpreadStage
+from jaxinfer.runtime.spread.spread_step import Cut
+from jaxinfer.runtime.stage.stage import put_whole
+from jaxinfer.serving.kv_shards import KVShards
+from jaxinfer.steps.attention_profile import (
+    AttentionProfile,
+    ShardPoints,
+    load_attention,
+    store_attention,
+)
+
+PASSES = 3
+# Numbers of heads, each half of the next, and sizes of cache for each.
+_HEADS, _CONTEXTS = 8, 4
+# Pairs of token and KV head, and KV entries before each token.
+_Point = tuple[int, int]
+
+
+def prepare_attention(needs: Mapping[str, Needs], progress: Progress) -> None:
+    """Give engines whose system places heads their fits, from stored profiles or new ones."""
+    for need in needs.values():
+        for name, engine in need.cluster.engines.items():
+            options = need.cluster.config.instances[name]
+            halves = options.half_batches == "by_time"
+            if options.is_spread and (need.attention or halves):
+                key = profile_key(engine, need.model)
+                profile = load_attention(key)
+                if profile is None:
+                    profile = profile_attention(name, engine, need.model, progress)
+                    store_attention(profile)
+                slowdowns = []
+                for stage, slowdown in zip(engine.plans, need.cluster.slowdowns(name), strict=True):
+                    # Attention groups were measured as slow as they are.
+                    slowdowns += [slowdown, *(1.0 for _ in stage.attention)]
+                engine.attention[:] = profile.fits(slowdowns)
+                engine.dense[:] = profile.dense(slowdowns) if halves else []
+
+
+def profile_attention(
+    name: str, engine: Engine, model: str, progress: Progress
+) -> AttentionProfile:
+    """Measure all shards; nothing else may run meanwhile, and what their pages hold is lost."""
+    found = []
+    kv = engine.new_kv()
+    for stage, group in zip(engine.stages, engine.groups, strict=True):
+        if not isinstance(stage, SpreadStage):
+            found.append(ShardPoints(group, []))  # All heads are in one place.
+            continue
+        first = len(found)
+        for number, where in enumerate([group, *(each.group for each in stage.plan.attention)]):
+            progress(f"profiling attention of {name} on {where}", 1)
+            found.append(_ShardTimes(stage, kv, first, number).points(where))
+            progress(f"profiling attention of {name} on {where}", 0)
+    return AttentionProfile(profile_key(engine, model), found)
+
+
+class _ShardTimes:
+    """Times of one device of a spread stage.
+
+    Args:
+        kv: empty pools.
+        first: number of the stage's first shard; ``number``: of the device, in the stage.
+    """
+
+    def __init__(self, stage: SpreadStage, kv: KVShards, first: int, number: int) -> None:
+        self._stage, self._kv, self._first, self._number = stage, kv, first, number
+        self._shard = kv.shards[first + number]
+        self._slices = kv.shards[first].slices
+
+    def points(self, group: str) -> ShardPoints:
+        """The quickest of several passes: what else the machine does can only slow one down."""
+        todo = list(self._grid())
+        attention: dict[_Point, float] = {}
+        exchange: dict[int, float] = {}
+        for _ in range(PASSES):
+            for heads, context in todo:
+                inputs = self._inputs(heads, context)
+                self._attention_s(inputs)  # The first run after another shape takes longer.
+                seconds = self._attention_s(inputs)
+                at = heads, context
+                attention[at] = min(attention.get(at, seconds), seconds)
+                if self._number:
+                    seconds = min(self._exchange_s(inputs) for _ in range(2))
+                    exchange[heads] = min(exchange.get(heads, seconds), seconds)
+        return ShardPoints(
+            group,
+            [(heads, heads * (context + 1), s) for (heads, context), s in attention.items()],
+            list(exchange.items()),
+            [] if self._number else self._dense(),
+        )
+
+    def _grid(self) -> Iterator[_Point]:
+        """Up to what the pool holds, and a step."""
+        limits, size = self._stage.step.limits, self._kv.page_size
+        most = min(limits.row_buckets[-1] * len(self._slices), self._shard.num_free_pages)
+        for heads in sorted({max(most >> halved, 1) for halved in range(_HEADS)}):
+            pages = min(self._shard.num_free_pages // heads, limits.max_pages)
+            contexts = np.linspace(min(size, pages * size - 1), pages * size - 1, _CONTEXTS)
+            for context in sorted({int(value) for value in contexts}):
+                yield heads, context
+
+    def _inputs(self, heads: int, context: int) -> SpreadInputs:
+        """A step of decodes, each with as many heads here as there are."""
+        each = len(self._slices)
+        counts = [min(each, heads - begun) for begun in range(0, heads, each)]
+        placements: list[list[Sequence[int]]] = [[()] * len(self._kv.shards) for _ in counts]
+        for placement, count in zip(placements, counts, strict=True):
+            placement[self._first + self._number] = self._slices[:count]
+        batch = new_batch(self._kv, [(context, 1)] * len(counts), placements)
+        shape = self._stage.step.limits.shape_for(batch)
+        inputs = self._stage.inputs(batch, shape, {}, self._first)
+        assert isinstance(inputs, SpreadInputs)
+        for row in batch.rows:
+            row.hold.release()
+        return inputs
+
+    def _attention_s(self, inputs: SpreadInputs) -> float:
+        """Of one layer, the mean over the layers."""
+        stage, number = self._stage, self._number
+        there = stage.pools[number].sharding
+        piece = jax.device_put(self._piece(inputs), there)
+        tables = jax.device_put(inputs.tables[number], there)
+        jax.block_until_ready((piece, tables))
+        layers = len(stage.step.windows)
+        start = time.perf_counter()
+        for layer in range(layers):
+            out = stage.attend(number, layer, inputs.pairs, piece, tables)
+            if stage.pools[number].mesh.devices.flat[0].platform == "cpu":
+                out.block_until_ready()  # A CPU may compute several layers at once.
+        out.block_until_ready()
+        return (time.perf_counter() - start) / layers
+
+    def _exchange_s(self, inputs: SpreadInputs) -> float:
+        """Of one layer's queries, keys and values on their way there, and outputs on theirs back.
+
+        Once for each layer in a row, as between layers.
+        """
+        plan, there = self._stage.plan, self._stage.pools[self._number].sharding
+        cut = Cut(plan, 1, inputs.pairs.tokens)
+        piece = jax.device_put(self._piece(inputs), plan.devices[0])
+        out = jax.device_put(np.zeros((cut.R, cut.G, cut.H), plan.dtype), there)
+        jax.block_until_ready((piece, out))
+        layers = len(self._stage.step.windows)
+        start = time.perf_counter()
+        for _ in range(layers):
+            jax.block_until_ready(jax.device_put(piece, there))
+            jax.block_until_ready(put_whole(out, plan))
+        return (time.perf_counter() - start) / layers
+
+    def _dense(self) -> list[tuple[int, float]]:
+        """Of one layer without its attention, the mean over those behind the first."""
+        stage, found = self._stage, dict[int, float]()
+        for shape in stage.step.limits.shapes():
+            *_, padding = stage.padding(shape)
+            x_TD = stage.zeros(shape.tokens, stage.plan.config.hidden_size, dtype=np.float32)
+            for _ in range(PASSES + 1):
+                chain = stage.chain(shape, padding, None if stage.plan.layers.first else x_TD)
+                chain.enter(0)
+                chain.wait()
+                start = time.perf_counter()
+                for layer in range(1, len(stage.layers)):
+                    chain.enter(layer)
+                chain.wait()
+                seconds = (time.perf_counter() - start) / max(len(stage.layers) - 1, 1)
+                found[shape.tokens] = min(found.get(shape.tokens, seconds), seconds)
+        return sorted(found.items())
+
+    def _piece(self, inputs: SpreadInputs) -> np.ndarray:
+        cut = Cut(self._stage.plan, 1, inputs.pairs.tokens)
+        return np.zeros((cut.R, cut.G + 2, cut.H), cut.dtype)

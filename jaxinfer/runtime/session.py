@@ -1,0 +1,138 @@
+"""The runs of one loaded model, one after the other."""
+
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from jaxinfer.config.resolve import Resolved
+from jaxinfer.errors import JaxinferError
+from jaxinfer.report.metrics import RunMetrics
+from jaxinfer.report.progress import LoadProgress, RunProgress
+from jaxinfer.report.recorder import Recorder
+from jaxinfer.request import RequestOutput
+from jaxinfer.runtime.cluster import Cluster
+from jaxinfer.runtime.intake import Intake
+from jaxinfer.runtime.run import Run
+from jaxinfer.serving.kv_shards import KVShards
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.step_fit import StepFit
+from jaxinfer.serving.world import StepDone
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.workload.predictor import Predict
+
+OnOutput = Callable[[RequestOutput], None]
+OnStep = Callable[[StepDone], None]
+# What runs where, as JSON values.
+Describe = Callable[[], Mapping[str, object]]
+
+
+class Runs:
+    """One run at a time: the next one has the same devices and KV.
+
+    Args:
+        watchdog_s: see ``RealWorld``.
+        new_predictor: makes each run's ``predict``, see ``ServingLoop``: as a system, it may keep
+            something of the requests, and no run is to know of those before.
+
+    Attributes:
+        fits: by instance, what the system may predict with.
+        kv: by instance, what the last run has left; empty during a run, and after one that has
+            failed or was left, which has pages in use.
+    """
+
+    def __init__(
+        self,
+        site: Resolved,
+        cluster: Cluster,
+        tokenizer: Tokenizer,
+        watchdog_s: float | None,
+        new_predictor: Callable[[], Predict | None] = lambda: None,
+    ) -> None:
+        self.site = site
+        self.fits: Mapping[str, StepFit] = {}
+        self.kv: Mapping[str, KVShards] = {}
+        self._cluster, self._tokenizer = cluster, tokenizer
+        self._watchdog_s, self._new_predictor = watchdog_s, new_predictor
+        self._lost: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until no other thread is in here.
+
+        Raises:
+            JaxinferError: this one is.
+        """
+        if self._thread == threading.get_ident():
+            raise JaxinferError(
+                "this LLM is in the middle of a run: wait until it has ended, or close its iterator"
+            )
+        # Not one that belongs to a thread: an iterator may be closed in another.
+        with self._lock:
+            self.resume()
+            try:
+                yield
+            finally:
+                self._thread = None
+
+    def resume(self) -> None:
+        """Say, within ``alone``, that this thread goes on with it."""
+        self._thread = threading.get_ident()
+
+    def run(
+        self,
+        requests: Iterable[RequestState],
+        on_output: OnOutput,
+        describe: Describe,
+        progress: bool,
+        run_dir: str | Path | None,
+        on_step: OnStep = lambda done: None,
+        num_requests: int = 0,
+    ) -> RunMetrics:
+        """See ``LLM.run``; within ``alone``."""
+        rounds = self.rounds(
+            requests, on_output, describe, progress, run_dir, on_step, num_requests
+        )
+        while True:
+            try:
+                next(rounds)
+            except StopIteration as ended:
+                metrics: RunMetrics = ended.value
+                return metrics
+
+    def rounds(
+        self,
+        requests: Iterable[RequestState],
+        on_output: OnOutput,
+        describe: Describe,
+        progress: bool,
+        run_dir: str | Path | None,
+        on_step: OnStep = lambda done: None,
+        num_requests: int = 0,
+    ) -> Generator[None, None, RunMetrics]:
+        """The same with a stop after each round of the loop, at which it may be closed."""
+        for name, reason in self._lost.items():
+            raise JaxinferError(f"instance {name} was lost, load the model again: {reason}")
+        predict = self._new_predictor()
+        intake = Intake(requests, self._cluster, self._tokenizer)
+        with LoadProgress(progress) as loading:
+            first = intake.read(loading.update)
+        with ExitStack() as stack:
+            counts = self.site.counts_transfer
+            recorder = stack.enter_context(Recorder(run_dir, describe, counts, on_step))
+            num_requests = max(num_requests, intake.groups.num_parents)
+            bar = stack.enter_context(RunProgress(progress, num_requests))
+            engines = self._cluster.engines
+            kv = self.kv or {name: engine.new_kv() for name, engine in engines.items()}
+            self.kv = {}
+            run = Run(
+                self._cluster, self.site, kv, self.fits, self._watchdog_s,
+                intake, first, recorder, bar, on_output, predict,
+            )  # fmt: skip
+            del first  # Those that end are to be forgotten.
+            yield from run.rounds()
+            self._lost |= run.lost
+            self.kv = run.kv
+            return run.finish()

@@ -1,0 +1,1 @@
+"""Stages whose KV heads lie on several devices."""

@@ -1,0 +1,55 @@
+"""Pools of pages of one KV head each: where the heads of a spread stage lie, device by device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinfer.models.sharding import HEADS_AXIS
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.runtime.stage.kv_cache import abstract_pages
+from jaxinfer.runtime.stage.layout import Plan
+
+
+@dataclass(frozen=True)
+class HeadPool:
+    """One device's, for one stage.
+
+    Attributes:
+        mesh: of the device alone.
+        kernels: what attends there.
+        pages: shapes, of each layer.
+        repeats: how often the device does all its attention, to play a slower one.
+    """
+
+    mesh: Mesh
+    kernels: str
+    pages: list[KVPages]
+    repeats: int = 1
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Of what lies there."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+
+def head_pools(plan: Plan) -> Sequence[HeadPool]:
+    """The stage's own, on its first device, then those of its attention groups."""
+    own, *others = plan.pool_pages
+    found = [_pool(plan, plan.devices[0], plan.config.kernels, own)]
+    for place, num_pages in zip(plan.attention, others, strict=True):
+        found.append(_pool(plan, place.device, place.kernels, num_pages, place.repeats))
+    return found
+
+
+def _pool(
+    plan: Plan, device: jax.Device, kernels: str, num_pages: int, repeats: int = 1
+) -> HeadPool:
+    mesh = Mesh(np.array([device]), (HEADS_AXIS,))
+    one_head = replace(plan.config, num_key_value_heads=1, kernels=kernels)
+    pages = abstract_pages(
+        one_head, plan.layers, num_pages, plan.limits.page_size, plan.kv_dtype, mesh
+    )
+    return HeadPool(mesh, kernels, pages, repeats)

@@ -1,0 +1,167 @@
+"""KV heads of a request go from device to device of a spread stage: whole pages, layer by layer."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.pallas_kernels.choice import keys_by_token
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.runtime.spread.spread_stage import SpreadStage
+from jaxinfer.runtime.stage.stage import Stage
+from jaxinfer.serving.batch import Transfer
+
+# Pages of one head that are copied at once: one executable per device has them all.
+CHUNK = 16
+
+Layers = list[KVPages]
+
+
+def take(by_token: bool, kv: Layers, page_C: jax.Array) -> Layers:
+    """Pages of all layers, their keys as their values [C, 1, B, H].
+
+    Args:
+        by_token: whether they lie like that; see ``choice.keys_by_token``.
+    """
+    return [_turned(by_token, layer.page(page_C)) for layer in kv]
+
+
+def put(by_token: bool, kv: Layers, pages: Layers, page_C: jax.Array) -> tuple[Layers, jax.Array]:
+    """Pages of all layers to their places, and a number to wait for; ``kv`` is to be donated."""
+    pages = [_turned(by_token, layer) for layer in pages]
+    new = [
+        jax.tree.map(lambda there, some: there.at[page_C].set(some), *both)
+        for both in zip(kv, pages, strict=True)
+    ]
+    return new, page_C[0]
+
+
+def _turned(by_token: bool, pages: KVPages) -> KVPages:
+    """Between keys as they lie and as they travel: devices may have unlike kernels."""
+    return pages if by_token else pages._replace(keys=jnp.swapaxes(pages.keys, 2, 3))
+
+
+class SliceMoves:
+    """Launches copies between the pools of an instance's stages, and tells when they are there.
+
+    Each step that is launched later finds the pages where they have gone. A thread waits for
+    copies, so that whoever launches never does.
+
+    Args:
+        stages: of one instance, in order; of those that are not spread, nothing moves.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        # By number in the instance, each shard of a spread stage: the stage, and its number there.
+        self._pools: dict[int, tuple[SpreadStage, int]] = {}
+        shard = 0
+        for stage in stages:
+            for number in range(len(stage.plan.pool_pages)):
+                if isinstance(stage, SpreadStage):
+                    self._pools[shard] = stage, number
+                shard += 1
+        self._take: dict[int, jax.stages.Compiled] = {}
+        self._put: dict[int, jax.stages.Compiled] = {}
+        self._queue: SimpleQueue[tuple[list[jax.Array], Callable[[Exception | None], None]] | None]
+        self._queue = SimpleQueue()
+        self.thread = threading.Thread(target=self._wait, daemon=True)
+        self.thread.start()
+
+    def compile_ahead(self) -> None:
+        """Compile all copies, and run each once, on padding."""
+        nothing_C = np.zeros(CHUNK, np.int32)
+        for shard, (stage, number) in self._pools.items():
+            if shard in self._put:
+                continue
+            pool, kv = stage.pools[number], stage.pools[number].pages
+            on = jax.ShapeDtypeStruct((CHUNK,), np.int32, sharding=pool.sharding)
+            by_token = keys_by_token(pool.kernels)
+            pages = jax.eval_shape(partial(take, by_token), kv, on)
+            there = jax.tree.map(
+                lambda x, on=pool.sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on),
+                pages,
+            )
+            same = jax.tree.map(lambda x: x.sharding, kv)
+            taking = jax.jit(partial(take, by_token), out_shardings=pool.sharding)
+            self._take[shard] = taking.lower(kv, on).compile()
+            putting = jax.jit(
+                partial(put, by_token), donate_argnums=0, out_shardings=(same, pool.sharding)
+            )
+            self._put[shard] = putting.lower(kv, there, on).compile()
+            self._copy(shard, shard, nothing_C, nothing_C).block_until_ready()
+
+    def start(self, transfer: Transfer, done: Callable[[float, Exception | None], None]) -> None:
+        """Launch a move; ``done`` is called when it has ended, with the time of its start."""
+        assert transfer.slice_move
+        start = time.perf_counter()
+        size = transfer.source_hold.kv.page_size
+        # Those that begin in the middle of a page have not been sent.
+        pages = slice(transfer.start // size, -(-transfer.stop // size))
+        marks = []
+        for source, dest, slices in transfer.slice_move.moves:
+            for piece in slices:
+                here = transfer.source_hold.tables[source][piece][pages]
+                there = transfer.dest_hold.copies[dest][piece][pages]
+                for first in range(0, len(here), CHUNK):
+                    stop = first + CHUNK
+                    marks.append(
+                        self._copy(
+                            source, dest, _padded(here[first:stop]), _padded(there[first:stop])
+                        )
+                    )
+        self._queue.put((marks, partial(done, start)))
+
+    def num_bytes(self, transfer: Transfer) -> int:
+        """That a move takes along: entries, of all layers of its stage."""
+        assert transfer.slice_move
+        total = 0
+        for source, _, slices in transfer.slice_move.moves:
+            stage, number = self._pools[source]
+            pages = jax.tree.leaves(stage.pools[number].pages)
+            page = sum(x.dtype.itemsize * int(np.prod(x.shape[1:])) for x in pages)
+            entries = transfer.stop - transfer.start
+            total += len(slices) * page * entries // transfer.source_hold.kv.page_size
+        return total
+
+    def close(self) -> None:
+        """End the thread."""
+        self._queue.put(None)
+
+    def _copy(self, source: int, dest: int, here_C: np.ndarray, there_C: np.ndarray) -> jax.Array:
+        """Launch one; what it returns is there when it has ended."""
+        stage, number = self._pools[source]
+        other, place = self._pools[dest]
+        pool = other.pools[place]
+        pages = self._take[source](stage.kv[number], _on(here_C, stage.pools[number].sharding))
+        pages = jax.device_put(pages, pool.sharding)
+        other.kv[place], mark = self._put[dest](other.kv[place], pages, _on(there_C, pool.sharding))
+        there: jax.Array = mark
+        return there
+
+    def _wait(self) -> None:
+        while item := self._queue.get():
+            marks, done = item
+            try:
+                for mark in marks:
+                    mark.block_until_ready()
+            except Exception as error:
+                done(error)
+            else:
+                done(None)
+            del item, marks, done
+
+
+def _on(page_C: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    return jax.device_put(page_C, sharding)
+
+
+def _padded(pages: Sequence[int]) -> np.ndarray:
+    """Page 0 is nobody's: it stands for those that are too few."""
+    found = np.zeros(CHUNK, np.int32)
+    found[: len(pages)] = pages
+    return found

@@ -1,0 +1,200 @@
+"""A pipeline stage whose attention is spread over several devices, by KV heads of requests."""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.runtime.spread.head_pools import head_pools
+from jaxinfer.runtime.spread.spread_inputs import (
+    HalvedInputs,
+    PageTables,
+    SpreadInputs,
+    build_halved_inputs,
+    build_spread_inputs,
+    empty_spread_inputs,
+)
+from jaxinfer.runtime.spread.spread_step import SpreadStep, split_parameters
+from jaxinfer.runtime.stage.kv_cache import allocate
+from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.stage import Stage, put_whole
+from jaxinfer.runtime.stage.step import Key, Parameters
+from jaxinfer.serving.batch import Batch
+from jaxinfer.steps.shapes import StepShape
+
+
+class SpreadStage(Stage):
+    """Dense layers on the stage's mesh; each KV head of a request is attended to where it lies.
+
+    The stage's own heads lie on the first device of its mesh: with tensor parallelism, the others
+    wait while it attends.
+
+    Attributes:
+        pools: the devices that have KV heads, the stage's own first.
+        kv: of each of them, its pages, layer by layer.
+        outer, layers: parameters of no layer, and each layer's.
+    """
+
+    step: SpreadStep
+    kv: list[list[KVPages]]
+
+    def __init__(self, plan: Plan, parameters: Parameters) -> None:
+        self.pools = head_pools(plan)
+        self._zeros: dict[Hashable, jax.Array] = {}
+        super().__init__(plan, parameters)
+        self.outer, self.layers = split_parameters(plan, parameters)
+        self._tables: list[PageTables] = []
+
+    def _new_step(self) -> SpreadStep:
+        return SpreadStep(self.plan, self.pools)
+
+    def _new_kv(self) -> list[list[KVPages]]:
+        return [allocate(pool.pages) for pool in self.pools]
+
+    def inputs(
+        self, batch: Batch, shape: StepShape, sample_slots: Mapping[str, int], shard: int
+    ) -> SpreadInputs | HalvedInputs:
+        """What ``forward`` takes of a batch; see ``build_spread_inputs``.
+
+        As halves, if the batch has some, and KV heads lie on other devices than the stage's own.
+        """
+        plan = self.plan
+        heads = plan.num_kv_heads, plan.config.num_key_value_heads
+        if not self._tables:
+            shards = range(shard, shard + len(self.pools))
+            self._tables = [PageTables(number, plan.num_kv_heads) for number in shards]
+        others = slice(shard + 1, shard + len(self.pools))
+        cut = batch.halves and any(any(row.hold.tables[others]) for row in batch.rows)
+        build = build_halved_inputs if cut else build_spread_inputs
+        return build(batch, shape, self.step.limits, sample_slots, self._tables, heads)
+
+    def padding(self, shape: StepShape) -> Iterator[SpreadInputs]:
+        """Inputs without a token, of all shapes that a step of this one may have."""
+        heads = self.plan.config.num_key_value_heads
+        for pairs in self.step.pair_shapes(shape):
+            yield empty_spread_inputs(shape, pairs, self.step.limits, heads, len(self.pools))
+
+    def forward(
+        self, key: Key, inputs: SpreadInputs | HalvedInputs, x_TD: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Launch the layers; hidden states to sample from, and all. Returns at once."""
+        if x_TD is not None:
+            x_TD = put_whole(x_TD, self.plan)
+        if isinstance(inputs, SpreadInputs):
+            return self._through([self.chain(key.shape, inputs, x_TD)])[0]
+        shape, chains = key.shape, []
+        for half, arguments, place_T in zip(
+            inputs.shapes, inputs.halves, inputs.place_T, strict=True
+        ):
+            of_half = x_TD
+            if of_half is not None:
+                of_half = self.step.of(("part", shape, half))(of_half, place_T)
+            chains.append(self.chain(half, arguments, of_half))
+        found = self._through(chains)
+        x_TD = self.zeros(shape.tokens, self.plan.config.hidden_size, dtype=jax.numpy.float32)
+        for half, place_T, (_, half_TD) in zip(inputs.shapes, inputs.place_T, found, strict=True):
+            run = self.step.of(("join", shape, half))
+            x_SD, x_TD = run(x_TD, half_TD, place_T, inputs.sample_row_S)
+        return x_SD, x_TD
+
+    def chain(self, shape: StepShape, inputs: SpreadInputs, x_TD: jax.Array | None) -> "Chain":
+        """A batch before its first layer."""
+        return Chain(self, shape, inputs, x_TD)
+
+    def _through(self, chains: "Sequence[Chain]") -> list[tuple[jax.Array, jax.Array]]:
+        """Launch all layers of batches that take turns: what one waits for, the other one hides."""
+        for layer in range(len(self.layers)):
+            for chain in chains:
+                chain.enter(layer)
+                chain.attend()
+        return [chain.leave() for chain in chains]
+
+    def attend(
+        self, number: int, layer: int, pairs: StepShape, piece: jax.Array, tables: jax.Array
+    ) -> jax.Array:
+        """Launch what one device does of one layer; what it finds, there."""
+        run = self.step.of(("attend", number, pairs, self.step.windows[layer]))
+        self.kv[number][layer], out = run(self.kv[number][layer], piece, tables)
+        found: jax.Array = out
+        return found
+
+    def zeros(self, *size: int, dtype: Any) -> jax.Array:
+        """On the stage's mesh."""
+        key = *size, dtype
+        if key not in self._zeros:
+            self._zeros[key] = jax.device_put(jax.numpy.zeros(size, dtype), self.plan.whole)
+        return self._zeros[key]
+
+
+class Chain:
+    """One batch, or half of one, on its way through a spread stage; launches, and never waits.
+
+    Args:
+        shape: what it is padded to.
+        x_TD: what the stage before has returned.
+    """
+
+    def __init__(
+        self, stage: SpreadStage, shape: StepShape, inputs: SpreadInputs, x_TD: jax.Array | None
+    ) -> None:
+        self._stage, self._inputs, self._x_TD = stage, inputs, x_TD
+        self._shape, self._layer = shape, 0
+        self._layout = jax.device_put(inputs.layout, stage.plan.whole)
+        # Whoever has no pair in this step does nothing.
+        self._tables = {
+            number: jax.device_put(packed, stage.pools[number].sharding)
+            for number, packed in enumerate(inputs.tables)
+            if packed is not None
+        }
+        self._ropes: Any = None
+        self._pieces: list[jax.Array] = []
+        config = stage.plan.config
+        size = config.num_attention_heads // config.num_key_value_heads, config.head_dim
+        # Stands for what a device without pairs has found; nobody looks at it.
+        nothing = stage.zeros(inputs.pairs.tokens, *size, dtype=stage.plan.dtype)
+        self._outs = [nothing] * len(stage.pools)
+
+    def enter(self, layer: int) -> None:
+        """From tokens, or the attention of the layer before, up to this layer's attention."""
+        stage, inputs, of = self._stage, self._inputs, self._stage.step.of
+        buckets = self._shape, inputs.pairs
+        if not layer:
+            (self._x_TD, self._ropes), self._pieces = of(("first", *buckets))(
+                stage.outer, stage.layers[0], stage.previous_S, inputs.token_T, inputs.source_T,
+                inputs.position_T, self._layout, self._x_TD,
+            )  # fmt: skip
+        else:
+            run = of(("middle", *buckets, bool(stage.step.windows[layer])))
+            self._x_TD, self._pieces = run(
+                *stage.layers[layer - 1 : layer + 1], (self._x_TD, self._ropes), self._outs,
+                self._layout,
+            )  # fmt: skip
+        self._layer = layer
+
+    def attend(self) -> None:
+        """What each device finds for its pairs, to the stage's mesh."""
+        stage = self._stage
+        # The stage's own device last: it would have the others wait for what they are to attend to.
+        found = {}
+        for number in sorted(self._tables, reverse=True):
+            piece = self._pieces[number].addressable_data(0)
+            if number:
+                piece = jax.device_put(piece, stage.pools[number].sharding)
+            table = self._tables[number]
+            found[number] = stage.attend(number, self._layer, self._inputs.pairs, piece, table)
+        for number, out in found.items():
+            self._outs[number] = put_whole(out, stage.plan)
+
+    def wait(self) -> None:
+        """Until all that has been launched but attention is done."""
+        jax.block_until_ready((self._x_TD, self._pieces))
+
+    def leave(self) -> tuple[jax.Array, jax.Array]:
+        """Hidden states to sample from, and all."""
+        run = self._stage.step.of(("last", self._shape, self._inputs.pairs))
+        found: tuple[jax.Array, jax.Array] = run(
+            self._stage.layers[-1], self._x_TD, self._outs, self._layout,
+            self._inputs.sample_row_S,
+        )  # fmt: skip
+        return found

@@ -1,0 +1,300 @@
+"""The programs of a stage whose attention is spread over several devices.
+
+``first`` goes up to the first layer's attention, ``middle`` from one layer's to the next one's,
+``last`` from the last one's to the stage's end; in between, each device attends to its own pairs
+(``pair_inputs``). Where a step is computed as two halves, ``part`` cuts what the stage before has
+returned, and ``join`` puts the halves' ends together. Parameters are arguments, so that one
+executable is there for all layers.
+
+Shape suffixes: those of ``layers``; R pairs of one device, W devices, X query heads of a pair and
+its key and value.
+"""
+
+from collections.abc import Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxinfer.models.layers import PagedBatch, paged_attention
+from jaxinfer.models.stage import Layers
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.runtime.spread.head_pools import HeadPool
+from jaxinfer.runtime.spread.spread_inputs import empty_spread_inputs, pair_shapes, unpack
+from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.step import CompiledStep, Key, Parameters
+from jaxinfer.steps.shapes import StepLimits, StepShape
+
+# What stays between the layers' programs: the residual stream, and how positions rotate.
+Stream = tuple[jax.Array, Any]
+Graph = nnx.GraphDef[Any]
+
+
+class Cut:
+    """How queries, keys and values are cut into the devices' pairs, and what they give is joined.
+
+    Args:
+        plan: of the stage; ``devices``: that have pairs; ``pairs``: of each.
+    """
+
+    def __init__(self, plan: Plan, devices: int, pairs: int) -> None:
+        config = plan.config
+        self.K, self.H = config.num_key_value_heads, config.head_dim
+        self.G = config.num_attention_heads // self.K
+        self.scale = config.attention_scale or self.H**-0.5
+        self.W, self.R = devices, pairs
+        # Attention rounds queries, keys and values to this anyway, but for entries of 8 bits.
+        self.dtype = plan.kv_dtype if plan.kv_dtype.itemsize > 1 else jnp.dtype("float32")
+
+    def pieces(
+        self, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, layout: jax.Array
+    ) -> list[jax.Array]:
+        """Each device's pairs [R, X, H]: a key, a value, and the queries, scaled."""
+        q_TKGH = (q_TNH * self.scale).reshape(len(q_TNH), self.K, self.G, self.H)
+        x_TKXH = jnp.concatenate([k_TKH[:, :, None], v_TKH[:, :, None], q_TKGH], 2)
+        x_PXH = x_TKXH.reshape(-1, self.G + 2, self.H).astype(self.dtype)
+        cut_WR = layout[: self.W * self.R].reshape(self.W, self.R)
+        return [x_PXH[cut_R] for cut_R in cut_WR]
+
+    def joined(self, outs: Sequence[jax.Array], layout: jax.Array) -> jax.Array:
+        """What the devices have found, [T, N, H]; zeros where nobody has the pair."""
+        out_RGH = jnp.concatenate([*outs, jnp.zeros((1, self.G, self.H), outs[0].dtype)])
+        out_PGH = out_RGH[layout[self.W * self.R :]]
+        return out_PGH.reshape(-1, self.K * self.G, self.H)
+
+
+def first(
+    outer: Graph,
+    layer: Graph,
+    layers: Layers,
+    windowed: bool,
+    cut: Cut,
+    outer_state: Parameters,
+    layer_state: Parameters,
+    previous_S: jax.Array,
+    token_T: jax.Array,
+    source_T: jax.Array,
+    position_T: jax.Array,
+    layout: jax.Array,
+    x_TD: jax.Array | None,
+) -> tuple[Stream, list[jax.Array]]:
+    """From tokens, or what the stage before has returned, to the first layer's pairs."""
+    with jax.default_matmul_precision("highest"):
+        model: Any = nnx.merge(outer, outer_state)
+        if layers.first:
+            fed_back_T = previous_S[jnp.maximum(source_T, 0)]
+            token_T = jnp.where(source_T >= 0, fed_back_T, token_T)
+            x_TD = model.embed(token_T, PagedBatch(position_T, *[None] * 7))
+        assert x_TD is not None
+        ropes = model.ropes(position_T)
+        found: Any = nnx.merge(layer, layer_state)
+        q_TNH, k_TKH, v_TKH = found.before(x_TD, ropes[windowed])
+        return (x_TD, ropes), cut.pieces(q_TNH, k_TKH, v_TKH, layout)
+
+
+def middle(
+    layer: Graph,
+    windowed: bool,
+    cut: Cut,
+    state: Parameters,
+    next_state: Parameters,
+    stream: Stream,
+    outs: Sequence[jax.Array],
+    layout: jax.Array,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """From one layer's attention to the next layer's pairs, and the residual stream [T, D]."""
+    with jax.default_matmul_precision("highest"):
+        x_TD, ropes = stream
+        before: Any = nnx.merge(layer, state)
+        x_TD = before.after(x_TD, cut.joined(outs, layout))
+        after: Any = nnx.merge(layer, next_state)
+        q_TNH, k_TKH, v_TKH = after.before(x_TD, ropes[windowed])
+        return x_TD, cut.pieces(q_TNH, k_TKH, v_TKH, layout)
+
+
+def last(
+    layer: Graph,
+    cut: Cut,
+    state: Parameters,
+    x_TD: jax.Array,
+    outs: Sequence[jax.Array],
+    layout: jax.Array,
+    sample_row_S: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """From the last layer's attention to hidden states: those to sample from, and all."""
+    with jax.default_matmul_precision("highest"):
+        found: Any = nnx.merge(layer, state)
+        x_TD = found.after(x_TD, cut.joined(outs, layout))
+        return x_TD[sample_row_S], x_TD
+
+
+def part(x_TD: jax.Array, place_T: jax.Array) -> jax.Array:
+    """Hidden states of one half's tokens, of all of a step's."""
+    return x_TD[place_T]
+
+
+def join(
+    x_TD: jax.Array, half_TD: jax.Array, place_T: jax.Array, sample_row_S: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """A step's hidden states with those of one half in their places: those to sample from, all."""
+    x_TD = x_TD.at[place_T].set(half_TD, mode="drop")
+    return x_TD[sample_row_S], x_TD
+
+
+def attend(
+    pairs: StepShape,
+    limits: StepLimits,
+    pool: HeadPool,
+    window: int | None,
+    dtype: jnp.dtype,
+    kv: KVPages,
+    piece_RXH: jax.Array,
+    tables: jax.Array,
+) -> tuple[KVPages, jax.Array]:
+    """One layer's attention of one device's pairs [R, G, H]; ``kv`` is to be donated."""
+    with jax.default_matmul_precision("highest"):
+        batch = unpack(tables, pairs, limits)
+        k_R1H, v_R1H, q_RGH = piece_RXH[:, :1], piece_RXH[:, 1:2], piece_RXH[:, 2:]
+
+        def once(q_RGH: jax.Array, kv: KVPages) -> tuple[jax.Array, KVPages]:
+            return paged_attention(
+                q_RGH, k_R1H, v_R1H, kv, batch, pool.kernels, scale=1.0, window=window
+            )
+
+        out_RGH, kv = once(q_RGH, kv)
+        if pool.repeats > 1:
+            # Each time waits for the one before; it writes and finds the same.
+            out_RGH, kv = jax.lax.fori_loop(
+                1, pool.repeats, lambda i, x: once(q_RGH + 0 * x[0], x[1]), (out_RGH, kv)
+            )
+        return kv, out_RGH.astype(dtype)
+
+
+class SpreadStep(CompiledStep):
+    """One stage's executables, by bucket of the step and of its devices' pairs.
+
+    Args:
+        pools: where it has KV heads.
+    """
+
+    def __init__(self, plan: Plan, pools: Sequence[HeadPool]) -> None:
+        super().__init__(plan)
+        self._plan, self._pools = plan, pools
+        self._windows = plan.config.windows[plan.layers.start : plan.layers.stop]
+        model = nnx.merge(plan.graphdef, plan.state(plan.parameters))
+        (self._outer, self._layer), (outer, layers) = _split(model)
+        self._outer_state, self._layer_state = outer, layers[0]
+
+    def of(self, part: Hashable) -> jax.stages.Compiled:
+        """One executable."""
+        return self._get([part])[0]
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """Of the stage's layers."""
+        return self._windows
+
+    def pair_shapes(self, shape: StepShape) -> list[StepShape]:
+        """Buckets of one device's pairs."""
+        return pair_shapes(shape, self._plan.num_kv_heads)
+
+    def compile_parts(self, key: Key) -> list[jax.stages.Compiled]:
+        """The executables of one step whose pairs all devices may have, as often as they run."""
+        parts = self._runs(key.shape, self.pair_shapes(key.shape)[-1]) + self._head_parts(key)
+        compiled = {part: self._compile(part) for part in dict.fromkeys(parts)}
+        return [compiled[part] for part in parts]
+
+    def _layer_parts(self, shape: StepShape) -> list[Hashable]:
+        parts = [part for pairs in self.pair_shapes(shape) for part in self._runs(shape, pairs)]
+        if self._plan.options.half_batches != "never":
+            halves = [half for half in self.limits.shapes() if half.tokens <= shape.tokens]
+            parts += [("join", shape, half) for half in halves]
+            if not self.layers.first:
+                parts += [("part", shape, half) for half in halves]
+        return list(dict.fromkeys(parts))
+
+    def _runs(self, shape: StepShape, pairs: StepShape) -> list[Hashable]:
+        """What a step runs, in order, where every device has pairs."""
+        parts: list[Hashable] = [("first", shape, pairs)]
+        for number, window in enumerate(self._windows):
+            if number:
+                parts.append(("middle", shape, pairs, bool(window)))
+            parts += [("attend", device, pairs, window) for device in range(len(self._pools))]
+        return [*parts, ("last", shape, pairs)]
+
+    def _compile(self, part: Any) -> jax.stages.Compiled:
+        if part[0] != "attend":
+            return super()._compile(part)
+        _, number, pairs, window = part
+        pool, plan = self._pools[number], self._plan
+        cut = Cut(plan, 1, pairs.tokens)
+        there = partial(jax.ShapeDtypeStruct, sharding=pool.sharding)
+        inputs = empty_spread_inputs(pairs, pairs, self.limits, 1, 1)
+        tables = inputs.tables[0]
+        assert tables is not None
+        kv = pool.pages[0]
+        jitted = jax.jit(
+            partial(attend, pairs, self.limits, pool, window, plan.dtype),
+            donate_argnums=0,
+            out_shardings=(jax.tree.map(lambda x: x.sharding, kv), pool.sharding),
+        )
+        with jax.set_mesh(pool.mesh):
+            return jitted.lower(
+                kv, there((pairs.tokens, cut.G + 2, cut.H), cut.dtype),
+                there(tables.shape, tables.dtype),
+            ).compile()  # fmt: skip
+
+    def _lower(self, part: Any) -> jax.stages.Lowered:
+        if part[0] in ("part", "join"):
+            return self._lower_halves(*part)
+        if part[0] not in ("first", "middle", "last"):
+            return super()._lower(part)
+        kind, shape, pairs, *rest = part
+        plan, W = self._plan, len(self._pools)
+        cut = Cut(plan, W, pairs.tokens)
+        whole = partial(jax.ShapeDtypeStruct, sharding=plan.whole)
+        inputs = empty_spread_inputs(shape, pairs, self.limits, cut.K, W)
+        layout = whole(inputs.layout.shape, jnp.int32)
+        outs = [whole((pairs.tokens, cut.G, cut.H), plan.dtype)] * W
+        x_TD = self.hidden(shape.tokens)
+        state = self._layer_state
+        jitted = partial(jax.jit, out_shardings=plan.whole)
+        if kind == "last":
+            run = jitted(partial(last, self._layer, cut))
+            return run.lower(state, x_TD, outs, layout, inputs.sample_row_S)
+        if kind == "first":
+            windowed = bool(self._windows[0])
+            run = jitted(partial(first, self._outer, self._layer, plan.layers, windowed, cut))
+            return run.lower(
+                self._outer_state, state, self._arguments[2], inputs.token_T, inputs.source_T,
+                inputs.position_T, layout, None if plan.layers.first else x_TD,
+            )  # fmt: skip
+        model: Any = nnx.merge(self._outer, self._outer_state)
+        ropes = jax.eval_shape(model.ropes, jax.ShapeDtypeStruct((shape.tokens,), jnp.int32))
+        stream = x_TD, jax.tree.map(lambda x: whole(x.shape, x.dtype), ropes)
+        run = jitted(partial(middle, self._layer, rest[0], cut))
+        return run.lower(state, state, stream, outs, layout)
+
+    def _lower_halves(self, kind: str, shape: StepShape, half: StepShape) -> jax.stages.Lowered:
+        x_TD, place_T = self.hidden(shape.tokens), np.zeros(half.tokens, np.int32)
+        if kind == "part":
+            return jax.jit(part, out_shardings=self._whole).lower(x_TD, place_T)
+        sample_row_S = np.zeros(shape.rows, np.int32)
+        return jax.jit(join, out_shardings=self._whole).lower(
+            x_TD, self.hidden(half.tokens), place_T, sample_row_S
+        )
+
+
+def split_parameters(plan: Plan, parameters: Parameters) -> tuple[Parameters, list[Parameters]]:
+    """Those of no layer, and each layer's."""
+    return _split(nnx.merge(plan.graphdef, parameters))[1]
+
+
+def _split(model: Any) -> tuple[tuple[Graph, Graph], tuple[Parameters, list[Parameters]]]:
+    layers = [nnx.split(layer) for layer in model.layers]
+    del model.layers
+    outer, outer_state = nnx.split(model)
+    return (outer, layers[0][0]), (outer_state, [state for _, state in layers])

@@ -1,0 +1,1 @@
+"""One instance's compiled programs: layout, inputs, step, sampler, KV cache."""

@@ -1,0 +1,306 @@
+"""How a model lies on its devices: all that can be said before anything is loaded."""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinfer.config.engine import EngineOptions
+from jaxinfer.errors import JaxinferError
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.sharding import HEADS_AXIS, Rule, load_rules, padded, shard
+from jaxinfer.models.stage import Layers, make_model
+from jaxinfer.pallas_kernels.choice import choose_kernels
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.runtime.stage.kv_cache import abstract_pages, available_memory, memory_of
+from jaxinfer.steps.shapes import StepLimits
+
+KV_DTYPES = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}
+
+
+class Device(Protocol):
+    """What any process knows of a device: JAX's own in the process that has it."""
+
+    platform: str
+    id: int
+    device_kind: str
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """A device that another process has."""
+
+    platform: str
+    id: int
+    device_kind: str
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """A device besides a stage's own, for KV heads and the attention to them.
+
+    Attributes:
+        num_pages: of its pool, counted as if all the stage's KV heads lay there.
+        kernels: what attends there.
+        repeats: how often it does all its attention, to play a slower device.
+    """
+
+    group: str
+    device: jax.Device
+    num_pages: int
+    kernels: str
+    kv_bytes: int
+    repeats: int = 1
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """Sizes of one stage of an instance, which mostly has but one: what any process may know.
+
+    Attributes:
+        config: the whole model's, padded to what the devices divide.
+        num_kv_heads: of the model, without padding.
+        layers: those of this stage.
+        dtype: of weights; ``kv_dtype``: of KV entries.
+        num_pages: size of the KV pool, the padding page included; where KV heads may lie elsewhere,
+            counted as if all of them lay here.
+        max_model_len: prompt and output tokens of one request at most.
+        weight_bytes, kv_bytes: per memory: of one device, or of the host's for CPU devices.
+        memory_bytes: what of that memory was free when the plan was made.
+        attention: devices besides where KV heads may lie.
+    """
+
+    options: EngineOptions
+    config: ModelConfig
+    num_kv_heads: int
+    layers: Layers
+    dtype: jnp.dtype
+    kv_dtype: jnp.dtype
+    limits: StepLimits
+    num_pages: int
+    max_model_len: int
+    weight_bytes: int
+    kv_bytes: int
+    memory_bytes: int
+    devices: Sequence[Device]
+    attention: Sequence[AttentionPlan] = field(default=(), kw_only=True)
+
+    @property
+    def pool_pages(self) -> list[int]:
+        """Size of each of its pools; where KV heads may lie apart, in pages of one head."""
+        if not self.attention:
+            return [self.num_pages]
+        counts = [self.num_pages, *(place.num_pages for place in self.attention)]
+        return [(count - 1) * self.num_kv_heads + 1 for count in counts]
+
+
+@dataclass(frozen=True)
+class Plan(PlanFacts):
+    """Shapes and shardings besides, for the process that has the devices.
+
+    Attributes:
+        devices: in the mesh's order.
+        parameters: by their path in the whole model, their shapes, dtypes and shardings.
+    """
+
+    devices: Sequence[jax.Device]
+    mesh: Mesh
+    graphdef: nnx.GraphDef[Any]
+    parameters: Mapping[str, jax.ShapeDtypeStruct]
+
+    @property
+    def facts(self) -> PlanFacts:
+        """What another process may know."""
+        known = {each.name: getattr(self, each.name) for each in fields(PlanFacts)}
+        devices = [DeviceFacts(d.platform, d.id, d.device_kind) for d in self.devices]
+        return PlanFacts(**known | {"devices": devices})
+
+    @property
+    def whole(self) -> NamedSharding:
+        """Of arrays that every device has."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def step_arguments(self) -> tuple[Any, Any, jax.ShapeDtypeStruct]:
+        """What a step is compiled for: parameters, KV pages, previous tokens."""
+        previous_S = jax.ShapeDtypeStruct(
+            (self.options.max_num_seqs,), jnp.int32, sharding=self.whole
+        )
+        return self.state(self.parameters), self.pages, previous_S
+
+    @property
+    def pages(self) -> list[KVPages]:
+        """The stage's KV pages."""
+        return abstract_pages(
+            self.config, self.layers, self.num_pages, self.limits.page_size, self.kv_dtype,
+            self.mesh,
+        )  # fmt: skip
+
+    def state(self, leaves: Mapping[str, Any]) -> nnx.State[Any, Any]:
+        """Parameters by their path in the whole model, as the step takes them."""
+        return as_state({self.layers.name(path): leaf for path, leaf in leaves.items()})
+
+
+def make_plan(
+    config: ModelConfig,
+    options: EngineOptions,
+    devices: Sequence[jax.Device],
+    layers: Layers,
+    taken: int,
+    is_spread: bool = False,
+) -> Plan:
+    """Decide shardings, buckets and the size of the KV pool.
+
+    Args:
+        devices, layers: of the stage.
+        taken: bytes of a CPU's memory that other plans will take.
+        is_spread: KV heads may lie elsewhere; those that lie here do so on the first device.
+
+    Raises:
+        JaxinferError: the options ask for more than the model, the devices or their memory can
+            give, or the sharding rules do not fit the parameters.
+    """
+    max_model_len = _max_model_len(config, options)
+    mesh = Mesh(np.array(devices), (HEADS_AXIS,))
+    dtype = choose_dtype(options, devices[0])
+    kv_dtype = KV_DTYPES.get(options.kv_cache_dtype, dtype)
+    kernels = choose_kernels(
+        options.kernels, devices[0], kv_dtype, config.head_dim,
+        config.num_attention_heads // config.num_key_value_heads, options.page_size,
+    )  # fmt: skip
+    wide = replace(padded(config, len(devices)), kernels=kernels)
+    rules = load_rules(options.sharding)
+    graphdef, parameters = _parameters(wide, layers, dtype, mesh, rules)
+    limits = StepLimits(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_pages=-(-max_model_len // options.page_size),
+        page_size=options.page_size,
+        given_buckets=options.token_buckets,
+    )
+    weights = memory_of(parameters.values())
+    held, on = (wide, mesh) if not is_spread else (config, Mesh(mesh.devices[:1], (HEADS_AXIS,)))
+    page = abstract_pages(held, layers, 1, options.page_size, kv_dtype, on)
+    each = memory_of(jax.tree.leaves(page))
+    fraction = options.memory_fraction or (0.2 if devices[0].platform == "cpu" else 0.9)
+    free, budget = _memory(devices[0], fraction, weights, taken)
+    useful = limits.max_pages * options.max_num_seqs + 1
+    addressed = _addressable(wide, kv_dtype, options.page_size, len(devices))
+    num_pages = options.num_pages or min(budget // each, useful, addressed)
+    if num_pages > addressed:
+        raise JaxinferError(
+            f"num_pages is {num_pages}, kernels {kernels} address {addressed} pages of "
+            f"{options.page_size} tokens in 8 bits"
+        )
+    if num_pages < 2 or weights + num_pages * each > free:
+        what = f"num_pages {num_pages} of {options.page_size} tokens takes"
+        if not options.num_pages:
+            what = f"memory_fraction {fraction} leaves room for {max(num_pages, 0)} KV pages of"
+        raise JaxinferError(
+            f"{what} {max(num_pages, 1) * each / 2**30:.3f} GiB, beside "
+            f"{weights / 2**30:.3f} GiB of weights; {free / 2**30:.1f} GiB are free"
+        )
+    return Plan(
+        options, wide, config.num_key_value_heads, layers, dtype, kv_dtype, limits, num_pages,
+        max_model_len, weights, num_pages * each, free, devices, mesh, graphdef, parameters,
+    )  # fmt: skip
+
+
+def _addressable(config: ModelConfig, kv_dtype: jnp.dtype, page_size: int, devices: int) -> int:
+    """Pages that the attention in use can address.
+
+    Triton's kernels take 32-bit offsets for arrays of less than 2^32 bytes, signed.
+    """
+    if kv_dtype.itemsize > 1 or config.kernels not in ("generic", "interpret"):
+        return sys.maxsize
+    heads = config.num_key_value_heads // devices
+    return 2**31 // (heads * page_size * config.head_dim)
+
+
+def choose_dtype(options: EngineOptions, device: jax.Device) -> jnp.dtype:
+    """Of weights, and of the KV cache unless ``kv_cache_dtype`` says otherwise.
+
+    Raises:
+        JaxinferError: weights of 8 bits, which are modelled only.
+    """
+    if options.dtype in KV_DTYPES:
+        raise JaxinferError(
+            f"dtype is {options.dtype}, a run has weights of float32 or bfloat16: weights of 8 "
+            "bits are for simulate"
+        )
+    automatic = "float32" if device.platform == "cpu" else "bfloat16"
+    return jnp.dtype(automatic if options.dtype == "auto" else options.dtype)
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """By path, of the model as ``config`` has it."""
+    L = config.num_hidden_layers
+    _, parameters = _abstract_model(config, Layers(0, L, L))
+    return {path: array.shape for path, array in parameters.items()}
+
+
+def as_state(leaves: Mapping[str, Any]) -> nnx.State[Any, Any]:
+    """Parameters by path, as the step takes them."""
+    flat = [(_path(name), nnx.Param(leaf)) for name, leaf in leaves.items()]
+    return nnx.from_flat_state(flat)
+
+
+def _path(name: str) -> tuple[str | int, ...]:
+    return tuple(int(part) if part.isdigit() else part for part in name.split("."))
+
+
+def _parameters(
+    config: ModelConfig, layers: Layers, dtype: jnp.dtype, mesh: Mesh, rules: Sequence[Rule]
+) -> tuple[nnx.GraphDef[Any], dict[str, jax.ShapeDtypeStruct]]:
+    graphdef, abstract = _abstract_model(config, layers)
+    parameters = {}
+    for path, array in abstract.items():
+        # Vectors (the scales of norms) stay float32: they are small, and norms work in float32.
+        kind = jnp.dtype("float32") if array.ndim == 1 else dtype
+        sharding = shard(path, array.shape, mesh, rules)
+        parameters[path] = jax.ShapeDtypeStruct(array.shape, kind, sharding=sharding)
+    return graphdef, parameters
+
+
+def _abstract_model(
+    config: ModelConfig, layers: Layers
+) -> tuple[nnx.GraphDef[Any], dict[str, jax.ShapeDtypeStruct]]:
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make_model(config, layers, nnx.Rngs(0))))
+    flat = nnx.to_flat_state(state)
+    return graphdef, {
+        layers.path(".".join(map(str, path))): leaf.get_value() for path, leaf in flat
+    }
+
+
+def free_memory(device: jax.Device, taken: int) -> int:
+    """Bytes that can be taken of a device's memory, or of the host's where ``taken`` are."""
+    if device.platform == "cpu":
+        return available_memory() - taken
+    stats = device.memory_stats()
+    return int(stats["bytes_limit"] - stats["bytes_in_use"])
+
+
+def _memory(device: jax.Device, fraction: float, weights: int, taken: int) -> tuple[int, int]:
+    """Free bytes of the memory, and how many of them pages may take beside the weights."""
+    free = free_memory(device, taken)
+    if device.platform == "cpu":
+        # Shared with the rest of the machine: a share of what is left, the weights apart.
+        return free, math.floor(min(free * fraction, free - weights))
+    stats = device.memory_stats()
+    return free, math.floor(stats["bytes_limit"] * fraction) - stats["bytes_in_use"] - weights
+
+
+def _max_model_len(config: ModelConfig, options: EngineOptions) -> int:
+    longest = config.max_position_embeddings
+    if options.max_model_len and options.max_model_len > longest:
+        raise JaxinferError(
+            f"max_model_len is {options.max_model_len}, the model was made for {longest}"
+        )
+    return options.max_model_len or longest

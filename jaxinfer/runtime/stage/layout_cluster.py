@@ -1,0 +1,105 @@
+"""What each instance of a cluster will be on the devices of this process, before it is loaded."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import jax
+
+from jaxinfer.config.cluster import ClusterConfig, InstanceConfig
+from jaxinfer.config.layer_split import count_layers
+from jaxinfer.errors import JaxinferError
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.stage import Layers, split
+from jaxinfer.runtime.stage.devices import configure_jax, open_groups
+from jaxinfer.runtime.stage.layout import Plan, choose_dtype, make_plan
+from jaxinfer.runtime.stage.layout_attention import plan_attention
+from jaxinfer.runtime.stage.machine_speed import measure_speed
+
+
+def plan_cluster(model: ModelConfig, config: ClusterConfig) -> dict[str, list[Plan]]:
+    """Each instance's stages, before anything is loaded.
+
+    Raises:
+        JaxinferError: as ``make_plan``, with the instance's name where there are several.
+    """
+    configure_jax()
+    groups = open_groups(config.groups)
+    for link in config.links:
+        for end in link.between:
+            if groups[end][0].platform != "cpu":
+                raise JaxinferError(
+                    f"links: {' - '.join(link.between)} is emulated, on CPU only, and {end} is a "
+                    "GPU: leave links to `simulate`"
+                )
+    free = {name: iter(devices) for name, devices in groups.items()}
+    plans: dict[str, list[Plan]] = {}
+    taken = 0
+    for name, instance in config.instances.items():
+        try:
+            plans[name] = list(_plan_stages(model, config, instance, groups, free, taken))
+            taken += _host_bytes(plans[name])
+        except JaxinferError as error:
+            of = f"instances.{name}: " if len(config.instances) > 1 else ""
+            raise JaxinferError(f"{of}{error}") from None
+    return plans
+
+
+def _plan_stages(
+    model: ModelConfig,
+    config: ClusterConfig,
+    instance: InstanceConfig,
+    devices_of: Mapping[str, Sequence[jax.Device]],
+    free: Mapping[str, Iterator[jax.Device]],
+    taken: int,
+) -> Iterator[Plan]:
+    groups = [config.groups[stage.group] for stage in instance.places]
+    devices = [
+        [next(free[stage.group]) for _ in range(group.stage_devices)]
+        for stage, group in zip(instance.places, groups, strict=True)
+    ]
+
+    def speed(number: int) -> float:
+        dtype = choose_dtype(instance, devices[number][0])
+        return measure_speed(model, dtype, devices[number]) / groups[number].slowdown
+
+    counts = [model.num_hidden_layers]
+    if instance.stages:
+        counts = count_layers(model.num_hidden_layers, instance.places, speed)
+    parts = split(model.num_hidden_layers, counts)
+    for stage, here, layers in zip(instance.places, devices, parts, strict=True):
+        if stage.attention:
+            whole = make_plan(model, instance, here, layers, taken, is_spread=True)
+            own = _host_bytes([whole])
+            plans = [plan_attention(whole, stage, config, devices_of, taken + own)]
+        else:
+            plans = _plan_segments(model, instance, here, layers, taken)
+        taken += _host_bytes(plans)
+        yield from plans
+
+
+def _host_bytes(plans: Iterable[Plan]) -> int:
+    """What they will take of the host's memory."""
+    total = 0
+    for plan in plans:
+        if plan.devices[0].platform == "cpu":
+            total += plan.weight_bytes + plan.kv_bytes
+        total += sum(each.kv_bytes for each in plan.attention if each.device.platform == "cpu")
+    return total
+
+
+def _plan_segments(
+    model: ModelConfig,
+    instance: InstanceConfig,
+    devices: Sequence[jax.Device],
+    layers: Layers,
+    taken: int,
+) -> list[Plan]:
+    """One stage's, which share its devices' memory."""
+    whole = make_plan(model, instance, devices, layers, taken)
+    if instance.segments == 1:
+        return [whole]
+    count = layers.stop - layers.start
+    if instance.segments > count:
+        raise JaxinferError(f"segments is {instance.segments}, a stage has {count} layers")
+    sized = instance.model_copy(update={"num_pages": whole.num_pages})
+    pieces = layers.pieces(instance.segments)
+    return [make_plan(model, sized, devices, piece, taken) for piece in pieces]

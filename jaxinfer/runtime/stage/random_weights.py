@@ -1,0 +1,60 @@
+"""Random weights, drawn where they are to lie: speed can be measured without a checkpoint."""
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.runtime.stage.layout import Plan, parameter_shapes
+from jaxinfer.runtime.stage.step import Parameters
+
+_SCALE = 0.02
+
+
+def random_parameters(config: ModelConfig, plans: Sequence[Plan]) -> list[Parameters]:
+    """Of several stages, on their devices; from the option ``seed``, whatever the plan is.
+
+    Matrices and biases are drawn from a normal distribution; scales of norms are 1, and padding
+    is zero.
+
+    Args:
+        config: the model's, without padding.
+    """
+    shapes = parameter_shapes(config)
+    program = cache(_program)  # Layers are alike.
+    # Segments of one stage share a tied embedding.
+    drawn: dict[tuple[str, jax.ShapeDtypeStruct], jax.Array] = {}
+    states = []
+    for plan in plans:
+        leaves = {}
+        for path, to in plan.parameters.items():
+            if (path, to) not in drawn:
+                is_scale = path.rpartition(".")[2].startswith("scale_")
+                draw = program(shapes[path], to, is_scale)
+                drawn[path, to] = draw(_key_data(plan.options.seed, path))
+            leaves[path] = drawn[path, to]
+        states.append(plan.state(leaves))
+    return states
+
+
+def _key_data(seed: int, path: str) -> np.ndarray:
+    digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
+    return np.frombuffer(digest, np.uint32)
+
+
+def _program(
+    shape: tuple[int, ...], to: jax.ShapeDtypeStruct, is_scale: bool
+) -> jax.stages.Wrapped:
+    """Each device draws its own shard; the values are the same for any sharding."""
+
+    def draw(key_data: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
+        x = jnp.ones(shape) if is_scale else _SCALE * jax.random.normal(key, shape)
+        grown = jnp.pad(x, [(0, n - old) for n, old in zip(to.shape, shape, strict=True)])
+        return grown.astype(to.dtype)
+
+    return jax.jit(draw, out_shardings=to.sharding)

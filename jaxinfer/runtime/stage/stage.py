@@ -1,0 +1,142 @@
+"""One pipeline stage on its mesh: parameters, KV pages, compiled step."""
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.config.cluster import LinkConfig
+from jaxinfer.runtime.stage.kv_cache import allocate
+from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.sampler import SamplerShape, Samples, SamplingInputs
+from jaxinfer.runtime.stage.sampling_inputs import empty_sampling
+from jaxinfer.runtime.stage.step import CompiledStep, Key, Parameters
+from jaxinfer.runtime.stage.step_inputs import build_inputs, empty_inputs
+from jaxinfer.serving.batch import Batch
+from jaxinfer.steps.shapes import StepShape
+
+
+class Stage:
+    """What a worker launches steps on; most instances have one.
+
+    Attributes:
+        kv: the pages; each step, and each transfer into them, replaces them.
+        emulate: seconds that a step is to take on a slower device, or None.
+        link: between the stage before and this one, where that is emulated.
+        overruns: seconds by which emulated steps were late, one for each that was.
+        previous_S: the last step's tokens, which feed back into the next.
+        transfers: what was compiled to take slabs out of the pages and to write them there; ways
+            to other instances that want the same share it.
+    """
+
+    def __init__(self, plan: Plan, parameters: Parameters) -> None:
+        self.plan = plan
+        self.step = self._new_step()
+        self.parameters = parameters
+        self.kv = self._new_kv()
+        self.emulate: Callable[[Batch], float] | None = None
+        self.link: LinkConfig | None = None
+        self.overruns: list[float] = []
+        self.transfers: dict[Hashable, jax.stages.Compiled] = {}
+        previous = plan.step_arguments[2]
+        self.previous_S = jax.device_put(
+            np.zeros(previous.shape, previous.dtype), previous.sharding
+        )
+
+    def _new_step(self) -> CompiledStep:
+        return CompiledStep(self.plan)
+
+    def _new_kv(self) -> Any:
+        return allocate(self.plan.pages)
+
+    def inputs(
+        self, batch: Batch, shape: StepShape, sample_slots: Mapping[str, int], shard: int
+    ) -> Any:
+        """What ``forward`` takes of a batch; see ``build_inputs``."""
+        return build_inputs(batch, shape, self.step.limits, sample_slots, shard)
+
+    def padding(self, shape: StepShape) -> Iterator[Any]:
+        """Inputs without a token, of all shapes that a step of this one may have."""
+        yield empty_inputs(shape, self.step.limits)
+
+    def compile_ahead(self, sampler: SamplerShape) -> Iterator[int]:
+        """Compile all steps with this sampler; yields how many are left."""
+
+        def run_on_padding(key: Key) -> None:
+            x_TD, previous_S = None, self.previous_S
+            if not self.plan.layers.first:
+                like = self.step.hidden(key.shape.tokens)
+                x_TD = jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
+            for inputs in self.padding(key.shape):
+                hidden = self.forward(key, inputs, x_TD)
+            if self.plan.layers.last:
+                sampling = empty_sampling(key.shape.rows, key.sampler)
+                samples, _ = self.step.sample(
+                    key, self.parameters, hidden, self.previous_S, sampling
+                )
+                samples.token_S.block_until_ready()
+                # In the middle of a run, the next step is still to be fed.
+                self.previous_S = previous_S
+
+        return self.step.compile_ahead(sampler, run_on_padding)
+
+    def forward(self, key: Key, inputs: Any, x_TD: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Launch the layers; hidden states to sample from, and all. Returns at once.
+
+        Args:
+            inputs: see ``inputs``.
+        """
+        if x_TD is not None:
+            x_TD = put_whole(x_TD, self.plan)
+        self.kv, x_SD, x_TD = self.step.forward(
+            key, self.parameters, self.kv, self.previous_S, inputs, x_TD
+        )
+        return x_SD, x_TD
+
+    def sample(
+        self,
+        key: Key,
+        hidden: tuple[jax.Array, jax.Array],
+        sampling: SamplingInputs,
+        next_token_T: np.ndarray | None,
+    ) -> tuple[Samples, Samples | None]:
+        """Launch the head; the tokens feed back into the next step."""
+        samples, prompt = self.step.sample(
+            key, self.parameters, hidden, self.previous_S, sampling, next_token_T
+        )
+        self.previous_S = samples.token_S
+        return samples, prompt
+
+    def start_of(self, before: float, x_TD: jax.Array) -> float:
+        """When the hidden states of the stage before, which ended at ``before``, are here."""
+        return before + (self.link.seconds(x_TD.nbytes) if self.link else 0.0)
+
+    def end_of(self, batch: Batch, start: float) -> float:
+        """When a part of a step that is done now has ended, by ``time.perf_counter``.
+
+        On an emulated device that is later; waits for it.
+        """
+        now = time.perf_counter()
+        if self.emulate is None:
+            return now
+        end = start + self.emulate(batch)
+        if now > end:
+            self.overruns.append(now - end)
+            return now
+        time.sleep(end - now)
+        return end
+
+
+def put_whole(x: jax.Array, plan: Plan) -> jax.Array:
+    """An array that every device of one mesh has whole, on every device of another.
+
+    On one mesh that is the array itself. Else one device's copy goes out: between unequal numbers
+    of devices, putting the array itself blocks until it exists.
+    """
+    if x.sharding == plan.whole:
+        return x
+    one = x.addressable_shards[0].data
+    copies = [jax.device_put(one, device) for device in plan.devices]
+    return jax.make_array_from_single_device_arrays(x.shape, plan.whole, copies)

@@ -1,0 +1,256 @@
+"""The compiled step: a forward pass and a sampler per bucket, compiled ahead and counted."""
+
+import time
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.models.stage import Layers
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.runtime.stage.devices import return_freed_memory
+from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.sampler import SamplerShape, Samples, SamplingInputs, look_up, sample
+from jaxinfer.runtime.stage.sampling_inputs import empty_sampling
+from jaxinfer.runtime.stage.step_inputs import StepInputs, empty_inputs
+from jaxinfer.steps.shapes import StepShape
+
+Parameters = nnx.State[Any, Any]
+# Rows whose logits are in memory at once where all prompt positions are reported on.
+BLOCK_ROWS = 64
+
+
+class Key(NamedTuple):
+    """What one step needs compiled."""
+
+    shape: StepShape
+    sampler: SamplerShape
+
+
+def forward(
+    graphdef: nnx.GraphDef[Any],
+    layers: Layers,
+    parameters: Parameters,
+    kv: list[KVPages],
+    previous_S: jax.Array,
+    inputs: StepInputs,
+    x_TD: jax.Array | None,
+) -> tuple[list[KVPages], jax.Array, jax.Array]:
+    """One stage of the model on one step's tokens.
+
+    Returns the KV pages, and hidden states: those to sample from [S, D], and all [T, D].
+
+    ``previous_S`` holds the tokens that the step before has sampled, which feed back into this
+    one without a visit to the host. ``kv`` is to be donated. ``x_TD`` is what the stage before
+    returned; None for the first.
+    """
+    # On GPUs, float32 matmuls would default to TF32.
+    with jax.default_matmul_precision("highest"):
+        model: Any = nnx.merge(graphdef, parameters)
+        if layers.first:
+            fed_back_T = previous_S[jnp.maximum(inputs.source_T, 0)]
+            token_T = jnp.where(inputs.source_T >= 0, fed_back_T, inputs.token_T)
+            x_TD = model.embed(token_T, inputs.batch)
+        x_TD, kv = model(x_TD, kv, inputs.batch)
+        assert x_TD is not None
+        return kv, x_TD[inputs.sample_row_S], x_TD
+
+
+def head(
+    graphdef: nnx.GraphDef[Any],
+    max_num_seqs: int,
+    top: int,
+    parameters: Parameters,
+    x_SD: jax.Array,
+    previous_S: jax.Array,
+    inputs: SamplingInputs,
+) -> Samples:
+    """Logits and a token for each hidden state, padded to ``max_num_seqs`` rows."""
+    with jax.default_matmul_precision("highest"):
+        model: Any = nnx.merge(graphdef, parameters)
+        samples = sample(model.logits(x_SD), previous_S, inputs, top)
+    pad = max_num_seqs - len(x_SD)
+    return jax.tree.map(lambda x: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1)), samples)
+
+
+def prompt_head(
+    graphdef: nnx.GraphDef[Any],
+    top: int,
+    parameters: Parameters,
+    x_TD: jax.Array,
+    token_T: jax.Array,
+) -> Samples:
+    """What the model says of given tokens, each the next one after a hidden state."""
+    with jax.default_matmul_precision("highest"):
+        model: Any = nnx.merge(graphdef, parameters)
+        pad = -len(x_TD) % BLOCK_ROWS
+        x_BRD = jnp.pad(x_TD, ((0, pad), (0, 0))).reshape(-1, BLOCK_ROWS, x_TD.shape[1])
+        token_BR = jnp.pad(token_T, (0, pad)).reshape(-1, BLOCK_ROWS)
+        found = jax.lax.map(lambda x: look_up(model.logits(x[0]), x[1], top), (x_BRD, token_BR))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: len(x_TD)], found)
+
+
+class CompiledStep:
+    """One stage's executables by bucket.
+
+    Args:
+        plan: of the stage; under its ``strict_shapes``, a bucket that has not been compiled ahead
+            is an error.
+
+    Attributes:
+        compiles: executables compiled, or loaded from the persistent cache.
+        compile_s: seconds spent on them.
+        late_compiles: those among them during a run: a defect, since the run waits for them.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.limits = plan.limits
+        self.layers = plan.layers
+        self.compiles = 0
+        self.compile_s = 0.0
+        self.late_compiles = 0
+        self._strict = plan.options.strict_shapes
+        self._graphdef = plan.graphdef
+        self._arguments = plan.step_arguments
+        self._hidden_size = plan.config.hidden_size
+        self._mesh = plan.mesh
+        self._whole = plan.whole
+        # Donated pages are written in place only where both sides lie alike.
+        kv_shardings = jax.tree.map(lambda x: x.sharding, self._arguments[1])
+        self._forward = jax.jit(
+            partial(forward, plan.graphdef, plan.layers),
+            donate_argnums=1,
+            out_shardings=(kv_shardings, self._whole, self._whole),
+        )
+        self._executables: dict[Hashable, jax.stages.Compiled] = {}
+
+    def compile_ahead(self, sampler: SamplerShape, run: Callable[[Key], None]) -> Iterator[int]:
+        """Compile what runs with this sampler need; yields how many are left, their number first.
+
+        Each bucket is also ``run`` once: a first run allocates, and takes half as long again.
+        """
+        start = time.perf_counter()
+        keys = [Key(shape, sampler) for shape in self.limits.shapes()]
+        parts = dict.fromkeys(part for key in keys for part in self._parts(key))
+        todo = [part for part in parts if part not in self._executables]
+        yield len(todo)
+        # Tracing holds Python's lock, XLA's compiler does not: two threads overlap them.
+        with ThreadPoolExecutor(2) as pool:
+            compiled = pool.map(self._compile, todo)
+            for left, (part, executable) in enumerate(zip(todo, compiled, strict=True), 1):
+                self._executables[part] = executable
+                return_freed_memory()
+                yield len(todo) - left
+        # The smallest step that has a part; keys come largest first.
+        with_part = {part: key for key in keys for part in self._parts(key)}
+        for key in {with_part[part]: None for part in todo}:
+            run(key)
+        self.compiles += len(todo)
+        self.compile_s += time.perf_counter() - start
+
+    def forward(
+        self,
+        key: Key,
+        parameters: Parameters,
+        kv: list[KVPages],
+        previous_S: jax.Array,
+        inputs: StepInputs,
+        x_TD: jax.Array | None,
+    ) -> tuple[list[KVPages], jax.Array, jax.Array]:
+        """Launch the stage's layers; returns at once, before they are done."""
+        (run,) = self._get([key.shape])
+        found: tuple[list[KVPages], jax.Array, jax.Array] = run(
+            parameters, kv, previous_S, inputs, x_TD
+        )
+        return found
+
+    def sample(
+        self,
+        key: Key,
+        parameters: Parameters,
+        hidden: tuple[jax.Array, jax.Array],
+        previous_S: jax.Array,
+        sampling: SamplingInputs,
+        next_token_T: np.ndarray | None = None,
+    ) -> tuple[Samples, Samples | None]:
+        """Launch the last stage's head on what ``forward`` returned.
+
+        Returns the samples and, where ``next_token_T`` has the prompt tokens to report on, what
+        the model says of them.
+        """
+        x_SD, x_TD = hidden
+        run_head, *run_prompt_head = self._get(self._head_parts(key))
+        samples: Samples = run_head(parameters, x_SD, previous_S, sampling)
+        found = None
+        if next_token_T is not None:
+            found = run_prompt_head[0](parameters, x_TD, next_token_T)
+        return samples, found
+
+    def _get(self, parts: list[Hashable]) -> list[jax.stages.Compiled]:
+        for part in parts:
+            if part not in self._executables:
+                if self._strict:
+                    raise JaxinferError(f"strict_shapes: {part} was not compiled ahead")
+                start = time.perf_counter()
+                self._executables[part] = self._compile(part)
+                self.compiles += 1
+                self.late_compiles += 1
+                self.compile_s += time.perf_counter() - start
+        return [self._executables[part] for part in parts]
+
+    def compile_parts(self, key: Key) -> list[jax.stages.Compiled]:
+        """The executables of one step, compiled for their own sake."""
+        return [self._compile(part) for part in self._parts(key)]
+
+    def _compile(self, part: Any) -> jax.stages.Compiled:
+        with jax.set_mesh(self._mesh):
+            return self._lower(part).compile()
+
+    def _lower(self, part: Any) -> jax.stages.Lowered:
+        parameters, kv, previous_S = self._arguments
+        match part:
+            case StepShape():
+                inputs = empty_inputs(part, self.limits)
+                x_TD = None if self.layers.first else self.hidden(part.tokens)
+                return self._forward.lower(parameters, kv, previous_S, inputs, x_TD)
+            case "head", int(rows), SamplerShape() as sampler:
+                jitted = jax.jit(
+                    partial(head, self._graphdef, self.limits.max_num_seqs, sampler.top),
+                    out_shardings=self._whole,
+                )
+                sampling = empty_sampling(rows, sampler)
+                x_SD = self.hidden(rows)
+                return jitted.lower(parameters, x_SD, previous_S, sampling)
+            case "prompt head", int(tokens), int(top):
+                jitted = jax.jit(
+                    partial(prompt_head, self._graphdef, top), out_shardings=self._whole
+                )
+                next_token_T = np.zeros(tokens, np.int32)
+                return jitted.lower(parameters, self.hidden(tokens), next_token_T)
+        raise AssertionError(part)
+
+    def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Hidden states as they go from stage to stage: float32, whole on every device."""
+        return jax.ShapeDtypeStruct((rows, self._hidden_size), jnp.float32, sharding=self._whole)
+
+    def _parts(self, key: Key) -> list[Hashable]:
+        """The executables of one step of this stage."""
+        return self._layer_parts(key.shape) + self._head_parts(key)
+
+    def _layer_parts(self, shape: StepShape) -> list[Hashable]:
+        return [shape]
+
+    def _head_parts(self, key: Key) -> list[Hashable]:
+        shape, sampler = key
+        parts: list[Hashable] = []
+        if self.layers.last:
+            parts.append(("head", shape.rows, sampler._replace(prompt_top=0)))
+            if sampler.prompt_top:
+                parts.append(("prompt head", shape.tokens, sampler.prompt_top))
+        return parts

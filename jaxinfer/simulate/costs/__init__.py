@@ -1,0 +1,1 @@
+"""Models of step times, one file for each kind."""

@@ -1,0 +1,183 @@
+"""Step times from curves of whole steps, as a benchmark of an engine measures them.
+
+A CSV file has the points, in the columns
+
+    phase      ``prompt`` or ``decode``
+    tokens     of a step of prompts; of one of decodes, where curves go ``by_tokens``
+    batch      of a step of decodes ``by_batch_and_context``: rows
+    context    likewise: KV entries that a row sees, its own included, on average
+    seconds    that the step took
+
+in any order; other columns are passed over, and of a point that is there several times the mean
+counts. Between points a curve is linear, and beyond them as ``curve.Curve`` says. A chunk of a
+prompt takes what a prompt of as many tokens takes, whatever is before it.
+
+Decodes ``by_tokens`` take what the curve has at their number. Decodes ``by_batch_and_context`` take
+what the batches around theirs take at their mean context. A batch that was measured at one context
+alone grows with its entries as the nearest batch that was measured at several.
+"""
+
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Self
+
+from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.step_costs import CurveCosts
+from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import data_path
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.costs.model import StagePart
+from jaxinfer.simulate.costs.piecewise_linear import Curve
+
+# By decode's kind, the columns that say where its points are.
+_AXES = {"by_tokens": ("tokens",), "by_batch_and_context": ("batch", "context")}
+_Points = dict[tuple[float, ...], float]
+
+
+class CurveStage:
+    """One pipeline stage.
+
+    Args:
+        costs: of all layers.
+        share: this stage's part of them.
+
+    Attributes:
+        read: what the file had, as JSON values.
+
+    Raises:
+        JaxinferError: the file cannot be read, or has no points of a phase.
+    """
+
+    def __init__(self, costs: CurveCosts, share: float = 1.0) -> None:
+        path, axes = data_path(costs.file), _AXES[costs.decode]
+        prompts, decodes = _read(path, axes)
+        self._share, self._factor = share, costs.mixed_factor
+        self._prompt = Curve({tokens: seconds for (tokens,), seconds in prompts.items()})
+        self._decode: Callable[[int, int], float]
+        if costs.decode == "by_tokens":
+            curve = Curve({tokens: seconds for (tokens,), seconds in decodes.items()})
+            self._decode = lambda rows, entries: curve(rows)
+        else:
+            try:
+                self._decode = BatchCurves({(b, c): y for (b, c), y in decodes.items()})
+            except JaxinferError as error:
+                raise JaxinferError(f"{path}: {error}") from None
+        # One row, with the least context.
+        least = self._decode(1, math.ceil(min(at[-1] for at in decodes)))
+        self._shared = least if costs.share_weights else 0.0
+        self.read: dict[str, object] = {
+            "file": costs.file,
+            "prompt_tokens": [self._prompt.x[0], self._prompt.x[-1]],
+            "decode": {
+                axis: [min(values), max(values)]
+                for axis, values in zip(axes, zip(*decodes, strict=True), strict=True)
+            },
+        }
+
+    @classmethod
+    def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
+        """From a run file's options, which have these costs."""
+        assert costs.curves
+        return cls(costs.curves, part.share)
+
+    def seconds(self, work: Work) -> float:
+        """Of one step."""
+        rows, tokens = work.singles, work.tokens - work.singles
+        if rows and tokens and self._factor:
+            return self._share * self._factor * self._prompt(work.tokens)
+        found = self._prompt(tokens) if tokens else 0.0
+        if rows:
+            decodes = self._decode(rows, work.single_context)
+            found += max(decodes - self._shared, 0.0) if tokens else decodes
+        return self._share * found
+
+
+class BatchCurves:
+    """Seconds of a step of decodes, by its rows and the KV entries that they see in all.
+
+    Args:
+        points: by batch and mean context.
+
+    Raises:
+        JaxinferError: no batch was measured at several contexts.
+    """
+
+    def __init__(self, points: Mapping[tuple[float, float], float]) -> None:
+        measured: defaultdict[float, dict[float, float]] = defaultdict(dict)
+        for (batch, context), seconds in points.items():
+            measured[batch][batch * context] = seconds
+        several = [batch for batch, found in measured.items() if len(found) > 1]
+        if not several:
+            raise JaxinferError(
+                "no batch was measured at several contexts: give it some, or decode: by_tokens"
+            )
+        curves = {batch: Curve(measured[batch]) for batch in several}
+        # Of each batch, a curve over its entries, and what it takes more than that.
+        self._levels: list[tuple[Curve, float]] = []
+        for batch in sorted(measured):
+            curve = curves[min(several, key=lambda other: (abs(other - batch), other))]
+            (entries, seconds), *more = measured[batch].items()
+            self._levels.append((curve, 0.0 if more else seconds - curve(entries)))
+        # Its values have no use, its places do.
+        self._batches = Curve(dict.fromkeys(sorted(measured), 0.0))
+
+    def __call__(self, rows: int, entries: int) -> float:
+        """Of so many rows that see so many entries together."""
+        i, j = self._batches.ends(rows)
+        context = entries / rows
+        found = self._level(i, context)
+        if i != j:
+            a, b = self._batches.x[i], self._batches.x[j]
+            found += (self._level(j, context) - found) * (rows - a) / (b - a)
+        return max(found, 0.0)
+
+    def _level(self, number: int, context: float) -> float:
+        curve, more = self._levels[number]
+        return curve(self._batches.x[number] * context) + more
+
+
+def _read(path: Path, axes: tuple[str, ...]) -> tuple[_Points, _Points]:
+    """Points of prompts by tokens, and of decodes by ``axes``."""
+    found: dict[str, defaultdict[tuple[float, ...], list[float]]] = {
+        "prompt": defaultdict(list),
+        "decode": defaultdict(list),
+    }
+    for line, row in _rows(path):
+        phase = row["phase"]
+        if phase not in found:
+            raise JaxinferError(f"{path}, line {line}: phase is {phase!r}, not prompt or decode")
+        names = ("tokens",) if phase == "prompt" else axes
+        try:
+            values = [float(row.get(name) or "") for name in (*names, "seconds")]
+        except ValueError:
+            values = []
+        if not values or not all(0 < value < math.inf for value in values):
+            raise JaxinferError(
+                f"{path}, line {line}: {', '.join(names)} and seconds of a {phase} must be numbers "
+                "greater than 0"
+            )
+        found[phase][tuple(values[:-1])].append(values[-1])
+    for phase, points in found.items():
+        if not points:
+            raise JaxinferError(f"{path}: has no points of phase {phase}")
+    prompt, decode = (
+        {at: fmean(seconds) for at, seconds in found[phase].items()} for phase in found
+    )
+    return prompt, decode
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as opened:
+            reader = csv.DictReader(opened)
+            for name in ("phase", "seconds"):
+                if name not in (reader.fieldnames or ()):
+                    raise JaxinferError(f"{path}: lacks the column {name}")
+            for row in reader:
+                yield reader.line_num, row
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise JaxinferError(f"{path}: {getattr(error, 'strerror', None) or error}") from None

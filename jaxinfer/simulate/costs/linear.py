@@ -1,0 +1,56 @@
+"""Step times that are linear in what a step holds: published or fitted coefficients as they are.
+
+The seconds of one step:
+
+    step_s + token_s * tokens + sequence_s * sequences
+        + decode_context_s * (KV entries that the rows of one token see)
+        + chunk_context_s * (KV entries before each chunk, summed)
+
+Cronus' eq. 2, a prefill of L tokens in one step, ``k_p L + b_p``: ``token_s`` is k_p, and b_p is
+``step_s + sequence_s``. Over several steps, each has its ``step_s`` and its chunk's context.
+
+Eq. 3, a step of B tokens (a chunk and d decodes), ``k_ctxp (entries before the chunk) +
+k_ctxd (those of all decodes) + b_c``: ``chunk_context_s`` is k_ctxp, ``decode_context_s`` k_ctxd,
+and b_c is ``step_s + token_s B + sequence_s (1 + d)``, so the form is eq. 3's where ``sequence_s``
+is 0. How much of b_c comes with the tokens, eq. 3 leaves open: with eq. 2 of the same instance,
+``step_s`` is ``b_c - k_p B``. A decode sees its own entry, too, which eq. 3 leaves out.
+
+DistServe's profiles have a term in the squares of prompts' lengths, and decode coefficients by the
+size of the batch: see ``phases.py``.
+"""
+
+from typing import Self
+
+from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.step_costs import LinearCosts
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.costs.model import StagePart
+
+
+class LinearStage:
+    """One pipeline stage.
+
+    Args:
+        costs: of all layers.
+        share: this stage's part of them; ``step_s`` is every stage's in full.
+    """
+
+    def __init__(self, costs: LinearCosts, share: float = 1.0) -> None:
+        self._costs, self._share = costs, share
+
+    @classmethod
+    def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
+        """From a run file's options, which have these costs."""
+        assert costs.linear
+        return cls(costs.linear, part.share)
+
+    def seconds(self, work: Work) -> float:
+        """Of one step."""
+        costs = self._costs
+        varying = (
+            costs.token_s * work.tokens
+            + costs.sequence_s * work.sequences
+            + costs.decode_context_s * work.single_context
+            + costs.chunk_context_s * sum(start for start, _ in work.chunks)
+        )
+        return costs.step_s + self._share * varying

@@ -1,0 +1,172 @@
+"""Step times from a profile of the engine's own compiled steps, as ``profile --operators`` has it.
+
+Beside the files that ``table_files.py`` reads, ``meta.yaml`` has a section ``engine``: the sizes
+that steps are padded to, for which ``dense.csv`` has the times of ``layer`` and ``step`` (what a
+step takes besides layers and head) and, of steps of decodes alone, ``decode_layer`` and
+``decode_step``; ``per_sequence.csv`` has ``head``, by the rows that a step is padded to.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field
+
+from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import data_path
+from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.options.validation import Options, within
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.costs.model import ITEMSIZE, StagePart
+from jaxinfer.simulate.costs.table_files import (
+    attention_points,
+    check_meta,
+    find_degree,
+    named_points,
+)
+from jaxinfer.simulate.costs.tables import Attention, Collectives, TableStage, rings
+from jaxinfer.steps.shapes import StepLimits
+
+DENSE = ("layer", "step", "decode_layer", "decode_step")
+
+
+class Profiled(Options):
+    """Section ``engine`` of ``meta.yaml``.
+
+    Attributes:
+        row_buckets, token_buckets: what steps of decodes alone, and steps with prefill, were
+            padded to.
+        collectives: by degree of tensor parallelism, whether its layers were measured over as many
+            devices, so that they have their all-reduces.
+        padded: by degree, sizes that the model was padded to.
+    """
+
+    row_buckets: tuple[int, ...] = Field(min_length=1, strict=False)
+    token_buckets: tuple[int, ...] = Field(min_length=1, strict=False)
+    collectives: dict[int, bool]
+    padded: dict[int, dict[str, int]] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProgramStage:
+    """One pipeline stage: each step takes what the compiled step does that it is padded for.
+
+    Attributes:
+        limits: decide the shape of a step.
+        dense: microseconds of each operator by tokens; ``heads``: of the head by rows, where the
+            stage has it.
+        read: what the tables had, as JSON values.
+    """
+
+    limits: StepLimits
+    layers: int
+    dense: Mapping[str, Mapping[float, float]]
+    heads: Mapping[float, float] | None
+    attention: Attention
+    collectives: Collectives
+    step_s: float
+    sequence_s: float
+    read: Mapping[str, object]
+
+    @classmethod
+    def open(
+        cls, tp: Path, engine: Mapping[str, Any], part: StagePart, step_s: float, sequence_s: float
+    ) -> Self:
+        """From a folder such as ``tp1``.
+
+        Args:
+            engine: the section of ``meta.yaml``.
+
+        Raises:
+            JaxinferError: a table is missing or lacks something, or is of an engine whose steps are
+                padded otherwise.
+        """
+        meta = tp.parent / "meta.yaml"
+        try:
+            profiled = Profiled.model_validate(engine)
+            _check_buckets(profiled, part)
+        except JaxinferError as error:
+            raise JaxinferError(f"{meta}: {within('engine', error)}") from None
+        assert part.limits
+        dense = named_points(tp, "dense", DENSE)
+        heads = named_points(tp, "per_sequence", ("head",))["head"]
+        rows, tokens = part.limits.row_buckets, padded_tokens(part.limits)
+        for name, found, wanted in (
+            *((name, dense[name], tokens) for name in DENSE[:2]),
+            *((name, dense[name], rows) for name in DENSE[2:]),
+            ("head", heads, rows),
+        ):
+            if missing := [size for size in wanted if size not in found]:
+                raise JaxinferError(f"{tp}: {name} lacks steps that are padded to {missing[0]}")
+        points, keyed = attention_points(tp)
+        try:
+            attention = Attention(points, keyed)
+        except JaxinferError as error:
+            raise JaxinferError(f"{tp}: attention.csv {error}") from None
+        measured = profiled.collectives.get(part.devices, True)
+        read = {
+            "folder": str(tp), "row_buckets": rows, "token_buckets": tokens,
+            "attention": len(points), "all_reduces": "measured" if measured else "modelled",
+        }  # fmt: skip
+        return cls(
+            part.limits, part.layers, dense, heads if part.last else None, attention,
+            Collectives() if measured else _all_reduces(part.gpu, part.model, part),
+            step_s, sequence_s, read,
+        )  # fmt: skip
+
+    def seconds(self, work: Work) -> float:
+        """Of one step."""
+        shape = self.limits.smallest(work.singles, work.tokens, work.sampled)
+        kind = "" if shape.chunks else "decode_"
+        each = self.dense[f"{kind}layer"][shape.tokens] + self.attention(work)
+        micros = self.layers * each + self.dense[f"{kind}step"][shape.tokens]
+        if self.heads:
+            micros += self.heads[shape.rows]
+        seconds = micros * 1e-6 + self.step_s + self.sequence_s * work.sequences
+        return seconds + self.collectives.seconds(work)
+
+
+def padded_tokens(limits: StepLimits) -> list[int]:
+    """What steps with prefill are padded to."""
+    return sorted({shape.tokens for shape in limits.shapes() if shape.chunks})
+
+
+def _check_buckets(profiled: Profiled, part: StagePart) -> None:
+    if part.limits is None:
+        raise JaxinferError("this planner knows no engine that these times are of")
+    for name, measured, ours in (
+        ("row_buckets", profiled.row_buckets, part.limits.row_buckets),
+        ("token_buckets", profiled.token_buckets, padded_tokens(part.limits)),
+    ):
+        if lacking := [size for size in ours if size not in measured]:
+            raise JaxinferError(
+                f"{name} are {list(measured)}, the instance's steps are padded to {lacking[0]}: "
+                "take the engine options that were profiled, or profile with these"
+            )
+
+
+def _all_reduces(gpu: Gpu, model: ModelShape, part: StagePart) -> Collectives:
+    """Two per layer; each device has the whole embedding and head."""
+    return rings(gpu, model, part.devices, ITEMSIZE, part.layers, False, False)
+
+
+class Tables:
+    """Costs by ``simulate.tables``: a folder of operators, or of an engine's own steps."""
+
+    @staticmethod
+    def of(part: StagePart, costs: SimulateOptions) -> TableStage | ProgramStage:
+        """From a run file's options, which have these costs.
+
+        Raises:
+            JaxinferError: the folder is of another model or GPU; see ``TableStage`` and
+                ``ProgramStage.open``.
+        """
+        assert costs.tables
+        folder = data_path(costs.tables)
+        meta = check_meta(folder, part.model, part.kind, part.devices)
+        if (engine := meta.get("engine")) is None:
+            return TableStage.of(part, costs)
+        tp = find_degree(folder, part.devices)
+        return ProgramStage.open(tp, engine, part, costs.step_s, costs.sequence_s)

@@ -1,0 +1,124 @@
+"""Step times from a GPU's numbers: each operator by its FLOPs or its bytes, whichever take longer
+(Williams et al., 2009), at stated efficiencies.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.costs.model import ITEMSIZE, StagePart
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What of a GPU's peak a kernel reaches, and what an engine adds to each step.
+
+    Attributes:
+        flops, bandwidth: fractions of the peaks.
+        step_s: seconds per step.
+        sequence_s: seconds per sequence of a step.
+    """
+
+    flops: float
+    bandwidth: float
+    step_s: float = 0.0
+    sequence_s: float = 0.0
+
+
+_Product = tuple[float, float, float]
+
+
+class RooflineStage:
+    """One pipeline stage on ``devices`` GPUs that share each layer.
+
+    Args:
+        layers: how many; ``last``: with the head.
+        itemsize: bytes of a number of hidden states; ``weight_size`` and ``kv_size``, of a weight
+            and of a KV entry's, are by default the same.
+        link_gb_s: of the all-reduces, each way; ``all_reduce_s``: seconds of each besides.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        model: ModelShape,
+        layers: int,
+        last: bool,
+        devices: int,
+        itemsize: int,
+        efficiency: Efficiency,
+        link_gb_s: float,
+        all_reduce_s: float = 0.0,
+        weight_size: int | None = None,
+        kv_size: int | None = None,
+    ) -> None:
+        flops = gpu.bf16_tflops * 1e12 * efficiency.flops * devices
+        bandwidth = gpu.memory_gb_s * 1e9 * efficiency.bandwidth * devices
+        self.layers, self._efficiency = layers, efficiency
+        self._per_flop, self._per_byte = 1 / flops, 1 / bandwidth
+        D, H = model.hidden_size, model.head_size
+        N, K, F = model.num_attention_heads, model.num_key_value_heads, model.intermediate_size
+
+        def product(parameters: int, numbers: int) -> _Product:
+            """A matrix product: seconds per token by FLOPs; of the weights, per token by bytes."""
+            return (
+                2 * parameters * self._per_flop,
+                parameters * (weight_size or itemsize) * self._per_byte,
+                numbers * itemsize * self._per_byte,
+            )
+
+        ups = 1 + model.gated
+        self._products = [product(D * (N + 2 * K) * H, D + (N + 2 * K) * H)]
+        self._products.append(product(N * H * D, N * H + D))
+        mlp = [product(ups * D * F, D + ups * F), product(F * D, F + D)]
+        self._experts = (model.num_experts, model.num_experts_per_tok, mlp)
+        if not model.num_experts:
+            self._products += mlp
+        V = model.vocab_size
+        self._head = product(D * V, D + V) if last else None
+        self._kv_bytes = model.kv_bytes(1, kv_size or itemsize)
+        self._attention_flops = 4 * N * H
+        # Two all-reduces of the hidden states in each layer, as rings.
+        reduced = 2 * 2 * (devices - 1) / devices * D * itemsize
+        self._reduce = reduced / (link_gb_s * 1e9) if devices > 1 else 0.0
+        self._reduce_each = 2 * all_reduce_s if devices > 1 else 0.0
+
+    @classmethod
+    def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
+        """From a run file's options, where they have no other costs."""
+        efficiency = Efficiency(costs.flops, costs.bandwidth, costs.step_s, costs.sequence_s)
+        return cls(
+            part.gpu, part.model, part.layers, part.last, part.devices, ITEMSIZE, efficiency,
+            *part.gpu.stated_collective, part.weight_size, part.kv_size,
+        )  # fmt: skip
+
+    def seconds(self, work: Work) -> float:
+        """Of one step."""
+        E = self._efficiency
+        layer = self.dense(work.tokens) + self._attention(work)
+        seconds = self.layers * layer + E.step_s + E.sequence_s * work.sequences
+        if self._head and work.sampled:
+            compute, weights, moved = self._head
+            seconds += max(work.sampled * compute, weights + work.sampled * moved)
+        return seconds
+
+    def dense(self, T: float) -> float:
+        """One layer without its attention, of so many tokens."""
+        layer = T * self._reduce + self._reduce_each
+        for compute, weights, moved in self._products:
+            layer += max(T * compute, weights + T * moved)
+        experts, chosen, mlp = self._experts
+        if experts:
+            read = min(experts, T * chosen)
+            each = T * chosen / read
+            layer += read * sum(max(each * c, w + each * m) for c, w, m in mlp)
+        return layer
+
+    def _attention(self, work: Work) -> float:
+        """Prefill chunks and decodes are kernels of their own."""
+        decodes = work.single_context * self._kv_bytes * self._per_byte
+        seen = sum(start + count for start, count in work.chunks)
+        chunks = work.pairs * self._attention_flops * self._per_flop
+        return decodes + max(chunks, seen * self._kv_bytes * self._per_byte)

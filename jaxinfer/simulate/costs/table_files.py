@@ -1,0 +1,210 @@
+"""Files of a profile of operators, read and checked.
+
+A folder has what LLMServingSim's profiler writes for one GPU and model: ``meta.yaml``, and for each
+degree of tensor parallelism a folder such as ``tp1`` with times in microseconds of one layer's
+operators. ``dense.csv``: layer, tokens, time_us; ``per_sequence.csv``: layer, sequences, time_us;
+``attention.csv``: prefill_chunk, kv_prefill, n_decode, kv_decode, time_us, of batches of a chunk
+and decodes that all see one context; or, in place of kv_prefill, prefill_key: how many entries the
+tokens of all chunks see on average. Points may lie anywhere; of one that is there several times,
+the mean counts. Each file may be packed (``.csv.gz``). Columns besides are passed over.
+"""
+
+import csv
+import gzip
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.simulate.costs.attention_grid import At
+
+# How often an operator runs in a layer.
+PER_LAYER = {
+    "layernorm": 2, "qkv_proj": 1, "rotary_emb": 1, "o_proj": 1, "gate_up_proj": 1, "act_fn": 1,
+    "down_proj": 1,
+}  # fmt: skip
+# Those that not every model has, or not every profile apart from others. ``qk_norm`` is that of
+# queries and that of keys together.
+OPTIONAL = {"qk_norm": 1, "add": 1, "all_reduce": 2}
+FIRST, LAST, PER_SEQUENCE = ("embedding",), ("final_layernorm",), ("lm_head", "sampler")
+# By file: its axis, operators that must be there, and those that may.
+_OPERATORS = {
+    "dense": ("tokens", (*PER_LAYER, *FIRST, *LAST), tuple(OPTIONAL)),
+    "per_sequence": ("sequences", PER_SEQUENCE, ()),
+}
+# Beside the tables: corrections and whole steps, which no operator's time needs.
+_UNREAD = ("skew", "skew_fit", "step", "mtp")
+# What tensor parallelism divides.
+_SHARDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+
+
+def check_meta(folder: Path, model: ModelShape, kind: str, devices: int) -> dict[str, Any]:
+    """Refuse tables of a model with other sizes, or of another GPU; returns what is said of them.
+
+    Sizes may be those of one device, at any degree of tensor parallelism that was profiled, or
+    (``engine.padded``) those that the model was padded to for so many ``devices``.
+
+    Raises:
+        JaxinferError: they are, or ``meta.yaml`` does not say.
+    """
+    path = folder / "meta.yaml"
+    try:
+        meta = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+        sizes = dict(meta["engine_effective"]["hf_overrides"])
+        sizes |= meta.get("engine", {}).get("padded", {}).get(devices, {})
+        measured = str(meta.get("hardware", kind))
+    except OSError as error:
+        raise JaxinferError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError):
+        raise JaxinferError(f"{path}: does not say what was profiled") from None
+    letters = map(re.escape, filter(str.isalnum, measured))
+    if not re.search(r"[\W_]*".join(letters) + r"(?!\d)", kind, re.IGNORECASE):
+        raise JaxinferError(
+            f"{path}: profiled on {measured}, the group has {kind}: its name must have the other"
+        )
+    ours = {name: getattr(model, name) for name in ModelShape.model_fields}
+    ours["head_dim"] = model.head_size
+    known = {name: size for name, size in sizes.items() if name in ours}
+    known.pop("num_hidden_layers", None)
+    degrees = [1, *(degree for degree in _degrees(folder) if degree > 1)]
+    wrong = [
+        [n for n, size in known.items() if size * (d if n in _SHARDED else 1) != ours[n]]
+        for d in degrees
+    ]
+    if all(wrong):
+        name = min(wrong, key=len)[0]
+        shared = f", whole or over {' or '.join(map(str, degrees[1:]))}" if degrees[1:] else ""
+        raise JaxinferError(
+            f"{path}: profiled with {name} {known[name]}, the model has {ours[name]}{shared}"
+        )
+    return meta
+
+
+def _degrees(folder: Path) -> list[int]:
+    return sorted(int(path.name[2:]) for path in folder.glob("tp*") if path.name[2:].isdigit())
+
+
+def find_degree(folder: Path, devices: int) -> Path:
+    """The tables for so many devices that share each layer.
+
+    Raises:
+        JaxinferError: there are none.
+    """
+    path = folder / f"tp{devices}"
+    if not path.is_dir():
+        there = ", ".join(f"tp{degree}" for degree in _degrees(folder)) or "nothing"
+        raise JaxinferError(f"{path}: no such folder; {there} was profiled")
+    return path
+
+
+def unread_files(folder: Path) -> list[str]:
+    """Names of what is beside the tables and has no part in a step's time.
+
+    Raises:
+        JaxinferError: a file has operators that are not known, such as those of experts.
+    """
+    found = sorted({path.name.partition(".")[0] for path in folder.glob("*.csv*")})
+    for name in found:
+        if name not in (*_OPERATORS, *_UNREAD, "attention"):
+            raise JaxinferError(f"{folder}: {name}.csv has operators that tables do not model")
+    return [f"{name}.csv" for name in found if name in _UNREAD]
+
+
+def operator_points(folder: Path, file: str) -> dict[str, dict[float, float]]:
+    """Microseconds of each operator of ``dense`` or ``per_sequence``, by tokens or sequences.
+
+    Raises:
+        JaxinferError: the file is missing or wrong, lacks an operator or has one not known.
+    """
+    _, needed, others = _OPERATORS[file]
+    return named_points(folder, file, needed, others)
+
+
+def named_points(
+    folder: Path, file: str, needed: Sequence[str], others: Sequence[str] = ()
+) -> dict[str, dict[float, float]]:
+    """Like ``operator_points``, of operators by these names."""
+    axis = _OPERATORS[file][0]
+    times: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row, (x, micros) in _rows(folder, file, (axis, "time_us"), ("layer",)):
+        times[row["layer"]][x].append(micros)
+    lacking = sorted(set(needed) - set(times))
+    unknown = sorted(set(times) - {*needed, *others})
+    if lacking:
+        raise JaxinferError(f"{folder}: {file}.csv lacks {', '.join(lacking)}")
+    if unknown:
+        raise JaxinferError(
+            f"{folder}: {file}.csv has {', '.join(unknown)}: how often that runs is not known; "
+            f"known: {', '.join([*needed, *others])}"
+        )
+    return {name: {x: fmean(y) for x, y in found.items()} for name, found in times.items()}
+
+
+def attention_points(folder: Path) -> tuple[dict[At, float], bool]:
+    """Microseconds by prefill_chunk, kv_prefill or prefill_key, n_decode and kv_decode.
+
+    Returns:
+        These, and whether they go by prefill_key. Decodes of several tokens are left out.
+
+    Raises:
+        JaxinferError: the file is missing or wrong, or has another operator than ``attention``.
+    """
+    header = next(_lines(folder, "attention"), [])
+    entries = "prefill_key" if "prefill_key" in header else "kv_prefill"
+    columns = ("prefill_chunk", entries, "n_decode", "kv_decode", "time_us")
+    times: dict[At, list[float]] = defaultdict(list)
+    for row, (chunk, before, decodes, context, micros) in _rows(folder, "attention", columns, ()):
+        if (layer := row.get("layer", "attention")) != "attention":
+            raise JaxinferError(
+                f"{folder}: attention.csv has {layer}: how often that runs is not known"
+            )
+        if not micros or not (chunk or decodes):
+            raise JaxinferError(f"{folder}: attention.csv has an empty batch, or one of 0 us")
+        if row.get("decode_q_len", "1") == "1":
+            at = chunk, before if chunk else 0.0, decodes, context if decodes else 0.0
+            times[at].append(micros)
+    return {at: fmean(found) for at, found in times.items()}, entries == "prefill_key"
+
+
+def _rows(
+    folder: Path, file: str, numbers: Sequence[str], words: Sequence[str]
+) -> Iterator[tuple[dict[str, str], list[float]]]:
+    """Each row, and its numbers."""
+    lines = _lines(folder, file)
+    header = next(lines, [])
+    for column in (*words, *numbers):
+        if column not in header:
+            raise JaxinferError(f"{folder}: {file}.csv lacks the column {column}")
+    for line, cells in enumerate(lines, 2):
+        row = dict(zip(header, cells, strict=False))
+        try:
+            values = [float(row[column]) for column in numbers]
+        except (KeyError, ValueError):
+            values = []
+        if not values or not all(0 <= value < math.inf for value in values):
+            raise JaxinferError(
+                f"{folder}: {file}.csv, line {line}: {', '.join(numbers)} must be numbers from 0 "
+                f"on, not {','.join(cells)}"
+            )
+        yield row, values
+
+
+def _lines(folder: Path, file: str) -> Iterator[list[str]]:
+    plain, packed = folder / f"{file}.csv", folder / f"{file}.csv.gz"
+    try:
+        if plain.is_file() or not packed.is_file():
+            with plain.open(newline="", encoding="utf-8") as opened:
+                yield from csv.reader(opened)
+        else:
+            with gzip.open(packed, "rt", newline="", encoding="utf-8") as opened:
+                yield from csv.reader(opened)
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise JaxinferError(f"{plain}: {reason or error}") from None

@@ -1,0 +1,249 @@
+"""Step times from tables of measured operators, interpolated, as Vidur does (section 4.2)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Self
+
+from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import data_path
+from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.costs.attention_grid import At, AttentionGrid
+from jaxinfer.simulate.costs.model import ITEMSIZE, StagePart
+from jaxinfer.simulate.costs.piecewise_linear import Curve, add_up
+from jaxinfer.simulate.costs.table_files import (
+    FIRST,
+    LAST,
+    OPTIONAL,
+    PER_LAYER,
+    PER_SEQUENCE,
+    attention_points,
+    find_degree,
+    operator_points,
+    unread_files,
+)
+
+
+class Attention:
+    """Microseconds of one layer's attention.
+
+    Args:
+        points: by prefill_chunk, kv_prefill or prefill_key, n_decode, kv_decode.
+        keyed: by prefill_key, the entries that a chunk's tokens see on average; kv_prefill are
+            those before the chunk.
+
+    Raises:
+        JaxinferError: there are no chunks alone, or no decodes alone.
+    """
+
+    def __init__(self, points: Mapping[At, float], keyed: bool) -> None:
+        self._own = 0.0 if keyed else 0.5
+        kinds: dict[str, dict[At, float]] = {"chunks alone": {}, "decodes alone": {}, "both": {}}
+        for at, micros in points.items():
+            kind = "both" if at[0] and at[2] else "chunks alone" if at[0] else "decodes alone"
+            kinds[kind][at] = micros
+        for kind in ("chunks alone", "decodes alone"):
+            if not kinds[kind]:
+                raise JaxinferError(f"has no {kind}")
+        self.grids = {kind: self._grid(found) for kind, found in kinds.items() if found}
+        self._chunks, self._decodes = self.grids["chunks alone"], self.grids["decodes alone"]
+        self._both = self.grids.get("both")
+        self._last: tuple[Work | None, float] = None, 0.0
+
+    def _grid(self, points: Mapping[At, float]) -> AttentionGrid:
+        return AttentionGrid(points, lambda chunk, y: y + self._own * chunk)
+
+    def __call__(self, work: Work) -> float:
+        """Of all rows of a step: its chunks as one of as many tokens and pairs."""
+        last, micros = self._last
+        if work is not last:  # The stages of one instance ask for the same.
+            micros = self._micros(work)
+            self._last = work, micros
+        return micros
+
+    def _micros(self, work: Work) -> float:
+        n = work.singles
+        context = work.single_context / n if n else 0.0
+        if not work.chunks:
+            return self._decodes(0.0, 0.0, n, context) if n else 0.0
+        chunk = sum([count for _, count in work.chunks])
+        key = sum([count * (start + count / 2) for start, count in work.chunks]) / chunk
+        y = key - self._own * chunk
+        if n and self._both:
+            return self._both(chunk, y, n, context)
+        alone = self._chunks(chunk, y, 0.0, 0.0)
+        return alone + self._decodes(0.0, 0.0, n, context) if n else alone
+
+
+@dataclass(frozen=True)
+class Operators:
+    """What the files of one degree of tensor parallelism have.
+
+    Attributes:
+        dense, heads: by operator, by tokens and by sequences.
+        not_read: files that no step's time needs.
+    """
+
+    dense: Mapping[str, Curve]
+    heads: Mapping[str, Curve]
+    attention: Attention
+    not_read: Sequence[str]
+    _sums: dict[tuple[int, bool, bool], Curve] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, tp: Path) -> Self:
+        """From a folder such as ``tp1``.
+
+        Raises:
+            JaxinferError: a table is missing, or lacks an operator or has one that is not known.
+        """
+        not_read = unread_files(tp)
+        dense, heads = (
+            {name: Curve(points) for name, points in operator_points(tp, file).items()}
+            for file in ("dense", "per_sequence")
+        )
+        points, keyed = attention_points(tp)
+        try:
+            return cls(dense, heads, Attention(points, keyed), not_read)
+        except JaxinferError as error:
+            raise JaxinferError(f"{tp}: attention.csv {error}") from None
+
+    def per_token(self, layers: int, first: bool, last: bool) -> Curve:
+        """Microseconds of a stage's operators but attention, by tokens; added up once."""
+        stage = layers, first, last
+        if stage not in self._sums:
+            each = [(self.dense[name], layers * n) for name, n in self.per_layer.items()]
+            once = [(self.dense[name], 1) for name in (*FIRST * first, *LAST * last)]
+            self._sums[stage] = add_up(each + once)
+        return self._sums[stage]
+
+    @property
+    def per_layer(self) -> dict[str, int]:
+        """How often each operator that there is runs in a layer."""
+        return {name: n for name, n in (PER_LAYER | OPTIONAL).items() if name in self.dense}
+
+
+@lru_cache(maxsize=16)
+def _read(tp: Path, files: Sequence[tuple[str, int, int]]) -> Operators:
+    """Read once as long as the files are the same; a search asks for them thousands of times."""
+    return Operators.read(tp)
+
+
+def read_operators(tp: Path) -> Operators:
+    """What a folder such as ``tp1`` has; see ``Operators.read``."""
+    found = [(path.name, path.stat()) for path in sorted(tp.glob("*.csv*"))]
+    return _read(tp, tuple((name, s.st_mtime_ns, s.st_size) for name, s in found))
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """What devices that share each layer send each other, in seconds, where no table has it.
+
+    Attributes:
+        step_s: per step; ``token_s``: per token in it.
+        head_s: per step that yields tokens; ``sampled_s``: per row that does.
+    """
+
+    step_s: float = 0.0
+    token_s: float = 0.0
+    head_s: float = 0.0
+    sampled_s: float = 0.0
+
+    def seconds(self, work: Work) -> float:
+        """Of one step."""
+        found = self.step_s + self.token_s * work.tokens
+        return found + self.head_s + self.sampled_s * work.sampled if work.sampled else found
+
+
+def rings(
+    gpu: Gpu, model: ModelShape, devices: int, itemsize: int, layers: int, first: bool, last: bool
+) -> Collectives:
+    """All-reduces of hidden states, two per layer and one of the embedding; logits are gathered.
+
+    Args:
+        first, last: with the embedding, with the head: each device has a part of the vocabulary.
+    """
+    gb_s, each_s = gpu.collective
+    byte_s = (devices - 1) / devices / (gb_s * 1e9)
+    count = 2 * layers + first
+    token_s = 2 * count * model.hidden_size * itemsize * byte_s
+    return Collectives(
+        count * each_s, token_s, last * each_s, last * model.vocab_size * itemsize * byte_s
+    )
+
+
+class TableStage:
+    """One pipeline stage by its operators' tables.
+
+    Args:
+        folder: as ``check_meta`` has found it to be of this model and GPU.
+        devices: the degree of tensor parallelism.
+        itemsize: bytes of a number of hidden states and logits.
+        layers: how many; ``first``, ``last``: with the embedding, with the head.
+        step_s: seconds that the engine adds to each step; ``sequence_s``: for each sequence.
+
+    Attributes:
+        read: what the tables had, as JSON values.
+
+    Raises:
+        JaxinferError: a table is missing, or lacks an operator or has one that is not known.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: ModelShape,
+        gpu: Gpu,
+        devices: int,
+        itemsize: int,
+        layers: int,
+        first: bool,
+        last: bool,
+        step_s: float = 0.0,
+        sequence_s: float = 0.0,
+    ) -> None:
+        if model.num_experts:
+            raise JaxinferError(f"{folder}: tables do not model mixtures of experts")
+        tp = find_degree(folder, devices)
+        self._layers, self._step_s, self._sequence_s = layers, step_s, sequence_s
+        found = read_operators(tp)
+        self._tokens = found.per_token(layers, first, last)
+        self._sampled = add_up((found.heads[name], 1) for name in PER_SEQUENCE) if last else None
+        self._attention = found.attention
+        self._collectives = Collectives()
+        self.read: dict[str, object] = {
+            "folder": str(tp),
+            "per_layer": found.per_layer | {"attention": 1},
+            "per_step": [*FIRST * first, *LAST * last],
+            "per_sequence": list(PER_SEQUENCE * last),
+            "tokens": [self._tokens.x[0], self._tokens.x[-1]],
+            "attention": {
+                kind: {"points": grid.size - grid.filled, "filled_in": grid.filled}
+                for kind, grid in self._attention.grids.items()
+            },
+            "not_read": list(found.not_read),
+        }
+        if devices > 1 and "all_reduce" not in found.dense:
+            self._collectives = rings(gpu, model, devices, itemsize, layers, first, last)
+            gb_s, each_s = gpu.collective
+            self.read["collectives"] = {"gb_s": gb_s, "each_s": each_s, "all_reduces_per_layer": 2}
+
+    @classmethod
+    def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
+        """From a run file's options, which have these costs."""
+        assert costs.tables
+        return cls(
+            data_path(costs.tables), part.model, part.gpu, part.devices, ITEMSIZE,
+            part.layers, part.first, part.last, costs.step_s, costs.sequence_s,
+        )  # fmt: skip
+
+    def seconds(self, work: Work) -> float:
+        """Of one step."""
+        micros = self._layers * self._attention(work) + self._tokens(work.tokens)
+        if self._sampled and work.sampled:
+            micros += self._sampled(work.sampled)
+        seconds = micros * 1e-6 + self._step_s + self._sequence_s * work.sequences
+        return seconds + self._collectives.seconds(work)

@@ -1,0 +1,152 @@
+"""Instances by what a system has them do: names from its options, and the least loaded."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import OptionError, did_you_mean
+from jaxinfer.serving.system import Assignment, ClusterView, InstanceView, Leg, RequestView
+
+
+def _as_tuple(value: object) -> object:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+# One name, or a list of them, which may be empty or may not.
+AnyNames = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+Names = Annotated[AnyNames, Field(min_length=1)]
+
+
+def check_roles(roles: Mapping[str, str | Sequence[str]], instances: Collection[str]) -> None:
+    """Raise JaxinferError if an instance is not there, or named twice.
+
+    Args:
+        roles: names of instances by the option that has them; a text for one that takes one name.
+    """
+    seen: dict[str, str] = {}
+    listed = {role: [names] if isinstance(names, str) else names for role, names in roles.items()}
+    for role, names in listed.items():
+        for number, name in enumerate(names):
+            option = role if len(names) == 1 else f"{role}[{number}]"
+            if name not in instances:
+                hint = _of_replicas(name, instances, listed[role] is not roles[role])
+                raise OptionError(
+                    f"{option} is {name!r}{hint or f': {did_you_mean(name, instances)}'}"
+                )
+    for role, names in listed.items():
+        for name in names:
+            if seen.get(name) == role:
+                raise JaxinferError(f"{role} has {name!r} twice")
+            if name in seen:
+                raise JaxinferError(f"{seen[name]} and {role} are both {name!r}")
+            seen[name] = role
+
+
+def _of_replicas(name: str, instances: Collection[str], only_one: bool) -> str | None:
+    """A hint for a name whose replicas, or the nearest ones, are instances; None without."""
+    replicas = [
+        each for number in range(len(instances)) if (each := f"{name}{number}") in instances
+    ]
+    if len(replicas) < 2:
+        return _near_replicas(name, instances)
+    if only_one:
+        return f", but there are {replicas[0]} to {replicas[-1]}: give the name of one"
+    names = replicas if len(replicas) < 5 else [*replicas[:2], "...", replicas[-1]]
+    return f", but there are {replicas[0]} to {replicas[-1]}: give a list, [{', '.join(names)}]"
+
+
+def _near_replicas(name: str, instances: Collection[str]) -> str | None:
+    """The replicas whose name is nearest to one that is none: of all of them, not of the last."""
+    digits = "0123456789"
+    bases = Counter(base for each in instances if (base := each.rstrip(digits)) != each)
+    several = [base for base, count in bases.items() if count > 1]
+    if name in several or not (near := get_close_matches(name.rstrip(digits), several, n=1)):
+        return None
+    numbers = [int(each[len(near[0]) :]) for each in instances if each.rstrip(digits) == near[0]]
+    return f": did you mean {near[0]}{min(numbers)} to {near[0]}{max(numbers)}?"
+
+
+def alive(names: Iterable[str], cluster: ClusterView) -> list[str]:
+    """Those that were not lost."""
+    return [name for name in names if name in cluster.instances]
+
+
+def num_requests(instance: InstanceView) -> int:
+    """The load that counts requests."""
+    return instance.num_requests
+
+
+def least_loaded(
+    names: Iterable[str],
+    cluster: ClusterView,
+    given: Mapping[str, int],
+    load: Callable[[InstanceView], int] = num_requests,
+) -> str:
+    """The one with the least load, what it was given in this call included; the first of equals."""
+    return min(names, key=lambda name: load(cluster.instances[name]) + given.get(name, 0))
+
+
+def capacity(instance: InstanceView) -> int:
+    """KV entries that the whole pool has room for."""
+    return instance.num_pages * instance.page_size
+
+
+class Pools:
+    """Whose pool has room for how many KV entries; looked up once, since pools stay as they are."""
+
+    def __init__(self) -> None:
+        self._capacities: dict[str, int] = {}
+        self._least = 0
+
+    def that_hold(self, entries: int, names: Sequence[str], cluster: ClusterView) -> Sequence[str]:
+        """Those of these instances that have room for so many."""
+        if not cluster.instances.keys() <= self._capacities.keys():  # One may have come back.
+            self._capacities |= {name: capacity(i) for name, i in cluster.instances.items()}
+            self._least = min(self._capacities.values())
+        if entries <= self._least:
+            return names
+        return [name for name in names if entries <= self._capacities[name]]
+
+
+def most_entries(request: RequestView) -> int:
+    """KV entries of a request at its longest: the last token needs none."""
+    return request.prompt_len + request.max_tokens - 1
+
+
+def whole_on_least_loaded(
+    names: Collection[str], waiting: Iterable[RequestView], cluster: ClusterView
+) -> list[Assignment]:
+    """Requests whole on the one of these that has the fewest, as many as keep its steps full.
+
+    Of those whose pools hold the request; of all where none does. Where the KV lies on one of them,
+    it goes on there: no route may lead from it to the others. The rest goes on waiting: who is lost
+    may be back, and take a part.
+    """
+    room = {name: _prompt_tokens_wanted(cluster.instances[name]) for name in names}
+    entries = {name: capacity(cluster.instances[name]) for name in names}
+    given: Counter[str] = Counter()
+    assignments = []
+    for request in waiting:
+        held_by, most = request.held_by, most_entries(request)
+        if held_by in room:
+            name = held_by
+        else:
+            holding = [name for name in names if most <= entries[name]]
+            name = least_loaded(holding or names, cluster, given)
+        if room[name] <= 0:
+            break
+        room[name] -= request.num_known - request.computed
+        given[name] += 1
+        assignments.append(Assignment(request.id, (Leg(name),)))
+    return assignments
+
+
+def _prompt_tokens_wanted(instance: InstanceView) -> int:
+    """So that two steps have as many as they can compute: one runs, and one is launched ahead."""
+    return 2 * instance.max_num_batched_tokens - instance.prompt_tokens_left

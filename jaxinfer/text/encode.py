@@ -1,0 +1,44 @@
+"""The tokens of texts in a trace, by a model's own tokenizer."""
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.workload.trace import Encode
+
+if TYPE_CHECKING:
+    from jaxinfer.text.tokenizer import Tokenizer
+
+
+def encoder(model: str | None) -> Encode:
+    """A function from texts to token ids, which looks for the tokenizer with the first text.
+
+    Args:
+        model: as a run file names it, or a folder that has a tokenizer alone. Its weights are
+            neither fetched nor opened.
+
+    Raises:
+        JaxinferError: in the call, there is no tokenizer.
+    """
+
+    @cache
+    def tokenizer() -> "Tokenizer":
+        try:
+            return _open(model)
+        except JaxinferError as error:
+            raise JaxinferError(
+                f"has texts, which take the model's tokenizer: {error}; workload.tokenizer may "
+                "name another model, or a folder with a tokenizer.json"
+            ) from None
+
+    return lambda text: tokenizer().encode(text)
+
+
+def _open(model: str | None) -> "Tokenizer":
+    if model is None:
+        raise JaxinferError("no model is named")
+    # Slow to import, and of use to few traces.
+    from jaxinfer.checkpoints.checkpoint import open_checkpoint
+    from jaxinfer.text.tokenizer import folder_tokenizer, load_tokenizer
+
+    return folder_tokenizer(model) or load_tokenizer(open_checkpoint(model, "dummy"))

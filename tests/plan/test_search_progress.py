@@ -1,0 +1,77 @@
+"""Progress of a search: how many were looked at, and which is the best so far."""
+
+import pytest
+from plan_cases import Carries, problem
+from test_search import cluster
+
+from jaxinfer.config.run_file import RunFile
+from jaxinfer.plan import search_progress
+from jaxinfer.plan.candidate import Score
+from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.plan.search_progress import SearchBar
+from jaxinfer.simulate.capacity import TriedRate
+from jaxinfer.simulate.targets import Verdict
+
+CARRIED = {1: 0.0, 2: 2.0, 3: 1.0, 4: 3.0, 5: 3.0}
+
+
+def _gpus(config: RunFile) -> int:
+    (group,) = config.groups.values()
+    return group.devices
+
+
+@pytest.mark.parametrize("at_once", [1, 5])
+def test_the_best_so_far_is_told_as_each_result_comes(
+    carries: Carries, at_once: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Within a wave, too: of 0, 2, 1, 3 and again 3 requests/s."""
+    monkeypatch.setattr(search_progress, "EVERY_S", -1.0)
+    alone: list[int] = []  # Clusters whose sample was simulated, which the rule does not count.
+
+    def met_alone(config: RunFile, *given: object) -> Verdict:
+        alone.append(_gpus(config))
+        return Verdict(True, 1, None, {})
+
+    monkeypatch.setattr("jaxinfer.plan.evaluate.alone", met_alone)
+    carries.rate = lambda config: CARRIED[_gpus(config)]
+    with SearchBar() as bar:
+        search = DrivenSearch(problem({"maximise": "cluster", "at_once": at_once}), watcher=bar)
+        search.best([cluster("A10", gpus, 8) for gpus in CARRIED])
+    said = capsys.readouterr().err.splitlines()
+    # The first one comes before any simulation, and each simulation has one.
+    assert said[0] == "0 of 5 candidates, 0 simulations; none keeps the targets yet"
+    assert len(said) == 1 + len(carries.tried) + len(alone) + len(CARRIED)
+    # Without a rate to beat, the least that one keeps is looked for: until the second is the best.
+    assert alone == ([1, 2] if at_once == 1 else [*CARRIED])
+    assert f"5 candidates, {len(carries.tried) + len(alone)} simulations; " in said[-1]
+    seen = {}
+    for line in said:  # The last one of each count.
+        done, _, best = line.partition(" of 5 candidates")
+        seen[int(done)] = best.split("; ")[1]
+    best = [None, None, 2, 2, 4, 4]
+    assert seen == {
+        number: f"best: kind A10, gpus {gpus}, seqs 8" if gpus else "none keeps the targets yet"
+        for number, gpus in enumerate(best)
+    }
+    assert all("left" in line for line in said[1:-1])
+    assert said[-1].endswith("simulations; best: kind A10, gpus 4, seqs 8")
+
+
+def test_how_long_it_takes_is_by_the_simulations_of_those_that_are_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After 60 s, 1 of 4 is done with 6 simulations, and another has 3 of as many: 1.5 of 4."""
+    clock = [0.0]
+    monkeypatch.setattr(search_progress.time, "monotonic", lambda: clock[0])
+    bar = SearchBar()
+    one, two = cluster("A10", 1, 8), cluster("A10", 2, 8)
+    tried = TriedRate(1.0, 1, Verdict(True, 1, None, {}), 1.0)
+    bar.expect(4)
+    assert bar.left_s() is None
+    clock[0] = 60.0
+    for candidate, count in ((one, 6), (two, 3)):
+        for _ in range(count):
+            bar.simulated(candidate, tried)
+        if candidate is one:
+            bar.scored(one, Score(1.0), one)
+    assert bar.left_s() == pytest.approx(60 / (1.5 / 4) - 60)

@@ -1,0 +1,123 @@
+"""Batches as another process knows them: of random runs, whatever preempts, stops or moves."""
+
+import gc
+import pickle
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_world import FakeWorld
+from hypothesis import given
+from hypothesis import strategies as st
+from scenarios import Chaos, Scenario, examples, scenarios
+from serving_checks import make_kv
+
+from jaxinfer.runtime.processes.batch_delta import Mirror, Teller
+from jaxinfer.serving.batch import Batch, Row
+from jaxinfer.serving.kv_shards import Hold
+from jaxinfer.serving.request_state import RequestState
+
+
+def seen(row: Row) -> tuple[Any, ...]:
+    """What a worker builds its inputs from."""
+    request = row.request
+    inputs = None if row.input_pending else request.known_tokens(row.start, row.start + row.count)
+    return (
+        request.id, request.prompt_len, request.max_tokens, request.payload, request.num_known,
+        list(request.prompt_token_ids), request.output_token_ids, inputs,
+        row.start, row.count, row.samples, row.input_pending, row.epoch,
+        [table[0] for table in row.hold.tables],
+    )  # fmt: skip
+
+
+class Told:
+    """Of each instance, a teller, a mirror, and how many requests it was told of."""
+
+    def __init__(self) -> None:
+        self.teller = Teller()
+        self.mirror: Mirror | None = None
+        self.steps = self.tokens = 0
+
+    def check(self, batch: Batch) -> None:
+        if self.mirror is None:
+            self.mirror = Mirror(len(batch.rows[0].hold.tables))
+        told = pickle.loads(pickle.dumps(self.teller.tell(batch, self.steps, 1.5)))
+        assert (told.instance, told.step, told.origin) == (batch.instance, self.steps, 1.5)
+        self.steps += 1
+        self.tokens += sum(len(tokens) for _, tokens in told.tokens)
+        found = self.mirror.batch(told)
+        assert [seen(row) for row in found.rows] == [seen(row) for row in batch.rows]
+        assert found.work == batch.work
+
+
+@examples(150)
+@given(scenarios(), st.integers(0, 2**16), st.integers(0, 20), st.booleans())
+def test_a_mirror_shows_each_batch(
+    scenario: Scenario, seed: int, actions: int, two_stages: bool
+) -> None:
+    layout = ((0,), (0,)) if two_stages else ((0,),)
+    instances = [(name, pages, size, layout, o) for name, pages, size, _, o in scenario.instances]
+    scenario = replace(scenario, instances=instances)
+    told: dict[str, Told] = defaultdict(Told)
+    launch = FakeWorld.launch
+
+    def tell_and_launch(world: FakeWorld, batch: Batch) -> None:
+        told[batch.instance].check(batch)
+        launch(world, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeWorld, "launch", tell_and_launch)
+        run = scenario.run(Chaos(scenario.by_id, seed, actions, scenario.caching))
+        run.verify()
+    for here in told.values():
+        # Each output token is told to an instance once, whatever becomes of the request.
+        assert here.tokens <= sum(len(request.output_token_ids) for request in run.requests)
+
+
+def one_row(name: str, hold: Hold, count: int) -> Batch:
+    request = RequestState(name, 40, 4, prompt_token_ids=range(40))
+    return Batch("a", [Row(request, 0, count, False, False, 0, hold)], 0, 1, 0)
+
+
+def test_a_page_a_token_and_a_prompt_are_told_once() -> None:
+    kv = make_kv(10, 4)
+    hold = kv.reserve(5)
+    assert hold
+    batch = one_row("r", hold, 5)
+    request = batch.rows[0].request
+    teller = Teller()
+    first = teller.tell(batch, 0, 0.0)
+    assert first.new == [(0, "r", 40, 4, range(40), None)]
+    table = hold.tables[0][0]
+    assert first.rows == [(0, 0, 5, False, False, 0, 0, [table])]
+    assert teller.tell(batch, 1, 0.0) == ("a", 1, 0.0, [], [], [], [(*first.rows[0][:6], 2, [])])
+    hold.grow(9)
+    request.output_token_ids += [7, 8]
+    told = teller.tell(batch, 2, 0.0)
+    assert told.tokens == [(0, [7, 8])]
+    assert told.rows == [(*first.rows[0][:6], 2, [table[2:]])]
+    # After a preemption, other pages: all of them.
+    batch.rows[0].hold = other = kv.reserve(3)
+    assert other
+    again = teller.tell(batch, 3, 0.0)
+    assert (again.tokens, again.rows[0][6:]) == ([], (0, [other.tables[0][0]]))
+
+
+def test_what_nobody_has_any_more_is_forgotten() -> None:
+    kv = make_kv(10, 4)
+    hold = kv.reserve(5)
+    assert hold
+    teller, mirror = Teller(), Mirror(1)
+    batches = [one_row(name, hold, 5) for name in "xyz"]
+    for step, batch in enumerate(batches):
+        mirror.batch(teller.tell(batch, step, 0.0))
+    assert list(mirror._requests) == list(mirror._pages) == [0, 1, 2]
+    batch = batches[2]
+    batches.clear()
+    gc.collect()
+    told = teller.tell(batch, 3, 0.0)
+    assert sorted(told.gone) == [0, 1]
+    mirror.batch(told)
+    assert list(mirror._requests) == list(mirror._pages) == [2]
+    assert teller.tell(batch, 4, 0.0).gone == []

@@ -1,0 +1,358 @@
+"""Workers that listen: tokens, clocks, ways of slabs, what is refused, what is left behind."""
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import shifted_worker
+from cluster_cases import Case, Pair, Side, Way, load, set_system
+from cluster_checks import Done, Ran, check_case, serve
+from host_cases import KEY, elsewhere, jobs, listening
+from process_cases import SYSTEMS, serve_until, wait_until
+from shifted_worker import AHEAD_S
+
+from jaxinfer import JaxinferError
+from jaxinfer.commands.worker import worker as worker_command
+from jaxinfer.report.records import read_run
+from jaxinfer.runtime.processes import peers, remote_worker, sockets
+from jaxinfer.runtime.processes.messages import Hello, Offered
+from jaxinfer.runtime.processes.peers import Elsewhere, clock_offset
+from jaxinfer.runtime.processes.remote_channel import RemoteChannel
+from jaxinfer.runtime.processes.remote_worker import Process
+
+PAIR = Pair("two", Side(1, 8, segments=3), Side(2, 16))
+SHIFTED = (sys.executable, shifted_worker.__file__)
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXINFER_KEY", KEY)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[tuple[str, psutil.Popen]]:
+    with listening() as found:
+        yield found
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_one_instance(
+    worker: tuple[str, psutil.Popen],
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+) -> None:
+    """By this process and one of a worker, which then waits for the next job."""
+    address, server = worker
+    sections = elsewhere(PAIR, {"b": address})
+    llm = load(models["two"], tmp_path, **sections, verify_transfers=True)
+    assert len(jobs(server)) == 1
+    way = Way("cronus_a_b", 31, "per_chunk", "b", "twice")
+    check_case(Case(PAIR, way), llm, expected["two"], tmp_path / "runs")
+    del llm
+    gc.collect()
+    wait_until(lambda: not jobs(server))
+
+
+@pytest.mark.slow
+def test_a_worker_on_a_clock_of_its_own(
+    models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    """All times of the run are by the loop's clock: within it, and in their order."""
+    with listening(command=SHIFTED) as (address, _):
+        llm = load(models["two"], tmp_path, **elsewhere(PAIR, {"a": address}))
+        assert llm.cluster.engines["a"].worker.process.peer.clock_offset == pytest.approx(
+            AHEAD_S, abs=0.01
+        )
+        way = Way("cronus_a_b", 0.98, "per_chunk", "", "off")
+        check_case(Case(PAIR, way), llm, expected["two"], tmp_path / "runs")
+        way = Way("cronus_b_a", 0.98, "per_chunk", "", "off")
+        check_case(Case(PAIR, way), llm, expected["two"], tmp_path / "runs")
+    for folder in (tmp_path / "runs").iterdir():
+        ran = Ran(read_run(folder))
+        wall_s = ran.metrics["wall_s"]
+        times = [part for step in ran.record.steps for part in step.stages]
+        for start, end in [*times, *((t.start, t.end) for t in ran.record.transfers)]:
+            assert 0 <= start < end <= wall_s
+        assert ran.instances == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("ahead", "delays"), [(0.0, (0.1, 0.1)), (50.0, (0.3, 0.0)), (-7.0, (0.0, 0.2))]
+)
+def test_an_offset_is_right_within_half_the_shortest_round_trip(
+    ahead: float, delays: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, trips = 10.0, 0
+
+    def ask() -> float:
+        nonlocal now, trips
+        trips += 1
+        # Others take longer, and are worse.
+        there, back = (d * (1 if trips == 7 else 5) for d in delays)
+        now += there
+        said = now + ahead
+        now += back
+        return said
+
+    monkeypatch.setattr(peers.time, "perf_counter", lambda: now)
+    assert abs(clock_offset(ask) - ahead) <= sum(delays) / 2 + 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["host", "transfer_server"])
+def test_slabs_go_from_host_to_host(
+    transport: str,
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each process offers its own where it is reached itself: two workers, or this one and one."""
+    monkeypatch.setattr(peers, "is_loopback", lambda host: False)
+    offered: set[tuple[str, str]] = set()
+    hear = RemoteChannel._hear
+
+    def note(channel: RemoteChannel, answer: Any) -> None:
+        if isinstance(answer, Offered):
+            address = answer.address
+            host = address.partition(":")[0] if isinstance(address, str) else address.host
+            offered.add((channel._ends[0], host))
+        hear(channel, answer)
+
+    monkeypatch.setattr(RemoteChannel, "_hear", note)
+    with listening("127.0.0.2") as (a, _), listening("127.0.0.3") as (b, _):
+        hosts = {"a": a, "b": b} if transport == "host" else {"b": b}
+        llm = load(models["two"], tmp_path, **elsewhere(PAIR, hosts), transport=transport)
+        set_system(llm, SYSTEMS["cronus"])
+        assert serve(llm) == expected["two"]
+    here = "127.0.0.2" if "a" in hosts else "127.0.0.1"
+    assert offered == {("a", here), ("b", "127.0.0.3")}
+
+
+@pytest.mark.slow
+def test_a_process_of_a_worker_that_is_killed(
+    worker: tuple[str, psutil.Popen],
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+) -> None:
+    """Its requests go on elsewhere; the worker says how it ended."""
+    address, server = worker
+    sections = elsewhere(PAIR, {"a": address})
+    llm = load(models["two"], tmp_path, system=SYSTEMS["cronus"], **sections)
+    (job,) = jobs(server)
+    found, run = serve_until(llm, 9, job.kill, tmp_path / "runs")
+    assert found == expected["two"]
+    why = f"ProcessLost: process of group a (at {address}) was ended by signal 9"
+    assert run["lost"] == {"a": why}
+
+
+@pytest.mark.slow
+def test_a_worker_that_ends_with_its_processes(
+    models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    with listening() as (address, server):
+        sections = elsewhere(PAIR, {"b": address})
+        llm = load(models["two"], tmp_path, system=SYSTEMS["least_loaded"], **sections)
+        (job,) = jobs(server)
+        found, run = serve_until(llm, 9, server.terminate, tmp_path / "runs")
+        assert found == expected["two"]
+        assert run["lost"]["b"].startswith(f"ProcessLost: process of group b (at {address}) ")
+        assert server.wait(20) == 128 + signal.SIGTERM
+        wait_until(lambda: not job.is_running())
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_ends_when_its_caller_has_given_up(
+    worker: tuple[str, psutil.Popen],
+) -> None:
+    """It cannot end itself; the worker's patience is that with a process of one's own."""
+    address, server = worker
+    peer = Elsewhere(address, KEY, {})
+    wait_until(lambda: bool(jobs(server)))
+    (job,) = jobs(server)
+    job.suspend()
+    assert peer.end(0) == "has ended"
+    wait_until(lambda: not jobs(server))
+
+
+JOB = """
+import sys, time
+from jaxinfer.runtime.processes.peers import Elsewhere
+peer = Elsewhere(sys.argv[1], sys.argv[2], {})
+print("there", flush=True)
+time.sleep(99)
+"""
+
+
+def test_nothing_is_left_of_a_job_that_is_killed(worker: tuple[str, psutil.Popen]) -> None:
+    address, server = worker
+    job = subprocess.Popen([sys.executable, "-c", JOB, address, KEY], stdout=subprocess.PIPE)
+    assert job.stdout
+    assert job.stdout.readline() == b"there\n"
+    wait_until(lambda: len(jobs(server)) == 1)
+    job.kill()
+    job.wait()
+    wait_until(lambda: not jobs(server))
+
+
+def test_variables_of_a_group_are_set_there(worker: tuple[str, psutil.Popen]) -> None:
+    address, server = worker
+    peer = Elsewhere(address, KEY, {"JAX_PLATFORMS": "one"})
+    wait_until(lambda: bool(jobs(server)))
+    assert jobs(server)[0].environ()["JAX_PLATFORMS"] == "one"
+    peer.end(0)
+    wait_until(lambda: not jobs(server))
+
+
+def refusal(address: str, models: dict[str, Path], folder: Path) -> str:
+    """What a load says, in a few seconds."""
+    start = time.monotonic()
+    with pytest.raises(JaxinferError) as raised:
+        load(models["two"], folder, **elsewhere(PAIR, {"b": address}))
+    assert time.monotonic() - start < 10
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_who_has_another_key_is_refused(
+    worker: tuple[str, psutil.Popen],
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address, server = worker
+    monkeypatch.setenv("JAXINFER_KEY", "another")
+    why = refusal(address, models, tmp_path)
+    assert why == f"groups.b.host: {address}: has another key: JAXINFER_KEY differs there"
+    monkeypatch.delenv("JAXINFER_KEY")
+    why = refusal(address, models, tmp_path)
+    assert why.startswith("groups.b.host: JAXINFER_KEY is not set")
+    assert not jobs(server)
+
+
+def test_nobody_listens(models: dict[str, Path], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        address = sockets.join_address(*there.getsockname())
+    why = refusal(address, models, tmp_path)
+    assert why == f"groups.b.host: {address}: Connection refused: no jaxinfer worker listens there"
+
+
+def test_somebody_else_listens(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "CONNECT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        address = sockets.join_address(*there.getsockname())
+        why = refusal(address, models, tmp_path)
+        assert f"{address}: said nothing for 0.3 s" in why
+        greet = threading.Thread(target=lambda: there.accept()[0].sendall(b"SSH-2.0-OpenSSH\r\n"))
+        there.accept()[0].close()
+        greet.start()
+        assert f"groups.b.host: {address}: " in refusal(address, models, tmp_path)
+        greet.join()
+
+
+def test_callers_that_say_nothing_keep_nobody_waiting(worker: tuple[str, psutil.Popen]) -> None:
+    address, server = worker
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port))), socket.create_connection((host, int(port))):
+        start = time.monotonic()
+        Elsewhere(address, KEY, {}).end(0)
+        assert time.monotonic() - start < sockets.CONNECT_S
+    wait_until(lambda: not jobs(server))
+
+
+def test_another_version_is_refused(
+    worker: tuple[str, psutil.Popen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = Hello.here()
+    monkeypatch.setattr(Hello, "here", lambda: there._replace(jaxinfer="0.0.1"))
+    process = Process("b", Elsewhere(worker[0], KEY, {}))
+    message = rf"^groups\.b: jaxinfer is {there.jaxinfer} in its process, 0\.0\.1 in this one$"
+    with pytest.raises(JaxinferError, match=message):
+        next(process.answers())
+    process.close()
+
+
+def test_a_connection_is_broken_off_when_its_host_has_gone(
+    worker: tuple[str, psutil.Popen],
+) -> None:
+    """By the system, in ten seconds, whether this side waits or has said something."""
+    peer = Elsewhere(worker[0], KEY, {})
+    options = [
+        peer.socket.getsockopt(socket.IPPROTO_TCP, name)
+        for name in (
+            socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT
+        )
+    ]  # fmt: skip
+    assert peer.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    idle, interval, count, unanswered_ms = options
+    assert idle + interval * count == unanswered_ms / 1000 == 10
+    peer.end(0)
+
+
+def test_a_host_that_has_gone_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        """What the system makes of a connection then."""
+
+        def __init__(self, number: int) -> None:
+            self.close = lambda: os.close(number)
+
+        def poll(self, seconds: float) -> bool:
+            return True
+
+        def recv(self) -> None:
+            raise TimeoutError
+
+    monkeypatch.setattr(remote_worker, "Connection", Gone)
+    ours, theirs = socket.socketpair()
+    given_up: list[float] = []
+    peer: Any = SimpleNamespace(socket=ours, where="at there:9", end=given_up.append)
+    with theirs:
+        process = Process("b", peer)
+        why = "process of group b (at there:9) cannot be reached any more"
+        assert process.why_lost(5) == why
+    assert given_up == [0]
+
+
+@pytest.mark.parametrize(
+    ("listen", "why"),
+    [
+        ("IN USE", "--listen IN USE: Address already in use"),
+        ("192.0.2.77:0", "--listen 192.0.2.77:0: Cannot assign requested address"),
+        ("127.0.0.1", "--listen must be HOST:PORT, not '127.0.0.1'"),
+    ],
+)
+def test_where_a_worker_cannot_listen(
+    listen: str, why: str, worker: tuple[str, psutil.Popen]
+) -> None:
+    with pytest.raises(JaxinferError) as raised:
+        worker_command.main(
+            ["--listen", listen.replace("IN USE", worker[0])], standalone_mode=False
+        )
+    assert str(raised.value).replace(worker[0], "IN USE") == why
+
+
+def test_a_worker_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAXINFER_KEY")
+    with pytest.raises(JaxinferError, match=r"^JAXINFER_KEY is not set: a secret that workers"):
+        worker_command.main(["--listen", "127.0.0.1:0"], standalone_mode=False)
+
+
+def test_a_worker_that_listens_loads_no_devices() -> None:
+    code = "import jaxinfer.commands.worker, sys; print(*{'jax', 'numpy'} & sys.modules.keys())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "\n"

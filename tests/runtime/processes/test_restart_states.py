@@ -1,0 +1,431 @@
+"""When a lost process is started again and when it is not; what a run hears of it, and when."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from process_cases import wait_until
+
+from jaxinfer import JaxinferError
+from jaxinfer.config.cluster import ClusterConfig, GroupConfig, InstanceConfig
+from jaxinfer.config.stages import StageConfig
+from jaxinfer.models.stage import Layers
+from jaxinfer.runtime.kv.outcome import Failed
+from jaxinfer.runtime.processes import restarts as module
+from jaxinfer.runtime.processes.remote_worker import NobodyThere, ProcessLost
+from jaxinfer.runtime.processes.restarts import (
+    Outcome,
+    Restarted,
+    Restarts,
+    _as_planned,
+    _check_same,
+)
+from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
+from jaxinfer.runtime.world import RealWorld
+from jaxinfer.serving.batch import Batch
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import InstanceBack, InstanceLost
+
+# Processes.
+
+
+class FakeProcess:
+    def __init__(self, lost: str | None = None) -> None:
+        self.lost, self.given_up, self.closed = lost, [], False
+        self.on_loss: list[Callable[[str], None]] = []
+
+    def die(self, why: str) -> None:
+        self.lost = why
+        for hear in list(self.on_loss):
+            hear(why)
+
+    def give_up(self, why: str) -> None:
+        self.given_up.append(why)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeWorker:
+    """Notes what it is asked for."""
+
+    def __init__(self, process: FakeProcess) -> None:
+        self.process, self.sampler = process, PLAIN_SAMPLER
+        self.prepared: list[Any] = []
+        self.stages: list[Any] = []
+
+    def prepare(self, sampler: Any) -> Any:
+        self.prepared.append(sampler)
+        raise NobodyThere("gone again")
+        yield
+
+    def move_to(self, process: FakeProcess) -> None:
+        self.process = process
+
+
+class Cluster:
+    """Group g, with instances x and y, in a process that may be started again so often.
+
+    ``attempts`` says what becomes of each start: it is ready, or fails with a line; ``go`` has it
+    wait before.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        restart: int,
+        attempts: Sequence[str | None] = (),
+        lost: str | None = None,
+    ) -> None:
+        self.started: list[FakeProcess] = []
+        self.heard: list[str] = []
+        self.go = threading.Event()
+        self.go.set()
+        self._attempts = iter(attempts)
+        group = GroupConfig(devices=2, tensor_parallel_size=1, process="own", restart=restart)
+        instances = {name: InstanceConfig(group="g", num_pages=9) for name in "xy"}
+        config = ClusterConfig(groups={"g": group}, instances=instances)
+        self.process = FakeProcess(lost)
+        self.workers = {name: FakeWorker(self.process) for name in "xy"}
+        monkeypatch.setattr(module, "_get_ready", self._get_ready)
+        others: Any = SimpleNamespace(begin_again=self._begin, there=lambda name: SimpleNamespace(
+            move_to=lambda process: None))  # fmt: skip
+        workers: Any = self.workers
+        self.restarts = Restarts(config, others, workers)
+        self.restarts.listen(self._hear)
+
+    def _hear(self, news: Restarted | Failed) -> None:
+        if isinstance(news, Restarted):
+            self.heard.append(news.group)
+
+    def _begin(self, group: str, part: Any) -> FakeProcess:
+        self.started.append(FakeProcess())
+        return self.started[-1]
+
+    def _get_ready(self, home: Any, process: Any) -> Any:
+        assert self.go.wait(20)
+        if line := next(self._attempts):
+            raise JaxinferError(line)
+        return dict.fromkeys(self.workers, PLAIN_SAMPLER)
+
+    def wait_for_news(self, count: int = 1) -> None:
+        wait_until(lambda: len(self.heard) >= count)
+
+
+@pytest.mark.parametrize("restart", [1, 2])
+def test_one_that_is_lost_is_started_again_and_in_use_when_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch, restart: int
+) -> None:
+    cluster = Cluster(monkeypatch, restart, [None])
+    cluster.go.clear()
+    cluster.process.die("killed")
+    assert cluster.restarts.expect("x", "a step failed")
+    cluster.go.set()
+    cluster.wait_for_news()
+    assert cluster.restarts.expect("y", "a step failed")
+    assert cluster.process.given_up == cluster.started[0].given_up == []
+    assert cluster.workers["x"].process is cluster.process
+    outcome = cluster.restarts.take("g")
+    assert outcome
+    assert outcome == Outcome("g", ["x", "y"], "killed", outcome.seconds)
+    assert {worker.process for worker in cluster.workers.values()} == {cluster.started[0]}
+    assert cluster.restarts.take("g") is None
+    assert cluster.restarts._homes["g"].left == restart - 1
+
+
+def test_a_failure_in_a_process_that_is_there_ends_it_if_it_may_be_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(monkeypatch, 1, [None])
+    assert cluster.restarts.expect("x", "it hangs")
+    assert cluster.process.given_up == ["instance x: it hangs"]
+    cluster.process.die("instance x: it hangs")
+    cluster.wait_for_news()
+    assert cluster.restarts.take("g")
+    assert not cluster.restarts.expect("x", "it hangs")
+    assert not cluster.restarts.expect("unknown", "")
+    assert cluster.started[0].given_up == []
+    cluster.started[0].die("it hangs")
+    time.sleep(0.05)
+    assert cluster.heard == ["g"]
+
+
+def test_one_whose_loss_has_still_to_be_told_is_started_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the loop would wait for a return that nobody has begun."""
+    cluster = Cluster(monkeypatch, 1, [None])
+    cluster.process.lost = "killed"
+    assert cluster.restarts.expect("x", "a step failed")
+    cluster.wait_for_news()
+    cluster.process.die("killed")
+    outcome = cluster.restarts.take("g")
+    assert outcome
+    assert outcome.error is None
+    assert (len(cluster.started), cluster.heard) == (1, ["g"])
+
+
+def test_each_attempt_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, 3, ["no room", None])
+    cluster.process.die("killed")
+    cluster.wait_for_news()
+    outcome = cluster.restarts.take("g")
+    assert outcome
+    assert outcome.error is None
+    assert [process.closed for process in cluster.started] == [True, False]
+    assert cluster.restarts._homes["g"].left == 1
+
+
+def test_the_last_attempt_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, 2, ["no room", "no device"])
+    cluster.process.die("killed")
+    cluster.wait_for_news()
+    outcome = cluster.restarts.take("g")
+    assert outcome
+    assert (outcome.why, outcome.error) == ("killed", "no device")
+    assert cluster.workers["x"].process is cluster.process
+    assert not cluster.restarts.expect("x", "")
+
+
+@pytest.mark.parametrize(("restart", "error"), [(2, None), (1, "killed again")])
+def test_one_that_is_lost_before_anybody_has_taken_it(
+    monkeypatch: pytest.MonkeyPatch, restart: int, error: str | None
+) -> None:
+    """Whoever expects it hears what has come of it in the end."""
+    cluster = Cluster(monkeypatch, restart, [None, None])
+    cluster.process.die("killed")
+    cluster.wait_for_news()
+    cluster.started[0].die("killed again")
+    cluster.wait_for_news(2)
+    outcome = cluster.restarts.take("g")
+    assert outcome
+    assert (outcome.why, outcome.error) == ("killed again", error)
+
+
+def test_one_that_was_lost_while_the_cluster_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, 1, [None], lost="killed")
+    wait_until(lambda: cluster.restarts._homes["g"].news is not None)
+    news: list[Restarted] = []
+    cluster.restarts.listen(news.append)
+    assert news == [Restarted("g")]
+
+
+def test_a_sampler_that_is_asked_for_when_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, 1, [None])
+    cluster.process.die("killed")
+    cluster.wait_for_news()
+    wanted = PLAIN_SAMPLER._replace(top=3)
+    cluster.workers["y"].sampler = wanted
+    assert cluster.restarts.take("g")
+    assert [worker.prepared for worker in cluster.workers.values()] == [[], [wanted]]
+
+
+def test_a_run_that_begins_while_one_is_started_is_told_of_the_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before it launches anything: a system may wait for what never comes, else."""
+    cluster = Cluster(monkeypatch, 1, [None])
+    cluster.go.clear()
+    cluster.process.die("killed")
+    restarts: Any = cluster.restarts
+    workers: Any = cluster.workers
+    world = RealWorld(workers, [], restarts=restarts)
+    assert world.due_events() == [
+        InstanceLost(name, "ProcessLost: killed", returns=True) for name in "xy"
+    ]
+    assert (world.is_idle, world.returning) == (False, {"x", "y"})
+    cluster.go.set()
+    assert world.due_events() == [InstanceBack("x"), InstanceBack("y")]
+    assert (world.is_idle, world.lost) == (True, {})
+
+
+def test_a_loss_is_told_of_although_nobody_has_anything_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(monkeypatch, 1, [None])
+    cluster.go.clear()
+    restarts: Any = cluster.restarts
+    workers: Any = cluster.workers
+    world = RealWorld(workers, [], restarts=restarts)
+    assert world.due_events() == []
+    cluster.process.die("killed")
+    assert [event.returns for event in world.due_events()] == [True, True]
+    cluster.go.set()
+
+
+def test_what_is_closed_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor keeps what it has just begun to start."""
+    cluster = Cluster(monkeypatch, 2, [None])
+    begin = cluster.restarts._others.begin_again
+
+    def close_and_begin(*args: Any) -> Any:
+        cluster.restarts.close()
+        return begin(*args)
+
+    cluster.restarts._others.begin_again = close_and_begin  # type: ignore[method-assign]
+    cluster.process.die("killed")
+    wait_until(lambda: any(process.closed for process in cluster.started))
+    wait_until(lambda: not cluster.restarts._homes["g"].starting)
+    cluster.started[0].die("killed")
+    assert len(cluster.started) == 1
+
+
+# Plans.
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What matters here of PlanFacts."""
+
+    options: str
+    layers: Layers
+    num_pages: int = 40
+    kv_bytes: int = 400
+    memory_bytes: int = 10**6
+    devices: tuple[str, ...] = ("H100",)
+
+
+def test_what_went_by_memory_and_speed_is_as_it_was() -> None:
+    """Two stages of two segments each, of three and five layers."""
+    bounds = [0, 2, 3, 6, 8]
+    facts = [Facts("", Layers(a, b, 8)) for a, b in pairwise(bounds)]
+    group = GroupConfig(devices=2, tensor_parallel_size=1)
+    stages = (StageConfig(group="g"), StageConfig(group="g"))
+    config = ClusterConfig(
+        groups={"g": group}, instances={"x": InstanceConfig(stages=stages, segments=2)}
+    )
+    worker: Any = SimpleNamespace(stages=[SimpleNamespace(plan=plan) for plan in facts])
+    planned = _as_planned(config, {"x": worker}).instances["x"]
+    assert planned.num_pages == 40
+    assert [stage.layers for stage in planned.stages] == [3, 5]
+    worker.stages[0].plan = Facts("", Layers(0, 2, 8), num_pages=41)
+    assert _as_planned(config, {"x": worker}).instances["x"].num_pages is None
+
+
+def test_another_plan_is_refused() -> None:
+    """More pages and other memory do not matter: the loop goes by what it knows."""
+    layers = Layers(0, 8, 8)
+    before: Any = Facts("auto", layers)
+    more: Any = Facts("40", layers, num_pages=41, kv_bytes=410, memory_bytes=1)
+    _check_same("x", before, more)
+    for other in (Facts("", layers, num_pages=39), Facts("", Layers(0, 7, 8)),
+                  Facts("", layers, devices=("A10",))):  # fmt: skip
+        now: Any = other
+        with pytest.raises(JaxinferError, match=r"^instances\.x has another plan than before"):
+            _check_same("x", before, now)
+
+
+# Runs.
+
+
+class News:
+    """In the place of Restarts: what is to be expected, and what has come of it."""
+
+    def __init__(self, expects: bool = True) -> None:
+        self.expects = expects
+        self.outcome: Outcome | None = None
+        self.lost: list[tuple[str, str]] = []
+        self._hear: Callable[[Restarted], object] = lambda restarted: None
+
+    def listen(self, hear: Callable[[Restarted], object]) -> None:
+        self._hear = hear
+        if self.outcome:
+            hear(Restarted("g"))
+
+    def tell(self, error: str | None = None) -> Outcome:
+        self.outcome = Outcome("g", ["a"], "killed", 1.0, error)
+        self._hear(Restarted("g"))
+        return self.outcome
+
+    def expect(self, instance: str, why: str) -> bool:
+        self.lost.append((instance, why))
+        return self.expects
+
+    def take(self, group: str) -> Outcome | None:
+        outcome, self.outcome = self.outcome, None
+        return outcome
+
+
+def real_world(names: str, news: Any) -> RealWorld:
+    silent: Any = SimpleNamespace(launch=lambda *args: None)
+    return RealWorld(dict.fromkeys(names, silent), [], restarts=news)
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_a_world_waits_for_who_returns(names: str) -> None:
+    news = News()
+    world = real_world(names, news)
+    world.launch(Batch("a", [], 0, 0, 0))
+    world._posted.put(Failed("a", ProcessLost("killed")))
+    assert world.due_events() == [InstanceLost("a", "ProcessLost: killed", returns=True)]
+    assert news.lost == [("a", "ProcessLost: killed")]
+    assert (world.is_idle, world.returning) == (False, {"a"})
+    begin = time.perf_counter()
+    threading.Timer(0.2, news.tell).start()
+    assert world.due_events() == [InstanceBack("a")]
+    assert time.perf_counter() - begin > 0.1
+    assert (world.is_idle, world.lost, world.returning) == (True, {}, set())
+    assert [outcome.why for outcome in world.restarted] == ["killed"]
+    assert world.due_events() == []
+
+
+def test_one_that_cannot_be_started_is_lost_after_all() -> None:
+    news = News()
+    world = real_world("ab", news)
+    world._posted.put(Failed("a", ProcessLost("killed")))
+    assert world.due_events() == [InstanceLost("a", "ProcessLost: killed", returns=True)]
+    news.tell("no room")
+    assert world.due_events() == [InstanceLost("a", "no room")]
+    assert (world.is_idle, world.lost, world.returning) == (True, {"a": "no room"}, set())
+
+
+def test_where_there_is_no_other_that_ends_the_run() -> None:
+    """As does a loss of which nothing is to be expected."""
+    news = News()
+    world = real_world("a", news)
+    world._posted.put(Failed("a", ProcessLost("killed")))
+    assert world.due_events()
+    news.tell("no room")
+    with pytest.raises(JaxinferError, match=r"^no room$"):
+        world.due_events()
+    world = real_world("a", News(expects=False))
+    world._posted.put(Failed("a", ProcessLost("killed")))
+    with pytest.raises(JaxinferError, match=r"^killed$"):
+        world.due_events()
+
+
+def test_news_of_a_loss_that_no_run_has_noticed() -> None:
+    """Whatever was kept of the instance goes: it has no KV."""
+    news = News()
+    news.tell()
+    world = real_world("ab", news)
+    world.add([RequestState("r", 1, 1, arrival=0.0)])
+    found = world.due_events()
+    assert found[1:] == [InstanceLost("a", "killed", returns=True), InstanceBack("a")]
+    assert news.lost == []  # It is not to be ended.
+
+
+def test_what_was_launched_on_the_lost_one_is_no_failure_of_the_new_one() -> None:
+    """The loop was busy with something else when the one was lost and the other ready."""
+    news = News()
+    world = real_world("ab", news)
+    news.tell()
+    world._posted.put(Failed("a", ProcessLost("killed")))
+    assert world.due_events() == [
+        InstanceLost("a", "ProcessLost: killed", returns=True),
+        InstanceBack("a"),
+    ]
+    assert (world.lost, world.is_idle) == ({}, True)
+
+
+def test_whoever_drains_a_world_does_not_wait_for_a_return() -> None:
+    world = real_world("ab", News())
+    world.launch(Batch("a", [], 0, 0, 0))
+    world._posted.put(Failed("a", ProcessLost("killed")))
+    world.drain()
+    assert world.returning == {"a"}

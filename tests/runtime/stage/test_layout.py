@@ -1,0 +1,199 @@
+"""What a plan decides before anything is loaded: sizes, dtypes, buckets, memory."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinfer import JaxinferError
+from jaxinfer.config.engine import EngineOptions
+from jaxinfer.models.config import ModelConfig, Rope
+from jaxinfer.models.stage import Layers
+from jaxinfer.runtime.stage import kv_cache
+from jaxinfer.runtime.stage import layout as plans
+from jaxinfer.runtime.stage.kv_cache import abstract_pages, allocate, available_memory, memory_of
+from jaxinfer.runtime.stage.layout import Plan, choose_dtype, make_plan
+
+# Vocabulary 20, D 16, F 32, two layers, 4 query and 2 KV heads of 8.
+MODEL = ModelConfig(
+    "LlamaForCausalLM", 20, 16, 32, 2, 4, 2, 8, 100, 1e-5, False, None, (), (None, None),
+    Rope((1.0,) * 4),
+)  # fmt: skip
+# Embedding and head; of each layer q and o, k and v, the three of the feed-forward.
+MATRICES = 2 * 20 * 16 + 2 * (2 * 16 * 32 + 2 * 16 * 16 + 3 * 16 * 32)
+NORMS = 5 * 16
+WEIGHTS = 4 * (MATRICES + NORMS)
+# Keys and values of both layers and heads, 8 numbers each, 16 tokens.
+PAGE = 4 * 2 * 2 * 2 * 8 * 16
+
+
+def planned(taken: int = 0, devices: int = 1, config: ModelConfig = MODEL, **options: Any) -> Plan:
+    given = EngineOptions(**{"page_size": 16, "max_num_seqs": 4} | options)
+    layers = Layers(0, config.num_hidden_layers, config.num_hidden_layers)
+    return make_plan(config, given, jax.devices()[:devices], layers, taken)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the bytes that the host has left."""
+    return lambda count: monkeypatch.setattr(plans, "available_memory", lambda: count)
+
+
+def test_the_pool_holds_what_can_be_of_use() -> None:
+    """100 tokens are 7 pages of 16; 4 sequences of them, and the one for padding."""
+    plan = planned()
+    assert plan.limits.max_pages == 7
+    assert plan.num_pages == 4 * 7 + 1
+    assert plan.weight_bytes == WEIGHTS
+    assert plan.kv_bytes == plan.num_pages * PAGE
+    assert planned(max_model_len=96).limits.max_pages == 6
+
+
+def test_the_pool_takes_a_share_of_what_is_free(free: Any) -> None:
+    free(1000 + 100 * PAGE)
+    plan = planned(taken=1000, max_num_seqs=50)
+    assert plan.memory_bytes == 100 * PAGE
+    assert plan.num_pages == 20
+    assert planned(taken=1000, max_num_seqs=50, memory_fraction=0.5).num_pages == 50
+    # Beside the weights, however large the share.
+    full = planned(taken=1000, max_num_seqs=50, memory_fraction=1.0)
+    assert full.num_pages == 100 - -(-WEIGHTS // PAGE)
+
+
+def test_the_least_pool_and_the_largest(free: Any) -> None:
+    """One page for padding and one of use."""
+    free(WEIGHTS + 2 * PAGE)
+    assert planned(memory_fraction=1.0).num_pages == 2
+    assert planned(num_pages=2).num_pages == 2
+    with pytest.raises(JaxinferError, match="num_pages 3 of 16 tokens takes"):
+        planned(num_pages=3)
+    free(WEIGHTS + 2 * PAGE - 1)
+    for options in ({"num_pages": 2}, {"memory_fraction": 1.0}):
+        with pytest.raises(JaxinferError, match="GiB are free"):
+            planned(**options)  # type: ignore[arg-type]
+
+
+def test_pages_of_8_bits_that_kernels_address(free: Any) -> None:
+    """2^31 bytes of each array on each device: heads, tokens of a page, head dim."""
+    free(2**50)
+    most = 2**31 // (2 * 16 * 8)
+    options = {"kernels": "interpret", "kv_cache_dtype": "int8"}
+    assert planned(num_pages=most, **options).num_pages == most
+    assert planned(2**20, devices=2, num_pages=2 * most, **options).num_pages == 2 * most
+    with pytest.raises(JaxinferError, match=f"address {most} pages of 16 tokens in 8 bits"):
+        planned(num_pages=most + 1, **options)
+    assert planned(num_pages=most + 1, kernels="interpret").num_pages == most + 1
+    plain = planned(num_pages=most + 1, kernels="plain", kv_cache_dtype="int8")
+    assert plain.num_pages == most + 1
+
+
+def test_a_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share of all of it, less what is in use and the weights; what others take is not here."""
+    stats = {"bytes_limit": 1000, "bytes_in_use": 100}
+    gpu: Any = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+    assert plans._memory(gpu, 0.75, 50, taken=10**9) == (900, 750 - 100 - 50)
+    given: list[float] = []
+    monkeypatch.setattr(
+        plans, "_memory", lambda device, fraction, *args: given.append(fraction) or (2**40, 2**40)
+    )
+    planned()
+    planned(memory_fraction=0.3)
+    device: Any = SimpleNamespace(platform="gpu", id=0, process_index=0)
+    monkeypatch.setattr(plans, "choose_kernels", lambda *args: "plain")
+    monkeypatch.setattr(plans, "Mesh", lambda *args: Mesh(np.array(jax.devices()[:1]), ("tp",)))
+    layers = Layers(0, 2, 2)
+    make_plan(MODEL, EngineOptions(page_size=16), [device], layers, 0)
+    assert given == [0.2, 0.3, 0.9]
+
+
+def test_dtypes() -> None:
+    """Vectors stay float32; the KV cache has the weights' dtype unless it has its own."""
+    for options, weights, kv in (
+        ({}, "float32", "float32"),
+        ({"dtype": "bfloat16"}, "bfloat16", "bfloat16"),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "int8"}, "bfloat16", "int8"),
+        ({"kv_cache_dtype": "fp8"}, "float32", "float8_e4m3fn"),
+    ):
+        plan = planned(**options)  # type: ignore[arg-type]
+        assert (plan.dtype.name, plan.kv_dtype.name) == (weights, kv)
+        for path, array in plan.parameters.items():
+            vector = path.endswith("_D")
+            assert array.dtype == (jnp.float32 if vector else weights), path
+        itemsize = plan.dtype.itemsize
+        assert plan.weight_bytes == itemsize * MATRICES + 4 * NORMS
+    gpu: Any = SimpleNamespace(platform="gpu")
+    assert choose_dtype(EngineOptions(), gpu) == "bfloat16"
+    assert choose_dtype(EngineOptions(dtype="float32"), gpu) == "float32"
+    with pytest.raises(JaxinferError, match="dtype is fp8, a run has weights of float32 or bfloa"):
+        choose_dtype(EngineOptions(dtype="fp8"), gpu)
+
+
+def test_the_longest_sequence() -> None:
+    assert planned().max_model_len == 100
+    assert planned(max_model_len=100).max_model_len == 100
+    assert planned(max_model_len=7).max_model_len == 7
+    with pytest.raises(JaxinferError, match="max_model_len is 101, the model was made for 100"):
+        planned(max_model_len=101)
+
+
+def test_heads_padded_to_the_devices() -> None:
+    """Three devices: 3 KV heads of 2 queries each, but 2 of them real."""
+    plan = planned(devices=3)
+    assert plan.num_kv_heads == 2
+    assert plan.config.num_key_value_heads == 3
+    assert plan.config.num_attention_heads == 6
+    assert plan.config.intermediate_size == 33
+    assert plan.parameters["layers.0.attn.q_DNH"].shape == (16, 6, 8)
+    # On the host, each device's copy of what is whole counts.
+    whole = 4 * (2 * 20 * 16 + NORMS) * 3
+    cut = 4 * 2 * (2 * 16 * 48 + 2 * 16 * 24 + 3 * 16 * 33)
+    assert plan.weight_bytes == whole + cut
+    assert plan.kv_bytes == plan.num_pages * PAGE // 2 * 3
+
+
+def test_memory_of_arrays() -> None:
+    """By device on a GPU, all together on the host's."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("tp",))
+    cut = jax.ShapeDtypeStruct((8, 3), "float32", sharding=NamedSharding(mesh, PartitionSpec("tp")))
+    whole = jax.ShapeDtypeStruct((5,), "bfloat16", sharding=NamedSharding(mesh, PartitionSpec()))
+    assert memory_of([cut, whole]) == 4 * 24 + 4 * 10
+    sharding: Any = SimpleNamespace(
+        device_set=[SimpleNamespace(platform="gpu")] * 4, shard_shape=lambda shape: (2, 3)
+    )
+    on_gpus: Any = SimpleNamespace(sharding=sharding, shape=(8, 3), dtype=jnp.dtype("float32"))
+    assert memory_of([on_gpus]) == 24
+
+
+def test_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(available=7, total=9, free=5)
+    monkeypatch.setattr(kv_cache.psutil, "virtual_memory", lambda: memory)
+    assert available_memory() == 7
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "keys"),
+    [("plain", "float32", (5, 2, 8, 3)), ("interpret", "int8", (5, 2, 3, 8))],
+)
+def test_pages(kernels: str, dtype: str, keys: tuple[int, ...]) -> None:
+    """Of the stage's layers; keys by token for kernels; scales for 8 bits alone; all zero."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    config = replace(MODEL, kernels=kernels)
+    abstract = abstract_pages(config, Layers(1, 4, 6), 5, 3, jnp.dtype(dtype), mesh)
+    assert len(abstract) == 3
+    for pages in allocate(abstract):
+        assert pages.keys.shape == keys
+        assert pages.values.shape == (5, 2, 3, 8)
+        assert pages.keys.dtype == pages.values.dtype == dtype
+        assert pages.keys.sharding.shard_shape(keys)[1] == 1
+        scales = pages.key_scale_PK, pages.value_scale_PK
+        if dtype == "int8":
+            assert all(scale.shape == (5, 2) and scale.dtype == "float32" for scale in scales)
+        else:
+            assert scales == (None, None)
+        for array in jax.tree.leaves(pages):
+            assert not np.asarray(array, np.float32).any()

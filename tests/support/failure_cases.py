@@ -1,0 +1,46 @@
+"""Prompts and instances of the tests in which some of them fail."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.config.cluster import GroupConfig, InstanceConfig
+from jaxinfer.config.run_file import RunFile
+from jaxinfer.request import RequestOutput
+
+PROMPTS = [{"prompt_token_ids": [7 * i % 256 for i in range(1, n)]} for n in (40, 60, 25, 90, 33)]
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+INSTANCE: dict[str, Any] = {
+    "max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 8, "num_pages": 65,
+}  # fmt: skip
+
+
+def cluster(folder: Path, system: dict[str, Any], *names: str, **more: Any) -> LLM:
+    config = RunFile(
+        model=str(folder),
+        groups={name: GroupConfig() for name in names},
+        instances={name: InstanceConfig(group=name, **INSTANCE) for name in names},
+        system=system,
+        **more,
+    )
+    return LLM.from_config(config, progress=False)
+
+
+CRONUS = {"name": "cronus", "cut_share": 0.6, "partial": "a", "chunked": "b"}
+
+
+def break_device(llm: LLM, name: str, after: int) -> None:
+    """The step was launched; what waits for it finds that it has failed."""
+    stage, calls = llm.cluster.engines[name].worker.stages[-1], iter(range(10**6))
+    end_of = stage.end_of
+
+    def failing(*args: Any) -> float:
+        if next(calls) >= after:
+            raise RuntimeError("injected")
+        return end_of(*args)
+
+    stage.end_of = failing  # type: ignore[method-assign]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]

@@ -1,0 +1,92 @@
+"""Clusters in processes of their own, and runs of which one comes to an end."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from cluster_cases import Pair, Side
+from cluster_checks import REQUESTS, Done, Ran
+
+from jaxinfer import LLM
+from jaxinfer.runtime.processes.remote_worker import RemoteWorker
+from jaxinfer.serving.world import StepDone
+
+SMALL = Pair("two", Side(1, 8), Side(2, 16), apart="ab")
+
+
+def children() -> set[int]:
+    """Worker processes that this one has started."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # It has ended meanwhile.
+            if (
+                "jaxinfer.runtime.worker_process" in child.cmdline()
+                and child.status() != psutil.STATUS_ZOMBIE
+            ):
+                found.add(child.pid)
+    return found
+
+
+def pid_of(llm: LLM, instance: str) -> int:
+    worker = llm.cluster.engines[instance].worker
+    assert isinstance(worker, RemoteWorker)
+    return worker.process.peer.pid
+
+
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "cronus": {"name": "cronus", "partial": "a", "chunked": "b", "cut_share": 0.5},
+    "disaggregated": {"name": "disaggregated", "prefill": "a", "decode": "b"},
+    "least_loaded": {"name": "least_loaded"},
+}
+
+
+def serve_until(
+    llm: LLM, step: int, do: Callable[[], None], folder: Path
+) -> tuple[list[Done], dict[str, Any]]:
+    """All requests, with something done when so many steps have ended."""
+    steps = 0
+
+    def on_step(done: StepDone) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == step:
+            do()
+
+    found = serve_once(llm, folder, on_step)
+    assert steps > step
+    return found
+
+
+def serve_once(
+    llm: LLM, folder: Path, on_step: Callable[[StepDone], None] = lambda done: None
+) -> tuple[list[Done], dict[str, Any]]:
+    """All requests, each of which ends once, and what ``run.json`` says."""
+    made = [
+        request
+        for number, r in enumerate(REQUESTS)
+        for request in llm.make_requests(str(number), list(r.prompt), r.params)
+    ]
+    found: dict[str, Done] = {}
+
+    def take(output: Any) -> None:
+        assert output.error is None
+        assert output.request_id not in found
+        completion = output.outputs[0]
+        found[output.request_id] = Done(completion.token_ids, completion.cumulative_logprob or 0.0)
+
+    llm.run(made, take, progress=False, run_dir=folder, on_step=on_step)
+    return [found[str(number)] for number in range(len(REQUESTS))], Ran.last(folder).record.run
+
+
+def apart(pair: Pair, system: str) -> dict[str, Any]:
+    return pair.sections | {"system": SYSTEMS[system]}
+
+
+def wait_until(there: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < end
+        time.sleep(0.05)
