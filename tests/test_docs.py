@@ -214,6 +214,26 @@ def test_the_picture_of_the_architecture_is_true() -> None:
         assert (ROOT / "jaxinfer" / "serving" / file).exists(), file
 
 
+def test_the_functions_of_a_requests_life_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    life = text.split("## The life of a request")[1].split("\n## ")[0]
+    assert [line[0] for line in life.splitlines() if re.match(r"\d\. ", line)] == [*"123456789"]
+    named = re.findall(r"`([\w/]+\.py):(\w+)`", life)
+    assert len(named) >= 9
+    for file, name in named:
+        code = (ROOT / "jaxinfer" / file).read_text()
+        assert re.search(rf"^ *(?:def|class) {name}\b", code, re.MULTILINE), f"{file}:{name}"
+
+
+def test_files_named_in_the_architecture_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    of_serving = text.split("## Files of `serving/`")[1].split("\n## ")[0]
+    for path in re.findall(r"`([\w/]+\.py)\b", text.replace(of_serving, "")):
+        assert (ROOT / "jaxinfer" / path).is_file() or (ROOT / path).is_file(), path
+    for name in re.findall(r"`(\w+\.py)`", of_serving):
+        assert (ROOT / "jaxinfer" / "serving" / name).is_file(), name
+
+
 def test_prose_is_told_from_the_rest() -> None:
     text = "a\n| b |\n```py\nc\n```\n- [d](e)\n![f](g)\n[h]: i\n    jaxinfer run\n"
     assert list(prose(text)) == ["a", "- [d](e)"]
