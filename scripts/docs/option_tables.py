@@ -141,7 +141,7 @@ def named_rows(registry: Mapping[str, str]) -> Iterator[Row]:
 def policy_rows(kind: str) -> Iterator[Row]:
     """Rows of a kind's policies: name, options, and the first sentence of its docstring."""
     for name, policy in KINDS[kind].items():
-        options = policy.Options if isinstance(policy, type) else None
+        options: Any = getattr(policy, "Options", None)
         shown = [
             f"`{option}` ({default_of(options, option).replace('`', '') or 'none'})"
             for option in (options.model_fields if options else ())
