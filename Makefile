@@ -12,7 +12,7 @@ PYTHON312 ?= python3.12
 # What a GPU machine is expected to have.
 CUDA_JAX := 0.11.2
 
-.PHONY: demo test test-slow test-long test-all lower-all compile-all lint format clean
+.PHONY: demo test test-slow test-long test-all lower-all compile-all docs lint format clean
 
 # Made anew when the dependencies change.
 $(VENV)/installed: pyproject.toml
@@ -58,6 +58,12 @@ compile-all:
 		"jax-cuda12-plugin==$(CUDA_JAX)" "jax-cuda12-pjrt==$(CUDA_JAX)"
 	build/jax-cuda/bin/python scripts/compile_kernels.py > build/compiled.md
 	@echo "build/compiled.md"
+
+# Tables of options in docs/, and the API reference.
+docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/python scripts/docs/option_tables.py
+	$(BIN)/python scripts/docs/api.py --out build/docs
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check .

@@ -67,30 +67,30 @@ class SamplingParams(Options):
     """How to draw a request's tokens. Names and defaults are those of vLLM.
 
     Attributes:
-        n: continuations of the prompt, each with a seed of its own; alike at temperature 0.
-        temperature: 0 is greedy; logits are divided by it otherwise. At 100, hardly a token is
-            likelier than another.
-        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
-        top_p: of those, keep the smallest set whose probability reaches ``top_p``.
-        min_p: keep tokens that are at least ``min_p`` times as likely as the likeliest; comes
-            before top_k and top_p.
-        repetition_penalty: above 1, tokens of prompt and output become less likely: positive
-            logits are divided by it, negative ones multiplied.
-        presence_penalty: taken off the logits of tokens in the output.
-        frequency_penalty: taken off as often as the token occurs in the output.
-        logit_bias: token id -> what is added to its logit.
-        seed: with the position, decides each draw; without one, the engine derives it from
-            its own seed and the request's id, so that a repeated run repeats its tokens.
-        max_tokens: output tokens at most.
-        min_tokens: until there are so many output tokens, EOS and stop tokens are not drawn; a stop
-            string has to end later.
-        logprobs: report the log probabilities of so many likeliest tokens at each position, and
-            of the drawn one; 0 reports the drawn one alone.
-        prompt_logprobs: the same for the tokens of the prompt; all of it is computed then, whatever
+        n: Continuations of the prompt, each with a seed of its own; alike at temperature 0.
+        temperature: Divisor of the logits; 0 is greedy. At 100, hardly a token is likelier than
+            another.
+        top_k: Number of likeliest tokens to keep; 0 or -1 keeps all.
+        top_p: Probability that the smallest set of likeliest tokens must reach.
+        min_p: Least probability of a token, as a share of the likeliest one's. It comes before
+            top_k and top_p.
+        repetition_penalty: Divisor of positive logits, and factor of negative ones, of tokens in
+            prompt or output.
+        presence_penalty: Amount taken off the logits of tokens in the output.
+        frequency_penalty: Amount taken off as often as the token occurs in the output.
+        logit_bias: Amounts added to logits, by token id.
+        seed: Seed of the draws, with the position; by default from the engine's seed and the id. A
+            repeated run repeats its tokens.
+        max_tokens: Output tokens at most; lines of a batch have 256 by default.
+        min_tokens: Output tokens before anything ends the output. Until then EOS and stop tokens
+            are not drawn; a stop string has to end later.
+        logprobs: Number of likeliest tokens whose log probabilities are reported per position. The
+            drawn one's is reported, too; 0 reports it alone.
+        prompt_logprobs: The same for the tokens of the prompt. All of it is computed then, whatever
             the prefix cache has.
-        stop: strings that end the output; the text stops before them.
-        stop_token_ids: tokens that end the output besides EOS.
-        ignore_eos: go on after EOS.
+        stop: Strings that end the output; the text stops before them.
+        stop_token_ids: Tokens that end the output besides EOS.
+        ignore_eos: Whether to go on after EOS.
     """
 
     n: int = Field(default=1, ge=1, le=128)

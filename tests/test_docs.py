@@ -1,4 +1,4 @@
-"""The docs: commands with options and files that exist, links, narrow prose, a short README."""
+"""The docs: commands with options and files that exist, links, narrow prose."""
 
 import re
 import shlex
@@ -22,7 +22,6 @@ from jaxinfer.plan.registry import PLANNERS
 from jaxinfer.plan.sweep.sweep import Sweep
 from jaxinfer.serving.policies import KINDS
 from jaxinfer.simulate.run import simulate
-from jaxinfer.systems.registry import SYSTEMS
 from jaxinfer.workload.arrivals import Arrivals
 from jaxinfer.workload.distribution import Lengths
 from jaxinfer.workload.lengths import read_workload
@@ -215,18 +214,33 @@ def test_the_picture_of_the_architecture_is_true() -> None:
         assert (ROOT / "jaxinfer" / "serving" / file).exists(), file
 
 
+def test_the_functions_of_a_requests_life_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    life = text.split("## The life of a request")[1].split("\n## ")[0]
+    assert [line[0] for line in life.splitlines() if re.match(r"\d\. ", line)] == [*"123456789"]
+    named = re.findall(r"`([\w/]+\.py):(\w+)`", life)
+    assert len(named) >= 9
+    for file, name in named:
+        code = (ROOT / "jaxinfer" / file).read_text()
+        assert re.search(rf"^ *(?:def|class) {name}\b", code, re.MULTILINE), f"{file}:{name}"
+
+
+def test_files_named_in_the_architecture_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    of_serving = text.split("## Files of `serving/`")[1].split("\n## ")[0]
+    for path in re.findall(r"`([\w/]+\.py)\b", text.replace(of_serving, "")):
+        assert (ROOT / "jaxinfer" / path).is_file() or (ROOT / path).is_file(), path
+    for name in re.findall(r"`(\w+\.py)`", of_serving):
+        assert (ROOT / "jaxinfer" / "serving" / name).is_file(), name
+
+
 def test_prose_is_told_from_the_rest() -> None:
     text = "a\n| b |\n```py\nc\n```\n- [d](e)\n![f](g)\n[h]: i\n    jaxinfer run\n"
     assert list(prose(text)) == ["a", "- [d](e)"]
 
 
-def test_the_readme_has_all_systems() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert sorted(rows) == sorted(SYSTEMS)
-
-
 @pytest.mark.slow
-def test_who_leads_in_the_readmes_comparison() -> None:
+def test_who_leads_where_lengths_are_drawn() -> None:
     """Data parallelism by 1 %; and Cronus by 4 %, with what an engine adds."""
     text = (ROOT / "docs" / "results" / "cronus.md").read_text()
     block = text.split("## Lengths that are drawn")[1].split("```sh\n")[1].split("```")[0]
@@ -239,9 +253,3 @@ def test_who_leads_in_the_readmes_comparison() -> None:
             found = simulate(config, config.requests())
             rates.append(found.requests / found.wall_s)
         assert rates[0] / rates[1] - 1 == pytest.approx(lead, abs=0.002)
-
-
-def test_the_readme_is_short() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert len(text.split()) <= 700
-    assert all(len(line) <= 100 for line in text.splitlines())

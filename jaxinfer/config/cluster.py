@@ -20,7 +20,7 @@ class Emulate(Options):
     """A slower device, played by a CPU.
 
     Attributes:
-        slowdown: a step ends so many times its profiled time after its start.
+        slowdown: Factor by which a step takes longer than in its profile.
     """
 
     slowdown: float = Field(ge=1)
@@ -30,8 +30,10 @@ class RayDemands(Options):
     """What Ray finds a node by, and gives a process of it.
 
     Attributes:
-        num_gpus: by default the group's devices, where they are GPUs.
-        resources: others that the node has, such as ``accelerator_type:A10``.
+        num_cpus: CPUs that a node must have free.
+        num_gpus: GPUs that a node must have free; by default the group's devices, where they are
+            GPUs.
+        resources: Other resources of a node, such as ``accelerator_type:A10``.
     """
 
     num_cpus: float = Field(default=1, ge=0)
@@ -43,16 +45,22 @@ class GroupConfig(Options):
     """Equal devices. Each stage on the group takes the next ``tensor_parallel_size`` of them.
 
     Attributes:
-        platform: ``cpu`` or ``gpu``; by default what JAX prefers here.
-        kind: part of the device kind's name, such as ``H100``; by default any.
-        devices: how many.
-        tensor_parallel_size: devices of one stage; by default all of the group.
-        emulate: play a slower device; on CPU only.
-        process: ``own`` for a process of the group's own: JAX drives one kind of GPU per process.
-        host: ``HOST:PORT`` of a worker that listens and is to start it, mostly on another host.
-        ray: what it needs, where Ray is to choose the host.
-        environment: variables of that process, besides those of the one that starts it.
-        restart: how often that process is started again when it is lost.
+        platform: Kind of devices; by default the one that JAX prefers here.
+        kind: Part of the device kind's name, such as ``H100``; in a simulation, a name from
+            ``configs/gpus.yaml``.
+        devices: Number of devices.
+        tensor_parallel_size: Devices of one stage; by default all of the group.
+        emulate: ``{slowdown: N}`` makes a CPU group play a slower device: a step ends N times its
+            profiled time after its start. Steps that take longer are counted as ``overruns``; a GPU
+            refuses it.
+        process: ``own``: a process of the group's own, since JAX drives one kind of GPU per
+            process.
+        host: ``HOST:PORT`` of a ``jaxinfer worker`` that starts the process, mostly on another
+            host.
+        ray: ``{}``, or ``num_cpus`` (1), ``num_gpus`` and ``resources``, by which Ray chooses the
+            host.
+        environment: Environment variables of that process, set before JAX starts there.
+        restart: Times that a lost process is started again.
     """
 
     platform: Literal["cpu", "gpu"] | None = None
@@ -115,11 +123,13 @@ class InstanceConfig(EngineOptions):
     """One instance: the engine's options, and where it stands.
 
     Attributes:
-        group: of an instance with one stage.
-        stages: of an instance with several, in the layers' order.
-        role: what the system is told that it is for, at the start.
-        segments: pieces that each stage's layers are compiled in; by the hand-off ``per_segment``,
-            KV leaves as soon as its piece is done.
+        group: Group of an instance with one stage.
+        stages: Pipeline stages in the layers' order; tokens then go through the host, and
+            ``launch_ahead`` is off.
+        role: A word that the system reads, and may change by ``SetRole``; figures count the seconds
+            in each role.
+        segments: Parts that each stage's layers are compiled in, for the hand-off ``per_segment``.
+            KV leaves as soon as its part is computed.
     """
 
     segments: int = Field(default=1, ge=1)
@@ -185,9 +195,9 @@ class LinkConfig(Options):
     """What lies between two groups. Between CPU groups it is emulated: data arrives no sooner.
 
     Attributes:
-        between: names of the two groups.
-        gb_s: bandwidth in 10^9 bytes per second, each way.
-        latency_s: seconds from the start to the first byte.
+        between: Names of the two groups.
+        gb_s: Bandwidth in 10^9 bytes per second, each way, which transfers share.
+        latency_s: Seconds from the start to the first byte.
     """
 
     between: tuple[str, str]

@@ -12,49 +12,48 @@ class EngineOptions(Options):
     """How a model is run. Names follow vLLM where it has the option.
 
     Attributes:
-        load_format: ``auto`` reads the model's weights; ``dummy`` draws them at random from
-            ``seed``, so that ``config.json`` alone will do to measure speed.
-        dtype: of weights and, by default, the KV cache; ``auto`` is float32 on CPU and bfloat16 on
-            GPU. ``int8`` and ``fp8`` are weights of 8 bits beside a computation in bfloat16, of a
+        load_format: ``auto`` reads the model's weights; ``dummy`` draws random ones from ``seed``.
+            Then ``config.json`` alone will do to measure speed; without a tokenizer, prompts are
+            ``prompt_token_ids``.
+        dtype: Format of weights and computation; ``auto`` is float32 on CPU and bfloat16 on GPU.
+            ``int8`` and ``fp8`` are weights of 8 bits beside a computation in bfloat16, of a
             modelled GPU only.
-        kv_cache_dtype: ``int8`` or ``fp8`` (e4m3, on GPUs from sm_89 on) halve the KV cache, with
-            a scale per page and head; ``auto`` is ``dtype``.
-        tensor_parallel_size: devices that share each layer.
-        sharding: a Python file whose ``RULES`` say how parameters lie on those devices, in
-            place of those of ``jaxinfer.models.sharding``.
-        page_size: tokens per KV page.
-        num_pages: size of the KV pool, one padding page included; by default as many as
+        kv_cache_dtype: Format of the KV cache; ``auto`` is ``dtype``, ``int8`` and ``fp8`` halve
+            it. Both keep a scale per page and head; fp8 is e4m3, on GPUs from sm_89 on.
+        tensor_parallel_size: Devices that share each layer.
+        sharding: A Python file whose ``RULES`` say how parameters lie on those devices; by default
+            those of ``jaxinfer.models.sharding``.
+        page_size: Tokens per KV page.
+        num_pages: Pages of the KV pool, one padding page included; by default as many as
             ``memory_fraction`` allows and as could be of use.
-        memory_fraction: of a GPU's memory, for weights and KV together (default 0.9); on CPU, of
-            the memory available when the engine starts, for KV (default 0.2).
-        max_num_seqs: requests that run at once, at most.
-        max_num_batched_tokens: tokens computed in one step, at most.
-        token_buckets: token counts for which steps with prefill are compiled, the largest of them
-            ``max_num_batched_tokens``; by default down to 64, each a quarter of the next. A step
-            costs as much as its bucket.
-        max_model_len: prompt and output tokens of one request, at most; by default what the
-            model was made for.
-        enable_prefix_caching: keep full pages after a request's end, and start requests that
-            begin alike with them.
-        kernels: what attends: ``hopper`` (kernels for sm_90), ``generic`` (kernels for NVIDIA GPUs
-            from sm_80 on), ``numba`` (on CPUs, with the extra ``[cpu]``; products of float32, too),
-            ``plain`` (JAX), ``interpret`` (the generic kernels on any device, slowly, to check
-            them); ``auto`` takes the first of these that the device can run, but ``plain`` on a GPU
-            where entries are float32.
-        launch_ahead: start a decode before the token it follows has reached the host.
-        chunks_in_flight: of one prompt. ``all``: a chunk is launched before the last one has ended,
-            so that a long prompt fills all pipeline stages; ``1``: it waits, as in Vidur and in
+        memory_fraction: Share of a GPU's memory for weights and KV (default 0.9), or of a CPU's
+            free memory for KV (0.2). A GPU's memory is what JAX may take: 75 % of it, unless
+            ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise.
+        max_num_seqs: Requests that run at once, at most.
+        max_num_batched_tokens: Tokens computed in one step, at most.
+        token_buckets: Token counts for which steps with prefill are compiled; a step costs as much
+            as its bucket. The largest is ``max_num_batched_tokens``; by default down to 64, each a
+            quarter of the next.
+        max_model_len: Prompt and output tokens of one request, at most; by default the model's
+            limit.
+        enable_prefix_caching: Keep full pages after a request's end, for prompts that begin alike.
+        kernels: Attention kernels: ``hopper`` on sm_90, ``generic`` on other NVIDIA GPUs, ``numba``
+            on CPUs with the extra ``cpu``, ``plain`` JAX, or ``interpret`` to check results.
+            ``auto`` takes the first of these that the device can run, but ``plain`` on a GPU where
+            entries are float32. ``numba`` computes products of float32, too.
+        launch_ahead: Start a decode before the token it follows has reached the host.
+        chunks_in_flight: Chunks of one prompt in flight: with ``all`` a long prompt fills all
+            pipeline stages; with 1 the next chunk waits for the last one's end, as in Vidur and in
             vLLM before version 1.
-        watermark: share of the pages that admission leaves free, so that the growth of what runs
-            does not evict what has just come in.
-        half_batches: whether a step is computed as two halves of its rows in turn where KV heads
-            lie on attention groups, so that one half's exchange with these hides behind the other's
-            dense layers: ``by_time`` where that takes less, by cost model or profile.
-        max_transfers_in_flight: requests whose KV is fetched at once, at most.
-        policies: order, admission, batches and victims: see ``PolicyOptions``.
-        strict_shapes: a step that was not compiled ahead is an error.
-        seed: requests without a seed of their own get one from this and their id; random weights
-            are drawn from it.
+        watermark: Share of the pages that admission leaves free, for the growth of running
+            requests.
+        half_batches: Whether a step with attention groups is computed as two halves of its rows in
+            turn: ``by_time`` where that takes less by cost model or profile. One half's exchange
+            with the groups hides behind the other's dense layers.
+        max_transfers_in_flight: Requests whose KV an instance fetches at once, at most.
+        policies: Order, admission, batches and victims, by name.
+        strict_shapes: Whether a step that was not compiled ahead is an error.
+        seed: Seed of random weights, and of requests without a seed together with their id.
     """
 
     load_format: Literal["auto", "dummy"] = "auto"

@@ -41,8 +41,9 @@ class MetricOptions(Options):
     """What figures mean.
 
     Attributes:
-        ttft_counts_transfer: a first token drawn by an instance that hands its request on counts
-            once the KV has arrived; by default as the system has it.
+        ttft_counts_transfer: Whether a first token drawn by an instance that hands its request on
+            counts only once the KV has arrived; by default as the system has it (true for
+            ``disaggregated``).
     """
 
     ttft_counts_transfer: bool | None = None
@@ -52,19 +53,23 @@ class RunFile(Options):
     """A YAML file that says what to run.
 
     Attributes:
-        engine: of the one instance where ``instances`` is empty, else what they have in common.
-        groups, instances, links: see ``ClusterConfig``; a file may give ``replicas`` of groups and
-            instances (see ``replicas.py``).
-        watchdog_s: an instance that has work and reports nothing for so many seconds is given up.
-        verify_transfers: compare checksums of all KV that goes from instance to instance.
-        ray: address of a Ray cluster, ``HOST:PORT`` of its head, where groups ask for one; by
-            default ``auto``, that which this host is of.
-        transport: how KV goes from process to process: by the ``host``'s memory, by JAX's
-            ``transfer_server``, or, ``auto``, from GPU to GPU by the quicker, else by the host's.
-        system: the name of a system, or ``my_module:MySystem``, and its options; by default
-            ``single``.
-        simulate: costs of a modelled cluster; a real run has its own.
-        gpus, models: of a modelled cluster, by name, those that are not shipped.
+        model: The model: a name, a file, a folder or a hub id.
+        engine: Options of the one instance, or those that all instances have in common.
+        groups, instances, links: The cluster, by names of your choice. See ``ClusterConfig``;
+            groups and instances may have ``replicas`` (see ``replicas.py``).
+        system: A system's name, with options, or ``my_module:MySystem``; by default ``single``.
+        workload: The requests, and when they come.
+        watchdog_s: Seconds after which an instance that has work and reports nothing is given up.
+        verify_transfers: Whether checksums of all KV that goes between instances are compared. A
+            difference ends the run and names the request, layer and page; needs ``kv_cache_dtype:
+            auto``.
+        transport: How KV goes between processes: by the ``host``'s memory, by JAX's
+            ``transfer_server``, or by the quicker of both from GPU to GPU, else by the host.
+        ray: Address of a Ray cluster's head, ``HOST:PORT``; by default the cluster of this host.
+        metrics: Definitions of figures: ``ttft_counts_transfer`` says whether a first token counts
+            only once its KV has arrived.
+        simulate: Costs of a modelled cluster.
+        gpus, models: GPUs and models of a simulation that are not shipped, by name.
     """
 
     model: str | None = None

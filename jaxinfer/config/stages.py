@@ -9,9 +9,10 @@ class AttentionConfig(Options):
     """A group besides a stage's own, for KV heads of requests and the attention to them.
 
     Attributes:
-        num_pages: of its pool for this stage, counted as if all the stage's KV heads lay in it; by
-            default as many as the stage's own group has or, in a simulation, what its memory holds,
-            which goes to the stages that have the fewest.
+        group: Name of the group.
+        num_pages: Pages of its pool for this stage, counted as if all the stage's KV heads lay in
+            it. By default as many as the stage's own group has or, in a simulation, what its memory
+            holds, which goes to the stages that have the fewest.
     """
 
     group: str
@@ -22,14 +23,14 @@ class StageConfig(Options):
     """One pipeline stage.
 
     Attributes:
-        layers: how many.
-        share: of the layers, beside the other stages' shares. With neither, the layers are split
-            by the groups' measured speed.
-        attention: groups besides that have no weights, by name or with options: KV heads of
-            requests lie there, or on the stage's own group, and attention is computed where they
-            lie. A group may be there for several stages of one instance. In the instance's KV, each
-            stage's own group is a shard, then each of these, in this order; then comes the next
-            stage.
+        group: Group that computes the stage.
+        layers: Number of layers; without ``layers`` and ``share``, they are split by the groups'
+            measured speed.
+        share: Share of the layers, beside the other stages' shares.
+        attention: Groups, by name or as ``{group: x, num_pages: n}``, that may keep the stage's KV
+            heads. They have no weights; attention is computed where the heads lie. A group may be
+            there for several stages of one instance. In the instance's KV, each stage's own group
+            is a shard, then each of these, in this order; then comes the next stage.
     """
 
     group: str

@@ -21,17 +21,19 @@ class Workload(Options):
     """The requests to serve.
 
     Attributes:
-        input, output: of ``run``: where a batch comes from and where its results go.
-        trace: a file of requests, see ``read_trace``.
-        tokenizer: of a trace with texts, the model whose tokens count; by default the run's.
-        synthetic: in place of a trace, lengths that are drawn.
-        only: of trace or draws, take the requests of one class.
-        limit: take the first requests only.
-        arrivals: when the requests come in.
-        max_tokens: of a modelled run, the limit that users give, where it is not the true length:
-            what systems and policies see of a request, which ends earlier.
-        predictor: what predicts the output tokens of each: ``my_module:MyPredictor`` (or a mapping
-            of that ``name`` and its options), or, of a modelled run, buckets of the true length.
+        input, output: File of ``run``'s prompts, and file of its results.
+        trace: A file of requests.
+        tokenizer: Model, or folder with a ``tokenizer.json``, that counts the tokens of a trace
+            with texts; by default the run's.
+        synthetic: Lengths that are drawn, in place of a trace.
+        only: Class of requests to take: heavy prefill is more than 512 tokens, heavy decode more
+            than 128.
+        limit: Number of requests to take, from the first on.
+        arrivals: Times at which the requests come.
+        max_tokens: Limit that users of a modelled run give; by default the true length. Systems and
+            policies see this limit alone; the request ends earlier, at its true length.
+        predictor: Predictor of output tokens: ``my_module:MyPredictor``, or ``{name: ...,
+            ...options}``, or in a modelled run ``{granularity: 200, accuracy: 0.85, seed: 0}``.
     """
 
     input: str | None = None

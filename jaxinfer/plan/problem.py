@@ -28,18 +28,19 @@ class Goal(Options):
     """What is best.
 
     Attributes:
-        maximise: the largest rate of requests that keeps the targets: of the whole cluster, or by
-            its GPUs, its dollars per hour or its watts.
-        minimise: in place of it, what a cluster costs that keeps them at ``rate``, in GPUs, dollars
-            per hour or watts.
-        rate: requests per second, Poisson.
-        slo, attainment, criterion: the targets, as ``jaxinfer capacity`` takes them.
-        seeds: of arrivals, 0 to one less; all candidates get the same.
-        fresh_seeds: of the arrivals with which the choice is looked at again.
-        requests_per_gpu: so many of the workload for each GPU of a candidate; by default all.
-        precision: by which share a rate may be too low.
-        top: so many of the best are found in full, of ``maximise``; others may be given up early.
-        at_once: candidates that are compared at a time. More of them keep more cores busy, and
+        maximise: Largest rate that keeps the targets: of the cluster, or by its GPUs, dollars per
+            hour or watts.
+        minimise: Cost of the cheapest cluster that keeps them at ``rate``, in place of
+            ``maximise``.
+        rate: Requests per second, Poisson, of ``minimise``.
+        slo, attainment, criterion: Targets, as ``jaxinfer capacity`` takes them.
+        seeds: Seeds of arrivals, the same for all candidates: 0 to one less.
+        fresh_seeds: Other seeds, with which the choice is simulated again: the best of many is
+            better by luck, too.
+        requests_per_gpu: Requests of the workload for each GPU of a candidate; by default all.
+        precision: Share by which a rate may be too low.
+        top: Number of the best that are found in full, with ``maximise``.
+        at_once: Candidates that are compared at a time. More of them keep more cores busy, and
             leave less to be given up early.
     """
 
@@ -70,12 +71,12 @@ class Replan(Options):
     """How a placement follows its load.
 
     Attributes:
-        window_s: seconds in which a load's mix is measured.
-        shift: share by which a window's requests per second, or the mean of its prompts' or its
-            outputs' tokens, has to differ from those that the placement was planned for.
-        reload_gb_s: 10^9 bytes of weights per second that each GPU loads; ``reload_s``: in place of
-            it, seconds until a placement's weights are there.
-        beside: names and run files that serve the same requests, to be compared with.
+        window_s: Seconds of a window in which the load is measured.
+        shift: Share by which a window's rate, or its mean prompt or output, must differ from those
+            planned for.
+        reload_gb_s, reload_s: Speed at which each GPU loads weights in 10^9 bytes per second, or
+            the seconds until they are there.
+        beside: Run files that serve the same requests, by name, to compare with.
     """
 
     window_s: float = Field(gt=0)
@@ -97,11 +98,11 @@ class Problem(Options):
     """A plan file.
 
     Attributes:
-        planner: its name, or ``my_module:MyPlanner``, and its options.
-        goal: what is best.
-        run: what the run files of all candidates have in common, its workload too.
-        prices: dollars per hour of a GPU, by its name; by default those of a hardware file's nodes.
-        replan: plan anew whenever the load has shifted.
+        planner: Planner's name, or ``my_module:MyPlanner``, and its options.
+        goal: The measure of the best.
+        run: Part that all candidates' run files have in common, with the workload.
+        prices: Dollars per hour of a GPU by name; by default those of a hardware file's nodes.
+        replan: Planning anew whenever the load has shifted.
     """
 
     planner: ByName

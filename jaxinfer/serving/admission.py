@@ -25,12 +25,12 @@ def first_come_first_served(waiting: Sequence[RequestState]) -> RequestState:
 
 
 def shortest_prompt_first(waiting: Sequence[RequestState]) -> RequestState:
-    """Of equal ones, the one nearest to the head."""
+    """The shortest prompt; of equal ones, the one nearest to the head."""
     return min(waiting, key=lambda request: request.prompt_len)
 
 
 def longest_prompt_first(waiting: Sequence[RequestState]) -> RequestState:
-    """Of equal ones, the one nearest to the head."""
+    """The longest prompt; of equal ones, the one nearest to the head."""
     return max(waiting, key=lambda request: request.prompt_len)
 
 
@@ -62,7 +62,7 @@ class ReserveLongestOptions(Options):
     """Options of ``ReserveLongest``.
 
     Attributes:
-        tokens: of the longest request, prompt and output, that can come.
+        tokens: Prompt and output tokens of the longest request that can come.
     """
 
     tokens: int = Field(ge=2)

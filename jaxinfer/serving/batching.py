@@ -18,7 +18,7 @@ def mixed(batch: Forming) -> None:
 
 
 def even_decodes(batch: Forming) -> None:
-    """As ``mixed``, but that no step of a pipeline has more than its share of what runs.
+    """The same as ``mixed``, but no step of a pipeline takes more than its share of the requests.
 
     Else the steps in flight drift apart: where two are formed at once, the first one takes all that
     is ready, and a pipeline is as slow as its largest step.
@@ -45,7 +45,7 @@ class PrefillFirstOptions(Options):
     """Options of ``PrefillFirst``.
 
     Attributes:
-        prefill_tokens: of the prompts of one step, at most; by default the token budget.
+        prefill_tokens: Tokens of one step's prompts, at most; by default the token budget.
     """
 
     prefill_tokens: int | None = Field(default=None, ge=1)
@@ -89,8 +89,8 @@ class WholePromptsOptions(Options):
     """Options of ``WholePrompts``. The defaults are Splitwise's.
 
     Attributes:
-        step_tokens: of one step, prompts and decodes together, at most.
-        max_skips: steps in a row that may leave a decode out.
+        step_tokens: Tokens of one step, prompts and decodes together, at most.
+        max_skips: Steps in a row that may leave a decode out.
     """
 
     step_tokens: int = Field(default=2048, ge=1)

@@ -13,8 +13,8 @@ class Share(Options):
     """What one instance takes.
 
     Attributes:
-        weight: requests in one round.
-        max_waiting: requests in its queue, at most; an instance at its limit is skipped.
+        weight: Requests in one round.
+        max_waiting: Requests in its queue, at most; an instance at its limit is skipped.
     """
 
     weight: int = Field(ge=1)
@@ -22,7 +22,12 @@ class Share(Options):
 
 
 class DataParallelOptions(Options):
-    """Options of ``DataParallel``. The paper has strong: 3 and 3, weak: 1 and 1."""
+    """Options of ``DataParallel``. The paper has strong: 3 and 3, weak: 1 and 1.
+
+    Attributes:
+        shares: Each instance's ``weight`` (requests per turn) and ``max_waiting`` (length of its
+            queue at which it is skipped). The paper has strong: 3 and 3, weak: 1 and 1.
+    """
 
     shares: dict[str, Share]
 

@@ -21,11 +21,9 @@ class LeastLoadedOptions(Options):
     """Options of ``LeastLoaded``.
 
     Attributes:
-        choose: among all (``join_shortest_queue``), among two drawn at random
-            (``power_of_two``), or each in its turn (``round_robin``).
-        load: ``requests`` that wait or run, or ``tokens``: those of prompts that are still to be
-            computed, and KV entries of the requests that run.
-        seed: of the draws.
+        choose: Choice among all, among two drawn at random, or in turns.
+        load: Load that counts: requests, or prompt tokens to compute and KV entries.
+        seed: Seed of the draws.
     """
 
     choose: Literal["join_shortest_queue", "power_of_two", "round_robin"] = "join_shortest_queue"

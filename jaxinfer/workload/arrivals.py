@@ -48,16 +48,20 @@ class Arrivals(Options):
     """How requests arrive.
 
     Attributes:
-        kind: all ``at_once``; one every ``seconds`` (``interval``); at random, ``rate`` per second
-            on average, alone (``poisson``) or in bursts (``gamma``); at a rate that goes evenly
-            from ``from`` to ``to`` ``over`` so many seconds and stays there (``ramp``);
-            ``concurrency`` at first, and one more whenever one ends (``closed``); or at the times
-            in the ``trace``.
-        cv: of gamma: standard deviation by mean of the times between requests; 1 is Poisson.
-        seed: of the random times.
-        scale: of a trace: its times are multiplied by this.
-        think_s: of a closed loop: seconds from a request's end to the next one's arrival.
-        spacing: of a ramp: ``poisson``, or ``even``, each when the rate has come to one more.
+        kind: Kind of arrivals. All ``at_once``; one every ``seconds`` (``interval``); at random,
+            ``rate`` per second on average, alone (``poisson``) or in bursts (``gamma``); at a rate
+            that goes evenly from ``from`` to ``to`` ``over`` so many seconds and stays there
+            (``ramp``); ``concurrency`` at first, and one more whenever one ends (``closed``); or at
+            the times in the ``trace``.
+        seconds: Seconds from one request to the next.
+        rate: Requests per second.
+        cv: Standard deviation of the times between requests, divided by their mean; 1 is Poisson.
+        seed: Seed of the random times.
+        scale: Factor of the trace's times; 0.5 is twice as fast.
+        concurrency: Requests at the beginning, and in flight at any time.
+        think_s: Seconds from a request's end to the next arrival.
+        from, to, over: First and last rate of a ramp, and its seconds.
+        spacing: Random or ``even`` spacing of a ramp's requests.
     """
 
     model_config = ConfigDict(populate_by_name=True)

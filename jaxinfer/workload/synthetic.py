@@ -29,13 +29,14 @@ class Synthetic(Options):
     prompts and outputs rarer: the upper percentiles fall short of the published ones by up to 11 %.
 
     Attributes:
-        lengths: a name in ``configs/lengths.yaml``.
-        input_len, output_len: in place of it, tokens of prompts and of outputs: a number, or a
-            distribution of them.
-        range_ratio: numbers become ranges, from ``1 - range_ratio`` to ``1 + range_ratio`` of them,
-            as in vLLM's benchmarks.
-        count: of requests.
-        seed: of the draws; prompts do not depend on how outputs are drawn, nor these on those.
+        lengths: A name in ``configs/lengths.yaml``: published percentiles of prompts and outputs.
+            Means come out within 13 %.
+        input_len, output_len: Tokens of prompts and of outputs: a number, or a distribution; drawn
+            independently.
+        range_ratio: Makes each number a range from ``1 - range_ratio`` to ``1 + range_ratio`` times
+            it, as vLLM's ``--random-range-ratio``.
+        count: Number of requests.
+        seed: Seed of the draws. Prompts do not depend on how outputs are drawn, nor these on those.
     """
 
     lengths: str | None = None

@@ -37,16 +37,15 @@ class AladdinOptions(Options):
     """Options of ``Aladdin``.
 
     Attributes:
-        file: path of a run file with one instance on one group, a worker; how many there are does
-            not count. Of several, each with a group of its own, those are the kinds of workers that
-            are mixed.
-        most: workers of each size or kind, at most.
-        sizes: GPUs of a worker that are looked at, and its costs (see ``GroupCosts``, {} for those
-            of the file); by default as many as the file has.
-        size: which of these: the one that eq. 6 chooses, or, by simulation, the one that costs the
-            least in all.
-        rates: requests per second of which the fewest workers are looked for; the goal's rate then
-            has as many as eq. 7 tells, or the next number that keeps the targets.
+        file: Run file of one worker, or with one of each kind to mix. Each is an instance on a
+            group of its own; numbers of workers do not count.
+        most: Workers of each size or kind, at most.
+        sizes: GPUs of a worker to look at, each with its costs (``{}`` for the file's). By default
+            as many as the file has.
+        size: Which of these: the one that eq. 6 chooses, or the cheapest by simulation.
+        rates: Rates at which the fewest workers are found, so that eq. 7's line tells those of the
+            goal's rate. The goal's rate then has as many as it tells, or the next number that keeps
+            the targets.
     """
 
     file: str

@@ -32,17 +32,18 @@ class AladdinOptions(Options):
     """Options of ``Aladdin``.
 
     Attributes:
-        ttft_s, atgt_s: targets of each request, in seconds: of its first token, and of the mean
-            time between its tokens.
-        theta, gamma: see ``Limits``; the paper has 0.5 for gamma, and gives no theta.
-        grant_gap: see ``Placed``.
-        prefill: instances that compute prompts alone; without any, workers have whole requests.
-        heartbeat_s: seconds between looks at what waits: who is off is opened, and requests that
-            have not started may move; null: no looks, and nobody is off.
-        off_after_s: who had nothing for so long is off again; null: never.
-        usd_per_hour: dollars of each worker. Of workers that have nothing, or are off, the next one
-            is that whose share for the request at hand costs the least; without prices, all cost as
-            much.
+        ttft_s, atgt_s: Targets of each request in seconds: its first token, and the mean time
+            between its tokens.
+        theta: Share of the targets that is used. See ``Limits``; the paper gives none.
+        gamma: Share of an answer's tokens that counts. See ``Limits``; the paper has 0.5.
+        grant_gap: Whether a prompt may use the gap under way. See ``Placed``.
+        prefill: Instances that compute prompts alone; without any, workers have whole requests.
+        heartbeat_s: Seconds between openings of instances with role ``off``, and moves of requests
+            that have not started; null: neither.
+        off_after_s: Seconds without work after which an instance is off again; null: never.
+        usd_per_hour: Dollars of each worker; the next idle one is the cheapest for the request. Of
+            workers that have nothing, or are off, it is the one whose share for the request costs
+            the least.
     """
 
     ttft_s: float = Field(gt=0)

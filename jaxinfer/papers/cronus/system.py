@@ -35,13 +35,14 @@ class CronusOptions(Options):
     """Options of ``Cronus``.
 
     Attributes:
-        partial, chunked: names of the two instances.
-        max_in_partial: requests in the PPI at most, so that each is cut by fresh statistics.
-        candidates: lengths that the Balancer tries.
-        refine: go on fitting the Balancer's coefficients from the steps of the run.
-        cut_share, cut_tokens: in place of the Balancer's cuts, a share of each prompt, or so many
-            of its tokens, for the PPI.
-        hand_off: when the KV goes on; the paper's CPI fetches it on demand.
+        partial, chunked: Names of the two instances.
+        max_in_partial: Requests in the partial instance, at most, so that each is cut by fresh
+            statistics.
+        candidates: Prompt lengths that the Balancer tries.
+        refine: Whether the Balancer's coefficients are fitted on during the run.
+        cut_share, cut_tokens: Share or tokens of each prompt for the partial instance, in place of
+            the Balancer's cut.
+        hand_off: When KV goes on; the paper's instance fetches it on demand.
     """
 
     partial: str = "ppi"

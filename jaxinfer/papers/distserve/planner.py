@@ -52,11 +52,12 @@ class DistServeOptions(Options):
     """What the instances may stand on.
 
     Attributes:
-        kind: of all GPUs.
-        gpus_per_node: that a node has; ``nodes``: that an instance may span.
-        nic_gb_s: between two nodes, in 10^9 bytes per second.
-        costs: by tensor parallelism, of a group's steps (see ``GroupCosts``): where there are any,
-            only these degrees can be; by default those of the plan file's ``run``.
+        kind: Kind of all GPUs.
+        gpus_per_node: GPUs of a node.
+        nodes: Nodes that an instance may span.
+        nic_gb_s: Bandwidth between two nodes, in 10^9 bytes per second.
+        costs: Step costs by tensor parallelism; degrees without are then not looked at. By default
+            those of the plan file's ``run``.
     """
 
     kind: str
@@ -76,7 +77,7 @@ class HighOptions(DistServeOptions):
     """Options of ``DistServeHigh``.
 
     Attributes:
-        rate: requests per second that all instances together are to carry.
+        rate: Requests per second that all instances together are to carry.
     """
 
     rate: float = Field(gt=0)
@@ -86,7 +87,8 @@ class LowOptions(DistServeOptions):
     """Options of ``DistServeLow``.
 
     Attributes:
-        rate: requests per second that all units together are to carry; by default there is one.
+        rate: Requests per second that all units together are to carry; by default there is one
+            unit.
     """
 
     rate: float | None = Field(default=None, gt=0)

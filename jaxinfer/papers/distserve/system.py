@@ -32,7 +32,8 @@ class DistServeOptions(Options):
     """Options of ``DistServe``.
 
     Attributes:
-        units: one at least.
+        units: List of ``{prefill: ..., decode: ...}``, each a name or names: prompts go to the
+            shortest queue of all, decodes to the least loaded of the same unit.
     """
 
     units: list[Unit] = Field(min_length=1)

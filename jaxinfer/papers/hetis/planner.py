@@ -31,12 +31,11 @@ class HetisOptions(Options):
     """Options of ``Hetis``.
 
     Attributes:
-        seconds: by name of a GPU, of a prefill by one of them; by default of a full step, as
-            simulations have it.
-        most_slower: by which share the largest stage may get slower as GPUs lose their layers (the
+        seconds: Seconds of a prefill by one GPU of each kind; by default the simulator's.
+        most_slower: Share by which the largest stage may get slower as GPUs lose their layers (the
             paper's 5 %, whose symbol is lost).
-        rule: see ``primaries``.
-        simulated: so many candidates, those with the quickest steps.
+        rule: Reference of that share: all GPUs, or the step before.
+        simulated: Number of candidates with the quickest steps that are simulated.
     """
 
     seconds: Named[float] = Field(default_factory=dict)

@@ -49,11 +49,11 @@ class HetisOptions(Options):
     """Options of ``Hetis``.
 
     Attributes:
-        theta: how much slower than the ideal a stage's slowest device may be before a request is
-            placed anew; null: no request ever is, and who has no page is preempted (LIFO).
-        placement: by the ``time`` of attention, or by free ``memory`` alone.
-        attention: by group, how long attention takes there, in place of what is known of it; a real
-            run then profiles no group.
+        theta: Slowdown of a stage, against the ideal, from which a request is placed anew; null:
+            none is. Then the request that has no page is preempted (LIFO).
+        placement: Placement of KV heads by attention time, or by free pages alone.
+        attention: Seconds of a layer's attention by group (``per_pair``, ``per_entry``,
+            ``constant``, ``exchange_per_pair``, ``exchange``); by default profiled or modelled.
     """
 
     theta: float | None = Field(default=0.5, gt=0)

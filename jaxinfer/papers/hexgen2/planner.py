@@ -38,22 +38,21 @@ class HexGen2Options(Options):
     """Options of ``HexGen2``.
 
     Attributes:
-        prefill, decode: options of the instances of each role, besides those of all.
-        tensor_parallel: degrees of a stage, which stands on one node.
-        measured: by name of a GPU, what the steps of one of them take of the whole model, where
-            that is known, such as ``phases`` from a profile; each stage is then on one GPU.
-        most_gpus: of an instance.
-        budget: dollars per hour of the GPUs; those of the hardware file are then what there is to
-            rent, by the share of their node's price.
-        method: ``programs`` refines the plans of integer programs; ``hexgen2`` is the paper's: a
-            partition of the GPUs, and guided swaps; ``random_swaps`` and ``genetic`` are what that
-            is compared with, from the same partitions.
-        costs: that guide it: ``modelled`` as simulations have them, or ``table1``, the paper's.
-        network: ``shared`` by all instances of a node, or ``pairs`` that have it each to itself, as
-            in the paper. What is said of the plan is by ``modelled`` costs and a shared network.
-        restarts: searches from random changes of the best plan, drawn by ``seed``.
-        scored, flows: changes that the whole search looks at, by the sums of their capacities and
-            by their flows.
+        prefill, decode: Engine options of the instances of each role.
+        tensor_parallel: Degrees of a stage, which stands on one node.
+        measured: Costs by GPU, as under ``simulate``, such as ``phases`` from a profile; each stage
+            is then on one GPU.
+        most_gpus: GPUs of an instance, at most.
+        budget: Dollars per hour, for which GPUs of the hardware file are rented by their share of
+            their node's price.
+        method: Search: small changes of two integer programs' plans; the paper's partition and
+            guided swaps; or two baselines from that partition.
+        costs: Costs that guide the paper's search: the simulator's, or the paper's Table 1.
+        network: Network that guides it: shared by a node's instances, or links of each pair's own.
+            Statements about the plan are by modelled costs and a shared network.
+        restarts: Searches from random changes of the best plan, with ``programs``.
+        seed: Seed of the draws; ``hexgen2`` draws nothing.
+        scored, flows: Changes that the search looks at, by sums of capacities and by flows.
     """
 
     prefill: dict[str, Any] = Field(default_factory=dict)

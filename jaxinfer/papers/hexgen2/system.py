@@ -23,11 +23,11 @@ class HexGen2Options(Options):
     """Options of ``HexGen2``.
 
     Attributes:
-        flows: requests per second by prefill instance and, of each, by decode instance; only their
-            ratios count.
-        hand_off: when the KV goes on.
-        max_in_prefill: requests that wait or run in one prefill instance, at most: a number for
-            all, or by instance; 16 where it has none.
+        flows: Requests per second from each prefill instance to its decode instances; only ratios
+            count. Each request goes to a pair by these shares, to within one.
+        hand_off: When KV goes on.
+        max_in_prefill: Requests waiting or running in a prefill instance, at most: a number, or by
+            instance.
     """
 
     flows: Named[Named[float]] = Field(min_length=1)

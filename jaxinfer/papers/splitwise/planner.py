@@ -53,10 +53,10 @@ class SplitwisePoolsOptions(Options):
     """Options of ``SplitwisePools``.
 
     Attributes:
-        files: paths of run files, one for each design, and how many machines it may have; their
-            model, workload and numbers of replicas do not count.
-        at_most: of every cluster; a goal to maximise cannot do without.
-        step: numbers of token machines that are looked at are its multiples.
+        files: Run files, one for each design, with the most machines of its instances ``prompt``
+            and ``token``. Their model, workload and numbers of replicas do not count.
+        at_most: Limits of any cluster: ``gpus``, ``usd``, ``watts``; required with ``maximise``.
+        step: Step of the numbers of token machines.
     """
 
     files: Named[Most] = Field(min_length=1)

@@ -26,16 +26,17 @@ class SplitwiseOptions(Options):
     """Options of ``Splitwise``. What the paper leaves open is as in the authors' simulator.
 
     Attributes:
-        prompt, token: names of instances. Without any of the latter, requests run whole on the
-            one of the former with the least pending tokens: the paper's baseline.
-        max_pending_tokens: a machine that has a queue takes no prompt beyond so many tokens.
-        token_queue: decodes go where the least KV is promised (``memory``), or the fewest tokens
-            are pending.
-        return_when: a machine leaves the mixed pool when it is done with what is not its own pool's
-            (``opposite_done``, the paper), or with all it has (``idle``, its simulator).
-        repurpose_after_s: in the mixed pool for so long, a machine changes over to the other pool.
-        layerwise_from: prompts of so many tokens are sent while they are computed
-            (``per_segment``), shorter ones afterwards; None: all afterwards.
+        prompt, token: Names of instances of each pool; with ``token: []``, requests run whole by
+            the shortest queue, the paper's baseline.
+        max_pending_tokens: Prompt tokens that a machine with a queue takes, at most.
+        token_queue: Machine for decodes: the one with the least KV promised (``memory``) or the
+            fewest pending tokens.
+        return_when: When a machine leaves the mixed pool: done with the other pool's requests (the
+            paper), or with all (its simulator).
+        repurpose_after_s: Seconds in the mixed pool after which a machine changes to the other
+            pool.
+        layerwise_from: Prompt tokens from which KV is sent ``per_segment``, otherwise ``at_end``;
+            null: always ``at_end``.
     """
 
     prompt: Names = ("prompt",)

@@ -30,14 +30,16 @@ class TetriInferOptions(Options):
     """Options of ``TetriInfer``.
 
     Attributes:
-        prefill, decode: names of the instances that begin in these roles.
-        prefill_batch: prompts sorted at a time, by ``order``.
-        dispatch: which decode instance a request goes to; see ``length_aware.choose``.
-        heavy_decode: a request is heavy that is predicted to have more output tokens, at least.
-        report_s: seconds between reports of loads.
-        flip_after_s, flip_below: an instance that was busy for no more than this share of the last
-            seconds takes the other role, if all there were busy but for this share; null: never.
-        seed: of the draws.
+        prefill, decode: Names of the instances that begin in these roles.
+        prefill_batch: Prompts sorted at a time.
+        order: Order of sorted prompts.
+        dispatch: Choice of the decode instance. See ``length_aware.choose``.
+        heavy_decode: Predicted output tokens above which a request is heavy.
+        report_s: Seconds between reports of loads.
+        flip_after_s: Seconds of idleness, while the other role was busy, after which an instance
+            takes that role; null: never.
+        flip_below: Share of that time at which either may have been otherwise.
+        seed: Seed of the draws.
     """
 
     prefill: Names = ("prefill",)

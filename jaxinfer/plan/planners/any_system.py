@@ -24,8 +24,8 @@ class AnySystemOptions(Options):
     """Options of ``AnySystem``.
 
     Attributes:
-        files: paths of run files, each with axes of its own; their model and workload do not count.
-        axes: of all files.
+        files: Run files, each with axes of its own. Their model and workload do not count.
+        axes: Axes of all files: dotted keys and lists of values.
     """
 
     files: Named[Axes] = Field(min_length=1)

@@ -22,15 +22,15 @@ class ColocatedOptions(Options):
     """Options of ``Colocated``.
 
     Attributes:
-        gpus: of each kind, how many there are; a candidate is of one kind.
-        tensor_parallel, pipeline_parallel: degrees of an instance.
-        engines: by a name of one's own, options of an engine, such as its policy and its chunks.
-        seqs_per_stage: sequences of an instance for each of its pipeline stages, which have as many
-            steps in flight, at most; by default ``max_num_seqs`` as the engines have it.
-        costs: by kind, of a group's steps (see ``GroupCosts``); by default those of the plan file's
-            ``run``.
-        replicas: as many instances as the GPUs give, or one, for what one of them comes to.
-        system: of several instances.
+        gpus: Number of GPUs by kind; a candidate is of one kind.
+        tensor_parallel, pipeline_parallel: Degrees of an instance.
+        engines: Engine options by a name of your own.
+        seqs_per_stage: Values of ``max_num_seqs`` for each pipeline stage. By default
+            ``max_num_seqs`` as the engines have it.
+        costs: Step costs by kind, as a group has them under ``simulate``. By default those of the
+            plan file's ``run``.
+        replicas: As many instances as the GPUs give, or one.
+        system: System of several instances.
     """
 
     gpus: Named[int] = Field(min_length=1)

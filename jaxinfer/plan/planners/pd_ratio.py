@@ -52,9 +52,10 @@ class PDRatioOptions(Options):
     """Options of ``PDRatio``.
 
     Attributes:
-        prefill, decode: see ``Side``.
-        gpus: of both sides together, at most; by default as many as that takes.
-        link_gb_s: between the two, in 10^9 bytes per second.
+        prefill, decode: Each side's ``kind``, ``most`` instances, ``tensor_parallel`` degrees and
+            ``engine`` options.
+        gpus: GPUs of both sides together, at most.
+        link_gb_s: Bandwidth between the two, in 10^9 bytes per second.
     """
 
     prefill: Side

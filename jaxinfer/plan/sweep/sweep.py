@@ -56,16 +56,16 @@ class Sweep(Options):
     """A sweep file.
 
     Attributes:
-        files: paths of run files, each with axes of its own: dotted keys, and lists of values.
-        axes: of all files.
-        points: dotted keys and one value of each, for what is no grid; each goes with all
-            combinations of the axes.
-        run: what all points have in common, their workload too.
-        seeds: of all that is drawn in workloads, a list or how many from 0 on: each point is run
-            with each, in place of those in its run file.
-        x, y: of the pictures, one for each y: an axis of all files with numbers, or a key of all
-            points, by default the last one, and figures. Each file, with its values of the others,
-            is a line.
+        files: Run files, each with axes of its own.
+        axes: Axes of all files: dotted keys and lists of values.
+        points: Dotted keys with one value each, for points that form no grid; each goes with all
+            values of the axes.
+        run: Part that all points have in common, with the workload.
+        seeds: Seeds of everything drawn in workloads: a list, or how many from 0 on. Each point is
+            run with each, in place of those in its run file.
+        x: Axis of the pictures; by default the last axis of numbers. It is one of all files, or a
+            key of all points. Each file, with its values of the others, is a line.
+        y: Figures of the pictures, one for each.
     """
 
     files: Named[Axes] = Field(min_length=1)
