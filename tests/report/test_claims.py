@@ -2,20 +2,16 @@
 
 import csv
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import count_claims
-import results
-from results import Target, agrees, by_amount, by_share, holds, write_targets
+from scripts.reproduce import count_claims, results
+from scripts.reproduce.results import Target, agrees, by_amount, by_share, holds, write_targets
 
 ROWS = count_claims.claims()
 PAGES = sorted({row["page"] for row in ROWS})
-SCRIPTS = Path(count_claims.__file__).parent
+SCRIPTS = Path(count_claims.__file__).parents[1]
 
 
 def test_all_pages_have_rows() -> None:

@@ -1,14 +1,11 @@
 """scripts/results.py: which tables a script takes as they stand."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import results
+from scripts.reproduce import results
 
 
 def test_a_table_stands_for_the_same_command_code_and_data(

@@ -1,0 +1,335 @@
+"""Planners beside brute force and fixed systems, and where each way to share a pair begins to pay.
+
+    python -m scripts.reproduce.any_system.systems --trace CSV --out DIR [--ratios CSV]
+
+Traces: the first 1,000 lengths of Azure's 2023 conversation trace. Ratios: what plan_ratios.py has
+written. Tables that DIR has are read from there: a killed run goes on.
+"""
+
+import csv
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import click
+from matplotlib.figure import Figure
+
+from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.config.validation import read_yaml
+from jaxinfer.plan.planners.any_system import AnySystem, AnySystemOptions
+from jaxinfer.plan.problem import Problem, merge
+from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.pool import process_pool
+from jaxinfer.report.pictures import save_picture
+from jaxinfer.report.plots import COLOURS
+from jaxinfer.simulate.capacity import capacity
+from jaxinfer.simulate.read_targets import read_targets
+from jaxinfer.simulate.run import simulate
+from jaxinfer.workload.arrivals import Arrivals, with_arrivals
+from jaxinfer.workload.lengths import BenchRequest, read_workload
+from scripts.reproduce.reproduction import CONFIGS
+from scripts.reproduce.results import (
+    Target,
+    agrees,
+    by_share,
+    kept,
+    show_table,
+    show_targets,
+    write_csv,
+    write_targets,
+)
+
+FOLDER = CONFIGS / "cronus"
+SYSTEMS = (
+    "cronus", "data_parallel", "pipeline_parallel", "disaggregated_high_low",
+    "disaggregated_low_high",
+)  # fmt: skip
+LOWS = ("A10", "A30")
+SLO = "ttft:p90=2,tbt:p99=0.2"
+CHUNKS = (256, 512, 1024)
+# Seeds of arrivals: with the first three the planner searches, with the others all are compared.
+SEARCHED, COMPARED = 3, (3, 4, 5)
+
+
+def common(low: str) -> dict[str, Any]:
+    """What all run files of a pair have: Llama 3 8B, the pair, and its calibrated costs."""
+    costs = read_yaml(FOLDER.with_name("cronus_calibration.yaml"))
+    groups = {"high": costs["high"]["LLaMA3-8B"], "low": costs["low"][low]["LLaMA3-8B"]}
+    return {
+        "model": "llama-3-8b",
+        "simulate": {**costs["engine"], "hop_s": costs["hop_s"], "groups": groups},
+    }
+
+
+def fixed(system: str, low: str) -> RunFile:
+    """A run file of ``configs/cronus/`` on a pair; ``single`` is the A100 of it alone."""
+    alone = system == "single"
+    data = merge(read_yaml(FOLDER / f"{'data_parallel' if alone else system}.yaml"), common(low))
+    if alone:
+        data["system"] = "single"
+        for part in (data["groups"], data["instances"], data["simulate"]["groups"]):
+            del part["low"]
+    else:
+        data["groups"]["low"]["kind"] = low
+    return as_run_file(data)
+
+
+# 1. What the planner chooses, beside each file as it stands.
+
+
+def chosen(
+    low: str, trace: str, count: int, pool: ProcessPoolExecutor
+) -> tuple[RunFile, dict[str, Any]]:
+    """The choice of ``any_system`` on a pair, and what is known of its search."""
+    axes: dict[str, list[Any]] = {
+        "groups.low.kind": [low],
+        "engine.max_num_batched_tokens": list(CHUNKS),
+    }
+    files: dict[str, Any] = {str(FOLDER / f"{system}.yaml"): {} for system in SYSTEMS}
+    problem = Problem.model_validate(
+        {
+            "planner": {"name": "any_system", "files": files, "axes": axes},
+            "goal": {"maximise": "cluster", "slo": SLO, "seeds": SEARCHED, "at_once": 2},
+            "run": {**common(low), "workload": {"trace": trace, "limit": count}},
+        }
+    )
+    search = DrivenSearch(problem, pool.map)
+    best = AnySystem(AnySystemOptions(files=files, axes=axes)).plan(search)
+    known = {
+        "choice": str(best.axes["file"]),
+        "chunk": best.axes["engine.max_num_batched_tokens"],
+        "candidates": len(search.tried),
+    }
+    return as_run_file(problem.run_file(best.part)), known
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Asks for the largest rate of a run file with one seed; goes to other processes."""
+
+    work: Sequence[BenchRequest]
+    precision: float = 0.02
+
+    def __call__(self, config: RunFile, seed: int) -> float:
+        """Requests per second."""
+        targets = read_targets(SLO, self.work, None, None)
+        return capacity(config, self.work, targets, (seed,), self.precision).rate
+
+
+def systems(
+    trace: str, work: Sequence[BenchRequest], pool: ProcessPoolExecutor
+) -> list[dict[str, Any]]:
+    """The choice and all fixed systems, with seeds that the search has not had."""
+    rows = []
+    for low in LOWS:
+        config, known = chosen(low, trace, len(work), pool)
+        configs = {"any_system": config} | {name: fixed(name, low) for name in SYSTEMS}
+        asked = [(config, seed) for config in configs.values() for seed in COMPARED]
+        rates = iter(list(pool.map(Carried(work), *zip(*asked, strict=True))))
+        found = {name: [next(rates) for _ in COMPARED] for name in configs}
+        for name, each in found.items():
+            axes = known if name == "any_system" else {"choice": name, "chunk": 512}
+            rows.append(
+                {
+                    "pair": f"A100+{low}",
+                    "system": name,
+                    "is": f"{axes['choice']}, chunks of {axes['chunk']}",
+                    **{f"seed_{s}": round(r, 3) for s, r in zip(COMPARED, each, strict=True)},
+                }
+            )
+    return rows
+
+
+def system_targets(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
+    """Of these."""
+    targets = []
+    for low in LOWS:
+        found = {
+            row["system"]: [row[f"seed_{seed}"] for seed in COMPARED]
+            for row in rows
+            if row["pair"] == f"A100+{low}"
+        }
+        ours = found.pop("any_system")
+        best = [max(each) for each in zip(*found.values(), strict=True)]
+        said = ", ".join(f"{a:.2f} / {b:.2f}" for a, b in zip(ours, best, strict=True))
+        targets.append(
+            agrees(
+                f"A100+{low}: any_system's choice beats or equals each fixed system "
+                f"(requests/s, its own / the best fixed one, {len(COMPARED)} seeds)",
+                said, all(a >= b for a, b in zip(ours, best, strict=True)), "with each seed",
+            )
+        )  # fmt: skip
+    return targets
+
+
+def ratio_targets(path: Path) -> list[Target]:
+    """By the table of ``plan_ratios.py``."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return [
+        by_share(
+            f"pd_ratio: capacity per card of its choice by that of brute force's, {row['lengths']}",
+            1, float(row["pd_ratio_by_best"]), 0.02, "consistency",
+        )
+        for row in rows
+    ]  # fmt: skip
+
+
+# 2. Where each way begins to pay.
+
+WAYS = {
+    "single": "the A100 alone",
+    "data_parallel": "colocated (data parallel)",
+    "disaggregated_low_high": "disaggregated, low to high",
+    "disaggregated_high_low": "disaggregated, high to low",
+    "cronus": "Cronus",
+}
+SCALES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+RATES = (0.5, 1, 2, 3, 4, 5, 6, 7, 8)
+# Requests of each point.
+SAMPLE = 300
+LONGEST = 8192
+
+
+def scaled(work: Sequence[BenchRequest], scale: float) -> list[BenchRequest]:
+    """With prompts that are longer by a factor, as far as the model's context goes."""
+    return [
+        replace(
+            item, prompt_len=max(1, min(round(scale * item.prompt_len), LONGEST - item.max_tokens))
+        )
+        for item in work
+    ]
+
+
+def by_length(work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[dict[str, Any]]:
+    """What each way carries, over the prompts' lengths."""
+    points = [(low, way, scale) for low in LOWS for way in WAYS for scale in SCALES]
+    rates = pool.map(partial(_carried, work), points)
+    return [
+        {
+            "pair": f"A100+{low}",
+            "way": way,
+            "scale": scale,
+            "mean_prompt": round(fmean(i.prompt_len for i in scaled(work[:SAMPLE], scale))),
+            "requests_s": round(rate, 3),
+        }
+        for (low, way, scale), rate in zip(points, rates, strict=True)
+    ]
+
+
+def _carried(work: Sequence[BenchRequest], point: tuple[str, str, float]) -> float:
+    low, way, scale = point
+    return Carried(scaled(work[:SAMPLE], scale), 0.05)(fixed(way, low), COMPARED[0])
+
+
+def by_rate(work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[dict[str, Any]]:
+    """Latencies of each way, over the rate of Poisson arrivals."""
+    points = [(low, way, rate) for low in LOWS for way in WAYS for rate in RATES]
+    figures = pool.map(partial(_latencies, work), points)
+    return [
+        {"pair": f"A100+{low}", "way": way, "rate": rate, **each}
+        for (low, way, rate), each in zip(points, figures, strict=True)
+    ]
+
+
+def _latencies(work: Sequence[BenchRequest], point: tuple[str, str, float]) -> dict[str, float]:
+    low, way, rate = point
+    arrivals = Arrivals(kind="poisson", rate=rate, seed=COMPARED[0])
+    metrics = simulate(fixed(way, low), with_arrivals(work[:SAMPLE], arrivals))
+    names = ("ttft_p90", "tbt_p99", "e2e_mean")
+    return {name: round(getattr(metrics, name), 4) for name in names}
+
+
+def begins(rows: Sequence[Mapping[str, Any]], x: str, y: str, least: bool) -> list[dict[str, Any]]:
+    """Which way is the best at each point of an axis.
+
+    Args:
+        least: whether small values of y are the good ones.
+    """
+    found = []
+    for pair in dict.fromkeys(row["pair"] for row in rows):
+        for value in dict.fromkeys(row[x] for row in rows):
+            here = [row for row in rows if (row["pair"], row[x]) == (pair, value)]
+            here.sort(key=lambda row: row[y] if least else -row[y])
+            first, second = here[:2]
+            found.append(
+                {
+                    "pair": pair, x: value, "best": first["way"], y: first[y],
+                    "next": second["way"], f"{y}_next": second[y],
+                }
+            )  # fmt: skip
+    return found
+
+
+def draw(
+    lengths: Sequence[Mapping[str, Any]], rates: Sequence[Mapping[str, Any]], path: Path
+) -> None:
+    """A column for each pair: what each way carries over lengths, and latencies over rates."""
+    figure = Figure((9.5, 9), layout="constrained")
+    axes = figure.subplots(3, len(LOWS), squeeze=False)
+    panels = (
+        (lengths, "mean_prompt", "requests_s", "requests/s that keep the targets"),
+        (rates, "rate", "ttft_p90", "TTFT p90, s"),
+        (rates, "rate", "tbt_p99", "TBT p99, s"),
+    )
+    for row, (points, x, y, label) in enumerate(panels):
+        for column, low in enumerate(LOWS):
+            ax = axes[row][column]
+            for (way, name), colour in zip(WAYS.items(), COLOURS, strict=False):
+                here = [p for p in points if (p["pair"], p["way"]) == (f"A100+{low}", way)]
+                ax.plot([p[x] for p in here], [p[y] for p in here], "o-", ms=3, lw=1.2,
+                        color=colour, label=name)  # fmt: skip
+            ax.set_ylabel(label)
+            ax.grid(alpha=0.3)
+            if points is lengths:
+                ax.set_xscale("log", base=2)
+                ax.set_yscale("log")
+                ax.set(title=f"A100 + {low}", xlabel="mean prompt, tokens (outputs: 247)")
+            else:
+                ax.set_yscale("log")
+                ax.set_xlabel("requests/s, Poisson")
+                ax.axhline(2.0 if y == "ttft_p90" else 0.2, color="0.6", lw=1, ls="--")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    save_picture(figure, path)
+
+
+@click.command()
+@click.option("--trace", required=True, type=click.Path(exists=True))
+@click.option("--ratios", type=click.Path(exists=True, path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path))
+@click.option("--requests", default=1000, help="Of the trace, the first so many.")
+@click.option("--jobs", type=int, help="Processes; by default all cores.")
+def main(trace: str, ratios: Path | None, out: Path, requests: int, jobs: int | None) -> None:
+    """Write tables, targets and a picture, and print them."""
+    out.mkdir(parents=True, exist_ok=True)
+    work = read_workload(trace, requests)
+    with process_pool(jobs) as pool:
+        tables = {
+            "systems": kept(out / "systems.csv", lambda: systems(trace, work, pool)),
+            "lengths": kept(out / "lengths.csv", lambda: by_length(work, pool)),
+            "rates": kept(out / "rates.csv", lambda: by_rate(work, pool)),
+        }
+    tables["best_by_length"] = begins(tables["lengths"], "mean_prompt", "requests_s", least=False)
+    tables["best_by_rate"] = begins(tables["rates"], "rate", "ttft_p90", least=True)
+    for name, rows in tables.items():
+        if name.startswith("best"):
+            write_csv(out / f"{name}.csv", rows)
+        if name not in ("lengths", "rates"):
+            print(f"\n## {name}\n")
+            show_table(rows)
+    draw(tables["lengths"], tables["rates"], out / "ways.png")
+    of_ratios = ratio_targets(ratios) if ratios else []
+    targets = system_targets(tables["systems"])
+    print("\n## Targets\n")
+    show_targets([*of_ratios, *targets])
+    write_targets(out / "targets.csv", Path(__file__).name, targets)
+    if ratios:
+        write_targets(out / "targets.csv", f"{Path(__file__).name} --ratios", of_ratios)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""DistServe's placements (section 4.2) by ``jaxinfer plan``'s planner, beside the paper's.
+
+    python -m scripts.reproduce.distserve.placement --out DIR
+
+By the plan files ``configs/plan/distserve_*.yaml``; DIR is that of ``reproduce_distserve.py``, to
+whose targets.csv the claims are added. Minutes of CPU.
+"""
+
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jaxinfer.plan.candidate import Axis, Candidate
+from jaxinfer.plan.problem import load_problem
+from jaxinfer.plan.registry import make_planner
+from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.pool import process_pool
+from scripts.reproduce.reproduction import CONFIGS
+from scripts.reproduce.results import (
+    Target,
+    holds,
+    show_table,
+    show_targets,
+    write_csv,
+    write_targets,
+)
+
+FOLDER = CONFIGS / "plan"
+# Of each model, tensor and pipeline parallelism of prefill and decode in the artefact.
+PAPER = {"13b": (2, 1, 1, 1), "66b": (4, 1, 2, 2), "175b": (3, 3, 4, 3)}
+AXES = ("prefill_tp", "prefill_pp", "decode_tp", "decode_pp")
+
+
+def shape_of(candidate: Candidate) -> tuple[Axis, ...]:
+    """Tensor and pipeline parallelism of prefill and decode."""
+    return tuple(candidate.axes[name] for name in AXES)
+
+
+def found(model: str, pool: ProcessPoolExecutor) -> tuple[list[dict[str, Any]], Target]:
+    """The best three placements and the paper's, and the claim."""
+    paper = PAPER[model]
+    problem = load_problem(FOLDER / f"distserve_{model}.yaml", ["goal.top=3"])
+    search = DrivenSearch(problem, pool.map)
+    started = time.monotonic()
+    make_planner(problem.planner).plan(search)
+    seconds = time.monotonic() - started
+    whole = [candidate for candidate, _ in search.tried.values() if candidate.whole]
+    # In full, though it may have been given up.
+    search.scores([each for each in whole if shape_of(each) == paper])
+    units = [(c, s) for c, s in search.tried.values() if c.whole and s.figures]
+    units.sort(key=lambda each: -search.value(each[1]))
+    shapes = [shape_of(candidate) for candidate, _ in units]
+    rows = [
+        {
+            "model": model, "place": place + 1, "prefill TP, PP": f"{shape[0]}, {shape[1]}",
+            "decode TP, PP": f"{shape[2]}, {shape[3]}", "paper's": "yes" if shape == paper else "",
+            "requests/s per GPU": round(search.value(units[place][1]), 3),
+            "rate": "" if units[place][1].given_up is None else "at least",
+            "looked at": len(search.tried), "s": round(seconds),
+        }
+        for place, shape in enumerate(shapes)
+        if place < 3 or shape == paper
+    ]  # fmt: skip
+    place = shapes.index(paper) + 1
+    claim = f"OPT-{model.upper()}: the paper's placement is our best"
+    said = f"place {place}" if place <= 3 else f"place {place} or later"
+    return rows, holds(claim, f"{paper}, its best", said, place == 1, "place 1")
+
+
+@click.command()
+@click.option("--out", required=True, type=click.Path(path_type=Path))
+@click.option("--jobs", type=click.IntRange(min=1), help="Processes; by default all cores.")
+def main(out: Path, jobs: int | None) -> None:
+    """Print what the planner finds beside the paper's, and write it."""
+    out.mkdir(parents=True, exist_ok=True)
+    rows, targets = [], []
+    with process_pool(jobs) as pool:
+        for model in PAPER:
+            table, target = found(model, pool)
+            rows += table
+            targets.append(target)
+    show_table(rows)
+    write_csv(out / "placement.csv", rows)
+    show_targets(targets)
+    write_targets(out / "targets.csv", Path(__file__).name, targets)
+
+
+if __name__ == "__main__":
+    main()
