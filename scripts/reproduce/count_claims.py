@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import get_args
 
-from scripts.reproduce.results import Kind
+from scripts.reproduce.claims import Kind
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 README = RESULTS / "README.md"

@@ -13,11 +13,10 @@ from jaxinfer.made_from import digest_of
 from jaxinfer.plan.kept import key_of
 from jaxinfer.plan.version import code_version
 from jaxinfer.report.origin import origin
+from jaxinfer.report.pictures import save_picture
 from scripts.reproduce.claims import read_claims, show_claims, write_claims
-from scripts.reproduce.reproduction import CONFIGS, Inputs, MissingInput, Part, Reproduction
-from scripts.tables import Row, read_csv, show_table, write_csv
-
-DPI = 120
+from scripts.reproduce.reproduction import Inputs, MissingInput, Part, Reproduction
+from scripts.tables import CONFIGS, Row, read_csv, show_table, write_csv
 
 
 class Maker:
@@ -111,12 +110,13 @@ class Maker:
 
     def _write(self, part: str, made: Part) -> list[Path]:
         files = []
-        if made.rows:
-            files.append(self.out / f"{part}.csv")
-            write_csv(files[-1], made.rows)
+        for name, rows in {part: made.rows, **made.beside}.items():
+            if rows:
+                files.append(self.out / f"{name}.csv")
+                write_csv(files[-1], rows)
         for name, figure in made.pictures.items():
             files.append(self.out / f"{name}.png")
-            figure.savefig(files[-1], dpi=DPI)
+            save_picture(figure, files[-1])
         return files
 
     def _refuse(self, parts: Iterable[str]) -> None:

@@ -31,11 +31,13 @@ class Part:
         rows: a table, which is written as CSV under the part's name; none if it is empty.
         claims: a paper's beside ours.
         pictures: by their file's name without ``.png``.
+        beside: more tables, by their file's name without ``.csv``.
     """
 
     rows: Sequence[Row] = ()
     claims: Sequence[Target] = ()
     pictures: Mapping[str, Figure] = field(default_factory=dict)
+    beside: Mapping[str, Sequence[Row]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

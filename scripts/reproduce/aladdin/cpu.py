@@ -11,8 +11,7 @@ from pathlib import Path
 import click
 
 from jaxinfer.report.records import RunRecord, read_run
-from scripts.reproduce.aladdin.runs import Row
-from scripts.reproduce.results import show_table, write_csv
+from scripts.tables import Row, show_table, write_csv
 
 TTFT_S, ATGT_S = 3.0, 0.4
 

@@ -16,7 +16,7 @@ from scipy.stats import t as student
 
 from jaxinfer.plan.workers import fit_workers
 from jaxinfer.workload.lengths import read_workload
-from scripts.reproduce.aladdin.runs import ATGT_S, JSQ, TWO, Row, Search, Way, Work, aladdin, draw
+from scripts.reproduce.aladdin.runs import ATGT_S, JSQ, TWO, Search, Way, aladdin, draw
 from scripts.reproduce.aladdin.sensitivity import (
     all_requests,
     decodes_alone,
@@ -30,15 +30,9 @@ from scripts.reproduce.aladdin.single import equation_6, figure_3, models, opene
 from scripts.reproduce.aladdin.tables import make_tables
 from scripts.reproduce.aladdin.unlike import LEVELS as UNLIKE
 from scripts.reproduce.aladdin.unlike import cheapest, small_cases
-from scripts.reproduce.results import (
-    Target,
-    holds,
-    kept,
-    show_table,
-    show_targets,
-    write_csv,
-    write_targets,
-)
+from scripts.reproduce.claims import Target, holds
+from scripts.reproduce.reproduction import Work
+from scripts.tables import Row, show_table, write_csv
 
 RATE, LEVELS, SEEDS = 25.0, (0.99, 0.995), range(5)
 # Theta is chosen with another seed, once for each level and kind of prediction.

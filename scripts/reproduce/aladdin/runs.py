@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,13 @@ from jaxinfer.plan.workers import fewest
 from jaxinfer.simulate.capacity import load
 from jaxinfer.simulate.targets import RequestTargets
 from jaxinfer.workload.lengths import BenchRequest
-from scripts.reproduce.reproduction import CONFIGS
+from scripts.reproduce.reproduction import Work
+from scripts.tables import CONFIGS
 
 FILE = CONFIGS / "aladdin" / "llama2_7b.yaml"
 TTFT_S, ATGT_S = 0.4, 0.015
 # What users allow, and the requests of a run.
 LIMIT, REQUESTS = 2048, 1000
-Work = Sequence[BenchRequest]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

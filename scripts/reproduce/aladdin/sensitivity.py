@@ -10,14 +10,13 @@ from matplotlib.figure import Figure
 
 from jaxinfer.config.run_file import load_run_file
 from jaxinfer.plan.workers import MeanRequest, most_tokens
-from jaxinfer.report.pictures import save_picture
 from jaxinfer.simulate.run import prepare, simulate
 from jaxinfer.simulate.targets import RequestTargets
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
-from scripts.reproduce.aladdin.runs import JSQ, Row, Search, Way, aladdin, draw
+from scripts.reproduce.aladdin.runs import JSQ, Search, Way, aladdin, draw
 from scripts.reproduce.aladdin.single import OVERHEADS, TESTBED, worker
-from scripts.reproduce.reproduction import CONFIGS
-from scripts.reproduce.results import Target, agrees, holds, kept
+from scripts.reproduce.claims import Target, agrees, holds
+from scripts.tables import CONFIGS, Row
 
 RATE, LEVEL, SEED = 25.0, 0.99, 0
 # Of four workers, requests per second.

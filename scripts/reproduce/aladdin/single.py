@@ -18,8 +18,10 @@ from jaxinfer.simulate.targets import RequestTargets
 from jaxinfer.systems.aladdin import Aladdin
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
-from scripts.reproduce.aladdin.runs import ATGT_S, TTFT_S, Row, Way, Work, draw
-from scripts.reproduce.results import Target, by_share, holds
+from scripts.reproduce.aladdin.runs import ATGT_S, TTFT_S, Way, draw
+from scripts.reproduce.claims import Target, by_share, holds
+from scripts.reproduce.reproduction import Work
+from scripts.tables import Row
 
 A100, PCIE, V100 = "A100-80G-SXM", "A100-80G-PCIe", "V100-SXM2"
 # Model, GPU, GPUs of a worker (Table 3), and Table 2: prefill and decode SLO, in ms.

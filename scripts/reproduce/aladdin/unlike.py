@@ -19,9 +19,10 @@ from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.run import prepare
 from jaxinfer.systems.best_fit import Job, Limits, Worker
 from scripts.reproduce.aladdin.packing import by_rule, in_order, least_usd
-from scripts.reproduce.aladdin.runs import Row, Work, draw
-from scripts.reproduce.reproduction import CONFIGS
-from scripts.reproduce.results import Target, agrees, kept
+from scripts.reproduce.aladdin.runs import draw
+from scripts.reproduce.claims import Target, agrees
+from scripts.reproduce.reproduction import Work
+from scripts.tables import CONFIGS, Row
 
 PLAN = CONFIGS / "plan" / "aladdin_unlike.yaml"
 FILE = CONFIGS / "aladdin" / "unlike.yaml"

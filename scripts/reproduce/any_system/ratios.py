@@ -19,8 +19,7 @@ from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.pool import process_pool
 from jaxinfer.workload.lengths import read_workload
-from scripts.reproduce.reproduction import CONFIGS
-from scripts.reproduce.results import show_table, write_csv
+from scripts.tables import CONFIGS, show_table, write_csv
 
 FILE = CONFIGS / "multivendor" / "disaggregated.yaml"
 SLO = "ttft:p90=2,tpot:p90=0.05"

@@ -24,24 +24,14 @@ from jaxinfer.plan.planners.any_system import AnySystem, AnySystemOptions
 from jaxinfer.plan.problem import Problem, merge
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.pool import process_pool
-from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.simulate.capacity import capacity
 from jaxinfer.simulate.read_targets import read_targets
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest, read_workload
-from scripts.reproduce.reproduction import CONFIGS
-from scripts.reproduce.results import (
-    Target,
-    agrees,
-    by_share,
-    kept,
-    show_table,
-    show_targets,
-    write_csv,
-    write_targets,
-)
+from scripts.reproduce.claims import Target, agrees, by_share
+from scripts.tables import CONFIGS, show_table, write_csv
 
 FOLDER = CONFIGS / "cronus"
 SYSTEMS = (
@@ -265,9 +255,7 @@ def begins(rows: Sequence[Mapping[str, Any]], x: str, y: str, least: bool) -> li
     return found
 
 
-def draw(
-    lengths: Sequence[Mapping[str, Any]], rates: Sequence[Mapping[str, Any]], path: Path
-) -> None:
+def draw(lengths: Sequence[Mapping[str, Any]], rates: Sequence[Mapping[str, Any]]) -> Figure:
     """A column for each pair: what each way carries over lengths, and latencies over rates."""
     figure = Figure((9.5, 9), layout="constrained")
     axes = figure.subplots(3, len(LOWS), squeeze=False)
@@ -294,7 +282,7 @@ def draw(
                 ax.set_xlabel("requests/s, Poisson")
                 ax.axhline(2.0 if y == "ttft_p90" else 0.2, color="0.6", lw=1, ls="--")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    save_picture(figure, path)
+    return figure
 
 
 @click.command()

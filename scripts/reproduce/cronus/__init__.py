@@ -8,7 +8,8 @@ import yaml
 from scripts.reproduce.cronus.calibration import calibrate
 from scripts.reproduce.cronus.tables import draw_figure_4, figure_4, table_2, table_3
 from scripts.reproduce.cronus.targets import of_figure_4, of_table_2, of_table_3, ratios
-from scripts.reproduce.reproduction import CONFIGS, Inputs, Part, Reproduction, Work
+from scripts.reproduce.reproduction import Inputs, Part, Reproduction, Work
+from scripts.tables import CONFIGS
 
 TRACE = "azure_conversation.csv"
 CALIBRATION = CONFIGS / "cronus_calibration.yaml"

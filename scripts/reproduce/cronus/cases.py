@@ -6,7 +6,8 @@ from typing import Any
 
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.simulate.run import simulate
-from scripts.reproduce.reproduction import CONFIGS, Work
+from scripts.reproduce.reproduction import Work
+from scripts.tables import CONFIGS
 
 FOLDER = CONFIGS / "cronus"
 MODELS = {"LLaMA3-8B": "llama-3-8b", "Qwen2-7B": "qwen2-7b"}

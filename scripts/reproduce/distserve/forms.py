@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
@@ -16,12 +15,11 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
+from scripts.reproduce.claims import Target, by_share, holds
 from scripts.reproduce.distserve.model import turns
-from scripts.reproduce.reproduction import CONFIGS
-from scripts.reproduce.results import Target, by_share, holds
+from scripts.tables import CONFIGS, Row
 
 FOLDER = CONFIGS / "distserve"
-Row = dict[str, Any]
 # Seconds of one prompt, and what two GPUs that share each layer make of it.
 D, K = 0.05, 1.6
 PROMPT = 512

@@ -1,60 +1,32 @@
-"""DistServe's Table 2, its ratios with two kinds of kernels, its queueing forms and its transfers.
-
-    python -m scripts.reproduce.distserve.goodput --profiles FOLDER --trace CSV --out DIR
-
-FOLDER: profiler-a100-80g.distserve.json, profiler-a100-80g.vllm.json and max_num_tokens.csv of its
-artefact. CSV: prompt and output lengths of ShareGPT's first turns.
-"""
+"""DistServe's Table 2 from another trace, and its goodput with two kinds of kernels."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from statistics import fmean, stdev
 
-import click
 from matplotlib.figure import Figure
 
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
-from jaxinfer.workload.lengths import read_workload
-from scripts.reproduce.distserve.forms import queueing, transfers
+from scripts.reproduce.claims import Target, by_amount, by_share, holds
 from scripts.reproduce.distserve.model import Cluster, Data, Shape, colocated, fixed, pair, turns
 from scripts.reproduce.distserve.requests import (
     LOW,
     RATES,
     TABLE_2,
-    Row,
-    Work,
     attained,
-    draw_pools,
     latencies,
-    measured,
-    parity,
 )
-from scripts.reproduce.reproduction import CONFIGS
-from scripts.reproduce.results import (
-    Target,
-    by_amount,
-    by_share,
-    holds,
-    show_table,
-    show_targets,
-    write_csv,
-    write_targets,
-)
-
-REQUESTS = CONFIGS / "distserve" / "table2_requests.csv"
-
-
-# 2. Table 2 with conversations joined from another trace, one number fitted to the last cell.
+from scripts.reproduce.reproduction import Work
+from scripts.tables import Row
 
 SEEDS = range(8)
 CANDIDATES = (0.1, 0.12, 0.14, 0.16, 0.18, 0.2, 0.22, 0.25)
 
 
 def table_2(data: Data, trace: Work) -> tuple[float, list[Row], list[Target]]:
-    """The last cell's q, and the row with it."""
+    """The last cell's q, and the row with it: one number is fitted, to the last cell."""
 
     @cache
     def cell(q: float, rate: float) -> list[float]:
@@ -79,8 +51,6 @@ def table_2(data: Data, trace: Work) -> tuple[float, list[Row], list[Target]]:
         targets.append(by_amount(claim, theirs, fmean(found), 6, "points", kind))  # type: ignore[arg-type]
     return q, rows, targets
 
-
-# 3. Goodput per GPU, with the kernels that were published and with equal ones.
 
 # Draws of lengths and arrivals, one for the long runs; rates at which a search begins, and by
 # which factor it may be off before it interpolates.
@@ -213,7 +183,7 @@ def ratios(attainments: Attainments, compared: Sequence[Case]) -> tuple[list[Row
     return rows, targets
 
 
-def curves(attainments: Attainments, case: Case, path: Path) -> list[Row]:
+def curves(attainments: Attainments, case: Case) -> tuple[list[Row], Figure]:
     """Attainment over rates."""
     systems = {
         "DistServe": LOW,
@@ -243,42 +213,4 @@ def curves(attainments: Attainments, case: Case, path: Path) -> list[Row]:
         ax.set_ylim(0, 101)
     figure.axes[0].set_ylabel("meet both targets (%)")
     figure.axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    return rows
-
-
-@click.command()
-@click.option("--profiles", required=True, type=click.Path(path_type=Path))
-@click.option("--trace", required=True)
-@click.option("--requests", default=REQUESTS, type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path))
-def main(profiles: Path, trace: str, requests: Path, out: Path) -> None:
-    """Print all tables, and write them, the targets and the pictures."""
-    data, rows_of_trace = Data.read(profiles), read_workload(trace)
-    out.mkdir(parents=True, exist_ok=True)
-    targets: list[Target] = []
-
-    def add(title: str, name: str, rows: list[Row], more: Sequence[Target] = ()) -> None:
-        print(f"\n## {title}\n")
-        show_table(rows)
-        write_csv(out / f"{name}.csv", rows)
-        targets.extend(more)
-
-    add("The authors' requests: 13B, 0.2 / 0.1 s, percent", "requests", *parity(data, requests))
-    add("Measured on A100s, and simulated", "measured", *measured(data, requests))
-    draw_pools(data, requests, out / "pools.png")
-    q, rows, more = table_2(data, rows_of_trace)
-    add(f"Table 2 with turns({q:g}), {len(SEEDS)} seeds", "table2", rows, more)
-    add("Queueing", "queueing", *queueing())
-    add("Transfers of OPT-175B", "transfers", *transfers(rows_of_trace))
-    attainments, compared = Attainments(data), cases(rows_of_trace)
-    add("Goodput per GPU", "goodput", *ratios(attainments, compared))
-    rows = curves(attainments, compared[0], out / "attainment.png")
-    add("Attainment over rates", "attainment", rows)
-    print("\n## Targets\n")
-    show_targets(targets)
-    write_targets(out / "targets.csv", Path(__file__).name, targets)
-
-
-if __name__ == "__main__":
-    main()
+    return rows, figure

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.workload.lengths import BenchRequest, read_workload
-from scripts.reproduce.reproduction import CONFIGS
+from scripts.tables import CONFIGS
 
 LAYERS = {"opt-13b": 40, "opt-66b": 64}
 CLUSTER = CONFIGS / "clusters" / "distserve.yaml"

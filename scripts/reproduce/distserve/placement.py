@@ -1,32 +1,17 @@
 """DistServe's placements (section 4.2) by ``jaxinfer plan``'s planner, beside the paper's.
 
-    python -m scripts.reproduce.distserve.placement --out DIR
-
-By the plan files ``configs/plan/distserve_*.yaml``; DIR is that of ``reproduce_distserve.py``, to
-whose targets.csv the claims are added. Minutes of CPU.
+By the plan files ``configs/plan/distserve_*.yaml``.
 """
 
 import time
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
-from typing import Any
-
-import click
 
 from jaxinfer.plan.candidate import Axis, Candidate
 from jaxinfer.plan.problem import load_problem
 from jaxinfer.plan.registry import make_planner
 from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.pool import process_pool
-from scripts.reproduce.reproduction import CONFIGS
-from scripts.reproduce.results import (
-    Target,
-    holds,
-    show_table,
-    show_targets,
-    write_csv,
-    write_targets,
-)
+from scripts.reproduce.claims import Target, holds
+from scripts.tables import CONFIGS, Row
 
 FOLDER = CONFIGS / "plan"
 # Of each model, tensor and pipeline parallelism of prefill and decode in the artefact.
@@ -39,7 +24,7 @@ def shape_of(candidate: Candidate) -> tuple[Axis, ...]:
     return tuple(candidate.axes[name] for name in AXES)
 
 
-def found(model: str, pool: ProcessPoolExecutor) -> tuple[list[dict[str, Any]], Target]:
+def found(model: str, pool: ProcessPoolExecutor) -> tuple[list[Row], Target]:
     """The best three placements and the paper's, and the claim."""
     paper = PAPER[model]
     problem = load_problem(FOLDER / f"distserve_{model}.yaml", ["goal.top=3"])
@@ -70,23 +55,11 @@ def found(model: str, pool: ProcessPoolExecutor) -> tuple[list[dict[str, Any]], 
     return rows, holds(claim, f"{paper}, its best", said, place == 1, "place 1")
 
 
-@click.command()
-@click.option("--out", required=True, type=click.Path(path_type=Path))
-@click.option("--jobs", type=click.IntRange(min=1), help="Processes; by default all cores.")
-def main(out: Path, jobs: int | None) -> None:
-    """Print what the planner finds beside the paper's, and write it."""
-    out.mkdir(parents=True, exist_ok=True)
+def placements(pool: ProcessPoolExecutor) -> tuple[list[Row], list[Target]]:
+    """Each model's."""
     rows, targets = [], []
-    with process_pool(jobs) as pool:
-        for model in PAPER:
-            table, target = found(model, pool)
-            rows += table
-            targets.append(target)
-    show_table(rows)
-    write_csv(out / "placement.csv", rows)
-    show_targets(targets)
-    write_targets(out / "targets.csv", Path(__file__).name, targets)
-
-
-if __name__ == "__main__":
-    main()
+    for model in PAPER:
+        table, target = found(model, pool)
+        rows += table
+        targets.append(target)
+    return rows, targets

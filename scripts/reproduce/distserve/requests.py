@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -15,6 +14,7 @@ from jaxinfer.report.plots import COLOURS
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
+from scripts.reproduce.claims import Target, by_amount, by_share
 from scripts.reproduce.distserve import reference as reference
 from scripts.reproduce.distserve.model import (
     Cluster,
@@ -25,10 +25,9 @@ from scripts.reproduce.distserve.model import (
     pair,
     table_2_requests,
 )
-from scripts.reproduce.results import Target, by_amount, by_share
+from scripts.reproduce.reproduction import Work
+from scripts.tables import Row
 
-Work = Sequence[BenchRequest]
-Row = dict[str, Any]
 LOW = pair("opt-13b", (2, 1), (1, 1))
 # Percent that meet 0.2 and 0.1 s, at so many requests per second and GPU.
 RATES = (1, 1.5, 2, 2.5, 3, 3.5, 4)
@@ -140,7 +139,7 @@ def measured(data: Data, requests: Path) -> tuple[list[Row], list[Target]]:
     return rows, targets
 
 
-def draw_pools(data: Data, requests: Path, path: Path) -> None:
+def draw_pools(data: Data, requests: Path) -> Figure:
     """How full both pools are over a run: KV that waits for decode fills that of prefill."""
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     config = LOW.run_file(data)
@@ -158,4 +157,4 @@ def draw_pools(data: Data, requests: Path, path: Path) -> None:
         ax.grid(alpha=0.3)
     figure.axes[0].set_ylabel("pages in use (%)")
     figure.axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    return figure

@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from jaxinfer.simulate.hardware import find_gpu, find_model
+from scripts.reproduce.claims import Target, by_share, holds
 from scripts.reproduce.hetis.cases import (
     LARGE,
     NODES,
@@ -15,12 +16,11 @@ from scripts.reproduce.hetis.cases import (
     THIRTEEN,
     THIRTY,
     TWO,
-    Row,
     cluster,
     hardware,
     modelled,
 )
-from scripts.reproduce.results import Target, by_share, holds
+from scripts.tables import Row
 
 KINDS = {"a100": "A100-80G-PCIe", "rtx3090": "RTX-3090", "p100": "P100-PCIe-12G"}
 

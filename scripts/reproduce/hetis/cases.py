@@ -12,9 +12,8 @@ from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
 from jaxinfer.simulate.run import simulate
-from scripts.reproduce.reproduction import CONFIGS
+from scripts.tables import CONFIGS, Row
 
-Row = dict[str, Any]
 HARDWARE = CONFIGS / "clusters" / "hetis.yaml"
 # The node of each group, and its GPUs; "bc" is of a cluster with all four 3090 on one node.
 NODES = {

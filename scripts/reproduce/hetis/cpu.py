@@ -1,9 +1,7 @@
 """Hetis on this machine's CPU, for real: what lies where under a burst, and what is moved.
 
-    python -m scripts.reproduce.hetis.cpu --out DIR
-
 Runs configs/cpu/hetis.yaml: one device has the layers of the demo model, two slower ones have KV
-heads alone. Writes ``real.csv`` and adds to ``targets.csv``.
+heads alone.
 """
 
 import gc
@@ -11,10 +9,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import click
 import yaml
+from matplotlib.figure import Figure
 
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.llm import LLM
@@ -23,18 +22,10 @@ from jaxinfer.report.run_folder import run_folders
 from jaxinfer.request import RequestOutput, SamplingParams
 from jaxinfer.runtime.devices import count_cpu_devices
 from jaxinfer.workload.lengths import BenchRequest, synthetic_tokens
+from scripts.reproduce.claims import Target, agrees
 from scripts.reproduce.hetis.pictures import draw_heads
-from scripts.reproduce.reproduction import CONFIGS
-from scripts.reproduce.results import (
-    Target,
-    agrees,
-    show_table,
-    show_targets,
-    write_csv,
-    write_targets,
-)
+from scripts.tables import CONFIGS, Row
 
-Row = dict[str, Any]
 FILE = CONFIGS / "cpu" / "hetis.yaml"
 DEVICES = ("primary", "near", "far")
 # Pages, so few that requests meet the pool's end; and a Theta by which none moves for time.
@@ -174,42 +165,34 @@ def check(runs: Mapping[str, Served], own_pages: int, prompts: Mapping[str, int]
     ]  # fmt: skip
 
 
-@click.command()
-@click.option("--out", required=True, type=click.Path(path_type=Path))
-def main(out: Path) -> None:
-    """Run all cases, print and write them."""
+def real() -> tuple[list[Row], list[Row], list[Target]]:
+    """All runs, the heads on each device by step of the burst, and claims."""
     configs = cases()
     count_cpu_devices(config.cluster() for config in configs.values())
     work = list(configs["hetis"].requests())
     runs: dict[str, Served] = {}
     for name, config in configs.items():
         llm = LLM.from_config(config, progress=False)
-        folder = out / "runs" / name.replace(" ", "_")
-        runs[name] = serve(llm, work, folder)
-        if name == "hetis":
-            runs["one request"] = serve(llm, work[:1], folder)
-        click.echo(f"{name}: {runs[name].preemptions} preemptions")
+        with TemporaryDirectory() as folder:
+            runs[name] = serve(llm, work, Path(folder))
+            if name == "hetis":
+                runs["one request"] = serve(llm, work[:1], Path(folder))
+        print(f"{name}: {runs[name].preemptions} preemptions", flush=True)
         del llm
         gc.collect()
     rows = [row(name, run) for name, run in runs.items() if name != "single"]
-    show_table(rows)
-    write_csv(out / "real.csv", rows)
     heads = [
         {"seconds": step["start"]} | dict(zip(DEVICES, step["heads"], strict=True))
         for step in runs["hetis"].lines.steps
     ]
-    write_csv(out / "real_heads.csv", heads)
-    names = {"primary": "with the layers", "near": "2 times slower", "far": "8 times slower"}
-    title = "the demo model on three CPU devices, 25 requests at once"
-    draw_heads(heads, names, title, out / "real_heads.png")
     engine = configs["hetis"].instances["engine"]
     assert engine.num_pages
     prompts = {str(index): item.prompt_len for index, item in enumerate(work)}
     kv_heads = runs["hetis"].lines.run["instances"]["engine"]["kv_heads"][0]
-    targets = check(runs, (engine.num_pages - 1) * kv_heads, prompts)
-    show_targets(targets)
-    write_targets(out / "targets.csv", Path(__file__).name, targets)
+    return rows, heads, check(runs, (engine.num_pages - 1) * kv_heads, prompts)
 
 
-if __name__ == "__main__":
-    main()
+def draw_real(heads: Sequence[Row]) -> Figure:
+    """The heads on each device over the burst."""
+    names = {"primary": "with the layers", "near": "2 times slower", "far": "8 times slower"}
+    return draw_heads(heads, names, "the demo model on three CPU devices, 25 requests at once")

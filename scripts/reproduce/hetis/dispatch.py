@@ -15,17 +15,17 @@ from scipy.optimize import linprog
 from jaxinfer.serving.attention_fit import AttentionFit
 from jaxinfer.systems.head_dispatch import Load, dispatch
 from jaxinfer.systems.hetis import Hetis
+from scripts.reproduce.claims import Target, agrees
 from scripts.reproduce.hetis.cases import (
     PRIMARIES,
     SEVENTY,
     THIRTEEN,
     TWO,
-    Row,
     cluster,
     hetis,
     modelled,
 )
-from scripts.reproduce.results import Target, agrees
+from scripts.tables import Row
 
 SETS, ROOM = 12, 10**7
 

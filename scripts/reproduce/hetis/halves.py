@@ -13,12 +13,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.report.records import read_lines
 from jaxinfer.serving.batch import ShardWork, Work
 from jaxinfer.serving.half_batches import as_a_whole, in_turn
 from jaxinfer.simulate.cluster import ModelledInstance
+from scripts.reproduce.claims import Target, by_share
 from scripts.reproduce.hetis.cases import (
     LARGE,
     OTHERS,
@@ -27,14 +27,13 @@ from scripts.reproduce.hetis.cases import (
     THIRTEEN,
     THIRTY,
     TWO,
-    Row,
     cluster,
     hardware,
     hetis,
     modelled,
     run,
 )
-from scripts.reproduce.results import Target, by_share
+from scripts.tables import Row
 
 # Of one stage: its model, its group, and those that have heads alone.
 STAGES: dict[str, tuple[str, Any, Sequence[str]]] = {
@@ -190,7 +189,7 @@ def half_runs() -> tuple[list[Row], list[Target]]:
     return rows, []
 
 
-def draw_halves(path: Path) -> None:
+def draw_halves() -> Figure:
     """Seconds of a step by the share of heads elsewhere, whole and as halves."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     for ax, name in zip(figure.subplots(1, len(STAGES)), STAGES, strict=True):
@@ -204,4 +203,4 @@ def draw_halves(path: Path) -> None:
         ax.set_ylim(0, 1.3 * 1e3 * times[0][0])
     figure.axes[0].set_ylabel("ms of a step (dashed: as halves)")
     figure.axes[0].legend(frameon=False, title="sequences")
-    save_picture(figure, path)
+    return figure

@@ -10,14 +10,13 @@ import random
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
 
-from scripts.reproduce.results import Target, agrees, holds
+from scripts.reproduce.claims import Target, agrees, holds
+from scripts.tables import Row
 
-Row = dict[str, Any]
 # What is measured: counts beside a constant, and seconds.
 Points = Sequence[tuple[tuple[float, ...], float]]
 TIMES = 20
@@ -86,16 +85,16 @@ def row_of(equation: str, gpu: str, of: str, points: Points) -> Row:
     }  # fmt: skip
 
 
-def measured(data: Path) -> tuple[list[Row], list[Target]]:
+def measured(attention: Path, vidur: Path) -> tuple[list[Row], list[Target]]:
     """Both equations on all that there is; the claims are of A100 and H100 with GQA."""
     rows = []
     for gpu in ("a100_sxm", "h100_sxm", "l40s"):
-        path = data / "aiconfigurator" / f"{gpu}_generation_attention_perf.csv.gz"
+        path = attention / f"{gpu}_generation_attention_perf.csv.gz"
         for heads, kv_heads in ((64, 8), (32, 8), (8, 8)):
             points = of_attention(path, heads, kv_heads)
             rows.append(row_of("3", gpu, f"{heads} heads, {kv_heads} of KV", points))
     for gpu in ("a100_dgx", "h100_dgx", "a100_pairwise_nvlink", "h100_pairwise_nvlink"):
-        path = data / "vidur" / "network" / gpu / "send_recv.csv.gz"
+        path = vidur / "network" / gpu / "send_recv.csv.gz"
         for devices, of in ((1, "across nodes"), (2, "within a node")):
             rows.append(row_of("4", gpu, of, of_transfers(path, devices)))
     targets, grouped_accuracy = list[Target](), list[float]()

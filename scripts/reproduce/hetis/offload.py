@@ -15,19 +15,19 @@ from jaxinfer.config.run_file import RunFile
 from jaxinfer.report.records import read_lines
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
+from scripts.reproduce.claims import Target, by_share, holds
 from scripts.reproduce.hetis.cases import (
     LARGE,
     PRIMARIES,
     SEVENTY,
     THIRTEEN,
     TWO,
-    Row,
     cluster,
     hardware,
     hetis,
     modelled,
 )
-from scripts.reproduce.results import Target, by_share, holds
+from scripts.tables import Row
 
 # Model, stages, groups for heads, requests and their tokens, and seconds between two of them.
 CASES: dict[str, tuple[str, Any, Any, int, tuple[int, int], float]] = {

@@ -8,7 +8,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.report.records import read_lines
 from jaxinfer.simulate.run import simulate
@@ -20,9 +19,7 @@ from scripts.reproduce.hetis.offload import Course
 RATES = ((5.0, 40.0), (0.0, 30.0), (2.5, 40.0), (0.0, 20.0))
 
 
-def draw_heads(
-    rows: Sequence[Mapping[str, float]], names: Mapping[str, str], title: str, path: Path
-) -> None:
+def draw_heads(rows: Sequence[Mapping[str, float]], names: Mapping[str, str], title: str) -> Figure:
     """KV heads of a step's requests on each device, over time.
 
     Args:
@@ -39,10 +36,10 @@ def draw_heads(
     ax.set_title(title, fontsize=10)
     ax.set_ylim(bottom=0)
     ax.legend(frameon=False)
-    save_picture(figure, path)
+    return figure
 
 
-def draw_burst(path: Path) -> None:
+def draw_burst() -> Figure:
     """13B on one A100, with two 3090 for heads: the load comes, goes, and comes again."""
     draw, work, now = random.Random(0), list[BenchRequest](), 0.0
     config = cluster(THIRTEEN, (("one", None),), TWO, hetis(), count=1000)
@@ -62,10 +59,10 @@ def draw_burst(path: Path) -> None:
     ]
     names = {"one": "A100, with the layers", "near": "3090", "far": "3090, other host"}
     title = "13B, simulated: 5 requests/s until 40 s, 2.5 from 70 to 110 s"
-    draw_heads(rows, names, title, path)
+    return draw_heads(rows, names, title)
 
 
-def draw_capacities(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw_capacities(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Tokens that fit, by model."""
     models = ("70B", "13B", "OPT-30B")
     figure = Figure(figsize=(11, 3.2), layout="constrained")
@@ -86,10 +83,10 @@ def draw_capacities(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         ax.invert_yaxis()
         ax.set_title(model, fontsize=10)
         ax.set_xlabel("1,000 tokens (marks: sums)")
-    save_picture(figure, path)
+    return figure
 
 
-def draw_offload(found: Sequence[Course], path: Path) -> None:
+def draw_offload(found: Sequence[Course]) -> Figure:
     """The own devices' share of the heads by tokens in flight; closed forms as dashed lines."""
     cases = list(dict.fromkeys(course.case for course in found))
     figure = Figure(figsize=(11, 3.2), layout="constrained")
@@ -110,4 +107,4 @@ def draw_offload(found: Sequence[Course], path: Path) -> None:
         ax.set_xlim(0, 1.05 * max(tokens for tokens, _ in steps) / 1e3)
     figure.axes[0].set_ylabel("heads on devices with layers")
     figure.axes[0].legend(frameon=False, markerscale=4, title="exchange")
-    save_picture(figure, path)
+    return figure

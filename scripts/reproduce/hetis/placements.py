@@ -1,42 +1,17 @@
-"""Hetis' figures on the modelled cluster, beside the paper's.
-
-    python -m scripts.reproduce.hetis.placements --out DIR [--data FOLDER]
-
-Of the paper's text all multipliers but two are lost (2.25 times the throughput, 1.49 times lower
-latency, both from its abstract), so that most claims are of order and sign. Lengths are ShareGPT's
-and arXiv's, drawn from published quantiles. Nothing is calibrated. ``scripts/reproduce/hetis/cpu.py`` has the
-runs that are real.
-"""
+"""Hetis' primaries by Table 1, and how long its search takes."""
 
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import click
 import yaml
 
 from jaxinfer.plan.placement.primaries import Rule, groupings, primaries
 from jaxinfer.plan.planners.hetis import Hetis, HetisOptions
 from jaxinfer.plan.problem import load_problem
-from scripts.reproduce.hetis.capacities import capacities, idle_memory
-from scripts.reproduce.hetis.dispatch import compared
-from scripts.reproduce.hetis.halves import draw_halves, half_runs, halves, thresholds
-from scripts.reproduce.hetis.measured import measured
-from scripts.reproduce.hetis.offload import courses, offload
-from scripts.reproduce.hetis.pictures import draw_burst, draw_capacities, draw_offload
-from scripts.reproduce.hetis.runs import redispatch, smaller_models, systems, wrong_figures
-from scripts.reproduce.reproduction import CONFIGS
-from scripts.reproduce.results import (
-    Target,
-    holds,
-    show_table,
-    show_targets,
-    write_csv,
-    write_targets,
-)
+from scripts.reproduce.claims import Target, holds
+from scripts.tables import CONFIGS, Row
 
-Row = dict[str, Any]
 # Table 1: seconds of a prefill and a decode on A100-80, 3090 and P100.
 PREFILL, DECODE = (0.06, 0.147, 1.47), (0.0097, 0.0143, 0.077)
 RULES: tuple[Rule, ...] = ("cumulative", "stepwise")
@@ -81,53 +56,3 @@ def search_of_160() -> tuple[float, int]:
         planner.candidates(problem)
         seconds = time.process_time() - start
     return seconds, len(list(groupings([32] * 5, list(of_prefill.values()), 0.0, "cumulative")))
-
-
-@click.command()
-@click.option("--out", required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--data", type=click.Path(path_type=Path, exists=True),
-    help="Folder with aiconfigurator/ and vidur/network/ for eqs. 3 and 4.",
-)  # fmt: skip
-def main(out: Path, data: Path | None) -> None:
-    """Print all tables, and write them, the pictures and the targets."""
-    out.mkdir(parents=True, exist_ok=True)
-    found = courses()
-    parts: dict[str, Any] = {
-        "primaries": placements,
-        "capacities": capacities,
-        "idle_memory": idle_memory,
-        "offload": lambda: offload(found),
-        "dispatch": compared,
-        "systems": systems,
-        "smaller_models": smaller_models,
-        "redispatch": redispatch,
-        "wrong": wrong_figures,
-        "halves": halves,
-        "half_thresholds": thresholds,
-        "half_runs": half_runs,
-    }
-    if data:
-        parts["measured"] = lambda: measured(data)
-    targets: list[Target] = []
-    of_data: list[Target] = []
-    for name, part in parts.items():
-        rows, more = part()
-        print(f"\n## {name}\n", flush=True)
-        show_table(rows)
-        write_csv(out / f"{name}.csv", rows)
-        (of_data if name == "measured" else targets).extend(more)
-        if name == "capacities":
-            draw_capacities(rows, out / "capacities.png")
-    draw_offload(found, out / "offload.png")
-    draw_burst(out / "heads.png")
-    draw_halves(out / "halves.png")
-    print("\n## targets\n")
-    show_targets([*targets, *of_data])
-    write_targets(out / "targets.csv", Path(__file__).name, targets)
-    if data:
-        write_targets(out / "targets.csv", f"{Path(__file__).name} --data", of_data)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from scripts.reproduce.claims import Target, agrees, holds
 from scripts.reproduce.hetis.cases import (
     LARGE,
     OTHERS,
@@ -11,13 +12,12 @@ from scripts.reproduce.hetis.cases import (
     THIRTEEN,
     THIRTY,
     TWO,
-    Row,
     cluster,
     hetis,
     modelled,
     run,
 )
-from scripts.reproduce.results import Target, agrees, holds
+from scripts.tables import Row
 
 # 70B as pipelines over all GPUs: by Table 1's prefill, by its decode, and by memory.
 STATIC = {
@@ -126,7 +126,7 @@ def redispatch() -> tuple[list[Row], list[Target]]:
     ways |= {
         f"Theta {theta:g}": hetis(theta=theta) for theta in (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0)
     }
-    ways["Theta 0.5, by a linear program"] = {"name": "hetis_dispatch:ByProgram"}
+    ways["Theta 0.5, by a linear program"] = {"name": "scripts.reproduce.hetis.dispatch:ByProgram"}
     rows = []
     for way, system in ways.items():
         config = cluster(THIRTEEN, (("one", None),), TWO, system, pools, 200, 5.0)

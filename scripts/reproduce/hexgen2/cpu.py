@@ -33,17 +33,10 @@ from jaxinfer.request import RequestOutput, SamplingParams
 from jaxinfer.runtime.devices import count_cpu_devices
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest, read_workload, synthetic_tokens
+from scripts.reproduce.claims import Target, agrees, by_share
 from scripts.reproduce.hexgen2.plan_cpu import PLAN, real
-from scripts.reproduce.hexgen2.runs import Row, planner_of, requests_s
-from scripts.reproduce.results import (
-    Target,
-    agrees,
-    by_share,
-    show_table,
-    show_targets,
-    write_csv,
-    write_targets,
-)
+from scripts.reproduce.hexgen2.runs import planner_of, requests_s
+from scripts.tables import Row, show_table, write_csv
 
 # Lengths of which prompts and answers take about as long, prompts longer, and answers longer.
 FILES = {"both": "bursts", "prompts": "prefill_heavy", "answers": "one_burst"}

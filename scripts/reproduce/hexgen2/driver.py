@@ -13,8 +13,9 @@ from tempfile import TemporaryDirectory
 import click
 
 from jaxinfer.workload.lengths import read_workload
+from scripts.reproduce.claims import Target
 from scripts.reproduce.hexgen2.regimes import draw_ratios, ratios, regime_targets, regimes
-from scripts.reproduce.hexgen2.runs import Clusters, Row, Work
+from scripts.reproduce.hexgen2.runs import Clusters
 from scripts.reproduce.hexgen2.search import draw_methods, draw_sizes, methods, sizes
 from scripts.reproduce.hexgen2.tables import (
     classes,
@@ -27,7 +28,8 @@ from scripts.reproduce.hexgen2.tables import (
     table_4,
     whole_runs,
 )
-from scripts.reproduce.results import Target, show_table, show_targets, write_csv, write_targets
+from scripts.reproduce.reproduction import Work
+from scripts.tables import Row, show_table, write_csv
 
 
 class Report:

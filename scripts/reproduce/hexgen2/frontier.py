@@ -13,7 +13,6 @@ at best, likewise, and what is planned for them on their nodes and network.
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import click
 from matplotlib.figure import Figure
@@ -25,9 +24,8 @@ from jaxinfer.plan.planners.hexgen2 import HexGen2
 from jaxinfer.plan.problem import load_problem
 from jaxinfer.plan.registry import make_planner
 from jaxinfer.report.plots import COLOURS
-from scripts.reproduce.results import show_table, write_csv
+from scripts.tables import Row, show_table, write_csv
 
-Row = dict[str, Any]
 _LAST = ("requests/s", "at most", "planned")
 
 
@@ -114,7 +112,7 @@ def together(rented: Sequence[Row], files: Sequence[Row]) -> list[Row]:
     ]
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Row]) -> Figure:
     """The frontier, and files under it."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     ax = figure.subplots()
@@ -137,7 +135,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     ax.set_ylim(bottom=0)
     ax.grid(alpha=0.3)
     ax.legend(fontsize=8, loc="upper left")
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 @click.command()

@@ -1,12 +1,12 @@
 """Setting 1 and 5 against eight H100s, in three regimes."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 
 from matplotlib.figure import Figure
 
 from jaxinfer.report.plots import COLOURS
+from scripts.reproduce.claims import Target, agrees, by_share
 from scripts.reproduce.hexgen2.runs import (
     CLASSES,
     FREE,
@@ -16,15 +16,14 @@ from scripts.reproduce.hexgen2.runs import (
     WORKLOADS,
     Cluster,
     Clusters,
-    Row,
-    Work,
     draw,
     fixed,
     planned,
     throughput,
 )
 from scripts.reproduce.hexgen2.tables import DISTSERVE_3, EIGHT, TABLE_3
-from scripts.reproduce.results import Target, agrees, by_share
+from scripts.reproduce.reproduction import Work
+from scripts.tables import Row
 
 SETTINGS = {"8 H100": "homogeneous", "setting 1": "heterogeneous_1", "setting 5": "heterogeneous_5"}
 BASE, OTHER = "8 H100", "2 x prefill TP2, decode TP4"
@@ -113,7 +112,7 @@ def regime_targets(rows: Sequence[Row], found: Sequence[Row]) -> list[Target]:
     return targets
 
 
-def draw_ratios(found: Sequence[Row], path: Path) -> None:
+def draw_ratios(found: Sequence[Row]) -> Figure:
     """By workload, a bar for each regime, and the paper's."""
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     columns = ["paper", *REGIMES, "by their other plan"]
@@ -133,4 +132,4 @@ def draw_ratios(found: Sequence[Row], path: Path) -> None:
         ax.grid(axis="y", alpha=0.3)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), fontsize=8, ncols=6,
                   loc="outside upper center")  # fmt: skip
-    figure.savefig(path, dpi=120)
+    return figure

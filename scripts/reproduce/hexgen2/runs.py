@@ -22,7 +22,8 @@ from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 from jaxinfer.workload.synthetic import is_of_class
-from scripts.reproduce.reproduction import CONFIGS
+from scripts.reproduce.reproduction import Work
+from scripts.tables import CONFIGS
 
 PLAN, CLUSTERS = CONFIGS / "plan" / "hexgen2.yaml", CONFIGS / "clusters"
 CLASSES = ("HPLD", "HPHD", "LPHD", "LPLD")
@@ -35,8 +36,6 @@ LLAMA, OPT = "llama-2-70b", "opt-30b"
 # 100 Gb/s between nodes, where Figure 4 only draws; and 10.
 FAST, SLOW = 12.5, 1.25
 GPUS = {"H100-SXM": "H100", "A100-80G-SXM": "A100", "L40": "L40", "RTX-A6000": "A6000"}
-Work = Sequence[BenchRequest]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

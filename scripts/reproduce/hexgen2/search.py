@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import fmean
 
 from matplotlib.figure import Figure
@@ -12,17 +11,10 @@ from jaxinfer.plan.placement.flow import Network, shared_flow
 from jaxinfer.plan.placement.moves import Plan
 from jaxinfer.plan.placement.refine import Effort, Scorer, refine, score
 from jaxinfer.report.plots import COLOURS
-from scripts.reproduce.hexgen2.runs import (
-    CLASSES,
-    SLOW,
-    Cluster,
-    Clusters,
-    Row,
-    Work,
-    draw,
-    planner_of,
-)
-from scripts.reproduce.results import Target, agrees, holds
+from scripts.reproduce.claims import Target, agrees, holds
+from scripts.reproduce.hexgen2.runs import CLASSES, SLOW, Cluster, Clusters, draw, planner_of
+from scripts.reproduce.reproduction import Work
+from scripts.tables import Row
 
 SIZES = (64, 128, 192, 256, 320)
 # Table 5, minutes.
@@ -141,7 +133,7 @@ def sizes(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]:
     return rows, targets
 
 
-def draw_methods(rows: Sequence[Row], path: Path) -> None:
+def draw_methods(rows: Sequence[Row]) -> Figure:
     """Flows by the bound."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     ax = figure.subplots()
@@ -156,10 +148,10 @@ def draw_methods(rows: Sequence[Row], path: Path) -> None:
     ax.set_title("setting 1: requests/s by the upper bound", fontsize=10)
     ax.legend(fontsize=8, ncols=3)
     ax.grid(axis="y", alpha=0.3)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
-def draw_sizes(rows: Sequence[Row], path: Path) -> None:
+def draw_sizes(rows: Sequence[Row]) -> Figure:
     """Seconds over GPUs."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     ax = figure.subplots()
@@ -174,4 +166,4 @@ def draw_sizes(rows: Sequence[Row], path: Path) -> None:
     ax.set_title("seconds to plan", fontsize=10)
     ax.legend(fontsize=8)
     ax.grid(axis="y", alpha=0.3)
-    figure.savefig(path, dpi=120)
+    return figure

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 
 from matplotlib.figure import Figure
 
 from jaxinfer.report.plots import COLOURS
+from scripts.reproduce.claims import Target, by_share
 from scripts.reproduce.hexgen2.runs import (
     CLASSES,
     LOAD,
@@ -17,8 +17,6 @@ from scripts.reproduce.hexgen2.runs import (
     Clusters,
     Engine,
     Planned,
-    Row,
-    Work,
     alike,
     colocated,
     draw,
@@ -30,7 +28,8 @@ from scripts.reproduce.hexgen2.runs import (
     throughput,
     tokens_s,
 )
-from scripts.reproduce.results import Target, by_share
+from scripts.reproduce.reproduction import Work
+from scripts.tables import Row
 
 # Tokens per second: HPLD, HPHD, LPHD, LPLD, and online in Table 3.
 TABLE_3 = (157, 448, 689, 570, 350)
@@ -219,7 +218,7 @@ def latencies(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]
     return rows, [by_share(claim, 1.5, whole / apart, 0.15)]
 
 
-def draw_tables(three: Sequence[Row], four: Sequence[Row], path: Path) -> None:
+def draw_tables(three: Sequence[Row], four: Sequence[Row]) -> Figure:
     """Bars: the paper's and ours."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     titles = "Table 3: Llama-2-70B, setting 1", "Table 4: OPT-30B, four H100s"
@@ -233,4 +232,4 @@ def draw_tables(three: Sequence[Row], four: Sequence[Row], path: Path) -> None:
         ax.set_ylabel("tokens/s")
         ax.grid(axis="y", alpha=0.3)
     figure.axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    return figure

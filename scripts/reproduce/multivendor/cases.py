@@ -11,7 +11,7 @@ from jaxinfer.simulate.hardware import find_model
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
-from scripts.reproduce.reproduction import CONFIGS
+from scripts.tables import CONFIGS
 
 FOLDER = CONFIGS / "multivendor"
 

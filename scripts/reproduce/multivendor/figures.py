@@ -17,20 +17,10 @@ from typing import Any
 import click
 from matplotlib.figure import Figure
 
-from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.plots import COLOURS
+from scripts.reproduce.claims import Target, agrees, by_amount, by_share, holds
 from scripts.reproduce.multivendor.cases import Case, DecodeCard, Served, serve_all
-from scripts.reproduce.results import (
-    Target,
-    agrees,
-    by_amount,
-    by_share,
-    holds,
-    show_table,
-    show_targets,
-    write_csv,
-    write_targets,
-)
+from scripts.tables import show_table, write_csv
 
 STEADY = [
     ((256, 256), 2, 1), ((256, 256), 2, 2), ((256, 256), 2, 3), ((256, 256), 15, 1),
@@ -242,7 +232,7 @@ def lengths_matter() -> list[Target]:
     ]  # fmt: skip
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(rows: Sequence[dict[str, Any]]) -> Figure:
     """TTFT, TPOT and throughput per card over the ratios."""
     figure = Figure(figsize=(10, 3), layout="constrained")
     titles = {
@@ -256,7 +246,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         ax.bar([row["prefill:decode"] for row in rows], [row[what] for row in rows], color=colour)
         ax.set_title(title, fontsize=10)
         ax.set_ylim(bottom=0)
-    save_picture(figure, path)
+    return figure
 
 
 def swept(path: Path) -> list[Target]:

@@ -22,15 +22,13 @@ from jaxinfer.config.run_file import load_run_file
 from jaxinfer.measure import measure
 from jaxinfer.report.figures import figures
 from jaxinfer.report.latencies import LatencyTotals
-from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.report.records import RunRecord
 from jaxinfer.runtime.devices import count_cpu_devices
 from jaxinfer.simulate.replay import overruns, replay
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
-from scripts.reproduce.reproduction import CONFIGS
-from scripts.reproduce.results import show_table, write_csv
+from scripts.tables import CONFIGS, show_table, write_csv
 
 RUN_FILE = CONFIGS / "cpu" / "multivendor.yaml"
 SHAPE = RUN_FILE.parents[1] / "gpu" / "smollm2-135m"
@@ -101,7 +99,7 @@ def row_of(
     return row
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(rows: Sequence[dict[str, Any]]) -> Figure:
     """Each run beside its replay."""
     figure = Figure(figsize=(10, 3), layout="constrained")
     names = [row["prefill:decode"] for row in rows]
@@ -113,7 +111,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         ax.set_xticks(range(len(rows)), names)
         ax.set_title(f"{name.upper() if name != 'makespan' else name} (s)", fontsize=10)
     ax.legend(loc="lower right", fontsize=8)
-    save_picture(figure, path)
+    return figure
 
 
 @click.command()

@@ -50,7 +50,7 @@ from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.simulate.run import simulate
 from jaxinfer.text.tokenizer import load_tokenizer
 from jaxinfer.workload.lengths import read_workload
-from scripts.reproduce.results import Target, agrees, write_targets
+from scripts.reproduce.claims import Target, agrees
 
 CLASSIFIER = "jaxinfer.predict.length_classifier:LengthClassifier"
 BASELINES = {"majority": "majority class", "table": "table by prompt length"}

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
-from scripts.reproduce.results import Target, agrees, by_amount, by_share
+from scripts.reproduce.claims import Target, agrees, by_amount, by_share
 from scripts.reproduce.splitwise.public import BLOOM, LLAMA, Design, Public
 
 ANCHORS = {

@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 from jaxinfer.simulate.capacity import load
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
-from jaxinfer.workload.lengths import BenchRequest
+from scripts.reproduce.reproduction import Work
 from scripts.reproduce.splitwise.public import GB_S, LLAMA, Design, Public, drawn
 
-Work = Sequence[BenchRequest]
 Rows = list[dict[str, Any]]
 Key = TypeVar("Key")
 # Prompts and tokens: machines of the public notebook's splits, by what is equal to 40 DGX-H100.

@@ -17,7 +17,7 @@ from jaxinfer.workload.lengths import BenchRequest
 from scripts.reproduce.splitwise.public import BLOOM, Design, Public, drawn
 
 
-def draw_capacities(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw_capacities(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """At equal power, under both readings."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     for ax, trace in zip(figure.subplots(1, 2), ("conv", "code"), strict=True):
@@ -42,10 +42,10 @@ def draw_capacities(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         ax.set_title(f"{trace}, the power of 40 DGX-H100", fontsize=10)
     figure.axes[0].set_ylabel("requests/s within the targets")
     figure.axes[1].legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
-def draw_decodes(public: Public, path: Path) -> None:
+def draw_decodes(public: Public) -> Figure:
     """What a step of decodes takes, as it was measured and as the public simulator reads it."""
     figure = Figure(figsize=(5, 3.6), layout="constrained")
     ax = figure.subplots()
@@ -61,10 +61,10 @@ def draw_decodes(public: Public, path: Path) -> None:
         xlabel="decodes in the step, with 512 tokens of prompt each", ylabel="ms", ylim=(0, None)
     )
     ax.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
-def draw_pools(public: Public, design: Design, trace: Sequence[BenchRequest], path: Path) -> None:
+def draw_pools(public: Public, design: Design, trace: Sequence[BenchRequest]) -> Figure:
     """Machines in each pool, with more and more requests."""
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     ax = figure.subplots()
@@ -92,4 +92,4 @@ def draw_pools(public: Public, design: Design, trace: Sequence[BenchRequest], pa
         ax.text(60 * number + 2, 44, f"{rate} RPS", fontsize=8)
     ax.set(xlabel="seconds", ylabel="machines", xlim=(0, 60 * len(rates)), ylim=(0, 47))
     ax.legend(frameon=False, loc="center left")
-    figure.savefig(path, dpi=120)
+    return figure

@@ -25,17 +25,9 @@ from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.pool import process_pool
 from jaxinfer.simulate.targets import Targets
 from jaxinfer.workload.lengths import BenchRequest, read_workload
-from scripts.reproduce.results import (
-    Target,
-    by_amount,
-    is_current,
-    mark,
-    show_table,
-    show_targets,
-    write_csv,
-    write_targets,
-)
+from scripts.reproduce.claims import Target, by_amount
 from scripts.reproduce.splitwise.public import BLOOM, Design, Public, drawn
+from scripts.tables import show_table, write_csv
 
 # Kinds for prompts and for tokens, and how many of each there may be: the public grids' ends.
 DESIGNS: Mapping[str, tuple[str, str, int, int]] = {

@@ -19,7 +19,7 @@ from jaxinfer.simulate.curve import Curve
 from jaxinfer.simulate.hardware import find_gpu
 from jaxinfer.simulate.targets import PercentileTargets, Reference
 from jaxinfer.workload.lengths import BenchRequest
-from scripts.reproduce.reproduction import CONFIGS
+from scripts.tables import CONFIGS
 
 SPLITWISE = CONFIGS / "splitwise"
 HARDWARE = CONFIGS / "clusters" / "splitwise_dgx.yaml"

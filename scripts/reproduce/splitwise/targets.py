@@ -19,17 +19,7 @@ import click
 
 from jaxinfer.pool import process_pool
 from jaxinfer.workload.lengths import read_workload
-from scripts.reproduce.results import (
-    Target,
-    by_amount,
-    by_share,
-    holds,
-    kept,
-    show_table,
-    show_targets,
-    write_csv,
-    write_targets,
-)
+from scripts.reproduce.claims import Target, by_amount, by_share, holds
 from scripts.reproduce.splitwise.alone import anchor_targets, anchors, table_iv, transfers
 from scripts.reproduce.splitwise.capacities import (
     KINDS,
@@ -45,6 +35,7 @@ from scripts.reproduce.splitwise.capacities import (
 )
 from scripts.reproduce.splitwise.pictures import draw_capacities, draw_decodes, draw_pools
 from scripts.reproduce.splitwise.public import Public
+from scripts.tables import show_table, write_csv
 
 
 def batch_targets(rows: Rows) -> list[Target]:

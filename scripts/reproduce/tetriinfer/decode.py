@@ -10,19 +10,19 @@ from matplotlib.figure import Figure
 from jaxinfer import load_run
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.simulate.run import simulate
-from scripts.reproduce.results import Target, agrees, by_amount, holds
+from scripts.reproduce.claims import Target, agrees, by_amount, holds
+from scripts.reproduce.reproduction import Work
 from scripts.reproduce.tetriinfer.runs import (
     REQUESTS,
     SEEDS,
     Figures,
-    Row,
-    Work,
     cluster,
     draw,
     phases,
     tetriinfer,
     with_flips,
 )
+from scripts.tables import Row
 
 # By name, the policy, the end of a range that counts, and the accuracy.
 ADMISSIONS = {
@@ -116,8 +116,6 @@ def _means(name: str, runs: Sequence[Figures]) -> Row:
     }
 
 
-# 5. Flips.
-
 SHIFTING = (("HPLD", 3.0, 40.0), ("LPHD", 8.0, 40.0), ("HPLD", 3.0, 40.0))
 STEADY = (("Mixed", 4.0, 120.0),)
 # Heavier prompts, and for longer: an instance that decodes is never idle for long again.
@@ -163,7 +161,7 @@ def links(trace: Work) -> list[Row]:
     return [{"GB/s": rate, "JCT (s)": round(run.jct, 3)} for rate, run in runs.items()]
 
 
-def draw_flips(trace: Work, path: Path) -> None:
+def draw_flips(trace: Work) -> Figure:
     """Who computes prompts and who decodes, over a load that shifts."""
     work = phases(trace, SHIFTING, 0)
     with tempfile.TemporaryDirectory() as folder:
@@ -185,4 +183,4 @@ def draw_flips(trace: Work, path: Path) -> None:
     ax.set_yticks(range(len(names)), names)
     ax.set_xlabel("s (triangles: a flip is asked for)")
     ax.legend(fontsize=8, loc="upper right")
-    figure.savefig(path, dpi=120)
+    return figure

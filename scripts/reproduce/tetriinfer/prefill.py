@@ -3,8 +3,10 @@
 from statistics import fmean
 
 from jaxinfer.workload.lengths import BenchRequest
-from scripts.reproduce.results import Target, by_amount, by_share
-from scripts.reproduce.tetriinfer.runs import REQUESTS, Row, Work, draw, of_class, tetriinfer
+from scripts.reproduce.claims import Target, by_amount, by_share
+from scripts.reproduce.reproduction import Work
+from scripts.reproduce.tetriinfer.runs import REQUESTS, draw, of_class, tetriinfer
+from scripts.tables import Row
 
 # Of a V100 pair, with prompts in tokens: what a step takes besides, as in configs/tetriinfer.
 STEP, TOKEN, CONTEXT = 0.0187, 1.48e-4, 6.9e-7

@@ -6,21 +6,19 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 from jaxinfer.workload.synthetic import is_of_class
-from scripts.reproduce.reproduction import CONFIGS
+from scripts.reproduce.reproduction import Work
+from scripts.tables import CONFIGS
 
 FOLDER = CONFIGS / "tetriinfer"
 CLASSES = ("LPLD", "LPHD", "HPLD", "HPHD")
 WORKLOADS = (*CLASSES, "Mixed")
 REQUESTS, SEEDS = 128, range(3)
-Work = Sequence[BenchRequest]
-Row = dict[str, Any]
 
 
 def of_class(trace: Work, name: str) -> list[BenchRequest]:

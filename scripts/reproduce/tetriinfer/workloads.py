@@ -1,47 +1,14 @@
-"""TetriInfer's figures on the modelled cluster, beside the paper's, and what they depend on.
+"""TetriInfer's Figures 11 to 15: five workloads, by the cap of the baseline's batch, and perf/$."""
 
-    python -m scripts.reproduce.tetriinfer.workloads --trace CSV --out DIR
-
-CSV: prompt and output lengths of ShareGPT's first turns.
-"""
-
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import fmean
 
-import click
 from matplotlib.figure import Figure
 
 from jaxinfer.report.plots import COLOURS
-from jaxinfer.workload.lengths import read_workload
-from scripts.reproduce.results import (
-    Target,
-    agrees,
-    by_amount,
-    show_table,
-    show_targets,
-    write_csv,
-    write_targets,
-)
-from scripts.reproduce.tetriinfer.decode import (
-    admissions,
-    dispatches,
-    draw_flips,
-    flips,
-    links,
-    predictions,
-)
-from scripts.reproduce.tetriinfer.prefill import chunked, interference, sorting
-from scripts.reproduce.tetriinfer.runs import (
-    REQUESTS,
-    SEEDS,
-    WORKLOADS,
-    Row,
-    Work,
-    draw,
-    tetriinfer,
-    vllm,
-)
+from scripts.reproduce.claims import Target, agrees, by_amount
+from scripts.reproduce.reproduction import Work
+from scripts.reproduce.tetriinfer.runs import REQUESTS, SEEDS, WORKLOADS, draw, tetriinfer, vllm
+from scripts.tables import Row
 
 CAPS = (16, 24, 32, 64, 256)
 # TTFT, JCT and resource time in percent, and perf/$, of Figs. 11 to 15; None: not stated.
@@ -63,9 +30,6 @@ def perf_per_dollar(jct: float, resource: float) -> float:
 def quotient(jct: float, resource: float) -> float:
     """Requests per second and GPU-second by those of vLLM."""
     return 1 / (1 + jct / 100) / (1 + resource / 100)
-
-
-# 1. Five workloads, by the cap of the baseline's batch.
 
 
 def workloads(trace: Work) -> tuple[list[Row], dict[tuple[str, int], tuple[float, float, float]]]:
@@ -120,7 +84,7 @@ def prices() -> tuple[list[Row], list[Target]]:
     return rows, targets
 
 
-def draw_caps(found: dict[tuple[str, int], tuple[float, float, float]], path: Path) -> None:
+def draw_caps(found: dict[tuple[str, int], tuple[float, float, float]]) -> Figure:
     """Each change by the cap of the baseline's batch, beside the paper's."""
     figure = Figure(figsize=(12, 4), layout="constrained")
     for number, (ax, what) in enumerate(zip(figure.subplots(1, 3), NAMES, strict=True)):
@@ -137,45 +101,4 @@ def draw_caps(found: dict[tuple[str, int], tuple[float, float, float]], path: Pa
         ax.set_xlabel("vLLM's batch, at most (triangles: the paper)")
         ax.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-
-
-@click.command()
-@click.option("--trace", required=True)
-@click.option("--out", required=True, type=click.Path(path_type=Path))
-def main(trace: str, out: Path) -> None:
-    """Print all tables, and write them, the targets and the picture."""
-    work = read_workload(trace)
-    out.mkdir(parents=True, exist_ok=True)
-    targets: list[Target] = []
-
-    def add(title: str, name: str, rows: Sequence[Row], more: Sequence[Target] = ()) -> None:
-        print(f"\n## {title}\n")
-        show_table(rows)
-        write_csv(out / f"{name}.csv", rows)
-        targets.extend(more)
-
-    rows, found = workloads(work)
-    add("128 requests at once, by the cap of vLLM's batch", "caps", rows, paper_cells(found))
-    draw_caps(found, out / "caps.png")
-    add("perf/$", "prices", *prices())
-    sections: list[tuple[str, str, Callable[[Work], tuple[list[Row], list[Target]]]]] = [
-        ("Chunks", "chunks", chunked),
-        ("Sorted windows", "sorting", sorting),
-        ("Admission", "admission", admissions),
-        ("Dispatch", "dispatch", dispatches),
-        ("Flips", "flips", flips),
-    ]
-    add("Interference", "interference", *interference())
-    for title, name, section in sections:
-        add(title, name, *section(work))
-    draw_flips(work, out / "flips.png")
-    add("What predictions are worth", "predictions", predictions(work))
-    add("Links", "links", links(work))
-    print("\n## Targets\n")
-    show_targets(targets)
-    write_targets(out / "targets.csv", Path(__file__).name, targets)
-
-
-if __name__ == "__main__":
-    main()
+    return figure

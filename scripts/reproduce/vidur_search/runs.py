@@ -19,10 +19,9 @@ import yaml
 from jaxinfer.plan.kept import key_of
 from jaxinfer.plan.version import code_version
 from jaxinfer.report.origin import origin
-from scripts.reproduce.reproduction import CONFIGS
 from scripts.reproduce.vidur_search.tables import GPUS
+from scripts.tables import CONFIGS, Row
 
-Row = dict[str, Any]
 PLAN = CONFIGS / "plan" / "vidur_70b.yaml"
 ENGINES = yaml.safe_load(PLAN.read_text(encoding="utf-8"))["planner"]["engines"]
 CHAT, ARXIV, BWB = "Chat-1M", "Arxiv-4K", "BWB-4K"

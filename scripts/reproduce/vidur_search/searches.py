@@ -17,17 +17,10 @@ from typing import Any
 import click
 from matplotlib.figure import Figure
 
-from scripts.reproduce.results import (
-    Target,
-    by_share,
-    holds,
-    show_table,
-    show_targets,
-    write_csv,
-    write_targets,
-)
-from scripts.reproduce.vidur_search.runs import ARXIV, BWB, CHAT, ENGINES, Row, Searches
+from scripts.reproduce.claims import Target, by_share, holds
+from scripts.reproduce.vidur_search.runs import ARXIV, BWB, CHAT, ENGINES, Searches
 from scripts.reproduce.vidur_search.tables import GPUS, make_tables
+from scripts.tables import Row, show_table, write_csv
 
 # Dollars an hour of an A100 and of an H100: Azure's, and those in Vidur's code.
 PRICES = {"Azure": (3.67, 6.98), "Vidur's code": (2.21, 4.25)}
@@ -171,7 +164,7 @@ def cliff(searches: Searches, path: Path) -> tuple[list[Row], list[Target]]:
     axes.plot([0.12, 0.14], [0.07, 0.13], "s--", ms=4, label="paper, from its text")
     axes.set(xlabel="TBT p99, s", ylabel="requests/s per dollar an hour", ylim=(0, None))
     axes.legend(frameon=False, fontsize="small", loc="center right")
-    figure.savefig(path, dpi=120)
+    return figure
     ratio = values[TBT.index(0.14)] / values[TBT.index(0.12)]
     return table, [
         by_share("20 ms of TBT: QPS per dollar at 0.14 s by that at 0.12 s", 1.85, ratio, 0.2)
