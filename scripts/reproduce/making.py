@@ -1,22 +1,18 @@
 """Makes parts of a reproduction, or keeps those that the same code and data have made before."""
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.config.contents import contents
 from jaxinfer.errors import JaxinferError
-from jaxinfer.made_from import digest_of
 from jaxinfer.plan.kept import key_of
-from jaxinfer.plan.version import code_version
 from jaxinfer.report.origin import origin
 from jaxinfer.report.pictures import save_picture
 from scripts.reproduce.claims import read_claims, show_claims, write_claims
+from scripts.reproduce.digests import digest_of_code, digests_of
 from scripts.reproduce.reproduction import Inputs, MissingInput, Part, Reproduction
-from scripts.tables import CONFIGS, Row, read_csv, show_table, write_csv
+from scripts.tables import Row, read_csv, show_table, write_csv
 
 
 class Maker:
@@ -166,9 +162,9 @@ class Maker:
             if kind == "part":
                 digests[name] = _digests([self.out / f"{what}.csv"])
             elif self._data:
-                digests[name] = _contents(self._data / what)
+                digests[name] = digests_of(self._data / what)
         timed = part in self.reproduction.timed
-        return key_of(_code(), part, digests, origin()["machine"] if timed else "")
+        return key_of(digest_of_code(), part, digests, origin()["machine"] if timed else "")
 
 
 def summary(make: Callable[..., object]) -> str:
@@ -176,25 +172,6 @@ def summary(make: Callable[..., object]) -> str:
     return (make.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
 
-@cache
-def _code() -> str:
-    """A digest of the package, of the scripts, and of the run files and tables that they use."""
-    scripts = digest_of(Path(__file__).parents[1])
-    return key_of(code_version(), scripts, digest_of(CONFIGS), contents([str(CONFIGS)]))
-
-
 def _digests(files: Iterable[Path]) -> dict[str, str]:
-    """The SHA-256 of each file by its name; nothing of one that is not there."""
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.exists()
-    }
-
-
-def _contents(path: Path) -> dict[str, str]:
-    """Digests of a file, or of all files in a folder."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    return {
-        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in files
-        if file.is_file()
-    }
+    """A digest of each file by its name; nothing of one that is not there."""
+    return {path.name: key_of(digests_of(path)) for path in files if path.exists()}

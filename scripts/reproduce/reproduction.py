@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.plan.kept import key_of
 from jaxinfer.pool import process_pool
 from jaxinfer.workload.lengths import BenchRequest, read_workload
 from scripts.reproduce.claims import Target
+from scripts.reproduce.digests import digest_of_code, digests_of
 from scripts.tables import Row
 
 if TYPE_CHECKING:
@@ -147,6 +149,10 @@ class Inputs:
         folder = self.out / "kept"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+    def code(self, *names: str) -> str:
+        """A digest of all code and of these inputs, which goes with what a part keeps itself."""
+        return key_of(digest_of_code(), {name: digests_of(self.path(name)) for name in names})
 
     def close(self) -> None:
         """End the processes."""

@@ -2,10 +2,10 @@
 
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from jaxinfer.config.run_file import load_run_file
-from jaxinfer.pool import process_pool
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.hardware import find_model
 from jaxinfer.simulate.run import simulate
@@ -99,10 +99,9 @@ def _tpot(requests: Sequence[tuple[float, Sequence[float]]]) -> float:
     return statistics.fmean((t[-1] - t[0]) / (len(t) - 1) for _, t in requests)
 
 
-def serve_all(cases: Sequence[Case]) -> list[Served]:
-    """On all cores."""
-    with process_pool() as pool:
-        return list(pool.map(Case.serve, cases))
+def serve_all(pool: ProcessPoolExecutor, cases: Sequence[Case]) -> list[Served]:
+    """Serve each case in virtual time, many at once."""
+    return list(pool.map(Case.serve, cases))
 
 
 @dataclass(frozen=True)

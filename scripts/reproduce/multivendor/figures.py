@@ -1,26 +1,20 @@
 """The multi-vendor paper's figures on modelled cards, beside its claims.
 
-    python -m scripts.reproduce.multivendor.figures --out DIR [--sweep CSV] [--conformance CSV]
-
-All lengths are the paper's; arrivals are drawn (Poisson). Of this machine's own runs, the claims
-are told from what multivendor_sweep.py and jaxinfer conformance have written.
+All lengths are the paper's; arrivals are drawn (Poisson).
 """
 
-import csv
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import click
 from matplotlib.figure import Figure
 
 from jaxinfer.report.plots import COLOURS
-from scripts.reproduce.claims import Target, agrees, by_amount, by_share, holds
+from scripts.reproduce.claims import Target, agrees, by_share, holds
 from scripts.reproduce.multivendor.cases import Case, DecodeCard, Served, serve_all
-from scripts.tables import show_table, write_csv
+from scripts.tables import Row
 
 STEADY = [
     ((256, 256), 2, 1), ((256, 256), 2, 2), ((256, 256), 2, 3), ((256, 256), 15, 1),
@@ -28,12 +22,12 @@ STEADY = [
 ]  # fmt: skip
 
 
-def steady_states() -> tuple[list[dict[str, Any]], list[Target]]:
+def steady_states(pool: ProcessPoolExecutor) -> tuple[list[Row], list[Target]]:
     """The closed form of TPOT beside simulations of 2,500 requests."""
     card = DecodeCard.of_file()
     cases = [Case(lengths, rate, 1, decodes, 2500) for lengths, rate, decodes in STEADY]
     rows, targets = [], []
-    for case, served in zip(cases, serve_all(cases), strict=True):
+    for case, served in zip(cases, serve_all(pool, cases), strict=True):
         closed = card.tpot(case.lengths, case.rate / case.decodes)
         name = f"{case.lengths[0]}+{case.lengths[1]}, {case.rate:g}/s, {case.decodes} D"
         rows.append(
@@ -52,10 +46,10 @@ def steady_states() -> tuple[list[dict[str, Any]], list[Target]]:
 RATIOS = [(1, 1), (2, 1), (3, 1), (1, 2), (1, 3)]
 
 
-def ratios() -> tuple[list[dict[str, Any]], list[Target]]:
+def ratios(pool: ProcessPoolExecutor) -> tuple[list[Row], list[Target]]:
     """Figure 7: 256 + 256 tokens at 2 requests per second."""
     cases = [Case((256, 256), 2, p, d) for p, d in RATIOS]
-    served = dict(zip(RATIOS, serve_all(cases), strict=True))
+    served = dict(zip(RATIOS, serve_all(pool, cases), strict=True))
     rows = [
         {
             "prefill:decode": f"{p}P{d}D",
@@ -107,9 +101,9 @@ SETUPS = {
 }
 
 
-def gains() -> tuple[list[dict[str, Any]], list[Target]]:
+def gains(pool: ProcessPoolExecutor) -> tuple[list[Row], list[Target]]:
     """Figures 9 and 10: one card against two; and two against two."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for name, (lengths, rate, _, _) in GAINS.items():
         for count in (100, 200, 400):
             cases = [
@@ -117,18 +111,18 @@ def gains() -> tuple[list[dict[str, Any]], list[Target]]:
                 for file, _ in SETUPS.values()
                 for seed in SEEDS
             ]
-            served = iter(serve_all(cases))
+            served = iter(serve_all(pool, cases))
             for setup, (_, cards) in SETUPS.items():
                 of_setup = [next(served) for _ in SEEDS]
                 if cards == 1:
                     alone = of_setup
                 rows.append(_row(name, count, setup, cards, of_setup, alone))
-    return rows, [*_gain_targets(rows), *_ttft_targets()]
+    return rows, [*_gain_targets(rows), *_ttft_targets(pool)]
 
 
 def _row(
     name: str, count: int, setup: str, cards: int, served: Sequence[Served], alone: Sequence[Served]
-) -> dict[str, Any]:
+) -> Row:
     each = [100 * (a.rate / b.rate - 1) for a, b in zip(served, alone, strict=True)]
     rate, one = (statistics.fmean(s.rate for s in some) for some in (served, alone))
     tokens_s = statistics.fmean(s.tokens_s for s in served)
@@ -146,7 +140,7 @@ def _row(
     }
 
 
-def _gain_targets(rows: Sequence[dict[str, Any]]) -> list[Target]:
+def _gain_targets(rows: Sequence[Row]) -> list[Target]:
     found = {
         row["figure"]: row["gain_percent"]
         for row in rows
@@ -168,13 +162,13 @@ def _gain_targets(rows: Sequence[dict[str, Any]]) -> list[Target]:
     ]
 
 
-def _ttft_targets() -> list[Target]:
+def _ttft_targets(pool: ProcessPoolExecutor) -> list[Target]:
     """What one card and the pair make of TTFT, by both readings of who draws the first token."""
     targets = []
     for name, (lengths, rate, _, _) in GAINS.items():
         case = Case(lengths, rate, requests=200)
         one, with_transfer, without = serve_all(
-            [replace(case, file="single"), case, replace(case, counts_transfer=False)]
+            pool, [replace(case, file="single"), case, replace(case, counts_transfer=False)]
         )
         for what, served in (
             ("drawn by the card that decodes", with_transfer),
@@ -186,11 +180,11 @@ def _ttft_targets() -> list[Target]:
     return targets
 
 
-def slow_prefill() -> tuple[list[dict[str, Any]], list[Target]]:
+def slow_prefill(pool: ProcessPoolExecutor) -> tuple[list[Row], list[Target]]:
     """Figure 8's sentence on TTFT (1024 + 1024 at 3 requests per second), over B's efficiency."""
     shares = (0.6, 0.12, 0.08, 0.06)
     cases = [Case((1024, 1024), 3, p, 4, b_flops=share) for share in shares for p in (1, 2, 3)]
-    served = iter(serve_all(cases))
+    served = iter(serve_all(pool, cases))
     rows = []
     for share in shares:
         ttft = [next(served).ttft for _ in range(3)]
@@ -206,10 +200,10 @@ def slow_prefill() -> tuple[list[dict[str, Any]], list[Target]]:
     return rows, [target]
 
 
-def lengths_matter() -> list[Target]:
+def lengths_matter(pool: ProcessPoolExecutor) -> list[Target]:
     """Figure 6: 1P1D at 2 requests per second."""
     grid = [(i, o) for i in (128, 256, 512) for o in (128, 256, 512)]
-    served = dict(zip(grid, serve_all([Case(each, 2) for each in grid]), strict=True))
+    served = dict(zip(grid, serve_all(pool, [Case(each, 2) for each in grid]), strict=True))
     tpot = {each: s.tpot for each, s in served.items()}
     by_input = all(tpot[128, o] < tpot[256, o] < tpot[512, o] for o in (128, 256, 512))
     by_output = all(tpot[i, 128] < tpot[i, 256] < tpot[i, 512] for i in (128, 256, 512))
@@ -232,7 +226,7 @@ def lengths_matter() -> list[Target]:
     ]  # fmt: skip
 
 
-def draw(rows: Sequence[dict[str, Any]]) -> Figure:
+def draw(rows: Sequence[Row]) -> Figure:
     """TTFT, TPOT and throughput per card over the ratios."""
     figure = Figure(figsize=(10, 3), layout="constrained")
     titles = {
@@ -249,20 +243,9 @@ def draw(rows: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-def swept(path: Path) -> list[Target]:
-    """How far replays are from the runs, at most."""
-    rows = read_csv(path)
-    targets = []
-    for name in ("makespan", "ttft", "tpot"):
-        apart = max(abs(float(row[f"{name}_difference_percent"])) for row in rows)
-        claim = f"P:D ratios on emulated groups, {name}: replay beside run, furthest apart (%)"
-        targets.append(by_amount(claim, 0, apart, 5, "%", "consistency"))
-    return targets
-
-
-def conforming(path: Path) -> list[Target]:
+def conforming(rows: Sequence[Row]) -> list[Target]:
     """The paper's claim that KV crosses, by the table of all pairs."""
-    tried = [row for row in read_csv(path) if row["verdict"] != "refused"]
+    tried = [row for row in rows if row["verdict"] != "refused"]
     verdicts = Counter(row["verdict"] for row in tried)
     wide = [
         row
@@ -273,7 +256,7 @@ def conforming(path: Path) -> list[Target]:
         )
     ]
     tokens = Counter(row["same_tokens"] for row in wide)
-    most = max(tokens, key=int)
+    most = max(tokens)
     return [
         agrees(
             "KV crosses unlike dtype, pages, layout, TP and PP",
@@ -287,43 +270,3 @@ def conforming(path: Path) -> list[Target]:
             "all are",
         ),
     ]  # fmt: skip
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    """With its header's names."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-@click.command()
-@click.option("--out", required=True, type=click.Path(path_type=Path))
-@click.option("--sweep", type=click.Path(path_type=Path), help="What multivendor_sweep.py wrote.")
-@click.option("--conformance", type=click.Path(path_type=Path), help="conformance.csv.")
-def main(out: Path, sweep: Path | None, conformance: Path | None) -> None:
-    """Print the paper's claims beside what came out, and write them."""
-    out.mkdir(parents=True, exist_ok=True)
-    targets: list[Target] = []
-    for name, make in {
-        "steady": steady_states, "ratios": ratios, "gains": gains, "slow_prefill": slow_prefill
-    }.items():  # fmt: skip
-        rows, more = make()
-        print(f"\n{name}: {(make.__doc__ or '').splitlines()[0]}\n")
-        show_table(rows)
-        write_csv(out / f"{name}.csv", rows)
-        targets += more
-        if name == "ratios":
-            draw(rows, out / "ratios.png")
-    targets += lengths_matter()
-    by = {"": targets}
-    if conformance:
-        by[" --conformance"] = conforming(conformance)
-    if sweep:
-        by[" --sweep"] = swept(sweep)
-    print()
-    show_targets([target for some in by.values() for target in some])
-    for option, some in by.items():
-        write_targets(out / "targets.csv", f"{Path(__file__).name}{option}", some)
-
-
-if __name__ == "__main__":
-    main()

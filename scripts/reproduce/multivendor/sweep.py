@@ -1,7 +1,5 @@
 """Prefill to decode instances on emulated groups of this machine's CPU, each run replayed.
 
-    python -m scripts.reproduce.multivendor.sweep --out DIR [--requests N] [--ratio 1P1D ...]
-
 The groups are those of configs/cpu/multivendor.yaml, which agree on nothing; all KV is verified.
 The model has the demo model's shape with fewer layers and random weights, so that profiles take
 minutes.
@@ -14,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import click
 from matplotlib.figure import Figure
 
 from jaxinfer import LLM
@@ -28,14 +25,15 @@ from jaxinfer.runtime.devices import count_cpu_devices
 from jaxinfer.simulate.replay import overruns, replay
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
-from scripts.tables import CONFIGS, show_table, write_csv
+from scripts.reproduce.claims import Target, by_amount
+from scripts.tables import CONFIGS, Row
 
 RUN_FILE = CONFIGS / "cpu" / "multivendor.yaml"
 SHAPE = RUN_FILE.parents[1] / "gpu" / "smollm2-135m"
 RATIOS = ("1P1D", "2P1D", "3P1D", "1P2D", "1P3D")
-
-
 LAYERS = 6
+# Requests of a run, their prompts and answers in tokens, and seconds between two.
+REQUESTS, LENGTHS, EVERY_S = 10, (192, 24), 2.0
 
 
 def write_model(folder: Path) -> Path:
@@ -75,7 +73,7 @@ def latencies(run: RunRecord) -> dict[str, float | None]:
 
 def row_of(
     ratio: str, folder: Path, requests: int, lengths: tuple[int, int], every_s: float
-) -> dict[str, Any]:
+) -> Row:
     """One run and its replay."""
     llm = LLM.from_config(config_of(ratio, folder / "model"))
     same = [BenchRequest(None, *lengths, 0.0)] * requests
@@ -86,7 +84,7 @@ def row_of(
     for hint in overruns(real):
         print(f"{ratio}: {hint}")
     ours, theirs = figures(simulated), figures(real)
-    row: dict[str, Any] = {"prefill:decode": ratio, "requests": requests}
+    row: Row = {"prefill:decode": ratio, "requests": requests}
     for name, (a, b) in {
         "makespan": (theirs.wall_s, ours.wall_s),
         **{name: (latencies(real)[name], latencies(simulated)[name]) for name in ("ttft", "tpot")},
@@ -99,7 +97,7 @@ def row_of(
     return row
 
 
-def draw(rows: Sequence[dict[str, Any]]) -> Figure:
+def draw(rows: Sequence[Row]) -> Figure:
     """Each run beside its replay."""
     figure = Figure(figsize=(10, 3), layout="constrained")
     names = [row["prefill:decode"] for row in rows]
@@ -114,29 +112,27 @@ def draw(rows: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-@click.command()
-@click.option("--out", required=True, type=click.Path(path_type=Path))
-@click.option("--requests", default=10, show_default=True)
-@click.option("--lengths", type=(int, int), default=(192, 24), show_default=True)
-@click.option(
-    "--every", "every_s", default=2.0, show_default=True, help="Seconds between requests."
-)
-@click.option("--ratio", "ratios", multiple=True, default=RATIOS, show_default=True)
-def main(
-    out: Path, requests: int, lengths: tuple[int, int], every_s: float, ratios: tuple[str, ...]
-) -> None:
-    """Run each, and write sweep.csv."""
-    model = write_model(out / "runs" / "model")
+def sweep(folder: Path) -> list[Row]:
+    """A row for each ratio.
+
+    Args:
+        folder: gets the runs, which are measured anew.
+    """
+    model = write_model(folder / "model")
     # JAX counts devices once.
-    count_cpu_devices(config_of(ratio, model).cluster() for ratio in ratios)
+    count_cpu_devices(config_of(ratio, model).cluster() for ratio in RATIOS)
     rows = []
-    for ratio in ratios:
-        rows.append(row_of(ratio, out / "runs", requests, lengths, every_s))
+    for ratio in RATIOS:
+        rows.append(row_of(ratio, folder, REQUESTS, LENGTHS, EVERY_S))
         gc.collect()
-        write_csv(out / "sweep.csv", rows)
-    show_table(rows)
-    draw(rows, out / "sweep.png")
+    return rows
 
 
-if __name__ == "__main__":
-    main()
+def swept(rows: Sequence[Row]) -> list[Target]:
+    """How far replays are from the runs, at most."""
+    targets = []
+    for name in ("makespan", "ttft", "tpot"):
+        apart = max(abs(float(row[f"{name}_difference_percent"])) for row in rows)
+        claim = f"P:D ratios on emulated groups, {name}: replay beside run, furthest apart (%)"
+        targets.append(by_amount(claim, 0, apart, 5, "%", "consistency"))
+    return targets

@@ -1,33 +1,30 @@
 """Splitwise's provisioning (sections IV-D, VI-B and VI-C) by ``jaxinfer plan``'s planner.
 
-    python -m scripts.reproduce.splitwise.placement --perf-model CSV --conversation CSV \
-        --coding CSV --out DIR
-
-The files and DIR are those of ``reproduce_splitwise.py``, to whose targets.csv its claims are
-added. A search is one process, and takes minutes (``cpu_s``); those that DIR has are not repeated.
+A search is one process, and takes minutes (``cpu_s``).
 """
 
 import csv
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import click
 import yaml
 
+from jaxinfer.plan.kept import Kept, key_of
 from jaxinfer.plan.planners.splitwise import SplitwisePools, SplitwisePoolsOptions
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.pool import process_pool
+from jaxinfer.report.origin import origin
 from jaxinfer.simulate.targets import Targets
-from jaxinfer.workload.lengths import BenchRequest, read_workload
+from jaxinfer.workload.lengths import BenchRequest
 from scripts.reproduce.claims import Target, by_amount
 from scripts.reproduce.splitwise.public import BLOOM, Design, Public, drawn
-from scripts.tables import show_table, write_csv
+from scripts.tables import Row
 
 # Kinds for prompts and for tokens, and how many of each there may be: the public grids' ends.
 DESIGNS: Mapping[str, tuple[str, str, int, int]] = {
@@ -40,8 +37,6 @@ BUDGETS = {"watts": 40 * 5600.0, "usd": 40 * 38.0}
 RATE, SECONDS = 70, 120
 # By which share a largest rate may be too low.
 PRECISION = 0.04
-# The columns of a case.
-NAMED = ("trace", "cluster", "decodes", "least", "budget")
 
 
 @dataclass(frozen=True)
@@ -66,10 +61,13 @@ class Case:
     @property
     def named(self) -> dict[str, str]:
         """The columns by which its row is known."""
-        decodes = "measured" if self.measured else "public"
-        least, budget = self.minimise or "", self.budget or ""
-        values = self.trace, self.name, decodes, least, budget
-        return dict(zip(NAMED, values, strict=True))
+        return {
+            "trace": self.trace,
+            "cluster": self.name,
+            "decodes": "measured" if self.measured else "public",
+            "least": self.minimise or "",
+            "budget": self.budget or "",
+        }
 
     @property
     def goal(self) -> dict[str, Any]:
@@ -138,24 +136,6 @@ class Setting:
         return NotebookProblem.model_validate({"planner": planner, "goal": case.goal, "run": own})
 
 
-def key(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of a row, by its case's columns."""
-    return tuple(str(row[name]) for name in NAMED)
-
-
-def kept(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Rows that the same command has left, killed, by their cases: of this host, for ``cpu_s``."""
-    if not is_current(path, measured=True):
-        return {}
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = [
-            {name: value if name in NAMED else float(value) for name, value in row.items()}
-            for row in csv.DictReader(file)
-        ]
-    whole = ("prompt", "token", "machines", "looked_at", "cpu_s")
-    return {key(row): row | {name: int(row[name]) for name in whole} for row in rows}
-
-
 def cheapest() -> list[Case]:
     """For conversations, at 70 requests per second (section VI-C)."""
     # Where all machines are alike, the cheapest has the least power, too. A100s alone do not carry
@@ -188,45 +168,21 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
             yield by_amount(f"{name} / H100, conv, 70 RPS: {what}", 0.75, ratio, 0.12)
 
 
-@click.command()
-@click.option("--perf-model", required=True, type=click.Path(path_type=Path))
-@click.option("--conversation", required=True)
-@click.option("--coding", required=True)
-@click.option("--out", required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--jobs", type=click.IntRange(min=1), help="Searches at a time; by default all cores."
-)
-def main(perf_model: Path, conversation: str, coding: str, out: Path, jobs: int | None) -> None:
-    """Print what the planner chooses beside the paper's, and write it."""
-    out.mkdir(parents=True, exist_ok=True)
-    parts = {
-        "HH for coding at 70 requests/s, three seeds": [Case("code", "HH", "gpus", seeds=3)],
-        "Cheapest for conversations at 70 requests/s": cheapest(),
-        "Largest rate of the power of 40 DGX-H100": largest("watts"),
-        "Largest rate of the cost of 40 DGX-H100": largest("usd"),
-        "The power of 40 DGX-H100, with measured decode times": largest("watts", measured=True),
-    }
-    found: list[dict[str, Any]] = []
-    with TemporaryDirectory() as files, process_pool(jobs) as pool:
-        traces = {"conv": read_workload(conversation), "code": read_workload(coding)}
-        setting = Setting(Public(perf_model, Path(files)), traces)
-        known = kept(out / "placement.csv")
-        cases = [case for part in parts.values() for case in part]
-        missing = [case for case in cases if key(case.named) not in known]
-        fresh = pool.map(setting.find, missing)
-        for title, part in parts.items():
-            here = [known.pop(key(case.named), None) or next(fresh) for case in part]
-            found += here
-            print(f"\n{title}")
-            show_table(here)
-            write_csv(out / "placement.csv", [*found, *known.values()])
-            mark(out / "placement.csv", measured=True)
-            told = list(claims([*found, *known.values()]))
-            write_targets(out / "targets.csv", Path(__file__).name, told)
-    longest = max(row["cpu_s"] for row in found)
-    print(f"\nLongest search of a design and a trace: {longest / 60:.1f} minutes of CPU")
-    show_targets(list(claims(found)))
+def cases() -> list[Case]:
+    """All searches: HH for coding with three seeds, the cheapest, and the largest rates."""
+    return [
+        Case("code", "HH", "gpus", seeds=3),
+        *cheapest(),
+        *largest("watts"),
+        *largest("usd"),
+        *largest("watts", measured=True),
+    ]
 
 
-if __name__ == "__main__":
-    main()
+def found(setting: Setting, pool: ProcessPoolExecutor, known: Kept) -> list[Row]:
+    """A row for each search; ``known`` has those of a run that was killed, of this host."""
+    keys = {case: key_of(case.named, case.seeds, origin()["machine"]) for case in cases()}
+    missing = [case for case, key in keys.items() if known.get(key) is None]
+    for case, row in zip(missing, pool.map(setting.find, missing), strict=True):
+        known.add(keys[case], row)
+    return [known.get(key) for key in keys.values()]
