@@ -1,25 +1,16 @@
-"""How near ``pd_ratio``, and closed forms alone, come to brute force over all ratios.
-
-    python -m scripts.reproduce.any_system.ratios --trace CSV --out DIR
-
-CSV: lengths of chats, such as the first 1,000 of Azure's 2023 conversation trace.
-"""
+"""How near ``pd_ratio``, and closed forms alone, come to brute force over all ratios."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
-
-import click
 
 from jaxinfer.config.validation import read_yaml
 from jaxinfer.plan.candidate import Candidate
 from jaxinfer.plan.planners.pd_ratio import PDRatio, PDRatioOptions
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.pool import process_pool
-from jaxinfer.workload.lengths import read_workload
-from scripts.tables import CONFIGS, show_table, write_csv
+from scripts.reproduce.claims import Target, by_share
+from scripts.tables import CONFIGS, Row, write_csv
 
 FILE = CONFIGS / "multivendor" / "disaggregated.yaml"
 SLO = "ttft:p90=2,tpot:p90=0.05"
@@ -58,7 +49,7 @@ def searched(
     return PDRatio(PDRatioOptions.model_validate(options)).plan(search), search
 
 
-def ratio_row(name: str, lengths: Lengths, out: Path, pool: ProcessPoolExecutor) -> dict[str, Any]:
+def ratio_row(name: str, lengths: Lengths, out: Path, pool: ProcessPoolExecutor) -> Row:
     """One workload, of short traces and of long ones."""
     rates = []
     for count in (SHORT, LONG[name]):
@@ -80,7 +71,7 @@ def _all_rates(asked: Problem, pool: ProcessPoolExecutor) -> Rates:
     return found
 
 
-def _row(choice: Candidate, search: DrivenSearch, short: Rates, long: Rates) -> dict[str, Any]:
+def _row(choice: Candidate, search: DrivenSearch, short: Rates, long: Rates) -> Row:
     best = max(long, key=lambda ratio: long[ratio][0])
     closed = max(long, key=lambda ratio: long[ratio][1])
     of_short = max(short, key=lambda ratio: short[ratio][0])
@@ -108,23 +99,26 @@ def _write(path: Path, lengths: Lengths) -> None:
     write_csv(path, [{"num_prefill_tokens": p, "num_decode_tokens": o} for p, o in lengths])
 
 
-@click.command()
-@click.option("--trace", required=True, type=click.Path(exists=True))
-@click.option("--out", required=True, type=click.Path(path_type=Path))
-@click.option("--jobs", type=int, help="Processes; by default all cores.")
-def main(trace: str, out: Path, jobs: int | None) -> None:
-    """Write a table, and print it."""
-    out.mkdir(parents=True, exist_ok=True)
-    chats = [(item.prompt_len, item.max_tokens) for item in read_workload(trace)]
+def ratios(chats: Lengths, folder: Path, pool: ProcessPoolExecutor) -> list[Row]:
+    """A row for each workload.
+
+    Args:
+        folder: gets the traces that are simulated.
+    """
     rows = []
-    with process_pool(jobs) as pool:
-        for name in LONG:
-            prompt, _, output = name.partition("+")
-            lengths = [(int(prompt), int(output))] if output else chats
-            rows.append(ratio_row(name, lengths, out, pool))
-    write_csv(out / "ratios.csv", rows)
-    show_table(rows)
+    for name in LONG:
+        prompt, _, output = name.partition("+")
+        lengths = [(int(prompt), int(output))] if output else chats
+        rows.append(ratio_row(name, lengths, folder, pool))
+    return rows
 
 
-if __name__ == "__main__":
-    main()
+def ratio_targets(rows: Sequence[Row]) -> list[Target]:
+    """What a planner's choice carries beside the best."""
+    return [
+        by_share(
+            f"pd_ratio: capacity per card of its choice by that of brute force's, {row['lengths']}",
+            1, row["pd_ratio_by_best"], 0.02, "consistency",
+        )
+        for row in rows
+    ]  # fmt: skip

@@ -1,21 +1,12 @@
-"""Planners beside brute force and fixed systems, and where each way to share a pair begins to pay.
+"""The planner ``any_system`` beside fixed systems, and where each way to share a pair begins to pay."""
 
-    python -m scripts.reproduce.any_system.systems --trace CSV --out DIR [--ratios CSV]
-
-Traces: the first 1,000 lengths of Azure's 2023 conversation trace. Ratios: what plan_ratios.py has
-written. Tables that DIR has are read from there: a killed run goes on.
-"""
-
-import csv
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import click
 from matplotlib.figure import Figure
 
 from jaxinfer.config.run_file import RunFile, as_run_file
@@ -23,15 +14,14 @@ from jaxinfer.config.validation import read_yaml
 from jaxinfer.plan.planners.any_system import AnySystem, AnySystemOptions
 from jaxinfer.plan.problem import Problem, merge
 from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.pool import process_pool
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.simulate.capacity import capacity
 from jaxinfer.simulate.read_targets import read_targets
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
-from jaxinfer.workload.lengths import BenchRequest, read_workload
-from scripts.reproduce.claims import Target, agrees, by_share
-from scripts.tables import CONFIGS, show_table, write_csv
+from jaxinfer.workload.lengths import BenchRequest
+from scripts.reproduce.claims import Target, agrees
+from scripts.tables import CONFIGS, Row
 
 FOLDER = CONFIGS / "cronus"
 SYSTEMS = (
@@ -66,9 +56,6 @@ def fixed(system: str, low: str) -> RunFile:
     else:
         data["groups"]["low"]["kind"] = low
     return as_run_file(data)
-
-
-# 1. What the planner chooses, beside each file as it stands.
 
 
 def chosen(
@@ -110,9 +97,7 @@ class Carried:
         return capacity(config, self.work, targets, (seed,), self.precision).rate
 
 
-def systems(
-    trace: str, work: Sequence[BenchRequest], pool: ProcessPoolExecutor
-) -> list[dict[str, Any]]:
+def systems(trace: str, work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[Row]:
     """The choice and all fixed systems, with seeds that the search has not had."""
     rows = []
     for low in LOWS:
@@ -156,21 +141,6 @@ def system_targets(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
     return targets
 
 
-def ratio_targets(path: Path) -> list[Target]:
-    """By the table of ``plan_ratios.py``."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    return [
-        by_share(
-            f"pd_ratio: capacity per card of its choice by that of brute force's, {row['lengths']}",
-            1, float(row["pd_ratio_by_best"]), 0.02, "consistency",
-        )
-        for row in rows
-    ]  # fmt: skip
-
-
-# 2. Where each way begins to pay.
-
 WAYS = {
     "single": "the A100 alone",
     "data_parallel": "colocated (data parallel)",
@@ -195,7 +165,7 @@ def scaled(work: Sequence[BenchRequest], scale: float) -> list[BenchRequest]:
     ]
 
 
-def by_length(work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[dict[str, Any]]:
+def by_length(work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[Row]:
     """What each way carries, over the prompts' lengths."""
     points = [(low, way, scale) for low in LOWS for way in WAYS for scale in SCALES]
     rates = pool.map(partial(_carried, work), points)
@@ -216,7 +186,7 @@ def _carried(work: Sequence[BenchRequest], point: tuple[str, str, float]) -> flo
     return Carried(scaled(work[:SAMPLE], scale), 0.05)(fixed(way, low), COMPARED[0])
 
 
-def by_rate(work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[dict[str, Any]]:
+def by_rate(work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[Row]:
     """Latencies of each way, over the rate of Poisson arrivals."""
     points = [(low, way, rate) for low in LOWS for way in WAYS for rate in RATES]
     figures = pool.map(partial(_latencies, work), points)
@@ -234,7 +204,7 @@ def _latencies(work: Sequence[BenchRequest], point: tuple[str, str, float]) -> d
     return {name: round(getattr(metrics, name), 4) for name in names}
 
 
-def begins(rows: Sequence[Mapping[str, Any]], x: str, y: str, least: bool) -> list[dict[str, Any]]:
+def begins(rows: Sequence[Mapping[str, Any]], x: str, y: str, least: bool) -> list[Row]:
     """Which way is the best at each point of an axis.
 
     Args:
@@ -283,41 +253,3 @@ def draw(lengths: Sequence[Mapping[str, Any]], rates: Sequence[Mapping[str, Any]
                 ax.axhline(2.0 if y == "ttft_p90" else 0.2, color="0.6", lw=1, ls="--")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
-
-
-@click.command()
-@click.option("--trace", required=True, type=click.Path(exists=True))
-@click.option("--ratios", type=click.Path(exists=True, path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path))
-@click.option("--requests", default=1000, help="Of the trace, the first so many.")
-@click.option("--jobs", type=int, help="Processes; by default all cores.")
-def main(trace: str, ratios: Path | None, out: Path, requests: int, jobs: int | None) -> None:
-    """Write tables, targets and a picture, and print them."""
-    out.mkdir(parents=True, exist_ok=True)
-    work = read_workload(trace, requests)
-    with process_pool(jobs) as pool:
-        tables = {
-            "systems": kept(out / "systems.csv", lambda: systems(trace, work, pool)),
-            "lengths": kept(out / "lengths.csv", lambda: by_length(work, pool)),
-            "rates": kept(out / "rates.csv", lambda: by_rate(work, pool)),
-        }
-    tables["best_by_length"] = begins(tables["lengths"], "mean_prompt", "requests_s", least=False)
-    tables["best_by_rate"] = begins(tables["rates"], "rate", "ttft_p90", least=True)
-    for name, rows in tables.items():
-        if name.startswith("best"):
-            write_csv(out / f"{name}.csv", rows)
-        if name not in ("lengths", "rates"):
-            print(f"\n## {name}\n")
-            show_table(rows)
-    draw(tables["lengths"], tables["rates"], out / "ways.png")
-    of_ratios = ratio_targets(ratios) if ratios else []
-    targets = system_targets(tables["systems"])
-    print("\n## Targets\n")
-    show_targets([*of_ratios, *targets])
-    write_targets(out / "targets.csv", Path(__file__).name, targets)
-    if ratios:
-        write_targets(out / "targets.csv", f"{Path(__file__).name} --ratios", of_ratios)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,23 +1,18 @@
 """HexGen-2's plans for groups of this machine's CPU, run for real: what is planned, and what flows.
 
-    python -m scripts.reproduce.hexgen2.cpu --out DIR [--only answers] ...
-
 Plans configs/plan/hexgen2_cpu.yaml, which has the figures of a profile of this machine (see
-scripts/reproduce/hexgen2/plan_cpu.py), for three mixes of lengths, and serves requests by each plan, and by
-the same groups with their roles swapped, all requests there at the start. A run takes three to five
-minutes, without anything else on the machine; those that DIR has are not run again. Writes
-``real.csv`` and adds to ``targets.csv``. From the repository's root.
+``plan_cpu.py``), for three mixes of lengths, and serves requests by each plan, and by the same
+groups with their roles swapped, all requests there at the start.
 """
 
 import gc
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
-
-import click
 
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.llm import LLM
@@ -36,7 +31,7 @@ from jaxinfer.workload.lengths import BenchRequest, read_workload, synthetic_tok
 from scripts.reproduce.claims import Target, agrees, by_share
 from scripts.reproduce.hexgen2.plan_cpu import PLAN, real
 from scripts.reproduce.hexgen2.runs import planner_of, requests_s
-from scripts.tables import Row, show_table, write_csv
+from scripts.tables import Row
 
 # Lengths of which prompts and answers take about as long, prompts longer, and answers longer.
 FILES = {"both": "bursts", "prompts": "prefill_heavy", "answers": "one_burst"}
@@ -162,29 +157,22 @@ def targets_of(rows: Sequence[Row]) -> list[Target]:
     ]  # fmt: skip
 
 
-@click.command()
-@click.option("--out", required=True, type=click.Path(path_type=Path))
-@click.option("--only", multiple=True, help="Runs of these; the tables take all that DIR has.")
-def main(out: Path, only: Sequence[str]) -> None:
-    """Run what is missing, and print and write the tables once nothing is."""
+def real(folder: Path) -> tuple[list[Row], list[Target]]:
+    """A row for each plan, of its run.
+
+    Args:
+        folder: keeps runs, which take three to five minutes each, without anything else on the
+            machine; those that it has are not run again.
+    """
     known = cases()
-    if unknown := set(only) - set(known):
-        raise click.UsageError(f"--only {unknown.pop()}: must be one of {'; '.join(known)}")
-    folders = {name: out / "runs" / name.replace(", ", "_") for name in known}
-    missing = [name for name in only or known if not folders[name].is_dir()]
+    folders = {name: folder / name.replace(", ", "_") for name in known}
+    missing = [name for name in known if not folders[name].is_dir()]
     count_cpu_devices(known[name].config.cluster() for name in missing)
     for name in missing:
-        serve(known[name], folders[name])
+        unfinished = folders[name].with_suffix(".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        serve(known[name], unfinished)
+        unfinished.rename(folders[name])
         gc.collect()
-    if not all(folder.is_dir() for folder in folders.values()):
-        return
     rows = [row_of(case, folders[name]) for name, case in known.items()]
-    show_table(rows)
-    write_csv(out / "real.csv", rows)
-    targets = targets_of(rows)
-    show_targets(targets)
-    write_targets(out / "targets.csv", Path(__file__).name, targets)
-
-
-if __name__ == "__main__":
-    main()
+    return rows, targets_of(rows)

@@ -1,8 +1,7 @@
 """Which GPUs a budget should rent: bounds of what the best groups of them carry, by dollars.
 
-    python -m scripts.reproduce.hexgen2.frontier configs/plan/hexgen2.yaml --budgets 15,20,25,30
-    python -m scripts.reproduce.hexgen2.frontier configs/plan/hexgen2.yaml --budgets 10,15,20,25,30 \
-        --hardware configs/clusters/hexgen2_heterogeneous_5.yaml --out DIR
+    python -m scripts.reproduce.hexgen2.frontier configs/plan/hexgen2.yaml --budgets 15,20,25,30 \
+        [--hardware configs/clusters/hexgen2_heterogeneous_5.yaml] [--out DIR]
 
 For a plan file of `planner: hexgen2`, whose hardware file's nodes have prices, which are those of
 their GPUs: of a kind with several prices, the lowest. As if all that is rented were beside each
@@ -23,6 +22,7 @@ from jaxinfer.plan.placement.programs import Mix, best_mix, configurations
 from jaxinfer.plan.planners.hexgen2 import HexGen2
 from jaxinfer.plan.problem import load_problem
 from jaxinfer.plan.registry import make_planner
+from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.plots import COLOURS
 from scripts.tables import Row, show_table, write_csv
 
@@ -154,7 +154,7 @@ def main(
     if out:
         out.mkdir(parents=True, exist_ok=True)
         write_csv(out / "frontier.csv", rows)
-        draw(rows, out / "frontier.png")
+        save_picture(draw(rows), out / "frontier.png")
 
 
 if __name__ == "__main__":

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import yaml
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.kept import key_of
-from jaxinfer.plan.version import code_version
 from jaxinfer.report.origin import origin
 from scripts.reproduce.vidur_search.tables import GPUS
 from scripts.tables import CONFIGS, Row
@@ -34,12 +33,14 @@ class Searches:
     Attributes:
         tables: by GPU.
         jobs: processes.
+        code: a digest of code and data.
     """
 
     out: Path
     tables: Mapping[str, Path]
     workloads: Mapping[str, Mapping[str, Any]]
     jobs: int
+    code: str
 
     def run(self, name: str, work: str = CHAT, **changes: Any) -> Path:
         """The folder of a search, made unless it is there: of the same settings, code and host,
@@ -59,7 +60,7 @@ class Searches:
         }
         folder = self.out / name
         took = folder / "took.json"
-        made_by = key_of(settings, code_version(), origin()["machine"])
+        made_by = key_of(settings, self.code, origin()["machine"])
         if took.is_file() and json.loads(took.read_text()).get("made_by") == made_by:
             return folder
         shutil.rmtree(folder, ignore_errors=True)
@@ -71,7 +72,7 @@ class Searches:
         done = subprocess.run(words, check=False, stdout=subprocess.DEVNULL)
         seconds, cpu_s = time.perf_counter() - started, _cpu_seconds() - used
         if not (folder / "plan.csv").is_file():
-            raise click.ClickException(f"{name}: jaxinfer plan ended with {done.returncode}")
+            raise JaxinferError(f"{name}: jaxinfer plan ended with {done.returncode}")
         noted = {"made_by": made_by, "settings": settings, "seconds": seconds, "cpu_s": cpu_s,
                  "load": load, "jobs": self.jobs}  # fmt: skip
         took.write_text(json.dumps(noted))

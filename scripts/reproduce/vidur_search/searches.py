@@ -1,26 +1,17 @@
 """Vidur-Search's claims, by the plan driver on Vidur's 450 configurations.
 
-    python -m scripts.reproduce.vidur_search.searches --profiles FOLDER --arxiv CSV --out DIR [--jobs 2]
-
-FOLDER has ``vidur`` (microsoft/vidur's profiles) and ``aiconfigurator`` (NVIDIA's); ``--arxiv`` is
-Vidur's trace of Arxiv summaries, CSV, maybe packed. Each search is one ``jaxinfer plan``; what DIR
-has of them is not searched again. ``--whole`` adds searches for the best of each kind of GPU: all
-450 configurations on BWB-4K, and A100's 225 on the other traces, hours of CPU.
+Each search is one ``jaxinfer plan``; what is kept of them is not searched again.
 """
 
-import gzip
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import click
 from matplotlib.figure import Figure
 
 from scripts.reproduce.claims import Target, by_share, holds
 from scripts.reproduce.vidur_search.runs import ARXIV, BWB, CHAT, ENGINES, Searches
-from scripts.reproduce.vidur_search.tables import GPUS, make_tables
-from scripts.tables import Row, show_table, write_csv
+from scripts.reproduce.vidur_search.tables import GPUS
+from scripts.tables import Row
 
 # Dollars an hour of an A100 and of an H100: Azure's, and those in Vidur's code.
 PRICES = {"Azure": (3.67, 6.98), "Vidur's code": (2.21, 4.25)}
@@ -92,11 +83,8 @@ def cost_of(searches: Searches, name: str, rows: Sequence[Row]) -> Row:
     }
 
 
-# 1. The search that the paper takes an hour of 96 cores for.
-
-
-def chat(searches: Searches) -> tuple[list[Row], list[Row], list[Target]]:
-    """Its cost; the best, and the paper's best; and the targets."""
+def chat(searches: Searches) -> tuple[list[Row], list[Target]]:
+    """The best, and the paper's best, where the paper's search takes an hour of 96 cores."""
     rows = searches.rows("chat")
     best, near = searches.exact("chat"), near_shapes(searches)
     paper = searches.one("chat_paper", PAPER, goal=sized(CHAT))
@@ -114,7 +102,7 @@ def chat(searches: Searches) -> tuple[list[Row], list[Row], list[Target]]:
     shape = [best[0][axis] == PAPER[axis] for axis in ("gpu", "tp", "pp")]
     tp2 = max(row["value"] for row in near if row["tp"] == 2)
     given_up = [row for row in rows if row["gpu"] == A100 and not row["refused"]]
-    return [cost], table, [
+    return table, [
         holds("450 configurations of LLaMA2-70B on Chat-1M: minutes", "60 on 96 cores",
               f"{seconds / 60:.1f} on {jobs} cores", len(rows) == 450 and seconds <= 600,
               "at most 10"),
@@ -141,7 +129,7 @@ def near_shapes(searches: Searches) -> list[Row]:
     return searches.exact("chat_near", **NEAR, engines=SMALL, seqs_per_stage=[256], goal=goal)
 
 
-def cliff(searches: Searches, path: Path) -> tuple[list[Row], list[Target]]:
+def cliff(searches: Searches) -> tuple[list[Row], list[Target], Figure]:
     """The best by the limit of the time between tokens, of what was found in full.
 
     Where TTFT binds: its limit changes nothing for those that are below.
@@ -164,11 +152,9 @@ def cliff(searches: Searches, path: Path) -> tuple[list[Row], list[Target]]:
     axes.plot([0.12, 0.14], [0.07, 0.13], "s--", ms=4, label="paper, from its text")
     axes.set(xlabel="TBT p99, s", ylabel="requests/s per dollar an hour", ylim=(0, None))
     axes.legend(frameon=False, fontsize="small", loc="center right")
-    return figure
     ratio = values[TBT.index(0.14)] / values[TBT.index(0.12)]
-    return table, [
-        by_share("20 ms of TBT: QPS per dollar at 0.14 s by that at 0.12 s", 1.85, ratio, 0.2)
-    ]  # fmt: skip
+    claim = "20 ms of TBT: QPS per dollar at 0.14 s by that at 0.12 s"
+    return table, [by_share(claim, 1.85, ratio, 0.2)], figure
 
 
 def longer(searches: Searches) -> list[Row]:
@@ -189,12 +175,20 @@ def longer(searches: Searches) -> list[Row]:
     return table
 
 
-# 2. Other workloads.
+def arxiv_rows(searches: Searches) -> list[Row]:
+    """The search on Arxiv-4K."""
+    return searches.rows("arxiv", work=ARXIV, goal={**sized(ARXIV), "top": 3})
 
 
-def workloads(searches: Searches) -> tuple[list[Row], list[Row], list[Target]]:
-    """Cost; the best of Arxiv-4K, and some on BWB-4K; and the targets."""
-    rows = searches.rows("arxiv", work=ARXIV, goal={**sized(ARXIV), "top": 3})
+def costs(searches: Searches) -> list[Row]:
+    """What the two whole searches have taken."""
+    found = {"chat": searches.rows("chat"), "arxiv": arxiv_rows(searches)}
+    return [cost_of(searches, name, rows) for name, rows in found.items()]
+
+
+def workloads(searches: Searches) -> tuple[list[Row], list[Target]]:
+    """The best of Arxiv-4K, and some on BWB-4K; and the targets."""
+    rows = arxiv_rows(searches)
     arxiv = max(rows, key=lambda row: row["value"] or 0)
     tied = {r["seqs_per_stage"] for r in rows if r["value"] == arxiv["value"]}
     best = searches.exact("chat")[0]
@@ -217,7 +211,7 @@ def workloads(searches: Searches) -> tuple[list[Row], list[Row], list[Target]]:
     ]
     chats, _, _, h100, a100 = map(per_dollar, on_bwb.values())
     most = max(h100, a100)
-    return [cost_of(searches, "arxiv", rows)], table, [
+    return table, [
         holds("Arxiv-4K has another best than Chat-1M", "another best",
               f"{label(arxiv)}; batches {', '.join(map(str, sorted(tied)))} are equal",
               any(arxiv[axis] != best[axis] for axis in ("gpu", "tp", "pp", "engine")),
@@ -244,55 +238,3 @@ def own_best(searches: Searches) -> list[Row]:
         best = searches.exact(name, work=work, gpus={gpu: 16}, goal=goal)[0]
         table.append({"trace": work, **shown(best)})
     return table
-
-
-def unpack(path: Path, to: Path) -> Path:
-    """A trace as plain CSV."""
-    if path.suffix == ".gz":
-        to.write_bytes(gzip.decompress(path.read_bytes()))
-        return to
-    return path
-
-
-@click.command()
-@click.option("--profiles", required=True, type=click.Path(path_type=Path, exists=True))
-@click.option("--arxiv", required=True, type=click.Path(path_type=Path, exists=True))
-@click.option("--out", required=True, type=click.Path(path_type=Path))
-@click.option("--jobs", default=2, type=click.IntRange(min=1))
-@click.option("--whole", is_flag=True, help="Each kind's own best, too; hours of CPU.")
-def main(profiles: Path, arxiv: Path, out: Path, jobs: int, whole: bool) -> None:
-    """Print all tables, and write them, the targets and the pictures."""
-    out.mkdir(parents=True, exist_ok=True)
-    tables = {gpu: make_tables(profiles, gpu, out / "tables") for gpu in GPUS}
-    drawn = {CHAT: "chat_1m_4k", BWB: "bwb_4k"}
-    works: dict[str, Mapping[str, Any]] = {
-        name: {"synthetic": {"lengths": lengths, "count": 16_000, "seed": 0}}
-        for name, lengths in drawn.items()
-    }
-    works[ARXIV] = {"trace": str(unpack(arxiv, out / "arxiv.csv")), "limit": 16_000}
-    searches = Searches(out / "searches", tables, works, jobs)
-    targets: list[Target] = []
-
-    def add(title: str, name: str, rows: list[Row], more: Sequence[Target] = ()) -> None:
-        print(f"\n## {title}\n")
-        show_table(rows)
-        write_csv(out / f"{name}.csv", rows)
-        targets.extend(more)
-
-    costs, table, more = chat(searches)
-    add("LLaMA2-70B on Chat-1M", "chat", table, more)
-    add("The two with more requests", "longer", longer(searches))
-    table, more = cliff(searches, out / "cliff.png")
-    add("By the limit of the time between tokens", "cliff", table, more)
-    others, table, more = workloads(searches)
-    add("Other traces", "workloads", table, more)
-    if whole:
-        add("The best of each kind of GPU", "own_best", own_best(searches))
-    add("What the searches took", "costs", [*costs, *others])
-    print("\n## Targets\n")
-    show_targets(targets)
-    write_targets(out / "targets.csv", Path(__file__).name, targets)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,6 +5,7 @@ NVIDIA's aiconfigurator (vLLM's kernels on the same GPUs), which have prompts wi
 chunk of c tokens behind s takes what s + c tokens take less what s take, and not less than c alone.
 """
 
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -63,19 +64,17 @@ def decode(path: Path, heads: int, kv_heads: int) -> tuple[Times, int]:
     return healed({(n, k): ms for (n, k), ms in found.items() if k <= 2 * LONGEST})
 
 
-def make_tables(profiles: Path, gpu: str, out: Path) -> Path:
-    """A folder of tables for all degrees of LLaMA2-70B on one GPU, made unless it is there.
+def make_tables(vidur: Path, own: Path, gpu: str, out: Path) -> Path:
+    """A new folder of tables for all degrees of LLaMA2-70B on one GPU.
 
     Args:
-        profiles: with ``vidur`` and ``aiconfigurator``.
+        vidur, own: profiles of microsoft/vidur and of aiconfigurator.
     """
     folder = out / f"llama-2-70b_{gpu}"
-    if folder.is_dir():
-        return folder
+    shutil.rmtree(folder, ignore_errors=True)
     theirs, nvidia = GPUS[gpu]
-    mlp = profiles / "vidur" / "compute" / theirs / NAME / "mlp.csv.gz"
-    network = profiles / "vidur" / "network" / f"{theirs}_pairwise_nvlink" / "all_reduce.csv.gz"
-    own = profiles / "aiconfigurator"
+    mlp = vidur / "compute" / theirs / NAME / "mlp.csv.gz"
+    network = vidur / "network" / f"{theirs}_pairwise_nvlink" / "all_reduce.csv.gz"
     for tp in DEGREES:
         each = HEADS // tp, KV_HEADS // tp
         chunks, bad = prefill(own / f"{nvidia}_context_attention_perf.csv.gz", *each)
