@@ -33,6 +33,7 @@ from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.engine import Engine
 from jaxinfer.runtime.measure_steps import measure_in_a_row
 from jaxinfer.runtime.operators import measure_heads
+from jaxinfer.runtime.plan import Plan
 from jaxinfer.runtime.sampler import PLAIN_SAMPLER
 from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.step import CompiledStep
@@ -68,14 +69,16 @@ class Bench:
         """The step, compiled without these parts of attention."""
         whole = attention(self.kernels)
         left = whole._replace(**{part: _nothing(part) for part in parts})
-        step = CompiledStep(self.engine.plan)
-        found = layers.attention
-        layers.attention = lambda kernels: left
+        plan = self.engine.plan
+        assert isinstance(plan, Plan)
+        step = CompiledStep(plan)
+        found = layers.attention  # type: ignore[attr-defined]
+        layers.attention = lambda kernels: left  # type: ignore[attr-defined]
         try:
             for _ in step.compile_ahead(PLAIN_SAMPLER, lambda key: None):
                 pass
         finally:
-            layers.attention = found
+            layers.attention = found  # type: ignore[attr-defined]
         return step
 
     def seconds(self, step: CompiledStep, parts: tuple[Part, ...]) -> float:

@@ -50,7 +50,7 @@ GEMMA_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
-OPT = {
+OPT: dict[str, object] = {
     "vocab_size": 131,
     "hidden_size": 32,
     "ffn_dim": 50,

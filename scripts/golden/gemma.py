@@ -10,6 +10,7 @@ model's window; the logits are float32's.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,12 +31,12 @@ def main(path: Path, out: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    cases = [case(model, tokenizer, prompt) for prompt in PROMPTS]
+    with torch.no_grad():
+        cases = [case(model, tokenizer, prompt) for prompt in PROMPTS]
     out.write_text(json.dumps({"cases": cases}) + "\n")
 
 
-@torch.no_grad()
-def case(model, tokenizer, prompt: str) -> dict[str, object]:
+def case(model: Any, tokenizer: Any, prompt: str) -> dict[str, object]:
     """One prompt's continuation."""
     ids = tokenizer(prompt)["input_ids"]
     known, steps = torch.tensor([ids]), []

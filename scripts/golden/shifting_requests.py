@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from jaxinfer.workload.synthetic import Synthetic, WorkloadClass
-from scripts.reproduce.results import write_csv
+from scripts.tables import write_csv
 
 # Lengths, their class if it is one, requests per second, and for how many seconds.
 PHASES: tuple[tuple[str, WorkloadClass | None, float, float], ...] = (

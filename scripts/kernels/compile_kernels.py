@@ -37,6 +37,8 @@ from jaxinfer.runtime.step import CompiledStep, Key
 from scripts.bench.engine import LLAMA_3_8B
 from scripts.kernels.lower_kernels import Variant, variants
 
+# Of the model whose steps are compiled.
+LAYERS = 2
 SCRATCH = Path(os.environ["PATH"].split(":")[0]).parent
 PTXAS = """#!/bin/sh
 test -f "$1" || exec "{real}" "$@"
@@ -147,14 +149,14 @@ def kernel(variant: Variant, gpu: str) -> str:
 def steps(gpu: str, kv_cache_dtype: Any, count: int) -> str:
     """All of an engine's steps; whether they write pages in place."""
     with tempfile.TemporaryDirectory() as folder:
-        config = LLAMA_3_8B | {"num_hidden_layers": 2, "model_type": "llama"}
+        config = LLAMA_3_8B | {"num_hidden_layers": LAYERS, "model_type": "llama"}
         (Path(folder) / "config.json").write_text(json.dumps(config))
         checkpoint = open_checkpoint(folder, "dummy")
     options = EngineOptions(
         load_format="dummy", dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, num_pages=2000,
         tensor_parallel_size=count,
     )  # fmt: skip
-    everything = Layers(0, config["num_hidden_layers"], config["num_hidden_layers"])
+    everything = Layers(0, LAYERS, LAYERS)
     plan = planning.make_plan(checkpoint.config, options, devices(gpu, count), everything, 0)
     compiled = CompiledStep(plan)
     copied = 0
@@ -163,6 +165,7 @@ def steps(gpu: str, kv_cache_dtype: Any, count: int) -> str:
             for shape in plan.limits.shapes():
                 layers, *_ = compiled.compile_parts(Key(shape, SamplerShape()))
                 memory = layers.memory_analysis()
+                assert memory
                 array = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.pages))
                 in_place = memory.alias_size_in_bytes >= plan.kv_bytes
                 copied += not in_place or memory.temp_size_in_bytes >= array
@@ -177,7 +180,7 @@ def main() -> int:
     """Print both tables."""
     install_ptxas()
     # A GPU that is not there has no memory to ask about.
-    planning._memory = lambda *_: (2**36, 2**36)  # type: ignore[assignment]
+    planning._memory = lambda *_: (2**36, 2**36)
     print(f"| jax {jax.__version__}: steps | {' | '.join(GPUS)} |")
     print("|---|" + "---|" * len(GPUS))
     failed = 0

@@ -69,8 +69,8 @@ class Maker:
             show_claims(claims)
         if len(lacking) == len(wanted):
             raise next(iter(lacking.values()))
-        for part, error in lacking.items():
-            print(f"\n{part} was left out: {error}")
+        for part, why in lacking.items():
+            print(f"\n{part} was left out: {why}")
 
     def made_by(self, part: str) -> str:
         """The command that makes a part, as ``targets.csv`` has it."""
@@ -105,7 +105,7 @@ class Maker:
         self._notes.write_text(json.dumps(notes, indent=1), encoding="utf-8")
 
     def _write(self, part: str, made: Part) -> list[Path]:
-        files = []
+        files = [self.out / name for name in made.files]
         for name, rows in {part: made.rows, **made.beside}.items():
             if rows:
                 files.append(self.out / f"{name}.csv")

@@ -34,12 +34,14 @@ class Part:
         claims: a paper's beside ours.
         pictures: by their file's name without ``.png``.
         beside: more tables, by their file's name without ``.csv``.
+        files: others that it has written into ``--out``.
     """
 
     rows: Sequence[Row] = ()
     claims: Sequence[Target] = ()
     pictures: Mapping[str, Figure] = field(default_factory=dict)
     beside: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    files: Collection[str] = ()
 
 
 @dataclass(frozen=True)

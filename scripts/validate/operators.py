@@ -27,8 +27,7 @@ from jaxinfer.serving.world import StepDone
 from jaxinfer.simulate.run import prepare, simulate
 from jaxinfer.steps.shapes import StepLimits
 from jaxinfer.workload.lengths import BenchRequest
-from scripts.reproduce.results import show_table, write_csv
-from scripts.tables import CONFIGS
+from scripts.tables import CONFIGS, show_table, write_csv
 
 RUN_FILE = str(CONFIGS / "cpu" / "operators.yaml")
 DEGREES, POLICIES = (1, 2), ("mixed", "prefill_first")

@@ -18,7 +18,7 @@ import click
 import yaml
 
 from jaxinfer.simulate.curve import Curve
-from jaxinfer.simulate.tables import FIRST, LAST, PER_SEQUENCE
+from jaxinfer.simulate.table_files import FIRST, LAST, PER_SEQUENCE
 
 DENSE = {
     "layernorm": "input_layernorm", "qkv_proj": "attn_pre_proj", "rotary_emb": "attn_rope",

@@ -1,17 +1,13 @@
 """Aladdin beside the shortest queue in real runs: requests in time, and seconds of workers by role.
 
-    jaxinfer compare configs/cpu/aladdin.yaml LEAST_LOADED.yaml --out FOLDER
-    python -m scripts.reproduce.aladdin.cpu FOLDER --out DIR
-
-LEAST_LOADED.yaml: the first file with ``system: least_loaded``.
+The runs are those of ``jaxinfer compare configs/cpu/aladdin.yaml LEAST_LOADED.yaml --out FOLDER``,
+where LEAST_LOADED.yaml is the first file with ``system: least_loaded``.
 """
 
 from pathlib import Path
 
-import click
-
 from jaxinfer.report.records import RunRecord, read_run
-from scripts.tables import Row, show_table, write_csv
+from scripts.tables import Row
 
 TTFT_S, ATGT_S = 3.0, 0.4
 
@@ -54,20 +50,10 @@ def roles(run: RunRecord) -> list[Row]:
     return rows
 
 
-@click.command()
-@click.argument("folder", type=click.Path(exists=True, path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path))
-def main(folder: Path, out: Path) -> None:
-    """Print both tables of FOLDER, and write them."""
+def both(folder: Path) -> tuple[list[Row], list[Row]]:
+    """A row for each system, and for each of Aladdin's workers."""
     runs = {
         name: read_run(folder / "runs" / file / "1", name)
         for name, file in (("Aladdin", "aladdin"), ("shortest queue", "least_loaded"))
     }
-    systems = [row_of(name, run) for name, run in runs.items()]
-    for name, rows in (("real", systems), ("real_roles", roles(runs["Aladdin"]))):
-        show_table(rows)
-        write_csv(out / f"{name}.csv", rows)
-
-
-if __name__ == "__main__":
-    main()
+    return [row_of(name, run) for name, run in runs.items()], roles(runs["Aladdin"])

@@ -72,12 +72,21 @@ class Search:
 
     Args:
         tables: of operators, unless a way's settings leave them out.
-        kept: the file.
+        folder: for the files.
+        code: a digest of all that counts besides the requests.
+        name: the file's.
     """
 
-    def __init__(self, trace: Work, tables: Path, kept: Path) -> None:
-        self.trace, self.tables, self._kept = trace, tables, Kept(kept)
+    def __init__(
+        self, trace: Work, tables: Path, folder: Path, code: str, name: str = "simulated"
+    ) -> None:
+        self.trace, self.tables, self.folder, self.code = trace, tables, folder, code
+        self._kept = Kept(folder / f"{name}.jsonl", code)
         self._data = key_of(repr(trace), contents(str(tables)))
+
+    def of(self, trace: Work, name: str) -> "Search":
+        """One of other requests, or with a file of its own."""
+        return Search(trace, self.tables, self.folder, self.code, name)
 
     def keeps(self, way: Way, workers: int, rate: float, level: float, seed: int) -> bool:
         """Whether so many keep both targets for that share of the requests."""

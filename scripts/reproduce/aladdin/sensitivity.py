@@ -4,7 +4,6 @@ decodes alone, all requests, theta's seed, other workers, the rate on four GPUs,
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -77,12 +76,12 @@ def decodes_alone(search: Search, ours: Way) -> tuple[list[Row], list[Target]]:
     return rows, [_fewer(claim, 60, found, theirs)]
 
 
-def all_requests(search: Search, out: Path, ours: Way) -> tuple[list[Row], list[Target]]:
+def all_requests(search: Search, ours: Way) -> tuple[list[Row], list[Target]]:
     """P100: the fewest workers for all requests, and for all but the shortest answers."""
     rows: list[Row] = []
     for least in (1, 10):
         trace = [item for item in search.trace if item.max_tokens >= least]
-        part = Search(trace, search.tables, out / f"answers_of_{least}.jsonl")
+        part = search.of(trace, f"answers_of_{least}")
         for way in (JSQ, ours):
             found = part.fewest(way, RATE, 1.0, SEED, 20)
             rows.append({"answers of at least (tokens)": least, "system": way.name,
@@ -150,21 +149,29 @@ def rate_of(model: str, gpu: str, gpus: int, atgt_s: float, search: Search) -> f
     return float(f"{8 * gpus * most.least / mean.output:.2g}")
 
 
-def on_four(search: Search, ways: Mapping[str, Way], out: Path) -> tuple[list[Row], list[Target]]:
+def on_four(search: Search, ways: Mapping[str, Way]) -> list[Row]:
     """Figures 9 and 10: what four workers attain, and P99 of the mean gap, over the rate."""
-    rows = kept(out / "four.csv", lambda: [
-        _attained(search, name, way, rate) for rate in RATES for name, way in ways.items()
-    ])  # fmt: skip
+    return [_attained(search, name, way, rate) for rate in RATES for name, way in ways.items()]
+
+
+def draw_four(rows: Sequence[Row]) -> Figure:
+    """Both over the rate, by system."""
+    names = dict.fromkeys(row["system"] for row in rows)
     figure = Figure((9, 3.4), layout="constrained")
     for axes, y in zip(figure.subplots(1, 2), ("attainment (%)", "P99 gap (ms)"), strict=True):
-        for name in ways:
+        for name in names:
             own = [row for row in rows if row["system"] == name]
             axes.plot([r["requests/s"] for r in own], [r[y] for r in own], marker="o", label=name)
         axes.set(xlabel="requests/s on four A100s", ylabel=y)
         axes.grid(alpha=0.3)
     axes.axhline(1000 * JSQ.slo["tpot"], color="grey", ls=":")
     axes.legend()
-    save_picture(figure, out / "four.png")
+    return figure
+
+
+def of_four(rows: Sequence[Row]) -> list[Target]:
+    """Claims of Figures 9 and 10."""
+    ways = dict.fromkeys(row["system"] for row in rows)
     best = {name: max((row["requests/s"] for row in rows if row["system"] == name
                        and row["attainment (%)"] >= 100 * LEVEL), default=0.0)
             for name in ways}  # fmt: skip
@@ -190,7 +197,7 @@ def on_four(search: Search, ways: Mapping[str, Way], out: Path) -> tuple[list[Ro
     says = f"{low[-1]} for {max(low[:-1])} ms, {high[-1]} for {min(high[:-1])} ms"
     targets.append(holds(claim, "longer at low rates, shorter at high ones", says, met,
                          f"so at {RATES[0]:g} and {RATES[-1]:g}/s", "calibrated"))  # fmt: skip
-    return rows, targets
+    return targets
 
 
 def _attained(search: Search, name: str, way: Way, rate: float) -> Row:
@@ -205,9 +212,9 @@ def _attained(search: Search, name: str, way: Way, rate: float) -> Row:
     }  # fmt: skip
 
 
-def off_seconds(out: Path) -> tuple[list[Row], list[Target]]:
+def off_seconds() -> tuple[list[Row], list[Target]]:
     """GPU-seconds of a run file with workers that are off until somebody waits, by its patience."""
-    rows = kept(out / "off.csv", _off_seconds)
+    rows = _off_seconds()
     best, most = rows[1], rows[-1]
     share = round(100 * (1 - best["GPU-seconds on"] / most["GPU-seconds on"]))
     claim = "workers that are off: fewer GPU-seconds than eight that are always on"

@@ -5,6 +5,7 @@ as many KV heads as heads; decodes of 8 heads at the batch that has as many head
 head reads its own entries.
 """
 
+import shutil
 from pathlib import Path
 
 from scripts.reproduce.vidur_search.tables import decode, prefill
@@ -14,18 +15,16 @@ NAME, HEADS, MEASURED = "meta-llama/Llama-2-7b-hf", 32, 8
 DEGREES = (1, 2, 4)
 
 
-def make_tables(profiles: Path, out: Path) -> Path:
-    """A folder of tables for 1, 2 and 4 GPUs, made unless it is there.
+def make_tables(vidur: Path, own: Path, out: Path) -> Path:
+    """A new folder of tables for 1, 2 and 4 GPUs.
 
     Args:
-        profiles: with ``vidur`` and ``aiconfigurator``.
+        vidur, own: profiles of microsoft/vidur and of aiconfigurator.
     """
     folder = out / "llama-2-7b_a100"
-    if folder.is_dir():
-        return folder
-    mlp = profiles / "vidur" / "compute" / "a100" / NAME / "mlp.csv.gz"
-    network = profiles / "vidur" / "network" / "a100_pairwise_nvlink" / "all_reduce.csv.gz"
-    own = profiles / "aiconfigurator"
+    shutil.rmtree(folder, ignore_errors=True)
+    mlp = vidur / "compute" / "a100" / NAME / "mlp.csv.gz"
+    network = vidur / "network" / "a100_pairwise_nvlink" / "all_reduce.csv.gz"
     eight, _ = decode(own / "a100_sxm_generation_attention_perf.csv.gz", MEASURED, MEASURED)
     for tp in DEGREES:
         each = HEADS // tp

@@ -32,9 +32,11 @@ REQUESTS, MOST = 500, 10
 KINDS = ("large", "middle", "small")
 
 
-def cheapest(work: Work, out: Path, seeds: Sequence[int]) -> tuple[list[Row], list[Target]]:
+def cheapest(
+    work: Work, out: Path, seeds: Sequence[int], simulated: Kept
+) -> tuple[list[Row], list[Target]]:
     """By level of the targets, dollars of each kind alone and of the cheapest mix."""
-    rows = kept(out / "unlike.csv", lambda: _cheapest_of_all(work, out, seeds))
+    rows = _cheapest_of_all(work, out, seeds, simulated)
     mixes = [row["mix ($/h)"] for row in rows]
     alone = [min(_usd(row[f"{name} ($/h)"]) for name in KINDS) for row in rows]
     pairs = list(zip(mixes, alone, strict=True))
@@ -45,8 +47,8 @@ def cheapest(work: Work, out: Path, seeds: Sequence[int]) -> tuple[list[Row], li
     return rows, [agrees(claim, says, met, "never dearer")]
 
 
-def _cheapest_of_all(work: Work, out: Path, seeds: Sequence[int]) -> list[Row]:
-    simulated, rows = Kept(out / "unlike.jsonl"), []
+def _cheapest_of_all(work: Work, out: Path, seeds: Sequence[int], simulated: Kept) -> list[Row]:
+    rows = []
     data = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     kinds = {name: each["group"] for name, each in data["instances"].items()}
     choices = [[name] for name in kinds] + [list(kinds)]
@@ -86,10 +88,10 @@ def _cheapest(path: Path, label: str, slo: tuple[float, float], work: Work, simu
 
 
 def small_cases(
-    work: Work, level: tuple[float, float], count: int, out: Path
+    work: Work, level: tuple[float, float], count: int
 ) -> tuple[list[Row], list[Target]]:
     """Four workers of three kinds and eight long requests of the trace: dollars above the least."""
-    rows = kept(out / f"packing_{level[0]:g}_s.csv", lambda: _small_cases(work, level, count))
+    rows = _small_cases(work, level, count)
     ours, first = (row["mean above (%)"] for row in rows)
     claim = f"eight requests, four unlike workers, {level[0]:g} s: dollars above the best packing"
     says = f"{ours} % ({first} % by first fit)"

@@ -1,4 +1,4 @@
-"""The planner ``any_system`` beside fixed systems, and where each way to share a pair begins to pay."""
+"""``any_system`` beside fixed systems, and where each way to share a pair begins to pay."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor

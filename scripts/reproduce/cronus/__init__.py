@@ -59,7 +59,7 @@ def calibration(inputs: Inputs) -> Part:
     found = yaml.safe_dump(calibrate(requests(inputs)), sort_keys=False)
     path = inputs.out / CALIBRATION.name
     path.write_text(HEADING + found, encoding="utf-8")
-    return Part([{"file": str(path)}])
+    return Part([{"file": path.name}], files=[path.name])
 
 
 REPRODUCTION = Reproduction(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from scipy.optimize import brentq
@@ -17,6 +18,8 @@ from scripts.reproduce.cronus.cases import (
     throughput,
 )
 from scripts.reproduce.reproduction import Work
+
+Costs = tuple[tuple[str, float], ...]
 
 
 def solve(figure: Callable[[float], float], target: float, low: float, high: float) -> float:
@@ -39,13 +42,14 @@ def mean_capacity(model: str, column: int, approach: str) -> float:
 def calibrate(work: Work) -> dict[str, Any]:
     """All numbers, from the disaggregated rows and Table 3; the hop from one cell of PP."""
     prompts = [replace(item, max_tokens=1) for item in work]
+
+    def prefills(model: str, flops: float) -> float:
+        return throughput(_prefill_only(model, flops), prompts)
+
     high_flops = {
-        model: solve(
-            lambda x, m=model: throughput(_prefill_only(m, x), prompts),
-            mean_capacity(model, 0, "Disagg. H-L"), 0.2, 1.0,
-        )
+        model: solve(partial(prefills, model), mean_capacity(model, 0, "Disagg. H-L"), 0.2, 1.0)
         for model in MODELS
-    }  # fmt: skip
+    }
     bandwidth, sequence_s = _engine(work)
     engine = (("bandwidth", bandwidth), ("sequence_s", sequence_s))
     costs: dict[str, Any] = {"engine": dict(engine), "high": {}, "low": {}}
@@ -53,26 +57,26 @@ def calibrate(work: Work) -> dict[str, Any]:
         costs["high"][model] = {"flops": high_flops[model]}
     for setup, (low, model) in SETUPS.items():
         high = (*engine, ("groups.high.flops", high_flops[model]))
-        flops = solve(
-            lambda x, s=setup, h=high: throughput(
-                Case(s, "disaggregated_low_high", (*h, ("groups.low.flops", x))), work
-            ),
-            paper("Disagg. L-H", setup), 0.2, 1.0,
-        )  # fmt: skip
-        reserve = solve(
-            lambda x, s=setup, h=(*high, ("groups.low.flops", flops)): throughput(
-                Case(s, "disaggregated_high_low", (*h, ("groups.low.reserve_gb", x))), work
-            ),
-            paper("Disagg. H-L", setup), 0.0, _largest_reserve(low, model),
-        )  # fmt: skip
+        at = partial(_with, setup, work)
+        figure = partial(at, "disaggregated_low_high", high, "groups.low.flops")
+        flops = solve(figure, paper("Disagg. L-H", setup), 0.2, 1.0)
+        known = (*high, ("groups.low.flops", flops))
+        figure = partial(at, "disaggregated_high_low", known, "groups.low.reserve_gb")
+        most = _largest_reserve(low, model)
+        reserve = solve(figure, paper("Disagg. H-L", setup), 0.0, most)
         costs["low"].setdefault(low, {})[model] = {"flops": flops, "reserve_gb": reserve}
     first = next(iter(SETUPS))
-    known = numbers(costs, first)
+    fitted = numbers(costs, first)
     costs["hop_s"] = solve(
-        lambda x: throughput(Case(first, "pipeline_parallel", (*known, ("hop_s", x))), work),
+        lambda x: throughput(Case(first, "pipeline_parallel", (*fitted, ("hop_s", x))), work),
         paper("PP+Chunked", first), 0.0, 0.5,
     )  # fmt: skip
     return costs
+
+
+def _with(setup: str, work: Work, system: str, costs: Costs, name: str, value: float) -> float:
+    """Requests per second with one more cost."""
+    return throughput(Case(setup, system, (*costs, (name, value))), work)
 
 
 def _largest_reserve(low: str, model: str) -> float:

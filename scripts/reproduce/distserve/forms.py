@@ -99,7 +99,7 @@ def queueing() -> tuple[list[Row], list[Target]]:
 def transfers(trace: Sequence[BenchRequest]) -> tuple[list[Row], list[Target]]:
     """OPT-175B over nodes of 25 Gb/s: segments side by side, and shifted by one node."""
     work = with_arrivals(turns(trace, 0.02, 300), Arrivals(kind="poisson", rate=2.6))
-    rows = []
+    rows: list[Row] = []
     for name, nodes in (("side by side", "123"), ("shifted by a node", "231")):
         settings = [f"simulate.groups.d{i}.node=node{node}" for i, node in enumerate(nodes)]
         config = load_run_file(FOLDER / "opt_175b.yaml", settings)

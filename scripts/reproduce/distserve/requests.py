@@ -64,17 +64,18 @@ def parity(data: Data, requests: Path) -> tuple[list[Row], list[Target]]:
         low = costs["distserve", (2, 1)], costs["distserve", (1, 1)]
         theirs = reference.disaggregated(work, *low)
         alone = table_2_requests(requests, int(100 * rate), rate)
-        row = {
+        row: Row = {
             "per GPU": rate,
             "Table 2": TABLE_2["DistServe-Low"][column],
             "reference": round(attained(theirs), 1),
             "ours": round(attained(ours), 1),
             "vLLM: Table 2": TABLE_2["vLLM"][column],
         }
-        for name, kernels, shape in (
+        ways: Sequence[tuple[str, Kernels, Shape]] = (
             ("vLLM: reference", "vllm", (1, 1)), ("vLLM: ours", "vllm", (1, 1)),
             ("equal kernels", "distserve", (1, 1)), ("equal, TP2", "distserve", (2, 1)),
-        ):  # fmt: skip
+        )  # fmt: skip
+        for name, kernels, shape in ways:
             spread = _faster(alone, shape[0])
             cluster = colocated("opt-13b", shape, kernels=kernels)
             if name.endswith("reference"):
@@ -133,9 +134,9 @@ def measured(data: Data, requests: Path) -> tuple[list[Row], list[Target]]:
     real_row, our_row = rows
     for what, share in (("TTFT mean (ms)", 0.1), ("TPOT mean (ms)", 0.1)):
         claim = f"measured requests at 3 per GPU: {what}"
-        targets.append(by_share(claim, real_row[what], our_row[what], share))  # type: ignore[arg-type]
+        targets.append(by_share(claim, real_row[what], our_row[what], share))
     claim, what = "measured requests at 3 per GPU: meet both (%)", "meet both (%)"
-    targets.append(by_amount(claim, real_row[what], our_row[what], 2, "points"))  # type: ignore[arg-type]
+    targets.append(by_amount(claim, real_row[what], our_row[what], 2, "points"))
     return rows, targets
 
 

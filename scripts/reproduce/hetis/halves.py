@@ -89,7 +89,7 @@ class Stage:
     def layer(self, sequences: int, entries: float, share: float) -> tuple[float, float]:
         """Likewise, of one layer in the midst of a step."""
         whole, half = (self.work(sequences // n, entries, share) for n in (1, 2))
-        (spread,) = self.instance.cost.parts
+        (spread,) = self.instance.cost.parts  # type: ignore[attr-defined]
         times = spread.layer(half)
         return as_a_whole(1, spread.layer(whole)), in_turn(2, times, times) - in_turn(
             1, times, times

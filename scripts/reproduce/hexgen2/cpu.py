@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.llm import LLM
+from jaxinfer.plan.placement.capacity import Role
 from jaxinfer.plan.placement.certify import Certified
 from jaxinfer.plan.placement.flow import Network, shared_flow
 from jaxinfer.plan.placement.moves import as_plan
@@ -29,7 +30,8 @@ from jaxinfer.runtime.devices import count_cpu_devices
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest, read_workload, synthetic_tokens
 from scripts.reproduce.claims import Target, agrees, by_share
-from scripts.reproduce.hexgen2.plan_cpu import PLAN, real
+from scripts.reproduce.hexgen2.plan_cpu import PLAN
+from scripts.reproduce.hexgen2.plan_cpu import real as on_cpu
 from scripts.reproduce.hexgen2.runs import planner_of, requests_s
 from scripts.tables import Row
 
@@ -37,7 +39,7 @@ from scripts.tables import Row
 FILES = {"both": "bursts", "prompts": "prefill_heavy", "answers": "one_burst"}
 # Where the plan has unlike groups for the two roles.
 SWAPPED = ("prompts", "answers")
-OTHER = {"prefill": "decode", "decode": "prefill"}
+OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
 # Of a run, about; each length of the file comes twice at least.
 SECONDS, TIMES = 170.0, 2
 
@@ -68,7 +70,7 @@ class Case:
     @property
     def config(self) -> RunFile:
         """On emulated groups of the CPU."""
-        return as_run_file(real(self.part, self.problem.run_file(self.part)))
+        return as_run_file(on_cpu(self.part, self.problem.run_file(self.part)))
 
     def simulated(self) -> float:
         """Requests per second by the costs that were planned with."""
@@ -88,9 +90,9 @@ def cases() -> dict[str, Case]:
         if name in SWAPPED:
             network = Network(capacity.site, capacity.layer_bytes)
             scorer = Scorer(capacity, network, shared_flow, Effort(1, 1))
-            plan = as_plan((group, OTHER[role]) for group, role in plans[name].plan)
+            swapped = as_plan((group, OTHER[role]) for group, role in plans[name].plan)
             plans[f"{name}, swapped"] = replace(
-                plans[name], plan=plan, groups=scorer.placed(plan), flow=scorer.flow(plan)
+                plans[name], plan=swapped, groups=scorer.placed(swapped), flow=scorer.flow(swapped)
             )
         for called, plan in plans.items():
             part = dict(planner.candidate(problem, plan).part)

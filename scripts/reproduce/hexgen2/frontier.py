@@ -17,10 +17,11 @@ import click
 from matplotlib.figure import Figure
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.plan.placement.capacity import Modelled
 from jaxinfer.plan.placement.certify import counts_by_kind
 from jaxinfer.plan.placement.programs import Mix, best_mix, configurations
 from jaxinfer.plan.planners.hexgen2 import HexGen2
-from jaxinfer.plan.problem import load_problem
+from jaxinfer.plan.problem import Problem, load_problem
 from jaxinfer.plan.registry import make_planner
 from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.plots import COLOURS
@@ -70,15 +71,16 @@ class Asked:
     """
 
     def __init__(self, plan_file: str, settings: Sequence[str]) -> None:
-        self.problem = load_problem(plan_file, settings)
+        self.problem: Problem = load_problem(plan_file, settings)
         planner = make_planner(self.problem.planner)
         if not isinstance(planner, HexGen2):
             raise JaxinferError(f"{plan_file}: planner.name must be hexgen2")
-        self.planner, self.capacity = planner, planner.capacity(self.problem)
+        self.planner: HexGen2 = planner
+        self.capacity: Modelled = planner.capacity(self.problem)
         given = {name: value for name, value in self.problem.planner.items() if name != "name"}
-        self.most_gpus = HexGen2.Options.model_validate(given).most_gpus
+        self.most_gpus: int | None = HexGen2.Options.model_validate(given).most_gpus
         try:
-            self.usd = self.capacity.site.usd_by_kind
+            self.usd: Sequence[float] = self.capacity.site.usd_by_kind
         except JaxinferError as error:
             raise JaxinferError(f"{plan_file}: {error}") from None
 

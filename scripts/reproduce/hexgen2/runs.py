@@ -201,7 +201,7 @@ class Planned:
 
     problem: Problem
     flow: float
-    part: dict[str, Any]
+    part: Mapping[str, Any]
     words: str
     bound: float | None = None
 

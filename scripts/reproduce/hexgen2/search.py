@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import fmean
 
 from matplotlib.figure import Figure
@@ -43,6 +44,18 @@ def _guided(scorer: Scorer, plans: list[Plan], most: int) -> float:
     return guided(scorer, plans, most).flow
 
 
+def _random(scorer: Scorer, plans: list[Plan], most: int, seed: int) -> float:
+    return random_swaps(scorer, plans, most, seed).flow
+
+
+def _genetic(scorer: Scorer, plans: list[Plan], most: int, seed: int) -> float:
+    return genetic(scorer, plans, most, seed).flow
+
+
+def _restarts(scorer: Scorer, plans: list[Plan], most: int, seed: int) -> float:
+    return refine(scorer, plans, most, 10, seed).flow
+
+
 def methods(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]:
     """Setting 1: requests per second by method, all from the same partitions but ours."""
     cluster, rows, ratios = clusters.setting("heterogeneous_1"), list[Row](), []
@@ -51,15 +64,9 @@ def methods(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]:
         by_guide = one(cluster, work, _guided)
         drawn: dict[str, list[float]] = {"random": [], "genetic": [], "restarts": []}
         for seed in SEEDS:
-            drawn["random"].append(
-                one(cluster, work, lambda s, p, m, n=seed: random_swaps(s, p, m, n).flow)
-            )
-            drawn["genetic"].append(
-                one(cluster, work, lambda s, p, m, n=seed: genetic(s, p, m, n).flow)
-            )
-            drawn["restarts"].append(
-                one(cluster, work, lambda s, p, m, n=seed: refine(s, p, m, 10, n).flow)
-            )
+            for method in (_random, _genetic, _restarts):
+                flow = one(cluster, work, partial(method, seed=seed))
+                drawn[method.__name__.removeprefix("_")].append(flow)
         problem = cluster.problem(work)
         ours = planner_of(problem).certified(problem)
         mean = {what: fmean(flows) for what, flows in drawn.items()}

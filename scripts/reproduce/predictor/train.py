@@ -1,33 +1,19 @@
-"""A predictor of answers' lengths, trained on a model's own answers.
+"""A predictor of answers' lengths, trained on a model's own answers."""
 
-    python -m scripts.reproduce.predictor.train lines PROMPTS --out LINES
-    jaxinfer run RUN_FILE --input LINES --output ANSWERS
-    python -m scripts.reproduce.predictor.train train RUN_FILE LINES ANSWERS --out DIR
-    python -m scripts.reproduce.predictor.train runs MODELLED_RUN_FILE DIR
-
-PROMPTS: JSONL, or that gzipped, of ``prompt`` and ``source``. The second command may be killed and
-given again. DIR gets the classifier, ``accuracy.csv`` and a trace; the last command simulates that,
-with and without the classifier.
-"""
-
-import csv
-import gzip
 import json
 import random
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 
 from jaxinfer import LLM
-from jaxinfer.config.run_file import Workload, load_run_file
+from jaxinfer.config.run_file import load_run_file
+from jaxinfer.config.workload import Workload
 from jaxinfer.predict.classifier import Training, classify, train
 from jaxinfer.predict.evaluate import (
     held_out,
@@ -51,53 +37,13 @@ from jaxinfer.simulate.run import simulate
 from jaxinfer.text.tokenizer import load_tokenizer
 from jaxinfer.workload.lengths import read_workload
 from scripts.reproduce.claims import Target, agrees
+from scripts.tables import Row
 
 CLASSIFIER = "jaxinfer.predict.length_classifier:LengthClassifier"
 BASELINES = {"majority": "majority class", "table": "table by prompt length"}
 FOLDS, LENGTH_ROWS, SEED = 5, 4, 0
-
-
-@click.group()
-def main() -> None:
-    """Choose prompts; train on their answers."""
-
-
-@main.command()
-@click.argument("prompts", type=click.Path(path_type=Path, exists=True))
-@click.option("--out", required=True, type=click.Path(path_type=Path))
-@click.option("--most-characters", default=300, help="Of a prompt.")
-@click.option("--of-each", default=360, help="Prompts of each kind of source.")
-@click.option("--cap", default=128, help="Tokens of an answer, at most.")
-def lines(prompts: Path, out: Path, most_characters: int, of_each: int, cap: int) -> None:
-    """Lines of a batch: prompts without doubles, one of each kind of source in turn.
-
-    A source's kind is its first word. Whatever part of the answers is there, from the first line
-    on, is of all kinds alike.
-    """
-    opened = gzip.open if prompts.suffix == ".gz" else open
-    with opened(prompts, "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    random.Random(SEED).shuffle(rows)
-    by_kind = defaultdict(dict)
-    for row in rows:
-        text = row["prompt"].strip()
-        if len(text) <= most_characters:
-            by_kind[row["source"].split()[0]].setdefault(text)
-    turns = zip_longest(*([*by_kind[kind]][:of_each] for kind in sorted(by_kind)))
-    with out.open("w", encoding="utf-8") as file:
-        for turn in turns:
-            for kind, text in zip(sorted(by_kind), turn, strict=True):
-                if text is not None:
-                    file.write(json.dumps(_line(kind, text, cap)) + "\n")
-
-
-def _line(kind: str, text: str, cap: int) -> dict[str, object]:
-    return {
-        "messages": [{"role": "user", "content": text}],
-        "max_completion_tokens": cap,
-        "temperature": 0,
-        "metadata": {"source": kind},
-    }
+GRANULARITIES = (32, 64)
+CLASSIFIER_FILE, TRACE_FILE = "classifier.safetensors", "trace.jsonl"
 
 
 @dataclass(frozen=True)
@@ -172,9 +118,7 @@ def predictors(
     return found
 
 
-def evaluate(
-    examples: Examples, about: About, states_ND: np.ndarray | None
-) -> list[dict[str, object]]:
+def evaluate(examples: Examples, about: About, states_ND: np.ndarray | None) -> list[Row]:
     """A row for each predictor, beside what it has to beat, on the same examples."""
     buckets = about.buckets
     length_N = np.asarray(examples.lengths)
@@ -189,7 +133,7 @@ def evaluate(
         right_N = predicted_N == class_N
         low, high = wilson(int(right_N.sum()), count)
         lower_N = np.asarray([buckets.bounds(int(each))[0] for each in predicted_N])
-        row: dict[str, object] = {"granularity": about.granularity, "predictor": name}
+        row: Row = {"granularity": about.granularity, "predictor": name}
         row |= {"accuracy": right_N.mean(), "low": low, "high": high}
         for base in ("majority", "table"):
             base_N = found[BASELINES[base]] == class_N
@@ -202,37 +146,25 @@ def evaluate(
     return rows
 
 
-@main.command("train")
-@click.argument("run_file", type=click.Path(path_type=Path, exists=True))
-@click.argument("lines", type=click.Path(path_type=Path, exists=True))
-@click.argument("answers", type=click.Path(path_type=Path, exists=True))
-@click.option("--out", required=True, type=click.Path(path_type=Path))
-@click.option("--granularity", multiple=True, default=(32, 64), help="The first is saved.")
-@click.option("--probe/--no-probe", default=True, help="Run the model for its hidden states.")
-def train_command(
-    run_file: Path,
-    lines: Path,
-    answers: Path,
-    out: Path,
-    granularity: tuple[int, ...],
-    probe: bool,
-) -> None:
-    """Evaluate on prompts not trained on (five folds), and save the classifier."""
+def accuracy(run_file: Path, examples: Examples, out: Path) -> tuple[list[Row], list[Target]]:
+    """Accuracy on prompts not trained on (five folds); saves the classifier of the first size.
+
+    Args:
+        out: gets the classifier, a trace of what it has not seen, and hidden states.
+    """
     model = load_run_file(run_file).require_model()
-    examples = read_examples(lines, answers, model)
-    out.mkdir(parents=True, exist_ok=True)
-    states_ND = _states(run_file, examples, out / "states.npy") if probe else None
+    states_ND = _states(run_file, examples, out / "states.npy")
     vocab_size = open_checkpoint(model).config.vocab_size
-    rows = []
-    for size in granularity:
+    rows: list[Row] = []
+    for size in GRANULARITIES:
         about = About(model=model, vocab_size=vocab_size, granularity=size, cap=examples.cap)
         rows += evaluate(examples, about, states_ND)
-    _write(rows, out / "accuracy.csv")
     learned = [row for row in rows if not row["predictor"].startswith(("majority", "table"))]
-    write_targets(out / "targets.csv", Path(__file__).name, [*map(_target, learned)])
-    _print(rows, examples, LengthBuckets(granularity[0], examples.cap))
-    about = About(model=model, vocab_size=vocab_size, granularity=granularity[0], cap=examples.cap)
+    first = GRANULARITIES[0]
+    _tell(examples, LengthBuckets(first, examples.cap))
+    about = About(model=model, vocab_size=vocab_size, granularity=first, cap=examples.cap)
     _save(examples, about, out)
+    return [_rounded(row) for row in rows], [*map(_target, learned)]
 
 
 def _states(run_file: Path, examples: Examples, kept: Path) -> np.ndarray:
@@ -243,17 +175,11 @@ def _states(run_file: Path, examples: Examples, kept: Path) -> np.ndarray:
     return states_ND
 
 
-def _write(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        for row in rows:
-            writer.writerow(
-                {k: round(float(v), 4) if isinstance(v, float) else v for k, v in row.items()}
-            )
+def _rounded(row: Row) -> Row:
+    return {k: round(float(v), 4) if isinstance(v, float) else v for k, v in row.items()}
 
 
-def _target(row: Mapping[str, Any]) -> Target:
+def _target(row: Row) -> Target:
     """Whether the interval of what it gains over both baselines is above 0."""
     gains = [row[f"over {base}, low"] for base in BASELINES]
     claim = f"{row['predictor']} beats both baselines, granularity {row['granularity']}"
@@ -261,32 +187,20 @@ def _target(row: Mapping[str, Any]) -> Target:
     return agrees(claim, ours, met, "bootstrap interval of 95 % of the gain above 0")
 
 
-def _print(rows: Sequence[dict[str, Any]], examples: Examples, buckets: LengthBuckets) -> None:
+def _tell(examples: Examples, buckets: LengthBuckets) -> None:
     shares = np.bincount([buckets.of(n) for n in examples.lengths], minlength=buckets.count)
     print(f"{len(examples.lengths)} answers; of each class of {buckets.granularity}: {shares}")
     quantiles = np.quantile(examples.lengths, [0.05, 0.25, 0.5, 0.75]).round()
     print(f"lengths at 5, 25, 50, 75 %: {quantiles}\n")
-    sources = sorted(set(examples.sources))
-    gains = [f"over {BASELINES[base]}" for base in BASELINES]
-    head = ["granularity", "predictor", "accuracy", *gains, "mean error of lower end", *sources]
-    print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
-    for row in rows:
-        cells = [str(row["granularity"]), row["predictor"]]
-        cells.append(f"{row['accuracy']:.1%} ({row['low']:.1%} to {row['high']:.1%})")
-        for base in BASELINES:
-            less, more = (100 * row[f"over {base}, {end}"] for end in ("low", "high"))
-            cells.append(f"{less:+.0f} to {more:+.0f} points")
-        cells.append(f"{row['mean error of lower end']:.0f} tokens")
-        print("| " + " | ".join([*cells, *(f"{row[name]:.0%}" for name in sources)]) + " |")
 
 
 def _save(examples: Examples, about: About, out: Path) -> None:
     """The classifier, of two thirds, and a trace of the others, which it has not seen."""
     known = len(examples.prompts) * 2 // 3
     model = train_on_prompts(examples.prompts[:known], examples.lengths[:known], about, Training())
-    path = out / "classifier.safetensors"
+    path = out / CLASSIFIER_FILE
     save(model, about, path)
-    with (out / "trace.jsonl").open("w", encoding="utf-8") as file:
+    with (out / TRACE_FILE).open("w", encoding="utf-8") as file:
         for prompt, length in zip(examples.prompts[known:], examples.lengths[known:], strict=True):
             file.write(json.dumps({"prompt_token_ids": prompt, "max_tokens": length}) + "\n")
     predictor = LengthClassifier(LengthClassifierOptions(path=str(path)))
@@ -297,19 +211,15 @@ def _save(examples: Examples, about: About, out: Path) -> None:
     print(f"\n{path}: {path.stat().st_size / 1e3:.0f} kB, {took * 1e6:.0f} us of CPU per request")
 
 
-@main.command()
-@click.argument("run_file", type=click.Path(path_type=Path, exists=True))
-@click.argument("out", type=click.Path(path_type=Path, exists=True))
-@click.option("--draws", default=20, help="Orders in which the requests come in.")
-def runs(run_file: Path, out: Path, draws: int) -> None:
-    """Simulate a run file on what ``train`` has left in OUT, with and without predictions.
+def runs(run_file: Path, out: Path, draws: int = 20) -> list[Row]:
+    """A run file simulated on what ``accuracy`` has left, with and without predictions.
 
     Each draw has all requests there at the start, in an order of its own.
     """
-    _, about = load(out / "classifier.safetensors")
-    own = {"name": CLASSIFIER, "path": str(out / "classifier.safetensors")}
+    _, about = load(out / CLASSIFIER_FILE)
+    own = {"name": CLASSIFIER, "path": str(out / CLASSIFIER_FILE)}
     exact = {"granularity": about.granularity, "accuracy": 1.0}
-    work = read_workload(out / "trace.jsonl")
+    work = read_workload(out / TRACE_FILE)
     seconds: dict[str, list[float]] = {}
     for name, predictor in {"none": None, "classifier": own, "true bucket": exact}.items():
         config = load_run_file(run_file)
@@ -321,12 +231,11 @@ def runs(run_file: Path, out: Path, draws: int) -> None:
             for draw in range(draws)
         ]
     none_D = np.asarray(seconds["none"])
-    print("| predictor | mean time to the last token (s) | to none, paired |\n|---|---|---|")
+    rows = []
     for name, each in seconds.items():
         gain_D = np.asarray(each) / none_D - 1
         error = 1.96 * gain_D.std(ddof=1) / np.sqrt(draws)
-        print(f"| {name} | {np.mean(each):.2f} | {gain_D.mean():+.1%} -+ {error:.1%} |")
-
-
-if __name__ == "__main__":
-    main()
+        change = f"{gain_D.mean():+.1%} -+ {error:.1%}"
+        mean = round(float(np.mean(each)), 2)
+        rows.append({"predictor": name, "mean time (s)": mean, "to none, paired": change})
+    return rows

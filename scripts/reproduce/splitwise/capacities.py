@@ -207,7 +207,7 @@ def sensitivities(setting: Setting, near: Mapping[str, int]) -> Rows:
         "transfers layer by layer from 512 tokens": {"layerwise_from": 512},
         "outputs drawn with their prompts": {},
     }
-    found = {}
+    found: dict[tuple[str, str], int] = {}
     for case, changes in cases.items():
         cells = {
             (case, name): ("conv", design(name, "conv", "power", **changes)) for name in HEADLINE

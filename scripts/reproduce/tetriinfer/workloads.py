@@ -62,11 +62,11 @@ def paper_cells(found: dict[tuple[str, int], tuple[float, float, float]]) -> lis
             targets.append(by_amount(f"{claim} (%)", theirs, ours, most, "points"))
     for name in ("LPLD", "LPHD", "Mixed"):
         ttft, jct, resource = found[name, 256]
-        ours = f"TTFT {ttft:+.0f} %, JCT {jct:+.0f} %, resource time {resource:+.0f} %"
+        said = f"TTFT {ttft:+.0f} %, JCT {jct:+.0f} %, resource time {resource:+.0f} %"
         gone = ttft > -5 and jct > -20 and resource > -5
         claim = f"{name}: TTFT and resource gains of the cap of 16 are gone at 256"
         criterion = "TTFT and resource time above -5 %, JCT above -20 %"
-        targets.append(agrees(claim, ours, gone, criterion))
+        targets.append(agrees(claim, said, gone, criterion))
     return targets
 
 
