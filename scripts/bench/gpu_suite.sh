@@ -27,6 +27,7 @@ fail() {
 
 while (($#)); do
     case $1 in
+        --help) sed -n "/^# All/,/^set/{/^set/d;s/^#//;s/^ //;p}" "${BASH_SOURCE[0]}" && exit ;;
         --rehearse) rehearse=--rehearse && shift && continue ;;
         --flex) flex=--flex && shift && continue ;;
         --collect-wheels | --wheels | --trace | --out | --only | --kernels) ;;

@@ -7,9 +7,9 @@ by length. ``vllm``: its CPU build with 64 sequences. ``llamacpp``: 16 slots tha
 they end. FOLDER holds the model for transformers, and ``demo.gguf``. The time excludes loading.
 """
 
+import argparse
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -134,15 +134,20 @@ def run_llamacpp(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> f
     return time.perf_counter() - start
 
 
-def main(engine: str, model: str, dtype: str, workload: str, out: str) -> None:
+def main() -> None:
     """Run one engine and write ``wall_s``."""
-    lines = Path(workload).read_text().splitlines()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("engine", choices=RUNS)
+    for name in ("model", "dtype", "workload", "out"):
+        parser.add_argument(name)
+    given = parser.parse_args()
+    lines = Path(given.workload).read_text().splitlines()
     work = [json.loads(line) for line in lines if line.strip()]
-    wall = RUNS[engine](model, dtype, work)
-    Path(out).write_text(json.dumps({"engine": engine, "wall_s": wall}) + "\n")
+    wall = RUNS[given.engine](given.model, given.dtype, work)
+    Path(given.out).write_text(json.dumps({"engine": given.engine, "wall_s": wall}) + "\n")
 
 
 RUNS = {"hf": run_hf, "vllm": run_vllm, "llamacpp": run_llamacpp}
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

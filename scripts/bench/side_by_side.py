@@ -57,7 +57,7 @@ def export_model(folder: Path) -> None:
 
 def main() -> None:
     """Measure, print a table, write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("workload")
     parser.add_argument("out", type=Path)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

@@ -9,13 +9,10 @@ usual initial ones, so that a wrong bias, norm or window is seen in the logits.
 """
 
 import json
-import sys
 from pathlib import Path
 
+import click
 import numpy as np
-import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES = {
     "vocab_size": 131,
@@ -96,8 +93,13 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
 def main(folder: Path) -> None:
     """Write all cases."""
+    import torch
+    import transformers
+
     for name, (kind, values) in CASES.items():
         write(folder / name, kind, values if kind == "opt" else SIZES | values)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -106,6 +108,9 @@ def main(folder: Path) -> None:
 
 def write(folder: Path, kind: str, values: dict[str, object]) -> None:
     """One case."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     given = {key: value for key, value in values.items() if value is not None}
     torch.manual_seed(len(folder.name))
     config = AutoConfig.for_model(kind, **given)
@@ -131,4 +136,4 @@ def write(folder: Path, kind: str, values: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

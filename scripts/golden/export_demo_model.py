@@ -4,17 +4,19 @@ python -m scripts.golden.export_demo_model FOLDER
 """
 
 import json
-import sys
 from pathlib import Path
 
+import click
 from safetensors.numpy import save_file
 
 from jaxinfer.runtime.checkpoint import open_checkpoint
 from jaxinfer.text.tokenizer import load_tokenizer
 
 
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
 def main(folder: Path) -> None:
-    """Dequantise every tensor; the folder must not exist."""
+    """Write FOLDER, which must not exist, with every tensor dequantised."""
     folder.mkdir(parents=True)
     checkpoint = open_checkpoint("smollm2-135m-instruct")
     c = checkpoint.config
@@ -48,4 +50,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

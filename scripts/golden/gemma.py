@@ -8,12 +8,10 @@ model's window; the logits are float32's.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import click
 
 PROMPTS = [
     "The capital of France is",
@@ -25,8 +23,14 @@ PROMPTS = [
 NUM_OUTPUT = 24
 
 
+@click.command()
+@click.argument("path", metavar="GGUF", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
 def main(path: Path, out: Path) -> None:
-    """Greedy tokens, with the two best logits of each."""
+    """Write greedy tokens, with the two best logits of each."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
@@ -38,6 +42,8 @@ def main(path: Path, out: Path) -> None:
 
 def case(model: Any, tokenizer: Any, prompt: str) -> dict[str, object]:
     """One prompt's continuation."""
+    import torch
+
     ids = tokenizer(prompt)["input_ids"]
     known, steps = torch.tensor([ids]), []
     for _ in range(NUM_OUTPUT):
@@ -50,4 +56,4 @@ def case(model: Any, tokenizer: Any, prompt: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main()

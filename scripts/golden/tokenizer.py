@@ -1,6 +1,6 @@
 """Write the ids that SentencePiece itself gives, for the tests of tokenizers from GGUF files.
 
-python -m scripts.golden.tokenizer
+    python -m scripts.golden.tokenizer
 
 It needs the packages sentencepiece, protobuf and those of the demo model gemma3-270m. Gemma's
 model is put together from its GGUF file's pieces, scores and types; two tiny ones are trained here,
@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
-from sentencepiece import sentencepiece_model_pb2
+import click
 
 from jaxinfer.runtime.checkpoint import demo_files
 from jaxinfer.runtime.gguf_file import read_gguf
@@ -61,8 +60,11 @@ TEXTS = [
 ]
 
 
-def model_of(metadata: Mapping[str, Any]) -> sentencepiece.SentencePieceProcessor:
+def model_of(metadata: Mapping[str, Any]) -> Any:
     """SentencePiece's model of a GGUF file's metadata."""
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2
+
     proto = sentencepiece_model_pb2.ModelProto()
     columns = (metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores", "token_type"))
     for index, (piece, score, kind) in enumerate(zip(*columns, strict=True)):
@@ -84,6 +86,9 @@ def model_of(metadata: Mapping[str, Any]) -> sentencepiece.SentencePieceProcesso
 
 def train(vocab_size: int, prefix: bool, **options: Any) -> dict[str, Any]:
     """The metadata of a GGUF file of a model trained on ``CORPUS``."""
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2
+
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS),
@@ -145,6 +150,7 @@ def write(name: str, content: Mapping[str, Any]) -> None:
     (DATA / name).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
+@click.command()
 def main() -> None:
     """Write all three files."""
     gemma = read_gguf(*demo_files("gemma3-270m")).metadata

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["PATH"] = f"{tempfile.mkdtemp()}/bin:{os.environ['PATH']}"
 
+import click
 import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
@@ -176,7 +177,8 @@ def steps(gpu: str, kv_cache_dtype: Any, count: int) -> str:
     return f"{len(list(plan.limits.shapes()))} steps, {plan.config.kernels} attention"
 
 
-def main() -> int:
+@click.command()
+def main() -> None:
     """Print both tables."""
     install_ptxas()
     # A GPU that is not there has no memory to ask about.
@@ -195,8 +197,8 @@ def main() -> int:
         failed += sum(how.startswith("FAILED") for how in found)
         print(f"| {variant.name} | {' | '.join(found)} |", flush=True)
     print(f"\n{failed} failed", file=sys.stderr)
-    return min(failed, 1)
+    sys.exit(min(failed, 1))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

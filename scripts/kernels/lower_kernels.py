@@ -13,6 +13,7 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
+import click
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -98,7 +99,8 @@ def lower(variant: Variant, gpu: str) -> str:
     return "yes" if "triton" in text or "mosaic_gpu" in text else "without a kernel"
 
 
-def main() -> int:
+@click.command()
+def main() -> None:
     """Print the table."""
     print(f"| jax {jax.__version__} | {' | '.join(GPUS)} |")
     print("|---|" + "---|" * len(GPUS))
@@ -108,8 +110,8 @@ def main() -> int:
         failed += any(how not in ("yes", "-") for how in found)
         print(f"| {variant.name} | {' | '.join(found)} |", flush=True)
     print(f"\n{failed} failed", file=sys.stderr)
-    return min(failed, 1)
+    sys.exit(min(failed, 1))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

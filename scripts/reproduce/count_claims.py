@@ -10,6 +10,8 @@ from collections import Counter
 from pathlib import Path
 from typing import get_args
 
+import click
+
 from scripts.reproduce.claims import Kind
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -46,6 +48,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
+@click.command()
 def main() -> None:
     """Put the table in the place of the one that is there, at the file's end."""
     text = README.read_text(encoding="utf-8")

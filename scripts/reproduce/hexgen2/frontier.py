@@ -78,7 +78,7 @@ class Asked:
         self.planner: HexGen2 = planner
         self.capacity: Modelled = planner.capacity(self.problem)
         given = {name: value for name, value in self.problem.planner.items() if name != "name"}
-        self.most_gpus: int | None = HexGen2.Options.model_validate(given).most_gpus
+        self.most_gpus: int = HexGen2.Options.model_validate(given).most_gpus
         try:
             self.usd: Sequence[float] = self.capacity.site.usd_by_kind
         except JaxinferError as error:
