@@ -36,16 +36,6 @@ def best(inputs: Inputs) -> Way:
     return fewest.chosen(inputs.rows("theta_99"))[0]
 
 
-def figure3(inputs: Inputs) -> Part:
-    """Figure 3: peaks of KV entries of two workers."""
-    return Part(*single.figure_3())
-
-
-def table2(inputs: Inputs) -> Part:
-    """Table 2: times of a lone request, by the roofline."""
-    return Part(*single.table_2())
-
-
 def models(inputs: Inputs) -> Part:
     """Errors of equations 2 and 3."""
     return Part(*single.models(inputs.shared(search).tables))
@@ -117,11 +107,6 @@ def packing(inputs: Inputs) -> Part:
     return Part(rows, claims)
 
 
-def off(inputs: Inputs) -> Part:
-    """Workers that are off until somebody waits."""
-    return Part(*sensitivity.off_seconds())
-
-
 def four(inputs: Inputs) -> Part:
     """Figures 9 and 10: four A100s, over the rate."""
     ways = {"shortest queue": JSQ, "power of two": TWO, "Aladdin": best(inputs)}
@@ -173,8 +158,8 @@ REPRODUCTION = Reproduction(
         "file with `system: least_loaded`",
     },
     parts={
-        "figure3": figure3,
-        "table2": table2,
+        "figure3": single.figure_3,
+        "table2": single.table_2,
         "models": models,
         "equation6": equation6,
         "theta_99": theta_99,
@@ -186,7 +171,7 @@ REPRODUCTION = Reproduction(
         "opened": opened,
         "unlike": unlike,
         "packing": packing,
-        "off": off,
+        "off": sensitivity.off_seconds,
         "four": four,
         "processes": processes,
         "decodes": decodes,

@@ -15,6 +15,7 @@ from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from scripts.reproduce.aladdin.runs import JSQ, Search, Way, aladdin, draw
 from scripts.reproduce.aladdin.single import OVERHEADS, TESTBED, worker
 from scripts.reproduce.claims import Target, agrees, holds
+from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import CONFIGS, Row
 
 RATE, LEVEL, SEED = 25.0, 0.99, 0
@@ -212,13 +213,13 @@ def _attained(search: Search, name: str, way: Way, rate: float) -> Row:
     }  # fmt: skip
 
 
-def off_seconds() -> tuple[list[Row], list[Target]]:
+def off_seconds(inputs: Inputs) -> Part:
     """GPU-seconds of a run file with workers that are off until somebody waits, by its patience."""
     rows = _off_seconds()
     best, most = rows[1], rows[-1]
     share = round(100 * (1 - best["GPU-seconds on"] / most["GPU-seconds on"]))
     claim = "workers that are off: fewer GPU-seconds than eight that are always on"
-    return rows, [agrees(claim, f"{share} % fewer", share > 0, "fewer")]
+    return Part(rows, [agrees(claim, f"{share} % fewer", share > 0, "fewer")])
 
 
 def _off_seconds() -> list[Row]:

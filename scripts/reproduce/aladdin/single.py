@@ -20,7 +20,7 @@ from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
 from scripts.reproduce.aladdin.runs import ATGT_S, TTFT_S, Way, draw
 from scripts.reproduce.claims import Target, by_share, holds
-from scripts.reproduce.reproduction import Work
+from scripts.reproduce.reproduction import Inputs, Part, Work
 from scripts.tables import Row
 
 A100, PCIE, V100 = "A100-80G-SXM", "A100-80G-PCIe", "V100-SXM2"
@@ -57,7 +57,7 @@ def alone(config: RunFile, prompt: int, output: int) -> Sequence[float]:
     return found[0]
 
 
-def figure_3() -> tuple[list[Row], list[Target]]:
+def figure_3(inputs: Inputs) -> Part:
     """Peaks of KV entries of two workers, by the shortest queue and of all ways."""
     requests = [(4, 1), (1, 4), (4, 1), (1, 4)]
     jsq = max(peak_entries(requests[::2]), peak_entries(requests[1::2]))
@@ -67,13 +67,13 @@ def figure_3() -> tuple[list[Row], list[Target]]:
         peaks.append(max(map(peak_entries, of)))
     rows = [{"placement": "shortest queue", "peak": jsq}, {"placement": "best", "peak": min(peaks)}]
     exact = (jsq, min(peaks)) == (10, 7)
-    return rows, [
+    return Part(rows, [
         holds("figure 3: peaks of the shortest queue and the best", "10, 7", f"{jsq}, {min(peaks)}",
               exact, "equal")
-    ]  # fmt: skip
+    ])  # fmt: skip
 
 
-def table_2() -> tuple[list[Row], list[Target]]:
+def table_2(inputs: Inputs) -> Part:
     """A prompt of 4,096 tokens, and 1.3 times the gap of a lone request, by the roofline."""
     rows, targets = [], []
     for model, gpu, gpus, prefill, decode in TESTBED:
@@ -86,7 +86,7 @@ def table_2() -> tuple[list[Row], list[Target]]:
                      "1.3 x decode (ms)": round(gap, 1), "paper ": decode})  # fmt: skip
         targets.append(by_share(f"Table 2, {name}: prefill (ms)", prefill, first, 0.2))
         targets.append(by_share(f"Table 2, {name}: decode (ms)", decode, gap, 0.2))
-    return rows, targets
+    return Part(rows, targets)
 
 
 def models(tables: Path) -> tuple[list[Row], list[Target]]:

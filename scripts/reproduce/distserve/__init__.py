@@ -1,17 +1,10 @@
 """DistServe: its requests, Table 2, goodput, queueing forms, transfers and placements."""
 
+from scripts.reproduce.distserve import forms, requests
 from scripts.reproduce.distserve import goodput as rates
-from scripts.reproduce.distserve import requests as authors
-from scripts.reproduce.distserve.forms import queueing as forms
-from scripts.reproduce.distserve.forms import transfers as sent
-from scripts.reproduce.distserve.model import Data
+from scripts.reproduce.distserve.model import PROFILES, TRACE, Data
 from scripts.reproduce.distserve.placement import placements
 from scripts.reproduce.reproduction import Inputs, Part, Reproduction
-from scripts.tables import CONFIGS
-
-PROFILES, TRACE = "distserve", "sharegpt.csv"
-# The authors' own requests of Table 2.
-REQUESTS = CONFIGS / "distserve" / "table2_requests.csv"
 
 
 def data(inputs: Inputs) -> Data:
@@ -24,32 +17,10 @@ def attainments(inputs: Inputs) -> rates.Attainments:
     return rates.Attainments(data(inputs))
 
 
-def requests(inputs: Inputs) -> Part:
-    """Attainment (%) on the authors' requests: 13B, 0.2 and 0.1 s."""
-    measured = data(inputs)
-    pools = authors.draw_pools(measured, REQUESTS)
-    return Part(*authors.parity(measured, REQUESTS), {"pools": pools})
-
-
-def measured(inputs: Inputs) -> Part:
-    """The same requests measured on A100s, and simulated."""
-    return Part(*authors.measured(data(inputs), REQUESTS))
-
-
 def table2(inputs: Inputs) -> Part:
     """Table 2 with conversations joined from another trace."""
     _, rows, claims = rates.table_2(data(inputs), inputs.work(TRACE))
     return Part(rows, claims)
-
-
-def queueing(inputs: Inputs) -> Part:
-    """Mean TTFT by equations 1 to 3, and simulated."""
-    return Part(*forms())
-
-
-def transfers(inputs: Inputs) -> Part:
-    """Transfers of OPT-175B between nodes."""
-    return Part(*sent(inputs.work(TRACE)))
 
 
 def goodput(inputs: Inputs) -> Part:
@@ -65,11 +36,6 @@ def attainment(inputs: Inputs) -> Part:
     return Part(rows, pictures={"attainment": figure})
 
 
-def placement(inputs: Inputs) -> Part:
-    """Placements that the planner finds."""
-    return Part(*placements(inputs.pool))
-
-
 REPRODUCTION = Reproduction(
     paper="DistServe",
     inputs={
@@ -78,14 +44,14 @@ REPRODUCTION = Reproduction(
         TRACE: "prompt and output lengths of ShareGPT's first turns, CSV in Vidur's columns",
     },
     parts={
-        "requests": requests,
-        "measured": measured,
+        "requests": requests.parity,
+        "measured": requests.measured,
         "table2": table2,
-        "queueing": queueing,
-        "transfers": transfers,
+        "queueing": forms.queueing,
+        "transfers": forms.transfers,
         "goodput": goodput,
         "attainment": attainment,
-        "placement": placement,
+        "placement": placements,
     },
     timed=("placement",),
 )

@@ -15,8 +15,9 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
-from scripts.reproduce.claims import Target, by_share, holds
-from scripts.reproduce.distserve.model import turns
+from scripts.reproduce.claims import by_share, holds
+from scripts.reproduce.distserve.model import TRACE, turns
+from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import CONFIGS, Row
 
 FOLDER = CONFIGS / "distserve"
@@ -77,7 +78,7 @@ def forms(rate: float) -> dict[str, tuple[float, float]]:
     }
 
 
-def queueing() -> tuple[list[Row], list[Target]]:
+def queueing(inputs: Inputs) -> Part:
     """At two loads."""
     rows, targets = [], []
     for load in (0.3, 0.6):
@@ -93,11 +94,12 @@ def queueing() -> tuple[list[Row], list[Target]]:
                     "consistency",
                 )
             )
-    return rows, targets
+    return Part(rows, targets)
 
 
-def transfers(trace: Sequence[BenchRequest]) -> tuple[list[Row], list[Target]]:
+def transfers(inputs: Inputs) -> Part:
     """OPT-175B over nodes of 25 Gb/s: segments side by side, and shifted by one node."""
+    trace = inputs.work(TRACE)
     work = with_arrivals(turns(trace, 0.02, 300), Arrivals(kind="poisson", rate=2.6))
     rows: list[Row] = []
     for name, nodes in (("side by side", "123"), ("shifted by a node", "231")):
@@ -121,4 +123,4 @@ def transfers(trace: Sequence[BenchRequest]) -> tuple[list[Row], list[Target]]:
         )  # fmt: skip
     share = rows[0]["below 30 ms (%)"]
     claim = "175B, segments side by side: transfers below 30 ms"
-    return rows, [holds(claim, "> 95 %", f"{share:.1f} %", share > 95, "above 95 %")]
+    return Part(rows, [holds(claim, "> 95 %", f"{share:.1f} %", share > 95, "above 95 %")])

@@ -16,6 +16,7 @@ from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.workload.lengths import BenchRequest, read_workload
 from scripts.tables import CONFIGS
 
+PROFILES, TRACE = "distserve", "sharegpt.csv"
 LAYERS = {"opt-13b": 40, "opt-66b": 64}
 CLUSTER = CONFIGS / "clusters" / "distserve.yaml"
 Kernels = Literal["distserve", "vllm"]

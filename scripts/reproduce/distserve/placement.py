@@ -11,6 +11,7 @@ from jaxinfer.plan.problem import load_problem
 from jaxinfer.plan.registry import make_planner
 from jaxinfer.plan.search import DrivenSearch
 from scripts.reproduce.claims import Target, holds
+from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import CONFIGS, Row
 
 FOLDER = CONFIGS / "plan"
@@ -55,11 +56,12 @@ def found(model: str, pool: ProcessPoolExecutor) -> tuple[list[Row], Target]:
     return rows, holds(claim, f"{paper}, its best", said, place == 1, "place 1")
 
 
-def placements(pool: ProcessPoolExecutor) -> tuple[list[Row], list[Target]]:
+def placements(inputs: Inputs) -> Part:
     """Each model's."""
+    pool = inputs.pool
     rows, targets = [], []
     for model in PAPER:
         table, target = found(model, pool)
         rows += table
         targets.append(target)
-    return rows, targets
+    return Part(rows, targets)

@@ -14,9 +14,10 @@ from jaxinfer.report.plots import COLOURS
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
-from scripts.reproduce.claims import Target, by_amount, by_share
+from scripts.reproduce.claims import by_amount, by_share
 from scripts.reproduce.distserve import reference as reference
 from scripts.reproduce.distserve.model import (
+    PROFILES,
     Cluster,
     Data,
     Kernels,
@@ -25,10 +26,12 @@ from scripts.reproduce.distserve.model import (
     pair,
     table_2_requests,
 )
-from scripts.reproduce.reproduction import Work
-from scripts.tables import Row
+from scripts.reproduce.reproduction import Inputs, Part, Work
+from scripts.tables import CONFIGS, Row
 
 LOW = pair("opt-13b", (2, 1), (1, 1))
+# The authors' own requests of Table 2.
+REQUESTS = CONFIGS / "distserve" / "table2_requests.csv"
 # Percent that meet 0.2 and 0.1 s, at so many requests per second and GPU.
 RATES = (1, 1.5, 2, 2.5, 3, 3.5, 4)
 TABLE_2 = {
@@ -54,16 +57,17 @@ def attained(found: reference.Latencies, ttft: float = 0.2, tpot: float = 0.1) -
     return 100 * fmean(first <= ttft and each <= tpot for first, each in found)
 
 
-def parity(data: Data, requests: Path) -> tuple[list[Row], list[Target]]:
+def parity(inputs: Inputs) -> Part:
     """Attainment on the authors' own requests; no number is fitted."""
+    data = Data.read(inputs.path(PROFILES))
     rows, targets = [], []
     costs = {(k, s): data.phases(k, "opt-13b", s) for k, s in _profiles()}
     for column, rate in enumerate(RATES):
-        work = table_2_requests(requests, 300, rate * 3)
+        work = table_2_requests(REQUESTS, 300, rate * 3)
         ours = latencies(LOW, data, work)
         low = costs["distserve", (2, 1)], costs["distserve", (1, 1)]
         theirs = reference.disaggregated(work, *low)
-        alone = table_2_requests(requests, int(100 * rate), rate)
+        alone = table_2_requests(REQUESTS, int(100 * rate), rate)
         row: Row = {
             "per GPU": rate,
             "Table 2": TABLE_2["DistServe-Low"][column],
@@ -95,7 +99,7 @@ def parity(data: Data, requests: Path) -> tuple[list[Row], list[Target]]:
             claim = f"13B, vLLM, {rate:g} per GPU: the same (%)"
             values = row["vLLM: reference"], row["vLLM: ours"]
             targets.append(by_amount(claim, *values, 2, "points", "consistency"))
-    return rows, targets
+    return Part(rows, targets, {"pools": draw_pools(data)})
 
 
 def _profiles() -> list[tuple[Kernels, Shape]]:
@@ -106,16 +110,17 @@ def _faster(work: Work, times: int) -> list[BenchRequest]:
     return [replace(item, arrival=item.arrival / times) for item in work]
 
 
-def measured(data: Data, requests: Path) -> tuple[list[Row], list[Target]]:
+def measured(inputs: Inputs) -> Part:
     """The first of them that ended on the authors' A100s at 3 per GPU, one by one."""
-    with requests.with_name("measured_requests.csv").open(encoding="utf-8") as file:
+    data = Data.read(inputs.path(PROFILES))
+    with REQUESTS.with_name("measured_requests.csv").open(encoding="utf-8") as file:
         real = {
             (int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])): (
                 float(row["ttft_ms"]) / 1e3, float(row["tpot_ms"]) / 1e3,
             )
             for row in csv.DictReader(file)
         }  # fmt: skip
-    work = table_2_requests(requests, 300, 9)
+    work = table_2_requests(REQUESTS, 300, 9)
     lengths = [(item.prompt_len, item.max_tokens) for item in work]
     every = dict(zip(lengths, latencies(LOW, data, work), strict=True))
     ours = {key: every[key] for key in real}
@@ -137,16 +142,16 @@ def measured(data: Data, requests: Path) -> tuple[list[Row], list[Target]]:
         targets.append(by_share(claim, real_row[what], our_row[what], share))
     claim, what = "measured requests at 3 per GPU: meet both (%)", "meet both (%)"
     targets.append(by_amount(claim, real_row[what], our_row[what], 2, "points"))
-    return rows, targets
+    return Part(rows, targets)
 
 
-def draw_pools(data: Data, requests: Path) -> Figure:
+def draw_pools(data: Data) -> Figure:
     """How full both pools are over a run: KV that waits for decode fills that of prefill."""
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     config = LOW.run_file(data)
     for ax, rate in zip(figure.subplots(1, 2, sharey=True), (2, 3.5), strict=True):
         with tempfile.TemporaryDirectory() as folder:
-            simulate(config, table_2_requests(requests, 300, 3 * rate), folder)
+            simulate(config, table_2_requests(REQUESTS, 300, 3 * rate), folder)
             steps = load_run(next(Path(folder).iterdir())).steps
         for colour, (name, instance) in zip(COLOURS, config.instances.items(), strict=False):
             here = steps[steps["instance"] == name]

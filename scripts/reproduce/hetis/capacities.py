@@ -20,6 +20,8 @@ from scripts.reproduce.hetis.cases import (
     hardware,
     modelled,
 )
+from scripts.reproduce.hetis.pictures import draw_capacities
+from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import Row
 
 KINDS = {"a100": "A100-80G-PCIe", "rtx3090": "RTX-3090", "p100": "P100-PCIe-12G"}
@@ -77,7 +79,7 @@ def _memory(group: str) -> float:
     return 0.9 * gpus * find_gpu(KINDS[node.partition("_")[0]]).memory_gb * 1e9
 
 
-def capacities() -> tuple[list[Row], list[Target]]:
+def capacities(inputs: Inputs) -> Part:
     """Tokens of KV that fit, in engines as they are by default and as the runs of 70B have them."""
     rows, targets = list[Row](), list[Target]()
     with TemporaryDirectory() as folder:
@@ -106,10 +108,10 @@ def capacities() -> tuple[list[Row], list[Target]]:
     says = ", ".join(f"{ratio:.2f} times {way}" for way, ratio in more.items())
     targets.append(holds("Hetis has the most KV (Fig. 11)", "most", says, min(more.values()) > 1,
                          "more than each"))  # fmt: skip
-    return rows, targets
+    return Part(rows, targets, {"capacities": draw_capacities(rows)})
 
 
-def idle_memory() -> tuple[list[Row], list[Target]]:
+def idle_memory(inputs: Inputs) -> Part:
     """Fig. 1b: OPT-2.7b on an A100 and a 3090, layers 60 to 40 by their decode times."""
     instance = modelled(cluster("opt-2.7b", (("one", 19), ("near", 13))))
     tokens = instance.num_tokens
@@ -119,7 +121,10 @@ def idle_memory() -> tuple[list[Row], list[Target]]:
     ]
     full, idle = gb[1], gb[0] - tokens * instance.layers[0] * instance.token_bytes / 1e9
     row = {"KV on the 3090 (GB)": round(full, 1), "idle on the A100 (GB)": round(idle, 1)}
-    return [row], [
-        by_share("Fig. 1b: KV (GB) with which the 3090 is full", 18.6, full, 0.1),
-        by_share("Fig. 1b: memory (GB) that then lies idle on the A100", 44.1, idle, 0.1),
-    ]
+    return Part(
+        [row],
+        [
+            by_share("Fig. 1b: KV (GB) with which the 3090 is full", 18.6, full, 0.1),
+            by_share("Fig. 1b: memory (GB) that then lies idle on the A100", 44.1, idle, 0.1),
+        ],
+    )

@@ -15,7 +15,7 @@ from scipy.optimize import linprog
 from jaxinfer.serving.attention_fit import AttentionFit
 from jaxinfer.systems.head_dispatch import Load, dispatch
 from jaxinfer.systems.hetis import Hetis
-from scripts.reproduce.claims import Target, agrees
+from scripts.reproduce.claims import agrees
 from scripts.reproduce.hetis.cases import (
     PRIMARIES,
     SEVENTY,
@@ -25,6 +25,7 @@ from scripts.reproduce.hetis.cases import (
     hetis,
     modelled,
 )
+from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import Row
 
 SETS, ROOM = 12, 10**7
@@ -114,7 +115,7 @@ def placed(loads: Sequence[Load], counts: Sequence[int], entries: float) -> list
     return [load.plus(n, entries, 1) for load, n in zip(loads, counts, strict=True)]
 
 
-def compared() -> tuple[list[Row], list[Target]]:
+def compared(inputs: Inputs) -> Part:
     """Requests at once on empty devices: greedy one by one, the program rounded, and its bound."""
     rows, worst, slowest = list[Row](), 0.0, 0.0
     cases = {
@@ -160,12 +161,12 @@ def compared() -> tuple[list[Row], list[Target]]:
                     "ms a program": round(statistics.median(ms_program), 1),
                 }
             )  # fmt: skip
-    return rows, [
+    return Part(rows, [
         agrees("16 requests: greedy is near the linear program's bound",
                f"{100 * (worst - 1):.1f} % at most", worst <= 1.05, "within 5 %"),
         agrees("a call of the dispatch takes little time",
                f"{slowest:.2f} ms of CPU at most", slowest < 2, "less than 2 ms"),
-    ]  # fmt: skip
+    ])  # fmt: skip
 
 
 def slower_p100() -> AttentionFit:

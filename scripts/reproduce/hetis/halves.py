@@ -33,6 +33,7 @@ from scripts.reproduce.hetis.cases import (
     modelled,
     run,
 )
+from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import Row
 
 # Of one stage: its model, its group, and those that have heads alone.
@@ -127,7 +128,7 @@ def stage_of(name: str, exchange_s: float | None = None) -> Stage:
         return Stage(modelled(cluster(model, layers, attention, hetis(), engine, file=file)))
 
 
-def halves() -> tuple[list[Row], list[Target]]:
+def halves(inputs: Inputs) -> Part:
     """The shortest steps, whole and as halves, by sequences and their KV entries."""
     rows = []
     for name in STAGES:
@@ -145,10 +146,10 @@ def halves() -> tuple[list[Row], list[Target]]:
                         "times as fast": round(whole[0] / cut[0], 3),
                     }
                 )  # fmt: skip
-    return rows, []
+    return Part(rows, [], {"halves": draw_halves()})
 
 
-def thresholds() -> tuple[list[Row], list[Target]]:
+def thresholds(inputs: Inputs) -> Part:
     """From how many tokens heads leave, by exchange, of steps of so many sequences."""
     rows, targets = list[Row](), list[Target]()
     for name in STAGES:
@@ -169,10 +170,10 @@ def thresholds() -> tuple[list[Row], list[Target]]:
             if expected[1]:
                 claim = f"tokens from which heads leave a layer of halves: {name}, {us} us"
                 targets.append(by_share(claim, round(expected[1]), layer[1], 0.2, "consistency"))
-    return rows, targets
+    return Part(rows, targets)
 
 
-def half_runs() -> tuple[list[Row], list[Target]]:
+def half_runs(inputs: Inputs) -> Part:
     """Hetis without halves, and with those that take less time."""
     rows = []
     for load, (model, layers, attention, (rate, count, lengths)) in RUNS.items():
@@ -186,7 +187,7 @@ def half_runs() -> tuple[list[Row], list[Target]]:
             rows.append(
                 {"load": load, "halves": option, **found, "steps as halves (%)": round(100 * cut)}
             )
-    return rows, []
+    return Part(rows, [])
 
 
 def draw_halves() -> Figure:

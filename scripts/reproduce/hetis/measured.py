@@ -15,6 +15,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from scripts.reproduce.claims import Target, agrees, holds
+from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import Row
 
 # What is measured: counts beside a constant, and seconds.
@@ -85,8 +86,9 @@ def row_of(equation: str, gpu: str, of: str, points: Points) -> Row:
     }  # fmt: skip
 
 
-def measured(attention: Path, vidur: Path) -> tuple[list[Row], list[Target]]:
+def measured(inputs: Inputs) -> Part:
     """Both equations on all that there is; the claims are of A100 and H100 with GQA."""
+    attention, vidur = inputs.path("aiconfigurator"), inputs.path("vidur")
     rows = []
     for gpu in ("a100_sxm", "h100_sxm", "l40s"):
         path = attention / f"{gpu}_generation_attention_perf.csv.gz"
@@ -112,4 +114,4 @@ def measured(attention: Path, vidur: Path) -> tuple[list[Row], list[Target]]:
     best = max(grouped_accuracy)
     claim = "eq. 3 tells decode attention: the best of these"
     targets.append(holds(claim, "up to 93.8 %", f"{best:g} %", best >= 93.8, "93.8 % or more"))
-    return rows, targets
+    return Part(rows, targets)

@@ -9,7 +9,8 @@ import yaml
 from jaxinfer.plan.placement.primaries import Rule, groupings, primaries
 from jaxinfer.plan.planners.hetis import Hetis, HetisOptions
 from jaxinfer.plan.problem import load_problem
-from scripts.reproduce.claims import Target, holds
+from scripts.reproduce.claims import holds
+from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import CONFIGS, Row
 
 # Table 1: seconds of a prefill and a decode on A100-80, 3090 and P100.
@@ -17,7 +18,7 @@ PREFILL, DECODE = (0.06, 0.147, 1.47), (0.0097, 0.0143, 0.077)
 RULES: tuple[Rule, ...] = ("cumulative", "stepwise")
 
 
-def placements() -> tuple[list[Row], list[Target]]:
+def placements(inputs: Inputs) -> Part:
     """Which GPUs keep layers, by Table 1, and the search's size and time."""
     rows: list[Row] = []
     for name, of_kind in (("prefill", PREFILL), ("decode", DECODE)):
@@ -28,13 +29,13 @@ def placements() -> tuple[list[Row], list[Target]]:
                              "A100": left[0], "3090": left[1], "P100": left[2]})  # fmt: skip
     seconds, count = search_of_160()
     found = primaries((4, 4, 4), PREFILL, 0.05, "cumulative")
-    return rows, [
+    return Part(rows, [
         holds("A100 and 3090 have layers, P100 none", "4, 4, 0", ", ".join(map(str, found)),
               found == [4, 4, 0], "equal"),
         holds("the planner's candidates for 160 GPUs, 70B, in less than 15 s", "15 s",
               f"{seconds:.2f} s of CPU, {count} groupings looked at", seconds < 15,
               "less than 15 s"),
-    ]  # fmt: skip
+    ])  # fmt: skip
 
 
 def search_of_160() -> tuple[float, int]:

@@ -17,6 +17,7 @@ from scripts.reproduce.hetis.cases import (
     modelled,
     run,
 )
+from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import Row
 
 # 70B as pipelines over all GPUs: by Table 1's prefill, by its decode, and by memory.
@@ -43,7 +44,7 @@ SMALLER = {
 FIGURES = ("TTFT p50", "TBT p50", "requests/s")
 
 
-def systems() -> tuple[list[Row], list[Target]]:
+def systems(inputs: Inputs) -> Part:
     """70B on all of the cluster: Hetis, its primaries alone, and pipelines over all GPUs."""
     ways: dict[str, tuple[Any, Any, Any]] = {
         "Hetis": (PRIMARIES, ("p",), hetis()),
@@ -58,13 +59,13 @@ def systems() -> tuple[list[Row], list[Target]]:
             rows.append({"load": name, "system": way, **run(config)})
     ratios = ratios_to(rows, "pipeline by prefill speeds")
     most = [max(ratios[name, what] for name, *_ in LOADS) for what in FIGURES]
-    return rows, [
+    return Part(rows, [
         *better_than(ratios, "a pipeline's over all GPUs", 1.0, "better"),
         *better_than(ratios_to(rows, "primaries alone"), "its primaries' alone", 0.99,
                      "better, or within 1 %"),
         _most("70B: the most by which latency is better than a pipeline's", 1.49, max(most[:2])),
         _most("70B: the most by which requests/s are better than a pipeline's", 2.25, most[2]),
-    ]  # fmt: skip
+    ])  # fmt: skip
 
 
 def ratios_to(rows: list[Row], other: str) -> dict[tuple[str, str], float]:
@@ -95,7 +96,7 @@ def _most(claim: str, paper: float, ours: float) -> Target:
     return holds(claim, f"up to {paper:g}", f"{ours:.3f} times", ours >= paper, criterion)
 
 
-def smaller_models() -> tuple[list[Row], list[Target]]:
+def smaller_models(inputs: Inputs) -> Part:
     """Without GQA, where the layers need the A100s alone."""
     rows, targets, ratios = list[Row](), list[Target](), list[float]()
     for name, (model, static) in SMALLER.items():
@@ -116,10 +117,10 @@ def smaller_models() -> tuple[list[Row], list[Target]]:
             ratios.append(ratio)
             targets.append(agrees(claim, f"{ratio:.2f} times", ratio >= 1, "better"))
     claim = "13B and OPT-30B: the most by which requests/s are better than a pipeline's"
-    return rows, [*targets, _most(claim, 2.25, max(ratios))]
+    return Part(rows, [*targets, _most(claim, 2.25, max(ratios))])
 
 
-def redispatch() -> tuple[list[Row], list[Target]]:
+def redispatch(inputs: Inputs) -> Part:
     """13B with pools that are too small: moves against preemption of the latest, and Theta."""
     pools = {"num_pages": 400, "max_num_seqs": 256}
     ways: dict[str, dict[str, Any]] = {"LIFO": hetis(theta=None)}
@@ -143,7 +144,7 @@ def redispatch() -> tuple[list[Row], list[Target]]:
         ratio = usual[figure] / lifo[figure]
         claim = f"moves have lower {figure} than LIFO (Fig. 15a)"
         targets.append(holds(claim, "lower", f"{ratio:.3f} times", ratio < 1, "lower"))
-    return rows, [
+    return Part(rows, [
         *targets,
         holds("Theta 0.5 is in the best range (Fig. 16)", "in the best range",
               f"{usual['s/token mean'] / best['s/token mean']:.3f} times that of {best['way']}",
@@ -151,10 +152,10 @@ def redispatch() -> tuple[list[Row], list[Target]]:
         agrees("greedy is as good as a linear program, by mean time per token",
               f"{usual['s/token mean'] / program['s/token mean']:.3f} times",
               usual["s/token mean"] <= 1.05 * program["s/token mean"], "within 5 %"),
-    ]  # fmt: skip
+    ])  # fmt: skip
 
 
-def wrong_figures() -> tuple[list[Row], list[Target]]:
+def wrong_figures(inputs: Inputs) -> Part:
     """What wrong coefficients of eqs. 3 and 4 cost: each that is not 0, 13B at 5 requests/s."""
     instance = modelled(cluster(THIRTEEN, (("one", None),), TWO, hetis()))
     fits = {shard.group: vars(shard.cost.fit) for shard in instance.shards if shard.cost}
@@ -176,8 +177,8 @@ def wrong_figures() -> tuple[list[Row], list[Target]]:
     says = ", ".join(f"{100 * cost:.1f} % at {most} %" for most, cost in costs.items())
     worst = max(costs[10], costs[20])
     claim = "coefficients that are 20 % off cost at most 6.9 % of the time per token (Fig. 16)"
-    return rows, [holds(claim, "6.9 %, amount lost", says, worst <= 0.069,
-                        "at most 6.9 % at 10 and at 20 %")]  # fmt: skip
+    return Part(rows, [holds(claim, "6.9 %, amount lost", says, worst <= 0.069,
+                        "at most 6.9 % at 10 and at 20 %")])  # fmt: skip
 
 
 def _with(attention: Mapping[str, Mapping[str, float]]) -> Row:

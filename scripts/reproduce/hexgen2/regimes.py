@@ -16,13 +16,14 @@ from scripts.reproduce.hexgen2.runs import (
     WORKLOADS,
     Cluster,
     Clusters,
+    both,
     draw,
     fixed,
     planned,
     throughput,
 )
 from scripts.reproduce.hexgen2.tables import DISTSERVE_3, EIGHT, TABLE_3
-from scripts.reproduce.reproduction import Work
+from scripts.reproduce.reproduction import Inputs, Part, Work
 from scripts.tables import Row
 
 SETTINGS = {"8 H100": "homogeneous", "setting 1": "heterogeneous_1", "setting 5": "heterogeneous_5"}
@@ -32,8 +33,9 @@ REGIMES = ("planner's model", "simulated", "model, no limits", "simulated, no li
 PAPER = [ours / theirs for ours, theirs in zip(TABLE_3, DISTSERVE_3, strict=True)]
 
 
-def regimes(trace: Work, clusters: Clusters) -> list[Row]:
+def regimes(inputs: Inputs) -> Part:
     """Each cluster with the planner's own plan for each workload."""
+    trace, clusters = both(inputs)
     rows = []
     for name in WORKLOADS:
         work = draw(trace, name, MANY)
@@ -42,7 +44,7 @@ def regimes(trace: Work, clusters: Clusters) -> list[Row]:
                 rows.append(_row(name, setting, words, clusters.setting(file, engine=engine), work))
         slow = clusters.setting("heterogeneous_1", nic_gb_s=SLOW)
         rows.append(_row(name, "setting 1", "limits, 10 Gb/s", slow, work))
-    return rows
+    return Part(rows)
 
 
 def _row(name: str, setting: str, engine: str, cluster: Cluster, work: Work) -> Row:

@@ -22,7 +22,7 @@ from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 from jaxinfer.workload.synthetic import is_of_class
-from scripts.reproduce.reproduction import Work
+from scripts.reproduce.reproduction import Inputs, Work
 from scripts.tables import CONFIGS
 
 PLAN, CLUSTERS = CONFIGS / "plan" / "hexgen2.yaml", CONFIGS / "clusters"
@@ -35,6 +35,7 @@ MANY = 2000
 LLAMA, OPT = "llama-2-70b", "opt-30b"
 # 100 Gb/s between nodes, where Figure 4 only draws; and 10.
 FAST, SLOW = 12.5, 1.25
+TRACE = "azure_conversation.csv"
 GPUS = {"H100-SXM": "H100", "A100-80G-SXM": "A100", "L40": "L40", "RTX-A6000": "A6000"}
 
 
@@ -145,6 +146,13 @@ class Clusters:
 
 def _made_up(nodes: dict[str, Any]) -> dict[str, Any]:
     return {"source": "made up", "latency_s": 5e-5, "nodes": nodes}
+
+
+def both(inputs: Inputs) -> tuple[Work, Clusters]:
+    """The trace, and the clusters, whose files are kept."""
+    folder = inputs.kept / "clusters"
+    folder.mkdir(exist_ok=True)
+    return inputs.work(TRACE), Clusters(folder)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from jaxinfer.plan.placement.moves import Plan
 from jaxinfer.plan.placement.refine import Effort, Scorer, refine, score
 from jaxinfer.report.plots import COLOURS
 from scripts.reproduce.claims import Target, agrees, holds
-from scripts.reproduce.hexgen2.runs import CLASSES, SLOW, Cluster, Clusters, draw, planner_of
-from scripts.reproduce.reproduction import Work
+from scripts.reproduce.hexgen2.runs import CLASSES, SLOW, Cluster, both, draw, planner_of
+from scripts.reproduce.reproduction import Inputs, Part, Work
 from scripts.tables import Row
 
 SIZES = (64, 128, 192, 256, 320)
@@ -56,8 +56,9 @@ def _restarts(scorer: Scorer, plans: list[Plan], most: int, seed: int) -> float:
     return refine(scorer, plans, most, 10, seed).flow
 
 
-def methods(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]:
+def methods(inputs: Inputs) -> Part:
     """Setting 1: requests per second by method, all from the same partitions but ours."""
+    trace, clusters = both(inputs)
     cluster, rows, ratios = clusters.setting("heterogeneous_1"), list[Row](), []
     for name in CLASSES:
         work = draw(trace, name)
@@ -90,7 +91,7 @@ def methods(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]:
         holds("setting 1: guided swaps by random ones, mean", "1.8",
               f"{fmean(ratios):.2f}", fmean(ratios) >= 1.8, "1.8 or more"),
     ]  # fmt: skip
-    return rows, targets
+    return Part(rows, targets, {"search": draw_methods(rows)})
 
 
 def _by_paper(cluster: Cluster, work: Work) -> float:
@@ -99,8 +100,9 @@ def _by_paper(cluster: Cluster, work: Work) -> float:
     return planner_of(problem).certified(problem).flow.total
 
 
-def sizes(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]:
+def sizes(inputs: Inputs) -> Part:
     """Seconds of one process, and the gap, for Llama-2-70B and chats."""
+    trace, clusters = both(inputs)
     rows, targets = list[Row](), list[Target]()
     work = draw(trace, "online")
     for nic, words, some in ((None, "100 Gb/s", SIZES), (SLOW, "10 Gb/s", SIZES[::4])):
@@ -128,8 +130,8 @@ def sizes(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]:
                 table_5 = f"{60 * PAPER_MINUTES[gpus]:.0f}"
                 targets.append(holds(claim, table_5, f"{seconds:.1f}", seconds <= most,
                                      f"at most {most}"))  # fmt: skip
-    both = [(row["requests/s"], row["by the paper's path"]) for row in rows]
-    compared = [(ours, theirs) for ours, theirs in both if theirs != ""]
+    pairs = [(row["requests/s"], row["by the paper's path"]) for row in rows]
+    compared = [(ours, theirs) for ours, theirs in pairs if theirs != ""]
     words = ", ".join(f"{ours / theirs:.2f}" for ours, theirs in compared)
     claim = "64 and 320 GPUs: our flow by that of the paper's path"
     least = all(ours >= theirs for ours, theirs in compared)
@@ -137,7 +139,7 @@ def sizes(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]:
     gap = max(row["gap (%)"] for row in rows)
     claim = "64 to 320 GPUs: largest gap to the bound"
     targets.append(agrees(claim, f"{gap:g} %", gap <= 1, "at most 1 %"))
-    return rows, targets
+    return Part(rows, targets, {"sizes": draw_sizes(rows)})
 
 
 def draw_methods(rows: Sequence[Row]) -> Figure:

@@ -7,17 +7,18 @@ from statistics import fmean
 from matplotlib.figure import Figure
 
 from jaxinfer.report.plots import COLOURS
-from scripts.reproduce.claims import Target, by_share
+from scripts.reproduce.claims import by_share
 from scripts.reproduce.hexgen2.runs import (
     CLASSES,
     LOAD,
     SLOW,
     TABLE_2,
+    TRACE,
     WORKLOADS,
-    Clusters,
     Engine,
     Planned,
     alike,
+    both,
     colocated,
     draw,
     fixed,
@@ -28,7 +29,7 @@ from scripts.reproduce.hexgen2.runs import (
     throughput,
     tokens_s,
 )
-from scripts.reproduce.reproduction import Work
+from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import Row
 
 # Tokens per second: HPLD, HPHD, LPHD, LPLD, and online in Table 3.
@@ -48,8 +49,9 @@ EIGHT = {
 }
 
 
-def classes(trace: Work) -> list[Row]:
+def classes(inputs: Inputs) -> Part:
     """Shares and mean lengths of the trace's classes."""
+    trace = inputs.work(TRACE)
     rows = []
     for name in WORKLOADS:
         work = of_class(trace, name)
@@ -61,7 +63,7 @@ def classes(trace: Work) -> list[Row]:
                 "output": round(fmean(item.max_tokens for item in work)),
             }
         )
-    return rows
+    return Part(rows)
 
 
 def off(ours: float, theirs: float) -> int:
@@ -69,23 +71,27 @@ def off(ours: float, theirs: float) -> int:
     return round(100 * (ours / theirs - 1))
 
 
-def step_seconds(trace: Work, clusters: Clusters) -> list[Row]:
+def step_seconds(inputs: Inputs) -> Part:
     """What the calibrated number does to the cell that it is from."""
+    trace, clusters = both(inputs)
     work = draw(trace, "HPHD")
-    return [
-        {
-            "step_s": step_s,
-            "paper": TABLE_4[1],
-            "ours": round(
-                throughput(fixed(clusters.four_h100(Engine(step_s)), work, PAIR), "HPHD")
-            ),
-        }
-        for step_s in STEPS_S
-    ]
+    return Part(
+        [
+            {
+                "step_s": step_s,
+                "paper": TABLE_4[1],
+                "ours": round(
+                    throughput(fixed(clusters.four_h100(Engine(step_s)), work, PAIR), "HPHD")
+                ),
+            }
+            for step_s in STEPS_S
+        ]
+    )
 
 
-def table_4(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]:
+def table_4(inputs: Inputs) -> Part:
     """OPT-30B: one cell is calibrated, three are predicted."""
+    trace, clusters = both(inputs)
     rows, targets = [], []
     for name, theirs in zip(CLASSES, TABLE_4, strict=True):
         work = draw(trace, name)
@@ -104,11 +110,12 @@ def table_4(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]:
             targets.append(by_share(claim, theirs, ours, 0.05, "calibrated"))
         else:
             targets.append(by_share(claim, theirs, ours, 0.15))
-    return rows, targets
+    return Part(rows, targets)
 
 
-def table_3(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]:
+def table_3(inputs: Inputs) -> Part:
     """Llama-2-70B in setting 1 by Table 2's plan, with what is not known changed one by one."""
+    trace, clusters = both(inputs)
     rows, targets, found = [], [], []
     fast = clusters.setting("heterogeneous_1")
     slow, small = clusters.setting("heterogeneous_1", nic_gb_s=SLOW), Engine(prefill_tokens=2048)
@@ -133,11 +140,12 @@ def table_3(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]:
         targets.append(by_share(claim, theirs, ours, 0.25))
     claim = "Table 3, Llama-2-70B in setting 1, mean of the five (tokens/s)"
     targets.append(by_share(claim, fmean(TABLE_3), fmean(found), 0.1))
-    return rows, targets
+    return Part(rows, targets)
 
 
-def whole_runs(trace: Work, clusters: Clusters) -> list[Row]:
+def whole_runs(inputs: Inputs) -> Part:
     """The same runs from the first request to the last one's end, with ramp and drain."""
+    trace, clusters = both(inputs)
     rows: list[Row] = []
     setting = clusters.setting("heterogeneous_1")
     for number, name in enumerate(CLASSES):
@@ -152,11 +160,12 @@ def whole_runs(trace: Work, clusters: Clusters) -> list[Row]:
             row |= {f"{table}: paper": theirs[number], f"{table}: ours": round(ours),
                     f"{table}: whole run": round(whole)}  # fmt: skip
         rows.append(row)
-    return rows
+    return Part(rows)
 
 
-def distserve(trace: Work, clusters: Clusters) -> list[Row]:
+def distserve(inputs: Inputs) -> Part:
     """Eight H100s under plans that DistServe may have had."""
+    trace, clusters = both(inputs)
     rows = []
     for name, theirs in zip(WORKLOADS, DISTSERVE_3, strict=True):
         work, row = draw(trace, name), {"class": name, "paper": theirs}
@@ -164,11 +173,12 @@ def distserve(trace: Work, clusters: Clusters) -> list[Row]:
             found = fixed(clusters.setting("homogeneous"), work, plan)
             row[words] = round(throughput(found, name))
         rows.append(row)
-    return rows
+    return Part(rows)
 
 
-def hexgen(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]:
+def hexgen(inputs: Inputs) -> Part:
     """Whole requests on instances of the same four H100s, for HexGen."""
+    trace, clusters = both(inputs)
     rows, targets = [], []
     ways = {"1 x TP4": (1, 4), "2 x TP2": (2, 2)}
     for name, theirs, alone in zip(CLASSES, TABLE_4, HEXGEN_4, strict=True):
@@ -184,7 +194,7 @@ def hexgen(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]:
         first = row["1 x TP4, 32 at once"]
         claim = f"Table 4, {name}: HexGen-2 by HexGen, here whole requests on one TP4 instance"
         targets.append(by_share(claim, round(ratio, 2), first, 0.15))
-    return rows, targets
+    return Part(rows, targets)
 
 
 def _whole(like: Planned, count: int, tp: int, seqs: int) -> Planned:
@@ -197,8 +207,9 @@ def _whole(like: Planned, count: int, tp: int, seqs: int) -> Planned:
     return colocated(replace(like, part=part), seqs=seqs)
 
 
-def latencies(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]:
+def latencies(inputs: Inputs) -> Part:
     """Online latency of Table 2's plan, and of whole requests on the same instances."""
+    trace, clusters = both(inputs)
     work = draw(trace, "online")
     plan = fixed(clusters.setting("heterogeneous_1"), work, TABLE_2)
     rate = LOAD * requests_s(plan.saturated())
@@ -215,7 +226,7 @@ def latencies(trace: Work, clusters: Clusters) -> tuple[list[Row], list[Target]]
         )  # fmt: skip
     apart, whole = (row["latency, mean (s)"] for row in rows)
     claim = "setting 1, online: HexGen's latency by HexGen-2's, here that of whole requests"
-    return rows, [by_share(claim, 1.5, whole / apart, 0.15)]
+    return Part(rows, [by_share(claim, 1.5, whole / apart, 0.15)])
 
 
 def draw_tables(three: Sequence[Row], four: Sequence[Row]) -> Figure:

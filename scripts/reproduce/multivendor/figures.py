@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from jaxinfer.report.plots import COLOURS
 from scripts.reproduce.claims import Target, agrees, by_share, holds
 from scripts.reproduce.multivendor.cases import Case, DecodeCard, Served, serve_all
+from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import Row
 
 STEADY = [
@@ -22,8 +23,9 @@ STEADY = [
 ]  # fmt: skip
 
 
-def steady_states(pool: ProcessPoolExecutor) -> tuple[list[Row], list[Target]]:
+def steady_states(inputs: Inputs) -> Part:
     """The closed form of TPOT beside simulations of 2,500 requests."""
+    pool = inputs.pool
     card = DecodeCard.of_file()
     cases = [Case(lengths, rate, 1, decodes, 2500) for lengths, rate, decodes in STEADY]
     rows, targets = [], []
@@ -40,14 +42,15 @@ def steady_states(pool: ProcessPoolExecutor) -> tuple[list[Row], list[Target]]:
         )
         claim = f"TPOT by w / (1 - q L_out k), ms: {name}"
         targets.append(by_share(claim, 1e3 * closed, 1e3 * served.steady_tpot, 0.05, "consistency"))
-    return rows, targets
+    return Part(rows, targets)
 
 
 RATIOS = [(1, 1), (2, 1), (3, 1), (1, 2), (1, 3)]
 
 
-def ratios(pool: ProcessPoolExecutor) -> tuple[list[Row], list[Target]]:
+def ratios(inputs: Inputs) -> Part:
     """Figure 7: 256 + 256 tokens at 2 requests per second."""
+    pool = inputs.pool
     cases = [Case((256, 256), 2, p, d) for p, d in RATIOS]
     served = dict(zip(RATIOS, serve_all(pool, cases), strict=True))
     rows = [
@@ -82,7 +85,7 @@ def ratios(pool: ProcessPoolExecutor) -> tuple[list[Row], list[Target]]:
             "adds something, and less",
         ),
     ]  # fmt: skip
-    return rows, targets
+    return Part(rows, targets, {"ratios": draw(rows)})
 
 
 def _list(values: Sequence[float], digits: int) -> str:
@@ -101,8 +104,9 @@ SETUPS = {
 }
 
 
-def gains(pool: ProcessPoolExecutor) -> tuple[list[Row], list[Target]]:
+def gains(inputs: Inputs) -> Part:
     """Figures 9 and 10: one card against two; and two against two."""
+    pool = inputs.pool
     rows: list[Row] = []
     for name, (lengths, rate, _, _) in GAINS.items():
         for count in (100, 200, 400):
@@ -117,7 +121,7 @@ def gains(pool: ProcessPoolExecutor) -> tuple[list[Row], list[Target]]:
                 if cards == 1:
                     alone = of_setup
                 rows.append(_row(name, count, setup, cards, of_setup, alone))
-    return rows, [*_gain_targets(rows), *_ttft_targets(pool)]
+    return Part(rows, [*_gain_targets(rows), *_ttft_targets(pool)])
 
 
 def _row(
@@ -180,8 +184,9 @@ def _ttft_targets(pool: ProcessPoolExecutor) -> list[Target]:
     return targets
 
 
-def slow_prefill(pool: ProcessPoolExecutor) -> tuple[list[Row], list[Target]]:
+def slow_prefill(inputs: Inputs) -> Part:
     """Figure 8's sentence on TTFT (1024 + 1024 at 3 requests per second), over B's efficiency."""
+    pool = inputs.pool
     shares = (0.6, 0.12, 0.08, 0.06)
     cases = [Case((1024, 1024), 3, p, 4, b_flops=share) for share in shares for p in (1, 2, 3)]
     served = iter(serve_all(pool, cases))
@@ -197,7 +202,7 @@ def slow_prefill(pool: ProcessPoolExecutor) -> tuple[list[Row], list[Target]]:
         "cannot", f"only at {_list(collapse, 2)} of its peak", 0.6 in collapse,
         "so at 0.6 of its peak",
     )  # fmt: skip
-    return rows, [target]
+    return Part(rows, [target])
 
 
 def lengths_matter(pool: ProcessPoolExecutor) -> list[Target]:

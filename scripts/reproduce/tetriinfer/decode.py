@@ -10,11 +10,12 @@ from matplotlib.figure import Figure
 from jaxinfer import load_run
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.simulate.run import simulate
-from scripts.reproduce.claims import Target, agrees, by_amount, holds
-from scripts.reproduce.reproduction import Work
+from scripts.reproduce.claims import agrees, by_amount, holds
+from scripts.reproduce.reproduction import Inputs, Part, Work
 from scripts.reproduce.tetriinfer.runs import (
     REQUESTS,
     SEEDS,
+    TRACE,
     Figures,
     cluster,
     draw,
@@ -33,8 +34,9 @@ ADMISSIONS = {
 }
 
 
-def admissions(trace: Work) -> tuple[list[Row], list[Target]]:
+def admissions(inputs: Inputs) -> Part:
     """JCT by that of greedy admission over the pool, 256 requests; nobody keeps pages free."""
+    trace = inputs.work(TRACE)
     rows = []
     works = [draw(trace, "Mixed", 256, seed) for seed in SEEDS]
     for tokens in (4_800, 9_600, 38_640):
@@ -54,10 +56,13 @@ def admissions(trace: Work) -> tuple[list[Row], list[Target]]:
     last = rows[-1]
     claims = {"reserve-dynamic, 74.9 %": (0, 2), "reserve-dynamic, 100 %": (-12, 3),
               "reserve-static, 100 %": (-10, 3)}  # fmt: skip
-    return rows, [
-        by_amount(f"{name}: JCT by greedy's (%)", theirs, last[f"{name} (%)"], most, "points")
-        for name, (theirs, most) in claims.items()
-    ]
+    return Part(
+        rows,
+        [
+            by_amount(f"{name}: JCT by greedy's (%)", theirs, last[f"{name} (%)"], most, "points")
+            for name, (theirs, most) in claims.items()
+        ],
+    )
 
 
 POLICIES = "instances.decode.policies"
@@ -67,8 +72,9 @@ DISPATCHES = ("two_choices", "random", "ratio", "imbalance")
 PAIRED = range(20)
 
 
-def dispatches(trace: Work) -> tuple[list[Row], list[Target]]:
+def dispatches(inputs: Inputs) -> Part:
     """Makespans, 32 requests for each decode instance, the same in each column."""
+    trace = inputs.work(TRACE)
     rows, targets = [], []
     for count in (2, 4, 8):
         works = [draw(trace, "Mixed", 32 * count, seed) for seed in PAIRED]
@@ -91,11 +97,12 @@ def dispatches(trace: Work) -> tuple[list[Row], list[Target]]:
                 targets.append(holds(claim, "before", ours, fmean(off) + 2 * error < 0,
                                      "by more than two standard errors"))  # fmt: skip
             row[f"by {rule}"] = ours
-    return rows, targets
+    return Part(rows, targets)
 
 
-def predictions(trace: Work) -> list[Row]:
+def predictions(inputs: Inputs) -> Part:
     """What accuracy is worth: four decode instances with small pools, Poisson arrivals."""
+    trace = inputs.work(TRACE)
     rows = []
     works = [phases(trace, [("Mixed", 6, 60)], seed) for seed in SEEDS]
     pool = f"instances.decode.num_pages={9_600 // 16 + 1}"
@@ -104,7 +111,7 @@ def predictions(trace: Work) -> list[Row]:
         rows.append(_means(f"{accuracy:.1%}", runs))
     runs = [tetriinfer(w, 2, 4, 1.0, [pool, "workload.predictor=null"]) for w in works]
     rows.append(_means("none: limits, here the truth", runs))
-    return rows
+    return Part(rows)
 
 
 def _means(name: str, runs: Sequence[Figures]) -> Row:
@@ -122,8 +129,9 @@ STEADY = (("Mixed", 4.0, 120.0),)
 BACK = (("HPLD", 6.0, 60.0), ("LPHD", 4.0, 60.0), ("HPLD", 6.0, 60.0))
 
 
-def flips(trace: Work) -> tuple[list[Row], list[Target]]:
+def flips(inputs: Inputs) -> Part:
     """Two pairs of GPUs in each role, by the seconds for which one has to be idle."""
+    trace = inputs.work(TRACE)
     rows: list[Row] = []
     jct: dict[tuple[str, str], float] = {}
     changes: dict[tuple[str, str], float] = {}
@@ -142,23 +150,24 @@ def flips(trace: Work) -> tuple[list[Row], list[Target]]:
             )  # fmt: skip
     steady = changes["steady", "5"]
     gain = 100 * (jct["shifting", "5"] / jct["shifting", "null"] - 1)
-    return rows, [
+    return Part(rows, [
         agrees("a load that shifts gains by flips", f"JCT {gain:+.0f} %", gain < 0, "shorter"),
         agrees(
             "a steady load does not flip to and fro",
             f"{steady:.1f} flips in a run, over 5 s", steady <= 2, "at most 2 in a run",
         ),
-    ]  # fmt: skip
+    ], {"flips": draw_flips(trace)})  # fmt: skip
 
 
-def links(trace: Work) -> list[Row]:
+def links(inputs: Inputs) -> Part:
     """JCT by the link between the roles."""
+    trace = inputs.work(TRACE)
     work = draw(trace, "Mixed", REQUESTS, 0)
     runs = {
         rate: tetriinfer(work, settings=[f"links=[{{between: [p, d], gb_s: {rate}}}]"])
         for rate in (25, 300)
     }
-    return [{"GB/s": rate, "JCT (s)": round(run.jct, 3)} for rate, run in runs.items()]
+    return Part([{"GB/s": rate, "JCT (s)": round(run.jct, 3)} for rate, run in runs.items()])
 
 
 def draw_flips(trace: Work) -> Figure:

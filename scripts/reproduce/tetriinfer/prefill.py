@@ -3,18 +3,18 @@
 from statistics import fmean
 
 from jaxinfer.workload.lengths import BenchRequest
-from scripts.reproduce.claims import Target, by_amount, by_share
-from scripts.reproduce.reproduction import Work
-from scripts.reproduce.tetriinfer.runs import REQUESTS, draw, of_class, tetriinfer
-from scripts.tables import Row
+from scripts.reproduce.claims import by_amount, by_share
+from scripts.reproduce.reproduction import Inputs, Part, Work
+from scripts.reproduce.tetriinfer.runs import REQUESTS, TRACE, draw, of_class, tetriinfer
 
 # Of a V100 pair, with prompts in tokens: what a step takes besides, as in configs/tetriinfer.
 STEP, TOKEN, CONTEXT = 0.0187, 1.48e-4, 6.9e-7
 CHUNK = 512
 
 
-def chunked(trace: Work) -> tuple[list[Row], list[Target]]:
+def chunked(inputs: Inputs) -> Part:
     """The iteration that a prompt is computed in: one of 16 prompts, and one chunk."""
+    trace = inputs.work(TRACE)
     rng_works = [draw_whole(trace, 16, seed) for seed in range(400)]
     whole = [STEP + TOKEN * sum(item.prompt_len for item in work) for work in rng_works]
     chunk = 1.1 * (STEP + TOKEN * CHUNK)
@@ -26,7 +26,7 @@ def chunked(trace: Work) -> tuple[list[Row], list[Target]]:
         {"iteration": "change without the predictor (%)", "mean": round(without, 1)},
     ]
     claim = "prefill latency, one chunk by one iteration of 16 prompts (%)"
-    return rows, [by_amount(claim, -86.4, change, 4, "points")]
+    return Part(rows, [by_amount(claim, -86.4, change, 4, "points")])
 
 
 def draw_whole(trace: Work, count: int, seed: int) -> Work:
@@ -35,8 +35,9 @@ def draw_whole(trace: Work, count: int, seed: int) -> Work:
     return trace[start : start + count]
 
 
-def sorting(trace: Work) -> tuple[list[Row], list[Target]]:
+def sorting(inputs: Inputs) -> Part:
     """Mean TTFT by order and window, simulated, and by the closed form."""
+    trace = inputs.work(TRACE)
     works = [draw(trace, "Mixed", REQUESTS, seed) for seed in range(20)]
     lengths = [item.prompt_len for item in of_class(trace, "Mixed")]
     ordered, count = sorted(lengths), len(lengths)
@@ -64,19 +65,26 @@ def sorting(trace: Work) -> tuple[list[Row], list[Target]]:
     wider = 100 * (found["sjf", 128] / found["sjf", 16] - 1)
     longest = 100 * (found["ljf", 16] / found["fcfs", 16] - 1)
     forms = [100 * (form(w, f) / form(16, 1.0) - 1) for w, f in ((16, mu), (16, 2 - mu))]
-    return rows, [
-        by_amount("SJF by FCFS, windows of 16 of 128 (%)", -7.8, change, 3, "points"),
-        by_amount("SJF, windows of 128 by 16 (%)", -46.5, wider, 5, "points"),
-        by_amount("closed form of SJF by FCFS (%)", forms[0], change, 2, "points", "consistency"),
-        by_amount("closed form of LJF by FCFS (%)", forms[1], longest, 2, "points", "consistency"),
-    ]
+    return Part(
+        rows,
+        [
+            by_amount("SJF by FCFS, windows of 16 of 128 (%)", -7.8, change, 3, "points"),
+            by_amount("SJF, windows of 128 by 16 (%)", -46.5, wider, 5, "points"),
+            by_amount(
+                "closed form of SJF by FCFS (%)", forms[0], change, 2, "points", "consistency"
+            ),
+            by_amount(
+                "closed form of LJF by FCFS (%)", forms[1], longest, 2, "points", "consistency"
+            ),
+        ],
+    )
 
 
 def _short(item: BenchRequest) -> BenchRequest:
     return BenchRequest(None, item.prompt_len, 1, 0.0)
 
 
-def interference() -> tuple[list[Row], list[Target]]:
+def interference(inputs: Inputs) -> Part:
     """Iterations beside others by the same alone; light is 18 tokens, heavy 512."""
     a = STEP / TOKEN
     light, heavy, context, others = 18, 512, 275, 50
@@ -94,7 +102,10 @@ def interference() -> tuple[list[Row], list[Target]]:
         {"iteration": name, "paper": theirs, "ours": round(ours, 2), "kind": kind}
         for name, (ours, theirs, kind) in rows_of.items()
     ]
-    return rows, [
-        by_share(f"{name}: times as long", theirs, ours, 0.25, kind)  # type: ignore[arg-type]
-        for name, (ours, theirs, kind) in rows_of.items()
-    ]
+    return Part(
+        rows,
+        [
+            by_share(f"{name}: times as long", theirs, ours, 0.25, kind)  # type: ignore[arg-type]
+            for name, (ours, theirs, kind) in rows_of.items()
+        ],
+    )

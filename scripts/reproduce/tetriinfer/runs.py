@@ -16,6 +16,7 @@ from scripts.reproduce.reproduction import Work
 from scripts.tables import CONFIGS
 
 FOLDER = CONFIGS / "tetriinfer"
+TRACE = "sharegpt.csv"
 CLASSES = ("LPLD", "LPHD", "HPLD", "HPHD")
 WORKLOADS = (*CLASSES, "Mixed")
 REQUESTS, SEEDS = 128, range(3)

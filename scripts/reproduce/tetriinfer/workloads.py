@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from jaxinfer.report.plots import COLOURS
 from scripts.reproduce.claims import Target, agrees, by_amount
-from scripts.reproduce.reproduction import Work
+from scripts.reproduce.reproduction import Inputs, Part, Work
 from scripts.reproduce.tetriinfer.runs import REQUESTS, SEEDS, WORKLOADS, draw, tetriinfer, vllm
 from scripts.tables import Row
 
@@ -70,7 +70,7 @@ def paper_cells(found: dict[tuple[str, int], tuple[float, float, float]]) -> lis
     return targets
 
 
-def prices() -> tuple[list[Row], list[Target]]:
+def prices(inputs: Inputs) -> Part:
     """The paper's perf/$ from its own changes, by two forms."""
     rows, targets = [], []
     for name, (_, jct, resource, theirs) in PAPER.items():
@@ -81,7 +81,7 @@ def prices() -> tuple[list[Row], list[Target]]:
         )  # fmt: skip
         claim = f"perf/$ of {name} from its changes of JCT and resource time"
         targets.append(by_amount(claim, theirs, round(value, 2), 0.05, kind="input"))
-    return rows, targets
+    return Part(rows, targets)
 
 
 def draw_caps(found: dict[tuple[str, int], tuple[float, float, float]]) -> Figure:

@@ -1,6 +1,7 @@
 """Searches of Vidur's space by ``jaxinfer plan``, each in a folder that is made once."""
 
 import csv
+import gzip
 import json
 import os
 import resource
@@ -18,12 +19,16 @@ import yaml
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.kept import key_of
 from jaxinfer.report.origin import origin
-from scripts.reproduce.vidur_search.tables import GPUS
+from scripts.reproduce.reproduction import Inputs
+from scripts.reproduce.vidur_search.tables import GPUS, make_tables
 from scripts.tables import CONFIGS, Row
 
 PLAN = CONFIGS / "plan" / "vidur_70b.yaml"
 ENGINES = yaml.safe_load(PLAN.read_text(encoding="utf-8"))["planner"]["engines"]
 CHAT, ARXIV, BWB = "Chat-1M", "Arxiv-4K", "BWB-4K"
+VIDUR, OWN, TRACE = "vidur", "aiconfigurator", "arxiv.csv.gz"
+DRAWN = {CHAT: "chat_1m_4k", BWB: "bwb_4k"}
+REQUESTS = 16_000
 
 
 @dataclass(frozen=True)
@@ -116,3 +121,23 @@ def only(row: Row) -> Row:
         "seqs_per_stage": [row["seqs_per_stage"]],
         "engines": {row["engine"]: ENGINES[row["engine"]]},
     }  # fmt: skip
+
+
+def made(inputs: Inputs) -> Searches:
+    """Searches, each of which is made once."""
+    profiles = inputs.path(VIDUR), inputs.path(OWN)
+    tables = {gpu: make_tables(*profiles, gpu, inputs.kept / "tables") for gpu in GPUS}
+    works: dict[str, Mapping[str, Any]] = {
+        name: {"synthetic": {"lengths": lengths, "count": REQUESTS, "seed": 0}}
+        for name, lengths in DRAWN.items()
+    }
+    trace = unpack(inputs.path(TRACE), inputs.kept / "arxiv.csv")
+    works[ARXIV] = {"trace": str(trace), "limit": REQUESTS}
+    code = inputs.code(VIDUR, OWN, TRACE)
+    return Searches(inputs.kept / "searches", tables, works, inputs.jobs or 2, code)
+
+
+def unpack(path: Path, to: Path) -> Path:
+    """A trace as plain CSV."""
+    to.write_bytes(gzip.decompress(path.read_bytes()))
+    return to

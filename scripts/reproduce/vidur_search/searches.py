@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from scripts.reproduce.claims import Target, by_share, holds
-from scripts.reproduce.vidur_search.runs import ARXIV, BWB, CHAT, ENGINES, Searches
+from scripts.reproduce.claims import by_share, holds
+from scripts.reproduce.reproduction import Inputs, Part
+from scripts.reproduce.vidur_search.runs import ARXIV, BWB, CHAT, ENGINES, Searches, made
 from scripts.reproduce.vidur_search.tables import GPUS
 from scripts.tables import Row
 
@@ -83,8 +84,9 @@ def cost_of(searches: Searches, name: str, rows: Sequence[Row]) -> Row:
     }
 
 
-def chat(searches: Searches) -> tuple[list[Row], list[Target]]:
+def chat(inputs: Inputs) -> Part:
     """The best, and the paper's best, where the paper's search takes an hour of 96 cores."""
+    searches = inputs.shared(made)
     rows = searches.rows("chat")
     best, near = searches.exact("chat"), near_shapes(searches)
     paper = searches.one("chat_paper", PAPER, goal=sized(CHAT))
@@ -102,7 +104,7 @@ def chat(searches: Searches) -> tuple[list[Row], list[Target]]:
     shape = [best[0][axis] == PAPER[axis] for axis in ("gpu", "tp", "pp")]
     tp2 = max(row["value"] for row in near if row["tp"] == 2)
     given_up = [row for row in rows if row["gpu"] == A100 and not row["refused"]]
-    return table, [
+    return Part(table, [
         holds("450 configurations of LLaMA2-70B on Chat-1M: minutes", "60 on 96 cores",
               f"{seconds / 60:.1f} on {jobs} cores", len(rows) == 450 and seconds <= 600,
               "at most 10"),
@@ -120,7 +122,7 @@ def chat(searches: Searches) -> tuple[list[Row], list[Target]]:
               "each A100's is below the best of H100"),
         by_share("QPS per dollar of the best (its point at 0.14 s, Fig. 5)", 0.13,
                  best[0]["value"], 0.2),
-    ]  # fmt: skip
+    ])  # fmt: skip
 
 
 def near_shapes(searches: Searches) -> list[Row]:
@@ -129,11 +131,12 @@ def near_shapes(searches: Searches) -> list[Row]:
     return searches.exact("chat_near", **NEAR, engines=SMALL, seqs_per_stage=[256], goal=goal)
 
 
-def cliff(searches: Searches) -> tuple[list[Row], list[Target], Figure]:
+def cliff(inputs: Inputs) -> Part:
     """The best by the limit of the time between tokens, of what was found in full.
 
     Where TTFT binds: its limit changes nothing for those that are below.
     """
+    searches = inputs.shared(made)
     found = [*searches.exact("chat"), *near_shapes(searches)]
     table = []
     for limit in TBT:
@@ -154,11 +157,12 @@ def cliff(searches: Searches) -> tuple[list[Row], list[Target], Figure]:
     axes.legend(frameon=False, fontsize="small", loc="center right")
     ratio = values[TBT.index(0.14)] / values[TBT.index(0.12)]
     claim = "20 ms of TBT: QPS per dollar at 0.14 s by that at 0.12 s"
-    return table, [by_share(claim, 1.85, ratio, 0.2)], figure
+    return Part(table, [by_share(claim, 1.85, ratio, 0.2)], {"cliff": figure})
 
 
-def longer(searches: Searches) -> list[Row]:
+def longer(inputs: Inputs) -> Part:
     """The best and the paper's best with more requests, of which a short trace has too few."""
+    searches = inputs.shared(made)
     best, table = searches.exact("chat")[0], []
     for count, name in ((SIZES[CHAT], ""), (LONGER, "_longer")):
         goal = sized(CHAT) | {"requests_per_gpu": count}
@@ -172,7 +176,7 @@ def longer(searches: Searches) -> list[Row]:
                 label(PAPER): round(rates[1], 2), "ratio": round(rates[0] / rates[1], 3),
             }
         )  # fmt: skip
-    return table
+    return Part(table)
 
 
 def arxiv_rows(searches: Searches) -> list[Row]:
@@ -180,14 +184,16 @@ def arxiv_rows(searches: Searches) -> list[Row]:
     return searches.rows("arxiv", work=ARXIV, goal={**sized(ARXIV), "top": 3})
 
 
-def costs(searches: Searches) -> list[Row]:
+def costs(inputs: Inputs) -> Part:
     """What the two whole searches have taken."""
+    searches = inputs.shared(made)
     found = {"chat": searches.rows("chat"), "arxiv": arxiv_rows(searches)}
-    return [cost_of(searches, name, rows) for name, rows in found.items()]
+    return Part([cost_of(searches, name, rows) for name, rows in found.items()])
 
 
-def workloads(searches: Searches) -> tuple[list[Row], list[Target]]:
+def workloads(inputs: Inputs) -> Part:
     """The best of Arxiv-4K, and some on BWB-4K; and the targets."""
+    searches = inputs.shared(made)
     rows = arxiv_rows(searches)
     arxiv = max(rows, key=lambda row: row["value"] or 0)
     tied = {r["seqs_per_stage"] for r in rows if r["value"] == arxiv["value"]}
@@ -211,7 +217,7 @@ def workloads(searches: Searches) -> tuple[list[Row], list[Target]]:
     ]
     chats, _, _, h100, a100 = map(per_dollar, on_bwb.values())
     most = max(h100, a100)
-    return table, [
+    return Part(table, [
         holds("Arxiv-4K has another best than Chat-1M", "another best",
               f"{label(arxiv)}; batches {', '.join(map(str, sorted(tied)))} are equal",
               any(arxiv[axis] != best[axis] for axis in ("gpu", "tp", "pp", "engine")),
@@ -226,15 +232,16 @@ def workloads(searches: Searches) -> tuple[list[Row], list[Target]]:
         holds("per dollar: Chat-1M, then Arxiv-4K, then BWB-4K", "this order",
               f"{best['value']:.3f}, {arxiv['value']:.3f}, {most:.3f}",
               best["value"] > arxiv["value"] > most, "in this order"),
-    ]  # fmt: skip
+    ])  # fmt: skip
 
 
-def own_best(searches: Searches) -> list[Row]:
+def own_best(inputs: Inputs) -> Part:
     """The best of each kind of GPU by itself, where the searches above gave it up."""
+    searches = inputs.shared(made)
     table = []
     for work, gpu in ((BWB, H100), (BWB, A100), (CHAT, A100), (ARXIV, A100)):
         name = f"{work.partition('-')[0].lower()}_{gpu.partition('-')[0].lower()}"
         goal = sized(work) | {"at_once": 2}
         best = searches.exact(name, work=work, gpus={gpu: 16}, goal=goal)[0]
         table.append({"trace": work, **shown(best)})
-    return table
+    return Part(table)
