@@ -1,7 +1,5 @@
 """Aladdin's claims that need no search."""
 
-import json
-import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from itertools import product
@@ -10,6 +8,7 @@ from typing import Any
 
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.plan.workers import MeanRequest, most_tokens
+from jaxinfer.report.records import read_lines
 from jaxinfer.serving.admission import peak_entries
 from jaxinfer.serving.batch import Work as StepWork
 from jaxinfer.serving.system import Assignment, ClusterView, RequestView
@@ -20,6 +19,7 @@ from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
 from scripts.reproduce.aladdin.runs import ATGT_S, TTFT_S, Way, draw
 from scripts.reproduce.claims import Target, by_share, holds
+from scripts.reproduce.recorded import recorded
 from scripts.reproduce.reproduction import Inputs, Part, Work
 from scripts.tables import Row
 
@@ -196,10 +196,8 @@ def overhead(tables: Path, trace: Work, way: Way) -> tuple[list[Row], list[Targe
 
 def _timed(tables: Path, trace: Work, way: Way, workers: int, rate: float) -> Row:
     work = with_arrivals(draw(trace, 0, 4000), Arrivals(kind="poisson", rate=rate, seed=0))
-    with tempfile.TemporaryDirectory() as folder:
-        metrics = simulate(way.config(tables, workers), work, folder)
-        run = json.loads(next(Path(folder).glob("*/run.json")).read_text(encoding="utf-8"))
-    said = run["system_report"]
+    metrics, run = recorded(way.config(tables, workers), work, read_lines)
+    said = run.run["system_report"]
     used = sum(use.first_step is not None for use in metrics.instances.values())
     return {"workers": workers, "requests/s": rate, "used": used,
             "ms for each request": round(1e3 * said["seconds"] / said["placed"], 3),

@@ -1,10 +1,8 @@
 """DistServe's queueing forms and its transfers."""
 
 import random
-import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 
 import numpy as np
@@ -17,6 +15,7 @@ from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
 from scripts.reproduce.claims import by_share, holds
 from scripts.reproduce.distserve.model import TRACE, turns
+from scripts.reproduce.recorded import recorded
 from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import CONFIGS, Row
 
@@ -105,9 +104,7 @@ def transfers(inputs: Inputs) -> Part:
     for name, nodes in (("side by side", "123"), ("shifted by a node", "231")):
         settings = [f"simulate.groups.d{i}.node=node{node}" for i, node in enumerate(nodes)]
         config = load_run_file(FOLDER / "opt_175b.yaml", settings)
-        with tempfile.TemporaryDirectory() as folder:
-            simulate(config, work, folder)
-            run = load_run(next(Path(folder).iterdir()))
+        _, run = recorded(config, work, load_run)
         seconds = np.array(run.transfers["end"] - run.transfers["start"])
         ends = run.requests
         times = [list(each) for each in ends["token_times"]]

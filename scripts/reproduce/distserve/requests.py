@@ -1,10 +1,8 @@
 """The authors' own requests in their simulator, in ours, and on their GPUs."""
 
 import csv
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean, median
 
 from matplotlib.figure import Figure
@@ -26,6 +24,7 @@ from scripts.reproduce.distserve.model import (
     pair,
     table_2_requests,
 )
+from scripts.reproduce.recorded import recorded
 from scripts.reproduce.reproduction import Inputs, Part, Work
 from scripts.tables import CONFIGS, Row
 
@@ -150,9 +149,8 @@ def draw_pools(data: Data) -> Figure:
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     config = LOW.run_file(data)
     for ax, rate in zip(figure.subplots(1, 2, sharey=True), (2, 3.5), strict=True):
-        with tempfile.TemporaryDirectory() as folder:
-            simulate(config, table_2_requests(REQUESTS, 300, 3 * rate), folder)
-            steps = load_run(next(Path(folder).iterdir())).steps
+        _, run = recorded(config, table_2_requests(REQUESTS, 300, 3 * rate), load_run)
+        steps = run.steps
         for colour, (name, instance) in zip(COLOURS, config.instances.items(), strict=False):
             here = steps[steps["instance"] == name]
             assert instance.num_pages

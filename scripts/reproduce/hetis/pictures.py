@@ -2,18 +2,16 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.report.records import read_lines
-from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 from scripts.reproduce.hetis.cases import THIRTEEN, TWO, cluster, hetis, modelled
 from scripts.reproduce.hetis.offload import Course
+from scripts.reproduce.recorded import recorded
 
 # Fig. 14's course: requests/s, and for how many seconds.
 RATES = ((5.0, 40.0), (0.0, 30.0), (2.5, 40.0), (0.0, 20.0))
@@ -51,11 +49,10 @@ def draw_burst() -> Figure:
             work.append(BenchRequest(None, one.prompt_len, one.max_tokens, now))
         now = end
     groups = [shard.group for shard in modelled(config).shards]
-    with TemporaryDirectory() as folder:
-        simulate(config, work, Path(folder))
-        steps = read_lines(Path(folder) / "1").steps
+    _, run = recorded(config, work, read_lines)
     rows = [
-        {"seconds": step["start"]} | dict(zip(groups, step["heads"], strict=True)) for step in steps
+        {"seconds": step["start"]} | dict(zip(groups, step["heads"], strict=True))
+        for step in run.steps
     ]
     names = {"one": "A100, with the layers", "near": "3090", "far": "3090, other host"}
     title = "13B, simulated: 5 requests/s until 40 s, 2.5 from 70 to 110 s"

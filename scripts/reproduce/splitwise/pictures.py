@@ -1,19 +1,17 @@
 """Splitwise's pictures: capacities, steps of decodes, pools over time."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from jaxinfer.report.plots import COLOURS
+from jaxinfer.report.records import read_lines
 from jaxinfer.simulate.curve import Curve
-from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
+from scripts.reproduce.recorded import recorded
 from scripts.reproduce.splitwise.public import BLOOM, Design, Public, drawn
 
 
@@ -73,10 +71,8 @@ def draw_pools(public: Public, design: Design, trace: Sequence[BenchRequest]) ->
     for number, rate in enumerate(rates):
         part = with_arrivals(drawn(trace, rate, 60, number), Arrivals(kind="poisson", rate=rate))
         work += [replace(item, arrival=item.arrival + 60 * number) for item in part]
-    with TemporaryDirectory() as folder:
-        simulate(public.run_file(design), work, folder)
-        (run,) = Path(folder).iterdir()
-        pools = json.loads((run / "run.json").read_text(encoding="utf-8"))["system_report"]["pools"]
+    _, run = recorded(public.run_file(design), work, read_lines)
+    pools = run.run["system_report"]["pools"]
     changes = sorted((time, name, where) for name, moves in pools.items() for time, where in moves)
     now: dict[str, str] = {}
     x: list[float] = []

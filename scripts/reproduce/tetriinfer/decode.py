@@ -1,16 +1,14 @@
 """TetriInfer's admission, dispatch and flips."""
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean, stdev
 
 from matplotlib.figure import Figure
 
 from jaxinfer import load_run
 from jaxinfer.report.plots import COLOURS
-from jaxinfer.simulate.run import simulate
 from scripts.reproduce.claims import agrees, by_amount, holds
+from scripts.reproduce.recorded import recorded
 from scripts.reproduce.reproduction import Inputs, Part, Work
 from scripts.reproduce.tetriinfer.runs import (
     REQUESTS,
@@ -173,9 +171,7 @@ def links(inputs: Inputs) -> Part:
 def draw_flips(trace: Work) -> Figure:
     """Who computes prompts and who decodes, over a load that shifts."""
     work = phases(trace, SHIFTING, 0)
-    with tempfile.TemporaryDirectory() as folder:
-        simulate(cluster(2, 2, settings=["system.flip_after_s=5"]), work, folder)
-        run = load_run(next(Path(folder).iterdir()))
+    _, run = recorded(cluster(2, 2, settings=["system.flip_after_s=5"]), work, load_run)
     names = sorted(run.steps["instance"].unique(), reverse=True)
     figure = Figure(figsize=(10, 2.6), layout="constrained")
     ax = figure.subplots()

@@ -1,17 +1,16 @@
 """TetriInfer's runs: workloads, clusters and their figures."""
 
-import json
 import random
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.report.metrics import RunMetrics
+from jaxinfer.report.records import read_lines
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 from jaxinfer.workload.synthetic import is_of_class
+from scripts.reproduce.recorded import recorded
 from scripts.reproduce.reproduction import Work
 from scripts.tables import CONFIGS
 
@@ -116,7 +115,5 @@ def with_flips(
     work: Work, prefill: int, decode: int, settings: Sequence[str]
 ) -> tuple[Figures, int]:
     """A run's figures, and how many flips it asked for."""
-    with tempfile.TemporaryDirectory() as folder:
-        metrics = simulate(cluster(prefill, decode, settings=settings), work, folder)
-        run = json.loads(next(Path(folder).glob("*/run.json")).read_text(encoding="utf-8"))
-    return Figures.of(metrics), len(run["system_report"]["flips"])
+    metrics, run = recorded(cluster(prefill, decode, settings=settings), work, read_lines)
+    return Figures.of(metrics), len(run.run["system_report"]["flips"])
