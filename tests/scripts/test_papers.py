@@ -5,6 +5,8 @@ import gzip
 import json
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -52,6 +54,14 @@ def test_parts_say_what_they_are(paper: str) -> None:
     said = CliRunner().invoke(main, [paper, "--list"])
     assert said.exit_code == 0
     assert all(name in said.output for name in (*reproduction.parts, *reproduction.inputs))
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_no_part_hides_a_module_of_its_name(paper: str) -> None:
+    package = import_module(f"scripts.reproduce.{paper}")
+    for module in iter_modules(package.__path__):
+        hidden = getattr(package, module.name, None)
+        assert hidden is None or isinstance(hidden, ModuleType), module.name
 
 
 def test_refusals(tmp_path: Path) -> None:

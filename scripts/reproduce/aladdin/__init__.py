@@ -88,7 +88,7 @@ def opened(inputs: Inputs) -> Part:
     return Part(single.opened(inputs.shared(search).tables, work, ways, RATE))
 
 
-def unlike(inputs: Inputs) -> Part:
+def mixes(inputs: Inputs) -> Part:
     """Workers of several kinds: the cheapest mixes."""
     simulated = Kept(inputs.kept / "unlike.jsonl", inputs.code(TRACE))
     found = kinds.cheapest(inputs.shared(trace), inputs.kept, SEEDS[:1], simulated)
@@ -96,7 +96,7 @@ def unlike(inputs: Inputs) -> Part:
     return Part(*found)
 
 
-def packing(inputs: Inputs) -> Part:
+def small_cases(inputs: Inputs) -> Part:
     """Small cases of workers of several kinds, beside the best packing."""
     rows, claims = [], []
     for ttft, gap in kinds.LEVELS:
@@ -169,8 +169,8 @@ REPRODUCTION = Reproduction(
         "theta_99_5": theta_99_5,
         "workers_99_5": workers_99_5,
         "opened": opened,
-        "unlike": unlike,
-        "packing": packing,
+        "unlike": mixes,
+        "packing": small_cases,
         "off": sensitivity.off_seconds,
         "four": four,
         "processes": processes,

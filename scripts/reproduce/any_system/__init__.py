@@ -12,14 +12,14 @@ def chats(inputs: Inputs) -> Work:
     return inputs.work(TRACE, REQUESTS)
 
 
-def ratios(inputs: Inputs) -> Part:
+def pd_ratios(inputs: Inputs) -> Part:
     """``pd_ratio`` and closed forms beside brute force."""
     lengths = [(item.prompt_len, item.max_tokens) for item in chats(inputs)]
     rows = pd_ratio.ratios(lengths, inputs.kept, inputs.pool)
     return Part(rows, pd_ratio.ratio_targets(rows))
 
 
-def systems(inputs: Inputs) -> Part:
+def any_and_fixed(inputs: Inputs) -> Part:
     """``any_system`` beside each fixed system, with seeds that it has not had."""
     trace = str(inputs.path(TRACE))
     rows = ways_to_share.systems(trace, chats(inputs), inputs.pool)
@@ -56,8 +56,8 @@ REPRODUCTION = Reproduction(
     paper="Planning over any system",
     inputs={TRACE: "Azure's 2023 conversation trace (Azure/AzurePublicDataset)"},
     parts={
-        "ratios": ratios,
-        "systems": systems,
+        "ratios": pd_ratios,
+        "systems": any_and_fixed,
         "lengths": lengths,
         "rates": rates,
         "best_by_length": best_by_length,

@@ -54,7 +54,7 @@ def below(inputs: Inputs) -> Part:
     return Part(found, of_figure_4(found))
 
 
-def calibration(inputs: Inputs) -> Part:
+def calibrated(inputs: Inputs) -> Part:
     """The calibrated costs found anew, as a file to be put in configs/."""
     found = yaml.safe_dump(calibrate(requests(inputs)), sort_keys=False)
     path = inputs.out / CALIBRATION.name
@@ -70,7 +70,7 @@ REPRODUCTION = Reproduction(
         "table3": table3,
         "figure4": figure4,
         "below": below,
-        "calibration": calibration,
+        "calibration": calibrated,
     },
     by_name=("calibration",),
 )

@@ -23,7 +23,7 @@ def table2(inputs: Inputs) -> Part:
     return Part(rows, claims)
 
 
-def goodput(inputs: Inputs) -> Part:
+def per_gpu(inputs: Inputs) -> Part:
     """Goodput per GPU, with the published kernels and with equal ones."""
     compared = rates.cases(inputs.work(TRACE))
     return Part(*rates.ratios(inputs.shared(attainments), compared))
@@ -49,7 +49,7 @@ REPRODUCTION = Reproduction(
         "table2": table2,
         "queueing": forms.queueing,
         "transfers": forms.transfers,
-        "goodput": goodput,
+        "goodput": per_gpu,
         "attainment": attainment,
         "placement": placements,
     },

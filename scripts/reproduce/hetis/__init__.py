@@ -5,15 +5,13 @@ latency, both from its abstract), so that most claims are of order and sign. Len
 and arXiv's, drawn from published quantiles. Nothing is calibrated.
 """
 
-from scripts.reproduce.hetis import capacities, halves, pictures, runs
+from scripts.reproduce.hetis import capacities, halves, measured, pictures, placements, runs
 from scripts.reproduce.hetis import offload as leaving
 from scripts.reproduce.hetis.dispatch import compared
-from scripts.reproduce.hetis.measured import measured
-from scripts.reproduce.hetis.placements import placements
 from scripts.reproduce.reproduction import Inputs, Part, Reproduction
 
 
-def offload(inputs: Inputs) -> Part:
+def leaving_heads(inputs: Inputs) -> Part:
     """Tokens in flight from which heads leave the devices with layers."""
     found = leaving.courses()
     drawn = {"offload": pictures.draw_offload(found), "heads": pictures.draw_burst()}
@@ -35,10 +33,10 @@ REPRODUCTION = Reproduction(
         "vidur": "folder with network/*/send_recv.csv.gz (microsoft/vidur's profiles)",
     },
     parts={
-        "primaries": placements,
+        "primaries": placements.placements,
         "capacities": capacities.capacities,
         "idle_memory": capacities.idle_memory,
-        "offload": offload,
+        "offload": leaving_heads,
         "dispatch": compared,
         "systems": runs.systems,
         "smaller_models": runs.smaller_models,
@@ -47,7 +45,7 @@ REPRODUCTION = Reproduction(
         "halves": halves.halves,
         "half_thresholds": halves.thresholds,
         "half_runs": halves.half_runs,
-        "measured": measured,
+        "measured": measured.measured,
         "real": real,
     },
     timed=("primaries", "dispatch", "real"),

@@ -26,7 +26,7 @@ def ratios(inputs: Inputs) -> Part:
     return Part(found, claims, {"ratios": regimes.draw_ratios(found)})
 
 
-def frontier(inputs: Inputs) -> Part:
+def rents_and_settings(inputs: Inputs) -> Part:
     """What a budget would rent, and the paper's settings beside that."""
     rented = rents.frontier(str(PLAN), BUDGETS, most=32)
     hardware = [str(CLUSTERS / f"hexgen2_{name}.yaml") for name in SETTINGS]
@@ -60,7 +60,7 @@ REPRODUCTION = Reproduction(
         "ratios": ratios,
         "search": search.methods,
         "sizes": search.sizes,
-        "frontier": frontier,
+        "frontier": rents_and_settings,
         "real": real,
     },
     timed=("sizes", "real"),

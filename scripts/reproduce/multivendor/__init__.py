@@ -19,7 +19,7 @@ def conformance(inputs: Inputs) -> Part:
     return Part(claims=figures.conforming(read_csv(inputs.path(CONFORMANCE))))
 
 
-def sweep(inputs: Inputs) -> Part:
+def swept(inputs: Inputs) -> Part:
     """Five ratios for real on this machine's CPU, each run replayed."""
     from scripts.reproduce.multivendor import sweep as runs  # It loads JAX.
 
@@ -39,7 +39,7 @@ REPRODUCTION = Reproduction(
         "slow_prefill": figures.slow_prefill,
         "lengths": lengths,
         "conformance": conformance,
-        "sweep": sweep,
+        "sweep": swept,
     },
     timed=("sweep",),
     by_name=("sweep",),

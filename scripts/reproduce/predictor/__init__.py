@@ -12,7 +12,7 @@ RUN_FILE, MODELLED = (
 LINES = "lines.jsonl"
 
 
-def lines(inputs: Inputs) -> Part:
+def asked(inputs: Inputs) -> Part:
     """Prompts as lines of a batch, in OUT/lines.jsonl."""
     rows = batch.lines(inputs.path(PROMPTS), inputs.out / LINES)
     return Part(rows, files=[LINES])
@@ -45,5 +45,5 @@ REPRODUCTION = Reproduction(
         ANSWERS: "what `jaxinfer run configs/predict/answers.yaml --input OUT/lines.jsonl --output "
         "DATA/answers.jsonl` has written for the part lines; it may be killed and given again",
     },
-    parts={"lines": lines, "accuracy": accuracy, "runs": runs},
+    parts={"lines": asked, "accuracy": accuracy, "runs": runs},
 )

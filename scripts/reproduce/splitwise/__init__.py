@@ -17,7 +17,7 @@ PERF_MODEL, SUMMARIES = "splitwise_perf_model.csv", "splitwise_sim"
 TRACES = {"conv": "azure_conversation.csv", "code": "azure_code.csv"}
 
 
-def public(inputs: Inputs) -> Public:
+def files(inputs: Inputs) -> Public:
     """Files made from the authors' measurements."""
     return Public(inputs.path(PERF_MODEL), inputs.kept / "public")
 
@@ -29,7 +29,7 @@ def traces(inputs: Inputs) -> Mapping[str, Work]:
 
 def setting(inputs: Inputs) -> rates.Setting:
     """What searches for the largest rates need."""
-    return rates.Setting(inputs.shared(public), inputs.shared(traces), inputs.pool)
+    return rates.Setting(inputs.shared(files), inputs.shared(traces), inputs.pool)
 
 
 def at_home(inputs: Inputs) -> Mapping[str, int]:
@@ -40,28 +40,28 @@ def at_home(inputs: Inputs) -> Mapping[str, int]:
 def anchors(inputs: Inputs) -> Part:
     """The public simulator's own runs."""
     trace, folder = inputs.shared(traces)["conv"], inputs.path(SUMMARIES)
-    rows = alone.anchors(inputs.shared(public), trace, folder)
+    rows = alone.anchors(inputs.shared(files), trace, folder)
     shown = [{name: value for name, value in row.items() if name != "share"} for row in rows]
     return Part(shown, alone.anchor_targets(rows))
 
 
 def transfers(inputs: Inputs) -> Part:
     """Transfers of a median coding prompt, and Table IV's lone requests."""
-    rows, claims = alone.transfers(inputs.shared(public))
+    rows, claims = alone.transfers(inputs.shared(files))
     left_out = ("share", "e2e")
     shown = [{name: row[name] for name in row if name not in left_out} for row in rows]
-    drawn = {"decodes": pictures.draw_decodes(inputs.shared(public))}
-    return Part(shown, claims + alone.table_iv(inputs.shared(public)), drawn)
+    drawn = {"decodes": pictures.draw_decodes(inputs.shared(files))}
+    return Part(shown, claims + alone.table_iv(inputs.shared(files)), drawn)
 
 
 def pools(inputs: Inputs) -> Part:
     """Machines in each pool, with more and more requests."""
     cluster = rates.design("HA", "code", "power")
-    figure = pictures.draw_pools(inputs.shared(public), cluster, inputs.shared(traces)["code"])
+    figure = pictures.draw_pools(inputs.shared(files), cluster, inputs.shared(traces)["code"])
     return Part(pictures={"pools": figure})
 
 
-def capacities(inputs: Inputs) -> Part:
+def largest_rates(inputs: Inputs) -> Part:
     """Largest rates of all clusters, under both readings of decode times."""
     rows = rates.capacities(inputs.shared(setting))
     return Part(rows, pictures={"capacities": pictures.draw_capacities(rows)})
@@ -98,9 +98,9 @@ def llama(inputs: Inputs) -> Part:
     return Part(rows, [targets.llama_target(rows)])
 
 
-def placement(inputs: Inputs) -> Part:
+def provisioned(inputs: Inputs) -> Part:
     """Provisioning by the planner: minutes of CPU a search."""
-    asked = provisioning.Setting(inputs.shared(public), inputs.shared(traces))
+    asked = provisioning.Setting(inputs.shared(files), inputs.shared(traces))
     known = Kept(Path(inputs.kept, "placement.jsonl"), inputs.code(PERF_MODEL, *TRACES.values()))
     rows = provisioning.found(asked, inputs.pool, known)
     known.close()
@@ -119,13 +119,13 @@ REPRODUCTION = Reproduction(
         "anchors": anchors,
         "transfers": transfers,
         "pools": pools,
-        "capacities": capacities,
+        "capacities": largest_rates,
         "headline": headline,
         "batch_jobs": batch_jobs,
         "others": others,
         "sensitivities": sensitivities,
         "llama": llama,
-        "placement": placement,
+        "placement": provisioned,
     },
     timed=("placement",),
 )
