@@ -60,26 +60,28 @@ def draw_burst() -> Figure:
 
 
 def draw_capacities(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Tokens that fit, by model."""
+    """Tokens that fit, by model; a way that a model was not tried with has no bar."""
     models = ("70B", "13B", "OPT-30B")
     figure = Figure(figsize=(11, 3.2), layout="constrained")
-    for ax, model in zip(figure.subplots(1, 3), models, strict=True):
-        here = [row for row in rows if row["cluster"].startswith(f"{model}, ")]
-        here = [row for row in here if "one A100" not in row["cluster"]]
-        names = [row["cluster"].removeprefix(f"{model}, ") for row in here]
-        names = [
-            name.replace("Splitwise's decodes on 3090 and P100", "Splitwise") for name in names
-        ]
-        y = range(len(here))
-        ax.barh(y, [row["by host"] / 1e3 for row in here], 0.6, color=COLOURS[0])
-        ax.plot(
-            [row["sum of memories"] / 1e3 for row in here], y, "|", color=COLOURS[1],
-            markersize=16, markeredgewidth=2,
-        )  # fmt: skip
-        ax.set_yticks(y, names, fontsize=8)
-        ax.invert_yaxis()
+    found: dict[str, dict[str, Mapping[str, Any]]] = {model: {} for model in models}
+    for row in rows:
+        model, _, way = row["cluster"].partition(", ")
+        if "one A100" not in way:
+            found[model][way.replace("'s decodes on 3090 and P100", "")] = row
+    ways = list(dict.fromkeys(way for here in found.values() for way in here))
+    for ax, (model, here) in zip(figure.subplots(1, 3, sharey=True), found.items(), strict=True):
+        y = [ways.index(way) for way in here]
+        tokens = [row["by host"] / 1e3 for row in here.values()]
+        sums = [row["sum of memories"] / 1e3 for row in here.values()]
+        ax.barh(y, tokens, 0.6, color=COLOURS[0], label="stages of whole layers, by host")
+        mark = {"color": COLOURS[1], "markersize": 16, "markeredgewidth": 2}
+        ax.plot(sums, y, "|", **mark, label="0.9 of the memories less weights")
         ax.set_title(model, fontsize=10)
-        ax.set_xlabel("1,000 tokens (marks: sums)")
+        ax.set_xlabel("1,000 tokens")
+    figure.axes[0].set_yticks(range(len(ways)), ways, fontsize=8)
+    figure.axes[0].invert_yaxis()
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, markerscale=0.6, fontsize=8)
     return figure
 
 
