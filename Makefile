@@ -46,7 +46,7 @@ lower-all:
 	for jax in $(JAX_VERSIONS); do \
 		test -x build/jax-$$jax/bin/python || $(PYTHON312) -m venv build/jax-$$jax; \
 		build/jax-$$jax/bin/python -m pip install --quiet --editable . "jax==$$jax" || exit 1; \
-		build/jax-$$jax/bin/python scripts/lower_kernels.py > build/lower-$$jax.md || exit 1; \
+		build/jax-$$jax/bin/python -m scripts.kernels.lower_kernels > build/lower-$$jax.md || exit 1; \
 		echo "build/lower-$$jax.md"; \
 	done
 
@@ -56,7 +56,7 @@ compile-all:
 	build/jax-cuda/bin/python -m pip install --quiet --editable . "jax==$(CUDA_JAX)"
 	build/jax-cuda/bin/python -m pip install --quiet --no-deps nvidia-cuda-nvcc-cu12 \
 		"jax-cuda12-plugin==$(CUDA_JAX)" "jax-cuda12-pjrt==$(CUDA_JAX)"
-	build/jax-cuda/bin/python scripts/compile_kernels.py > build/compiled.md
+	build/jax-cuda/bin/python -m scripts.kernels.compile_kernels > build/compiled.md
 	@echo "build/compiled.md"
 
 # Tables of options in docs/, and the API reference.

@@ -12,7 +12,7 @@ from jaxinfer.config.run_file import load_run_file
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_suite.sh"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "bench" / "gpu_suite.sh"
 
 
 def run(*options: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:

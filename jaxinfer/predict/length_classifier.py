@@ -75,7 +75,9 @@ def load(path: Path) -> tuple[Classifier, About]:
     except SafetensorError as error:
         raise JaxinferError(f"{path}: no safetensors file: {error}") from None
     if header.get("kind") != _KIND:
-        raise JaxinferError(f"{path}: no length classifier, as scripts/train_predictor.py writes")
+        raise JaxinferError(
+            f"{path}: no length classifier, as `scripts.reproduce predictor` writes"
+        )
     about = About.model_validate(json.loads(header["about"]))
     model = Classifier(about.rows + 1, about.num_hidden, about.buckets.count)
     wanted = {name: value.shape for name, value in _parameters(model).items()}
@@ -99,7 +101,7 @@ class LengthClassifierOptions(Options):
     """Options of ``LengthClassifier``.
 
     Attributes:
-        path: the file that ``scripts/train_predictor.py`` has written.
+        path: the file that ``python -m scripts.reproduce predictor`` has written.
     """
 
     path: str

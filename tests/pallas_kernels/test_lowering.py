@@ -1,14 +1,10 @@
 """Every kernel lowers to CUDA for GPUs that are not here, with the jax that is installed."""
 
-import runpy
-from pathlib import Path
-
 import pytest
 
-SCRIPT = runpy.run_path(
-    str(Path(__file__).parents[2] / "scripts/lower_kernels.py"), run_name="lower_kernels"
-)
-VARIANTS = {variant.name: variant for variant in SCRIPT["variants"]()}
+from scripts.kernels.lower_kernels import lower, variants
+
+VARIANTS = {variant.name: variant for variant in variants()}
 # Shapes, dtypes and options; few of them have every dtype, with and without a window.
 CASES = list(dict.fromkeys(name.partition(": ")[2] for name in VARIANTS))
 FEW = CASES[::7]
@@ -23,7 +19,7 @@ FEW = CASES[::7]
 )
 def test_lowers(name: str) -> None:
     variant = VARIANTS[name]
-    found = {gpu: SCRIPT["lower"](variant, gpu) for gpu in variant.gpus}
+    found = {gpu: lower(variant, gpu) for gpu in variant.gpus}
     assert found == dict.fromkeys(variant.gpus, "yes")
 
 

@@ -179,7 +179,7 @@ def test_files_that_are_none(file: Path, tmp_path: Path) -> None:
 def test_a_models_own_file_is_none(tiny_folder: Path) -> None:
     path = tiny_folder / "model.safetensors"
     assert refusal({"name": NAME, "path": str(path)}) == (
-        f"workload.predictor.path: {path}: no length classifier, as scripts/train_predictor.py "
+        f"workload.predictor.path: {path}: no length classifier, as `scripts.reproduce predictor` "
         "writes"
     )
 

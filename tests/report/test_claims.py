@@ -1,21 +1,17 @@
-"""docs/results/*/targets.csv: each row says what it is; and what writes it (scripts/results.py)."""
+"""docs/results/*/targets.csv: each row says what it is, and which part of a script makes it."""
 
 import csv
 import re
-import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import count_claims
-import results
-from results import Target, agrees, by_amount, by_share, holds, write_targets
+from scripts.reproduce import count_claims
+from scripts.reproduce.claims import Target, agrees, by_amount, by_share, holds, write_claims
 
 ROWS = count_claims.claims()
 PAGES = sorted({row["page"] for row in ROWS})
-SCRIPTS = Path(count_claims.__file__).parent
 
 
 def test_all_pages_have_rows() -> None:
@@ -33,10 +29,18 @@ def test_each_row_says_what_it_is(page: str) -> None:
             assert not (row["reference"] and row["paper"]), row
             assert bool(row["tolerance"]) != bool(row["criterion"]), row
             assert row["met"] in ("yes", "no"), row
-            assert (SCRIPTS / row["made_by"].split()[0]).is_file(), row
             words = " ".join((row["paper"], row["tolerance"], row["criterion"]))
             nothing = ("as stated", "none given", "not in the paper", "our finding", "no paper")
             assert not any(each in words for each in nothing), row
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_row_names_the_part_that_makes_it(page: str) -> None:
+    parts = import_module(f"scripts.reproduce.{page}").REPRODUCTION.parts
+    commands = [f"scripts.reproduce {page} --part {part}" for part in parts]
+    made_by = [row["made_by"] for row in ROWS if row["page"] == page]
+    assert set(made_by) <= set(commands)
+    assert made_by == sorted(made_by, key=commands.index)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -90,22 +94,9 @@ def test_a_claim_has_a_figure_of_a_paper_or_is_consistency() -> None:
 def test_claims_that_a_script_makes_no_more_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "targets.csv"
     mine = [by_share(claim, 1.0, 1.0, 0.1) for claim in ("old", "kept")]
-    write_targets(path, "a.py", mine)
-    write_targets(path, "b.py", [by_share("other's", 1.0, 2.0, 0.1)])
-    write_targets(path, "a.py", [*mine[1:], by_share("new", 1.0, 1.0, 0.1)])
+    write_claims(path, "a.py", mine)
+    write_claims(path, "b.py", [by_share("other's", 1.0, 2.0, 0.1)])
+    write_claims(path, "a.py", [*mine[1:], by_share("new", 1.0, 1.0, 0.1)])
     with path.open(newline="", encoding="utf-8") as file:
         rows = [(row["claim"], row["made_by"], row["met"]) for row in csv.DictReader(file)]
     assert rows == [("other's", "b.py", "no"), ("kept", "a.py", "yes"), ("new", "a.py", "yes")]
-
-
-def test_what_a_host_took_is_not_another_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text("cpu_s\n1\n")
-    for measured in (False, True):
-        results.mark(path, measured)
-        assert results.is_current(path, measured)
-        with monkeypatch.context() as elsewhere:
-            elsewhere.setattr(results, "origin", lambda: {"machine": {"cpu": "another"}})
-            assert results.is_current(path, measured) != measured

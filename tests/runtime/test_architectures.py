@@ -1,6 +1,6 @@
 """Every architecture against Hugging Face transformers on small random weights.
 
-``data/architectures`` is written by ``scripts/make_architecture_golden.py``.
+``data/architectures`` is written by ``scripts/golden/architecture.py``.
 """
 
 import json

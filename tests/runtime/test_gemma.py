@@ -1,6 +1,6 @@
 """Gemma 3 270M's real weights against Hugging Face transformers on the same GGUF file, in float32.
 
-``data/gemma3_golden.json`` is written by ``scripts/make_gemma_golden.py``.
+``data/gemma3_golden.json`` is written by ``scripts/golden/gemma.py``.
 """
 
 import json

@@ -1,6 +1,5 @@
 """The comparison with vLLM's timings takes any profile and run file; figures by hand."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "validate_vllm.py"
-SPEC = importlib.util.spec_from_file_location("validate_vllm", SCRIPT)
-assert SPEC
-assert SPEC.loader
-validate_vllm = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(validate_vllm)
+from scripts.validate import vllm as validate_vllm
 
 RUN = {
     "model": "tiny",

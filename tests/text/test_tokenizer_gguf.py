@@ -126,7 +126,7 @@ class TestByteLevel:
 
 @cache
 def golden(kind: str) -> dict[str, Any]:
-    """Written by scripts/make_tokenizer_golden.py."""
+    """Written by scripts/golden/tokenizer.py."""
     content: dict[str, Any] = json.loads((DATA / f"tiny_{kind}_tokenizer.json").read_text())
     return content
 

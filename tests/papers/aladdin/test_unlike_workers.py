@@ -1,10 +1,8 @@
 """Aladdin's workers of several kinds: shares in dollars, which is opened, and the best packing."""
 
 import math
-import sys
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +16,7 @@ from jaxinfer.papers.aladdin.best_fit import Job, Limits, Seen, Worker, best_fit
 from jaxinfer.papers.aladdin.system import Aladdin, AladdinOptions
 from jaxinfer.serving.step_fit import DecodeFit, PrefillFit
 from jaxinfer.systems.registry import make_system
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
-
-from aladdin_packing import by_rule, in_order, least_usd
+from scripts.reproduce.aladdin.packing import by_rule, in_order, least_usd
 
 
 def limits(slower: float = 1.0, **given: Any) -> Limits:

@@ -1,7 +1,6 @@
 """DistServe simulated: beside its simulator's rules, written anew, and its authors' own figures."""
 
 import csv
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -14,16 +13,10 @@ from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest, read_workload
+from scripts.reproduce.distserve import reference
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "configs" / "distserve"
-SPEC = importlib.util.spec_from_file_location(
-    "distserve_reference", ROOT / "scripts" / "distserve_reference.py"
-)
-assert SPEC
-assert SPEC.loader
-reference = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(reference)
 
 
 def requests(rate: float, count: int = 300) -> list[BenchRequest]:

@@ -1,6 +1,5 @@
-"""scripts/rent_frontier.py: what budgets buy, against all counts that they pay for."""
+"""scripts/reproduce/hexgen2/frontier.py: what budgets buy, against all counts that they pay for."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,7 @@ import yaml
 from placement_cases import A100, H100, site_of
 
 from jaxinfer.errors import JaxinferError
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
-
-import rent_frontier
+from scripts.reproduce.hexgen2 import frontier as rent_frontier
 
 ENGINE = {"page_size": 16, "enable_prefix_caching": False, "launch_ahead": False}
 

@@ -2,15 +2,12 @@
 
 import csv
 import gzip
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
-
-import vidur_search_tables as tables
+from scripts.reproduce.vidur_search import tables
 
 
 def test_a_point_that_takes_longer_than_larger_ones_is_taken_from_them() -> None:

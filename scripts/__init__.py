@@ -1,0 +1,1 @@
+"""Programs around the package: reproductions of papers, benchmarks, checks and makers of files."""

@@ -1,0 +1,1 @@
+"""Benchmarks of kernels, the engine, processes and the simulator."""

@@ -1,0 +1,256 @@
+"""The engine end to end on one device, beside what the machine could do.
+
+    python -m scripts.bench.engine --trace lengths.csv --json figures.json
+    python -m scripts.bench.engine --json figures.json --rehearse   # on a CPU: tiny
+
+A model of Llama 3 8B's shape with random weights, bfloat16, greedy, all requests at once. Lengths
+are the first of ``--trace`` (as ``jaxinfer bench`` reads it), or drawn from the statistics of
+Azure's conversations. The roofline is that of ``jaxinfer simulate`` for the very steps of the run,
+at the rates of copies and matrix products measured just before. A shorter run, traced, comes first:
+it says what steps with prefill, and steps of decodes, spend on attention, matrix products, the rest
+and waiting for the host.
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import jax
+
+from jaxinfer import LLM
+from jaxinfer.hardware.catalogue import Gpu, find_model
+from jaxinfer.measure import measure
+from jaxinfer.report.metrics import RunMetrics
+from jaxinfer.runtime.profiling.device_time import DeviceTime, StepTracer
+from jaxinfer.runtime.stage.machine_speed import copy_rate, product_rate
+from jaxinfer.serving.batch import Work
+from jaxinfer.serving.world import StepDone
+from jaxinfer.simulate.costs.roofline import Efficiency, RooflineStage
+from jaxinfer.workload.lengths import BenchRequest, read_workload
+from jaxinfer.workload.synthetic import Synthetic
+
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+TINY = LLAMA_3_8B | {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+LENGTHS = "azure_conversation"
+ENGINE: dict[str, Any] = {
+    "load_format": "dummy", "dtype": "bfloat16", "enable_prefix_caching": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run.
+
+    Attributes:
+        longest: prompt and output are cut to so many tokens each.
+        copied: bytes; ``multiplied``: rows of the matrices.
+        steps: of each kind that are traced.
+    """
+
+    model: dict[str, Any]
+    engine: dict[str, Any]
+    requests: int
+    longest: int
+    copied: int
+    multiplied: int
+    steps: int
+
+
+FULL = Size(
+    LLAMA_3_8B, ENGINE | {"max_num_seqs": 256, "max_num_batched_tokens": 2048},
+    requests=1000, longest=8192, copied=2**30, multiplied=8192, steps=24,
+)  # fmt: skip
+REHEARSAL = Size(
+    TINY,
+    ENGINE | {"max_num_seqs": 4, "max_num_batched_tokens": 16, "page_size": 16, "num_pages": 40,
+              "kernels": "interpret"},
+    requests=12, longest=60, copied=2**20, multiplied=256, steps=2,
+)  # fmt: skip
+
+
+def lengths(trace: str | None, size: Size, count: int) -> list[BenchRequest]:
+    """The work, all at once."""
+    found = read_workload(trace) if trace else Synthetic(lengths=LENGTHS, count=count).requests()
+    most = size.longest
+    return [
+        replace(
+            item, arrival=0.0, prompt_token_ids=None, prompt_len=min(item.prompt_len, most),
+            max_tokens=min(item.max_tokens, most),
+        )
+        for item in found[:count]
+    ]  # fmt: skip
+
+
+def roofline_of(folder: str, rates: dict[str, float], itemsize: int) -> RooflineStage:
+    """The whole model on a GPU with the rates that have been measured."""
+    gpu = Gpu(
+        bf16_tflops=rates["product_tflops"], memory_gb=1, memory_gb_s=rates["copy_gb_s"],
+        link="none", link_gb_s=1, watts=1, checked=True,
+    )  # fmt: skip
+    model = find_model(folder)
+    return RooflineStage(
+        gpu, model, model.num_hidden_layers, True, 1, itemsize, Efficiency(1, 1), 1
+    )
+
+
+def seconds(roofline: RooflineStage, steps: Iterable[Work]) -> float:
+    """Of all these steps, by the roofline."""
+    return sum(roofline.seconds(work) for work in steps)
+
+
+def trace_steps(
+    llm: LLM, work: list[BenchRequest], size: Size, roofline: RooflineStage
+) -> dict[str, Any]:
+    """A run of as many requests as there can be at once, some steps of which are traced."""
+    most = min(size.engine["max_num_seqs"], len(work))
+
+    def with_prefill(step: Work) -> bool:
+        return bool(step.chunks) and step.decodes >= most // 4
+
+    def decodes(step: Work) -> bool:
+        return step.tokens == step.decodes >= most // 2
+
+    kinds = {"with prefill": with_prefill, "decodes": decodes}
+    tracer = StepTracer(kinds, size.steps)
+    measure(llm, work[:most], "traced run", run_dir=None, on_step=tracer.on_step)
+    tracer.close()
+    found: dict[str, Any] = {}
+    for kind, times in tracer.found.items():
+        found[kind] = asdict(times) if isinstance(times, DeviceTime) else times
+        traced = tracer.work.get(kind)
+        if traced and isinstance(times, DeviceTime):
+            found[kind] |= {
+                "host_share": times.host / times.step_s,
+                "roofline_s": seconds(roofline, traced) / len(traced),
+                "tokens": sum(step.tokens for step in traced) / len(traced),
+                "decodes": sum(step.decodes for step in traced) / len(traced),
+                "decode_context": sum(step.single_context for step in traced) / len(traced),
+            }
+    return found
+
+
+def run_figures(metrics: RunMetrics, steps: list[Work], roofline: RooflineStage) -> dict[str, Any]:
+    """Of the run that is not traced."""
+    least, wall = seconds(roofline, steps), metrics.wall_s
+    tokens = metrics.prompt_tokens + metrics.output_tokens
+    return {
+        "requests_s": metrics.requests / wall,
+        "tokens_s": tokens / wall,
+        "output_tokens_s": metrics.output_tok_s,
+        "roofline_wall_s": least,
+        "roofline_requests_s": metrics.requests / least,
+        "roofline_tokens_s": tokens / least,
+        "of_the_roofline": least / wall,
+        "loop_share": metrics.loop_s / wall,
+        "launching_share": metrics.launching_s / wall,
+        "metrics": asdict(metrics),
+    }
+
+
+def show_steps(figures: dict[str, Any]) -> None:
+    """The machine and the traced steps, as lines."""
+    print(
+        f"{figures['device']}: copies {figures['copy_gb_s']:.0f} GB/s, "
+        f"bfloat16 products {figures['product_tflops']:.1f} TFLOP/s"
+    )
+    for kind, found in figures["step_time"].items():
+        if isinstance(found, str):
+            print(f"step, {kind}: {found}")
+            continue
+        parts = ", ".join(
+            f"{name} {1000 * found[name]:.2f}" for name in ("attention", "matmuls", "rest", "host")
+        )
+        print(
+            f"step, {kind}: {1000 * found['step_s']:.2f} ms: {parts}; "
+            f"roofline {1000 * found['roofline_s']:.2f}"
+        )
+
+
+def show_run(run: dict[str, Any]) -> None:
+    """The run, as lines."""
+    metrics = run["metrics"]
+    print(
+        f"{metrics['requests']} requests in {metrics['wall_s']:.2f} s: "
+        f"{run['requests_s']:.2f} requests/s, {run['tokens_s']:.0f} tokens/s, "
+        f"{run['output_tokens_s']:.0f} of them output"
+    )
+    print(
+        f"roofline: {run['roofline_wall_s']:.2f} s, {run['roofline_tokens_s']:.0f} tokens/s; "
+        f"the engine reaches {run['of_the_roofline']:.1%}"
+    )
+    print(
+        f"loop {run['loop_share']:.1%} and launching {run['launching_share']:.1%} of the time, "
+        f"{metrics['late_compiles']} late compiles, {metrics['preemptions']} preemptions"
+    )
+
+
+@click.command()
+@click.option("--trace", help="CSV of prompt and output lengths.")
+@click.option("--requests", type=click.IntRange(min=2), help="The first N lengths; 1000.")
+@click.option("--json", "json_path", required=True, help="File for the figures.")
+@click.option("--kernels", help="What attends, as of the engine's option.")
+@click.option("--rehearse", is_flag=True, help="A tiny model, kernels interpreted: on a CPU.")
+def main(
+    trace: str | None, requests: int | None, json_path: str, kernels: str | None, rehearse: bool
+) -> None:
+    """Measure, print and write; exit with 1 if log probabilities are not numbers."""
+    size = REHEARSAL if rehearse else FULL
+    work = lengths(trace, size, requests or size.requests)
+    rates = {
+        "copy_gb_s": copy_rate(size.copied) / 1e9,
+        "product_tflops": product_rate(size.multiplied) / 1e12,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(size.model))
+        llm = LLM(folder, **size.engine | ({"kernels": kernels} if kernels else {}))
+        roofline = roofline_of(folder, rates, llm.engine.plan.dtype.itemsize)
+    figures: dict[str, Any] = {
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "rehearsed": rehearse,
+        "lengths": Path(trace).name if trace else LENGTHS,
+        "model": size.model,
+        "instances": llm.describe()["instances"],
+        **rates,
+        "step_time": trace_steps(llm, work, size, roofline),
+    }
+    # Before the long run, which may be cut off.
+    show_steps(figures)
+    write(json_path, figures)
+    steps: list[Work] = []
+    wrong = 0
+
+    def on_step(done: StepDone) -> None:
+        nonlocal wrong
+        steps.append(done.batch.work)
+        wrong += sum(not math.isfinite(logprob) for logprob in done.logprobs)
+
+    metrics = measure(llm, work, trace or LENGTHS, run_dir=None, on_step=on_step)
+    figures["run"] = run_figures(metrics, steps, roofline)
+    figures["not_finite"] = wrong
+    show_run(figures["run"])
+    write(json_path, figures)
+    if wrong:
+        raise SystemExit(f"{wrong} log probabilities are not finite")
+
+
+def write(path: str, figures: dict[str, Any]) -> None:
+    """As JSON."""
+    Path(path).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Lowers and compiles the attention kernels without a GPU."""

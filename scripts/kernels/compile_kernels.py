@@ -1,0 +1,204 @@
+"""Compile each kernel, and the engine's steps with them, to machine code for GPUs not present.
+
+    python -m scripts.kernels.compile_kernels > table.md
+
+Needs no GPU and no driver, but the CUDA plugin of the installed jax and ptxas; ``make compile-all``
+makes such an environment. Beyond lowering, this finds what the compilers of Triton, Mosaic GPU
+and NVIDIA refuse, and says how many registers a kernel takes, what of them spills to memory and
+whether wgmma had to be serialised. The steps are those of a Llama 3 8B with 2 layers: the pages
+must be written in place. Ends with 1 if anything fails.
+"""
+
+import json
+import os
+import re
+import stat
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Before JAX is imported: a ptxas that leaves what it says, found by Mosaic on PATH.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["PATH"] = f"{tempfile.mkdtemp()}/bin:{os.environ['PATH']}"
+
+import click
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.config.engine import EngineOptions
+from jaxinfer.models.stage import Layers
+from jaxinfer.runtime.stage import layout as planning
+from jaxinfer.runtime.stage.sampler import SamplerShape
+from jaxinfer.runtime.stage.step import CompiledStep, Key
+from scripts.bench.engine import LLAMA_3_8B
+from scripts.kernels.lower_kernels import Variant, variants
+
+# Of the model whose steps are compiled.
+LAYERS = 2
+SCRATCH = Path(os.environ["PATH"].split(":")[0]).parent
+PTXAS = """#!/bin/sh
+test -f "$1" || exec "{real}" "$@"
+"{real}" "$@" -v > "{logs}/$$" 2>&1
+status=$?
+cat "{logs}/$$" >&2
+exit $status
+"""
+# Triton's kernels are assembled by what lies there, Mosaic's by what PATH finds.
+USE_PTXAS: Any = {"xla_gpu_cuda_data_dir": str(SCRATCH)}
+
+
+class Gpu(NamedTuple):
+    """What compilers ask of a GPU; memory in bytes, the rate in bytes per second."""
+
+    name: str
+    capability: tuple[int, int]
+    cores: int
+    shared_memory: int
+    threads: int
+    rate: int
+    memory: int
+
+
+GPUS = {
+    "H100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 233472, 2048, 3352 * 10**9, 80 * 2**30),
+    "A100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 167936, 2048, 2039 * 10**9, 80 * 2**30),
+    "L4": Gpu("NVIDIA L4", (8, 9), 58, 102400, 1536, 300 * 10**9, 24 * 2**30),
+}
+
+
+def target(gpu: Gpu) -> str:
+    """XLA's description of a GPU, a GpuTargetConfigProto."""
+    major, minor = gpu.capability
+    # sm_90a, which has wgmma.
+    extension = "feature_extension: ACCELERATED_FEATURES" if major == 9 else ""
+    return f"""gpu_device_info {{
+        threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+        shared_memory_per_core: {gpu.shared_memory}
+        shared_memory_per_block_optin: {gpu.shared_memory - 1024}
+        threads_per_core_limit: {gpu.threads} core_count: {gpu.cores} fpus_per_core: 128
+        block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+        memory_bandwidth: {gpu.rate} l2_cache_size: 41943040 clock_rate_ghz: 1.5
+        device_memory_size: {gpu.memory}
+        cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
+        registers_per_core_limit: 65536 registers_per_block_limit: 65536 name: "{gpu.name}"
+    }}
+    platform_name: "CUDA"
+    dnn_version_info {{ major: 9 minor: 10 }}
+    runtime_version {{ major: 12 minor: 9 }}
+    device_description_str: "{gpu.name}" """
+
+
+def devices(gpu: str, count: int = 1) -> list[Any]:
+    """So many of them, to compile for."""
+    found = topologies.get_topology_desc(
+        platform="cuda", topology_name=gpu, target_config=target(GPUS[gpu]),
+        topology=f"1x1x{count}",
+    )  # fmt: skip
+    return list(found.devices)
+
+
+def install_ptxas() -> None:
+    """Put the wheel's ptxas, which says all it knows, where compilers look."""
+    package = find_spec("nvidia")
+    for folder in package.submodule_search_locations or () if package else ():
+        root = Path(folder) / "cuda_nvcc"
+        if (root / "bin/ptxas").exists():
+            (SCRATCH / "bin").mkdir()
+            (SCRATCH / "logs").mkdir()
+            (SCRATCH / "nvvm").symlink_to(root / "nvvm")
+            script = SCRATCH / "bin/ptxas"
+            script.write_text(PTXAS.format(real=root / "bin/ptxas", logs=SCRATCH / "logs"))
+            script.chmod(script.stat().st_mode | stat.S_IXUSR)
+            return
+    sys.exit("no ptxas: pip install nvidia-cuda-nvcc-cu12")
+
+
+def said(compile_it: Callable[[], object]) -> str:
+    """Registers and spilled bytes of the kernels named paged_*, or the error's first line."""
+    for log in (SCRATCH / "logs").iterdir():
+        log.unlink()
+    try:
+        compile_it()
+    except Exception as error:  # Whatever it is, the table has it.
+        return f"FAILED {type(error).__name__}: {error}".splitlines()[0][:160]
+    found = []
+    for log in (SCRATCH / "logs").iterdir():
+        text = log.read_text()
+        if "'paged_" in text:
+            registers = re.findall(r"Used (\d+) registers", text)
+            spills = re.findall(r"frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
+            spilled = sum(int(bytes_) for both in spills for bytes_ in both)
+            serial = ", wgmma serialised" if "C7510" in text else ""
+            found.append(f"{'/'.join(registers)}{f', {spilled} B' if spilled else ''}{serial}")
+    return "; ".join(found) or "FAILED: no kernel was compiled"
+
+
+def kernel(variant: Variant, gpu: str) -> str:
+    """One kernel for one GPU."""
+    (device,) = devices(gpu)
+    where = SingleDeviceSharding(device)
+    jitted = jax.jit(variant.run, in_shardings=where, out_shardings=where)
+    with jax.default_device(device):
+        return said(lambda: jitted.trace(*variant.arguments).lower().compile(USE_PTXAS))
+
+
+def steps(gpu: str, kv_cache_dtype: Any, count: int) -> str:
+    """All of an engine's steps; whether they write pages in place."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = LLAMA_3_8B | {"num_hidden_layers": LAYERS, "model_type": "llama"}
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        checkpoint = open_checkpoint(folder, "dummy")
+    options = EngineOptions(
+        load_format="dummy", dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, num_pages=2000,
+        tensor_parallel_size=count,
+    )  # fmt: skip
+    everything = Layers(0, LAYERS, LAYERS)
+    plan = planning.make_plan(checkpoint.config, options, devices(gpu, count), everything, 0)
+    compiled = CompiledStep(plan)
+    copied = 0
+    try:
+        with jax.default_device(plan.devices[0]):
+            for shape in plan.limits.shapes():
+                layers, *_ = compiled.compile_parts(Key(shape, SamplerShape()))
+                memory = layers.memory_analysis()
+                assert memory
+                array = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.pages))
+                in_place = memory.alias_size_in_bytes >= plan.kv_bytes
+                copied += not in_place or memory.temp_size_in_bytes >= array
+    except Exception as error:  # Whatever it is, the table has it.
+        return f"FAILED {type(error).__name__}: {error}".splitlines()[0][:160]
+    if copied:
+        return f"FAILED: {copied} steps copy pages"
+    return f"{len(list(plan.limits.shapes()))} steps, {plan.config.kernels} attention"
+
+
+@click.command()
+def main() -> None:
+    """Print both tables."""
+    install_ptxas()
+    # A GPU that is not there has no memory to ask about.
+    planning._memory = lambda *_: (2**36, 2**36)
+    print(f"| jax {jax.__version__}: steps | {' | '.join(GPUS)} |")
+    print("|---|" + "---|" * len(GPUS))
+    failed = 0
+    for kv_cache_dtype, count in (("auto", 1), ("auto", 2), ("int8", 1)):
+        found = [steps(gpu, kv_cache_dtype, count) for gpu in GPUS]
+        failed += sum(how.startswith("FAILED") for how in found)
+        print(f"| {kv_cache_dtype}, {count} devices | {' | '.join(found)} |", flush=True)
+    print(f"\n| registers, spilled bytes | {' | '.join(GPUS)} |")
+    print("|---|" + "---|" * len(GPUS))
+    for variant in variants():
+        found = [kernel(variant, gpu) if gpu in variant.gpus else "-" for gpu in GPUS]
+        failed += sum(how.startswith("FAILED") for how in found)
+        print(f"| {variant.name} | {' | '.join(found)} |", flush=True)
+    print(f"\n{failed} failed", file=sys.stderr)
+    sys.exit(min(failed, 1))
+
+
+if __name__ == "__main__":
+    main()

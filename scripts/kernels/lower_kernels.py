@@ -1,0 +1,117 @@
+"""Lower each kernel to CUDA for GPUs that are not here, with the jax that is installed.
+
+    python -m scripts.kernels.lower_kernels
+
+Prints a table in markdown; ends with 1 if anything fails. ``make lower-all`` does it for a range
+of jax versions. Lowering finds what interpreting cannot: shapes and operations that a GPU cannot
+have.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import click
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from jaxinfer.pallas_kernels import generic, hopper, write
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+
+GPUS = {"H100": "NVIDIA H100 80GB HBM3", "A100": "NVIDIA A100-SXM4-80GB", "L4": "NVIDIA L4"}
+# Query heads per KV head, head size, tokens per page.
+SHAPES = ((1, 64, 16), (3, 80, 8), (4, 128, 64), (7, 96, 32), (8, 128, 16), (16, 256, 128))
+S, C, T, M, P = 8, 4, 256, 64, 600
+
+
+class Variant(NamedTuple):
+    """A kernel with its options, abstract arguments, and the GPUs that it is for."""
+
+    name: str
+    run: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    gpus: tuple[str, ...]
+
+
+def variants() -> Iterator[Variant]:
+    """Every kernel in every shape and dtype; every other one with a window.
+
+    Of two KV heads; and of one, as each is where the heads of a stage lie on several devices.
+    """
+    dtypes = "bfloat16", "float16", "float32", "int8", "float8_e4m3fn"
+    cases = [*product(SHAPES, dtypes, [2]), *product(SHAPES, ["bfloat16", "int8"], [1])]
+    for number, ((G, H, B), dtype, K) in enumerate(cases):
+        window = (None, 100)[number % 2]
+        said = (", window" if window else "") + (", one KV head" if K == 1 else "")
+        name = f"{G} heads of {H}, pages of {B}, {dtype}{said}"
+        decode, chunks, written = _arguments(K, G, H, B, dtype)
+        everywhere = tuple(gpu for gpu in GPUS if dtype != "float8_e4m3fn" or gpu != "A100")
+        for what, run, arguments in (
+            ("decode", generic.decode_attention, decode),
+            ("chunks", generic.chunk_attention, chunks),
+        ):
+            yield Variant(
+                f"generic {what}: {name}", partial(run, window=window), arguments, everywhere
+            )
+        yield Variant(f"write: {name}", write.write_kv, written, everywhere)
+        if jnp.dtype(dtype).itemsize != 2:
+            continue
+        for what, run, arguments in (
+            ("decode", hopper.decode_attention, decode),
+            ("chunks", hopper.chunk_attention, chunks),
+        ):
+            yield Variant(
+                f"hopper {what}: {name}", partial(run, window=window), arguments, ("H100",)
+            )
+
+
+def _arguments(K: int, G: int, H: int, B: int, dtype: str) -> tuple[Any, Any, Any]:
+    """Of decode, chunks and write."""
+
+    def of(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    entries: Any = of(P, K, B, H, dtype=dtype)
+    scale: Any = of(P, K, dtype="float32") if jnp.dtype(dtype).itemsize == 1 else None
+    pages = KVPages(entries, entries, scale, scale)
+    q_SNH, q_TNH = (of(rows, K * G, H, dtype="float32") for rows in (S, T))
+    new_TKH = of(T, K, H, dtype="float32")
+    return (
+        (q_SNH, pages, of(S, M), of(S)),
+        (q_TNH, pages, of(C, M), of(C), of(C + 1)),
+        (pages, new_TKH, new_TKH, of(T), of(T)),
+    )
+
+
+def lower(variant: Variant, gpu: str) -> str:
+    """How it went, in a word or in the error's first line."""
+    device = AbstractDevice(device_kind=GPUS[gpu], num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    try:
+        with jax.sharding.use_abstract_mesh(mesh):
+            traced = jax.jit(variant.run).trace(*variant.arguments)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    except Exception as error:  # Whatever it is, the table has it.
+        return f"{type(error).__name__}: {error}".splitlines()[0][:80]
+    return "yes" if "triton" in text or "mosaic_gpu" in text else "without a kernel"
+
+
+@click.command()
+def main() -> None:
+    """Print the table."""
+    print(f"| jax {jax.__version__} | {' | '.join(GPUS)} |")
+    print("|---|" + "---|" * len(GPUS))
+    failed = 0
+    for variant in variants():
+        found = [lower(variant, gpu) if gpu in variant.gpus else "-" for gpu in GPUS]
+        failed += any(how not in ("yes", "-") for how in found)
+        print(f"| {variant.name} | {' | '.join(found)} |", flush=True)
+    print(f"\n{failed} failed", file=sys.stderr)
+    sys.exit(min(failed, 1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Reproductions of papers and studies: ``python -m scripts.reproduce PAPER --data DIR``."""

@@ -1,0 +1,106 @@
+"""Aladdin's runs: workers, requests, and the fewest that do."""
+
+import json
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.config.run_file import RunFile, load_run_file
+from jaxinfer.files.contents import contents
+from jaxinfer.papers.aladdin.sizing import fewest
+from jaxinfer.plan.evaluation_cache import Kept, key_of
+from jaxinfer.simulate.capacity import load
+from jaxinfer.simulate.targets import RequestTargets
+from jaxinfer.workload.lengths import BenchRequest
+from scripts.reproduce.reproduction import Work
+from scripts.tables import CONFIGS
+
+FILE = CONFIGS / "aladdin" / "llama2_7b.yaml"
+TTFT_S, ATGT_S = 0.4, 0.015
+# What users allow, and the requests of a run.
+LIMIT, REQUESTS = 2048, 1000
+
+
+@dataclass(frozen=True)
+class Way:
+    """A system, and what it knows of lengths.
+
+    Attributes:
+        oracle: whether the predicted lengths are the true ones.
+        settings: of the run file, for other workers than an A100.
+        slo: targets of each request, in seconds.
+    """
+
+    name: str
+    system: Mapping[str, Any]
+    oracle: bool = False
+    settings: tuple[str, ...] = ()
+    slo: Mapping[str, float] = field(default_factory=lambda: {"ttft": TTFT_S, "tpot": ATGT_S})
+
+    def config(self, tables: Path, workers: int) -> RunFile:
+        """So many workers."""
+        settings = [
+            f"groups.a100.replicas={workers}", f"instances.worker.replicas={workers}",
+            f"simulate.tables={tables}", f"system={json.dumps(dict(self.system))}",
+            f"workload.max_tokens={LIMIT}",
+        ]  # fmt: skip
+        if self.oracle:
+            settings.append("workload.predictor={granularity: 1, accuracy: 1}")
+        return load_run_file(FILE, [*settings, *self.settings])
+
+
+JSQ = Way("shortest queue", {"name": "least_loaded"})
+TWO = Way("power of two", {"name": "least_loaded", "choose": "power_of_two"})
+
+
+def aladdin(theta: float, oracle: bool = True, **options: Any) -> Way:
+    """With true lengths, or the means of earlier answers."""
+    system = {"name": "aladdin", "ttft_s": TTFT_S, "atgt_s": ATGT_S, "theta": theta} | options
+    return Way("Aladdin, true lengths" if oracle else "Aladdin, predicted", system, oracle)
+
+
+def draw(trace: Work, seed: int, count: int = REQUESTS) -> list[BenchRequest]:
+    """Different pairs of the whole trace, all of which a worker holds."""
+    return random.Random(seed).sample(list(trace), count)
+
+
+class Search:
+    """Finds the fewest workers; what was simulated is kept in a file, and not simulated again.
+
+    Args:
+        tables: of operators, unless a way's settings leave them out.
+        folder: for the files.
+        code: a digest of all that counts besides the requests.
+        name: the file's.
+    """
+
+    def __init__(
+        self, trace: Work, tables: Path, folder: Path, code: str, name: str = "simulated"
+    ) -> None:
+        self.trace, self.tables, self.folder, self.code = trace, tables, folder, code
+        self._kept = Kept(folder / f"{name}.jsonl", code)
+        self._data = key_of(repr(trace), contents(str(tables)))
+
+    def of(self, trace: Work, name: str) -> "Search":
+        """One of other requests, or with a file of its own."""
+        return Search(trace, self.tables, self.folder, self.code, name)
+
+    def keeps(self, way: Way, workers: int, rate: float, level: float, seed: int) -> bool:
+        """Whether so many keep both targets for that share of the requests."""
+        other = [list(way.settings), dict(way.slo)] if way.settings else []
+        asked = [way.name, dict(way.system), workers, rate, level, seed, REQUESTS, *other]
+        key = key_of(self._data, asked)
+        if self._kept.get(key) is None:
+            config, work = way.config(self.tables, workers), draw(self.trace, seed)
+            targets = RequestTargets(dict(way.slo), level)
+            met = bool(load(config, work, targets, [seed], rate).verdict.met)
+            self._kept.add(key, {"met": met})
+        return bool(self._kept.get(key)["met"])
+
+    def fewest(self, way: Way, rate: float, level: float, seed: int, guess: float) -> int | None:
+        """The fewest workers; None where twice the guess and more are not enough."""
+        most = math.ceil(2 * guess) + 8
+        return fewest(lambda n: self.keeps(way, n, rate, level, seed), guess, most)

@@ -1,0 +1,255 @@
+"""``any_system`` beside fixed systems, and where each way to share a pair begins to pay."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.options.validation import read_yaml
+from jaxinfer.plan.planners.any_system import AnySystem, AnySystemOptions
+from jaxinfer.plan.problem import Problem, merge
+from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.report.plots import COLOURS
+from jaxinfer.simulate.capacity import capacity
+from jaxinfer.simulate.read_targets import read_targets
+from jaxinfer.simulate.run import simulate
+from jaxinfer.workload.arrivals import Arrivals, with_arrivals
+from jaxinfer.workload.lengths import BenchRequest
+from scripts.reproduce.claims import Target, agrees
+from scripts.tables import CONFIGS, Row
+
+FOLDER = CONFIGS / "cronus"
+SYSTEMS = (
+    "cronus", "data_parallel", "pipeline_parallel", "disaggregated_high_low",
+    "disaggregated_low_high",
+)  # fmt: skip
+LOWS = ("A10", "A30")
+SLO = "ttft:p90=2,tbt:p99=0.2"
+CHUNKS = (256, 512, 1024)
+# Seeds of arrivals: with the first three the planner searches, with the others all are compared.
+SEARCHED, COMPARED = 3, (3, 4, 5)
+
+
+def common(low: str) -> dict[str, Any]:
+    """What all run files of a pair have: Llama 3 8B, the pair, and its calibrated costs."""
+    costs = read_yaml(FOLDER.with_name("cronus_calibration.yaml"))
+    groups = {"high": costs["high"]["LLaMA3-8B"], "low": costs["low"][low]["LLaMA3-8B"]}
+    return {
+        "model": "llama-3-8b",
+        "simulate": {**costs["engine"], "hop_s": costs["hop_s"], "groups": groups},
+    }
+
+
+def fixed(system: str, low: str) -> RunFile:
+    """A run file of ``configs/cronus/`` on a pair; ``single`` is the A100 of it alone."""
+    alone = system == "single"
+    data = merge(read_yaml(FOLDER / f"{'data_parallel' if alone else system}.yaml"), common(low))
+    if alone:
+        data["system"] = "single"
+        for part in (data["groups"], data["instances"], data["simulate"]["groups"]):
+            del part["low"]
+    else:
+        data["groups"]["low"]["kind"] = low
+    return as_run_file(data)
+
+
+def chosen(
+    low: str, trace: str, count: int, pool: ProcessPoolExecutor
+) -> tuple[RunFile, dict[str, Any]]:
+    """The choice of ``any_system`` on a pair, and what is known of its search."""
+    axes: dict[str, list[Any]] = {
+        "groups.low.kind": [low],
+        "engine.max_num_batched_tokens": list(CHUNKS),
+    }
+    files: dict[str, Any] = {str(FOLDER / f"{system}.yaml"): {} for system in SYSTEMS}
+    problem = Problem.model_validate(
+        {
+            "planner": {"name": "any_system", "files": files, "axes": axes},
+            "goal": {"maximise": "cluster", "slo": SLO, "seeds": SEARCHED, "at_once": 2},
+            "run": {**common(low), "workload": {"trace": trace, "limit": count}},
+        }
+    )
+    search = DrivenSearch(problem, pool.map)
+    best = AnySystem(AnySystemOptions(files=files, axes=axes)).plan(search)
+    known = {
+        "choice": str(best.axes["file"]),
+        "chunk": best.axes["engine.max_num_batched_tokens"],
+        "candidates": len(search.tried),
+    }
+    return as_run_file(problem.run_file(best.part)), known
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Asks for the largest rate of a run file with one seed; goes to other processes."""
+
+    work: Sequence[BenchRequest]
+    precision: float = 0.02
+
+    def __call__(self, config: RunFile, seed: int) -> float:
+        """Requests per second."""
+        targets = read_targets(SLO, self.work, None, None)
+        return capacity(config, self.work, targets, (seed,), self.precision).rate
+
+
+def systems(trace: str, work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[Row]:
+    """The choice and all fixed systems, with seeds that the search has not had."""
+    rows = []
+    for low in LOWS:
+        config, known = chosen(low, trace, len(work), pool)
+        configs = {"any_system": config} | {name: fixed(name, low) for name in SYSTEMS}
+        asked = [(config, seed) for config in configs.values() for seed in COMPARED]
+        rates = iter(list(pool.map(Carried(work), *zip(*asked, strict=True))))
+        found = {name: [next(rates) for _ in COMPARED] for name in configs}
+        for name, each in found.items():
+            axes = known if name == "any_system" else {"choice": name, "chunk": 512}
+            rows.append(
+                {
+                    "pair": f"A100+{low}",
+                    "system": name,
+                    "is": f"{axes['choice']}, chunks of {axes['chunk']}",
+                    **{f"seed_{s}": round(r, 3) for s, r in zip(COMPARED, each, strict=True)},
+                }
+            )
+    return rows
+
+
+def system_targets(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
+    """Of these."""
+    targets = []
+    for low in LOWS:
+        found = {
+            row["system"]: [row[f"seed_{seed}"] for seed in COMPARED]
+            for row in rows
+            if row["pair"] == f"A100+{low}"
+        }
+        ours = found.pop("any_system")
+        best = [max(each) for each in zip(*found.values(), strict=True)]
+        said = ", ".join(f"{a:.2f} / {b:.2f}" for a, b in zip(ours, best, strict=True))
+        targets.append(
+            agrees(
+                f"A100+{low}: any_system's choice beats or equals each fixed system "
+                f"(requests/s, its own / the best fixed one, {len(COMPARED)} seeds)",
+                said, all(a >= b for a, b in zip(ours, best, strict=True)), "with each seed",
+            )
+        )  # fmt: skip
+    return targets
+
+
+WAYS = {
+    "single": "the A100 alone",
+    "data_parallel": "colocated (data parallel)",
+    "disaggregated_low_high": "disaggregated, low to high",
+    "disaggregated_high_low": "disaggregated, high to low",
+    "cronus": "Cronus",
+}
+SCALES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+RATES = (0.5, 1, 2, 3, 4, 5, 6, 7, 8)
+# Requests of each point.
+SAMPLE = 300
+LONGEST = 8192
+
+
+def scaled(work: Sequence[BenchRequest], scale: float) -> list[BenchRequest]:
+    """With prompts that are longer by a factor, as far as the model's context goes."""
+    return [
+        replace(
+            item, prompt_len=max(1, min(round(scale * item.prompt_len), LONGEST - item.max_tokens))
+        )
+        for item in work
+    ]
+
+
+def by_length(work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[Row]:
+    """What each way carries, over the prompts' lengths."""
+    points = [(low, way, scale) for low in LOWS for way in WAYS for scale in SCALES]
+    rates = pool.map(partial(_carried, work), points)
+    return [
+        {
+            "pair": f"A100+{low}",
+            "way": way,
+            "scale": scale,
+            "mean_prompt": round(fmean(i.prompt_len for i in scaled(work[:SAMPLE], scale))),
+            "requests_s": round(rate, 3),
+        }
+        for (low, way, scale), rate in zip(points, rates, strict=True)
+    ]
+
+
+def _carried(work: Sequence[BenchRequest], point: tuple[str, str, float]) -> float:
+    low, way, scale = point
+    return Carried(scaled(work[:SAMPLE], scale), 0.05)(fixed(way, low), COMPARED[0])
+
+
+def by_rate(work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[Row]:
+    """Latencies of each way, over the rate of Poisson arrivals."""
+    points = [(low, way, rate) for low in LOWS for way in WAYS for rate in RATES]
+    figures = pool.map(partial(_latencies, work), points)
+    return [
+        {"pair": f"A100+{low}", "way": way, "rate": rate, **each}
+        for (low, way, rate), each in zip(points, figures, strict=True)
+    ]
+
+
+def _latencies(work: Sequence[BenchRequest], point: tuple[str, str, float]) -> dict[str, float]:
+    low, way, rate = point
+    arrivals = Arrivals(kind="poisson", rate=rate, seed=COMPARED[0])
+    metrics = simulate(fixed(way, low), with_arrivals(work[:SAMPLE], arrivals))
+    names = ("ttft_p90", "tbt_p99", "e2e_mean")
+    return {name: round(getattr(metrics, name), 4) for name in names}
+
+
+def begins(rows: Sequence[Mapping[str, Any]], x: str, y: str, least: bool) -> list[Row]:
+    """Which way is the best at each point of an axis.
+
+    Args:
+        least: whether small values of y are the good ones.
+    """
+    found = []
+    for pair in dict.fromkeys(row["pair"] for row in rows):
+        for value in dict.fromkeys(row[x] for row in rows):
+            here = [row for row in rows if (row["pair"], row[x]) == (pair, value)]
+            here.sort(key=lambda row: row[y] if least else -row[y])
+            first, second = here[:2]
+            found.append(
+                {
+                    "pair": pair, x: value, "best": first["way"], y: first[y],
+                    "next": second["way"], f"{y}_next": second[y],
+                }
+            )  # fmt: skip
+    return found
+
+
+def draw(lengths: Sequence[Mapping[str, Any]], rates: Sequence[Mapping[str, Any]]) -> Figure:
+    """A column for each pair: what each way carries over lengths, and latencies over rates."""
+    figure = Figure((9.5, 9), layout="constrained")
+    axes = figure.subplots(3, len(LOWS), squeeze=False)
+    panels = (
+        (lengths, "mean_prompt", "requests_s", "requests/s that keep the targets"),
+        (rates, "rate", "ttft_p90", "TTFT p90, s"),
+        (rates, "rate", "tbt_p99", "TBT p99, s"),
+    )
+    for row, (points, x, y, label) in enumerate(panels):
+        for column, low in enumerate(LOWS):
+            ax = axes[row][column]
+            for (way, name), colour in zip(WAYS.items(), COLOURS, strict=False):
+                here = [p for p in points if (p["pair"], p["way"]) == (f"A100+{low}", way)]
+                ax.plot([p[x] for p in here], [p[y] for p in here], "o-", ms=3, lw=1.2,
+                        color=colour, label=name)  # fmt: skip
+            ax.set_ylabel(label)
+            ax.grid(alpha=0.3)
+            if points is lengths:
+                ax.set_xscale("log", base=2)
+                ax.set_yscale("log")
+                ax.set(title=f"A100 + {low}", xlabel="mean prompt, tokens (outputs: 247)")
+            else:
+                ax.set_yscale("log")
+                ax.set_xlabel("requests/s, Poisson")
+                ax.axhline(2.0 if y == "ttft_p90" else 0.2, color="0.6", lw=1, ls="--")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure

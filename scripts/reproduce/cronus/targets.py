@@ -1,0 +1,82 @@
+"""Cronus' claims beside ours."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from scripts.reproduce.claims import Kind, Target, by_amount, by_share, holds
+from scripts.tables import Row
+
+# The high GPU's capacities were found from these columns of Table 3.
+CALIBRATED_ON = ("H-L prefill", "L-H decode")
+
+# "Up to so many percent below": TTFT, then TBT.
+PAPER_RATIOS = {
+    "ttft_p99": {"DP+Chunked": 55, "PP+Chunked": 58, "Disagg. L-H": 84},
+    "tbt_p99": {"DP+Chunked": 63, "PP+Chunked": 70, "Disagg. H-L": 51},
+}
+
+
+def ratios(points: Sequence[Row], cells: Sequence[Row]) -> list[Row]:
+    """How far Cronus is below the others at most, in percent, over setups and intervals.
+
+    Only intervals count that the other one sustains, a tenth below its throughput: beyond, its
+    queue and with it the ratio grow with the length of the run.
+    """
+    rates = {(cell["setup"], cell["approach"]): cell["ours"] for cell in cells}
+    cronus = {(p["setup"], p["interval_s"]): p for p in points if p["approach"] == "Cronus"}
+    rows = []
+    for what, others in PAPER_RATIOS.items():
+        for other, theirs in others.items():
+            below = {
+                (p["setup"], p["interval_s"]): 1
+                - cronus[p["setup"], p["interval_s"]][what] / p[what]
+                for p in points
+                if p["approach"] == other and p["interval_s"] * rates[p["setup"], other] > 1.1
+            }
+            (setup, interval), most = max(below.items(), key=lambda item: item[1])
+            at = f"{setup}, every {interval:g} s"
+            ours = round(100 * most, 1)
+            rows.append({"figure": what, "below": other, "paper": theirs, "ours": ours, "at": at})
+    return rows
+
+
+def of_table_2(cells: Sequence[Row]) -> list[Target]:
+    """Each cell, and the order of each column."""
+    found = []
+    for cell in cells:
+        kind: Kind = "calibrated" if cell["calibrated_on"] else "predicted"
+        claim = f"Table 2, {cell['setup']}, {cell['approach']} (requests/s)"
+        share = 0.01 if cell["calibrated_on"] else 0.1
+        found.append(by_share(claim, cell["paper"], cell["ours"], share, kind))
+    for setup, here in groupby(cells, lambda cell: cell["setup"]):
+        rows = list(here)
+        theirs, ours = (_order(rows, what) for what in ("paper", "ours"))
+        claim = f"Table 2, {setup}: order"
+        found.append(holds(claim, theirs, ours, theirs == ours, "the same order"))
+    return found
+
+
+def of_table_3(shares: Sequence[Row]) -> list[Target]:
+    """Each share of a stage's capacity."""
+    found = []
+    for row in shares:
+        claim = f"Table 3, {row['setup']}, {row['stage']} (%)"
+        if row["stage"] in CALIBRATED_ON:
+            found.append(by_amount(claim, row["paper"], row["ours"], 5, "points", "calibrated"))
+        else:  # The stage that limits: of any model, all of its capacity is used.
+            found.append(by_amount(claim, 100, row["ours"], 5, "points", "consistency"))
+    return found
+
+
+def of_figure_4(below: Sequence[Row]) -> list[Target]:
+    """How far Cronus is below the others at most; see ``ratios``."""
+    found = []
+    for row in below:
+        figure = row["figure"].replace("_", " ")
+        claim = f"Figure 4, {figure} below {row['below']} by at most (%)"
+        found.append(by_amount(claim, row["paper"], row["ours"], 10, "points"))
+    return found
+
+
+def _order(rows: Sequence[Row], what: str) -> str:
+    return " > ".join(row["approach"] for row in sorted(rows, key=lambda row: -row[what]))

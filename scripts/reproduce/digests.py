@@ -1,0 +1,28 @@
+"""Digests of what parts are made from."""
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+from jaxinfer.files.contents import contents
+from jaxinfer.made_from import digest_of
+from jaxinfer.plan.evaluation_cache import key_of
+from jaxinfer.plan.version import code_version
+from scripts.tables import CONFIGS
+
+
+@cache
+def digest_of_code() -> str:
+    """A digest of the package, of the scripts, and of the run files and tables that they use."""
+    scripts = digest_of(Path(__file__).parents[1])
+    return key_of(code_version(), scripts, digest_of(CONFIGS), contents([str(CONFIGS)]))
+
+
+def digests_of(path: Path) -> dict[str, str]:
+    """The SHA-256 of a file, or of all files in a folder, by their paths in it."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return {
+        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+        if file.is_file()
+    }

@@ -1,0 +1,185 @@
+"""DistServe's clusters and conversations.
+
+Costs are those of its artefact's profiles, pools those of its table; requests are the authors' own,
+or joined from turns of a trace.
+"""
+
+import csv
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.workload.lengths import BenchRequest, read_workload
+from scripts.tables import CONFIGS
+
+PROFILES, TRACE = "distserve", "sharegpt.csv"
+LAYERS = {"opt-13b": 40, "opt-66b": 64}
+CLUSTER = CONFIGS / "clusters" / "distserve.yaml"
+Kernels = Literal["distserve", "vllm"]
+# Tensor and pipeline parallelism.
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Data:
+    """What was measured.
+
+    Attributes:
+        profiles: by kernels, model and tensor parallelism, coefficients in milliseconds.
+        pools: by model, tensor and pipeline parallelism, the tokens that KV pools hold.
+    """
+
+    profiles: dict[Kernels, dict[str, Any]]
+    pools: dict[tuple[str, int, int], int]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Data":
+        """From the artefact's files."""
+        names: dict[Kernels, str] = {
+            kernels: f"profiler-a100-80g.{kernels}.json" for kernels in ("distserve", "vllm")
+        }
+        profiles = {
+            kernels: json.loads((folder / name).read_text()) for kernels, name in names.items()
+        }
+        with (folder / "max_num_tokens.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        pools = {
+            (_model(row["model"]), int(row["tp"]), int(row["pp"])): int(row["max_num_tokens"])
+            for row in rows
+        }
+        return cls(
+            {k: {_model(m): costs for m, costs in each.items()} for k, each in profiles.items()},
+            pools,
+        )
+
+    def phases(self, kernels: Kernels, model: str, shape: Shape) -> dict[str, Any]:
+        """Step times in seconds, as its simulator has them."""
+        tp, pp = shape
+        fits = self.profiles[kernels][model][str(tp)]
+
+        def decode(name: str) -> dict[str, float]:
+            step, context, sequence = (x / 1e3 for x in fits[name])
+            return {"step_s": step, "context_s": context, "sequence_s": sequence}
+
+        step, token, pair = (x / 1e3 for x in fits["prefill"])
+        below = fits["decoding_large_small_bs_threshold"]
+        return {
+            "prefill": {"step_s": step, "token_s": token, "pair_s": pair},
+            "decode": [{"below": below} | decode("decoding_smallbs"), decode("decoding_largebs")],
+            "share_step": True,
+            "extra": {"step_s": 2e-3, "context_s": 1e-7, "prefill_stage_s": 1e-3 * pp},
+        }
+
+
+def _model(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Instances of one model on one node.
+
+    Attributes:
+        instances: by role, ``prefill`` and ``decode``, or ``both``: shapes.
+        kernels: whose step times.
+        form_batch: what an instance that does both computes in a step.
+        prefill_tokens: of the prompts of one step, at most: the paper's L_m.
+    """
+
+    model: str
+    instances: tuple[tuple[str, Shape], ...]
+    kernels: Kernels = "distserve"
+    form_batch: str = "prefill_first"
+    prefill_tokens: int = 8192
+
+    @property
+    def gpus(self) -> int:
+        """Used."""
+        return sum(tp * pp for _, (tp, pp) in self.instances)
+
+    def run_file(self, data: Data) -> RunFile:
+        """Of a modelled cluster; pairs are units of their own."""
+        groups, costs, instances = {}, {}, {}
+        names: dict[str, list[str]] = {}
+        for number, (role, (tp, pp)) in enumerate(self.instances):
+            name = f"{role}{number}"
+            names.setdefault(role, []).append(name)
+            stages = [f"{name}s{stage}" for stage in range(pp)]
+            for group in stages:
+                groups[group] = {"devices": tp}
+                phases = data.phases(self.kernels, self.model, (tp, pp))
+                costs[group] = {"node": "node1", "phases": phases}
+            batches: dict[str, Any] = {"name": self.form_batch}
+            if self.form_batch == "prefill_first":
+                batches["prefill_tokens"] = self.prefill_tokens
+            instances[name] = {
+                "stages": [{"group": g, "layers": LAYERS[self.model] // pp} for g in stages],
+                "num_pages": data.pools[self.model, tp, pp] // 16 + 1,
+                "policies": {"form_batch": batches},
+            }
+        system: dict[str, Any] = {"name": "least_loaded"}
+        if "prefill" in names:
+            pairs = zip(names["prefill"], names["decode"], strict=True)
+            system = {"name": "distserve", "units": [{"prefill": p, "decode": d} for p, d in pairs]}
+        return as_run_file(
+            {
+                "model": self.model,
+                "engine": {
+                    "page_size": 16, "max_num_seqs": 1024, "max_num_batched_tokens": 8192,
+                    "max_model_len": 2048, "launch_ahead": False,
+                    "enable_prefix_caching": False, "memory_fraction": 1.0,
+                },
+                "groups": groups,
+                "instances": instances,
+                "system": system,
+                "simulate": {"hardware": str(CLUSTER), "reserve_gb": 0.0, "groups": costs},
+            }
+        )  # fmt: skip
+
+
+def pair(model: str, prefill: Shape, decode: Shape, units: int = 1, **more: Any) -> Cluster:
+    """DistServe's units of one prefill and one decode instance."""
+    return Cluster(model, (("prefill", prefill), ("decode", decode)) * units, **more)
+
+
+def colocated(model: str, shape: Shape, **more: Any) -> Cluster:
+    """One instance that does both."""
+    return Cluster(model, (("both", shape),), **more)
+
+
+def table_2_requests(path: Path, count: int, rate: float) -> list[BenchRequest]:
+    """The first of the authors' requests, which they spread so that all come in count / rate."""
+    work = read_workload(path)[:count]
+    stretch = count / rate / work[-1].arrival
+    return [replace(item, arrival=item.arrival * stretch) for item in work]
+
+
+def turns(trace: Sequence[BenchRequest], q: float, count: int, seed: int = 0) -> list[BenchRequest]:
+    """Requests as the artefact makes them of conversations: a prompt is what was said so far.
+
+    Messages are in turn the prompts and the outputs of rows that are drawn; a conversation has
+    3 + Geometric(q) of them, and is cut at one that is drawn, the answer, which may be the user's.
+    """
+    rng = random.Random(seed)
+    found: list[BenchRequest] = []
+    while len(found) < count:
+        messages = 3
+        while rng.random() >= q:
+            messages += 1
+        answer = rng.randint(1, messages - 1)
+        lengths = []
+        for number in range(answer + 1):
+            row = rng.choice(trace)
+            lengths.append(row.max_tokens if number % 2 else row.prompt_len)
+        if sum(lengths) < 2048:
+            found.append(BenchRequest(None, sum(lengths[:-1]), lengths[-1], 0.0))
+    return found
+
+
+def fixed(prompt: int, output: int, count: int) -> list[BenchRequest]:
+    """Equal requests."""
+    return [BenchRequest(None, prompt, output, 0.0)] * count

@@ -1,0 +1,180 @@
+"""HexGen-2's plans for groups of this machine's CPU, run for real: what is planned, and what flows.
+
+Plans configs/plan/hexgen2_cpu.yaml, which has the figures of a profile of this machine (see
+``plan_cpu.py``), for three mixes of lengths, and serves requests by each plan, and by the same
+groups with their roles swapped, all requests there at the start.
+"""
+
+import gc
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.llm import LLM
+from jaxinfer.papers.hexgen2.capacity import Role
+from jaxinfer.papers.hexgen2.certify import Certified
+from jaxinfer.papers.hexgen2.flow import Network, shared_flow
+from jaxinfer.papers.hexgen2.gpus import Site
+from jaxinfer.papers.hexgen2.moves import as_plan
+from jaxinfer.papers.hexgen2.refine import Effort, Scorer
+from jaxinfer.plan.problem import Problem, load_problem
+from jaxinfer.report.records import read_lines
+from jaxinfer.report.run_folder import run_folders
+from jaxinfer.request import RequestOutput, SamplingParams
+from jaxinfer.runtime.stage.devices import count_cpu_devices
+from jaxinfer.simulate.run import simulate
+from jaxinfer.workload.lengths import BenchRequest, read_workload, synthetic_tokens
+from scripts.reproduce.claims import Target, agrees, by_share
+from scripts.reproduce.hexgen2.plan_cpu import PLAN
+from scripts.reproduce.hexgen2.plan_cpu import real as on_cpu
+from scripts.reproduce.hexgen2.runs import planner_of, requests_s
+from scripts.tables import Row
+
+# Lengths of which prompts and answers take about as long, prompts longer, and answers longer.
+FILES = {"both": "bursts", "prompts": "prefill_heavy", "answers": "one_burst"}
+# Where the plan has unlike groups for the two roles.
+SWAPPED = ("prompts", "answers")
+OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
+# Of a run, about; each length of the file comes twice at least.
+SECONDS, TIMES = 170.0, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan for some lengths.
+
+    Attributes:
+        flow: requests per second that are planned for.
+        part: of a run file.
+        words: its prefill and its decode groups.
+    """
+
+    name: str
+    problem: Problem
+    flow: float
+    part: dict[str, Any]
+    words: tuple[str, str]
+
+    @property
+    def work(self) -> list[BenchRequest]:
+        """The file's lengths several times, in any order, all at the start."""
+        file = [replace(item, arrival=0.0) for item in self.problem.work]
+        times = max(ceil(self.flow * SECONDS / len(file)), TIMES)
+        return random.Random(0).sample(times * file, times * len(file))
+
+    @property
+    def config(self) -> RunFile:
+        """On emulated groups of the CPU."""
+        return as_run_file(on_cpu(self.part, self.problem.run_file(self.part)))
+
+    def simulated(self) -> float:
+        """Requests per second by the costs that were planned with."""
+        config = as_run_file(self.problem.run_file(self.part))
+        return requests_s(simulate(config, self.work))
+
+
+def cases() -> dict[str, Case]:
+    """By our planner, and with roles swapped."""
+    found = {}
+    for name, file in FILES.items():
+        work = read_workload(f"configs/cpu/{file}.csv")
+        problem = load_problem(PLAN).for_work(work, 1.0)
+        planner = planner_of(problem)
+        capacity = planner.capacity(problem)
+        plans = {name: planner.certified(problem)}
+        if name in SWAPPED:
+            network = Network(capacity.site, capacity.layer_bytes)
+            scorer = Scorer(capacity, network, shared_flow, Effort(1, 1))
+            swapped = as_plan((group, OTHER[role]) for group, role in plans[name].plan)
+            plans[f"{name}, swapped"] = replace(
+                plans[name], plan=swapped, groups=scorer.placed(swapped), flow=scorer.flow(swapped)
+            )
+        for called, plan in plans.items():
+            part = dict(planner.candidate(problem, plan).part)
+            words = groups_of(capacity.site, plan)
+            found[called] = Case(called, problem, plan.flow.total, part, words)
+    return found
+
+
+def groups_of(site: Site, plan: Certified) -> tuple[str, str]:
+    """Of each role, those that requests go through: ``quick, slow + slow``."""
+    used = [plan.groups[number] for number in sorted({i for pair in plan.flow.pairs for i in pair})]
+    return tuple(  # type: ignore[return-value]
+        ", ".join(
+            " + ".join(site.names[node] for node, *_ in placed.layers(site))
+            for placed in used if placed.role == role
+        )
+        for role in OTHER
+    )  # fmt: skip
+
+
+def serve(case: Case, folder: Path) -> None:
+    """Its requests, for real."""
+    llm = LLM.from_config(case.config, progress=False)
+    requests = []
+    for index, item in enumerate(case.work):
+        params = SamplingParams(temperature=0, max_tokens=item.max_tokens, ignore_eos=True)
+        prompt = synthetic_tokens(item.prompt_len, llm.vocab_size, seed=index)
+        requests += llm.make_requests(str(index), prompt, params)
+
+    def check(output: RequestOutput) -> None:
+        assert not output.error, output.error
+
+    llm.run(requests, check, run_dir=folder, progress=False)
+
+
+def row_of(case: Case, folder: Path) -> Row:
+    """A run beside its plan."""
+    run = read_lines(run_folders(folder)[-1]).run
+    found = run["metrics"]["steady_requests_s"]
+    lengths = [(item.prompt_len, item.max_tokens) for item in case.problem.work]
+    prompt, output = (sum(each) / len(lengths) for each in zip(*lengths, strict=True))
+    prefill, decode = case.words
+    return {
+        "lengths": case.name, "prompt": round(prompt), "output": round(output),
+        "prefill": prefill, "decode": decode, "requests": run["metrics"]["requests"],
+        "planned (requests/s)": round(case.flow, 3), "simulated": round(case.simulated(), 3),
+        "real": round(found, 3), "real by planned (%)": round(100 * (found / case.flow - 1), 1),
+        "steps late by (s)": round(sum(each["seconds"] for each in run["overruns"].values()), 1),
+    }  # fmt: skip
+
+
+def targets_of(rows: Sequence[Row]) -> list[Target]:
+    """Of plans: what flows; of roles: which carry more."""
+    by_name = {row["lengths"]: row for row in rows}
+    shares = [by_name[name]["real"] / by_name[name]["planned (requests/s)"] for name in FILES]
+    furthest = max(shares, key=lambda share: abs(share - 1))
+    pairs = [(by_name[name]["real"], by_name[f"{name}, swapped"]["real"]) for name in SWAPPED]
+    return [
+        by_share("real: requests/s by planned, the plan that is furthest off", 1, furthest, 0.1,
+                 "consistency"),
+        agrees("real: the planned roles carry more than swapped ones",
+              ", ".join(f"{ours:g} for {other:g} requests/s" for ours, other in pairs),
+              all(ours > other for ours, other in pairs), "more, in each pair"),
+    ]  # fmt: skip
+
+
+def real(folder: Path) -> tuple[list[Row], list[Target]]:
+    """A row for each plan, of its run.
+
+    Args:
+        folder: keeps runs, which take three to five minutes each, without anything else on the
+            machine; those that it has are not run again.
+    """
+    known = cases()
+    folders = {name: folder / name.replace(", ", "_") for name in known}
+    missing = [name for name in known if not folders[name].is_dir()]
+    count_cpu_devices(known[name].config.cluster() for name in missing)
+    for name in missing:
+        unfinished = folders[name].with_suffix(".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        serve(known[name], unfinished)
+        unfinished.rename(folders[name])
+        gc.collect()
+    rows = [row_of(case, folders[name]) for name, case in known.items()]
+    return rows, targets_of(rows)

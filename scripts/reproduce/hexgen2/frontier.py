@@ -1,0 +1,163 @@
+"""Which GPUs a budget should rent: bounds of what the best groups of them carry, by dollars.
+
+    python -m scripts.reproduce.hexgen2.frontier configs/plan/hexgen2.yaml --budgets 15,20,25,30 \
+        [--hardware configs/clusters/hexgen2_heterogeneous_5.yaml] [--out DIR]
+
+For a plan file of `planner: hexgen2`, whose hardware file's nodes have prices, which are those of
+their GPUs: of a kind with several prices, the lowest. As if all that is rented were beside each
+other: a network only lowers it. Each hardware file is a point beside that: what its own GPUs carry
+at best, likewise, and what is planned for them on their nodes and network.
+"""
+
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+
+import click
+from matplotlib.figure import Figure
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.papers.hexgen2.capacity import Modelled
+from jaxinfer.papers.hexgen2.certify import counts_by_kind
+from jaxinfer.papers.hexgen2.integer_programs import Mix, best_mix, configurations
+from jaxinfer.papers.hexgen2.planner import HexGen2
+from jaxinfer.plan.problem import Problem, load_problem
+from jaxinfer.plan.registry import make_planner
+from jaxinfer.report.pictures import save_picture
+from jaxinfer.report.plots import COLOURS
+from scripts.tables import Row, show_table, write_csv
+
+_LAST = ("requests/s", "at most", "planned")
+
+
+def frontier(
+    plan_file: str, budgets: Sequence[float], most: int, settings: Sequence[str] = ()
+) -> list[Row]:
+    """A row for each budget, and one for the GPUs of the file.
+
+    Args:
+        most: GPUs of a kind that there are to rent.
+
+    Raises:
+        JaxinferError: it is no plan file of this planner, or lacks a price.
+    """
+    asked = Asked(plan_file, settings)
+    usd = asked.usd
+    to_rent, free = [most] * len(usd), [inf] * len(usd)
+    options = configurations(asked.capacity.as_local(), to_rent, asked.most_gpus)
+    mixes = [best_mix(options, to_rent, free, usd, budget) for budget in budgets]
+    return [*(asked.row("rented", mix) for mix in mixes), asked.row("of the file", asked.mix())]
+
+
+def points(plan_file: str, hardware: Sequence[str]) -> list[Row]:
+    """A row for the GPUs of each hardware file, with what is planned for them on their network.
+
+    Raises:
+        JaxinferError: as ``frontier``; or nothing there holds the model.
+    """
+    rows = []
+    for path in hardware:
+        asked = Asked(plan_file, [f"run.simulate.hardware={path}"])
+        planned = asked.planner.certified(asked.problem).flow.total
+        rows.append(asked.row(Path(path).stem, asked.mix()) | {"planned": round(planned, 3)})
+    return rows
+
+
+class Asked:
+    """A plan file's planner, and its GPUs.
+
+    Raises:
+        JaxinferError: it is no plan file of this planner, or lacks a price.
+    """
+
+    def __init__(self, plan_file: str, settings: Sequence[str]) -> None:
+        self.problem: Problem = load_problem(plan_file, settings)
+        planner = make_planner(self.problem.planner)
+        if not isinstance(planner, HexGen2):
+            raise JaxinferError(f"{plan_file}: planner.name must be hexgen2")
+        self.planner: HexGen2 = planner
+        self.capacity: Modelled = planner.capacity(self.problem)
+        given = {name: value for name, value in self.problem.planner.items() if name != "name"}
+        self.most_gpus: int = HexGen2.Options.model_validate(given).most_gpus
+        try:
+            self.usd: Sequence[float] = self.capacity.site.usd_by_kind
+        except JaxinferError as error:
+            raise JaxinferError(f"{plan_file}: {error}") from None
+
+    def mix(self) -> Mix:
+        """Of all of its GPUs, as if beside each other."""
+        there = counts_by_kind(self.capacity.site)
+        options = configurations(self.capacity.as_local(), there, self.most_gpus)
+        return best_mix(options, there, [inf] * len(there))
+
+    def row(self, name: str, mix: Mix) -> Row:
+        """What GPUs cost, and carry."""
+        site = self.capacity.site
+        kinds = range(len(self.usd))
+        names = [site.nodes[site.types[site.kind_of_type.index(kind)]].gpu for kind in kinds]
+        return {
+            "GPUs": name,
+            "$/h": round(sum(n * each for n, each in zip(mix.gpus, self.usd, strict=True)), 2),
+            **dict(zip(names, mix.gpus, strict=True)),
+            "requests/s": round(mix.flow, 3),
+            "at most": round(mix.bound, 3),
+        }
+
+
+def together(rented: Sequence[Row], files: Sequence[Row]) -> list[Row]:
+    """One table: who lacks a kind of GPU has none, and what is rented is not planned."""
+    columns = [name for name in rented[0] if name not in ("requests/s", "at most")]
+    columns += [name for row in files for name in row if name not in (*columns, *_LAST)]
+    return [
+        {name: row.get(name, 0) for name in columns} | {name: row.get(name, "") for name in _LAST}
+        for row in (*rented, *files)
+    ]
+
+
+def draw(rows: Sequence[Row]) -> Figure:
+    """The frontier, and files under it."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    ax = figure.subplots()
+    rented = [row for row in rows if row["GPUs"] == "rented"]
+    ax.plot([row["$/h"] for row in rented], [row["requests/s"] for row in rented], "o-",
+            color=COLOURS[0], label="rented for a budget")  # fmt: skip
+    files = [row for row in rows if row["planned"] != ""]
+    for number, (what, label) in enumerate(
+        {"requests/s": "a file's GPUs, beside each other", "planned": "the same on their network"}
+        .items(), 1,
+    ):  # fmt: skip
+        ax.plot([row["$/h"] for row in files], [row[what] for row in files], "sv"[number - 1],
+                color=COLOURS[number], label=label)  # fmt: skip
+    for row in files:
+        ax.annotate(row["GPUs"].split("_", 1)[-1], (row["$/h"], row["planned"]), fontsize=7,
+                    rotation=-60, xytext=(-3, -4), textcoords="offset points",
+                    va="top")  # fmt: skip
+    ax.set_xlabel("dollars per hour")
+    ax.set_ylabel("requests/s")
+    ax.set_ylim(bottom=0)
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=8, loc="upper left")
+    return figure
+
+
+@click.command()
+@click.argument("plan_file")
+@click.option("--budgets", required=True, help="Dollars per hour, with commas between.")
+@click.option("--most", default=32, help="GPUs of a kind that there are to rent.")
+@click.option("--hardware", multiple=True, help="Hardware files, as points beside the frontier.")
+@click.option("--out", type=click.Path(path_type=Path), help="For frontier.csv and frontier.png.")
+def main(
+    plan_file: str, budgets: str, most: int, hardware: Sequence[str], out: Path | None
+) -> None:
+    """Print the frontier, and the GPUs of files beside it."""
+    rented = frontier(plan_file, [float(text) for text in budgets.split(",")], most)
+    rows = together(rented, points(plan_file, hardware))
+    show_table(rows)
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        write_csv(out / "frontier.csv", rows)
+        save_picture(draw(rows), out / "frontier.png")
+
+
+if __name__ == "__main__":
+    main()

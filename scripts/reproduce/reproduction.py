@@ -1,0 +1,161 @@
+"""What a reproduction is: a paper's inputs, and the parts that are made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.plan.evaluation_cache import key_of
+from jaxinfer.pool import process_pool
+from jaxinfer.workload.lengths import BenchRequest, read_workload
+from scripts.reproduce.claims import Target
+from scripts.reproduce.digests import digest_of_code, digests_of
+from scripts.tables import Row
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
+
+    from matplotlib.figure import Figure
+
+Work = Sequence[BenchRequest]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a part of a reproduction has made.
+
+    Attributes:
+        rows: a table, which is written as CSV under the part's name; none if it is empty.
+        claims: a paper's beside ours.
+        pictures: by their file's name without ``.png``.
+        beside: more tables, by their file's name without ``.csv``.
+        files: others that it has written into ``--out``.
+    """
+
+    rows: Sequence[Row] = ()
+    claims: Sequence[Target] = ()
+    pictures: Mapping[str, Figure] = field(default_factory=dict)
+    beside: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    files: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A paper's results, in parts that can be made one by one.
+
+    Attributes:
+        paper: its name, as readers know it.
+        inputs: files and folders of ``--data`` by name, and what each of them is.
+        parts: functions that make them, in the order in which they are shown. The first line of
+            their docstrings is shown as well.
+        timed: parts with seconds that a host takes; another host makes them anew.
+        by_name: parts that are made only where ``--part`` names them: they run the engine itself,
+            or take hours.
+    """
+
+    paper: str
+    inputs: Mapping[str, str]
+    parts: Mapping[str, Callable[[Inputs], Part]]
+    timed: Collection[str] = ()
+    by_name: Collection[str] = ()
+
+
+class MissingInput(JaxinferError):
+    """A file that a part needs is not in ``--data``."""
+
+
+class Inputs:
+    """What parts are made from: files, tables of other parts, and processes.
+
+    Args:
+        data: the folder of ``--data``; None if none was given.
+        out: the folder of ``--out``.
+        table: makes another part, or takes it as it is kept, and gives its rows.
+        jobs: processes of ``pool``; by default one for each core.
+
+    Attributes:
+        read: names of files and parts that have been asked for since it was last cleared, as
+            ``data/NAME`` and ``part/NAME``.
+    """
+
+    def __init__(
+        self,
+        reproduction: Reproduction,
+        data: Path | None,
+        out: Path,
+        table: Callable[[str], list[Row]],
+        jobs: int | None = None,
+    ) -> None:
+        self.read: set[str] = set()
+        self.out, self.jobs = out, jobs
+        self._reproduction, self._data, self._table = reproduction, data, table
+        self._shared: dict[Callable[[Inputs], Any], tuple[Any, set[str]]] = {}
+        self._open = ExitStack()
+        self._pool: ProcessPoolExecutor | None = None
+
+    def path(self, name: str) -> Path:
+        """The path of a file or folder of ``--data``.
+
+        Raises:
+            MissingInput: it is not there.
+        """
+        self.read.add(f"data/{name}")
+        path = (self._data or Path()) / name
+        if self._data is None or not path.exists():
+            where = f"{path}: is not there" if self._data else f"no --data with {name}"
+            raise MissingInput(f"{where}; it is {self._reproduction.inputs[name]}")
+        return path
+
+    def work(self, name: str, count: int | None = None) -> list[BenchRequest]:
+        """Requests of a trace of ``--data``; the first so many."""
+        return list(read_workload(self.path(name), count))
+
+    def rows(self, part: str) -> list[Row]:
+        """The table of another part, in which what looks like a number is one."""
+        self.read.add(f"part/{part}")
+        return self._table(part)
+
+    def shared(self, make: Callable[[Inputs], T]) -> T:
+        """What several parts need, made once; ``make`` is given these inputs."""
+        with self.noting() as read:
+            if make not in self._shared:
+                self._shared[make] = make(self), read
+        made, needed = self._shared[make]
+        self.read |= needed
+        return cast(T, made)
+
+    @contextmanager
+    def noting(self) -> Iterator[set[str]]:
+        """A context in which ``read`` is a set of its own."""
+        before, self.read = self.read, set()
+        try:
+            yield self.read
+        finally:
+            self.read = before
+
+    @property
+    def pool(self) -> ProcessPoolExecutor:
+        """Processes for simulations, started when they are first asked for."""
+        if self._pool is None:
+            self._pool = self._open.enter_context(process_pool(self.jobs))
+        return self._pool
+
+    @property
+    def kept(self) -> Path:
+        """A folder for what parts keep themselves until a run that was killed goes on."""
+        folder = self.out / "kept"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def code(self, *names: str) -> str:
+        """A digest of all code and of these inputs, which goes with what a part keeps itself."""
+        return key_of(digest_of_code(), {name: digests_of(self.path(name)) for name in names})
+
+    def close(self) -> None:
+        """End the processes."""
+        self._open.close()

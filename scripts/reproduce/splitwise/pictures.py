@@ -1,0 +1,91 @@
+"""Splitwise's pictures: capacities, steps of decodes, pools over time."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from jaxinfer.report.plots import COLOURS
+from jaxinfer.report.records import read_lines
+from jaxinfer.simulate.costs.piecewise_linear import Curve
+from jaxinfer.workload.arrivals import Arrivals, with_arrivals
+from jaxinfer.workload.lengths import BenchRequest
+from scripts.reproduce.recorded import recorded
+from scripts.reproduce.splitwise.public import BLOOM, Design, Public, drawn
+
+
+def draw_capacities(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """At equal power, under both readings."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    for ax, trace in zip(figure.subplots(1, 2), ("conv", "code"), strict=True):
+        for number, decodes in enumerate(("public", "measured")):
+            here = [
+                r
+                for r in rows
+                if (r["trace"], r["equal"], r["decodes"]) == (trace, "power", decodes)
+            ]
+            x = [i + 0.4 * number for i in range(len(here))]
+            bars = ax.bar(
+                x,
+                [r["rps"] for r in here],
+                0.38,
+                color=COLOURS[number],
+                label=f"decode times: {decodes}",
+            )
+            ax.bar_label(bars, fontsize=8)
+        ax.set_xticks(
+            [i + 0.2 for i in range(len(here))], [f"{r['cluster']}\n{r['machines']}" for r in here]
+        )
+        ax.set_title(f"{trace}, the power of 40 DGX-H100", fontsize=10)
+    figure.axes[0].set_ylabel("requests/s within the targets")
+    figure.axes[1].legend(frameon=False)
+    return figure
+
+
+def draw_decodes(public: Public) -> Figure:
+    """What a step of decodes takes, as it was measured and as the public simulator reads it."""
+    figure = Figure(figsize=(5, 3.6), layout="constrained")
+    ax = figure.subplots()
+    for colour, kind in zip(COLOURS, ("a100", "h100"), strict=False):
+        curve = Curve(public.points(BLOOM, kind, "token_time"))
+        measured = public.decodes(BLOOM, kind)
+        x = [batch for batch, context in measured if context == 576]
+        ax.plot(
+            x, [1e3 * measured[b, 576.0] for b in x], "o-", color=colour, label=f"{kind}, measured"
+        )
+        ax.plot(x, [1e3 * curve(b) for b in x], "--", color=colour, label=f"{kind}, public reading")
+    ax.set(
+        xlabel="decodes in the step, with 512 tokens of prompt each", ylabel="ms", ylim=(0, None)
+    )
+    ax.legend(frameon=False)
+    return figure
+
+
+def draw_pools(public: Public, design: Design, trace: Sequence[BenchRequest]) -> Figure:
+    """Machines in each pool, with more and more requests."""
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    ax = figure.subplots()
+    rates = (40, 70, 100, 130, 40)
+    work: list[BenchRequest] = []
+    for number, rate in enumerate(rates):
+        part = with_arrivals(drawn(trace, rate, 60, number), Arrivals(kind="poisson", rate=rate))
+        work += [replace(item, arrival=item.arrival + 60 * number) for item in part]
+    _, run = recorded(public.run_file(design), work, read_lines)
+    pools = run.run["system_report"]["pools"]
+    changes = sorted((time, name, where) for name, moves in pools.items() for time, where in moves)
+    now: dict[str, str] = {}
+    x: list[float] = []
+    y: dict[str, list[int]] = {"prompt": [], "mixed": [], "token": []}
+    for time, name, where in changes:
+        now[name] = where
+        x.append(time)
+        for pool, counts in y.items():
+            counts.append(sum(place == pool for place in now.values()))
+    for colour, (pool, counts) in zip(COLOURS, y.items(), strict=False):
+        ax.step(x, counts, where="post", color=colour, label=f"{pool} pool")
+    for number, rate in enumerate(rates):
+        ax.text(60 * number + 2, 44, f"{rate} RPS", fontsize=8)
+    ax.set(xlabel="seconds", ylabel="machines", xlim=(0, 60 * len(rates)), ylim=(0, 47))
+    ax.legend(frameon=False, loc="center left")
+    return figure

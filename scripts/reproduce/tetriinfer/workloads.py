@@ -1,0 +1,104 @@
+"""TetriInfer's Figures 11 to 15: five workloads, by the cap of the baseline's batch, and perf/$."""
+
+from statistics import fmean
+
+from matplotlib.figure import Figure
+
+from jaxinfer.report.plots import COLOURS
+from scripts.reproduce.claims import Target, agrees, by_amount
+from scripts.reproduce.reproduction import Inputs, Part, Work
+from scripts.reproduce.tetriinfer.runs import REQUESTS, SEEDS, WORKLOADS, draw, tetriinfer, vllm
+from scripts.tables import Row
+
+CAPS = (16, 24, 32, 64, 256)
+# TTFT, JCT and resource time in percent, and perf/$, of Figs. 11 to 15; None: not stated.
+PAPER: dict[str, tuple[float | None, float, float | None, float]] = {
+    "LPLD": (-44, -40, None, 1.4),
+    "LPHD": (-97, -47, -38, 2.4),
+    "HPLD": (-9, -23, 43, 0.86),
+    "HPHD": (None, -19, 7, 1.1),
+    "Mixed": (-85, -50, -21, 1.9),
+}
+NAMES = ("TTFT", "JCT", "resource time")
+
+
+def perf_per_dollar(jct: float, resource: float) -> float:
+    """What the paper's five values are, of changes in percent; no quotient of performances."""
+    return (1 - jct / 100) / (1 + resource / 100)
+
+
+def quotient(jct: float, resource: float) -> float:
+    """Requests per second and GPU-second by those of vLLM."""
+    return 1 / (1 + jct / 100) / (1 + resource / 100)
+
+
+def workloads(trace: Work) -> tuple[list[Row], dict[tuple[str, int], tuple[float, float, float]]]:
+    """Means over seeds, for each cap."""
+    rows, found = [], {}
+    for name in WORKLOADS:
+        works = [draw(trace, name, REQUESTS, seed) for seed in SEEDS]
+        ours = [tetriinfer(work) for work in works]
+        for cap in CAPS:
+            changes = [o.changes(vllm(w, cap)) for o, w in zip(ours, works, strict=True)]
+            mean = tuple(fmean(column) for column in zip(*changes, strict=True))
+            found[name, cap] = mean
+            row = {"workload": name, "cap": cap}
+            row |= {f"{n} (%)": round(v) for n, v in zip(NAMES, mean, strict=True)}
+            row["perf/$, the paper's form"] = round(perf_per_dollar(mean[1], mean[2]), 2)
+            row["quotient of performances"] = round(quotient(mean[1], mean[2]), 2)
+            rows.append(row)
+    return rows, found  # type: ignore[return-value]
+
+
+def paper_cells(found: dict[tuple[str, int], tuple[float, float, float]]) -> list[Target]:
+    """Sizes at the cap of 16, and what is left of the gains at 256."""
+    targets = []
+    for name, cells in PAPER.items():
+        for what, theirs, ours in zip(NAMES, cells[:3], found[name, 16], strict=True):
+            if theirs is None:
+                continue
+            claim = f"{name}, {what} at a cap of 16"
+            most = 30 if name == "Mixed" else 20
+            targets.append(by_amount(f"{claim} (%)", theirs, ours, most, "points"))
+    for name in ("LPLD", "LPHD", "Mixed"):
+        ttft, jct, resource = found[name, 256]
+        said = f"TTFT {ttft:+.0f} %, JCT {jct:+.0f} %, resource time {resource:+.0f} %"
+        gone = ttft > -5 and jct > -20 and resource > -5
+        claim = f"{name}: TTFT and resource gains of the cap of 16 are gone at 256"
+        criterion = "TTFT and resource time above -5 %, JCT above -20 %"
+        targets.append(agrees(claim, said, gone, criterion))
+    return targets
+
+
+def prices(inputs: Inputs) -> Part:
+    """The paper's perf/$ from its own changes, by two forms."""
+    rows, targets = [], []
+    for name, (_, jct, resource, theirs) in PAPER.items():
+        value = perf_per_dollar(jct, resource or 0.0)
+        rows.append(
+            {"workload": name, "paper": theirs, "(1 + r) / R": round(value, 2),
+             "1 / (1 - r) / R": round(quotient(jct, resource or 0.0), 2)}
+        )  # fmt: skip
+        claim = f"perf/$ of {name} from its changes of JCT and resource time"
+        targets.append(by_amount(claim, theirs, round(value, 2), 0.05, kind="input"))
+    return Part(rows, targets)
+
+
+def draw_caps(found: dict[tuple[str, int], tuple[float, float, float]]) -> Figure:
+    """Each change by the cap of the baseline's batch, beside the paper's."""
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    for number, (ax, what) in enumerate(zip(figure.subplots(1, 3), NAMES, strict=True)):
+        for colour, name in zip(COLOURS, WORKLOADS, strict=False):
+            ax.plot(CAPS, [found[name, cap][number] for cap in CAPS], "o-", ms=3, color=colour,
+                    label=name)  # fmt: skip
+            theirs = PAPER[name][number]
+            if theirs is not None:
+                ax.plot([13], [theirs], "<", color=colour, ms=8)
+        ax.axhline(0, color="grey", lw=0.8)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(CAPS, [str(cap) for cap in CAPS])
+        ax.set_title(f"{what}, change (%)", fontsize=10)
+        ax.set_xlabel("vLLM's batch, at most (triangles: the paper)")
+        ax.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize=8)
+    return figure

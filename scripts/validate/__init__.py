@@ -1,0 +1,1 @@
+"""The simulator beside other simulators and engines, on their measurements."""
