@@ -16,7 +16,7 @@ from jaxinfer.workload.lengths import BenchRequest
 def load_systems(
     run_files: Sequence[str], systems: Sequence[str], settings: Sequence[str] = ()
 ) -> dict[str, RunFile]:
-    """The run files to compare, by the names of their files.
+    """The run files to compare, by the names of their files, all with the first one's workload.
 
     One whose system ``settings`` replace goes by the new system's name instead.
 
@@ -35,9 +35,10 @@ def load_systems(
     if systems:
         names = systems if first.stem in systems else [first.stem, *systems]
         paths = [first if name == first.stem else first.with_name(f"{name}.yaml") for name in names]
-    configs = {path.stem: load_run_file(path, settings) for path in paths}
-    if len(configs) < len(paths):
+    loaded = {path.stem: load_run_file(path, settings) for path in paths}
+    if len(loaded) < len(paths):
         raise JaxinferError(f"two of {', '.join(map(str, paths))} have one name")
+    configs = _all_serving(loaded, loaded[first.stem].workload)
     if not any(re.match(r"system(\.name)?=", setting) for setting in settings):
         return configs
     names = [_label(path, configs[path.stem]) for path in paths]
@@ -57,7 +58,9 @@ def _label(path: Path, config: RunFile) -> str:
     return path.stem if own == system else system.rpartition(":")[2]
 
 
-def _all_serving(configs: Mapping[str, RunFile], workload: Workload | None) -> dict[str, RunFile]:
+def _all_serving(
+    configs: Mapping[str, RunFile], workload: Workload | None = None
+) -> dict[str, RunFile]:
     """All with one workload, by default the first one's."""
     each = workload or next((config.workload for config in configs.values()), Workload())
     return {name: _serving(config, each) for name, config in configs.items()}
@@ -77,13 +80,11 @@ def compare_systems(
     rounds: int = 1,
     progress: bool = True,
     one_by_one: bool = False,
-    workload: Workload | None = None,
 ) -> dict[str, list[RunRecord]]:
     """Run each system on the same work, in turns.
 
     Args:
-        configs: by what to call the system.
-        workload: which the work is of, for the runs' records; by default that of the first system.
+        configs: by what to call the system; the work is of the first one's workload.
         folder: gets ``runs/NAME/N`` with each run's files.
         one_by_one: a system has all its rounds before the next one is loaded, which takes the
             memory of one. Otherwise all are loaded at once, and rounds interleave.
@@ -99,7 +100,7 @@ def compare_systems(
     from jaxinfer.measure import measure
     from jaxinfer.runtime.stage.devices import count_cpu_devices
 
-    configs = _all_serving(configs, workload)
+    configs = _all_serving(configs)
     count_cpu_devices(config.cluster() for config in configs.values())
     runs: dict[str, list[RunRecord]] = {name: [] for name in configs}
     together = [{name: config} for name, config in configs.items()] if one_by_one else [configs]
@@ -116,23 +117,19 @@ def compare_systems(
 
 
 def simulate_systems(
-    configs: Mapping[str, RunFile],
-    work: Sequence[BenchRequest],
-    folder: str | Path,
-    workload: Workload | None = None,
+    configs: Mapping[str, RunFile], work: Sequence[BenchRequest], folder: str | Path
 ) -> dict[str, list[RunRecord]]:
     """The same on modelled clusters, once each.
 
     Args:
-        configs: by what to call the system; their groups name GPUs.
-        workload: see ``compare_systems``.
+        configs: see ``compare_systems``; their groups name GPUs.
         folder: gets ``runs/NAME/1`` with each run's files.
 
     Raises:
         JaxinferError: a cluster cannot be what its run file says, or a request cannot be run.
     """
     runs = {}
-    for name, config in _all_serving(configs, workload).items():
+    for name, config in _all_serving(configs).items():
         run_dir = Path(folder) / "runs" / name
         simulate(config, work, run_dir)
         runs[name] = [read_run(run_dir / "1", name)]

@@ -1,5 +1,6 @@
 """``jaxinfer capacity``: the largest rate at which targets are met."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -63,7 +64,7 @@ def capacity(
     settings: tuple[str, ...],
 ) -> None:
     """Find the largest rate of requests at which a modelled cluster meets its targets."""
-    from jaxinfer.simulate.capacity import capacity, num_gpus, requests_for, too_few
+    from jaxinfer.simulate.capacity import capacity, num_gpus, requests_for
     from jaxinfer.simulate.read_targets import read_targets
 
     if seeds:
@@ -85,18 +86,25 @@ def capacity(
             map_rates=map_rates,
             at_once=at_once,
         )
+    for line in _found(best):
+        console.print(line, soft_wrap=True)
+
+
+def _found(best: "TriedRate") -> Iterator[str]:
+    """Say what the largest rate is, and whether the requests tell."""
+    from jaxinfer.simulate.capacity import too_few
+
     if best.rate == 0:
-        console.print("capacity: 0 requests/s, any rate misses the targets")
+        yield "capacity: 0 requests/s, any rate misses the targets"
         return
     share = best.verdict.attainment
     at = "" if share is None else f" at {share:.1%} attainment"
-    console.print(
+    yield (
         f"capacity: {best.rate:.3g} requests/s{at}, goodput {best.goodput:.3g} requests/s, "
-        f"{best.goodput_per_gpu:.3g} per GPU",
-        soft_wrap=True,
+        f"{best.goodput_per_gpu:.3g} per GPU"
     )
     if best.enough:
-        console.print(too_few(best.rate, best.enough), soft_wrap=True)
+        yield too_few(best.rate, best.enough)
 
 
 def _line(load: "TriedRate") -> str:

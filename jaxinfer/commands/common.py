@@ -2,19 +2,17 @@
 
 import json
 import os
-import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
 from jaxinfer.config.run_file import RunFile, load_run_file
-from jaxinfer.errors import JaxinferError, raised
+from jaxinfer.errors import JaxinferError
 from jaxinfer.report.pictures import FORMATS
 
 if TYPE_CHECKING:
@@ -105,44 +103,22 @@ def refuse(why: str, options: dict[str, object]) -> None:
             raise JaxinferError(f"{name} is {why}")
 
 
-def compare_and_write(
-    files: Sequence[str],
-    systems: Sequence[str],
-    out: Path,
-    rounds: int,
-    settings: Sequence[str],
-    pictures: str,
-    one_by_one: bool = False,
-) -> None:
-    """Run systems in turns and write their comparison; without rounds, on modelled clusters."""
-    from jaxinfer.compare import compare_systems, load_systems, simulate_systems
-    from jaxinfer.report.comparison import comparison_table, new_folder, write_comparison
+@contextmanager
+def new_results(out: Path, is_kept: Callable[[Path], bool] = lambda _: False) -> Iterator[None]:
+    """A new folder, or an empty one, for results; any failure leaves it as it was.
 
-    first = load_run_file(files[0], settings)
-    configs = load_systems(files, systems, settings)
-    work = first.requests(say)
+    Args:
+        is_kept: see ``_left_as_found``.
+
+    Raises:
+        JaxinferError: it cannot be made, or has something in it.
+    """
+    from jaxinfer.report.comparison import new_folder
+
     existed = out.exists()
     new_folder(out)
-    with _left_as_found(out, existed, is_kept=_has_finished_run if rounds else lambda _: False):
-        if rounds:
-            runs = compare_systems(
-                configs, work, out, rounds, one_by_one=one_by_one, workload=first.workload
-            )
-        else:
-            runs = simulate_systems(configs, work, out, first.workload)
-    # What has run stays, whatever becomes of its tables and pictures.
-    Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(runs))
-    command = shlex.join(["jaxinfer", *sys.argv[1:]])
-    try:
-        written = write_comparison(runs, out, command, pictures)
-    except OSError:
-        raise  # A full disk, which says what it is of.
-    except Exception as error:
-        raise JaxinferError(
-            f"{out}: all runs are there, under runs, but not all of their tables and pictures: "
-            f"{raised(error)}"
-        ) from error
-    Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)
+    with _left_as_found(out, existed, is_kept):
+        yield
 
 
 @contextmanager
@@ -164,12 +140,6 @@ def _left_as_found(out: Path, existed: bool, is_kept: Callable[[Path], bool]) ->
                 else:
                     path.unlink(missing_ok=True)
         raise
-
-
-def _has_finished_run(out: Path) -> bool:
-    """Whether there is a run that took a device's time, and can be read."""
-    files = out.glob("runs/*/*/run.json")
-    return any('"status": "finished"' in file.read_text(encoding="utf-8") for file in files)
 
 
 def new_file(path: str, force: bool) -> Path:

@@ -9,7 +9,6 @@ import click
 from rich.console import Console
 
 from jaxinfer.commands.common import (
-    compare_and_write,
     configure,
     new_file,
     ray_settings,
@@ -24,6 +23,8 @@ from jaxinfer.commands.common import (
     with_workload,
     workload_settings,
 )
+from jaxinfer.commands.systems import print_systems, run_systems, write_systems
+from jaxinfer.config.run_file import load_run_file
 from jaxinfer.errors import JaxinferError
 
 
@@ -92,9 +93,14 @@ def compare(
     if simulate:
         real: dict[str, object] = {"--rounds": rounds, "--one-by-one": one_by_one}
         refuse("for real runs: a simulation is the same each time", real)
-    count = 0 if simulate else rounds or 3
-    changes = [*settings, *more]
-    compare_and_write(files, names, Path(out), count, changes, pictures or "png", one_by_one)
+    from jaxinfer.compare import load_systems
+
+    folder, changes = Path(out), [*settings, *more]
+    configs = load_systems(files, names, changes)
+    work = load_run_file(files[0], changes).requests(say)
+    runs = run_systems(configs, work, folder, 0 if simulate else rounds or 3, one_by_one)
+    print_systems(runs)
+    write_systems(runs, folder, pictures)
 
 
 def _compare_rules(

@@ -18,6 +18,7 @@ from jaxinfer.commands.common import (
 from jaxinfer.commands.signals import Interrupted
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import read_json
+from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.table import metrics_table
 
 
@@ -72,29 +73,35 @@ def run(
             ended.add_note("the same command continues")
             raise
         if metrics:
-            console.print(metrics_table(metrics))
-            if len(config.instances) > 1:
-                _print_cluster(job.newest_run())
-            _print_restarts(console, job.newest_run())
-            console.print(
-                f"run.json, steps.jsonl and requests.jsonl: {job.run_folder}", soft_wrap=True
-            )
-        console.print(f"results: {job.results_file}", soft_wrap=True)
-        for prompt, answer in job.answers():
-            console.print()
-            console.print(Text(prompt, style="bold"))
-            console.print(Text(answer))
-        if job.num_failed:
-            console.print(f"{job.num_failed} of {job.num_lines} lines failed; see their error")
-        if job.lost:
-            console.print(
-                f"{job.num_missing} of {job.num_lines} lines have no result, the same command goes "
-                f"on with them: {job.lost}",
-                markup=False,
-                soft_wrap=True,
-            )
+            _print_run(console, job, metrics, is_cluster=len(config.instances) > 1)
+        _print_results(console, job)
         if job.num_failed or job.lost:
             sys.exit(1)
+
+
+def _print_run(console: Console, job: BatchJob, metrics: RunMetrics, is_cluster: bool) -> None:
+    console.print(metrics_table(metrics))
+    if is_cluster:
+        _print_cluster(job.newest_run())
+    _print_restarts(console, job.newest_run())
+    console.print(f"run.json, steps.jsonl and requests.jsonl: {job.run_folder}", soft_wrap=True)
+
+
+def _print_results(console: Console, job: BatchJob) -> None:
+    console.print(f"results: {job.results_file}", soft_wrap=True)
+    for prompt, answer in job.answers():
+        console.print()
+        console.print(Text(prompt, style="bold"))
+        console.print(Text(answer))
+    if job.num_failed:
+        console.print(f"{job.num_failed} of {job.num_lines} lines failed; see their error")
+    if job.lost:
+        console.print(
+            f"{job.num_missing} of {job.num_lines} lines have no result, the same command goes on "
+            f"with them: {job.lost}",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _print_restarts(console: Console, run_folder: Path) -> None:

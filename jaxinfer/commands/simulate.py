@@ -1,8 +1,7 @@
 """``jaxinfer simulate``: a workload on a modelled cluster, in virtual time."""
 
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import click
 from rich.console import Console
 
 from jaxinfer.commands.common import (
-    compare_and_write,
+    new_results,
     refuse,
     say,
     with_limit,
@@ -19,25 +18,23 @@ from jaxinfer.commands.common import (
     with_workload,
     workload_settings,
 )
-from jaxinfer.config.run_file import load_run_file
+from jaxinfer.commands.systems import print_systems, run_systems, write_systems
+from jaxinfer.config.run_file import RunFile
 from jaxinfer.errors import JaxinferError
 
 if TYPE_CHECKING:
     from jaxinfer.report.metrics import RunMetrics
 
 
-def _replay(real: Path, out: Path, pictures: str) -> None:
-    from jaxinfer.report.comparison import new_folder, write_comparison
+def _replay(real: Path, out: Path, pictures: str | None) -> None:
     from jaxinfer.simulate.replay import fidelity, overruns, replay
 
-    new_folder(out)
-    both = replay(real, out / "runs")
+    with new_results(out):
+        both = replay(real, out / "runs")
     Console(width=None if sys.stdout.isatty() else 120).print(fidelity(*both))
     for hint in overruns(both[0]):
         Console().print(hint, soft_wrap=True, markup=False, highlight=False)
-    command = shlex.join(["jaxinfer", *sys.argv[1:]])
-    written = write_comparison({run.name: [run] for run in both}, out, command, pictures)
-    Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)
+    write_systems({run.name: [run] for run in both}, out, pictures)
 
 
 @click.command()
@@ -64,25 +61,30 @@ def simulate(
         refuse(why, {"RUN_FILE": run_file, **given})
         if not out:
             raise JaxinferError("a replay needs --out FOLDER")
-        _replay(Path(replay), Path(out), pictures or "png")
+        _replay(Path(replay), Path(out), pictures)
         return
     if not run_file:
         raise JaxinferError("give a run file, or --replay RUN_DIR")
     changes = [*settings, *workload_settings(workload, limit)]
-    if out:
-        compare_and_write([run_file], [], Path(out), 0, changes, pictures or "png")
-    else:
-        refuse("for --out FOLDER, where pictures are drawn", {"--pictures": pictures})
-        _print_figures(run_file, changes)
-
-
-def _print_figures(run_file: str, settings: Sequence[str]) -> None:
-    """Of a run of which nothing is kept."""
-    from jaxinfer.report.table import metrics_table
+    from jaxinfer.compare import load_systems
     from jaxinfer.simulate.run import simulate
 
-    config = load_run_file(run_file, settings)
-    found = simulate(config, config.requests(say))
+    if not out:
+        refuse("for --out FOLDER, where pictures are drawn", {"--pictures": pictures})
+    ((name, config),) = load_systems([run_file], [], changes).items()
+    work = config.requests(say)
+    if out:
+        runs = run_systems({name: config}, work, Path(out), rounds=0)
+        print_systems(runs)
+        write_systems(runs, Path(out), pictures)
+    else:
+        _print_figures(config, simulate(config, work))
+
+
+def _print_figures(config: RunFile, found: "RunMetrics") -> None:
+    """Print those of a run of which nothing is kept."""
+    from jaxinfer.report.table import metrics_table
+
     console = Console()
     console.print(metrics_table(found))
     if config.workload.arrivals.kind == "at_once" and found.requests > 1:

@@ -3,6 +3,10 @@
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -17,6 +21,9 @@ from jaxinfer.commands.common import (
     with_ray,
 )
 from jaxinfer.errors import JaxinferError, one_line
+
+if TYPE_CHECKING:
+    from jaxinfer.plan.sweep.sweep import Sweep
 
 
 @click.command()
@@ -43,23 +50,13 @@ def sweep(
     SWEEP_FILE has files, their axes (dotted keys and lists of values) or a list of points, and what
     all have in common.
     """
-    from jaxinfer.plan.problem import load_options
-    from jaxinfer.plan.result import write_table
     from jaxinfer.plan.search_progress import PointBar
-    from jaxinfer.plan.sweep.pictures import draw
-    from jaxinfer.plan.sweep.sweep import Sweep, check, clusters, run_point, sweep_rows, x_axis
+    from jaxinfer.plan.sweep.sweep import clusters, run_point, simulate_point, sweep_rows
 
     if real:
         refuse("for simulations: real points take turns", {"--jobs": jobs, "--ray": ray_address})
     refuse("for this machine: not with --folders", {"--ray": folders and ray_address})
-    asked = load_options(Sweep, "sweep file", sweep_file, settings)
-    try:
-        points = list(asked.candidates())
-        if x_axis(asked) is None:
-            refuse("for an axis of numbers, and axes has none", {"--pictures": pictures})
-        check(asked, real)
-    except JaxinferError as error:
-        raise JaxinferError(f"sweep file {sweep_file}: {error}") from None
+    asked = _load(sweep_file, settings, pictures, real)
     text = json.dumps(asked.model_dump(mode="json") | {"real": real}, indent=2)
     version = None
     if real:
@@ -69,33 +66,57 @@ def sweep(
         count_cpu_devices(clusters(asked))
         version = real_version()
     with kept_results(out, "sweep.json", text, "points.jsonl", version) as (folder, kept):
-        runs = folder / "runs" if folders else None
-        with PointBar(len(points) * len(asked.all_seeds)) as bar:
-            if real:
-                rows = sweep_rows(asked, kept, map, run_point, bar.update, runs)
-            else:
-                with cores(ray_address, jobs) as (map_points, _):
-                    rows = sweep_rows(asked, kept, map_points, on_point=bar.update, folders=runs)
-        refused = [one_line(row["refused"]) for row in rows if row.get("refused")]
-        if len(refused) == len(rows):
+        runs, points = folder / "runs" if folders else None, len(list(asked.candidates()))
+        at = nullcontext((map, 1)) if real else cores(ray_address, jobs)
+        with at as (map_points, _), PointBar(points * len(asked.all_seeds)) as bar:
+            run = run_point if real else simulate_point
+            rows = sweep_rows(asked, kept, map_points, run, bar.update, runs)
+        if all(row.get("refused") for row in rows):
             raise JaxinferError(
-                f"sweep file {sweep_file}: none of {len(rows)} points can be, such as: {refused[0]}"
+                f"sweep file {sweep_file}: none of {len(rows)} points can be, such as: "
+                f"{one_line(rows[0]['refused'])}"
             )
-        write_table(folder / "sweep.csv", rows)
-        written, left_out = draw(folder, pictures or "png", asked, rows)
-    said = []
-    if refused:
-        said.append(f"{len(refused)} of {len(rows)} points cannot be, such as: {refused[0]}")
+        written = _write(folder, asked, rows, pictures)
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    for line in [*_doubts(rows), *written]:
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def _load(sweep_file: str, settings: tuple[str, ...], pictures: str | None, real: bool) -> "Sweep":
+    """Read a sweep file, some point of which can be."""
+    from jaxinfer.plan.problem import load_options
+    from jaxinfer.plan.sweep.sweep import Sweep, check, x_axis
+
+    asked = load_options(Sweep, "sweep file", sweep_file, settings)
+    try:
+        list(asked.candidates())
+        if x_axis(asked) is None:
+            refuse("for an axis of numbers, and axes has none", {"--pictures": pictures})
+        check(asked, real)
+    except JaxinferError as error:
+        raise JaxinferError(f"sweep file {sweep_file}: {error}") from None
+    return asked
+
+
+def _doubts(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Say which points cannot be, and of which little is known."""
+    if refused := [one_line(row["refused"]) for row in rows if row.get("refused")]:
+        yield f"{len(refused)} of {len(rows)} points cannot be, such as: {refused[0]}"
     if few := [row["enough_requests"] for row in rows if row.get("enough_requests")]:
-        said.append(
+        yield (
             f"warning: {len(few)} of {len(rows)} points have too few requests to tell a load that "
             f"lasts from a queue that grows: enough_requests has how many do, up to {max(few)}"
         )
-    said += left_out
-    said.append(
-        f"{counted(len(rows), 'point')}, a table and {counted(len(written), 'picture')}: "
-        f"{folder}{os.sep}"
-    )
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    for line in said:
-        console.print(line, soft_wrap=True, markup=False)
+
+
+def _write(
+    folder: Path, asked: "Sweep", rows: list[dict[str, Any]], pictures: str | None
+) -> list[str]:
+    """Write the table and its pictures; say which were left out, and where they are."""
+    from jaxinfer.plan.result import write_table
+    from jaxinfer.plan.sweep.pictures import draw
+
+    write_table(folder / "sweep.csv", rows)
+    written, left_out = draw(folder, pictures or "png", asked, rows)
+    made = f"{counted(len(rows), 'point')}, a table and {counted(len(written), 'picture')}"
+    return [*left_out, f"{made}: {folder}{os.sep}"]

@@ -111,10 +111,14 @@ class SimulateOptions(Options):
         return found
 
     @property
+    def measured(self) -> str | None:
+        """The kind of costs in place of the roofline's; None where that holds."""
+        return measured_kind(self)
+
+    @property
     def where(self) -> str:
         """What in the file the costs come from, with a colon; empty where that is all of it."""
-        kind = measured_kind(self)
-        return f"simulate.{self._where}{kind}: " if kind else ""
+        return f"simulate.{self._where}{self.measured}: " if self.measured else ""
 
 
 def measured_kind(costs: GroupCosts | SimulateOptions) -> str | None:

@@ -1,6 +1,8 @@
 """How a model's layers are divided among pipeline stages."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate
 
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
@@ -40,3 +42,18 @@ def by_shares(total: int, shares: Sequence[float]) -> list[int]:
         counts[counts.index(max(counts))] -= 1
         counts[counts.index(0)] += 1
     return counts
+
+
+@lru_cache(maxsize=1024)  # Many pairs of instances are alike.
+def shared_layers(source: tuple[int, ...], dest: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Find the stages of two instances that have layers in common, by how many each stage has.
+
+    Returns:
+        Of each such pair the source's stage, the destination's, and how many layers both have.
+    """
+    return [
+        (i, j, shared)
+        for i, (stop, layers) in enumerate(zip(accumulate(source), source, strict=True))
+        for j, (end, others) in enumerate(zip(accumulate(dest), dest, strict=True))
+        if (shared := min(stop, end) - max(stop - layers, end - others)) > 0
+    ]

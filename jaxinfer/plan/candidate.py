@@ -108,9 +108,7 @@ Guess = Callable[["Candidate"], float]
 
 
 class Search(Protocol):
-    """What planners ask."""
-
-    problem: Problem
+    """What planners ask about candidates for their problem."""
 
     def scores(self, candidates: list[Candidate], rate: float | None = None) -> list[Score]:
         """What each comes to, in full; at ``rate``, where that is not the goal's to minimise."""
@@ -138,8 +136,8 @@ class Planner(Protocol):
 
     def __init__(self, options: Any) -> None: ...
 
-    def plan(self, search: Search) -> Candidate:
-        """The best one.
+    def plan(self, problem: Problem, search: Search) -> Candidate:
+        """Return the best one for a problem, asking a search what others come to.
 
         Raises:
             JaxinferError: there is none.

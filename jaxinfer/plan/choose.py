@@ -35,7 +35,7 @@ def find(planner: Planner, search: DrivenSearch) -> tuple[Candidate, Score]:
         JaxinferError: there is none.
     """
     try:
-        candidate = planner.plan(search)
+        candidate = planner.plan(search.problem, search)
         if not isinstance(candidate, Candidate):
             raise PlannerFailed(f"planner {type(planner).__name__}: plan returns no Candidate")
         (score,) = search.scores([candidate])

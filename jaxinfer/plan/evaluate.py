@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.site import model_groups, total_watts
 from jaxinfer.errors import JaxinferError
-from jaxinfer.hardware.catalogue import sum_known
 from jaxinfer.plan.candidate import Costs, GivenUp, Score
 from jaxinfer.plan.problem import Goal
 from jaxinfer.simulate.capacity import (
@@ -89,26 +89,19 @@ class Evaluator:
             JaxinferError: it is none, its parts do not fit together, or it has GPUs without a
                 price where dollars count.
         """
-        site = resolve(as_run_file(data))
-        groups = {n: group for n, group in site.groups.items() if n not in uncounted}
-        counts = {name: group.devices for name, group in groups.items()}
-        names = {name: str(group.kind) for name, group in groups.items()}
+        placement, there = model_groups(resolve(as_run_file(data)))
+        groups = [group for name, group in there.items() if name not in uncounted]
         if self.prices:
-            missing = set(names.values()) - set(self.prices)
+            missing = {group.kind for group in groups} - set(self.prices)
             if missing and "usd" in (self.goal.maximise, self.goal.minimise):
                 raise JaxinferError(f"prices: none of {min(missing)}, the list has others")
-            usd = (
-                None if missing
-                else sum(self.prices[names[name]] * count for name, count in counts.items())
-            )  # fmt: skip
+            usd = None
+            if not missing:
+                usd = sum(self.prices[group.kind] * group.devices for group in groups)
         else:
-            usd = site.placement.usd_per_hour if site.placement else None
-        watts = (
-            site.placement.watts
-            if site.placement
-            else sum_known(site.gpus[n].watts for n, count in counts.items() for _ in range(count))
-        )
-        return Costs(sum(counts.values()), watts, usd)
+            usd = placement.usd_per_hour if placement else None
+        gpus = sum(group.devices for group in groups)
+        return Costs(gpus, total_watts(placement, groups), usd)
 
     def __call__(self, asked: Simulation) -> TriedRate | str:
         """Simulate at one rate; the figures, or the reason why it cannot be."""

@@ -1,6 +1,8 @@
 """Planners by name: those that come with jaxinfer, and a user's own."""
 
 from collections.abc import Mapping
+from contextlib import suppress
+from inspect import signature
 from typing import Any
 
 from jaxinfer.options.by_name import make_by_name
@@ -33,6 +35,9 @@ def make_planner(config: Mapping[str, Any]) -> Planner:
 
 
 def _refusal(found: Any) -> str | None:
-    if isinstance(found, type) and callable(getattr(found, "plan", None)):
-        return None
-    return "is no class with a method plan(search)"
+    plan = getattr(found, "plan", None)
+    if isinstance(found, type) and callable(plan):
+        with suppress(TypeError):
+            signature(plan).bind("self", "problem", "search")
+            return None
+    return "is no class with a method plan(problem, search)"

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
-from jaxinfer.config.resolve import Resolved
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.progress import RunProgress
 from jaxinfer.report.recorder import Recorder
@@ -18,6 +17,7 @@ from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
+from jaxinfer.serving.system import System
 from jaxinfer.serving.world import Event, StepDone
 from jaxinfer.workload.predictor import Predict
 
@@ -26,6 +26,7 @@ class Run:
     """Serves what an intake has, on all instances of a cluster. Its clock starts at once.
 
     Args:
+        system: as it is before a run.
         kv: by instance, to begin with.
         fits: by instance, what the system may predict with.
         watchdog_s: see ``RealWorld``.
@@ -39,7 +40,7 @@ class Run:
     def __init__(
         self,
         cluster: Cluster,
-        site: Resolved,
+        system: System,
         kv: Mapping[str, KVShards],
         fits: Mapping[str, StepFit],
         watchdog_s: float | None,
@@ -69,7 +70,7 @@ class Run:
         self._loop = ServingLoop(
             self._world,
             self._instances.values(),
-            site.new_system(),
+            system,
             intake.answers.check_stop,
             self._on_finish,
             self._on_event,

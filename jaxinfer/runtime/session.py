@@ -128,7 +128,7 @@ class Runs:
             kv = self.kv or {name: engine.new_kv() for name, engine in engines.items()}
             self.kv = {}
             run = Run(
-                self._cluster, self.site, kv, self.fits, self._watchdog_s,
+                self._cluster, self.site.new_system(), kv, self.fits, self._watchdog_s,
                 intake, first, recorder, bar, on_output, predict,
             )  # fmt: skip
             del first  # Those that end are to be forgotten.

@@ -3,19 +3,15 @@ there, and what lies between.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
 from jaxinfer.config.cluster import InstanceConfig
-from jaxinfer.config.costs import GroupCosts, SimulateOptions, measured_kind
-from jaxinfer.config.resolve import Resolved
-from jaxinfer.config.stages import StageConfig
-from jaxinfer.errors import JaxinferError
-from jaxinfer.hardware.network import Link
-from jaxinfer.options.validation import OptionError
+from jaxinfer.config.nodes import NetworkPath
+from jaxinfer.config.site import SiteStage
 from jaxinfer.serving.page_pool import CountedPages, Shard
-from jaxinfer.simulate.costs.model import ITEMSIZE, StageCost, StagePart
+from jaxinfer.simulate.costs.model import ITEMSIZE, StageCost
 from jaxinfer.simulate.kv_capacity import AttentionGroup, count_attention_pages
 from jaxinfer.simulate.spread import ShardCost, SpreadStage, Visit
 from jaxinfer.simulate.world import StagePair
@@ -56,56 +52,29 @@ class ModelledShard:
         return Shard(pool, slices, self.stage, self.group, fit, self.layers, self.dense)
 
 
-def spread_stage(site: Resolved, place: StageConfig, part: StagePart, first: int) -> SpreadStage:
+def spread_stage(place: SiteStage, first: int) -> SpreadStage:
     """How long the steps of a stage with attention groups take.
 
     Args:
         first: number of the own group's shard.
-
-    Raises:
-        JaxinferError: costs are measured, an option has no use, or a link is missing.
     """
-    options = site.run_file.simulate
-    stage = SpreadStage.of(part, _roofline(options, place.group))
+    part = place.part
+    stage = SpreadStage.of(part, place.costs)
     stage.first = first
     queries = 2 * part.model.num_attention_heads // part.model.num_key_value_heads
     exchanged = (queries + 2) * part.model.head_size * ITEMSIZE
-    for group in place.attention_groups:
-        own = options.groups.get(group, GroupCosts())
-        for name in ("step_s", "sequence_s"):
-            if getattr(own, name) is not None:
-                raise OptionError(
-                    f"simulate.groups.{group}.{name}: leave it out, steps are those of the stages "
-                    "that the group works for"
-                )
-        devices = site.groups[group].devices
-        there = replace(part, gpu=site.gpus[group], devices=devices)
-        (cost,) = SpreadStage.of(there, _roofline(options, group)).shards
-        path = site.path(place.group, group, "KV")
+    for each in place.attention:
+        there = replace(part, gpu=each.group.gpu, devices=each.group.devices)
+        (cost,) = SpreadStage.of(there, each.costs).shards
+        path = each.path
         cost = replace(cost, per_query=exchanged / path.rate, round_trip=2 * path.latency_s)
         stage.shards += (cost,)
     return stage
 
 
-def _roofline(options: SimulateOptions, group: str) -> SimulateOptions:
-    """What holds for a group.
-
-    Raises:
-        JaxinferError: that is no roofline's.
-    """
-    costs = options.of(group)
-    if kind := measured_kind(costs):
-        raise JaxinferError(
-            f"{costs.where}the attention of {group} cannot be told from {kind}: stages with "
-            "attention groups, and those groups, go by flops and bandwidth"
-        )
-    return costs
-
-
 def spread_shards(
-    site: Resolved,
     instance: InstanceConfig,
-    parts: Sequence[StagePart],
+    places: Sequence[SiteStage],
     pages: Sequence[int],
     stages: Sequence[StageCost],
 ) -> tuple[ModelledShard, ...]:
@@ -117,52 +86,48 @@ def spread_shards(
     Raises:
         JaxinferError: the memory of an attention group is too small.
     """
-    others = count_attention_pages(instance, parts, pages, _attention_groups(site, instance))
+    parts = [place.part for place in places]
+    others = count_attention_pages(instance, parts, pages, _attention_groups(places))
     found, halves = [], instance.half_batches != "never"
-    for number, (place, part, stage) in enumerate(zip(instance.places, parts, stages, strict=True)):
+    for number, (place, part, stage) in enumerate(zip(places, parts, stages, strict=True)):
         costs = stage.shards if isinstance(stage, SpreadStage) else (None,)
-        for group, cost in zip((place.group, *place.attention_groups), costs, strict=True):
-            is_own = group == place.group
-            count = pages[number] if is_own else others[number, group]
+        for group, cost in zip(place.groups, costs, strict=True):
+            is_own, name = group is place.group, group.name
+            count = pages[number] if is_own else others[number, name]
             heads = part.model.num_key_value_heads
             dense = stage.dense if is_own and halves and isinstance(stage, SpreadStage) else None
-            shard = ModelledShard(number, group, part.layers, heads, is_own, count, cost, dense)
+            shard = ModelledShard(number, name, part.layers, heads, is_own, count, cost, dense)
             found.append(shard)
     return tuple(found)
 
 
-def _attention_groups(site: Resolved, instance: InstanceConfig) -> list[AttentionGroup]:
+def _attention_groups(places: Sequence[SiteStage]) -> list[AttentionGroup]:
     """Those of an instance, in the order of its stages."""
-    given: dict[str, dict[int, int | None]] = {}
-    for number, place in enumerate(instance.places):
+    found: dict[str, AttentionGroup] = {}
+    for number, place in enumerate(places):
         for each in place.attention:
-            given.setdefault(each.group, {})[number] = each.num_pages
-    options = site.run_file.simulate
-    return [
-        AttentionGroup(
-            group, site.gpus[group], site.groups[group].devices, pages, options.of(group).reserve_gb
-        )
-        for group, pages in given.items()
-    ]
+            new = AttentionGroup(each.group, {}, each.costs.reserve_gb)
+            found.setdefault(each.group.name, new).given[number] = each.num_pages
+    return list(found.values())
 
 
 def slice_lanes(
     shards: Sequence[ModelledShard],
     token_bytes: int,
-    link: Callable[[str, str], tuple[Sequence[Link], float]],
+    paths: Mapping[tuple[str, str], NetworkPath],
 ) -> dict[tuple[int, int], StagePair]:
     """From shard to shard of one stage, what goes there of one token and one KV head.
 
     Args:
         token_bytes: of the KV of one layer of one token, all heads.
-        link: path and latency between two groups.
     """
     found = {}
     for (i, source), (j, dest) in permutations(enumerate(shards), 2):
         if source.stage == dest.stage:
             num_bytes = token_bytes // source.heads * source.layers
-            path = link(source.group, dest.group)
-            found[i, j] = StagePair(source.stage, num_bytes, *path)
+            path = paths[source.group, dest.group]
+            pair = StagePair(source.stage, num_bytes, tuple(path.links), path.latency_s)
+            found[i, j] = pair
     return found
 
 

@@ -15,14 +15,15 @@ from pydantic import Field
 from rich.table import Table
 from scipy.optimize import least_squares
 
-from jaxinfer.config.costs import SimulateOptions, measured_kind
+from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile
+from jaxinfer.config.site import model_site
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import data_path, why_not
 from jaxinfer.options.validation import Options, did_you_mean
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.cluster import model_cluster, stage_parts
+from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.costs.model import StageCost
 from jaxinfer.simulate.costs.roofline import Efficiency, RooflineStage
 
@@ -241,19 +242,20 @@ def calibrate_group(config: RunFile, group: str, path: str | Path) -> tuple[Cali
     Raises:
         JaxinferError: there is no such instance, its times come from tables, or a file is wrong.
     """
-    site = resolve(config)
-    cluster, costs = site.cluster, config.simulate.of(group)
+    resolved = resolve(config)
+    cluster, costs = resolved.cluster, config.simulate.of(group)
     if group not in cluster.groups:
         raise JaxinferError(f"no group {group!r}: {did_you_mean(group, cluster.groups)}")
-    if kind := measured_kind(costs):
+    if kind := costs.measured:
         raise JaxinferError(f"groups.{group}: its times come from {kind}, not from efficiencies")
     # What lies between instances does not matter here.
-    instances = model_cluster(replace(site, pairs=())).instances.values()
-    alone = next((instance for instance in instances if list(instance.groups) == [group]), None)
-    if alone is None:
+    site = model_site(replace(resolved, pairs=()))
+    model_cluster(site)  # Refuses what does not fit.
+    alone = (stages for stages in site.stages.values() if [s.group.name for s in stages] == [group])
+    part = next((stage.part for (stage,) in alone), None)
+    if part is None:
         raise JaxinferError(f"groups.{group}: no instance of one stage stands on it")
     points = read_points(path)
-    (part,) = stage_parts(site, site.model, alone.config)
 
     def stage_for(efficiency: Efficiency) -> RooflineStage:
         return RooflineStage.of(part, costs.model_copy(update=asdict(efficiency)))

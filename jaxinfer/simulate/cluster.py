@@ -1,19 +1,16 @@
-"""From a run file to a modelled cluster: instances, their costs and pools, and links."""
+"""A modelled cluster: instances, their costs and pools, and links."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 from jaxinfer.config.cluster import InstanceConfig, instance_options
-from jaxinfer.config.costs import SimulateOptions
-from jaxinfer.config.layer_split import count_layers
-from jaxinfer.config.nodes import Placement
-from jaxinfer.config.resolve import Resolved
+from jaxinfer.config.layer_split import shared_layers
+from jaxinfer.config.nodes import NetworkPath
+from jaxinfer.config.site import ModelledSite, SiteStage
 from jaxinfer.errors import JaxinferError
-from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.hardware.efficiency import Yardstick
 from jaxinfer.hardware.network import Link
-from jaxinfer.options.validation import OptionError, within
+from jaxinfer.options.validation import within
 from jaxinfer.serving.batch import Work
 from jaxinfer.serving.half_batches import choice
 from jaxinfer.serving.instance import Instance
@@ -36,18 +33,12 @@ from jaxinfer.simulate.costs.model import (
     Padded,
     Pipeline,
     StageCost,
-    StagePart,
     make_stage,
 )
 from jaxinfer.simulate.efficiency import make_yardstick
 from jaxinfer.simulate.kv_capacity import count_pages
 from jaxinfer.simulate.spread import Visit
 from jaxinfer.simulate.world import StagePair
-from jaxinfer.steps.shapes import StepLimits
-
-# Bytes of a number that is stored, by its option's value.
-WEIGHT_SIZES = {"auto": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
-KV_SIZES = {"auto": 2, "int8": 1, "fp8": 1}
 
 
 @dataclass(frozen=True)
@@ -146,24 +137,20 @@ class ModelledCluster:
     """Instances by name, and what lies between them.
 
     Attributes:
-        gpus: of each group, its kind and how many.
+        site: where it stands; None of a replay, whose times are not a model's.
         slice_lanes: by instance that has attention groups, from shard to shard.
     """
 
     instances: Mapping[str, ModelledInstance]
     lanes: Mapping[tuple[str, str], Sequence[StagePair]]
     capacities: Mapping[Link, float]
-    model: ModelShape | None = None
-    gpus: Sequence[tuple[Gpu, int]] = ()
-    placement: Placement | None = None
+    site: ModelledSite | None = None
     slice_lanes: Mapping[str, Mapping[tuple[int, int], StagePair]] = field(default_factory=dict)
 
     @property
     def yardstick(self) -> Yardstick:
         """What the figures are measured by; nothing where the model is not known."""
-        if self.model is None:
-            return Yardstick()
-        return make_yardstick(self.model, self.gpus, self.placement)
+        return make_yardstick(self.site) if self.site else Yardstick()
 
     def fit(self, name: str, relative: bool) -> StepFit:
         """What profiling an instance would find, with all KV heads on the stages' own groups.
@@ -188,152 +175,78 @@ class ModelledCluster:
         }
 
 
-def model_cluster(site: Resolved) -> ModelledCluster:
-    """From a run file whose groups name GPUs, or nodes of a hardware file.
+def model_cluster(site: ModelledSite) -> ModelledCluster:
+    """Give a site's stages their costs and pools, and its paths their links.
 
     Raises:
-        JaxinferError: a GPU, a model or a link is missing, or the model does not fit.
+        JaxinferError: the model does not fit, or costs have nothing for a stage.
     """
-    # A mistake in a group is not an instance's.
-    model, gpus = site.model, site.gpus
     instances = {}
-    for name, instance in site.instances.items():
+    for name, stages in site.stages.items():
         try:
-            instances[name] = _model_instance(site, model, instance)
+            instances[name] = _model_instance(site.resolved.instances[name], stages)
         except JaxinferError as error:
             raise within(f"instances.{name}", error) from None
-
-    capacities: dict[Link, float] = {}
-
-    def path(here: str, there: str) -> tuple[Sequence[Link], float]:
-        found = site.path(here, there, "KV")
-        capacities.update(found.links)
-        return tuple(found.links), found.latency_s
-
     lanes = {
-        (source, dest): lanes_between(instances[source], instances[dest], path)
-        for source, dest in site.pairs
+        (source, dest): lanes_between(instances[source], instances[dest], site.paths)
+        for source, dest in site.resolved.pairs
         if not (instances[source].shards or instances[dest].shards)
     }
     slices = {
-        name: slice_lanes(instance.shards, instance.token_bytes, path)
+        name: slice_lanes(instance.shards, instance.token_bytes, site.paths)
         for name, instance in instances.items()
         if instance.shards
     }
-    counted = [(gpus[name], group.devices) for name, group in site.groups.items()]
-    return ModelledCluster(instances, lanes, capacities, model, counted, site.placement, slices)
+    capacities = {link: rate for path in site.paths.values() for link, rate in path.links.items()}
+    return ModelledCluster(instances, lanes, capacities, site, slices)
 
 
-def _model_instance(
-    site: Resolved, model: ModelShape, instance: InstanceConfig
-) -> ModelledInstance:
-    if instance.dtype not in WEIGHT_SIZES:
-        known = ", ".join(WEIGHT_SIZES)
-        raise OptionError(f"dtype is {instance.dtype}, modelled weights are one of: {known}")
-    groups = [place.group for place in instance.places]
-    options, parts = site.run_file.simulate, stage_parts(site, model, instance)
-    costs = [options.of(group) for group in groups]
+def _model_instance(config: InstanceConfig, places: Sequence[SiteStage]) -> ModelledInstance:
+    parts = [place.part for place in places]
     pages = [
-        count_pages(instance, of_group.reserve_gb, part, group)
-        for of_group, part, group in zip(costs, parts, groups, strict=True)
+        count_pages(config, place.costs.reserve_gb, place.part, place.group.name)
+        for place in places
     ]
     stages: list[StageCost] = []
     first = 0
-    for place, part, of_group in zip(instance.places, parts, costs, strict=True):
-        spread = bool(place.attention)
-        stage = spread_stage(site, place, part, first) if spread else stage_cost(part, of_group)
-        stages.append(stage)
-        first += 1 + len(place.attention)
-    shards = spread_shards(site, instance, parts, pages, stages) if instance.is_spread else ()
-    hops = [site.path(*ends, "hidden states") for ends in pairwise(groups)]
+    for place in places:
+        spread = place.attention
+        stages.append(spread_stage(place, first) if spread else make_stage(place.part, place.costs))
+        first += 1 + len(spread)
+    model = parts[0].model
+    hops = [place.hop for place in places if place.hop]
     cost: CostModel = Pipeline(
         tuple(stages),
-        options.hop_s,
+        places[0].costs.hop_s,
         tuple(hop.latency_s for hop in hops),
         tuple(1 / hop.rate for hop in hops),
         model.hidden_size * ITEMSIZE,
     )
-    if instance.token_buckets:
-        cost = Padded(cost, instance.token_buckets)
-    token_bytes = model.kv_bytes(1, KV_SIZES[instance.kv_cache_dtype])
-    read = tuple(getattr(stage, "read", None) for stage in stages)
-    layers = [part.layers for part in parts]
-    where = range(len(parts))
+    if config.token_buckets:
+        cost = Padded(cost, config.token_buckets)
     return ModelledInstance(
-        instance, groups, layers, pages, token_bytes, cost, instance.segments, where, read, shards
+        config,
+        [place.group.name for place in places],
+        [part.layers for part in parts],
+        pages,
+        model.kv_bytes(1, parts[0].kv_size),
+        cost,
+        config.segments,
+        range(len(parts)),
+        tuple(getattr(stage, "read", None) for stage in stages),
+        spread_shards(config, places, pages, stages) if config.is_spread else (),
     )
-
-
-def stage_cost(part: StagePart, costs: SimulateOptions) -> StageCost:
-    """How long a stage's steps take.
-
-    Raises:
-        JaxinferError: what the costs are made from has nothing for this stage.
-    """
-    try:
-        return make_stage(part, costs)
-    except JaxinferError as error:
-        raise JaxinferError(f"{costs.where}{error}") from None
-
-
-def stage_parts(site: Resolved, model: ModelShape, instance: InstanceConfig) -> list[StagePart]:
-    """What each stage of an instance has of the model, by stated layers or the groups' peak FLOPs.
-
-    Raises:
-        JaxinferError: the layers, or the devices of a group, do not divide the model.
-    """
-    places = instance.places
-    gpus = [site.gpus[place.group] for place in places]
-    devices = [site.groups[place.group].stage_devices for place in places]
-    for place, count in zip(places, devices, strict=True):
-        for heads in (model.num_attention_heads, model.num_key_value_heads):
-            if heads % count:
-                raise JaxinferError(
-                    f"groups.{place.group}: {count} devices do not divide the model's {heads} heads"
-                )
-    speeds = [gpu.bf16_tflops * count for gpu, count in zip(gpus, devices, strict=True)]
-    total = model.num_hidden_layers
-    layers = count_layers(total, places, lambda number: speeds[number])
-    if instance.segments > min(layers):
-        raise OptionError(f"segments is {instance.segments}, a stage has {min(layers)} layers")
-    sizes = WEIGHT_SIZES[instance.dtype], KV_SIZES[instance.kv_cache_dtype]
-    limits = StepLimits(
-        max_num_seqs=instance.max_num_seqs,
-        max_num_batched_tokens=instance.max_num_batched_tokens,
-        max_pages=-(-(instance.max_model_len or 1) // instance.page_size),
-        page_size=instance.page_size,
-        given_buckets=instance.token_buckets,
-    )
-    last = len(places) - 1
-    return [
-        StagePart(
-            gpus[i], str(site.groups[place.group].kind), model, layers[i], layers[i] / total,
-            i == 0, i == last, devices[i], *sizes, limits,
-        )
-        for i, place in enumerate(places)
-    ]  # fmt: skip
 
 
 def lanes_between(
     source: ModelledInstance,
     dest: ModelledInstance,
-    link: Callable[[str, str], tuple[Sequence[Link], float]],
+    paths: Mapping[tuple[str, str], NetworkPath],
 ) -> list[StagePair]:
-    """One for each stage of the source and of the destination that have layers in common.
-
-    Args:
-        link: path and latency between two groups.
-    """
+    """One for each stage of the source and of the destination that have layers in common."""
     lanes = []
-    for i, (start, stop) in enumerate(_ranges(source.layers)):
-        for j, (begin, end) in enumerate(_ranges(dest.layers)):
-            if (shared := min(stop, end) - max(start, begin)) > 0:
-                path, latency = link(source.groups[i], dest.groups[j])
-                token_bytes = min(source.token_bytes, dest.token_bytes)
-                lanes.append(StagePair(i, shared * token_bytes, path, latency))
+    token_bytes = min(source.token_bytes, dest.token_bytes)
+    for i, j, shared in shared_layers(tuple(source.layers), tuple(dest.layers)):
+        path = paths[source.groups[i], dest.groups[j]]
+        lanes.append(StagePair(i, shared * token_bytes, tuple(path.links), path.latency_s))
     return lanes
-
-
-def _ranges(layers: Sequence[int]) -> list[tuple[int, int]]:
-    stops = [sum(layers[: i + 1]) for i in range(len(layers))]
-    return [(stop - count, stop) for stop, count in zip(stops, layers, strict=True)]

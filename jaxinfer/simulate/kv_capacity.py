@@ -1,12 +1,14 @@
 """How many pages of KV the memory of modelled groups holds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxinfer.config.cluster import InstanceConfig
+from jaxinfer.config.site import SiteGroup
+from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu
-from jaxinfer.simulate.costs.model import ITEMSIZE, StagePart
+from jaxinfer.simulate.costs.model import ITEMSIZE
 
 # Entries of 8 bits have a float32 for each page and head, of keys and of values.
 _SCALES = 2 * 4
@@ -61,15 +63,13 @@ class AttentionGroup:
     """A device group that has KV heads of some stages, and no weights.
 
     Attributes:
-        devices: which share them evenly.
+        group: whose devices share them evenly.
         given: stage -> pages, or None for those that its memory has room for.
         reserve_gb: of each GPU.
     """
 
-    name: str
-    gpu: Gpu
-    devices: int
-    given: Mapping[int, int | None]
+    group: SiteGroup
+    given: dict[int, int | None]
     reserve_gb: float | None
 
 
@@ -94,22 +94,22 @@ def count_attention_pages(
     """
     bytes_of = [_page_bytes(instance, part) for part in parts]
     counted = list(own)
-    for group in groups:
-        for stage, pages in group.given.items():
+    for asked in groups:
+        for stage, pages in asked.given.items():
             counted[stage] += pages - 1 if pages else 0
     found: dict[tuple[int, str], int] = {}
-    for group in groups:
-        room = _room(instance, parts, group)
+    for asked in groups:
+        group, room = asked.group, _room(instance, parts, asked)
         # The pools' padding pages are of one head.
-        room -= sum(bytes_of[n] / parts[n].model.num_key_value_heads for n in group.given)
-        given = {n: pages for n, pages in group.given.items() if pages}
+        room -= sum(bytes_of[n] / parts[n].model.num_key_value_heads for n in asked.given)
+        given = {n: pages for n, pages in asked.given.items() if pages}
         room -= sum((pages - 1) * bytes_of[n] for n, pages in given.items())
-        open_stages = [n for n in group.given if n not in given]
+        open_stages = [n for n in asked.given if n not in given]
         more = level([counted[n] for n in open_stages], [bytes_of[n] for n in open_stages], room)
         if more is None:
             wanted = ", ".join(
                 f"{given.get(n, 2)} for stages[{n}] of {bytes_of[n] / 1e6:.2f} MB"
-                for n in group.given
+                for n in asked.given
             )
             raise JaxinferError(
                 f"groups.{group.name}: {group.devices} x {group.gpu.memory_gb:.1f} GB are too "
@@ -122,11 +122,12 @@ def count_attention_pages(
     return found
 
 
-def _room(instance: InstanceConfig, parts: Sequence[StagePart], group: AttentionGroup) -> float:
+def _room(instance: InstanceConfig, parts: Sequence[StagePart], asked: AttentionGroup) -> float:
     """Bytes for KV, on all devices of the group."""
-    memory = _memory(instance, group.gpu, None not in group.given.values())
-    if group.reserve_gb is not None:
-        return group.devices * (memory - group.reserve_gb * 1e9)
+    group = asked.group
+    memory = _memory(instance, group.gpu, None not in asked.given.values())
+    if asked.reserve_gb is not None:
+        return group.devices * (memory - asked.reserve_gb * 1e9)
     model = parts[0].model
     heads = 2 * (model.num_attention_heads + model.num_key_value_heads)
     reserve = instance.max_num_batched_tokens * heads * model.head_size * ITEMSIZE

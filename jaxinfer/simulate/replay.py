@@ -12,6 +12,8 @@ from rich.table import Table
 
 from jaxinfer.config.cluster import ClusterConfig, InstanceConfig, LinkConfig
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.layer_split import shared_layers
+from jaxinfer.config.nodes import NetworkPath
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import JaxinferError
@@ -94,8 +96,10 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
     lanes: dict[tuple[str, str], Sequence[StagePair]] = {}
     capacities: dict[Link, float] = {}
     for names, gb_s in run["measured_gb_s"].items():
-        source, dest = names.split(" -> ")
-        lanes[source, dest] = _lanes(cluster, instances[source], instances[dest], gb_s, capacities)
+        ends = source, dest = tuple(names.split(" -> "))
+        paths = _paths(cluster, instances[source], instances[dest], gb_s)
+        lanes[ends] = lanes_between(instances[source], instances[dest], paths)
+        capacities |= {link: rate for path in paths.values() for link, rate in path.links.items()}
     work = [
         BenchRequest(None, request.prompt_len, len(request.token_times), request.arrival)
         for request in sorted(real.requests, key=_order)
@@ -157,21 +161,17 @@ def _instance(
     return instance, profile.fit(slowdowns) if profile.has_fits else None
 
 
-def _lanes(
-    cluster: ClusterConfig,
-    source: ModelledInstance,
-    dest: ModelledInstance,
-    gb_s: float,
-    capacities: dict[Link, float],
-) -> list[StagePair]:
-    """Over the emulated link, or at the speed that the probe has found."""
-
-    def link(here: str, there: str) -> tuple[Sequence[Link], float]:
-        found = cluster.link(here, there)
-        capacities[here, there] = (found.gb_s if found else gb_s) * 1e9
-        return ((here, there),), found.latency_s if found else 0.0
-
-    return lanes_between(source, dest, link)
+def _paths(
+    cluster: ClusterConfig, source: ModelledInstance, dest: ModelledInstance, gb_s: float
+) -> dict[tuple[str, str], NetworkPath]:
+    """Emulated links between two instances' groups, or the speed that the probe has found."""
+    found = {}
+    for i, j, _ in shared_layers(tuple(source.layers), tuple(dest.layers)):
+        ends = source.groups[i], dest.groups[j]
+        link = cluster.link(*ends)
+        rate = (link.gb_s if link else gb_s) * 1e9
+        found[ends] = NetworkPath({ends: rate}, link.latency_s if link else 0.0)
+    return found
 
 
 def fidelity(real: RunRecord, simulated: RunRecord) -> Table:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jaxinfer.config.resolve import Resolved, resolve
 from jaxinfer.config.run_file import RunFile
+from jaxinfer.config.site import model_site
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.recorder import Recorder
@@ -48,13 +49,13 @@ def prepare(config: RunFile) -> tuple[Resolved, ModelledCluster, dict[str, StepF
     Raises:
         JaxinferError: the cluster cannot be what the run file says.
     """
-    site = resolve(config)
-    cluster = model_cluster(site)
+    resolved = resolve(config)
+    cluster = model_cluster(model_site(resolved))
     fits = {}
-    if site.needs_fits:
+    if resolved.needs_fits:
         relative = config.simulate.fit == "relative"
         fits = {name: cluster.fit(name, relative) for name in cluster.instances}
-    return site, cluster, fits
+    return resolved, cluster, fits
 
 
 def serve(
@@ -132,11 +133,12 @@ def describe_run(
     """What runs where, as JSON values."""
     from jaxinfer.report.origin import FACTS, asked_for  # Of what is kept alone.
 
-    config, placement = site.run_file, site.placement
+    config, modelled = site.run_file, cluster.site
+    placement, groups = modelled and modelled.placement, (modelled or site.cluster).groups
     costs = config.simulate.model_dump(
         exclude=None if placement else {"hardware": True, "groups": {"__all__": {"node"}}}
     )
-    gpus = ", ".join(f"{name} ({group.kind})" for name, group in site.groups.items())
+    gpus = ", ".join(f"{name} ({group.kind})" for name, group in groups.items())
     return {
         "model": config.model,
         "system": dict(config.system),

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from jaxinfer import LLM, JaxinferError, compare, measure
-from jaxinfer.commands.common import compare_and_write, refuse, workload_settings
+from jaxinfer.commands.common import refuse, workload_settings
+from jaxinfer.commands.compare import compare as command
+from jaxinfer.commands.simulate import simulate
 from jaxinfer.compare import compare_systems, load_systems, simulate_systems
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
 from jaxinfer.report import comparison
@@ -86,7 +88,7 @@ def test_systems_are_simulated_once_each(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_run_records_the_workload_that_it_served(tmp_path: Path) -> None:
-    """The first file's by default, or the one that is given; a predictor stays a file's own."""
+    """The first file's; a predictor stays a file's own."""
     base = {
         "model": "llama-3-8b", "groups": {"g": {"kind": "A10"}}, "instances": {"i": {"group": "g"}},
     }  # fmt: skip
@@ -99,10 +101,10 @@ def test_a_run_records_the_workload_that_it_served(tmp_path: Path) -> None:
             {"synthetic": "azure_conversation", "limit": 1},
         )
     )
-    for number, (given, served) in enumerate([(None, a), (c.workload, c)]):
-        work, folder = served.requests(), tmp_path / str(number)
-        runs = simulate_systems({"a": a, "b": b}, work, folder, given)
-        for name, own in (("a", None), ("b", predictor)):
+    for served in (a, c):
+        work, folder = served.requests(), tmp_path / str(served.workload.limit)
+        runs = simulate_systems({"first": served, "b": b}, work, folder)
+        for name, own in (("first", None), ("b", predictor)):
             (run,) = runs[name]
             recorded = as_run_file(run.run["run_file"])
             assert recorded.requests() == work
@@ -130,6 +132,13 @@ def test_what_is_refused_is_what_was_given() -> None:
         refuse("for others", {"--a": None, "--b": 3, "--c": True})
 
 
+def compared(files: list[str], out: Path, rounds: int, *more: str) -> None:
+    """By the command; without rounds, simulated."""
+    how = ["--rounds", str(rounds)] if rounds else ["--simulate"]
+    with command.make_context("compare", [*files, "--out", str(out), *how, *more]) as context:
+        command.invoke(context)
+
+
 @pytest.mark.parametrize("rounds", [0, 1, 2])
 def test_what_is_compared_and_where_it_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
@@ -141,14 +150,12 @@ def test_what_is_compared_and_where_it_goes(
     files, out = [str(tmp_path / f"{name}.yaml") for name in "ab"], tmp_path / "out"
     calls: list[Any] = []
 
-    def real(
-        configs: Any, work: Any, folder: Path, count: int, one_by_one: bool, workload: Any
-    ) -> str:
-        calls.append((configs, work, folder, count, workload))
+    def real(configs: Any, work: Any, folder: Path, count: int, one_by_one: bool = False) -> str:
+        calls.append((configs, work, folder, count))
         return "runs"
 
-    def modelled(configs: Any, work: Any, folder: Path, workload: Any) -> str:
-        return real(configs, work, folder, 0, False, workload)
+    def modelled(configs: Any, work: Any, folder: Path) -> str:
+        return real(configs, work, folder, 0)
 
     monkeypatch.setattr(compare, "compare_systems", real)
     monkeypatch.setattr(compare, "simulate_systems", modelled)
@@ -157,11 +164,12 @@ def test_what_is_compared_and_where_it_goes(
         "jaxinfer.report.comparison.write_comparison",
         lambda runs, folder, command, pictures: [folder],
     )
-    compare_and_write(files, [], out, rounds, ["workload.limit=3", "engine.seed=4"], "png")
-    ((configs, work, folder, count, workload),) = calls
+    compared(files, out, rounds, "--limit", "3", "--set", "engine.seed=4")
+    ((configs, work, folder, count),) = calls
     assert {name: config.engine.seed for name, config in configs.items()} == {"a": 4, "b": 4}
     first = load_run_file(files[0], ["workload.limit=3"])
-    assert (work, workload) == (first.requests(), first.workload)
+    assert work == first.requests()
+    assert [config.workload for config in configs.values()] == [first.workload] * 2
     assert len(work) == 3
     assert (folder, count) == (out, rounds)
     assert out.is_dir()
@@ -221,7 +229,7 @@ def test_what_fails_leaves_the_folder_as_it_was(
     monkeypatch.setattr(comparison, "write_comparison", write)
     mended = at == "pictures" and isinstance(failure, Exception)
     with pytest.raises(JaxinferError if mended else type(failure)) as caught:
-        compare_and_write([str(tmp_path / "a.yaml")], [], out, rounds, [], "png")
+        compared([str(tmp_path / "a.yaml")], out, rounds)
     if mended:
         assert str(caught.value).startswith(f"{out}: all runs are there, under runs, but not all ")
     if at == "pictures":
@@ -229,3 +237,35 @@ def test_what_fails_leaves_the_folder_as_it_was(
     else:
         assert out.exists() == existed
         assert not existed or not list(out.iterdir())
+
+
+def test_all_systems_have_the_first_files_workload_wherever_it_stands(tmp_path: Path) -> None:
+    for name, count in (("a", 2), ("b", 3)):
+        (tmp_path / f"{name}.yaml").write_text(
+            f"workload: {{synthetic: azure_code, limit: {count}}}"
+        )
+    found = load_systems([str(tmp_path / "b.yaml")], ["a", "b"])
+    assert [(name, config.workload.limit) for name, config in found.items()] == [("a", 3), ("b", 3)]
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_replay_that_fails_leaves_the_folder_as_it_was(
+    existed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    if existed:
+        out.mkdir()
+
+    def fail(real: Path, runs: Path) -> None:
+        (runs / "1").mkdir(parents=True)
+        raise JaxinferError("no profile")
+
+    monkeypatch.setattr("jaxinfer.simulate.replay.replay", fail)
+    arguments = ["--replay", "run", "--out", str(out)]
+    with (
+        simulate.make_context("simulate", arguments) as context,
+        pytest.raises(JaxinferError, match="no profile"),
+    ):
+        simulate.invoke(context)
+    assert out.exists() == existed
+    assert not existed or not list(out.iterdir())

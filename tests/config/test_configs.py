@@ -52,7 +52,7 @@ def test_plan_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             return [Score(1.0) for _ in candidates]
 
     search = Look(load_problem(path))
-    chosen = make_planner(search.problem.planner).plan(search)
+    chosen = make_planner(search.problem.planner).plan(search.problem, search)
     costs = [search.evaluator.costs(search.problem.run_file(c.part)) for c in (*seen, chosen)]
     # One finds its plan by itself, before any simulation.
     assert len(costs) > 2 or search.problem.planner["name"] == "hexgen2"

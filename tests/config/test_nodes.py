@@ -15,6 +15,7 @@ from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.nodes import Hardware, place_groups, read_hardware
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
+from jaxinfer.config.site import model_site
 from jaxinfer.hardware.catalogue import Catalogue, find_gpu
 from jaxinfer.report.records import read_run
 from jaxinfer.serving.batch import Transfer
@@ -157,7 +158,7 @@ def test_transfers_share_the_cards_of_their_nodes(moves: list[str], seconds: lis
     """Each card has one rate out and one in, whichever groups of its node use it."""
     nodes = {"p": "node1", "q": "node1", "r": "node2", "t": "node2", "s": "node3"}
     pairs = [(move[0], move[1]) for move in moves]
-    cluster = model_cluster(replace(resolve(on_nodes("distserve", nodes)), pairs=pairs))
+    cluster = model_cluster(model_site(replace(resolve(on_nodes("distserve", nodes)), pairs=pairs)))
     world = SimulatedWorld({}, {}, {}, cluster.lanes, cluster.capacities, [])
     for source, dest in pairs:
         request, hold = RequestState(source + dest, 1000, 1, 0.0, ()), cast(Any, None)
@@ -181,8 +182,10 @@ def test_kv_within_a_node_takes_all_links_of_the_smaller_group(
     nodes = {"p": "node1", "q": "node1", "r": "node2"}
     groups = {"p": {"devices": source}, "q": {"devices": dest}, "r": {"devices": dest}}
     cluster = model_cluster(
-        replace(
-            resolve(on_nodes("distserve", nodes, groups=groups)), pairs=[("p", "q"), ("p", "r")]
+        model_site(
+            replace(
+                resolve(on_nodes("distserve", nodes, groups=groups)), pairs=[("p", "q"), ("p", "r")]
+            )
         )
     )
     assert cluster.capacities == {
@@ -209,7 +212,7 @@ def test_kv_within_a_group_takes_the_links_of_a_stage(hardware: bool) -> None:
                 "groups": {"g": GroupConfig(kind="A100-80G-SXM", **group)},
             }
         )
-    assert model_cluster(resolve(config)).capacities == {("g", "g"): 600e9}
+    assert model_cluster(model_site(resolve(config))).capacities == {("g", "g"): 600e9}
 
 
 def test_between_cards_the_slower_one_decides() -> None:
@@ -217,7 +220,7 @@ def test_between_cards_the_slower_one_decides() -> None:
     groups = {"h": {"devices": 2}, "a": {"devices": 4}, "b": {"devices": 4}}
     nodes = {"h": "prompt", "a": "token", "b": "token"}
     config = on_nodes("splitwise_ha", nodes, instances=stages, groups=groups)
-    instance = model_cluster(replace(resolve(config), pairs=())).instances["x"]
+    instance = model_cluster(model_site(replace(resolve(config), pairs=()))).instances["x"]
     cost = instance.cost
     assert isinstance(cost, Pipeline)
     assert cost.byte_s == (1 / 200e9, 1 / 300e9)

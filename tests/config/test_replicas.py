@@ -13,6 +13,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.nodes import place_groups, read_hardware
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
+from jaxinfer.config.site import model_site
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
@@ -233,7 +234,9 @@ def test_links_take_the_place_of_cards(tmp_path: Path) -> None:
     ):
         route = placement.path(source, dest)
         assert (route.links, route.latency_s) == (found, latency)
-    lanes = model_cluster(replace(resolve(config), pairs=[("a0", "b1"), ("a0", "b2")])).lanes
+    lanes = model_cluster(
+        model_site(replace(resolve(config), pairs=[("a0", "b1"), ("a0", "b2")]))
+    ).lanes
     # Two pairs of groups, one link between their nodes.
     assert lanes["a0", "b1"][0].path == lanes["a0", "b2"][0].path == (("link", "small0", "large"),)
 

@@ -293,7 +293,7 @@ def test_a_choice_that_misses_the_targets_is_refused(
     carries.rate = lambda config: 0.0
 
     class Stubborn:
-        def plan(self, search: Any) -> Any:
+        def plan(self, problem: Any, search: Any) -> Any:
             return LONE
 
     with pytest.raises(JaxinferError, match=r"the chosen .* misses the targets"):
@@ -306,7 +306,7 @@ def test_a_rate_without_end_is_no_rate(carries: Carries, fresh: bool) -> None:
     carries.rate = lambda config: 2.0 if fresh and not carries.served[-1][1][0] else math.inf
 
     class Stubborn:
-        def plan(self, search: Any) -> Any:
+        def plan(self, problem: Any, search: Any) -> Any:
             return LONE
 
     search = DrivenSearch(problem({"maximise": "gpu"}))

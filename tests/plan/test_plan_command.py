@@ -29,6 +29,10 @@ FILE: dict[str, Any] = {
 }  # fmt: skip
 
 
+class OneArgument:
+    def plan(self, search: Any) -> None: ...
+
+
 def run(folder: Path, file: dict[str, Any], *more: str) -> str:
     path = folder / "plan.yaml"
     path.write_text(yaml.safe_dump(file))
@@ -112,6 +116,8 @@ def test_two_processes_find_the_same_files(tmp_path: Path) -> None:
         ({"planner": {"name": "colocated", "gpus": {"B1": 1}}}, "none of 1 candidates can be"),
         ({"planner": "no_such:Planner"}, "no_such"),
         ({"planner": "json:JSONDecoder"}, "no class with a method plan"),
+        # As planners were once written.
+        ({"planner": f"{__name__}:OneArgument"}, r"method plan\(problem, search\)"),
         ({"goal": {"slo": "ttft=1"}}, "goal: give either maximise or minimise"),
         ({"goal": {"slo": "ttft=1", "minimise": "usd"}}, "goal.rate is missing"),
         ({"goal": {"slo": "ttft=1", "maximise": "gpu", "rate": 1}}, "goal.rate is 1, and is for"),

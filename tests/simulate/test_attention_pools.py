@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxinfer import JaxinferError
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.site import model_site
 from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
 from jaxinfer.simulate.kv_capacity import level
 
@@ -49,7 +50,7 @@ def modelled(
         },
         "system": {"name": "pipeline_parallel" if len(stages) > 1 else "single"},
     }
-    return model_cluster(resolve(as_run_file(file))).instances["x"]
+    return model_cluster(model_site(resolve(as_run_file(file)))).instances["x"]
 
 
 PRIMARIES = [

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from jaxinfer import JaxinferError
+from jaxinfer.config.nodes import NetworkPath
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.hardware.network import Link
+from jaxinfer.config.site import model_groups, model_site
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import ModelledCluster, lanes_between, model_cluster
 from jaxinfer.simulate.costs.fit import fit_costs
@@ -36,20 +37,24 @@ def modelled(
     places = [{"group": group, "layers": layers} for group, layers in stages]
     one = {"page_size": 1, "max_num_seqs": 3, "max_num_batched_tokens": 8, "launch_ahead": False}
     return model_cluster(
-        resolve(
-            as_run_file(
-                {
-                    "model": "small",
-                    "models": {"small": MODEL},
-                    "gpus": {"card": CARD | {"memory_gb": memory_gb}},
-                    "groups": {name: {"kind": "card", "devices": n} for name, n in groups.items()},
-                    "instances": {"x": one | {"stages": places} | options},
-                    "links": [
-                        {"between": [a, b], "gb_s": 1.0}
-                        for a, b in zip(list(groups), list(groups)[1:], strict=False)
-                    ],
-                    "simulate": simulate or {},
-                }
+        model_site(
+            resolve(
+                as_run_file(
+                    {
+                        "model": "small",
+                        "models": {"small": MODEL},
+                        "gpus": {"card": CARD | {"memory_gb": memory_gb}},
+                        "groups": {
+                            name: {"kind": "card", "devices": n} for name, n in groups.items()
+                        },
+                        "instances": {"x": one | {"stages": places} | options},
+                        "links": [
+                            {"between": [a, b], "gb_s": 1.0}
+                            for a, b in zip(list(groups), list(groups)[1:], strict=False)
+                        ],
+                        "simulate": simulate or {},
+                    }
+                )
             )
         )
     )
@@ -122,11 +127,10 @@ def test_lanes_are_where_stages_have_layers_in_common() -> None:
     source = replace(one, layers=(4, 2), groups=("g", "h"), token_bytes=16)
     dest = replace(one, layers=(3, 1, 2), groups=("i", "j", "k"), token_bytes=8)
 
-    def link(here: str, there: str) -> tuple[tuple[Link], float]:
-        return (here + there,), 0.5
-
-    for ends in ((source, dest), (replace(source, token_bytes=8), replace(dest, token_bytes=16))):
-        lanes = lanes_between(*ends, link)
+    ends = [(a, b) for a in "gh" for b in "ijk"]
+    paths = {(a, b): NetworkPath({a + b: 1.0}, 0.5) for a, b in ends}
+    for both in ((source, dest), (replace(source, token_bytes=8), replace(dest, token_bytes=16))):
+        lanes = lanes_between(*both, paths)
         assert [(lane.stage, lane.path, lane.token_bytes) for lane in lanes] == [
             (0, ("gi",), 24), (0, ("gj",), 8), (1, ("hk",), 16)
         ]  # fmt: skip
@@ -149,19 +153,18 @@ def test_what_plays_a_device_is_not_modelled(option: dict[str, Any]) -> None:
         {"groups": {"g": {"kind": "A10"} | option}, "instances": {"x": {"group": "g"}}}
     )
     with pytest.raises(JaxinferError, match=r"^groups\.g: a modelled group is a GPU: platform cpu"):
-        _ = resolve(file).gpus
+        model_groups(resolve(file))
 
 
-@pytest.mark.parametrize("what", ["KV", "hidden states"])
-def test_a_link_has_its_rate_whatever_it_connects(what: Any) -> None:
+def test_a_link_has_its_rate_whatever_it_connects() -> None:
     """Four devices here and two there: what is between them is one link."""
     file = as_run_file(
         {
+            "model": "llama-3-8b",
             "groups": {n: {"kind": "A10", "devices": d} for n, d in (("g", 4), ("h", 2))},
             "instances": {"x": {"group": "g"}, "y": {"group": "h"}},
             "links": [{"between": ["g", "h"], "gb_s": 5.0, "latency_s": 0.25}],
-            "system": {"name": "disaggregated", "prefill": "x", "decode": "y"},
+            "system": {"name": "disaggregated", "prefill": "y", "decode": "x"},
         }
     )
-    path = resolve(file).path("h", "g", what)
-    assert (path.links, path.latency_s) == ({("h", "g"): 5e9}, 0.25)
+    assert model_site(resolve(file)).paths == {("h", "g"): NetworkPath({("h", "g"): 5e9}, 0.25)}

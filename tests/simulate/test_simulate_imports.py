@@ -37,6 +37,7 @@ def test_a_simulation_does_without_jax(module: str) -> None:
     "module",
     [
         "config/costs",
+        "config/stage_part",
         "config/step_costs",
         "hardware/catalogue",
         *(f"simulate/costs/{name}" for name in ("model", "roofline", "fit", "linear", "phases")),
@@ -51,6 +52,7 @@ def test_costs_know_nothing_of_scheduling(module: str) -> None:
         "jaxinfer.errors",
         "jaxinfer.config.costs",
         "jaxinfer.files.shipped",
+        "jaxinfer.config.stage_part",
         "jaxinfer.config.step_costs",
         "jaxinfer.options.validation",
         "jaxinfer.serving.step_fit",

@@ -12,6 +12,7 @@ import pytest
 from jaxinfer import JaxinferError
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.config.site import model_site
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
@@ -170,7 +171,10 @@ def test_what_runs_where_is_written(tmp_path: Path) -> None:
     assert found["system"] == config.system
     assert found["emulated"] == ["simulated on ga (A10), gb (A10)"]
     assert found["links"] == [{"between": ["ga", "gb"], "gb_s": 0.065536, "latency_s": 0.5}]
-    assert found["instances"] == model_cluster(replace(resolve(config), pairs=())).describe()
+    assert (
+        found["instances"]
+        == model_cluster(model_site(replace(resolve(config), pairs=()))).describe()
+    )
     assert found["simulate"]["linear"]["step_s"] == 1.0
     assert "hardware" not in found["simulate"]
     assert (found["lost"], found["overruns"]) == ({}, {})
@@ -206,7 +210,7 @@ def test_systems_that_predict_are_told_how_long_steps_take(
     ):
         config = seconds("ab", engine, system=system, links=links, simulate=costs)
         simulate(config, [job(4, 2)])
-    cost = model_cluster(replace(resolve(config), pairs=())).instances["a"].cost
+    cost = model_cluster(model_site(replace(resolve(config), pairs=()))).instances["a"].cost
     pool = 299 * 4
     expected = fit_costs(cost, 64, 16, longest=pool, pool=pool, relative=fit == "relative")
     other = fit_costs(cost, 64, 16, longest=pool, pool=pool, relative=fit != "relative")

@@ -13,6 +13,7 @@ from spread_cases import LINK, modelled, run_file, served, work_with
 from jaxinfer import JaxinferError
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.site import model_site
 from jaxinfer.plan.estimate import guess_rate
 from jaxinfer.report.metrics import SliceMoves
 from jaxinfer.report.records import read_run
@@ -166,7 +167,7 @@ def test_fits_and_guesses_have_all_heads_on_the_own_groups() -> None:
     """As those of a plain stage; but a guess has all the room that there is."""
     spread = run_file(engine={"num_pages": 3, "max_num_seqs": 8})
     plain = run_file([{"group": "a"}], "single", {"num_pages": 3, "max_num_seqs": 8})
-    clusters = [model_cluster(resolve(as_run_file(file))) for file in (spread, plain)]
+    clusters = [model_cluster(model_site(resolve(as_run_file(file)))) for file in (spread, plain)]
     fits = [cluster.fit("x", relative=True) for cluster in clusters]
     assert fits[0] == fits[1]
     work = [BenchRequest(None, 5, 6, 0.0)]

@@ -12,10 +12,10 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.site import model_site
 from jaxinfer.hardware.catalogue import find_gpu, find_model
 from jaxinfer.serving.batch import ShardWork
 from jaxinfer.serving.step_fit import AttentionFit
-from jaxinfer.simulate.cluster import stage_parts
 from jaxinfer.simulate.costs.model import Pipeline
 from jaxinfer.simulate.costs.roofline import RooflineStage
 from jaxinfer.simulate.spread import ShardCost, SpreadStage
@@ -36,15 +36,14 @@ def test_all_heads_on_the_own_group_take_what_a_plain_stage_does_to_the_last_bit
         "model": model, "groups": {"g": {"kind": "A100-80G-SXM", "devices": 8}},
         "instances": {"x": {"group": "g"}},
     })  # fmt: skip
-    site = resolve(file)
-    (part,) = stage_parts(site, find_model(model), site.instances["x"])
-    part = replace(part, gpu=find_gpu(gpu), devices=devices)
+    (stage,) = model_site(resolve(file)).stages["x"]
+    part = replace(stage.part, gpu=find_gpu(gpu), devices=devices)
     costs = SimulateOptions(flops=flops, bandwidth=bandwidth, step_s=1e-4, sequence_s=1e-6)
-    stage, plain = SpreadStage.of(part, costs), RooflineStage.of(part, costs)
-    stage.shards += (replace(stage.shards[0], round_trip=1.0, per_query=1.0),)
+    spread, plain = SpreadStage.of(part, costs), RooflineStage.of(part, costs)
+    spread.shards += (replace(spread.shards[0], round_trip=1.0, per_query=1.0),)
     work = work_with(rows, part.model.num_key_value_heads, 0)
-    assert stage.seconds(work) == plain.seconds(work)
-    assert stage.seconds(replace(work, shards=())) == plain.seconds(work)
+    assert spread.seconds(work) == plain.seconds(work)
+    assert spread.seconds(replace(work, shards=())) == plain.seconds(work)
 
 
 # A decode that sees 100 entries, and three tokens of a chunk after 10 entries: of each head 1,600
@@ -100,9 +99,8 @@ def test_a_shards_fit_has_its_decodes_times(pairs: int, entries: int) -> None:
 def test_no_coefficient_that_grows_makes_a_step_shorter(
     rows: list[tuple[int, int]], heads: list[int], name: str, shard: int, factor: float
 ) -> None:
-    site = resolve(as_run_file(run_file()))
-    (part,) = stage_parts(site, site.model, site.instances["x"])
-    stage = SpreadStage.of(part, SimulateOptions())
+    (place,) = model_site(resolve(as_run_file(run_file()))).stages["x"]
+    stage = SpreadStage.of(place.part, SimulateOptions())
     (own,) = stage.shards
     costs = [own, replace(own, per_query=1e-6, round_trip=1e-3), replace(own, round_trip=1e-4)]
     stage.shards = tuple(costs)
@@ -158,7 +156,7 @@ def test_the_best_split_is_that_of_the_closed_form(tokens: int, share: float) ->
         ),
         (
             {"simulate": {"groups": {"w": {"step_s": 1.0}}}},
-            r"simulate\.groups\.w\.step_s: leave it out, steps are those of the stages",
+            r"^instances\.x: simulate\.groups\.w\.step_s: leave it out, steps are those of",
         ),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from jaxinfer import JaxinferError
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.config.site import model_site
 from jaxinfer.hardware.catalogue import find_model
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.calibrate import calibrate_group
@@ -54,7 +55,7 @@ def config(devices: int = 1, **engines: dict[str, Any]) -> RunFile:
 )
 def test_pools(dtype: str, kv: str, weight: int, page: int, devices: int) -> None:
     found = config(devices, x={"dtype": dtype, "kv_cache_dtype": kv})
-    instance = model_cluster(replace(resolve(found), pairs=())).instances["x"]
+    instance = model_cluster(model_site(replace(resolve(found), pairs=()))).instances["x"]
     fits = (ROOM - WEIGHTS * weight / devices) // (32 * page / devices)
     assert instance.num_pages == [fits]
 
@@ -67,7 +68,7 @@ def test_a_decode_reads_what_is_stored() -> None:
         "kv": {"kv_cache_dtype": "int8"},
         "both": {"dtype": "fp8", "kv_cache_dtype": "fp8"},
     }
-    cluster = model_cluster(replace(resolve(config(1, **kinds)), pairs=()))
+    cluster = model_cluster(model_site(replace(resolve(config(1, **kinds)), pairs=())))
     work = Work(8, 8, 8, 8, 80_000, [], 8)
     (wide,), (weights,), (kv,), (both,) = (
         cluster.instances[name].cost.stages(work) for name in kinds
@@ -81,7 +82,9 @@ def test_a_decode_reads_what_is_stored() -> None:
 
 
 def test_a_prefill_is_computed_as_before() -> None:
-    cluster = model_cluster(replace(resolve(config(1, wide={}, narrow={"dtype": "fp8"})), pairs=()))
+    cluster = model_cluster(
+        model_site(replace(resolve(config(1, wide={}, narrow={"dtype": "fp8"})), pairs=()))
+    )
     work = Work(8000, 0, 1, 1, 0, [(0, 8000)])
     wide, narrow = (cluster.instances[name].cost.stages(work)[0] for name in ("wide", "narrow"))
     assert narrow == pytest.approx(wide, rel=1e-3)
@@ -94,7 +97,7 @@ def test_a_prefill_is_computed_as_before() -> None:
 def test_the_narrower_kv_goes(source: str, dest: str, itemsize: int) -> None:
     """Whatever the weights are of."""
     found = config(1, a={"kv_cache_dtype": source, "dtype": "int8"}, b={"kv_cache_dtype": dest})
-    (lane,) = model_cluster(replace(resolve(found), pairs=[("a", "b")])).lanes["a", "b"]
+    (lane,) = model_cluster(model_site(replace(resolve(found), pairs=[("a", "b")]))).lanes["a", "b"]
     assert lane.token_bytes == 32 * 2 * 8 * 128 * itemsize
 
 
@@ -104,7 +107,7 @@ def test_hidden_states_are_of_16_bits() -> None:
     data["system"] = "single"
     data["instances"] = {"x": {"stages": stages, "dtype": "int8", "kv_cache_dtype": "int8"}}
     (hop,) = (
-        model_cluster(replace(resolve(as_run_file(data)), pairs=()))
+        model_cluster(model_site(replace(resolve(as_run_file(data)), pairs=())))
         .instances["x"]
         .cost.hops(Work(100, 0, 1, 1, 0, [(0, 100)]))
     )
@@ -114,7 +117,7 @@ def test_hidden_states_are_of_16_bits() -> None:
 def test_a_calibration_reads_what_is_stored(tmp_path: Any) -> None:
     """Points of the modelled times themselves: what was set is found again."""
     found = config(1, a={"dtype": "int8", "kv_cache_dtype": "fp8"})
-    cost = model_cluster(replace(resolve(found), pairs=())).instances["a"].cost
+    cost = model_cluster(model_site(replace(resolve(found), pairs=()))).instances["a"].cost
     lines = ["chunk_tokens,chunk_context,decodes,decode_context,seconds"]
     for chunk, decodes, context in ((4000, 0, 0), (2000, 0, 0), (0, 4, 900), (0, 64, 3000)):
         chunks = [(0, chunk)] * bool(chunk)
@@ -130,7 +133,7 @@ def test_a_calibration_reads_what_is_stored(tmp_path: Any) -> None:
 
 def test_what_is_not_modelled_is_refused() -> None:
     with pytest.raises(JaxinferError) as error:
-        model_cluster(replace(resolve(config(1, x={"dtype": "float32"})), pairs=()))
+        model_cluster(model_site(replace(resolve(config(1, x={"dtype": "float32"})), pairs=())))
     assert str(error.value) == (
         "instances.x.dtype is float32, modelled weights are one of: auto, bfloat16, int8, fp8"
     )

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape, find_gpu
 from jaxinfer.simulate.costs.measured_steps import ProgramStage, Tables
-from jaxinfer.simulate.costs.model import StagePart
 from jaxinfer.simulate.costs.operator_folder import Degree, check_steps, write_meta, write_run_file
 from jaxinfer.steps.operators import Depths, Operators, write_operators
 from jaxinfer.steps.shapes import StepLimits

@@ -32,9 +32,9 @@ class ByPrompts:
     def __init__(self, options: Options) -> None:
         del options
 
-    def plan(self, search: Search) -> Candidate:
-        work = search.problem.work
-        self.asked.append(search.problem.goal.rate)
+    def plan(self, problem: Problem, search: Search) -> Candidate:
+        work = problem.work
+        self.asked.append(problem.goal.rate)
         if all(item.prompt_len == 13 for item in work):
             raise JaxinferError("13 is none of mine")
         if all(item.prompt_len == 14 for item in work):
@@ -50,7 +50,7 @@ class OneToThree:
     def __init__(self, options: Options) -> None:
         del options
 
-    def plan(self, search: Search) -> Candidate:
+    def plan(self, problem: Problem, search: Search) -> Candidate:
         return search.best([candidate(1), candidate(2), candidate(3)])
 
 

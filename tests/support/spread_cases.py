@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.site import model_site
 from jaxinfer.options.validation import Options
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.serving.batch import ShardWork, Work
@@ -146,7 +147,7 @@ def run_file(
 
 
 def modelled(data: dict[str, Any]) -> ModelledInstance:
-    return model_cluster(resolve(as_run_file(data))).instances["x"]
+    return model_cluster(model_site(resolve(as_run_file(data)))).instances["x"]
 
 
 def served(

@@ -16,6 +16,7 @@ from pydantic import Field
 from jaxinfer.config.costs import GroupCosts
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file, put_option
+from jaxinfer.config.site import model_site
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Named, OptionError, Options, within
 from jaxinfer.papers.aladdin.sizing import (
@@ -29,8 +30,13 @@ from jaxinfer.papers.aladdin.sizing import (
 )
 from jaxinfer.plan.candidate import Axis, Candidate, Search
 from jaxinfer.plan.planners.any_system import read_part
+from jaxinfer.plan.problem import Problem
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.targets import Targets, limits
+
+# What a run file has, and the group that each instance in it stands on.
+Part = Mapping[str, Any]
+Kinds = Mapping[str, str]
 
 
 class AladdinOptions(Options):
@@ -69,13 +75,13 @@ class Aladdin:
     def __init__(self, options: AladdinOptions) -> None:
         self._options = options
 
-    def plan(self, search: Search) -> Candidate:
+    def plan(self, problem: Problem, search: Search) -> Candidate:
         """The cluster that costs the least.
 
         Raises:
             JaxinferError: the goal or the file is another one, or nothing keeps the targets.
         """
-        goal = search.problem.goal
+        goal = problem.goal
         if goal.minimise is None:
             raise JaxinferError("goal: this planner finds the fewest workers, minimise: gpus")
         if goal.requests_per_gpu:
@@ -89,20 +95,18 @@ class Aladdin:
             raise within("planner.file", error) from None
         kinds = _kinds(base, self._options.file)
         if len(kinds) > 1:
-            return self._mix(search, base, kinds)
+            return self._mix(problem, search, base, kinds)
         tried: list[Candidate] = []
         best, limit = None, math.inf
-        for size in self._sizes(search, base, kinds):
+        for size in self._sizes(problem, search, base, kinds):
             most = self._options.most
             if best:
                 most = min(most, math.ceil(limit / size.cost - 1e-9) - 1)  # Cheaper than the best.
-            if most and (found := self._fewest(search, size, most, tried)):
+            if most and (found := self._fewest(problem, search, size, most, tried)):
                 best, limit = found, search.costs(found).amount(goal.minimise)
         return search.best([best] if best else tried)
 
-    def _sizes(
-        self, search: Search, base: Mapping[str, Any], kinds: Mapping[str, str]
-    ) -> list["Size"]:
+    def _sizes(self, problem: Problem, search: Search, base: Part, kinds: Kinds) -> list["Size"]:
         """Those that are looked at, by eq. 6 the best first."""
         ((instance, group),) = kinds.items()
         found = []
@@ -114,12 +118,12 @@ class Aladdin:
             for key, value in costs.model_dump(mode="json", exclude_unset=True).items():
                 put_option(part, f"simulate.groups.{group}.{key}", value)
             where = f"planner.sizes.{number}" if number else "planner.file"
-            found.append(_size(part, instance, group, search, where))
+            found.append(_size(part, instance, group, problem, search, where))
         found.sort(key=lambda each: -each.most.least)  # Stable: of equal ones the first.
         return found if self._options.size == "all" else found[:1]
 
     def _fewest(
-        self, search: Search, size: "Size", most: int, tried: list[Candidate]
+        self, problem: Problem, search: Search, size: "Size", most: int, tried: list[Candidate]
     ) -> Candidate | None:
         """The fewest workers of a size, or those of eq. 7; None where ``most`` are not enough."""
         if not self._options.rates:
@@ -131,7 +135,7 @@ class Aladdin:
             if count := fewest(keeps, size.guess_at(rate), self._options.most):
                 found.append((rate, count))
         line = fit_workers(found)
-        count = line.workers(search.problem.goal.rate or 0.0)
+        count = line.workers(problem.goal.rate or 0.0)
         if count > self._options.most:
             raise JaxinferError(
                 f"planner.most is {self._options.most}, eq. 7 tells {count} workers"
@@ -139,12 +143,14 @@ class Aladdin:
         candidates = (size.candidate(n, line) for n in range(count, most + 1))
         return next((each for each in candidates if _keeps(search, each, tried)), None)
 
-    def _mix(self, search: Search, base: Mapping[str, Any], kinds: Mapping[str, str]) -> Candidate:
+    def _mix(self, problem: Problem, search: Search, base: Part, kinds: Kinds) -> Candidate:
         if self._options.sizes or self._options.rates:
             given = "sizes" if self._options.sizes else "rates"
             raise OptionError(f"planner.{given}: is for one kind of workers, the file has several")
         sizes = {
-            name: _size(_with_counts(base, kinds, {name: 1}), name, group, search, "planner.file")
+            name: _size(
+                _with_counts(base, kinds, {name: 1}), name, group, problem, search, "planner.file"
+            )
             for name, group in kinds.items()
         }
         # Others would be refused, whatever they have: no iteration of theirs is short enough.
@@ -152,7 +158,7 @@ class Aladdin:
         if not able:
             raise OptionError("planner.file: no worker's iterations keep goal.slo's tpot, by eq. 6")
         tried: list[Candidate] = []
-        usd = search.problem.goal.minimise == "usd"
+        usd = problem.goal.minimise == "usd"
         prices = {name: size.cost for name, size in able.items()} if usd else {}
 
         def candidate(counts: Sequence[int]) -> Candidate:
@@ -164,7 +170,7 @@ class Aladdin:
             lambda counts: _keeps(search, candidate(counts), tried),
             [size.cost for size in able.values()],
             [size.rate for size in able.values()],
-            search.problem.goal.rate or 0.0,
+            problem.goal.rate or 0.0,
             self._options.most,
         )
         return search.best([candidate(best)] if best else tried)
@@ -182,18 +188,20 @@ class Size:
         rate: requests per second that it carries by it.
     """
 
-    def __init__(self, part: Mapping[str, Any], instance: str, group: str, search: Search) -> None:
+    def __init__(
+        self, part: Part, instance: str, group: str, problem: Problem, search: Search
+    ) -> None:
         self._part, self._group, self._instance = part, group, instance
         self.most = MostTokens(0.0, 0.0)
-        costs, goal = search.costs(self.candidate(1)), search.problem.goal
+        costs, goal = search.costs(self.candidate(1)), problem.goal
         self.gpus, self.cost = costs.gpus, costs.amount(goal.minimise or "gpus")
-        config = as_run_file(search.problem.run_file(self.candidate(1).part))
-        cluster = model_cluster(resolve(config))
+        config = as_run_file(problem.run_file(self.candidate(1).part))
+        cluster = model_cluster(model_site(resolve(config)))
         ((name, modelled),) = cluster.instances.items()
         fit = cluster.fit(name, config.simulate.fit == "relative").decode
         if fit is None:
             raise JaxinferError("eq. 6: max_num_seqs must be 2 or more")
-        mean, atgt_s = MeanRequest.of(search.problem.work), _between_tokens(search.problem.targets)
+        mean, atgt_s = MeanRequest.of(problem.work), _between_tokens(problem.targets)
         self.most = most_tokens(fit, self.gpus, modelled.num_tokens, mean, atgt_s)
         self.rate = self.gpus * self.most.least / mean.output
         self.guess = self.guess_at(goal.rate or 0.0)
@@ -225,9 +233,11 @@ class Size:
         return Candidate(axes, part, (repr(self._part), count, rate))
 
 
-def _size(part: Mapping[str, Any], instance: str, group: str, search: Search, where: str) -> Size:
+def _size(
+    part: Part, instance: str, group: str, problem: Problem, search: Search, where: str
+) -> Size:
     try:
-        return Size(part, instance, group, search)
+        return Size(part, instance, group, problem, search)
     except JaxinferError as error:
         raise OptionError(f"{where}: {error}") from None
 

@@ -228,9 +228,9 @@ class DistServeHigh:
     def __init__(self, options: HighOptions) -> None:
         self._options = options
 
-    def plan(self, search: Search) -> Candidate:
+    def plan(self, problem: Problem, search: Search) -> Candidate:
         """What carries the rate, as a whole."""
-        space = Space(self._options, search.problem)
+        space = Space(self._options, problem)
         shapes, counts, carried = [], [], []
         for phase in PHASES:
             alone = {shape: space.alone(phase, shape) for shape in space.shapes()}
@@ -255,11 +255,11 @@ class DistServeLow:
     def __init__(self, options: LowOptions) -> None:
         self._options = options
 
-    def plan(self, search: Search) -> Candidate:
+    def plan(self, problem: Problem, search: Search) -> Candidate:
         """So many units as carry the rate, as a whole."""
-        space = Space(self._options, search.problem)
+        space = Space(self._options, problem)
         pairs = {pair: space.units(*pair) for pair in space.pairs()}
-        best = search.best(list(pairs.values()), self._bound(space, search))
+        best = search.best(list(pairs.values()), self._bound(problem, space, search))
         if self._options.rate is None:
             return best
         (score,) = search.scores([best])
@@ -267,13 +267,13 @@ class DistServeLow:
         whole = space.units(*pair, math.ceil(self._options.rate / score.rate))
         return replace(whole, wanted=self._options.rate)
 
-    def _bound(self, space: Space, search: Search) -> Bound:
+    def _bound(self, problem: Problem, space: Space, search: Search) -> Bound:
         """A unit's first tokens are no sooner than those of its prefill instance alone.
 
         That is quickly simulated, and tells of all units that have it; if it serves the same
         requests, whatever the number of GPUs.
         """
-        if search.problem.goal.requests_per_gpu:
+        if problem.goal.requests_per_gpu:
             return lambda candidate: math.inf
         shapes = list(dict.fromkeys(prefill for prefill, _ in space.pairs()))
         scores = search.scores([space.alone("prefill", shape) for shape in shapes])

@@ -15,6 +15,7 @@ from pydantic import Field
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.nodes import Hardware, read_hardware
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.stage_part import KV_SIZES, WEIGHT_SIZES, StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, ModelShape
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
@@ -23,8 +24,7 @@ from jaxinfer.plan.candidate import Axis, Candidate, Search
 from jaxinfer.plan.layers import even_times
 from jaxinfer.plan.problem import Problem
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.cluster import KV_SIZES, WEIGHT_SIZES, stage_cost
-from jaxinfer.simulate.costs.model import StagePart
+from jaxinfer.simulate.costs.model import make_stage
 
 
 class HetisOptions(Options):
@@ -73,9 +73,9 @@ class Hetis:
     def __init__(self, options: HetisOptions) -> None:
         self._options = options
 
-    def plan(self, search: Search) -> Candidate:
+    def plan(self, problem: Problem, search: Search) -> Candidate:
         """The best of those that are simulated."""
-        return search.best(self.candidates(search.problem))
+        return search.best(self.candidates(problem))
 
     def candidates(self, problem: Problem) -> list[Candidate]:
         """Those with the quickest steps, in their order.
@@ -181,7 +181,7 @@ class StageTimes:
         total, T = model.num_hidden_layers, engine.max_num_batched_tokens
         sizes = WEIGHT_SIZES[engine.dtype], KV_SIZES[engine.kv_cache_dtype]
         part = StagePart(self._gpus[gpu], gpu, model, total, 1.0, False, False, tp, *sizes)
-        return stage_cost(part, self._costs).seconds(Work(T, 0, 1, 1, 0, [(0, T)])) / total
+        return make_stage(part, self._costs).seconds(Work(T, 0, 1, 1, 0, [(0, T)])) / total
 
     def of_largest(self, names: Sequence[str], grouping: Grouping) -> float:
         """Seconds of the largest stage of a grouping, its layers cut evenly in time.

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.stage_part import KV_SIZES, WEIGHT_SIZES, StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.papers.hexgen2.full_steps import Lengths
@@ -21,8 +22,7 @@ from jaxinfer.papers.hexgen2.gpus import Group, Site
 from jaxinfer.papers.hexgen2.stages import Shape, Signature, shapes
 from jaxinfer.plan.layers import even_times
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.cluster import KV_SIZES, WEIGHT_SIZES, stage_cost
-from jaxinfer.simulate.costs.model import ITEMSIZE, StageCost, StagePart
+from jaxinfer.simulate.costs.model import ITEMSIZE, StageCost, make_stage
 from jaxinfer.simulate.kv_capacity import count_pages
 
 Role = Literal["prefill", "decode"]
@@ -293,7 +293,7 @@ class Modelled:
             stage = end, layers, self._sizes(role)
             if stage not in self._stages:
                 part = self._part(role, end, layers)
-                self._stages[stage] = stage_cost(part, self._costs.of(part.kind))
+                self._stages[stage] = make_stage(part, self._costs.of(part.kind))
             self._seconds[key] = self._stages[stage].seconds(self._work(role, size)[0])
         return self._seconds[key]
 

@@ -101,9 +101,9 @@ class HexGen2:
     def __init__(self, options: HexGen2Options) -> None:
         self._options = options
 
-    def plan(self, search: Search) -> Candidate:
+    def plan(self, problem: Problem, search: Search) -> Candidate:
         """The plan of the largest flow that is found, with its certificate among the axes."""
-        return self.candidate(search.problem, self.certified(search.problem))
+        return self.candidate(problem, self.certified(problem))
 
     def certified(self, problem: Problem) -> Certified:
         """Its groups and flows, without a simulation.

@@ -16,7 +16,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Named, OptionError, Options
 from jaxinfer.plan.candidate import Candidate, Search
 from jaxinfer.plan.planners.any_system import named_parts
-from jaxinfer.plan.problem import Cost
+from jaxinfer.plan.problem import Cost, Problem
 
 POOLS = ("prompt", "token")
 # Sums of dollars and watts that differ by less are equal.
@@ -157,13 +157,13 @@ class SplitwisePools:
     def __init__(self, options: SplitwisePoolsOptions) -> None:
         self._options = options
 
-    def plan(self, search: Search) -> Candidate:
+    def plan(self, problem: Problem, search: Search) -> Candidate:
         """The best.
 
         Raises:
             JaxinferError: the goal is another one, a design cannot be, or nothing will do.
         """
-        goal, limits = search.problem.goal, self._options.at_most.limits
+        goal, limits = problem.goal, self._options.at_most.limits
         if goal.maximise not in (None, "cluster"):
             raise JaxinferError(
                 f"goal.maximise is {goal.maximise}: this planner finds the largest rate of a "
@@ -180,7 +180,7 @@ class SplitwisePools:
         if not any(row.most(limits) for row in rows):
             raise JaxinferError("planner.at_most: no cluster of any design costs so little")
         if goal.minimise:
-            return Staircase(search, goal.minimise, limits).walk(rows)
+            return Staircase(search, goal.minimise, limits, goal.at_once).walk(rows)
         return search.best(_largest(rows, limits))
 
     def _rows(self, search: Search, of: Sequence[Cost]) -> Iterator[Row]:
@@ -217,10 +217,13 @@ class Staircase:
 
     Args:
         of: what is to be least; ``limits``: of other costs.
+        at_once: rows that are looked at at a time.
     """
 
-    def __init__(self, search: Search, of: Cost, limits: Mapping[Cost, float]) -> None:
-        self._search, self._of, self._limits = search, of, limits
+    def __init__(
+        self, search: Search, of: Cost, limits: Mapping[Cost, float], at_once: int
+    ) -> None:
+        self._search, self._of, self._limits, self._at_once = search, of, limits, at_once
         self._tried: list[Candidate] = []
         self._best: Candidate | None = None
         self._least = math.inf
@@ -233,7 +236,7 @@ class Staircase:
         """
         left = list(rows)
         while left:
-            count = self._search.problem.goal.at_once if self._best else 1
+            count = self._at_once if self._best else 1
             wave = [(row, most) for row in left[:count] if (most := self._cheaper(row))]
             left = left[count:]
             kept = self._keep([row.design.candidate(most, row.tokens) for row, most in wave])

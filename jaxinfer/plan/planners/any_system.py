@@ -13,6 +13,7 @@ from jaxinfer.config.run_file import put_option
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Named, OptionError, Options, read_yaml, within
 from jaxinfer.plan.candidate import Candidate, Search
+from jaxinfer.plan.problem import Problem
 
 # Dotted keys of a run file, and the values that each is to have.
 Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]
@@ -40,7 +41,7 @@ class AnySystem:
     def __init__(self, options: AnySystemOptions) -> None:
         self._options = options
 
-    def plan(self, search: Search) -> Candidate:
+    def plan(self, problem: Problem, search: Search) -> Candidate:
         """The best of them."""
         return search.best(list(self.candidates()))
 

@@ -14,6 +14,7 @@ from jaxinfer.config.run_file import as_run_file
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
 from jaxinfer.plan.candidate import Candidate, Search
 from jaxinfer.plan.estimate import guess_rate
+from jaxinfer.plan.problem import Problem
 
 Degrees = tuple[int, ...]
 
@@ -63,9 +64,8 @@ class Colocated:
     def __init__(self, options: ColocatedOptions) -> None:
         self._options = options
 
-    def plan(self, search: Search) -> Candidate:
+    def plan(self, problem: Problem, search: Search) -> Candidate:
         """The best of them."""
-        problem = search.problem
 
         def guess(candidate: Candidate) -> float:
             config = as_run_file(problem.run_file(candidate.part))

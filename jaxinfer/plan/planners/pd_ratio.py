@@ -17,6 +17,7 @@ from pydantic import Field
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.site import model_site
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Options
 from jaxinfer.plan.candidate import Candidate, Search
@@ -202,9 +203,9 @@ class PDRatio:
         self._options = options
         self._most: dict[tuple[object, ...], float] = {}
 
-    def plan(self, search: Search) -> Candidate:
+    def plan(self, problem: Problem, search: Search) -> Candidate:
         """The best of them."""
-        return search.best(list(self.candidates(search.problem)), self.most)
+        return search.best(list(self.candidates(problem)), self.most)
 
     def most(self, candidate: Candidate) -> float:
         """The requests per second above which one of ``candidates`` is taken to carry nothing."""
@@ -239,7 +240,7 @@ class PDRatio:
         """
         try:
             data = problem.run_file(self._part(1, prefill_tp, 1, decode_tp))
-            modelled = model_cluster(resolve(as_run_file(data))).instances
+            modelled = model_cluster(model_site(resolve(as_run_file(data)))).instances
         except JaxinferError:
             return None
         here, there = modelled["prefill0"], modelled["decode0"]

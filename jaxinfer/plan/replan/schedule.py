@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any
 
-from jaxinfer.config.resolve import Resolved
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.plan.problem import Replan
@@ -14,7 +13,7 @@ from jaxinfer.plan.replan.trace_windows import Window, split
 from jaxinfer.report.latencies import LatencyTotals
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.capacity import num_gpus
-from jaxinfer.simulate.cluster import stage_parts
+from jaxinfer.simulate.cluster import ModelledCluster
 from jaxinfer.simulate.run import OnRequest, prepare, serve
 from jaxinfer.simulate.targets import Targets, Verdict
 from jaxinfer.workload.lengths import BenchRequest
@@ -166,19 +165,17 @@ class Server:
         prepared = prepare(config)
         ready, reload_s = epoch.start, 0.0
         if drained is not None:
-            reload_s = self.reload_s(prepared[0])
+            reload_s = self.reload_s(prepared[1])
             ready = max(ready, drained) + reload_s
         end = serve(*prepared, items, None, on_request, ready).wall_s if items else ready
         return Stretch(epoch.start, len(items), reload_s, ready, end, num_gpus(config))
 
-    def reload_s(self, site: Resolved) -> float:
+    def reload_s(self, cluster: ModelledCluster) -> float:
         """Seconds until all GPUs of a placement have their weights, each at its own rate."""
         if self.options.reload_s is not None:
             return self.options.reload_s
         assert self.options.reload_gb_s
-        most = max(
-            part.weight_bytes
-            for instance in site.instances.values()
-            for part in stage_parts(site, site.model, instance)
-        )
+        assert cluster.site
+        stages = chain.from_iterable(cluster.site.stages.values())
+        most = max(stage.part.weight_bytes for stage in stages)
         return most / (self.options.reload_gb_s * 1e9)

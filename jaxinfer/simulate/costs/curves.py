@@ -26,11 +26,11 @@ from statistics import fmean
 from typing import Self
 
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.stage_part import StagePart
 from jaxinfer.config.step_costs import CurveCosts
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import data_path
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs.model import StagePart
 from jaxinfer.simulate.costs.piecewise_linear import Curve
 
 # By decode's kind, the columns that say where its points are.

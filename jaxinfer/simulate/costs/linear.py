@@ -22,9 +22,9 @@ size of the batch: see ``phases.py``.
 from typing import Self
 
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.stage_part import StagePart
 from jaxinfer.config.step_costs import LinearCosts
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs.model import StagePart
 
 
 class LinearStage:

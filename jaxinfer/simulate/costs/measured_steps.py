@@ -14,12 +14,13 @@ from typing import Any, Self
 from pydantic import Field
 
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import data_path
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.options.validation import Options, within
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs.model import ITEMSIZE, StagePart
+from jaxinfer.simulate.costs.model import ITEMSIZE
 from jaxinfer.simulate.costs.table_files import (
     attention_points,
     check_meta,

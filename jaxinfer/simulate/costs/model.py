@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Protocol
 
-from jaxinfer.config.costs import SimulateOptions, measured_kind
-from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.stage_part import StagePart
+from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.batch import Work
-from jaxinfer.steps.shapes import StepLimits
 
 # Bytes of a number of hidden states and logits.
 ITEMSIZE = 2
@@ -31,37 +31,6 @@ class StageCost(Protocol):
     def seconds(self, work: Work) -> float: ...  # noqa: D102
 
 
-@dataclass(frozen=True)
-class StagePart:
-    """What a pipeline stage has of a model, and where.
-
-    Attributes:
-        kind: the GPU's name; ``devices``: how many share each layer.
-        layers: how many; ``share``: of the model's.
-        first, last: with the embedding, with the head.
-        weight_size, kv_size: bytes of a weight, and of a KV entry's number.
-        limits: what an engine pads the instance's steps to; None where that is not known.
-    """
-
-    gpu: Gpu
-    kind: str
-    model: ModelShape
-    layers: int
-    share: float
-    first: bool
-    last: bool
-    devices: int
-    weight_size: int
-    kv_size: int
-    limits: StepLimits | None = None
-
-    @property
-    def weight_bytes(self) -> float:
-        """Weights on one of the devices."""
-        parameters = self.model.parameters(self.layers, self.first, self.last)
-        return parameters / self.devices * self.weight_size
-
-
 # By kind of costs. Each is read when it is asked for: that of tables loads scipy.
 STAGES = {
     "roofline": "jaxinfer.simulate.costs.roofline:RooflineStage",
@@ -73,13 +42,16 @@ STAGES = {
 
 
 def make_stage(part: StagePart, costs: SimulateOptions) -> StageCost:
-    """By the kind of costs that the options have, which is the roofline's where they have none.
+    """How long a stage's steps take: by measured costs where there are some, else by a roofline.
 
     Raises:
-        JaxinferError: as the class of that kind.
+        JaxinferError: what the costs are made from has nothing for this stage.
     """
-    module, name = STAGES[measured_kind(costs) or "roofline"].split(":")
-    stage: StageCost = getattr(import_module(module), name).of(part, costs)
+    module, name = STAGES[costs.measured or "roofline"].split(":")
+    try:
+        stage: StageCost = getattr(import_module(module), name).of(part, costs)
+    except JaxinferError as error:
+        raise JaxinferError(f"{costs.where}{error}") from None
     return stage
 
 

@@ -14,9 +14,9 @@ import yaml
 from rich.table import Table
 
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.stage_part import StagePart
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.simulate.costs.measured_steps import Tables, padded_tokens
-from jaxinfer.simulate.costs.model import StagePart
 from jaxinfer.steps.shapes import StepLimits
 from jaxinfer.steps.times import Part, work_of_parts
 

@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from typing import Self
 
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.stage_part import StagePart
 from jaxinfer.config.step_costs import DecodeCosts, PhaseCosts
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs.model import StagePart
 
 
 def prompt_pairs(chunks: Sequence[tuple[int, int]]) -> int:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.stage_part import StagePart
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs.model import ITEMSIZE, StagePart
+from jaxinfer.simulate.costs.model import ITEMSIZE
 
 
 @dataclass(frozen=True)

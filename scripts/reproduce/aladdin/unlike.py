@@ -78,7 +78,7 @@ def _cheapest(path: Path, label: str, slo: tuple[float, float], work: Work, simu
     problem = load_problem(PLAN, settings).for_work(work, 1.0)
     search = DrivenSearch(problem, kept=simulated)
     try:
-        best = Aladdin(AladdinOptions(file=str(path), most=MOST)).plan(search)
+        best = Aladdin(AladdinOptions(file=str(path), most=MOST)).plan(search.problem, search)
     except JaxinferError:
         return {f"{label} ($/h)": "none", label: ""}
     usd = search.costs(best).amount("usd")

@@ -46,7 +46,7 @@ def searched(
     """The choice, with as little work as it takes or with all of it."""
     search = DrivenSearch(asked, pool.map, prune=prune)
     options = {name: value for name, value in asked.planner.items() if name != "name"}
-    return PDRatio(PDRatioOptions.model_validate(options)).plan(search), search
+    return PDRatio(PDRatioOptions.model_validate(options)).plan(search.problem, search), search
 
 
 def ratio_row(name: str, lengths: Lengths, out: Path, pool: ProcessPoolExecutor) -> Row:

@@ -75,7 +75,7 @@ def chosen(
         }
     )
     search = DrivenSearch(problem, pool.map)
-    best = AnySystem(AnySystemOptions(files=files, axes=axes)).plan(search)
+    best = AnySystem(AnySystemOptions(files=files, axes=axes)).plan(search.problem, search)
     known = {
         "choice": str(best.axes["file"]),
         "chunk": best.axes["engine.max_num_batched_tokens"],

@@ -31,7 +31,7 @@ def found(model: str, pool: ProcessPoolExecutor) -> tuple[list[Row], Target]:
     problem = load_problem(FOLDER / f"distserve_{model}.yaml", ["goal.top=3"])
     search = DrivenSearch(problem, pool.map)
     started = time.monotonic()
-    make_planner(problem.planner).plan(search)
+    make_planner(problem.planner).plan(search.problem, search)
     seconds = time.monotonic() - started
     whole = [candidate for candidate, _ in search.tried.values() if candidate.whole]
     # In full, though it may have been given up.

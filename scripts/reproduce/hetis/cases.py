@@ -9,6 +9,7 @@ import yaml
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.config.site import model_site
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
 from jaxinfer.simulate.run import simulate
@@ -98,7 +99,7 @@ def hetis(**options: Any) -> dict[str, Any]:
 
 def modelled(run_file: RunFile) -> ModelledInstance:
     """Its instance."""
-    return model_cluster(resolve(run_file)).instances["x"]
+    return model_cluster(model_site(resolve(run_file))).instances["x"]
 
 
 def run(config: RunFile, folder: Path | None = None) -> Row:

@@ -19,6 +19,7 @@ import yaml
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file, load_run_file
+from jaxinfer.config.site import model_site
 from jaxinfer.plan.problem import load_problem
 from jaxinfer.serving.step_fit import least_squares
 from jaxinfer.simulate.cluster import model_cluster
@@ -115,7 +116,7 @@ def as_text(data: dict[str, Any]) -> str:
 
 def real(part: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """A planned part as a run file of emulated CPU groups."""
-    modelled = model_cluster(resolve(as_run_file(run))).instances
+    modelled = model_cluster(model_site(resolve(as_run_file(run)))).instances
     nodes = {name: costs["node"] for name, costs in part["simulate"]["groups"].items()}
     groups = {
         name: {"platform": "cpu", "emulate": {"slowdown": SLOWDOWNS[node]}}

@@ -94,7 +94,7 @@ class Setting:
             search = DrivenSearch(problem)
             planner = SplitwisePools(SplitwisePoolsOptions.model_validate(problem.planner))
             started = time.process_time()
-            best = planner.plan(search)
+            best = planner.plan(search.problem, search)
             seconds = time.process_time() - started
         score = search.tried[best.key][1]
         costs = search.costs(best)

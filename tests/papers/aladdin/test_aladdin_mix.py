@@ -15,6 +15,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.papers.aladdin.planner import Aladdin, AladdinOptions
 from jaxinfer.papers.aladdin.sizing import Counts, WorkerCount, cheapest_mix
+from jaxinfer.plan.candidate import Candidate
 from jaxinfer.plan.search import DrivenSearch
 
 quick = settings(
@@ -47,6 +48,10 @@ def search(
 ) -> DrivenSearch:
     goal = {"minimise": minimise, "rate": rate, "slo": f"ttft=1,tpot={slo_tpot}"}
     return DrivenSearch(problem(goal, **({"prices": PRICES} | more)))
+
+
+def planned(planner: Aladdin, search: DrivenSearch) -> Candidate:
+    return planner.plan(search.problem, search)
 
 
 def of(config: RunFile) -> Counts:
@@ -122,9 +127,9 @@ def test_the_planner_finds_the_cheapest_of_all_mixes(
     ]  # fmt: skip
     if not enough:
         with pytest.raises(JaxinferError, match="none of"):
-            planner(file).plan(here)
+            planned(planner(file), here)
         return
-    best = planner(file).plan(here)
+    best = planned(planner(file), here)
     counts = tuple(best.axes[kind] for kind in PRICES)
     assert counts in enough
     least = min(sum(n * c for n, c in zip(each, costs, strict=True)) for each in enough)
@@ -138,7 +143,7 @@ def test_a_mix_as_a_run_file(carries: Carries, file: str) -> None:
     )
     carries.rate = lambda config: 9.0 if of(config)[0] >= 1 and of(config)[2] >= 2 else 0.0
     here = search(5.0)
-    best = planner(file).plan(here)
+    best = planned(planner(file), here)
     config = RunFile.model_validate(here.problem.run_file(best.part))
     assert of(config) == (1, 0, 2)
     assert config.system["usd_per_hour"] == {
@@ -147,7 +152,7 @@ def test_a_mix_as_a_run_file(carries: Carries, file: str) -> None:
     assert not config.simulate.groups
     assert best.axes == {"A100-80G-SXM": 1, "L40": 0, "RTX-A6000": 2}
     here = search(5.0, "gpus")
-    config = RunFile.model_validate(here.problem.run_file(planner(file).plan(here).part))
+    config = RunFile.model_validate(here.problem.run_file(planned(planner(file), here).part))
     assert "usd_per_hour" not in config.system
 
 
@@ -169,7 +174,7 @@ def test_what_is_left_out_of_one_mix_is_there_in_the_next(
 
     carries.rate = rate
     here = search(5.0)
-    config = RunFile.model_validate(here.problem.run_file(planner(str(path)).plan(here).part))
+    config = RunFile.model_validate(here.problem.run_file(planned(planner(str(path)), here).part))
     assert of(config) == (0, 2, 0)
     assert any(not counts[1] for counts in seen[: seen.index((0, 2, 0))])
     found = {name: group.step_s for name, group in config.simulate.groups.items()}
@@ -180,7 +185,7 @@ def test_other_systems_know_no_dollars(carries: Carries, file: str, tmp_path: Pa
     data = yaml.safe_load(Path(file).read_text()) | {"system": {"name": "least_loaded"}}
     path = tmp_path / "kinds.yaml"
     path.write_text(yaml.safe_dump(data))
-    best = planner(str(path)).plan(search())
+    best = planned(planner(str(path)), search())
     assert best.part["system"] == {"name": "least_loaded"}
 
 
@@ -189,10 +194,10 @@ def test_kinds_that_are_too_slow_are_left_out(carries: Carries, file: str) -> No
     carries.rate = lambda config: float(len(config.instances))
     for tpot, expected in ((0.02, (2, 0, 0)), (0.05, (0, 0, 2))):
         here = search(2.0, slo_tpot=tpot)
-        best = planner(file).plan(here)
+        best = planned(planner(file), here)
         assert tuple(best.axes[kind] for kind in PRICES) == expected
     with pytest.raises(JaxinferError, match=r"no worker's iterations keep goal\.slo's tpot"):
-        planner(file).plan(search(2.0, slo_tpot=0.01))
+        planned(planner(file), search(2.0, slo_tpot=0.01))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +213,7 @@ def test_what_cannot_be_asked_of_kinds(
     file: str, options: dict[str, Any], more: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(JaxinferError, match=says) as raised:
-        planner(file, **options).plan(search(**more))
+        planned(planner(file, **options), search(**more))
     assert "\n" not in str(raised.value)
 
 
@@ -217,10 +222,10 @@ def test_two_kinds_on_one_group(tmp_path: Path) -> None:
     data = {"groups": {"g": {"kind": "A10"}}, "instances": {n: {"group": "g"} for n in "ab"}}
     path.write_text(yaml.safe_dump(data))
     with pytest.raises(JaxinferError, match=r"one\.yaml has 2 instances and 1 groups, must have"):
-        planner(str(path)).plan(search())
+        planned(planner(str(path)), search())
     path.write_text(yaml.safe_dump(data | {"instances": {"a": "group"}}))
     with pytest.raises(JaxinferError, match=r"one\.yaml has 1 instances and 1 groups, must have"):
-        planner(str(path)).plan(search())
+        planned(planner(str(path)), search())
 
 
 # Eq. 7.
@@ -253,7 +258,7 @@ def test_the_goal_s_rate_has_as_many_as_eq_7_tells_or_the_next_that_are_enough(
     if sorted(need.values()) != [need[r] for r in rates]:  # More workers must not carry less.
         return
     here = search(rate, "gpus")
-    best = planner(worker, rates=low, most=200).plan(here)
+    best = planned(planner(worker, rates=low, most=200), here)
     fitted = WorkerCount(best.axes["eq7_per_rate"], best.axes["eq7_constant"])  # type: ignore[arg-type]
     told = fitted.workers(rate)
     assert abs(told - line.workers(rate)) <= 1 + 0.15 * line.workers(rate)
@@ -276,7 +281,7 @@ def test_eq_7_of_the_dossier_s_counts(
     found = {3: 5, 6: 8, 12: 10, 18: 13, 25: 17, 50: 28}
     need = found | needed
     carries.rate = lambda config: max((r for r in need if need[r] <= of_one(config)), default=0)
-    best = planner(worker, rates=list(found), most=60).plan(search(40.0, "gpus"))
+    best = planned(planner(worker, rates=list(found), most=60), search(40.0, "gpus"))
     assert best.axes["eq7_per_rate"] == round(703 / 1472, 4)
     assert best.axes["eq7_constant"] == round(13 - 19 * 703 / 1472, 3)
     assert best.axes["workers"] == expected
@@ -285,7 +290,7 @@ def test_eq_7_of_the_dossier_s_counts(
 def test_one_rate_is_no_line(carries: Carries, worker: str) -> None:
     carries.rate = lambda config: 1.0
     with pytest.raises(JaxinferError, match=r"eq\. 7: needs the workers of two rates"):
-        planner(worker, rates=[1.0]).plan(search(1.0, "gpus"))
+        planned(planner(worker, rates=[1.0]), search(1.0, "gpus"))
 
 
 def test_a_file_that_has_prices_itself(carries: Carries, file: str, tmp_path: Path) -> None:
@@ -295,7 +300,7 @@ def test_a_file_that_has_prices_itself(carries: Carries, file: str, tmp_path: Pa
     priced = tmp_path / "priced.yaml"
     priced.write_text(yaml.safe_dump(data))
     carries.rate = lambda config: 2.0 * len(config.instances)
-    found, plain = (planner(path).plan(search()) for path in (str(priced), file))
+    found, plain = (planned(planner(path), search()) for path in (str(priced), file))
     assert found.axes == plain.axes
 
 
@@ -310,4 +315,4 @@ def test_eq_7_beyond_the_most(carries: Carries, tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(data))
     carries.rate = lambda config: float(sum(of(config)))
     with pytest.raises(JaxinferError, match=r"planner\.most is 3, eq\. 7 tells \d+ workers"):
-        planner(str(path), rates=[1.0, 2.0, 3.0]).plan(search(rate=9.0, minimise="gpus"))
+        planned(planner(str(path), rates=[1.0, 2.0, 3.0]), search(rate=9.0, minimise="gpus"))

@@ -16,6 +16,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.papers.aladdin.planner import Aladdin, AladdinOptions, Size
 from jaxinfer.papers.aladdin.sizing import MeanRequest, WorkerCount, fit_workers, most_tokens
+from jaxinfer.plan.candidate import Candidate
 from jaxinfer.plan.planners.any_system import read_part
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.serving.step_fit import DecodeFit
@@ -53,11 +54,15 @@ def search(rate: float = 1.0, **goal: Any) -> DrivenSearch:
     )
 
 
+def planned(planner: Aladdin, search: DrivenSearch) -> Candidate:
+    return planner.plan(search.problem, search)
+
+
 def sizes_of(file: str, search: DrivenSearch, *names: str) -> list[Size]:
     """Eq. 6's choice is looked for among these."""
     options = {"sizes": {name: {} for name in names or SIZES}, "size": "all"}
     base = read_part(file)
-    return planner(file, **options)._sizes(search, base, {"w": "g"})
+    return planner(file, **options)._sizes(search.problem, search, base, {"w": "g"})
 
 
 def of(config: RunFile) -> tuple[int, int]:
@@ -113,9 +118,9 @@ def test_the_fewest_are_those_of_all_counts(
     enough = [at for at in rates if at[0] in looked and rates[at] >= rate]
     if not enough:
         with pytest.raises(JaxinferError, match="none of"):
-            asked.plan(here)
+            planned(asked, here)
         return
-    best = asked.plan(here)
+    best = planned(asked, here)
     gpus, workers = best.axes["gpus_per_worker"], best.axes["workers"]
     assert (gpus, workers) in enough
     assert gpus * workers == min(g * n for g, n in enough)
@@ -132,14 +137,14 @@ def test_a_good_guess_takes_two_simulations(carries: Carries, file: str) -> None
     rate = 7.5 * size.most.least / MeanRequest.of(here.problem.work).output
     here = search(rate)
     carries.rate = lambda config: of(config)[1] * rate / 7.5
-    assert asked.plan(here).axes["workers"] == 8
+    assert planned(asked, here).axes["workers"] == 8
     assert [of(config)[1] for config, _ in carries.tried] == [8, 7]
 
 
 def test_the_file_s_own_size(carries: Carries, file: str) -> None:
     carries.rate = lambda config: 2.0 * of(config)[1]
     here = search(5.0)
-    best = planner(file, sizes={}).plan(here)
+    best = planned(planner(file, sizes={}), here)
     assert (best.axes["gpus_per_worker"], best.axes["workers"]) == (1, 3)
     config = RunFile.model_validate(here.problem.run_file(best.part))
     assert (of(config), config.model) == ((1, 3), "llama-3-8b")
@@ -170,7 +175,7 @@ def test_what_cannot_be_asked(
 ) -> None:
     carries.rate = lambda config: 0.5
     with pytest.raises(JaxinferError, match=says) as raised:
-        planner(**({"file": file} | options)).plan(search(**goal))
+        planned(planner(**({"file": file} | options)), search(**goal))
     assert "\n" not in str(raised.value)
 
 
@@ -178,7 +183,7 @@ def test_a_file_with_more_than_one_worker(carries: Carries, tmp_path: Path) -> N
     path = tmp_path / "two.yaml"
     path.write_text(yaml.safe_dump({"groups": {"g": {"kind": "A10"}, "h": {"kind": "A10"}}}))
     with pytest.raises(JaxinferError, match=r"two\.yaml has 0 instances and 2 groups, must have"):
-        planner(str(path)).plan(search())
+        planned(planner(str(path)), search())
 
 
 def test_sizes_are_numbers(file: str) -> None:

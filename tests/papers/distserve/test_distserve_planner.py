@@ -124,7 +124,7 @@ def test_the_best_of_each_phase_and_the_least_instances(carries: Carries, seed: 
     chosen = []
     for prune in (True, False):
         search = DrivenSearch(asked(), prune=prune)
-        best = DistServeHigh(HighOptions(**NODE, rate=wanted)).plan(search)
+        best = DistServeHigh(HighOptions(**NODE, rate=wanted)).plan(search.problem, search)
         chosen.append(best)
         whole = search.problem.run_file(best.part)
         used = 0
@@ -170,7 +170,7 @@ def test_the_best_unit(carries: Carries, seed: int) -> None:
     for prune in (True, False):
         carries.tried.clear()
         search = DrivenSearch(asked(), prune=prune)
-        axes = DistServeLow(LowOptions(**NODE)).plan(search).axes
+        axes = DistServeLow(LowOptions(**NODE)).plan(search.problem, search).axes
         placed = [candidate.axes["placed"] for candidate, _ in search.tried.values()]
         assert (placed.count("units"), placed.count("prefill")) == (len(pairs), 3) == (9, 3)
         found = tuple((axes[f"{p}_tp"], axes[f"{p}_pp"]) for p in ("prefill", "decode"))
@@ -203,7 +203,7 @@ def test_gpus_that_units_leave_over(
     more = {"costs": degrees, "rate": units * 8.0 - 0.5}
     options = LowOptions.model_validate(GPUS | {"gpus_per_node": 8, "nodes": nodes} | more)
     search = DrivenSearch(asked(model))
-    best = DistServeLow(options).plan(search)
+    best = DistServeLow(options).plan(search.problem, search)
     axes, config = best.axes, RunFile.model_validate(search.problem.run_file(best.part))
     assert of(config, "prefill")[2] == of(config, "decode")[2] == units
     system = make_system(config.system, config.instances)

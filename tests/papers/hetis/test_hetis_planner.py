@@ -9,6 +9,7 @@ import yaml
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.site import model_site
 from jaxinfer.errors import JaxinferError
 from jaxinfer.papers.hetis.planner import Hetis, HetisOptions
 from jaxinfer.plan.problem import Problem, load_problem
@@ -41,7 +42,7 @@ def test_the_papers_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert {kinds[name] for name in stage.attention_groups} == {"P100-PCIe-12G"}
     # One instance: three splits of the A100s, of the 3090s all but one over both hosts.
     assert sum(each.axes["instances"] == 1 for each in found) == 6
-    best = resolve(as_run_file(problem.run_file(found[0].part)))
+    best = model_site(resolve(as_run_file(problem.run_file(found[0].part))))
     assert model_cluster(best).instances
 
 

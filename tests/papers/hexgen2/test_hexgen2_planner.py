@@ -55,7 +55,7 @@ def asked(folder: Path, planner: dict[str, Any] | None = None, **run: Any) -> Pr
 def plan(problem: Problem) -> Any:
     planner = make_planner(problem.planner)
     assert isinstance(planner, HexGen2)
-    return planner.plan(DrivenSearch(problem))
+    return planner.plan(problem, DrivenSearch(problem))
 
 
 def test_the_driver_simulates_what_it_finds(tmp_path: Path, carries: Carries) -> None:

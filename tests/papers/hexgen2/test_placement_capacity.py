@@ -12,6 +12,7 @@ from placement_cases import A100, CLASSES, ENGINE, H100, L40, modelled, requests
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.site import model_site
 from jaxinfer.hardware.catalogue import Catalogue
 from jaxinfer.papers.hexgen2.capacity import ROLES, Carried, Role, Stage, signature_of
 from jaxinfer.papers.hexgen2.full_steps import Lengths
@@ -142,7 +143,7 @@ def test_seconds_and_pages_are_the_simulators(group: Any, role: Any, tmp_path: P
 def _rate_of(data: dict[str, Any], path: Path, site: Any, lengths: Lengths, role: str) -> float:
     path.write_text(yaml.safe_dump(site.hardware.model_dump(mode="json", exclude_none=True)))
     data["simulate"]["hardware"] = str(path)
-    instance = model_cluster(resolve(as_run_file(data))).instances["i"]
+    instance = model_cluster(model_site(resolve(as_run_file(data)))).instances["i"]
     count = len(instance.layers)
     entries = (min(instance.num_pages) - 1) * 16
     batch = min(32, entries / (lengths.context + 8))

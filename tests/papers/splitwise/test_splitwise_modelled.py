@@ -8,6 +8,7 @@ import pytest
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
+from jaxinfer.config.site import model_site
 from jaxinfer.papers.splitwise.system import Splitwise
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.run import simulate
@@ -147,9 +148,9 @@ def test_the_clusters_of_the_paper(name: str, monkeypatch: pytest.MonkeyPatch) -
     """All draw what 40 DGX-H100 draw, within a percent."""
     monkeypatch.chdir(CONFIGS.parent)
     config = load_run_file(f"configs/splitwise/{name}.yaml")
-    site = resolve(config)
+    site = model_site(resolve(config))
     assert site.placement
-    found = len(site.instances), site.placement.watts, site.placement.usd_per_hour
+    found = len(site.stages), site.placement.watts, site.placement.usd_per_hour
     assert found == pytest.approx(CLUSTERS[name])
     assert site.placement.watts == pytest.approx(40 * 5600, rel=0.01)
     assert model_cluster(site).instances

@@ -129,9 +129,9 @@ def test_the_cheapest_is_that_of_the_whole_grid(
     asked = planner(files, at_most=at_most)
     if not enough:
         with pytest.raises(JaxinferError, match=r"none of|no cluster of any design costs"):
-            asked.plan(search)
+            asked.plan(search.problem, search)
         return
-    best = asked.plan(search)
+    best = asked.plan(search.problem, search)
     assert cell(best) in enough
     least = min(cost(of_what, c) for c in enough)
     assert cost(of_what, cell(best)) == pytest.approx(least)
@@ -168,9 +168,9 @@ def test_the_largest_rate_of_a_budget_is_that_of_the_whole_grid(
         asked = planner(files, at_most={of_what: budget}, step=step)
         if not within:
             with pytest.raises(JaxinferError, match="no cluster of any design costs so little"):
-                asked.plan(search)
+                asked.plan(search.problem, search)
             return
-        found.append(cell(asked.plan(search)))
+        found.append(cell(asked.plan(search.problem, search)))
         assert all(cell(candidate) in within for candidate, _ in search.tried.values())
     ladder = Ladder(0.02)
     steps = [ladder.above(rates[c]) for c in found]
@@ -184,7 +184,8 @@ def test_a_budget_is_spent_to_its_last_cent(
     """So many at 1.1 dollars, but for the last digits of floats."""
     carries.rate = lambda config: float(len(config.instances))
     search = DrivenSearch(problem({"maximise": "cluster"}))
-    best = planner(files, ["alike"], at_most={"usd": round(1.1 * machines, 1)}).plan(search)
+    asked = planner(files, ["alike"], at_most={"usd": round(1.1 * machines, 1)})
+    best = asked.plan(search.problem, search)
     assert best.axes["prompt"] + best.axes["token"] == machines
 
 
@@ -192,7 +193,7 @@ def test_a_pool_may_have_but_one_machine(carries: Carries, files: dict[str, str]
     options = {"files": {files["mixed"]: {"prompt": 2, "token": 1}}, "at_most": {"usd": 4.4}}
     chosen = SplitwisePools(SplitwisePoolsOptions.model_validate(options))
     search = DrivenSearch(problem({"maximise": "cluster"}))
-    assert cell(chosen.plan(search)) == ("mixed", 1, 1)
+    assert cell(chosen.plan(search.problem, search)) == ("mixed", 1, 1)
 
 
 def test_machines_that_share_nodes_have_no_cost_each(carries: Carries, tmp_path: Path) -> None:
@@ -211,16 +212,16 @@ def test_machines_that_share_nodes_have_no_cost_each(carries: Carries, tmp_path:
     options = {"files": {str(file): {"prompt": 4, "token": 4}}}
     search = DrivenSearch(problem({"minimise": "usd", "rate": 1.0}))
     with pytest.raises(JaxinferError, match=r"shared\.yaml: usd are 40 of the smallest cluster"):
-        SplitwisePools(SplitwisePoolsOptions.model_validate(options)).plan(search)
+        SplitwisePools(SplitwisePoolsOptions.model_validate(options)).plan(search.problem, search)
 
 
 def test_what_the_staircase_cannot_tell_is_refused(carries: Carries, files: dict[str, str]) -> None:
     search = DrivenSearch(problem({"minimise": "usd", "rate": 1.0, "requests_per_gpu": 9}))
     with pytest.raises(JaxinferError, match=r"goal\.requests_per_gpu: this planner needs"):
-        planner(files).plan(search)
+        planner(files).plan(search.problem, search)
     search = DrivenSearch(problem({"minimise": "usd", "rate": 1.0}))
     with pytest.raises(JaxinferError, match=r"planner\.step is 6, above the 5 machines for tokens"):
-        planner(files, ["mixed"], step=MOST + 1).plan(search)
+        planner(files, ["mixed"], step=MOST + 1).plan(search.problem, search)
 
 
 def test_files_of_one_name_are_two_designs(
@@ -232,7 +233,7 @@ def test_files_of_one_name_are_two_designs(
     carries.rate = lambda config: float(len(config.instances))
     search = DrivenSearch(problem({"minimise": "usd", "rate": 2.0}))
     options = SplitwisePoolsOptions.model_validate({"files": asked})
-    assert cell(SplitwisePools(options).plan(search)) == (files["one"], 2, 0)
+    assert cell(SplitwisePools(options).plan(search.problem, search)) == (files["one"], 2, 0)
 
 
 def test_clusters_that_cost_as_much_are_not_looked_at(
@@ -241,7 +242,7 @@ def test_clusters_that_cost_as_much_are_not_looked_at(
     """Six machines will do, in any split: of other rows, five are tried, and all at a time."""
     carries.rate = lambda config: float(len(config.instances))
     search = DrivenSearch(problem({"minimise": "usd", "rate": 6.0, "at_once": 4}))
-    assert cell(planner(files, ["alike"]).plan(search)) == ("alike", 5, 1)
+    assert cell(planner(files, ["alike"]).plan(search.problem, search)) == ("alike", 5, 1)
     tried = {of(config)[1:] for config, _ in carries.tried}
     assert tried == {(5, 1), (2, 1), (3, 1), (4, 1), (3, 2), (2, 3), (1, 4)}
 
@@ -249,14 +250,14 @@ def test_clusters_that_cost_as_much_are_not_looked_at(
 def test_the_largest_may_be_what_it_takes(carries: Carries, files: dict[str, str]) -> None:
     carries.rate = lambda config: float(of(config)[1:] == (MOST, MOST))
     search = DrivenSearch(problem({"minimise": "usd", "rate": 1.0}))
-    assert cell(planner(files, ["mixed"]).plan(search)) == ("mixed", MOST, MOST)
+    assert cell(planner(files, ["mixed"]).plan(search.problem, search)) == ("mixed", MOST, MOST)
 
 
 def test_few_of_many_are_simulated(carries: Carries, files: dict[str, str]) -> None:
     """Of a design, one for each number of token machines, and bisections."""
     carries.rate = lambda config: 1.0 * of(config)[1] + 2.0 * of(config)[2]
     search = DrivenSearch(problem({"minimise": "usd", "rate": 8.3, "at_once": 1}))
-    best = planner(files, ["alike"]).plan(search)
+    best = planner(files, ["alike"]).plan(search.problem, search)
     assert cell(best) == ("alike", 1, 4)
     assert len(carries.tried) <= MOST + 2 * math.ceil(math.log2(MOST))
     # What it leaves is what it has found.
@@ -268,7 +269,7 @@ def test_few_of_many_are_simulated(carries: Carries, files: dict[str, str]) -> N
 def test_the_chosen_run_file_has_the_machines(carries: Carries, files: dict[str, str]) -> None:
     carries.rate = lambda config: min(1.0 * of(config)[1], 2.0 * of(config)[2])
     search = DrivenSearch(problem({"minimise": "watts", "rate": 4.0}))
-    best = planner(files, ["mixed"]).plan(search)
+    best = planner(files, ["mixed"]).plan(search.problem, search)
     config = RunFile.model_validate(search.problem.run_file(best.part))
     assert (of(config), config.model) == (("mixed", 4, 2), "llama-3-8b")
     assert config.system["prompt"] == [f"prompt{n}" for n in range(4)]
@@ -293,8 +294,9 @@ def test_what_cannot_be_asked(
     goal = goal or {"minimise": "usd", "rate": 1.0}
     asked = {files["mixed"]: {"prompt": MOST, "token": MOST} | most}
     options = SplitwisePoolsOptions.model_validate({"files": asked} | more)
+    search = DrivenSearch(problem(goal))
     with pytest.raises(JaxinferError, match=says) as raised:
-        SplitwisePools(options).plan(DrivenSearch(problem(goal)))
+        SplitwisePools(options).plan(search.problem, search)
     assert "\n" not in str(raised.value)
 
 
@@ -303,4 +305,4 @@ def test_one_pool_has_no_tokens(files: dict[str, str]) -> None:
     options = SplitwisePoolsOptions.model_validate({"files": asked})
     search = DrivenSearch(problem({"minimise": "usd", "rate": 1.0}))
     with pytest.raises(JaxinferError, match=r"token is 1, and the file needs instances.token"):
-        SplitwisePools(options).plan(search)
+        SplitwisePools(options).plan(search.problem, search)

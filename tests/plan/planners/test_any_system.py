@@ -64,7 +64,7 @@ def test_the_system_that_carries_most_is_chosen(files: list[str], carries: Carri
     carries.rate = rate
     planner = AnySystem(AnySystemOptions(files={key: {} for key in files}))
     search = DrivenSearch(problem({"maximise": "cluster"}))
-    assert planner.plan(search).axes == {"file": "split"}
+    assert planner.plan(search.problem, search).axes == {"file": "split"}
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_the_best_colocated(per: str, colocated: Colocated, rates: dict[Any, flo
     counts = []
     for prune in (True, False):
         search = DrivenSearch(given, prune=prune)
-        best = colocated.plan(search)
+        best = colocated.plan(search.problem, search)
         assert values[best.key] == max(values.values())
         assert search.value(search.tried[best.key][1]) == pytest.approx(values[best.key])
         counts.append(sum(score.given_up is None for _, score in search.tried.values()))
@@ -136,7 +136,7 @@ def test_the_cheapest_pools(design: str, rate: float) -> None:
         SplitwisePoolsOptions.model_validate({"files": {design: {"prompt": MOST, "token": MOST}}})
     )
     for prune in (True, False):
-        best = planner.plan(DrivenSearch(given, prune=prune)).axes
+        best = planner.plan(given, DrivenSearch(given, prune=prune)).axes
         assert usd(int(best["prompt"] or 0), int(best["token"] or 0)) == pytest.approx(min(kept))
 
 
@@ -155,6 +155,6 @@ def test_the_largest_rate_of_a_budget(design: str) -> None:
     )
     for prune in (True, False):
         search = DrivenSearch(given, prune=prune)
-        best = planner.plan(search)
+        best = planner.plan(search.problem, search)
         found = rates[int(best.axes["prompt"] or 0), int(best.axes["token"] or 0)]
         assert found == search.tried[best.key][1].rate == max(rates.values())

@@ -151,7 +151,7 @@ def test_short_prompts_share_steps(tmp_path: Path) -> None:
         "decode": {"kind": "A100-80G-SXM", "most": 1},
     }
     search = DrivenSearch(problem(goal, {"name": "pd_ratio", **options}, run=run))
-    best = PDRatio(PDRatioOptions.model_validate(options)).plan(search)
+    best = PDRatio(PDRatioOptions.model_validate(options)).plan(search.problem, search)
     assert best.axes["prefills"] == 1
     assert float(best.axes["closed_form"] or 0) * 1.5 < 60
 
@@ -181,7 +181,7 @@ def test_the_choice_is_that_of_brute_force(count: int, goal: dict[str, object]) 
     simulated = []
     for prune in (True, False):
         search = DrivenSearch(asked(count, **goal), prune=prune)
-        chosen.append(planner.plan(search))
+        chosen.append(planner.plan(search.problem, search))
         simulated.append(sum(bool(s.figures) for _, s in search.tried.values()))
         assert len(search.tried) == 2 * 3 * 2
     assert chosen[0].axes == chosen[1].axes

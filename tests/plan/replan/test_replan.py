@@ -113,9 +113,9 @@ def test_each_gpu_loads_its_own_weights(devices: int, stages: str, share: float)
     place = {"stages": [{"group": name} for name in stages]}
     links = [{"between": list(stages), "gb_s": 10}] if len(stages) > 1 else []
     data = RUN | {"groups": groups, "instances": {"i": place}, "links": links, "system": "single"}
-    site, *_ = prepare(as_run_file(data))
+    _, cluster, _ = prepare(as_run_file(data))
     server = Server([], TARGETS, Replan(window_s=1.0, reload_gb_s=2.0))
-    assert server.reload_s(site) == pytest.approx(share * 8.03, rel=1e-3)
+    assert server.reload_s(cluster) == pytest.approx(share * 8.03, rel=1e-3)
 
 
 def write(path: Path, rows: list[tuple[float, int, int]]) -> str:

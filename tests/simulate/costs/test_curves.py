@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxinfer import JaxinferError
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.site import model_site
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.costs.curves import BatchCurves, CurveCosts, CurveStage
@@ -188,7 +189,7 @@ def test_a_cluster_of_curves(tmp_path: Path) -> None:
             "simulate": {"curves": {"file": file, "decode": "by_tokens"}},
         }
     )
-    instance = model_cluster(replace(resolve(config), pairs=())).instances["i"]
+    instance = model_cluster(model_site(replace(resolve(config), pairs=()))).instances["i"]
     assert instance.cost.stages(prompts(512)) == pytest.approx([0.1738 * 0.75, 0.1738 * 0.25])
     assert [tables and tables["file"] for tables in instance.tables] == [file, file]
 

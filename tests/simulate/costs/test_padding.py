@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.config.site import model_site
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.costs.linear import LinearCosts, LinearStage
@@ -65,4 +66,7 @@ def test_a_run_pays_for_its_buckets() -> None:
 
 
 def test_without_buckets_nothing_is_in_between() -> None:
-    assert type(model_cluster(replace(resolve(config()), pairs=())).instances["i"].cost) is Pipeline
+    assert (
+        type(model_cluster(model_site(replace(resolve(config()), pairs=()))).instances["i"].cost)
+        is Pipeline
+    )

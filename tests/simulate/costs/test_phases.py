@@ -14,6 +14,7 @@ from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.nodes import place_groups
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
+from jaxinfer.config.site import model_site
 from jaxinfer.config.step_costs import DecodeCosts, PrefillCosts
 from jaxinfer.serving.batch import Work
 from jaxinfer.serving.request_state import RequestState
@@ -352,7 +353,7 @@ def test_costs_that_cannot_be_are_refused(given: dict[str, Any], message: str) -
 
 def test_the_cluster_gives_each_stage_its_share() -> None:
     config = run_file({"phases": PLAIN | {"share_step": True}}, stages=4)
-    cost = model_cluster(replace(resolve(config), pairs=())).instances["i"].cost
+    cost = model_cluster(model_site(replace(resolve(config), pairs=()))).instances["i"].cost
     assert cost.stages(decodes(7, 100)) == pytest.approx([(0.3 + 0.5 + 21e-6) / 4] * 4)
 
 

@@ -10,10 +10,10 @@ import yaml
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.stage_part import StagePart
 from jaxinfer.hardware.catalogue import Gpu, ModelShape, find_gpu
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs.measured_steps import Tables
-from jaxinfer.simulate.costs.model import StagePart
 from jaxinfer.simulate.costs.piecewise_linear import Curve, add_up
 from jaxinfer.simulate.costs.tables import TableStage
 

@@ -1,0 +1,69 @@
+"""Systems side by side, as ``compare`` and ``simulate`` have them: run, print and write."""
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxinfer.commands.common import new_results
+from jaxinfer.config.run_file import RunFile
+from jaxinfer.errors import JaxinferError, raised
+from jaxinfer.report.records import RunRecord
+from jaxinfer.workload.lengths import BenchRequest
+
+Runs = Mapping[str, Sequence[RunRecord]]
+
+
+def run_systems(
+    configs: Mapping[str, RunFile],
+    work: Sequence[BenchRequest],
+    out: Path,
+    rounds: int,
+    one_by_one: bool = False,
+) -> Runs:
+    """Run systems in turns, into a new folder; without rounds, on modelled clusters."""
+    from jaxinfer.compare import compare_systems, simulate_systems
+
+    with new_results(out, is_kept=_has_finished_run if rounds else lambda _: False):
+        if rounds:
+            return compare_systems(configs, work, out, rounds, one_by_one=one_by_one)
+        return simulate_systems(configs, work, out)
+
+
+def _has_finished_run(out: Path) -> bool:
+    """Whether there is a run that took a device's time, and can be read."""
+    files = out.glob("runs/*/*/run.json")
+    return any('"status": "finished"' in file.read_text(encoding="utf-8") for file in files)
+
+
+def print_systems(runs: Runs) -> None:
+    """Print the table of systems side by side."""
+    from jaxinfer.report.comparison import comparison_table
+
+    Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(runs))
+
+
+def write_systems(runs: Runs, out: Path, pictures: str | None) -> None:
+    """Write tables, pictures and traces beside the runs, and print where they are.
+
+    Args:
+        pictures: their format; by default png.
+
+    Raises:
+        JaxinferError: not all of them could be made; what has run stays.
+    """
+    from jaxinfer.report.comparison import write_comparison
+
+    command = shlex.join(["jaxinfer", *sys.argv[1:]])
+    try:
+        written = write_comparison(runs, out, command, pictures or "png")
+    except OSError:
+        raise  # A full disk, which says what it is of.
+    except Exception as error:
+        raise JaxinferError(
+            f"{out}: all runs are there, under runs, but not all of their tables and pictures: "
+            f"{raised(error)}"
+        ) from error
+    Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)

@@ -1,0 +1,284 @@
+"""A modelled cluster as finished values: its groups, its instances' stages, and paths between.
+
+``model_site`` works them out of a run file; what simulates a cluster reads them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, permutations
+
+from jaxinfer.config.cluster import ClusterConfig, InstanceConfig
+from jaxinfer.config.costs import GroupCosts, SimulateOptions
+from jaxinfer.config.layer_split import count_layers, shared_layers
+from jaxinfer.config.nodes import NetworkPath, Placement, place_groups
+from jaxinfer.config.resolve import Resolved
+from jaxinfer.config.stage_part import KV_SIZES, WEIGHT_SIZES, StagePart
+from jaxinfer.config.stages import StageConfig
+from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import Catalogue, Gpu, ModelShape, sum_known
+from jaxinfer.options.validation import OptionError, within
+from jaxinfer.steps.shapes import StepLimits
+
+
+@dataclass(frozen=True)
+class SiteGroup:
+    """A device group of equal GPUs.
+
+    Attributes:
+        kind: the GPU's name; ``devices``: how many; ``stage_devices``: of one stage.
+    """
+
+    name: str
+    gpu: Gpu
+    kind: str
+    devices: int
+    stage_devices: int
+
+
+# The path from group to group of what is named, as in "KV".
+_PathOf = Callable[[SiteGroup, SiteGroup, str], NetworkPath]
+
+
+@dataclass(frozen=True)
+class SiteAttention:
+    """A group besides a stage's own, for KV heads.
+
+    Attributes:
+        num_pages: of its pool for this stage; None for what its memory has room for.
+        path: from the stage's own group.
+    """
+
+    group: SiteGroup
+    costs: SimulateOptions
+    num_pages: int | None
+    path: NetworkPath
+
+
+@dataclass(frozen=True)
+class SiteStage:
+    """A pipeline stage of an instance.
+
+    Attributes:
+        costs: those of its group.
+        hop: what hidden states go over to the next stage; None after the last one.
+    """
+
+    group: SiteGroup
+    part: StagePart
+    costs: SimulateOptions
+    attention: Sequence[SiteAttention]
+    hop: NetworkPath | None
+
+    @property
+    def groups(self) -> list[SiteGroup]:
+        """Where its KV heads may lie: its own group, then the others."""
+        return [self.group, *(each.group for each in self.attention)]
+
+
+@dataclass(frozen=True)
+class ModelledSite:
+    """A cluster that is modelled.
+
+    Attributes:
+        placement: of the groups on the nodes of a hardware file; None without one.
+        stages: of each instance, in the layers' order.
+        paths: from group to group, for KV; all those that it may take.
+    """
+
+    resolved: Resolved
+    placement: Placement | None
+    groups: Mapping[str, SiteGroup]
+    model: ModelShape
+    stages: Mapping[str, Sequence[SiteStage]]
+    paths: Mapping[tuple[str, str], NetworkPath]
+
+
+def model_groups(resolved: Resolved) -> tuple[Placement | None, dict[str, SiteGroup]]:
+    """Find the nodes that groups stand on, where a hardware file has some, and the GPUs of each.
+
+    Raises:
+        JaxinferError: a group names no GPU that is known, or is of another platform; see
+            ``place_groups``.
+    """
+    cluster, own = resolved.cluster, resolved.run_file.own
+    placement = place_groups(cluster, resolved.run_file.simulate, own)
+    groups = {}
+    for name, group in (placement.cluster if placement else cluster).groups.items():
+        try:
+            if group.emulate or group.platform == "cpu":
+                raise JaxinferError(
+                    "a modelled group is a GPU: platform cpu and emulate do not apply"
+                )
+            if group.kind is None:
+                raise OptionError("kind is missing, must name the GPU that is modelled")
+            gpu = placement.gpu(name) if placement else own.gpu(group.kind)
+        except JaxinferError as error:
+            raise within(f"groups.{name}", error) from None
+        groups[name] = SiteGroup(name, gpu, group.kind, group.devices, group.stage_devices)
+    return placement, groups
+
+
+def total_watts(placement: Placement | None, groups: Iterable[SiteGroup]) -> float | None:
+    """Add up the GPUs' watts, of whole nodes where groups stand on some; None if not known."""
+    if placement:
+        return placement.watts
+    return sum_known(group.gpu.watts for group in groups for _ in range(group.devices))
+
+
+def model_site(resolved: Resolved) -> ModelledSite:
+    """Work out a cluster whose groups name GPUs, or nodes of a hardware file.
+
+    Raises:
+        JaxinferError: a GPU, a model or a link is missing, or the model cannot be divided as the
+            instances have it; see ``model_groups``.
+    """
+    run_file = resolved.run_file
+    placement, groups = model_groups(resolved)
+    known: Catalogue = placement.known if placement else run_file.own
+    model = known.model(run_file.require_model())
+    path = partial(_path, resolved.cluster, placement)
+    stages = {}
+    for name, instance in resolved.cluster.instances.items():
+        try:
+            stages[name] = _stages(instance, model, groups, run_file.simulate, path)
+        except JaxinferError as error:
+            raise within(f"instances.{name}", error) from None
+    paths = {
+        (source, dest): path(groups[source], groups[dest], "KV")
+        for source, dest in _ends(stages, resolved.pairs)
+    }
+    return ModelledSite(resolved, placement, groups, model, stages, paths)
+
+
+def _stages(
+    instance: InstanceConfig,
+    model: ModelShape,
+    groups: Mapping[str, SiteGroup],
+    options: SimulateOptions,
+    path: _PathOf,
+) -> list[SiteStage]:
+    if instance.dtype not in WEIGHT_SIZES:
+        known = ", ".join(WEIGHT_SIZES)
+        raise OptionError(f"dtype is {instance.dtype}, modelled weights are one of: {known}")
+    own = [groups[place.group] for place in instance.places]
+    parts, last = _parts(instance, model, own), len(own) - 1
+    found = []
+    for i, (place, group, part) in enumerate(zip(instance.places, own, parts, strict=True)):
+        costs = (_roofline if place.attention else SimulateOptions.of)(options, place.group)
+        attention = _attention(place, groups, options, path)
+        hop = path(group, own[i + 1], "hidden states") if i < last else None
+        found.append(SiteStage(group, part, costs, attention, hop))
+    return found
+
+
+def _parts(
+    instance: InstanceConfig, model: ModelShape, groups: Sequence[SiteGroup]
+) -> list[StagePart]:
+    """What each stage of an instance has of the model, by stated layers or the groups' peak FLOPs.
+
+    Args:
+        groups: of each stage.
+    """
+    for group in groups:
+        for heads in (model.num_attention_heads, model.num_key_value_heads):
+            if heads % (count := group.stage_devices):
+                raise JaxinferError(
+                    f"groups.{group.name}: {count} devices do not divide the model's {heads} heads"
+                )
+    speeds = [group.gpu.bf16_tflops * group.stage_devices for group in groups]
+    total, last = model.num_hidden_layers, len(groups) - 1
+    layers = count_layers(total, instance.places, lambda number: speeds[number])
+    if instance.segments > min(layers):
+        raise OptionError(f"segments is {instance.segments}, a stage has {min(layers)} layers")
+    sizes = WEIGHT_SIZES[instance.dtype], KV_SIZES[instance.kv_cache_dtype]
+    limits = StepLimits(
+        max_num_seqs=instance.max_num_seqs,
+        max_num_batched_tokens=instance.max_num_batched_tokens,
+        max_pages=-(-(instance.max_model_len or 1) // instance.page_size),
+        page_size=instance.page_size,
+        given_buckets=instance.token_buckets,
+    )
+    return [
+        StagePart(
+            group.gpu, group.kind, model, layers[i], layers[i] / total, i == 0, i == last,
+            group.stage_devices, *sizes, limits,
+        )
+        for i, group in enumerate(groups)
+    ]  # fmt: skip
+
+
+def _attention(
+    place: StageConfig, groups: Mapping[str, SiteGroup], options: SimulateOptions, path: _PathOf
+) -> list[SiteAttention]:
+    """Groups besides a stage's own, whose steps are those of the stage."""
+    found = []
+    for each in place.attention:
+        own = options.groups.get(each.group, GroupCosts())
+        for name in ("step_s", "sequence_s"):
+            if getattr(own, name) is not None:
+                raise JaxinferError(
+                    f"simulate.groups.{each.group}.{name}: leave it out, steps are those of the "
+                    "stages that the group works for"
+                )
+        group, costs = groups[each.group], _roofline(options, each.group)
+        way = path(groups[place.group], group, "KV")
+        found.append(SiteAttention(group, costs, each.num_pages, way))
+    return found
+
+
+def _roofline(options: SimulateOptions, group: str) -> SimulateOptions:
+    """Costs of a group that has to do with attention beside a stage: the roofline's, or none."""
+    costs = options.of(group)
+    if kind := costs.measured:
+        raise JaxinferError(
+            f"{costs.where}the attention of {group} cannot be told from {kind}: stages with "
+            "attention groups, and those groups, go by flops and bandwidth"
+        )
+    return costs
+
+
+def _path(
+    cluster: ClusterConfig,
+    placement: Placement | None,
+    here: SiteGroup,
+    there: SiteGroup,
+    what: str,
+) -> NetworkPath:
+    """What lies between two groups; within one, what connects its GPUs.
+
+    KV goes over as many pairs of GPUs as there are where both groups stand on one node: as many as
+    the group with fewer devices has; within a group, as one of its stages has, since the other end
+    is another of them.
+    """
+    source, dest, pairs = here.name, there.name, 1
+    if what == "KV":
+        pairs = here.stage_devices if source == dest else min(here.devices, there.devices)
+    if placement:
+        return placement.path(source, dest, pairs)
+    if source == dest:
+        return NetworkPath({(source, dest): pairs * here.gpu.link_gb_s * 1e9}, 0.0)
+    link = cluster.link(source, dest)
+    if link is None:
+        raise JaxinferError(f"links: none between {source} and {dest}, where {what} must go")
+    return NetworkPath({(source, dest): link.gb_s * 1e9}, link.latency_s)
+
+
+def _ends(
+    stages: Mapping[str, Sequence[SiteStage]], pairs: Iterable[tuple[str, str]]
+) -> dict[tuple[str, str], None]:
+    """Groups between which KV may go, each pair once, in a fixed order.
+
+    Between instances, that is from each stage to those with layers in common; within one, between
+    all groups that KV heads of one stage may lie on. An instance with such groups hands nothing on.
+    """
+    found: dict[tuple[str, str], None] = {}
+    spread = [name for name, own in stages.items() if any(stage.attention for stage in own)]
+    layers = {name: tuple(stage.part.layers for stage in own) for name, own in stages.items()}
+    for source, dest in pairs:
+        if source not in spread and dest not in spread:
+            for i, j, _ in shared_layers(layers[source], layers[dest]):
+                found[stages[source][i].group.name, stages[dest][j].group.name] = None
+    for stage in chain.from_iterable(stages[name] for name in spread):
+        found |= dict.fromkeys(permutations([group.name for group in stage.groups], 2))
+    return found

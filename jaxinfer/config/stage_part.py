@@ -1,0 +1,41 @@
+"""A pipeline stage of a modelled cluster: its part of the model, and the GPUs that have it."""
+
+from dataclasses import dataclass
+
+from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.steps.shapes import StepLimits
+
+# Bytes of a number that is stored, by its option's value.
+WEIGHT_SIZES = {"auto": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
+KV_SIZES = {"auto": 2, "int8": 1, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What a pipeline stage has of a model, and where.
+
+    Attributes:
+        kind: the GPU's name; ``devices``: how many share each layer.
+        layers: how many; ``share``: of the model's.
+        first, last: with the embedding, with the head.
+        weight_size, kv_size: bytes of a weight, and of a KV entry's number.
+        limits: what an engine pads the instance's steps to; None where that is not known.
+    """
+
+    gpu: Gpu
+    kind: str
+    model: ModelShape
+    layers: int
+    share: float
+    first: bool
+    last: bool
+    devices: int
+    weight_size: int
+    kv_size: int
+    limits: StepLimits | None = None
+
+    @property
+    def weight_bytes(self) -> float:
+        """Weights on one of the devices."""
+        parameters = self.model.parameters(self.layers, self.first, self.last)
+        return parameters / self.devices * self.weight_size
