@@ -146,4 +146,8 @@ def _follow(
 
         followed = follow(problem, new_search, map_calls)
     write(folder, problem, followed, kind, force)
-    return [table(followed.served), f"tables, run files and a picture: {folder}{os.sep}"]
+    return [
+        table(followed.served),
+        *followed.warnings,
+        f"tables, run files and a picture: {folder}{os.sep}",
+    ]

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,8 +26,9 @@ def contents(data: object, beside: bool = True) -> dict[str, str]:
     found = {}
     for text, may_be_folder in _texts(data):
         for path in _files(text, may_be_folder, beside):
-            status = path.stat()
-            found[str(path)] = _digest(path, status.st_mtime_ns, status.st_size)
+            with suppress(OSError):  # Gone or closed by now: what needs it will say so.
+                status = path.stat()
+                found[str(path)] = _digest(path, status.st_mtime_ns, status.st_size)
     return found
 
 
@@ -47,7 +49,7 @@ def _files(text: str, may_be_folder: bool, beside: bool) -> Iterator[Path]:
     """The file of this name, those of a folder with measurements or a model, or a module's."""
     module, colon, _ = text.partition(":")
     try:
-        path = data_path(text)
+        path = data_path(Path(text).expanduser())
         if path.is_file():
             yield path
         elif may_be_folder and path.is_dir():
@@ -58,7 +60,7 @@ def _files(text: str, may_be_folder: bool, beside: bool) -> Iterator[Path]:
             if spec and spec.origin and Path(spec.origin).is_file():
                 module_file = Path(spec.origin)
                 yield from sorted(module_file.parent.glob("*.py")) if beside else [module_file]
-    except (OSError, ValueError, ImportError):
+    except (OSError, RuntimeError, ValueError, ImportError):
         return  # Too long for a name, or otherwise none: what needs it will say so.
 
 

@@ -78,6 +78,22 @@ def test_all_kinds_of_files_are_found(elsewhere: Path) -> None:
     assert list(contents(listed)) == [str(SHIPPED / "cpu" / "bursts.csv")]
 
 
+def test_a_file_of_ones_home_is_found_and_one_that_is_closed_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "mine.csv"
+    trace.write_text("1,2,3\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert list(contents({"trace": "~/mine.csv"})) == [str(trace)]
+    trace.write_bytes(b"1,2,3,4\n")  # Not the one whose digest is known.
+    monkeypatch.setattr(Path, "open", _closed)
+    assert contents({"trace": "~/mine.csv"}) == {}
+
+
+def _closed(path: Path, mode: str = "r") -> None:
+    raise PermissionError(13, "Permission denied", str(path))
+
+
 def test_a_batch_that_ships_goes_on(elsewhere: Path) -> None:
     """Its output is there the second time, and is looked at beside its input."""
     config = load_run_file("demo/unlike.yaml")

@@ -19,6 +19,7 @@ from jaxinfer.plan.registry import make_planner
 from jaxinfer.plan.replan.schedule import Epoch, Served, Server, Way
 from jaxinfer.plan.replan.trace_windows import Mix, Window, cut
 from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.simulate.capacity import too_few
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Followed:
         oracle: for each window, the plan of its own requests.
         served: the trace replanned, by one static plan, by the oracle's, and by what was to be
             compared with them.
+        warnings: a line for each plan that was made from too few requests.
     """
 
     windows: Sequence[Window]
@@ -51,6 +53,7 @@ class Followed:
     looks: Sequence[Look]
     oracle: Sequence[Candidate]
     served: Sequence[Served]
+    warnings: Sequence[str]
 
 
 class Map(Protocol):
@@ -83,7 +86,8 @@ def follow(
         *beside(problem),
     ]
     server = Server(windows, problem.targets, replanner.options)
-    return Followed(windows, stands, looks, oracle, list(map_ways(server, ways)))
+    served = list(map_ways(server, ways))
+    return Followed(windows, stands, looks, oracle, served, replanner.warnings)
 
 
 class Replanner:
@@ -95,6 +99,7 @@ class Replanner:
 
     Attributes:
         windows: all of them.
+        warnings: a line for each plan so far that was made from too few requests.
 
     Raises:
         OptionError: see ``windows_of``.
@@ -105,6 +110,7 @@ class Replanner:
         self._problem, self._new_search = problem, new_search
         self.options = problem.replan
         self.windows = windows_of(problem)
+        self.warnings: list[str] = []
         self._plans: dict[int, Candidate | str] = {}
 
     def replanned(self) -> tuple[list[Candidate], list[Look]]:
@@ -152,7 +158,7 @@ class Replanner:
         Raises:
             JaxinferError: there is none.
         """
-        return self._find(self._problem)
+        return self._find(self._problem, "the whole trace")
 
     def way(self, name: str, placements: Sequence[Candidate], free: bool = False) -> Way:
         """What stands in each window, with an epoch for each change."""
@@ -177,15 +183,20 @@ class Replanner:
             seconds = len(self.windows) * self.options.window_s
             share = _mix(self.windows[number]).rate / Mix.of(self._problem.work, seconds).rate
             try:
-                self._plans[number] = self._find(self._problem.for_work(work, share))
+                self._plans[number] = self._find(
+                    self._problem.for_work(work, share), f"window {number}"
+                )
             except PlannerFailed:
                 raise
             except JaxinferError as error:
                 self._plans[number] = str(error)
         return self._plans[number]
 
-    def _find(self, problem: Problem) -> Candidate:
-        return find(make_planner(problem.planner), self._new_search(problem))[0]
+    def _find(self, problem: Problem, requests: str) -> Candidate:
+        candidate, score = find(make_planner(problem.planner), self._new_search(problem))
+        if score.enough:
+            self.warnings.append(f"plan of {requests}: {too_few(score.rate, score.enough)}")
+        return candidate
 
 
 def windows_of(problem: Problem) -> list[Window]:

@@ -326,6 +326,16 @@ def test_the_command_writes_tables_run_files_and_a_picture(tmp_path: Path) -> No
     assert {path.name: path.read_bytes() for path in out.iterdir()} == files
 
 
+def test_plans_of_too_few_requests_are_told_with_their_window(tmp_path: Path) -> None:
+    """Ten requests tell no rate of random arrivals, neither of a window nor of the whole trace."""
+    trace = write(tmp_path / "t.csv", phases(10, 100, 100, each=10))
+    goal = {"maximise": "cluster", "slo": "ttft:p90=1.5", "precision": 0.5}
+    warnings = follow(problem(trace, {"window_s": 10.0}, goal=goal), searches).warnings
+    assert [line.partition(": warning: too few requests")[0] for line in warnings] == [
+        "plan of window 0", "plan of window 1", "plan of the whole trace", "plan of window 2",
+    ]  # fmt: skip
+
+
 def test_run_files_that_were_edited_stay_and_old_ones_go(tmp_path: Path) -> None:
     out, windows = tmp_path / "out", {"window_s": 10.0}
     command(tmp_path, phases(10, 100, 100), windows)
