@@ -62,8 +62,8 @@ compile-all:
 # Tables of options in docs/, and the API reference.
 docs: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
-	$(BIN)/python scripts/docs/option_tables.py
-	$(BIN)/python scripts/docs/api.py --out build/docs
+	$(BIN)/python -m scripts.docs.option_tables
+	$(BIN)/python -m scripts.docs.api --out build/docs
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check .

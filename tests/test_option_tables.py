@@ -65,7 +65,7 @@ def test_an_option_without_a_word_is_refused(tables: ModuleType) -> None:
 
 
 def test_the_pages_are_up_to_date(tables: ModuleType) -> None:
-    """Otherwise: python scripts/docs/option_tables.py."""
+    """Otherwise: python -m scripts.docs.option_tables."""
     marks = 0
     for page in (ROOT / "docs").glob("*.md"):
         text = page.read_text()

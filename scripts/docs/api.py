@@ -1,6 +1,6 @@
 """The API reference, from docstrings: needs the extra ``docs``.
 
-python scripts/docs/api.py --out build/docs
+python -m scripts.docs.api --out build/docs
 """
 
 import argparse

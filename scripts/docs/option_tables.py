@@ -1,7 +1,7 @@
 """Tables of options in docs/, written from the classes that check them.
 
-    python scripts/docs/option_tables.py           # write all tables anew
-    python scripts/docs/option_tables.py --check   # say which pages are not up to date
+    python -m scripts.docs.option_tables           # write all tables anew
+    python -m scripts.docs.option_tables --check   # say which pages are not up to date
 
 A page has a comment where a table is to be, with the classes whose options it lists:
 
