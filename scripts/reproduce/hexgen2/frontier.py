@@ -128,10 +128,13 @@ def draw(rows: Sequence[Row]) -> Figure:
     ):  # fmt: skip
         ax.plot([row["$/h"] for row in files], [row[what] for row in files], "sv"[number - 1],
                 color=COLOURS[number], label=label)  # fmt: skip
-    for row in files:
-        ax.annotate(row["GPUs"].split("_", 1)[-1], (row["$/h"], row["planned"]), fontsize=7,
-                    rotation=-60, xytext=(-3, -4), textcoords="offset points",
-                    va="top")  # fmt: skip
+    for place, row in enumerate(sorted(files, key=lambda row: float(row["$/h"]))):
+        # Files of nearly the same price take turns above and below their marks.
+        up = place % 2 == 0
+        top = max(float(row["planned"]), float(row["requests/s"]))
+        ax.annotate(row["GPUs"].split("_", 1)[-1], (row["$/h"], top if up else row["planned"]),
+                    fontsize=7, rotation=60 if up else -60, xytext=(-3, 4 if up else -4),
+                    textcoords="offset points", va="bottom" if up else "top")  # fmt: skip
     ax.set_xlabel("dollars per hour")
     ax.set_ylabel("requests/s")
     ax.set_ylim(bottom=0)
