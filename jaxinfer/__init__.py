@@ -12,9 +12,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "LLM", "CompletionOutput", "JaxinferError", "RequestOutput", "SamplingParams", "__version__",
+    "LLM",
+    "CompletionOutput",
+    "JaxinferError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
     "load_run",
-]  # fmt: skip
+]
 
 _HOMES = {
     "LLM": "llm",

@@ -239,9 +239,14 @@ class LLM:
         with self._runs.alone():
             requests = iterable("requests", requests)
             return self._runs.run(
-                requests, on_output, lambda: self.describe() | dict(about or {}), progress,
-                run_dir, on_step, num_requests,
-            )  # fmt: skip
+                requests,
+                on_output,
+                lambda: self.describe() | dict(about or {}),
+                progress,
+                run_dir,
+                on_step,
+                num_requests,
+            )
 
     def reset_prefix_cache(self) -> None:
         """Forget all KV of earlier runs.

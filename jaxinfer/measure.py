@@ -54,9 +54,13 @@ def measure(
         requests += made
     llm.reset_prefix_cache()
     return llm.run(
-        requests, _raise_error, run_dir=run_dir, on_step=on_step, progress=progress,
+        requests,
+        _raise_error,
+        run_dir=run_dir,
+        on_step=on_step,
+        progress=progress,
         about=asked_for(llm.config, work) if run_dir else None,
-    )  # fmt: skip
+    )
 
 
 def _raise_error(output: RequestOutput) -> None:

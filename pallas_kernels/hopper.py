@@ -94,15 +94,19 @@ def decode_attention(
         grid=(S, K, parts),
         grid_names=("sequence", "head", "part"),
         scratch_types=(
-            shared((ROWS, H)), shared(ring), shared(ring), shared((ROWS, DECODE_TILE)),
+            shared((ROWS, H)),
+            shared(ring),
+            shared(ring),
+            shared((ROWS, DECODE_TILE)),
             plgpu.SMEM((ROWS,), jnp.float32),
-            plgpu.Barrier(), plgpu.Barrier(num_arrivals=copies, num_barriers=SLOTS),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=SLOTS),
             plgpu.Barrier(num_arrivals=copies, num_barriers=SLOTS),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_decode",
-    )(q_SKRH, kv.keys, kv.values, page_table_SM, length_S)  # fmt: skip
+    )(q_SKRH, kv.keys, kv.values, page_table_SM, length_S)
     weight = jnp.exp2(lse - lse.max(0))[..., None]
     out_SKRH = (out.astype(jnp.float32) * weight).sum(0) / weight.sum(0)
     return out_SKRH[:, :, :G].reshape(S, N, H)
@@ -202,15 +206,21 @@ def chunk_attention(
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=(
-            shared((CONSUMERS, ROWS, H)), shared(ring), shared(ring),
+            shared((CONSUMERS, ROWS, H)),
+            shared(ring),
+            shared(ring),
             shared((CONSUMERS, ROWS, tile)),
-            plgpu.Barrier(num_barriers=CONSUMERS), ready, ready, free, free,
+            plgpu.Barrier(num_barriers=CONSUMERS),
+            ready,
+            ready,
+            free,
+            free,
             plgpu.Barrier(num_arrivals=CONSUMERS),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_chunk",
-    )(q_IKRH, kv.keys, kv.values, page_table_CM, *tiles)  # fmt: skip
+    )(q_IKRH, kv.keys, kv.values, page_table_CM, *tiles)
     # Where each row's result is: in which tile, and where in it.
     row_IX = jnp.where(jnp.arange(tokens) < tiles.size[:, None], row_IX, T)
     place_T = jnp.full(T, -1).at[row_IX.reshape(-1)].set(jnp.arange(count * tokens), mode="drop")
@@ -241,8 +251,9 @@ def _chunk(
         def _(step: jax.Array) -> None:
             slot = lax.rem(step - begin, SLOTS)
             for pages, shared, ready, free in (
-                (k_PKBH, k_sm, k_ready, k_free), (v_PKBH, v_sm, v_ready, v_free),
-            ):  # fmt: skip
+                (k_PKBH, k_sm, k_ready, k_free),
+                (v_PKBH, v_sm, v_ready, v_free),
+            ):
                 pl.when(step >= begin + SLOTS)(partial(plgpu.barrier_wait, free.at[slot]))
                 _copy_tile(pages, shared.at[slot], ready.at[slot], table_M, h, step)
 

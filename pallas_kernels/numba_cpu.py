@@ -127,9 +127,14 @@ def make_tile(sizes: Sizes) -> Callable[..., None]:
                         total += p
                     m[1, b + i] += total
                 add_values(
-                    scores_, values + at, H * bits // 8,
-                    sums_ + 4 * H * b, 4 * H, min(B, last + 1), 0,
-                )  # fmt: skip
+                    scores_,
+                    values + at,
+                    H * bits // 8,
+                    sums_ + 4 * H * b,
+                    4 * H,
+                    min(B, last + 1),
+                    0,
+                )
         for v in range(used):
             scale = np.float32(1) / max(m[1, v], np.float32(1e-30))
             for h in range(H):
@@ -200,9 +205,14 @@ def _attend(
     ]
     call = jax.ffi.ffi_call(register(sizes).name, shapes)
     out_TNH, _ = call(
-        q_TNH.astype(jnp.float32), kv.keys, kv.values, table_CM, start_C, row_C1,
+        q_TNH.astype(jnp.float32),
+        kv.keys,
+        kv.values,
+        table_CM,
+        start_C,
+        row_C1,
         np.array([window or 0], np.int32),
-    )  # fmt: skip
+    )
     return out_TNH
 
 

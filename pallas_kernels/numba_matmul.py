@@ -66,9 +66,14 @@ def _product(sizes: Sizes) -> Any:
         for d in range(BLOCK, D, BLOCK):
             down = row_bytes * d
             more(
-                x + 4 * d, weight + down, row_bytes, sums, sum_bytes, min(BLOCK, D - d),
+                x + 4 * d,
+                weight + down,
+                row_bytes,
+                sums,
+                sum_bytes,
+                min(BLOCK, D - d),
                 ahead + down,
-            )  # fmt: skip
+            )
 
     return run
 
@@ -115,9 +120,13 @@ def _matmul(sizes: Sizes) -> Target:
     ) -> None:
         F, weight = dim(args, 1, 1), data(args, 1)
         product(
-            data(args, 0) + 4 * D * row, weight + 4 * column, 4 * F, scratch, 4 * columns,
+            data(args, 0) + 4 * D * row,
+            weight + 4 * column,
+            4 * F,
+            scratch,
+            4 * columns,
             weight + 4 * following + 64 * min(i, lines - 1),
-        )  # fmt: skip
+        )
         # All at once: another core may be at some of these columns, too.
         found = nb.carray(pointer(scratch, np.float32(0)), (rows, columns))
         out = nb.carray(pointer(data(rets, 0), np.float32(0)), (dim(args, 0, 0), F))
@@ -143,9 +152,13 @@ def _gated(sizes: Sizes) -> Target:
         for g in range(2):
             weight = data(args, 1 + g)
             product(
-                x, weight + 4 * column, 4 * F,
-                scratch + 4 * g * rows * columns, 4 * columns, weight + line,
-            )  # fmt: skip
+                x,
+                weight + 4 * column,
+                4 * F,
+                scratch + 4 * g * rows * columns,
+                4 * columns,
+                weight + line,
+            )
         found = nb.carray(pointer(scratch, np.float32(0)), (2, rows, columns))
         out = nb.carray(pointer(data(rets, 0), np.float32(0)), (dim(args, 0, 0), F))
         for r in range(rows):
@@ -176,9 +189,14 @@ def _logits(sizes: Sizes) -> Target:
             for v in range(0, TOKENS, rows):
                 for s in range(0, padded, columns):
                     product(
-                        data(args, 1) + 4 * D * (token + v), data(args, 0) + 4 * s, 4 * padded,
-                        scratch + 4 * (v * padded + s), 4 * padded, D, 0,
-                    )  # fmt: skip
+                        data(args, 1) + 4 * D * (token + v),
+                        data(args, 0) + 4 * s,
+                        4 * padded,
+                        scratch + 4 * (v * padded + s),
+                        4 * padded,
+                        D,
+                        0,
+                    )
             for s in range(S):
                 for v in range(TOKENS):
                     out[s, token + v] = found[v, s]

@@ -70,9 +70,15 @@ class Product(NamedTuple):
 
         @intrinsic
         def run(
-            typingctx: Any, weights: Any, matrix: Any, row_bytes: Any, sums: Any, sum_bytes: Any,
-            count: Any, ahead: Any,
-        ) -> Any:  # fmt: skip
+            typingctx: Any,
+            weights: Any,
+            matrix: Any,
+            row_bytes: Any,
+            sums: Any,
+            sum_bytes: Any,
+            count: Any,
+            ahead: Any,
+        ) -> Any:
             def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
                 w, m, by, s, sum_by, n, far = args
                 for c in range(0, self.columns, self.vectors * self.width):

@@ -57,9 +57,12 @@ def draw(folder: Path, path: Path) -> None:
             spans = [(s["start"], s["end"] - s["start"]) for s in steps if kind_of(s) == kind]
             ax.broken_barh(spans, (-0.35, 0.25), color=colour, lw=0)
         ax.step(
-            [step["start"] for step in steps], [step["pages_in_use"] / pages for step in steps],
-            where="post", color="black", lw=1,
-        )  # fmt: skip
+            [step["start"] for step in steps],
+            [step["pages_in_use"] / pages for step in steps],
+            where="post",
+            color="black",
+            lw=1,
+        )
         for start, stop, part in away(moves(lines.run["system_report"], name), wall):
             ax.axvspan(start, stop, color="0.85", lw=0, zorder=0)
             ax.text(start, 1.02, part, fontsize=7, va="bottom")
@@ -74,8 +77,11 @@ def draw(folder: Path, path: Path) -> None:
             Line2D([], [], color="black", lw=1, label="share of its pages in use"),
             Patch(color="0.85", label="has another part"),
         ],
-        loc="outside lower center", ncols=5, frameon=False, fontsize="small",
-    )  # fmt: skip
+        loc="outside lower center",
+        ncols=5,
+        frameon=False,
+        fontsize="small",
+    )
     save_picture(figure, path)
 
 

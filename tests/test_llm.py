@@ -31,18 +31,26 @@ PROMPTS = ["Hello", "A longer prompt than the other one, by far.", "x" * 150, "Ã
 def small(tiny_folder: Path) -> LLM:
     """24 pages, and two buckets of rows."""
     return LLM(
-        str(tiny_folder), progress=False, page_size=8, num_pages=25, max_num_seqs=16,
+        str(tiny_folder),
+        progress=False,
+        page_size=8,
+        num_pages=25,
+        max_num_seqs=16,
         max_num_batched_tokens=32,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
 def unlike(tiny_folder: Path) -> LLM:
     """Unlike ``tiny`` in all that is to change no token."""
     return LLM(
-        str(tiny_folder), progress=False, page_size=16, max_num_seqs=2, max_num_batched_tokens=7,
+        str(tiny_folder),
+        progress=False,
+        page_size=16,
+        max_num_seqs=2,
+        max_num_batched_tokens=7,
         launch_ahead=False,
-    )  # fmt: skip
+    )
 
 
 def tokens(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:

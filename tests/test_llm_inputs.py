@@ -67,9 +67,13 @@ def test_numbers_of_numpy_are_sampling_options() -> None:
     }
     params = SamplingParams(**given)
     plain = SamplingParams(
-        max_tokens=4, temperature=0.5, ignore_eos=True, stop_token_ids=(7, 8),
-        logit_bias={3: -1.5, 4: 2}, stop=("a", "b"),
-    )  # fmt: skip
+        max_tokens=4,
+        temperature=0.5,
+        ignore_eos=True,
+        stop_token_ids=(7, 8),
+        logit_bias={3: -1.5, 4: 2},
+        stop=("a", "b"),
+    )
     assert params == plain
     assert type(params.max_tokens) is int
     assert {type(token) for token in params.logit_bias} == {int}
@@ -173,7 +177,7 @@ def test_a_chat_takes_text_parts_as_lines_of_a_batch_do(tiny: LLM) -> None:
         ([{"role": "user", "content": "Hi", "tone": "dry"}], "messages[0] has 'tone', can only"),
         ([{"role": "user", "content": "\ud800"}], "which is half of a surrogate pair"),
     ],
-)  # fmt: skip
+)
 def test_wrong_chats(tiny: LLM, messages: Any, message: str) -> None:
     with pytest.raises(JaxinferError) as caught:
         tiny.chat(messages, GREEDY, progress=False)

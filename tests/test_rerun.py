@@ -59,7 +59,7 @@ CASES: list[tuple[str, Sequence[str]]] = [
     ("tetriinfer/tetriinfer.yaml", [*DRAWN, "engine.seed=4"]),
     ("multivendor/unlike.yaml", DRAWN),
     ("vidur/codellama_34b.yaml", [*DRAWN, "workload.only=HPHD"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda value: str(value)[:20])

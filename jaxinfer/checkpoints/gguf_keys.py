@@ -23,9 +23,11 @@ _READ = frozenset(
 )  # fmt: skip
 _READ_OF = {
     "gemma3": {
-        "attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa",
+        "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        "rope.freq_base_swa",
     },
-}  # fmt: skip
+}
 # Without influence on the logits of these architectures, experts having been ruled out.
 _HARMLESS = frozenset(
     {

@@ -132,9 +132,12 @@ class BatchJob:
         about = asked_for(self._config)
         about["files"] |= {self._config.workload.input: self._source.sha256}
         return llm.run(
-            self._requests(llm), self._take, run_dir=self.run_folder, num_requests=num_good,
+            self._requests(llm),
+            self._take,
+            run_dir=self.run_folder,
+            num_requests=num_good,
             about=about,
-        )  # fmt: skip
+        )
 
     def _load(self, whole: bool) -> "LLM | None":
         """The model, or, for lines that are all bad, only a look at whether there is one."""

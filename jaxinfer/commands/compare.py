@@ -72,9 +72,13 @@ def compare(
     """
     if not any(Path(file).suffix in (".yaml", ".yml") for file in files):
         only: dict[str, object] = {
-            "--systems": systems, "--out": out, "--pictures": pictures, "--simulate": simulate,
-            "--ray": ray_address, "--one-by-one": one_by_one,
-        }  # fmt: skip
+            "--systems": systems,
+            "--out": out,
+            "--pictures": pictures,
+            "--simulate": simulate,
+            "--ray": ray_address,
+            "--one-by-one": one_by_one,
+        }
         refuse("for run files, not for tables of rules", only)
         if not json_path:
             raise JaxinferError("tables of rules are compared with --json FILE")

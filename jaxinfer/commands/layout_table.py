@@ -34,9 +34,14 @@ def _parameters(plan: Plan) -> Table:
     )
     for group in parameter_groups(plan):
         table.add_row(
-            group.path, str(group.count), "x".join(map(str, group.shape)), group.dtype, group.spec,
-            mib(group.total_bytes), mib(group.device_bytes),
-        )  # fmt: skip
+            group.path,
+            str(group.count),
+            "x".join(map(str, group.shape)),
+            group.dtype,
+            group.spec,
+            mib(group.total_bytes),
+            mib(group.device_bytes),
+        )
     return table
 
 
@@ -64,13 +69,20 @@ def _steps(plan: Plan, costs: list[StepCost]) -> Table:
     samplers = len(plan.limits.row_buckets)
     table = _table(
         f"Steps: {buckets} shapes and {samplers} samplers to compile",
-        "tokens", "rows", "activations", "collectives per device", "compiled in",
-    )  # fmt: skip
+        "tokens",
+        "rows",
+        "activations",
+        "collectives per device",
+        "compiled in",
+    )
     for cost in costs:
         table.add_row(
-            str(cost.shape.tokens), str(cost.shape.rows), mib(cost.temporary_bytes),
-            _collectives(cost.collectives), f"{cost.compile_s:.1f} s",
-        )  # fmt: skip
+            str(cost.shape.tokens),
+            str(cost.shape.rows),
+            mib(cost.temporary_bytes),
+            _collectives(cost.collectives),
+            f"{cost.compile_s:.1f} s",
+        )
     return table
 
 
@@ -78,9 +90,15 @@ def rules_table(records: list[dict[str, Any]]) -> Table:
     """What ``measure.compare_rules`` returns."""
     table = _table(
         "Sharding rules on one workload: medians",
-        "rules", "weights per device", "wall", "to the first", "step with prefill",
-        "step of decodes", "collectives of the largest step", "of the largest step of decodes",
-    )  # fmt: skip
+        "rules",
+        "weights per device",
+        "wall",
+        "to the first",
+        "step with prefill",
+        "step of decodes",
+        "collectives of the largest step",
+        "of the largest step of decodes",
+    )
     for record in records:
         table.add_row(
             record["sharding"],

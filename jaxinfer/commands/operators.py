@@ -80,14 +80,16 @@ def profile_operators(
         if not check.adds_up:
             console.print(
                 f"does not add up: {check.kind} on {check.devices} device(s), by "
-                f"{check.middle:+.1%}", soft_wrap=True,
-            )  # fmt: skip
+                f"{check.middle:+.1%}",
+                soft_wrap=True,
+            )
     for degree in found:
         if degree.spread > 0.05:
             console.print(
                 f"rounds of {degree.devices} device(s) differ by {degree.spread:.0%}: others use "
-                "the machine; measure again when it is quiet", soft_wrap=True,
-            )  # fmt: skip
+                "the machine; measure again when it is quiet",
+                soft_wrap=True,
+            )
     console.print(f"tables: {out}; jaxinfer simulate {written} --workload TRACE", soft_wrap=True)
 
 
@@ -111,9 +113,12 @@ def _numbers(platform: str | None) -> Gpu:
     """Of a device that ``configs/gpus.yaml`` does not have, as far as they can be measured here."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return Gpu(
-        bf16_tflops=round(product_rate(_PRODUCT) / 1e12, 4), memory_gb=round(memory, 2),
-        memory_gb_s=round(copy_rate(_COPY) / 1e9, 2), link="memory", link_gb_s=1.0,
-    )  # fmt: skip
+        bf16_tflops=round(product_rate(_PRODUCT) / 1e12, 4),
+        memory_gb=round(memory, 2),
+        memory_gb_s=round(copy_rate(_COPY) / 1e9, 2),
+        link="memory",
+        link_gb_s=1.0,
+    )
 
 
 def _facts(

@@ -136,10 +136,16 @@ class Evaluator:
                 return _score(met, costs, None if met.verdict.met else "at this rate")
         try:
             found = capacity(
-                as_run_file(asked.data), self.work, self.targets, asked.seeds, self.goal.precision,
-                map_rates=lambda call, rates: map(at, rates), met=met, start=asked.start,
+                as_run_file(asked.data),
+                self.work,
+                self.targets,
+                asked.seeds,
+                self.goal.precision,
+                map_rates=lambda call, rates: map(at, rates),
+                met=met,
+                start=asked.start,
                 met_alone=lambda: at(0.0).verdict.met,
-            )  # fmt: skip
+            )
         except AnyRateError:
             return Score(math.inf, costs)
         return _score(found, costs)

@@ -22,9 +22,10 @@ def frontier(points: Iterable[Point]) -> list[Point]:
 def in_full(search: DrivenSearch) -> list[tuple[Candidate, Score]]:
     """Candidates for whole requests whose largest rate is known."""
     return [
-        (candidate, score) for candidate, score in search.tried.values()
+        (candidate, score)
+        for candidate, score in search.tried.values()
         if candidate.whole and score.costs and not score.given_up and 0 < score.rate < math.inf
-    ]  # fmt: skip
+    ]
 
 
 def cost_of(search: DrivenSearch) -> Cost:

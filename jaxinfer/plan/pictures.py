@@ -17,12 +17,19 @@ from jaxinfer.simulate.targets import PercentileTargets
 BLUE, GREY = "#0072B2", "0.6"
 # Around the chosen one.
 RING: dict[str, Any] = {
-    "s": 110, "facecolors": "none", "edgecolors": "#D55E00", "linewidths": 1.6, "label": "chosen",
+    "s": 110,
+    "facecolors": "none",
+    "edgecolors": "#D55E00",
+    "linewidths": 1.6,
+    "label": "chosen",
     "zorder": 3,
-}  # fmt: skip
+}
 GIVEN_UP: dict[str, Any] = {
-    "marker": "v", "s": 22, "c": GREY, "label": "misses the targets at this rate",
-}  # fmt: skip
+    "marker": "v",
+    "s": 22,
+    "c": GREY,
+    "label": "misses the targets at this rate",
+}
 # More than so many names would not be read.
 MOST_NAMES = 16
 # So many points are all named.
@@ -40,8 +47,9 @@ def names_of(candidates: Sequence[Candidate], longest: int = 60) -> dict[tuple[o
     for candidate in candidates:
         words = [
             str(value) if isinstance(value, str) else f"{name.rsplit('.', 1)[-1]} {value:.4g}"
-            for name in differ if (value := candidate.axes.get(name)) is not None
-        ]  # fmt: skip
+            for name in differ
+            if (value := candidate.axes.get(name)) is not None
+        ]
         found[candidate.key] = shorten(", ".join(words), longest, placeholder=" ...")
     return found
 
@@ -53,9 +61,10 @@ def draw_rates(path: Path, search: DrivenSearch, chosen: Candidate) -> None:
     """
     of = cost_of(search)
     scored = [
-        (c, s) for c, s in search.tried.values()
+        (c, s)
+        for c, s in search.tried.values()
         if c.whole and s.costs and s.rate and math.isfinite(s.rate)
-    ]  # fmt: skip
+    ]
     costs = {s.costs.amount(of) for _, s in scored if s.costs}
     if len(costs) > 1:
         _draw_costs(path, search, chosen, scored, of)
@@ -108,8 +117,10 @@ def _draw_names(
     figure = Figure((7.5, 1.7 + 0.27 * len(shown)), layout="constrained")
     axes = figure.subplots()
     row = {c.key: number for number, (c, _) in enumerate(shown)}
-    for given_up, style in ((False, {"s": 26, "c": BLUE, "label": "largest rate"}),
-                            (True, GIVEN_UP | {"marker": "<"})):  # fmt: skip
+    for given_up, style in (
+        (False, {"s": 26, "c": BLUE, "label": "largest rate"}),
+        (True, GIVEN_UP | {"marker": "<"}),
+    ):
         here = [(s.rate, row[c.key]) for c, s in shown if bool(s.given_up) == given_up]
         if here:
             axes.scatter(*zip(*here, strict=True), zorder=2, **style)
@@ -118,9 +129,13 @@ def _draw_names(
     for c, s in shown:
         sign = "< " if s.given_up else ""
         axes.annotate(
-            f"{sign}{s.rate:.3g}", (s.rate, row[c.key]), xytext=(9, 0), va="center",
-            textcoords="offset points", fontsize="small",
-        )  # fmt: skip
+            f"{sign}{s.rate:.3g}",
+            (s.rate, row[c.key]),
+            xytext=(9, 0),
+            va="center",
+            textcoords="offset points",
+            fontsize="small",
+        )
     names = names_of([c for c, _ in scored])
     axes.set_yticks(range(len(shown)), [names[c.key] for c, _ in shown], fontsize="small")
     axes.set_ylim(len(shown) - 0.4, -0.6)
@@ -206,9 +221,14 @@ def _label(
     for number, candidate in enumerate(named, 1):
         up = 4 if number % 2 == 0 else -10  # Neighbours may be close to each other.
         axes.annotate(
-            str(number), at[candidate.key], xytext=(7, up), textcoords="offset points",
-            fontsize="small", zorder=4, path_effects=[withStroke(linewidth=2.5, foreground="w")],
-        )  # fmt: skip
+            str(number),
+            at[candidate.key],
+            xytext=(7, up),
+            textcoords="offset points",
+            fontsize="small",
+            zorder=4,
+            path_effects=[withStroke(linewidth=2.5, foreground="w")],
+        )
     return [f"{number}: {names[c.key]}" for number, c in enumerate(named, 1)]
 
 
@@ -219,9 +239,13 @@ def _explain(figure: Any, axes: Any, lines: Sequence[str]) -> None:
     handles, labels = axes.get_legend_handles_labels()
     handles += [Line2D([], [], ls="none") for _ in lines]
     figure.legend(
-        handles, [*labels, *lines], loc="outside lower center", ncols=2, frameon=False,
+        handles,
+        [*labels, *lines],
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
         fontsize="small",
-    )  # fmt: skip
+    )
 
 
 def _unit(search: DrivenSearch) -> str:

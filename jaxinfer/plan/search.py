@@ -293,9 +293,9 @@ class DrivenSearch:
             for part, (_, each) in zip(parts, asked, strict=True)
         ]
         distinct = {
-            key: (*each, part) for key, each, part in
-            reversed([*zip(keys, asked, parts, strict=True)])
-        }  # fmt: skip
+            key: (*each, part)
+            for key, each, part in reversed([*zip(keys, asked, parts, strict=True)])
+        }
         order = list(dict.fromkeys(keys))
         fresh = self._scores([distinct[key] for key in order])
         found: dict[object, Score] = {}

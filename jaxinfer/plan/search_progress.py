@@ -68,10 +68,15 @@ class SearchBar(Watcher):
     """
 
     def __init__(self) -> None:
-        self._bar, self._lock = Progress(
-            BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False),
-            console=Console(stderr=True),
-        ), Lock()  # fmt: skip
+        self._bar, self._lock = (
+            Progress(
+                BarColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}", markup=False),
+                console=Console(stderr=True),
+            ),
+            Lock(),
+        )
         self._bar.disable = not sys.stderr.isatty()
         self._task = self._bar.add_task("starting", total=None)
         self._began = time.monotonic()

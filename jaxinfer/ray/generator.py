@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
 # What a row gets, by the names that Ray Data's LLM processors have.
 ANSWER = (
-    "generated_text", "generated_tokens", "num_input_tokens", "num_generated_tokens",
-    "finish_reason", "error",
-)  # fmt: skip
+    "generated_text",
+    "generated_tokens",
+    "num_input_tokens",
+    "num_generated_tokens",
+    "finish_reason",
+    "error",
+)
 
 Batch = dict[str, Any]
 

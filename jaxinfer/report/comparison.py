@@ -144,15 +144,19 @@ def _cells(runs: Runs) -> tuple[list[str], list[list[str]]]:
     rows = []
     for name, f in found.items():
         has_transfers = f.hidden_s + f.visible_s > 0
-        rows.append([
-            name, number_text(f.requests_s), number_text(f.output_tok_s),
-            f"{_seconds(f.ttft_p50)} / {_seconds(f.ttft_p99)}",
-            f"{_seconds(f.tbt_p50)} / {_seconds(f.tbt_p99)}",
-            *(_percent(f.utilisation.get(group)) for group in groups),
-            _bytes(f.num_bytes) if f.num_bytes else "-",
-            f"{_seconds(f.hidden_s)} / {_seconds(f.visible_s)}" if has_transfers else "-",
-            _percent(f.mean_cut),
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                number_text(f.requests_s),
+                number_text(f.output_tok_s),
+                f"{_seconds(f.ttft_p50)} / {_seconds(f.ttft_p99)}",
+                f"{_seconds(f.tbt_p50)} / {_seconds(f.tbt_p99)}",
+                *(_percent(f.utilisation.get(group)) for group in groups),
+                _bytes(f.num_bytes) if f.num_bytes else "-",
+                f"{_seconds(f.hidden_s)} / {_seconds(f.visible_s)}" if has_transfers else "-",
+                _percent(f.mean_cut),
+            ]
+        )
     return columns, rows
 
 
@@ -281,16 +285,20 @@ def _markdown(runs: Runs, command: str, pictures: str) -> str:
     if _undrawn(runs):
         return "\n".join(lines[:-1]) + "\n"
     lines += [
-        picture_link("Requests per second", f"throughput.{pictures}"), "",
-        picture_link("Distributions of TTFT and TBT", f"latency.{pictures}"), "",
-    ]  # fmt: skip
+        picture_link("Requests per second", f"throughput.{pictures}"),
+        "",
+        picture_link("Distributions of TTFT and TBT", f"latency.{pictures}"),
+        "",
+    ]
     for name, slug in _slugs(runs).items():
         lines += [
-            f"## {name}", "",
-            picture_link("Timeline", f"timeline-{slug}.{pictures}"), "",
+            f"## {name}",
+            "",
+            picture_link("Timeline", f"timeline-{slug}.{pictures}"),
+            "",
             f"The whole run: [trace-{slug}.json](trace-{slug}.json), for <https://ui.perfetto.dev>.",
             "",
-        ]  # fmt: skip
+        ]
     return "\n".join(lines[:-1]) + "\n"
 
 

@@ -24,10 +24,16 @@ STEPS = {
     "running": "int64", "pages_in_use": "int64", "stages": "object",
 }  # fmt: skip
 TRANSFERS = {
-    "request": "object", "source": "object", "dest": "object", "tokens": "int64",
-    "bytes": "int64", "requested": "float64", "start": "float64", "end": "float64",
+    "request": "object",
+    "source": "object",
+    "dest": "object",
+    "tokens": "int64",
+    "bytes": "int64",
+    "requested": "float64",
+    "start": "float64",
+    "end": "float64",
     "hidden_s": "float64",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, eq=False)

@@ -118,15 +118,26 @@ def _request(number: int, request: RequestRecord) -> Iterator[Event]:
 
     def event(phase: str, name: str, time: int, **args: object) -> Event:
         return {
-            "ph": phase, "name": name, "cat": "request", "id": str(number), "tid": 0, "ts": time,
+            "ph": phase,
+            "name": name,
+            "cat": "request",
+            "id": str(number),
+            "tid": 0,
+            "ts": time,
             "args": args,
-        }  # fmt: skip
+        }
 
     yield event(
-        "b", "request", arrival, request=request.id, prompt_tokens=request.prompt_len,
-        cut_tokens=request.cut, output_tokens=len(times), preemptions=request.preemptions,
+        "b",
+        "request",
+        arrival,
+        request=request.id,
+        prompt_tokens=request.prompt_len,
+        cut_tokens=request.cut,
+        output_tokens=len(times),
+        preemptions=request.preemptions,
         error=request.error,
-    )  # fmt: skip
+    )
     if times:
         first = _us(times[0])
         for name, start, stop in (("to first token", arrival, first), ("output", first, end)):

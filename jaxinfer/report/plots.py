@@ -178,8 +178,9 @@ def _window(
     run: RunRecord, lanes: Sequence[_Lane], start: float | None, stop: float | None
 ) -> tuple[float, float]:
     if start is None:
-        start = min((block[1] for lane in lanes for track in lane.tracks for block in track),
-                    default=0.0)  # fmt: skip
+        start = min(
+            (block[1] for lane in lanes for track in lane.tracks for block in track), default=0.0
+        )
     if stop is None:
         stop = min(start + DEFAULT_WINDOW_S, run.wall_s)
         for track in (track for lane in lanes for track in lane.tracks):

@@ -52,18 +52,22 @@ def attention_table(profiles: Mapping[str, AttentionProfile]) -> Table:
             fit, (attention, exchange) = shard.fit(), shard.errors()
             if shard.attention:
                 table.add_row(
-                    name, shard.group, "3: attention",
+                    name,
+                    shard.group,
+                    "3: attention",
                     f"{fit.per_pair * 1e6:.4g} us per KV head + {fit.per_entry * 1e9:.4g} ns per "
                     f"KV entry + {fit.constant * 1e6:.4g} us",
                     f"{100 * attention:.1f} %",
-                )  # fmt: skip
+                )
             if shard.exchange:
                 table.add_row(
-                    name, shard.group, "4: exchange",
+                    name,
+                    shard.group,
+                    "4: exchange",
                     f"{fit.exchange_per_pair * 1e6:.4g} us per KV head + "
                     f"{fit.exchange * 1e6:.4g} us",
                     f"{100 * exchange:.1f} %",
-                )  # fmt: skip
+                )
     return table
 
 

@@ -99,9 +99,14 @@ class Recorder:
             given: see ``run_metrics``.
         """
         metrics = run_metrics(
-            self.totals, requests, failed, loop.world.now(), preemptions=preemptions,
-            slice_moves=self._slice_moves(loop), **given,
-        )  # fmt: skip
+            self.totals,
+            requests,
+            failed,
+            loop.world.now(),
+            preemptions=preemptions,
+            slice_moves=self._slice_moves(loop),
+            **given,
+        )
         if self._folder:
             name = f"{type(loop.system).__name__}.report"
             report, wrong = reported(name, loop.system.report)

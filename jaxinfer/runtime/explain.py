@@ -65,11 +65,15 @@ def parameter_groups(plan: Plan) -> list[ParameterGroup]:
         spec = getattr(first.sharding, "spec", "")
         found.append(
             ParameterGroup(
-                folded, len(paths), first.shape, first.dtype.name,
+                folded,
+                len(paths),
+                first.shape,
+                first.dtype.name,
                 ", ".join(str(axis or "-") for axis in spec),
-                total * len(paths), shard_bytes(first) * len(paths),
+                total * len(paths),
+                shard_bytes(first) * len(paths),
             )
-        )  # fmt: skip
+        )
     return found
 
 

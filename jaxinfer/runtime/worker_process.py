@@ -181,9 +181,14 @@ class WorkerProcess:
             stage.overruns = []
         counts = [(s.step.compiles, s.step.compile_s, s.step.late_compiles) for s in stages]
         results = (
-            found.tokens, found.start, found.end, found.logprobs, found.details,
-            found.prompt_details, found.stages,
-        )  # fmt: skip
+            found.tokens,
+            found.start,
+            found.end,
+            found.logprobs,
+            found.details,
+            found.prompt_details,
+            found.stages,
+        )
         self._say(StepEnded(instance, step, results, overruns, counts))
 
 

@@ -33,9 +33,14 @@ class Forming:
             return None
         instance = self.instance
         batch = Batch(
-            instance.name, self.rows, len(instance.waiting), len(instance.taking_part),
-            instance.kv.num_in_use, self.grouped, self._context,
-        )  # fmt: skip
+            instance.name,
+            self.rows,
+            len(instance.waiting),
+            len(instance.taking_part),
+            instance.kv.num_in_use,
+            self.grouped,
+            self._context,
+        )
         if instance.kv.is_spread:
             batch.work.shards = shard_work(self.rows)
             if instance.halves_pay:

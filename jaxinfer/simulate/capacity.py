@@ -146,9 +146,12 @@ def load(
     verdict = watch.verdict()
     enough = enough_requests(in_cluster_s / seconds, len(seeds))
     return TriedRate(
-        rate, num_gpus(config), verdict, verdict.good / seconds,
+        rate,
+        num_gpus(config),
+        verdict,
+        verdict.good / seconds,
         enough if len(work) < enough else None,
-    )  # fmt: skip
+    )
 
 
 class Ladder:

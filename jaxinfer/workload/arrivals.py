@@ -36,10 +36,12 @@ _NEEDS = {
 }
 # Where requests come too late.
 _REMEDIES = {
-    "interval": "give fewer seconds", "poisson": "give a larger rate",
-    "gamma": "give a larger rate", "ramp": "give larger rates",
+    "interval": "give fewer seconds",
+    "poisson": "give a larger rate",
+    "gamma": "give a larger rate",
+    "ramp": "give larger rates",
     "trace": "give a smaller scale, or a trace of seconds",
-}  # fmt: skip
+}
 # Later, seconds have no microseconds any more, and nobody waits for the end.
 LATEST_S = 1e9
 

@@ -13,10 +13,15 @@ from jaxinfer.options.validation import did_you_mean
 SUFFIX = ".parquet"
 # What a table of results has.
 RESULT_COLUMNS = {
-    "custom_id": "text", "generated_text": "text", "generated_tokens": "numbers",
-    "num_input_tokens": "number", "num_generated_tokens": "number", "finish_reason": "text",
-    "error": "text", "response": "text",
-}  # fmt: skip
+    "custom_id": "text",
+    "generated_text": "text",
+    "generated_tokens": "numbers",
+    "num_input_tokens": "number",
+    "num_generated_tokens": "number",
+    "finish_reason": "text",
+    "error": "text",
+    "response": "text",
+}
 # Rows in memory at a time, and bytes of a column that are read ahead.
 _ROWS, _BUFFER = 64, 1 << 20
 
@@ -98,9 +103,14 @@ def _has_json(types: Any, kind: Any) -> bool:
     if types.is_dictionary(kind):
         return _has_json(types, kind.value_type)
     tests: tuple[Callable[[Any], bool], ...] = (
-        types.is_string, types.is_large_string, types.is_string_view, types.is_integer,
-        types.is_floating, types.is_boolean, types.is_null,
-    )  # fmt: skip
+        types.is_string,
+        types.is_large_string,
+        types.is_string_view,
+        types.is_integer,
+        types.is_floating,
+        types.is_boolean,
+        types.is_null,
+    )
     return any(test(kind) for test in tests)
 
 

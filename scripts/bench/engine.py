@@ -41,13 +41,20 @@ LLAMA_3_8B = {
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
 TINY = LLAMA_3_8B | {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
 LENGTHS = "azure_conversation"
 ENGINE: dict[str, Any] = {
-    "load_format": "dummy", "dtype": "bfloat16", "enable_prefix_caching": False,
-}  # fmt: skip
+    "load_format": "dummy",
+    "dtype": "bfloat16",
+    "enable_prefix_caching": False,
+}
 
 
 @dataclass(frozen=True)
@@ -70,9 +77,14 @@ class Size:
 
 
 FULL = Size(
-    LLAMA_3_8B, ENGINE | {"max_num_seqs": 256, "max_num_batched_tokens": 2048},
-    requests=1000, longest=8192, copied=2**30, multiplied=8192, steps=24,
-)  # fmt: skip
+    LLAMA_3_8B,
+    ENGINE | {"max_num_seqs": 256, "max_num_batched_tokens": 2048},
+    requests=1000,
+    longest=8192,
+    copied=2**30,
+    multiplied=8192,
+    steps=24,
+)
 REHEARSAL = Size(
     TINY,
     ENGINE | {"max_num_seqs": 4, "max_num_batched_tokens": 16, "page_size": 16, "num_pages": 40,
@@ -87,19 +99,27 @@ def lengths(trace: str | None, size: Size, count: int) -> list[BenchRequest]:
     most = size.longest
     return [
         replace(
-            item, arrival=0.0, prompt_token_ids=None, prompt_len=min(item.prompt_len, most),
+            item,
+            arrival=0.0,
+            prompt_token_ids=None,
+            prompt_len=min(item.prompt_len, most),
             max_tokens=min(item.max_tokens, most),
         )
         for item in found[:count]
-    ]  # fmt: skip
+    ]
 
 
 def roofline_of(folder: str, rates: dict[str, float], itemsize: int) -> RooflineStage:
     """The whole model on a GPU with the rates that have been measured."""
     gpu = Gpu(
-        bf16_tflops=rates["product_tflops"], memory_gb=1, memory_gb_s=rates["copy_gb_s"],
-        link="none", link_gb_s=1, watts=1, checked=True,
-    )  # fmt: skip
+        bf16_tflops=rates["product_tflops"],
+        memory_gb=1,
+        memory_gb_s=rates["copy_gb_s"],
+        link="none",
+        link_gb_s=1,
+        watts=1,
+        checked=True,
+    )
     model = find_model(folder)
     return RooflineStage(
         gpu, model, model.num_hidden_layers, True, 1, itemsize, Efficiency(1, 1), 1

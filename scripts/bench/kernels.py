@@ -259,10 +259,13 @@ def run_case(name: str, rounds: int, flex: bool, rehearse: bool, without: str) -
     case = CASES[name](64 if rehearse else 1, copied, multiplied, rehearse, flex)
     case.runs.pop(without, None)
     return {
-        "jax": jax.__version__, "device": jax.devices()[0].device_kind, "rehearsed": rehearse,
-        "copy_gb_s": copied / 1e9, "product_tflops": multiplied / 1e12,
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "rehearsed": rehearse,
+        "copy_gb_s": copied / 1e9,
+        "product_tflops": multiplied / 1e12,
         "runs": measure(case, 2 if rehearse else rounds),
-    }  # fmt: skip
+    }
 
 
 def in_own_process(name: str, options: list[str], without: str) -> dict[str, Any] | str:

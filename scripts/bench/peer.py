@@ -44,9 +44,13 @@ def run_hf(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> float:
             mask[row, longest - len(prompt) :] = 1
         with torch.inference_mode():
             model.generate(
-                input_ids=ids, attention_mask=mask, do_sample=False, pad_token_id=0,
-                max_new_tokens=new_tokens, min_new_tokens=new_tokens,
-            )  # fmt: skip
+                input_ids=ids,
+                attention_mask=mask,
+                do_sample=False,
+                pad_token_id=0,
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+            )
 
     generate(work[:2], 4)
     start = time.perf_counter()
@@ -64,9 +68,13 @@ def run_vllm(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> float
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=model_folder, dtype=dtype, max_num_seqs=64, max_model_len=MAX_LEN,
-        enable_prefix_caching=False, seed=0,
-    )  # fmt: skip
+        model=model_folder,
+        dtype=dtype,
+        max_num_seqs=64,
+        max_model_len=MAX_LEN,
+        enable_prefix_caching=False,
+        seed=0,
+    )
     params = [
         SamplingParams(temperature=0, max_tokens=item["max_tokens"], ignore_eos=True)
         for item in work
@@ -87,8 +95,9 @@ def run_llamacpp(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> f
     if not path.exists():
         how = lib.llama_model_quantize_default_params()
         how.ftype = {
-            "float32": lib.LLAMA_FTYPE_ALL_F32, "bfloat16": lib.LLAMA_FTYPE_MOSTLY_BF16,
-        }[dtype]  # fmt: skip
+            "float32": lib.LLAMA_FTYPE_ALL_F32,
+            "bfloat16": lib.LLAMA_FTYPE_MOSTLY_BF16,
+        }[dtype]
         how.allow_requantize = True
         original = str(Path(model_folder) / "demo.gguf").encode()
         assert lib.llama_model_quantize(original, str(path).encode(), how) == 0

@@ -34,14 +34,18 @@ def run_file(model: str, process: str | None, transport: str = "host") -> dict[s
     return {
         "model": model,
         "engine": {
-            "max_num_seqs": max(ROWS), "max_num_batched_tokens": 64, "token_buckets": [64],
-            "max_model_len": 512, "num_pages": 700, "page_size": 32,
+            "max_num_seqs": max(ROWS),
+            "max_num_batched_tokens": 64,
+            "token_buckets": [64],
+            "max_model_len": 512,
+            "num_pages": 700,
+            "page_size": 32,
         },
         "groups": groups,
         "instances": {name: {"group": name} for name in groups},
         "system": {"name": "disaggregated", "prefill": "a", "decode": "b"},
         "transport": transport,
-    }  # fmt: skip
+    }
 
 
 def decodes(llm: LLM, count: int) -> Batch:

@@ -34,17 +34,26 @@ def run_file(requests: int, instances: int) -> RunFile:
     kinds = {f"i{n}": list(WEIGHTS)[n % len(WEIGHTS)] for n in range(instances)}
     shares = {name: {"weight": WEIGHTS[kind], "max_waiting": 10**6} for name, kind in kinds.items()}
     rate = float(sum(WEIGHTS[kind] for kind in kinds.values()))
-    engine = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "page_size": 16,
-              "launch_ahead": False, "enable_prefix_caching": False}  # fmt: skip
-    return as_run_file({
-        "model": "llama-3-8b",
-        "engine": engine,
-        "groups": {name: {"kind": kind} for name, kind in kinds.items()},
-        "instances": {name: {"group": name} for name in kinds},
-        "system": {"name": "data_parallel", "shares": shares},
-        "workload": {"synthetic": {"lengths": "azure_conversation", "count": requests},
-                     "arrivals": {"kind": "poisson", "rate": rate}},
-    })  # fmt: skip
+    engine = {
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 2048,
+        "page_size": 16,
+        "launch_ahead": False,
+        "enable_prefix_caching": False,
+    }
+    return as_run_file(
+        {
+            "model": "llama-3-8b",
+            "engine": engine,
+            "groups": {name: {"kind": kind} for name, kind in kinds.items()},
+            "instances": {name: {"group": name} for name in kinds},
+            "system": {"name": "data_parallel", "shares": shares},
+            "workload": {
+                "synthetic": {"lengths": "azure_conversation", "count": requests},
+                "arrivals": {"kind": "poisson", "rate": rate},
+            },
+        }
+    )
 
 
 def rss_mib() -> float:
@@ -70,10 +79,15 @@ def measure(requests: int, instances: int) -> dict[str, Any]:
 
     found = simulate(config, work, on_request=on_request)
     return {
-        "requests": requests, "instances": instances, "steps": found.steps,
-        "output_tokens": found.output_tokens, "virtual_s": found.wall_s,
-        "ttft_p99": found.ttft_p99, "tbt_p99": found.tbt_p99, "memory": memory,
-    }  # fmt: skip
+        "requests": requests,
+        "instances": instances,
+        "steps": found.steps,
+        "output_tokens": found.output_tokens,
+        "virtual_s": found.wall_s,
+        "ttft_p99": found.ttft_p99,
+        "tbt_p99": found.tbt_p99,
+        "memory": memory,
+    }
 
 
 def in_a_process(requests: int, instances: int) -> dict[str, Any]:

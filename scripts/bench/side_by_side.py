@@ -23,9 +23,11 @@ from jaxinfer.checkpoints.checkpoint import demo_files
 
 SCRIPTS = Path(__file__).parents[1]
 ENGINE = {
-    "max_num_seqs": 64, "max_model_len": 2048, "max_num_batched_tokens": 2048,
+    "max_num_seqs": 64,
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 2048,
     "strict_shapes": "true",
-}  # fmt: skip
+}
 
 
 def ours(python: str, workload: str, dtype: str, out: Path, settings: list[str]) -> list[str]:

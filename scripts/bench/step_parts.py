@@ -178,8 +178,11 @@ def needs(engine: Engine, parts: tuple[Part, ...], flops: float, read: float) ->
 
 # Which parts of attention are left out, by what to call that.
 LEFT_OUT = {
-    "all": (), "no prefill": ("chunks",), "no decode": ("decode",), "no write": ("write",),
-}  # fmt: skip
+    "all": (),
+    "no prefill": ("chunks",),
+    "no decode": ("decode",),
+    "no write": ("write",),
+}
 
 
 def by_part(

@@ -96,9 +96,11 @@ def target(gpu: Gpu) -> str:
 def devices(gpu: str, count: int = 1) -> list[Any]:
     """So many of them, to compile for."""
     found = topologies.get_topology_desc(
-        platform="cuda", topology_name=gpu, target_config=target(GPUS[gpu]),
+        platform="cuda",
+        topology_name=gpu,
+        target_config=target(GPUS[gpu]),
         topology=f"1x1x{count}",
-    )  # fmt: skip
+    )
     return list(found.devices)
 
 
@@ -154,9 +156,12 @@ def steps(gpu: str, kv_cache_dtype: Any, count: int) -> str:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         checkpoint = open_checkpoint(folder, "dummy")
     options = EngineOptions(
-        load_format="dummy", dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, num_pages=2000,
+        load_format="dummy",
+        dtype="bfloat16",
+        kv_cache_dtype=kv_cache_dtype,
+        num_pages=2000,
         tensor_parallel_size=count,
-    )  # fmt: skip
+    )
     everything = Layers(0, LAYERS, LAYERS)
     plan = planning.make_plan(checkpoint.config, options, devices(gpu, count), everything, 0)
     compiled = CompiledStep(plan)

@@ -11,14 +11,16 @@ PAPERS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/__ini
 @click.command()
 @click.argument("paper", type=click.Choice(PAPERS))
 @click.option(
-    "--data", type=click.Path(path_type=Path, exists=True, file_okay=False),
+    "--data",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Folder with the inputs, under the names that --list shows.",
-)  # fmt: skip
+)
 @click.option("--part", "parts", multiple=True, metavar="NAME", help="Only this one; repeatable.")
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False),
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
     help="Folder for tables, pictures and targets.csv.  [default: runs/reproduce/PAPER]",
-)  # fmt: skip
+)
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes; by default one a core.")
 @click.option("--overwrite", is_flag=True, help="Make parts again that other code or data made.")
 @click.option("--list", "listed", is_flag=True, help="Show inputs and parts, and make nothing.")

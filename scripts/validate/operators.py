@@ -33,9 +33,12 @@ RUN_FILE = str(CONFIGS / "cpu" / "operators.yaml")
 DEGREES, POLICIES = (1, 2), ("mixed", "prefill_first")
 ROUNDS, REQUESTS = 5, 40
 FIGURES = {
-    "makespan": "wall_s", "TTFT, mean": "ttft_mean", "TTFT, p90": "ttft_p90",
-    "TBT, mean": "tbt_mean", "TBT, p99": "tbt_p99",
-}  # fmt: skip
+    "makespan": "wall_s",
+    "TTFT, mean": "ttft_mean",
+    "TTFT, p90": "ttft_p90",
+    "TBT, mean": "tbt_mean",
+    "TBT, p99": "tbt_p99",
+}
 Row = dict[str, Any]
 
 
@@ -81,9 +84,12 @@ def limits_of(run_file: str) -> StepLimits:
     (engine,) = load_run_file(run_file).cluster().instances.values()
     assert engine.max_model_len
     return StepLimits(
-        engine.max_num_seqs, engine.max_num_batched_tokens,
-        -(-engine.max_model_len // engine.page_size), engine.page_size, engine.token_buckets,
-    )  # fmt: skip
+        engine.max_num_seqs,
+        engine.max_num_batched_tokens,
+        -(-engine.max_model_len // engine.page_size),
+        engine.page_size,
+        engine.token_buckets,
+    )
 
 
 def serve(tables: Path, work: Sequence[BenchRequest]) -> dict[tuple[int, str], Any]:
@@ -117,11 +123,16 @@ def compared(way: tuple[int, str], real: Sequence[RunMetrics], ours: RunMetrics)
         middle, simulated = median(rounds), getattr(ours, field)
         rows.append(
             {
-                "devices": way[0], "batches": way[1], "figure": name, "real (s)": round(middle, 4),
-                "quickest (s)": round(min(rounds), 4), "slowest (s)": round(max(rounds), 4),
-                "simulated (s)": round(simulated, 4), "off (%)": round(off(simulated, middle), 1),
+                "devices": way[0],
+                "batches": way[1],
+                "figure": name,
+                "real (s)": round(middle, 4),
+                "quickest (s)": round(min(rounds), 4),
+                "slowest (s)": round(max(rounds), 4),
+                "simulated (s)": round(simulated, 4),
+                "off (%)": round(off(simulated, middle), 1),
             }
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -132,20 +143,29 @@ def by_kind(way: tuple[int, str], steps: Steps, wall_s: float) -> list[Row]:
         real, tables = (sum(each) for each in zip(*both, strict=True))
         rows.append(
             {
-                "devices": way[0], "batches": way[1], "steps of": kind, "steps": len(both),
-                "real (s)": round(real, 3), "by tables (s)": round(tables, 3),
+                "devices": way[0],
+                "batches": way[1],
+                "steps of": kind,
+                "steps": len(both),
+                "real (s)": round(real, 3),
+                "by tables (s)": round(tables, 3),
                 "off (%)": round(off(tables, real), 1),
                 "of the makespan (%)": round(100 * (tables - real) / wall_s, 1),
             }
-        )  # fmt: skip
+        )
     between = wall_s - steps.busy_s
     rows.append(
         {
-            "devices": way[0], "batches": way[1], "steps of": "none, between steps", "steps": 0,
-            "real (s)": round(between, 3), "by tables (s)": 0.0, "off (%)": "",
+            "devices": way[0],
+            "batches": way[1],
+            "steps of": "none, between steps",
+            "steps": 0,
+            "real (s)": round(between, 3),
+            "by tables (s)": 0.0,
+            "off (%)": "",
             "of the makespan (%)": round(-100 * between / wall_s, 1),
         }
-    )  # fmt: skip
+    )
     return rows
 
 

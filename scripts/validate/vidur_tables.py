@@ -21,10 +21,15 @@ from jaxinfer.simulate.costs.piecewise_linear import Curve
 from jaxinfer.simulate.costs.table_files import FIRST, LAST, PER_SEQUENCE
 
 DENSE = {
-    "layernorm": "input_layernorm", "qkv_proj": "attn_pre_proj", "rotary_emb": "attn_rope",
-    "o_proj": "attn_post_proj", "gate_up_proj": "mlp_up_proj", "act_fn": "mlp_act",
-    "down_proj": "mlp_down_proj", "add": "add",
-}  # fmt: skip
+    "layernorm": "input_layernorm",
+    "qkv_proj": "attn_pre_proj",
+    "rotary_emb": "attn_rope",
+    "o_proj": "attn_post_proj",
+    "gate_up_proj": "mlp_up_proj",
+    "act_fn": "mlp_act",
+    "down_proj": "mlp_down_proj",
+    "add": "add",
+}
 BATCHING, LAUNCH_MS = 1.1, 0.02
 
 
@@ -79,9 +84,11 @@ def write_tables(
     out.mkdir(parents=True)
     sizes = next(rows(mlp))
     names = {
-        "hidden_size": "n_embd", "intermediate_size": "n_expanded_embd",
-        "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head",
-    }  # fmt: skip
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_expanded_embd",
+        "num_attention_heads": "n_head",
+        "num_key_value_heads": "n_kv_head",
+    }
     overrides = {ours: int(sizes[theirs]) for ours, theirs in names.items()}
     meta = {"source": mlp.name, "engine_effective": {"hf_overrides": overrides}}
     (folder / "meta.yaml").write_text(yaml.safe_dump(meta), encoding="utf-8")

@@ -29,8 +29,13 @@ from scripts.tables import CONFIGS
 
 RUN_FILE = CONFIGS / "vllm" / "rtx4090_llama31_8b.yaml"
 FIELDS = (
-    "input_toks", "output_toks", "arrival_time", "queued_ts", "first_token_ts", "last_token_ts",
-)  # fmt: skip
+    "input_toks",
+    "output_toks",
+    "arrival_time",
+    "queued_ts",
+    "first_token_ts",
+    "last_token_ts",
+)
 Real = Mapping[str, Any]
 
 

@@ -45,7 +45,7 @@ def test_the_file_s_own_end_comes_first() -> None:
         (["</s>", "<|tool_response>", "<turn|>"], [1, 2]),
         (["<EOT>", "[EOT]", "<end_of_utterance>", "<|eom_id|>", "[e~[", "<EOS>"], [0, 1, 2, 3, 4]),
     ],
-)  # fmt: skip
+)
 def test_ends_by_text(tokens: list[str], of_them: list[int]) -> None:
     wanted = [tokens[token] for token in of_them]
     assert ends(tokens) == wanted

@@ -75,8 +75,10 @@ def test_yarn_s_defaults_are_those_of_llama_cpp() -> None:
     }
     assert found == rotation("llama", 128, **given | said)
     for key, other in (
-        ("original_context_length", 4096), ("yarn_beta_fast", 16.0), ("yarn_beta_slow", 2.0)
-    ):  # fmt: skip
+        ("original_context_length", 4096),
+        ("yarn_beta_fast", 16.0),
+        ("yarn_beta_slow", 2.0),
+    ):
         assert found != rotation("llama", 128, **given | said | {f"rope__scaling__{key}": other})
 
 

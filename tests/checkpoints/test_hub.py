@@ -47,8 +47,12 @@ def offline(cache: Path, *models: str) -> list[str]:
     environment = dict(os.environ) | {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", script, *models],
-        capture_output=True, text=True, env=environment, cwd=cache, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=cache,
+        check=True,
+    )
     return done.stdout.splitlines()
 
 

@@ -268,8 +268,9 @@ def test_the_first_answers_are_kept_in_the_files_order(
     found = {record["custom_id"]: record["error"] for record in records(tmp_path / "out")}
     assert found["line-2"] == {"code": "invalid_request", "message": "line 2: too long"}
     assert [name for name, error in found.items() if error] == [
-        *(f"line-{i}" for i in (10, 20, 30, 40)), "line-2",
-    ]  # fmt: skip
+        *(f"line-{i}" for i in (10, 20, 30, 40)),
+        "line-2",
+    ]
     with job_of(tmp_path, monkeypatch, llm, force=True) as job:
         job.run()
         assert job.answers() == []
@@ -329,9 +330,12 @@ def test_lines_are_read_while_others_are_served(
 
 
 def test_a_batch_is_run_again_from_its_record(
-    tiny_folder: Path, tiny_loaded_once: None, tmp_path: Path, source: Path,
+    tiny_folder: Path,
+    tiny_loaded_once: None,
+    tmp_path: Path,
+    source: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """A batch comes to the same answers; it is refused where its lines have changed."""
     monkeypatch.chdir(tmp_path)
     config = RunFile(model=str(tiny_folder), engine=EngineOptions(**TINY_OPTIONS))

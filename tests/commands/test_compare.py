@@ -90,8 +90,10 @@ def test_systems_are_simulated_once_each(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_run_records_the_workload_that_it_served(tmp_path: Path) -> None:
     """The first file's; a predictor stays a file's own."""
     base = {
-        "model": "llama-3-8b", "groups": {"g": {"kind": "A10"}}, "instances": {"i": {"group": "g"}},
-    }  # fmt: skip
+        "model": "llama-3-8b",
+        "groups": {"g": {"kind": "A10"}},
+        "instances": {"i": {"group": "g"}},
+    }
     predictor = {"granularity": 100, "accuracy": 1.0}
     a, b, c = (
         as_run_file(base | {"workload": workload})
@@ -202,9 +204,13 @@ FAILURES = [JaxinferError("no such GPU"), ZeroDivisionError(), KeyboardInterrupt
 @pytest.mark.parametrize("rounds", [0, 2])
 @pytest.mark.parametrize("at", ["runs", "pictures"])
 def test_what_fails_leaves_the_folder_as_it_was(
-    at: str, rounds: int, failure: BaseException, existed: bool, tmp_path: Path,
+    at: str,
+    rounds: int,
+    failure: BaseException,
+    existed: bool,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """So that the command put right finds it new; but what has run stays."""
     out = tmp_path / "out"
     if existed:

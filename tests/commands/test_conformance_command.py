@@ -37,8 +37,12 @@ def test_tables() -> None:
     ]
     assert refused[1] == [["A B", "C", "not int8"]]
     assert as_markdown("T", (["a", "b"], [["1", "2"]])).splitlines() == [
-        "### T", "", "| a | b |", "| --- | --- |", "| 1 | 2 |"
-    ]  # fmt: skip
+        "### T",
+        "",
+        "| a | b |",
+        "| --- | --- |",
+        "| 1 | 2 |",
+    ]
 
 
 @pytest.fixture

@@ -39,10 +39,11 @@ def plan(devices: int) -> Plan:
 
 def test_a_plan() -> None:
     costs = [
-        StepCost(StepShape(64, 512, 64), 5 * MIB, {"all-reduce": (4, MIB), "all-gather": (1, 0)},
-                 1.25),
+        StepCost(
+            StepShape(64, 512, 64), 5 * MIB, {"all-reduce": (4, MIB), "all-gather": (1, 0)}, 1.25
+        ),
         StepCost(StepShape(64, 64, 0), MIB // 4, {}, 0.04),
-    ]  # fmt: skip
+    ]
     parameters, memory, steps = plan_tables(plan(2), costs)
     assert parameters.title == "Parameters"
     assert [str(column.header) for column in parameters.columns] == [
@@ -68,18 +69,22 @@ def test_a_plan() -> None:
     ]
     for table in (parameters, memory, steps):
         assert [column.justify for column in table.columns] == [
-            "left", *["right"] * (len(table.columns) - 1)
-        ]  # fmt: skip
+            "left",
+            *["right"] * (len(table.columns) - 1),
+        ]
 
 
 def test_rules_side_by_side() -> None:
     def record(name: str, wall: float, decode: float | None) -> dict[str, Any]:
         return {
-            "sharding": name, "weight_bytes_per_device": 3 * MIB, "wall_s_median": wall,
-            "prefill_step_s": 0.5, "decode_step_s": decode,
+            "sharding": name,
+            "weight_bytes_per_device": 3 * MIB,
+            "wall_s_median": wall,
+            "prefill_step_s": 0.5,
+            "decode_step_s": decode,
             "largest_step": {"collectives": {"all-reduce": (8, 2 * MIB)}},
             "largest_decode_step": {"collectives": {}},
-        }  # fmt: skip
+        }
 
     found = rows(rules_table([record("a", 2.0, 0.0012), record("b", 3.0, None)]))
     step = ("8 all-reduce, 2.0 MiB", "none")

@@ -71,9 +71,12 @@ SECTIONS = [
 ]
 # By name: a mapping must hold them.
 MAPPINGS = [
-    (CRONUS, "groups"), (CRONUS, "instances"), (PARALLEL, "system.shares"),
-    (CRONUS, "simulate.groups"), (HARDWARE, "nodes"),
-]  # fmt: skip
+    (CRONUS, "groups"),
+    (CRONUS, "instances"),
+    (PARALLEL, "system.shares"),
+    (CRONUS, "simulate.groups"),
+    (HARDWARE, "nodes"),
+]
 WHOLE = [
     (CRONUS, "engine"), (CRONUS, "groups.weak"), (CRONUS, "instances.ppi"), (CRONUS, "metrics"),
     (CRONUS, "instances.cpi.stages[0]"), (CRONUS, "links[0]"), (PARALLEL, "system.shares.cpi"),
@@ -81,9 +84,11 @@ WHOLE = [
     (CRONUS, "simulate.groups.weak"), (HARDWARE, "nodes.x"),
 ]  # fmt: skip
 OPTIONAL = [
-    (CRONUS, "groups.strong.emulate"), (CRONUS, "workload.synthetic"), (CRONUS, "simulate.linear"),
+    (CRONUS, "groups.strong.emulate"),
+    (CRONUS, "workload.synthetic"),
+    (CRONUS, "simulate.linear"),
     (CRONUS, "simulate.groups.weak.linear"),
-]  # fmt: skip
+]
 LISTS = [(CRONUS, "links"), (CRONUS, "instances.cpi.stages"), (CRONUS, "engine.token_buckets")]
 
 
@@ -287,8 +292,13 @@ def test_settings(tmp_path: Path, settings: list[str], message: str) -> None:
 
 def test_a_setting_goes_where_the_short_form_has_only_a_name(tmp_path: Path) -> None:
     (tmp_path / "f.yaml").write_text(yaml.safe_dump(CRONUS | {"system": "cronus"}))
-    settings = ["system.candidates=7", "workload.synthetic=arxiv_4k", "workload.synthetic.count=3",
-                "workload.arrivals=interval", "workload.arrivals.seconds=2.5"]  # fmt: skip
+    settings = [
+        "system.candidates=7",
+        "workload.synthetic=arxiv_4k",
+        "workload.synthetic.count=3",
+        "workload.arrivals=interval",
+        "workload.arrivals.seconds=2.5",
+    ]
     config = load_run_file(tmp_path / "f.yaml", settings)
     assert config.system == {"name": "cronus", "candidates": 7}
     assert config.workload.synthetic is not None

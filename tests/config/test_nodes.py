@@ -370,8 +370,13 @@ def test_tables_and_linear_costs_do_not_know_of_a_cap(kind: dict[str, Any]) -> N
 
 
 OWN = {
-    "bf16_tflops": 1, "memory_gb": 1, "memory_gb_s": 1, "link": "none", "link_gb_s": 1, "watts": 1,
-}  # fmt: skip
+    "bf16_tflops": 1,
+    "memory_gb": 1,
+    "memory_gb_s": 1,
+    "link": "none",
+    "link_gb_s": 1,
+    "watts": 1,
+}
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ COUNT = 100
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunRecord]:
     """So many requests, which come so fast that they wait for seats and pages."""
     settings = [
-        f"workload.limit={COUNT}", "workload.arrivals={kind: poisson, rate: 20}",
+        f"workload.limit={COUNT}",
+        "workload.arrivals={kind: poisson, rate: 20}",
         "engine.num_pages=2600",
-    ]  # fmt: skip
+    ]
     found = {}
     for name in NAMES:
         config = load_run_file(FOLDER / f"{name}.yaml", settings)

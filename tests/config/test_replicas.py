@@ -31,7 +31,9 @@ def test_by_hand_and_by_replicas_is_the_same() -> None:
     stages = [{"group": "d", "layers": 20}, {"group": "e", "layers": 12}]
     short = run_file(
         groups={
-            "p": {"kind": "A10", "replicas": 3}, "d": {"kind": "A30", "replicas": 3}, "e": both,
+            "p": {"kind": "A10", "replicas": 3},
+            "d": {"kind": "A30", "replicas": 3},
+            "e": both,
         },
         instances={
             "x": {"group": "p", "replicas": 3, "max_num_seqs": 7},
@@ -43,7 +45,7 @@ def test_by_hand_and_by_replicas_is_the_same() -> None:
             {"between": ["p", "p"], "gb_s": 9, "latency_s": 0.5},
         ],
         simulate={"groups": {"p": {"flops": 0.5}, "e": {"flops": 0.4}}},
-    )  # fmt: skip
+    )
     numbers = range(3)
     long = run_file(
         groups={f"p{i}": {"kind": "A10"} for i in numbers}
@@ -58,10 +60,11 @@ def test_by_hand_and_by_replicas_is_the_same() -> None:
         + [{"between": [f"d{i}", "e"], "gb_s": 7} for i in numbers]
         + [
             {"between": [f"p{i}", f"p{j}"], "gb_s": 9, "latency_s": 0.5}
-            for i in numbers for j in range(i + 1, 3)
+            for i in numbers
+            for j in range(i + 1, 3)
         ],
         simulate={"groups": {f"p{i}": {"flops": 0.5} for i in numbers} | {"e": {"flops": 0.4}}},
-    )  # fmt: skip
+    )
     assert short == long
     assert short.cluster() == long.cluster()
 
@@ -99,14 +102,20 @@ def test_lists_of_a_system_may_name_all_replicas() -> None:
     instances = {"i": {"group": "g", "replicas": 2}, "j": {"group": "g"}}
     groups = {"g": {"kind": "A10", "devices": 3, "tensor_parallel_size": 1}}
     system = {
-        "name": "some", "one": "i", "prefill": ["i", "j"], "i": 3,
+        "name": "some",
+        "one": "i",
+        "prefill": ["i", "j"],
+        "i": 3,
         "units": [{"i": ["i"]}, ["j", ["i"]], 7],
-    }  # fmt: skip
+    }
     config = run_file(groups=groups, instances=instances, system=system)
     assert config.system == {
-        "name": "some", "one": "i", "prefill": ["i0", "i1", "j"], "i": 3,
+        "name": "some",
+        "one": "i",
+        "prefill": ["i0", "i1", "j"],
+        "i": 3,
         "units": [{"i": ["i0", "i1"]}, ["j", ["i0", "i1"]], 7],
-    }  # fmt: skip
+    }
     assert run_file(groups=groups, instances=instances, system="single").system == {
         "name": "single"
     }
@@ -124,18 +133,22 @@ def test_keys_of_a_system_s_mappings_stand_for_all_replicas() -> None:
             7: {"group": "7"},
         },
         system={
-            "name": "some", "theta": 0.5,
+            "name": "some",
+            "theta": 0.5,
             "flows": {"theta": {"k": 2.0, "h": 1.0}, "h": {"k": {"g": "k"}}},
-            "units": [{"theta": {"theta": 1}}], "prices": {7: 3, "k": [1]},
+            "units": [{"theta": {"theta": 1}}],
+            "prices": {7: 3, "k": [1]},
         },
-    )  # fmt: skip
+    )
     both = {"k0": 2.0, "k1": 2.0, "h": 1.0}
     of_k = {"g0": "k", "g1": "k"}
     assert config.system == {
-        "name": "some", "theta": 0.5,
+        "name": "some",
+        "theta": 0.5,
         "flows": {"theta0": both, "theta1": both, "h": {"k0": of_k, "k1": of_k}},
-        "units": [{"theta": {"theta0": 1, "theta1": 1}}], "prices": {7: 3, "k0": [1], "k1": [1]},
-    }  # fmt: skip
+        "units": [{"theta": {"theta0": 1, "theta1": 1}}],
+        "prices": {7: 3, "k0": [1], "k1": [1]},
+    }
     flows = config.system["flows"]
     assert flows["theta0"] is not flows["theta1"]
 
@@ -148,8 +161,10 @@ def test_a_group_gives_way_to_an_instance_of_its_name() -> None:
         system={"name": "some", "listed": ["x", "y"], "prices": {"x": 1, "y": 2}},
     )
     assert config.system == {
-        "name": "some", "listed": ["x", "y0", "y1"], "prices": {"x": 1, "y0": 2, "y1": 2},
-    }  # fmt: skip
+        "name": "some",
+        "listed": ["x", "y0", "y1"],
+        "prices": {"x": 1, "y0": 2, "y1": 2},
+    }
 
 
 def test_a_replica_may_not_be_there_twice() -> None:
@@ -189,8 +204,13 @@ def test_groups_on_the_nodes_of_their_number(tmp_path: Path) -> None:
     placement = place_groups(config.cluster(), config.simulate)
     assert placement
     assert placement.node_of == {
-        "s0": "small0", "s1": "small1", "s2": "small2", "l0": "large", "l1": "large", "l2": "large",
-    }  # fmt: skip
+        "s0": "small0",
+        "s1": "small1",
+        "s2": "small2",
+        "l0": "large",
+        "l1": "large",
+        "l2": "large",
+    }
     assert placement.usd_per_hour == 3 * 2 + 9
     wrong = on_nodes(file, "small")
     with pytest.raises(JaxinferError) as error:
@@ -314,11 +334,12 @@ def test_a_link_of_replicas_is_between_two(between: object) -> None:
         run_file(
             groups={name: G | {"replicas": 2} for name in "gh"} | {"k": G},
             instances={
-                "x": {"group": "g", "replicas": 2}, "y": {"group": "h", "replicas": 2},
+                "x": {"group": "g", "replicas": 2},
+                "y": {"group": "h", "replicas": 2},
                 "z": {"group": "k"},
             },
             links=[{"between": between, "gb_s": 1}],
-        ).cluster()  # fmt: skip
+        ).cluster()
 
 
 @pytest.mark.parametrize(
@@ -337,7 +358,7 @@ def test_a_link_of_replicas_is_between_two(between: object) -> None:
         ([{"between": ["large"], "gb_s": 1}], "links[0].between"),
         ([{"between": ["large", "small1"], "gb_s": 0}], "links[0].gb_s is 0, must be greater"),
     ],
-)  # fmt: skip
+)
 def test_links_that_cannot_be_are_refused(
     links: list[dict[str, Any]], message: str, tmp_path: Path
 ) -> None:

@@ -58,8 +58,9 @@ def test_a_stage_has_its_groups_gpu_layers_costs_and_the_way_to_the_next() -> No
     site = model_site(resolve(as_run_file(data)))
     first, second = stages = site.stages["x"]
     assert [(s.group.name, s.group.kind, s.part.layers, s.costs.flops) for s in stages] == [
-        ("a", "A100-80G-SXM", round(32 * 312 / 437), 0.5), ("b", "A10", round(32 * 125 / 437), 0.25)
-    ]  # fmt: skip
+        ("a", "A100-80G-SXM", round(32 * 312 / 437), 0.5),
+        ("b", "A10", round(32 * 125 / 437), 0.25),
+    ]
     assert first.hop
     assert (first.hop.links, first.hop.latency_s) == ({("a", "b"): 2e9}, 0.5)
     assert second.hop is None

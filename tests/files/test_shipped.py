@@ -153,11 +153,15 @@ def test_what_is_copied_out(elsewhere: Path) -> None:
         (("cronus", "new"), "new exists, must be a new name"),
         (("demo/demo.yaml", "new"), "new/demo.yaml exists, must be a new name"),
         (("demo/demo.yaml", "other.yaml"), "other.yaml exists, must be a new name"),
-        (("cronsu", "x"), "cronsu: is not among what ships (`jaxinfer configs` lists it), did you "
-                          "mean 'cronus'?"),
-        (("../jaxinfer", "x"), "../jaxinfer: is not among what ships (`jaxinfer configs` lists "
-                               "it)"),
-    ):  # fmt: skip
+        (
+            ("cronsu", "x"),
+            "cronsu: is not among what ships (`jaxinfer configs` lists it), did you mean 'cronus'?",
+        ),
+        (
+            ("../jaxinfer", "x"),
+            "../jaxinfer: is not among what ships (`jaxinfer configs` lists it)",
+        ),
+    ):
         with pytest.raises(JaxinferError) as caught:
             copy(*given)
         assert str(caught.value) == message

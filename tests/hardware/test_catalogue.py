@@ -49,9 +49,13 @@ def test_memory_is_the_total_that_nvidia_smi_shows(gpu: str, mib: int) -> None:
 
 
 TINY = ModelShape(
-    hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, vocab_size=10,
-)  # fmt: skip
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=10,
+)
 FULL = Efficiency(flops=1.0, bandwidth=1.0)
 
 
@@ -94,9 +98,14 @@ def slow(
 ) -> RooflineStage:  # fmt: skip
     """TINY's three layers at so many operations and bytes per second; links likewise."""
     gpu = Gpu(
-        bf16_tflops=flops / 1e12, memory_gb=1, memory_gb_s=bandwidth / 1e9, link="none",
-        link_gb_s=1, watts=1, checked=True,
-    )  # fmt: skip
+        bf16_tflops=flops / 1e12,
+        memory_gb=1,
+        memory_gb_s=bandwidth / 1e9,
+        link="none",
+        link_gb_s=1,
+        watts=1,
+        checked=True,
+    )
     shape = TINY.model_copy(update=model)
     return RooflineStage(gpu, shape, 3, last, devices, itemsize, efficiency, link / 1e9)
 

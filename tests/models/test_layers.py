@@ -99,10 +99,15 @@ def case() -> tuple[dict[str, np.ndarray], KVPages, PagedBatch, list[np.ndarray]
     pages = 1 + RNG.permutation(9).reshape(3, 3)
     keys, values = np.zeros((10, K, H, PAGE), np.float32), np.zeros((10, K, PAGE, H), np.float32)
     batch = PagedBatch(
-        position_T=np.zeros(T), page_T=np.zeros(T), offset_T=np.zeros(T),
-        decode_table_SM=np.zeros((3, 3)), decode_length_S=np.array([1, 7, 0]),
-        chunk_table_CM=pages[2:], chunk_start_C=np.array([3]), chunk_row_C1=np.array([2, 7]),
-    )  # fmt: skip
+        position_T=np.zeros(T),
+        page_T=np.zeros(T),
+        offset_T=np.zeros(T),
+        decode_table_SM=np.zeros((3, 3)),
+        decode_length_S=np.array([1, 7, 0]),
+        chunk_table_CM=pages[2:],
+        chunk_start_C=np.array([3]),
+        chunk_row_C1=np.array([2, 7]),
+    )
     batch = PagedBatch(*(np.asarray(x, np.int32) for x in batch))
     batch.decode_table_SM[:2] = pages[:2]
     whole, row = [], 0

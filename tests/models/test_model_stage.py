@@ -29,9 +29,12 @@ def test_the_first_and_the_last() -> None:
 def test_overlaps_need_a_layer() -> None:
     middle = Layers(2, 4, 8)
     for other, shared in (
-        (Layers(0, 2, 8), False), (Layers(0, 3, 8), True), (Layers(3, 8, 8), True),
-        (Layers(4, 8, 8), False), (Layers(0, 8, 8), True),
-    ):  # fmt: skip
+        (Layers(0, 2, 8), False),
+        (Layers(0, 3, 8), True),
+        (Layers(3, 8, 8), True),
+        (Layers(4, 8, 8), False),
+        (Layers(0, 8, 8), True),
+    ):
         assert middle.overlaps(other) == other.overlaps(middle) == shared
 
 

@@ -51,9 +51,14 @@ def test_frequencies_are_rounded_as_torch_rounds_them(theta: float, bits: dict[i
 def test_llama3_by_pairs(given: dict[str, int]) -> None:
     """Wavelengths within a quarter of the context are kept, those beyond it are stretched."""
     found = frequencies(
-        64, rope_theta=500.0, rope_type="llama3", factor=8.0, low_freq_factor=1.0,
-        high_freq_factor=4.0, **given,
-    )  # fmt: skip
+        64,
+        rope_theta=500.0,
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        **given,
+    )
     kinds = set()
     for frequency, got in zip(plain(500.0), found, strict=True):
         rotations = 64 / (2 * math.pi / frequency)
@@ -92,11 +97,15 @@ def test_yarn_by_pairs(
     given = {"beta_fast": fast, "beta_slow": slow}
     rope = rope_of(
         keys(
-            rope_theta=theta, rope_type="yarn", factor=4.0,
-            original_max_position_embeddings=original, **given,
+            rope_theta=theta,
+            rope_type="yarn",
+            factor=4.0,
+            original_max_position_embeddings=original,
+            **given,
         ),
-        HEAD_DIM, 100,
-    )  # fmt: skip
+        HEAD_DIM,
+        100,
+    )
     for i, (frequency, got) in enumerate(zip(plain(theta), rope.frequencies, strict=True)):
         ramp = min(max((i - first) / (last - first or 0.001), 0), 1)
         assert got == pytest.approx(frequency * (1 - ramp) + frequency / 4 * ramp), i

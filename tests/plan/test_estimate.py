@@ -19,8 +19,12 @@ STEP, TOKEN = 0.01, 1e-4
 def config(pp: int = 1, replicas: int = 1, chunk: int = 64, seqs: int = 16) -> RunFile:
     """Steps of a constant and so much for each token, shared by stages."""
     place: dict[str, Any] = {"stages": [{"group": "g"}] * pp} if pp > 1 else {"group": "g"}
-    own = {"max_num_batched_tokens": chunk, "max_num_seqs": seqs, "max_model_len": 512,
-           "launch_ahead": False}  # fmt: skip
+    own = {
+        "max_num_batched_tokens": chunk,
+        "max_num_seqs": seqs,
+        "max_model_len": 512,
+        "launch_ahead": False,
+    }
     return as_run_file(
         {
             "model": "llama-3-8b",

@@ -164,9 +164,13 @@ def test_of_the_package_its_code_and_facts_count_and_its_run_files_do_not(
     found = [digest_of(copy, left_out)]
     assert found[0] == code_version()
     for name in (
-        "configs/gpus.yaml", "configs/models.yaml", "configs/lengths.yaml",
-        "simulate/costs/roofline.py", "serving/loop.py", "plan/planners/colocated.py",
-    ):  # fmt: skip
+        "configs/gpus.yaml",
+        "configs/models.yaml",
+        "configs/lengths.yaml",
+        "simulate/costs/roofline.py",
+        "serving/loop.py",
+        "plan/planners/colocated.py",
+    ):
         with (copy / name).open("a") as file:
             file.write("# mine\n")
         found.append(digest_of(copy, left_out))
@@ -341,11 +345,17 @@ def test_words_that_name_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     Path("all.csv").write_text("1")
     data: dict[str, Any] = {
         "system": {"name": "single", "prefill": "single"},
-        "planner": "single", "groups": {"single": {}}, "instances": {"a": {"group": "single"}},
-    }  # fmt: skip
+        "planner": "single",
+        "groups": {"single": {}},
+        "instances": {"a": {"group": "single"}},
+    }
     assert contents(data | {"system": "single"}) == contents(data) == {}
-    for named in ({"model": "single"}, {"workload": {"tokenizer": "single"}},
-                  {"simulate": {"groups": {"g": {"tables": "single"}}}}, ["single"]):  # fmt: skip
+    for named in (
+        {"model": "single"},
+        {"workload": {"tokenizer": "single"}},
+        {"simulate": {"groups": {"g": {"tables": "single"}}}},
+        ["single"],
+    ):
         assert list(contents(named)) == ["single/sweep.csv"]
     assert contents(["", {"model": ""}]) == {}, "not all of the working directory"
     # A file that ships is found by its name alone.

@@ -24,9 +24,12 @@ FILE: dict[str, Any] = {
         "seqs_per_stage": [4, 512],
     },
     "goal": {"maximise": "gpu", "slo": "ttft:p90=2,tbt:p99=0.2", "at_once": 3, "fresh_seeds": 2},
-    "run": RUN | {"workload": {"synthetic": {"lengths": "azure_code", "count": 30, "seed": 0}},
-                  "engine": {"max_model_len": 16384, "max_num_batched_tokens": 2048}},
-}  # fmt: skip
+    "run": RUN
+    | {
+        "workload": {"synthetic": {"lengths": "azure_code", "count": 30, "seed": 0}},
+        "engine": {"max_model_len": 16384, "max_num_batched_tokens": 2048},
+    },
+}
 
 
 class OneArgument:
@@ -165,11 +168,13 @@ def test_vidurs_space_has_450_configurations() -> None:
 def test_sequences_by_stage_and_costs_by_kind() -> None:
     options = ColocatedOptions.model_validate(
         {
-            "gpus": {"A10": 2, "L4": 2}, "pipeline_parallel": [1, 2], "seqs_per_stage": [8],
+            "gpus": {"A10": 2, "L4": 2},
+            "pipeline_parallel": [1, 2],
+            "seqs_per_stage": [8],
             "engines": {"chunks": {"max_num_batched_tokens": 8}},
             "costs": {"L4": {"flops": 0.3}},
         }
-    )  # fmt: skip
+    )
     seqs, flops = {}, {}
     for candidate in Colocated(options).candidates():
         config = as_run_file(RUN | dict(candidate.part))

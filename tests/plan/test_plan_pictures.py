@@ -35,9 +35,11 @@ def searched(slo: str, goal: dict[str, Any]) -> tuple[DrivenSearch, Candidate]:
     search = DrivenSearch(problem({"slo": slo} | goal))
     names = [name for name in ("tbt p99", "ttft p90") if slo.partition(":")[1]]
     for gpus, rate, tbt, ttft, given_up in (
-        (1, 2.0, 0.05, 1.5, None), (2, 5.0, 0.1, 0.5, None), (3, 6.0, 0.12, 0.6, None),
+        (1, 2.0, 0.05, 1.5, None),
+        (2, 5.0, 0.1, 0.5, None),
+        (3, 6.0, 0.12, 0.6, None),
         (4, 9.0, 0.01, 0.1, "at this rate"),
-    ):  # fmt: skip
+    ):
         each = cluster("A10", gpus, 8)
         figures = dict(zip(names, (tbt, ttft), strict=False))
         search.tried[each.key] = each, Score(rate, Costs(gpus, 1.0, None), given_up, figures)
@@ -73,16 +75,19 @@ def test_ttft_against_tbt(
     front, *limits = axes.lines
     assert front.get_xydata().tolist() == [[0.05, 1.5], [0.1, 0.5]]
     assert [line.get_xydata().tolist() for line in limits] == [
-        [[0.2, 0], [0.2, 1]], [[0, 2], [1, 2]]
-    ]  # fmt: skip
+        [[0.2, 0], [0.2, 1]],
+        [[0, 2], [1, 2]],
+    ]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("TBT p99, s", "TTFT p90, s")
     assert bar.get_ylabel() == unit
     # What is at a limit is not at the spine.
     assert axes.get_xlim()[1] > 0.2 * 1.1
     assert axes.get_ylim()[1] > 2 * 1.1
     assert legend_of(figure)[:3] == [
-        "Pareto front: none is below in both", "chosen", "limits of the targets"
-    ]  # fmt: skip
+        "Pareto front: none is below in both",
+        "chosen",
+        "limits of the targets",
+    ]
 
 
 @pytest.mark.parametrize("slo", ["ttft=1", "ttft:p90=2", "tbt:p99=0.2"])
@@ -107,12 +112,19 @@ def test_cost_against_rate(drawn: list[Any]) -> None:
     assert axes.get_xlabel() == "GPUs"
     assert all(tick == int(tick) for tick in axes.get_xticks())
     assert [(each.get_text(), each.xy) for each in axes.texts] == [
-        ("1", (1, 2.0)), ("2", (2, 5.0)), ("3", (3, 6.0))
-    ]  # fmt: skip
+        ("1", (1, 2.0)),
+        ("2", (2, 5.0)),
+        ("3", (3, 6.0)),
+    ]
     assert legend_of(drawn[0]) == [
-        "largest rate", "misses the targets at this rate",
-        "Pareto front: none carries more for less", "chosen", "1: gpus 1", "2: gpus 2", "3: gpus 3",
-    ]  # fmt: skip
+        "largest rate",
+        "misses the targets at this rate",
+        "Pareto front: none carries more for less",
+        "chosen",
+        "1: gpus 1",
+        "2: gpus 2",
+        "3: gpus 3",
+    ]
 
 
 def test_candidates_of_one_cost_are_told_by_name(drawn: list[Any]) -> None:

@@ -57,8 +57,12 @@ def test_targets_are_as_the_goal_has_them() -> None:
 
 def test_what_candidates_complete_may_not_do_by_itself() -> None:
     """The requests are read without it."""
-    run = RUN | {"engine": {"max_num_seqs": 4096}, "links": [{"between": ["a", "b"], "gb_s": 1}],
-                 "groups": {"g": {"devices": -1}}, "system": {"name": 3}}  # fmt: skip
+    run = RUN | {
+        "engine": {"max_num_seqs": 4096},
+        "links": [{"between": ["a", "b"], "gb_s": 1}],
+        "groups": {"g": {"devices": -1}},
+        "system": {"name": 3},
+    }
     assert len(problem(GOAL).model_copy(update={"run": run}).work) == 4
     with pytest.raises(JaxinferError, match=r"^run\.modl: unknown option"):
         _ = problem(GOAL).model_copy(update={"run": RUN | {"modl": "x"}}).work

@@ -12,7 +12,9 @@ from jaxinfer.commands.plan import plan
 pytestmark = pytest.mark.slow
 FILE = {
     "planner": {
-        "name": "colocated", "gpus": {"A10": 2, "L4": 2}, "tensor_parallel": [1, 2],
+        "name": "colocated",
+        "gpus": {"A10": 2, "L4": 2},
+        "tensor_parallel": [1, 2],
         "seqs_per_stage": [2, 16],
     },
     "goal": {"maximise": "gpu", "slo": "ttft:p90=2,tbt:p99=0.2", "at_once": 3, "fresh_seeds": 2},
@@ -21,7 +23,7 @@ FILE = {
         "engine": {"max_model_len": 4096},
         "workload": {"synthetic": {"lengths": "sharegpt", "count": 200, "seed": 0}},
     },
-}  # fmt: skip
+}
 
 
 def test_a_plan_over_a_cluster_is_that_of_this_machine(cluster: Any, tmp_path: Path) -> None:

@@ -65,9 +65,11 @@ def test_a_prompt_counts_once_with_all_its_continuations(small_run: RunRecord) -
     """Of two prompts with two continuations each, one fails, though a half of it has ended."""
     first, second, error, last = small_run.requests
     requests = (
-        replace(first, parent="p"), replace(second, parent="q"),
-        replace(error, parent="q"), replace(last, parent="p"),
-    )  # fmt: skip
+        replace(first, parent="p"),
+        replace(second, parent="q"),
+        replace(error, parent="q"),
+        replace(last, parent="p"),
+    )
     run = replace(small_run, requests=requests)
     f = figures(run)
     assert (f.requests_s, f.failed, f.output_tok_s) == pytest.approx((0.1, 1, 0.4))
@@ -160,9 +162,13 @@ def test_emulation_is_said_once_or_per_system(small_run: RunRecord) -> None:
 
 def test_the_table_has_a_row_per_system_and_a_column_per_group(small_run: RunRecord) -> None:
     alone = replace(
-        small_run, groups={"a": ("mid",)}, steps=small_run.steps[:1], transfers=(),
-        requests=small_run.requests[1:2], emulated=("mid: [b] slower",),
-    )  # fmt: skip
+        small_run,
+        groups={"a": ("mid",)},
+        steps=small_run.steps[:1],
+        transfers=(),
+        requests=small_run.requests[1:2],
+        emulated=("mid: [b] slower",),
+    )
     lines = printed({"[b]": taking(small_run, 10, 20, 40), "alone": [alone]})
     assert lines[0].strip() == "Serving systems on one workload, medians of 1 to 3 rounds"
     assert [cell.strip() for cell in lines[1].split("  ") if cell.strip()] == [
@@ -207,9 +213,14 @@ def test_numbers_keep_three_digits(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(2**20 // 2, "0.500 MiB"), (2**30 - 2**20, "1,023 MiB"), (2**30, "1.00 GiB"),
-     (3 * 2**29, "1.50 GiB"), (2**42, "4,096 GiB")],
-)  # fmt: skip
+    [
+        (2**20 // 2, "0.500 MiB"),
+        (2**30 - 2**20, "1,023 MiB"),
+        (2**30, "1.00 GiB"),
+        (3 * 2**29, "1.50 GiB"),
+        (2**42, "4,096 GiB"),
+    ],
+)
 def test_bytes_are_in_units_that_are_read(small_run: RunRecord, num_bytes: int, text: str) -> None:
     (one, _) = small_run.transfers
     run = replace(small_run, transfers=(replace(one, num_bytes=num_bytes),))
@@ -225,8 +236,11 @@ def test_csv_and_json_hold_the_figures_exactly(small_run: RunRecord, tmp_path: P
     with (tmp_path / "compare.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["system"], row["round"]) for row in rows] == [
-        ("x", "1"), ("x", "2"), ("x", "3"), ("y", "1"),
-    ]  # fmt: skip
+        ("x", "1"),
+        ("x", "2"),
+        ("x", "3"),
+        ("y", "1"),
+    ]
     for row, run in zip(rows, [*runs["x"], other], strict=True):
         values = asdict(figures(run))
         shares = values.pop("utilisation")

@@ -53,9 +53,13 @@ def test_what_the_files_have(tmp_path: Path) -> None:
     assert found.transfers.to_dict("records") == [MOVE]
     done, short, failed, two = found.requests.to_dict("records")
     assert done == DONE | {
-        "token_times": (2.0, 2.5, 4.0), "output_tokens": 3, "delay": 0.25, "ttft": 1.0,
-        "tpot": 1.0, "e2e": 3.0,
-    }  # fmt: skip
+        "token_times": (2.0, 2.5, 4.0),
+        "output_tokens": 3,
+        "delay": 0.25,
+        "ttft": 1.0,
+        "tpot": 1.0,
+        "e2e": 3.0,
+    }
     assert (short["ttft"], short["e2e"], short["output_tokens"]) == (2.0, 2.0, 1)
     assert np.isnan(short["tpot"])
     assert (two["tpot"], two["e2e"]) == (0.75, 2.75)
@@ -81,8 +85,10 @@ def test_what_is_counted_is_whole(tmp_path: Path) -> None:
 def test_columns_do_not_depend_on_the_rows(tmp_path: Path, empty: bool) -> None:
     found = load_run(write(tmp_path, [] if empty else [STEP, MOVE], [] if empty else [FAILED]))
     for frame, columns in [
-        (found.requests, REQUESTS), (found.steps, STEPS), (found.transfers, TRANSFERS)
-    ]:  # fmt: skip
+        (found.requests, REQUESTS),
+        (found.steps, STEPS),
+        (found.transfers, TRANSFERS),
+    ]:
         assert {name: str(kind) for name, kind in frame.dtypes.items()} == columns
         assert len(frame) == (not empty)
 

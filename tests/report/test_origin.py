@@ -175,7 +175,7 @@ def test_the_version_has_one_source() -> None:
     code = "import sys, jaxinfer; jaxinfer.__version__; print(len(sys.modules))"
     plain = "import sys, importlib, typing; print(len(sys.modules))"
     counts = [
-        int(subprocess.check_output([sys.executable, "-c", each], cwd=ROOT)) for each in
-        (code, plain)
-    ]  # fmt: skip
+        int(subprocess.check_output([sys.executable, "-c", each], cwd=ROOT))
+        for each in (code, plain)
+    ]
     assert counts[0] - counts[1] <= 3, "importing jaxinfer stays light"

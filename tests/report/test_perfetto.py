@@ -51,8 +51,12 @@ def test_steps_and_transfers_are_slices_in_microseconds(trace: dict[str, Any]) -
     args = [event["args"] for event in trace["traceEvents"] if event["ph"] == "X"]
     assert args[1] == {"prefill_tokens": 50, "decode_tokens": 2}
     assert args[2] == {
-        "request": "r0", "tokens": 50, "bytes": 1000, "waited_us": 250_000, "hidden_us": 500_000
-    }  # fmt: skip
+        "request": "r0",
+        "tokens": 50,
+        "bytes": 1000,
+        "waited_us": 250_000,
+        "hidden_us": 500_000,
+    }
 
 
 def test_requests_go_from_arrival_over_the_first_token_to_the_end(trace: dict[str, Any]) -> None:
@@ -72,9 +76,13 @@ def test_requests_go_from_arrival_over_the_first_token_to_the_end(trace: dict[st
     assert len(found) == 4
     (args,) = (e["args"] for e in events if e["args"].get("request") == "r3")
     assert args == {
-        "request": "r3", "prompt_tokens": 80, "cut_tokens": 20, "output_tokens": 1,
-        "preemptions": 2, "error": None,
-    }  # fmt: skip
+        "request": "r3",
+        "prompt_tokens": 80,
+        "cut_tokens": 20,
+        "output_tokens": 1,
+        "preemptions": 2,
+        "error": None,
+    }
     failed = next(e for e in events if e["id"] == "2")
     assert failed["args"]["error"] == "the prompt is too long"
 

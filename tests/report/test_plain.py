@@ -23,13 +23,17 @@ def test_what_is_reported_survives_json() -> None:
     }
     found, wrong = reported("Mine.report", lambda: given)
     assert wrong is None
-    assert json.loads(json.dumps(found)) == found == {
-        "none": None,
-        "(1, 2)": {"(3, 4)": {"None": True}},
-        "names": [f"n{i}" for i in range(9)],
-        "mixed": ["b", ["a"], 1],
-        "numpy": [0.5, True, [[0, 1], [2, 3]]],
-    }  # fmt: skip
+    assert (
+        json.loads(json.dumps(found))
+        == found
+        == {
+            "none": None,
+            "(1, 2)": {"(3, 4)": {"None": True}},
+            "names": [f"n{i}" for i in range(9)],
+            "mixed": ["b", ["a"], 1],
+            "numpy": [0.5, True, [[0, 1], [2, 3]]],
+        }
+    )
 
 
 def test_every_odd_value_is_named_where_it_lies() -> None:

@@ -56,19 +56,23 @@ def test_timeline_has_a_lane_per_stage_and_route(small_run: RunRecord, tmp_path:
     check_file(tmp_path / "t.png", figure)
     # By group, and the route above the first stage of the instance that it goes to.
     assert lanes(figure) == [
-        "low: a", "a \N{RIGHTWARDS ARROW} b", "low: b, stage 1", "high: b, stage 2"
-    ]  # fmt: skip
+        "low: a",
+        "a \N{RIGHTWARDS ARROW} b",
+        "low: b, stage 1",
+        "high: b, stage 2",
+    ]
     found = blocks(figure)
     assert [block[:4] for block in found if block[0] != 1] == [
-        (0, "prefill", 0, 2), (0, "prefill", 4, 5),
-        (2, "mixed", 1, 3), (2, "decode", 3, 4.5),
-        (3, "mixed", 3, 6), (3, "decode", 6, 7),
-    ]  # fmt: skip
+        (0, "prefill", 0, 2),
+        (0, "prefill", 4, 5),
+        (2, "mixed", 1, 3),
+        (2, "decode", 3, 4.5),
+        (3, "mixed", 3, 6),
+        (3, "decode", 6, 7),
+    ]
     # Two transfers at once share the lane's height.
     transfers = [block for block in found if block[0] == 1]
-    assert [block[1:4] for block in transfers] == [
-        ("transfer", 2.25, 2.75), ("transfer", 2.5, 3.5)
-    ]  # fmt: skip
+    assert [block[1:4] for block in transfers] == [("transfer", 2.25, 2.75), ("transfer", 2.5, 3.5)]
     assert [block[4] for block in transfers] == pytest.approx([found[0][4] / 2] * 2)
     assert legend(figure) == ["prefill", "prefill chunk and decodes", "decodes", "KV transfer"]
     (axes,) = figure.axes
@@ -82,16 +86,18 @@ def test_lanes_go_by_groups_as_instances_name_them(small_run: RunRecord, tmp_pat
     groups = {"z": ("w",), "b": ("a", "w"), "a": ("w",), "y": ("a",)}
     run = replace(small_run, groups=groups, steps=(), transfers=())
     assert lanes(timeline(run, tmp_path / "t.png")) == [
-        "w: z", "w: b, stage 2", "w: a", "a: b, stage 1", "a: y"
-    ]  # fmt: skip
+        "w: z",
+        "w: b, stage 2",
+        "w: a",
+        "a: b, stage 1",
+        "a: y",
+    ]
 
 
 def test_timeline_shows_the_window_alone(small_run: RunRecord, tmp_path: Path) -> None:
     figure = timeline(small_run, tmp_path / "t.png", start=3.75, stop=5.5)
     assert figure.axes[0].get_xlim() == (3.75, 5.5)
-    assert [block[:2] for block in blocks(figure)] == [
-        (0, "prefill"), (2, "decode"), (3, "mixed")
-    ]  # fmt: skip
+    assert [block[:2] for block in blocks(figure)] == [(0, "prefill"), (2, "decode"), (3, "mixed")]
     assert "KV transfer" not in legend(figure)
     with pytest.raises(JaxinferError, match="timeline of small: from 5 to 5 s is no time"):
         timeline(small_run, tmp_path / "no.png", start=5, stop=5)
@@ -107,9 +113,7 @@ def test_default_window_is_short_enough_for_its_steps(small_run: RunRecord, tmp_
 
     assert window(0.5, 0.5) == pytest.approx((3, 15))
     assert window(0.01, 0.01) == pytest.approx((3, 3 + MAX_BLOCKS * 0.02 - 0.01))
-    assert timeline(
-        replace(small_run, wall_s=8), tmp_path / "t.png"
-    ).axes[0].get_xlim() == (0, 8)  # fmt: skip
+    assert timeline(replace(small_run, wall_s=8), tmp_path / "t.png").axes[0].get_xlim() == (0, 8)
 
 
 def test_latencies_are_those_of_the_median_round(small_run: RunRecord, tmp_path: Path) -> None:

@@ -13,9 +13,7 @@ from jaxinfer.steps.times import Point
 KEY = {"model": "tiny", "dtype": "float32", "chunk_tokens": 64}
 # Stages of 2 ms and 1 ms a token, and 0.5 s; then contexts, of 100 us a token and of 25 us.
 PREFILLS = [(n, (2e-3 * n + 0.5, 1e-3 * n)) for n in (100, 200, 400)]
-MIXED = [
-    (p, d, (1e-4 * p + 0.25, 2.5e-5 * d)) for d in (4000, 0, 1000) for p in (0, 500, 1000)
-]  # fmt: skip
+MIXED = [(p, d, (1e-4 * p + 0.25, 2.5e-5 * d)) for d in (4000, 0, 1000) for p in (0, 500, 1000)]
 EXACT = Profile(KEY, PREFILLS, MIXED, [Point(((0, 1),), (1.0, 1.0))])
 # Times 1, 1, 2 of lengths 1, 3, 2: the best line is 10 / 9, which is off by 1 / 9 and by 4 / 9.
 BENT = Profile(
@@ -34,9 +32,12 @@ def test_a_line_for_each_instance_and_equation() -> None:
     # 2 + 4 x 1 ms a token; 4 x 25 us of decode context.
     assert x_2 == ("x", "2: partial prefill", "6 ms per token + 500 ms", "1.000", "0.0 %")
     assert x_3 == (
-        "", "3: mixed iteration",
-        "100 us per token of prefill context + 100 of decode context + 250 ms", "1.000", "0.0 %",
-    )  # fmt: skip
+        "",
+        "3: mixed iteration",
+        "100 us per token of prefill context + 100 of decode context + 250 ms",
+        "1.000",
+        "0.0 %",
+    )
     # How well a line fits is told of the times as measured.
     r2 = 1 - (2 * (1 / 9) ** 2 + (8 / 9) ** 2) / (2 / 3)
     assert y_2[:2] == ("y", "2: partial prefill")

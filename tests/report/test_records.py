@@ -30,8 +30,9 @@ def step(
     instance: str, spans: list[tuple[float, float]], tokens: int, decodes: int, *shards: ShardWork
 ) -> StepDone:
     work = Work(tokens, decodes, 3, 2, 0, [], decodes, shards)
-    batch: Any = SimpleNamespace(instance=instance, rows=[], work=work, num_waiting=4,
-                                 num_running=5, pages_in_use=6)  # fmt: skip
+    batch: Any = SimpleNamespace(
+        instance=instance, rows=[], work=work, num_waiting=4, num_running=5, pages_in_use=6
+    )
     return StepDone(batch, (1, 2), spans[0][0], spans[-1][1], stages=spans)
 
 

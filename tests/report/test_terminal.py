@@ -47,9 +47,13 @@ def test_figures_of_a_run() -> None:
 
 
 def test_figures_that_only_some_runs_have() -> None:
-    found = dict(rows(metrics_table(
-        metrics(failed=2, cached_tokens=1000, compiles=7, tbt_p50=None, tbt_p99=None)
-    )))  # fmt: skip
+    found = dict(
+        rows(
+            metrics_table(
+                metrics(failed=2, cached_tokens=1000, compiles=7, tbt_p50=None, tbt_p99=None)
+            )
+        )
+    )
     assert found["requests"] == "12 (2 failed)"
     assert found["prompt tokens"] == "4,000 (25.0 % from the prefix cache)"
     assert found["TBT p50 / p99"] == "- / -"

@@ -21,11 +21,15 @@ def alone(models: dict[str, Path]) -> Iterator[dict[str, LLM]]:
     """One instance on one device that computes a prompt in one piece, and keeps none."""
     llms = {
         heads: LLM(
-            str(model), progress=False, page_size=64, max_num_seqs=1,
-            max_num_batched_tokens=128, enable_prefix_caching=False,
+            str(model),
+            progress=False,
+            page_size=64,
+            max_num_seqs=1,
+            max_num_batched_tokens=128,
+            enable_prefix_caching=False,
         )
         for heads, model in models.items()
-    }  # fmt: skip
+    }
     yield llms
     llms.clear()
     free_executables()

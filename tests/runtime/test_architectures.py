@@ -144,9 +144,11 @@ def config_of(folder: Path, values: dict[str, Any]) -> ModelConfig:
 def test_gemma_of_transformers_4_and_5(tmp_path: Path) -> None:
     """The same model, as both write it."""
     four = {
-        "rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None,
+        "rope_theta": 1000000,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
         "sliding_window_pattern": 6,
-    }  # fmt: skip
+    }
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     rope = {kinds[0]: {"rope_theta": 1e4}, kinds[-1]: {"rope_theta": 1e6, "rope_type": "default"}}
     five = {"layer_types": (kinds * 5)[:26], "rope_parameters": rope}
@@ -161,10 +163,14 @@ def test_gemma_of_transformers_4_and_5(tmp_path: Path) -> None:
 
 
 LLAMA = {
-    "architectures": ["Qwen2ForCausalLM"], "vocab_size": 100, "hidden_size": 64,
-    "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
     "max_position_embeddings": 32768,
-}  # fmt: skip
+}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 

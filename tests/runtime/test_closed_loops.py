@@ -19,10 +19,12 @@ def test_one_comes_when_one_ends(
     count = 12
     workload = {
         "synthetic": {
-            "input_len": 9, "output_len": {"kind": "uniform", "min": 1, "max": 12}, "count": count
+            "input_len": 9,
+            "output_len": {"kind": "uniform", "min": 1, "max": 12},
+            "count": count,
         },
         "arrivals": {"kind": "closed", "concurrency": concurrency, "think_s": think_s},
-    }  # fmt: skip
+    }
     work = as_run_file({"workload": workload}).requests()
     measure(tiny, work, "workload", str(tmp_path), progress=False)
     found = read_run(tmp_path / "1").requests

@@ -76,20 +76,30 @@ def test_tetriinfer(
 @pytest.mark.parametrize("pages", [{}, {"d": 5, "e": 18}], ids=["roomy", "small"])
 @pytest.mark.parametrize(("limit", "layerwise"), [(8192, 33), (60, None)], ids=["pools", "mixed"])
 def test_splitwise(
-    four: LLM, expected: dict[str, list[Done]], limit: int, layerwise: int | None,
-    pages: dict[str, int], tmp_path: Path,
-) -> None:  # fmt: skip
+    four: LLM,
+    expected: dict[str, list[Done]],
+    limit: int,
+    layerwise: int | None,
+    pages: dict[str, int],
+    tmp_path: Path,
+) -> None:
     """With room for few prompts, or for few decodes, machines help out in the mixed pool."""
     system = {
-        "name": "splitwise", "prompt": ["p", "q"], "token": ["d", "e"],
-        "max_pending_tokens": limit, "layerwise_from": layerwise,
-    }  # fmt: skip
+        "name": "splitwise",
+        "prompt": ["p", "q"],
+        "token": ["d", "e"],
+        "max_pending_tokens": limit,
+        "layerwise_from": layerwise,
+    }
     ran, done = run(four, system, tmp_path, pages)
     assert done == expected["two"]
     moves = ran.record.run["system_report"]["pools"]
     assert {name: where[0][1] for name, where in moves.items()} == {
-        "p": "prompt", "q": "prompt", "d": "token", "e": "token",
-    }  # fmt: skip
+        "p": "prompt",
+        "q": "prompt",
+        "d": "token",
+        "e": "token",
+    }
     helped = {name for name, where in moves.items() if len(where) > 1}
     assert bool(helped) == (limit == 60 or bool(pages))
     if not helped:
@@ -161,8 +171,13 @@ def test_aladdin(
     """By step times such that about 300 entries fit on each: the fifth request opens another."""
     fit = StepFit(PrefillFit(1e-4, 0.01), MixedFit(0.0, 0.0, 0.01), DecodeFit(0.005, 0.01, 0.1))
     monkeypatch.setattr(four._runs, "fits", dict.fromkeys(INSTANCES, fit))
-    system = {"name": "aladdin", "ttft_s": 60.0, "atgt_s": 2.0, "heartbeat_s": 0.002,
-              "prefill": prefill}  # fmt: skip
+    system = {
+        "name": "aladdin",
+        "ttft_s": 60.0,
+        "atgt_s": 2.0,
+        "heartbeat_s": 0.002,
+        "prefill": prefill,
+    }
     ran, done = run(four, system, tmp_path, {})
     assert done == expected["two"]
     used = {name for name in INSTANCES if ran.decoded(name)}

@@ -83,8 +83,13 @@ def test_no_weight_is_read(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -
         arguments += ["--set", f"engine.{name}={value}"]
     result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
     assert result.exit_code == 0
-    for text in ("layers.*.mlp.down_FD", "64 of 8 tokens, 512 tokens", "longest request", "256 tok",
-                 "4 all-reduce"):  # fmt: skip
+    for text in (
+        "layers.*.mlp.down_FD",
+        "64 of 8 tokens, 512 tokens",
+        "longest request",
+        "256 tok",
+        "4 all-reduce",
+    ):
         assert text in result.output
 
 

@@ -74,13 +74,15 @@ LOSSES = ((CRONUS, "a", 0), (CRONUS, "b", 3), (SHARES, "a", 3), (SHARES, "b", 0)
     ("system", "lost", "after", "failure"),
     [
         pytest.param(
-            *loss, failure, id=f"{loss[0]['name']}-{loss[1]}-{loss[2]}-{failure.__name__}",
+            *loss,
+            failure,
+            id=f"{loss[0]['name']}-{loss[1]}-{loss[2]}-{failure.__name__}",
             marks=[pytest.mark.slow] * ((i + j) % 2),
         )
         for i, loss in enumerate(LOSSES)
         for j, failure in enumerate(FAILURES)
     ],
-)  # fmt: skip
+)
 def test_requests_are_recomputed_elsewhere(
     tiny_folder: Path,
     tmp_path: Path,

@@ -24,9 +24,13 @@ pytestmark = [
 def test_greedy_tokens(token_budget: int) -> None:
     cases = json.loads(GOLDEN.read_text())["cases"]
     llm = LLM(
-        "gemma3-270m", progress=False, dtype="float32", max_model_len=1024, max_num_seqs=8,
+        "gemma3-270m",
+        progress=False,
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=8,
         max_num_batched_tokens=token_budget,
-    )  # fmt: skip
+    )
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True)
     prompts = [{"prompt_token_ids": case["prompt_ids"]} for case in cases]
     longest = max(len(case["prompt_ids"]) for case in cases)

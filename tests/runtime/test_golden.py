@@ -44,9 +44,14 @@ def checkpoint() -> Checkpoint:
 @pytest.fixture(scope="module")
 def engine(checkpoint: Checkpoint) -> Iterator[Engine]:
     options = EngineOptions(
-        dtype="float32", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512,
-        page_size=16, num_pages=129, strict_shapes=True,
-    )  # fmt: skip
+        dtype="float32",
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=512,
+        page_size=16,
+        num_pages=129,
+        strict_shapes=True,
+    )
     loaded = load_cluster(checkpoint, one_engine(options), lambda part, left: None)
     yield loaded.engines["engine"]  # noqa: PT022 (the cluster lives as long as the fixture)
 

@@ -273,9 +273,12 @@ def test_lists_of_sides_that_agree_on_nothing(
         "d": {"stages": stages} | roomy(32),
     }
     llm = loader.load(
-        "three", groups=groups, instances=instances, verify_transfers=True,
+        "three",
+        groups=groups,
+        instances=instances,
+        verify_transfers=True,
         system={"name": "disaggregated", "prefill": ["p", "q"], "decode": "d"},
-    )  # fmt: skip
+    )
     assert serve(llm, run_dir=tmp_path / "runs") == expected["three"]
     ran = Ran.last(tmp_path / "runs")
     check_transfers(ran, token_bytes("three"))

@@ -20,8 +20,11 @@ from jaxinfer.runtime.kv.slab import SLAB_TOKENS, gather, scatter
 
 ROOT = Path(__file__).parents[2]
 TINY_OPTIONS: dict[str, Any] = {
-    "max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 8, "num_pages": 65,
-}  # fmt: skip
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "page_size": 8,
+    "num_pages": 65,
+}
 
 
 def tokens(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -51,13 +54,17 @@ def test_on_two_devices(tiny_folder: Path) -> None:
     found = [
         tokens(
             LLM(
-                str(tiny_folder), progress=False, kernels=kernels, tensor_parallel_size=devices,
+                str(tiny_folder),
+                progress=False,
+                kernels=kernels,
+                tensor_parallel_size=devices,
                 **TINY_OPTIONS,
             ),
-            prompts, 12,
+            prompts,
+            12,
         )
         for kernels, devices in (("plain", 1), ("interpret", 2))
-    ]  # fmt: skip
+    ]
     assert found[0] == found[1]
 
 
@@ -209,13 +216,16 @@ def test_a_cache_of_8_bits_in_kernels(tiny_folder: Path, kv_cache_dtype: str) ->
     found = [
         prompt_logprobs(
             LLM(
-                str(tiny_folder), progress=False, kernels=kernels, kv_cache_dtype=kv_cache_dtype,
+                str(tiny_folder),
+                progress=False,
+                kernels=kernels,
+                kv_cache_dtype=kv_cache_dtype,
                 **options,
             ),
             list(range(1, 90)),
         )
         for kernels in ("plain", "interpret")
-    ]  # fmt: skip
+    ]
     assert np.sqrt(np.mean((found[0] - found[1]) ** 2)) < 0.03 * found[0].std()
 
 

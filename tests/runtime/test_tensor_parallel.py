@@ -64,17 +64,23 @@ RULES = "from jaxinfer.models.sharding import Rule\nRULES = "
 
 @pytest.mark.parametrize(
     "table",
-    ["()", '(Rule("*embed_VD", {"D": "tp"}), Rule("*.mlp.*", {"F": "tp"}))',
-     '[Rule("*_VD", {"V": "tp"}), Rule("*.q_DNH", {"D": "tp"})]'],
-)  # fmt: skip
+    [
+        "()",
+        '(Rule("*embed_VD", {"D": "tp"}), Rule("*.mlp.*", {"F": "tp"}))',
+        '[Rule("*_VD", {"V": "tp"}), Rule("*.q_DNH", {"D": "tp"})]',
+    ],
+)
 def test_other_rules_change_no_token(
     tiny: LLM, tiny_folder: Path, tmp_path: Path, table: str
 ) -> None:
     (tmp_path / "rules.py").write_text(RULES + table)
     llm = LLM(
-        str(tiny_folder), progress=False, tensor_parallel_size=2,
-        sharding=str(tmp_path / "rules.py"), **TINY,
-    )  # fmt: skip
+        str(tiny_folder),
+        progress=False,
+        tensor_parallel_size=2,
+        sharding=str(tmp_path / "rules.py"),
+        **TINY,
+    )
     assert outputs(llm) == outputs(tiny)
 
 
@@ -97,9 +103,12 @@ def test_bad_rules(tiny_folder: Path, tmp_path: Path, text: str | None, message:
         (tmp_path / "rules.py").write_text(text)
     with pytest.raises(JaxinferError) as caught:
         LLM(
-            str(tiny_folder), progress=False, tensor_parallel_size=3,
-            sharding=str(tmp_path / "rules.py"), **TINY,
-        )  # fmt: skip
+            str(tiny_folder),
+            progress=False,
+            tensor_parallel_size=3,
+            sharding=str(tmp_path / "rules.py"),
+            **TINY,
+        )
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -12,11 +12,16 @@ from jaxinfer.config.run_file import as_run_file
 from jaxinfer.report.records import read_run
 
 DISAGGREGATED = {
-    "name": "disaggregated", "prefill": ["p", "q"], "decode": ["d", "e"], "hand_off": "at_end",
-}  # fmt: skip
+    "name": "disaggregated",
+    "prefill": ["p", "q"],
+    "decode": ["d", "e"],
+    "hand_off": "at_end",
+}
 HEXGEN2 = {
-    "name": "hexgen2", "flows": {"p": {"d": 3.0, "e": 1.0}, "q": {"e": 2.0}}, "hand_off": "at_end",
-}  # fmt: skip
+    "name": "hexgen2",
+    "flows": {"p": {"d": 3.0, "e": 1.0}, "q": {"e": 2.0}},
+    "hand_off": "at_end",
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +42,15 @@ def load(folder: Path, system: dict[str, Any] = DISAGGREGATED, **decode: Any) ->
     run_file = {
         "model": str(folder),
         "groups": {
-            "p": {}, "q": {"devices": 2}, "d": {}, "e": {"devices": 2, "tensor_parallel_size": 1}
+            "p": {},
+            "q": {"devices": 2},
+            "d": {},
+            "e": {"devices": 2, "tensor_parallel_size": 1},
         },
         "instances": {name: INSTANCE | each for name, each in instances.items()},
         "system": system,
         "verify_transfers": True,
-    }  # fmt: skip
+    }
     return LLM.from_config(as_run_file(run_file), progress=False)
 
 

@@ -119,9 +119,14 @@ def test_requests_arrive_in_time_and_ticks_each(clock: Clock) -> None:
             name = event.request.id if isinstance(event, Arrival) else type(event).__name__
             seen.append((name, round(world.now(), 2)))
     assert seen == [
-        ("Tick", 2), ("Tick", 2), ("first", 5), ("early", 5), ("tied", 5), ("Tick", 10),
+        ("Tick", 2),
+        ("Tick", 2),
+        ("first", 5),
+        ("early", 5),
+        ("tied", 5),
+        ("Tick", 10),
         ("late", 20),
-    ]  # fmt: skip
+    ]
     assert world.arrivals_left()
     assert world.waited_s == pytest.approx(20, abs=0.01)
     assert world.launching_s == 0

@@ -29,9 +29,14 @@ ROWS = [
 
 def test_counts() -> None:
     assert work_of(ROWS) == Work(
-        tokens=16, singles=4, sequences=6, sampled=4, single_context=11 + 31 + 10 + 4,
-        chunks=[(0, 10), (4, 2)], decodes=2,
-    )  # fmt: skip
+        tokens=16,
+        singles=4,
+        sequences=6,
+        sampled=4,
+        single_context=11 + 31 + 10 + 4,
+        chunks=[(0, 10), (4, 2)],
+        decodes=2,
+    )
     assert work_of([]) == Work(0, 0, 0, 0, 0, [], 0)
 
 

@@ -304,9 +304,13 @@ def outcome(
     stages = {name: scenario.timing.stages.get(name, 1) for name in names}
     devices = {name: range(count) for name, count in stages.items()}
     world = SimulatedWorld(
-        {name: Costs(count) for name, count in stages.items()}, dict.fromkeys(names, 1), devices,
-        lanes, dict.fromkeys(lanes, 7.0), sorted(requests, key=lambda r: r.arrival),
-    )  # fmt: skip
+        {name: Costs(count) for name, count in stages.items()},
+        dict.fromkeys(names, 1),
+        devices,
+        lanes,
+        dict.fromkeys(lanes, 7.0),
+        sorted(requests, key=lambda r: r.arrival),
+    )
     steps: list[tuple[object, ...]] = []
     ended: list[str] = []
 

@@ -568,7 +568,10 @@ def test_a_batch_counts_the_group_anew_each_time() -> None:
     running(instance, "a")
     batches = [instance.form_batch() for _ in range(3)]
     assert [(b.grouped, b.grouped_context, b.work.decodes) for b in batches if b] == [
-        (1, 5, 1), (1, 6, 1), (1, 7, 1)]  # fmt: skip
+        (1, 5, 1),
+        (1, 6, 1),
+        (1, 7, 1),
+    ]
     request = instance.running["a"]
     assert (request.launched, request.pending) == (7, 3)
     request.paused = True

@@ -205,8 +205,10 @@ def test_no_step_is_launched_past_max_tokens() -> None:
 
 
 def test_what_fits_nowhere_is_refused_wherever_it_is_sent() -> None:
-    for system in (Follow({"r0": Script(3, 9, 0, None, (Leg("A", 3), Leg("B")), 2)}),
-                   Do(Reassign("r0", (Leg("B"),)))):  # fmt: skip
+    for system in (
+        Follow({"r0": Script(3, 9, 0, None, (Leg("A", 3), Leg("B")), 2)}),
+        Do(Reassign("r0", (Leg("B"),))),
+    ):
         outcome = Run(system, [tiny("A", 20), tiny("B", 10)], make_requests([(3, 9)])).verify()
         error = outcome.finished["r0"].error
         assert error == (

@@ -154,9 +154,12 @@ class Instant:
         self, pages: int = 100, size: int = 1, grouped: bool = False, **options: Any
     ) -> None:
         limits: dict[str, Any] = {
-            "max_num_batched_tokens": 100, "max_num_seqs": 8, "watermark": 0.0,
-            "max_in_flight": 2, "launch_ahead": True,
-        }  # fmt: skip
+            "max_num_batched_tokens": 100,
+            "max_num_seqs": 8,
+            "watermark": 0.0,
+            "max_in_flight": 2,
+            "launch_ahead": True,
+        }
         given = {name: options.pop(name) for name in list(options) if name in limits}
         policies = make_policies(PolicyOptions(**options))
         opts = InstanceOptions(**(limits | given))
@@ -208,7 +211,12 @@ def test_a_prompt_above_the_budget_is_cut_by_it_and_decodes_wait() -> None:
     assert run.step() == {"r0": 2}
     run.add((25, 1), (3, 1))
     assert [run.step() for _ in range(5)] == [
-        {"r1": 10}, {"r1": 10}, {"r1": 5, "r2": 3}, {"r0": 1}, {"r0": 1}]  # fmt: skip
+        {"r1": 10},
+        {"r1": 10},
+        {"r1": 5, "r2": 3},
+        {"r0": 1},
+        {"r0": 1},
+    ]
 
 
 def test_whole_prompts_by_hand() -> None:

@@ -166,8 +166,12 @@ def test_what_was_preempted_in_its_output_is_recomputed_in_chunks() -> None:
     a = make(100, max_num_batched_tokens=6)
     (request,) = queue(a, (4, 20))
     request.output_token_ids = [0] * 12
-    assert [step(a) for _ in range(4)] == [[("r0", 0, 6)], [("r0", 6, 6)], [("r0", 12, 4)],
-                                           [("r0", 16, 1)]]  # fmt: skip
+    assert [step(a) for _ in range(4)] == [
+        [("r0", 0, 6)],
+        [("r0", 6, 6)],
+        [("r0", 12, 4)],
+        [("r0", 16, 1)],
+    ]
 
 
 def test_launch_ahead() -> None:

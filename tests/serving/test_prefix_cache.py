@@ -59,13 +59,16 @@ def test_the_least_recently_used_page_is_evicted_and_the_end_of_a_prompt_first()
     a, b = list(range(12)), list(range(100, 112))
     outcome = serve(
         [
-            request("r0", a), request("r1", b, arrival=20), request("r2", a, arrival=40),
+            request("r0", a),
+            request("r1", b, arrival=20),
+            request("r2", a, arrival=40),
             # Six of eight pages hold a and b; three more evict the last page of b, used before a.
             request("r3", list(range(200, 212)), arrival=60),
-            request("r4", a, arrival=80), request("r5", b, arrival=100),
+            request("r4", a, arrival=80),
+            request("r5", b, arrival=100),
         ],
         num_pages=8,
-    )  # fmt: skip
+    )
     assert hits(outcome) == [0, 0, 8, 0, 8, 8]
 
 
@@ -104,7 +107,8 @@ def test_pages_by_themselves() -> None:
     hold.keep(digests[:2])  # Known already.
     assert hold.num_hashed == 3
     assert [page.pages for page in hold.cached.values()] == [
-        [{0: i, 1: i + 3}, {2: i}] for i in (1, 2, 3)]  # fmt: skip
+        [{0: i, 1: i + 3}, {2: i}] for i in (1, 2, 3)
+    ]
     assert cache.match(digests) == list(hold.cached.values())
     assert cache.match([b"a", b"x", b"c"]) == [hold.cached[0]]
     assert cache.match([b"x", b"b"]) == []

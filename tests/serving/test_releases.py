@@ -8,8 +8,11 @@ def test_those_who_wait_for_the_same_end_come_in_their_order() -> None:
     for after, name in ((2, "c"), (1, "a"), (2, "d"), (1, "b"), (2, "e"), (4, "f")):
         releases.hold(after, name)
     assert [releases.due(), *(releases.ended() for _ in range(3))] == [
-        [], ["a", "b"], ["c", "d", "e"], []
-    ]  # fmt: skip
+        [],
+        ["a", "b"],
+        ["c", "d", "e"],
+        [],
+    ]
     assert releases
     releases.hold(3, "late")
     assert releases.due() == ["late"]

@@ -20,7 +20,12 @@ def request(output: int = 0, pending: int = 0, *legs: Leg) -> RequestState:
 def test_a_new_request() -> None:
     new = request()
     assert (new.id, new.prompt_len, new.max_tokens, new.arrival, new.payload) == (
-        "x", 6, 4, 2.5, "given")  # fmt: skip
+        "x",
+        6,
+        4,
+        2.5,
+        "given",
+    )
     assert (new.peak_tokens, new.num_known, new.metrics.arrival) == (9, 6, 2.5)
     assert (new.goes_first, new.takes_cached, new.paused) == (False, True, False)
     assert (new.computed, new.launched, new.sent, new.transfers, new.epoch) == (0, 0, 0, 0, 0)

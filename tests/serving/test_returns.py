@@ -19,12 +19,19 @@ def again(name: str) -> Instance:
 def test_who_has_nowhere_else_to_go_waits() -> None:
     """r0 has one of three tokens; its five known ones are computed anew, four in a step."""
     outcome = follow(
-        [TO_A, TO_A], [pool("A")], [(4, 3), (4, 1)], [0, 3],
-        timing=unit(lost={"A": (1.5, 5.5)}), renew=again,
-    )  # fmt: skip
+        [TO_A, TO_A],
+        [pool("A")],
+        [(4, 3), (4, 1)],
+        [0, 3],
+        timing=unit(lost={"A": (1.5, 5.5)}),
+        renew=again,
+    )
     assert steps(outcome)[:2] == ["0-1 A r0:0+4", "1-2 A r0:4+1"]
-    assert steps(outcome)[2:] == ["5.5-6.5 A r0:0+4", "6.5-7.5 A r0:4+1 r1:0+3",
-                                  "7.5-8.5 A r0:5+1 r1:3+1"]  # fmt: skip
+    assert steps(outcome)[2:] == [
+        "5.5-6.5 A r0:0+4",
+        "6.5-7.5 A r0:4+1 r1:0+3",
+        "7.5-8.5 A r0:5+1 r1:3+1",
+    ]
     assert (times(outcome), times(outcome, "r1")) == ([1, 7.5, 8.5], [8.5])
     assert (outcome.loop.roster.lost, outcome.loop.roster.returning) == ({}, set())
 
@@ -84,8 +91,11 @@ def test_one_that_is_back_takes_its_old_place() -> None:
 def test_it_may_be_lost_again_and_again() -> None:
     outcome = least_loaded({"A": (0.5, 2, 2.5, 4, 4.5)}, [0, 2.25, 4.25, 6])
     assert [outcome.route_of(f"r{i}") for i in range(4)] == [
-        [("A", 4), ("B", 4)], [("A", 4), ("B", 4)], [("A", 4), ("B", 4)], [("B", 4)],
-    ]  # fmt: skip
+        [("A", 4), ("B", 4)],
+        [("A", 4), ("B", 4)],
+        [("A", 4), ("B", 4)],
+        [("B", 4)],
+    ]
     assert outcome.loop.roster.lost == {"A": "killed"}
 
 

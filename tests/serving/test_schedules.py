@@ -38,7 +38,12 @@ def test_steps_launched_ahead() -> None:
         "3-4 A r0:5+1",
     ]
     assert [row.input_pending for step in outcome.world.steps for row in step.batch.rows] == [
-        False, True, True, False, True]  # fmt: skip
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
     assert times(outcome) == [1, 2, 3, 4]
 
 
@@ -230,8 +235,9 @@ def test_a_change_of_mind_about_the_next_instance() -> None:
     legs = (Leg("A", 6, "per_chunk"), Leg("B"))
     change = Reassign("r0", (Leg("A", 6, "per_chunk"), Leg("C")))
     timing = unit(transfers={"B": 9, "C": 1})
-    outcome = serve(Plan({"r0": legs}, {1.5: [change]}), [pool(name) for name in "ABC"],
-                    [(6, 2)], timing=timing)  # fmt: skip
+    outcome = serve(
+        Plan({"r0": legs}, {1.5: [change]}), [pool(name) for name in "ABC"], [(6, 2)], timing=timing
+    )
     assert steps(outcome) == ["0-1 A r0:0+4", "1-2 A r0:4+2", "3-4 C r0:6+1"]
     assert moves(outcome) == ["1 r0 A>B 0-4", "2 r0 A>C 0-6"]
 

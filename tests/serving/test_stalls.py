@@ -240,8 +240,11 @@ def test_what_a_lost_instance_had_is_routed_before_those_who_have_waited() -> No
     outcome = serve(plan, [pool("A"), pool("B")], [(2, 3)] * 3, timing=lost("B", 1.25))
     assert ["r0", "r1", "r2"] in plan.asked[1:]
     assert plan.asked[-1] == ["r2"]
-    assert steps(outcome)[:3] == ["0-1 B r0:0+2 r1:0+2", "1-2 B r0:2+1 r1:2+1",
-                                  "1.25-2.25 A r0:0+3 r1:0+1"]  # fmt: skip
+    assert steps(outcome)[:3] == [
+        "0-1 B r0:0+2 r1:0+2",
+        "1-2 B r0:2+1 r1:2+1",
+        "1.25-2.25 A r0:0+3 r1:0+1",
+    ]
     assert [times(outcome, name)[0] for name in ("r0", "r1", "r2")] == [1, 1, 4.25]
 
 
@@ -254,8 +257,9 @@ def test_a_loss_wakes_who_has_waited_behind_what_is_gone() -> None:
     }
     plan = AvoidsA(legs, ticks=False)
     a = pool("A", 12, max_in_flight=2)
-    outcome = serve(plan, [a, pool("B"), pool("C")], [(4, 6), (8, 4), (1, 1)], [0, 0, 3],
-                    timing=lost("B", 3.5))  # fmt: skip
+    outcome = serve(
+        plan, [a, pool("B"), pool("C")], [(4, 6), (8, 4), (1, 1)], [0, 0, 3], timing=lost("B", 3.5)
+    )
     # Launched at once, not with r0's next decode.
     assert "4-5 A r2:0+1" in steps(outcome)
     assert "3.5-4.5 C r1:0+4" in steps(outcome)
@@ -305,9 +309,12 @@ class Names(System):
 def test_a_system_that_names_a_lost_instance_loses_who_was_to_go_there(asks: bool) -> None:
     """By name, that is one request; where it asks for the instance, all that it was asked about."""
     outcome = serve(
-        Names(asks), [pool("A"), pool("B")], [(4, 4)] * 3, [0, 1.75, 1.75],
+        Names(asks),
+        [pool("A"), pool("B")],
+        [(4, 4)] * 3,
+        [0, 1.75, 1.75],
         timing=lost("B", 1.75),
-    )  # fmt: skip
+    )
     reasons = [outcome.finished[name].finish_reason for name in ("r0", "r1", "r2")]
     assert reasons == (["lost"] * 3 if asks else ["lost", "length", "length"])
     assert outcome.finished["r0"].error == (
@@ -345,7 +352,9 @@ def test_who_has_nowhere_to_go_hears_of_the_last_loss() -> None:
     timing = unit(lost={"A": 1.5, "B": 2.5})
     outcome = serve(plan, [pool(name) for name in "ABC"], [(4, 9)] * 2, timing=timing)
     assert [r.error and "instance 'B' was lost" in r.error for r in outcome.finished.values()] == [
-        True, True]  # fmt: skip
+        True,
+        True,
+    ]
 
 
 def test_heads_that_waited_for_a_chunk_move_when_its_destination_is_lost() -> None:

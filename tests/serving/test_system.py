@@ -25,7 +25,10 @@ def test_a_leg_goes_to_the_end_and_is_fetched_on_demand() -> None:
 def test_defaults() -> None:
     system = Plain()
     assert (system.tick_interval, system.needs_fits, system.ttft_counts_transfer) == (
-        None, False, False)  # fmt: skip
+        None,
+        False,
+        False,
+    )
     assert system.options == NoOptions()
     given = NoOptions()
     assert Plain(given).options is given

@@ -280,8 +280,11 @@ def test_pause(seed: int) -> None:
     lengths = [(4, 12), (4, 12), (4, 12), (4, 3)]
     outcome = serve(PauseYoungest(), instance("A"), lengths=lengths, seed=seed, gap=1.0)
     assert sum(r.metrics.num_preemptions for r in outcome.finished.values()) == 0
-    gaps = [b - a for r in outcome.finished.values() for a, b in zip(
-        r.metrics.token_times, r.metrics.token_times[1:], strict=False)]  # fmt: skip
+    gaps = [
+        b - a
+        for r in outcome.finished.values()
+        for a, b in zip(r.metrics.token_times, r.metrics.token_times[1:], strict=False)
+    ]
     assert max(gaps) > 6
 
 
@@ -368,7 +371,8 @@ def test_cronus(seed: int) -> None:
     requests = make_requests(LENGTHS, [0.0] * len(LENGTHS))
     outcome = Run(Cronus(), pool, requests, Timing(seed, 3, 6), watch=watch).verify()
     assert most == 2
-    partial = [name for name, r in outcome.finished.items()
-               if outcome.route_of(name)[0][1] < r.prompt_len]  # fmt: skip
+    partial = [
+        name for name, r in outcome.finished.items() if outcome.route_of(name)[0][1] < r.prompt_len
+    ]
     assert len(partial) >= 5
     assert all(len(outcome.transfers_of(name)) == 1 for name in partial)

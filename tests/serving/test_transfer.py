@@ -146,8 +146,9 @@ def test_arrival(output: int, received: float | None) -> None:
 
 def test_a_second_hand_off_does_not_count_for_the_first_token() -> None:
     place = Place()
-    request = place.request(Leg("A", 8, "at_end"), Leg("B", 9, "at_end"), Leg("C"),
-                            computed=8, output=1)  # fmt: skip
+    request = place.request(
+        Leg("A", 8, "at_end"), Leg("B", 9, "at_end"), Leg("C"), computed=8, output=1
+    )
     place.hand_offs.end_leg(request)
     place.hand_offs.done(place.world.started[0], 7.0)
     request.computed = request.launched = 9

@@ -30,8 +30,11 @@ Counts = tuple[int, ...]
 
 def seen(instance: InstanceView) -> Counts:
     return (
-        instance.num_running, instance.kv_entries, instance.prompt_tokens_left, instance.num_pages
-    )  # fmt: skip
+        instance.num_running,
+        instance.kv_entries,
+        instance.prompt_tokens_left,
+        instance.num_pages,
+    )
 
 
 def todo(request: RequestView) -> int:

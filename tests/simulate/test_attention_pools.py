@@ -18,9 +18,13 @@ from jaxinfer.simulate.kv_capacity import level
 HARDWARE = Path(__file__).parents[2] / "configs" / "clusters" / "hetis.yaml"
 # By group: its node, and how many GPUs.
 GROUPS = {
-    "a": ("a100", 4), "b": ("rtx3090_1", 2), "c": ("rtx3090_2", 2), "p": ("p100", 4),
-    "one": ("a100", 1), "half": ("rtx3090_1", 2),
-}  # fmt: skip
+    "a": ("a100", 4),
+    "b": ("rtx3090_1", 2),
+    "c": ("rtx3090_2", 2),
+    "p": ("p100", 4),
+    "one": ("a100", 1),
+    "half": ("rtx3090_1", 2),
+}
 
 
 def modelled(
@@ -93,8 +97,13 @@ def test_what_the_scheduler_sees_is_what_fits() -> None:
     instance = modelled("llama-2-70b", *ON_P100)
     kv = instance.new_instance("x", None, False, False, len).kv
     assert [(shard.stage, shard.group) for shard in kv.shards] == [
-        (0, "a"), (0, "p"), (1, "b"), (1, "p"), (2, "c"), (2, "p")
-    ]  # fmt: skip
+        (0, "a"),
+        (0, "p"),
+        (1, "b"),
+        (1, "p"),
+        (2, "c"),
+        (2, "p"),
+    ]
     assert [shard.slices for shard in kv.shards[2:4]] == [tuple(range(8, 16)), ()]
     assert [s.num_pages for s in kv.shards] == [s.num_head_pages - 1 for s in instance.shards]
     assert kv.is_spread

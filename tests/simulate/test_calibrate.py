@@ -37,8 +37,10 @@ SHORT = [(chunk, 0, 0, 0) for chunk in (16, 32, 64, 128)]
 DECODES = [(0, 0, n, context) for n in (1, 4, 16, 32, 64) for context in (100, 1000, 4000)]
 MIXED = [
     (256, start, n, context)
-    for start in (0, 2048, 8192) for n in (1, 16, 64) for context in (200, 3000)
-]  # fmt: skip
+    for start in (0, 2048, 8192)
+    for n in (1, 16, 64)
+    for context in (200, 3000)
+]
 
 
 def stage(efficiency: Efficiency) -> RooflineStage:

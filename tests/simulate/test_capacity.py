@@ -35,8 +35,13 @@ from jaxinfer.workload.lengths import BenchRequest
 def prefills(folder: Path, devices: int = 1) -> RunFile:
     """One prefill at a time."""
     path = folder / "run.yaml"
-    engine = {"max_num_seqs": 1, "max_num_batched_tokens": 1024, "launch_ahead": False,
-              "max_model_len": 1024, "enable_prefix_caching": False}  # fmt: skip
+    engine = {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 1024,
+        "launch_ahead": False,
+        "max_model_len": 1024,
+        "enable_prefix_caching": False,
+    }
     run = {
         "model": "llama-3-8b",
         "engine": engine,

@@ -104,17 +104,22 @@ def test_little_s_law() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    concurrency=st.integers(1, 12), count=st.integers(1, 40),
+    concurrency=st.integers(1, 12),
+    count=st.integers(1, 40),
     think_s=st.sampled_from([0.0, 0.5, 4]),
-    seed=st.integers(0, 99), pages=st.sampled_from([12, 200]),
-)  # fmt: skip
+    seed=st.integers(0, 99),
+    pages=st.sampled_from([12, 200]),
+)
 def test_any_closed_loop(
     concurrency: int, count: int, think_s: float, seed: int, pages: int
 ) -> None:
     """Nobody comes but at the start or a while after an end of its own; nobody is lost."""
     rng = random.Random(seed)
-    lengths = {"input_len": rng.randint(1, 150), "seed": seed,
-               "output_len": {"kind": "uniform", "min": 1, "max": rng.randint(1, 40)}}  # fmt: skip
+    lengths = {
+        "input_len": rng.randint(1, 150),
+        "seed": seed,
+        "output_len": {"kind": "uniform", "min": 1, "max": rng.randint(1, 40)},
+    }
     engine = {"max_num_batched_tokens": 64, "max_num_seqs": 3, "num_pages": pages}
     found = served(config(concurrency, count, lengths, float(think_s), engine=engine))
     assert len(found) == count
@@ -132,10 +137,15 @@ def test_where_a_rate_is_searched_it_is_refused() -> None:
         capacity(closed, closed.requests(), read_targets("ttft=5", closed.requests()))
     problem = Problem.model_validate(
         {
-            "planner": "any_system", "goal": {"maximise": "gpu", "slo": "ttft=1"},
-            "run": {"workload": {"synthetic": "sharegpt",
-                                 "arrivals": {"kind": "closed", "concurrency": 2}}},
+            "planner": "any_system",
+            "goal": {"maximise": "gpu", "slo": "ttft=1"},
+            "run": {
+                "workload": {
+                    "synthetic": "sharegpt",
+                    "arrivals": {"kind": "closed", "concurrency": 2},
+                }
+            },
         }
-    )  # fmt: skip
+    )
     with pytest.raises(JaxinferError, match=r"^run\.workload\.arrivals\.kind is closed"):
         _ = problem.work

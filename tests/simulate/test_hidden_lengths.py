@@ -14,9 +14,14 @@ from jaxinfer.simulate.targets import Reference
 from jaxinfer.workload.lengths import BenchRequest
 
 ENGINE = {
-    "page_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8, "num_pages": 41,
-    "launch_ahead": False, "enable_prefix_caching": False, "max_model_len": 160,
-}  # fmt: skip
+    "page_size": 4,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 8,
+    "num_pages": 41,
+    "launch_ahead": False,
+    "enable_prefix_caching": False,
+    "max_model_len": 160,
+}
 
 
 def seconds(
@@ -129,11 +134,15 @@ def test_nothing_that_is_shown_tells_the_truth() -> None:
 @pytest.mark.parametrize(
     ("limit", "lengths", "message"),
     [
-        (9, [(4, 9), (4, 10)], "workload.max_tokens is 9, must be at least the output tokens of "
-         "each request: request 1 has 10"),
+        (
+            9,
+            [(4, 9), (4, 10)],
+            "workload.max_tokens is 9, must be at least the output tokens of "
+            "each request: request 1 has 10",
+        ),
         (200, [(4, 157)], "request 0: 4 prompt and 157 output tokens, max_model_len is 160"),
     ],
-)  # fmt: skip
+)
 def test_errors(limit: int, lengths: list[tuple[int, int]], message: str) -> None:
     with pytest.raises(JaxinferError) as caught:
         served(seconds(limit), lengths)

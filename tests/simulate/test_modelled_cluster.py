@@ -17,13 +17,20 @@ from jaxinfer.simulate.costs.fit import fit_costs
 # 8 x 2 x 12 + 3 x 8 x 16 = 576 parameters in a layer, 800 in each table of the vocabulary; 96 bytes
 # of KV per token.
 MODEL = {
-    "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 6, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 100,
-}  # fmt: skip
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
 CARD = {
-    "bf16_tflops": 1.0, "memory_gb_s": 1.0, "link": "none", "link_gb_s": 2.0,
+    "bf16_tflops": 1.0,
+    "memory_gb_s": 1.0,
+    "link": "none",
+    "link_gb_s": 2.0,
     "watts": 1.0,
-}  # fmt: skip
+}
 
 
 def modelled(
@@ -132,8 +139,10 @@ def test_lanes_are_where_stages_have_layers_in_common() -> None:
     for both in ((source, dest), (replace(source, token_bytes=8), replace(dest, token_bytes=16))):
         lanes = lanes_between(*both, paths)
         assert [(lane.stage, lane.path, lane.token_bytes) for lane in lanes] == [
-            (0, ("gi",), 24), (0, ("gj",), 8), (1, ("hk",), 16)
-        ]  # fmt: skip
+            (0, ("gi",), 24),
+            (0, ("gj",), 8),
+            (1, ("hk",), 16),
+        ]
         assert {lane.latency_s for lane in lanes} == {0.5}
 
 

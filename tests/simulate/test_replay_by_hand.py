@@ -24,14 +24,23 @@ from jaxinfer.workload.lengths import BenchRequest
 
 # Two rows, or chunks up to 16 or 64 tokens.
 ENGINE = {
-    "max_num_seqs": 2, "max_num_batched_tokens": 64, "token_buckets": [16, 64], "page_size": 8,
-    "launch_ahead": False, "enable_prefix_caching": False,
-}  # fmt: skip
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 64,
+    "token_buckets": [16, 64],
+    "page_size": 8,
+    "launch_ahead": False,
+    "enable_prefix_caching": False,
+}
 # A step's seconds: 0.01 of decodes and 1 ms for each entry; of chunks 0.05 or 0.1, and 10 us for
 # each pair.
 STEPS: tuple[tuple[Part, ...], ...] = (
-    ((9, 1),), ((19, 1),), ((0, 16),), ((64, 16),), ((0, 64),), ((64, 64),)
-)  # fmt: skip
+    ((9, 1),),
+    ((19, 1),),
+    ((0, 16),),
+    ((64, 16),),
+    ((0, 64),),
+    ((64, 64),),
+)
 
 
 def seconds(parts: Sequence[Part]) -> float:
@@ -46,8 +55,9 @@ def profile(name: str, *shares: float) -> str:
     prefills = [(n, tuple(share * n for share in shares)) for n in (10, 20)]
     mixed = [
         (p, d, tuple(share * (1 + p / 10 + d / 100) for share in shares))
-        for p in (0, 10) for d in (0, 100)
-    ]  # fmt: skip
+        for p in (0, 10)
+        for d in (0, 100)
+    ]
     points = [Point(parts, tuple(share * seconds(parts) for share in shares)) for parts in STEPS]
     return store_profile(Profile({"name": name}, prefills, mixed, points)).stem
 
@@ -67,9 +77,12 @@ def stages(*given: tuple[str, int], dtype: str = "float32") -> list[dict[str, ob
 def described(profile: str, stages: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """Hidden states of 4 numbers, KV of 2 heads of 8."""
     return {
-        "stages": stages, "profile": profile, "max_model_len": 200, "hidden_size": 4,
+        "stages": stages,
+        "profile": profile,
+        "max_model_len": 200,
+        "hidden_size": 4,
         "kv_heads": [2, 8],
-    }  # fmt: skip
+    }
 
 
 Request = tuple[str, float, int, int]  # Id, arrival, tokens of its prompt and of its output.
@@ -87,10 +100,15 @@ def write(
     engine = {name: {**ENGINE, **config} for name, config in run_file["instances"].items()}
     metrics = {"wall_s": 9.0, "failed": 0, "cached_tokens": 0}
     run = {
-        "status": "finished", "system": {"name": "single"}, "metrics": metrics, "emulated": [],
-        "run_file": {**run_file, "instances": engine}, "instances": instances, "lost": {},
+        "status": "finished",
+        "system": {"name": "single"},
+        "metrics": metrics,
+        "emulated": [],
+        "run_file": {**run_file, "instances": engine},
+        "instances": instances,
+        "lost": {},
         "measured_gb_s": gb_s,
-    }  # fmt: skip
+    }
     (folder / "run.json").write_text(json.dumps(run | more))
     (folder / "steps.jsonl").write_text("")
     lines = [
@@ -108,9 +126,11 @@ SLOW = {"emulate": {"slowdown": 2.0}}
 def single(folder: Path, requests: Sequence[Request], **more: Any) -> Path:
     """One instance at half the speed of its profile; ``simulate`` is of another cluster."""
     run_file = {
-        "model": "m", "groups": {"g": SLOW}, "instances": {"a": {"group": "g"}},
+        "model": "m",
+        "groups": {"g": SLOW},
+        "instances": {"a": {"group": "g"}},
         "simulate": {"hardware": "nowhere.yaml", "hop_s": 9.0},
-    }  # fmt: skip
+    }
     instances = {"a": described(profile("a", 1.0), stages(("g", 3)))}
     return write(folder, run_file, instances, requests, **more)
 
@@ -142,10 +162,12 @@ def test_hidden_states_go_over_the_emulated_link_in_their_bucket(
     """Of 16 bytes a token: 64 tokens in a second, 2 decodes in 1 / 32; half a second of latency."""
     links = [{"between": ["h", "g"], "gb_s": 1.024e-6, "latency_s": 0.5}] if link else []
     run_file = {
-        "model": "m", "groups": {"g": {}, "h": SLOW}, "links": links,
+        "model": "m",
+        "groups": {"g": {}, "h": SLOW},
+        "links": links,
         "instances": {"x": {"stages": [{"group": "g"}, {"group": "h"}]}},
         "system": {"name": "pipeline_parallel"},
-    }  # fmt: skip
+    }
     instances = {"x": described(profile("x", 0.25, 0.75), stages(("g", 1), ("h", 2)))}
     _, found = replay(
         write(tmp_path / "run", run_file, instances, [("r0", 0.0, 63, 2)]), tmp_path / "out"
@@ -207,10 +229,12 @@ def test_kv_goes_as_it_did(linked: bool, tmp_path: Path, served: list[Served]) -
     """
     links = [{"between": ["h", "d"], "gb_s": 0.5, "latency_s": 0.25}] if linked else []
     run_file = {
-        "model": "m", "groups": {"g": SLOW, "h": {}, "d": {}}, "links": links,
+        "model": "m",
+        "groups": {"g": SLOW, "h": {}, "d": {}},
+        "links": links,
         "instances": {"x": {"stages": [{"group": "g"}, {"group": "h"}]}, "y": {"group": "d"}},
         "system": {"name": "disaggregated", "prefill": "x", "decode": "y"},
-    }  # fmt: skip
+    }
     instances = {
         "x": described(profile("x", 1.0, 3.0), stages(("g", 1), ("h", 2))),
         "y": described(profile("y", 5.0), stages(("d", 3), dtype="bfloat16")),
@@ -230,8 +254,11 @@ def test_kv_goes_as_it_did(linked: bool, tmp_path: Path, served: list[Served]) -
         ("y", "x"): [StagePair(0, 64, (("d", "g"),), 0.0), StagePair(0, 128, (("d", "h"),), late)],
     }
     assert found.cluster.capacities == {
-        ("g", "d"): 7e9, ("h", "d"): fast, ("d", "g"): 8e9, ("d", "h"): back
-    }  # fmt: skip
+        ("g", "d"): 7e9,
+        ("h", "d"): fast,
+        ("d", "g"): 8e9,
+        ("d", "h"): back,
+    }
     x, y = found.cluster.instances["x"], found.cluster.instances["y"]
     assert (x.groups, x.layers, x.num_pages) == (["g", "h"], [1, 2], [34, 35])
     assert (y.groups, y.layers, y.num_pages) == (["d"], [3], [36])
@@ -301,8 +328,11 @@ def test_figures_side_by_side() -> None:
     simulated = run([(1.5, 2, 4), (1.5, 5)], wall_s=10.0, transfers=(moved, moved))
     table = fidelity(real, simulated)
     assert [str(column.header) for column in table.columns] == [
-        "", "real", "simulated", "difference"
-    ]  # fmt: skip
+        "",
+        "real",
+        "simulated",
+        "difference",
+    ]
     rows = list(zip(*(column.cells for column in table.columns), strict=True))
     assert rows == [
         ("makespan (s)", "8.00", "10.0", "+25.0%"),

@@ -41,11 +41,16 @@ def lengths(seed: int, count: int, rate: float) -> list[BenchRequest]:
 
 SINGLE = {
     "model": "llama-3-8b",
-    "engine": {"max_num_seqs": 1, "max_num_batched_tokens": 4096, "launch_ahead": False,
-               "enable_prefix_caching": False, "max_model_len": 4096},
+    "engine": {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 4096,
+        "launch_ahead": False,
+        "enable_prefix_caching": False,
+        "max_model_len": 4096,
+    },
     "groups": {"g": {"kind": "A100-80G-SXM"}},
     "instances": {"i": {"group": "g"}},
-}  # fmt: skip
+}
 
 
 def config(folder: Path, **changes: Any) -> RunFile:
@@ -214,8 +219,13 @@ def test_two_instances_of_one_group_have_its_link_between_them(tmp_path: Path) -
     groups = {"g": {"kind": "A10", "devices": 2, "tensor_parallel_size": 1}}
     engine = SINGLE["engine"] | {"max_num_seqs": 4}
     system = {"name": "disaggregated", "prefill": "a", "decode": "b"}
-    setup = config(tmp_path, groups=groups, engine=engine, system=system,
-                   instances={name: {"group": "g"} for name in "ab"})  # fmt: skip
+    setup = config(
+        tmp_path,
+        groups=groups,
+        engine=engine,
+        system=system,
+        instances={name: {"group": "g"} for name in "ab"},
+    )
     found = run(setup, [BenchRequest(None, 1000, 5, 0.0)], tmp_path / "runs")
     (transfer,) = found.transfers
     assert transfer.end - transfer.start == pytest.approx(131072e3 / 32e9, abs=2e-6)
@@ -267,9 +277,13 @@ REPORTS: list[tuple[Any, Any, str | None]] = [
 
 @pytest.mark.parametrize(("report", "written", "wrong"), REPORTS)
 def test_no_report_takes_the_results_with_it(
-    report: Any, written: Any, wrong: str | None, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    report: Any,
+    written: Any,
+    wrong: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(Single, "report", lambda self: report)
     run(config(tmp_path), [BenchRequest(None, 10, 2, 0.0)], tmp_path / "runs")
     found = read_lines(tmp_path / "runs" / "1")

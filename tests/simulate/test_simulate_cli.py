@@ -116,19 +116,21 @@ def test_figures_alone_and_their_price(tmp_path: Path) -> None:
     run_file = tmp_path / "run.yaml"
     hardware = CRONUS.parent / "clusters" / "splitwise_hh.yaml"
     run_file.write_text(
-        yaml.safe_dump({
-            "model": "llama-2-70b",
-            "engine": {"enable_prefix_caching": False},
-            "groups": {"p": {"devices": 8}, "t": {"devices": 8}},
-            "instances": {"prefill": {"group": "p"}, "decode": {"group": "t"}},
-            "system": {"name": "disaggregated"},
-            "simulate": {
-                "hardware": str(hardware),
-                "groups": {"p": {"node": "prompt"}, "t": {"node": "token"}},
-            },
-            "workload": {"synthetic": {"lengths": "azure_code", "count": 12}},
-        })
-    )  # fmt: skip
+        yaml.safe_dump(
+            {
+                "model": "llama-2-70b",
+                "engine": {"enable_prefix_caching": False},
+                "groups": {"p": {"devices": 8}, "t": {"devices": 8}},
+                "instances": {"prefill": {"group": "p"}, "decode": {"group": "t"}},
+                "system": {"name": "disaggregated"},
+                "simulate": {
+                    "hardware": str(hardware),
+                    "groups": {"p": {"node": "prompt"}, "t": {"node": "token"}},
+                },
+                "workload": {"synthetic": {"lengths": "azure_code", "count": 12}},
+            }
+        )
+    )
     before = set(tmp_path.iterdir())
     ran = CliRunner().invoke(cli, ["simulate", str(run_file)])
     assert ran.exit_code == 0, ran.output

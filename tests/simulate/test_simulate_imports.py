@@ -13,8 +13,11 @@ SHOW = "import sys, {}; print(' '.join(sys.modules))"
 def loaded(module: str) -> set[str]:
     run = subprocess.run(
         [sys.executable, "-c", SHOW.format(module)],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return set(run.stdout.split())
 
 

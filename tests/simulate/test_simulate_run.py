@@ -23,9 +23,13 @@ from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 
 ENGINE = {
-    "page_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8, "num_pages": 9,
-    "launch_ahead": False, "enable_prefix_caching": False,
-}  # fmt: skip
+    "page_size": 4,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 8,
+    "num_pages": 9,
+    "launch_ahead": False,
+    "enable_prefix_caching": False,
+}
 
 
 def seconds(names: str = "a", engine: Mapping[str, object] = {}, **sections: Any) -> RunFile:
@@ -153,9 +157,10 @@ def test_when_a_first_token_counts(given: bool | None, first: float, tmp_path: P
     (request,) = map(json.loads, (tmp_path / "1" / "requests.jsonl").open())
     assert request["token_times"] == pytest.approx([first, 4.5, 5.5])
     (transfer,) = (
-        line for line in map(json.loads, (tmp_path / "1" / "steps.jsonl").open())
+        line
+        for line in map(json.loads, (tmp_path / "1" / "steps.jsonl").open())
         if "request" in line
-    )  # fmt: skip
+    )
     assert transfer == {
         "request": "0", "source": "a", "dest": "b", "tokens": 1000, "bytes": 131_072_000,
         "requested": 1.0, "start": 1.0, "end": 3.5, "hidden_s": 0.0,
@@ -179,8 +184,10 @@ def test_what_runs_where_is_written(tmp_path: Path) -> None:
     assert "hardware" not in found["simulate"]
     assert (found["lost"], found["overruns"]) == ({}, {})
     assert {name: found["metrics"][name] for name in ("steps", "wall_s", "loop_s")} == {
-        "steps": 3, "wall_s": 5.5, "loop_s": metrics.loop_s
-    }  # fmt: skip
+        "steps": 3,
+        "wall_s": 5.5,
+        "loop_s": metrics.loop_s,
+    }
 
 
 def test_what_a_system_reports_is_written(tmp_path: Path) -> None:
@@ -235,8 +242,9 @@ def test_decodes_have_rows_only_where_the_system_looks_at_them(
     for more, grouped in (({"cut_share": 0.5}, True), ({"refine": True}, False)):
         served(seconds("ab", engine, system=system | more, links=links), [job(4, 2)])
         assert {name: given[1:3] for name, given in made.items()} == {
-            "a": (grouped, False), "b": (grouped, False)
-        }  # fmt: skip
+            "a": (grouped, False),
+            "b": (grouped, False),
+        }
         fits = [given[0] for given in made.values()]
         assert all(isinstance(fit, StepFit) for fit in fits) == ("cut_share" not in more)
     served(seconds(), [job(2, 2, 0.0, [5, 6])])
@@ -245,13 +253,14 @@ def test_decodes_have_rows_only_where_the_system_looks_at_them(
 
 def test_lengths_are_checked_against_the_shortest_limit() -> None:
     config = seconds(
-        "abc", system=in_turns("abc"),
+        "abc",
+        system=in_turns("abc"),
         instances={
             "a": {"group": "ga", "max_model_len": 12},
             "b": {"group": "gb", "max_model_len": 10},
             "c": {"group": "gc"},
         },
-    )  # fmt: skip
+    )
     found, _ = served(config, [job(6, 4)] * 3)
     assert found.output_tokens == 12
     with pytest.raises(JaxinferError) as error:
@@ -308,7 +317,10 @@ def test_lengths_are_predicted_as_requests_come_in(
     work = [job(3, 9, 5.0), job(3, 25), job(3, 11, 1.0)]
     exact = {"granularity": 10, "accuracy": 1}
     assert predicted(seconds(workload={"predictor": exact}), work) == {
-        "0": (0, 10), "1": (20, 30), "2": (10, 20)}  # fmt: skip
+        "0": (0, 10),
+        "1": (20, 30),
+        "2": (10, 20),
+    }
     assert set(predicted(seconds(), work).values()) == {None}
     (tmp_path / "predictor_of_arrivals.py").write_text(
         "class Counts:\n    n = 0\n    def __call__(self, request):\n"

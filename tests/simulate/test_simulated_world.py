@@ -56,9 +56,13 @@ def world(
     requests: Sequence[RequestState] = (),
 ) -> SimulatedWorld:
     return SimulatedWorld(
-        {"i": cost}, {"i": segments}, {"i": devices}, {("i", "j"): lanes} if lanes else {},
-        capacities or {}, requests,
-    )  # fmt: skip
+        {"i": cost},
+        {"i": segments},
+        {"i": devices},
+        {("i", "j"): lanes} if lanes else {},
+        capacities or {},
+        requests,
+    )
 
 
 def step(modelled: SimulatedWorld) -> StepDone:

@@ -32,10 +32,13 @@ from jaxinfer.simulate.spread import ShardCost, SpreadStage
 def test_all_heads_on_the_own_group_take_what_a_plain_stage_does_to_the_last_bit(
     rows: list[tuple[int, int]], model: str, gpu: str, devices: int, flops: float, bandwidth: float
 ) -> None:
-    file = as_run_file({
-        "model": model, "groups": {"g": {"kind": "A100-80G-SXM", "devices": 8}},
-        "instances": {"x": {"group": "g"}},
-    })  # fmt: skip
+    file = as_run_file(
+        {
+            "model": model,
+            "groups": {"g": {"kind": "A100-80G-SXM", "devices": 8}},
+            "instances": {"x": {"group": "g"}},
+        }
+    )
     (stage,) = model_site(resolve(file)).stages["x"]
     part = replace(stage.part, gpu=find_gpu(gpu), devices=devices)
     costs = SimulateOptions(flops=flops, bandwidth=bandwidth, step_s=1e-4, sequence_s=1e-6)

@@ -28,16 +28,14 @@ def config(devices: int = 1, **engines: dict[str, Any]) -> RunFile:
             "engine": {"page_size": 16, "max_num_seqs": 8},
             "groups": {name: {"kind": "A100-80G-SXM", "devices": devices} for name in engines},
             "instances": {name: {"group": name} | options for name, options in engines.items()},
-            "links": [
-                {"between": [a, b], "gb_s": 10} for a in engines for b in engines if a < b
-            ],
+            "links": [{"between": [a, b], "gb_s": 10} for a in engines for b in engines if a < b],
             "system": {
                 "name": "data_parallel",
                 "shares": {name: {"weight": 1, "max_waiting": 1} for name in engines},
             },
             "simulate": {"flops": 0.5, "bandwidth": 0.5, "reserve_gb": 5},
         }
-    )  # fmt: skip
+    )
 
 
 # By dtype and kv_cache_dtype: bytes of a weight, and of a page of 16 tokens in a layer. Entries of

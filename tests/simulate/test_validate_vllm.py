@@ -49,8 +49,9 @@ def write(folder: Path) -> list[str]:
         "act_fn": 0, "down_proj": 0, "embedding": 0, "final_layernorm": 0,
     }  # fmt: skip
     for name, axis, times in (
-        ("dense", "tokens", dense), ("per_sequence", "sequences", {"lm_head": 0, "sampler": 0}),
-    ):  # fmt: skip
+        ("dense", "tokens", dense),
+        ("per_sequence", "sequences", {"lm_head": 0, "sampler": 0}),
+    ):
         lines = [f"{operator},1,{micros}" for operator, micros in times.items()]
         (tp / f"{name}.csv").write_text("\n".join([f"layer,{axis},time_us", *lines]))
     rows = [f"{c},0,{n},{k},1000" for c, n, k in ((8, 0, 0), (64, 0, 0), (0, 1, 8), (0, 1, 64))]

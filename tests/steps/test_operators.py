@@ -18,9 +18,13 @@ from jaxinfer.steps.times import Part, features, shape_of, work_of_parts
 
 LIMITS = StepLimits(16, 64, 8, 32, (32, 64))
 MODEL = ModelShape(
-    hidden_size=8, intermediate_size=16, num_hidden_layers=6, num_attention_heads=4,
-    num_key_value_heads=2, vocab_size=10,
-)  # fmt: skip
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=10,
+)
 GPU = find_gpu("A10")
 HEADS = {rows: 1e-4 * rows for rows in LIMITS.row_buckets}
 POINTS: list[tuple[Part, ...]] = [
@@ -53,9 +57,14 @@ def found(depths: tuple[int, int] = (2, 6)) -> Operators:
 
 def degree(devices: int = 1, over_devices: bool = True) -> Degree:
     options = {
-        "max_num_seqs": 16, "max_num_batched_tokens": 64, "token_buckets": [32, 64],
-        "page_size": 32, "max_model_len": 256, "num_pages": 65, "launch_ahead": True,
-    }  # fmt: skip
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 64,
+        "token_buckets": [32, 64],
+        "page_size": 32,
+        "max_model_len": 256,
+        "num_pages": 65,
+        "launch_ahead": True,
+    }
     checks = {parts: seconds(parts, 6) for parts in HELD_OUT}
     return Degree(devices, MODEL, options, LIMITS, over_devices, (1e-3, 0.0), 6, checks, 0.01)
 

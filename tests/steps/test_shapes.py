@@ -40,18 +40,14 @@ def test_given_buckets_take_the_place_of_the_ladder() -> None:
     """Those below a step full of decodes are never the smallest that fits, so none is compiled."""
     found = limits(16, 300, (8, 20, 90, 300))
     assert found.token_buckets == [8, 20, 90, 300]
-    assert found.shapes() == [
-        (16, 300, 16), (16, 90, 16), (16, 20, 16), (16, 16, 0), (4, 4, 0)
-    ]  # fmt: skip
+    assert found.shapes() == [(16, 300, 16), (16, 90, 16), (16, 20, 16), (16, 16, 0), (4, 4, 0)]
     assert found.smallest(2, 3, 2) == (16, 20, 16)
     assert found.smallest(2, 21, 2) == (16, 90, 16)
 
 
 def test_the_largest_come_first() -> None:
     found = limits(64, 512).shapes()
-    assert found == [
-        (64, 512, 64), (64, 128, 64), (64, 64, 0), (16, 16, 0), (4, 4, 0)
-    ]  # fmt: skip
+    assert found == [(64, 512, 64), (64, 128, 64), (64, 64, 0), (16, 16, 0), (4, 4, 0)]
     # A bucket as wide as all rows is one for chunks as well.
     assert limits(64, 256).shapes()[:3] == [(64, 256, 64), (64, 64, 64), (64, 64, 0)]
     assert limits(1, 1).shapes() == [(1, 1, 0)]
@@ -82,8 +78,10 @@ def test_the_smallest_that_fits(
 
 
 @given(
-    seqs=st.integers(1, 300), budget=st.integers(1, 3000), data=st.data(),
-)  # fmt: skip
+    seqs=st.integers(1, 300),
+    budget=st.integers(1, 3000),
+    data=st.data(),
+)
 def test_no_other_shape_that_fits_is_smaller(seqs: int, budget: int, data: st.DataObject) -> None:
     """Of those with chunks where there is one, of the others where there is none."""
     found = limits(seqs, budget)
@@ -94,9 +92,10 @@ def test_no_other_shape_that_fits_is_smaller(seqs: int, budget: int, data: st.Da
     samples = data.draw(st.integers(0, singles + chunked))
     shape = found.smallest(singles, tokens, samples)
     fits = [
-        s for s in found.shapes()
+        s
+        for s in found.shapes()
         if s.tokens >= tokens and s.rows >= samples and bool(s.chunks) == chunked
-    ]  # fmt: skip
+    ]
     assert shape == min(fits)
 
 

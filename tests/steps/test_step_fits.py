@@ -40,9 +40,12 @@ def test_seconds_by_hand() -> None:
     """Of the shape's own coefficients: a constant, per pair, per entry that decodes see."""
     times = StepTimes(
         LIMITS,
-        {StepShape(4, 4, 0): (1.0, 0.0, 0.5), StepShape(16, 64, 16): (10.0, 0.25, 0.125),
-         StepShape(16, 16, 0): (3.0, 0.0, 0.0)},
-    )  # fmt: skip
+        {
+            StepShape(4, 4, 0): (1.0, 0.0, 0.5),
+            StepShape(16, 64, 16): (10.0, 0.25, 0.125),
+            StepShape(16, 16, 0): (3.0, 0.0, 0.0),
+        },
+    )
     assert times.seconds(Work(2, 2, 2, 2, 30, [])) == 1 + 15
     assert times.seconds(Work(25, 2, 4, 2, 11, [(5, 3), (0, 20)])) == 10 + 231 / 4 + 11 / 8
     # Five rows sample, of which two are of one token: more than the four of the smallest shape.

@@ -11,8 +11,11 @@ from jaxinfer.request import RequestOutput
 PROMPTS = [{"prompt_token_ids": [7 * i % 256 for i in range(1, n)]} for n in (40, 60, 25, 90, 33)]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 INSTANCE: dict[str, Any] = {
-    "max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 8, "num_pages": 65,
-}  # fmt: skip
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "page_size": 8,
+    "num_pages": 65,
+}
 
 
 def cluster(folder: Path, system: dict[str, Any], *names: str, **more: Any) -> LLM:

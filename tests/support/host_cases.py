@@ -20,9 +20,11 @@ def listening(
 ) -> Iterator[tuple[str, psutil.Popen]]:
     """A worker, by its address and its process."""
     worker = psutil.Popen(
-        [*command, "--listen", f"{host}:0"], stdout=subprocess.PIPE, text=True,
+        [*command, "--listen", f"{host}:0"],
+        stdout=subprocess.PIPE,
+        text=True,
         env=os.environ | {"JAXINFER_KEY": key},
-    )  # fmt: skip
+    )
     try:
         said = worker.stdout.readline()
         assert said.startswith(f"listening at {host}:"), said

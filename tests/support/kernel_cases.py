@@ -16,8 +16,12 @@ from jaxinfer.pallas_kernels.kv_pages import KVPages, quantise, write_kv
 
 # Relative to the largest value.
 TOLERANCE = {
-    "float32": 2e-5, "bfloat16": 2e-2, "float16": 2e-3, "int8": 2e-2, "float8_e4m3fn": 2e-2,
-}  # fmt: skip
+    "float32": 2e-5,
+    "bfloat16": 2e-2,
+    "float16": 2e-3,
+    "int8": 2e-2,
+    "float8_e4m3fn": 2e-2,
+}
 
 
 @dataclass(frozen=True)

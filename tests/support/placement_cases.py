@@ -19,9 +19,12 @@ H100, A100, L40 = "H100-SXM", "A100-80G-SXM", "L40"
 # HexGen-2's classes: heavy or light prefill, heavy or light decode (means of section 1.7).
 CLASSES = {"HPLD": (2606, 72), "HPHD": (1210, 387), "LPHD": (229, 178), "LPLD": (356, 85)}
 ENGINE: dict[str, Any] = {
-    "page_size": 16, "enable_prefix_caching": False, "launch_ahead": False, "group": "g",
+    "page_size": 16,
+    "enable_prefix_caching": False,
+    "launch_ahead": False,
+    "group": "g",
     "memory_fraction": 0.95,
-}  # fmt: skip
+}
 
 
 def site_of(nodes: dict[str, tuple[str, int]], nic_gb_s: float = 12.5, **more: Any) -> Site:

@@ -49,9 +49,10 @@ class Scatter(Single):
         moves = []
         for source, shard in enumerate(instance.shards):
             others = [
-                n for n, other in enumerate(instance.shards)
+                n
+                for n, other in enumerate(instance.shards)
                 if other.stage == shard.stage and n != source
-            ]  # fmt: skip
+            ]
             moves += [
                 (source, self.rng.choice(others), (piece,))
                 for piece in request.slices[source]

@@ -49,9 +49,13 @@ RULES = ("on_demand", "at_end", "per_chunk", "per_segment")
 # Layouts of an instance's KV: one shard, pipeline stages, ranges of heads, empty shards, and two
 # stages with several shards each.
 LAYOUTS = (
-    ((0,),), ((0,), (0,)), ((0, 1), (2, 3)), ((0, 1), (2,), ()), ((0, 1, 2), (), ()),
+    ((0,),),
+    ((0,), (0,)),
+    ((0, 1), (2, 3)),
+    ((0, 1), (2,), ()),
+    ((0, 1, 2), (), ()),
     (((0, 1), ()), ((2, 3), (), ())),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from jaxinfer.serving.system import (
     RequestView,
     StepView,
     System,
-)  # fmt: skip
+)
 from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
@@ -31,12 +31,20 @@ from jaxinfer.workload.lengths import BenchRequest
 # Two KV heads, of four numbers each, with two query heads: an entry of a head has 16 bytes, and a
 # token's queries of one exchange (2 + 2 queries and outputs, a key, a value) 48 bytes.
 MODEL = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 6, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 100,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
 CARD = {
-    "bf16_tflops": 1e-3, "memory_gb": 1e-3, "memory_gb_s": 1e-3, "link": "none", "link_gb_s": 2.0,
-}  # fmt: skip
+    "bf16_tflops": 1e-3,
+    "memory_gb": 1e-3,
+    "memory_gb_s": 1e-3,
+    "link": "none",
+    "link_gb_s": 2.0,
+}
 PEAK = {"flops": 1.0, "bandwidth": 1.0}
 LINK = {"gb_s": 1e-3, "latency_s": 0.5}
 
@@ -166,8 +174,9 @@ def served(
 # The rows of a step: entries before each, and its tokens.
 ROWS = st.lists(
     st.tuples(st.integers(0, 200_000), st.one_of(st.just(1), st.integers(2, 8192))),
-    min_size=1, max_size=20,
-)  # fmt: skip
+    min_size=1,
+    max_size=20,
+)
 
 
 def work_with(rows: Sequence[tuple[int, int]], *heads: int) -> Work:

@@ -42,9 +42,11 @@ def serve(
 
 def test_options() -> None:
     assert vars(DisaggregatedOptions()) == {
-        "prefill": ("prefill",), "decode": ("decode",), "hand_off": "on_demand",
+        "prefill": ("prefill",),
+        "decode": ("decode",),
+        "hand_off": "on_demand",
         "max_in_prefill": 2,
-    }  # fmt: skip
+    }
     system = make(prefill="p", decode="d")
     system.check(["d", "p"])
     assert system.routes(["d", "p", "x"]) == [("p", "d")]
@@ -135,7 +137,10 @@ def test_a_schedule() -> None:
     assert moved == [(2, "r0", 0, 7), (3, "r2", 0, 4)]
     metrics = {name: r.metrics for name, r in outcome.finished.items()}
     assert {name: (m.cut, m.received) for name, m in metrics.items()} == {
-        "r0": (7, 3), "r1": (None, None), "r2": (4, 4)}  # fmt: skip
+        "r0": (7, 3),
+        "r1": (None, None),
+        "r2": (4, 4),
+    }
     assert metrics["r0"].token_times == [2, 4, 5]
 
 

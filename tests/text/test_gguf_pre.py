@@ -57,7 +57,7 @@ def test_as_the_tokenizers_they_are_of(
         ("deepseek-llm", "Дªº", ["Д", "ªº"]),
         ("deepseek-llm", "a  ", ["a", "  "]),
     ],
-)  # fmt: skip
+)
 def test_by_hand(name: str, text: str, wanted: list[str]) -> None:
     """The expressions of llama.cpp's ``llama-vocab.cpp``, one after the other."""
     assert words(name, text) == wanted

@@ -111,8 +111,11 @@ def test_logprobs_of_completions():
 def test_logprobs_of_chat():
     content = logprobs_of(EMOJI, 3, chat=True)["content"]
     assert [each["token"] for each in content] == [
-        "a", "bytes:\\xf0\\x9f", "bytes:\\x98\\x80", "<end>",
-    ]  # fmt: skip
+        "a",
+        "bytes:\\xf0\\x9f",
+        "bytes:\\x98\\x80",
+        "<end>",
+    ]
     assert [each["bytes"] for each in content] == [[97], [240, 159], [152, 128], []]
     assert [each["logprob"] for each in content] == [-0.5, -1.0, -4.0, -0.2]
     assert content[1]["top_logprobs"] == [
@@ -128,8 +131,9 @@ def test_prompt_logprobs():
     output.prompt_logprobs = [None, {5: logprob(-2.0, 4, "x")}]
     body = result_line(line_for("Hi"), output, "m")["response"]["body"]
     assert body["prompt_logprobs"] == [
-        None, {"5": {"logprob": -2.0, "rank": 4, "decoded_token": "x"}}
-    ]  # fmt: skip
+        None,
+        {"5": {"logprob": -2.0, "rank": 4, "decoded_token": "x"}},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +160,7 @@ def test_prompt_logprobs():
         ("ab", [("a", b"a"), ("bc", b"bc"), ("d", b"d")], ["a", "b", ""], None),
         ("a", [("a", b"a"), ("<x>", b""), ("", b"")], ["a", "", ""], [b"a", b"", b""]),
     ],
-)  # fmt: skip
+)
 def test_tokens_and_bytes_together_are_the_text(text, drawn, pieces, content):
     found = [
         {index: logprob(-1.0, 1, piece, stored)} for index, (piece, stored) in enumerate(drawn)
@@ -191,8 +195,9 @@ def test_tokens_of_one_text_are_told_apart():
             zip(names, (-1.0, -2.0, -3.0, -4.0, -5.0, -6.0), strict=True)
         )
     assert list(logprobs_of(output_with("A", [3], [position]), 2)["top_logprobs"][0]) == [
-        "bytes:A", "token_id:2",
-    ]  # fmt: skip
+        "bytes:A",
+        "token_id:2",
+    ]
 
 
 def test_completion_result_line_has_token_ids_where_the_prompt_had():

@@ -84,8 +84,9 @@ def test_clipping_puts_the_tails_at_the_ends(given: dict[str, Any]) -> None:
     assert (found.min(), found.max()) == (100, 2000)
     # Half a token is what rounding moves.
     for share, expected in (
-        ((found == 100).mean(), law.cdf(100.5)), ((found == 2000).mean(), law.sf(1999.5))
-    ):  # fmt: skip
+        ((found == 100).mean(), law.cdf(100.5)),
+        ((found == 2000).mean(), law.sf(1999.5)),
+    ):
         assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / COUNT)
 
 
@@ -144,9 +145,9 @@ def test_prompts_and_outputs_have_streams_of_their_own() -> None:
     )
     prompts = [item.prompt_len for item in both]
     assert prompts == [item.prompt_len for item in other]
-    assert prompts != [item.prompt_len for item in requests(
-        input_len=law, output_len=law, count=5_000, seed=2
-    )]  # fmt: skip
+    assert prompts != [
+        item.prompt_len for item in requests(input_len=law, output_len=law, count=5_000, seed=2)
+    ]
     assert abs(np.corrcoef(prompts, [item.max_tokens for item in both])[0, 1]) < 4 / math.sqrt(5000)
 
 
@@ -205,12 +206,15 @@ def test_a_record_of_it_in_json_is_the_same() -> None:
             "must be from 0 to 100",
         ),
         (
-            {"input_len": {"kind": "uniform", "min": 1, "max": 2},
-             "output_len": {"kind": "uniform", "min": 1, "max": 2}, "range_ratio": 0.5},
+            {
+                "input_len": {"kind": "uniform", "min": 1, "max": 2},
+                "output_len": {"kind": "uniform", "min": 1, "max": 2},
+                "range_ratio": 0.5,
+            },
             "range_ratio: is for an input_len or output_len that is a number",
         ),
     ],
-)  # fmt: skip
+)
 def test_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(JaxinferError, match=message) as error:
         requests(**options)

@@ -96,11 +96,12 @@ def test_a_prefix_cache_sees_mooncake_s_hits(tmp_path: Path) -> None:
     )
     hits: dict[str, int | None] = {}
     simulate(
-        config, config.requests(),
-        on_request=lambda request, times: hits.update({
-            request.id: request.metrics.num_cached_tokens
-        }),
-    )  # fmt: skip
+        config,
+        config.requests(),
+        on_request=lambda request, times: hits.update(
+            {request.id: request.metrics.num_cached_tokens}
+        ),
+    )
     assert {id: hit or 0 for id, hit in hits.items()} == {"0": 0, "1": 1024, "2": 512, "3": 1184}
 
 

@@ -39,9 +39,13 @@ SLACK = 1.1
 # Whence a decode instance that is alone gets its KV, in no time.
 _SOURCE = "prompts"
 _SOURCE_GPU = {
-    "bf16_tflops": 1.0, "memory_gb": 1e9, "memory_gb_s": 1.0, "link": "none", "link_gb_s": 1.0,
+    "bf16_tflops": 1.0,
+    "memory_gb": 1e9,
+    "memory_gb_s": 1.0,
+    "link": "none",
+    "link_gb_s": 1.0,
     "watts": 1.0,
-}  # fmt: skip
+}
 _INSTANT_GB_S = 1e9
 _INSTANT_S = 1e-9
 # More than decode instances that keep their targets leave unfetched.

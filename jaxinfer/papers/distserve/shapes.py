@@ -73,8 +73,12 @@ def instance_part(
     names = groups_of(name, shape)
     return {
         "groups": {
-            group: {"kind": kind, "devices": gpus, "tensor_parallel_size": shape.tp,
-                    "replicas": replicas}
+            group: {
+                "kind": kind,
+                "devices": gpus,
+                "tensor_parallel_size": shape.tp,
+                "replicas": replicas,
+            }
             for group, gpus in zip(names, shape.by_node, strict=True)
         },
         "instances": {
@@ -88,7 +92,7 @@ def instance_part(
             }
         },
         "simulate": {"groups": {group: dict(costs) for group in names} if costs else {}},
-    }  # fmt: skip
+    }
 
 
 def chain(groups: Sequence[str], gb_s: float) -> list[Part]:

@@ -124,8 +124,11 @@ class Hetis:
         self, kinds: Kinds, costs: "StageTimes", seconds: float, grouping: Grouping
     ) -> Candidate:
         part: dict[str, Any] = {
-            "groups": {}, "instances": {}, "simulate": {"groups": {}}, "system": "hetis"
-        }  # fmt: skip
+            "groups": {},
+            "instances": {},
+            "simulate": {"groups": {}},
+            "system": "hetis",
+        }
         for number in range(grouping.instances):
             _add_instance(part, number, kinds, costs, grouping)
         splits = [

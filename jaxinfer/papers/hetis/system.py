@@ -297,9 +297,13 @@ class Hetis(System):
             if other.group == shard.group and other.stage != shard.stage
         )
         return Load(
-            fit, shard.num_pairs, _used(instance, shard), shard.num_free_pages, instance.page_size,
+            fit,
+            shard.num_pairs,
+            _used(instance, shard),
+            shard.num_free_pages,
+            instance.page_size,
             others / shard.layers,
-        )  # fmt: skip
+        )
 
     def _fit(self, shard: ShardView) -> AttentionFit:
         fit = self._given.get(shard.group) or shard.fit

@@ -228,9 +228,13 @@ class Modelled:
                 return
 
     def _rate(
-        self, signature: Signature, shape: Shape, ends: Sequence[End],
-        layers: Sequence[int], role: Role,
-    ) -> float:  # fmt: skip
+        self,
+        signature: Signature,
+        shape: Shape,
+        ends: Sequence[End],
+        layers: Sequence[int],
+        role: Role,
+    ) -> float:
         """Requests per second of these stages."""
         pairs = list(zip(ends, layers, strict=True))
         entries = min(self._pool(role, end)[n - 1] for end, n in pairs)

@@ -154,8 +154,9 @@ def shared_flow(groups: Sequence[Placed], network: Network) -> Flow:
         # Not the groups' own rates: those of a row have a price.
         most = np.inf
         uses: list[tuple[Link, float, float]] = [
-            (("carries", i), 1.0, 0.0), (("carries", j), 1.0, 0.0)
-        ]  # fmt: skip
+            (("carries", i), 1.0, 0.0),
+            (("carries", j), 1.0, 0.0),
+        ]
         for link, (num_bytes, rate) in network.lanes(groups[i], groups[j]).items():
             if link[0] == "within":
                 most = min(most, rate / num_bytes)

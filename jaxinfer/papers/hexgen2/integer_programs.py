@@ -169,14 +169,20 @@ def configurations(capacity: Modelled, counts: Sequence[int], most: int) -> list
         for role in ROLES:
             rate = capacity.carried(signature, role).rate
             if rate > max(
-                (c.rate for c in found if c.role == role
-                 and all(a <= b and (a > 0) == (b > 0) for a, b in zip(c.gpus, gpus, strict=True))),
+                (
+                    c.rate
+                    for c in found
+                    if c.role == role
+                    and all(
+                        a <= b and (a > 0) == (b > 0) for a, b in zip(c.gpus, gpus, strict=True)
+                    )
+                ),
                 default=0.0,
-            ):  # fmt: skip
+            ):
                 shares = (
                     capacity.most_of_layers(type_, count, role) if count else 0.0
                     for type_, count in zip(type_of_kind, gpus, strict=True)
-                )  # fmt: skip
+                )
                 found.append(Configuration(gpus, role, rate, tuple(shares)))
     return found
 
@@ -208,8 +214,9 @@ def best_mix(
     # Columns: how many of each configuration, GPUs of each kind, the flow, and what of it each
     # configuration carries with the layers on each kind.
     flow = many + kinds
-    parts = [(n, kind) for n, option in enumerate(options) for kind in range(kinds)
-             if option.gpus[kind]]  # fmt: skip
+    parts = [
+        (n, kind) for n, option in enumerate(options) for kind in range(kinds) if option.gpus[kind]
+    ]
     column = {part: flow + 1 + number for number, part in enumerate(parts)}
     rows: list[Row] = []
     for kind in range(kinds):
@@ -219,15 +226,21 @@ def best_mix(
         carried = {column[n, kind]: 1.0 for kind in range(kinds) if option.gpus[kind]}
         rows.append((carried | {n: -option.rate}, 0.0))
         if len(carried) > 1:
-            rows += [({column[n, kind]: 1.0, n: -option.shares[kind]}, 0.0)
-                     for kind in range(kinds) if option.gpus[kind]]  # fmt: skip
+            rows += [
+                ({column[n, kind]: 1.0, n: -option.shares[kind]}, 0.0)
+                for kind in range(kinds)
+                if option.gpus[kind]
+            ]
     for role in ROLES:
         through = {column[n, kind]: 1.0 for n, kind in parts if options[n].role == role}
         rows += _equal(through | {flow: -1.0})
     for kind in range(kinds):
         if cards[kind] < inf:
-            sent = {column[n, k]: 1.0 if options[n].role == "prefill" else -1.0
-                    for n, k in parts if k == kind}  # fmt: skip
+            sent = {
+                column[n, k]: 1.0 if options[n].role == "prefill" else -1.0
+                for n, k in parts
+                if k == kind
+            }
             if sent:
                 rows.append((sent, cards[kind]))
                 rows.append(({at: -value for at, value in sent.items()}, cards[kind]))
@@ -264,9 +277,11 @@ def _matrix(rows: Sequence[Row], columns: int) -> tuple[csr_array, list[float]]:
 
 
 def _solve(
-    wanted: np.ndarray, rows: Sequence[Row], integer: np.ndarray,
+    wanted: np.ndarray,
+    rows: Sequence[Row],
+    integer: np.ndarray,
     upper: np.ndarray | None = None,
-) -> tuple[np.ndarray, float, float]:  # fmt: skip
+) -> tuple[np.ndarray, float, float]:
     """The largest ``wanted @ x``: x, its value, and what no other has more than."""
     matrix, limits = _matrix(rows, len(wanted))
     found = milp(

@@ -87,10 +87,14 @@ def _alike(site: Site, many: Iterable[tuple[Member, ...]]) -> list[tuple[Member,
     for members in many:
         first: dict[int, int] = {}
         key = tuple(
-            (role, tuple((site.type_of[n], first.setdefault(n, len(first)), count)
-                         for n, count in group))
+            (
+                role,
+                tuple(
+                    (site.type_of[n], first.setdefault(n, len(first)), count) for n, count in group
+                ),
+            )
             for group, role in members
-        )  # fmt: skip
+        )
         found.setdefault(key, members)
     return list(found.values())
 
@@ -125,10 +129,13 @@ def _of_two(
             for some in _AT_ONCE:
                 if some <= min(many, few):
                     out, into = ((u, some),), ((v, some),)
-                    yield Change((a, b), (
-                        (_more(_less(here, out), into), role),
-                        (_more(_less(there, into), out), other),
-                    ))  # fmt: skip
+                    yield Change(
+                        (a, b),
+                        (
+                            (_more(_less(here, out), into), role),
+                            (_more(_less(there, into), out), other),
+                        ),
+                    )
     if "merge" in kinds and size(here) + size(there) <= most:
         yield Change((a, b), ((_more(here, there), role),))
 

@@ -69,9 +69,10 @@ def roles(between: np.ndarray) -> list[Role]:
         own = between @ (2 * side - 1) * (2 * side - 1)
         gains = [
             (float(own[a] + own[b] + 2 * between[a, b]), a, b)
-            for a in range(count) for b in range(count)
+            for a in range(count)
+            for b in range(count)
             if side[a] == 0 and side[b] == 1
-        ]  # fmt: skip
+        ]
         gain, a, b = max(gains, key=lambda each: (each[0], -each[1], -each[2]))
         if gain <= 1e-9 * between.sum():
             return [_role(s) for s in side]
@@ -114,9 +115,7 @@ def _bisect(
     several = filled[first - 1 : len(gpus) - (count - first)]
     cut = first + int(np.argmin(np.abs(several - filled[-1] * first / count)))
     left, right = order[:cut].tolist(), order[cut:].tolist()
-    return [
-        *_bisect(weights, memory, left, first), *_bisect(weights, memory, right, count - first)
-    ]  # fmt: skip
+    return [*_bisect(weights, memory, left, first), *_bisect(weights, memory, right, count - first)]
 
 
 def _order(weights: np.ndarray) -> np.ndarray:

@@ -130,9 +130,12 @@ class HexGen2:
         guide: Capacity = capacity
         if options.costs == "table1":
             guide = Table1(
-                capacity.site, capacity.model, capacity.lengths, capacity.degrees,
+                capacity.site,
+                capacity.model,
+                capacity.lengths,
+                capacity.degrees,
                 engine.max_num_seqs,
-            )  # fmt: skip
+            )
         flow_of = shared_flow if options.network == "shared" else pair_flow
         found = self._compared(Scorer(guide, network, flow_of, effort), capacity)
         scorer = Scorer(capacity, network, shared_flow, effort)
@@ -189,9 +192,7 @@ class HexGen2:
         """As a run file's part."""
         capacity, options = self.capacity(problem), self._options
         site, flow = capacity.site, found.flow
-        own: dict[Role, Mapping[str, Any]] = {
-            "prefill": options.prefill, "decode": options.decode
-        }  # fmt: skip
+        own: dict[Role, Mapping[str, Any]] = {"prefill": options.prefill, "decode": options.decode}
         prompt = capacity.lengths.prompt
         part = as_part(
             site, found.groups, flow, own, prompt, capacity.prefill_tokens, options.measured
@@ -209,9 +210,10 @@ class HexGen2:
             axes |= {"bound": "none: prompts share prefixes", "gap": None, "within_nodes": None}
         else:
             axes |= {
-                "bound": round(found.bound, 4), "gap": round(found.gap, 4),
+                "bound": round(found.bound, 4),
+                "gap": round(found.gap, 4),
                 "within_nodes": round(found.within, 4),
-            }  # fmt: skip
+            }
         prices = site.usd_per_gpu
         if prices is not None:
             hourly = sum(n * prices[node] for p in used for node, n in p.group)

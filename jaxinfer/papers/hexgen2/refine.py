@@ -117,10 +117,13 @@ def climb(
     best = start
     while scorer.effort.is_left:
         better = next(
-            (each for each in islice(_promising(scorer, best, most, kinds), tries)
-             if each.beats(best)),
+            (
+                each
+                for each in islice(_promising(scorer, best, most, kinds), tries)
+                if each.beats(best)
+            ),
             None,
-        )  # fmt: skip
+        )
         if better is None:
             break
         best = better

@@ -50,8 +50,11 @@ class Table1:
         total = self._model.num_hidden_layers
         batch = 1
         if role == "decode":
-            fits = (b for b in range(self._most, 0, -1) if sum(self._limits(signature, shape, b))
-                    >= total)  # fmt: skip
+            fits = (
+                b
+                for b in range(self._most, 0, -1)
+                if sum(self._limits(signature, shape, b)) >= total
+            )
             batch = next(fits, 1)
         each = [self.layer_seconds(signature[p][0], tp, role, batch) for p, tp in shape]
         layers = least_sum(total, each, self._limits(signature, shape, batch))

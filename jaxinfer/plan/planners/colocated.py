@@ -86,9 +86,13 @@ class Colocated:
                 options.engines.items(), options.seqs_per_stage or (None,)
             ):
                 axes = {
-                    "gpu": kind, "tp": tp, "pp": pp, "replicas": replicas, "engine": name,
+                    "gpu": kind,
+                    "tp": tp,
+                    "pp": pp,
+                    "replicas": replicas,
+                    "engine": name,
                     "seqs_per_stage": seqs,
-                }  # fmt: skip
+                }
                 own = {} if seqs is None else {"max_num_seqs": seqs * pp}
                 yield Candidate(axes, self._part(kind, tp, pp, replicas, engine, own))
 

@@ -222,9 +222,12 @@ class PDRatio:
                 if options.gpus and p * prefill_tp + d * decode_tp > options.gpus:
                     continue
                 axes = {
-                    "prefills": p, "prefill_tp": prefill_tp, "decodes": d, "decode_tp": decode_tp,
+                    "prefills": p,
+                    "prefill_tp": prefill_tp,
+                    "decodes": d,
+                    "decode_tp": decode_tp,
                     "closed_form": rates.of(p, d) if rates else None,
-                }  # fmt: skip
+                }
                 part = self._part(p, prefill_tp, d, decode_tp)
                 candidate = Candidate(axes, part, (p, prefill_tp, d, decode_tp))
                 count = _requests(problem, p * prefill_tp + d * decode_tp)

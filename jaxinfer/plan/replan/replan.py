@@ -221,8 +221,10 @@ def windows_of(problem: Problem) -> list[Window]:
             f"{max(item.arrival for item in problem.work):g} s, when the last one comes"
         )
     if not windows[0].work:
-        raise OptionError(f"replan.window_s is {seconds:g}, and no request comes before: must be "
-                          f"above {min(item.arrival for item in problem.work):g} s")  # fmt: skip
+        raise OptionError(
+            f"replan.window_s is {seconds:g}, and no request comes before: must be "
+            f"above {min(item.arrival for item in problem.work):g} s"
+        )
     return windows
 
 

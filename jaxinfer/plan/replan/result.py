@@ -203,9 +203,14 @@ def _log_scale(axes: Any) -> None:
 def _explain(axes: Any, title: str) -> None:
     """A legend beside the axes."""
     axes.legend(
-        frameon=False, fontsize="small", title=title, title_fontsize="small", loc="upper left",
-        bbox_to_anchor=(1.0, 1.05), alignment="left",
-    )  # fmt: skip
+        frameon=False,
+        fontsize="small",
+        title=title,
+        title_fontsize="small",
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.05),
+        alignment="left",
+    )
 
 
 def _in_words(name: str, targets: Targets) -> str:

@@ -33,8 +33,10 @@ class Mix:
     def shift(self, before: "Mix") -> float:
         """The largest share by which one of the three differs from what it was."""
         pairs = (
-            (self.rate, before.rate), (self.prompt, before.prompt), (self.output, before.output),
-        )  # fmt: skip
+            (self.rate, before.rate),
+            (self.prompt, before.prompt),
+            (self.output, before.output),
+        )
         return max(abs(now / then - 1) for now, then in pairs)
 
 

@@ -95,8 +95,12 @@ def draw(
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         if list(lines) != [""]:
-            figure.legend(loc="outside upper left", frameon=False, fontsize="small",
-                          ncols=1 if max(map(len, lines)) > 24 else 2)  # fmt: skip
+            figure.legend(
+                loc="outside upper left",
+                frameon=False,
+                fontsize="small",
+                ncols=1 if max(map(len, lines)) > 24 else 2,
+            )
         path = folder / f"{y}.{kind}"
         save_picture(figure, path)
         written.append(path)

@@ -26,9 +26,15 @@ from jaxinfer.simulate.capacity import enough_requests
 
 # What a host takes for a run, and what is no number.
 _NOT_OF_THE_RUN = (
-    "instances", "slice_moves", "compiles", "compile_s", "late_compiles", "loop_s", "launching_s",
+    "instances",
+    "slice_moves",
+    "compiles",
+    "compile_s",
+    "late_compiles",
+    "loop_s",
+    "launching_s",
     "peak_rss_mib",
-)  # fmt: skip
+)
 FIGURES = (
     "requests_s",
     *(f.name for f in fields(RunMetrics) if f.init and f.name not in _NOT_OF_THE_RUN),
@@ -101,8 +107,10 @@ class Sweep(Options):
                         f"x is {self.x}, must be one of axes: {did_you_mean(self.x, axes)}"
                     )
                 if not _are_numbers(axes[self.x]):
-                    raise OptionError(f"x is {self.x}, whose values are {shown(axes[self.x])}: "
-                                      "must be an axis of numbers")  # fmt: skip
+                    raise OptionError(
+                        f"x is {self.x}, whose values are {shown(axes[self.x])}: "
+                        "must be an axis of numbers"
+                    )
         for name in self.y:
             if name not in FIGURES:
                 raise OptionError(f"y: no figure {name!r}: {did_you_mean(name, FIGURES)}")
@@ -348,9 +356,10 @@ def x_axis(sweep: Sweep) -> str | None:
     if sweep.x:
         return sweep.x
     numbers = [
-        name for name in sweep.values_of({})
+        name
+        for name in sweep.values_of({})
         if all(_are_numbers(sweep.values_of(own)[name]) for own in sweep.files.values())
-    ]  # fmt: skip
+    ]
     return numbers[-1] if numbers else None
 
 

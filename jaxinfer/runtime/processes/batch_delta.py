@@ -56,16 +56,26 @@ class Teller:
         known, told.pages = told.pages, hold.num_pages
         pages = [table[0][known:] for table in hold.tables] if known < told.pages else []
         return (
-            told.number, row.start, row.count, row.samples, row.input_pending, row.epoch, known,
+            told.number,
+            row.start,
+            row.count,
+            row.samples,
+            row.input_pending,
+            row.epoch,
+            known,
             pages,
-        )  # fmt: skip
+        )
 
 
 def _introduce(number: int, request: RequestState) -> NewRequest:
     return NewRequest(
-        number, request.id, request.prompt_len, request.max_tokens, request.prompt_token_ids,
+        number,
+        request.id,
+        request.prompt_len,
+        request.max_tokens,
+        request.prompt_token_ids,
         request.payload,
-    )  # fmt: skip
+    )
 
 
 class _Pages:

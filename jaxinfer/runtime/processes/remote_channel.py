@@ -222,9 +222,14 @@ class RemoteChannel:
         lane, tokens = slab.lane, (slab.start, slab.stop)
         try:
             compare(
-                slab.transfer, tokens, lane.form.first, lane.dest_shard, lane.page_size,
-                slab.checksum_LT, answer.checksum_LT,
-            )  # fmt: skip
+                slab.transfer,
+                tokens,
+                lane.form.first,
+                lane.dest_shard,
+                lane.page_size,
+                slab.checksum_LT,
+                answer.checksum_LT,
+            )
         except JaxinferError as error:
             self._post(Failed(self._ends[1], error))
 

@@ -167,11 +167,16 @@ class Conformance:
             channel.probe(f"{source} -> {dest}")
             hold = self._reserve(dest)
             seconds = min(
-                self._send(channel, engines[dest], sent, Transfer(
-                    sent.request, 0, source, dest, sent.hold, hold, 0, len(self._prompt), 0.0
-                ))
+                self._send(
+                    channel,
+                    engines[dest],
+                    sent,
+                    Transfer(
+                        sent.request, 0, source, dest, sent.hold, hold, 0, len(self._prompt), 0.0
+                    ),
+                )
                 for _ in range(TRANSFERS)
-            )  # fmt: skip
+            )
         finally:
             channel.close()
         form = channel.lanes[0].form

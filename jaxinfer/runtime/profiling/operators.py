@@ -141,9 +141,12 @@ def measure_operators(
             intermediate_size=config.intermediate_size // degree,
         )
     wanted = cluster.groups[group].model_copy(
-        update={"devices": degree if over_devices else 1, "tensor_parallel_size": None,
-                "emulate": None}
-    )  # fmt: skip
+        update={
+            "devices": degree if over_devices else 1,
+            "tensor_parallel_size": None,
+            "emulate": None,
+        }
+    )
     instance = cluster.instances[name].model_copy(update={"load_format": "dummy"})
     alone = cluster.model_copy(
         update={"groups": {group: wanted}, "instances": {name: instance}, "links": ()}
@@ -188,9 +191,15 @@ def _measure(
         for found in times.values()
     )
     return Measured(
-        deep, model, over_devices, depths, operators,
-        {parts: medians["deep", parts] for parts in checks}, _line(host), spread,
-    )  # fmt: skip
+        deep,
+        model,
+        over_devices,
+        depths,
+        operators,
+        {parts: medians["deep", parts] for parts in checks},
+        _line(host),
+        spread,
+    )
 
 
 def measure_heads(engine: Engine) -> dict[int, float]:

@@ -144,9 +144,14 @@ def empty_spread_inputs(
     layout = np.zeros(size + shape.tokens * num_heads, np.int32)
     layout[size:] = size
     return SpreadInputs(
-        pairs, plain.token_T, plain.source_T, plain.batch.position_T, plain.sample_row_S,
-        layout, [tables] * devices,
-    )  # fmt: skip
+        pairs,
+        plain.token_T,
+        plain.source_T,
+        plain.batch.position_T,
+        plain.sample_row_S,
+        layout,
+        [tables] * devices,
+    )
 
 
 def build_spread_inputs(
@@ -183,9 +188,14 @@ def build_spread_inputs(
         cut_WR[number, : len(pair_r)] = pair_r
         place_P[pair_r] = number * R + np.arange(len(pair_r))
     return SpreadInputs(
-        pairs, plain.token_T, plain.source_T, plain.batch.position_T, plain.sample_row_S,
-        layout, tables,
-    )  # fmt: skip
+        pairs,
+        plain.token_T,
+        plain.source_T,
+        plain.batch.position_T,
+        plain.sample_row_S,
+        layout,
+        tables,
+    )
 
 
 def build_halved_inputs(

@@ -161,15 +161,23 @@ class Chain:
         buckets = self._shape, inputs.pairs
         if not layer:
             (self._x_TD, self._ropes), self._pieces = of(("first", *buckets))(
-                stage.outer, stage.layers[0], stage.previous_S, inputs.token_T, inputs.source_T,
-                inputs.position_T, self._layout, self._x_TD,
-            )  # fmt: skip
+                stage.outer,
+                stage.layers[0],
+                stage.previous_S,
+                inputs.token_T,
+                inputs.source_T,
+                inputs.position_T,
+                self._layout,
+                self._x_TD,
+            )
         else:
             run = of(("middle", *buckets, bool(stage.step.windows[layer])))
             self._x_TD, self._pieces = run(
-                *stage.layers[layer - 1 : layer + 1], (self._x_TD, self._ropes), self._outs,
+                *stage.layers[layer - 1 : layer + 1],
+                (self._x_TD, self._ropes),
+                self._outs,
                 self._layout,
-            )  # fmt: skip
+            )
         self._layer = layer
 
     def attend(self) -> None:
@@ -194,7 +202,10 @@ class Chain:
         """Hidden states to sample from, and all."""
         run = self._stage.step.of(("last", self._shape, self._inputs.pairs))
         found: tuple[jax.Array, jax.Array] = run(
-            self._stage.layers[-1], self._x_TD, self._outs, self._layout,
+            self._stage.layers[-1],
+            self._x_TD,
+            self._outs,
+            self._layout,
             self._inputs.sample_row_S,
-        )  # fmt: skip
+        )
         return found

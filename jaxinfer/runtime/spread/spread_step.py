@@ -243,9 +243,10 @@ class SpreadStep(CompiledStep):
         )
         with jax.set_mesh(pool.mesh):
             return jitted.lower(
-                kv, there((pairs.tokens, cut.G + 2, cut.H), cut.dtype),
+                kv,
+                there((pairs.tokens, cut.G + 2, cut.H), cut.dtype),
                 there(tables.shape, tables.dtype),
-            ).compile()  # fmt: skip
+            ).compile()
 
     def _lower(self, part: Any) -> jax.stages.Lowered:
         if part[0] in ("part", "join"):
@@ -269,9 +270,15 @@ class SpreadStep(CompiledStep):
             windowed = bool(self._windows[0])
             run = jitted(partial(first, self._outer, self._layer, plan.layers, windowed, cut))
             return run.lower(
-                self._outer_state, state, self._arguments[2], inputs.token_T, inputs.source_T,
-                inputs.position_T, layout, None if plan.layers.first else x_TD,
-            )  # fmt: skip
+                self._outer_state,
+                state,
+                self._arguments[2],
+                inputs.token_T,
+                inputs.source_T,
+                inputs.position_T,
+                layout,
+                None if plan.layers.first else x_TD,
+            )
         model: Any = nnx.merge(self._outer, self._outer_state)
         ropes = jax.eval_shape(model.ropes, jax.ShapeDtypeStruct((shape.tokens,), jnp.int32))
         stream = x_TD, jax.tree.map(lambda x: whole(x.shape, x.dtype), ropes)

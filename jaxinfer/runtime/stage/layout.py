@@ -139,9 +139,13 @@ class Plan(PlanFacts):
     def pages(self) -> list[KVPages]:
         """The stage's KV pages."""
         return abstract_pages(
-            self.config, self.layers, self.num_pages, self.limits.page_size, self.kv_dtype,
+            self.config,
+            self.layers,
+            self.num_pages,
+            self.limits.page_size,
+            self.kv_dtype,
             self.mesh,
-        )  # fmt: skip
+        )
 
     def state(self, leaves: Mapping[str, Any]) -> nnx.State[Any, Any]:
         """Parameters by their path in the whole model, as the step takes them."""
@@ -172,9 +176,13 @@ def make_plan(
     dtype = choose_dtype(options, devices[0])
     kv_dtype = KV_DTYPES.get(options.kv_cache_dtype, dtype)
     kernels = choose_kernels(
-        options.kernels, devices[0], kv_dtype, config.head_dim,
-        config.num_attention_heads // config.num_key_value_heads, options.page_size,
-    )  # fmt: skip
+        options.kernels,
+        devices[0],
+        kv_dtype,
+        config.head_dim,
+        config.num_attention_heads // config.num_key_value_heads,
+        options.page_size,
+    )
     wide = replace(padded(config, len(devices)), kernels=kernels)
     rules = load_rules(options.sharding)
     graphdef, parameters = _parameters(wide, layers, dtype, mesh, rules)

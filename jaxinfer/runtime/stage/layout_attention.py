@@ -70,9 +70,13 @@ def _plan(
 ) -> AttentionPlan:
     options, config = plan.options, plan.config
     kernels = choose_kernels(
-        options.kernels, device, plan.kv_dtype, config.head_dim,
-        config.num_attention_heads // config.num_key_value_heads, options.page_size,
-    )  # fmt: skip
+        options.kernels,
+        device,
+        plan.kv_dtype,
+        config.head_dim,
+        config.num_attention_heads // config.num_key_value_heads,
+        options.page_size,
+    )
     num_pages = place.num_pages or plan.num_pages
     held = replace(config, num_key_value_heads=plan.num_kv_heads, kernels=kernels)
     mesh = Mesh(np.array([device]), (HEADS_AXIS,))

@@ -41,9 +41,11 @@ def sampler_shape(requests: Iterable[RequestState]) -> SamplerShape:
         if params.prompt_logprobs is not None:
             prompt_top = max(prompt_top, params.prompt_logprobs, 1)
     return SamplerShape(
-        _power_of_two(edits, smallest=16), _power_of_two(history, smallest=256),
-        _power_of_two(top, smallest=8), _power_of_two(prompt_top, smallest=8),
-    )  # fmt: skip
+        _power_of_two(edits, smallest=16),
+        _power_of_two(history, smallest=256),
+        _power_of_two(top, smallest=8),
+        _power_of_two(prompt_top, smallest=8),
+    )
 
 
 def _power_of_two(count: int, smallest: int) -> int:

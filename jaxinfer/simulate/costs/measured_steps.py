@@ -108,14 +108,23 @@ class ProgramStage:
             raise JaxinferError(f"{tp}: attention.csv {error}") from None
         measured = profiled.collectives.get(part.devices, True)
         read = {
-            "folder": str(tp), "row_buckets": rows, "token_buckets": tokens,
-            "attention": len(points), "all_reduces": "measured" if measured else "modelled",
-        }  # fmt: skip
+            "folder": str(tp),
+            "row_buckets": rows,
+            "token_buckets": tokens,
+            "attention": len(points),
+            "all_reduces": "measured" if measured else "modelled",
+        }
         return cls(
-            part.limits, part.layers, dense, heads if part.last else None, attention,
+            part.limits,
+            part.layers,
+            dense,
+            heads if part.last else None,
+            attention,
             Collectives() if measured else _all_reduces(part.gpu, part.model, part),
-            step_s, sequence_s, read,
-        )  # fmt: skip
+            step_s,
+            sequence_s,
+            read,
+        )
 
     def seconds(self, work: Work) -> float:
         """Of one step."""

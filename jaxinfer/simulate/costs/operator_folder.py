@@ -75,9 +75,11 @@ def write_meta(
         },
     }
     meta = {
-        "hardware": device, "engine_effective": {"hf_overrides": sizes}, "engine": engine,
+        "hardware": device,
+        "engine_effective": {"hf_overrides": sizes},
+        "engine": engine,
         "measured": dict(facts),
-    }  # fmt: skip
+    }
     (folder / "meta.yaml").write_text(yaml.safe_dump(meta, sort_keys=False), encoding="utf-8")
 
 

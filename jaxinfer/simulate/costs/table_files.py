@@ -27,9 +27,14 @@ from jaxinfer.simulate.costs.attention_grid import At
 
 # How often an operator runs in a layer.
 PER_LAYER = {
-    "layernorm": 2, "qkv_proj": 1, "rotary_emb": 1, "o_proj": 1, "gate_up_proj": 1, "act_fn": 1,
+    "layernorm": 2,
+    "qkv_proj": 1,
+    "rotary_emb": 1,
+    "o_proj": 1,
+    "gate_up_proj": 1,
+    "act_fn": 1,
     "down_proj": 1,
-}  # fmt: skip
+}
 # Those that not every model has, or not every profile apart from others. ``qk_norm`` is that of
 # queries and that of keys together.
 OPTIONAL = {"qk_norm": 1, "add": 1, "all_reduce": 2}

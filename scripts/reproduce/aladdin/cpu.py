@@ -28,15 +28,18 @@ def row_of(name: str, run: RunRecord) -> Row:
     uses = metrics["instances"].values()
     off = sum(use["role_s"].get("off", 0.0) for use in uses) if name == "Aladdin" else 0.0
     return {
-        "system": name, "makespan (s)": round(metrics["wall_s"], 1), "in time": in_time(run),
+        "system": name,
+        "makespan (s)": round(metrics["wall_s"], 1),
+        "in time": in_time(run),
         "TTFT p50 (s)": round(metrics["ttft_p50"], 2),
         "TTFT p99 (s)": round(metrics["ttft_p99"], 2),
         "mean gap p50 (ms)": round(1000 * metrics["tpot_p50"]),
         "mean gap p99 (ms)": round(1000 * metrics["tpot_p99"]),
         "workers used": sum(use["first_step"] is not None for use in uses),
         "busy (s)": round(sum(use["busy_s"] for use in uses), 1),
-        "on (s)": round(len(uses) * metrics["wall_s"] - off, 1), "off (s)": round(off, 1),
-    }  # fmt: skip
+        "on (s)": round(len(uses) * metrics["wall_s"] - off, 1),
+        "off (s)": round(off, 1),
+    }
 
 
 def roles(run: RunRecord) -> list[Row]:
@@ -45,8 +48,14 @@ def roles(run: RunRecord) -> list[Row]:
     for name, use in metrics["instances"].items():
         off = use["role_s"].get("off", 0.0)
         on = metrics["wall_s"] - off
-        rows.append({"worker": name, "busy (s)": round(use["busy_s"], 1), "on (s)": round(on, 1),
-                     "off (s)": round(off, 1)})  # fmt: skip
+        rows.append(
+            {
+                "worker": name,
+                "busy (s)": round(use["busy_s"], 1),
+                "on (s)": round(on, 1),
+                "off (s)": round(off, 1),
+            }
+        )
     return rows
 
 

@@ -42,8 +42,14 @@ def _thetas(search: Search, level: float, oracle: bool) -> list[Row]:
         if search.fewest(way, RATE, LEVELS[0], CALIBRATION, guess):
             found = search.fewest(way, RATE, level, CALIBRATION, guess)
         guess = found or guess
-        rows.append({"lengths": "true" if oracle else "predicted", "attainment (%)": 100 * level,
-                     "theta": theta, "workers": found or "none"})  # fmt: skip
+        rows.append(
+            {
+                "lengths": "true" if oracle else "predicted",
+                "attainment (%)": 100 * level,
+                "theta": theta,
+                "workers": found or "none",
+            }
+        )
     return rows
 
 
@@ -92,24 +98,38 @@ def fewest_workers(
                 percent, of = (40, "") if base is JSQ else (49, ", decodes only")
                 met = len(found) == len(SEEDS) and mean + half >= percent
                 targets.append(
-                    holds(claim, f"up to {percent} %{of}", f"{mean:.1f} +- {half:.1f} % fewer", met,
-                          f"{percent} % or more, within the interval", "calibrated")
-                )  # fmt: skip
+                    holds(
+                        claim,
+                        f"up to {percent} %{of}",
+                        f"{mean:.1f} +- {half:.1f} % fewer",
+                        met,
+                        f"{percent} % or more, within the interval",
+                        "calibrated",
+                    )
+                )
         rows.append(row)
     return rows, targets
 
 
 def equation_7(search: Search, way: Way) -> tuple[list[Row], list[Target]]:
     """The fewest at six rates, and the line through the other five."""
-    searched = [(rate, search.fewest(way, rate, LEVELS[0], 0, 4 + USUAL / RATE * rate * 0.8))
-                for rate in RATES]  # fmt: skip
+    searched = [
+        (rate, search.fewest(way, rate, LEVELS[0], 0, 4 + USUAL / RATE * rate * 0.8))
+        for rate in RATES
+    ]
     found = [(rate, workers) for rate, workers in searched if workers]
     rows, off = [], []
     line = fit_workers(found)
     for rate, workers in found:
         without = fit_workers([each for each in found if each[0] != rate]).workers(rate)
-        rows.append({"requests/s": rate, "fewest": workers, "eq. 7": line.workers(rate),
-                     "eq. 7 of the other rates": without})  # fmt: skip
+        rows.append(
+            {
+                "requests/s": rate,
+                "fewest": workers,
+                "eq. 7": line.workers(rate),
+                "eq. 7 of the other rates": without,
+            }
+        )
         off.append(abs(line.workers(rate) - workers))
     says = f"{max(off)} at most; {line.per_rate:.3f} r + {line.constant:.2f}"
     return rows, [holds("eq. 7 within one worker at six rates", "linear", says, max(off) <= 1,

@@ -43,10 +43,12 @@ class Way:
     def config(self, tables: Path, workers: int) -> RunFile:
         """So many workers."""
         settings = [
-            f"groups.a100.replicas={workers}", f"instances.worker.replicas={workers}",
-            f"simulate.tables={tables}", f"system={json.dumps(dict(self.system))}",
+            f"groups.a100.replicas={workers}",
+            f"instances.worker.replicas={workers}",
+            f"simulate.tables={tables}",
+            f"system={json.dumps(dict(self.system))}",
             f"workload.max_tokens={LIMIT}",
-        ]  # fmt: skip
+        ]
         if self.oracle:
             settings.append("workload.predictor={granularity: 1, accuracy: 1}")
         return load_run_file(FILE, [*settings, *self.settings])

@@ -30,9 +30,14 @@ PREFILLS = 12
 def four_gpus(way: Way, process_ms: float) -> Way:
     """On workers of four GPUs."""
     step_s = OVERHEADS["step_s"] + 3e-3 * process_ms
-    return replace(way, settings=(
-        "groups.a100.devices=4", "groups.a100.tensor_parallel_size=4", f"simulate.step_s={step_s}",
-    ))  # fmt: skip
+    return replace(
+        way,
+        settings=(
+            "groups.a100.devices=4",
+            "groups.a100.tensor_parallel_size=4",
+            f"simulate.step_s={step_s}",
+        ),
+    )
 
 
 def process_costs(search: Search, single: Way) -> tuple[list[Row], list[Target]]:
@@ -48,8 +53,11 @@ def process_costs(search: Search, single: Way) -> tuple[list[Row], list[Target]]
     fewer = [row["fewer (%)"] for row in rows if row["fewer (%)"] != "-"]
     claim = "fewer GPUs than workers of four with the shortest queue, by what a process costs"
     says = f"{min(fewer)} to {max(fewer)} %"
-    return rows, [holds(claim, "up to 71 %", says, max(fewer) >= 71, "the most is at least 71 %",
-                        "calibrated")]  # fmt: skip
+    return rows, [
+        holds(
+            claim, "up to 71 %", says, max(fewer) >= 71, "the most is at least 71 %", "calibrated"
+        )
+    ]
 
 
 def apart(way: Way) -> Way:
@@ -70,8 +78,13 @@ def decodes_alone(search: Search, ours: Way) -> tuple[list[Row], list[Target]]:
     rows: list[Row] = []
     for way in (JSQ, ours):
         found = search.fewest(apart(way), RATE, LEVEL, SEED, 10)
-        rows.append({"system": way.name, "theta": way.system.get("theta", "-"),
-                     "workers": found or "none of 28"})  # fmt: skip
+        rows.append(
+            {
+                "system": way.name,
+                "theta": way.system.get("theta", "-"),
+                "workers": found or "none of 28",
+            }
+        )
     theirs, found = (row["workers"] for row in rows)
     claim = "decodes alone: fewer workers than the shortest queue"
     return rows, [_fewer(claim, 60, found, theirs)]
@@ -85,9 +98,14 @@ def all_requests(search: Search, ours: Way) -> tuple[list[Row], list[Target]]:
         part = search.of(trace, f"answers_of_{least}")
         for way in (JSQ, ours):
             found = part.fewest(way, RATE, 1.0, SEED, 20)
-            rows.append({"answers of at least (tokens)": least, "system": way.name,
-                         "theta": way.system.get("theta", "-"),
-                         "workers": found or "none of 48"})  # fmt: skip
+            rows.append(
+                {
+                    "answers of at least (tokens)": least,
+                    "system": way.name,
+                    "theta": way.system.get("theta", "-"),
+                    "workers": found or "none of 48",
+                }
+            )
     theirs, found = (row["workers"] for row in rows[:2])
     claim = "all requests (P100): fewer workers than the shortest queue"
     return rows, [_fewer(claim, 40, found, theirs)]
@@ -98,8 +116,14 @@ def _fewer(claim: str, percent: int, ours: int | str, theirs: int | str) -> Targ
     met = isinstance(ours, int) and (
         isinstance(theirs, str) or ours <= theirs * (1 - percent / 100)
     )
-    return holds(claim, f"up to {percent} %", f"{ours} for {theirs}", met,
-                 f"{percent} % fewer or more", "calibrated")  # fmt: skip
+    return holds(
+        claim,
+        f"up to {percent} %",
+        f"{ours} for {theirs}",
+        met,
+        f"{percent} % fewer or more",
+        "calibrated",
+    )
 
 
 def theta_seeds(search: Search, thetas: Sequence[float], seeds: Sequence[int]) -> list[Row]:
@@ -108,8 +132,10 @@ def theta_seeds(search: Search, thetas: Sequence[float], seeds: Sequence[int]) -
     for oracle in (True, False):
         for theta in thetas:
             way = aladdin(theta, oracle)
-            found = {f"seed {seed}": search.fewest(way, RATE, LEVEL, seed, 13) or "none"
-                     for seed in seeds}  # fmt: skip
+            found = {
+                f"seed {seed}": search.fewest(way, RATE, LEVEL, seed, 13) or "none"
+                for seed in seeds
+            }
             rows.append({"lengths": "true" if oracle else "predicted", "theta": theta} | found)
     return rows
 
@@ -121,9 +147,11 @@ def other_workers(search: Search, theta: float) -> tuple[list[Row], list[Target]
     for model, gpu, gpus, ttft_ms, atgt_ms in TESTBED:
         slo = {"ttft": ttft_ms / 1000, "tpot": atgt_ms / 1000}
         settings = (
-            f"model={model}", f"groups.a100.kind={gpu}", f"groups.a100.devices={gpus}",
+            f"model={model}",
+            f"groups.a100.kind={gpu}",
+            f"groups.a100.devices={gpus}",
             "simulate.tables=null",
-        )  # fmt: skip
+        )
         rate = rate_of(model, gpu, gpus, slo["tpot"], search)
         ways = [JSQ, aladdin(theta, ttft_s=slo["ttft"], atgt_s=slo["tpot"])]
         theirs, ours = (
@@ -131,8 +159,14 @@ def other_workers(search: Search, theta: float) -> tuple[list[Row], list[Target]
             for way in ways
         )
         name = f"{model}, {gpus} x {gpu}"
-        rows.append({"worker": name, "requests/s": rate, "shortest queue": theirs or "none of 32",
-                     f"Aladdin, theta {theta}": ours or "none of 32"})  # fmt: skip
+        rows.append(
+            {
+                "worker": name,
+                "requests/s": rate,
+                "shortest queue": theirs or "none of 32",
+                f"Aladdin, theta {theta}": ours or "none of 32",
+            }
+        )
         met = ours is not None and (theirs is None or ours < theirs)
         says = f"{ours or 'none'} for {theirs or 'none'}"
         claim = f"{name}: fewer workers than the shortest queue"
@@ -184,9 +218,12 @@ def of_four(rows: Sequence[Row]) -> list[Target]:
         holds(claim, "Aladdin's is the highest", says, met, "above both others'", "calibrated")
     ]
     first, last = (
-        {y: [row[y] for row in rows if row["requests/s"] == rate]
-         for y in ("attainment (%)", "P99 gap (ms)")} for rate in (RATES[0], RATES[-1])
-    )  # fmt: skip
+        {
+            y: [row[y] for row in rows if row["requests/s"] == rate]
+            for y in ("attainment (%)", "P99 gap (ms)")
+        }
+        for rate in (RATES[0], RATES[-1])
+    )
     claim = f"Figure 9: attainment at {RATES[-1]:g} requests/s"
     *others, ours = last["attainment (%)"]
     says = f"{ours} % for {others[0]} and {others[1]} %"
@@ -207,10 +244,11 @@ def _attained(search: Search, name: str, way: Way, rate: float) -> Row:
     arrivals = with_arrivals(work, Arrivals(kind="poisson", rate=rate, seed=SEED))
     metrics = simulate(way.config(search.tables, 4), arrivals, on_request=watch.add)
     return {
-        "requests/s": rate, "system": name,
+        "requests/s": rate,
+        "system": name,
         "attainment (%)": round(100 * (watch.verdict().attainment or 0), 1),
         "P99 gap (ms)": round(1000 * (metrics.tpot_p99 or 0), 1),
-    }  # fmt: skip
+    }
 
 
 def off_seconds(inputs: Inputs) -> Part:
@@ -236,8 +274,12 @@ def _off_seconds() -> list[Row]:
         if config.system["name"] == "aladdin":
             off = sum(use.role_s.get("off", 0.0) for use in metrics.instances.values())
         whole = len(metrics.instances) * metrics.wall_s
-        rows.append({
-            "system": name, "attainment (%)": round(100 * (watch.verdict().attainment or 0), 1),
-            "GPU-seconds on": round(whole - off), "off": round(off),
-        })  # fmt: skip
+        rows.append(
+            {
+                "system": name,
+                "attainment (%)": round(100 * (watch.verdict().attainment or 0), 1),
+                "GPU-seconds on": round(whole - off),
+                "off": round(off),
+            }
+        )
     return rows

@@ -32,9 +32,15 @@ TESTBED = [
     ("llama-2-13b", V100, 2, 800, 50),
     ("llama-2-7b", V100, 1, 800, 30),
 ]
-ENGINE = {"page_size": 16, "max_num_seqs": 256, "max_num_batched_tokens": 4096,
-          "enable_prefix_caching": False, "launch_ahead": False, "max_model_len": 4608,
-          "policies": {"form_batch": "prefill_first"}}  # fmt: skip
+ENGINE = {
+    "page_size": 16,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 4096,
+    "enable_prefix_caching": False,
+    "launch_ahead": False,
+    "max_model_len": 4608,
+    "policies": {"form_batch": "prefill_first"},
+}
 # Vidur's CPU overheads of these models.
 OVERHEADS = {"step_s": 0.0009, "sequence_s": 0.00004}
 # A request of ShareGPT's mean lengths.
@@ -43,10 +49,16 @@ MEAN = (246, 326)
 
 def worker(model: str, gpu: str, gpus: int, **costs: Any) -> RunFile:
     """One worker."""
-    return as_run_file({
-        "model": model, "engine": ENGINE, "system": "single", "simulate": costs,
-        "groups": {"g": {"kind": gpu, "devices": gpus}}, "instances": {"w": {"group": "g"}},
-    })  # fmt: skip
+    return as_run_file(
+        {
+            "model": model,
+            "engine": ENGINE,
+            "system": "single",
+            "simulate": costs,
+            "groups": {"g": {"kind": gpu, "devices": gpus}},
+            "instances": {"w": {"group": "g"}},
+        }
+    )
 
 
 def alone(config: RunFile, prompt: int, output: int) -> Sequence[float]:
@@ -92,10 +104,14 @@ def table_2(inputs: Inputs) -> Part:
 def models(tables: Path) -> tuple[list[Row], list[Target]]:
     """The largest errors of eqs. 2 and 3 beside the costs that they are fitted to."""
     rows, targets = [], []
-    cases = [(f"{model}, roofline", worker(model, A100, gpus)) for model, gpu, gpus, *_ in TESTBED
-             if gpu == PCIE]  # fmt: skip
-    cases.append(("llama-2-7b, tables", worker("llama-2-7b", A100, 1, tables=str(tables),
-                                               **OVERHEADS)))  # fmt: skip
+    cases = [
+        (f"{model}, roofline", worker(model, A100, gpus))
+        for model, gpu, gpus, *_ in TESTBED
+        if gpu == PCIE
+    ]
+    cases.append(
+        ("llama-2-7b, tables", worker("llama-2-7b", A100, 1, tables=str(tables), **OVERHEADS))
+    )
     for name, config in cases:
         _, cluster, _ = prepare(config)
         cost, fit = cluster.instances["w"].cost, cluster.fit("w", relative=True)
@@ -105,13 +121,21 @@ def models(tables: Path) -> tuple[list[Row], list[Target]]:
             for n in range(512, 4097, 256)
         ]
         of_decode = [
-            abs(fit.decode.seconds(n * k, n) / sum(cost.stages(StepWork(n, n, n, n, n * k, [], n)))
-                - 1)
-            for n in (2, 4, 8, 16, 32) for k in (128, 256, 512, 1024)
-        ]  # fmt: skip
+            abs(
+                fit.decode.seconds(n * k, n) / sum(cost.stages(StepWork(n, n, n, n, n * k, [], n)))
+                - 1
+            )
+            for n in (2, 4, 8, 16, 32)
+            for k in (128, 256, 512, 1024)
+        ]
         most = [round(100 * max(each), 1) for each in (of_prefill, of_decode)]
-        rows.append({"costs": name, "eq. 2, 512 to 4096 tokens (%)": most[0],
-                     "eq. 3, 2 to 32 requests (%)": most[1]})  # fmt: skip
+        rows.append(
+            {
+                "costs": name,
+                "eq. 2, 512 to 4096 tokens (%)": most[0],
+                "eq. 3, 2 to 32 requests (%)": most[1],
+            }
+        )
         claim = f"largest error, {name}"
         for eq, said, limit in zip(("2", "3"), most, (4, 5), strict=True):
             bound = f"below {limit} %"
@@ -131,10 +155,15 @@ def equation_6(tables: Path, work: Work, atgt_s: float) -> tuple[list[Row], list
             room = (min(modelled.num_pages) - 1) * modelled.config.page_size
             assert fit.decode
             found[gpus] = most_tokens(fit.decode, gpus, room, mean, atgt_s)
-            rows.append({"costs": name, "GPUs": gpus,
-                         "c3 (ms)": round(1e3 * fit.decode.constant, 2),
-                         "by memory": round(found[gpus].by_memory),
-                         "by target": round(found[gpus].by_target)})  # fmt: skip
+            rows.append(
+                {
+                    "costs": name,
+                    "GPUs": gpus,
+                    "c3 (ms)": round(1e3 * fit.decode.constant, 2),
+                    "by memory": round(found[gpus].by_memory),
+                    "by target": round(found[gpus].by_target),
+                }
+            )
         best[name] = max(found, key=lambda gpus: found[gpus].least)
     return rows, [
         holds(f"Table 3, 7B on A100s: GPUs by eq. 6, {name}", "1", str(gpus), gpus == 1, "equal")
@@ -151,8 +180,14 @@ def opened(tables: Path, work: Work, ways: Sequence[Way], rate: float) -> list[R
         metrics = simulate(way.config(tables, 40), arrivals, on_request=watch.add)
         used = sum(use.first_step is not None for use in metrics.instances.values())
         share = 100 * (watch.verdict().attainment or 0)
-        rows.append({"system": way.name, "theta": way.system["theta"], "used": used,
-                     "attainment (%)": round(share, 1)})  # fmt: skip
+        rows.append(
+            {
+                "system": way.name,
+                "theta": way.system["theta"],
+                "used": used,
+                "attainment (%)": round(share, 1),
+            }
+        )
     return rows
 
 
@@ -180,8 +215,11 @@ class Timed(Aladdin):
 
     def report(self) -> Mapping[str, object]:
         """Seconds in all, and of the longest call."""
-        return {"seconds": sum(self.seconds), "longest": max(self.seconds),
-                "placed": self.placed_count}  # fmt: skip
+        return {
+            "seconds": sum(self.seconds),
+            "longest": max(self.seconds),
+            "placed": self.placed_count,
+        }
 
 
 def overhead(tables: Path, trace: Work, way: Way) -> tuple[list[Row], list[Target]]:
@@ -199,6 +237,10 @@ def _timed(tables: Path, trace: Work, way: Way, workers: int, rate: float) -> Ro
     metrics, run = recorded(way.config(tables, workers), work, read_lines)
     said = run.run["system_report"]
     used = sum(use.first_step is not None for use in metrics.instances.values())
-    return {"workers": workers, "requests/s": rate, "used": used,
-            "ms for each request": round(1e3 * said["seconds"] / said["placed"], 3),
-            "longest call (ms)": round(1e3 * said["longest"], 1)}  # fmt: skip
+    return {
+        "workers": workers,
+        "requests/s": rate,
+        "used": used,
+        "ms for each request": round(1e3 * said["seconds"] / said["placed"], 3),
+        "longest call (ms)": round(1e3 * said["longest"], 1),
+    }

@@ -105,13 +105,20 @@ def _small_cases(work: Work, level: tuple[float, float], count: int) -> list[Row
     gaps: dict[str, list[float]] = {"Aladdin's rule": [], "first fit, as they come": []}
     unserved = dict.fromkeys(gaps, 0)
     for _ in range(count):
-        off = [Worker(str(n), each.limits, usd=each.usd)
-               for n, each in enumerate(rng.choices(kinds, k=4))]  # fmt: skip
+        off = [
+            Worker(str(n), each.limits, usd=each.usd)
+            for n, each in enumerate(rng.choices(kinds, k=4))
+        ]
         jobs = [
-            Job(str(n), each.prompt_len, each.prompt_len + each.max_tokens - 1, each.max_tokens,
-                each.max_tokens)
+            Job(
+                str(n),
+                each.prompt_len,
+                each.prompt_len + each.max_tokens - 1,
+                each.max_tokens,
+                each.max_tokens,
+            )
             for n, each in enumerate(rng.sample(long, 8))
-        ]  # fmt: skip
+        ]
         least = least_usd(jobs, off)
         if least is None:
             continue
@@ -122,11 +129,16 @@ def _small_cases(work: Work, level: tuple[float, float], count: int) -> list[Row
             else:
                 gaps[name].append(100 * (found / least - 1))
     return [
-        {"opened": name, "cases": len(each) + unserved[name], "not all served": unserved[name],
-         "at the least dollars": sum(gap < 1e-6 for gap in each),
-         "mean above (%)": round(fmean(each), 1), "most (%)": round(max(each), 1)}
+        {
+            "opened": name,
+            "cases": len(each) + unserved[name],
+            "not all served": unserved[name],
+            "at the least dollars": sum(gap < 1e-6 for gap in each),
+            "mean above (%)": round(fmean(each), 1),
+            "most (%)": round(max(each), 1),
+        }
         for name, each in gaps.items()
-    ]  # fmt: skip
+    ]
 
 
 def workers(level: tuple[float, float]) -> list[Worker]:

@@ -118,7 +118,10 @@ def ratio_targets(rows: Sequence[Row]) -> list[Target]:
     return [
         by_share(
             f"pd_ratio: capacity per card of its choice by that of brute force's, {row['lengths']}",
-            1, row["pd_ratio_by_best"], 0.02, "consistency",
+            1,
+            row["pd_ratio_by_best"],
+            0.02,
+            "consistency",
         )
         for row in rows
-    ]  # fmt: skip
+    ]

@@ -25,9 +25,12 @@ from scripts.tables import CONFIGS, Row
 
 FOLDER = CONFIGS / "cronus"
 SYSTEMS = (
-    "cronus", "data_parallel", "pipeline_parallel", "disaggregated_high_low",
+    "cronus",
+    "data_parallel",
+    "pipeline_parallel",
+    "disaggregated_high_low",
     "disaggregated_low_high",
-)  # fmt: skip
+)
 LOWS = ("A10", "A30")
 SLO = "ttft:p90=2,tbt:p99=0.2"
 CHUNKS = (256, 512, 1024)
@@ -135,9 +138,11 @@ def system_targets(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
             agrees(
                 f"A100+{low}: any_system's choice beats or equals each fixed system "
                 f"(requests/s, its own / the best fixed one, {len(COMPARED)} seeds)",
-                said, all(a >= b for a, b in zip(ours, best, strict=True)), "with each seed",
+                said,
+                all(a >= b for a, b in zip(ours, best, strict=True)),
+                "with each seed",
             )
-        )  # fmt: skip
+        )
     return targets
 
 
@@ -218,10 +223,14 @@ def begins(rows: Sequence[Mapping[str, Any]], x: str, y: str, least: bool) -> li
             first, second = here[:2]
             found.append(
                 {
-                    "pair": pair, x: value, "best": first["way"], y: first[y],
-                    "next": second["way"], f"{y}_next": second[y],
+                    "pair": pair,
+                    x: value,
+                    "best": first["way"],
+                    y: first[y],
+                    "next": second["way"],
+                    f"{y}_next": second[y],
                 }
-            )  # fmt: skip
+            )
     return found
 
 

@@ -69,8 +69,10 @@ def calibrate(work: Work) -> dict[str, Any]:
     fitted = numbers(costs, first)
     costs["hop_s"] = solve(
         lambda x: throughput(Case(first, "pipeline_parallel", (*fitted, ("hop_s", x))), work),
-        paper("PP+Chunked", first), 0.0, 0.5,
-    )  # fmt: skip
+        paper("PP+Chunked", first),
+        0.0,
+        0.5,
+    )
     return costs
 
 
@@ -98,8 +100,10 @@ def _engine(work: Work) -> tuple[float, float]:
     def per_sequence(model: str, bandwidth: float) -> float:
         return solve(
             lambda x: throughput(_decode_only(model, bandwidth, x), work),
-            mean_capacity(model, 3, "Disagg. L-H"), 0.0, 0.0004,
-        )  # fmt: skip
+            mean_capacity(model, 3, "Disagg. L-H"),
+            0.0,
+            0.0004,
+        )
 
     def apart(bandwidth: float) -> float:
         return per_sequence("LLaMA3-8B", bandwidth) - per_sequence("Qwen2-7B", bandwidth)

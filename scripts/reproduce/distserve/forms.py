@@ -32,13 +32,13 @@ def _prompts_alone(stages: int, seconds: float) -> RunFile:
         {
             "model": "opt-13b",
             "engine": {
-                "max_num_batched_tokens": PROMPT, "launch_ahead": False,
-                "enable_prefix_caching": False, "max_num_seqs": PROMPT,
+                "max_num_batched_tokens": PROMPT,
+                "launch_ahead": False,
+                "enable_prefix_caching": False,
+                "max_num_seqs": PROMPT,
             },
             "groups": {group: {"kind": "A100-80G-SXM"} for group in groups},
-            "links": [
-                {"between": [a, b], "gb_s": 1e9} for a, b in pairwise(groups)
-            ],
+            "links": [{"between": [a, b], "gb_s": 1e9} for a, b in pairwise(groups)],
             "instances": {
                 "i": {
                     "stages": [{"group": g, "layers": 40 // stages} for g in groups],
@@ -47,7 +47,7 @@ def _prompts_alone(stages: int, seconds: float) -> RunFile:
             },
             "simulate": {"linear": {"token_s": seconds / PROMPT}},
         }
-    )  # fmt: skip
+    )
 
 
 def mean_ttft(stages: int, seconds: float, rate: float, count: int = 40_000) -> float:
@@ -114,10 +114,14 @@ def transfers(inputs: Inputs) -> Part:
         shares = {f"p{p} (ms)": round(1e3 * float(np.percentile(seconds, p)), 1) for p in (50, 95)}
         below = float((seconds < 0.03).mean())
         rows.append(
-            {"segments": name} | shares
-            | {"most (ms)": round(1e3 * float(seconds.max()), 1), "below 30 ms (%)": 100 * below,
-               "meet 4 s / 0.2 s (%)": round(100 * met, 1)}
-        )  # fmt: skip
+            {"segments": name}
+            | shares
+            | {
+                "most (ms)": round(1e3 * float(seconds.max()), 1),
+                "below 30 ms (%)": 100 * below,
+                "meet 4 s / 0.2 s (%)": round(100 * met, 1),
+            }
+        )
     share = rows[0]["below 30 ms (%)"]
     claim = "175B, segments side by side: transfers below 30 ms"
     return Part(rows, [holds(claim, "> 95 %", f"{share:.1f} %", share > 95, "above 95 %")])

@@ -43,9 +43,11 @@ def table_2(data: Data, trace: Work) -> tuple[float, list[Row], list[Target]]:
     for rate, theirs in zip(RATES, paper, strict=True):
         found, kind = cell(q, rate), "calibrated" if rate == 4 else "predicted"
         row = {
-            "per GPU": rate, "paper": theirs, f"ours, q {q:g}": round(fmean(found), 1),
+            "per GPU": rate,
+            "paper": theirs,
+            f"ours, q {q:g}": round(fmean(found), 1),
             "standard deviation": round(stdev(found), 1),
-        }  # fmt: skip
+        }
         rows.append(row | {f"q {other:g}": round(fmean(cell(other, rate)), 1) for other in (0.02,)})
         claim = f"Table 2, DistServe-Low, {rate:g} per GPU (%)"
         targets.append(by_amount(claim, theirs, fmean(found), 6, "points", kind))  # type: ignore[arg-type]

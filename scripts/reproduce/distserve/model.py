@@ -129,16 +129,20 @@ class Cluster:
             {
                 "model": self.model,
                 "engine": {
-                    "page_size": 16, "max_num_seqs": 1024, "max_num_batched_tokens": 8192,
-                    "max_model_len": 2048, "launch_ahead": False,
-                    "enable_prefix_caching": False, "memory_fraction": 1.0,
+                    "page_size": 16,
+                    "max_num_seqs": 1024,
+                    "max_num_batched_tokens": 8192,
+                    "max_model_len": 2048,
+                    "launch_ahead": False,
+                    "enable_prefix_caching": False,
+                    "memory_fraction": 1.0,
                 },
                 "groups": groups,
                 "instances": instances,
                 "system": system,
                 "simulate": {"hardware": str(CLUSTER), "reserve_gb": 0.0, "groups": costs},
             }
-        )  # fmt: skip
+        )
 
 
 def pair(model: str, prefill: Shape, decode: Shape, units: int = 1, **more: Any) -> Cluster:

@@ -41,15 +41,19 @@ def found(model: str, pool: ProcessPoolExecutor) -> tuple[list[Row], Target]:
     shapes = [shape_of(candidate) for candidate, _ in units]
     rows = [
         {
-            "model": model, "place": place + 1, "prefill TP, PP": f"{shape[0]}, {shape[1]}",
-            "decode TP, PP": f"{shape[2]}, {shape[3]}", "paper's": "yes" if shape == paper else "",
+            "model": model,
+            "place": place + 1,
+            "prefill TP, PP": f"{shape[0]}, {shape[1]}",
+            "decode TP, PP": f"{shape[2]}, {shape[3]}",
+            "paper's": "yes" if shape == paper else "",
             "requests/s per GPU": round(search.value(units[place][1]), 3),
             "rate": "" if units[place][1].given_up is None else "at least",
-            "looked at": len(search.tried), "s": round(seconds),
+            "looked at": len(search.tried),
+            "s": round(seconds),
         }
         for place, shape in enumerate(shapes)
         if place < 3 or shape == paper
-    ]  # fmt: skip
+    ]
     place = shapes.index(paper) + 1
     claim = f"OPT-{model.upper()}: the paper's placement is our best"
     said = f"place {place}" if place <= 3 else f"place {place} or later"

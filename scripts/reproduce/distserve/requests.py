@@ -75,9 +75,11 @@ def parity(inputs: Inputs) -> Part:
             "vLLM: Table 2": TABLE_2["vLLM"][column],
         }
         ways: Sequence[tuple[str, Kernels, Shape]] = (
-            ("vLLM: reference", "vllm", (1, 1)), ("vLLM: ours", "vllm", (1, 1)),
-            ("equal kernels", "distserve", (1, 1)), ("equal, TP2", "distserve", (2, 1)),
-        )  # fmt: skip
+            ("vLLM: reference", "vllm", (1, 1)),
+            ("vLLM: ours", "vllm", (1, 1)),
+            ("equal kernels", "distserve", (1, 1)),
+            ("equal, TP2", "distserve", (2, 1)),
+        )
         for name, kernels, shape in ways:
             spread = _faster(alone, shape[0])
             cluster = colocated("opt-13b", shape, kernels=kernels)
@@ -93,8 +95,9 @@ def parity(inputs: Inputs) -> Part:
                 targets.append(by_amount(claim, TABLE_2[system][column], row[name], 6, "points"))
         if rate <= 2:  # Beyond, the pool of 66,144 tokens is full, and theirs never is.
             claim = f"13B, {rate:g} per GPU: attainment as in their simulator (%)"
-            targets.append(by_amount(claim, row["reference"], row["ours"], 2, "points",
-                                     "consistency"))  # fmt: skip
+            targets.append(
+                by_amount(claim, row["reference"], row["ours"], 2, "points", "consistency")
+            )
             claim = f"13B, vLLM, {rate:g} per GPU: the same (%)"
             values = row["vLLM: reference"], row["vLLM: ours"]
             targets.append(by_amount(claim, *values, 2, "points", "consistency"))
@@ -115,10 +118,11 @@ def measured(inputs: Inputs) -> Part:
     with REQUESTS.with_name("measured_requests.csv").open(encoding="utf-8") as file:
         real = {
             (int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])): (
-                float(row["ttft_ms"]) / 1e3, float(row["tpot_ms"]) / 1e3,
+                float(row["ttft_ms"]) / 1e3,
+                float(row["tpot_ms"]) / 1e3,
             )
             for row in csv.DictReader(file)
-        }  # fmt: skip
+        }
     work = table_2_requests(REQUESTS, 300, 9)
     lengths = [(item.prompt_len, item.max_tokens) for item in work]
     every = dict(zip(lengths, latencies(LOW, data, work), strict=True))
@@ -129,12 +133,13 @@ def measured(inputs: Inputs) -> Part:
         rows.append(
             {
                 "of the same requests": f"{name}, {len(found)}",
-                "TTFT mean (ms)": round(1e3 * fmean(first)), "p50": round(1e3 * median(first)),
+                "TTFT mean (ms)": round(1e3 * fmean(first)),
+                "p50": round(1e3 * median(first)),
                 "TPOT mean (ms)": round(1e3 * fmean(each), 1),
                 "TPOT p50 (ms)": round(1e3 * median(each), 1),
                 "meet both (%)": round(attained(list(found.values())), 1),
             }
-        )  # fmt: skip
+        )
     real_row, our_row = rows
     for what, share in (("TTFT mean (ms)", 0.1), ("TPOT mean (ms)", 0.1)):
         claim = f"measured requests at 3 per GPU: {what}"

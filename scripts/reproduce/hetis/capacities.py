@@ -94,11 +94,13 @@ def capacities(inputs: Inputs) -> Part:
             }
             rows.append(
                 {
-                    "cluster": name, "sum of memories": expected, "ours": tokens,
+                    "cluster": name,
+                    "sum of memories": expected,
+                    "ours": tokens,
                     "by host": by_host["usual"].num_tokens,
                     "by host, 1,024 sequences, 2,048 tokens": by_host["large"].num_tokens,
                 }
-            )  # fmt: skip
+            )
             targets.append(by_share(f"tokens of KV: {name}", expected, tokens, 0.05, "consistency"))
     by = {row["cluster"]: row["by host"] for row in rows}
     more = {

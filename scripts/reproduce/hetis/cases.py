@@ -18,9 +18,15 @@ from scripts.tables import CONFIGS, Row
 HARDWARE = CONFIGS / "clusters" / "hetis.yaml"
 # The node of each group, and its GPUs; "bc" is of a cluster with all four 3090 on one node.
 NODES = {
-    "a": ("a100", 4), "b": ("rtx3090_1", 2), "c": ("rtx3090_2", 2), "p": ("p100", 4),
-    "one": ("a100", 1), "near": ("rtx3090_1", 1), "far": ("rtx3090_2", 1), "bc": ("rtx3090", 4),
-}  # fmt: skip
+    "a": ("a100", 4),
+    "b": ("rtx3090_1", 2),
+    "c": ("rtx3090_2", 2),
+    "p": ("p100", 4),
+    "one": ("a100", 1),
+    "near": ("rtx3090_1", 1),
+    "far": ("rtx3090_2", 1),
+    "bc": ("rtx3090", 4),
+}
 SEVENTY, THIRTEEN, THIRTY = "llama-2-70b", "llama-2-13b", "opt-30b"
 # Stages of 70B that have all layers where Hetis has them.
 PRIMARIES = (("a", 58), ("b", 11), ("c", 11))
@@ -31,11 +37,16 @@ LARGE = {"max_num_seqs": 1024, "max_num_batched_tokens": 2048}
 # OPT-2.7b, of Fig. 1b.
 MODELS = {
     "opt-2.7b": {
-        "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 50272,
-        "tie_word_embeddings": True, "gated": False,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 50272,
+        "tie_word_embeddings": True,
+        "gated": False,
     }
-}  # fmt: skip
+}
 
 
 def hardware(folder: Path, latency_s: float | None = None) -> Path:

@@ -111,10 +111,12 @@ def row(name: str, run: Served) -> Row:
         "moves": moves["begun"],
         "moved (MB)": round(moves["num_bytes"] / 1e6, 1),
         **run.lines.run["system_report"],
-        **{f"heads on {device} at most": max(step[i] for step in run.heads)
-           for i, device in enumerate(DEVICES)},
+        **{
+            f"heads on {device} at most": max(step[i] for step in run.heads)
+            for i, device in enumerate(DEVICES)
+        },
         "at the step with most": " / ".join(map(str, most)),
-    }  # fmt: skip
+    }
 
 
 def moved_while_it_decodes(run: Served, prompts: Mapping[str, int]) -> Sequence[str]:

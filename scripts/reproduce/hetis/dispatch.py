@@ -152,15 +152,17 @@ def compared(inputs: Inputs) -> Part:
                 worst = max(worst, *by_greedy)
             rows.append(
                 {
-                    "devices": case, "requests": count,
+                    "devices": case,
+                    "requests": count,
                     "greedy / bound, mean": round(statistics.mean(by_greedy), 4),
                     "worst": round(max(by_greedy), 4),
                     "program rounded / bound, mean": round(statistics.mean(by_rounding), 4),
                     "its worst": round(max(by_rounding), 4),
-                    "ms a call, median": round(statistics.median(ms), 2), "most": round(max(ms), 2),
+                    "ms a call, median": round(statistics.median(ms), 2),
+                    "most": round(max(ms), 2),
                     "ms a program": round(statistics.median(ms_program), 1),
                 }
-            )  # fmt: skip
+            )
     return Part(rows, [
         agrees("16 requests: greedy is near the linear program's bound",
                f"{100 * (worst - 1):.1f} % at most", worst <= 1.05, "within 5 %"),
@@ -172,6 +174,4 @@ def compared(inputs: Inputs) -> Part:
 def slower_p100() -> AttentionFit:
     """One of the four that the cluster has as one group."""
     group = fits(SEVENTY, PRIMARIES, ("p",))[1]
-    return AttentionFit(
-        0.0, 4 * group.per_entry, 0.0, group.exchange_per_pair, group.exchange
-    )  # fmt: skip
+    return AttentionFit(0.0, 4 * group.per_entry, 0.0, group.exchange_per_pair, group.exchange)

@@ -140,12 +140,16 @@ def halves(inputs: Inputs) -> Part:
                 cut = min((time, share) for (_, time), share in zip(times, SHARES, strict=True))
                 rows.append(
                     {
-                        "stage": name, "sequences": sequences, "KV entries of each": entries,
-                        "whole (ms)": round(1e3 * whole[0], 2), "elsewhere": whole[1],
-                        "halves (ms)": round(1e3 * cut[0], 2), "elsewhere as halves": cut[1],
+                        "stage": name,
+                        "sequences": sequences,
+                        "KV entries of each": entries,
+                        "whole (ms)": round(1e3 * whole[0], 2),
+                        "elsewhere": whole[1],
+                        "halves (ms)": round(1e3 * cut[0], 2),
+                        "elsewhere as halves": cut[1],
                         "times as fast": round(whole[0] / cut[0], 3),
                     }
-                )  # fmt: skip
+                )
     return Part(rows, [], {"halves": draw_halves()})
 
 
@@ -161,12 +165,16 @@ def thresholds(inputs: Inputs) -> Part:
             us = round(1e6 * exchange)
             rows.append(
                 {
-                    "stage": name, "exchange (us)": us,
-                    "whole, closed form": round(expected[0]), "a layer": round(layer[0]),
-                    "a step": round(step[0]), "halves, closed form": round(expected[1]),
-                    "a layer of halves": round(layer[1]), "a step of halves": round(step[1]),
+                    "stage": name,
+                    "exchange (us)": us,
+                    "whole, closed form": round(expected[0]),
+                    "a layer": round(layer[0]),
+                    "a step": round(step[0]),
+                    "halves, closed form": round(expected[1]),
+                    "a layer of halves": round(layer[1]),
+                    "a step of halves": round(step[1]),
                 }
-            )  # fmt: skip
+            )
             if expected[1]:
                 claim = f"tokens from which heads leave a layer of halves: {name}, {us} us"
                 targets.append(by_share(claim, round(expected[1]), layer[1], 0.2, "consistency"))

@@ -81,9 +81,13 @@ def row_of(equation: str, gpu: str, of: str, points: Points) -> Row:
     """A fit in the table."""
     found = accuracies(points)
     return {
-        "equation": equation, "GPU": gpu, "of": of, "points": len(points),
-        "accuracy (%)": round(statistics.mean(found), 1), "worst half (%)": round(min(found), 1),
-    }  # fmt: skip
+        "equation": equation,
+        "GPU": gpu,
+        "of": of,
+        "points": len(points),
+        "accuracy (%)": round(statistics.mean(found), 1),
+        "worst half (%)": round(min(found), 1),
+    }
 
 
 def measured(inputs: Inputs) -> Part:
@@ -109,8 +113,11 @@ def measured(inputs: Inputs) -> Part:
             targets.append(agrees(claim, f"{accuracy:g} %", accuracy >= BAR, f"{BAR:g} % or more"))
         elif row["GPU"].endswith("dgx") and row["of"] == "across nodes":
             claim = f"eq. 4 tells transfers of {row['GPU']}, {row['of']}"
-            targets.append(holds(claim, "92.4 to 96.1 %", f"{accuracy:g} %", accuracy >= 92.4,
-                                 "92.4 % or more"))  # fmt: skip
+            targets.append(
+                holds(
+                    claim, "92.4 to 96.1 %", f"{accuracy:g} %", accuracy >= 92.4, "92.4 % or more"
+                )
+            )
     best = max(grouped_accuracy)
     claim = "eq. 3 tells decode attention: the best of these"
     targets.append(holds(claim, "up to 93.8 %", f"{best:g} %", best >= 93.8, "93.8 % or more"))

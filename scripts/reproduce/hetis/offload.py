@@ -105,13 +105,16 @@ def offload(found: Sequence[Course]) -> tuple[list[Row], list[Target]]:
         most, there = max(course.steps, key=lambda step: step[0])
         rows.append(
             {
-                "cluster": course.case, "exchange (us)": us,
-                "closed form (tokens)": round(expected), "simulated (tokens)": began,
+                "cluster": course.case,
+                "exchange (us)": us,
+                "closed form (tokens)": round(expected),
+                "simulated (tokens)": began,
                 "at most in flight": most,
                 "own share of heads then": " / ".join(f"{s[0] / sum(s):.2f}" for s in there),
-                "steps": len(course.steps), "of them with most heads elsewhere": fewer,
+                "steps": len(course.steps),
+                "of them with most heads elsewhere": fewer,
             }
-        )  # fmt: skip
+        )
         if began or expected < most:
             claim = f"tokens in flight from which heads leave: {course.case}, {us} us"
             targets.append(by_share(claim, expected, began, 0.2, "consistency"))

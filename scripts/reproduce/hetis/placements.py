@@ -43,10 +43,18 @@ def search_of_160() -> tuple[float, int]:
 
     All GPUs keep their layers, so that there are most of them.
     """
-    of_prefill = {"H100-SXM": 1.0, "A100-80G-SXM": 2.0, "L40S": 4.0, "RTX-3090": 8.3,
-                  "P100-PCIe-12G": 16.7}  # fmt: skip
-    nodes = {f"{kind}_{i}": {"gpu": kind, "gpus": 8, "nic_gb_s": 12.5, "link_gb_s": 32}
-             for kind in of_prefill for i in range(4)}  # fmt: skip
+    of_prefill = {
+        "H100-SXM": 1.0,
+        "A100-80G-SXM": 2.0,
+        "L40S": 4.0,
+        "RTX-3090": 8.3,
+        "P100-PCIe-12G": 16.7,
+    }
+    nodes = {
+        f"{kind}_{i}": {"gpu": kind, "gpus": 8, "nic_gb_s": 12.5, "link_gb_s": 32}
+        for kind in of_prefill
+        for i in range(4)
+    }
     problem = load_problem(CONFIGS / "plan" / "hetis.yaml")
     planner = Hetis(HetisOptions(seconds=of_prefill, most_slower=0.0))
     with TemporaryDirectory() as folder:

@@ -84,10 +84,11 @@ def better_than(
 ) -> list[Target]:
     """Claims of our own that Hetis is better at each load: the paper's figures of them are lost."""
     return [
-        agrees(f"70B, {name}: {figure} beside {words}", f"{ratio:.3f} times", ratio >= least,
-               criterion)
+        agrees(
+            f"70B, {name}: {figure} beside {words}", f"{ratio:.3f} times", ratio >= least, criterion
+        )
         for (name, figure), ratio in ratios.items()
-    ]  # fmt: skip
+    ]
 
 
 def _most(claim: str, paper: float, ours: float) -> Target:
@@ -136,10 +137,14 @@ def redispatch(inputs: Inputs) -> Part:
     lifo, usual, program = by["LIFO"], by["Theta 0.5"], by["Theta 0.5, by a linear program"]
     best = min(rows[1:-1], key=lambda row: row["s/token mean"])
     targets = [
-        holds("moves preempt less than LIFO (Fig. 15a)", "fewer",
-              f"{usual['preemptions']} beside {lifo['preemptions']}",
-              usual["preemptions"] < lifo["preemptions"], "fewer"),
-    ]  # fmt: skip
+        holds(
+            "moves preempt less than LIFO (Fig. 15a)",
+            "fewer",
+            f"{usual['preemptions']} beside {lifo['preemptions']}",
+            usual["preemptions"] < lifo["preemptions"],
+            "fewer",
+        ),
+    ]
     for figure in ("s/token mean", "s/token p95"):
         ratio = usual[figure] / lifo[figure]
         claim = f"moves have lower {figure} than LIFO (Fig. 15a)"
@@ -177,8 +182,14 @@ def wrong_figures(inputs: Inputs) -> Part:
     says = ", ".join(f"{100 * cost:.1f} % at {most} %" for most, cost in costs.items())
     worst = max(costs[10], costs[20])
     claim = "coefficients that are 20 % off cost at most 6.9 % of the time per token (Fig. 16)"
-    return Part(rows, [holds(claim, "6.9 %, amount lost", says, worst <= 0.069,
-                        "at most 6.9 % at 10 and at 20 %")])  # fmt: skip
+    return Part(
+        rows,
+        [
+            holds(
+                claim, "6.9 %, amount lost", says, worst <= 0.069, "at most 6.9 % at 10 and at 20 %"
+            )
+        ],
+    )
 
 
 def _with(attention: Mapping[str, Mapping[str, float]]) -> Row:

@@ -107,10 +107,11 @@ def groups_of(site: Site, plan: Certified) -> tuple[str, str]:
     return tuple(  # type: ignore[return-value]
         ", ".join(
             " + ".join(site.names[node] for node, *_ in placed.layers(site))
-            for placed in used if placed.role == role
+            for placed in used
+            if placed.role == role
         )
         for role in OTHER
-    )  # fmt: skip
+    )
 
 
 def serve(case: Case, folder: Path) -> None:
@@ -136,12 +137,18 @@ def row_of(case: Case, folder: Path) -> Row:
     prompt, output = (sum(each) / len(lengths) for each in zip(*lengths, strict=True))
     prefill, decode = case.words
     return {
-        "lengths": case.name, "prompt": round(prompt), "output": round(output),
-        "prefill": prefill, "decode": decode, "requests": run["metrics"]["requests"],
-        "planned (requests/s)": round(case.flow, 3), "simulated": round(case.simulated(), 3),
-        "real": round(found, 3), "real by planned (%)": round(100 * (found / case.flow - 1), 1),
+        "lengths": case.name,
+        "prompt": round(prompt),
+        "output": round(output),
+        "prefill": prefill,
+        "decode": decode,
+        "requests": run["metrics"]["requests"],
+        "planned (requests/s)": round(case.flow, 3),
+        "simulated": round(case.simulated(), 3),
+        "real": round(found, 3),
+        "real by planned (%)": round(100 * (found / case.flow - 1), 1),
         "steps late by (s)": round(sum(each["seconds"] for each in run["overruns"].values()), 1),
-    }  # fmt: skip
+    }
 
 
 def targets_of(rows: Sequence[Row]) -> list[Target]:

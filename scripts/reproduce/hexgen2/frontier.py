@@ -119,22 +119,41 @@ def draw(rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     ax = figure.subplots()
     rented = [row for row in rows if row["GPUs"] == "rented"]
-    ax.plot([row["$/h"] for row in rented], [row["requests/s"] for row in rented], "o-",
-            color=COLOURS[0], label="rented for a budget")  # fmt: skip
+    ax.plot(
+        [row["$/h"] for row in rented],
+        [row["requests/s"] for row in rented],
+        "o-",
+        color=COLOURS[0],
+        label="rented for a budget",
+    )
     files = [row for row in rows if row["planned"] != ""]
     for number, (what, label) in enumerate(
-        {"requests/s": "a file's GPUs, beside each other", "planned": "the same on their network"}
-        .items(), 1,
-    ):  # fmt: skip
-        ax.plot([row["$/h"] for row in files], [row[what] for row in files], "sv"[number - 1],
-                color=COLOURS[number], label=label)  # fmt: skip
+        {
+            "requests/s": "a file's GPUs, beside each other",
+            "planned": "the same on their network",
+        }.items(),
+        1,
+    ):
+        ax.plot(
+            [row["$/h"] for row in files],
+            [row[what] for row in files],
+            "sv"[number - 1],
+            color=COLOURS[number],
+            label=label,
+        )
     for place, row in enumerate(sorted(files, key=lambda row: float(row["$/h"]))):
         # Files of nearly the same price take turns above and below their marks.
         up = place % 2 == 0
         top = max(float(row["planned"]), float(row["requests/s"]))
-        ax.annotate(row["GPUs"].split("_", 1)[-1], (row["$/h"], top if up else row["planned"]),
-                    fontsize=7, rotation=60 if up else -60, xytext=(-3, 4 if up else -4),
-                    textcoords="offset points", va="bottom" if up else "top")  # fmt: skip
+        ax.annotate(
+            row["GPUs"].split("_", 1)[-1],
+            (row["$/h"], top if up else row["planned"]),
+            fontsize=7,
+            rotation=60 if up else -60,
+            xytext=(-3, 4 if up else -4),
+            textcoords="offset points",
+            va="bottom" if up else "top",
+        )
     ax.set_xlabel("dollars per hour")
     ax.set_ylabel("requests/s")
     ax.set_ylim(bottom=0)

@@ -34,9 +34,14 @@ SLOWDOWNS = {"quick": 6, "slow": 16}
 KINDS = {"quick": "quick-cpu", "slow": "slow-cpu"}
 CHUNK = 128
 # As in configs/cpu/single.yaml.
-ENGINE = {"max_model_len": 1024, "page_size": 32, "max_num_seqs": 16,
-          "enable_prefix_caching": False, "max_num_batched_tokens": CHUNK,
-          "token_buckets": [64, 96, CHUNK]}  # fmt: skip
+ENGINE = {
+    "max_model_len": 1024,
+    "page_size": 32,
+    "max_num_seqs": 16,
+    "enable_prefix_caching": False,
+    "max_num_batched_tokens": CHUNK,
+    "token_buckets": [64, 96, CHUNK],
+}
 HEADING = """\
 # HexGen-2 on six groups of this machine's CPU, two of them slowed down less than the other four,
 # none of which holds the model: which prefill, which decode, with which layers, and the flows
@@ -130,13 +135,18 @@ def real(part: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     names = list(groups)
     links = [
         {"between": [a, b], "gb_s": 1, "latency_s": 0.001}
-        for number, a in enumerate(names) for b in names[number + 1 :]
-    ]  # fmt: skip
+        for number, a in enumerate(names)
+        for b in names[number + 1 :]
+    ]
     return {
-        "model": MODEL, "engine": ENGINE, "groups": groups,
-        "links": links, "instances": instances, "system": part["system"],
+        "model": MODEL,
+        "engine": ENGINE,
+        "groups": groups,
+        "links": links,
+        "instances": instances,
+        "system": part["system"],
         "workload": {"trace": "configs/cpu/bursts.csv"},
-    }  # fmt: skip
+    }
 
 
 def write_run() -> None:

@@ -52,11 +52,15 @@ def _row(name: str, setting: str, engine: str, cluster: Cluster, work: Work) -> 
     ours = throughput(plan, name)
     assert plan.bound
     return {
-        "workload": name, "cluster": setting, "engine": engine,
-        "requests/s": round(plan.flow, 3), "gap (%)": round(100 * (1 - plan.flow / plan.bound), 2),
-        "planned (tokens/s)": round(plan.tokens_s), "simulated (tokens/s)": round(ours),
+        "workload": name,
+        "cluster": setting,
+        "engine": engine,
+        "requests/s": round(plan.flow, 3),
+        "gap (%)": round(100 * (1 - plan.flow / plan.bound), 2),
+        "planned (tokens/s)": round(plan.tokens_s),
+        "simulated (tokens/s)": round(ours),
         "plan": plan.words,
-    }  # fmt: skip
+    }
 
 
 def ratios(trace: Work, clusters: Clusters, rows: Sequence[Row]) -> list[Row]:
@@ -67,8 +71,11 @@ def ratios(trace: Work, clusters: Clusters, rows: Sequence[Row]) -> list[Row]:
         work = draw(trace, name, MANY)
         other = throughput(fixed(clusters.setting("homogeneous"), work, EIGHT[OTHER]), name)
         for setting in ("setting 1", "setting 5"):
-            row: Row = {"workload": name, "cluster": setting,
-                        "paper": round(paper, 2) if setting == "setting 1" else ""}  # fmt: skip
+            row: Row = {
+                "workload": name,
+                "cluster": setting,
+                "paper": round(paper, 2) if setting == "setting 1" else "",
+            }
             for number, regime in enumerate(REGIMES):
                 engine = "limits" if number < 2 else "no limits"
                 column = ("planned (tokens/s)", "simulated (tokens/s)")[number % 2]
@@ -132,6 +139,7 @@ def draw_ratios(found: Sequence[Row]) -> Figure:
         price = "equal price" if setting == "setting 1" else "70 % of the price"
         ax.set_title(f"{setting} by 8 H100, at {price}: output tokens/s", fontsize=10)
         ax.grid(axis="y", alpha=0.3)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), fontsize=8, ncols=6,
-                  loc="outside upper center")  # fmt: skip
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(), fontsize=8, ncols=6, loc="outside upper center"
+    )
     return figure

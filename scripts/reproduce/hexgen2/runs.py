@@ -277,8 +277,9 @@ def fixed(cluster: Cluster, work: Work, plan: Sequence[Given], equal: bool = Fal
         sides = [[i for i, g in enumerate(groups) if g.role == r] for r in ("prefill", "decode")]
         shares = Flow(1.0, {(i, j): 1.0 for i in sides[0] for j in sides[1]})
     own: dict[Role, Mapping[str, Any]] = {
-        "prefill": problem.planner["prefill"], "decode": problem.planner["decode"]
-    }  # fmt: skip
+        "prefill": problem.planner["prefill"],
+        "decode": problem.planner["decode"],
+    }
     prompt = capacity.lengths.prompt
     part = as_part(capacity.site, groups, shares, own, prompt, capacity.prefill_tokens)
     used = sorted({number for pair in shares.pairs for number in pair})

@@ -74,15 +74,18 @@ def methods(inputs: Inputs) -> Part:
         ratios.append(by_guide / mean["random"])
         rows.append(
             {
-                "class": name, "start": round(one(cluster, work, _start), 3),
-                "guided": round(by_guide, 3), "random, mean of 3": round(mean["random"], 3),
+                "class": name,
+                "start": round(one(cluster, work, _start), 3),
+                "guided": round(by_guide, 3),
+                "random, mean of 3": round(mean["random"], 3),
                 "random, best": round(max(drawn["random"]), 3),
                 "genetic, mean of 3": round(mean["genetic"], 3),
                 "all changes, restarts": round(mean["restarts"], 3),
-                "programs": round(ours.flow.total, 3), "bound": round(ours.bound, 3),
+                "programs": round(ours.flow.total, 3),
+                "bound": round(ours.bound, 3),
                 "guided by random": round(ratios[-1], 2),
             }
-        )  # fmt: skip
+        )
     ordered = all(row["guided"] > row["random, mean of 3"] > row["start"] for row in rows)
     words = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     targets = [
@@ -118,18 +121,23 @@ def sizes(inputs: Inputs) -> Part:
                 theirs = round(_by_paper(cluster, work), 2)
             rows.append(
                 {
-                    "GPUs": gpus, "network": words, "paper (s)": round(60 * PAPER_MINUTES[gpus]),
-                    "ours (s)": round(seconds, 1), "requests/s": round(found.flow.total, 2),
+                    "GPUs": gpus,
+                    "network": words,
+                    "paper (s)": round(60 * PAPER_MINUTES[gpus]),
+                    "ours (s)": round(seconds, 1),
+                    "requests/s": round(found.flow.total, 2),
                     "by the paper's path": theirs,
-                    "bound": round(found.bound, 2), "gap (%)": round(gap, 2),
+                    "bound": round(found.bound, 2),
+                    "gap (%)": round(gap, 2),
                 }
-            )  # fmt: skip
+            )
             if nic is None and gpus in (64, 320):
                 most = 10 if gpus == 64 else 60
                 claim = f"{gpus} GPUs: seconds to plan"
                 table_5 = f"{60 * PAPER_MINUTES[gpus]:.0f}"
-                targets.append(holds(claim, table_5, f"{seconds:.1f}", seconds <= most,
-                                     f"at most {most}"))  # fmt: skip
+                targets.append(
+                    holds(claim, table_5, f"{seconds:.1f}", seconds <= most, f"at most {most}")
+                )
     pairs = [(row["requests/s"], row["by the paper's path"]) for row in rows]
     compared = [(ours, theirs) for ours, theirs in pairs if theirs != ""]
     words = ", ".join(f"{ours / theirs:.2f}" for ours, theirs in compared)
@@ -146,8 +154,14 @@ def draw_methods(rows: Sequence[Row]) -> Figure:
     """Flows by the bound."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     ax = figure.subplots()
-    names = ("start", "random, mean of 3", "genetic, mean of 3", "guided",
-             "all changes, restarts", "programs")  # fmt: skip
+    names = (
+        "start",
+        "random, mean of 3",
+        "genetic, mean of 3",
+        "guided",
+        "all changes, restarts",
+        "programs",
+    )
     for number, name in enumerate(names):
         places = [place + 0.14 * (number - 2.5) for place in range(len(rows))]
         shares = [row[name] / row["bound"] for row in rows]
@@ -166,10 +180,20 @@ def draw_sizes(rows: Sequence[Row]) -> Figure:
     ax = figure.subplots()
     for colour, words in zip(COLOURS, ("100 Gb/s", "10 Gb/s"), strict=False):
         some = [row for row in rows if row["network"] == words]
-        ax.plot([row["GPUs"] for row in some], [row["ours (s)"] for row in some], "o-",
-                color=colour, label=f"ours, {words}")  # fmt: skip
-    ax.plot(SIZES, [60 * PAPER_MINUTES[gpus] for gpus in SIZES], "s--", color="black",
-            label="paper (Table 5)")  # fmt: skip
+        ax.plot(
+            [row["GPUs"] for row in some],
+            [row["ours (s)"] for row in some],
+            "o-",
+            color=colour,
+            label=f"ours, {words}",
+        )
+    ax.plot(
+        SIZES,
+        [60 * PAPER_MINUTES[gpus] for gpus in SIZES],
+        "s--",
+        color="black",
+        label="paper (Table 5)",
+    )
     ax.set_yscale("log")
     ax.set_xlabel("GPUs")
     ax.set_title("seconds to plan", fontsize=10)

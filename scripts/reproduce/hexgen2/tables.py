@@ -100,11 +100,15 @@ def table_4(inputs: Inputs) -> Part:
         small = fixed(clusters.four_h100(Engine(prefill_tokens=2048)), work, PAIR)
         rows.append(
             {
-                "class": name, "paper": theirs, "ours": round(ours), "off (%)": off(ours, theirs),
+                "class": name,
+                "paper": theirs,
+                "ours": round(ours),
+                "off (%)": off(ours, theirs),
                 "prefill by 2,048": round(throughput(small, name)),
-                "our own plan": round(throughput(best, name)), "which": best.words,
+                "our own plan": round(throughput(best, name)),
+                "which": best.words,
             }
-        )  # fmt: skip
+        )
         claim = f"Table 4, OPT-30B, {name} (tokens/s)"
         if name == "HPHD":
             targets.append(by_share(claim, theirs, ours, 0.05, "calibrated"))
@@ -133,8 +137,11 @@ def table_3(inputs: Inputs) -> Part:
             "our own plan": planned(fast, work),
         }
         row: Row = {
-            "class": name, "paper": theirs, "ours": round(ours), "off (%)": off(ours, theirs)
-        }  # fmt: skip
+            "class": name,
+            "paper": theirs,
+            "ours": round(ours),
+            "off (%)": off(ours, theirs),
+        }
         rows.append(row | {what: round(throughput(p, name)) for what, p in changed.items()})
         claim = f"Table 3, Llama-2-70B in setting 1, {name} (tokens/s)"
         targets.append(by_share(claim, theirs, ours, 0.25))
@@ -157,8 +164,11 @@ def whole_runs(inputs: Inputs) -> Part:
         ):
             found = plan.saturated()
             ours, whole = tokens_s(found), found.output_tok_s
-            row |= {f"{table}: paper": theirs[number], f"{table}: ours": round(ours),
-                    f"{table}: whole run": round(whole)}  # fmt: skip
+            row |= {
+                f"{table}: paper": theirs[number],
+                f"{table}: ours": round(ours),
+                f"{table}: whole run": round(whole),
+            }
         rows.append(row)
     return Part(rows)
 
@@ -220,10 +230,12 @@ def latencies(inputs: Inputs) -> Part:
         assert found.e2e_mean is not None
         rows.append(
             {
-                "what": words, "requests/s": round(rate, 2), "latency, mean (s)":
-                round(found.e2e_mean, 1), "tokens/s": round(tokens_s(found)),
+                "what": words,
+                "requests/s": round(rate, 2),
+                "latency, mean (s)": round(found.e2e_mean, 1),
+                "tokens/s": round(tokens_s(found)),
             }
-        )  # fmt: skip
+        )
     apart, whole = (row["latency, mean (s)"] for row in rows)
     claim = "setting 1, online: HexGen's latency by HexGen-2's, here that of whole requests"
     return Part(rows, [by_share(claim, 1.5, whole / apart, 0.15)])
@@ -236,8 +248,13 @@ def draw_tables(three: Sequence[Row], four: Sequence[Row]) -> Figure:
     for ax, rows, title in zip(figure.subplots(1, 2), (three, four), titles, strict=True):
         for number, what in enumerate(("paper", "ours", "our own plan")):
             places = [place + 0.27 * (number - 1) for place in range(len(rows))]
-            ax.bar(places, [row[what] for row in rows], 0.25, color=COLOURS[number],
-                   label={"ours": "ours, its plan"}.get(what, what))  # fmt: skip
+            ax.bar(
+                places,
+                [row[what] for row in rows],
+                0.25,
+                color=COLOURS[number],
+                label={"ours": "ours, its plan"}.get(what, what),
+            )
         ax.set_xticks(range(len(rows)), [row["class"] for row in rows])
         ax.set_title(title, fontsize=10)
         ax.set_ylabel("tokens/s")

@@ -199,9 +199,11 @@ def slow_prefill(inputs: Inputs) -> Part:
     collapse = [row["share_of_peak"] for row in rows if row["ttft_s_1P"] > 3 * row["ttft_s_2P"]]
     target = holds(
         "Fig. 8: one prefill instance cannot handle the load (TTFT of 1P over 3 times that of 2P)",
-        "cannot", f"only at {_list(collapse, 2)} of its peak", 0.6 in collapse,
+        "cannot",
+        f"only at {_list(collapse, 2)} of its peak",
+        0.6 in collapse,
         "so at 0.6 of its peak",
-    )  # fmt: skip
+    )
     return Part(rows, [target])
 
 
@@ -221,14 +223,19 @@ def lengths_matter(pool: ProcessPoolExecutor) -> list[Target]:
     return [
         holds(
             "Fig. 6: TPOT grows with input and with output",
-            "grows", f"{1e3 * tpot[128, 128]:.2f} to {1e3 * tpot[512, 512]:.2f} ms",
-            by_input and by_output, "in each row and column",
+            "grows",
+            f"{1e3 * tpot[128, 128]:.2f} to {1e3 * tpot[512, 512]:.2f} ms",
+            by_input and by_output,
+            "in each row and column",
         ),
         holds(
             "Fig. 6: TTFT is the same for the same input",
-            "same", f"within {100 * max(apart):.1f} %", max(apart) < 0.02, "within 2 %",
+            "same",
+            f"within {100 * max(apart):.1f} %",
+            max(apart) < 0.02,
+            "within 2 %",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -267,11 +274,13 @@ def conforming(rows: Sequence[Row]) -> list[Target]:
             "KV crosses unlike dtype, pages, layout, TP and PP",
             f"{verdicts['exact']} of {len(tried)} pairs exact, {verdicts['rounds']} within their "
             f"formats' bounds, {verdicts['wrong']} wrong",
-            not verdicts["wrong"], "none is wrong",
+            not verdicts["wrong"],
+            "none is wrong",
         ),
         agrees(
             "Tokens as of one instance (float32 on both sides)",
-            f"{tokens[most]} of {len(wide)} pairs, {most} tokens each", len(tokens) == 1,
+            f"{tokens[most]} of {len(wide)} pairs, {most} tokens each",
+            len(tokens) == 1,
             "all are",
         ),
-    ]  # fmt: skip
+    ]

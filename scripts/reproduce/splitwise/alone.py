@@ -51,12 +51,17 @@ def anchors(public: Public, trace: Sequence[BenchRequest], folder: Path) -> list
             }
             for what, value in figures.items():
                 their = float(theirs[f"{latency}_times_{what}"])
-                rows.append({
-                    "model": name, "machines": "pair" if tokens else "one",
-                    "figure": f"{latency} {what}", "public": f"{their:.4f}",
-                    "ours": f"{value:.4f}", "difference": f"{value / their - 1:+.1%}",
-                    "share": value / their - 1,
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "model": name,
+                        "machines": "pair" if tokens else "one",
+                        "figure": f"{latency} {what}",
+                        "public": f"{their:.4f}",
+                        "ours": f"{value:.4f}",
+                        "difference": f"{value / their - 1:+.1%}",
+                        "share": value / their - 1,
+                    }
+                )
     return rows
 
 
@@ -69,10 +74,11 @@ def anchor_targets(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
     ):
         for machines in ("pair", "one"):
             here = [
-                row for row in rows
+                row
+                for row in rows
                 if (row["model"], row["machines"]) == (model, machines)
                 and row["figure"].split()[1] in figures
-            ]  # fmt: skip
+            ]
             of_ttft = 0.12 if (model, machines) == ("bloom-176b", "pair") else None
             limit = 0.02 if model == "llama2-70b" else 0.06
             over = [
@@ -107,12 +113,16 @@ def transfers(public: Public) -> tuple[list[dict[str, Any]], list[Target]]:
         cluster = Design(1, "a100", 1, "a100", gb_s=200.0, layerwise_from=least)
         times = alone(public, cluster, 1500, 13)
         visible = times[1] - times[0] - (whole[1] - whole[0])
-        rows.append({
-            "transfer": name, "visible ms": round(1e3 * visible, 1),
-            "second token": f"{visible / (whole[1] - whole[0]):+.1%}",
-            "E2E": f"{times[-1] / whole[-1] - 1:+.1%}",
-            "share": visible / (whole[1] - whole[0]), "e2e": times[-1] / whole[-1] - 1,
-        })  # fmt: skip
+        rows.append(
+            {
+                "transfer": name,
+                "visible ms": round(1e3 * visible, 1),
+                "second token": f"{visible / (whole[1] - whole[0]):+.1%}",
+                "E2E": f"{times[-1] / whole[-1] - 1:+.1%}",
+                "share": visible / (whole[1] - whole[0]),
+                "e2e": times[-1] / whole[-1] - 1,
+            }
+        )
     serial, tbt = rows[0], whole[1] - whole[0]
     return rows, [
         by_share("serial transfer: second token, %", 64, 100 * serial["share"], 0.1),
@@ -126,9 +136,11 @@ def transfers(public: Public) -> tuple[list[dict[str, Any]], list[Target]]:
 def table_iv(public: Public) -> list[Target]:
     """Llama 2 70B, a median request alone: the paper's milliseconds."""
     paper = {
-        ("code", "a100"): (185, 52, 856), ("code", "h100"): (95, 31, 493),
-        ("conv", "a100"): (155, 40, 4957), ("conv", "h100"): (84, 28, 3387),
-    }  # fmt: skip
+        ("code", "a100"): (185, 52, 856),
+        ("code", "h100"): (95, 31, 493),
+        ("conv", "a100"): (155, 40, 4957),
+        ("conv", "h100"): (84, 28, 3387),
+    }
     lengths = {"code": (1500, 13), "conv": (1020, 129)}
     found = []
     for (trace, kind), figures in paper.items():

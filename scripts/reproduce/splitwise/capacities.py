@@ -21,8 +21,12 @@ SPLITS: Mapping[tuple[str, str], Mapping[str, tuple[int, int]]] = {
     ("code", "power"): {"AA": (55, 15), "HH": (35, 5), "HA": (35, 8), "HHcap": (35, 7)},
     ("code", "cost"): {"AA": (66, 20), "HH": (35, 5), "HA": (35, 10), "HHcap": (35, 7)},
 }
-KINDS = {"AA": ("a100", "a100"), "HH": ("h100", "h100"), "HA": ("h100", "a100"),
-         "HHcap": ("h100", "h100_capped")}  # fmt: skip
+KINDS = {
+    "AA": ("a100", "a100"),
+    "HH": ("h100", "h100"),
+    "HA": ("h100", "a100"),
+    "HHcap": ("h100", "h100_capped"),
+}
 BASELINES = {"power": {"A100": 70, "H100": 40}, "cost": {"A100": 86, "H100": 40}}
 DESIGNS = ("A100", "H100", *KINDS)
 # Of the paper's two ratios.
@@ -123,13 +127,15 @@ def capacities(setting: Setting) -> Rows:
     found = setting.largest({key: cell for cell, key in once.items()})
     return [
         {
-            "trace": t, "equal": equal, "cluster": name,
+            "trace": t,
+            "equal": equal,
+            "cluster": name,
             "decodes": "measured" if measured else "public",
             "machines": "+".join(str(count) for _, count in d.machines),
             "rps": found[once[t, d]],
         }
         for (t, equal, name, measured), (_, d) in cells.items()
-    ]  # fmt: skip
+    ]
 
 
 def headline(setting: Setting, near: Mapping[str, int]) -> Rows:
@@ -216,9 +222,12 @@ def sensitivities(setting: Setting, near: Mapping[str, int]) -> Rows:
     rows = []
     for case, of in {"as published": near, **dict.fromkeys(cases, None)}.items():
         rates_of = of or {name: found[case, name] for name in HEADLINE}
-        rows.append({
-            "case": case, **{name: rates_of[name] for name in HEADLINE},
-            "AA / A100": round(rates_of["AA"] / rates_of["A100"], 2),
-            "HA / H100": round(rates_of["HA"] / rates_of["H100"], 2),
-        })  # fmt: skip
+        rows.append(
+            {
+                "case": case,
+                **{name: rates_of[name] for name in HEADLINE},
+                "AA / A100": round(rates_of["AA"] / rates_of["A100"], 2),
+                "HA / H100": round(rates_of["HA"] / rates_of["H100"], 2),
+            }
+        )
     return rows

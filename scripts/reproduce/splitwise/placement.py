@@ -29,9 +29,11 @@ from scripts.tables import Row
 # Kinds for prompts and for tokens, and how many of each there may be: the public grids' ends.
 DESIGNS: Mapping[str, tuple[str, str, int, int]] = {
     "H100": ("h100", "", 50, 0),
-    "AA": ("a100", "a100", 69, 69), "HH": ("h100", "h100", 39, 39),
-    "HA": ("h100", "a100", 39, 69), "HHcap": ("h100", "h100_capped", 39, 39),
-}  # fmt: skip
+    "AA": ("a100", "a100", 69, 69),
+    "HH": ("h100", "h100", 39, 39),
+    "HA": ("h100", "a100", 39, 69),
+    "HHcap": ("h100", "h100_capped", 39, 39),
+}
 # Of 40 DGX-H100.
 BUDGETS = {"watts": 40 * 5600.0, "usd": 40 * 38.0}
 RATE, SECONDS = 70, 120
@@ -127,8 +129,9 @@ class Setting:
                 return public.targets(BLOOM, self.work)
 
         planner: dict[str, Any] = {
-            "files": {str(file): {"prompt": prompts, "token": tokens}}, "step": case.step,
-        }  # fmt: skip
+            "files": {str(file): {"prompt": prompts, "token": tokens}},
+            "step": case.step,
+        }
         if case.budget:
             planner["at_most"] = {case.budget: BUDGETS[case.budget]}
         own = {"model": "public", "workload": {"trace": str(lengths)}}
@@ -162,8 +165,9 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
     least = {(r["cluster"], r["least"]): r for r in rows if r["trace"] == "conv"}
     if h100 := least.get(("H100", "usd")):
         for name, of, figure, what in (
-            ("AA", "usd", "usd_per_hour", "cost"), ("HHcap", "watts", "kw", "power"),
-        ):  # fmt: skip
+            ("AA", "usd", "usd_per_hour", "cost"),
+            ("HHcap", "watts", "kw", "power"),
+        ):
             ratio = least[name, of][figure] / h100[figure]
             yield by_amount(f"{name} / H100, conv, 70 RPS: {what}", 0.75, ratio, 0.12)
 

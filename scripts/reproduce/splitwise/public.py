@@ -168,9 +168,13 @@ class Public:
             node.pop("flops_scale", None)  # It is in the curves.
             name = f"public-{node['gpu'].lower()}"
             gpus[name] = {
-                "bf16_tflops": 1000, "memory_gb": 99, "memory_gb_s": 3000,
-                "link": "NVLink", "link_gb_s": 300, "watts": find_gpu(node["gpu"]).watts,
-            }  # fmt: skip
+                "bf16_tflops": 1000,
+                "memory_gb": 99,
+                "memory_gb_s": 3000,
+                "link": "NVLink",
+                "link_gb_s": 300,
+                "watts": find_gpu(node["gpu"]).watts,
+            }
             node |= {"gpu": name, "nic_gb_s": gb_s}
         text = yaml.safe_dump(data | {"gpus": gpus})
         self._hardware(gb_s).write_text(text, encoding="utf-8")
@@ -189,8 +193,10 @@ class Public:
         data["engine"]["policies"]["form_batch"] = prompts
         data["system"] |= {"return_when": "idle", "layerwise_from": design.layerwise_from}
         data["simulate"] = {
-            "hardware": str(self._hardware(design.gb_s)), "reserve_gb": 0.0, "groups": {},
-        }  # fmt: skip
+            "hardware": str(self._hardware(design.gb_s)),
+            "reserve_gb": 0.0,
+            "groups": {},
+        }
         pools = [("prompt", design.prompt_kind, design.prompts)]
         if design.tokens:
             pools.append(("token", design.token_kind, design.tokens))
@@ -199,8 +205,9 @@ class Public:
             data["groups"][pool]["replicas"] = count
             data["instances"][pool] |= {"replicas": count, "num_pages": pages}
             data["simulate"]["groups"][pool] = {
-                "node": f"{pool}_{kind}*", "curves": self._costs(design, kind),
-            }  # fmt: skip
+                "node": f"{pool}_{kind}*",
+                "curves": self._costs(design, kind),
+            }
         return data
 
     def _costs(self, design: Design, kind: str) -> dict[str, Any]:

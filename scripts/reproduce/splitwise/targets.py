@@ -15,10 +15,11 @@ def batch_targets(rows: Rows) -> list[Target]:
     """Section VI-E."""
     paper = {"A100": 0.89, "AA": 0.89, "H100": 0.75, "HH": 0.75}
     return [
-        by_share(f"batch jobs, {row['cluster']}: RPS/$", paper[row["cluster"]],
-                 row["rps_by_usd"], 0.03)
+        by_share(
+            f"batch jobs, {row['cluster']}: RPS/$", paper[row["cluster"]], row["rps_by_usd"], 0.03
+        )
         for row in rows
-    ]  # fmt: skip
+    ]
 
 
 def other_targets(rows: Rows, at_home: Mapping[str, int]) -> list[Target]:
@@ -83,8 +84,10 @@ def ratios(rows: Sequence[Mapping[str, Any]], long: Mapping[str, int]) -> list[T
         by_amount("HA's cost beside H100's, %, by Table I", -10, 100 * cost, 3, "points", "input"),
         by_amount("HA's power beside H100's, %", 0, 100 * power, 1, "points", "input"),
         holds(
-            "AA / H100, iso-cost", "1.4, in the text",
-            f"conv {conv:.2f}, code {code:.2f}", conv <= 1.4 <= code,
+            "AA / H100, iso-cost",
+            "1.4, in the text",
+            f"conv {conv:.2f}, code {code:.2f}",
+            conv <= 1.4 <= code,
             "from that of conv to that of code",
         ),
-    ]  # fmt: skip
+    ]

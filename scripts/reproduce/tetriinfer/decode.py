@@ -52,8 +52,11 @@ def admissions(inputs: Inputs) -> Part:
             row[f"{name} (%)"] = round(100 * (jct(policy, accuracy) / greedy - 1), 1)
         rows.append(row)
     last = rows[-1]
-    claims = {"reserve-dynamic, 74.9 %": (0, 2), "reserve-dynamic, 100 %": (-12, 3),
-              "reserve-static, 100 %": (-10, 3)}  # fmt: skip
+    claims = {
+        "reserve-dynamic, 74.9 %": (0, 2),
+        "reserve-dynamic, 100 %": (-12, 3),
+        "reserve-static, 100 %": (-10, 3),
+    }
     return Part(
         rows,
         [
@@ -142,10 +145,14 @@ def flips(inputs: Inputs) -> Part:
             jct[load, idle] = fmean(r.jct for r in runs)
             changes[load, idle] = fmean(taken)
             rows.append(
-                {"load": load, "looked back on (s)": "never" if idle == "null" else idle,
-                 "JCT (s)": round(jct[load, idle], 2), "flips in a run": round(fmean(taken), 1),
-                 "TTFT (s)": round(fmean(r.ttft for r in runs), 2)}
-            )  # fmt: skip
+                {
+                    "load": load,
+                    "looked back on (s)": "never" if idle == "null" else idle,
+                    "JCT (s)": round(jct[load, idle], 2),
+                    "flips in a run": round(fmean(taken), 1),
+                    "TTFT (s)": round(fmean(r.ttft for r in runs), 2),
+                }
+            )
     steady = changes["steady", "5"]
     gain = 100 * (jct["shifting", "5"] / jct["shifting", "null"] - 1)
     return Part(rows, [

@@ -50,17 +50,24 @@ def sorting(inputs: Inputs) -> Part:
 
     found, rows = {}, []
     for order, window, factor in (
-        ("fcfs", 16, 1.0), ("sjf", 16, mu), ("ljf", 16, 2 - mu), ("sjf", 128, mu),
-    ):  # fmt: skip
+        ("fcfs", 16, 1.0),
+        ("sjf", 16, mu),
+        ("ljf", 16, 2 - mu),
+        ("sjf", 128, mu),
+    ):
         settings = [f"system.order={order}", f"system.prefill_batch={window}"]
         means = [tetriinfer([_short(i) for i in work], settings=settings).ttft for work in works]
         found[order, window] = fmean(means)
         base = found["fcfs", 16], form(16, 1.0)
         rows.append(
-            {"order": order, "window": window, "mean TTFT (s)": round(fmean(means), 2),
-             "by FCFS (%)": round(100 * (fmean(means) / base[0] - 1), 1),
-             "closed form by FCFS (%)": round(100 * (form(window, factor) / base[1] - 1), 1)}
-        )  # fmt: skip
+            {
+                "order": order,
+                "window": window,
+                "mean TTFT (s)": round(fmean(means), 2),
+                "by FCFS (%)": round(100 * (fmean(means) / base[0] - 1), 1),
+                "closed form by FCFS (%)": round(100 * (form(window, factor) / base[1] - 1), 1),
+            }
+        )
     change = 100 * (found["sjf", 16] / found["fcfs", 16] - 1)
     wider = 100 * (found["sjf", 128] / found["sjf", 16] - 1)
     longest = 100 * (found["ljf", 16] / found["fcfs", 16] - 1)
@@ -95,9 +102,10 @@ def interference(inputs: Inputs) -> Part:
         "light decode beside a heavy prefill": ((a + 1 + heavy) / (a + 1), 5, "calibrated"),
         "128 decodes, half of them heavy": (
             1 + CONTEXT * 64 * (context - others) / (STEP + 128 * (TOKEN + CONTEXT * others)),
-            1.23, "calibrated",
+            1.23,
+            "calibrated",
         ),
-    }  # fmt: skip
+    }
     rows = [
         {"iteration": name, "paper": theirs, "ours": round(ours, 2), "kind": kind}
         for name, (ours, theirs, kind) in rows_of.items()

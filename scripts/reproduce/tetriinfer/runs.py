@@ -68,9 +68,13 @@ class Figures:
         assert metrics.ttft_mean is not None
         assert metrics.e2e_mean is not None
         return cls(
-            metrics.ttft_mean, metrics.e2e_mean, metrics.wall_s, sum(spans),
-            sum(use.busy_s for use in uses), metrics.preemptions,
-        )  # fmt: skip
+            metrics.ttft_mean,
+            metrics.e2e_mean,
+            metrics.wall_s,
+            sum(spans),
+            sum(use.busy_s for use in uses),
+            metrics.preemptions,
+        )
 
     def changes(self, before: "Figures") -> tuple[float, float, float]:
         """Of TTFT, JCT and resource time, in percent."""
@@ -92,11 +96,14 @@ def cluster(
     links = ", ".join(f"{{between: [{end}], gb_s: 25, latency_s: 0.00001}}" for end in ends)
     wanted = [
         f"links=[{links}]",
-        f"groups.p.replicas={prefill}", f"groups.d.replicas={decode}",
-        f"instances.prefill.replicas={prefill}", f"instances.decode.replicas={decode}",
-        "system.prefill=[prefill]", "system.decode=[decode]",
+        f"groups.p.replicas={prefill}",
+        f"groups.d.replicas={decode}",
+        f"instances.prefill.replicas={prefill}",
+        f"instances.decode.replicas={decode}",
+        "system.prefill=[prefill]",
+        "system.decode=[decode]",
         f"workload.predictor.accuracy={accuracy}",
-    ]  # fmt: skip
+    ]
     return load_run_file(FOLDER / "tetriinfer.yaml", [*wanted, *settings])
 
 

@@ -76,9 +76,13 @@ def prices(inputs: Inputs) -> Part:
     for name, (_, jct, resource, theirs) in PAPER.items():
         value = perf_per_dollar(jct, resource or 0.0)
         rows.append(
-            {"workload": name, "paper": theirs, "(1 + r) / R": round(value, 2),
-             "1 / (1 - r) / R": round(quotient(jct, resource or 0.0), 2)}
-        )  # fmt: skip
+            {
+                "workload": name,
+                "paper": theirs,
+                "(1 + r) / R": round(value, 2),
+                "1 / (1 - r) / R": round(quotient(jct, resource or 0.0), 2),
+            }
+        )
         claim = f"perf/$ of {name} from its changes of JCT and resource time"
         targets.append(by_amount(claim, theirs, round(value, 2), 0.05, kind="input"))
     return Part(rows, targets)

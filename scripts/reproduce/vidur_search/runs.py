@@ -117,10 +117,12 @@ def _number(text: str) -> Any:
 def only(row: Row) -> Row:
     """The planner's options that leave one configuration."""
     return {
-        "gpus": {row["gpu"]: 16}, "tensor_parallel": [row["tp"]], "pipeline_parallel": [row["pp"]],
+        "gpus": {row["gpu"]: 16},
+        "tensor_parallel": [row["tp"]],
+        "pipeline_parallel": [row["pp"]],
         "seqs_per_stage": [row["seqs_per_stage"]],
         "engines": {row["engine"]: ENGINES[row["engine"]]},
-    }  # fmt: skip
+    }
 
 
 def made(inputs: Inputs) -> Searches:

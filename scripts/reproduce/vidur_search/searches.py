@@ -98,7 +98,7 @@ def chat(inputs: Inputs) -> Part:
             *(("better than the paper's", row) for row in better if label(row) != label(best[0])),
             ("the paper's best", paper),
         ]
-    ]  # fmt: skip
+    ]
     cost = cost_of(searches, "chat", rows)
     seconds, jobs = cost["seconds"], cost["processes"]
     shape = [best[0][axis] == PAPER[axis] for axis in ("gpu", "tp", "pp")]
@@ -142,9 +142,12 @@ def cliff(inputs: Inputs) -> Part:
     for limit in TBT:
         row = max((row for row in found if row["tbt_p99"] <= limit), key=lambda r: r["value"])
         table.append(
-            {"TBT p99 below (s)": limit, "configuration": label(row),
-             "req/s per $/h": round(row["value"], 4)}
-        )  # fmt: skip
+            {
+                "TBT p99 below (s)": limit,
+                "configuration": label(row),
+                "req/s per $/h": round(row["value"], 4),
+            }
+        )
     values = [float(row["req/s per $/h"]) for row in table]
     figure = Figure((5.2, 3.6), layout="constrained")
     axes = figure.subplots()
@@ -172,10 +175,12 @@ def longer(inputs: Inputs) -> Part:
         ]
         table.append(
             {
-                "requests": count * best["gpus"], label(best): round(rates[0], 2),
-                label(PAPER): round(rates[1], 2), "ratio": round(rates[0] / rates[1], 3),
+                "requests": count * best["gpus"],
+                label(best): round(rates[0], 2),
+                label(PAPER): round(rates[1], 2),
+                "ratio": round(rates[0] / rates[1], 3),
             }
-        )  # fmt: skip
+        )
     return Part(table)
 
 

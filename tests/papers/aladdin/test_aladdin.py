@@ -391,8 +391,9 @@ def test_options() -> None:
 
 LENGTHS = st.lists(
     st.tuples(st.integers(1, 15), st.integers(1, 12), st.none() | st.integers(0, 12)),
-    min_size=1, max_size=10,
-)  # fmt: skip
+    min_size=1,
+    max_size=10,
+)
 
 
 @examples(80)
@@ -425,9 +426,14 @@ def test_everyone_is_served_and_placed_as_the_constraints_say(
     """Tokens are one instance's, whoever is lost; every placement is recomputed from scratch."""
     options: dict[str, Any] = {"heartbeat_s": beat[0], "off_after_s": beat[1]} if beat else {}
     system = make(
-        Checked, ttft_s=ttft, atgt_s=atgt, theta=theta, grant_gap=grant,
-        prefill=["p"] if split else [], **options,
-    )  # fmt: skip
+        Checked,
+        ttft_s=ttft,
+        atgt_s=atgt,
+        theta=theta,
+        grant_gap=grant,
+        prefill=["p"] if split else [],
+        **options,
+    )
     pool = [
         instance(name, 30, role="off" if name in off and not (split and name == "p") else "")
         for name in "pqde"

@@ -122,9 +122,10 @@ def test_the_planner_finds_the_cheapest_of_all_mixes(
     here = search(rate, minimise)
     costs = list(PRICES.values()) if minimise == "usd" else [1.0] * 3
     enough = [
-        c for c in product(range(4), repeat=3)
+        c
+        for c in product(range(4), repeat=3)
         if sum(n * r for n, r in zip(c, each, strict=True)) >= rate
-    ]  # fmt: skip
+    ]
     if not enough:
         with pytest.raises(JaxinferError, match="none of"):
             planned(planner(file), here)
@@ -147,8 +148,10 @@ def test_a_mix_as_a_run_file(carries: Carries, file: str) -> None:
     config = RunFile.model_validate(here.problem.run_file(best.part))
     assert of(config) == (1, 0, 2)
     assert config.system["usd_per_hour"] == {
-        "A100-80G-SXM0": 1.69, "RTX-A60000": 0.76, "RTX-A60001": 0.76,
-    }  # fmt: skip
+        "A100-80G-SXM0": 1.69,
+        "RTX-A60000": 0.76,
+        "RTX-A60001": 0.76,
+    }
     assert not config.simulate.groups
     assert best.axes == {"A100-80G-SXM": 1, "L40": 0, "RTX-A6000": 2}
     here = search(5.0, "gpus")
@@ -240,9 +243,11 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @given(
-    per_rate=st.floats(0.2, 2), constant=st.floats(-0.5, 5), rate=st.floats(12, 40),
+    per_rate=st.floats(0.2, 2),
+    constant=st.floats(-0.5, 5),
+    rate=st.floats(12, 40),
     extra=st.integers(-2, 3),
-)  # fmt: skip
+)
 @settings(parent=quick, max_examples=15)
 def test_the_goal_s_rate_has_as_many_as_eq_7_tells_or_the_next_that_are_enough(
     carries: Carries, worker: str, per_rate: float, constant: float, rate: float, extra: int

@@ -205,9 +205,14 @@ def test_sizes_are_numbers(file: str) -> None:
 )
 @quick
 def test_equation_6_by_counting(
-    per_context: float, per_sequence: float, constant: float, gpus: int, room: int,
-    context: float, target: float,
-) -> None:  # fmt: skip
+    per_context: float,
+    per_sequence: float,
+    constant: float,
+    gpus: int,
+    room: int,
+    context: float,
+    target: float,
+) -> None:
     """The largest batches that fit, and that are in time, by trying one after the other."""
     fit = DecodeFit(per_context, per_sequence, constant)
     found = most_tokens(fit, gpus, room, MeanRequest(context, 100), target)

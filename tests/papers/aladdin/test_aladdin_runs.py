@@ -22,8 +22,9 @@ from jaxinfer.systems.single import Single
 SLOW = StepFit(PrefillFit(1 / 2, 2.0), MixedFit(0.0, 0.0, 1.0), DecodeFit(1 / 32, 1 / 4, 1.0))
 LENGTHS = st.lists(
     st.tuples(st.integers(1, 15), st.integers(1, 12), st.none() | st.integers(0, 12)),
-    min_size=1, max_size=10,
-)  # fmt: skip
+    min_size=1,
+    max_size=10,
+)
 
 
 @examples(40)

@@ -120,11 +120,16 @@ NEW = st.tuples(st.integers(1, 12), st.integers(1, 12))
 
 @examples(150)
 @given(
-    there=JOBS, dones=st.lists(st.integers(0, 15), min_size=6, max_size=6), new=NEW,
-    size=st.sampled_from((1, 4)), room=st.integers(1, 120), waiting=st.integers(0, 40),
-    slack=st.floats(-1, 3), theta=st.sampled_from((0.5, 0.75, 1.0)),
+    there=JOBS,
+    dones=st.lists(st.integers(0, 15), min_size=6, max_size=6),
+    new=NEW,
+    size=st.sampled_from((1, 4)),
+    room=st.integers(1, 120),
+    waiting=st.integers(0, 40),
+    slack=st.floats(-1, 3),
+    theta=st.sampled_from((0.5, 0.75, 1.0)),
     gamma=st.sampled_from((0.0, 0.5, 1.0)),
-)  # fmt: skip
+)
 def test_what_is_taken_keeps_all_constraints_and_what_is_not_breaks_one(
     there: list[tuple[int, int]], dones: list[int], new: tuple[int, int], size: int, room: int,
     waiting: int, slack: float, theta: float, gamma: float,

@@ -40,9 +40,13 @@ def nothing(worker: Worker) -> Seen:
 
 @examples(60)
 @given(
-    prompt=st.integers(1, 40), output=st.integers(1, 40), slower=st.floats(0.5, 3),
-    room=st.integers(80, 4000), size=st.sampled_from((1, 4)), usd=st.floats(0.1, 9),
-)  # fmt: skip
+    prompt=st.integers(1, 40),
+    output=st.integers(1, 40),
+    slower=st.floats(0.5, 3),
+    room=st.integers(80, 4000),
+    size=st.sampled_from((1, 4)),
+    usd=st.floats(0.1, 9),
+)
 def test_a_share_is_one_by_the_requests_that_a_worker_takes(
     prompt: int, output: int, slower: float, room: int, size: int, usd: float
 ) -> None:
@@ -79,10 +83,14 @@ def test_without_prices_the_largest_is_the_first() -> None:
 
 
 KINDS = st.lists(
-    st.tuples(st.sampled_from((0.75, 1.0, 1.5, 2.5)), st.sampled_from((60, 100, 300)),
-              st.sampled_from((0.5, 1.0, 1.75, 3.0))),
-    min_size=1, max_size=4,
-)  # fmt: skip
+    st.tuples(
+        st.sampled_from((0.75, 1.0, 1.5, 2.5)),
+        st.sampled_from((60, 100, 300)),
+        st.sampled_from((0.5, 1.0, 1.75, 3.0)),
+    ),
+    min_size=1,
+    max_size=4,
+)
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=8)
 
 
@@ -140,8 +148,10 @@ def all_packings(jobs: Sequence[Job], workers: Sequence[Worker]) -> float | None
         usd = sum(workers[number].usd for number in set(where))
         if best is not None and usd >= best:
             continue
-        if all(holds([j for j, n in zip(jobs, where, strict=True) if n == number], worker)
-               for number, worker in enumerate(workers)):  # fmt: skip
+        if all(
+            holds([j for j, n in zip(jobs, where, strict=True) if n == number], worker)
+            for number, worker in enumerate(workers)
+        ):
             best = usd
     return best
 
@@ -200,11 +210,13 @@ def test_prices_of_replicas_are_those_of_their_name() -> None:
             "instances": {n: {"group": n, "replicas": count} for n, count in kinds.items()}
             | {"h": {"group": "h"}},
             "system": {
-                "name": "aladdin", "ttft_s": 1.0, "atgt_s": 1.0,
+                "name": "aladdin",
+                "ttft_s": 1.0,
+                "atgt_s": 1.0,
                 "usd_per_hour": {"a10": 1.0, "a100_": 2.0, "h": 3.0},
             },
         }
-    )  # fmt: skip
+    )
     system = make_system(config.system, config.instances)
     assert isinstance(system, Aladdin)
     usd = {name: system.options.usd(name) for name in config.instances}

@@ -221,11 +221,18 @@ def test_a_ppi_that_is_back_takes_its_part_of_those_who_wait() -> None:
         return new_instance(name, make_kv(40, 4), opts)
 
     outcome = Run(
-        make(cut_tokens=4), [renew("ppi"), renew("cpi")], make_requests([(8, 4)] * 12),
-        Timing(in_order=True, lost={"ppi": (1.5, 6.5)}), renew=renew,
-    ).verify()  # fmt: skip
-    again = {row.request.id for step in outcome.world.steps for row in step.batch.rows
-             if step.batch.instance == "ppi" and step.start > 6}  # fmt: skip
+        make(cut_tokens=4),
+        [renew("ppi"), renew("cpi")],
+        make_requests([(8, 4)] * 12),
+        Timing(in_order=True, lost={"ppi": (1.5, 6.5)}),
+        renew=renew,
+    ).verify()
+    again = {
+        row.request.id
+        for step in outcome.world.steps
+        for row in step.batch.rows
+        if step.batch.instance == "ppi" and step.start > 6
+    }
     assert again == {f"r{i}" for i in range(6, 12)}
     assert all(request.error is None for request in outcome.finished.values())
 

@@ -105,7 +105,9 @@ def test_decodes_stay_in_their_unit_and_go_to_the_least_loaded_there() -> None:
     system = make([{"prefill": "p", "decode": ["d", "f"]}, {"prefill": "q", "decode": "e"}])
     loads = {"p": 0, "q": 1, "d": 4, "f": 3, "e": 0}
     assert route(system, [("a", 0), ("b", 0)], **loads) == {
-        "a": (Leg("p", 10),), "b": (Leg("q", 10),)}  # fmt: skip
+        "a": (Leg("p", 10),),
+        "b": (Leg("q", 10),),
+    }
     more = {"c": 0} | loads | {"p": 0, "q": 9}
     route(system, [("c", 0), ("g", 0)], **more)
     legs = route(system, [("c", 10), ("a", 10), ("g", 10), ("b", 10)], **loads)
@@ -245,10 +247,11 @@ UNITS = st.sampled_from([ONE, TWO, FOUR])
     lost=st.dictionaries(st.sampled_from("pqde"), st.integers(0, 40).map(float), max_size=3),
     options=st.lists(
         st.tuples(st.sampled_from((1, 2, 8)), st.integers(22, 40), st.sampled_from((1, 3, 16))),
-        min_size=4, max_size=4,
+        min_size=4,
+        max_size=4,
     ),
     seed=st.integers(0, 10**6),
-)  # fmt: skip
+)
 def test_everyone_is_served_as_long_as_one_instance_is_left(
     units: list[dict[str, Any]],
     lengths: list[tuple[int, int]],

@@ -112,8 +112,10 @@ SHAPES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
 @pytest.mark.parametrize("seed", range(6))
 def test_the_best_of_each_phase_and_the_least_instances(carries: Carries, seed: int) -> None:
     rng = random.Random(seed)
-    rates = {(phase, *shape): rng.uniform(0.5, 9) * shape[0] * shape[1]
-             for phase, shape in product(("prefill", "decode"), SHAPES)}  # fmt: skip
+    rates = {
+        (phase, *shape): rng.uniform(0.5, 9) * shape[0] * shape[1]
+        for phase, shape in product(("prefill", "decode"), SHAPES)
+    }
     wanted = rng.uniform(1, 60)
 
     def rate(config: RunFile) -> float:
@@ -246,8 +248,9 @@ def test_stages_with_the_same_layers_share_a_node() -> None:
     for node in range(3):
         assert links[f"prefill_{node}_0", f"decode_{node}_0"] == 3 * 300
     between = {ends for ends, rate in links.items() if rate == 3.125}
-    assert between == {(f"{p}_{n}_0", f"{p}_{n + 1}_0") for p in ("prefill", "decode")
-                       for n in range(2)}  # fmt: skip
+    assert between == {
+        (f"{p}_{n}_0", f"{p}_{n + 1}_0") for p in ("prefill", "decode") for n in range(2)
+    }
     layers = [stage.layers for stage in config.instances["decode0"].stages]
     assert layers == [16] * 6
 
@@ -324,8 +327,12 @@ def test_what_cannot_be_says_why(
 def test_pools_hold_the_longest_request() -> None:
     """66B and 5.5 GB besides leave 5,120 tokens of two GPUs."""
     work = {"synthetic": {"lengths": "azure_code", "count": 1, "seed": 1}}
-    run = {"model": "opt-66b", "engine": ENGINE | {"max_model_len": 8192}, "workload": work,
-           "simulate": {"reserve_gb": 5.5}}  # fmt: skip
+    run = {
+        "model": "opt-66b",
+        "engine": ENGINE | {"max_model_len": 8192},
+        "workload": work,
+        "simulate": {"reserve_gb": 5.5},
+    }
     search = DrivenSearch(problem({"maximise": "gpu"}, run=run))
     two = Shape(2, (1,))
     given = Space(DistServeOptions(**NODE), search.problem)

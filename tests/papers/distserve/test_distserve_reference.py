@@ -85,10 +85,11 @@ def test_as_measured_by_its_authors() -> None:
     with (FOLDER / "measured_requests.csv").open() as file:
         real = {
             (int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])): (
-                float(row["ttft_ms"]) / 1e3, float(row["tpot_ms"]) / 1e3,
+                float(row["ttft_ms"]) / 1e3,
+                float(row["tpot_ms"]) / 1e3,
             )
             for row in csv.DictReader(file)
-        }  # fmt: skip
+        }
     work = requests(9)
     lengths = [(item.prompt_len, item.max_tokens) for item in work]
     mine = dict(zip(lengths, ours(work), strict=True))

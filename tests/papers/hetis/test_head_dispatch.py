@@ -140,9 +140,12 @@ def by_milp(devices: Sequence[Load], requests: Sequence[tuple[int, int]]) -> tup
     lower = np.array([*[0.0] * (D * R), *[float(load.pairs > 0) for load in devices], 0.0])
     kinds = np.array([1] * (D * R + D) + [0])
     found = milp(
-        cost, constraints=LinearConstraint(np.array(rows), low, high), integrality=kinds,
-        bounds=Bounds(lower, upper), options={"mip_rel_gap": 0.01, "time_limit": 10},
-    )  # fmt: skip
+        cost,
+        constraints=LinearConstraint(np.array(rows), low, high),
+        integrality=kinds,
+        bounds=Bounds(lower, upper),
+        options={"mip_rel_gap": 0.01, "time_limit": 10},
+    )
     return float(found.mip_dual_bound), float(found.fun)
 
 
@@ -154,8 +157,10 @@ FAST, MIDDLE, SLOW = (
 )
 
 
-@pytest.mark.parametrize(("kinds", "slices"), [((FAST, MIDDLE, MIDDLE), 40),
-                         ((FAST, FAST, MIDDLE, MIDDLE, MIDDLE, SLOW, SLOW, SLOW), 8)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kinds", "slices"),
+    [((FAST, MIDDLE, MIDDLE), 40), ((FAST, FAST, MIDDLE, MIDDLE, MIDDLE, SLOW, SLOW, SLOW), 8)],
+)
 @pytest.mark.parametrize("count", [1, 4, 16])
 def test_several_at_once_come_within_5_percent_of_a_milp(
     kinds: tuple[AttentionFit, ...], slices: int, count: int
@@ -317,10 +322,13 @@ def most_pairs(devices: Sequence[Load], seconds: float) -> float | None:
         times[number, number] = load.fit.per_pair + load.fit.exchange_per_pair
         times[number, D + number] = load.fit.per_entry
     found = linprog(
-        [-1.0] * D + [0.0] * D, A_ub=times, b_ub=[load.within(seconds) for load in alive],
-        A_eq=[[0.0] * D + [1.0] * D], b_eq=[sum(load.entries for load in devices)],
+        [-1.0] * D + [0.0] * D,
+        A_ub=times,
+        b_ub=[load.within(seconds) for load in alive],
+        A_eq=[[0.0] * D + [1.0] * D],
+        b_eq=[sum(load.entries for load in devices)],
         bounds=[(0, limit)] * D + [(0, load.capacity) for load in alive],
-    )  # fmt: skip
+    )
     return -float(found.fun) if found.status == 0 else None
 
 

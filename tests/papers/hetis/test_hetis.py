@@ -195,9 +195,11 @@ def test_heads_go_where_there_is_room() -> None:
 
 def test_each_stage_is_placed_by_itself() -> None:
     shards = [
-        Shard(PagePool(100, 1), (0, 1), 0, "a", OWN), Shard(PagePool(100, 1), (), 0, "w", FAR),
-        Shard(PagePool(12, 1), (2, 3), 1, "b", OWN), Shard(PagePool(100, 1), (), 1, "w", FAR),
-    ]  # fmt: skip
+        Shard(PagePool(100, 1), (0, 1), 0, "a", OWN),
+        Shard(PagePool(100, 1), (), 0, "w", FAR),
+        Shard(PagePool(12, 1), (2, 3), 1, "b", OWN),
+        Shard(PagePool(100, 1), (), 1, "w", FAR),
+    ]
     instance = new_instance("A", KVShards(shards))
     assert make().place(request(), instance) == [[0, 1], [], [2], [3]]
 
@@ -224,8 +226,9 @@ def test_a_request_goes_where_the_largest_share_is_free() -> None:
     assert only.legs[0].instance == "B"
 
 
-def burst(system: Hetis, pages: Sequence[int], lengths: Sequence[tuple[int, int]], **run: Any
-          ) -> tuple[Outcome, Instance]:  # fmt: skip
+def burst(
+    system: Hetis, pages: Sequence[int], lengths: Sequence[tuple[int, int]], **run: Any
+) -> tuple[Outcome, Instance]:
     instance = spread(pages, **run)
     return serve(system, [instance], lengths), instance
 
@@ -301,9 +304,11 @@ def test_a_constant_load_is_left_alone() -> None:
 
 
 @given(
-    st.data(), st.sampled_from((0.05, 0.5, None)), st.sampled_from(("time", "memory")),
+    st.data(),
+    st.sampled_from((0.05, 0.5, None)),
+    st.sampled_from(("time", "memory")),
     st.integers(0, 2**16),
-)  # fmt: skip
+)
 @examples(60)
 def test_every_request_ends_with_its_tokens(
     data: st.DataObject, theta: float | None, placement: str, seed: int

@@ -48,8 +48,12 @@ def test_the_papers_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Five kinds, and what a prefill takes, for pools that the paper's cluster is not.
 SECONDS = {
-    "H100-SXM": 1.0, "A100-80G-SXM": 2.0, "L40S": 4.0, "RTX-3090": 8.3, "P100-PCIe-12G": 49.0
-}  # fmt: skip
+    "H100-SXM": 1.0,
+    "A100-80G-SXM": 2.0,
+    "L40S": 4.0,
+    "RTX-3090": 8.3,
+    "P100-PCIe-12G": 49.0,
+}
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,15 @@ def instance(name: str, pages: int = 100, **options: Any) -> Instance:
 def route(system: HexGen2, count: int, pages: int = 99, **requests: int) -> list[tuple[Leg, ...]]:
     """Legs of requests of 10 and 3 tokens, with so many there."""
     there = {
-        name: SimpleNamespace(num_requests=n, max_num_batched_tokens=99, prompt_tokens_left=0,
-                              num_pages=pages, page_size=1)
+        name: SimpleNamespace(
+            num_requests=n,
+            max_num_batched_tokens=99,
+            prompt_tokens_left=0,
+            num_pages=pages,
+            page_size=1,
+        )
         for name, n in requests.items()
-    }  # fmt: skip
+    }
     waiting = [
         SimpleNamespace(
             id=f"r{i}", prompt_len=10, num_known=10, computed=0, max_tokens=3, held_by=None
@@ -54,8 +59,7 @@ def pairs(legs: Sequence[tuple[Leg, ...]]) -> Counter[str]:
 
 def test_options() -> None:
     system = make()
-    assert vars(system.options) == {
-        "flows": FLOWS, "hand_off": "on_demand", "max_in_prefill": 16}  # fmt: skip
+    assert vars(system.options) == {"flows": FLOWS, "hand_off": "on_demand", "max_in_prefill": 16}
     system.check("pqde")
     # All pairs, since a lost instance may leave any; without decode, to another that prefills.
     assert system.routes("pqde") == [*product("pq", "de")]
@@ -124,10 +128,15 @@ def test_whose_decode_instance_is_lost_waits_for_no_prefill() -> None:
     """Full prefill instances: those whose prompt is done go on, also behind others."""
     system = make(max_in_prefill=1)
     there = {
-        name: SimpleNamespace(num_requests=1, max_num_batched_tokens=99, prompt_tokens_left=0,
-                              num_pages=99, page_size=1)
+        name: SimpleNamespace(
+            num_requests=1,
+            max_num_batched_tokens=99,
+            prompt_tokens_left=0,
+            num_pages=99,
+            page_size=1,
+        )
         for name in "pqe"
-    }  # fmt: skip
+    }
     waiting = [held("a", "p"), held("b", None), held("c", "q"), held("d", "p")]
     found = system.route(waiting, ClusterView(0.0, there))  # type: ignore[arg-type]
     assert {a.request: a.legs for a in found} == dict.fromkeys("acd", (Leg("e"),))
@@ -135,10 +144,15 @@ def test_whose_decode_instance_is_lost_waits_for_no_prefill() -> None:
 
 def views(requests: int, **pages: int) -> Any:
     return {
-        name: SimpleNamespace(num_requests=requests if name == "p" else 0, num_pages=pool,
-                              max_num_batched_tokens=99, prompt_tokens_left=0, page_size=1)
+        name: SimpleNamespace(
+            num_requests=requests if name == "p" else 0,
+            num_pages=pool,
+            max_num_batched_tokens=99,
+            prompt_tokens_left=0,
+            page_size=1,
+        )
         for name, pool in pages.items()
-    }  # fmt: skip
+    }
 
 
 def test_who_is_held_goes_where_its_instance_has_flows() -> None:
@@ -157,10 +171,15 @@ def test_nobody_overtakes_who_waits_for_room() -> None:
 
 def test_after_losses_whole_requests_go_where_they_fit() -> None:
     there = {
-        name: SimpleNamespace(num_requests=0, max_num_batched_tokens=99, prompt_tokens_left=0,
-                              num_pages=pages, page_size=1)
+        name: SimpleNamespace(
+            num_requests=0,
+            max_num_batched_tokens=99,
+            prompt_tokens_left=0,
+            num_pages=pages,
+            page_size=1,
+        )
         for name, pages in (("p", 11), ("q", 12))
-    }  # fmt: skip
+    }
     waiting = [held(name, None) for name in "abc"]
     found = make().route(waiting, ClusterView(0.0, there))  # type: ignore[arg-type]
     assert [a.legs for a in found] == [(Leg("q"),)] * 3
@@ -321,10 +340,11 @@ def test_pools_that_are_too_small_are_passed_over() -> None:
     lost=st.dictionaries(st.sampled_from("pqde"), st.integers(0, 40).map(float), max_size=3),
     options=st.lists(
         st.tuples(st.sampled_from((1, 2, 8)), st.integers(22, 40), st.sampled_from((1, 3, 16))),
-        min_size=4, max_size=4,
+        min_size=4,
+        max_size=4,
     ),
     seed=st.integers(0, 10**6),
-)  # fmt: skip
+)
 def test_everyone_is_served_as_long_as_one_instance_is_left(
     flows: dict[str, dict[str, float]],
     lengths: list[tuple[int, int]],

@@ -23,12 +23,18 @@ from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 
 ENGINE = {
-    "page_size": 16, "enable_prefix_caching": False, "launch_ahead": False, "memory_fraction": 0.95,
-}  # fmt: skip
+    "page_size": 16,
+    "enable_prefix_caching": False,
+    "launch_ahead": False,
+    "memory_fraction": 0.95,
+}
 PLANNER = {
-    "name": "hexgen2", "prefill": {"max_num_batched_tokens": 4096}, "decode": {"max_num_seqs": 32},
-    "restarts": 2, "flows": 200,
-}  # fmt: skip
+    "name": "hexgen2",
+    "prefill": {"max_num_batched_tokens": 4096},
+    "decode": {"max_num_seqs": 32},
+    "restarts": 2,
+    "flows": 200,
+}
 
 
 def asked(folder: Path, planner: dict[str, Any] | None = None, **run: Any) -> Problem:
@@ -40,9 +46,11 @@ def asked(folder: Path, planner: dict[str, Any] | None = None, **run: Any) -> Pr
         "model": "llama-2-70b",
         "engine": ENGINE,
         "simulate": {"hardware": str(path), "reserve_gb": 1.0, "step_s": 0.02},
-        "workload": {"synthetic": {"lengths": "azure_conversation", "count": 50, "seed": 0},
-                     "only": "HPHD"},
-    }  # fmt: skip
+        "workload": {
+            "synthetic": {"lengths": "azure_conversation", "count": 50, "seed": 0},
+            "only": "HPHD",
+        },
+    }
     return Problem.model_validate(
         {
             "planner": planner or PLANNER,
@@ -247,10 +255,15 @@ def test_what_a_budget_rents(tmp_path: Path) -> None:
 def test_plans_from_what_was_measured(tmp_path: Path) -> None:
     """By profiles: those that are quick at prompts prefill, and the others decode."""
     measured = {
-        gpu: {"phases": {"prefill": {"token_s": prompt}, "decode": [{"step_s": step}],
-                         "share_step": True}}
+        gpu: {
+            "phases": {
+                "prefill": {"token_s": prompt},
+                "decode": [{"step_s": step}],
+                "share_step": True,
+            }
+        }
         for gpu, prompt, step in ((H100, 1e-5, 1.0), (A100, 1e-3, 0.01))
-    }  # fmt: skip
+    }
     planner = PLANNER | {"measured": measured, "tensor_parallel": [1]}
     # With more, some instances have a GPU of each kind.
     problem = asked(tmp_path, planner, engine=ENGINE | {"memory_fraction": 0.88})

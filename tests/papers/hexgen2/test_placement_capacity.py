@@ -102,19 +102,28 @@ def test_stages_of_groups() -> None:
     assert set(shapes(((0, 4),), kinds, (1, 4))) == {((0, 4),), ((0, 1),) * 4}
     # Both orders of two kinds; the widest first of one kind, over nodes too.
     assert set(shapes(((0, 1), (1, 2)), kinds, (1, 2))) == {
-        ((0, 1), (1, 2)), ((1, 2), (0, 1)),
-        ((0, 1), (1, 1), (1, 1)), ((1, 1), (1, 1), (0, 1)),
-    }  # fmt: skip
+        ((0, 1), (1, 2)),
+        ((1, 2), (0, 1)),
+        ((0, 1), (1, 1), (1, 1)),
+        ((1, 1), (1, 1), (0, 1)),
+    }
     assert set(shapes(((0, 1), (0, 2)), kinds, (1, 2))) == {
-        ((1, 2), (0, 1)), ((0, 1), (1, 1), (1, 1))}  # fmt: skip
+        ((1, 2), (0, 1)),
+        ((0, 1), (1, 1), (1, 1)),
+    }
     # Three GPUs without a degree of one are no stages.
     assert not list(shapes(((0, 3),), kinds, (2,)))
 
 
 GROUPS = [
-    ((0, 2), (1, 2)), ((0, 1), (1, 1)), ((1, 4),), ((2, 8),), ((1, 2), (2, 2)), ((0, 2), (2, 3)),
+    ((0, 2), (1, 2)),
+    ((0, 1), (1, 1)),
+    ((1, 4),),
+    ((2, 8),),
+    ((1, 2), (2, 2)),
+    ((0, 2), (2, 3)),
     ((0, 1), (1, 2), (2, 2)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -170,10 +179,13 @@ def test_layers_of_unlike_stages_against_all_splits(
     for shape in (((0, 1), (1, 1)), ((1, 1), (0, 1))):
         ends = capacity._ends(signature, shape)
         able = [
-            [layers, 48 - layers] for layers in range(1, 48)
-            if all(capacity._most_layers(role, end, capacity.lengths.longest) >= count
-                   for end, count in zip(ends, (layers, 48 - layers), strict=True))
-        ]  # fmt: skip
+            [layers, 48 - layers]
+            for layers in range(1, 48)
+            if all(
+                capacity._most_layers(role, end, capacity.lengths.longest) >= count
+                for end, count in zip(ends, (layers, 48 - layers), strict=True)
+            )
+        ]
         best = max(capacity._rate(signature, shape, ends, layers, role) for layers in able)
         assert 0.99 * best <= capacity.carried_by(signature, shape, role).rate <= best
 

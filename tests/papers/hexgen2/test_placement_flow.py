@@ -140,11 +140,15 @@ def test_pairs_carry_what_the_least_cut_lets_through(groups: list[Placed], nic: 
     least = min(
         sum(groups[i].carried.rate for i in prefill if i not in side)
         + sum(groups[j].carried.rate for j in decode if j in side)
-        + sum(net.most(groups[i], groups[j]) for i in prefill for j in decode
-              if i in side and j not in side)
+        + sum(
+            net.most(groups[i], groups[j])
+            for i in prefill
+            for j in decode
+            if i in side and j not in side
+        )
         for count in range(len(groups) + 1)
         for side in combinations(range(len(groups)), count)
-    )  # fmt: skip
+    )
     assert pair_flow(groups, net).total == pytest.approx(least, rel=1e-4, abs=1e-4)
 
 

@@ -29,10 +29,12 @@ SETTING_4 = {"h": (H100, 3), "a": (A100, 9)}
     ("nodes", "model", "count"),
     # By hand: 4.94, 3.90, 10.0 and 7.87; Table 2 has 6, 4, 8 and 8.
     [
-        (SETTING_1, "llama-2-70b", 5), (SETTING_4, "llama-2-70b", 4),
-        (SETTING_1, "opt-30b", 10), (SETTING_4, "opt-30b", 8),
+        (SETTING_1, "llama-2-70b", 5),
+        (SETTING_4, "llama-2-70b", 4),
+        (SETTING_1, "opt-30b", 10),
+        (SETTING_4, "opt-30b", 8),
     ],
-)  # fmt: skip
+)
 def test_how_many_replicas(nodes: Any, model: str, count: int) -> None:
     # Mean lengths of the conversation trace.
     assert num_replicas(site_of(nodes), Catalogue().model(model), 1155 + 211) == count
@@ -53,8 +55,10 @@ def test_a_partition_has_all_gpus_in_groups_with_roles(nodes: Any, count: int) -
 
 def test_as_many_groups_as_asked_where_memory_is_uneven() -> None:
     """A GPU that has more than all others together is one group, not several."""
-    for nodes in ({"b": ("H200", 1), "s": ("P100-PCIe-12G", 8)},
-                  {"s": ("P100-PCIe-12G", 8), "b": ("H200", 1)}):  # fmt: skip
+    for nodes in (
+        {"b": ("H200", 1), "s": ("P100-PCIe-12G", 8)},
+        {"s": ("P100-PCIe-12G", 8), "b": ("H200", 1)},
+    ):
         for count in range(2, 10):
             plan = partition(site_of(nodes, 1.25), count)
             assert len(plan) == count
@@ -123,9 +127,12 @@ def test_table_1_by_hand() -> None:
     kv = tokens * 2 * 48 * H * 2
     assert 2 * 12 * H**2 * 48 + kv < 160e9 - 4 * tokens * H * 2 * 2
     assert table.carried(((0, 2),), "decode").rate == pytest.approx(32 / (decode * L))
-    assert Table1(site, Catalogue().model("opt-175b"), lengths, (1, 2), 32).carried(
-        ((0, 2),), "decode"
-    ) == Carried()  # fmt: skip
+    assert (
+        Table1(site, Catalogue().model("opt-175b"), lengths, (1, 2), 32).carried(
+            ((0, 2),), "decode"
+        )
+        == Carried()
+    )
 
 
 def test_table_1_puts_layers_on_the_fastest_that_hold_them() -> None:

@@ -112,8 +112,10 @@ def test_patterns_are_undominated_and_fit() -> None:
     assert len(found) > 5
     for each in found:
         assert sum(count for count, _ in each.groups) <= 8
-        rates = {role: sum(capacity.carried(((0, n),), r).rate for n, r in each.groups if r == role)
-                 for role in ROLES}  # fmt: skip
+        rates = {
+            role: sum(capacity.carried(((0, n),), r).rate for n, r in each.groups if r == role)
+            for role in ROLES
+        }
         assert (each.prefill, each.decode) == pytest.approx((rates["prefill"], rates["decode"]))
     by_prefill = sorted(found, key=lambda p: p.prefill)
     assert [p.decode for p in by_prefill] == sorted((p.decode for p in found), reverse=True)
@@ -171,8 +173,10 @@ def test_a_budget_buys_what_is_worth_most() -> None:
     # The best of all counts that ten dollars buy, each by itself.
     every = [
         best_mix(options, (h, a), cards).flow
-        for h in range(3) for a in range(6) if h + a > 1 and 3.69 * h + 1.69 * a <= 10
-    ]  # fmt: skip
+        for h in range(3)
+        for a in range(6)
+        if h + a > 1 and 3.69 * h + 1.69 * a <= 10
+    ]
     assert poor.flow == pytest.approx(max(every), rel=2e-4)
 
 

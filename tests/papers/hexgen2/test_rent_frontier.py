@@ -25,11 +25,12 @@ def plan_file(folder: Path, usd: dict[str, float | None], name: str = "hexgen2")
         "planner": {"name": name, "decode": {"max_num_seqs": 32}, "most_gpus": 2},
         "goal": {"maximise": "cluster", "slo": "ttft=1"},
         "run": {
-            "model": "opt-30b", "engine": ENGINE,
+            "model": "opt-30b",
+            "engine": ENGINE,
             "simulate": {"hardware": str(hardware), "reserve_gb": 1.0, "step_s": 0.02},
             "workload": {"synthetic": {"lengths": "chat_1m_4k", "count": 50}},
         },
-    }  # fmt: skip
+    }
     path = folder / "plan.yaml"
     path.write_text(yaml.safe_dump(problem))
     return str(path)

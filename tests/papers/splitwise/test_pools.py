@@ -17,11 +17,13 @@ def views(machines: dict[str, dict[str, int]]) -> Any:
     """Instances with queues as given, and pools of a hundred KV entries."""
     return {
         name: SimpleNamespace(
-            waiting=[None] * given.get("queued", 0), num_requests=given.get("requests", 0),
-            num_pages=CAPACITY // 4, page_size=4,
+            waiting=[None] * given.get("queued", 0),
+            num_requests=given.get("requests", 0),
+            num_pages=CAPACITY // 4,
+            page_size=4,
         )
         for name, given in machines.items()
-    }  # fmt: skip
+    }
 
 
 def naive(
@@ -229,8 +231,10 @@ def test_lost_machines_are_gone_at_the_next_look() -> None:
     assert places(pools) == {"prompt": ["q"], "mixed": [], "token": ["u", "t"]}
     assert counts(pools)["t"] == (0, 0, 0)
     assert [move[::2] for move in pools.moves if move[1] == "t"] == [
-        (1.0, "mixed"), (3.0, "lost"), (4.0, "token"),
-    ]  # fmt: skip
+        (1.0, "mixed"),
+        (3.0, "lost"),
+        (4.0, "token"),
+    ]
 
 
 def test_one_lost_while_mixed_is_not_looked_for_when_its_work_is_taken_back() -> None:

@@ -99,10 +99,14 @@ def at_the_end(system: Splitwise) -> None:
 
 def test_options() -> None:
     assert vars(SplitwiseOptions()) == {
-        "prompt": ("prompt",), "token": ("token",), "max_pending_tokens": 8192,
-        "token_queue": "memory", "return_when": "opposite_done", "repurpose_after_s": None,
+        "prompt": ("prompt",),
+        "token": ("token",),
+        "max_pending_tokens": 8192,
+        "token_queue": "memory",
+        "return_when": "opposite_done",
+        "repurpose_after_s": None,
         "layerwise_from": 512,
-    }  # fmt: skip
+    }
     system = make(prompt=["p", "q"], token="t")
     system.check("pqt")
     assert set(system.routes("pqt")) == {(a, b) for a in "pqt" for b in "pqt" if a != b}
@@ -205,9 +209,10 @@ def test_under_overload_requests_run_whole() -> None:
 @given(
     st.lists(
         st.tuples(st.integers(1, 16), st.integers(1, 8), st.integers(0, 12)),
-        min_size=1, max_size=10,
+        min_size=1,
+        max_size=10,
     )
-)  # fmt: skip
+)
 def test_without_token_machines_the_shortest_queue_is_joined(
     requests: list[tuple[int, int, int]],
 ) -> None:
@@ -327,19 +332,22 @@ def test_any_options_any_machines(data: st.DataObject) -> None:
     requests = draw(
         st.lists(
             st.tuples(st.integers(1, 12), st.integers(1, 10), st.integers(0, 15)),
-            min_size=1, max_size=9,
+            min_size=1,
+            max_size=9,
         )
-    )  # fmt: skip
+    )
     longest = max(p + n - 1 for p, n, _ in requests)
     # At times too few for the longest.
     policies = draw(policy_options())
     pool = [
         new_instance(
-            name, make_kv(longest + draw(st.sampled_from((-1, 0, 0, 1, 4, 50))) or 1, 1),
-            draw(options()), make_policies(policies),
+            name,
+            make_kv(longest + draw(st.sampled_from((-1, 0, 0, 1, 4, 50))) or 1, 1),
+            draw(options()),
+            make_policies(policies),
         )
         for name in names
-    ]  # fmt: skip
+    ]
     lost = draw(st.dictionaries(st.sampled_from(names), st.integers(0, 30).map(float), max_size=3))
     stops = draw(st.dictionaries(st.integers(0, 8), st.integers(1, 10), max_size=3))
     timing = Timing(draw(st.integers(0, 10**6)), draw(st.integers(1, 4)), 6, lost=lost)

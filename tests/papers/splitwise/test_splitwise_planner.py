@@ -48,11 +48,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             "model": "none",
             "groups": groups,
             "instances": {pool: {"group": pool, "replicas": 2} for pool in pools},
-            "system": {"name": "splitwise", "prompt": ["prompt"],
-                       "token": ["token"] if len(pools) > 1 else []},
-            "simulate": {"hardware": str(hardware),
-                         "groups": {p: {"node": f"{p}_{k}*"} for p, k in pools.items()}},
-        }  # fmt: skip
+            "system": {
+                "name": "splitwise",
+                "prompt": ["prompt"],
+                "token": ["token"] if len(pools) > 1 else [],
+            },
+            "simulate": {
+                "hardware": str(hardware),
+                "groups": {p: {"node": f"{p}_{k}*"} for p, k in pools.items()},
+            },
+        }
         found[name] = str(folder / f"{name}.yaml")
         Path(found[name]).write_text(yaml.safe_dump(data))
     return found
@@ -115,9 +120,14 @@ quick = settings(
 )
 @quick
 def test_the_cheapest_is_that_of_the_whole_grid(
-    carries: Carries, files: dict[str, str], seed: int, rate: float, of_what: str, at_once: int,
+    carries: Carries,
+    files: dict[str, str],
+    seed: int,
+    rate: float,
+    of_what: str,
+    at_once: int,
     limit: float | None,
-) -> None:  # fmt: skip
+) -> None:
     """Whatever more machines for tokens do."""
     rates = grid(seed, over_tokens=False)
     carries.rate = lambda config: rates[of(config)]
@@ -152,9 +162,14 @@ def test_the_cheapest_is_that_of_the_whole_grid(
 @example(seed=0, of_what="usd", share=0.3, step=1, at_once=1)
 @quick
 def test_the_largest_rate_of_a_budget_is_that_of_the_whole_grid(
-    carries: Carries, files: dict[str, str], seed: int, of_what: str, share: float, step: int,
+    carries: Carries,
+    files: dict[str, str],
+    seed: int,
+    of_what: str,
+    share: float,
+    step: int,
     at_once: int,
-) -> None:  # fmt: skip
+) -> None:
     rates = {c: rate + 0.01 for c, rate in grid(seed).items()}
     carries.rate = lambda config: rates[of(config)]
     budget = share * cost(of_what, ("mixed", MOST, MOST))
@@ -262,8 +277,9 @@ def test_few_of_many_are_simulated(carries: Carries, files: dict[str, str]) -> N
     assert len(carries.tried) <= MOST + 2 * math.ceil(math.log2(MOST))
     # What it leaves is what it has found.
     scores = {cell(candidate): score for candidate, score in search.tried.values()}
-    assert all((score.given_up is None) == (p + 2 * t >= 8.3)
-               for (_, p, t), score in scores.items())  # fmt: skip
+    assert all(
+        (score.given_up is None) == (p + 2 * t >= 8.3) for (_, p, t), score in scores.items()
+    )
 
 
 def test_the_chosen_run_file_has_the_machines(carries: Carries, files: dict[str, str]) -> None:

@@ -332,8 +332,9 @@ def test_a_lost_prefill_instance_with_kv_that_was_not_fetched() -> None:
 
 LENGTHS = st.lists(
     st.tuples(st.integers(1, 15), st.integers(1, 12), st.none() | st.integers(0, 12)),
-    min_size=1, max_size=10,
-)  # fmt: skip
+    min_size=1,
+    max_size=10,
+)
 
 
 @examples(40)

@@ -40,11 +40,16 @@ def largest(given: Problem, candidate: Candidate) -> float:
 def colocated() -> Colocated:
     """Two kinds, one GPU, two in a stage or two stages, two sizes of chunks and of batches."""
     options = {
-        "gpus": {"A10": 2, "L4": 2}, "tensor_parallel": [1, 2], "pipeline_parallel": [1, 2],
-        "engines": {"small": {"max_num_batched_tokens": 128},
-                    "large": {"max_num_batched_tokens": 2048}},
-        "seqs_per_stage": [2, 64], "replicas": "one",
-    }  # fmt: skip
+        "gpus": {"A10": 2, "L4": 2},
+        "tensor_parallel": [1, 2],
+        "pipeline_parallel": [1, 2],
+        "engines": {
+            "small": {"max_num_batched_tokens": 128},
+            "large": {"max_num_batched_tokens": 2048},
+        },
+        "seqs_per_stage": [2, 64],
+        "replicas": "one",
+    }
     return Colocated(ColocatedOptions.model_validate(options))
 
 
@@ -95,9 +100,11 @@ def design(tmp_path: Path) -> str:
         "groups": {pool: {"replicas": MOST} for pool in pools},
         "instances": {pool: {"group": pool, "replicas": MOST} for pool in pools},
         "system": {"name": "splitwise", "prompt": ["prompt"], "token": ["token"]},
-        "simulate": {"hardware": str(hardware),
-                     "groups": {pool: {"node": f"{pool}_*"} for pool in pools}},
-    }  # fmt: skip
+        "simulate": {
+            "hardware": str(hardware),
+            "groups": {pool: {"node": f"{pool}_*"} for pool in pools},
+        },
+    }
     path = tmp_path / "design.yaml"
     path.write_text(yaml.safe_dump(file))
     return str(path)

@@ -161,9 +161,7 @@ def test_no_more_gpus_than_there_are(gpus: int) -> None:
     """The sides have degrees 1, and 1 and 2."""
     options = PDRatioOptions.model_validate(OPTIONS | {"gpus": gpus})
     found = [c.axes for c in PDRatio(options).candidates(asked(1, maximise="gpu"))]
-    wanted = {
-        (p, d, tp) for p in (1, 2) for d in (1, 2, 3) for tp in (1, 2) if p + d * tp <= gpus
-    }  # fmt: skip
+    wanted = {(p, d, tp) for p in (1, 2) for d in (1, 2, 3) for tp in (1, 2) if p + d * tp <= gpus}
     assert {(a["prefills"], a["decodes"], a["decode_tp"]) for a in found} == wanted
 
 

@@ -52,9 +52,12 @@ def test_who_comes_before_the_cluster_is_there_waits() -> None:
     times = {}
     for start in (0.0, 10.0):
         serve(
-            *prepared, work, None,
-            lambda r, t, s=start: times.update({(s, r.id): (r.arrival, list(t))}), start,
-        )  # fmt: skip
+            *prepared,
+            work,
+            None,
+            lambda r, t, s=start: times.update({(s, r.id): (r.arrival, list(t))}),
+            start,
+        )
     assert times[0.0, "0"] == (0.0, [1.0, 2.0, 3.0])
     assert times[10.0, "0"] == (0.0, [11.0, 12.0, 13.0])
     assert times[10.0, "1"] == (12.0, [13.0]) == times[0.0, "1"]
@@ -332,16 +335,21 @@ def test_plans_of_too_few_requests_are_told_with_their_window(tmp_path: Path) ->
     goal = {"maximise": "cluster", "slo": "ttft:p90=1.5", "precision": 0.5}
     warnings = follow(problem(trace, {"window_s": 10.0}, goal=goal), searches).warnings
     assert [line.partition(": warning: too few requests")[0] for line in warnings] == [
-        "plan of window 0", "plan of window 1", "plan of the whole trace", "plan of window 2",
-    ]  # fmt: skip
+        "plan of window 0",
+        "plan of window 1",
+        "plan of the whole trace",
+        "plan of window 2",
+    ]
 
 
 def test_run_files_that_were_edited_stay_and_old_ones_go(tmp_path: Path) -> None:
     out, windows = tmp_path / "out", {"window_s": 10.0}
     command(tmp_path, phases(10, 100, 100), windows)
     assert sorted(path.name for path in out.glob("*.yaml")) == [
-        "replanned0.yaml", "replanned1.yaml", "static0.yaml",
-    ]  # fmt: skip
+        "replanned0.yaml",
+        "replanned1.yaml",
+        "static0.yaml",
+    ]
     with (out / "replanned0.yaml").open("a") as file:
         file.write("# mine\n")
     with pytest.raises(JaxinferError, match=r"replanned0\.yaml: was edited.*--force"):
@@ -352,6 +360,10 @@ def test_run_files_that_were_edited_stay_and_old_ones_go(tmp_path: Path) -> None
     command(tmp_path, phases(10, 10, 10), windows, "--force")
     assert is_untouched(mine)
     assert sorted(path.name for path in out.glob("*0*")) == [
-        "replanned0.csv", "replanned0.mine.yaml", "replanned0.yaml", "static0.csv", "static0.yaml",
-    ]  # fmt: skip
+        "replanned0.csv",
+        "replanned0.mine.yaml",
+        "replanned0.yaml",
+        "static0.csv",
+        "static0.yaml",
+    ]
     assert not list(out.glob("*1*"))

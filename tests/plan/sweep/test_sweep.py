@@ -67,9 +67,10 @@ def test_a_table_of_what_each_point_comes_to(tmp_path: Path, file: dict[str, Any
     said = run(tmp_path, file, "--jobs", "1")
     rows = table(tmp_path)
     assert [(r["file"], r["workload.arrivals.rate"]) for r in rows] == [
-        ("balanced", "1"), ("balanced", "8.0"),
+        ("balanced", "1"),
+        ("balanced", "8.0"),
         *[("split", "1"), ("split", "1"), ("split", "8.0"), ("split", "8.0")],
-    ]  # fmt: skip
+    ]
     refused = [row for row in rows if row["refused"]]
     assert {(r["file"], r["engine.max_num_batched_tokens"]) for r in refused} == {("split", "64")}
     assert "2 of 6 points cannot be, such as: " in said

@@ -170,9 +170,10 @@ def test_a_line_for_each_file_and_its_other_axes(
 ) -> None:
     a, b = files
     grid = sweep(
-        {a: {"engine.seed": [0, 1]}, b: {}}, axes={"engine.page_size": [32, 16]},
+        {a: {"engine.seed": [0, 1]}, b: {}},
+        axes={"engine.page_size": [32, 16]},
         y=["ttft_p99", "requests_s", "tpot_p50"],
-    )  # fmt: skip
+    )
     axes = [point.axes for point in grid.candidates()]
     rows = [{**each, "ttft_p99": 1.0 + i, "requests_s": 0.0} for i, each in enumerate(axes)]
     rows[0] |= {"ttft_p99": None}
@@ -280,12 +281,17 @@ RAMP = {"kind": "ramp", "from": 1.0, "to": 2.0, "over": 9.0}
 @pytest.mark.parametrize(
     ("arrivals", "drawn"),
     [
-        (None, False), ("at_once", False), ("trace", False), ({"kind": "interval", "seconds": 2.0},
-        False), ({"kind": "closed", "concurrency": 2}, False), ({**RAMP, "spacing": "even"}, False),
-        (RAMP, True), ({"kind": "poisson", "rate": 1.0}, True),
+        (None, False),
+        ("at_once", False),
+        ("trace", False),
+        ({"kind": "interval", "seconds": 2.0}, False),
+        ({"kind": "closed", "concurrency": 2}, False),
+        ({**RAMP, "spacing": "even"}, False),
+        (RAMP, True),
+        ({"kind": "poisson", "rate": 1.0}, True),
         ({"kind": "gamma", "rate": 1.0, "cv": 2.0}, True),
     ],
-)  # fmt: skip
+)
 def test_a_run_file_with_a_seed_is_one(arrivals: Any, drawn: bool) -> None:
     """As ``run.json`` has it, of which it is made again; each part that is drawn has the seed."""
     lengths: dict[str, Any] = {

@@ -314,9 +314,10 @@ def test_two_routes_share_a_link(world: Callable[[list[Sent]], list[float]]) -> 
 @given(
     st.lists(
         st.tuples(st.floats(0, 1), st.sampled_from("acd"), st.integers(1, 900)),
-        min_size=1, max_size=8,
+        min_size=1,
+        max_size=8,
     )
-)  # fmt: skip
+)
 def test_both_worlds_share_links_alike(sent: list[Sent]) -> None:
     assert on_emulated_links(sent) == pytest.approx(simulated(sent), abs=1e-9)
 
@@ -382,8 +383,9 @@ def test_slabs_of_other_layers_of_one_request_do_not_wait() -> None:
     while (now := links.next_time) is not None:
         landed += links.take_landed(now)
     assert [(each.slab.lane, each.end) for each in landed] == [
-        (lanes[1], pytest.approx(1.02)), (lanes[0], pytest.approx(1.2))
-    ]  # fmt: skip
+        (lanes[1], pytest.approx(1.02)),
+        (lanes[0], pytest.approx(1.2)),
+    ]
 
 
 def test_each_way_over_a_link_has_its_rate() -> None:

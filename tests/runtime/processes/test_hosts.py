@@ -295,9 +295,12 @@ def test_a_connection_is_broken_off_when_its_host_has_gone(
     options = [
         peer.socket.getsockopt(socket.IPPROTO_TCP, name)
         for name in (
-            socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT
+            socket.TCP_KEEPIDLE,
+            socket.TCP_KEEPINTVL,
+            socket.TCP_KEEPCNT,
+            socket.TCP_USER_TIMEOUT,
         )
-    ]  # fmt: skip
+    ]
     assert peer.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     idle, interval, count, unanswered_ms = options
     assert idle + interval * count == unanswered_ms / 1000 == 10

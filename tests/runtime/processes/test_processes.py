@@ -179,8 +179,10 @@ def test_nothing_is_left_of_a_job_that_is_killed(
     load(models["two"], tmp_path, **SMALL.sections, system="least_loaded")
     job = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "run.yaml")],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     assert job.stdout
     pids = [int(pid) for pid in job.stdout.readline().split()]
     assert len(pids) == 2

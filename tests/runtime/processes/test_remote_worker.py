@@ -157,9 +157,14 @@ class FakeSide:
 def channel() -> tuple[RemoteChannel, FakeSide, FakeSide]:
     source, dest = FakeSide(), FakeSide()
     lane: Any = SimpleNamespace(
-        form=SimpleNamespace(), source_shard=0, dest_shard=0, source_end=0, dest_end=1,
-        token_bytes=1, link=None,
-    )  # fmt: skip
+        form=SimpleNamespace(),
+        source_shard=0,
+        dest_shard=0,
+        source_end=0,
+        dest_end=1,
+        token_bytes=1,
+        link=None,
+    )
     return RemoteChannel(("a", "b"), (source, dest), [lane], False, ["host"]), source, dest
 
 
@@ -441,8 +446,9 @@ def test_a_message_that_cannot_be_read_ends_the_process() -> None:
     ours, theirs = socket.socketpair()
     worker = subprocess.Popen(
         [*COMMAND, str(theirs.fileno()), str(os.getpid())],
-        pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        pass_fds=[theirs.fileno()],
+        stderr=subprocess.DEVNULL,
+    )
     theirs.close()
     connection: Connection[Any, Any] = Connection(ours.detach())
     connection.send(Unreadable())

@@ -93,8 +93,10 @@ class Cluster:
         self.process = FakeProcess(lost)
         self.workers = {name: FakeWorker(self.process) for name in "xy"}
         monkeypatch.setattr(module, "_get_ready", self._get_ready)
-        others: Any = SimpleNamespace(begin_again=self._begin, there=lambda name: SimpleNamespace(
-            move_to=lambda process: None))  # fmt: skip
+        others: Any = SimpleNamespace(
+            begin_again=self._begin,
+            there=lambda name: SimpleNamespace(move_to=lambda process: None),
+        )
         workers: Any = self.workers
         self.restarts = Restarts(config, others, workers)
         self.restarts.listen(self._hear)
@@ -313,8 +315,11 @@ def test_another_plan_is_refused() -> None:
     before: Any = Facts("auto", layers)
     more: Any = Facts("40", layers, num_pages=41, kv_bytes=410, memory_bytes=1)
     _check_same("x", before, more)
-    for other in (Facts("", layers, num_pages=39), Facts("", Layers(0, 7, 8)),
-                  Facts("", layers, devices=("A10",))):  # fmt: skip
+    for other in (
+        Facts("", layers, num_pages=39),
+        Facts("", Layers(0, 7, 8)),
+        Facts("", layers, devices=("A10",)),
+    ):
         now: Any = other
         with pytest.raises(JaxinferError, match=r"^instances\.x has another plan than before"):
             _check_same("x", before, now)

@@ -80,8 +80,9 @@ def test_steps_of_a_run_on_cpu(tiny: LLM) -> None:
     tracer = StepTracer({"chunks": lambda work: len(work.chunks) > 9, "decodes": is_decodes}, 4)
     serve(tiny, tracer, 30)
     assert tracer.found == {
-        "chunks": "no such steps in the run", "decodes": "not available on cpu",
-    }  # fmt: skip
+        "chunks": "no such steps in the run",
+        "decodes": "not available on cpu",
+    }
     assert [work.decodes for work in tracer.work["decodes"]] == [3] * 4
 
 

@@ -225,8 +225,10 @@ def test_times_of_steps_alone_need_fewer(
         return len(found.points)
 
     assert [points(fits) for fits in (False, True, False)] == [
-        len(short.steps), len(full.steps), len(full.steps)
-    ]  # fmt: skip
+        len(short.steps),
+        len(full.steps),
+        len(full.steps),
+    ]
 
 
 @pytest.mark.parametrize("first", [True, False])

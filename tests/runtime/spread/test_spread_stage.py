@@ -55,11 +55,14 @@ class Spread:
             instances={
                 "x": InstanceConfig(
                     stages=[{"group": "p", "attention": groups}],  # type: ignore[arg-type]
-                    enable_prefix_caching=False, dtype="float32", max_num_seqs=2,
-                    max_num_batched_tokens=64, **POOL | options,
+                    enable_prefix_caching=False,
+                    dtype="float32",
+                    max_num_seqs=2,
+                    max_num_batched_tokens=64,
+                    **POOL | options,
                 )
             },
-        )  # fmt: skip
+        )
         ((self.plan,),) = plan_cluster(checkpoint.config, config).values()
         (self.parameters,) = load_parameters(checkpoint, [self.plan])
         self.stage = (SpreadStage if attention else Stage)(self.plan, self.parameters)

@@ -19,9 +19,13 @@ from jaxinfer.runtime.stage.random_weights import _key_data, _program, random_pa
 from jaxinfer.text.tokenizer import NoTokenizer
 
 ENGINE: dict[str, Any] = {
-    "load_format": "dummy", "page_size": 8, "num_pages": 65, "max_num_seqs": 4,
-    "max_num_batched_tokens": 32, "max_model_len": 64,
-}  # fmt: skip
+    "load_format": "dummy",
+    "page_size": 8,
+    "num_pages": 65,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 64,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPT = {"prompt_token_ids": [1]}
 
@@ -171,11 +175,12 @@ def test_refusals(bare: Path) -> None:
     [
         ({"load_format": "dummy"}, {}, "load_format is auto and dummy, must be the same"),
         (
-            {"load_format": "dummy"}, {"load_format": "dummy", "seed": 3},
+            {"load_format": "dummy"},
+            {"load_format": "dummy", "seed": 3},
             "instances.y.seed is 3, must be engine.seed's 0",
         ),
     ],
-)  # fmt: skip
+)
 def test_instances_must_have_the_same_weights(
     one: dict[str, Any], other: dict[str, Any], wanted: str
 ) -> None:

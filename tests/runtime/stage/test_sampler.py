@@ -175,9 +175,10 @@ def test_min_p_keeps_what_is_likely_enough(logits: np.ndarray, ps: list[float]) 
     st.lists(st.integers(-1, 3), min_size=3, max_size=3),
     st.lists(
         st.tuples(*(st.sampled_from(x) for x in ([1, 0.5, 1.7], [0, 1.5, -2], [0, 0.4, -0.3]))),
-        min_size=3, max_size=3,
+        min_size=3,
+        max_size=3,
     ),
-)  # fmt: skip
+)
 def test_penalties(
     logits: np.ndarray,
     histories: list[list[int]],
@@ -252,8 +253,10 @@ def test_extreme_logits_are_told_apart() -> None:
     logits = np.array([[1, one, -1, -one], [3e38, -3e38, 0, -0.0], [1, 1, 1, 1]], np.float32)
     kept = np.isfinite(jax.jit(keep_top_k)(logits, np.array([1, 2, 2], np.int32)))
     assert kept.tolist() == [
-        [False, True, False, False], [True, False, True, False], [True, True, True, True]
-    ]  # fmt: skip
+        [False, True, False, False],
+        [True, False, True, False],
+        [True, True, True, True],
+    ]
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)
@@ -264,9 +267,11 @@ def test_likeliest_tokens_and_ranks(logits: np.ndarray, seed: int) -> None:
     np.testing.assert_allclose(got.top_logprob_SN, -np.sort(-log_p)[:, :8], rtol=1e-4, atol=1e-5)
     rows = np.arange(3)[:, None]
     np.testing.assert_allclose(
-        np.take_along_axis(log_p, np.asarray(got.top_token_SN), 1), got.top_logprob_SN,
-        rtol=1e-4, atol=1e-5,
-    )  # fmt: skip
+        np.take_along_axis(log_p, np.asarray(got.top_token_SN), 1),
+        got.top_logprob_SN,
+        rtol=1e-4,
+        atol=1e-5,
+    )
     order = np.argsort(-logits, axis=1, kind="stable")
     np.testing.assert_array_equal(got.top_token_SN, order[:, :8])
     assert (order[rows[:, 0], np.asarray(got.rank_S) - 1] == got.token_S).all()

@@ -54,9 +54,11 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setattr(stages, "allocate", lambda pages: 0)
     previous = jax.ShapeDtypeStruct((4,), "int32", sharding=whole(1))
     plan: Any = SimpleNamespace(
-        pages=[], step_arguments=(None, None, previous), whole=whole(1),
+        pages=[],
+        step_arguments=(None, None, previous),
+        whole=whole(1),
         layers=SimpleNamespace(first=True, last=True),
-    )  # fmt: skip
+    )
     return Stage(plan, NOTHING)
 
 

@@ -53,10 +53,15 @@ def step_of(layers: Layers = Layers(0, 1, 1), strict: bool = False) -> CompiledS
 
     arguments = jax.tree.map(abstract, (PARAMETERS, [jnp.zeros(3)], jnp.zeros(16, jnp.int32)))
     plan: Any = SimpleNamespace(
-        limits=LIMITS, layers=layers, options=SimpleNamespace(strict_shapes=strict), mesh=MESH,
-        whole=WHOLE, graphdef=GRAPHDEF, step_arguments=arguments,
+        limits=LIMITS,
+        layers=layers,
+        options=SimpleNamespace(strict_shapes=strict),
+        mesh=MESH,
+        whole=WHOLE,
+        graphdef=GRAPHDEF,
+        step_arguments=arguments,
         config=SimpleNamespace(hidden_size=D),
-    )  # fmt: skip
+    )
     return CompiledStep(plan)
 
 
@@ -151,9 +156,13 @@ def test_a_later_stage_goes_on_from_hidden_states() -> None:
     inputs = empty_inputs(FEW, LIMITS)
     inputs.sample_row_S[:] = [3, 2, 1, 0]
     _, x_SD, x_TD = step.forward(
-        Key(FEW, SamplerShape()), PARAMETERS, [put(np.zeros(3, np.float32))],  # type: ignore[list-item]
-        put(np.zeros(16, np.int32)), inputs, put(x),
-    )  # fmt: skip
+        Key(FEW, SamplerShape()),
+        PARAMETERS,
+        [put(np.zeros(3, np.float32))],  # type: ignore[list-item]
+        put(np.zeros(16, np.int32)),
+        inputs,
+        put(x),
+    )
     np.testing.assert_allclose(x_TD, x + 1, rtol=1e-6)
     np.testing.assert_allclose(x_SD, x[::-1] + 1, rtol=1e-6)
 
@@ -174,9 +183,13 @@ def test_what_is_said_of_prompts_by_blocks(compiled: CompiledStep) -> None:
     x = RNG.normal(size=(72, D)).astype(np.float32)
     tokens = RNG.integers(0, V, 72).astype(np.int32)
     _, found = compiled.sample(
-        Key(LARGE, sampler), PARAMETERS, (put(x[:16]), put(x)), put(np.zeros(16, np.int32)),
-        empty_sampling(16, SamplerShape()), tokens,
-    )  # fmt: skip
+        Key(LARGE, sampler),
+        PARAMETERS,
+        (put(x[:16]), put(x)),
+        put(np.zeros(16, np.int32)),
+        empty_sampling(16, SamplerShape()),
+        tokens,
+    )
     assert found is not None
     logits = x.astype(np.float64) @ HEAD.T
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))

@@ -45,9 +45,13 @@ def batches(draw: st.DrawFn) -> tuple[StepLimits, Batch, dict[str, int]]:
         known = start + count - pending
         prompt = draw(st.integers(1, max(known, 1)))
         params = SamplingParams(
-            temperature=i % 3 / 2, top_k=i, max_tokens=500, min_tokens=i % 4 * 50,
-            logit_bias={5: 0.5} if i % 5 == 1 else {}, frequency_penalty=0.25 * (i % 2),
-        )  # fmt: skip
+            temperature=i % 3 / 2,
+            top_k=i,
+            max_tokens=500,
+            min_tokens=i % 4 * 50,
+            logit_bias={5: 0.5} if i % 5 == 1 else {},
+            frequency_penalty=0.25 * (i % 2),
+        )
         payload = Sampling(params, 2**33 * i + i, (7, 8))
         request = RequestState(
             f"r{i}", prompt, 500, prompt_token_ids=range(1000, 1000 + prompt), payload=payload
@@ -203,8 +207,12 @@ def test_buckets() -> None:
     assert limits.row_buckets == [4, 16, 64]
     assert limits.token_buckets == [128, 512]
     assert limits.shapes() == [
-        (64, 512, 64), (64, 128, 64), (64, 64, 0), (16, 16, 0), (4, 4, 0),
-    ]  # fmt: skip
+        (64, 512, 64),
+        (64, 128, 64),
+        (64, 64, 0),
+        (16, 16, 0),
+        (4, 4, 0),
+    ]
     more_seqs = StepLimits(64, 23, max_pages=8, page_size=64)
     assert more_seqs.shapes() == [(23, 23, 11), (23, 23, 0), (5, 5, 0)]
     assert StepLimits(8, 1, max_pages=8, page_size=64).shapes() == [(1, 1, 0)]

@@ -73,9 +73,12 @@ def test_two_sweeps_fill_each_others_holes() -> None:
         assert found(*at) == pytest.approx(truth(*at), rel=1e-6)
     # Between places of n and k, where the truth is linear, and beyond the ends of all axes.
     for at in (
-        (64.0, 100.0, 70.0, 1000.0), (2048.0, 9000.0, 500.0, 9000.0), (64.0, 100.0, 8.0, 9000.0),
-        (2.0, 0.0, 1.0, 1.0), (64.0, 9000.0, 8.0, 300.0),
-    ):  # fmt: skip
+        (64.0, 100.0, 70.0, 1000.0),
+        (2048.0, 9000.0, 500.0, 9000.0),
+        (64.0, 100.0, 8.0, 9000.0),
+        (2.0, 0.0, 1.0, 1.0),
+        (64.0, 9000.0, 8.0, 300.0),
+    ):
         assert found(*at) == pytest.approx(truth(*at), rel=1e-6)
 
 
@@ -95,9 +98,11 @@ def test_points_may_lie_anywhere() -> None:
 
     def anywhere() -> At:
         return (
-            float(rng.randint(2, 2048)), float(rng.randint(0, 8000)), float(rng.randint(1, 128)),
+            float(rng.randint(2, 2048)),
+            float(rng.randint(0, 8000)),
+            float(rng.randint(1, 128)),
             float(rng.randint(1, 8000)),
-        )  # fmt: skip
+        )
 
     found = grid_of(*(anywhere() for _ in range(60)))
     assert 1000 < found.size <= 20_060

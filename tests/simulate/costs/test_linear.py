@@ -180,16 +180,22 @@ def test_the_fit_has_the_least_squares(relative: bool) -> None:
     assert len(by_length) == 64
     eq_2 = [((n, 1.0), s, fit.prefill.seconds(n)) for n, s in by_length.items()]
     eq_3 = [
-        ((work.chunks[0][0], work.single_context, 1.0), s,
-         fit.mixed.seconds(work.chunks[0][0], work.single_context))
+        (
+            (work.chunks[0][0], work.single_context, 1.0),
+            s,
+            fit.mixed.seconds(work.chunks[0][0], work.single_context),
+        )
         for work, s in mixed
-    ]  # fmt: skip
+    ]
     assert fit.decode
     aladdin_3 = [
-        ((work.single_context, work.singles, 1.0), s,
-         fit.decode.seconds(work.single_context, work.singles))
+        (
+            (work.single_context, work.singles, 1.0),
+            s,
+            fit.decode.seconds(work.single_context, work.singles),
+        )
         for work, s in decodes
-    ]  # fmt: skip
+    ]
     for points in (eq_2, eq_3, aladdin_3):
         errors = [found - s for _, s, found in points]
         assert max(abs(error) for error in errors) > 0.01

@@ -26,15 +26,18 @@ def config(**engine: Any) -> RunFile:
         {
             "model": "llama-3-8b",
             "engine": {
-                "max_num_seqs": 8, "max_num_batched_tokens": 128, "launch_ahead": False,
-                "enable_prefix_caching": False, **engine,
+                "max_num_seqs": 8,
+                "max_num_batched_tokens": 128,
+                "launch_ahead": False,
+                "enable_prefix_caching": False,
+                **engine,
             },
             "groups": {"a": {"kind": "A10"}, "b": {"kind": "A10"}},
             "links": [{"between": ["a", "b"], "gb_s": 1}],
             "instances": {"i": {"stages": [{"group": g, "layers": 16} for g in "ab"]}},
             "simulate": {"linear": {"token_s": 1.0, "decode_context_s": 1e-6}},
         }
-    )  # fmt: skip
+    )
 
 
 @given(st.lists(st.integers(2, 40), max_size=3), st.integers(0, 8))

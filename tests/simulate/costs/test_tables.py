@@ -18,14 +18,23 @@ from jaxinfer.simulate.costs.piecewise_linear import Curve, add_up
 from jaxinfer.simulate.costs.tables import TableStage
 
 MODEL = ModelShape(
-    hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, vocab_size=10,
-)  # fmt: skip
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=10,
+)
 SIZES = {"intermediate_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1}
 LAYER = {
-    "layernorm": 2, "qkv_proj": 1, "rotary_emb": 1, "o_proj": 1, "gate_up_proj": 1, "act_fn": 1,
+    "layernorm": 2,
+    "qkv_proj": 1,
+    "rotary_emb": 1,
+    "o_proj": 1,
+    "gate_up_proj": 1,
+    "act_fn": 1,
     "down_proj": 1,
-}  # fmt: skip
+}
 # Microseconds per token, so that each operator's count tells in the sum.
 DENSE = {name: 10.0**-place for place, name in enumerate([*LAYER, "embedding", "final_layernorm"])}
 HEADS, LAUNCH = {"lm_head": 1000.0, "sampler": 7.0}, 50.0
@@ -41,9 +50,12 @@ def attention(c: float, p: float, n: float, k: float) -> float:
 
 ROWS = [
     (c, p, n, k)
-    for c in (0, 16, 36, 64) for p in (0, 100) for n in (0, 1, 8) for k in (0, 100)
+    for c in (0, 16, 36, 64)
+    for p in (0, 100)
+    for n in (0, 1, 8)
+    for k in (0, 100)
     if (c or not p) and (n or not k) and (c or n)
-]  # fmt: skip
+]
 OLD = "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us"
 
 
@@ -72,7 +84,7 @@ def write(
         "dense": curves("tokens", DENSE, (1, 100)),
         "per_sequence": curves("sequences", HEADS, (1, 10), LAUNCH),
         "attention": batches(ROWS),
-    }  # fmt: skip
+    }
     for name, text in (own | files).items():
         if text is not None:
             (tp / f"{name}.csv").write_text(text)
@@ -113,8 +125,12 @@ def test_curves_add_up_at_all_their_points() -> None:
     total = add_up([(a, 2), (b, 1)])
     assert total.x == [1, 3, 4, 5]
     assert [total(x) for x in (1, 3, 3.5, 4, 5)] == [
-        2 + 0, 2 * 5 + 10, 2 * 6 + 20, 2 * 7 + 30, 2 * 9 + 50,
-    ]  # fmt: skip
+        2 + 0,
+        2 * 5 + 10,
+        2 * 6 + 20,
+        2 * 7 + 30,
+        2 * 9 + 50,
+    ]
 
 
 def test_a_step_is_the_sum_of_its_operators(tmp_path: Path) -> None:

@@ -15,13 +15,19 @@ def test_a_point_that_takes_longer_than_larger_ones_is_taken_from_them() -> None
     assert tables.healed(times) == (times | {(1.0, 20.0): 3.0}, 1)
     # Noise of less than a tenth is not counted.
     assert tables.healed({(1.0, 1.0): 1.05, (2.0, 1.0): 1.0}) == (
-        {(1.0, 1.0): 1.0, (2.0, 1.0): 1.0}, 0
-    )  # fmt: skip
+        {(1.0, 1.0): 1.0, (2.0, 1.0): 1.0},
+        0,
+    )
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    each = {"kv_cache_dtype": "bfloat16", "attn_dtype": "bfloat16", "num_heads": 16,
-            "num_key_value_heads": 2, "batch_size": 1}  # fmt: skip
+    each = {
+        "kv_cache_dtype": "bfloat16",
+        "attn_dtype": "bfloat16",
+        "num_heads": 16,
+        "num_key_value_heads": 2,
+        "batch_size": 1,
+    }
     with gzip.open(path, "wt", newline="") as file:
         writer = csv.DictWriter(file, [*each, "isl", "step", "latency"])
         writer.writeheader()
@@ -47,7 +53,8 @@ def test_a_chunk_takes_what_all_do_less_what_was_there(tmp_path: Path) -> None:
 def test_decodes_go_by_batch_and_context(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"isl": 1, "step": step, "batch_size": batch, "latency": batch + step}
-        for batch in (1, 4) for step in (99, 9000)
-    ]  # fmt: skip
+        for batch in (1, 4)
+        for step in (99, 9000)
+    ]
     found, _ = tables.decode(write(tmp_path / "a.csv.gz", rows), 16, 2)
     assert found == {(1.0, 100.0): 100.0, (4.0, 100.0): 103.0}
