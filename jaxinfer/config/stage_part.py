@@ -12,7 +12,7 @@ KV_SIZES = {"auto": 2, "int8": 1, "fp8": 1}
 
 @dataclass(frozen=True)
 class StagePart:
-    """What a pipeline stage has of a model, and where.
+    """The part of a model that a pipeline stage has, and where it lies.
 
     Attributes:
         kind: the GPU's name; ``devices``: how many share each layer.
