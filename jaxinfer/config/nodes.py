@@ -67,7 +67,7 @@ class NodeLink(Options):
     Attributes:
         between: names of the two nodes.
         gb_s: bandwidth in 10^9 bytes per second, each way.
-        latency_s: until the first byte; by default that between all nodes.
+        latency_s: seconds until the first byte; by default those between all nodes.
     """
 
     between: tuple[str, str] = Field(strict=False)
@@ -131,8 +131,8 @@ class NetworkPath:
     """The path from one group to another.
 
     Attributes:
-        links: on the way, with their bytes per second.
-        latency_s: until the first byte lands.
+        links: those on the way, with their bytes per second.
+        latency_s: seconds until the first byte lands.
     """
 
     links: Mapping[Link, float]

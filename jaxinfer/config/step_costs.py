@@ -80,9 +80,10 @@ class ExtraCosts(Options):
     """Costs that a stage has in full, however many stages share the layers, in seconds.
 
     Attributes:
-        step_s: of the first stage, per step.
-        context_s: of the first stage, per KV entry that the step's rows see, their own included.
-        prefill_stage_s: of each stage, per step with chunks.
+        step_s: seconds of the first stage, per step.
+        context_s: seconds of the first stage, per KV entry that the step's rows see, their own
+            included.
+        prefill_stage_s: seconds of each stage, per step with chunks.
     """
 
     step_s: float = Field(default=0.0, ge=0)

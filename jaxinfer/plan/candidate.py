@@ -87,7 +87,7 @@ class Score:
         rate: requests per second at which it keeps the targets; 0 if at none, infinite if at any.
         given_up: it misses them at this rate, at which it had to keep them to be better than
             others; or its bound tells that it is not, and nothing was simulated.
-        figures: by target, what was found at that rate (see ``Verdict``).
+        figures: those found at that rate, by target (see ``Verdict``).
         refused: why it cannot be at all.
         enough: requests that would tell, where they were too few for the rate (see ``TriedRate``).
     """

@@ -32,7 +32,7 @@ class Asked(NamedTuple):
     Attributes:
         data: the contents of its run file.
         floor: a rate that it has to carry to be of interest, if it has to.
-        seeds: of the arrivals.
+        seeds: those of the arrivals.
         outputs, uncounted: see ``Candidate``.
         start: a rate to begin with (see ``capacity``).
     """

@@ -320,8 +320,8 @@ class System:
         and as long as there is no room where the answer says.
 
         Returns:
-            For each shard, the slices there: each slice of a stage in one shard of that stage. None
-            for where they belong, or else where there is room.
+            The slices in each shard: each slice of a stage in one shard of that stage. None
+            puts them where they belong, or else where there is room.
         """
         return None
 
