@@ -27,7 +27,7 @@ class Emulate(Options):
 
 
 class RayDemands(Options):
-    """What Ray finds a node by, and gives a process of it.
+    """Resources that Ray looks for in a node, and gives a process there.
 
     Attributes:
         num_cpus: CPUs that a node must have free.
@@ -105,7 +105,7 @@ class GroupConfig(Options):
 
     @property
     def is_apart(self) -> bool:
-        """Whether it has a process of its own, wherever that is."""
+        """True if it has a process of its own, wherever that is."""
         return bool(self.process or self.host or self.ray)
 
     @property
@@ -177,7 +177,7 @@ class InstanceConfig(EngineOptions):
 
     @property
     def is_spread(self) -> bool:
-        """Whether KV heads may lie on groups besides the stages' own."""
+        """True if KV heads may lie on groups besides the stages' own."""
         return any(stage.attention for stage in self.stages)
 
     @property
@@ -192,7 +192,7 @@ class InstanceConfig(EngineOptions):
 
 
 class LinkConfig(Options):
-    """What lies between two groups. Between CPU groups it is emulated: data arrives no sooner.
+    """A link between two groups. Between CPU groups it is emulated: data arrives no sooner.
 
     Attributes:
         between: Names of the two groups.
@@ -212,7 +212,7 @@ class LinkConfig(Options):
         return tuple(value)
 
     def seconds(self, num_bytes: int) -> float:
-        """From the start to the last byte."""
+        """Seconds from the start of a transfer to its last byte."""
         return self.latency_s + num_bytes / (self.gb_s * 1e9)
 
 
@@ -274,7 +274,7 @@ class ClusterConfig(Options):
 
     @property
     def load_format(self) -> str:
-        """Of all instances: see ``EngineOptions``."""
+        """The ``load_format`` of all instances: see ``EngineOptions``."""
         return next((i.load_format for i in self.instances.values()), "auto")
 
     def _check_processes(self) -> None:
@@ -296,7 +296,7 @@ class ClusterConfig(Options):
         return group if self.groups[group].is_apart else None
 
     def part(self, process: str | None) -> "ClusterConfig":
-        """What one process has, as if it were all: a group's own, or the loop's (None)."""
+        """Return one process's part, as if it were all: a group's own, or the loop's (None)."""
         here: dict[str, Any] = {"environment": {}, "restart": 0}
         groups = {
             name: group.model_copy(update=dict.fromkeys(("process", "host", "ray")) | here)
@@ -324,7 +324,7 @@ class ClusterConfig(Options):
 
     @property
     def emulated(self) -> list[str]:
-        """What in it does not take the machine's own time, in words."""
+        """Parts that do not take the machine's own time, in words."""
         groups = [
             f"group {name} {group.slowdown:g} times slower"
             for name, group in self.groups.items()
@@ -337,7 +337,7 @@ class ClusterConfig(Options):
 
 
 def instance_options(options: EngineOptions, num_stages: int) -> InstanceOptions:
-    """What of an engine's options its scheduling goes by, on so many pipeline stages."""
+    """Return the options that an engine's scheduling goes by, on so many pipeline stages."""
     ahead = options.launch_ahead and num_stages == 1
     return InstanceOptions(
         max_num_seqs=options.max_num_seqs,

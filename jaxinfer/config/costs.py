@@ -99,7 +99,7 @@ class SimulateOptions(Options):
                 )
 
     def of(self, group: str) -> "SimulateOptions":
-        """What holds for one group."""
+        """Return the options that hold for one group."""
         own = self.groups.get(group, GroupCosts())
         given = {name: value for name, value in own if value is not None and name != "node"}
         if _own_kind(own):
@@ -117,7 +117,7 @@ class SimulateOptions(Options):
 
     @property
     def where(self) -> str:
-        """What in the file the costs come from, with a colon; empty where that is all of it."""
+        """Section of the file that the costs come from, with a colon; empty for the roofline's."""
         return f"simulate.{self._where}{self.measured}: " if self.measured else ""
 
 

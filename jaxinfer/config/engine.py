@@ -9,7 +9,7 @@ from jaxinfer.serving.policies import PolicyOptions
 
 
 class EngineOptions(Options):
-    """How a model is run. Names follow vLLM where it has the option.
+    """Options that decide how a model is run. Names follow vLLM where it has the option.
 
     Attributes:
         load_format: ``auto`` reads the model's weights; ``dummy`` draws random ones from ``seed``.

@@ -57,17 +57,17 @@ class NodeOptions(Options):
         return gpu.model_copy(update=own)
 
     def total_watts(self, known: Catalogue) -> float | None:
-        """Of its GPUs together; None where that is not known."""
+        """Watts of its GPUs together; None where that is not known."""
         return self.watts or sum_known([known.gpu(self.gpu).watts] * self.gpus)
 
 
 class NodeLink(Options):
-    """What lies between two nodes, in place of their network cards.
+    """A link between two nodes, in place of their network cards.
 
     Attributes:
         between: names of the two nodes.
         gb_s: bandwidth in 10^9 bytes per second, each way.
-        latency_s: until the first byte; by default that between all nodes.
+        latency_s: seconds until the first byte; by default those between all nodes.
     """
 
     between: tuple[str, str] = Field(strict=False)
@@ -128,11 +128,11 @@ class Hardware(Options):
 
 @dataclass(frozen=True)
 class NetworkPath:
-    """From one group to another.
+    """The path from one group to another.
 
     Attributes:
-        links: on the way, with their bytes per second.
-        latency_s: until the first byte lands.
+        links: those on the way, with their bytes per second.
+        latency_s: seconds until the first byte lands.
     """
 
     links: Mapping[Link, float]
@@ -162,11 +162,11 @@ class Placement:
     known: Catalogue
 
     def node(self, group: str) -> NodeOptions:
-        """What a group stands on."""
+        """Return the node that a group stands on."""
         return self.hardware.nodes[self.node_of[group]]
 
     def gpu(self, group: str) -> Gpu:
-        """What it stands on one of, or several."""
+        """Return the GPU that a group stands on one of, or several."""
         return self.node(group).as_gpu(self.known)
 
     def path(self, source: str, dest: str, gpu_pairs: int = 1) -> NetworkPath:
@@ -196,12 +196,12 @@ class Placement:
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Of the nodes that are used; None where one has no price."""
+        """Dollars per hour for the nodes that are used; None where one has no price."""
         return sum_known(node.usd_per_hour for node in self.used.values())
 
     @property
     def watts(self) -> float | None:
-        """Of the GPUs of the nodes that are used, all of them; None where it is not known."""
+        """Watts of all GPUs of the nodes that are used; None where one's are not known."""
         return sum_known(node.total_watts(self.known) for node in self.used.values())
 
     def describe(self) -> dict[str, object]:
@@ -224,7 +224,7 @@ class Placement:
 
 
 def read_hardware(file: str, known: Catalogue | None = None) -> Hardware:
-    """From a YAML file, its path as seen from the working directory.
+    """Read a YAML file, its path as seen from the working directory.
 
     Args:
         known: GPUs and models of the run file.

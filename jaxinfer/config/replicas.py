@@ -38,7 +38,7 @@ def replicate(section: str, entries: Mapping[Any, Any]) -> tuple[dict[str, Any],
 
 
 def names_of(name: str, counts: Counts) -> list[str]:
-    """Of a name's replicas; it alone where it has none."""
+    """Return the names of a name's replicas, or the name alone where it has none."""
     return [f"{name}{number}" for number in range(counts[name])] if name in counts else [name]
 
 
@@ -145,7 +145,7 @@ def _of_system(options: Any, names: Counts, where: str = "system") -> Any:
 
 
 def _of_option(value: Any, names: Counts, where: str) -> Any:
-    """With all replicas for their name, as a key or in a list."""
+    """Return an option with all replicas for their name, as a key or in a list."""
     if isinstance(value, list):
         return [part for each in value for part in _listed(each, names, where)]
     if not isinstance(value, dict):

@@ -12,7 +12,7 @@ from jaxinfer.systems.registry import make_system
 
 @dataclass(frozen=True)
 class Resolved:
-    """What follows from a run file, found once.
+    """Everything that follows from a run file, found once.
 
     Attributes:
         pairs: instances from the first of which KV may go to the second.
@@ -30,7 +30,7 @@ class Resolved:
 
     @property
     def instances(self) -> Mapping[str, InstanceConfig]:
-        """By name."""
+        """The instances, by name."""
         return self.cluster.instances
 
     def new_system(self) -> System:

@@ -38,7 +38,7 @@ SHORT = {"system": "name", "workload.arrivals": "kind", "workload.synthetic": "l
 
 
 class MetricOptions(Options):
-    """What figures mean.
+    """Options that decide what figures mean.
 
     Attributes:
         ttft_counts_transfer: Whether a first token drawn by an instance that hands its request on
@@ -198,12 +198,12 @@ def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunF
 
 
 def as_run_file(data: Mapping[str, Any]) -> RunFile:
-    """From what a YAML or JSON file holds."""
+    """Make a run file from the contents of a YAML or JSON file."""
     return RunFile.model_validate(data)
 
 
 def _given(options: object) -> Any:
-    """What has been set of options, as a mapping."""
+    """Return the options that have been set, as a mapping; anything else as it is."""
     if not isinstance(options, Options):
         return options
     return {name: getattr(options, name) for name in options.model_fields_set}

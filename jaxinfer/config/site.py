@@ -72,7 +72,7 @@ class SiteStage:
 
     @property
     def groups(self) -> list[SiteGroup]:
-        """Where its KV heads may lie: its own group, then the others."""
+        """Groups where its KV heads may lie: its own, then the others."""
         return [self.group, *(each.group for each in self.attention)]
 
 
@@ -175,10 +175,10 @@ def _stages(
 def _parts(
     instance: InstanceConfig, model: ModelShape, groups: Sequence[SiteGroup]
 ) -> list[StagePart]:
-    """What each stage of an instance has of the model, by stated layers or the groups' peak FLOPs.
+    """Return each stage's part of the model, by stated layers or the groups' peak FLOPs.
 
     Args:
-        groups: of each stage.
+        groups: one for each stage.
     """
     for group in groups:
         for heads in (model.num_attention_heads, model.num_key_value_heads):
@@ -245,7 +245,7 @@ def _path(
     there: SiteGroup,
     what: str,
 ) -> NetworkPath:
-    """What lies between two groups; within one, what connects its GPUs.
+    """Return the path between two groups, or between the GPUs of one.
 
     KV goes over as many pairs of GPUs as there are where both groups stand on one node: as many as
     the group with fewer devices has; within a group, as one of its stages has, since the other end

@@ -12,14 +12,14 @@ KV_SIZES = {"auto": 2, "int8": 1, "fp8": 1}
 
 @dataclass(frozen=True)
 class StagePart:
-    """What a pipeline stage has of a model, and where.
+    """The part of a model that a pipeline stage has, and where it lies.
 
     Attributes:
         kind: the GPU's name; ``devices``: how many share each layer.
-        layers: how many; ``share``: of the model's.
+        layers: number of layers; ``share``: their share of the model's.
         first, last: with the embedding, with the head.
         weight_size, kv_size: bytes of a weight, and of a KV entry's number.
-        limits: what an engine pads the instance's steps to; None where that is not known.
+        limits: sizes to which an engine pads the instance's steps; None where not known.
     """
 
     gpu: Gpu

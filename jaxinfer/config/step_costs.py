@@ -33,7 +33,7 @@ class LinearCosts(Options):
 
 
 class PrefillCosts(Options):
-    """Of a step with chunks, in seconds.
+    """Costs of a step with chunks, in seconds.
 
     Attributes:
         step_s: per step; ``token_s``: per token of a chunk.
@@ -54,7 +54,7 @@ class PrefillCosts(Options):
 
 
 class DecodeCosts(Options):
-    """Of a step with rows of one token, in seconds.
+    """Costs of a step with rows of one token, in seconds.
 
     Attributes:
         below: batches of fewer rows than this; None is all that are left.
@@ -77,12 +77,13 @@ class DecodeCosts(Options):
 
 
 class ExtraCosts(Options):
-    """What a stage takes in full, however many share the layers, in seconds.
+    """Costs that a stage has in full, however many stages share the layers, in seconds.
 
     Attributes:
-        step_s: of the first stage, per step.
-        context_s: of the first stage, per KV entry that the step's rows see, their own included.
-        prefill_stage_s: of each stage, per step with chunks.
+        step_s: seconds of the first stage, per step.
+        context_s: seconds of the first stage, per KV entry that the step's rows see, their own
+            included.
+        prefill_stage_s: seconds of each stage, per step with chunks.
     """
 
     step_s: float = Field(default=0.0, ge=0)

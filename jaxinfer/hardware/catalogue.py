@@ -69,7 +69,10 @@ class Gpu(Options):
 
     @property
     def stated_collective(self) -> tuple[float, float]:
-        """For rooflines, which state fractions of peaks: by default the link's rate alone."""
+        """An all-reduce's GB/s and seconds for a roofline; by default the link's rate alone.
+
+        A roofline states fractions of peaks.
+        """
         return self.all_reduce_gb_s or self.link_gb_s, self.all_reduce_s or 0.0
 
     @property
@@ -134,22 +137,22 @@ class ModelShape(Options):
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer: queries, keys, values, output."""
+        """Parameters of one layer's attention: queries, keys, values, output."""
         N, K = self.num_attention_heads, self.num_key_value_heads
         return self.hidden_size * self.head_size * (2 * N + 2 * K)
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert of one layer, or of its dense feed-forward layer."""
+        """Parameters of one expert of one layer, or of its dense feed-forward layer."""
         return (2 + self.gated) * self.hidden_size * self.intermediate_size
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer, all experts."""
+        """Parameters of one layer, those of all experts included."""
         return self.attention_parameters + max(self.num_experts, 1) * self.expert_parameters
 
     def parameters(self, layers: int, first: bool, last: bool) -> int:
-        """Of a stage."""
+        """Parameters of a stage."""
         table = self.vocab_size * self.hidden_size
         tables = first + last
         if first and last and self.tie_word_embeddings:
@@ -157,7 +160,7 @@ class ModelShape(Options):
         return layers * self.layer_parameters + tables * table
 
     def kv_bytes(self, layers: int, itemsize: int) -> int:
-        """Of one token's keys and values."""
+        """Bytes of one token's keys and values."""
         return 2 * layers * self.num_key_value_heads * self.head_size * itemsize
 
 
@@ -196,7 +199,7 @@ class Catalogue:
         return Catalogue({**self.gpus, **more.gpus}, {**self.models, **more.models})
 
     def gpu(self, kind: str | None) -> Gpu:
-        """By its name.
+        """Find a GPU by its name.
 
         Raises:
             JaxinferError: there is none of that name.
@@ -212,7 +215,7 @@ class Catalogue:
         return Gpu.model_validate(shipped[kind])
 
     def model(self, name: str) -> ModelShape:
-        """By its name, or from a folder with ``config.json``.
+        """Find a model by its name, or in a folder with ``config.json``.
 
         Raises:
             JaxinferError: there is no such model, or its configuration lacks a number.
@@ -232,7 +235,7 @@ class Catalogue:
 
 
 def sum_known(amounts: Iterable[float | None]) -> float | None:
-    """Of all; None where one is not known."""
+    """Return the sum of all amounts; None where one is not known."""
     total = 0.0
     for amount in amounts:
         if amount is None:
@@ -242,7 +245,7 @@ def sum_known(amounts: Iterable[float | None]) -> float | None:
 
 
 def find_gpu(kind: str | None) -> Gpu:
-    """By its name in ``configs/gpus.yaml``; see ``Catalogue.gpu``."""
+    """Find a GPU by its name in ``configs/gpus.yaml``; see ``Catalogue.gpu``."""
     return Catalogue().gpu(kind)
 
 
@@ -252,7 +255,7 @@ def gpu_of_device(device_kind: str) -> Gpu | None:
 
 
 def name_of_device(device_kind: str) -> tuple[str, Gpu | None]:
-    """What ``configs/gpus.yaml`` calls it, and its numbers; where it has none, its own kind."""
+    """Return its name and numbers in ``configs/gpus.yaml``, or its own kind and None."""
     for name, facts in _read("gpus.yaml").items():
         if facts.get("device_kind") == device_kind:
             return name, Gpu.model_validate(facts)
@@ -260,7 +263,7 @@ def name_of_device(device_kind: str) -> tuple[str, Gpu | None]:
 
 
 def find_model(model: str) -> ModelShape:
-    """By its name in ``configs/models.yaml``, or a folder; see ``Catalogue.model``."""
+    """Find a model by its name in ``configs/models.yaml``, or a folder; see ``Catalogue.model``."""
     return Catalogue().model(model)
 
 

@@ -43,17 +43,19 @@ class Yardstick:
         return flops / (self.peak_flops * seconds)
 
     def usd(self, seconds: float) -> float | None:
-        """What the machines cost for so long."""
+        """Dollars that the machines cost for so many seconds."""
         return None if self.usd_per_hour is None else self.usd_per_hour * seconds / 3600
 
     def watt_hours(self, seconds: float) -> float | None:
-        """What their GPUs use in so long, at most."""
+        """Watt-hours that their GPUs use in so many seconds, at most."""
         return None if self.watts is None else self.watts * seconds / 3600
 
 
 def model_flops(model: ModelShape) -> ModelFlops:
-    """Of the matrix products and attention: 2 per parameter that a token meets, and 4 per head and
-    its dimension for each KV entry that it sees.
+    """Return the FLOPs of the matrix products and attention.
+
+    They are 2 per parameter that a token meets, and 4 per head and its dimension for each KV entry
+    that it sees.
     """
     layers, experts = model.num_hidden_layers, model.num_experts_per_tok or 1
     parameters = model.attention_parameters + experts * model.expert_parameters

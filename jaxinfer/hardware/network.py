@@ -33,7 +33,7 @@ class Network(Generic[Tag]):
 
     @property
     def next_end(self) -> float | None:
-        """When the first flow ends, if nothing else starts."""
+        """Time at which the first flow ends, if nothing else starts; None without flows."""
         return min(flow.end for flow in self._flows) if self._flows else None
 
     def take_ended(self, now: float) -> list[Tag]:

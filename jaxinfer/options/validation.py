@@ -57,7 +57,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def import_own(name: str) -> Any:
-    """What ``my_module:thing`` stands for.
+    """Import the thing that ``my_module:thing`` names.
 
     Raises:
         JaxinferError: there is no such module, nothing of that name in it, or it raises something.
@@ -242,7 +242,7 @@ def _follow(kind: type[Options], loc: Sequence[int | str]) -> tuple[str, type[Op
 
 
 def _as_name(key: int | str) -> str:
-    """As it is where it can be nothing but a name."""
+    """Return a key as it is where it can be nothing but a name, else as ``shown``."""
     text = str(key)
     return text if re.fullmatch(r"[\w.-]{1,60}", text) else shown(text)
 
@@ -256,7 +256,7 @@ def _without_none(annotation: Any) -> Any:
 
 
 def _hint(value: object, kind: str) -> str:
-    """For a number as YAML 1.1 does not know it, without a dot."""
+    """Suggest how to write a number that YAML 1.1 takes for text, since it has no dot."""
     if not isinstance(value, str) or not re.fullmatch(r"[0-9]+[eE][-+]?[0-9]+", value):
         return ""
     number = float(value)
@@ -285,7 +285,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def parse_yaml(text: str) -> Any:
-    """What a YAML text holds.
+    """Return the contents of a YAML text.
 
     Raises:
         JaxinferError: it is not YAML, has a key twice, or is nested too deeply.

@@ -44,7 +44,7 @@ class Candidate:
 
     @property
     def whole(self) -> bool:
-        """Whether it serves whole requests, all of it counted."""
+        """True if it serves whole requests, all of it counted."""
         return self.outputs is None and not self.uncounted
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a cluster is made of.
+    """The costs of a cluster.
 
     Attributes:
         usd: dollars per hour, None where nobody has said.
@@ -81,13 +81,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class Score:
-    """What a candidate comes to.
+    """The rate that a candidate carries and its costs, or why there is none.
 
     Attributes:
         rate: requests per second at which it keeps the targets; 0 if at none, infinite if at any.
         given_up: it misses them at this rate, at which it had to keep them to be better than
             others; or its bound tells that it is not, and nothing was simulated.
-        figures: by target, what was found at that rate (see ``Verdict``).
+        figures: those found at that rate, by target (see ``Verdict``).
         refused: why it cannot be at all.
         enough: requests that would tell, where they were too few for the rate (see ``TriedRate``).
     """
@@ -108,10 +108,10 @@ Guess = Callable[["Candidate"], float]
 
 
 class Search(Protocol):
-    """What planners ask about candidates for their problem."""
+    """The questions that planners ask about candidates for their problem."""
 
     def scores(self, candidates: list[Candidate], rate: float | None = None) -> list[Score]:
-        """What each comes to, in full; at ``rate``, where that is not the goal's to minimise."""
+        """Score each in full; at ``rate``, where that is not the goal's to minimise."""
 
     def best(
         self,
@@ -122,7 +122,7 @@ class Search(Protocol):
         """The best, with as little work as that takes."""
 
     def costs(self, candidate: Candidate) -> Costs:
-        """What one is made of; nothing is simulated.
+        """Return the costs of one; nothing is simulated.
 
         Raises:
             JaxinferError: it cannot be.

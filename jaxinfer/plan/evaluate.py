@@ -27,12 +27,12 @@ from jaxinfer.workload.lengths import BenchRequest
 
 
 class Asked(NamedTuple):
-    """What is asked about a candidate.
+    """A question about a candidate.
 
     Attributes:
-        data: what its run file holds.
+        data: the contents of its run file.
         floor: a rate that it has to carry to be of interest, if it has to.
-        seeds: of the arrivals.
+        seeds: those of the arrivals.
         outputs, uncounted: see ``Candidate``.
         start: a rate to begin with (see ``capacity``).
     """
@@ -79,15 +79,15 @@ class Evaluator:
         return pickle.dumps((self.goal, self.work, self.targets, self.prices))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """For pickle: packed once, whatever is asked."""
+        """Return what pickle needs: packed once, whatever is asked."""
         return _unpacked, (self._packed,)
 
     def costs(self, data: Mapping[str, object], uncounted: Collection[str] = ()) -> Costs:
-        """Of a run file, but for some groups.
+        """Return the costs of a run file's cluster, but for some groups.
 
         Raises:
-            JaxinferError: it is none, its parts do not fit together, or it has GPUs without a
-                price where dollars count.
+            JaxinferError: it is no run file, its parts do not fit together, or it has GPUs
+                without a price where dollars count.
         """
         placement, there = model_groups(resolve(as_run_file(data)))
         groups = [group for name, group in there.items() if name not in uncounted]

@@ -13,7 +13,7 @@ from jaxinfer.plan.version import code_version
 
 
 def key_of(*what: object) -> str:
-    """By which a result is found again: equal for equal JSON values."""
+    """Return the key by which a result is found again: equal for equal JSON values."""
     text = json.dumps(_text_keys(what), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

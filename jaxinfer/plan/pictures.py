@@ -249,6 +249,6 @@ def _explain(figure: Any, axes: Any, lines: Sequence[str]) -> None:
 
 
 def _unit(search: DrivenSearch) -> str:
-    """Of what the goal is about."""
+    """Return the unit of the figure that the goal is about."""
     goal = search.problem.goal
     return COSTS[goal.minimise] if goal.minimise else f"requests/s{PER[goal.maximise or 'cluster']}"

@@ -25,7 +25,7 @@ Cost = Literal["gpus", "usd", "watts"]
 
 
 class Goal(Options):
-    """What is best.
+    """The goal that decides which candidate is best.
 
     Attributes:
         maximise: Largest rate that keeps the targets: of the cluster, or by its GPUs, dollars per
@@ -68,7 +68,7 @@ class Goal(Options):
 
 
 class Replan(Options):
-    """How a placement follows its load.
+    """Options for a placement that follows its load.
 
     Attributes:
         window_s: Seconds of a window in which the load is measured.
@@ -162,7 +162,7 @@ class Problem(Options):
         return read_targets(goal.slo, self.work, goal.attainment, goal.criterion)
 
     def run_file(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """What a candidate's run file holds.
+        """Return the contents of a candidate's run file.
 
         Raises:
             JaxinferError: the candidate has requests of its own.

@@ -128,7 +128,7 @@ def refusals(search: DrivenSearch) -> str | None:
 
 
 def write_table(path: Path, table: Sequence[Mapping[str, Any]]) -> None:
-    """As CSV; columns in the order in which they first occur."""
+    """Write a CSV; columns in the order in which they first occur, but ``refused`` last."""
     columns = list(dict.fromkeys(name for row in table for name in row))
     columns.sort(key="refused".__eq__)  # Last, since it is long.
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -138,14 +138,14 @@ def write_table(path: Path, table: Sequence[Mapping[str, Any]]) -> None:
 
 
 def value_in_words(goal: Goal, value: float) -> str:
-    """How good something is, with its unit."""
+    """Say how good something is, with its unit."""
     if goal.minimise:
         return f"{-value:g} {COSTS[goal.minimise]} at {goal.rate:g} requests/s"
     return f"{value:.4g} requests/s{PER[goal.maximise or 'cluster']}"
 
 
 def head(search: DrivenSearch, choice: Choice, name: str) -> list[str]:
-    """What the run file says of where it comes from."""
+    """Return the lines in which the run file says where it comes from."""
     goal = search.problem.goal
     refused = sum(score.refused is not None for _, score in search.tried.values())
     costs = choice.score.costs
@@ -181,7 +181,7 @@ def head(search: DrivenSearch, choice: Choice, name: str) -> list[str]:
 
 
 def capacity_command(problem: Problem, name: str) -> str:
-    """What finds the rate of the chosen run file again."""
+    """Return the command that finds the rate of the chosen run file again."""
     goal = problem.goal
     words = ["jaxinfer capacity", shlex.quote(name), f"--slo {shlex.quote(goal.slo)}"]
     for option in ("attainment", "criterion", "requests_per_gpu", "precision"):
@@ -231,7 +231,7 @@ def _seal(data: bytes) -> bytes:
 
 
 def is_untouched(path: Path) -> bool:
-    """Whether a file is as ``write_sealed`` left it."""
+    """Tell whether a file is as ``write_sealed`` left it."""
     data = path.read_bytes()
     above, line, _ = data.rpartition(b"# sha256 of what is above: ")
     return bool(line) and data == above + _seal(above)

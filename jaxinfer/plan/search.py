@@ -40,17 +40,17 @@ class _Known(NamedTuple):
 
     @property
     def promise(self) -> float:
-        """By which it comes sooner or later."""
+        """The rate that decides how soon it is looked at."""
         return self.bound if self.guess is None else min(self.guess, self.bound)
 
     @property
     def start(self) -> float | None:
-        """Where its search begins."""
+        """The rate at which its search begins, if there is one."""
         return None if math.isinf(self.promise) else self.promise
 
 
 def _in_full(score: Score) -> bool:
-    """Whether it is the largest rate that there is, and one."""
+    """Tell whether the score has the largest rate that there is, neither 0 nor infinite."""
     return not score.refused and not score.given_up and 0 < score.rate < math.inf
 
 
@@ -60,7 +60,7 @@ class Map(Protocol):
     def __call__(
         self, call: Evaluator, asked: Iterable[Simulation], /
     ) -> Iterator[TriedRate | str]:
-        """What each comes to, in their order."""
+        """Return the results of all, in their order."""
 
 
 class Watcher:
@@ -112,11 +112,11 @@ class DrivenSearch:
     # What planners ask.
 
     def scores(self, candidates: list[Candidate], rate: float | None = None) -> list[Score]:
-        """What each comes to, in full; those of equal keys are looked at once.
+        """Score each in full; those of equal keys are looked at once.
 
         Args:
-            rate: that a cluster is to carry, in place of the goal's; its key is to tell the two
-                apart.
+            rate: one that a cluster is to carry, in place of the goal's; its key is to tell the
+                two apart.
         """
         floor = self.problem.goal.rate if rate is None else rate
         found = {key: score for key, (_, score) in self.tried.items() if _in_full(score)}
@@ -200,7 +200,7 @@ class DrivenSearch:
         return [score.rate for score in scores] if told else []
 
     def value(self, score: Score) -> float:
-        """How good: larger is better."""
+        """Return how good a score is: larger is better."""
         assert score.costs
         return self._value(score.rate, score.costs)
 
@@ -214,7 +214,7 @@ class DrivenSearch:
         return rate / costs.amount(per) if per else rate
 
     def _is_out(self, rate: float, costs: Costs, floor: float | None, least: float | None) -> bool:
-        """Whether a candidate of which this rate is the bound needs no simulation."""
+        """Tell whether a candidate of which this rate is the bound needs no simulation."""
         if floor is not None and rate < floor:
             return True
         return least is not None and self._value(rate, costs) <= least
@@ -228,7 +228,7 @@ class DrivenSearch:
         return ladder.rate(ladder.above(least / self._value(1.0, costs)))
 
     def _known(self, candidate: Candidate, bound: Bound, guess: Guess | None) -> "_Known | None":
-        """What is known of one that can be."""
+        """Return what is known of a candidate without simulation; None if it cannot be."""
         try:
             if candidate.refused:
                 raise JaxinferError(candidate.refused)

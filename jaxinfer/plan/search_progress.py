@@ -142,7 +142,7 @@ class SearchBar(Watcher):
 
 
 class PointBar(Bar):
-    """How many points of a sweep there are figures of."""
+    """A bar of the points of a sweep that have figures."""
 
     def update(self, point: Candidate, figures: Mapping[str, object]) -> None:
         """There are some of one more."""

@@ -77,7 +77,7 @@ class ReserveLongest:
         self._tokens = options.tokens
 
     def __call__(self, instance: Instance, request: RequestState, leg: Leg) -> bool:
-        """Whether one more fits; an instance that runs nothing takes any."""
+        """Tell whether one more fits; an instance that runs nothing takes any."""
         count = sum(1 for _ in _admitted(instance)) + 1
         return instance.is_idle or _fits(instance, [self._tokens] * count)
 
@@ -104,7 +104,7 @@ class ReserveStatic:
         self._bound = options.bound
 
     def __call__(self, instance: Instance, request: RequestState, leg: Leg) -> bool:
-        """Whether the request's predicted pages fit beside those of all others."""
+        """Tell whether the request's predicted pages fit beside those of all others."""
         ends = [
             max(_held(other), predicted_end(other, other.legs[0], self._bound))
             for other in _admitted(instance)
@@ -123,7 +123,7 @@ class ReserveDynamic:
         self._bound = options.bound
 
     def __call__(self, instance: Instance, request: RequestState, leg: Leg) -> bool:
-        """Whether all fit when each has grown by what the shortest one has left."""
+        """Tell whether all fit when each has grown by what the shortest one has left."""
         found = [(_held(other), other, other.legs[0]) for other in _admitted(instance)]
         found.append((request.known_until(leg), request, leg))
         left = [
@@ -148,7 +148,7 @@ class Peak:
         self._bound = options.bound
 
     def __call__(self, instance: Instance, request: RequestState, leg: Leg) -> bool:
-        """Whether the largest sum over the steps to come fits; one alone always does."""
+        """Tell whether the largest sum over the steps to come fits; one alone always does."""
         if instance.is_idle:
             return True
         size = instance.page_size
@@ -202,6 +202,6 @@ def _admitted(instance: Instance) -> Iterator[RequestState]:
 
 
 def _fits(instance: Instance, entries: Iterable[int]) -> bool:
-    """Whether requests with so many KV entries each fit into the pool."""
+    """Tell whether requests with so many KV entries each fit into the pool."""
     kv = instance.kv
     return sum(kv.pages_for(count) for count in entries) <= kv.num_pages

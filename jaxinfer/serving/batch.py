@@ -109,7 +109,7 @@ def work_of(rows: Iterable[Row], grouped: int = 0, grouped_context: int = 0) -> 
 
 
 def shard_work(rows: Sequence[Row]) -> list[ShardWork]:
-    """What attention each shard of an instance has to do for a step's rows."""
+    """Return the attention work of each shard of an instance for a step's rows."""
     found = [ShardWork() for _ in rows[0].hold.tables]
     for row in rows:
         for work, table in zip(found, row.hold.tables, strict=True):

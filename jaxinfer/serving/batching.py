@@ -149,7 +149,7 @@ class WholePrompts:
 
 
 def catches_up(request: RequestState) -> bool:
-    """Whether a request computes its prompt, or what it has lost, before it decodes again."""
+    """Tell whether a request computes its prompt, or what it has lost, before it decodes again."""
     launched = request.launched
     return launched < request.prompt_len or launched + 1 < request.num_known + request.pending
 
@@ -196,7 +196,7 @@ def _add_decode(batch: Forming, request: RequestState) -> bool:
 
 
 def _is_ready(batch: Forming, request: RequestState) -> bool:
-    """Whether a decode has a token to compute now."""
+    """Tell whether a decode has a token to compute now."""
     if request.hold is None or request.paused or request.slice_move:
         return False
     if request.pending and not batch.instance.options.launch_ahead:

@@ -77,11 +77,11 @@ class DecodeGroup:
         return len(self._members)
 
     def __contains__(self, request: RequestState) -> bool:
-        """Whether the request is advanced here."""
+        """Tell whether the request is advanced here."""
         return request.id in self._members
 
     def takes(self, request: RequestState) -> bool:
-        """Whether all that is left of a running request is to decode, one token after the other."""
+        """Tell whether a running request has only to decode, one token after the other."""
         sampled = len(request.output_token_ids) + request.pending
         return (
             request.launched + 1 == request.prompt_len + sampled
@@ -109,7 +109,7 @@ class DecodeGroup:
                 self._deactivate(member)
 
     def full(self) -> list[tuple[Hold, int]]:
-        """Who needs a page for the next step, per slice: their pages, and KV entries then."""
+        """Return the holds that need a page per slice in the next step, and their entries then."""
         found = []
         for member in self._turns[self._launched % len(self._turns)].values():
             hold, position = member.request.hold, self._position(member)

@@ -28,7 +28,7 @@ class Forming:
         self._group: DecodeGroup | None = None
 
     def batch(self) -> Batch | None:
-        """What has been formed; None if it is nothing."""
+        """Return the batch that has been formed; None if it is empty."""
         if not self.rows and not self.grouped:
             return None
         instance = self.instance
@@ -143,7 +143,7 @@ class Forming:
         return None
 
     def _follows_a_chunk(self, request: RequestState) -> bool:
-        """Whether what comes next waits for the end of a step that samples nothing."""
+        """Tell whether a request's next row waits for the end of a step that samples nothing."""
         if self.instance.options.chunks_in_flight != 1:
             return False
         return request.launched > request.computed and not request.pending
@@ -191,7 +191,7 @@ class Forming:
     def _moves_make_room(
         self, request: RequestState, lacking: Sequence[int], asked: set[int]
     ) -> bool:
-        """Whether slices are on their way out of a shard that has no room, now that it was asked.
+        """Tell whether slices are on their way out of a full shard, now that it was asked.
 
         Args:
             asked: shards for which the system has been asked; those of ``lacking`` come in.
@@ -203,11 +203,11 @@ class Forming:
         return self.instance.taking_part.any_moves
 
     def _planned(self) -> set[str]:
-        """Who is in this batch."""
+        """Return the ids of the requests in this batch."""
         planned = {row.request.id for row in self.rows}
         return planned | self._group.active.keys() if self._group else planned
 
 
 def _lies_in(request: RequestState, shards: Collection[int]) -> bool:
-    """Whether slices of a request lie in one of some shards."""
+    """Tell whether slices of a request lie in one of some shards."""
     return request.hold is not None and any(request.hold.tables[shard] for shard in shards)

@@ -65,7 +65,7 @@ def in_turn(layers: int, first: LayerTimes, second: LayerTimes) -> float:
 
 
 def choice(option: str, by_time: Choice) -> Choice | None:
-    """By an instance's ``half_batches``; None where no step is ever cut."""
+    """Return the choice that ``half_batches`` names; None where no step is ever cut."""
     return {"never": None, "by_time": by_time, "always": lambda whole, halves: True}[option]
 
 
@@ -116,7 +116,7 @@ class FittedStage:
 
     @property
     def layers(self) -> int:
-        """Of the model."""
+        """Number of the model's layers that the stage has."""
         return self.shards[0].layers
 
     def layer(self, work: Work) -> LayerTimes:
@@ -135,7 +135,7 @@ class FittedStage:
 
 
 def by_fits(shards: Sequence[Shard]) -> Choice:
-    """As halves where, by the shards' fits, the stages together take less time."""
+    """Choose halves where, by the shards' fits, the stages together take less time."""
     numbers: dict[int, list[int]] = {}
     for number, shard in enumerate(shards):
         numbers.setdefault(shard.stage, []).append(number)

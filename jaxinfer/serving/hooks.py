@@ -124,7 +124,7 @@ def asking(system: System, hook: str) -> Iterator[None]:
 
 
 def raising(system: System, hook: str, error: BaseException) -> JaxinferError:
-    """What a system's hook raises, as one line that names it."""
+    """Return the error that a system's hook raises, as one line that names it."""
     return JaxinferError(f"{type(system).__name__}.{hook} raises {raised(error)}")
 
 

@@ -43,19 +43,19 @@ class InstanceOptions:
 
 
 class InstancePolicies(Protocol):
-    """What an instance has decided for it; ``serving/policies.py`` has those that there are."""
+    """The decisions made for an instance; ``serving/policies.py`` has those that there are."""
 
     def order(self, waiting: Sequence[RequestState]) -> RequestState:
-        """Who of those that wait is to be admitted next."""
+        """Choose the waiting request that is to be admitted next."""
 
     def admit(self, instance: "Instance", request: RequestState, leg: Leg) -> bool:
-        """Whether there is room for a request that starts a leg."""
+        """Tell whether there is room for a request that starts a leg."""
 
     def next_batch(self, instance: "Instance") -> Batch | None:
         """The next step, whose rows have been launched; None if nothing can take part in one."""
 
     def victim(self, candidates: Sequence[RequestState]) -> RequestState:
-        """Who loses its pages where one more is needed."""
+        """Choose the request that loses its pages where one more is needed."""
 
 
 class Instance:
@@ -168,12 +168,12 @@ class Instance:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs here or is on its way."""
+        """True if nothing runs here or is on its way."""
         return not self.taking_part and not self.importing
 
     @property
     def draining(self) -> bool:
-        """Whether a new role waits for the last request to leave."""
+        """True if a new role waits for the last request to leave."""
         return self.next_role is not None
 
     def take_role_when_drained(self, now: float) -> bool:
@@ -185,7 +185,7 @@ class Instance:
         return True
 
     def role_seconds(self, now: float) -> dict[str, float]:
-        """How long it has had each role, ``""`` being none."""
+        """Return the seconds for which it has had each role, ``""`` being none."""
         before = self._role_s.get(self.role, 0.0)
         return self._role_s | {self.role: before + now - self._role_since}
 
@@ -247,7 +247,7 @@ class Instance:
         return True
 
     def never_holds(self, request: RequestState, leg: Leg) -> str | None:
-        """Why not even an empty pool has room for the leg, with the numbers; None if it has."""
+        """Say why not even an empty pool has room for the leg, with the numbers; None if it has."""
         kv = self.kv
         need = kv.pages_for(min(request.peak_tokens, leg.until or request.peak_tokens))
         if need <= kv.num_pages:
@@ -308,7 +308,7 @@ class Instance:
 
     @property
     def keeps_pages(self) -> bool:
-        """Whether the next free pages are for one that runs.
+        """True if the next free pages are for one that runs.
 
         A request with more slices in a shard than others needs more pages there to go on than they
         do to come in: they would take what was freed for it, for ever.
@@ -318,10 +318,10 @@ class Instance:
 
     @property
     def has_seat(self) -> bool:
-        """Whether one more request may run."""
+        """True if one more request may run."""
         return len(self.taking_part) + len(self.importing) < self.options.max_num_seqs
 
     @property
     def can_import(self) -> bool:
-        """Whether one more request may be fetched."""
+        """True if one more request may be fetched."""
         return self.has_seat and len(self.importing) < self.options.max_transfers_in_flight

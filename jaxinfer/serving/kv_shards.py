@@ -78,7 +78,7 @@ class Hold:
         ]
 
     def _num_slices(self, number: int) -> int:
-        """That have pages in a shard, copies included."""
+        """Number of slices that have pages in a shard, copies included."""
         here = len(self.tables[number])
         return here + len(self.copies[number]) if self.copies else here
 
@@ -134,7 +134,7 @@ class Hold:
         self.num_hashed = max(self.num_hashed, len(digests))
 
     def can_move(self, moves: Iterable[SliceMove]) -> bool:
-        """Whether each source has the slices, and no other shard of its stage gets or has them."""
+        """Tell whether sources have the slices, and no other shard of a stage gets or has them."""
         shards, coming = range(len(self.tables)), set()
         for source, dest, slices in moves:
             if source not in shards or dest not in shards:
@@ -274,7 +274,7 @@ class KVShards:
         return found
 
     def is_placement(self, placement: Placement) -> bool:
-        """Whether each slice of a stage lies in one shard of that stage, and no others do."""
+        """Tell whether each slice of a stage lies in one shard of that stage, and no others do."""
         if len(placement) != len(self.shards):
             return False
         return all(
@@ -284,7 +284,7 @@ class KVShards:
         )
 
     def describe_slices(self) -> str:
-        """Which slices the shards of each stage have, in words."""
+        """Say which slices the shards of each stage have."""
         stages = [
             f"shards {stage} have {[piece for n in stage for piece in self._own[n]]}"
             for stage in self._stages

@@ -69,7 +69,7 @@ class ServingLoop:
             pass
 
     def rounds(self) -> Iterator[None]:
-        """As ``run``, with a stop after each round: of events, and what is launched upon them."""
+        """Serve as ``run`` does, with a stop after each round of events and their launches."""
         self._ask_for_tick()
         idle_ticks = 0
         while True:
@@ -127,7 +127,7 @@ class ServingLoop:
 
     @property
     def _more_to_come(self) -> bool:
-        """Whether something is to come that nothing in flight brings."""
+        """True if something is to come that nothing in flight brings."""
         return self.world.arrivals_left() or bool(self.roster.returning)
 
     # Events: the only places where time moves a request on.

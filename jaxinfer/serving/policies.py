@@ -186,7 +186,7 @@ def _is_yes_or_no(instance: Instance, answer: Any) -> str | None:
 
 
 def _is_a_step(batch: Forming, answer: Any) -> str | None:
-    """What is wrong with the batch that was formed; it has been launched, so the run is over."""
+    """Say what is wrong with a batch that was formed; it is launched by now, so the run is over."""
     if answer is not None:
         return f"returns {shown(answer)}, must return nothing: batch.add takes in rows"
     if (most := batch.instance.options.max_num_batched_tokens) < (

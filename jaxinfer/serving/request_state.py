@@ -117,7 +117,7 @@ class RequestState:
 
     @property
     def first_token_at(self) -> float | None:
-        """When its first token reached the host; None before."""
+        """Time at which its first token reached the host; None before."""
         times = self.metrics.token_times
         return times[0] if times else None
 
@@ -135,9 +135,9 @@ class RequestState:
         return prompt + self.output_token_ids[max(start - L, 0) : max(stop - L, 0)]
 
     def page_digests(self, page_size: int, count: int) -> list[bytes]:
-        """Of the first ``count`` pages, all of whose tokens are known: what a prefix cache asks.
+        """Return the digests of the first ``count`` pages, all of whose tokens are known.
 
-        A page's digest is of its tokens and of all tokens before them.
+        A prefix cache asks for them. A page's digest is of its tokens and all tokens before them.
         """
         digests = self._digests.setdefault(page_size, [])
         for index in range(len(digests), count):
@@ -169,7 +169,7 @@ class RequestState:
 
     @property
     def slices(self) -> list[list[int]]:
-        """For each shard of its instance, the slices of KV heads that lie there; or empty.
+        """Slices of KV heads that lie in each shard of its instance; or empty.
 
         Slices on their way are in two of them.
         """

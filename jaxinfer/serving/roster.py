@@ -82,12 +82,12 @@ class Roster:
         self.changed[name] = None
 
     def take_changed(self) -> Iterable[str]:
-        """Those that have changed since the last call."""
+        """Return the names of the instances that have changed since the last call."""
         changed, self.changed = self.changed, {}
         return changed
 
     def view(self) -> ClusterView:
-        """What the system sees now."""
+        """Return the cluster as the system sees it now."""
         return ClusterView(self._world.now(), Alive(self.instances, self.lost))
 
     def add(self, request: RequestState) -> None:
@@ -98,7 +98,7 @@ class Roster:
         self.unrouted[request.id] = request
 
     def runs(self, request: RequestState) -> bool:
-        """Whether it takes part in its instance's steps."""
+        """Tell whether a request takes part in its instance's steps."""
         legs = request.legs
         return bool(legs) and request in self.instances[legs[0].instance].taking_part
 
@@ -235,7 +235,7 @@ class Roster:
         return left
 
     def _refusal(self, request: RequestState, legs: Sequence[Leg]) -> str | None:
-        """Why no pool could ever hold the request, with the numbers."""
+        """Say why a leg's pool could never hold the request, with the numbers; None if all can."""
         reasons = (self.instances[leg.instance].never_holds(request, leg) for leg in legs)
         return next((reason for reason in reasons if reason), None)
 

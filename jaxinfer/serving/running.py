@@ -61,7 +61,7 @@ class Running:
         return sum(request.prompt_tokens_left for request in self._by_themselves())
 
     def _by_themselves(self) -> Iterator[RequestState]:
-        """Those who may not have their whole prompt's KV."""
+        """Yield the requests that may not have their whole prompt's KV."""
         yield from self._ungrouped.values()
         for group in self._groups:
             yield from group.fresh()
@@ -72,12 +72,12 @@ class Running:
         return next(reversed(self._all.values()))
 
     def others_than(self, ids: set[str]) -> list[RequestState]:
-        """Those that are none of these."""
+        """Return the requests that are none of these."""
         return [request for request in self._all.values() if request.id not in ids]
 
     @property
     def any_moves(self) -> bool:
-        """Whether slices of KV heads of one of them are to move, or on their way."""
+        """True if slices of KV heads of one of them are to move, or on their way."""
         return any(
             request.slice_move or (request.hold and request.hold.copies)
             for request in self._all.values()
@@ -94,7 +94,7 @@ class Running:
         self._ungrouped.pop(request.id, None)
 
     def ungrouped(self) -> list[RequestState]:
-        """Those that each need a row of their own."""
+        """Return the requests that each need a row of their own."""
         return list(self._ungrouped.values())
 
     def ready_group(self) -> DecodeGroup | None:

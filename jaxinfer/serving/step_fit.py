@@ -12,7 +12,7 @@ class PrefillFit:
     constant: float
 
     def seconds(self, length: float) -> float:
-        """Of a prefill of so many tokens."""
+        """Seconds of a prefill of so many tokens."""
         return self.per_token * length + self.constant
 
 
@@ -29,7 +29,7 @@ class MixedFit:
     constant: float
 
     def seconds(self, prefill_context: float, decode_context: float) -> float:
-        """Of one iteration."""
+        """Seconds of one iteration."""
         return (
             self.per_prefill_context * prefill_context
             + self.per_decode_context * decode_context
@@ -49,13 +49,13 @@ class DecodeFit:
     constant: float
 
     def seconds(self, context: float, sequences: float) -> float:
-        """Of one iteration."""
+        """Seconds of one iteration."""
         return self.per_context * context + self.per_sequence * sequences + self.constant
 
 
 @dataclass(frozen=True)
 class StepFit:
-    """How long an instance's steps take.
+    """The seconds of an instance's steps, by linear models.
 
     Attributes:
         decode: None where batches and contexts do not vary enough to tell, as in an instance that
@@ -132,18 +132,18 @@ class AttentionFit:
     exchange: float = 0.0
 
     def seconds(self, pairs: float, entries: float) -> float:
-        """Of one layer; nothing without pairs."""
+        """Seconds of one layer; 0 without pairs."""
         return self.busy(pairs, entries) + self.exchange if pairs else 0.0
 
     def busy(self, pairs: float, entries: float) -> float:
-        """Of those, what device and link can do for nobody else."""
+        """Seconds among these in which device and link can do nothing for others."""
         if not pairs:
             return 0.0
         each = self.per_pair + self.exchange_per_pair
         return each * pairs + self.per_entry * entries + self.constant
 
     def of_steps(self, count: int) -> "AttentionFit":
-        """Of so many steps that have all pairs and entries together."""
+        """Return the fit of so many steps that have all pairs and entries together."""
         return replace(self, constant=count * self.constant, exchange=count * self.exchange)
 
 

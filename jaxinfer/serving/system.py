@@ -45,7 +45,7 @@ class RequestView(Protocol):
     def arrival(self) -> float: ...  # noqa: D102
     @property
     def first_token_at(self) -> float | None:
-        """When its first token was there; None before."""
+        """Time at which its first token was there; None before."""
 
     @property
     def predicted(self) -> tuple[int, int] | None:
@@ -71,11 +71,11 @@ class RequestView(Protocol):
     def paused(self) -> bool: ...  # noqa: D102
     @property
     def slices(self) -> Sequence[Collection[int]]:
-        """For each shard of its instance, the slices of KV heads that lie there; or empty."""
+        """Slices of KV heads that lie in each shard of its instance; or empty."""
 
 
 class ShardView(Protocol):
-    """What of an instance's KV lies in one place, read-only."""
+    """The part of an instance's KV that lies in one place, read-only."""
 
     @property
     def stage(self) -> int:
@@ -99,11 +99,11 @@ class ShardView(Protocol):
 
     @property
     def fit(self) -> AttentionFit | None:
-        """How long attention takes here, where a stage has several and that has been profiled."""
+        """Fit of attention's time here, where a stage has several shards and it was profiled."""
 
     @property
     def layers(self) -> int:
-        """How many the stage has of the model's."""
+        """Number of the model's layers that the stage has."""
 
     @property
     def dense(self) -> Callable[[float], float] | None:
@@ -125,7 +125,7 @@ class InstanceView(Protocol):
     def role(self) -> str: ...  # noqa: D102
     @property
     def draining(self) -> bool:
-        """Whether a new role waits for the last request to leave."""
+        """True if a new role waits for the last request to leave."""
 
     @property
     def num_pages(self) -> int:
@@ -143,7 +143,7 @@ class InstanceView(Protocol):
     def max_num_batched_tokens(self) -> int: ...  # noqa: D102
     @property
     def fit(self) -> StepFit | None:
-        """How long its steps take, where that has been profiled."""
+        """Fit of the time of its steps, where that has been profiled."""
 
     @property
     def num_requests(self) -> int:
@@ -166,11 +166,11 @@ class InstanceView(Protocol):
     def waiting(self) -> Collection[RequestView]: ...  # noqa: D102
     @property
     def importing(self) -> Mapping[str, RequestView]:
-        """By id: requests whose KV is on its way here."""
+        """Requests whose KV is on its way here, by id."""
 
     @property
     def running(self) -> Mapping[str, RequestView]:
-        """By id, in the order of admission."""
+        """Requests that run here, by id, in the order of admission."""
 
 
 class RowView(Protocol):
@@ -264,7 +264,7 @@ Action = Reassign | MoveSlices | SetRole | Pause | Resume
 
 
 class NoOptions(Options):
-    """Of a system that has none."""
+    """Options of a system that has none."""
 
 
 class System:
@@ -295,7 +295,7 @@ class System:
 
     @property
     def needs_decode_rows(self) -> bool:
-        """Whether ``on_step`` looks at the rows of decodes; a simulation may leave them out."""
+        """True if ``on_step`` looks at rows of decodes; else a simulation may leave them out."""
         return type(self).on_step is not System.on_step
 
     def check(self, instances: Collection[str]) -> None:
@@ -314,14 +314,14 @@ class System:
         raise NotImplementedError
 
     def place(self, request: RequestView, instance: InstanceView) -> Placement | None:
-        """Where a request's slices of KV heads are to lie; asked when it is to be admitted.
+        """Say where a request's slices of KV heads are to lie; asked when it is to be admitted.
 
-        Only of instances whose stages have several shards; again after a preemption, and as long as
-        there is no room where the answer says.
+        It is asked only for instances whose stages have several shards; again after a preemption,
+        and as long as there is no room where the answer says.
 
         Returns:
-            For each shard, the slices there: each slice of a stage in one shard of that stage. None
-            for where they belong, or else where there is room.
+            The slices in each shard: each slice of a stage in one shard of that stage. None
+            puts them where they belong, or else where there is room.
         """
         return None
 
@@ -359,7 +359,7 @@ class System:
         """
 
     def report(self) -> Mapping[str, object]:
-        """What the system has to say of a run that has ended, as JSON values."""
+        """Return the system's report on a run that has ended, as JSON values."""
         return {}
 
     def on_tick(self, cluster: ClusterView) -> Sequence[Action]:

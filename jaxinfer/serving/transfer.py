@@ -233,7 +233,7 @@ class HandOffs:
                 self.start_slice_move(transfer.request)  # It has waited for this one.
 
     def _end(self, transfer: Transfer) -> bool:
-        """Whether the transfer was still wanted."""
+        """End a transfer, and tell whether it was still wanted."""
         self.moving.remove(transfer)
         transfer.source_hold.unpin()
         transfer.dest_hold.unpin()

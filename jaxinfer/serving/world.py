@@ -35,7 +35,7 @@ class StepDone:
 
     @property
     def instance(self) -> str:
-        """Whose step it was."""
+        """Name of the instance whose step it was."""
         return self.batch.instance
 
     @property
@@ -95,7 +95,7 @@ class World(Protocol):
         """
 
     def arrivals_left(self) -> bool:
-        """Whether an Arrival is still to come."""
+        """Tell whether an Arrival is still to come."""
 
     def launch(self, batch: Batch) -> None:
         """Start a step, and its transfers, whose TransferDone comes after the StepDone.

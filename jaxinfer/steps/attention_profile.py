@@ -46,7 +46,7 @@ class ShardPoints:
         return AttentionFit(*found, *_coefficients(*self._exchange))
 
     def dense_seconds(self, slowdown: float, tokens: float) -> float:
-        """Of one layer without its attention: of the smallest bucket that has so many tokens."""
+        """Seconds of one layer but for attention: the least of a bucket with so many tokens."""
         fits = [seconds for most, seconds in self.dense if most >= tokens]
         return slowdown * min(fits, default=max((s for _, s in self.dense), default=0.0))
 
@@ -56,7 +56,7 @@ class ShardPoints:
 
     @property
     def _attention(self) -> tuple[np.ndarray, np.ndarray]:
-        """What times go by, and times."""
+        """The numbers that times go by, and the times."""
         points = np.array(self.attention, float).reshape(-1, 3)
         return np.column_stack([points[:, :2], np.ones(len(points))]), points[:, 2]
 
@@ -78,25 +78,25 @@ def _error(x: np.ndarray, y: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class AttentionProfile:
-    """Of all shards of one instance.
+    """The points of all shards of one instance.
 
     Attributes:
-        key: what the times hold for.
+        key: the setup that the times hold for.
     """
 
     key: dict[str, Any]
     shards: Sequence[ShardPoints]
 
     def fits(self, slowdowns: Sequence[float]) -> list[AttentionFit]:
-        """Of each shard.
+        """Return the fit of each shard.
 
         Args:
-            slowdowns: of each, see ``ShardPoints.fit``.
+            slowdowns: one for each shard, see ``ShardPoints.fit``.
         """
         return [shard.fit(slowdown) for shard, slowdown in zip(self.shards, slowdowns, strict=True)]
 
     def dense(self, slowdowns: Sequence[float]) -> list[Callable[[float], float]]:
-        """Of each shard, see ``Shard``."""
+        """Return the dense times of each shard; see ``Shard``."""
         return [
             partial(shard.dense_seconds, slowdown)
             for shard, slowdown in zip(self.shards, slowdowns, strict=True)

@@ -115,7 +115,7 @@ def _point(parts: Sequence[Part], seconds: float) -> AttentionPoint:
 
 
 def write_operators(folder: Path, operators: Operators) -> None:
-    """As ``simulate/costs/measured_steps.py`` reads them, in microseconds."""
+    """Write the files that ``simulate/costs/measured_steps.py`` reads, in microseconds."""
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "dense.csv", ("layer", "tokens"), _dense(operators))
     heads = (("head", rows, seconds) for rows, seconds in operators.heads.items())

@@ -28,7 +28,7 @@ FOLDER = Path("~/.cache/jaxinfer/profiles")
 
 @dataclass(frozen=True)
 class Quality:
-    """How well a line fits its points: R^2, and the mean absolute percentage error."""
+    """Quality of a line's fit: R^2, and the mean absolute percentage error as a share."""
 
     r2: float
     mape: float
@@ -71,7 +71,7 @@ class Profile:
         )
 
     def quality(self) -> tuple[Quality, Quality]:
-        """Of eqs. 2 and 3."""
+        """Return the quality of eqs. 2 and 3."""
         (_, prefill), (_, mixed) = self._lines([1.0] * len(self.points[0].stages))
         return prefill, mixed
 
@@ -88,7 +88,7 @@ class Profile:
 
 
 def _line(x: Sequence[Sequence[float]], y: Sequence[float]) -> tuple[list[float], Quality]:
-    """By least squares of the relative error, since prompts are cut by it, short or long."""
+    """Fit a line by least squares of the relative error, since it cuts prompts, short or long."""
     xs, ys = np.asarray(x, float), np.asarray(y, float)
     found, *_ = np.linalg.lstsq(xs / ys[:, None], np.ones_like(ys), rcond=None)
     off = ys - xs @ found
@@ -104,7 +104,7 @@ def load_profile(key: dict[str, Any], folder: Path | None = None) -> Profile | N
 
 
 def read_profile(path: Path) -> Profile:
-    """From its file."""
+    """Read a profile from its file."""
     stored = json.loads(path.read_text(encoding="utf-8"))
     return Profile(
         stored["key"],
@@ -150,6 +150,6 @@ def profile_folder() -> Path:
 
 
 def profile_path(key: dict[str, Any], folder: Path | None = None) -> Path:
-    """Where the profile with this key is kept."""
+    """Return the path at which the profile with this key is kept."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
     return (folder or profile_folder()) / f"{digest}.json"

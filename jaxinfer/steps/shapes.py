@@ -8,7 +8,7 @@ from jaxinfer.serving.batch import Batch
 
 
 class StepShape(NamedTuple):
-    """What a step is compiled for.
+    """The shape that a step is compiled for.
 
     Attributes:
         rows: decodes, and tokens sampled, at most.

@@ -26,12 +26,12 @@ class Point:
 
     @property
     def seconds(self) -> float:
-        """Of all stages, one after the other."""
+        """Seconds of all stages, one after the other."""
         return sum(self.stages)
 
 
 def work_of_parts(parts: Iterable[Part]) -> Work:
-    """Of a step with these parts, of which decodes sample."""
+    """Return the work of a step with these parts, of which decodes sample."""
     parts = list(parts)
     contexts = [start + 1 for start, count in parts if count == 1]
     chunks = [part for part in parts if part[1] != 1]
@@ -40,7 +40,7 @@ def work_of_parts(parts: Iterable[Part]) -> Work:
 
 
 def features(parts: Iterable[Part]) -> tuple[float, float, float]:
-    """What a step's time goes by, beside its shape.
+    """Return the numbers that a step's time goes by, beside its shape.
 
     1, the pairs of chunk tokens and entries they see, and the entries that decodes see.
     """
@@ -74,7 +74,7 @@ class StepTimes:
         return cls(limits, found)
 
     def seconds(self, work: Work) -> float:
-        """Of one step, alone on the machine."""
+        """Seconds of one step, alone on the machine."""
         shape = self._limits.smallest(work.singles, work.tokens, work.sampled)
         constant, per_pair, per_entry = self.coefficients[shape]
         return constant + per_pair * work.pairs + per_entry * work.single_context

@@ -10,7 +10,7 @@ from jaxinfer.serving.system import Assignment, ClusterView, Leg, RequestView, S
 
 
 class Share(Options):
-    """What one instance takes.
+    """The share of requests that one instance takes.
 
     Attributes:
         weight: Requests in one round.
@@ -58,7 +58,7 @@ class DataParallel(System):
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """In turns, as long as some queue has room."""
+        """Assign requests in turns, as long as some queue has room."""
         given: Counter[str] = Counter()
         assignments = []
         for request in waiting:

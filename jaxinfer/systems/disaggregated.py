@@ -46,7 +46,7 @@ class DisaggregatedOptions(Options):
 
 
 class Disaggregated(System):
-    """As Cronus with the cut at the prompt's end, which is how its paper runs it.
+    """Cronus with the cut at the prompt's end, which is how its paper runs it.
 
     A request gets the prefill instance with the fewest requests of those that take one more, and
     the decode instance with the fewest, when the former has room for it.
@@ -62,7 +62,7 @@ class Disaggregated(System):
         check_roles(roles, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """From each that prefills to each that decodes."""
+        """Return a route from each that prefills to each that decodes."""
         return list(product(self.options.prefill, self.options.decode))
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:

@@ -73,7 +73,7 @@ def _near_replicas(name: str, instances: Collection[str]) -> str | None:
 
 
 def alive(names: Iterable[str], cluster: ClusterView) -> list[str]:
-    """Those that were not lost."""
+    """Return those that were not lost."""
     return [name for name in names if name in cluster.instances]
 
 
@@ -98,14 +98,14 @@ def capacity(instance: InstanceView) -> int:
 
 
 class Pools:
-    """Whose pool has room for how many KV entries; looked up once, since pools stay as they are."""
+    """The KV entries that pools have room for; looked up once, since pools stay as they are."""
 
     def __init__(self) -> None:
         self._capacities: dict[str, int] = {}
         self._least = 0
 
     def that_hold(self, entries: int, names: Sequence[str], cluster: ClusterView) -> Sequence[str]:
-        """Those of these instances that have room for so many."""
+        """Return those of these instances that have room for so many."""
         if not cluster.instances.keys() <= self._capacities.keys():  # One may have come back.
             self._capacities |= {name: capacity(i) for name, i in cluster.instances.items()}
             self._least = min(self._capacities.values())

@@ -47,7 +47,7 @@ LATEST_S = 1e9
 
 
 class Arrivals(Options):
-    """How requests arrive.
+    """Options for the arrival of requests.
 
     Attributes:
         kind: Kind of arrivals. All ``at_once``; one every ``seconds`` (``interval``); at random,

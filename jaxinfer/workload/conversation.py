@@ -15,7 +15,7 @@ class Conversation:
 
 
 def read_conversation(value: object) -> Conversation:
-    """From a list of messages, whose contents are strings or lists of text parts.
+    """Read a list of messages, whose contents are strings or lists of text parts.
 
     A null is the same as nothing. Text parts are joined by line breaks, as vLLM joins them.
 

@@ -136,7 +136,9 @@ def _is_range(answer: Any) -> bool:
 def modelled_predictor(
     given: Buckets | Own | None, num_output: Callable[[RequestView], int]
 ) -> Predict | None:
-    """For one run in virtual time; ``num_output`` is the truth, which a user's own never sees.
+    """Make a predictor for one run in virtual time.
+
+    ``num_output`` is the truth, which a user's own predictor never sees.
 
     Raises:
         JaxinferError: the user's own cannot be used.
@@ -147,7 +149,7 @@ def modelled_predictor(
 
 
 def real_predictor(given: Buckets | Own | None) -> Predict | None:
-    """For a real run, in which nobody knows the truth.
+    """Make a predictor for a real run, in which nobody knows the truth.
 
     Raises:
         JaxinferError: buckets of the true length, or the user's own cannot be used.

@@ -130,7 +130,7 @@ class Synthetic(Options):
 
 
 def is_of_class(request: BenchRequest, name: WorkloadClass) -> bool:
-    """Whether prompt (more than 512 tokens) and output (more than 128) are heavy or light."""
+    """Tell whether prompt (heavy above 512 tokens) and output (above 128) are as the class says."""
     heavy_prefill, heavy_decode = name[0] == "H", name[2] == "H"
     prefill = request.prompt_len > _HEAVY_PREFILL
     return prefill == heavy_prefill and (request.max_tokens > _HEAVY_DECODE) == heavy_decode

@@ -77,10 +77,10 @@ def grid(
 def named_parts(
     files: Iterable[str], where: str = "files"
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Of each path, what to call the file, by its stem if no other has it, and its part.
+    """Yield each path, the file's name (its stem, if no other has it, else the path), and its part.
 
     Args:
-        where: they are named, in errors.
+        where: the option that names them, in errors.
 
     Raises:
         OptionError: a file cannot be read.

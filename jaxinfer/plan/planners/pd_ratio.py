@@ -73,7 +73,7 @@ class Rates:
     decode: float
 
     def of(self, prefills: int, decodes: int) -> float:
-        """What so many of them carry."""
+        """Requests per second that so many instances of each phase carry."""
         return min(UTILISATION * prefills * self.prefill, decodes * self.decode)
 
 
@@ -120,10 +120,10 @@ def packed_rate(
 
 
 def finite_rate(rate: float, requests: int, late_s: float, share: float) -> float:
-    """At which so many requests may come, of which ``rate`` are served a second.
+    """Return the rate at which so many requests may come, of which ``rate`` are served a second.
 
     Args:
-        late_s: what the last one may wait of the ``share`` that comes first.
+        late_s: seconds that the last one of the ``share`` that comes first may wait.
     """
     seconds = share * requests / rate - late_s if rate else math.inf
     return requests / seconds if seconds > 0 else math.inf
@@ -177,7 +177,7 @@ def decode_rate(
 
 
 def mixed_rate(slow: float, fast: float, share: float) -> float:
-    """Of requests of which a share is served at one rate, and the rest at another.
+    """Return the rate of requests of which a share is served at one rate, and the rest at another.
 
     Where the mean request has no rate that is slow enough, shorter ones may: the other rate.
     """
@@ -309,6 +309,6 @@ def _bound(problem: Problem, full: Rates, prefills: int, decodes: int, count: in
 
 
 def _requests(problem: Problem, gpus: int) -> int:
-    """That a cluster of so many GPUs is simulated with, for each seed."""
+    """Return the number of requests with which so many GPUs are simulated, for each seed."""
     each = problem.goal.requests_per_gpu
     return each * gpus if each else len(problem.work)

@@ -24,11 +24,11 @@ from jaxinfer.simulate.capacity import too_few
 
 @dataclass(frozen=True)
 class Look:
-    """What is made of a window at its end.
+    """The plan that is made of a window at its end, if any.
 
     Attributes:
-        shift: of its mix from that which the placement was planned for; None of an empty one.
-        chosen: what was planned, if anything was; ``refused``: why there is nothing better.
+        shift: that of its mix from the one that the placement was planned for; None if empty.
+        chosen: the plan, if one was made; ``refused``: the reason why there is nothing better.
     """
 
     shift: float | None
@@ -60,7 +60,7 @@ class Map(Protocol):
     """``map``, or a pool's."""
 
     def __call__(self, call: Server, ways: Iterable[Way], /) -> Iterable[Served]:
-        """What becomes of each, in their order."""
+        """Serve each way, and return their figures in the same order."""
 
 
 def follow(
@@ -114,7 +114,7 @@ class Replanner:
         self._plans: dict[int, Candidate | str] = {}
 
     def replanned(self) -> tuple[list[Candidate], list[Look]]:
-        """What stands in each window, and what is made of each at its end.
+        """Return the placement that stands in each window, and the look at each one's end.
 
         A plan is made of a window that is over, and stands from then on. The first one is of the
         first window, and stands from the start.
@@ -141,7 +141,7 @@ class Replanner:
         return placements, looks
 
     def oracle(self) -> list[Candidate]:
-        """For each window, the plan of its own requests.
+        """Return, for each window, the plan of its own requests.
 
         Raises:
             JaxinferError: there is no plan of the first window.
@@ -161,7 +161,7 @@ class Replanner:
         return self._find(self._problem, "the whole trace")
 
     def way(self, name: str, placements: Sequence[Candidate], free: bool = False) -> Way:
-        """What stands in each window, with an epoch for each change."""
+        """Return the way of a placement for each window, with an epoch for each change."""
         epochs: list[Epoch] = []
         for window, candidate in zip(self.windows, placements, strict=True):
             data = self._problem.run_file(candidate.part)
@@ -177,7 +177,7 @@ class Replanner:
         return found
 
     def _plan(self, number: int) -> Candidate | str:
-        """Of a window's requests, or why there is none."""
+        """Plan for a window's requests, or return why there is no plan."""
         if number not in self._plans:
             work = self.windows[number].work
             seconds = len(self.windows) * self.options.window_s
@@ -200,10 +200,11 @@ class Replanner:
 
 
 def windows_of(problem: Problem) -> list[Window]:
-    """Those that its requests are cut into.
+    """Cut the problem's requests into windows.
 
     Raises:
-        OptionError: there is one alone, or nothing in the first; or prompts have tokens.
+        OptionError: there is only one, the first is empty, all requests come at 0 s, or prompts
+            have tokens.
     """
     assert problem.replan
     seconds = problem.replan.window_s
@@ -229,7 +230,7 @@ def windows_of(problem: Problem) -> list[Window]:
 
 
 def beside(problem: Problem) -> list[Way]:
-    """What stands from the start to the end, by run files.
+    """Return the ways of run files that stand from the start to the end.
 
     Raises:
         JaxinferError: a file cannot be read, or is none.

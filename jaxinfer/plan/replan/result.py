@@ -20,7 +20,7 @@ LATENCIES = ("ttft_mean", "ttft_p99", "tpot_mean", "e2e_mean", "e2e_p99")
 
 
 def rows(served: Sequence[Served]) -> list[dict[str, Any]]:
-    """Of the ways: what each has cost, and what it came to over the whole trace."""
+    """Return a row for each way: its costs, and its figures over the whole trace."""
     found = []
     for each in served:
         verdict, figures = each.verdict, each.latencies.figures()
@@ -63,7 +63,7 @@ def _text(value: object) -> str:
 
 
 def window_rows(followed: Followed) -> list[dict[str, Any]]:
-    """Of the windows: their mix, what was planned at their end, and figures of each way."""
+    """Return a row for each window: its mix, the plan made at its end, and figures of each way."""
     found = []
     for number, (window, look) in enumerate(zip(followed.windows, followed.looks, strict=True)):
         mix = window.mix
@@ -226,7 +226,7 @@ def _steps(axes: Any, edges: Sequence[float], values: Sequence[float | None], **
 
 
 def _limits(targets: Targets) -> dict[str, float]:
-    """Of each figure in a verdict, what it is to keep."""
+    """Return the limit that each figure in a verdict is to keep."""
     if isinstance(targets, PercentileTargets):
         return {f"{metric} p{percent:g}": limit for metric, percent, limit in targets.limits}
     assert isinstance(targets, RequestTargets)

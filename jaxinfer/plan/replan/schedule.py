@@ -47,11 +47,11 @@ class Way:
 
 @dataclass(frozen=True)
 class Stretch:
-    """What became of an epoch, in seconds of the trace.
+    """The course of an epoch, in seconds of the trace.
 
     Attributes:
         requests: its own.
-        ready: when it began to serve; ``reload_s``: what that waited for weights.
+        ready: when it began to serve; ``reload_s``: seconds that it waited for weights.
         drained: when its last request had ended.
     """
 
@@ -79,9 +79,9 @@ class Served:
 
     @property
     def drain_s(self) -> float:
-        """For how long requests waited for others to end on the placement before, in all.
+        """Seconds for which requests waited for others to end on the placement before, in all.
 
-        Where that one was still loading, for weights first: those seconds are in ``reload_s``.
+        Where that one was still loading, they waited for weights first, as ``reload_s`` counts.
         """
         if self.way.free:
             return 0.0
@@ -89,12 +89,12 @@ class Served:
 
     @property
     def reload_s(self) -> float:
-        """For how long they waited for weights, in all."""
+        """Seconds for which they waited for weights, in all."""
         return sum(stretch.reload_s for stretch in self.stretches)
 
     @property
     def gpu_hours(self) -> float:
-        """Of each epoch's GPUs, from the end of the one before to its own."""
+        """GPU-hours of all epochs, each from the end of the one before to its own."""
         seconds = begin = 0.0
         for here, there in self._switches:
             end = max(here.drained, there.start)

@@ -11,7 +11,7 @@ from jaxinfer.workload.lengths import BenchRequest
 
 @dataclass(frozen=True)
 class Mix:
-    """What DistServe's profiler watches of a load (section 4.3).
+    """The figures of a load that DistServe's profiler watches (section 4.3).
 
     Attributes:
         rate: requests per second; ``prompt``, ``output``: tokens, the mean of the requests.
@@ -23,7 +23,7 @@ class Mix:
 
     @classmethod
     def of(cls, work: Sequence[BenchRequest], seconds: float) -> "Mix":
-        """Of one request or more."""
+        """Return the mix of one request or more, over so many seconds."""
         return cls(
             len(work) / seconds,
             fmean(item.prompt_len for item in work),
@@ -70,7 +70,7 @@ def cut(work: Sequence[BenchRequest], seconds: float) -> list[Window]:
 
 
 def split(work: Sequence[BenchRequest], starts: Sequence[float]) -> list[list[BenchRequest]]:
-    """By arrival, the requests from each start to the next, of which the first is 0."""
+    """Split requests by arrival, from each start to the next, of which the first is 0."""
     parts: list[list[BenchRequest]] = [[] for _ in starts]
     for item in sorted(work, key=lambda item: item.arrival):
         parts[bisect_right(starts, item.arrival) - 1].append(item)

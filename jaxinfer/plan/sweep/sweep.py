@@ -116,7 +116,7 @@ class Sweep(Options):
                 raise OptionError(f"y: no figure {name!r}: {did_you_mean(name, FIGURES)}")
 
     def values_of(self, own: Axes) -> Axes:
-        """Of the keys that all points of a file have, the values.
+        """Return the values of the keys that all points of a file have.
 
         Args:
             own: the file's axes.
@@ -135,7 +135,7 @@ class Sweep(Options):
         return grid(self.files, self.axes, self.points)
 
     def data(self, point: Candidate) -> dict[str, Any]:
-        """What a point's run file holds; the axes win over what all have in common."""
+        """Return the contents of a point's run file; the axes win over what all have in common."""
         return merge(self.run, point.part)
 
 
@@ -149,7 +149,7 @@ class Map(Protocol):
 
 
 def figures_of(metrics: RunMetrics) -> dict[str, Any]:
-    """Those of the run, the same whenever it is repeated on a modelled cluster."""
+    """Return the figures of a run, the same whenever it is repeated on a modelled cluster."""
     served = metrics.requests - metrics.failed
     found = {name: getattr(metrics, name) for name in FIGURES[1:]}
     return {"requests_s": served / metrics.wall_s if metrics.wall_s else None, **found}
@@ -335,7 +335,7 @@ def half_interval(values: Sequence[float]) -> float | None:
 
 
 def clusters(sweep: Sweep) -> list[ClusterConfig]:
-    """Those of all points that can be."""
+    """Return the clusters of all points that can be."""
     found = []
     for config in _run_files(sweep):
         try:
