@@ -258,7 +258,7 @@ class LLM:
             self._runs.kv = {}
 
     def describe(self) -> dict[str, object]:
-        """What runs where, as JSON values."""
+        """Describe as JSON values which instance runs where."""
         return {
             "model": self.model,
             "system": dict(self.config.system),
