@@ -57,7 +57,7 @@ class Manifest(BaseModel):
 
 
 def is_converted(folder: Path) -> bool:
-    """Return whether ``folder`` holds a converted checkpoint, even a damaged or outdated one."""
+    """Return whether ``folder`` has a converted checkpoint, even damaged or of another version."""
     return (folder / MANIFEST).is_file()
 
 

@@ -86,7 +86,7 @@ def say(text: str) -> None:
 
 
 def workload_settings(trace: str | None, limit: int | None) -> list[str]:
-    """Return settings of the run file that replace its own workload."""
+    """Return settings of the run file for a trace, which replaces its workload, and for a limit."""
     settings = [f"workload.trace={json.dumps(trace)}", "workload.synthetic="] if trace else []
     return settings + ([f"workload.limit={limit}"] if limit else [])
 

@@ -34,7 +34,7 @@ class Classifier(nnx.Module):
 
 
 class Training(Options):
-    """Options of the training of a classifier.
+    """Options for training a classifier.
 
     Attributes:
         epochs: number of passes over the examples.

@@ -43,7 +43,7 @@ class Figures(Latencies):
             the same prompt.
         visible_s: the other seconds of transfers.
         mean_cut: mean of cut / prompt length over finished requests, 0 to 1; None if none was cut.
-        preemptions: number of them, over all requests.
+        preemptions: number of preemptions of all requests.
         failed: number of failed requests.
     """
 

@@ -164,7 +164,7 @@ class Cluster:
         }
 
     def describe(self) -> dict[str, dict[str, object]]:
-        """Describe as JSON values which instance runs where."""
+        """Describe what runs where, as JSON values."""
         return {
             name: {
                 "engine": engine.plan.options.model_dump(),
@@ -314,7 +314,7 @@ def _channel(
     verify: bool,
     transport: Transport,
 ) -> Channel | RemoteChannel:
-    """Make the channel between two instances, of all stages that have layers in common."""
+    """Make the channel from one instance to another, for all stages with layers in common."""
     if isinstance(source.worker, Worker) and isinstance(dest.worker, Worker):
         return local_channel(config, source, dest, verify)
     pairs = _common_stages(source, dest)
@@ -395,7 +395,7 @@ def _put(array: np.ndarray, to: jax.ShapeDtypeStruct | None) -> jax.Array | None
 
 
 def _restore(checkpoint: Checkpoint, stored: Shapes, plan: Plan) -> Parameters:
-    """Restore a converted checkpoint; refuse to pad or cut parameters without a word."""
+    """Restore a converted checkpoint; refuse it if a parameter would silently be padded or cut."""
     wanted = parameter_shapes(checkpoint.config)
     for path in sorted(wanted.keys() | stored.keys()):
         if stored.get(path) != wanted.get(path):

@@ -78,7 +78,7 @@ def spread_shards(
     pages: Sequence[int],
     stages: Sequence[StageCost],
 ) -> tuple[ModelledShard, ...]:
-    """Return the shards of the stages: each of its own group, then of its attention groups.
+    """Return the shards of each stage: on its own group, then on its attention groups.
 
     Args:
         pages: numbers of pages on the stages' own groups.

@@ -67,7 +67,7 @@ class MeasuredStep(Options):
 
     @property
     def work(self) -> Work:
-        """Its work, with the chunk's last token sampled; a single token is a row as decodes are."""
+        """The work; the chunk's last token is sampled, and a single token is a row like decodes."""
         single, chunk = self.chunk_tokens == 1, self.chunk_tokens > 1
         rows, tokens = self.decodes + single + chunk, self.decodes + self.chunk_tokens
         seen = round(self.decodes * self.decode_context) + single * (self.chunk_context + 1)

@@ -86,7 +86,7 @@ class ModelledInstance:
         return shared_visits(self.shards, len(self.layers))
 
     def describe_stages(self) -> list[dict[str, object]]:
-        """Describe as JSON values which stage lies where."""
+        """Describe what stands where, as JSON values."""
         stages: list[dict[str, object]] = []
         both = zip(self.groups, self.layers, self.num_pages, strict=True)
         for number, (group, layers, pages) in enumerate(both):
@@ -149,11 +149,11 @@ class ModelledCluster:
 
     @property
     def yardstick(self) -> Yardstick:
-        """Measures for the figures; an empty yardstick where the model is not known."""
+        """The yardstick of the figures; an empty one where the model is not known."""
         return make_yardstick(self.site) if self.site else Yardstick()
 
     def fit(self, name: str, relative: bool) -> StepFit:
-        """Fit an instance's step times as profiling would, all KV heads on the stages' own groups.
+        """Fit an instance's steps as profiling would, with all KV heads on the stages' own groups.
 
         See ``fit_costs``.
         """
@@ -165,7 +165,7 @@ class ModelledCluster:
         return fit_costs(modelled.cost, *limits, longest, pool, relative)
 
     def describe(self) -> dict[str, object]:
-        """Describe as JSON values which instance runs where."""
+        """Describe what stands where, as JSON values."""
         return {
             name: {
                 "engine": modelled.config.model_dump(exclude={"group", "stages"}),

@@ -138,7 +138,7 @@ def level(counts: Sequence[int], each: Sequence[float], room: float) -> list[int
     """Return how many more of each there are to be, so that the fewest are as many as possible.
 
     Args:
-        counts: numbers that are there; ``each``: the share of ``room`` that one more takes.
+        counts: numbers that are there; ``each``: how much of the ``room`` one more takes.
 
     Returns:
         At least one more of each; None without room for that.

@@ -201,7 +201,7 @@ def fidelity(real: RunRecord, simulated: RunRecord) -> Table:
 def overruns(real: RunRecord) -> list[str]:
     """Report instances whose emulated steps were late by over 1 % of the run: why figures differ.
 
-    Such a run is slower than the devices that it emulates, and the devices are simulated.
+    Such a run is slower than the devices that it emulates, and the simulation is of the devices.
     """
     return [
         f"{name}: {late['steps']} steps overran the emulated device, by {late['seconds']:.3g} s in "

@@ -130,7 +130,7 @@ def serve(
 def describe_run(
     site: Resolved, cluster: ModelledCluster, work: Sequence[BenchRequest]
 ) -> dict[str, object]:
-    """Describe as JSON values which instance runs where."""
+    """Describe what runs where, as JSON values."""
     from jaxinfer.report.origin import FACTS, asked_for  # Of what is kept alone.
 
     config, modelled = site.run_file, cluster.site

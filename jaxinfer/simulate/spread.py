@@ -41,7 +41,7 @@ class ShardCost:
         return self.busy(work) + self.round_trip if work.tokens else 0.0
 
     def busy(self, work: ShardWork) -> float:
-        """Return those seconds of a step in which group and link work.
+        """Return the seconds of a step for which group and link work.
 
         Counts are multiplied as integers first: with all heads here, it equals to the last bit the
         roofline's time for the stage.

@@ -51,7 +51,7 @@ class Watch(Protocol):
 
 
 class Targets(Protocol):
-    """Targets of latency that a user asks for."""
+    """Latency targets, as a user asks for them."""
 
     @property
     def reference(self) -> "Reference | None":

@@ -27,7 +27,7 @@ class _Slab:
 
 
 class EmulatedLinks:
-    """Links emulated as in a simulation: flows share a link's rate, and pay its latency once each.
+    """Links emulated as in a simulation: flows share a link's rate, and each pays its latency once.
 
     A slab lands no earlier than those that have left before it to the same pages: one that is
     written to pages of 8 bits erases what lies behind it. All times are those of

@@ -45,7 +45,7 @@ def read_entries(
 def allowed_change(
     sent: np.ndarray, wire: np.dtype, stored: np.dtype, page_size: int
 ) -> np.ndarray:
-    """Return how far number formats let each entry that arrives be from the one that was sent.
+    """Return how far number formats let each entry that arrives differ from the one sent.
 
     Args:
         sent: [L, 2, T, K, H], as the source holds it.

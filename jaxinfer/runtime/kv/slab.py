@@ -77,7 +77,7 @@ class SlabFormat:
     Attributes:
         first, stop: range among the whole model's layers.
         num_heads: KV heads of the model, without padding.
-        dtype: the narrower one of the two stages'.
+        dtype: the narrower of the two stages' types.
         shards: pieces by heads that both stages' devices can have equally many of.
     """
 

@@ -223,7 +223,7 @@ class OtherProcesses:
 
 
 def wait_until_loaded(process: Process, progress: Progress = lambda what, left: None) -> Loaded:
-    """Return the answer of a process that has loaded and compiled.
+    """Wait until a process has loaded and compiled, and return its answer.
 
     Raises:
         JaxinferError: the process cannot, or has ended.

@@ -37,7 +37,7 @@ _numbers = count()
 
 
 class RemoteChannel:
-    """The way from one instance to another in other processes; see ``Channel``.
+    """The way between two instances, at least one in another process; see ``Channel``.
 
     Args:
         ends: names of the two; ``sides``: the processes that have them.

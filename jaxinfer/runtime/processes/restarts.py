@@ -216,7 +216,7 @@ def _get_ready(home: _Home, process: Process) -> dict[str, SamplerShape]:
 
 
 def _as_planned(config: ClusterConfig, workers: Mapping[str, RemoteWorker]) -> ClusterConfig:
-    """Fix the sizes that went by free memory and by speed as the workers have found them."""
+    """Return ``config`` with the sizes that free memory and speed decided, as they came out."""
     instances = {}
     for name, worker in workers.items():
         instance, plans = config.instances[name], [stage.plan for stage in worker.stages]

@@ -57,7 +57,7 @@ class SpreadStage(Stage):
     ) -> SpreadInputs | HalvedInputs:
         """Build the inputs that ``forward`` takes of a batch; see ``build_spread_inputs``.
 
-        Two halves, if the batch has some, and KV heads lie on other devices than the stage's own.
+        They are halves if the batch has some and KV heads lie on devices other than the stage's.
         """
         plan = self.plan
         heads = plan.num_kv_heads, plan.config.num_key_value_heads

@@ -37,7 +37,7 @@ class Cut:
     """Cuts queries, keys and values into the devices' pairs, and joins the results.
 
     Args:
-        plan: the stage's; ``devices``: number of those with pairs; ``pairs``: of each device.
+        plan: the stage's plan; ``devices``: number of them with pairs; ``pairs``: number on each.
     """
 
     def __init__(self, plan: Plan, devices: int, pairs: int) -> None:

@@ -26,7 +26,7 @@ KV_DTYPES = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}
 
 
 class Device(Protocol):
-    """The facts that any process knows of a device: JAX's own device in the process that has it."""
+    """A device as any process knows it: JAX's own in the process that has it."""
 
     platform: str
     id: int

@@ -27,7 +27,7 @@ BLOCK_ROWS = 64
 
 
 class Key(NamedTuple):
-    """The shapes for which a step needs something compiled."""
+    """The shapes for which one step needs compiled programs."""
 
     shape: StepShape
     sampler: SamplerShape

@@ -26,7 +26,7 @@ def fit_costs(
     Args:
         budget: tokens of one step at most.
         longest: tokens of one request at most; ``pool``: tokens of all together.
-        relative: whether to take squares of the relative error, not of that in seconds.
+        relative: whether the errors squared are relative, or else in seconds.
     """
     lengths = sorted({max(longest * i // _LENGTHS, 1) for i in range(1, _LENGTHS + 1)})
     prefills = [((length, 1.0), _prefill(cost, length, budget)) for length in lengths]

@@ -42,7 +42,7 @@ STAGES = {
 
 
 def make_stage(part: StagePart, costs: SimulateOptions) -> StageCost:
-    """Make a stage, costed by measured costs where there are some, else by a roofline.
+    """Make a stage with measured costs where there are some, else with a roofline.
 
     Raises:
         JaxinferError: the source of the costs has nothing for this stage.
