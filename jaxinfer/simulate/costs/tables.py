@@ -58,7 +58,7 @@ class Attention:
         return AttentionGrid(points, lambda chunk, y: y + self._own * chunk)
 
     def __call__(self, work: Work) -> float:
-        """Return microseconds of all rows of a step, whose chunks count as one of equal totals."""
+        """Return microseconds of all rows; chunks count as one of as many tokens and pairs."""
         last, micros = self._last
         if work is not last:  # The stages of one instance ask for the same.
             micros = self._micros(work)
