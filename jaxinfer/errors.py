@@ -22,7 +22,7 @@ def one_line(error: BaseException) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """What a user's code has raised, as part of a message: its kind, its text, and where."""
+    """Describe an exception of a user's code for a message: its kind, its text, and its place."""
     text = one_line(error)
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)

@@ -258,7 +258,7 @@ class LLM:
             self._runs.kv = {}
 
     def describe(self) -> dict[str, object]:
-        """What runs where, as JSON values."""
+        """Describe what runs where, as JSON values."""
         return {
             "model": self.model,
             "system": dict(self.config.system),

@@ -64,7 +64,7 @@ def _with_int_keys(value: object) -> object:
 
 
 class SamplingParams(Options):
-    """How to draw a request's tokens. Names and defaults are those of vLLM.
+    """Parameters by which a request's tokens are drawn. Names and defaults are those of vLLM.
 
     Attributes:
         n: Continuations of the prompt, each with a seed of its own; alike at temperature 0.
@@ -130,7 +130,7 @@ class SamplingParams(Options):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a draw depends on the tokens so far."""
+        """True if a draw depends on the tokens so far."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0

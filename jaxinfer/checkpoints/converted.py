@@ -40,11 +40,11 @@ _MIN_BYTES_IN_FLIGHT = 2**27
 
 
 class Manifest(BaseModel):
-    """What ``jaxinfer.json`` says.
+    """The contents of ``jaxinfer.json``.
 
     Attributes:
-        version: of the folder's format.
-        shapes: of the stored arrays, by parameter path, without padding.
+        version: version of the folder's format.
+        shapes: shapes of the stored arrays, by parameter path, without padding.
         files: bytes of each file below ``parameters/``, by its path there.
     """
 
@@ -57,7 +57,7 @@ class Manifest(BaseModel):
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether ``folder`` holds a converted checkpoint, be it damaged or of another version."""
+    """Return whether ``folder`` has a converted checkpoint, even damaged or of another version."""
     return (folder / MANIFEST).is_file()
 
 

@@ -23,7 +23,7 @@ _ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether ``model`` looks like ``org/name`` or ``org/name@revision``."""
+    """Return whether ``model`` looks like ``org/name`` or ``org/name@revision``."""
     return _ID.fullmatch(model) is not None and not model.endswith(".gguf")
 
 

@@ -21,7 +21,7 @@ _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
 
 
 class Commands(click.Group):
-    """Those of ``COMMANDS``."""
+    """The commands of ``COMMANDS``, each imported when it is asked for."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         """Their names."""

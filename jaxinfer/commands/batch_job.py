@@ -175,7 +175,7 @@ class BatchJob:
         return self.num_lines - len(self._results.finished)
 
     def _requests(self, llm: "LLM") -> "Iterator[RequestState]":
-        """Of the lines without a result, each read when it is asked for."""
+        """Yield the requests of lines without a result; each line is read when it is asked for."""
         for line in self._source.lines(self._results.finished):
             try:
                 match line.prompt:
@@ -229,7 +229,7 @@ class BatchJob:
 
 
 def _result_options(options: EngineOptions) -> dict[str, Any]:
-    """What of an instance's options may change a result."""
+    """Return those of an instance's options that may change a result."""
     found = {name: getattr(options, name) for name in RESULT_OPTIONS}
     if options.load_format != "auto":
         found["load_format"] = options.load_format

@@ -60,7 +60,7 @@ with_ray = click.option(
 
 @contextmanager
 def cores(ray_address: str | None, jobs: int | None = None) -> Iterator[tuple[Any, int]]:
-    """Those that simulate, this machine's or a cluster's: a ``map`` over them, and their number."""
+    """Yield a ``map`` over the cores of this machine or of a cluster, and their number."""
     if ray_address:
         refuse("for this machine's: --ray takes the cluster's cores", {"--jobs": jobs})
         from jaxinfer.ray.tasks import RayMap
@@ -76,7 +76,7 @@ def cores(ray_address: str | None, jobs: int | None = None) -> Iterator[tuple[An
 
 
 def ray_settings(address: str | None) -> list[str]:
-    """As settings of the run file."""
+    """Return the address of a Ray cluster as settings of the run file."""
     return [f"ray={json.dumps(address)}"] if address else []
 
 
@@ -86,7 +86,7 @@ def say(text: str) -> None:
 
 
 def workload_settings(trace: str | None, limit: int | None) -> list[str]:
-    """As settings of the run file, whose own workload they replace."""
+    """Return settings of the run file for a trace, which replaces its workload, and for a limit."""
     settings = [f"workload.trace={json.dumps(trace)}", "workload.synthetic="] if trace else []
     return settings + ([f"workload.limit={limit}"] if limit else [])
 

@@ -76,7 +76,7 @@ def _percent(share: float) -> str:
 def _by_formats(
     sides: "Mapping[str, Side]", outcomes: "Iterable[Outcome]"
 ) -> "dict[tuple[str, str], list[Outcome]]":
-    """Of those that were not refused."""
+    """Group the outcomes that were not refused by the formats of source and destination."""
     found: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.verdict != "refused":
@@ -120,7 +120,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def as_rich(title: str, cells: Cells) -> Table:
-    """For the terminal."""
+    """Return a table for the terminal."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     columns, rows = cells
     for column in columns:

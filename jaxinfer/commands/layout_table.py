@@ -87,7 +87,7 @@ def _steps(plan: Plan, costs: list[StepCost]) -> Table:
 
 
 def rules_table(records: list[dict[str, Any]]) -> Table:
-    """What ``measure.compare_rules`` returns."""
+    """Return a table of the records that ``measure.compare_rules`` returns."""
     table = _table(
         "Sharding rules on one workload: medians",
         "rules",

@@ -110,7 +110,7 @@ def _degree(devices: int, measured: Measured) -> Degree:
 
 
 def _numbers(platform: str | None) -> Gpu:
-    """Of a device that ``configs/gpus.yaml`` does not have, as far as they can be measured here."""
+    """Measure here, as far as possible, a device that ``configs/gpus.yaml`` does not have."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return Gpu(
         bf16_tflops=round(product_rate(_PRODUCT) / 1e12, 4),

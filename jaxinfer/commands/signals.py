@@ -62,7 +62,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _report(lost: "sys.UnraisableHookArgs") -> None:
-    """Of an exception that nobody could take; where it is the signal's, the thread ends us."""
+    """Report an exception that nobody could take; a signal's is left to the thread that ends us."""
     if not isinstance(lost.exc_value, Interrupted):
         sys.__unraisablehook__(lost)
 

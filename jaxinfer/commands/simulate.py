@@ -100,7 +100,7 @@ def _print_figures(config: RunFile, found: "RunMetrics") -> None:
 
 
 def _prices(found: "RunMetrics") -> Iterator[str]:
-    """What is known of them."""
+    """Yield the lines of price and energy, as far as they are known."""
     if found.usd_per_request is not None:
         usd = found.usd_per_request * found.requests
         yield (

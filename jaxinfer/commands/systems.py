@@ -33,7 +33,7 @@ def run_systems(
 
 
 def _has_finished_run(out: Path) -> bool:
-    """Whether there is a run that took a device's time, and can be read."""
+    """Return whether ``out`` has a finished run, which has taken a device's time."""
     files = out.glob("runs/*/*/run.json")
     return any('"status": "finished"' in file.read_text(encoding="utf-8") for file in files)
 

@@ -34,13 +34,13 @@ class Classifier(nnx.Module):
 
 
 class Training(Options):
-    """How a classifier is trained.
+    """Options for training a classifier.
 
     Attributes:
-        epochs: passes over the examples.
+        epochs: number of passes over the examples.
         batch: examples of one step of the optimiser.
-        learning_rate, weight_decay: of AdamW.
-        seed: of the first weights and of the order of examples.
+        learning_rate, weight_decay: parameters of AdamW.
+        seed: seed of the first weights and of the order of examples.
     """
 
     epochs: int = 40
@@ -66,7 +66,7 @@ def train(
 
 
 def _batches(count: int, options: Training) -> Iterator[np.ndarray]:
-    """Of one shape: what is left over in one epoch comes in another."""
+    """Yield batches of one shape; examples left over in one epoch may come in another."""
     rng, size = np.random.default_rng(options.seed), min(options.batch, count)
     for _ in range(options.epochs):
         order = rng.permutation(count)

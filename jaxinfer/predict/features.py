@@ -40,7 +40,7 @@ class LengthBuckets:
 
 
 def bag_of_tokens(token_ids: Sequence[int], rows: int) -> np.ndarray:
-    """Which tokens, and pairs of neighbours, a prompt holds: hashed, of length 1; and how many.
+    """Hash a prompt's tokens and pairs of neighbours to a bag of norm 1, and add its log length.
 
     Args:
         rows: features of the bag, before the one that is the logarithm of the prompt's length.

@@ -22,11 +22,11 @@ _KIND = "jaxinfer length classifier"
 
 
 class About(Options):
-    """What a file says of its classifier.
+    """A file's description of its classifier.
 
     Attributes:
-        model: whose answers it has learned from.
-        vocab_size: of that model; prompts of others are refused where they can be told.
+        model: the model whose answers it has learned from.
+        vocab_size: size of its vocabulary; prompts of others are refused where they can be told.
         granularity, cap: see ``LengthBuckets``.
         rows: see ``bag_of_tokens``.
         num_hidden: see ``Classifier``.

@@ -6,7 +6,7 @@ from jaxinfer.serving.request_state import RequestState
 
 
 def shortest_answer_first(waiting: Sequence[RequestState]) -> RequestState:
-    """By the lower end of what is predicted, else by the limit; of equal ones, nearest the head."""
+    """Pick the request of the least predicted minimum, else limit; of equals, nearest the head."""
     return min(
         waiting,
         key=lambda request: request.predicted[0] if request.predicted else request.max_tokens,

@@ -89,7 +89,7 @@ def load_run(folder: str | Path) -> RunFrames:
 
 
 def _frame(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> "DataFrame":
-    """Of these columns, whose kinds do not depend on the rows."""
+    """Make a frame of these columns, whose kinds do not depend on the rows."""
     from pandas import DataFrame, Series
 
     return DataFrame(

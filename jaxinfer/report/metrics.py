@@ -108,12 +108,12 @@ class RunTotals:
 
 @dataclass(kw_only=True)
 class InstanceUse:
-    """What became of one instance's time, in seconds since the run began.
+    """The use of one instance's time, in seconds since the run began.
 
     Attributes:
         first_step, last_step: start of the first one, and end of the last; None without steps.
         busy_s: time in which some step ran.
-        role_s: role -> time in it; that without a role is left out.
+        role_s: role -> time in it; time without a role is left out.
     """
 
     first_step: float | None

@@ -74,7 +74,7 @@ class Percentiles:
         return float(self._values[: self._used].mean()) if self._used else None
 
     def percentile(self, percent: float) -> float | None:
-        """With linear interpolation between neighbours; None of nothing."""
+        """Return a percentile, interpolated linearly between neighbours; None without values."""
         return self.percentiles([percent])[0]
 
     def percentiles(self, percents: Sequence[float]) -> list[float | None]:
@@ -89,7 +89,7 @@ class Percentiles:
 
 
 def _between_bins(until: np.ndarray, percent: float) -> float:
-    """From how many values there are up to each bin's end."""
+    """Interpolate a percentile from the number of values up to each bin's end."""
     rank = percent / 100 * (until[-1] - 1)
     low, high = np.searchsorted(until, [math.floor(rank), math.ceil(rank)], side="right")
     a, b = (_LEAST * _RATIO ** (i + 0.5) for i in (low, high))

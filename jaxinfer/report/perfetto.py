@@ -75,7 +75,7 @@ def _instance(run: RunRecord, name: str) -> Iterator[Event]:
 
 
 def _heads(run: RunRecord, step: StepRecord) -> Iterator[Event]:
-    """Where KV heads lie, of each stage that has attention groups."""
+    """Yield the number of KV heads on each group, for each stage that has attention groups."""
     heads = iter(step.heads)
     described = run.run["instances"][step.instance]["stages"]
     for stage, ((start, _), place) in enumerate(zip(step.stages, described, strict=True), 1):

@@ -36,7 +36,7 @@ def save_picture(figure: "Figure", path: str | Path) -> None:
 
 
 def picture_link(words: str, file: str) -> str:
-    """In markdown: shown, where browsers show the format."""
+    """Return a link in markdown, which shows the picture if browsers show its format."""
     return f"{'' if file.endswith('.pdf') else '!'}[{words}]({file})"
 
 

@@ -234,7 +234,7 @@ def _log_axis(axes: Axes, ratio: float) -> None:
 
 
 def _legend_columns(names: Collection[str]) -> int:
-    """How many names fit side by side: all of them, or columns as wide as the longest."""
+    """Return how many names fit side by side: all of them, or columns as wide as the longest."""
     handle, letter = 0.7, 0.075
     if handle * len(names) + letter * sum(map(len, names)) < WIDTH:
         return len(names)
@@ -242,7 +242,7 @@ def _legend_columns(names: Collection[str]) -> int:
 
 
 def _line(number: int) -> dict[str, Any]:
-    """How the system of this number is drawn, everywhere: no two of 28 alike."""
+    """Return the line style of the system of this number, in all plots: no two of 28 are alike."""
     return {
         "color": COLOURS[number % len(COLOURS)],
         "linestyle": DASHES[number % len(DASHES)],

@@ -116,7 +116,7 @@ class Recorder:
         return metrics
 
     def _slice_moves(self, loop: ServingLoop) -> SliceMoves | None:
-        """What has become of moves of KV heads; None where they all lie together."""
+        """Return the counts of moves of KV heads; None where the heads all lie together."""
         left = loop.roster.instances.values()  # Those that were lost may have had moves, too.
         if not self.totals.slice_bytes and not any(each.kv.is_spread for each in left):
             return None

@@ -72,7 +72,7 @@ class RequestRecord:
 
     @property
     def prompt(self) -> str:
-        """What all continuations of one prompt have in common."""
+        """The id that all continuations of one prompt have in common."""
         return self.parent or self.id
 
     @property

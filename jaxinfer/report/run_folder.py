@@ -214,7 +214,7 @@ def _cannot_write(path: Path, error: OSError) -> JaxinferError:
 
 
 def run_folders(parent: Path) -> list[Path]:
-    """Those of all runs so far, the newest last."""
+    """Return the folders of all runs so far, the newest last."""
     found = [path for path in parent.iterdir() if path.name.isdecimal()]
     return sorted(found, key=lambda path: int(path.name))
 

@@ -9,7 +9,7 @@ _BEGIN, _END = 10, 90
 
 
 class Course:
-    """How many requests have ended when, and their output tokens, in bounded memory."""
+    """The course of ended requests and their output tokens over time, in bounded memory."""
 
     def __init__(self) -> None:
         self._requests = self._tokens = 0

@@ -26,7 +26,7 @@ _GIVEN = (
 
 @dataclass(kw_only=True)
 class Figures(Latencies):
-    """What a run comes to, or the median of several. A median's counts may be halves.
+    """The figures of a run, or the median of several. A median's counts may be halves.
 
     As in ``RunMetrics``, a request is a prompt with all its continuations, and has failed if one of
     them has; latencies are those of each continuation.
@@ -43,8 +43,8 @@ class Figures(Latencies):
             the same prompt.
         visible_s: the other seconds of transfers.
         mean_cut: mean of cut / prompt length over finished requests, 0 to 1; None if none was cut.
-        preemptions: of all requests.
-        failed: how many have.
+        preemptions: number of preemptions of all requests.
+        failed: number of failed requests.
     """
 
     wall_s: float
@@ -143,7 +143,7 @@ def _num_prompts(requests: Iterable[RequestRecord]) -> int:
 
 
 def median_index(rounds: Sequence[RunRecord]) -> int:
-    """Which of the rounds ``median_round`` is."""
+    """Return the index of the round that ``median_round`` returns."""
     order = sorted(range(len(rounds)), key=lambda i: requests_per_s(rounds[i]))
     return order[(len(rounds) - 1) // 2]
 

@@ -113,7 +113,7 @@ class Cluster:
 
     @property
     def stages(self) -> list[Stage | RemoteStage]:
-        """Of all instances."""
+        """The stages of all instances."""
         return [stage for engine in self.engines.values() for stage in engine.stages]
 
     @property
@@ -138,11 +138,11 @@ class Cluster:
         return max(sizes, default=None)
 
     def slowdowns(self, name: str) -> list[float]:
-        """How many times slower each stage of an instance is emulated to be."""
+        """Return how many times slower each stage of an instance is emulated to be."""
         return [self.config.groups[group].slowdown for group in self.engines[name].groups]
 
     def take_overruns(self) -> dict[str, list[float]]:
-        """Of each emulated instance, by how many seconds steps were late since the last call."""
+        """Return the seconds by which steps were late since the last call, by emulated instance."""
         found = {}
         for name, engine in self.engines.items():
             emulated = [stage for stage in engine.stages if stage.emulate]
@@ -154,7 +154,7 @@ class Cluster:
 
     @property
     def transports(self) -> dict[str, str]:
-        """How KV goes between processes, by ``"source -> destination"``."""
+        """The ways in which KV goes between processes, by ``"source -> destination"``."""
         return {
             " -> ".join(pair): "; ".join(
                 [channel.by, *(f"not {name}: {why}" for name, why in channel.failed.items())]
@@ -164,7 +164,7 @@ class Cluster:
         }
 
     def describe(self) -> dict[str, dict[str, object]]:
-        """What runs where, as JSON values."""
+        """Describe what runs where, as JSON values."""
         return {
             name: {
                 "engine": engine.plan.options.model_dump(),
@@ -280,7 +280,7 @@ def _load_workers(
     plans: Mapping[str, list[Plan]],
     progress: Progress,
 ) -> Iterator[tuple[str, Worker]]:
-    """Of the instances in this process."""
+    """Yield the workers of this process's instances, by name, with their weights loaded."""
     if not plans:
         return
     what = "drawing random weights" if config.load_format == "dummy" else "loading weights"
@@ -314,7 +314,7 @@ def _channel(
     verify: bool,
     transport: Transport,
 ) -> Channel | RemoteChannel:
-    """Of all stages that have layers in common."""
+    """Make the channel from one instance to another, for all stages with layers in common."""
     if isinstance(source.worker, Worker) and isinstance(dest.worker, Worker):
         return local_channel(config, source, dest, verify)
     pairs = _common_stages(source, dest)
@@ -395,7 +395,7 @@ def _put(array: np.ndarray, to: jax.ShapeDtypeStruct | None) -> jax.Array | None
 
 
 def _restore(checkpoint: Checkpoint, stored: Shapes, plan: Plan) -> Parameters:
-    """From a converted checkpoint; refuses what restoring would pad or cut without a word."""
+    """Restore a converted checkpoint; refuse it if a parameter would silently be padded or cut."""
     wanted = parameter_shapes(checkpoint.config)
     for path in sorted(wanted.keys() | stored.keys()):
         if stored.get(path) != wanted.get(path):

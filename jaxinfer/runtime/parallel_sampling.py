@@ -83,7 +83,7 @@ class Continuations:
                 request.goes_first = True
 
     def released_by(self, request: RequestState) -> list[RequestState]:
-        """Those that waited for this request's prompt, which has been computed or given up."""
+        """Release those that waited for this request's prompt, which was computed or given up."""
         return self.held_back.pop(sampling_of(request).parent, [])
 
     def done_with(self, request: RequestState) -> list[RequestState] | None:
@@ -96,7 +96,7 @@ class Continuations:
 
 
 def _groups(requests: Iterable[RequestState]) -> Iterator[list[RequestState]]:
-    """Those of one parent; none waits for the next one's first to be known as complete."""
+    """Group requests by parent; no group waits for the next one's first to be known as complete."""
     group: list[RequestState] = []
     for request in requests:
         if not isinstance(request, RequestState):

@@ -106,7 +106,7 @@ class AskedPrompts:
         self._unanswered: dict[str, tuple[int, str | None]] = {}
 
     def requests(self) -> Iterator[RequestState]:
-        """Those of each prompt in turn.
+        """Yield the requests of each prompt in turn.
 
         Raises:
             JaxinferError: a prompt that cannot be run, named by its index.

@@ -85,7 +85,7 @@ class Run:
 
     @property
     def kv(self) -> dict[str, KVShards]:
-        """By instance, now."""
+        """The KV shards of each instance as they are now."""
         return {name: instance.kv for name, instance in self._instances.items()}
 
     def _renew(self, name: str) -> Instance:

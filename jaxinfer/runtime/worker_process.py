@@ -193,7 +193,7 @@ class WorkerProcess:
 
 
 def _told(error: Exception) -> tuple[bool, str]:
-    """Whether it is the user's mistake, and its line."""
+    """Return whether an error is the user's mistake, and its line."""
     if isinstance(error, JaxinferError):
         return True, str(error)
     return False, f"{type(error).__name__}: {one_line(error)}"

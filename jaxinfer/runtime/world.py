@@ -97,12 +97,12 @@ class RealWorld:
             self._arrivals = deque(sorted([*self._arrivals, *requests], key=lambda r: r.arrival))
 
     def arrivals_left(self) -> bool:
-        """Whether a request is still to arrive."""
+        """True if a request is still to arrive."""
         return bool(self._arrivals) or self._more_to_come()
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way, nobody is to return and no request known is to arrive."""
+        """True if nothing is under way, nobody is to return and no request known is to arrive."""
         return not (self._steps or self._slabs_left or self.returning or self._arrivals)
 
     def drain(self) -> None:
@@ -192,10 +192,10 @@ class RealWorld:
         heapq.heappush(self._ticks, time)
 
     def due_events(self) -> Sequence[Event]:
-        """What has happened since the last call; waits for the first event.
+        """Return all events since the last call; wait for the first one.
 
         Raises:
-            Exception: what a step has failed with, where there is but one instance.
+            Exception: a step has failed with it, where there is but one instance.
         """
         start = time.perf_counter()
         events = self._due_now()
@@ -262,7 +262,7 @@ class RealWorld:
         return InstanceLost(instance, reason, returns)
 
     def _learn(self, group: str) -> list[Event]:
-        """What has come of starting a process again."""
+        """Return the events that come of starting a process again."""
         assert self._restarts
         events: list[Event] = []
         # Until it is taken, all that is said is of the lost one: of steps launched there meanwhile.

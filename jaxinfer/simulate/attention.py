@@ -19,13 +19,13 @@ from jaxinfer.simulate.world import StagePair
 
 @dataclass(frozen=True)
 class ModelledShard:
-    """Where KV heads of a stage may lie.
+    """A place where KV heads of a stage may lie.
 
     Attributes:
-        layers: of the stage; ``heads``: of the model. A page of the pool is of one of them.
+        layers: number in the stage; ``heads``: in the model. A page of the pool is of one of them.
         is_own: whether it is the stage's own group, where all heads lie by default.
-        num_pages: as if all heads lay here, the padding page included.
-        cost: of its attention; None where the stage has no other shard.
+        num_pages: pages as if all heads lay here, the padding page included.
+        cost: cost of its attention; None where the stage has no other shard.
         dense: see ``Shard``.
     """
 
@@ -53,7 +53,7 @@ class ModelledShard:
 
 
 def spread_stage(place: SiteStage, first: int) -> SpreadStage:
-    """How long the steps of a stage with attention groups take.
+    """Make the cost model of a stage with attention groups.
 
     Args:
         first: number of the own group's shard.
@@ -78,10 +78,10 @@ def spread_shards(
     pages: Sequence[int],
     stages: Sequence[StageCost],
 ) -> tuple[ModelledShard, ...]:
-    """Where the KV heads of each stage may lie: its own group, then its attention groups.
+    """Return the shards of each stage: on its own group, then on its attention groups.
 
     Args:
-        pages: of the stages' own groups.
+        pages: numbers of pages on the stages' own groups.
 
     Raises:
         JaxinferError: the memory of an attention group is too small.
@@ -102,7 +102,7 @@ def spread_shards(
 
 
 def _attention_groups(places: Sequence[SiteStage]) -> list[AttentionGroup]:
-    """Those of an instance, in the order of its stages."""
+    """Return the attention groups of an instance, in the order of its stages."""
     found: dict[str, AttentionGroup] = {}
     for number, place in enumerate(places):
         for each in place.attention:
@@ -116,10 +116,10 @@ def slice_lanes(
     token_bytes: int,
     paths: Mapping[tuple[str, str], NetworkPath],
 ) -> dict[tuple[int, int], StagePair]:
-    """From shard to shard of one stage, what goes there of one token and one KV head.
+    """Return, from shard to shard of one stage, the lane for one token and one KV head.
 
     Args:
-        token_bytes: of the KV of one layer of one token, all heads.
+        token_bytes: bytes of the KV of one layer of one token, all heads.
     """
     found = {}
     for (i, source), (j, dest) in permutations(enumerate(shards), 2):
@@ -132,7 +132,7 @@ def slice_lanes(
 
 
 def shared_visits(shards: Sequence[ModelledShard], num_stages: int) -> list[list[Visit]]:
-    """Of each stage, what it has done by groups that work for several stages."""
+    """Return each stage's visits to groups that work for several stages."""
     counts = Counter(shard.group for shard in shards)
     found: list[list[Visit]] = [[] for _ in range(num_stages)]
     for number, shard in enumerate(shards):

@@ -67,7 +67,7 @@ class MeasuredStep(Options):
 
     @property
     def work(self) -> Work:
-        """With the chunk's last token sampled; one token alone is a row as decodes are."""
+        """The work; the chunk's last token is sampled, and a single token is a row like decodes."""
         single, chunk = self.chunk_tokens == 1, self.chunk_tokens > 1
         rows, tokens = self.decodes + single + chunk, self.decodes + self.chunk_tokens
         seen = round(self.decodes * self.decode_context) + single * (self.chunk_context + 1)
@@ -77,11 +77,11 @@ class MeasuredStep(Options):
 
 @dataclass(frozen=True)
 class Calibration:
-    """What has been found.
+    """The result of a calibration.
 
     Attributes:
         fitted: the numbers that the points tell; the others are as they were.
-        mape: mean of the relative errors without their signs; ``points``: of how many.
+        mape: mean of the relative errors without their signs; ``points``: their number.
         worst: the largest relative error, with its sign; ``worst_point``: where it is.
     """
 
@@ -94,7 +94,7 @@ class Calibration:
 
 
 def read_points(path: str | Path) -> list[MeasuredStep]:
-    """From a CSV file that has ``MeasuredStep``'s attributes among its columns.
+    """Read points from a CSV file that has ``MeasuredStep``'s attributes among its columns.
 
     Raises:
         JaxinferError: the file cannot be read, lacks a column, has no row, or has a wrong value.
@@ -139,12 +139,12 @@ class _Problem:
         self._fixed = np.array(numbers) / self._units
 
     def efficiency(self, numbers: np.ndarray) -> Efficiency:
-        """That has these numbers."""
+        """Return the efficiency that has these numbers."""
         flops, bandwidth, *engine = (float(x) for x in numbers * self._units)
         return Efficiency(1 / flops, 1 / bandwidth, *engine)
 
     def errors(self, numbers: np.ndarray) -> np.ndarray:
-        """Of each point, relative to what was measured."""
+        """Return the error of each point, relative to the measured time."""
         stage = self._stage_for(self.efficiency(numbers))
         return np.array([stage.seconds(work) for work in self._works]) / self._measured - 1
 
@@ -170,10 +170,10 @@ class _Problem:
         return numbers(min(tries, key=lambda found: found.cost).x)
 
     def told(self) -> list[int]:
-        """Which numbers the points tell, as many as can be told apart.
+        """Return the numbers that the points tell, as many as can be told apart.
 
-        By the smaller effect of a step up and one down: points that only say that a GPU is no
-        slower do not say how fast it is.
+        The smaller effect of a step up and one down decides: points that only say that a GPU
+        is no slower do not say how fast it is.
         """
         at, effects = self.solve(list(range(len(NAMES))), _PULL), []
         for step in np.diag([at[0], at[1], 1.0, 1.0]):

@@ -28,11 +28,11 @@ _TURNOVERS, _FEWEST = 20, 100
 
 @dataclass(frozen=True)
 class TriedRate:
-    """What a rate of requests comes to.
+    """The result of trying a rate of requests.
 
     Attributes:
         rate: requests per second, Poisson.
-        gpus: of the cluster.
+        gpus: GPUs of the cluster.
         goodput: requests that count as good (see ``Verdict``), by the seconds until the last one's
             end; None of a run that was stopped since its targets could no longer be met.
         enough: about how many requests would tell, where those of each run were too few
@@ -57,7 +57,7 @@ class RateMap(Protocol):
     def __call__(
         self, call: Callable[[float], TriedRate], rates: Iterable[float], /
     ) -> Iterator[TriedRate]:
-        """What each rate comes to, in their order."""
+        """Yield the result of each rate, in the order of the rates."""
 
 
 class AnyRateError(JaxinferError):
@@ -95,7 +95,7 @@ class _HopelessError(Exception):
 
 
 def num_gpus(config: RunFile) -> int:
-    """Of the whole cluster."""
+    """Count the GPUs of the whole cluster."""
     return sum(group.devices for group in config.cluster().groups.values())
 
 
@@ -172,7 +172,7 @@ class Ladder:
         self.double = math.ceil(1 / math.log2(1 + precision))
 
     def rate(self, step: int) -> float:
-        """In requests per second; 1 at step 0."""
+        """Return the rate at a step, in requests per second; it is 1 at step 0."""
         return float(2 ** (step / self.double))
 
     def step(self, rate: float) -> int:

@@ -82,11 +82,11 @@ class ModelledInstance:
 
     @property
     def visits(self) -> Sequence[Sequence[Visit]]:
-        """Of each stage, what it has done by groups that work for several stages."""
+        """The visits of each stage to groups that work for several stages."""
         return shared_visits(self.shards, len(self.layers))
 
     def describe_stages(self) -> list[dict[str, object]]:
-        """What stands where, as JSON values."""
+        """Describe what stands where, as JSON values."""
         stages: list[dict[str, object]] = []
         both = zip(self.groups, self.layers, self.num_pages, strict=True)
         for number, (group, layers, pages) in enumerate(both):
@@ -127,7 +127,7 @@ class ModelledInstance:
         return instance
 
     def _is_shorter(self, whole: Work, halves: Sequence[Work]) -> bool:
-        """Whether a step takes less time as halves."""
+        """Return whether a step takes less time as halves."""
         as_halves = self.cost.stages(replace(whole, halves=halves))
         return sum(as_halves) < sum(self.cost.stages(whole))
 
@@ -149,11 +149,11 @@ class ModelledCluster:
 
     @property
     def yardstick(self) -> Yardstick:
-        """What the figures are measured by; nothing where the model is not known."""
+        """The yardstick of the figures; an empty one where the model is not known."""
         return make_yardstick(self.site) if self.site else Yardstick()
 
     def fit(self, name: str, relative: bool) -> StepFit:
-        """What profiling an instance would find, with all KV heads on the stages' own groups.
+        """Fit an instance's steps as profiling would, with all KV heads on the stages' own groups.
 
         See ``fit_costs``.
         """
@@ -165,7 +165,7 @@ class ModelledCluster:
         return fit_costs(modelled.cost, *limits, longest, pool, relative)
 
     def describe(self) -> dict[str, object]:
-        """What stands where, as JSON values."""
+        """Describe what stands where, as JSON values."""
         return {
             name: {
                 "engine": modelled.config.model_dump(exclude={"group", "stages"}),

@@ -25,7 +25,7 @@ def serve_alone(config: RunFile, work: Iterable[BenchRequest], on_request: OnReq
 
 
 def reference_latencies(config: RunFile, work: Sequence[BenchRequest]) -> Reference:
-    """What each request takes alone on a reference machine: its lengths decide, not its tokens.
+    """Return each request's latencies alone on a reference machine: lengths decide, not tokens.
 
     Each pair of lengths is simulated once.
 

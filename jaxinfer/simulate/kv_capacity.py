@@ -44,7 +44,7 @@ def count_pages(
 
 
 def _page_bytes(instance: InstanceConfig, part: StagePart) -> int:
-    """Of all KV heads and layers of a stage."""
+    """Return the bytes of a page, of all KV heads and layers of a stage."""
     model = part.model
     scales = _SCALES * part.layers * model.num_key_value_heads if part.kv_size == 1 else 0
     return model.kv_bytes(part.layers, part.kv_size) * instance.page_size + scales
@@ -135,10 +135,10 @@ def _room(instance: InstanceConfig, parts: Sequence[StagePart], asked: Attention
 
 
 def level(counts: Sequence[int], each: Sequence[float], room: float) -> list[int] | None:
-    """How many more of each there are to be, so that the fewest are as many as they can be.
+    """Return how many more of each there are to be, so that the fewest are as many as possible.
 
     Args:
-        counts: of those that are there; ``each``: what one more takes of the ``room``.
+        counts: numbers that are there; ``each``: how much of the ``room`` one more takes.
 
     Returns:
         At least one more of each; None without room for that.

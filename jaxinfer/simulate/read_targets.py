@@ -46,12 +46,12 @@ def read_targets(
     attainment: float | None = None,
     criterion: Criterion | None = None,
 ) -> Targets:
-    """From what a user writes.
+    """Read targets from the text that a user gives.
 
     Args:
         text: limits of each request, ``ttft=1,tpot=0.1``, or of percentiles, ``ttft:p90=2``, in
             seconds; or the path of a YAML file (see ``Slowdowns``), whose reference is simulated.
-        work: what is to be served.
+        work: the requests to be served.
         attainment, criterion: as of ``RequestTargets``.
 
     Raises:

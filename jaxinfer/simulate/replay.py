@@ -110,7 +110,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
 
 
 def _order(request: RequestRecord) -> tuple[float, list[int]]:
-    """As they came: ids count up, whatever else is in them."""
+    """Return the key that sorts requests as they came: ids count up, whatever else is in them."""
     return request.arrival, [int(number) for number in re.findall(r"\d+", request.id)]
 
 
@@ -127,7 +127,7 @@ def _profile(name: str, described: Mapping[str, Any]) -> Profile:
 def _instance(
     cluster: ClusterConfig, config: InstanceConfig, described: Mapping[str, Any], profile: Profile
 ) -> tuple[ModelledInstance, StepFit | None]:
-    """As it was, and what its Balancer had to go by."""
+    """Model an instance as it was; also return the fit that its Balancer had to go by."""
     stages = described["stages"]
     groups = [stage["group"] for stage in stages]
     slowdowns = [cluster.groups[group].slowdown for group in groups]
@@ -199,9 +199,9 @@ def fidelity(real: RunRecord, simulated: RunRecord) -> Table:
 
 
 def overruns(real: RunRecord) -> list[str]:
-    """Of instances whose emulated steps were late by over 1 % of the run: why figures differ.
+    """Report instances whose emulated steps were late by over 1 % of the run: why figures differ.
 
-    Such a run is slower than the devices that it emulates, and those are what is simulated.
+    Such a run is slower than the devices that it emulates, and the simulation is of the devices.
     """
     return [
         f"{name}: {late['steps']} steps overran the emulated device, by {late['seconds']:.3g} s in "

@@ -47,17 +47,17 @@ class ModelledRequests:
 
     @property
     def num_output(self) -> Callable[[RequestView], int]:
-        """Of a request, the output tokens that end it."""
+        """Function that counts the output tokens that end a request."""
         return self._true_length if self._limit else attrgetter("max_tokens")
 
     @property
     def check_stop(self) -> Callable[[RequestState, int], Stop | None] | None:
-        """What ends requests besides their limits; None where nothing does."""
+        """The check that ends requests besides their limits; None where nothing does."""
         return self._stop_at_length if self._limit else None
 
     @cached_property
     def predict(self) -> Predict | None:
-        """What predicts their lengths, if anything does.
+        """Predictor of the requests' lengths; None if there is none.
 
         Raises:
             JaxinferError: the user's own predictor cannot be used.

@@ -44,7 +44,7 @@ def simulate(
 
 
 def prepare(config: RunFile) -> tuple[Resolved, ModelledCluster, dict[str, StepFit]]:
-    """What ``serve`` needs besides requests.
+    """Return all that ``serve`` needs besides requests.
 
     Raises:
         JaxinferError: the cluster cannot be what the run file says.
@@ -130,7 +130,7 @@ def serve(
 def describe_run(
     site: Resolved, cluster: ModelledCluster, work: Sequence[BenchRequest]
 ) -> dict[str, object]:
-    """What runs where, as JSON values."""
+    """Describe what runs where, as JSON values."""
     from jaxinfer.report.origin import FACTS, asked_for  # Of what is kept alone.
 
     config, modelled = site.run_file, cluster.site

@@ -2,7 +2,7 @@
 
 
 class Turns:
-    """What is given of a group's time is taken from all others, whoever asks first.
+    """Shares out a group's time, first come, first served: time given to one is lost to the others.
 
     A step's work there is as many pieces as its stage has layers: it goes into whatever time is
     free from its start on, between what others have been given.

@@ -37,14 +37,14 @@ class ShardCost:
     round_trip: float = 0.0
 
     def seconds(self, work: ShardWork) -> float:
-        """Of a step; nothing where no head of its rows lies here."""
+        """Return the seconds of a step; 0 where no head of its rows lies here."""
         return self.busy(work) + self.round_trip if work.tokens else 0.0
 
     def busy(self, work: ShardWork) -> float:
-        """Of those, the seconds that group and link work.
+        """Return the seconds of a step for which group and link work.
 
-        Counts are multiplied as integers first: with all heads here, it is to the last bit what the
-        roofline has for the stage.
+        Counts are multiplied as integers first: with all heads here, it equals to the last bit the
+        roofline's time for the stage.
         """
         decodes = work.entries * self.head_bytes * self.per_byte
         seen = sum(slices * (start + count) for start, count, slices in work.chunks)
@@ -57,18 +57,18 @@ class ShardCost:
 
     @property
     def fit(self) -> AttentionFit:
-        """What a profile of its decodes would find."""
+        """Return the fit that a profile of its decodes would find."""
         per_entry = self.head_bytes * self.per_byte
         return AttentionFit(0.0, per_entry, 0.0, self.per_query, self.round_trip)
 
 
 @dataclass(frozen=True)
 class Visit:
-    """What a stage has done by a device group that works for other stages, too.
+    """Work for a stage by a device group that works for other stages, too.
 
     Attributes:
-        group: its name; ``shard``: number of its shard, of the instance's.
-        layers: of the stage.
+        group: its name; ``shard``: number of its shard, among the instance's.
+        layers: number of the layers of the stage.
     """
 
     group: str
@@ -77,7 +77,7 @@ class Visit:
     layers: int
 
     def seconds(self, work: Work) -> float:
-        """That a step keeps the group busy."""
+        """Return the seconds for which a step keeps the group busy."""
         return self.layers * self.cost.busy(work.shards[self.shard])
 
 
@@ -94,7 +94,7 @@ class SpreadStage(RooflineStage):
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """On its own group alone, as the instance's first stage."""
+        """Make the stage on its own group alone, as the instance's first stage."""
         stage = super().of(part, costs)
         heads = part.model.num_key_value_heads
         each = stage._attention_flops // heads, stage._kv_bytes // heads
@@ -102,7 +102,7 @@ class SpreadStage(RooflineStage):
         return stage
 
     def seconds(self, work: Work) -> float:
-        """Of one step, as halves where it has some, and KV heads lie on other groups."""
+        """Return the seconds of a step, as halves if it has them and KV heads on other groups."""
         if not (work.halves and any(one.tokens for one in self._counted(work)[1:])):
             return super().seconds(work)
         first, second = map(self.layer, work.halves)
@@ -126,5 +126,5 @@ class SpreadStage(RooflineStage):
         return max(cost.seconds(one) for cost, one in zip(self.shards, counted, strict=True))
 
     def _counted(self, work: Work) -> Sequence[ShardWork]:
-        """What each of its shards has to do."""
+        """Return the work of each of its shards."""
         return work.shards[self.first : self.first + len(self.shards)]

@@ -19,15 +19,15 @@ Criterion = Literal["both", "each"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether targets are kept, and by how much.
+    """Verdict on targets: whether they are kept, and by how much.
 
     Attributes:
         good: requests that count as goodput: those that meet all their limits, or, where limits
             are of percentiles, all of them if these hold, else none.
-        attainment: the share of the requests that is compared with what is asked for; of a run that
-            was stopped, what it could at most have come to; None where limits are of percentiles.
+        attainment: the share of the requests that is compared with the one asked for; if the run
+            was stopped, the most it could have come to; None where limits are of percentiles.
         figures: by limit, the share of the requests that keep it, or the percentile that was found;
-            None of nothing.
+            None without values.
     """
 
     met: bool
@@ -44,21 +44,21 @@ class Watch(Protocol):
 
     @property
     def hopeless(self) -> bool:
-        """Whether the targets are missed, whatever the other requests do."""
+        """True if the targets are missed, whatever the other requests do."""
 
     def verdict(self) -> Verdict:
-        """On all requests so far."""
+        """Return the verdict on all requests so far."""
 
 
 class Targets(Protocol):
-    """What is asked for."""
+    """Latency targets, as a user asks for them."""
 
     @property
     def reference(self) -> "Reference | None":
-        """Of what the limits are multiples; None where they are seconds."""
+        """The reference of which the limits are multiples; None where they are seconds."""
 
     def watch(self, work: Sequence[BenchRequest], runs: int = 1) -> Watch:
-        """For so many runs of this work, which count as one."""
+        """Watch so many runs of this work, which count as one."""
 
 
 def _tpot(request: RequestState, times: Sequence[float]) -> float | None:
@@ -292,7 +292,7 @@ class _PercentileWatch:
 
 
 def _allowed(count: int, percent: float) -> int:
-    """Of so many values, how many may be beyond a limit before their percentile must be."""
+    """Return how many of so many values may be beyond a limit before their percentile must be."""
     return count - 1 - math.floor(percent / 100 * (count - 1)) if count else 0
 
 
@@ -315,6 +315,6 @@ def limits(targets: Targets) -> list[Limit]:
 
 
 def gap_limits(targets: Targets) -> list[Limit]:
-    """Those of the time between two tokens, the least first."""
+    """Return the limits of the time between two tokens, the least first."""
     found = [limit for limit in limits(targets) if limit.metric in ("tbt", "tpot")]
     return sorted(found, key=lambda limit: limit.seconds)

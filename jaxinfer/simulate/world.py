@@ -20,13 +20,13 @@ from jaxinfer.simulate.spread import Visit
 
 @dataclass(frozen=True)
 class StagePair:
-    """What one stage of the source has of a transfer, and where it goes.
+    """One source stage's part in a transfer, and its way to the destination.
 
     Attributes:
-        stage: of the source.
+        stage: number of the source stage.
         token_bytes: KV bytes per token.
         path: the links.
-        latency_s: until the first byte lands.
+        latency_s: seconds until the first byte lands.
     """
 
     stage: int
@@ -92,7 +92,7 @@ class SimulatedWorld:
         return self._now
 
     def arrivals_left(self) -> bool:
-        """Whether a request is still to arrive."""
+        """True if a request is still to arrive."""
         return self._next is not None or self._num_added > 0
 
     def add(self, request: RequestState) -> None:
@@ -186,7 +186,7 @@ class SimulatedWorld:
         return TransferDone(t, moving.start, self._now, (t.stop - t.start) * token_bytes)
 
     def due_events(self) -> Sequence[Event]:
-        """What happens next in virtual time, and all that happens at the same moment."""
+        """Return the next event in virtual time, and all that happens at the same moment."""
         events: list[Event] = []
         while not events and (time := self._next_time()) < math.inf:
             assert time >= self._now, "time runs back"

@@ -91,10 +91,10 @@ def paired(prompts: Iterable[Any], params: Params) -> Iterator[tuple[Any, Sampli
 
 
 def text_or_token_ids(prompt: object) -> str | list[int]:
-    """What a prompt holds.
+    """Return the text or the token ids that a prompt holds.
 
     Raises:
-        JaxinferError: it is no prompt.
+        JaxinferError: ``prompt`` is no prompt.
     """
     match prompt:
         case str():

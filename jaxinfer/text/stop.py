@@ -146,7 +146,7 @@ class Answers:
         return self._checks[request.id].add(token)
 
     def output(self, siblings: Sequence[RequestState]) -> RequestOutput:
-        """Of all continuations of one prompt, which have ended."""
+        """Return the output of all continuations of one prompt, which have ended."""
         first = siblings[0]
         failed = next((request for request in siblings if request.error), None)
         prompt_logprobs = None

@@ -98,7 +98,7 @@ class Tokenizer:
 
 
 class NoTokenizer(Tokenizer):
-    """Of a model without one: prompts are token ids, and outputs have no text."""
+    """Tokenizer of a model without one: prompts are token ids, and outputs have no text."""
 
     def __init__(self, name: str, eos_token_ids: tuple[int, ...]) -> None:
         self.name, self.eos_token_ids, self.vocab_size = name, eos_token_ids, 0

@@ -93,7 +93,7 @@ def _add_tokens(backend: Tokenizer, tokens: Sequence[str], types: Sequence[int])
 def _ends(
     metadata: Mapping[str, Any], adds_bos: bool, bos: str | None, tokens: list[str], path: Path
 ) -> processors.PostProcessor | None:
-    """What is added around a text: nothing, or BOS."""
+    """Return the processor that adds BOS before a text; None if nothing is added."""
     if metadata.get("tokenizer.ggml.add_eos_token", False):
         raise JaxinferError(
             f"{path}: tokenizer.ggml.add_eos_token is true, must be false: nothing can follow a "

@@ -33,10 +33,10 @@ Post = Callable[[Landed | Failed], None]
 
 
 class Channel:
-    """From one instance to another: a thread that moves one slab after the other.
+    """The way from one instance to another: a thread that moves one slab after the other.
 
     Args:
-        lanes: of all stages that have layers in common.
+        lanes: lanes of all stages that have layers in common.
 
     Attributes:
         waits_for: the instance whose devices the thread waits for, and since when, by
@@ -60,7 +60,7 @@ class Channel:
         return min(lane.probe(names) for lane in self.lanes)
 
     def num_slabs(self, transfer: Transfer) -> int:
-        """How many will land."""
+        """Return how many slabs of a transfer will land."""
         return len(starts_of(transfer)) * len(self.lanes)
 
     def send(
@@ -139,5 +139,5 @@ class Channel:
 
 
 def starts_of(transfer: Transfer) -> range:
-    """Where each slab of a transfer begins."""
+    """Return the positions at which the slabs of a transfer begin."""
     return range(transfer.start, transfer.stop, SLAB_TOKENS)

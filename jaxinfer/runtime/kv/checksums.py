@@ -22,7 +22,7 @@ def checksum(slab_2LTKH: jax.Array) -> jax.Array:
 
 
 def known_slab(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
-    """What both ends of a way know."""
+    """Make the slab that both ends of a way know."""
     return (np.arange(np.prod(shape)) % 251 - 125).reshape(shape).astype(dtype)
 
 

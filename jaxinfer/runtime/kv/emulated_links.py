@@ -27,14 +27,14 @@ class _Slab:
 
 
 class EmulatedLinks:
-    """As in a simulation: flows share a link's rate, and each pays its latency once.
+    """Links emulated as in a simulation: flows share a link's rate, and each pays its latency once.
 
     A slab lands no earlier than those that have left before it to the same pages: one that is
     written to pages of 8 bits erases what lies behind it. All times are those of
     ``time.perf_counter``.
 
     Args:
-        lanes: of all routes.
+        lanes: lanes of all routes.
     """
 
     def __init__(self, lanes: Iterable[Lane | RemoteLane]) -> None:
@@ -61,12 +61,12 @@ class EmulatedLinks:
 
     @property
     def next_time(self) -> float | None:
-        """When the next slab has been sent or lands."""
+        """Return the time when the next slab has been sent or lands; None if none is under way."""
         times = (self._network.next_end, self._landing[0][0] if self._landing else None)
         return min((time for time in times if time is not None), default=None)
 
     def take_landed(self, now: float) -> list[Landed]:
-        """What has landed by now; each slab's end is when it did."""
+        """Return the slabs that have landed by now; each one's end is when it did."""
         self._advance(now)
         taken = []
         while self._landing and self._landing[0][0] <= now:

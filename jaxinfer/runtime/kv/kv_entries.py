@@ -45,11 +45,11 @@ def read_entries(
 def allowed_change(
     sent: np.ndarray, wire: np.dtype, stored: np.dtype, page_size: int
 ) -> np.ndarray:
-    """How far what arrives may be from what was sent, entry by entry, by the number formats alone.
+    """Return how far number formats let each entry that arrives differ from the one sent.
 
     Args:
         sent: [L, 2, T, K, H], as the source holds it.
-        wire: what travels; ``stored``: what the destination holds, in pages of ``page_size``.
+        wire: format that travels; ``stored``: that of the destination, in pages of ``page_size``.
     """
     travels = sent.astype(wire).astype(np.float32)
     if stored.name not in LARGEST:

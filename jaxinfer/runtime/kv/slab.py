@@ -72,12 +72,12 @@ def scatter(
 
 @dataclass(frozen=True)
 class SlabFormat:
-    """What a slab between two stages holds: entries of the layers that both have.
+    """The contents of a slab between two stages: entries of the layers that both have.
 
     Attributes:
-        first, stop: of the whole model's layers.
+        first, stop: range among the whole model's layers.
         num_heads: KV heads of the model, without padding.
-        dtype: the narrower of the two stages'.
+        dtype: the narrower of the two stages' types.
         shards: pieces by heads that both stages' devices can have equally many of.
     """
 
@@ -90,7 +90,7 @@ class SlabFormat:
 
     @classmethod
     def between(cls, source: PlanFacts, dest: PlanFacts) -> "SlabFormat":
-        """Of two stages that have layers in common."""
+        """Make the format for two stages that have layers in common."""
         shards = math.gcd(len(source.devices), len(dest.devices), source.num_kv_heads)
         return cls(
             max(source.layers.start, dest.layers.start),
@@ -113,13 +113,13 @@ class SlabFormat:
         return 2 * layers * self.num_heads * self.head_dim * self.dtype.itemsize
 
     def sharding(self, plan: Plan) -> NamedSharding:
-        """On a stage: by heads where its devices divide them, else whole on every device."""
+        """Shard a slab by heads if the stage's devices divide them, else put it whole on each."""
         divides = self.num_heads % len(plan.devices) == 0
         axes = [None] * 3 + [HEADS_AXIS if divides else None]
         return NamedSharding(plan.mesh, PartitionSpec(*axes))
 
     def layers_of(self, plan: PlanFacts) -> slice:
-        """Those of the stage that a slab holds."""
+        """Return the range of the stage's layers that a slab holds."""
         return slice(self.first - plan.layers.start, self.stop - plan.layers.start)
 
 

@@ -12,7 +12,7 @@ from jaxinfer.serving.request_state import RequestState
 
 @dataclass(slots=True)
 class _Told:
-    """What the other process knows of a request: pages of a hold, and output tokens."""
+    """The other process's knowledge of a request: pages of a hold, and output tokens."""
 
     number: int
     hold: Hold | None = None
@@ -29,7 +29,7 @@ class Teller:
         self._numbers = 0
 
     def tell(self, batch: Batch, step: int, origin: float) -> Launch:
-        """What the mirror needs for its own copy of the batch."""
+        """Return all that the mirror needs for its own copy of the batch."""
         new: list[NewRequest] = []
         tokens: list[tuple[int, list[int]]] = []
         rows = [self._tell_row(row, new, tokens) for row in batch.rows]

@@ -40,7 +40,7 @@ PATIENCE_S, SLOWEST_GB_S = 10.0, 0.05
 
 @dataclass
 class _End:
-    """Of one lane: it sends, or takes in. A thread does what has to be waited for, in order."""
+    """One end of a lane: it sends, or takes in. A thread does, in order, all that has to wait."""
 
     form: SlabFormat
     sharding: NamedSharding

@@ -42,7 +42,7 @@ class Prepare(NamedTuple):
 
 
 class NewRequest(NamedTuple):
-    """What a request never changes, told once."""
+    """The parts of a request that never change, told once."""
 
     number: int
     id: str
@@ -75,7 +75,7 @@ class Launch(NamedTuple):
 
 
 class Emulate(NamedTuple):
-    """How long a stage's steps are to take."""
+    """Set how long a stage's steps are to take."""
 
     instance: str
     stage: int
@@ -156,7 +156,7 @@ class Hello(NamedTuple):
 
     @classmethod
     def here(cls) -> "Hello":
-        """Those of this process."""
+        """Return the versions of this process."""
         return cls(version("jax"), version("jaxinfer"))
 
 
@@ -199,7 +199,7 @@ class WorkerFailed(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """What was asked for cannot be done."""
+    """A message cannot be carried out."""
 
     line: str
 

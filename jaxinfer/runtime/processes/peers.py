@@ -71,7 +71,7 @@ class Child:
 
 
 class Greeting(NamedTuple):
-    """What a worker that listens answers whoever asks for its clock."""
+    """The answer of a listening worker to anyone who asks for its clock."""
 
     clock: float
     host: str
@@ -153,9 +153,9 @@ def shared_key() -> str:
 
 
 def clock_offset(ask: Callable[[], float]) -> float:
-    """What another clock is ahead of this one's: by the shortest of some round trips.
+    """Return by how many seconds another clock is ahead, by the shortest of some round trips.
 
-    It is wrong by half of that at most.
+    It is wrong by half of that trip at most.
     """
     found = []
     for _ in range(ROUND_TRIPS):
@@ -182,5 +182,5 @@ def start_worker(
 
 
 def how_ended(code: int) -> str:
-    """In words, what a process's exit code says."""
+    """Put into words how a process ended, by its exit code."""
     return f"was ended by signal {-code}" if code < 0 else f"has ended ({code})"

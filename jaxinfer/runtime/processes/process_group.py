@@ -32,7 +32,7 @@ class Side(Protocol):
         """Have somebody told when the process is no more."""
 
     def why_lost(self, seconds: float) -> str | None:
-        """Why it is no more, or will not be in so many seconds."""
+        """Wait so many seconds at most for the process to end; return why it did, or None."""
 
 
 class ThisProcess:
@@ -87,7 +87,7 @@ class AnotherProcess:
             _open_lane(process, message, hear)
 
     def move_to(self, process: Process) -> None:
-        """From here on, it is this one, where the ends are open."""
+        """Let another process, in which the ends are open, take its place from here on."""
         self._process = process
 
     def do(self, message: LaneMessage, after: "Future[None] | None" = None) -> None:
@@ -223,10 +223,10 @@ class OtherProcesses:
 
 
 def wait_until_loaded(process: Process, progress: Progress = lambda what, left: None) -> Loaded:
-    """What a process has to say when it has loaded and compiled.
+    """Wait until a process has loaded and compiled, and return its answer.
 
     Raises:
-        JaxinferError: it cannot, or has ended.
+        JaxinferError: the process cannot, or has ended.
     """
     answers = process.answers()
     while not isinstance(answer := next(answers), Loaded):

@@ -37,15 +37,15 @@ _numbers = count()
 
 
 class RemoteChannel:
-    """From one instance to another; see ``Channel``.
+    """The way between two instances, at least one in another process; see ``Channel``.
 
     Args:
         ends: names of the two; ``sides``: the processes that have them.
         verify: compare checksums of what was sent and what lies in the destination's pages.
-        carriers: those that the probe is to choose from, one at least.
+        carriers: at least one, from which the probe is to choose.
 
     Attributes:
-        by: the one that is in use; ``failed``: those that the probe has failed with, and why.
+        by: the carrier in use; ``failed``: carriers that the probe has failed with, and why.
         waits_for: None: a process that says nothing, and a slab that does not come, are given up
             where they are waited for.
     """
@@ -120,7 +120,7 @@ class RemoteChannel:
         return lane.token_bytes * SLAB_TOKENS / min(seconds) / 1e9
 
     def num_slabs(self, transfer: Transfer) -> int:
-        """How many will land."""
+        """Return how many slabs of a transfer will land."""
         return len(starts_of(transfer)) * len(self.lanes)
 
     def send(
@@ -146,7 +146,7 @@ class RemoteChannel:
                         raise
 
     def _begin(self, post: Post) -> None:
-        """Of a run; one that was broken off has left slabs that nobody takes."""
+        """Begin a run; forget slabs that nobody takes, from a run that was broken off."""
         self._post = post
         with self._lock:
             left = list(self._slabs.values())
@@ -196,7 +196,7 @@ class RemoteChannel:
                 self._post(Failed(instance, ProcessLost(why)))
 
     def _blame(self, failed: SlabFailed) -> tuple[str, str]:
-        """Whose failure it is, and why: where a process has ended, that."""
+        """Return the instance to blame and the reason: that its process has ended, if it has."""
         instance, side = list(zip(self._ends, (self._source, self._dest), strict=True))[
             not failed.by_source
         ]

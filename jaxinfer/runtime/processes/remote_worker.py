@@ -112,7 +112,7 @@ class Process:
         return self.answers()
 
     def answers(self) -> Iterator[Any]:
-        """What comes of what was asked; see ``ask``."""
+        """Yield the answers to the message that was sent; see ``ask``."""
         while True:
             match answer := self._answers.get():
                 case Refused(line):
@@ -137,7 +137,7 @@ class Process:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def why_lost(self, seconds: float) -> str | None:
-        """Why it is no more, or will not be in so many seconds."""
+        """Wait so many seconds at most for the process to end; return why it did, or None."""
         self._ended.wait(seconds)
         return self.lost
 

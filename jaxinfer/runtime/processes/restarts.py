@@ -30,13 +30,13 @@ class Restarted:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has come of a loss.
+    """The outcome of a loss.
 
     Attributes:
-        instances: those of the process.
-        why: it was lost.
-        seconds: from then until it was ready, or was given up.
-        error: why it could not be started; None if it was.
+        instances: instances of the process.
+        why: the reason why it was lost.
+        seconds: time from then until it was ready, or was given up.
+        error: the reason why it could not be started; None if it was.
     """
 
     group: str
@@ -117,7 +117,7 @@ class Restarts:
             self._hear(Failed(name, ProcessLost(home.why)))
 
     def expect(self, instance: str, why: str) -> bool:
-        """Whether an instance that was lost is to return; if so, all of its process is lost."""
+        """Return whether a lost instance is to return; if so, all of its process is lost."""
         home = self._of.get(instance)
         if home is None:
             return False
@@ -182,7 +182,7 @@ class Restarts:
         self._hear(Restarted(home.group))
 
     def _attempt(self, home: _Home) -> str | None:
-        """Why the process cannot be started; None when it is ready."""
+        """Start the process once; return why that failed, or None when it is ready."""
         process: Process | None = None
         try:
             # From here on, whoever closes the others closes this one, too.
@@ -216,7 +216,7 @@ def _get_ready(home: _Home, process: Process) -> dict[str, SamplerShape]:
 
 
 def _as_planned(config: ClusterConfig, workers: Mapping[str, RemoteWorker]) -> ClusterConfig:
-    """With the sizes that went by the memory that was free, and by speed, as they came out."""
+    """Return ``config`` with the sizes that free memory and speed decided, as they came out."""
     instances = {}
     for name, worker in workers.items():
         instance, plans = config.instances[name], [stage.plan for stage in worker.stages]

@@ -73,7 +73,7 @@ def _introduced(
 
 
 def set_patience(there: socket.socket, seconds: float) -> None:
-    """How long to wait for each part of what comes; 0 is for ever."""
+    """Set how long to wait for each part of incoming data, in seconds; 0 is for ever."""
     patience = struct.pack("ll", *divmod(round(seconds * 1e6), 10**6))
     there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
 
@@ -105,5 +105,5 @@ def join_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address in numbers is one that other hosts cannot reach."""
+    """Return whether a numeric address is one that other hosts cannot reach."""
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback

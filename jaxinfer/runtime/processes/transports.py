@@ -50,7 +50,7 @@ class Carrier(Protocol):
 
 
 class Address(NamedTuple):
-    """Where a process's slabs are to be fetched."""
+    """The address at which a process's slabs can be fetched."""
 
     host: str
     port: int
@@ -58,7 +58,7 @@ class Address(NamedTuple):
 
 
 class HostCarrier:
-    """By the memory of the host and a socket: for any pair of devices.
+    """Carries slabs by the host's memory and a socket, between any pair of devices.
 
     Args:
         host: the address by which this process is reached.
@@ -145,7 +145,7 @@ TRANSPORTS = 8
 
 
 class ServerCarrier:
-    """By ``jax.experimental.transfer``: device to device as far as the platform knows a way.
+    """Carries slabs by ``jax.experimental.transfer``, device to device as far as platforms can.
 
     An offer that nobody pulls stays in memory: the server has no way to take it back.
 

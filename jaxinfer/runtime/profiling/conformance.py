@@ -35,15 +35,15 @@ TRANSFERS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a pair of sides.
+    """The outcome of a hand-off between a pair of sides.
 
     Attributes:
         verdict: ``exact``: every bit of every entry; ``rounds``: within what the formats allow;
             ``wrong``: not; ``refused``: for ``reason``.
         max_change, rms_change, bound: see ``compare_entries``.
         same_tokens: greedy tokens, from the first one on, that the reference draws, too.
-        logprob_change: of those, the log probability's largest difference.
-        num_bytes, seconds: of the prompt's KV.
+        logprob_change: the log probability's largest difference over those tokens.
+        num_bytes, seconds: size and time of the prompt's KV.
     """
 
     source: str
@@ -137,7 +137,7 @@ class Conformance:
         return ClusterConfig.model_validate({"groups": groups, "instances": instances})
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Of each side with each, itself included, in the order of the sides."""
+        """Yield the outcome of each side with each, itself included, in the order of the sides."""
         engines = self._cluster.engines
         reference = self._alone(next(iter(engines)))
         for source in self.sides:
@@ -260,6 +260,6 @@ def _stages(engine: Engine) -> list[Stage]:
 
 
 def _same(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """How many are equal, from the first one on."""
+    """Count the equal tokens, from the first one on."""
     both = zip(tokens, others, strict=True)
     return next((i for i, (a, b) in enumerate(both) if a != b), len(tokens))

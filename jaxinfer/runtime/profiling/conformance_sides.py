@@ -13,7 +13,7 @@ from jaxinfer.options.validation import did_you_mean, parse_yaml
 
 @dataclass(frozen=True)
 class Side:
-    """What one side of a hand-off has settled for itself, by the names of run files.
+    """The settings that a side of a hand-off has of its own, by their names in run files.
 
     Attributes:
         kernels: decides how keys lie: ``plain`` has them by head dimension, others by token.
@@ -37,7 +37,7 @@ class Side:
 
     @property
     def devices(self) -> int:
-        """Of all stages."""
+        """Number of devices of all stages."""
         return self.tensor_parallel_size * self.stages
 
     def sections(self, group: str, layers: int) -> tuple[dict[str, Any], dict[str, Any]]:

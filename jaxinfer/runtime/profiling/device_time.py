@@ -56,7 +56,7 @@ class DeviceTime:
 
 
 def device_time(kernels: Iterable[Kernel], marks: Sequence[float]) -> DeviceTime:
-    """Of the steps between the marks, each of which is the end of one."""
+    """Return the mean device time of the steps between the marks, each of which ends a step."""
     first, last, steps = marks[0], marks[-1], len(marks) - 1
     inside = [
         Kernel(k.name, max(k.start, first), min(k.end, last))

@@ -38,14 +38,14 @@ _STEPS = 3
 
 @dataclass(frozen=True)
 class Measured:
-    """What the steps of one degree of tensor parallelism take.
+    """The measured times of the steps of one degree of tensor parallelism.
 
     Attributes:
-        model: padded to the devices.
+        model: the model, padded to the devices.
         over_devices: layers were measured over as many devices as share them, all-reduces
             included; else one device had its shard.
-        depths: layers of the two models.
-        checks: steps of the deeper model of which nothing was made, with their seconds.
+        depths: numbers of layers of the two models.
+        checks: other steps of the deeper model, from which nothing was made, and their seconds.
         host_s: seconds that the host adds to a step that is not launched ahead, by sequences.
         spread: by how much the rounds of a step differ, in the median: quartiles by the median.
     """
@@ -118,10 +118,10 @@ def measure_operators(
     depths: tuple[int, int],
     progress: Progress,
 ) -> Measured:
-    """Of the cluster's one instance, with random weights; nothing else should run meanwhile.
+    """Measure the cluster's one instance, with random weights; nothing else should run meanwhile.
 
     Args:
-        degree: of tensor parallelism; over as many devices where they are there, else by the
+        degree: degree of tensor parallelism; over as many devices where they are there, else by the
             shard of one.
 
     Raises:

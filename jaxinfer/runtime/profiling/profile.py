@@ -38,9 +38,9 @@ PASSES, BUDGET_S = 3, 60.0
 
 
 def profile_key(engine: Engine, model: str) -> dict[str, Any]:
-    """What decides an instance's step times.
+    """Return all that decides an instance's step times.
 
-    Devices of one kind in this process are alike; those of another one may be on another host.
+    Devices of one kind in this process are alike; those of another process may be on another host.
     """
     plan, options = engine.plan, engine.plan.options
     apart = isinstance(engine.worker, RemoteWorker)
@@ -89,7 +89,7 @@ def _digest(data: bytes) -> str:
 
 
 def profile_name(engine: Engine, model: str) -> str:
-    """Of the file that has an instance's profile, if one has been made."""
+    """Return the name of the file that has an instance's profile, if one has been made."""
     return profile_path(profile_key(engine, model)).stem
 
 
@@ -162,7 +162,7 @@ class Needs:
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """What is to be profiled: all where the system wants fits, else what is emulated."""
+        """The instances to be profiled: all where the system wants fits, else those emulated."""
         return {
             name: engine
             for name, engine in self.cluster.engines.items()
@@ -220,7 +220,7 @@ def _slowed(times: StepTimes, slowdown: float, batch: Batch) -> float:
 
 
 def step_times(engine: Engine, profile: Profile) -> list[StepTimes]:
-    """For each stage of an instance."""
+    """Fit the step times of each stage of an instance."""
     return [
         StepTimes.fit(plan.limits, profile.points, stage) for stage, plan in enumerate(engine.plans)
     ]

@@ -131,7 +131,7 @@ class _ShardTimes:
         return inputs
 
     def _attention_s(self, inputs: SpreadInputs) -> float:
-        """Of one layer, the mean over the layers."""
+        """Return the seconds of one layer's attention, the mean over the layers."""
         stage, number = self._stage, self._number
         there = stage.pools[number].sharding
         piece = jax.device_put(self._piece(inputs), there)
@@ -147,9 +147,9 @@ class _ShardTimes:
         return (time.perf_counter() - start) / layers
 
     def _exchange_s(self, inputs: SpreadInputs) -> float:
-        """Of one layer's queries, keys and values on their way there, and outputs on theirs back.
+        """Return the seconds that a layer's queries, keys and values take there, and outputs back.
 
-        Once for each layer in a row, as between layers.
+        Measured once for each layer in a row, as between layers.
         """
         plan, there = self._stage.plan, self._stage.pools[self._number].sharding
         cut = Cut(plan, 1, inputs.pairs.tokens)
@@ -164,7 +164,7 @@ class _ShardTimes:
         return (time.perf_counter() - start) / layers
 
     def _dense(self) -> list[tuple[int, float]]:
-        """Of one layer without its attention, the mean over those behind the first."""
+        """Return seconds of a layer without attention by tokens, the mean of all but the first."""
         stage, found = self._stage, dict[int, float]()
         for shape in stage.step.limits.shapes():
             *_, padding = stage.padding(shape)

@@ -31,7 +31,7 @@ class HeadPool:
 
     @property
     def sharding(self) -> NamedSharding:
-        """Of what lies there."""
+        """Sharding of the arrays on the device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
 

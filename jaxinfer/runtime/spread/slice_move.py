@@ -117,7 +117,7 @@ class SliceMoves:
         self._queue.put((marks, partial(done, start)))
 
     def num_bytes(self, transfer: Transfer) -> int:
-        """That a move takes along: entries, of all layers of its stage."""
+        """Count the bytes that a move takes along: entries, of all layers of its stage."""
         assert transfer.slice_move
         total = 0
         for source, _, slices in transfer.slice_move.moves:

@@ -92,7 +92,7 @@ class PageTables:
         self._known: dict[str, _Known] = {}
 
     def rows(self, batch: Batch, starts: Sequence[int]) -> list[_Row]:
-        """Those that have KV heads here."""
+        """Return the rows of a batch that have KV heads here."""
         found = {}
         rows = []
         for at, row in zip(starts, batch.rows, strict=True):
@@ -279,7 +279,7 @@ def pack(batch: PagedBatch) -> np.ndarray:
 
 
 def unpack(packed: HostOrTraced, pairs: StepShape, limits: StepLimits) -> PagedBatch:
-    """What ``pack`` has packed, but for the positions, which attention does not look at."""
+    """Unpack the result of ``pack``, without the positions, which attention does not look at."""
     like = empty_inputs(pairs, limits).batch
     parts, begin = [], 0
     for part in like[1:]:

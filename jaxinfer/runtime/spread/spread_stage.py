@@ -55,9 +55,9 @@ class SpreadStage(Stage):
     def inputs(
         self, batch: Batch, shape: StepShape, sample_slots: Mapping[str, int], shard: int
     ) -> SpreadInputs | HalvedInputs:
-        """What ``forward`` takes of a batch; see ``build_spread_inputs``.
+        """Build the inputs that ``forward`` takes of a batch; see ``build_spread_inputs``.
 
-        As halves, if the batch has some, and KV heads lie on other devices than the stage's own.
+        They are halves if the batch has some and KV heads lie on devices other than the stage's.
         """
         plan = self.plan
         heads = plan.num_kv_heads, plan.config.num_key_value_heads
@@ -120,7 +120,7 @@ class SpreadStage(Stage):
         return found
 
     def zeros(self, *size: int, dtype: Any) -> jax.Array:
-        """On the stage's mesh."""
+        """Return zeros on the stage's mesh, made once for each size and type."""
         key = *size, dtype
         if key not in self._zeros:
             self._zeros[key] = jax.device_put(jax.numpy.zeros(size, dtype), self.plan.whole)
@@ -156,7 +156,7 @@ class Chain:
         self._outs = [nothing] * len(stage.pools)
 
     def enter(self, layer: int) -> None:
-        """From tokens, or the attention of the layer before, up to this layer's attention."""
+        """Go on from tokens, or the last layer's attention, to the attention of this layer."""
         stage, inputs, of = self._stage, self._inputs, self._stage.step.of
         buckets = self._shape, inputs.pairs
         if not layer:
@@ -181,7 +181,7 @@ class Chain:
         self._layer = layer
 
     def attend(self) -> None:
-        """What each device finds for its pairs, to the stage's mesh."""
+        """Launch each device's attention to its pairs; the results go to the stage's mesh."""
         stage = self._stage
         # The stage's own device last: it would have the others wait for what they are to attend to.
         found = {}

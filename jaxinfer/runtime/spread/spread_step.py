@@ -34,10 +34,10 @@ Graph = nnx.GraphDef[Any]
 
 
 class Cut:
-    """How queries, keys and values are cut into the devices' pairs, and what they give is joined.
+    """Cuts queries, keys and values into the devices' pairs, and joins the results.
 
     Args:
-        plan: of the stage; ``devices``: that have pairs; ``pairs``: of each.
+        plan: the stage's plan; ``devices``: number of them with pairs; ``pairs``: number on each.
     """
 
     def __init__(self, plan: Plan, devices: int, pairs: int) -> None:
@@ -60,7 +60,7 @@ class Cut:
         return [x_PXH[cut_R] for cut_R in cut_WR]
 
     def joined(self, outs: Sequence[jax.Array], layout: jax.Array) -> jax.Array:
-        """What the devices have found, [T, N, H]; zeros where nobody has the pair."""
+        """Join the results of the devices, [T, N, H]; zeros where nobody has the pair."""
         out_RGH = jnp.concatenate([*outs, jnp.zeros((1, self.G, self.H), outs[0].dtype)])
         out_PGH = out_RGH[layout[self.W * self.R :]]
         return out_PGH.reshape(-1, self.K * self.G, self.H)
@@ -81,7 +81,7 @@ def first(
     layout: jax.Array,
     x_TD: jax.Array | None,
 ) -> tuple[Stream, list[jax.Array]]:
-    """From tokens, or what the stage before has returned, to the first layer's pairs."""
+    """Compute the first layer's pairs from tokens, or from what the stage before has returned."""
     with jax.default_matmul_precision("highest"):
         model: Any = nnx.merge(outer, outer_state)
         if layers.first:
@@ -105,7 +105,7 @@ def middle(
     outs: Sequence[jax.Array],
     layout: jax.Array,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """From one layer's attention to the next layer's pairs, and the residual stream [T, D]."""
+    """Go from one layer's attention to the next layer's pairs, and the residual stream [T, D]."""
     with jax.default_matmul_precision("highest"):
         x_TD, ropes = stream
         before: Any = nnx.merge(layer, state)
@@ -124,7 +124,7 @@ def last(
     layout: jax.Array,
     sample_row_S: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """From the last layer's attention to hidden states: those to sample from, and all."""
+    """Go from the last layer's attention to hidden states: those to sample from, and all."""
     with jax.default_matmul_precision("highest"):
         found: Any = nnx.merge(layer, state)
         x_TD = found.after(x_TD, cut.joined(outs, layout))
@@ -194,7 +194,7 @@ class SpreadStep(CompiledStep):
 
     @property
     def windows(self) -> Sequence[int | None]:
-        """Of the stage's layers."""
+        """Attention windows of the stage's layers, None where a layer has none."""
         return self._windows
 
     def pair_shapes(self, shape: StepShape) -> list[StepShape]:
@@ -217,7 +217,7 @@ class SpreadStep(CompiledStep):
         return list(dict.fromkeys(parts))
 
     def _runs(self, shape: StepShape, pairs: StepShape) -> list[Hashable]:
-        """What a step runs, in order, where every device has pairs."""
+        """List the parts that a step runs, in order, where every device has pairs."""
         parts: list[Hashable] = [("first", shape, pairs)]
         for number, window in enumerate(self._windows):
             if number:
@@ -296,7 +296,7 @@ class SpreadStep(CompiledStep):
 
 
 def split_parameters(plan: Plan, parameters: Parameters) -> tuple[Parameters, list[Parameters]]:
-    """Those of no layer, and each layer's."""
+    """Split parameters into those of no layer, and each layer's."""
     return _split(nnx.merge(plan.graphdef, parameters))[1]
 
 

@@ -26,7 +26,7 @@ KV_DTYPES = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}
 
 
 class Device(Protocol):
-    """What any process knows of a device: JAX's own in the process that has it."""
+    """A device as any process knows it: JAX's own in the process that has it."""
 
     platform: str
     id: int
@@ -117,19 +117,19 @@ class Plan(PlanFacts):
 
     @property
     def facts(self) -> PlanFacts:
-        """What another process may know."""
+        """Return the facts that another process may know."""
         known = {each.name: getattr(self, each.name) for each in fields(PlanFacts)}
         devices = [DeviceFacts(d.platform, d.id, d.device_kind) for d in self.devices]
         return PlanFacts(**known | {"devices": devices})
 
     @property
     def whole(self) -> NamedSharding:
-        """Of arrays that every device has."""
+        """Sharding of arrays that every device has whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def step_arguments(self) -> tuple[Any, Any, jax.ShapeDtypeStruct]:
-        """What a step is compiled for: parameters, KV pages, previous tokens."""
+        """Return the arrays that a step is compiled for: parameters, KV pages, previous tokens."""
         previous_S = jax.ShapeDtypeStruct(
             (self.options.max_num_seqs,), jnp.int32, sharding=self.whole
         )
@@ -233,7 +233,7 @@ def _addressable(config: ModelConfig, kv_dtype: jnp.dtype, page_size: int, devic
 
 
 def choose_dtype(options: EngineOptions, device: jax.Device) -> jnp.dtype:
-    """Of weights, and of the KV cache unless ``kv_cache_dtype`` says otherwise.
+    """Choose the type of weights, and of the KV cache unless ``kv_cache_dtype`` says otherwise.
 
     Raises:
         JaxinferError: weights of 8 bits, which are modelled only.
@@ -248,7 +248,7 @@ def choose_dtype(options: EngineOptions, device: jax.Device) -> jnp.dtype:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """By path, of the model as ``config`` has it."""
+    """Return shapes of parameters by path, of the model as ``config`` has it."""
     L = config.num_hidden_layers
     _, parameters = _abstract_model(config, Layers(0, L, L))
     return {path: array.shape for path, array in parameters.items()}

@@ -77,7 +77,7 @@ def _plan_stages(
 
 
 def _host_bytes(plans: Iterable[Plan]) -> int:
-    """What they will take of the host's memory."""
+    """Count the bytes that the plans will take of the host's memory."""
     total = 0
     for plan in plans:
         if plan.devices[0].platform == "cpu":

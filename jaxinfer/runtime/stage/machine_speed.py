@@ -47,7 +47,7 @@ def product_rate(size: int) -> float:
 
 
 def _seconds(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
-    """Of one call among several, the median."""
+    """Return the seconds of one call among several in flight, the median."""
     run(x).block_until_ready()
     times = []
     for _ in range(_REPEATS):

@@ -16,13 +16,13 @@ _SCALE = 0.02
 
 
 def random_parameters(config: ModelConfig, plans: Sequence[Plan]) -> list[Parameters]:
-    """Of several stages, on their devices; from the option ``seed``, whatever the plan is.
+    """Draw the parameters of stages on their devices; they depend on ``seed``, not on the plan.
 
     Matrices and biases are drawn from a normal distribution; scales of norms are 1, and padding
     is zero.
 
     Args:
-        config: the model's, without padding.
+        config: the model's configuration, without padding.
     """
     shapes = parameter_shapes(config)
     program = cache(_program)  # Layers are alike.

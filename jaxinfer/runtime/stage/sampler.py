@@ -17,13 +17,13 @@ from jaxinfer.models.layers import HostOrTraced
 
 
 class SamplerShape(NamedTuple):
-    """What a sampler is compiled for besides its rows; 0 leaves a part out.
+    """The shape for which a sampler is compiled, besides its rows; 0 leaves a part out.
 
     Attributes:
         edits: logits changed per row: a bias, or a token forbidden for now.
         history: tokens of the longest request that has penalties.
         top: likeliest tokens to report.
-        prompt_top: those to report at each position of the prompt.
+        prompt_top: likeliest tokens to report at each position of the prompt.
     """
 
     edits: int = 0
@@ -114,7 +114,7 @@ def sample(
 
 
 def look_up(logits_SV: jax.Array, token_S: jax.Array, top: int) -> Samples:
-    """What the model says of these tokens, and its ``top`` likeliest ones."""
+    """Look up these tokens' log probabilities and ranks, and the ``top`` likeliest tokens."""
     # top_k puts 0 before -0, other comparisons do not.
     logits_SV = jnp.where(logits_SV == 0, 0.0, logits_SV)
     max_S1 = logits_SV.max(-1, keepdims=True)

@@ -139,7 +139,7 @@ def prompt_positions(row: Row) -> range:
 
 
 def next_prompt_tokens(batch: Batch, tokens: int) -> np.ndarray:
-    """For each token of the step, the prompt's next one where it is to be reported on.
+    """Return the prompt token after each token of the step, where it is to be reported on.
 
     Int32 [T]; the rows are in the order of ``step_inputs.build_inputs``.
     """

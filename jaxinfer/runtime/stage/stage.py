@@ -19,16 +19,16 @@ from jaxinfer.steps.shapes import StepShape
 
 
 class Stage:
-    """What a worker launches steps on; most instances have one.
+    """A part of a model on which a worker launches steps; most instances have one.
 
     Attributes:
         kv: the pages; each step, and each transfer into them, replaces them.
         emulate: seconds that a step is to take on a slower device, or None.
-        link: between the stage before and this one, where that is emulated.
+        link: the link from the stage before to this one, where that is emulated.
         overruns: seconds by which emulated steps were late, one for each that was.
         previous_S: the last step's tokens, which feed back into the next.
-        transfers: what was compiled to take slabs out of the pages and to write them there; ways
-            to other instances that want the same share it.
+        transfers: programs compiled to take slabs out of the pages and write them there; ways
+            to other instances that want the same share them.
     """
 
     def __init__(self, plan: Plan, parameters: Parameters) -> None:
@@ -54,7 +54,7 @@ class Stage:
     def inputs(
         self, batch: Batch, shape: StepShape, sample_slots: Mapping[str, int], shard: int
     ) -> Any:
-        """What ``forward`` takes of a batch; see ``build_inputs``."""
+        """Build the inputs that ``forward`` takes of a batch; see ``build_inputs``."""
         return build_inputs(batch, shape, self.step.limits, sample_slots, shard)
 
     def padding(self, shape: StepShape) -> Iterator[Any]:
@@ -110,13 +110,13 @@ class Stage:
         return samples, prompt
 
     def start_of(self, before: float, x_TD: jax.Array) -> float:
-        """When the hidden states of the stage before, which ended at ``before``, are here."""
+        """Return when hidden states of the stage before, which ended at ``before``, are here."""
         return before + (self.link.seconds(x_TD.nbytes) if self.link else 0.0)
 
     def end_of(self, batch: Batch, start: float) -> float:
-        """When a part of a step that is done now has ended, by ``time.perf_counter``.
+        """Return when a part of a step that is done now has ended, by ``time.perf_counter``.
 
-        On an emulated device that is later; waits for it.
+        On an emulated device that is later; wait for it.
         """
         now = time.perf_counter()
         if self.emulate is None:

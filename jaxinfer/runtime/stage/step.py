@@ -27,7 +27,7 @@ BLOCK_ROWS = 64
 
 
 class Key(NamedTuple):
-    """What one step needs compiled."""
+    """The shapes for which one step needs compiled programs."""
 
     shape: StepShape
     sampler: SamplerShape
@@ -86,7 +86,7 @@ def prompt_head(
     x_TD: jax.Array,
     token_T: jax.Array,
 ) -> Samples:
-    """What the model says of given tokens, each the next one after a hidden state."""
+    """Look up log probabilities of given tokens, each the next one after a hidden state."""
     with jax.default_matmul_precision("highest"):
         model: Any = nnx.merge(graphdef, parameters)
         pad = -len(x_TD) % BLOCK_ROWS

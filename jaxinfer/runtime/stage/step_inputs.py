@@ -84,7 +84,7 @@ def build_inputs(
 def fill_tokens(
     inputs: StepInputs, batch: Batch, starts: Sequence[int], sample_slots: Mapping[str, int]
 ) -> None:
-    """Which tokens a step has, where they stand, and which of them are sampled from.
+    """Fill in a step's tokens, their positions, and the rows that are sampled from.
 
     Args:
         starts: see ``row_starts``.
@@ -107,7 +107,7 @@ def fill_tokens(
 
 
 def row_starts(batch: Batch) -> list[int]:
-    """Where each row's tokens begin among the step's: single tokens first, then chunks."""
+    """Return where each row's tokens begin among the step's: single tokens first, then chunks."""
     single, chunk = 0, sum(row.count == 1 for row in batch.rows)
     starts = []
     for row in batch.rows:
@@ -128,6 +128,6 @@ def _fill_chunk(
 
 
 def _place_singles(batch: PagedBatch, singles: int, page_size: int) -> None:
-    """Where the KV entries of the first tokens go."""
+    """Fill in the pages and offsets for the KV entries of the single tokens, which come first."""
     column, batch.offset_T[:singles] = np.divmod(batch.position_T[:singles], page_size)
     batch.page_T[:singles] = batch.decode_table_SM[np.arange(singles), column]

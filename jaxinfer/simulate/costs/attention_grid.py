@@ -23,7 +23,7 @@ _NEIGHBOURS = 32
 
 
 def base_of(at: At) -> tuple[float, ...]:
-    """What the kernel does at (c, key, n, k)."""
+    """Return the base at (c, key, n, k): the terms of the work that the kernel does there."""
     c, key, n, k = at
     return 1.0, c, n, c * key, n * k, k, key
 

@@ -80,12 +80,12 @@ class CurveStage:
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """From a run file's options, which have these costs."""
+        """Make the stage from a run file's options, which have these costs."""
         assert costs.curves
         return cls(costs.curves, part.share)
 
     def seconds(self, work: Work) -> float:
-        """Of one step."""
+        """Return the seconds of one step."""
         rows, tokens = work.singles, work.tokens - work.singles
         if rows and tokens and self._factor:
             return self._share * self._factor * self._prompt(work.tokens)
@@ -126,7 +126,7 @@ class BatchCurves:
         self._batches = Curve(dict.fromkeys(sorted(measured), 0.0))
 
     def __call__(self, rows: int, entries: int) -> float:
-        """Of so many rows that see so many entries together."""
+        """Return the seconds of so many rows that see so many entries together."""
         i, j = self._batches.ends(rows)
         context = entries / rows
         found = self._level(i, context)

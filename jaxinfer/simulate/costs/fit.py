@@ -21,12 +21,12 @@ _LENGTHS, _CONTEXTS, _BATCHES = 64, 8, 8
 def fit_costs(
     cost: CostModel, budget: int, max_num_seqs: int, longest: int, pool: int, relative: bool
 ) -> StepFit:
-    """By least squares, over lengths and contexts that are evenly spread.
+    """Fit costs by least squares, over lengths and contexts that are evenly spread.
 
     Args:
         budget: tokens of one step at most.
-        longest: tokens of one request at most; ``pool``: of all together.
-        relative: of the relative error, or of that in seconds.
+        longest: tokens of one request at most; ``pool``: tokens of all together.
+        relative: whether the errors squared are relative, or else in seconds.
     """
     lengths = sorted({max(longest * i // _LENGTHS, 1) for i in range(1, _LENGTHS + 1)})
     prefills = [((length, 1.0), _prefill(cost, length, budget)) for length in lengths]

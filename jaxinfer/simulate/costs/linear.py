@@ -40,12 +40,12 @@ class LinearStage:
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """From a run file's options, which have these costs."""
+        """Make the stage from a run file's options, which have these costs."""
         assert costs.linear
         return cls(costs.linear, part.share)
 
     def seconds(self, work: Work) -> float:
-        """Of one step."""
+        """Return the seconds of one step."""
         costs = self._costs
         varying = (
             costs.token_s * work.tokens

@@ -75,7 +75,7 @@ class ProgramStage:
     def open(
         cls, tp: Path, engine: Mapping[str, Any], part: StagePart, step_s: float, sequence_s: float
     ) -> Self:
-        """From a folder such as ``tp1``.
+        """Make the stage from a folder such as ``tp1``.
 
         Args:
             engine: the section of ``meta.yaml``.
@@ -127,7 +127,7 @@ class ProgramStage:
         )
 
     def seconds(self, work: Work) -> float:
-        """Of one step."""
+        """Return the seconds of one step."""
         shape = self.limits.smallest(work.singles, work.tokens, work.sampled)
         kind = "" if shape.chunks else "decode_"
         each = self.dense[f"{kind}layer"][shape.tokens] + self.attention(work)
@@ -139,7 +139,7 @@ class ProgramStage:
 
 
 def padded_tokens(limits: StepLimits) -> list[int]:
-    """What steps with prefill are padded to."""
+    """List the numbers of tokens to which steps with prefill are padded."""
     return sorted({shape.tokens for shape in limits.shapes() if shape.chunks})
 
 
@@ -167,7 +167,7 @@ class Tables:
 
     @staticmethod
     def of(part: StagePart, costs: SimulateOptions) -> TableStage | ProgramStage:
-        """From a run file's options, which have these costs.
+        """Make the stage from a run file's options, which have these costs.
 
         Raises:
             JaxinferError: the folder is of another model or GPU; see ``TableStage`` and

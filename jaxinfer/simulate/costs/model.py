@@ -42,10 +42,10 @@ STAGES = {
 
 
 def make_stage(part: StagePart, costs: SimulateOptions) -> StageCost:
-    """How long a stage's steps take: by measured costs where there are some, else by a roofline.
+    """Make a stage with measured costs where there are some, else with a roofline.
 
     Raises:
-        JaxinferError: what the costs are made from has nothing for this stage.
+        JaxinferError: the source of the costs has nothing for this stage.
     """
     module, name = STAGES[costs.measured or "roofline"].split(":")
     try:

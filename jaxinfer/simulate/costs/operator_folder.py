@@ -27,15 +27,15 @@ _PADDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 @dataclass(frozen=True)
 class Degree:
-    """What one degree of tensor parallelism was measured with.
+    """The conditions under which one degree of tensor parallelism was measured.
 
     Attributes:
-        model: padded to the devices.
-        options: of the engine, as a run file has them.
+        model: shape of the model, padded to the devices.
+        options: options of the engine, as a run file has them.
         over_devices: layers were measured with their all-reduces.
         host_s: seconds per step and per sequence that launching takes, where the device waits.
-        layers: of the model whose steps are checked, and ``checks``: their seconds.
-        spread: of the rounds.
+        layers: layers of the model whose steps are checked, and ``checks``: their seconds.
+        spread: spread of the rounds.
     """
 
     devices: int
@@ -129,7 +129,7 @@ class Check:
 
     @property
     def adds_up(self) -> bool:
-        """Whether it is within the tolerance."""
+        """True if the median is within the tolerance."""
         return abs(self.middle) <= TOLERANCE
 
 

@@ -28,7 +28,7 @@ from jaxinfer.serving.batch import Work
 
 
 def prompt_pairs(chunks: Sequence[tuple[int, int]]) -> int:
-    """What chunks add to the squares of their prompts' lengths; they are as in ``Work``."""
+    """Return how much chunks, as in ``Work``, add to the squares of their prompts' lengths."""
     return sum([count * (2 * start + count) for start, count in chunks])
 
 
@@ -48,12 +48,12 @@ class PhaseStage:
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """From a run file's options, which have these costs."""
+        """Make the stage from a run file's options, which have these costs."""
         assert costs.phases
         return cls(costs.phases, part.share, part.first)
 
     def seconds(self, work: Work) -> float:
-        """Of one step."""
+        """Return the seconds of one step."""
         fixed = varying = own = 0.0
         if work.singles:
             decode = self._decode(work.singles)

@@ -14,7 +14,7 @@ from jaxinfer.simulate.costs.model import ITEMSIZE
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What of a GPU's peak a kernel reaches, and what an engine adds to each step.
+    """The shares of a GPU's peaks that kernels reach, and the time an engine adds to each step.
 
     Attributes:
         flops, bandwidth: fractions of the peaks.
@@ -88,7 +88,7 @@ class RooflineStage:
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """From a run file's options, where they have no other costs."""
+        """Make the stage from a run file's options, where they have no other costs."""
         efficiency = Efficiency(costs.flops, costs.bandwidth, costs.step_s, costs.sequence_s)
         return cls(
             part.gpu, part.model, part.layers, part.last, part.devices, ITEMSIZE, efficiency,
@@ -96,7 +96,7 @@ class RooflineStage:
         )  # fmt: skip
 
     def seconds(self, work: Work) -> float:
-        """Of one step."""
+        """Return the seconds of one step."""
         E = self._efficiency
         layer = self.dense(work.tokens) + self._attention(work)
         seconds = self.layers * layer + E.step_s + E.sequence_s * work.sequences

@@ -58,7 +58,7 @@ class Attention:
         return AttentionGrid(points, lambda chunk, y: y + self._own * chunk)
 
     def __call__(self, work: Work) -> float:
-        """Of all rows of a step: its chunks as one of as many tokens and pairs."""
+        """Return microseconds of all rows; chunks count as one of as many tokens and pairs."""
         last, micros = self._last
         if work is not last:  # The stages of one instance ask for the same.
             micros = self._micros(work)
@@ -81,10 +81,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class Operators:
-    """What the files of one degree of tensor parallelism have.
+    """The contents of the files of one degree of tensor parallelism.
 
     Attributes:
-        dense, heads: by operator, by tokens and by sequences.
+        dense, heads: curves of each operator, by tokens and by sequences.
         not_read: files that no step's time needs.
     """
 
@@ -96,7 +96,7 @@ class Operators:
 
     @classmethod
     def read(cls, tp: Path) -> Self:
-        """From a folder such as ``tp1``.
+        """Read the operators from a folder such as ``tp1``.
 
         Raises:
             JaxinferError: a table is missing, or lacks an operator or has one that is not known.
@@ -123,7 +123,7 @@ class Operators:
 
     @property
     def per_layer(self) -> dict[str, int]:
-        """How often each operator that there is runs in a layer."""
+        """Number of runs in a layer of each operator that there is."""
         return {name: n for name, n in (PER_LAYER | OPTIONAL).items() if name in self.dense}
 
 
@@ -134,17 +134,17 @@ def _read(tp: Path, files: Sequence[tuple[str, int, int]]) -> Operators:
 
 
 def read_operators(tp: Path) -> Operators:
-    """What a folder such as ``tp1`` has; see ``Operators.read``."""
+    """Read the operators of a folder such as ``tp1``; see ``Operators.read``."""
     found = [(path.name, path.stat()) for path in sorted(tp.glob("*.csv*"))]
     return _read(tp, tuple((name, s.st_mtime_ns, s.st_size) for name, s in found))
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """What devices that share each layer send each other, in seconds, where no table has it.
+    """Seconds of collectives between devices that share each layer, where no table has them.
 
     Attributes:
-        step_s: per step; ``token_s``: per token in it.
+        step_s: seconds per step; ``token_s``: per token in it.
         head_s: per step that yields tokens; ``sampled_s``: per row that does.
     """
 
@@ -154,7 +154,7 @@ class Collectives:
     sampled_s: float = 0.0
 
     def seconds(self, work: Work) -> float:
-        """Of one step."""
+        """Return the seconds of one step."""
         found = self.step_s + self.token_s * work.tokens
         return found + self.head_s + self.sampled_s * work.sampled if work.sampled else found
 
@@ -234,7 +234,7 @@ class TableStage:
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """From a run file's options, which have these costs."""
+        """Make the stage from a run file's options, which have these costs."""
         assert costs.tables
         return cls(
             data_path(costs.tables), part.model, part.gpu, part.devices, ITEMSIZE,
@@ -242,7 +242,7 @@ class TableStage:
         )  # fmt: skip
 
     def seconds(self, work: Work) -> float:
-        """Of one step."""
+        """Return the seconds of one step."""
         micros = self._layers * self._attention(work) + self._tokens(work.tokens)
         if self._sampled and work.sampled:
             micros += self._sampled(work.sampled)
