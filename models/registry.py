@@ -11,7 +11,7 @@ from jaxinfer.models.config_keys import Keys
 
 
 class Architecture(NamedTuple):
-    """What one file of this package says of its model.
+    """Model, config reader and weights of an architecture, one file of this package.
 
     Attributes:
         model: its ``embed`` takes one step's tokens and ``PagedBatch``, its call the result with

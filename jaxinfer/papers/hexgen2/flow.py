@@ -28,7 +28,7 @@ class Placed:
     carried: Carried
 
     def layers(self, site: Site) -> list[tuple[int, int, int, int]]:
-        """Of each stage, its node, its GPUs, its first layer and that after its last."""
+        """Return for each stage its node, its GPUs, its first layer and the one after its last."""
         nodes, found, start = nodes_of(site, self.group), [], 0
         for stage in self.carried.stages:
             found.append((nodes[stage.place], stage.tp, start, start + stage.layers))
@@ -38,7 +38,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Flow:
-    """What goes where, in requests per second.
+    """Rates from prefill groups to decode groups, in requests per second.
 
     Attributes:
         total: of all pairs.
@@ -55,7 +55,7 @@ class Flow:
 
 
 class Network:
-    """What the KV of one request takes of links.
+    """Links that the KV of a request goes over, and the bytes that it takes of each.
 
     Args:
         layer_bytes: of one layer's KV of a mean prompt.

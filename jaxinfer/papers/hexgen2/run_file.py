@@ -14,7 +14,7 @@ _FEWEST = 3.0
 
 
 def names_of(groups: Sequence[Placed], flow: Flow) -> dict[int, str]:
-    """Of the groups that requests go through, by number: prefill0, decode0 and so on."""
+    """Name the groups that requests go through, by number: prefill0, decode0 and so on."""
     names: dict[int, str] = {}
     for side, role in enumerate(("prefill", "decode")):
         used = sorted({pair[side] for pair in flow.pairs})
@@ -31,7 +31,7 @@ def as_part(
     step_tokens: Callable[[int], int],
     measured: Mapping[str, GroupCosts] | None = None,
 ) -> dict[str, Any]:
-    """What ``simulate``, ``capacity`` and ``run`` take, besides a model and a workload.
+    """Return a plan's run file for ``simulate``, ``capacity`` and ``run``, less model and workload.
 
     Args:
         engines: options of the instances of each role.
