@@ -225,7 +225,7 @@ def read_config(keys: Keys) -> ModelConfig:
 
 
 def read_sizes(keys: Keys, rope: Keys, tied: bool = False, eps: float = 1e-6) -> ModelConfig:
-    """Read the keys that all architectures with rotary positions share; every layer sees all.
+    """Read the keys shared by architectures with rotary positions; every layer sees all tokens.
 
     Args:
         rope: how positions rotate.

@@ -63,7 +63,7 @@ def choose(
     Args:
         entries: KV entries that the request will have, at least.
         heavy: whether it decodes for long.
-        rule: choice of one. ``two_choices``: the one with fewer of its kind, then with fewer of
+        rule: picks one. ``two_choices``: the one with fewer of its kind, then with fewer of
             both; ``imbalance``: the other; ``ratio``: the lower ratio of heavy to light ones;
             ``random``: the first drawn.
     """
