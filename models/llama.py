@@ -228,8 +228,8 @@ def read_sizes(keys: Keys, rope: Keys, tied: bool = False, eps: float = 1e-6) ->
     """Read the keys shared by architectures with rotary positions; every layer sees all tokens.
 
     Args:
-        rope: how positions rotate.
-        tied, eps: what absent keys mean.
+        rope: keys of the rotation of positions.
+        tied, eps: values of absent keys.
     """
     num_heads, num_kv_heads = keys.heads("num_attention_heads", "num_key_value_heads")
     hidden_size, num_layers = keys.size("hidden_size"), keys.size("num_hidden_layers")

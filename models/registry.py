@@ -18,7 +18,7 @@ class Architecture(NamedTuple):
             KV pages, its ``logits`` what that returns. A layer's call is attention between its
             ``before``, which takes one of the model's ``ropes``, and its ``after``.
         read_config: from the keys of ``config.json``.
-        hf_weights: which of Hugging Face's tensors each parameter is made of, by its path.
+        hf_weights: Hugging Face's tensors that each parameter is made of, by its path.
     """
 
     model: Callable[[ModelConfig, nnx.Rngs], Any]

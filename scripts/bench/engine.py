@@ -64,7 +64,7 @@ class Size:
     Attributes:
         longest: prompt and output are cut to so many tokens each.
         copied: bytes; ``multiplied``: rows of the matrices.
-        steps: how many of each kind are traced.
+        steps: number of steps of each kind that are traced.
     """
 
     model: dict[str, Any]

@@ -16,7 +16,7 @@ class Shape:
 
     Attributes:
         tp: GPUs of a stage, all in one node.
-        stages: how many are on each of its nodes.
+        stages: stages on each of its nodes.
     """
 
     tp: int

@@ -17,8 +17,8 @@ class Load:
     """Work that lies on a device, and the room that it has.
 
     Attributes:
-        pairs: slices over all requests; ``entries``: of their KV.
-        free_pages: of one slice each, with room for ``page_size`` entries.
+        pairs: slices over all requests; ``entries``: KV entries of all of them.
+        free_pages: free pages of one slice each, with room for ``page_size`` entries.
         others: seconds that it works for other stages meanwhile, which take turns with this one.
         hidden: where a step is computed as two halves in turn, seconds of each half's dense part,
             during which the other half's attention here costs nothing; None where it is not.
@@ -86,7 +86,7 @@ def dispatch(loads: Sequence[Load], slices: int, entries: float, pages: int) -> 
     it rounds.
 
     Args:
-        entries, pages: of each slice.
+        entries, pages: KV entries and pages of each slice.
 
     Returns:
         For each device, its slices; None without room for all.

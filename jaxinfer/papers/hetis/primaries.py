@@ -16,7 +16,7 @@ class Grouping(NamedTuple):
     """Division of the cluster into equal instances, and of these into stages.
 
     Attributes:
-        instances: how many equal ones.
+        instances: number of equal ones.
         splits: for each kind, the tensor and the pipeline parallelism of its GPUs with layers in
             one instance; (0, 0) where there are none.
     """

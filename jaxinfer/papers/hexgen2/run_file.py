@@ -37,8 +37,8 @@ def as_part(
         engines: options of the instances of each role.
         prompt: tokens of a mean one; an instance may have a full step of them for each of its
             stages, and one more that waits.
-        step_tokens: of a full prefill step of an instance, by how many stages it has.
-        measured: by GPU, costs of groups of it.
+        step_tokens: tokens of a full prefill step of an instance, by its number of stages.
+        measured: costs of groups of a GPU, by its name.
     """
     names = names_of(groups, flow)
     part: dict[str, Any] = {"groups": {}, "instances": {}, "simulate": {"groups": {}}}

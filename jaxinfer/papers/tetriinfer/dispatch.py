@@ -87,7 +87,7 @@ class Ledger:
     """Record of the requests on each instance: its last report, and those given out since.
 
     Args:
-        seed: of the draws.
+        seed: seed of the draws.
 
     Attributes:
         reports: the loads by instance.
