@@ -268,8 +268,8 @@ class Hetis(System):
     ) -> Sequence[Load]:
         """Return the loads of the shards of one stage, its own first.
 
-        A pipeline's requests are in as many steps as it has stages. So the
-        part of a step that no request adds to is counted for each of them.
+        A pipeline's requests are in as many steps as it has stages. So the part of a
+        step that no request adds to counts once for each of these steps.
 
         Args:
             coming: requests that are to run besides.

@@ -52,7 +52,7 @@ class HexGen2Options(Options):
 
 
 class Shares:
-    """Choice of who is next, so that each has its due to within one request at all times.
+    """Choice of the next pair, so that each has its due to within one request at all times.
 
     Tijdeman's rule ("The chairman assignment problem", 1980). While some have no room the others
     take their turns, but get so many requests ahead at most: a queue that is never empty would else

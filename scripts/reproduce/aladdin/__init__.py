@@ -81,7 +81,7 @@ def workers_99_5(inputs: Inputs) -> Part:
 
 
 def opened(inputs: Inputs) -> Part:
-    """Number of 40 workers that are used."""
+    """Number of workers used, of 40."""
     levels = ("theta_99", "theta_99_5")
     ways = [way for level in levels for way in fewest.chosen(inputs.rows(level))]
     work = draw(inputs.shared(trace), 0)

@@ -172,7 +172,7 @@ def equation_6(tables: Path, work: Work, atgt_s: float) -> tuple[list[Row], list
 
 
 def opened(tables: Path, work: Work, ways: Sequence[Way], rate: float) -> list[Row]:
-    """Count the workers of 40 that are used if nobody has to wait, and the attainment."""
+    """Return how many of 40 workers each way uses if nobody has to wait, and its attainment."""
     rows = []
     for way in ways:
         watch = RequestTargets({"ttft": TTFT_S, "tpot": ATGT_S}).watch(work)

@@ -102,7 +102,7 @@ def dispatches(inputs: Inputs) -> Part:
 
 
 def predictions(inputs: Inputs) -> Part:
-    """Worth of accuracy: four decode instances with small pools, Poisson arrivals."""
+    """Value of accurate predictions: four decode instances with small pools, Poisson arrivals."""
     trace = inputs.work(TRACE)
     rows = []
     works = [phases(trace, [("Mixed", 6, 60)], seed) for seed in SEEDS]

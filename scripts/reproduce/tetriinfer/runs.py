@@ -50,7 +50,7 @@ class Figures:
 
     Attributes:
         ttft, jct: means over the requests; makespan: until the last one's end.
-        resource: from each instance's first step to its last, summed; busy: the part of these in steps.
+        resource: from each instance's first step to its last, summed; busy: its part in steps.
     """
 
     ttft: float
