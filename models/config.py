@@ -65,7 +65,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """Which checkpoint tensors a parameter is made of.
+    """Checkpoint tensors that a parameter is made of.
 
     Attributes:
         names: one tensor, or several that are stacked along a new first axis.

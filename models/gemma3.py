@@ -46,7 +46,7 @@ class Layer(nnx.Module):
         return self._add(x_TD, y_TD), kv
 
     def before(self, x_TD: jax.Array, rope: llama.Tables) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What attention takes: queries [T, N, H], keys and values [T, K, H]."""
+        """Return queries [T, N, H], keys and values [T, K, H] for attention."""
         return self.attn.before(self.attn_norm(x_TD), rope)
 
     def after(self, x_TD: jax.Array, out_TNH: jax.Array) -> jax.Array:
@@ -66,7 +66,7 @@ class Gemma3(llama.Llama):
 
 
 def read_config(keys: Keys) -> ModelConfig:
-    """From ``config.json``, with transformers' defaults where a key is absent.
+    """Read ``config.json``, with transformers' defaults where a key is absent.
 
     Raises:
         JaxinferError: a size is missing, a value is wrong, or something is not implemented.

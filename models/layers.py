@@ -24,9 +24,9 @@ HostOrTraced = Any
 
 
 class PagedBatch(NamedTuple):
-    """Where the tokens of one step stand, and where their KV entries lie. All int32.
+    """Positions of the tokens of one step, and places of their KV entries. All int32.
 
-    First come the decodes, S at most and one per row of ``decode_table_SM``; then the prefill
+    The decodes come first, S at most and one per row of ``decode_table_SM``; then the prefill
     chunks, C at most; then padding.
 
     Attributes:

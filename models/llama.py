@@ -90,7 +90,7 @@ class Attention(nnx.Module):
         return apply_rope(q_TNH, *rope), apply_rope(k_TKH, *rope), v_TKH
 
     def after(self, out_TNH: jax.Array) -> jax.Array:
-        """From what the heads have found to the residual stream's addend [T, D]."""
+        """Return the addend [T, D] of the residual stream from the heads' results."""
         # As a matrix product: XLA:CPU transposes the weight, every step, for one over two axes.
         o_NHD = self.o_NHD[...]
         out_TE = out_TNH.reshape(len(out_TNH), -1)
@@ -147,7 +147,7 @@ class Layer(nnx.Module):
         return self._add(x_TD, y_TD), kv
 
     def before(self, x_TD: jax.Array, rope: Tables) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What attention takes: queries [T, N, H], keys and values [T, K, H]."""
+        """Return queries [T, N, H], keys and values [T, K, H] for attention."""
         return self.attn.before(self.attn_norm(x_TD), rope)
 
     def after(self, x_TD: jax.Array, out_TNH: jax.Array) -> jax.Array:
@@ -198,7 +198,7 @@ class Llama(nnx.Module):
         return x_TD, new_kv
 
     def ropes(self, position_T: jax.Array) -> tuple[Tables, Tables]:
-        """How positions rotate in layers that see all, and in those with a window."""
+        """Return the rotations of positions in layers that see all, and in those with a window."""
         config = self.config
         assert config.rope
         rope = local_rope = rope_tables(position_T, config.rope)
@@ -213,7 +213,7 @@ class Llama(nnx.Module):
 
 
 def read_config(keys: Keys) -> ModelConfig:
-    """From ``config.json``, with transformers' defaults where a key is absent.
+    """Read ``config.json``, with transformers' defaults where a key is absent.
 
     Raises:
         JaxinferError: a size is missing, a value is wrong, or something is not implemented.
@@ -225,11 +225,11 @@ def read_config(keys: Keys) -> ModelConfig:
 
 
 def read_sizes(keys: Keys, rope: Keys, tied: bool = False, eps: float = 1e-6) -> ModelConfig:
-    """What all architectures with rotary positions say alike; every layer sees all tokens.
+    """Read the keys shared by architectures with rotary positions; every layer sees all tokens.
 
     Args:
-        rope: how positions rotate.
-        tied, eps: what absent keys mean.
+        rope: keys of the rotation of positions.
+        tied, eps: values of absent keys.
     """
     num_heads, num_kv_heads = keys.heads("num_attention_heads", "num_key_value_heads")
     hidden_size, num_layers = keys.size("hidden_size"), keys.size("num_hidden_layers")

@@ -9,7 +9,7 @@ from jaxinfer.models.rope import rope_keys
 
 
 def read_config(keys: Keys) -> ModelConfig:
-    """From ``config.json``.
+    """Read ``config.json``.
 
     Raises:
         JaxinferError: a size is missing, a value is wrong, or something is not implemented.

@@ -50,7 +50,7 @@ Mixtral = partial(llama.Llama, layer=partial(llama.Layer, mlp=Experts))
 
 
 def read_config(keys: Keys) -> ModelConfig:
-    """From ``config.json``.
+    """Read ``config.json``.
 
     Raises:
         JaxinferError: a size is missing, a value is wrong, or something is not implemented.

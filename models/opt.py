@@ -47,7 +47,7 @@ class Layer(nnx.Module):
         return self.after(x_TD, out_TNH), kv
 
     def before(self, x_TD: jax.Array, rope: None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What attention takes: queries [T, N, H], keys and values [T, K, H]."""
+        """Return queries [T, N, H], keys and values [T, K, H] for attention."""
         y_TD, kernels = self.attn_norm(x_TD), self.kernels
         q_TNH = dense(y_TD, self.q_DNH[...], kernels) + self.q_bias_NH[...]
         k_TKH = dense(y_TD, self.k_DKH[...], kernels) + self.k_bias_KH[...]
@@ -104,7 +104,7 @@ class OPT(nnx.Module):
 
 
 def read_config(keys: Keys) -> ModelConfig:
-    """From ``config.json``, with transformers' defaults where a key is absent.
+    """Read ``config.json``, with transformers' defaults where a key is absent.
 
     Raises:
         JaxinferError: a size is missing, a value is wrong, or something is not implemented.

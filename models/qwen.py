@@ -18,7 +18,7 @@ qwen3_weights = partial(hf_weights, qk_norm=True)
 
 
 def read_qwen2(keys: Keys) -> ModelConfig:
-    """From ``config.json``, with transformers' defaults where a key is absent.
+    """Read ``config.json``, with transformers' defaults where a key is absent.
 
     Raises:
         JaxinferError: a size is missing, a value is wrong, or something is not implemented.
@@ -34,6 +34,6 @@ def read_qwen2(keys: Keys) -> ModelConfig:
 
 
 def read_qwen3(keys: Keys) -> ModelConfig:
-    """As Qwen 2's, which has no option of biases."""
+    """Read ``config.json`` as Qwen 2's, without the option of biases."""
     keys.only("attention_bias", False)
     return read_qwen2(keys)

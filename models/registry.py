@@ -11,14 +11,14 @@ from jaxinfer.models.config_keys import Keys
 
 
 class Architecture(NamedTuple):
-    """What one file of this package says of its model.
+    """Model, config reader and weights of an architecture, one file of this package.
 
     Attributes:
         model: its ``embed`` takes one step's tokens and ``PagedBatch``, its call the result with
             KV pages, its ``logits`` what that returns. A layer's call is attention between its
             ``before``, which takes one of the model's ``ropes``, and its ``after``.
         read_config: from the keys of ``config.json``.
-        hf_weights: which of Hugging Face's tensors each parameter is made of, by its path.
+        hf_weights: Hugging Face's tensors that each parameter is made of, by its path.
     """
 
     model: Callable[[ModelConfig, nnx.Rngs], Any]

@@ -74,7 +74,7 @@ def stretched(keys: Keys, max_positions: int) -> int:
 
 
 def rope_of(keys: Keys, head_dim: int, max_positions: int) -> Rope:
-    """From the keys of one ``rope_parameters``, under transformers 5's names.
+    """Read the keys of one ``rope_parameters``, under transformers 5's names.
 
     Raises:
         JaxinferError: a rule that is not implemented, or lacks a number.

@@ -58,7 +58,7 @@ def load_rules(path: str | None) -> tuple[Rule, ...]:
 
 
 def shard(path: str, shape: Sequence[int], mesh: Mesh, rules: Sequence[Rule]) -> NamedSharding:
-    """By the first rule that matches; none leaves the parameter whole on every device.
+    """Shard by the first rule that matches; none leaves the parameter whole on every device.
 
     Raises:
         JaxinferError: a rule names an axis that the mesh has not, puts two axes of the
@@ -85,7 +85,7 @@ def shard(path: str, shape: Sequence[int], mesh: Mesh, rules: Sequence[Rule]) ->
 
 
 def pages_sharding(mesh: Mesh) -> NamedSharding:
-    """Of keys [P, K, H, B] and values [P, K, B, H]: by heads."""
+    """Shard keys [P, K, H, B] and values [P, K, B, H] by heads."""
     return NamedSharding(mesh, PartitionSpec(None, HEADS_AXIS))
 
 

@@ -24,16 +24,16 @@ class Layers:
 
     @property
     def first(self) -> bool:
-        """Whether the stage embeds tokens."""
+        """True if the stage embeds tokens."""
         return self.start == 0
 
     @property
     def last(self) -> bool:
-        """Whether the stage samples tokens."""
+        """True if the stage samples tokens."""
         return self.stop == self.total
 
     def overlaps(self, other: "Layers") -> bool:
-        """Whether some layer is in both."""
+        """True if some layer is in both."""
         return max(self.start, other.start) < min(self.stop, other.stop)
 
     def path(self, name: str) -> str:

@@ -4,7 +4,7 @@ from jaxinfer.models.config import WeightSpec
 
 
 def same(name: str, *shape: int) -> WeightSpec:
-    """As it is."""
+    """Return the spec of a parameter that is its tensor as it is."""
     return WeightSpec(name, shape, lambda array: array)
 
 

@@ -20,7 +20,7 @@ _BF16, _FP8, _HOPPER = 8.0, 8.9, 9.0
 
 
 class Attention(NamedTuple):
-    """What attends, and writes KV entries; see ``reference`` and ``kv_pages``."""
+    """Functions that attend, and write KV entries; see ``reference`` and ``kv_pages``."""
 
     decode: Callable[..., jax.Array]
     chunks: Callable[..., jax.Array]
@@ -60,7 +60,7 @@ class Products(NamedTuple):
 
 
 def products(kernels: str, dtype: jnp.dtype) -> Products | None:
-    """Those of that name, with weights of this dtype; none are XLA's own."""
+    """Return the products of that name for weights of this dtype; None for XLA's own."""
     if kernels != "numba" or dtype != jnp.float32:
         return None
     from jaxinfer.pallas_kernels import numba_matmul
@@ -69,7 +69,7 @@ def products(kernels: str, dtype: jnp.dtype) -> Products | None:
 
 
 def keys_by_token(kernels: str) -> bool:
-    """Whether a page's keys lie as [K, B, H], as its values do, and not as [K, H, B]."""
+    """True if a page's keys lie as [K, B, H], as its values do, and not as [K, H, B]."""
     return kernels not in ("plain", "numba")
 
 
@@ -81,10 +81,10 @@ def choose_kernels(
     group: int,
     page_size: int,
 ) -> Kernels:
-    """What a device runs; ``auto`` takes kernels where it can, on a GPU for 16 and 8 bits only.
+    """Choose a device's kernels; ``auto`` takes some where it can, on a GPU for 16 and 8 bits only.
 
     Args:
-        dtype: of KV entries.
+        dtype: dtype of KV entries.
         group: query heads that share a KV head.
 
     Raises:
@@ -113,7 +113,7 @@ def _capability(device: jax.Device) -> float:
 
 
 def _why_not_generic(device: jax.Device, dtype: jnp.dtype, head_dim: int) -> str | None:
-    """Why a device cannot run these kernels, in words; None if it can."""
+    """Say why a device cannot run these kernels; None if it can."""
     least = _FP8 if dtype == jnp.float8_e4m3fn else _BF16
     if _capability(device) < least:
         of_dtype = " with fp8 entries" if least == _FP8 else ""

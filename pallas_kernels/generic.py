@@ -308,7 +308,7 @@ def whole(x: jax.Array) -> pl.BlockSpec:
 
 
 def _product_dtype(kv: KVPages) -> jnp.dtype:
-    """What products are computed in."""
+    """Dtype that products are computed in."""
     return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("bfloat16")
 
 

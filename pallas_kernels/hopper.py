@@ -34,7 +34,7 @@ LOG2_E = math.log2(math.e)
 
 
 def why_not(head_dim: int, group: int, page_size: int, dtype: jnp.dtype) -> str | None:
-    """What these kernels cannot do, in words; None if they can. ``group``: heads per KV head."""
+    """Say why these kernels cannot run; None if they can. ``group``: query heads per KV head."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"KV entries are {dtype.name}, no 16-bit floats"
     if head_dim % 16 or head_dim > 256:

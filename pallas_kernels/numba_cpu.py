@@ -38,7 +38,7 @@ MASKED, NO_SCORE = np.float32(-1e30), np.float32(-1e29)
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for; ``bits`` of KV entries, ``rows`` of a tile at most."""
+    """Sizes that a kernel is compiled for; ``bits`` of KV entries, ``rows`` of a tile at most."""
 
     K: int
     G: int
@@ -223,7 +223,7 @@ def decode_attention(
     length_S: jax.Array,
     window: int | None = None,
 ) -> jax.Array:
-    """As ``reference.decode_attention``, over entries of float32 or bfloat16."""
+    """Attend as ``reference.decode_attention``, over entries of float32 or bfloat16."""
     each_S1 = jnp.arange(len(length_S) + 1, dtype=jnp.int32)
     return _attend(q_SNH, kv, page_table_SM, length_S - 1, each_S1, window, 1)
 
@@ -236,5 +236,5 @@ def chunk_attention(
     row_C1: jax.Array,
     window: int | None = None,
 ) -> jax.Array:
-    """As ``reference.chunk_attention``; rows of no chunk give 0."""
+    """Attend as ``reference.chunk_attention``; rows of no chunk give 0."""
     return _attend(q_TNH, kv, page_table_CM, start_C, row_C1, window, TILE_ROWS)

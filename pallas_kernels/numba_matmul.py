@@ -39,7 +39,7 @@ _kernel = nb.njit(nogil=True, error_model="numpy", boundscheck=False, fastmath=T
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for: D, rows and columns of a tile."""
+    """Sizes that a kernel is compiled for: D, rows and columns of a tile."""
 
     D: int
     rows: int
@@ -170,7 +170,7 @@ def _gated(sizes: Sizes) -> Target:
 
 @compiled_once
 def _logits(sizes: Sizes) -> Target:
-    """With weights and rows in each other's place: the vocabulary's lie one after the other."""
+    """Compile logits with weights and rows swapped: the vocabulary's lie one after the other."""
     D, rows, columns = sizes
     product = Product(rows, columns, 4 * D, 32).intrinsic()
 

@@ -19,7 +19,7 @@ _FAST = ("fast",)
 
 @functools.cache
 def has_avx512() -> bool:
-    """Whether this processor has 32 registers of 16 floats; others are taken for 16 of 8."""
+    """True if this processor has 32 registers of 16 floats; others are taken for 16 of 8."""
     try:
         return bool(binding.get_host_cpu_features().get("avx512f"))
     except RuntimeError:  # LLVM cannot tell on all processors.
@@ -56,7 +56,7 @@ class Product(NamedTuple):
 
     @property
     def vectors(self) -> int:
-        """Of a row, that are summed at once: three quarters of the registers at most."""
+        """Vectors of a row that are summed at once: three quarters of the registers at most."""
         most = max((24 if has_avx512() else 12) // self.rows, 1)
         whole = self.columns // self.width
         return max(v for v in range(1, min(most, whole) + 1) if whole % v == 0)
@@ -156,7 +156,7 @@ class _Loop(NamedTuple):
         return new
 
     def _prefetch(self, address: Any) -> None:
-        """For reading, into the second cache."""
+        """Prefetch for reading, into the second cache."""
         pointer = I8.as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
         prefetch = self.builder.module.declare_intrinsic("llvm.prefetch", (pointer,), kind)

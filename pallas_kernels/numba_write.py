@@ -29,7 +29,7 @@ _kernel = nb.njit(nogil=True, error_model="numpy", boundscheck=False)
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for; ``bits`` of an entry, which are copied as they are."""
+    """Sizes that a kernel is compiled for; ``bits`` of an entry, which are copied as they are."""
 
     K: int
     H: int
@@ -72,7 +72,7 @@ def _register(sizes: Sizes) -> Target:
 def write_kv(
     kv: KVPages, k_TKH: jax.Array, v_TKH: jax.Array, page_T: jax.Array, offset_T: jax.Array
 ) -> KVPages:
-    """As ``kv_pages.write_kv``, entries of float32 or bfloat16, in place where nobody else reads.
+    """Write as ``kv_pages.write_kv``, float32 or bfloat16, in place where nobody else reads.
 
     Padding may leave entries of several tokens in one place of page 0.
     """

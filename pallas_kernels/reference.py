@@ -46,7 +46,7 @@ def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _float_of(kv: KVPages) -> jnp.dtype:
-    """What products are computed in."""
+    """Dtype that products are computed in."""
     return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("float32")
 
 

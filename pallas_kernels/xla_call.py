@@ -59,7 +59,7 @@ def ffi_version() -> tuple[int, int]:
 
 
 def why_not() -> str | None:
-    """Why its call frames are not known here, in words; None if they are."""
+    """Say why XLA's call frames are not known here; None if they are."""
     try:
         major, minor = ffi_version()
     except (OSError, ValueError) as error:
@@ -135,7 +135,7 @@ def take_after(shared: int) -> int:
 
 @nb.njit
 def is_past(shared: int, unit: int) -> bool:
-    """Whether nothing is left to do, so that the call may end and its buffers be gone."""
+    """True if nothing is left to do, so that the call may end and its buffers be gone."""
     return unit >= words(shared)[TOTAL]
 
 
@@ -258,7 +258,7 @@ def compiled_once(make: Callable[[S], Target]) -> Callable[[S], Target]:
 
 
 def threads() -> int:
-    """How many may work on a call at once: the processors that this process may use."""
+    """Count the threads that may work on a call at once: processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

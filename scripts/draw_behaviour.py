@@ -22,14 +22,14 @@ from jaxinfer.report.records import read_lines
 
 
 def kind_of(step: Mapping[str, Any]) -> str:
-    """As in timelines."""
+    """Name a step's kind as timelines do."""
     if not step["prefill_tokens"]:
         return "decode"
     return "mixed" if step["decode_tokens"] else "prefill"
 
 
 def moves(report: Mapping[str, Any], name: str) -> list[tuple[float, str]]:
-    """From when on an instance had which part, by the system's report; empty where it has one."""
+    """Return when each part of an instance began, by the system's report; empty if it has one."""
     if name in report.get("pools", {}):
         return [(time, where) for time, where in report["pools"][name]]
     flips = [(f["asked"], f["role"]) for f in report.get("flips", ()) if f["instance"] == name]
@@ -37,7 +37,7 @@ def moves(report: Mapping[str, Any], name: str) -> list[tuple[float, str]]:
 
 
 def away(found: list[tuple[float, str]], end: float) -> Iterator[tuple[float, float, str]]:
-    """When it had another part than at the start, and which."""
+    """Yield the spans in which it had another part than at the start, and that part."""
     ends = [*(time for time, _ in found[1:]), end][: len(found)]
     for (start, part), stop in zip(found, ends, strict=True):
         if part != found[0][1] and stop > start:

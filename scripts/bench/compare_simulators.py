@@ -36,7 +36,7 @@ print(min(found))
 
 
 def microseconds(root: Path, requests: int) -> float:
-    """Of a step."""
+    """Measure the microseconds of a step."""
     command = [sys.executable, "-I", "-c", CODE, str(root.resolve())]
     command += [str(requests), str(Path(__file__).with_name("scale_simulator.py"))]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

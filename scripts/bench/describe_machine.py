@@ -28,7 +28,7 @@ SMI = "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.mem
 
 
 def output_of(*command: str) -> str | None:
-    """What a command prints, or None where it cannot be run."""
+    """Return the output of a command, or None where it cannot be run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -37,7 +37,7 @@ def output_of(*command: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are here."""
+    """Return the versions of the packages that are here."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -59,12 +59,12 @@ ENGINE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run.
+    """Size of a run.
 
     Attributes:
         longest: prompt and output are cut to so many tokens each.
         copied: bytes; ``multiplied``: rows of the matrices.
-        steps: of each kind that are traced.
+        steps: number of steps of each kind that are traced.
     """
 
     model: dict[str, Any]
@@ -127,7 +127,7 @@ def roofline_of(folder: str, rates: dict[str, float], itemsize: int) -> Roofline
 
 
 def seconds(roofline: RooflineStage, steps: Iterable[Work]) -> float:
-    """Of all these steps, by the roofline."""
+    """Seconds of all these steps, by the roofline."""
     return sum(roofline.seconds(work) for work in steps)
 
 
@@ -163,7 +163,7 @@ def trace_steps(
 
 
 def run_figures(metrics: RunMetrics, steps: list[Work], roofline: RooflineStage) -> dict[str, Any]:
-    """Of the run that is not traced."""
+    """Figures of the run that is not traced."""
     least, wall = seconds(roofline, steps), metrics.wall_s
     tokens = metrics.prompt_tokens + metrics.output_tokens
     return {
@@ -268,7 +268,7 @@ def main(
 
 
 def write(path: str, figures: dict[str, Any]) -> None:
-    """As JSON."""
+    """Write the figures as JSON."""
     Path(path).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 

@@ -54,10 +54,10 @@ class Run(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is computed, and the least seconds that the machine's rates allow.
+    """Computations of a case, and the least seconds that the machine's rates allow.
 
     Attributes:
-        runs: by name, what makes them; peers last.
+        runs: by name, the maker of each; peers last.
     """
 
     runs: dict[str, Callable[[], Run]]
@@ -106,7 +106,7 @@ def contiguous(pages_PKBH: jax.Array, table_SM: jax.Array) -> jax.Array:
 
 @jax.jit
 def in_8_bits(kv: KVPages) -> KVPages:
-    """With scales of each page and head."""
+    """Quantise the pages to 8 bits, with scales of each page and head."""
     scales = [jnp.abs(x.astype(jnp.float32)).max((2, 3)) / 127 for x in kv[:2]]
     keys, values = (
         kv_pages.quantise(x.astype(jnp.float32), scale[..., None, None], jnp.dtype("int8"))
@@ -116,7 +116,7 @@ def in_8_bits(kv: KVPages) -> KVPages:
 
 
 def dense_kind(rehearse: bool) -> Literal["cudnn", "xla"]:
-    """What attends to contiguous data."""
+    """Name the attention to contiguous data."""
     return "xla" if rehearse else "cudnn"
 
 
@@ -284,7 +284,7 @@ def in_own_process(name: str, options: list[str], without: str) -> dict[str, Any
 
 
 def is_wrong(how: str, run: Mapping[str, Any]) -> bool:
-    """Whether one of our kernels failed or is off by more than rounding."""
+    """True if one of our kernels failed or is off by more than rounding."""
     ours = how in ("generic", "hopper")
     return ours and not run.get("error", float("inf")) < TOLERANCE
 
@@ -329,7 +329,7 @@ def main(
 
 
 def write(path: str, figures: dict[str, Any]) -> None:
-    """As JSON."""
+    """Write the figures as JSON."""
     Path(path).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 

@@ -82,14 +82,14 @@ class Bench:
         return step
 
     def seconds(self, step: CompiledStep, parts: tuple[Part, ...]) -> float:
-        """Of one step on the device, the host's work hidden."""
+        """Seconds of one step on the device, the host's work hidden."""
         self.stage.step = step
         times = measure_in_a_row(self.engine.worker, self.engine.new_kv(), parts, IN_A_ROW)
         return median(times[1:])
 
 
 def _nothing(part: str) -> Callable[..., Any]:
-    """What stands in a left-out part's place: as cheap as its result allows."""
+    """Return the stand-in for a left-out part, as cheap as its result allows."""
     match part:
         case "write":
             return _one_entry

@@ -53,7 +53,7 @@ USE_PTXAS: Any = {"xla_gpu_cuda_data_dir": str(SCRATCH)}
 
 
 class Gpu(NamedTuple):
-    """What compilers ask of a GPU; memory in bytes, the rate in bytes per second."""
+    """Properties of a GPU that compilers ask for; memory in bytes, the rate in bytes per second."""
 
     name: str
     capability: tuple[int, int]

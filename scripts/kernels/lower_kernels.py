@@ -69,7 +69,7 @@ def variants() -> Iterator[Variant]:
 
 
 def _arguments(K: int, G: int, H: int, B: int, dtype: str) -> tuple[Any, Any, Any]:
-    """Of decode, chunks and write."""
+    """Return the arguments of decode, chunks and write."""
 
     def of(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -87,7 +87,7 @@ def _arguments(K: int, G: int, H: int, B: int, dtype: str) -> tuple[Any, Any, An
 
 
 def lower(variant: Variant, gpu: str) -> str:
-    """How it went, in a word or in the error's first line."""
+    """Lower a kernel and say how it went, in a word or in the error's first line."""
     device = AbstractDevice(device_kind=GPUS[gpu], num_cores=None, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     try:

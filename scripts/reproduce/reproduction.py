@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part:
-    """What a part of a reproduction has made.
+    """Results of a part of a reproduction.
 
     Attributes:
         rows: a table, which is written as CSV under the part's name; none if it is empty.
@@ -70,7 +70,7 @@ class MissingInput(JaxinferError):
 
 
 class Inputs:
-    """What parts are made from: files, tables of other parts, and processes.
+    """Inputs that parts are made from: files, tables of other parts, and processes.
 
     Args:
         data: the folder of ``--data``; None if none was given.
@@ -121,7 +121,7 @@ class Inputs:
         return self._table(part)
 
     def shared(self, make: Callable[[Inputs], T]) -> T:
-        """What several parts need, made once; ``make`` is given these inputs."""
+        """Return an input of several parts, made once; ``make`` is given these inputs."""
         with self.noting() as read:
             if make not in self._shared:
                 self._shared[make] = make(self), read

@@ -51,7 +51,7 @@ def workload() -> list[BenchRequest]:
 
 
 def kind_of(limits: StepLimits, work: Work) -> str:
-    """Of a step: what it is padded to, and whether some of it decodes."""
+    """Name a step's kind: its padded size, and whether some of it decodes."""
     shape = limits.smallest(work.singles, work.tokens, work.sampled)
     if not shape.chunks:
         return f"{shape.rows} decodes"
@@ -75,12 +75,12 @@ class Steps:
 
     @property
     def busy_s(self) -> float:
-        """Of all steps."""
+        """Seconds of all steps."""
         return sum(real for found in self.seconds.values() for real, _ in found)
 
 
 def limits_of(run_file: str) -> StepLimits:
-    """What its one instance's steps are padded to."""
+    """Return the sizes that the steps of its one instance are padded to."""
     (engine,) = load_run_file(run_file).cluster().instances.values()
     assert engine.max_model_len
     return StepLimits(
@@ -93,7 +93,7 @@ def limits_of(run_file: str) -> StepLimits:
 
 
 def serve(tables: Path, work: Sequence[BenchRequest]) -> dict[tuple[int, str], Any]:
-    """For real: of each way, a list of metrics and steps, one for each round."""
+    """Serve for real; return by way a list of metrics and steps, one for each round."""
     from jaxinfer.llm import LLM
     from jaxinfer.measure import measure
     from jaxinfer.runtime.stage.devices import count_cpu_devices
@@ -137,7 +137,7 @@ def compared(way: tuple[int, str], real: Sequence[RunMetrics], ours: RunMetrics)
 
 
 def by_kind(way: tuple[int, str], steps: Steps, wall_s: float) -> list[Row]:
-    """Of one real run: each kind of steps, and the time between them."""
+    """Return rows of one real run: each kind of steps, and the time between them."""
     rows: list[Row] = []
     for kind, both in sorted(steps.seconds.items()):
         real, tables = (sum(each) for each in zip(*both, strict=True))
@@ -170,7 +170,7 @@ def by_kind(way: tuple[int, str], steps: Steps, wall_s: float) -> list[Row]:
 
 
 def off(ours: float, theirs: float) -> float:
-    """By how many percent of theirs ours is above it."""
+    """Return by how many percent of theirs ours is above it."""
     return 100 * (ours / theirs - 1)
 
 

@@ -34,7 +34,7 @@ BATCHING, LAUNCH_MS = 1.1, 0.02
 
 
 def rows(path: Path) -> Iterator[dict[str, str]]:
-    """Of a packed table."""
+    """Yield the rows of a packed table."""
     with gzip.open(path, "rt", newline="", encoding="utf-8") as file:
         yield from csv.DictReader(file)
 

@@ -13,7 +13,7 @@ from jaxinfer.serving.step_fit import DecodeFit, PrefillFit
 
 @dataclass(frozen=True)
 class Limits:
-    """What a worker is to keep, and how long its steps take.
+    """Targets that a worker is to keep, its pool, and the times of its steps.
 
     Attributes:
         prefill, decode: eqs. 2 and 3.
@@ -21,7 +21,7 @@ class Limits:
         theta: share of the limits of (b) and (d) that may be used up.
         gamma: share of its output tokens that a request counts with in (b): with 0 the first
             iteration keeps the target, with 1 the last one.
-        room: KV entries of the whole pool; ``page_size``: of them, what a page has.
+        room: KV entries of the whole pool; ``page_size``: KV entries of a page.
     """
 
     prefill: PrefillFit
@@ -62,7 +62,7 @@ class Job:
 
     @property
     def output(self) -> int:
-        """What counts of its output: the prediction, or what is there beyond it."""
+        """Output tokens that it counts with: the prediction, or those there are beyond it."""
         return max(self.expected, self.done)
 
     def entries(self, page_size: int) -> tuple[int, int]:
@@ -72,7 +72,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Seen:
-    """Of a worker's requests, what it has taken to look there.
+    """State of a worker's requests that takes a look there to know.
 
     Attributes:
         prompt_tokens: still to be computed.
@@ -127,12 +127,12 @@ class Worker:
 
     @property
     def norm(self) -> float:
-        """How full it is: the length of (batch, context), whatever their units, as printed."""
+        """Length of (batch, context), whatever their units, as printed: how full the worker is."""
         return math.hypot(len(self.jobs), self.context)
 
     @property
     def seconds(self) -> float:
-        """What an iteration of all its requests takes (eq. 3)."""
+        """Time of an iteration of all its requests, in seconds (eq. 3)."""
         return self.limits.decode.seconds(self.context, len(self.jobs))
 
     def usd_of(self, job: Job) -> float:
@@ -165,11 +165,11 @@ class Worker:
 
 
 def takes(worker: Worker, job: Job, see: Callable[[Worker], Seen]) -> bool:
-    """Whether a worker has room for a request by (b) to (e).
+    """True if a worker has room for a request by (b) to (e).
 
     Args:
         see: looks at a worker, which brings its requests' output tokens up to date. There may be
-            more than was known, never fewer: who had no room by (b) need not be looked at.
+            more than was known, never fewer: a worker without room by (b) need not be looked at.
     """
     if not worker.decodes_in_time(job):
         return False
@@ -192,7 +192,7 @@ def best_fit(workers: Iterable[Worker], job: Job, see: Callable[[Worker], Seen])
 
 
 def fits_alone(job: Job, workers: Iterable[Worker], late: float = 0.0) -> bool:
-    """Whether one of these would take a request if it had nothing, and it were in time.
+    """True if one of these would take a request if it had nothing, and it were in time.
 
     Args:
         late: seconds that it has waited.

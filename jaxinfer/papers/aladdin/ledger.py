@@ -15,10 +15,10 @@ from jaxinfer.systems.instances import capacity, most_entries
 def limits_of(
     instance: InstanceView, ttft_s: float, atgt_s: float, theta: float, gamma: float
 ) -> Limits:
-    """What a worker may take, by the fits of its steps.
+    """Return the limits of a worker, by the fits of its steps.
 
     Raises:
-        JaxinferError: nothing, since each iteration takes too long, or nobody knows how long.
+        JaxinferError: each iteration takes too long, or nobody knows how long.
     """
     name, fit = instance.name, instance.fit
     if fit is None or fit.decode is None:
@@ -84,7 +84,7 @@ class Placed:
         return self._workers[name]
 
     def job(self, request: RequestView, prefills: bool) -> Job:
-        """What is to be placed, with a fresh prediction."""
+        """Return the job that is to be placed for a request, with a fresh prediction."""
         done = request.num_known - request.prompt_len
         expected = self._expected(request, done)
         longest = most_entries(request)
@@ -151,7 +151,7 @@ class Placed:
         return least
 
     def errors(self, worker: Worker) -> Errors:
-        """What was not foreseen of a worker, since the last look.
+        """Return the errors of a worker's predictions since the last look.
 
         An answer that goes on beyond its prediction counts with its prompt and what is left of it;
         one that ended early, with its entries and less than nothing, until it would have ended.

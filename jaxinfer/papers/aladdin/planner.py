@@ -107,7 +107,7 @@ class Aladdin:
         return search.best([best] if best else tried)
 
     def _sizes(self, problem: Problem, search: Search, base: Part, kinds: Kinds) -> list["Size"]:
-        """Those that are looked at, by eq. 6 the best first."""
+        """Return the sizes that are looked at, the best by eq. 6 first."""
         ((instance, group),) = kinds.items()
         found = []
         for number, costs in (self._options.sizes or {"": GroupCosts()}).items():

@@ -13,7 +13,7 @@ from jaxinfer.serving.step_fit import DecodeFit
 
 @dataclass(frozen=True)
 class Errors:
-    """Of one worker, what its requests are off by.
+    """Errors of the predictions for one worker's requests.
 
     Attributes:
         tokens: KV entries that are there and were not foreseen, less those the other way round.
@@ -26,16 +26,16 @@ class Errors:
 
     @property
     def seconds(self) -> float:
-        """Of an iteration, not foreseen."""
+        """Seconds of an iteration that were not foreseen."""
         return self.fit.per_context * self.tokens + self.fit.per_sequence * self.requests
 
     def plus(self, predicted: int, count: int = 1) -> "Errors":
-        """With one request more, whose answer is predicted to be so long; by -1, less."""
+        """Return these with one request more, whose answer is predicted so long; by -1, less."""
         return Errors(self.fit, self.tokens + count * predicted, self.requests + count)
 
 
 def total(errors: Mapping[str, Errors]) -> float:
-    """What is to be small."""
+    """Sum over workers of the seconds that an iteration is off by, which is to be small."""
     return sum(abs(each.seconds) for each in errors.values())
 
 

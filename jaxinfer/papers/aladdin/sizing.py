@@ -13,10 +13,10 @@ from jaxinfer.workload.lengths import BenchRequest
 
 @dataclass(frozen=True)
 class MeanRequest:
-    """What a decode is like, in the mean over all iterations.
+    """Mean decode, over all iterations.
 
     Attributes:
-        context: KV entries that one sees; a request counts for each of its output tokens.
+        context: KV entries that a decode sees; a request counts once for each of its output tokens.
         output: output tokens of a request.
     """
 
@@ -25,7 +25,7 @@ class MeanRequest:
 
     @classmethod
     def of(cls, work: Sequence[BenchRequest]) -> "MeanRequest":
-        """Of a workload."""
+        """Return the mean request of a workload."""
         tokens = sum(item.max_tokens for item in work)
         seen = sum(item.max_tokens * (item.prompt_len + item.max_tokens / 2) for item in work)
         return cls(seen / tokens, tokens / len(work))
@@ -44,7 +44,7 @@ class MostTokens:
 
     @property
     def least(self) -> float:
-        """Which of the two holds."""
+        """The lower of the two, which is the one that holds."""
         return min(self.by_memory, self.by_target)
 
 
@@ -73,13 +73,13 @@ class WorkerCount:
     constant: float
 
     def workers(self, rate: float) -> int:
-        """At so many requests per second."""
+        """Return the workers that so many requests per second take."""
         # A sum that is whole but for its last digits is whole.
         return max(math.ceil(self.per_rate * rate + self.constant - 1e-9), 1)
 
 
 def fit_workers(found: Sequence[tuple[float, int]]) -> WorkerCount:
-    """By least squares, of rates and the fewest workers that they took.
+    """Fit rates and the fewest workers that they took, by least squares.
 
     The fewest is a number rounded up: in the mean, half a worker more than a line tells.
 
@@ -155,7 +155,7 @@ def cheapest_mix(
         return math.fsum(map(mul, counts, costs))
 
     def guess(others: Counts) -> int:
-        """Of the last kind, about how many it takes beside these."""
+        """Return about how many of the last kind it takes beside these."""
         left = max(rate - math.fsum(map(mul, others, rates)), 0.0)
         return math.ceil(min(left / rates[-1], most)) if rates[-1] else most * bool(left)
 

@@ -90,7 +90,7 @@ class Aladdin(System):
         self._counts = Counter(opened=0, moved=0)
 
     def check(self, instances: Collection[str]) -> None:
-        """Those for prompts are there, and leave a worker; all workers have a price, or none."""
+        """Check that prompts' instances exist, a worker is left, and all have prices or none."""
         check_roles({"prefill": self.options.prefill}, instances)
         workers = [name for name in instances if name not in self.options.prefill]
         if not workers:
@@ -102,12 +102,12 @@ class Aladdin(System):
             raise OptionError(f"usd_per_hour.{unused}: no worker: {did_you_mean(unused, workers)}")
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """From those for prompts to the others."""
+        """Return the routes from instances for prompts to the others."""
         prefill = self.options.prefill
         return [(source, dest) for source in prefill for dest in instances if dest not in prefill]
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Those that fit somewhere, or can wait no longer."""
+        """Place the requests that fit somewhere, or can wait no longer."""
         workers, off = self._look(cluster)
         prefill, given = alive(self.options.prefill, cluster), Counter[str]()
         self._waiting, found = [], []
@@ -137,7 +137,7 @@ class Aladdin(System):
         return (on, off) if on or not self.placed.any_lost else (off, on)
 
     def _worker(self, job: Job, late: float, on: list[Worker], off: list[Worker]) -> Worker | None:
-        """Who gets a request, which is booked; None if it waits, as it has for ``late`` seconds."""
+        """Book a request, ``late`` seconds old, with a worker and return that; None if it waits."""
         worker = best_fit(on, job, self.placed.see)
         if worker is None:
             if not on or fits_alone(job, off) or fits_alone(job, on, late):
@@ -166,5 +166,5 @@ class Aladdin(System):
         return [*(Reassign(name, (Leg(to),)) for name, to in moves.items()), *roles]
 
     def report(self) -> Mapping[str, object]:
-        """How often a worker was opened, and requests moved that had not started."""
+        """Count how often a worker was opened, and the moves of requests that had not started."""
         return dict(self._counts)

@@ -9,7 +9,7 @@ from jaxinfer.serving.system import InstanceView, StepView
 
 @dataclass(frozen=True)
 class Load:
-    """What the Balancer knows of the CPI when it cuts a request."""
+    """State of the CPI that the Balancer knows when it cuts a request."""
 
     free_pages: int
     page_size: int

@@ -99,7 +99,7 @@ class Cronus(System):
         check_roles({"partial": options.partial, "chunked": options.chunked}, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """From the PPI to the CPI."""
+        """Return the one route, from the PPI to the CPI."""
         return [(self.options.partial, self.options.chunked)]
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
@@ -148,7 +148,7 @@ class Cronus(System):
 
     @property
     def needs_decode_rows(self) -> bool:
-        """Where predictors are refined, or a subclass watches."""
+        """True if predictors are refined, or a subclass watches."""
         return self._refined is not None or type(self).on_step is not Cronus.on_step
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:

@@ -53,7 +53,7 @@ _SOURCE_PAGES = 2**16
 
 
 class DistServeOptions(Options):
-    """What the instances may stand on.
+    """Limits on the GPUs that instances may stand on.
 
     Attributes:
         kind: Kind of all GPUs.
@@ -122,14 +122,14 @@ class Space:
         return [tp for tp in range(1, most + 1) if not any(count % tp for count in heads)]
 
     def shapes(self) -> Iterator[Shape]:
-        """Of an instance by itself, in the order of Algorithm 1."""
+        """Yield the shapes of an instance by itself, in the order of Algorithm 1."""
         options = self._options
         for tp, pp in products(options.nodes, options.gpus_per_node):
             if tp in self.degrees and not self._model.num_hidden_layers % pp:
                 yield packed(tp, pp, options.gpus_per_node)
 
     def pairs(self) -> Iterator[tuple[Shape, Shape]]:
-        """Of prefill and decode, with the same part of the model on each node (Algorithm 2)."""
+        """Yield shapes of prefill and decode with the same layers on each node (Algorithm 2)."""
         options, layers = self._options, self._model.num_hidden_layers
         for nodes in range(1, options.nodes + 1):
             stages = [n for n in range(1, options.gpus_per_node + 1) if not layers % (nodes * n)]
@@ -139,7 +139,7 @@ class Space:
                     yield pair
 
     def refused(self, *shapes: Shape) -> str | None:
-        """Why these cannot be, but for their memory."""
+        """Say why these shapes cannot be, memory aside; None if they can."""
         options = self._options
         for shape in shapes:
             if len(shape.stages) > options.nodes:
@@ -233,7 +233,7 @@ class DistServeHigh:
         self._options = options
 
     def plan(self, problem: Problem, search: Search) -> Candidate:
-        """What carries the rate, as a whole."""
+        """Return the cluster that carries the rate, as a whole."""
         space = Space(self._options, problem)
         shapes, counts, carried = [], [], []
         for phase in PHASES:

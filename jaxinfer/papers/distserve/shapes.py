@@ -12,11 +12,11 @@ Part = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """What one instance stands on.
+    """Shape of one instance: its stages, and the nodes that they stand on.
 
     Attributes:
         tp: GPUs of a stage, all in one node.
-        stages: on each of its nodes.
+        stages: stages on each of its nodes.
     """
 
     tp: int
@@ -29,7 +29,7 @@ class Shape:
 
     @property
     def gpus(self) -> int:
-        """In all."""
+        """GPUs in all."""
         return self.tp * self.pp
 
     @property
@@ -39,13 +39,13 @@ class Shape:
 
 
 def packed(tp: int, pp: int, gpus_per_node: int) -> Shape:
-    """On as few nodes as hold its stages."""
+    """Return the shape on as few nodes as hold its stages."""
     full, rest = divmod(pp, gpus_per_node // tp)
     return Shape(tp, (gpus_per_node // tp,) * full + ((rest,) if rest else ()))
 
 
 def num_nodes(pieces: Iterable[int], gpus_per_node: int) -> int:
-    """That pieces take, each of so many GPUs of one node: the largest first, where they fit."""
+    """Count the nodes that pieces, of so many GPUs in one node each, take: largest first."""
     left: list[int] = []
     for piece in sorted(pieces, reverse=True):
         fits = next((number for number, free in enumerate(left) if free >= piece), None)

@@ -112,7 +112,7 @@ class DistServe(System):
         return legs[:1] if self._pools.that_hold(most_entries(request), decode, cluster) else legs
 
     def _fits(self, request: RequestView, name: str, unit: Unit, cluster: ClusterView) -> bool:
-        """Whether the prompt fits into this instance, and all of it into one that decodes."""
+        """True if the prompt fits into this instance, and all of it into one that decodes."""
         decode, hold = alive(unit.decode, cluster), self._pools.that_hold
         if not decode or name in decode:
             return bool(hold(most_entries(request), [name], cluster))

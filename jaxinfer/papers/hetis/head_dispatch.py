@@ -14,11 +14,11 @@ from jaxinfer.serving.step_fit import AttentionFit
 
 @dataclass(frozen=True)
 class Load:
-    """What lies on a device, and what it has room for.
+    """Work that lies on a device, and the room that it has.
 
     Attributes:
-        pairs: slices over all requests; ``entries``: of their KV.
-        free_pages: of one slice each, with room for ``page_size`` entries.
+        pairs: slices over all requests; ``entries``: KV entries of all of them.
+        free_pages: free pages of one slice each, with room for ``page_size`` entries.
         others: seconds that it works for other stages meanwhile, which take turns with this one.
         hidden: where a step is computed as two halves in turn, seconds of each half's dense part,
             during which the other half's attention here costs nothing; None where it is not.
@@ -39,10 +39,10 @@ class Load:
 
     @property
     def seconds(self) -> float:
-        """Of one layer (eqs. 3 and 4); an idle device takes none.
+        """Time of one layer, in seconds (eqs. 3 and 4); an idle device takes none.
 
-        As halves, what it is busy beyond both dense parts counts, and what one half's attention
-        and exchange take beyond that of the other half.
+        As halves, only the time counts that it is busy beyond both dense parts, or that one half's
+        attention and exchange take beyond the dense part of the other half.
         """
         if not self.pairs:
             return 0.0
@@ -52,7 +52,7 @@ class Load:
         return max(busy / 2 + self.fit.exchange - self.hidden, busy - 2 * self.hidden, 0.0)
 
     def within(self, seconds: float) -> float:
-        """Of so many seconds, those that are left for pairs and entries."""
+        """Return the seconds, of so many, that are left for pairs and entries."""
         fit, hidden = self.fit, self.hidden
         if hidden is None:
             return seconds - fit.constant - fit.exchange - self.others
@@ -60,7 +60,7 @@ class Load:
         return busy - 2 * fit.constant - self.others
 
     def plus(self, slices: int, entries: float, pages: int) -> "Load":
-        """With more slices of so many KV entries and pages each; fewer where it is negative."""
+        """Return the load with so many slices more, of so many KV entries and pages each."""
         return Load(
             self.fit,
             self.pairs + slices,
@@ -72,13 +72,13 @@ class Load:
         )
 
     def grown(self, slices: int) -> "Load":
-        """With one more page for each of so many slices that lie there."""
+        """Return the load with one more page for each of so many slices that lie there."""
         entries = self.entries + slices * self.page_size
         return replace(self, entries=entries, free_pages=self.free_pages - slices)
 
 
 def dispatch(loads: Sequence[Load], slices: int, entries: float, pages: int) -> list[int] | None:
-    """How many of a request's slices go to each device, so that the slowest is the least slow.
+    """Choose how many of a request's slices each device gets, so that the slowest is least slow.
 
     One slice at a time goes to the device that is then the fastest, of those with room. Slices of
     one request are equal, and no device gets faster by one more, so that this is optimal for one
@@ -86,7 +86,7 @@ def dispatch(loads: Sequence[Load], slices: int, entries: float, pages: int) -> 
     it rounds.
 
     Args:
-        entries, pages: of each slice.
+        entries, pages: KV entries and pages of each slice.
 
     Returns:
         For each device, its slices; None without room for all.
@@ -116,7 +116,7 @@ def dispatch_by_memory(loads: Sequence[Load], slices: int, pages: int) -> list[i
 
 
 def can_do(seconds: float, loads: Sequence[Load]) -> bool:
-    """Whether so many seconds are enough for all that lies on the devices, if it were placed anew.
+    """True if so many seconds do for all that lies on the devices, were it placed anew.
 
     The least time of which that is true is a lower bound of f* (section 5.3.1): any part of a slice
     may go wherever a pool holds it, its pairs and its entries apart. Each device takes the entries
@@ -169,10 +169,10 @@ def placed_anew(loads: Sequence[Load]) -> float:
 
 
 def as_halves(loads: Sequence[Load], whole: float, half: float) -> Sequence[Load]:
-    """What lies on a stage's devices, its own first, where steps may be computed as two halves.
+    """Return the loads of a stage's devices, its own first, as halves where that is faster.
 
     Heads lie otherwise for halves than for whole steps. So both are looked at as if all heads were
-    placed anew, and what is faster then is what they are placed for.
+    placed anew, and heads are placed for the faster of the two.
 
     Args:
         whole, half: seconds of a layer's dense part, of all of a step and of half of it.

@@ -78,7 +78,7 @@ class Hetis:
         return search.best(self.candidates(problem))
 
     def candidates(self, problem: Problem) -> list[Candidate]:
-        """Those with the quickest steps, in their order.
+        """Return the groupings with the quickest steps, in their order.
 
         Raises:
             JaxinferError: the plan file has no hardware file, or no grouping fits its nodes.
@@ -153,7 +153,7 @@ class Hetis:
 
 
 class StageTimes:
-    """What a full prefill step takes, by the simulator's own costs."""
+    """Times of a full prefill step, by the simulator's own costs."""
 
     def __init__(self, problem: Problem) -> None:
         common = as_run_file(problem.run)
@@ -203,7 +203,7 @@ class StageTimes:
 
 
 def _stands(kinds: Kinds, grouping: Grouping) -> bool:
-    """Whether each stage's GPUs are on one node."""
+    """True if each stage's GPUs are on one node."""
     return all(
         len(set(stage)) == 1
         for number in range(grouping.instances)
@@ -215,7 +215,7 @@ def _stands(kinds: Kinds, grouping: Grouping) -> bool:
 def _nodes(
     kinds: Kinds, grouping: Grouping, number: int
 ) -> Iterator[tuple[list[Sequence[str]], Sequence[str]]]:
-    """Of each kind, the nodes of an instance's stages, and of those that have no layers."""
+    """Yield for each kind the nodes of an instance's stages, and of those that have no layers."""
     for nodes, count, (tp, pp) in zip(kinds.nodes, kinds.counts, grouping.splits, strict=True):
         each = count // grouping.instances
         here = nodes[number * each : (number + 1) * each]

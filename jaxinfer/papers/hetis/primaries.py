@@ -13,12 +13,12 @@ Rule = Literal["cumulative", "stepwise"]
 
 
 class Grouping(NamedTuple):
-    """How the cluster is cut up.
+    """Division of the cluster into equal instances, and of these into stages.
 
     Attributes:
-        instances: equal ones.
-        splits: of each kind, the tensor and the pipeline parallelism of those with layers in one
-            instance; (0, 0) where there are none.
+        instances: number of equal ones.
+        splits: for each kind, the tensor and the pipeline parallelism of its GPUs with layers in
+            one instance; (0, 0) where there are none.
     """
 
     instances: int
@@ -26,14 +26,14 @@ class Grouping(NamedTuple):
 
 
 def seconds_of(counts: Sequence[int], seconds: Sequence[float]) -> float:
-    """Of the largest stage, layers being cut so that all stages take the same time."""
+    """Seconds of the largest stage, with layers cut so that all stages take the same time."""
     return 1 / sum(count / each for count, each in zip(counts, seconds, strict=True))
 
 
 def primaries(
     counts: Sequence[int], seconds: Sequence[float], most: float, rule: Rule
 ) -> list[int]:
-    """Of each kind, the GPUs that keep layers.
+    """Return how many GPUs of each kind keep layers.
 
     They are left out one by one, those of the slowest kind first, as long as the largest stage gets
     no slower than by ``most``: against all GPUs (``cumulative``) or against one step before

@@ -174,11 +174,11 @@ class Hetis(System):
         self._prompts.discard(request.id)
 
     def report(self) -> Mapping[str, object]:
-        """How many requests were told to move, and for what."""
+        """Count the requests that were told to move, by reason."""
         return dict(self._counts)
 
     def _is_slow(self, loads: Sequence[Load]) -> bool:
-        """Whether the slowest is more than Theta behind the ideal."""
+        """True if the slowest is more than Theta behind the ideal."""
         theta, slowest = self.options.theta, max(load.seconds for load in loads)
         assert theta is not None
         return slowest > 0 and can_do(slowest / (1 + theta), loads)
@@ -230,7 +230,7 @@ class Hetis(System):
         numbers: Sequence[int],
         loads: Sequence[Load],
     ) -> tuple[list[Load], list[SliceMove]] | None:
-        """What lies on a stage's devices once a request has been placed anew, and its moves."""
+        """Place a request anew; return the loads of a stage's devices after that, and its moves."""
         entries, pages = request.num_known, -(-request.num_known // instance.page_size)
         here = [len(request.slices[number]) for number in numbers]
         without = [
@@ -250,7 +250,7 @@ class Hetis(System):
         return MoveSlices(request.id, tuple(moves))
 
     def _is_moving(self, instance: InstanceView) -> bool:
-        """Whether requests move."""
+        """True if requests move."""
         told = (instance.running.get(name) for name in self._moving[instance.name])
         still = {each.id for each in told if each and _moves_now(each, instance)}
         self._moving[instance.name] = still
@@ -266,10 +266,10 @@ class Hetis(System):
     def _loads(
         self, instance: InstanceView, numbers: Sequence[int], coming: int = 0
     ) -> Sequence[Load]:
-        """What lies in the shards of one stage, its own first.
+        """Return the loads of the shards of one stage, its own first.
 
-        A pipeline's requests are in as many steps as it has stages. So what a step has besides its
-        requests is counted for each of those that have all of them.
+        A pipeline's requests are in as many steps as it has stages. So the part of a
+        step that no request adds to counts once for each of these steps.
 
         Args:
             coming: requests that are to run besides.
@@ -285,7 +285,7 @@ class Hetis(System):
         return as_halves(loads, whole, half)
 
     def _load(self, instance: InstanceView, shard: ShardView, steps: int) -> Load:
-        """What lies in a shard, and what its device does for other stages meanwhile.
+        """Return the load of a shard, with the time its device works for other stages meanwhile.
 
         While this stage goes through its layers, they go through theirs.
         """
@@ -316,7 +316,7 @@ class Hetis(System):
 
 
 def _moves_now(request: RequestView, instance: InstanceView) -> bool:
-    """Whether some of its slices are in two places."""
+    """True if some of its slices are in two places."""
     return sum(map(len, request.slices)) > sum(len(shard.slices) for shard in instance.shards)
 
 
@@ -326,7 +326,7 @@ def _used(instance: InstanceView, shard: ShardView) -> int:
 
 
 def _share_left(instance: InstanceView, given: int) -> float:
-    """What prompts that wait, and so many tokens more, leave of the pages that are free."""
+    """Share of all pages left free by prompts that wait, and so many tokens more."""
     prompts = instance.prompt_tokens_left + given
     return (instance.num_free_pages - prompts / instance.page_size) / instance.num_pages
 

@@ -35,13 +35,13 @@ def most_gpus(plans: list[Plan], least: int) -> int:
 
 
 def guided(scorer: Scorer, plans: list[Plan], most: int) -> Scored:
-    """Of each start, swaps that raise what the short role carries (section 3.4)."""
+    """Climb from each start by swaps that raise what the short role carries (section 3.4)."""
     found = [climb(scorer, score(scorer, plan), most, SWAPS) for plan in plans]
     return max(found, key=lambda each: (each.flow, each.slack))
 
 
 def random_swaps(scorer: Scorer, plans: list[Plan], most: int, seed: int) -> Scored:
-    """Of the best start, random swaps, each kept unless it is worse."""
+    """Make random swaps to the best start, each kept unless it is worse."""
     rng = random.Random(seed)
     best = max((score(scorer, plan) for plan in plans), key=lambda each: (each.flow, each.slack))
     while scorer.effort.is_left:

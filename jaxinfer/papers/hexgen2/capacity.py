@@ -47,7 +47,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Carried:
-    """What a group carries in a role, with its best stages.
+    """Rate that a group carries in a role, with its best stages.
 
     Attributes:
         rate: requests per second; 0 where the model, or the longest request, does not fit.
@@ -58,12 +58,12 @@ class Carried:
 
 
 class Capacity(Protocol):
-    """What groups carry."""
+    """Rates that groups carry, by their signature and role."""
 
     site: Site
 
     def carried(self, signature: Signature, role: Role) -> Carried:
-        """By a group of this signature."""
+        """Return what a group of this signature carries."""
 
 
 def signature_of(site: Site, group: Group) -> Signature:
@@ -126,19 +126,19 @@ class Modelled:
 
     @property
     def layer_bytes(self) -> float:
-        """Of one layer's KV of a mean prompt, on its way."""
+        """Bytes of one layer's KV of a mean prompt, on its way."""
         sizes = {KV_SIZES[engine.kv_cache_dtype] for engine in self.engines.values()}
         return self.lengths.prompt * self.model.kv_bytes(1, min(sizes))
 
     def carried(self, signature: Signature, role: Role) -> Carried:
-        """By a group of this signature, with its best stages; of equals the first."""
+        """Return what a group of this signature carries with its best stages (first of equals)."""
         key = signature, role
         if key not in self._found:
             self._found[key] = self._best(signature, role)
         return self._found[key]
 
     def carried_by(self, signature: Signature, shape: Shape, role: Role) -> Carried:
-        """By these stages of a group, with the best layers for them."""
+        """Return what these stages of a group carry, with the best layers for them."""
         ends = self._ends(signature, shape)
         lines = [self._line(role, end, len(shape)) for end in ends]
         best = Carried()
@@ -150,7 +150,7 @@ class Modelled:
         return best
 
     def _best(self, signature: Signature, role: Role) -> Carried:
-        """Those shapes first that would be best if layers could be cut, and memory were free."""
+        """Return the best stages: shapes come first that would be best with layers cut freely."""
         ranked = []
         for shape in shapes(signature, self.site.kind_of_type, self.degrees):
             count = len(shape)
@@ -269,8 +269,10 @@ class Modelled:
         return self.lengths.context + self.engines["decode"].page_size / 2
 
     def prefill_tokens(self, stages: int) -> int:
-        """Of a step of an instance with so many stages: so that each of as many steps gets its part
-        of the prompts that the instance may have at once, and not one of them most.
+        """Return the tokens of a prefill step of an instance with so many stages.
+
+        Each of as many steps gets its part of the prompts that the instance may have at once, so
+        that no step gets most of them.
         """
         return self._full("prefill", stages)
 
@@ -318,7 +320,7 @@ class Modelled:
         return self._entries[role, end]
 
     def _most_layers(self, role: Role, end: End, wanted: float) -> int:
-        """That a stage can have so that its pool has so many entries."""
+        """Return the most layers a stage can have so that its pool has so many entries."""
         key = role, end, wanted
         if key not in self._limits:
             # Pools shrink with layers: those before the first that is too small.

@@ -39,7 +39,7 @@ class Certified:
 
     @property
     def gap(self) -> float:
-        """By which share it may be below the best."""
+        """Share by which it may be below the best."""
         return max(1 - self.flow.total / self.bound, 0.0)
 
 
@@ -88,7 +88,7 @@ def cards_by_kind(site: Site, request_bytes: float) -> list[float]:
 
 
 def mix_of(capacity: Modelled, request_bytes: float, most: int, known: float = 0.0) -> Mix:
-    """What the GPUs there are come to at best; see ``best_mix``."""
+    """Return the best mix of the GPUs that are there; see ``best_mix``."""
     site = capacity.site
     counts = counts_by_kind(site)
     options = configurations(capacity.as_local(), counts, most)
@@ -129,7 +129,7 @@ def best_plan(
     restarts: int,
     seed: int,
 ) -> Certified:
-    """From the integer programs' plans, by refinement over shared networks.
+    """Refine the integer programs' plans over shared networks, and return the best one.
 
     Args:
         most: GPUs of a group.

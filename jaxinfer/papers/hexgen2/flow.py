@@ -28,7 +28,7 @@ class Placed:
     carried: Carried
 
     def layers(self, site: Site) -> list[tuple[int, int, int, int]]:
-        """Of each stage, its node, its GPUs, its first layer and that after its last."""
+        """Return for each stage its node, its GPUs, its first layer and the one after its last."""
         nodes, found, start = nodes_of(site, self.group), [], 0
         for stage in self.carried.stages:
             found.append((nodes[stage.place], stage.tp, start, start + stage.layers))
@@ -38,14 +38,14 @@ class Placed:
 
 @dataclass(frozen=True)
 class Flow:
-    """What goes where, in requests per second.
+    """Rates from prefill groups to decode groups, in requests per second.
 
     Attributes:
-        total: of all pairs.
+        total: sum over all pairs.
         pairs: by numbers of the prefill and of the decode group; those without any are left out.
-        per_gb_s: of a link, further requests per second for 10^9 further bytes per second; one that
+        per_gb_s: further requests per second for 10^9 further bytes per second of a link; one that
             is not full has none.
-        per_request: of a group, by its number, for one more request per second that it carries.
+        per_request: the same for one more request per second that a group, by its number, carries.
     """
 
     total: float
@@ -55,10 +55,10 @@ class Flow:
 
 
 class Network:
-    """What the KV of one request takes of links.
+    """Links that the KV of a request goes over, and the bytes that it takes of each.
 
     Args:
-        layer_bytes: of one layer's KV of a mean prompt.
+        layer_bytes: bytes of one layer's KV of a mean prompt.
     """
 
     def __init__(self, site: Site, layer_bytes: float) -> None:

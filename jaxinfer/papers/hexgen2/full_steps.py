@@ -30,7 +30,7 @@ class Lengths:
 
     @classmethod
     def of(cls, work: Sequence[BenchRequest]) -> Self:
-        """Of these requests."""
+        """Return the lengths of these requests."""
         pairs = [(item.prompt_len, item.max_tokens) for item in work]
         tokens = sum(prompt for prompt, _ in pairs)
         decodes = sum(output - 1 for _, output in pairs)
@@ -60,5 +60,5 @@ class Lengths:
 
     @cached_property
     def shortest_pool(self) -> dict[str, int]:
-        """By role, KV entries without which an instance cannot serve all requests."""
+        """KV entries, by role, without which an instance cannot serve all requests."""
         return {"prefill": self.longest_prompt, "decode": self.longest}

@@ -31,22 +31,22 @@ class Site:
 
     @cached_property
     def names(self) -> list[str]:
-        """Of the nodes."""
+        """Names of the nodes."""
         return list(self.hardware.nodes)
 
     @cached_property
     def nodes(self) -> list[NodeOptions]:
-        """By number."""
+        """Nodes by number."""
         return list(self.hardware.nodes.values())
 
     @property
     def gpus(self) -> list[int]:
-        """Of each node, how many there are."""
+        """Number of GPUs of each node."""
         return [node.gpus for node in self.nodes] if self.rented is None else list(self.rented)
 
     @cached_property
     def type_of(self) -> list[int]:
-        """Of each node, a number that equal ones share; one with a link of its own has no equal."""
+        """Number for each node that equal ones share; one with a link of its own has no equal."""
         own = {name for link in self.hardware.links for name in link.between}
         numbers: dict[object, int] = {}
         found = []
@@ -58,17 +58,17 @@ class Site:
 
     @cached_property
     def types(self) -> list[int]:
-        """Of each type, the first node that is of it."""
+        """First node of each type."""
         return [self.type_of.index(number) for number in range(max(self.type_of) + 1)]
 
     @cached_property
     def gpu_of_type(self) -> list[Gpu]:
-        """Of each type, one of its GPUs."""
+        """One of the GPUs of each type."""
         return [self.nodes[node].as_gpu(self.known) for node in self.types]
 
     @cached_property
     def kind_of_type(self) -> list[int]:
-        """Of each type, a number that types with equal GPUs share, whatever their networks."""
+        """Number for each type that types with equal GPUs share, whatever their networks."""
         numbers: dict[tuple[str, str], int] = {}
         keys = [
             (self.nodes[node].gpu, repr(gpu))
@@ -138,13 +138,13 @@ class Site:
         return self.hop(a, b)
 
     def most_gb_s(self, node: int) -> float:
-        """What it sends to other nodes, or gets, at most: over its card, and links of its own."""
+        """Return the most GB/s that a node sends to others, or gets: its card and own links."""
         name = self.names[node]
         own = sum(link.gb_s for link in self.hardware.links if name in link.between)
         return self.nodes[node].nic_gb_s + own
 
     def network(self, here: int, there: int) -> Mapping[tuple[object, ...], float]:
-        """What KV from node to node goes over, with bytes per second."""
+        """Return the links that KV goes over from node to node, with bytes per second."""
         a, b = self.names[here], self.names[there]
         if link := self.hardware.link(a, b):
             return {("link", a, b): link.gb_s * 1e9}

@@ -24,7 +24,7 @@ _HALF = 0.5
 
 
 class Pattern(NamedTuple):
-    """What a node's GPUs are divided into: GPUs and role of each group, and what they carry."""
+    """Division of a node's GPUs: GPUs and role of each group, and the rates that they carry."""
 
     groups: tuple[tuple[int, Role], ...]
     prefill: float
@@ -32,7 +32,7 @@ class Pattern(NamedTuple):
 
 
 def patterns(capacity: Capacity, type_: int, gpus: int, most: int) -> list[Pattern]:
-    """Of a node, without those that carry less of both phases than another."""
+    """Return a node's patterns, without those that carry less of both phases than another."""
     able = [
         (count, role, rate)
         for count in range(1, min(gpus, most) + 1)
@@ -152,7 +152,7 @@ class Mix:
 
 
 def configurations(capacity: Modelled, counts: Sequence[int], most: int) -> list[Configuration]:
-    """Of at most so many GPUs, without those that carry no more than others on fewer of the same.
+    """Return those of at most so many GPUs that carry more than any on fewer of the same kinds.
 
     Args:
         capacity: without time between stages, for a bound.

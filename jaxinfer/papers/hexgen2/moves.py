@@ -25,7 +25,7 @@ class Change(NamedTuple):
 
 
 def as_plan(members: Iterable[Member]) -> Plan:
-    """Of these; empty groups are none."""
+    """Return the plan of these members; empty groups are none."""
     return tuple(sorted(member for member in members if member[0]))
 
 
@@ -38,7 +38,7 @@ def apply(plan: Plan, change: Change) -> Plan:
 
 
 def idle_gpus(site: Site, plan: Plan) -> Counter[int]:
-    """Of each node, those that no group has."""
+    """Count each node's GPUs that no group has."""
     free = Counter(dict(enumerate(site.gpus)))
     for group, _ in plan:
         free.subtract(dict(group))

@@ -119,7 +119,7 @@ def _bisect(
 
 
 def _order(weights: np.ndarray) -> np.ndarray:
-    """By the second eigenvector; those that are equal there, by number."""
+    """Order nodes by the second eigenvector; those that are equal there, by number."""
     degree = 1 / np.sqrt(weights.sum(axis=1))
     laplacian = np.eye(len(weights)) - degree[:, None] * weights * degree[None, :]
     _, vectors = eigh(laplacian, subset_by_index=[1, 1])

@@ -144,7 +144,7 @@ class HexGen2:
         return certify(scorer, found.plan, mix_of(capacity, whole, most, cells.flow), cells.bound)
 
     def _compared(self, scorer: Scorer, capacity: Modelled) -> Scored:
-        """By the paper's method, or one of those that it is compared with."""
+        """Search by the paper's method, or one of those that it is compared with."""
         options = self._options
         plans = starts(scorer, capacity.model, capacity.lengths)
         most = most_gpus(plans, options.most_gpus)
@@ -154,7 +154,7 @@ class HexGen2:
         return search(scorer, plans, most, options.seed)
 
     def capacity(self, problem: Problem) -> Modelled:
-        """What groups carry of the plan file's workload."""
+        """Return the model of what groups carry of the plan file's workload."""
         common = as_run_file(problem.run)
         costs = common.simulate
         if costs.hardware is None:
@@ -189,7 +189,7 @@ class HexGen2:
             raise within(f"planner.{role}", error) from None
 
     def candidate(self, problem: Problem, found: Certified) -> Candidate:
-        """As a run file's part."""
+        """Return the plan that was found as part of a run file."""
         capacity, options = self.capacity(problem), self._options
         site, flow = capacity.site, found.flow
         own: dict[Role, Mapping[str, Any]] = {"prefill": options.prefill, "decode": options.decode}

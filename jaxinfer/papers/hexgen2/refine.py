@@ -18,10 +18,10 @@ _KICKS = 4
 
 @dataclass
 class Effort:
-    """What a search may still do: counts, since seconds would make it another one each time.
+    """Limits on a search, as counts, since seconds would make it another one each time.
 
     Attributes:
-        scored: plans whose groups' capacities are added up; ``flows``: whose flow is found.
+        scored: plans whose groups' capacities are added up; ``flows``: plans whose flow is found.
     """
 
     scored: int
@@ -29,16 +29,16 @@ class Effort:
 
     @property
     def is_left(self) -> bool:
-        """Of both."""
+        """True if there is effort left of both."""
         return self.scored > 0 and self.flows > 0
 
 
 class Scorer:
-    """What plans come to.
+    """Flows and rates of plans, whose number is limited.
 
     Args:
         flow_of: over pairs, or shared networks.
-        effort: what may be done in all.
+        effort: limits on all of these together.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class Scorer:
         return [self._place(*member) for member in plan]
 
     def flow(self, plan: Plan) -> Flow:
-        """What goes where."""
+        """Return the flow of a plan; one less is left."""
         self.effort.flows -= 1
         return self._flow_of(self.placed(plan), self._network)
 
     def sides(self, plan: Plan) -> tuple[float, float]:
-        """What all groups of each role carry together."""
+        """Return the rates that all groups of each role carry together."""
         groups = self.placed(plan)
         return tuple(sum(groups[i].carried.rate for i in side) for side in split(groups))  # type: ignore[return-value]
 
     def gain(self, change: Change) -> tuple[float, float]:
-        """What each role carries more after a change."""
+        """Return how much more each role carries after a change."""
         gained = {"prefill": 0.0, "decode": 0.0}
         for members, sign in ((change.out, -1), (change.into, 1)):
             for member in members:
@@ -92,7 +92,7 @@ class Scored:
     slack: float
 
     def beats(self, other: "Scored") -> bool:
-        """By flow; of equal flows, by slack."""
+        """True if its flow is larger or, of equal flows, its slack."""
         if abs(self.flow - other.flow) > _MORE * other.flow:
             return self.flow > other.flow
         return self.slack > other.slack * (1 + _MORE)

@@ -14,7 +14,7 @@ _FEWEST = 3.0
 
 
 def names_of(groups: Sequence[Placed], flow: Flow) -> dict[int, str]:
-    """Of the groups that requests go through, by number: prefill0, decode0 and so on."""
+    """Name the groups that requests go through, by number: prefill0, decode0 and so on."""
     names: dict[int, str] = {}
     for side, role in enumerate(("prefill", "decode")):
         used = sorted({pair[side] for pair in flow.pairs})
@@ -31,14 +31,14 @@ def as_part(
     step_tokens: Callable[[int], int],
     measured: Mapping[str, GroupCosts] | None = None,
 ) -> dict[str, Any]:
-    """What ``simulate``, ``capacity`` and ``run`` take, besides a model and a workload.
+    """Return a plan's run file for ``simulate``, ``capacity`` and ``run``, less model and workload.
 
     Args:
         engines: options of the instances of each role.
         prompt: tokens of a mean one; an instance may have a full step of them for each of its
             stages, and one more that waits.
-        step_tokens: of a full prefill step of an instance, by how many stages it has.
-        measured: by GPU, costs of groups of it.
+        step_tokens: tokens of a full prefill step of an instance, by its number of stages.
+        measured: costs of groups of a GPU, by its name.
     """
     names = names_of(groups, flow)
     part: dict[str, Any] = {"groups": {}, "instances": {}, "simulate": {"groups": {}}}

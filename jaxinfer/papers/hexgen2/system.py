@@ -52,7 +52,7 @@ class HexGen2Options(Options):
 
 
 class Shares:
-    """Who comes next, so that each has what is due to it, to within one request at all times.
+    """Choice of the next pair, so that each has its due to within one request at all times.
 
     Tijdeman's rule ("The chairman assignment problem", 1980). While some have no room the others
     take their turns, but get so many requests ahead at most: a queue that is never empty would else
@@ -130,7 +130,7 @@ class HexGen2(System):
             raise OptionError(f"flows: instance {left[0]!r} has none")
 
     def routes(self, instances: Collection[str]) -> Collection[Pair]:
-        """From each that prefills to each that decodes, since who has a flow may be lost."""
+        """Return routes from each that prefills to each that decodes, since any may be lost."""
         return list(product(self._prefill, self._decode))
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:

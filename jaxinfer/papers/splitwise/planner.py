@@ -36,7 +36,7 @@ class Most(Options):
 
 
 class Budget(Options):
-    """What a cluster may cost: GPUs, dollars per hour, watts."""
+    """Limits on the cost of a cluster: GPUs, dollars per hour, watts."""
 
     gpus: int | None = Field(default=None, ge=1)
     usd: float | None = Field(default=None, gt=0)
@@ -44,7 +44,7 @@ class Budget(Options):
 
     @property
     def limits(self) -> dict[Cost, float]:
-        """Those that are given."""
+        """Limits that are given."""
         costs: tuple[Cost, ...] = ("gpus", "usd", "watts")
         return {of: limit for of in costs if (limit := getattr(self, of)) is not None}
 
@@ -108,7 +108,7 @@ class Design:
                 )
 
     def candidate(self, prompts: int, tokens: int) -> Candidate:
-        """With so many machines."""
+        """Return the candidate with so many machines."""
         part = dict(self._base)
         for pool, count in zip(POOLS, (prompts, tokens), strict=True):
             if count:
@@ -117,7 +117,7 @@ class Design:
         return Candidate({"design": self._name, "prompt": prompts, "token": tokens}, part)
 
     def cost(self, of: Cost, prompts: int, tokens: int) -> float:
-        """Of so many machines."""
+        """Return the cost of so many machines."""
         prompt, token = self._each[of]
         fewer = (self.most.prompt - prompts) * prompt + (self.most.token - tokens) * token
         return self._whole[of] - fewer
@@ -256,7 +256,7 @@ class Staircase:
         return [bool(score.rate) and not score.given_up for score in scores]
 
     def _narrow(self, row: Row, high: int) -> None:
-        """From a number of prompt machines that keeps the targets to the least."""
+        """Narrow a number of prompt machines that keeps the targets down to the least that does."""
         cheaper = self._cheaper(row)
         if cheaper < high:  # By now another row of the wave is the best.
             if not cheaper or self._keep([row.design.candidate(cheaper, row.tokens)]) != [True]:

@@ -40,13 +40,13 @@ class Machine:
 
     @property
     def has_others_work(self) -> bool:
-        """Whether it still has what is the other pool's to do."""
+        """True if it still has work that is the other pool's to do."""
         return self.decodes > 0 if self.role == "prompt" else self.pending > self.decodes
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """What was given for a request: its prompt, until that is done, and its decodes.
+    """Machines that were given to a request: for its prompt, until that is done, and its decodes.
 
     Attributes:
         entries: KV entries that it is promised: all its tokens, as the paper counts them, one more

@@ -83,7 +83,7 @@ class Splitwise(System):
         return [Assignment(request.id, self._legs(request, cluster)) for request in waiting]
 
     def _legs(self, request: RequestView, cluster: ClusterView) -> tuple[Leg, ...]:
-        """On a machine that takes both, too, there are two: the first one's end is heard of."""
+        """Return a request's legs, two even on one machine: the end of the first is heard of."""
         pools, length = self.pools, request.prompt_len
         where = cluster.instances, cluster.now
         pools.take_back(request.id, *where)  # What a lost machine has left undone.
@@ -107,7 +107,7 @@ class Splitwise(System):
         self.pools.take_back(request.id, cluster.instances, cluster.now)
 
     def report(self) -> Mapping[str, object]:
-        """Of each machine, from when on it was in which pool; of many moves, the first ones."""
+        """Report from when on each machine was in which pool; of many moves, the first ones."""
         found = {name: [(0.0, "prompt")] for name in self.options.prompt}
         found |= {name: [(0.0, "token")] for name in self.options.token}
         for time, name, where in self.pools.moves:

@@ -21,7 +21,7 @@ def least_output(request: RequestView) -> int:
 
 @dataclass(slots=True)
 class Load:
-    """What an instance that decodes has to do, as of its last report.
+    """Work of an instance that decodes, as of its last report.
 
     Attributes:
         room: KV entries for which there are free pages that are promised to nobody.
@@ -55,7 +55,7 @@ class Load:
 def choose(
     loads: Mapping[str, Load], entries: int, heavy: bool, rule: Dispatch, rng: random.Random
 ) -> str:
-    """Which of these instances gets a request.
+    """Choose the one of these instances that gets a request.
 
     Two are drawn of those that have room for it, or, where none has, of all, and then the one with
     more room is taken.
@@ -63,7 +63,7 @@ def choose(
     Args:
         entries: KV entries that the request will have, at least.
         heavy: whether it decodes for long.
-        rule: which of the two. ``two_choices``: the one with fewer of its kind, then with fewer of
+        rule: picks one. ``two_choices``: the one with fewer of its kind, then with fewer of
             both; ``imbalance``: the other; ``ratio``: the lower ratio of heavy to light ones;
             ``random``: the first drawn.
     """
@@ -84,10 +84,10 @@ def choose(
 
 
 class Ledger:
-    """Who decodes where, and what instances last reported, with what was given out since.
+    """Record of the requests on each instance: its last report, and those given out since.
 
     Args:
-        seed: of the draws.
+        seed: seed of the draws.
 
     Attributes:
         reports: the loads by instance.

@@ -53,7 +53,7 @@ class Flips:
         return None
 
     def _share(self, name: str, now: float) -> float | None:
-        """Of the reports at which it was busy; None where it has had its role for too short."""
+        """Return the share of reports at which it was busy; None if its role is too new."""
         reports = self._reports.get(name)
         if self._after is None or not reports or reports[0][0] > now - self._after:
             return None

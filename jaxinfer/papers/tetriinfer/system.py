@@ -122,7 +122,7 @@ class TetriInfer(System):
         return roles
 
     def _dispatch(self, request: RequestView, decode: Sequence[str], cluster: ClusterView) -> str:
-        """Where a request decodes; it goes on where its prompt was done if there is nowhere."""
+        """Choose where a request decodes: where its prompt was done if nothing decodes."""
         if not decode:
             return self._prefilled[request.id]
         if not self._ledger.reports.keys() >= {*decode}:

@@ -81,7 +81,7 @@ def workers_99_5(inputs: Inputs) -> Part:
 
 
 def opened(inputs: Inputs) -> Part:
-    """How many of 40 workers are used."""
+    """Number of workers used, of 40."""
     levels = ("theta_99", "theta_99_5")
     ways = [way for level in levels for way in fewest.chosen(inputs.rows(level))]
     work = draw(inputs.shared(trace), 0)
@@ -115,7 +115,7 @@ def four(inputs: Inputs) -> Part:
 
 
 def processes(inputs: Inputs) -> Part:
-    """What more processes cost."""
+    """Cost of more processes."""
     return Part(*sensitivity.process_costs(inputs.shared(other), best(inputs)))
 
 

@@ -43,7 +43,7 @@ def row_of(name: str, run: RunRecord) -> Row:
 
 
 def roles(run: RunRecord) -> list[Row]:
-    """Of each worker, the seconds in which it was on and off."""
+    """Return the seconds in which each worker was busy, on and off."""
     metrics, rows = run.run["metrics"], []
     for name, use in metrics["instances"].items():
         off = use["role_s"].get("off", 0.0)

@@ -59,7 +59,7 @@ TWO = Way("power of two", {"name": "least_loaded", "choose": "power_of_two"})
 
 
 def aladdin(theta: float, oracle: bool = True, **options: Any) -> Way:
-    """With true lengths, or the means of earlier answers."""
+    """Return Aladdin with true lengths, or with the means of earlier answers."""
     system = {"name": "aladdin", "ttft_s": TTFT_S, "atgt_s": ATGT_S, "theta": theta} | options
     return Way("Aladdin, true lengths" if oracle else "Aladdin, predicted", system, oracle)
 
@@ -91,7 +91,7 @@ class Search:
         return Search(trace, self.tables, self.folder, self.code, name)
 
     def keeps(self, way: Way, workers: int, rate: float, level: float, seed: int) -> bool:
-        """Whether so many keep both targets for that share of the requests."""
+        """True if so many workers keep both targets for that share of the requests."""
         other = [list(way.settings), dict(way.slo)] if way.settings else []
         asked = [way.name, dict(way.system), workers, rate, level, seed, REQUESTS, *other]
         key = key_of(self._data, asked)

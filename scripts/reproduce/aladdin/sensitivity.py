@@ -28,7 +28,7 @@ PREFILLS = 12
 
 
 def four_gpus(way: Way, process_ms: float) -> Way:
-    """On workers of four GPUs."""
+    """Return the way on workers of four GPUs."""
     step_s = OVERHEADS["step_s"] + 3e-3 * process_ms
     return replace(
         way,
@@ -175,7 +175,7 @@ def other_workers(search: Search, theta: float) -> tuple[list[Row], list[Target]
 
 
 def rate_of(model: str, gpu: str, gpus: int, atgt_s: float, search: Search) -> float:
-    """What eight workers carry by eq. 6."""
+    """Return the rate that eight workers carry by eq. 6, in requests per second."""
     _, cluster, _ = prepare(worker(model, gpu, gpus, **OVERHEADS))
     fit, modelled = cluster.fit("w", relative=True), cluster.instances["w"]
     assert fit.decode

@@ -62,7 +62,7 @@ def worker(model: str, gpu: str, gpus: int, **costs: Any) -> RunFile:
 
 
 def alone(config: RunFile, prompt: int, output: int) -> Sequence[float]:
-    """When a request that is alone has its tokens."""
+    """Return the times at which a request that is alone has its tokens."""
     found: list[Sequence[float]] = []
     work = [BenchRequest(None, prompt, output, 0.0)]
     simulate(config, work, on_request=lambda _, times: found.append(list(times)))
@@ -172,7 +172,7 @@ def equation_6(tables: Path, work: Work, atgt_s: float) -> tuple[list[Row], list
 
 
 def opened(tables: Path, work: Work, ways: Sequence[Way], rate: float) -> list[Row]:
-    """How many of 40 workers are used where nobody has to wait, and what they attain."""
+    """Return how many of 40 workers each way uses if nobody has to wait, and its attainment."""
     rows = []
     for way in ways:
         watch = RequestTargets({"ttft": TTFT_S, "tpot": ATGT_S}).watch(work)
@@ -200,7 +200,7 @@ class Timed(Aladdin):
         self.placed_count = 0
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """As it is, timed."""
+        """Route as Aladdin does, timed."""
         started = time.thread_time()
         found = super().route(waiting, cluster)
         self.seconds.append(time.thread_time() - started)
@@ -208,7 +208,7 @@ class Timed(Aladdin):
         return found
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
-        """As it is, timed."""
+        """Finish as Aladdin does, timed."""
         started = time.thread_time()
         super().on_finish(request, cluster)
         self.seconds.append(time.thread_time() - started)

@@ -35,7 +35,7 @@ KINDS = ("large", "middle", "small")
 def cheapest(
     work: Work, out: Path, seeds: Sequence[int], simulated: Kept
 ) -> tuple[list[Row], list[Target]]:
-    """By level of the targets, dollars of each kind alone and of the cheapest mix."""
+    """Return dollars of each kind alone and of the cheapest mix, by level of the targets."""
     rows = _cheapest_of_all(work, out, seeds, simulated)
     mixes = [row["mix ($/h)"] for row in rows]
     alone = [min(_usd(row[f"{name} ($/h)"]) for name in KINDS) for row in rows]

@@ -27,7 +27,7 @@ def any_and_fixed(inputs: Inputs) -> Part:
 
 
 def lengths(inputs: Inputs) -> Part:
-    """What each way carries, over the prompts' lengths."""
+    """Rate of each way, over the prompts' lengths."""
     return Part(ways_to_share.by_length(chats(inputs), inputs.pool))
 
 

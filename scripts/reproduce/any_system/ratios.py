@@ -114,7 +114,7 @@ def ratios(chats: Lengths, folder: Path, pool: ProcessPoolExecutor) -> list[Row]
 
 
 def ratio_targets(rows: Sequence[Row]) -> list[Target]:
-    """What a planner's choice carries beside the best."""
+    """Return targets for the rate of a planner's choice beside the best."""
     return [
         by_share(
             f"pd_ratio: capacity per card of its choice by that of brute force's, {row['lengths']}",

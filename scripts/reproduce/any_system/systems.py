@@ -39,7 +39,7 @@ SEARCHED, COMPARED = 3, (3, 4, 5)
 
 
 def common(low: str) -> dict[str, Any]:
-    """What all run files of a pair have: Llama 3 8B, the pair, and its calibrated costs."""
+    """Return the settings of all run files of a pair: Llama 3 8B, groups and calibrated costs."""
     costs = read_yaml(FOLDER.with_name("cronus_calibration.yaml"))
     groups = {"high": costs["high"]["LLaMA3-8B"], "low": costs["low"][low]["LLaMA3-8B"]}
     return {
@@ -123,7 +123,7 @@ def systems(trace: str, work: Sequence[BenchRequest], pool: ProcessPoolExecutor)
 
 
 def system_targets(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
-    """Of these."""
+    """Return the targets of these rows."""
     targets = []
     for low in LOWS:
         found = {
@@ -161,7 +161,7 @@ LONGEST = 8192
 
 
 def scaled(work: Sequence[BenchRequest], scale: float) -> list[BenchRequest]:
-    """With prompts that are longer by a factor, as far as the model's context goes."""
+    """Make prompts longer by a factor, as far as the model's context goes."""
     return [
         replace(
             item, prompt_len=max(1, min(round(scale * item.prompt_len), LONGEST - item.max_tokens))
@@ -171,7 +171,7 @@ def scaled(work: Sequence[BenchRequest], scale: float) -> list[BenchRequest]:
 
 
 def by_length(work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[Row]:
-    """What each way carries, over the prompts' lengths."""
+    """Return the rate of each way, over the prompts' lengths."""
     points = [(low, way, scale) for low in LOWS for way in WAYS for scale in SCALES]
     rates = pool.map(partial(_carried, work), points)
     return [
@@ -210,7 +210,7 @@ def _latencies(work: Sequence[BenchRequest], point: tuple[str, str, float]) -> d
 
 
 def begins(rows: Sequence[Mapping[str, Any]], x: str, y: str, least: bool) -> list[Row]:
-    """Which way is the best at each point of an axis.
+    """Find the best way at each point of an axis, and the next one.
 
     Args:
         least: whether small values of y are the good ones.

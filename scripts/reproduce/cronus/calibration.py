@@ -23,7 +23,7 @@ Costs = tuple[tuple[str, float], ...]
 
 
 def solve(figure: Callable[[float], float], target: float, low: float, high: float) -> float:
-    """Where a monotonic figure meets its target."""
+    """Find the point at which a monotonic figure meets its target."""
     found = brentq(lambda x: figure(x) - target, low, high, xtol=5e-4 * (high - low), rtol=1e-3)
     return float(f"{found:.4g}")
 

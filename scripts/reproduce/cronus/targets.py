@@ -17,9 +17,9 @@ PAPER_RATIOS = {
 
 
 def ratios(points: Sequence[Row], cells: Sequence[Row]) -> list[Row]:
-    """How far Cronus is below the others at most, in percent, over setups and intervals.
+    """Return how far Cronus is below the others at most, in percent, over setups and intervals.
 
-    Only intervals count that the other one sustains, a tenth below its throughput: beyond, its
+    Only intervals that the other one sustains, a tenth below its throughput, count: beyond, its
     queue and with it the ratio grow with the length of the run.
     """
     rates = {(cell["setup"], cell["approach"]): cell["ours"] for cell in cells}
@@ -69,7 +69,7 @@ def of_table_3(shares: Sequence[Row]) -> list[Target]:
 
 
 def of_figure_4(below: Sequence[Row]) -> list[Target]:
-    """How far Cronus is below the others at most; see ``ratios``."""
+    """Return targets for how far Cronus is below the others at most; see ``ratios``."""
     found = []
     for row in below:
         figure = row["figure"].replace("_", " ")

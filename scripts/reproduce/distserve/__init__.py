@@ -8,7 +8,7 @@ from scripts.reproduce.reproduction import Inputs, Part, Reproduction
 
 
 def data(inputs: Inputs) -> Data:
-    """What the authors measured."""
+    """Measurements of the authors."""
     return Data.read(inputs.path(PROFILES))
 
 

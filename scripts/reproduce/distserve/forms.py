@@ -51,7 +51,7 @@ def _prompts_alone(stages: int, seconds: float) -> RunFile:
 
 
 def mean_ttft(stages: int, seconds: float, rate: float, count: int = 40_000) -> float:
-    """Of equal prompts, Poisson."""
+    """Mean TTFT of equal prompts with Poisson arrivals, in seconds."""
     rng, now, work = random.Random(1), 0.0, []
     for _ in range(count):
         work.append(BenchRequest(None, PROMPT, 1, now))
@@ -78,7 +78,7 @@ def forms(rate: float) -> dict[str, tuple[float, float]]:
 
 
 def queueing(inputs: Inputs) -> Part:
-    """At two loads."""
+    """Mean TTFT by the closed forms and simulated, at two loads."""
     rows, targets = [], []
     for load in (0.3, 0.6):
         for name, (form, ours) in forms(load / D).items():

@@ -26,7 +26,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Data:
-    """What was measured.
+    """Measurements of the authors' artefact.
 
     Attributes:
         profiles: by kernels, model and tensor parallelism, coefficients in milliseconds.
@@ -38,7 +38,7 @@ class Data:
 
     @classmethod
     def read(cls, folder: Path) -> "Data":
-        """From the artefact's files."""
+        """Read the artefact's files."""
         names: dict[Kernels, str] = {
             kernels: f"profiler-a100-80g.{kernels}.json" for kernels in ("distserve", "vllm")
         }
@@ -102,7 +102,7 @@ class Cluster:
         return sum(tp * pp for _, (tp, pp) in self.instances)
 
     def run_file(self, data: Data) -> RunFile:
-        """Of a modelled cluster; pairs are units of their own."""
+        """Return the run file of a modelled cluster; pairs are units of their own."""
         groups, costs, instances = {}, {}, {}
         names: dict[str, list[str]] = {}
         for number, (role, (tp, pp)) in enumerate(self.instances):

@@ -15,7 +15,7 @@ Latencies = list[tuple[float, float]]
 
 
 def prefill_seconds(phases: dict[str, Any], prompts: Sequence[int]) -> float:
-    """Of a step with these prompts."""
+    """Seconds of a step with these prompts."""
     fit, extra = phases["prefill"], phases["extra"]
     seconds = fit["step_s"] + fit["token_s"] * sum(prompts) + extra["prefill_stage_s"]
     seconds += fit["pair_s"] * sum(length**2 for length in prompts)
@@ -23,7 +23,7 @@ def prefill_seconds(phases: dict[str, Any], prompts: Sequence[int]) -> float:
 
 
 def decode_seconds(phases: dict[str, Any], entries: Sequence[int]) -> float:
-    """Of a step in which rows see so many entries."""
+    """Seconds of a step in which rows see so many entries."""
     small, large = phases["decode"]
     fit, extra = (small if len(entries) < small["below"] else large), phases["extra"]
     seconds = fit["step_s"] + fit["context_s"] * sum(entries) + fit["sequence_s"] * len(entries)
@@ -31,7 +31,7 @@ def decode_seconds(phases: dict[str, Any], entries: Sequence[int]) -> float:
 
 
 def _prompts(lengths: Sequence[int]) -> int:
-    """How many of those that wait go into one step."""
+    """Count the waiting prompts that go into one step."""
     count = tokens = 0
     for length in lengths[:MOST_PROMPTS]:
         if count and tokens + length > MOST_PROMPT_TOKENS:

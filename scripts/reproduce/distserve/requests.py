@@ -150,7 +150,7 @@ def measured(inputs: Inputs) -> Part:
 
 
 def draw_pools(data: Data) -> Figure:
-    """How full both pools are over a run: KV that waits for decode fills that of prefill."""
+    """Draw how full both pools are over a run: KV that waits for decode fills that of prefill."""
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     config = LOW.run_file(data)
     for ax, rate in zip(figure.subplots(1, 2, sharey=True), (2, 3.5), strict=True):

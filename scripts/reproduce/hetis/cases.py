@@ -114,7 +114,7 @@ def modelled(run_file: RunFile) -> ModelledInstance:
 
 
 def run(config: RunFile, folder: Path | None = None) -> Row:
-    """What tables show of a simulation, which is recorded in a folder if asked; times in seconds.
+    """Simulate, recorded in a folder if asked, and return figures of tables; times in seconds.
 
     A request's time per token is all of its time by its tokens; TPOT is that after the first one.
     """

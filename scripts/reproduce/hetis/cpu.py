@@ -41,7 +41,7 @@ class Served:
 
     @property
     def heads(self) -> list[list[int]]:
-        """Of each step, on each device."""
+        """Heads of each step, on each device."""
         return [step["heads"] for step in self.lines.steps]
 
     @property
@@ -51,7 +51,7 @@ class Served:
 
 
 def cases() -> dict[str, RunFile]:
-    """As it stands; all on one device; with a near device that is soon full; and as halves."""
+    """Return the cases: as it stands, on one device, with a near device soon full, as halves."""
     as_it_is = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     single = as_it_is | {
         "groups": {"primary": {"platform": "cpu"}},
@@ -88,7 +88,7 @@ def serve(llm: LLM, work: Sequence[BenchRequest], folder: Path) -> Served:
 
 
 def median_s(run: Served) -> float:
-    """Of steps without prompts that have half as many decodes as there are at most, or more."""
+    """Median seconds of steps without prompts, with half as many decodes as the most, or more."""
     steps = [step for step in run.lines.steps if not step["prefill_tokens"]]
     most = max(step["decode_tokens"] for step in steps)
     return statistics.median(

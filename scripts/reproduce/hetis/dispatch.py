@@ -32,7 +32,7 @@ SETS, ROOM = 12, 10**7
 
 
 def fits(model: str, layers: Any, attention: Any) -> list[AttentionFit]:
-    """Of the devices of a cluster's first stage."""
+    """Return the fits of the devices of a cluster's first stage."""
     shards = modelled(cluster(model, layers, attention, hetis())).shards
     return [shard.cost.fit for shard in shards if shard.stage == 0 and shard.cost]
 
@@ -111,7 +111,7 @@ class ByProgram(Hetis):
 
 
 def placed(loads: Sequence[Load], counts: Sequence[int], entries: float) -> list[Load]:
-    """With one request more."""
+    """Return the loads with one request more."""
     return [load.plus(n, entries, 1) for load, n in zip(loads, counts, strict=True)]
 
 

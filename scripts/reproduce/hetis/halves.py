@@ -68,11 +68,11 @@ class Stage:
 
     @property
     def heads(self) -> int:
-        """Of the model."""
+        """Number of the model's heads."""
         return self.instance.shards[0].heads
 
     def work(self, sequences: int, entries: float, share: float) -> Work:
-        """With a share of all heads elsewhere, evenly where there are several groups."""
+        """Return the work with a share of all heads elsewhere, evenly over several groups."""
         others = len(self.instance.shards) - 1
         pairs = [(1 - share) * sequences * self.heads]
         pairs += [share * sequences * self.heads / others] * others
@@ -81,7 +81,7 @@ class Stage:
         return Work(sequences, sequences, sequences, sequences, seen, [], sequences, shards)
 
     def seconds(self, sequences: int, entries: float, share: float) -> tuple[float, float]:
-        """As a whole, and as halves where there are heads elsewhere."""
+        """Return seconds as a whole, and as halves where there are heads elsewhere."""
         whole, half = (self.work(sequences // n, entries, share) for n in (1, 2))
         both = (whole, replace(whole, halves=[half, half]))
         as_whole, as_halves = (sum(self.instance.cost.stages(each)) for each in both)
@@ -109,7 +109,7 @@ class Stage:
             tokens *= 1.01
 
     def closed_form(self, sequences: int, way: int) -> float:
-        """Where the attention of a layer takes longer than what of an exchange is not hidden."""
+        """Return the tokens from which a layer's attention outlasts an exchange's unhidden part."""
         own, other, *_ = (shard.cost for shard in self.instance.shards)
         dense = self.instance.shards[0].dense
         assert own
@@ -154,7 +154,7 @@ def halves(inputs: Inputs) -> Part:
 
 
 def thresholds(inputs: Inputs) -> Part:
-    """From how many tokens heads leave, by exchange, of steps of so many sequences."""
+    """Tokens from which heads leave, by exchange, in steps of so many sequences."""
     rows, targets = list[Row](), list[Target]()
     for name in STAGES:
         for exchange in EXCHANGES:

@@ -55,7 +55,7 @@ class Course:
 
 
 def courses() -> list[Course]:
-    """Of all cases and exchanges."""
+    """Return the courses of all cases and exchanges."""
     found = []
     for case, (model, layers, attention, *_) in CASES.items():
         for exchange in EXCHANGES:
@@ -68,7 +68,7 @@ def courses() -> list[Course]:
 
 
 def served(case: str, config: RunFile, folder: Path) -> Iterator[tuple[int, list[list[int]]]]:
-    """Of each step of a simulation, tokens in flight, and the heads on each device, by stage."""
+    """Yield tokens in flight and heads on each device, by stage, for each step of a simulation."""
     *_, count, (prompt, output), every = CASES[case]
     work = [BenchRequest(None, prompt, output, every * i) for i in range(count)]
     simulate(config, work, folder)

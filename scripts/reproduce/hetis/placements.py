@@ -19,7 +19,7 @@ RULES: tuple[Rule, ...] = ("cumulative", "stepwise")
 
 
 def placements(inputs: Inputs) -> Part:
-    """Which GPUs keep layers, by Table 1, and the search's size and time."""
+    """GPUs that keep layers, by Table 1, and the search's size and time."""
     rows: list[Row] = []
     for name, of_kind in (("prefill", PREFILL), ("decode", DECODE)):
         for most in (0.01, 0.03, 0.05, 0.1):

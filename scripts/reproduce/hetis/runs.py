@@ -161,7 +161,7 @@ def redispatch(inputs: Inputs) -> Part:
 
 
 def wrong_figures(inputs: Inputs) -> Part:
-    """What wrong coefficients of eqs. 3 and 4 cost: each that is not 0, 13B at 5 requests/s."""
+    """Cost of wrong coefficients of eqs. 3 and 4: each that is not 0, 13B at 5 requests/s."""
     instance = modelled(cluster(THIRTEEN, (("one", None),), TWO, hetis()))
     fits = {shard.group: vars(shard.cost.fit) for shard in instance.shards if shard.cost}
     rows = [{"coefficient": "none", "change (%)": 0, **_with(fits)}]

@@ -27,7 +27,7 @@ def ratios(inputs: Inputs) -> Part:
 
 
 def rents_and_settings(inputs: Inputs) -> Part:
-    """What a budget would rent, and the paper's settings beside that."""
+    """GPUs that a budget would rent, and the paper's settings beside those."""
     rented = rents.frontier(str(PLAN), BUDGETS, most=32)
     hardware = [str(CLUSTERS / f"hexgen2_{name}.yaml") for name in SETTINGS]
     rows = rents.together(rented, rents.points(str(PLAN), hardware))

@@ -69,7 +69,7 @@ class Case:
 
     @property
     def config(self) -> RunFile:
-        """On emulated groups of the CPU."""
+        """Run file on emulated groups of the CPU."""
         return as_run_file(on_cpu(self.part, self.problem.run_file(self.part)))
 
     def simulated(self) -> float:
@@ -79,7 +79,7 @@ class Case:
 
 
 def cases() -> dict[str, Case]:
-    """By our planner, and with roles swapped."""
+    """Return our planner's plans by name, some with roles swapped too."""
     found = {}
     for name, file in FILES.items():
         work = read_workload(f"configs/cpu/{file}.csv")
@@ -102,7 +102,7 @@ def cases() -> dict[str, Case]:
 
 
 def groups_of(site: Site, plan: Certified) -> tuple[str, str]:
-    """Of each role, those that requests go through: ``quick, slow + slow``."""
+    """Return the groups of each role that requests go through: ``quick, slow + slow``."""
     used = [plan.groups[number] for number in sorted({i for pair in plan.flow.pairs for i in pair})]
     return tuple(  # type: ignore[return-value]
         ", ".join(
@@ -152,7 +152,7 @@ def row_of(case: Case, folder: Path) -> Row:
 
 
 def targets_of(rows: Sequence[Row]) -> list[Target]:
-    """Of plans: what flows; of roles: which carry more."""
+    """Return targets on plans' flows, and on roles: planned ones carry more than swapped ones."""
     by_name = {row["lengths"]: row for row in rows}
     shares = [by_name[name]["real"] / by_name[name]["planned (requests/s)"] for name in FILES]
     furthest = max(shares, key=lambda share: abs(share - 1))

@@ -85,13 +85,13 @@ class Asked:
             raise JaxinferError(f"{plan_file}: {error}") from None
 
     def mix(self) -> Mix:
-        """Of all of its GPUs, as if beside each other."""
+        """Return the best mix of all of its GPUs, as if beside each other."""
         there = counts_by_kind(self.capacity.site)
         options = configurations(self.capacity.as_local(), there, self.most_gpus)
         return best_mix(options, there, [inf] * len(there))
 
     def row(self, name: str, mix: Mix) -> Row:
-        """What GPUs cost, and carry."""
+        """Return a table's row: GPUs, their cost, and the rate that they carry."""
         site = self.capacity.site
         kinds = range(len(self.usd))
         names = [site.nodes[site.types[site.kind_of_type.index(kind)]].gpu for kind in kinds]

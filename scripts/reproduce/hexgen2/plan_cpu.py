@@ -98,7 +98,7 @@ def write_plan(profiles: Mapping[str, Profile]) -> None:
 
 
 def section(name: str, value: Any) -> str:
-    """Of a run file, with a line for each group, link and instance."""
+    """Format a section of a run file, with a line for each group, link and instance."""
     if isinstance(value, str):
         return f"{name}: {value}\n"
     if isinstance(value, list):

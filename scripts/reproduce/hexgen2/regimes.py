@@ -64,7 +64,7 @@ def _row(name: str, setting: str, engine: str, cluster: Cluster, work: Work) -> 
 
 
 def ratios(trace: Work, clusters: Clusters, rows: Sequence[Row]) -> list[Row]:
-    """By eight H100s, in each regime; and where those have another plan."""
+    """Return ratios to eight H100s in each regime, and to those with another plan."""
     known = {(row["workload"], row["cluster"], row["engine"]): row for row in rows}
     found = []
     for name, paper in zip(WORKLOADS, PAPER, strict=True):
@@ -122,7 +122,7 @@ def regime_targets(rows: Sequence[Row], found: Sequence[Row]) -> list[Target]:
 
 
 def draw_ratios(found: Sequence[Row]) -> Figure:
-    """By workload, a bar for each regime, and the paper's."""
+    """Draw for each workload a bar for each regime, and the paper's."""
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     columns = ["paper", *REGIMES, "by their other plan"]
     for ax, setting in zip(figure.subplots(2, 1), ("setting 1", "setting 5"), strict=True):

@@ -41,11 +41,11 @@ GPUS = {"H100-SXM": "H100", "A100-80G-SXM": "A100", "L40": "L40", "RTX-A6000": "
 
 @dataclass(frozen=True)
 class Engine:
-    """What the paper's engine is taken to be limited by.
+    """Limits that the paper's engine is taken to have.
 
     Attributes:
         step_s: seconds of each step; ``seqs``: decodes of an instance at once; ``prefill_tokens``:
-            of a prefill step, at most.
+            those of a prefill step, at most.
     """
 
     step_s: float = 0.020
@@ -57,7 +57,7 @@ LIMITED, FREE = Engine(), Engine(0.0, 256)
 
 
 def of_class(trace: Work, name: str) -> list[BenchRequest]:
-    """Of the trace, all at the start; those of all classes for ``online``."""
+    """Return the requests of a class, all at the start; those of all classes for ``online``."""
     chosen = [item for item in trace if name == "online" or is_of_class(item, name)]  # type: ignore[arg-type]
     return [replace(item, arrival=0.0) for item in chosen]
 
@@ -122,7 +122,7 @@ class Clusters:
         return self._cluster(f"{name}_{nic_gb_s}", data, model, engine, nic_gb_s)
 
     def four_h100(self, engine: Engine = LIMITED) -> Cluster:
-        """Those of Table 4, in one node, for OPT-30B."""
+        """Return the cluster of Table 4: four H100s in one node, for OPT-30B."""
         nodes = {"h100": {"gpu": "H100-SXM", "gpus": 4}}
         return self._cluster("four_h100", _made_up(nodes), OPT, engine, FAST)
 
@@ -228,7 +228,7 @@ class Planned:
         return self.run(self.problem.work)
 
     def online(self, peak: float) -> RunMetrics:
-        """At 75 % of so many requests per second."""
+        """Run at 75 % of so many requests per second."""
         return self.run(poisson(self.problem.work, LOAD * peak))
 
 
@@ -253,7 +253,7 @@ def throughput(plan: Planned, workload: str) -> float:
 
 
 def planned(cluster: Cluster, work: Work) -> Planned:
-    """By our planner."""
+    """Plan a cluster by our planner."""
     problem = cluster.problem(work)
     planner = planner_of(problem)
     found = planner.certified(problem)

@@ -26,7 +26,7 @@ SCORED, FLOWS = 100_000, 500
 
 
 def one(cluster: Cluster, work: Work, method: Callable[[Scorer, list[Plan], int], float]) -> float:
-    """What a method finds in a fresh search from the paper's partitions."""
+    """Return the flow that a method finds in a fresh search from the paper's partitions."""
     problem = cluster.problem(work)
     planner = planner_of(problem)
     capacity = planner.capacity(problem)
@@ -98,7 +98,7 @@ def methods(inputs: Inputs) -> Part:
 
 
 def _by_paper(cluster: Cluster, work: Work) -> float:
-    """What the paper's own path finds: partition, largest cut, guided swaps."""
+    """Return the flow that the paper's own path finds: partition, largest cut, guided swaps."""
     problem = cluster.problem(work, ["planner.method=hexgen2"])
     return planner_of(problem).certified(problem).flow.total
 

@@ -67,12 +67,12 @@ def classes(inputs: Inputs) -> Part:
 
 
 def off(ours: float, theirs: float) -> int:
-    """By how many percent of theirs ours is above it."""
+    """Return by how many percent of theirs ours is above it."""
     return round(100 * (ours / theirs - 1))
 
 
 def step_seconds(inputs: Inputs) -> Part:
-    """What the calibrated number does to the cell that it is from."""
+    """Effect of the calibrated number on the cell that it is from."""
     trace, clusters = both(inputs)
     work = draw(trace, "HPHD")
     return Part(

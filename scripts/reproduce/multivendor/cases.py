@@ -37,7 +37,7 @@ class Case:
     counts_transfer: bool = True
 
     def serve(self) -> "Served":
-        """In virtual time."""
+        """Serve the requests in virtual time."""
         changes = []
         if self.file == "disaggregated":
             for group, instance, count in (("b", "p", self.prefills), ("a", "d", self.decodes)):
@@ -84,7 +84,7 @@ class Served:
 
     @property
     def steady_tpot(self) -> float:
-        """Of the requests that came in neither the first three tenths nor the last two."""
+        """TPOT of the requests that came in neither the first three tenths nor the last two."""
         ordered = sorted(self.requests, key=lambda request: request[0])
         count = len(ordered)
         return _tpot(ordered[3 * count // 10 : 8 * count // 10])
@@ -106,7 +106,7 @@ def serve_all(pool: ProcessPoolExecutor, cases: Sequence[Case]) -> list[Served]:
 
 @dataclass(frozen=True)
 class DecodeCard:
-    """What the closed form knows of a card that decodes.
+    """Card that decodes, as the closed form knows it.
 
     With B = q L_out T sequences in a step of T = w + k B seconds (weights read once, and each
     sequence's mean context), T = w / (1 - q L_out k).
@@ -117,7 +117,7 @@ class DecodeCard:
 
     @classmethod
     def of_file(cls) -> "DecodeCard":
-        """That of ``disaggregated.yaml``."""
+        """Return the card of ``disaggregated.yaml``."""
         config = load_run_file(FOLDER / "disaggregated.yaml")
         model = find_model(config.require_model())
         bandwidth = config.own.gpu("vendor-a").memory_gb_s * 1e9 * config.simulate.bandwidth

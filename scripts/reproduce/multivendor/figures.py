@@ -167,7 +167,7 @@ def _gain_targets(rows: Sequence[Row]) -> list[Target]:
 
 
 def _ttft_targets(pool: ProcessPoolExecutor) -> list[Target]:
-    """What one card and the pair make of TTFT, by both readings of who draws the first token."""
+    """Compare TTFT of one card and of the pair, by both readings of the first token's card."""
     targets = []
     for name, (lengths, rate, _, _) in GAINS.items():
         case = Case(lengths, rate, requests=200)

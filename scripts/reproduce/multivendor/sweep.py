@@ -129,7 +129,7 @@ def sweep(folder: Path) -> list[Row]:
 
 
 def swept(rows: Sequence[Row]) -> list[Target]:
-    """How far replays are from the runs, at most."""
+    """Return targets for how far replays are from the runs, at most."""
     targets = []
     for name in ("makespan", "ttft", "tpot"):
         apart = max(abs(float(row[f"{name}_difference_percent"])) for row in rows)

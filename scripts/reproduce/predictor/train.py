@@ -80,7 +80,7 @@ def read_examples(lines: Path, answers: Path, model: str) -> Examples:
 def predictors(
     examples: Examples, about: About, states_ND: np.ndarray | None
 ) -> dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]]:
-    """By name: from examples to learn from to the classes of others."""
+    """Return, by name, functions from examples to learn from to the classes of others."""
     buckets = about.buckets
     class_N = np.asarray([buckets.of(length) for length in examples.lengths])
     length_N = np.asarray([len(prompt) for prompt in examples.prompts])
@@ -180,7 +180,7 @@ def _rounded(row: Row) -> Row:
 
 
 def _target(row: Row) -> Target:
-    """Whether the interval of what it gains over both baselines is above 0."""
+    """Return the target that its gain over both baselines has an interval above 0."""
     gains = [row[f"over {base}, low"] for base in BASELINES]
     claim = f"{row['predictor']} beats both baselines, granularity {row['granularity']}"
     ours, met = str(round(row["accuracy"], 4)), min(gains) > 0

@@ -28,7 +28,7 @@ def traces(inputs: Inputs) -> Mapping[str, Work]:
 
 
 def setting(inputs: Inputs) -> rates.Setting:
-    """What searches for the largest rates need."""
+    """Setting of searches for the largest rates."""
     return rates.Setting(inputs.shared(files), inputs.shared(traces), inputs.pool)
 
 
@@ -88,7 +88,7 @@ def others(inputs: Inputs) -> Part:
 
 
 def sensitivities(inputs: Inputs) -> Part:
-    """What two ratios owe to the public simulator's rules."""
+    """Effect of the public simulator's rules on two ratios."""
     return Part(rates.sensitivities(inputs.shared(setting), at_home(inputs)))
 
 

@@ -98,7 +98,7 @@ def anchor_targets(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
 
 
 def alone(public: Public, cluster: Design, prompt: int, output: int) -> Sequence[float]:
-    """When a request that is alone has its tokens."""
+    """Return the times at which a request that is alone has its tokens."""
     found: list[Sequence[float]] = []
     work = [BenchRequest(None, prompt, output, 0.0)]
     simulate(public.run_file(cluster), work, on_request=lambda _, times: found.append(list(times)))

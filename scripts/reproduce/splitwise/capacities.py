@@ -59,14 +59,14 @@ class Search:
     joint: bool = False
 
     def met(self, rate: int) -> bool:
-        """At one rate."""
+        """True if the targets are met at one rate."""
         work = drawn(self.trace, rate, self.seconds, self.seed, self.joint)
         targets = self.public.targets(self.design.model, work)
         config = self.public.run_file(self.design)
         return load(config, work, targets, (self.seed,), rate).verdict.met
 
     def largest(self, near: int = 0) -> int:
-        """By bisection; 0 where the least rate misses.
+        """Find the largest rate by bisection; 0 where the least rate misses.
 
         Args:
             near: a rate whose neighbours are tried first, further and further away.
@@ -106,7 +106,7 @@ class Setting:
         near: Callable[[Key], int] = lambda key: 0,
         **how: Any,
     ) -> dict[Key, int]:
-        """Of each cell, a trace and a cluster; ``near``: see ``Search.largest``."""
+        """Find the largest rate of each cell (trace, cluster); ``near``: see ``Search.largest``."""
         searches = [Search(self.public, self.traces[t], d, **how) for t, d in cells.values()]
         rates = self.pool.map(Search.largest, searches, map(near, cells))
         return dict(zip(cells, rates, strict=True))
@@ -202,7 +202,7 @@ def of_llama(setting: Setting) -> Rows:
 
 
 def sensitivities(setting: Setting, near: Mapping[str, int]) -> Rows:
-    """What the two ratios of conversations at equal power owe to the public rules.
+    """Return the effect of the public rules on two ratios: conversations at equal power.
 
     Args:
         near: the largest rates with these.

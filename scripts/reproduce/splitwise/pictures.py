@@ -16,7 +16,7 @@ from scripts.reproduce.splitwise.public import BLOOM, Design, Public, drawn
 
 
 def draw_capacities(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """At equal power, under both readings."""
+    """Draw the rates at equal power, under both readings."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     for ax, trace in zip(figure.subplots(1, 2), ("conv", "code"), strict=True):
         for number, decodes in enumerate(("public", "measured")):
@@ -44,7 +44,7 @@ def draw_capacities(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def draw_decodes(public: Public) -> Figure:
-    """What a step of decodes takes, as it was measured and as the public simulator reads it."""
+    """Draw a step of decodes, as it was measured and as the public simulator reads it."""
     figure = Figure(figsize=(5, 3.6), layout="constrained")
     ax = figure.subplots()
     for colour, kind in zip(COLOURS, ("a100", "h100"), strict=False):

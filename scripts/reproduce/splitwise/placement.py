@@ -73,7 +73,7 @@ class Case:
 
     @property
     def goal(self) -> dict[str, Any]:
-        """Of the plan file; the targets are not those of its ``slo``."""
+        """Goal of the plan file; the targets are not those of its ``slo``."""
         if self.minimise:
             goal: dict[str, Any] = {"minimise": self.minimise, "rate": RATE}
         else:
@@ -90,7 +90,7 @@ class Setting:
     traces: Mapping[str, Sequence[BenchRequest]]
 
     def find(self, case: Case) -> dict[str, Any]:
-        """What the planner chooses, and the seconds of CPU that it takes."""
+        """Return the planner's choice, and the seconds of CPU that it takes."""
         with TemporaryDirectory() as folder:
             problem = self._problem(case, Path(folder))
             search = DrivenSearch(problem)
@@ -122,7 +122,7 @@ class Setting:
         public = self.public
 
         class NotebookProblem(Problem):
-            """With the targets of the authors' notebook."""
+            """Problem with the targets of the authors' notebook."""
 
             @cached_property
             def targets(self) -> Targets:
@@ -140,7 +140,7 @@ class Setting:
 
 
 def cheapest() -> list[Case]:
-    """For conversations, at 70 requests per second (section VI-C)."""
+    """Return cases of the cheapest for conversations, at 70 requests per second (section VI-C)."""
     # Where all machines are alike, the cheapest has the least power, too. A100s alone do not carry
     # this rate: 86, the end of the public grid, miss the 90th percentile of TPOT by 1 %.
     by_cost = [Case("conv", name, "usd") for name in ("H100", "AA", "HH", "HA")]
@@ -148,7 +148,7 @@ def cheapest() -> list[Case]:
 
 
 def largest(budget: str, measured: bool = False) -> list[Case]:
-    """Of conversations, in the public grid's steps (sections VI-B and VI-C)."""
+    """Return cases of the largest for conversations, in the public grid's steps (VI-B, VI-C)."""
     return [
         Case("conv", name, budget=budget, measured=measured, step=5)
         for name in ("AA", "HH", "HA", "HHcap")
@@ -156,7 +156,7 @@ def largest(budget: str, measured: bool = False) -> list[Case]:
 
 
 def claims(rows: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
-    """Those of the paper that rows tell."""
+    """Yield the paper's claims that rows tell."""
     for row in rows:
         if (row["trace"], row["cluster"], row["least"]) == ("code", "HH", "gpus"):
             yield by_amount(

@@ -88,12 +88,12 @@ class Design:
 
     @property
     def usd_per_hour(self) -> float:
-        """Of all machines."""
+        """Dollars per hour of all machines."""
         return sum(USD_PER_HOUR[kind] * count for kind, count in self.machines)
 
     @property
     def power(self) -> float:
-        """Of all machines, in DGX-A100."""
+        """Power of all machines, in DGX-A100."""
         return sum(POWER[kind] * count for kind, count in self.machines)
 
 

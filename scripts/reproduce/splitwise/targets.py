@@ -23,7 +23,7 @@ def batch_targets(rows: Rows) -> list[Target]:
 
 
 def other_targets(rows: Rows, at_home: Mapping[str, int]) -> list[Target]:
-    """Of these."""
+    """Return the targets of these rows."""
     found = {(row["case"], row["cluster"]): row["rps"] for row in rows}
     targets = []
     for name, theirs in (("AA", 0), ("HH", 0), ("HA", -7), ("HHcap", -7)):
@@ -46,7 +46,7 @@ def other_targets(rows: Rows, at_home: Mapping[str, int]) -> list[Target]:
 
 
 def llama_target(rows: Rows) -> Target:
-    """Of these."""
+    """Return the target of these rows."""
     found = {row["cluster"]: row["rps"] for row in rows}
     above = min(found[name] for name in KINDS) > max(found["A100"], found["H100"])
     said = ", ".join(f"{name} {rate}" for name, rate in found.items())
@@ -62,7 +62,7 @@ def llama_target(rows: Rows) -> Target:
 def by_cluster(
     rows: Sequence[Mapping[str, Any]], decodes: str
 ) -> dict[tuple[str, str], dict[str, int]]:
-    """By trace and what is equal, of each cluster."""
+    """Return requests/s of each cluster, by trace and by the quantity that is equal."""
     found: dict[tuple[str, str], dict[str, int]] = {}
     for row in rows:
         if row["decodes"] == decodes:

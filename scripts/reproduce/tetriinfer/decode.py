@@ -102,7 +102,7 @@ def dispatches(inputs: Inputs) -> Part:
 
 
 def predictions(inputs: Inputs) -> Part:
-    """What accuracy is worth: four decode instances with small pools, Poisson arrivals."""
+    """Value of accurate predictions: four decode instances with small pools, Poisson arrivals."""
     trace = inputs.work(TRACE)
     rows = []
     works = [phases(trace, [("Mixed", 6, 60)], seed) for seed in SEEDS]
@@ -176,7 +176,7 @@ def links(inputs: Inputs) -> Part:
 
 
 def draw_flips(trace: Work) -> Figure:
-    """Who computes prompts and who decodes, over a load that shifts."""
+    """Draw the instances' prompts and decodes over a load that shifts."""
     work = phases(trace, SHIFTING, 0)
     _, run = recorded(cluster(2, 2, settings=["system.flip_after_s=5"]), work, load_run)
     names = sorted(run.steps["instance"].unique(), reverse=True)

@@ -30,7 +30,7 @@ def chunked(inputs: Inputs) -> Part:
 
 
 def draw_whole(trace: Work, count: int, seed: int) -> Work:
-    """Of the whole trace."""
+    """Return so many requests of the whole trace, from a place that the seed picks."""
     start = count * seed % (len(trace) - count)
     return trace[start : start + count]
 

@@ -46,11 +46,11 @@ def phases(trace: Work, parts: Sequence[tuple[str, float, float]], seed: int) ->
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one run, in seconds.
+    """Figures of one run, in seconds.
 
     Attributes:
         ttft, jct: means over the requests; makespan: until the last one's end.
-        resource: from each instance's first step to its last, summed; busy: of these, in steps.
+        resource: from each instance's first step to its last, summed; busy: its part in steps.
     """
 
     ttft: float
@@ -62,7 +62,7 @@ class Figures:
 
     @classmethod
     def of(cls, metrics: RunMetrics) -> "Figures":
-        """From a run's own."""
+        """Read the figures of a run's metrics."""
         uses = metrics.instances.values()
         spans = [(use.last_step or 0.0) - (use.first_step or 0.0) for use in uses]
         assert metrics.ttft_mean is not None
@@ -77,7 +77,7 @@ class Figures:
         )
 
     def changes(self, before: "Figures") -> tuple[float, float, float]:
-        """Of TTFT, JCT and resource time, in percent."""
+        """Return the changes of TTFT, JCT and resource time, in percent."""
         pairs = (self.ttft, before.ttft), (self.jct, before.jct), (self.resource, before.resource)
         return tuple(100 * (after / first - 1) for after, first in pairs)  # type: ignore[return-value]
 

@@ -23,7 +23,7 @@ NAMES = ("TTFT", "JCT", "resource time")
 
 
 def perf_per_dollar(jct: float, resource: float) -> float:
-    """What the paper's five values are, of changes in percent; no quotient of performances."""
+    """Form of the paper's five values, by changes in percent; no quotient of performances."""
     return (1 - jct / 100) / (1 + resource / 100)
 
 

@@ -91,7 +91,7 @@ class Searches:
             ]
 
     def exact(self, name: str, **how: Any) -> list[Row]:
-        """Those found in full, the best first."""
+        """Return the rows found in full, the best first."""
         found = [row for row in self.rows(name, **how) if row["value"]]
         return sorted(found, key=lambda row: -row["value"])
 
@@ -102,7 +102,7 @@ class Searches:
 
 
 def _cpu_seconds() -> float:
-    """Of all processes that have been started and have ended."""
+    """CPU seconds of all processes that have been started and have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

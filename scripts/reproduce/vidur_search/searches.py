@@ -51,7 +51,7 @@ def per_dollar(row: Row, prices: str = "Azure") -> float:
 
 
 def shown(row: Row) -> Row:
-    """For a table: what a configuration comes to, by GPU and at both lists of prices."""
+    """Return a configuration's row for a table, by GPU and at both lists of prices."""
     return {
         "configuration": label(row),
         "GPUs": row["gpus"],
@@ -69,7 +69,7 @@ def _rounded(value: float | None) -> float | str:
 
 
 def cost_of(searches: Searches, name: str, rows: Sequence[Row]) -> Row:
-    """What a search has taken."""
+    """Return the cost of a search."""
     took = json.loads((searches.out / name / "took.json").read_text())
     return {
         "search": name,
@@ -190,7 +190,7 @@ def arxiv_rows(searches: Searches) -> list[Row]:
 
 
 def costs(inputs: Inputs) -> Part:
-    """What the two whole searches have taken."""
+    """Cost of the two whole searches."""
     searches = inputs.shared(made)
     found = {"chat": searches.rows("chat"), "arxiv": arxiv_rows(searches)}
     return Part([cost_of(searches, name, rows) for name, rows in found.items()])

@@ -29,7 +29,7 @@ def healed(times: Times) -> tuple[Times, int]:
 
 
 def measured(path: Path, heads: int, kv_heads: int) -> Iterable[Mapping[str, str]]:
-    """Of an operator, what is of 16 bits and has these heads."""
+    """Yield an operator's rows of 16 bits that have these heads."""
     for row in rows(path):
         same = row["num_heads"] == str(heads) and row["num_key_value_heads"] == str(kv_heads)
         if same and row["kv_cache_dtype"] == row["attn_dtype"] == "bfloat16":
