@@ -191,7 +191,7 @@ def same_logprobs(found: Any, wanted: Any) -> None:
 def test_stops(
     plain: LLM, expected: dict[str, list[Done]], cut: float, rule: str, tmp_path: Path
 ) -> None:
-    """A stop is the first token, which the first instance may draw, or a later one."""
+    """Stops are at the first token, which an instance with the whole prompt draws, or later."""
     requests, wanted = [], []
     for number, (request, done) in enumerate(zip(REQUESTS, expected["two"], strict=True)):
         stop = done.tokens[(0, 5)[number % 2] % len(done.tokens)]

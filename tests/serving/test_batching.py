@@ -163,7 +163,7 @@ def test_a_pause_is_not_to_be_left_out() -> None:
 
 
 def test_decodes_that_are_overdue_stay_within_the_step() -> None:
-    """Two of five decodes fit; those left out twice go first, before others and prompts."""
+    """Two of five decodes fit, also of those left out twice, which precede others and prompts."""
     a = make({"name": "whole_prompts", "step_tokens": 2, "max_skips": 2})
     for name in "defgh":
         running(a, name, 4, 4)

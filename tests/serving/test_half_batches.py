@@ -171,7 +171,7 @@ def test_by_fits_weights_that_are_read_twice_weigh_against_an_exchange(
 
 
 def test_a_chunk_reads_what_it_sees_once() -> None:
-    """Far, a chunk reads its 3 tokens of each of 2 heads, and 2 * 13 entries, like pairs."""
+    """A chunk takes 3 tokens of each of 2 heads, and 2 * 13 entries, as so many pairs would."""
     far = FittedStage(stage(0, 10), 0)
     chunk = ShardWork(chunks=[(10, 3, 2)])
     times = far.layer(work(3, ShardWork(1, 5), chunk))

@@ -310,7 +310,7 @@ def test_what_is_found_depends_neither_on_the_cores_nor_on_what_was_known(
 def test_a_search_that_begins_near_the_rate_tries_none_far_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In eighths of a doubling: two up or down, then twice as many each time, then bisection."""
+    """Rates go up or down by 2, 4, ... eighths of a doubling, and are then bisected."""
     tried = scripted(monkeypatch, lambda rate: rate <= 3)
     config = prefills(tmp_path)
     steps: list[list[int]] = []

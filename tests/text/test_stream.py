@@ -133,7 +133,7 @@ def test_a_character_that_stays_incomplete(prompt: list[int], output: list[int])
 
 
 def test_which_bytes_begin_a_character() -> None:
-    """The bytes are those that begin some character in Python; last bytes go in steps of 64."""
+    """The beginnings are those in Python's encodings, with the last byte in steps of 64."""
     points = (n for n in range(0x80, 0x110000, 64) if not 0xD800 <= n < 0xE000)
     begun = {chr(n).encode()[:size] for n in points for size in (1, 2, 3)}
     begun = {content for content in begun if not _is_whole(content)}

@@ -35,7 +35,7 @@ def at_end(request: Any, output: int) -> Any:
 
 @pytest.mark.parametrize("output", [2, 9, 10, 15])
 def test_an_early_end_counts_until_the_predicted_one(output: int) -> None:
-    """An ended request counts with its entries until each token it left out has had its target."""
+    """An ended request counts with its entries for a target's time per token left out."""
     placed, cluster, worker, request = books()
     ended = 5.0
     placed.ended(at_end(request, output), ended)

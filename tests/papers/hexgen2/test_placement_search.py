@@ -142,7 +142,7 @@ def test_a_bound_of_larger_groups_is_no_lower_and_prices_are_of_its_gpus() -> No
 
 @pytest.mark.slow
 def test_slow_cards_lower_the_bound() -> None:
-    """The slowest cards leave only flow within kinds; the bound rises to the one without cards."""
+    """Slow cards leave only flow within kinds; faster ones raise it to the bound without cards."""
     nodes = {"h": (H100, 4), "a": (A100, 6), "l": (L40, 8)}
     bounds, flows = [], []
     for nic in (1e-3, 1.25, 12.5):

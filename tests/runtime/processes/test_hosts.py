@@ -53,7 +53,7 @@ def test_tokens_are_those_of_one_instance(
     expected: dict[str, list[Done]],
     tmp_path: Path,
 ) -> None:
-    """The tokens of an instance here and one in a worker, which then waits for the next job."""
+    """This process and a worker's give the tokens, and the worker waits for the next job."""
     address, server = worker
     sections = elsewhere(PAIR, {"b": address})
     llm = load(models["two"], tmp_path, **sections, verify_transfers=True)

@@ -235,7 +235,7 @@ def test_times_of_steps_alone_need_fewer(
 def test_fits_that_one_cluster_wants_are_made_whatever_another_needs(
     first: bool, measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fit of an instance of both clusters is made, whichever cluster comes first."""
+    """The fit of an instance that both clusters have is made, whichever comes first."""
     monkeypatch.setattr(stored, "FOLDER", tmp_path)
     given = {str(fits): needs(Cluster(x=[1.0, 3.0]), fits) for fits in (first, not first)}
     found = prepare_times(given, lambda what, left: None)
