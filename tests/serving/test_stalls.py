@@ -249,7 +249,7 @@ def test_what_a_lost_instance_had_is_routed_before_those_who_have_waited() -> No
 
 
 def test_a_loss_wakes_who_has_waited_behind_what_is_gone() -> None:
-    """A has not the pages for r2, whose KV is on B and which is first; r3 behind it needs one."""
+    """A has no pages for r2, which is first and has its KV on B; r3 behind it needs one."""
     legs = {
         "r0": TO_A,
         "r1": (Leg("B", 8), Leg("A")),

@@ -37,7 +37,7 @@ def test_each_step_down_has_a_quarter(
 
 
 def test_given_buckets_take_the_place_of_the_ladder() -> None:
-    """Buckets below a step full of decodes never fit as the smallest, so none is compiled."""
+    """Buckets below a step full of decodes are never the smallest fit, so none is compiled."""
     found = limits(16, 300, (8, 20, 90, 300))
     assert found.token_buckets == [8, 20, 90, 300]
     assert found.shapes() == [(16, 300, 16), (16, 90, 16), (16, 20, 16), (16, 16, 0), (4, 4, 0)]

@@ -168,7 +168,7 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_large_file_is_not_held(tmp_path: Path) -> None:
-    """A few of 16 MB of prompts in one row group are held, as Python and Arrow count them."""
+    """Only a few of 16 MB of prompts in a row group are held, by Python's and Arrow's counts."""
     path = tmp_path / "a.parquet"
     schema = pa.schema({"prompt": pa.string()})
     texts = [f"{i:06} " + "x" * 16_000 for i in range(1_000)]

@@ -90,7 +90,7 @@ def splits(requests: Sequence[tuple[int, int]]) -> Any:
 
 
 def test_figure_3_has_no_other_lengths() -> None:
-    """The figure's lengths are the only ones of two kinds with the same two numbers, up to 8."""
+    """The figure's lengths are the only ones up to 8 of two kinds with the same two numbers."""
     found = []
     for a, b in product(range(1, 9), repeat=2):
         requests = [(a, b), (b, a)] * 2

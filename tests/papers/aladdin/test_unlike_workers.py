@@ -50,7 +50,7 @@ def nothing(worker: Worker) -> Seen:
 def test_a_share_is_one_by_the_requests_that_a_worker_takes(
     prompt: int, output: int, slower: float, room: int, size: int, usd: float
 ) -> None:
-    """The share is one by the number of requests that the worker takes, one after the other."""
+    """A share of a worker is one by the number of requests that it takes, one after the other."""
     of = limits(slower, room=room, page_size=size, ttft_s=math.inf)
     worker, count = Worker("w", of, usd=usd), 0
     share = Worker("w", of, usd=usd).usd_of(job(prompt, output)) / usd
@@ -201,7 +201,7 @@ def test_no_rule_is_cheaper_than_the_program(
 
 
 def test_prices_of_replicas_are_those_of_their_name() -> None:
-    """A price holds for all replicas of a name, be names alike at first or without replicas."""
+    """A price is for all replicas of its name, even where another name begins alike."""
     kinds = {"a10": 12, "a100_": 3}
     config = as_run_file(
         {

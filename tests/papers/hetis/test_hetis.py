@@ -259,7 +259,7 @@ def test_a_burst_spreads_and_the_slower_device_gets_fewer() -> None:
 
 
 def test_pools_together_hold_what_the_own_one_does_not() -> None:
-    """Pools that hold 1.9 times the own pool's entries preempt nothing; the own pool alone does."""
+    """Requests of 1.9 times the own pool's entries fit all pools; alone, it preempts some."""
     lengths = [(10, 28)] * 4  # 37 entries of 4 heads at the end: 592 pages.
     together, _ = burst(make(), [312, 180, 180], lengths)
     assert preempted(together) == 0

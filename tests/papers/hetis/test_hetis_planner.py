@@ -69,7 +69,8 @@ def test_pools_with_splits_that_cannot_be(
 ) -> None:
     """TP 16 and 32 do not divide the 8 KV heads on nodes of 8 GPUs each, up to 160 GPUs.
 
-    Such a split has no time as the only kind with layers; beside others it would be the best.
+    Such a split has no time at all if its kind alone has layers; beside others it would be the
+    best.
     """
     monkeypatch.chdir(FILE.parents[2])
     each = {

@@ -290,7 +290,7 @@ def test_another_version_is_refused(
 def test_a_connection_is_broken_off_when_its_host_has_gone(
     worker: tuple[str, psutil.Popen],
 ) -> None:
-    """The system ends it in ten seconds, whether this side waits or has said something."""
+    """The system breaks a connection in ten seconds, whether this side waits or has sent."""
     peer = Elsewhere(worker[0], KEY, {})
     options = [
         peer.socket.getsockopt(socket.IPPROTO_TCP, name)

@@ -52,7 +52,7 @@ def stage(file: str, share: float = 1.0, **options: Any) -> CurveStage:
 
 
 def test_by_tokens(tmp_path: Path) -> None:
-    """Times are right at points, halfway, below the first two, and where batching is free."""
+    """Times hold at points, halfway, below the first (along two), and where batching is free."""
     found = stage(splitwise(tmp_path / "x.csv"), decode="by_tokens", mixed_factor=1.1)
     for tokens, millis in PROMPTS.items():
         assert found.seconds(prompts(tokens)) == pytest.approx(millis / 1e3)
