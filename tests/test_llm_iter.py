@@ -424,7 +424,7 @@ class Patient(System):
 
 
 def test_a_system_that_waits_for_more_gets_more(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound is no reason to wait for ever with nothing under way."""
+    """The bound does not make a run wait for ever with nothing under way."""
     monkeypatch.setattr(Resolved, "new_system", lambda site: Patient(40))
     taken: list[int] = []
     first: list[int] = []

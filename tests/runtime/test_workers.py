@@ -196,7 +196,7 @@ def test_each_stage_has_its_own_pages() -> None:
 
 
 def test_log_probabilities_of_tokens() -> None:
-    """Each request gets as many as it asks for, and its own token's with its rank."""
+    """A request has as many as it asks for, and its own token's with the rank, wherever it is."""
     given = [request(str(count), logprobs=count) for count in (None, 0, 2, 5)]
     (done,) = run(worker_of(Stage("a", [1.0])), batch(*(row(each, 0, 3, True) for each in given)))
     none, zero, two, every = done.details

@@ -64,7 +64,7 @@ def measured(
 
 
 def check(found: Calibration, expected: Efficiency, rel: float, seconds: float = 0.0) -> None:
-    """Check the values to a share; ``step_s``, a small part of most steps, to some seconds too."""
+    """Check values to a share; ``step_s``, a small part of most steps, to some seconds as well."""
     for name in found.fitted:
         room = seconds if name == "step_s" else 0.0
         expected_value = pytest.approx(getattr(expected, name), rel=rel, abs=room)

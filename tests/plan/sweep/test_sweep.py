@@ -209,7 +209,7 @@ def test_equal_points_share_a_folder(tmp_path: Path, file: dict[str, Any]) -> No
 
 
 def test_too_few_requests_are_told(tmp_path: Path, file: dict[str, Any]) -> None:
-    """The 20 requests at 8 requests/s are in the cluster together."""
+    """All 20 requests are in the cluster together at 8 requests/s."""
     said = run(tmp_path, file, "--jobs", "1")
     row = next(r for r in table(tmp_path) if r["workload.arrivals.rate"] == "8.0")
     there = float(row["requests_s"]) * float(row["e2e_mean"])
