@@ -36,7 +36,7 @@ OUTPUTS = ("output_path", "json_path", "out", "destination")
 
 
 def commands() -> Iterator[str]:
-    """Those that stand in a block of their own, backslashes joined."""
+    """Yield the commands in blocks of their own, with lines joined at backslashes."""
     for path in DOCS:
         for line in path.read_text().replace("\\\n", " ").splitlines():
             if re.match(r" {4,}jaxinfer ", line):
@@ -157,14 +157,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def targets(text: str) -> list[str]:
-    """Where links and pictures lead, but to the web."""
+    """Return the targets of links and pictures, except those on the web."""
     inline = re.findall(r"\]\(([^)\s]+)\)", text)
     defined = re.findall(r"^\[[^\]]+\]: (\S+)", text, re.MULTILINE)
     return [target for target in [*inline, *defined] if "://" not in target]
 
 
 def anchors(text: str) -> set[str]:
-    """Of a page's headings, as GitHub names them."""
+    """Return the anchors of a page's headings, as GitHub names them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

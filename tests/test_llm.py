@@ -179,7 +179,7 @@ def test_max_tokens_ends_at_the_models_length(tiny: LLM) -> None:
 
 
 def test_a_request_too_large_for_the_pool_is_refused_and_the_rest_served(small: LLM) -> None:
-    """Of 20 tokens of output, the last has no KV."""
+    """The last of 20 output tokens has no KV."""
     prompts = ["x" * (24 * 8 - 19 + 1), "Hello", "y" * (24 * 8 - 19)]
     outputs = small.generate(prompts, GREEDY, progress=False)
     assert outputs[0].outputs == []
@@ -190,7 +190,7 @@ def test_a_request_too_large_for_the_pool_is_refused_and_the_rest_served(small: 
 
 
 def test_a_prompt_counts_once_however_many_continuations_fail(small: LLM) -> None:
-    """Those that wait for the first one's prompt fail as it does."""
+    """The continuations that wait for the first one's prompt fail as it does."""
     params = SamplingParams(n=3, max_tokens=20, ignore_eos=True)
     made = small.make_requests("large", [1] * 174, params) + small.make_requests("b", [1], params)
     ended: dict[str, int] = {}
@@ -205,7 +205,7 @@ def test_a_prompt_counts_once_however_many_continuations_fail(small: LLM) -> Non
 
 
 def test_a_run_and_its_folder_count_alike(small: LLM, tmp_path: Path) -> None:
-    """Of prompts with three continuations, the second fails."""
+    """The second of the prompts with three continuations fails."""
     params = SamplingParams(n=3, max_tokens=20, ignore_eos=True)
     prompts = [("a", [1]), ("large", [1] * 174), *((name, [2]) for name in "bcdefgh")]
     made = [each for name, tokens in prompts for each in small.make_requests(name, tokens, params)]

@@ -25,7 +25,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain(tiny: LLM) -> list[int]:
-    """What follows ``HELLO``."""
+    """Return the tokens that follow ``HELLO``."""
     (found,) = tokens(tiny.generate({"prompt_token_ids": HELLO}, GREEDY, progress=False))
     return found
 
@@ -260,7 +260,7 @@ def test_a_run_within_a_run_is_refused(tiny: LLM) -> None:
 
 
 def test_requests_made_by_hand(tiny: LLM, plain: list[int]) -> None:
-    """As by ``generate``; they may come from a generator."""
+    """Requests made by hand come to the same as by ``generate``, also from a generator."""
     made = (r for name in "ab" for r in tiny.make_requests(name, np.array(HELLO), GREEDY))  # type: ignore[arg-type]
     outputs: list[RequestOutput] = []
     tiny.run(made, outputs.append, progress=False)
@@ -307,7 +307,7 @@ def test_requests_of_a_run_that_failed_are_used_up(tiny: LLM) -> None:
 
 
 def hash63(text: str) -> int:
-    """As the README of a resumed job has it: by BLAKE2, not by Python's own hash."""
+    """Return a hash by BLAKE2, as in the README of a resumed job, not by Python's own hash."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 

@@ -45,7 +45,7 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 @pytest.fixture
 def worlds(monkeypatch: pytest.MonkeyPatch) -> list[RealWorld]:
-    """Those of all runs from here on."""
+    """The worlds of all runs from here on."""
     made: list[RealWorld] = []
 
     def make(*args: Any) -> RealWorld:
@@ -342,7 +342,7 @@ def test_a_sampler_that_a_later_request_needs_is_compiled_then(tiny: LLM, tmp_pa
 
 
 def test_continuations_stay_together_in_a_stream(tiny: LLM) -> None:
-    """Those with a prompt of several pages wait for the first, and find its pages."""
+    """Continuations of prompts of several pages wait for the first, and find its pages."""
     params = SamplingParams(n=3, seed=5, max_tokens=6, ignore_eos=True)
     prompts = [[i] * (20 if i % 2 else 3) for i in range(20)]
 
@@ -424,7 +424,7 @@ class Patient(System):
 
 
 def test_a_system_that_waits_for_more_gets_more(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With nothing under way, the bound is no reason to wait for ever."""
+    """The bound does not make a run wait for ever with nothing under way."""
     monkeypatch.setattr(Resolved, "new_system", lambda site: Patient(40))
     taken: list[int] = []
     first: list[int] = []

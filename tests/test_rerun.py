@@ -168,7 +168,7 @@ def test_what_cannot_be_run_again_is_told(here: Path) -> None:
 def test_a_measured_run_is_made_again(
     tiny: LLM, tiny_loaded_once: None, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the requests of its trace, whose lengths and tokens it comes to again, or not."""
+    """The run is made again on its trace's requests, and its lengths and tokens are compared."""
     Path("t.csv").write_text("num_prefill_tokens,num_decode_tokens\n7,3\n20,2\n")
     given = {"model": tiny.model, "engine": TINY_OPTIONS, "workload": {"trace": "t.csv"}}
     monkeypatch.setattr(tiny, "config", RunFile.model_validate(given))

@@ -152,7 +152,7 @@ def count_bytes() -> int:
 
 
 def stored_arrays(folder: Path, paths: Iterable[str]) -> dict[str, tensorstore.TensorStore]:
-    """By TensorStore alone, with the index in a cache and nothing else."""
+    """Open the arrays by TensorStore alone, with the index in a cache and nothing else."""
     context = tensorstore.Context({"cache_pool#index": {"total_bytes_limit": 10**8}})
     base = {"driver": "file", "path": f"{folder}/parameters/"}
     kvstore = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#index"}
@@ -161,7 +161,7 @@ def stored_arrays(folder: Path, paths: Iterable[str]) -> dict[str, tensorstore.T
 
 
 def bytes_for_each_device(folder: Path, devices: int) -> list[tuple[int, int]]:
-    """What reading each device's shards, without padding, reads, and how many bytes they are."""
+    """Return, for each device, the bytes that reading its shards reads, and the shards' size."""
     plan = plan_alone(
         open_checkpoint(str(folder)).config,
         EngineOptions.model_validate(TINY | {"tensor_parallel_size": devices}),
@@ -212,7 +212,7 @@ def test_a_device_reads_only_its_shards(
 
 
 def test_pieces(tiny_converted: Path) -> None:
-    """On disk, by TensorStore's own word: heads and, of longer axes, at most 32 pieces."""
+    """The pieces on disk, as TensorStore tells, are heads and at most 32 of each longer axis."""
     expected = {
         "embed_VD": [9, 32],
         "layers.1.attn.q_DNH": [32, 1, 8],

@@ -32,7 +32,7 @@ def cache(tiny_folder: Path, tmp_path: Path) -> Path:
 
 
 def offline(cache: Path, *models: str) -> list[str]:
-    """What a process without a network says of each model: its name and place, or the error."""
+    """Return what a process without a network prints of each model: name and place, or error."""
     script = (
         "import sys\n"
         "from jaxinfer.errors import JaxinferError\n"

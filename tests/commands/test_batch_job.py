@@ -150,7 +150,7 @@ def test_another_instance_is_another_job(
 def test_what_a_job_is_known_by(
     tmp_path: Path, source: Path, options: dict[str, Any], more: dict[str, Any]
 ) -> None:
-    """What may change a result, and nothing else; what is as always is not mentioned."""
+    """A job is known by what may change a result and nothing else; defaults are left out."""
     config = RunFile(model="a model", engine=EngineOptions(**options))
     BatchJob.open(config, str(source), str(tmp_path / "out"), force=False).__exit__(
         None, None, None
@@ -255,7 +255,7 @@ def test_memory_does_not_grow_with_the_prompts(
 def test_the_first_answers_are_kept_in_the_files_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of those that came, whatever their order; lines that failed have none."""
+    """The answers kept are the first that came, in the file's order; failed lines have none."""
     write_long(tmp_path, 40)
     llm = Echo(failing=["line-2"])
     with job_of(tmp_path, monkeypatch, llm, show=4) as job:
@@ -277,7 +277,7 @@ def test_the_first_answers_are_kept_in_the_files_order(
 
 
 def test_a_resumed_job_reads_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one part or in several, the lines are the same."""
+    """The lines are the same whether a job runs in one part or in several."""
     write_long(tmp_path, 60)
     with job_of(tmp_path, monkeypatch, Echo()) as job:
         job.run()
@@ -301,7 +301,7 @@ def test_a_resumed_job_reads_what_is_left(tmp_path: Path, monkeypatch: pytest.Mo
 def test_lines_are_read_while_others_are_served(
     tiny: LLM, tiny_folder: Path, tiny_loaded_once: None, tmp_path: Path
 ) -> None:
-    """On the real engine, of which 24 requests are under way at most."""
+    """The real engine has at most 24 of the requests under way at a time."""
     source = tmp_path / "in"
     with source.open("w") as file:
         for i in range(150):

@@ -26,7 +26,7 @@ from jaxinfer.workload import result_file
 
 
 class Run(NamedTuple):
-    """How a command ended."""
+    """The end of a command: its return code and its output."""
 
     returncode: int | str | None
     stdout: str

@@ -135,7 +135,7 @@ def test_what_is_refused_is_what_was_given() -> None:
 
 
 def compared(files: list[str], out: Path, rounds: int, *more: str) -> None:
-    """By the command; without rounds, simulated."""
+    """Run the compare command; without rounds, simulate."""
     how = ["--rounds", str(rounds)] if rounds else ["--simulate"]
     with command.make_context("compare", [*files, "--out", str(out), *how, *more]) as context:
         command.invoke(context)

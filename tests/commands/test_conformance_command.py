@@ -47,7 +47,7 @@ def test_tables() -> None:
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
-    """What all pairs come to; no side is loaded."""
+    """The outcomes that all pairs come to, without loading either side."""
     outcomes: list[Outcome] = []
 
     class Known:

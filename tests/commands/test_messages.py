@@ -109,7 +109,7 @@ def changed(data: dict[str, Any], path: str, value: object) -> dict[str, Any]:
 
 
 def complaint(data: dict[str, Any], folder: Path) -> str:
-    """What is said of a file, behind the file's name."""
+    """Return the complaint about a file, without the file's name."""
     file = folder / "file.yaml"
     file.write_text(yaml.safe_dump(data))
     read: Callable[[Any], Any] = read_hardware if "nodes" in data else load_run_file
@@ -123,7 +123,7 @@ def complaint(data: dict[str, Any], folder: Path) -> str:
 
 
 def check(data: dict[str, Any], path: str, value: object, starts: str, folder: Path) -> None:
-    """In the file, and as a setting, which are both to say the same."""
+    """Check that a value is refused alike in the file and as a setting."""
     assert complaint(changed(data, path, value), folder).startswith(starts)
     if data is HARDWARE or "[" in path:
         return

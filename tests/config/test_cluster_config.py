@@ -22,7 +22,7 @@ from jaxinfer.config.engine import EngineOptions
 def cluster(
     devices: int = 1, links: tuple[LinkConfig, ...] = (), **instances: dict[str, Any]
 ) -> ClusterConfig:
-    """On two groups, ``a`` with so many devices and ``b`` with three."""
+    """Return a cluster of two groups: ``a`` with so many devices, and ``b`` with three."""
     return ClusterConfig(
         groups={
             "a": GroupConfig(devices=devices, tensor_parallel_size=1, platform="cpu"),

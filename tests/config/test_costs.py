@@ -19,7 +19,7 @@ PHASES = PhaseCosts(prefill=PrefillCosts(step_s=0.5), decode=(DecodeCosts(step_s
 
 
 def held(common: dict[str, Any], own: dict[str, Any]) -> tuple[Any, ...]:
-    """Of a group ``g`` beside another one: shares of the peaks, tables, coefficients."""
+    """Return the shares of the peaks, the tables and the coefficients of ``g``, beside ``h``."""
     options = SimulateOptions(**common, groups={"g": GroupCosts(**own), "h": GroupCosts()})
     found, other = options.of("g"), options.of("h")
     assert (other.tables, other.linear) == (options.tables, options.linear)

@@ -98,7 +98,7 @@ def test_hexgen2_has_its_counts_and_budgets(
 
 
 def test_hexgen2_has_one_price_for_each_kind() -> None:
-    """To the rounding of a node's price."""
+    """The price of a GPU is the same on all nodes, to the rounding of a node's price."""
     per_gpu: dict[str, list[float]] = {}
     for file in CLUSTERS.glob("hexgen2_*.yaml"):
         for node in read_hardware(str(file)).nodes.values():
@@ -228,7 +228,7 @@ def test_between_cards_the_slower_one_decides() -> None:
 
 
 def test_all_reduces_go_over_the_node(tmp_path: Path) -> None:
-    """With a link of a node's own, as with a GPU that has it."""
+    """A link that a node gives carries all-reduces, as does the link of a GPU that has one."""
     text = (CLUSTERS / "distserve.yaml").read_text()
     slow = tmp_path / "slow.yaml"
     slow.write_text(text.replace("gpus: 8,", "gpus: 8, link_gb_s: 3.0,"))

@@ -70,7 +70,7 @@ def test_by_hand_and_by_replicas_is_the_same() -> None:
 
 
 def test_names_may_be_numbers() -> None:
-    """As YAML reads them."""
+    """Names may be numbers, as YAML reads them."""
 
     def named(group: Any, other: Any, instance: Any, link: Any) -> RunFile:
         card = {"kind": "A10"}
@@ -122,7 +122,7 @@ def test_lists_of_a_system_may_name_all_replicas() -> None:
 
 
 def test_keys_of_a_system_s_mappings_stand_for_all_replicas() -> None:
-    """Of instances, and of groups; options are no names, though they may be called like one."""
+    """Keys that name instances or groups stand for all replicas; options so called do not."""
     card = {"kind": "A10"}
     config = run_file(
         groups={"g": card | {"replicas": 2}, "h": card, "theta": card | {"replicas": 2}, 7: card},

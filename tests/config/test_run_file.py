@@ -52,7 +52,7 @@ def test_the_first_requests_of_a_workload() -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 def test_whether_a_first_token_waits_for_its_kv(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the system has it, unless the run file says."""
+    """The system decides whether a first token waits, unless the run file does."""
 
     monkeypatch.setattr(Single, "ttft_counts_transfer", own)
     assert resolve(RunFile()).counts_transfer == own

@@ -68,7 +68,7 @@ def test_a_stage_has_its_groups_gpu_layers_costs_and_the_way_to_the_next() -> No
 
 
 def test_paths_are_those_that_kv_takes() -> None:
-    """From the instance for prompts to that for tokens, and never back."""
+    """Paths lead from the instance for prompts to the one for tokens, and never back."""
     site = site_of("cronus/disaggregated_high_low")
     pairs = [
         (source.group.name, dest.group.name)

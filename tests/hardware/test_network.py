@@ -11,7 +11,7 @@ from jaxinfer.hardware.network import Network
 
 
 def drain(network: Network[str]) -> dict[str, float]:
-    """When each flow ends."""
+    """Return the time at which each flow ends."""
     ends = {}
     while (end := network.next_end) is not None:
         for tag in network.take_ended(end):
@@ -120,7 +120,7 @@ def test_flows_that_end_together_are_told_in_the_order_of_their_start() -> None:
 
 
 def test_rounding_does_not_end_a_flow_in_the_past() -> None:
-    """What is left of a is nothing but the last bit of its end; by rounding, less than nothing."""
+    """The rest of flow a is the last bit of its end; rounding makes it less than nothing."""
     network: Network[str] = Network({"x": 82.0, "y": 1.0})
     network.start("a", ["x"], 92.0, now=0.6816364556074682)
     now = 1.8035876751196633

@@ -57,7 +57,7 @@ def test_paths_in_the_whole_model() -> None:
 
 
 def parameters(config: ModelConfig, layers: Layers) -> set[str]:
-    """By their first names."""
+    """Return the first names of the parameters' paths."""
     _, state = nnx.split(nnx.eval_shape(lambda: make_model(config, layers, nnx.Rngs(0))))
     return {str(path[0]) for path, _ in nnx.to_flat_state(state)}
 

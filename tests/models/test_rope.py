@@ -127,7 +127,7 @@ def test_the_longest_sequence() -> None:
 
 
 def test_where_the_numbers_stand() -> None:
-    """By transformers 4 beside ``rope_scaling``, by 5 inside ``rope_parameters``."""
+    """The keys are in ``rope_scaling`` (transformers 4) or inside ``rope_parameters`` (5)."""
     assert rope_keys(keys()).number("rope_theta") == 10000
     assert rope_keys(keys(), 500.0).number("rope_theta") == 500
     outside = rope_keys(keys(rope_theta=7.0, rope_scaling={"type": "linear", "factor": 2.0}))

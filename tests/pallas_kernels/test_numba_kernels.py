@@ -195,7 +195,7 @@ def test_a_processor_of_which_llvm_knows_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_words_of_the_installed_version() -> None:
-    """Where the header has them: pointers and sizes are words, in the order of the structs."""
+    """Pointers and sizes are words, in the order of the structs in the installed header."""
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     api = header.split("struct XLA_FFI_Api {")[1].split("};")[0]
     fields = [line for line in api.splitlines() if "STRUCT_FIELD" in line]

@@ -138,7 +138,7 @@ def test_chunks(B: int, K: int, G: int, H: int, seed: int, window: int | None) -
 
 
 def test_a_full_batch_of_the_smallest_chunks_fits() -> None:
-    """As many tiles as there can be: one of two rows per chunk."""
+    """A batch of two-row chunks, which has the most tiles that there can be, fits."""
     rng = np.random.default_rng(0)
     C = 40
     cache = Cache(rng, C, 4, 1, 8, "float32")

@@ -64,7 +64,7 @@ def test_a_name_that_stands_elsewhere_stays() -> None:
 
 
 def test_replicas_and_attention_groups() -> None:
-    """As names that are written out."""
+    """Replicas and attention groups are the same as names that are written out."""
     groups = {"g": {"kind": "A10", "replicas": 2}, "h": {"kind": "L4", "replicas": 2}}
     place = [{"group": "g", "attention": ["h"]}]
     system = {"name": "least_loaded"}
@@ -81,7 +81,7 @@ def test_replicas_and_attention_groups() -> None:
 
 
 def test_they_are_simulated_once(carries: Carries) -> None:
-    """In one wave, and in the next."""
+    """Candidates that differ in names alone are simulated once, in one wave and in the next."""
     several = []
     for number, names in enumerate([{}, {"a": "b", "b": "a"}, {"c": "d"}]):
         part = {key: value for key, value in run_file(names).items() if key not in RUN}

@@ -306,7 +306,7 @@ def test_a_choice_that_misses_the_targets_is_refused(
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_rate_without_end_is_no_rate(carries: Carries, fresh: bool) -> None:
-    """Of the chosen one it is refused; fresh seeds that have none say nothing."""
+    """A chosen rate without end is refused; fresh seeds that find none are left out."""
     carries.rate = lambda config: 2.0 if fresh and not carries.served[-1][1][0] else math.inf
 
     class Stubborn:

@@ -61,7 +61,7 @@ def test_each_row_says_how_many_requests_would_be_enough() -> None:
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=9))
 def test_the_front_is_that_of_all_pairs(rates: list[int]) -> None:
-    """Of clusters of one GPU more each: those that carry more than all that are cheaper."""
+    """The front has each cluster, of one GPU more each, that carries more than all cheaper ones."""
     search = searched([float(rate) for rate in rates])
     wanted = [
         gpus for gpus, rate in enumerate(rates, 1) if rate > max(rates[: gpus - 1], default=0)

@@ -139,7 +139,7 @@ def test_a_run_file_names_it_and_its_file(file: Path, tmp_path: Path) -> None:
 
 
 def refusal(predictor: Any, tokens: list[int] | None = None) -> str:
-    """What is said as it is made or, with ``tokens``, as it is asked."""
+    """Return the error of making the predictor or, with ``tokens``, of asking it."""
     given = Workload(predictor=predictor).predictor
     asked = request(tokens or [])
     make = partial(modelled_predictor, given, lambda r: 1)

@@ -14,7 +14,7 @@ GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 @pytest.fixture
 def generator(tiny: LLM, tiny_loaded_once: None) -> Generator:
-    """Of the tiny model, which is loaded already."""
+    """Return a generator of the tiny model, which is loaded already."""
     run_file = {"model": tiny.model, "engine": TINY_OPTIONS}
     return Generator(run_file, sampling_params=GREEDY)
 

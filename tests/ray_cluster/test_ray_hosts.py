@@ -38,7 +38,7 @@ def nodes() -> Iterator[tuple[str, Any, Any]]:
 
 
 def processes(mark: str) -> list[psutil.Process]:
-    """Those that have this word in their environment, but for this one."""
+    """Return the processes that have this mark in their environment, except this process."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -115,7 +115,7 @@ NODES = [
 
 
 def demands(**given: Any) -> dict[str, float]:
-    """Of a group of two GPUs."""
+    """Return the demands of a group of two GPUs."""
     config = {"platform": "gpu", "devices": 2, "ray": given}
     return _demands(GroupConfig.model_validate(config))
 

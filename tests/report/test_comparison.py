@@ -62,7 +62,7 @@ def test_all_latencies_by_hand(small_run: RunRecord) -> None:
 
 
 def test_a_prompt_counts_once_with_all_its_continuations(small_run: RunRecord) -> None:
-    """Of two prompts with two continuations each, one fails, though a half of it has ended."""
+    """A prompt with one failed continuation has failed, though its other one has ended."""
     first, second, error, last = small_run.requests
     requests = (
         replace(first, parent="p"),
@@ -78,7 +78,7 @@ def test_a_prompt_counts_once_with_all_its_continuations(small_run: RunRecord) -
 
 
 def test_what_the_run_itself_knows(small_run: RunRecord, tmp_path: Path) -> None:
-    """Of rounds with MFU 20, 40 and 30 % the median; dollars of the other system alone."""
+    """MFU is the median of rounds with 20, 40 and 30 %; only the other system has dollars."""
     known = [
         replace(small_run, run={"metrics": {"mfu": mfu, "steady_requests_s": 1.25}})
         for mfu in (0.2, 0.4, 0.3)

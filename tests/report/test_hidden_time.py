@@ -108,7 +108,7 @@ def test_hidden_seconds_are_those_of_a_search_of_all_steps(
 
 
 def step(instance: str, start: float, end: float, *prompts: str, at: int = 8) -> StepDone:
-    """Of requests with nine tokens of prompt, the row of the KV entry ``at``."""
+    """Return a step of requests with prompts of nine tokens, each with a row at KV entry ``at``."""
     rows = [SimpleNamespace(request=SimpleNamespace(id=p, prompt_len=9), start=at) for p in prompts]
     return StepDone(SimpleNamespace(instance=instance, rows=rows), (), start, end)  # type: ignore[arg-type]
 

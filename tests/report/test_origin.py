@@ -52,7 +52,7 @@ def test_the_inputs_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_facts_are_those_that_ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which a simulation reads: a user's file of the same name is none of them."""
+    """Only the files that ship are facts; a user's file of the same name is not."""
     monkeypatch.chdir(tmp_path)
     Path("configs").mkdir()
     names = ("gpus", "models", "lengths")
@@ -133,7 +133,7 @@ def test_the_command(argv: list[str], command: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_commit_is_the_checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the code's own folder, changed or not; none where it is in no checkout."""
+    """The commit is that of the code's own folder, changed or not; None outside a checkout."""
 
     def git(*words: str) -> str:
         identity = ("-c", "user.name=a", "-c", "user.email=a@b")

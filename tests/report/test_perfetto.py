@@ -130,7 +130,7 @@ def test_rounding_does_not_make_neighbours_overlap(small_run: RunRecord, tmp_pat
 
 
 def test_kv_heads_on_several_groups_are_counters(small_run: RunRecord, tmp_path: Path) -> None:
-    """Of the second stage of instance b, which has two groups more."""
+    """The second stage of instance b, which has two more groups, has a counter of KV heads."""
     others = [{"group": "near"}, {"group": "far"}]
     described = {"b": {"stages": [{"group": "low"}, {"group": "high", "attention": others}]}}
     spans = ((1.0, 2.0), (2.5, 3.0))

@@ -147,7 +147,7 @@ def test_a_replay_takes_a_format(
 def test_a_profile_takes_a_format(
     options: list[str], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three instances, two of which are alike: those are measured once."""
+    """Two of three instances are alike, and are measured once."""
     engines = {"a": "large", "b": "small", "c": "large"}
     cluster = SimpleNamespace(engines=engines, slowdowns=lambda name: [1.0])
     drawn: list[tuple[Path, str]] = []

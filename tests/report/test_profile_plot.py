@@ -59,7 +59,7 @@ def drawn(axes: Axes) -> list[tuple[str, list[float], list[float]]]:
 
 
 def test_points_and_lines(tmp_path: Path) -> None:
-    """Of the emulated device: the second stage takes four times as long."""
+    """The lines are of the emulated device, whose second stage takes four times as long."""
     path = tmp_path / "p.png"
     figure = draw_profile("x", EXACT, [1.0, 4.0], path)
     assert path.read_bytes()[:4] == b"\x89PNG"

@@ -232,7 +232,7 @@ def test_lines_that_are_missing_are_told(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_run_is_named(tmp_path: Path) -> None:
-    """Where a folder above it is given: of a comparison, or of a system's rounds."""
+    """Given a folder above a run's, such as a comparison's, the error names a run's folder."""
     path = write(tmp_path / "runs" / "two").path
     for folder in (tmp_path, tmp_path / "runs", tmp_path / "runs" / "two"):
         with pytest.raises(JaxinferError) as caught:

@@ -90,7 +90,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def shown(bar: Any) -> list[str]:
-    """What a bar says, but for its length and its time."""
+    """Return the words of a bar, without its length and its time."""
     text = io.StringIO()
     Console(file=text, width=200, force_terminal=False).print(bar._bar.get_renderable())
     return [

@@ -66,7 +66,7 @@ def test_continuations_of_a_prompt_end_together(tiny: LLM) -> None:
 
 
 def test_a_stream_that_is_read_as_there_is_room(tiny: LLM) -> None:
-    """What has been waited for already comes when it is read."""
+    """A request whose ends have come already is taken when it is read."""
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
     def stream() -> Any:

@@ -42,7 +42,7 @@ from jaxinfer import LLM
 
 @pytest.mark.slow
 def test_tokens_stand_out(alone: dict[str, LLM]) -> None:
-    """What makes equality a fair demand: greedy by a margin, draws by options near theirs."""
+    """Equality is a fair demand: greedy ones lead by a margin, draws bear options near theirs."""
     greedy = [request for request in REQUESTS if request.params.temperature == 0]
     drawn = [request for request in REQUESTS if request.params.temperature > 0]
     for llm in alone.values():

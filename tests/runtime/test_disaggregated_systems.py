@@ -30,7 +30,7 @@ def four(loader: Loader) -> LLM:
 
 
 def run(llm: LLM, system: dict[str, Any], folder: Path, pages: dict[str, int]) -> tuple[Ran, Any]:
-    """What was run, and the tokens; pools so small hold one long request."""
+    """Return the run and its tokens; pools as small as ``pages`` hold one long request."""
     set_system(llm, system)
     set_pools(llm, pages, caching=False)
     done = serve(llm, run_dir=folder)
@@ -61,7 +61,7 @@ def test_distserve(
 def test_tetriinfer(
     four: LLM, expected: dict[str, list[Done]], order: str, dispatch: str, tmp_path: Path
 ) -> None:
-    """With flips: as soon as there are only decodes, those that prefill are idle."""
+    """Idle prefill instances flip as soon as there are only decodes."""
     system = {
         "name": "tetriinfer", "prefill": ["p", "q"], "decode": ["d", "e"], "prefill_batch": 3,
         "order": order, "dispatch": dispatch, "heavy_decode": 30, "report_s": 0.002,
@@ -83,7 +83,7 @@ def test_splitwise(
     pages: dict[str, int],
     tmp_path: Path,
 ) -> None:
-    """With room for few prompts, or for few decodes, machines help out in the mixed pool."""
+    """Machines help out in the mixed pool if there is room for few prompts or few decodes."""
     system = {
         "name": "splitwise",
         "prompt": ["p", "q"],
@@ -168,7 +168,7 @@ def test_aladdin(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By step times such that about 300 entries fit on each: the fifth request opens another."""
+    """Step times let about 300 entries fit on each instance: the fifth request opens another."""
     fit = StepFit(PrefillFit(1e-4, 0.01), MixedFit(0.0, 0.0, 0.01), DecodeFit(0.005, 0.01, 0.1))
     monkeypatch.setattr(four._runs, "fits", dict.fromkeys(INSTANCES, fit))
     system = {

@@ -191,7 +191,7 @@ def same_logprobs(found: Any, wanted: Any) -> None:
 def test_stops(
     plain: LLM, expected: dict[str, list[Done]], cut: float, rule: str, tmp_path: Path
 ) -> None:
-    """At the first token, which the first instance draws where it has the whole prompt; later."""
+    """Stops are at the first token, which an instance with the whole prompt draws, or later."""
     requests, wanted = [], []
     for number, (request, done) in enumerate(zip(REQUESTS, expected["two"], strict=True)):
         stop = done.tokens[(0, 5)[number % 2] % len(done.tokens)]
@@ -291,7 +291,7 @@ def test_lists_of_sides_that_agree_on_nothing(
 def test_pools_prefix_caches_and_launching_ahead_as_configured(
     loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
-    """What the cases above set from run to run, by the run file."""
+    """The run file sets the options that the cases above set from run to run."""
     sections = PAIRS[0].sections
     a, b = sections["instances"]["a"], sections["instances"]["b"]
     a |= {"num_pages": KINDS_A[0].pages(PEAK) + 1, "enable_prefix_caching": False, "segments": 1}

@@ -19,7 +19,7 @@ from jaxinfer.text.tokenizer import NoTokenizer
 
 
 def group(name: str, n: int = 1, prompt_len: int = 4) -> list[RequestState]:
-    """As ``LLM.make_requests`` makes them."""
+    """Return the continuations of a request as ``LLM.make_requests`` makes them."""
     params = SamplingParams(n=n)
     return [
         RequestState(

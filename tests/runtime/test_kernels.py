@@ -35,7 +35,7 @@ def tokens(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
 
 @pytest.mark.slow
 def test_greedy_tokens_of_the_demo_model(golden: list[dict[str, Any]]) -> None:
-    """Those of Hugging Face transformers, with chunks of prompts beside decodes."""
+    """Tokens equal those of Hugging Face transformers, with chunks of prompts beside decodes."""
     cases = sorted(golden, key=lambda case: len(case["prompt_ids"]))[:3]
     llm = LLM(
         "smollm2-135m-instruct", progress=False, kernels="interpret", dtype="float32",
@@ -279,7 +279,7 @@ def test_slabs_of_8_bits(by_token: tuple[bool, bool]) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="interpreted: the tokens above")
 def test_log_probabilities_in_bfloat16(tmp_path: Path) -> None:
-    """Of prompts in chunks beside decodes: those of the plain functions, but for rounding."""
+    """Kernels and plain functions agree but for rounding, for prompts in chunks beside decodes."""
     config = json.loads((ROOT / "configs/gpu/smollm2-135m/config.json").read_text())
     (tmp_path / "config.json").write_text(
         json.dumps(config | {"num_hidden_layers": 1, "vocab_size": 512})

@@ -144,7 +144,7 @@ def test_hexgen2_loses_one(
 def test_hexgen2_loses_all_that_prefill(
     tiny_folder: Path, tmp_path: Path, expected: list[list[int]]
 ) -> None:
-    """Those that decode serve whole requests."""
+    """The decode instances serve whole requests once all prefill instances are lost."""
     llm = load(tiny_folder, HEXGEN2)
     break_device(llm, "p", 1)
     break_device(llm, "q", 1)

@@ -95,7 +95,7 @@ def batch(*rows: Row) -> Batch:
 
 
 def run(worker: Worker, *batches: Batch, origin: float = 0.0) -> list[Any]:
-    """What is posted of steps that are launched one behind the other."""
+    """Return the results posted for steps that are launched one behind the other."""
     posted: SimpleQueue[Any] = SimpleQueue()
     for each in batches:
         worker.launch(each, origin, posted.put)
@@ -196,7 +196,7 @@ def test_each_stage_has_its_own_pages() -> None:
 
 
 def test_log_probabilities_of_tokens() -> None:
-    """As many as each request asks for; its own token, with its rank, wherever it stands."""
+    """A request has as many as it asks for, and its own token's with the rank, wherever it is."""
     given = [request(str(count), logprobs=count) for count in (None, 0, 2, 5)]
     (done,) = run(worker_of(Stage("a", [1.0])), batch(*(row(each, 0, 3, True) for each in given)))
     none, zero, two, every = done.details
@@ -208,7 +208,7 @@ def test_log_probabilities_of_tokens() -> None:
 
 
 def test_log_probabilities_of_prompts() -> None:
-    """Of the position after each, but for the last, whose next token is drawn."""
+    """Each position but the last, whose next token is drawn, gives those of the next token."""
     stage = Stage("a", [1.0])
     stage.prompt = samples(16)
     worker = worker_of(stage)
@@ -287,7 +287,7 @@ def test_a_thread_does_not_wait_for_itself_nor_for_ever() -> None:
 
 
 def test_results_may_be_read_while_a_profiler_lists_all_objects() -> None:
-    """Who lists them holds a reference to what another thread is just building."""
+    """A profiler that lists all objects holds a reference to what another thread is building."""
     listed: list[list[object]] = []
 
     class Slow:

@@ -187,7 +187,7 @@ def test_nothing_is_heard_of_a_lost_instance() -> None:
 
 
 def test_an_instance_that_reports_is_not_given_up(clock: Clock) -> None:
-    """With two steps under way, one of which ends every six seconds of the ten that it has."""
+    """An instance with two steps under way, one ending every six of ten seconds, is kept."""
     world, _ = silent("a", "b", watchdog_s=10)
     world.launch(step("a"))
     for _ in range(5):

@@ -196,7 +196,7 @@ def test_distserve_measured_by_the_shipped_costs(tmp_path: Path) -> None:
 
 
 def test_splitwise_lone_requests(tmp_path: Path) -> None:
-    """Of steps that are linear in the prompt, and decodes of a constant time."""
+    """The measured steps are linear in the prompt, with decodes of a constant time."""
     columns = "model,hardware,tensor_parallel,prompt_size,batch_size,token_size"
     table = [f"{columns},prompt_time,token_time"]
     for model in ("bloom-176b", "llama2-70b"):

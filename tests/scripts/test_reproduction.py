@@ -37,7 +37,7 @@ def alone(inputs: Inputs) -> Part:
 
 
 def by_hand(inputs: Inputs) -> Part:
-    """What takes hours."""
+    """Stand in for a part that takes hours."""
     CALLS.append("by_hand")
     return Part([{"hours": 3}])
 

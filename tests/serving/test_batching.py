@@ -29,7 +29,7 @@ def queue(instance: Instance, name: str, prompt_len: int, max_tokens: int = 9) -
 
 
 def running(instance: Instance, name: str, prompt_len: int, computed: int) -> RequestState:
-    """As it has come from elsewhere: a decode has one token."""
+    """Return a running request as it comes from elsewhere: a decode has one token."""
     request = RequestState(name, prompt_len, 9)
     request.legs = [Leg("A")]
     request.output_token_ids = [0] * (computed >= prompt_len)
@@ -163,7 +163,7 @@ def test_a_pause_is_not_to_be_left_out() -> None:
 
 
 def test_decodes_that_are_overdue_stay_within_the_step() -> None:
-    """Of five, two fit; of those left out twice too, before any other, and before prompts."""
+    """Two of five decodes fit, also of those left out twice, which precede others and prompts."""
     a = make({"name": "whole_prompts", "step_tokens": 2, "max_skips": 2})
     for name in "defgh":
         running(a, name, 4, 4)

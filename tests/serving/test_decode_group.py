@@ -280,7 +280,7 @@ def outcome(
     policies: Callable[[], Policies] = Policies,
     num_output: Callable[[RequestState], int] = attrgetter("max_tokens"),
 ) -> tuple[object, ...]:
-    """With ``num_output``, requests end at other lengths than their limits."""
+    """Return the outcome of a scenario; ``num_output`` ends requests at other lengths."""
 
     def check_stop(request: RequestState, token: int) -> Stop | None:
         sampled = len(request.output_token_ids)

@@ -27,7 +27,7 @@ from jaxinfer.serving.step_fit import AttentionFit
 
 
 def rows_of(counts: Sequence[tuple[int, int]]) -> list[Row]:
-    """Of requests with KV entries before, and tokens, and no pages."""
+    """Return rows of requests with ``start`` KV entries and ``count`` tokens, without pages."""
     hold: Any = None
     requests = make_requests([(9, 9)] * len(counts))
     return [
@@ -151,7 +151,7 @@ def work(tokens: int, *shards: ShardWork) -> Work:
 def test_by_fits_weights_that_are_read_twice_weigh_against_an_exchange(
     tokens: int, pays: bool
 ) -> None:
-    """Of 10 layers, each has 32 + 20 elsewhere: as a whole 10 * (50 + 52) or 10 * (60 + 52).
+    """A whole step of 10 layers takes 10 * (50 + 52) or 10 * (60 + 52); 32 + 20 is elsewhere.
 
     Halves take 2 * (50 + 1.75) each, and 17 + 20 - 1.75 at the end: 1,070.25. The second stage has
     all heads at home. It is not cut: its weights would be read twice.
@@ -171,7 +171,7 @@ def test_by_fits_weights_that_are_read_twice_weigh_against_an_exchange(
 
 
 def test_a_chunk_reads_what_it_sees_once() -> None:
-    """By its 3 tokens of each of 2 heads, and 2 * 13 entries, as so many pairs would."""
+    """A chunk takes 3 tokens of each of 2 heads, and 2 * 13 entries, as so many pairs would."""
     far = FittedStage(stage(0, 10), 0)
     chunk = ShardWork(chunks=[(10, 3, 2)])
     times = far.layer(work(3, ShardWork(1, 5), chunk))

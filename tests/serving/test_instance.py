@@ -488,7 +488,7 @@ def test_pages_are_kept_once_they_are_full() -> None:
 
 
 def counted(pages: int, **options: Any) -> Instance:
-    """As a simulation has it."""
+    """Return an instance as a simulation has it."""
     kv = KVShards([Shard(CountedPages(pages + 1, 2))])
     opts = InstanceOptions(**({"watermark": 0.0, "max_in_flight": 1} | options))
     return new_instance("A", kv, opts, groups_decodes=True)

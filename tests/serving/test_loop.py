@@ -272,7 +272,7 @@ def test_growth_waits_for_heads_that_move(max_transfer: int) -> None:
 
 @pytest.mark.parametrize("arrival", [6.0, 7.0, 8.0, 9.0, 10.0, 11.0])
 def test_pages_that_come_free_are_for_who_waits_for_them(arrival: float) -> None:
-    """With all its heads in one shard, r0 needs four pages there to go on, and r1 two to begin."""
+    """A request r0 needs four pages of one shard to go on, and r1 two to begin."""
     opts = InstanceOptions(2, 1, 2, False, 1, 1, watermark=0.0)
     a = new_instance("A", make_kv(4, 8, [(0, 1), (2, 3)]), opts)
     system = Do(MoveSlices("r0", ((0, 1, (0, 1)),)), after=2)
@@ -456,7 +456,7 @@ def test_a_system_whose_ticks_change_nothing_has_stalled(monkeypatch: pytest.Mon
 
 
 def test_requests_that_come_once_the_last_is_given_up() -> None:
-    """As continuations do, which wait for another's prompt."""
+    """Continuations, which wait for another's prompt, come after the loss and are lost too."""
 
     class OnlyA(System):
         def route(self, waiting, cluster: ClusterView):  # type: ignore[no-untyped-def]

@@ -86,7 +86,7 @@ def outages(draw: st.DrawFn, all_return: bool = False) -> Scenario:
 @examples(200)
 @given(outages(all_return=True))
 def test_who_can_go_nowhere_else_waits_for_the_return(scenario: Scenario) -> None:
-    """By scripts that name lost instances as if they were there."""
+    """A script may name lost instances as if they were there: its requests wait, and none fails."""
     outcome = scenario.run(Follow(scenario.by_id)).verify()
     assert not any(request.error for request in outcome.finished.values())
 

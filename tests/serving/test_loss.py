@@ -88,7 +88,7 @@ def test_kv_elsewhere_is_kept_and_sent_again() -> None:
 
 
 def test_pages_for_what_was_on_its_way_come_free() -> None:
-    """From B to C: its pages at C are for others, and so is its seat."""
+    """The pages at C of KV on its way from B are free for others, and so is its seat."""
     cluster = Cluster()
     request, c = cluster.request(Leg("C"), exported="B"), cluster.pools["C"]
     assert Forming(c).admit() is None

@@ -136,7 +136,7 @@ def test_whole_requests_are_never_preempted(scenario: Scenario) -> None:
 @examples(500)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=8))
 def test_peak_is_the_largest_sum_over_iterations(requests: list[tuple[int, int]]) -> None:
-    """In step t, a request that has ``left`` to come has ``now + t``, if ``t <= left``."""
+    """A request with ``left`` to come has ``now + t`` entries in step t, if ``t <= left``."""
     steps = (
         sum(now + t for now, left in requests if t <= left)
         for t in range(max((left for _, left in requests), default=0) + 1)

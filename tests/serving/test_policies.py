@@ -59,7 +59,7 @@ def test_a_budget_of_one_token_serves_the_oldest_first() -> None:
 
 
 def running(instance: Instance, name: str, prompt_len: int, computed: int) -> RequestState:
-    """As it is after a pause, or when it has come from elsewhere; decodes have one token."""
+    """Return a request as it is after a pause or a hand-off; decodes have one token."""
     request = RequestState(name, prompt_len, 5)
     request.legs = [Leg(instance.name)]
     request.output_token_ids = [0] * (computed >= prompt_len)

@@ -34,7 +34,7 @@ def request(name: str, tokens: list[int], max_tokens: int = 1, arrival: float = 
     ("shared", "found"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (11, 8), (12, 8)]
 )
 def test_full_pages_are_found_but_never_the_last_token(shared: int, found: int) -> None:
-    """Of twelve tokens in pages of four; the twelfth has to be computed to go on from it."""
+    """Twelve tokens lie in pages of four; the twelfth has to be computed to go on from it."""
     requests = make_requests([(12, 3)] * 2, [0, 40], [shared, shared])
     outcome = serve(requests)
     assert hits(outcome) == [0, found]

@@ -37,7 +37,7 @@ def test_who_has_nowhere_else_to_go_waits() -> None:
 
 
 def test_one_that_cannot_be_started_fails_who_has_waited() -> None:
-    """From then on, who comes fails at once."""
+    """Requests that come after the failure to start fail at once."""
     timing = unit(lost={"A": (1.5, 4.5)}, fail_to_start=["A"])
     outcome = follow([TO_A] * 3, [pool("A")], [(4, 3)] * 3, [0, 3, 6], timing=timing, renew=again)
     assert outcome.ended == {"r0": 4.5, "r1": 4.5, "r2": 6}
@@ -81,7 +81,7 @@ def least_loaded(lost: dict[str, tuple[float, ...]], arrivals: list[float]) -> O
 
 
 def test_one_that_is_back_takes_its_old_place() -> None:
-    """Of equals, the first instance is taken: that is A, until it is lost, and from 5 on."""
+    """The first of equal instances is taken: that is A, until it is lost, and from 5 on."""
     outcome = least_loaded({"A": (0.5, 5)}, [0, 2, 4, 6, 8])
     assert [outcome.route_of(f"r{i}")[-1][0] for i in range(5)] == ["B", "B", "B", "A", "A"]
     assert outcome.route_of("r0")[0] == ("A", 4)

@@ -112,7 +112,7 @@ def test_hand_offs_to_an_instance_with_room(rule: Any, moved: list[str], last: s
 
 
 def test_the_second_instance_fetches_when_it_has_a_seat() -> None:
-    """On demand; meanwhile A goes on with the next request."""
+    """The fetch is on demand; meanwhile A goes on with the next request."""
     legs = (Leg("A", 4), Leg("B"))
     b = pool("B", max_num_seqs=1)
     outcome = follow([legs] * 2, [pool("A"), b], [(4, 3), (4, 2)])

@@ -78,7 +78,7 @@ def test_a_system_may_think_for_a_while() -> None:
 
 
 def test_a_stall_names_who_is_left() -> None:
-    """At most five of them, and how many the system has not routed."""
+    """The message names at most five requests, and how many the system has not routed."""
     legs = dict.fromkeys((f"r{i}" for i in range(9)), TO_A)
     later = {f"r{i}": 99.0 for i in range(1, 7)}
     never = pool("A", max_num_seqs=1)
@@ -185,7 +185,7 @@ def test_kv_is_dropped_for_the_same_in_the_cache_of_who_cannot_fetch_it() -> Non
 
 
 class Refuses(System):
-    """What has left A goes to an instance that is too small; r1 waits for A's other role."""
+    """A request that has left A goes to an instance too small; r1 waits for A's other role."""
 
     def route(self, waiting, cluster: ClusterView):  # type: ignore[no-untyped-def]
         legs = {"r0": (Leg("tiny"),) if cluster.now else (Leg("A", 4),)}
@@ -220,7 +220,7 @@ def test_a_role_that_a_lost_instance_was_to_take() -> None:
 
 
 class Avoids(Plan):
-    """As planned, but what would go to a lost instance goes to the first that is left."""
+    """A plan whose legs on a lost instance go to the first instance that is left."""
 
     def route(self, waiting, cluster: ClusterView) -> list[Assignment]:  # type: ignore[no-untyped-def]
         first = next(iter(cluster.instances))
@@ -249,7 +249,7 @@ def test_what_a_lost_instance_had_is_routed_before_those_who_have_waited() -> No
 
 
 def test_a_loss_wakes_who_has_waited_behind_what_is_gone() -> None:
-    """On A, r2 is first: its KV is on B, and A has not the pages. r3 behind it needs one."""
+    """A has no pages for r2, which is first and has its KV on B; r3 behind it needs one."""
     legs = {
         "r0": TO_A,
         "r1": (Leg("B", 8), Leg("A")),
@@ -266,7 +266,7 @@ def test_a_loss_wakes_who_has_waited_behind_what_is_gone() -> None:
 
 
 class AvoidsA(Plan):
-    """What was on B goes on at C."""
+    """A plan that sends all requests to C once B is lost."""
 
     def route(self, waiting, cluster: ClusterView) -> list[Assignment]:  # type: ignore[no-untyped-def]
         lost = "B" not in cluster.instances
@@ -307,7 +307,7 @@ class Names(System):
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_system_that_names_a_lost_instance_loses_who_was_to_go_there(asks: bool) -> None:
-    """By name, that is one request; where it asks for the instance, all that it was asked about."""
+    """A name loses its one request; a look-up of the instance loses all that were asked about."""
     outcome = serve(
         Names(asks),
         [pool("A"), pool("B")],

@@ -47,7 +47,7 @@ def test_three_that_stand_on_each_other() -> None:
 
 @pytest.mark.parametrize(("apart", "decided"), [(1e-2, True), (1e-4, True), (1e-7, False)])
 def test_columns_that_are_nearly_alike(apart: float, decided: bool) -> None:
-    """What is left of the second column, squared, against rounding."""
+    """The rest of the second column, squared, is held against rounding."""
     found = fitted((1, 1, 2.0), (1, 1 + apart, 2.0 + apart), (1, 1, 2.0))
     assert (found is not None) == decided
     if found:

@@ -328,7 +328,7 @@ def test_segments_go_along_with_their_step() -> None:
     ("output", "samples", "goes"), [(4, True, False), (3, True, True), (4, False, True)]
 )
 def test_what_ends_with_a_step_does_not_go_along(output: int, samples: bool, goes: bool) -> None:
-    """With five output tokens at most; the step's own is the last."""
+    """A request has at most five output tokens; the one of the step itself is the last."""
     place = Place()
     request = place.request(Leg("A", 20, "per_segment"), Leg("B"), output=output)
     batch = a_batch(request, samples=samples)

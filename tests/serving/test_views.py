@@ -103,7 +103,7 @@ def test_counts_in_a_simulation(
 @examples(150)
 @given(scenarios(), st.integers(0, 2**16), st.integers(1, 20))
 def test_counts_at_every_event(scenario: Scenario, seed: int, actions: int) -> None:
-    """With hits of the prefix cache, hand-offs of all kinds, and KV that is dropped."""
+    """Counts hold with prefix cache hits, hand-offs of all kinds, and KV that is dropped."""
     run = scenario.run(Chaos(scenario.by_id, seed, actions, scenario.caching))
 
     def watch(loop: ServingLoop) -> None:

@@ -114,7 +114,7 @@ def test_what_the_scheduler_sees_is_what_fits() -> None:
 
 
 def test_given_pages_are_taken_and_the_rest_is_levelled() -> None:
-    """By hand, of 80 layers of 4,096 bytes: the P100s' memory goes where the fewest are."""
+    """The P100s' memory goes to the fewest pages: 80 layers of 4,096 bytes, by hand."""
     given = [*ON_P100[:2], PRIMARIES[2] | {"attention": [{"group": "p", "num_pages": 101}]}]
     engine = {"page_size": 16, "num_pages": 1001}
     instance = modelled("llama-2-70b", *given, engine=engine)

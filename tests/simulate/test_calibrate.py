@@ -64,7 +64,7 @@ def measured(
 
 
 def check(found: Calibration, expected: Efficiency, rel: float, seconds: float = 0.0) -> None:
-    """To a share; ``step_s``, which is a small part of most steps, to some seconds as well."""
+    """Check values to a share; ``step_s``, a small part of most steps, to some seconds as well."""
     for name in found.fitted:
         room = seconds if name == "step_s" else 0.0
         expected_value = pytest.approx(getattr(expected, name), rel=rel, abs=room)
@@ -129,7 +129,7 @@ def test_what_points_cannot_tell_is_kept(
 
 
 def test_chunks_that_wait_for_memory_alone_do_not_tell_how_fast_a_gpu_computes() -> None:
-    """At 360 tokens a GPU that computes a quarter slower would be seen, a faster one would not."""
+    """A GPU that computes 360 tokens a quarter slower would be seen, a faster one would not."""
     chunks = [(360, start, 0, 0) for start in (0, 8, 16, 24)] * 4
     truth = replace(BEFORE, step_s=0.004, sequence_s=2e-4)
     found = calibrate(stage, measured(DECODES + chunks, truth), BEFORE)
@@ -158,7 +158,7 @@ def test_the_worst_point_is_named() -> None:
 
 
 def test_a_start_in_the_wrong_valley_is_left() -> None:
-    """From 0.03 of the FLOPs downhill is a minimum that is not the least."""
+    """The minimum downhill from 0.03 of the FLOPs is not the least."""
     truth = Efficiency(flops=0.55, bandwidth=0.39, step_s=0.004, sequence_s=2e-4)
     before = Efficiency(flops=0.0324, bandwidth=0.2357, step_s=0.0, sequence_s=0.0)
     found = calibrate(stage, measured(MIXED, truth), before)
@@ -256,7 +256,7 @@ def test_files_that_are_refused(text: str, message: str, tmp_path: Path) -> None
 
 
 def test_a_file_of_a_spreadsheet_is_read(tmp_path: Path) -> None:
-    """With a mark of its encoding, columns in another order, one more, and blanks."""
+    """A mark of the encoding, columns in another order, one more, and blanks are read."""
     path = tmp_path / "points.csv"
     header = "seconds,decode_context,note,decodes,chunk_context,chunk_tokens\n"
     path.write_text("\ufeff" + header + "1e-7, 2.5 ,x,4,0,0\n0.5,0,,0,8,16\n", encoding="utf-8")

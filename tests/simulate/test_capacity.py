@@ -62,7 +62,7 @@ WORK = [BenchRequest(None, 512, 1, 0.0)] * 6_000
 
 
 def lindley(count: int, seconds: float, rate: float, seed: int) -> tuple[list[float], float]:
-    """How long each request waits in an M/D/1 queue, and when the last one is done."""
+    """Return how long each request waits in an M/D/1 queue, and when the last one is done."""
     rng, now, free, waits = random.Random(seed), 0.0, 0.0, []
     for _ in range(count):
         waits.append(max(free - now, 0.0))
@@ -155,7 +155,7 @@ def test_requests_of_several_seeds_count_as_one_run_s(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("targets", [RequestTargets, "percentiles"])
 def test_a_hopeless_run_ends_early(targets: Any, tmp_path: Path) -> None:
-    """At ten times what it can take, the third prefill in a row is the first to miss its target."""
+    """The third prefill in a row is the first to miss its target, at ten times the capacity."""
     config = prefills(tmp_path)
     d, seen = alone(config), list[float]()
 
@@ -310,7 +310,7 @@ def test_what_is_found_depends_neither_on_the_cores_nor_on_what_was_known(
 def test_a_search_that_begins_near_the_rate_tries_none_far_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In eighths of a doubling: two up or down, then twice as many each time, then bisection."""
+    """Rates go up or down by 2, 4, ... eighths of a doubling, and are then bisected."""
     tried = scripted(monkeypatch, lambda rate: rate <= 3)
     config = prefills(tmp_path)
     steps: list[list[int]] = []

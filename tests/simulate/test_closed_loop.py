@@ -42,7 +42,7 @@ def config(
 
 
 def served(given: RunFile) -> Served:
-    """Of each request: arrival, end, output tokens; by arrival."""
+    """Return the arrival, end and output tokens of each request, by arrival."""
     found: Served = []
 
     def note(request: RequestState, times: Sequence[float]) -> None:
@@ -55,7 +55,7 @@ def served(given: RunFile) -> Served:
 
 
 def in_system(found: Served) -> list[tuple[float, int]]:
-    """How many there are from each moment on, at which ends come before arrivals."""
+    """Return how many there are from each moment on; ends come before arrivals."""
     changes = sorted([(a, 1) for a, _, _ in found] + [(e, -1) for _, e, _ in found])
     there, course = 0, []
     for time, by in changes:
@@ -89,7 +89,7 @@ def test_as_many_as_asked_until_the_tail(concurrency: int) -> None:
 
 
 def test_little_s_law() -> None:
-    """By integration: mean number there = rate of arrivals x mean time there, thinkers or not."""
+    """The mean number there is the rate of arrivals x the mean time there, thinkers or not."""
     lengths = {"input_len": 30, "output_len": {"kind": "lognormal", "median": 9, "sigma": 0.8}}
     found = served(config(5, 300, lengths, think_s=3.0))
     end = max(e for _, e, _ in found)

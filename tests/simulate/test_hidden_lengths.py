@@ -121,7 +121,7 @@ class Sees(System):
 
 
 def test_nothing_that_is_shown_tells_the_truth() -> None:
-    """Of a request that has not begun, whatever its true length is."""
+    """A request that has not begun shows the same whatever its true length is."""
     found = []
     for length in (5, 17, 20):
         Sees.seen = set()

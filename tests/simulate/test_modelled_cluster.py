@@ -69,7 +69,7 @@ def modelled(
 
 @pytest.mark.parametrize(("devices", "pages"), [(1, 818), (2, 1742)])
 def test_a_pool_has_what_weights_and_activations_leave(devices: int, pages: int) -> None:
-    """Of 0.9 of each card; activations are those of a full step, and logits in float32."""
+    """A pool has 0.9 of each card, less weights, a full step's activations and float32 logits."""
     weights = (6 * 576 + 2 * 800) * 2 / devices
     activations = 8 * (2 * 8 + 3 * 16) * 2 + 4 * 3 * 100
     assert int((0.9 * 101e3 - weights - activations) / (96 / devices)) == pages
@@ -113,7 +113,7 @@ def test_hidden_states_go_from_stage_to_stage() -> None:
 def test_steps_are_fitted_up_to_the_longest_request(
     memory_gb: float, options: dict[str, Any], longest: int
 ) -> None:
-    """Which the pool has to hold, but for its padding page."""
+    """Fits go up to the longest request, which the pool has to hold beside its padding page."""
     cluster = modelled({"g": 1}, ("g", 6), memory_gb=memory_gb, **options)
     cost, pool = cluster.instances["x"].cost, cluster.instances["x"].num_pages[0] - 1
     for relative in (False, True):

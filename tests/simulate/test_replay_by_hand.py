@@ -51,7 +51,7 @@ def seconds(parts: Sequence[Part]) -> float:
 
 
 def profile(name: str, *shares: float) -> str:
-    """Of an instance whose stages take these shares of a step; returns where it is kept."""
+    """Store a profile whose stages take these shares of a step; return the name of its file."""
     prefills = [(n, tuple(share * n for share in shares)) for n in (10, 20)]
     mixed = [
         (p, d, tuple(share * (1 + p / 10 + d / 100) for share in shares))
@@ -159,7 +159,7 @@ def test_steps_take_what_the_profile_says_as_often_as_emulated(tmp_path: Path) -
 def test_hidden_states_go_over_the_emulated_link_in_their_bucket(
     link: bool, tmp_path: Path
 ) -> None:
-    """Of 16 bytes a token: 64 tokens in a second, 2 decodes in 1 / 32; half a second of latency."""
+    """A token has 16 bytes: 64 take a second, 2 decodes 1 / 32; latency is half a second."""
     links = [{"between": ["h", "g"], "gb_s": 1.024e-6, "latency_s": 0.5}] if link else []
     run_file = {
         "model": "m",
@@ -197,7 +197,7 @@ def test_segments_of_a_stage_take_turns_on_its_devices(tmp_path: Path) -> None:
 
 @dataclass
 class Served:
-    """What a replay has simulated."""
+    """The parts of a simulated replay."""
 
     site: Resolved
     cluster: ModelledCluster
@@ -223,9 +223,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
 
 @pytest.mark.parametrize("linked", [True, False])
 def test_kv_goes_as_it_did(linked: bool, tmp_path: Path, served: list[Served]) -> None:
-    """From two stages of 1 and 2 layers to one; in the fewer of 64 and 128 bytes a layer.
+    """KV goes from stages of 1 and 2 layers to one, in the fewer of 64 and 128 bytes a layer.
 
-    Over an emulated link at its speed, over others at that of the probe.
+    Over an emulated link it goes at the link's speed, over others at that of the probe.
     """
     links = [{"between": ["h", "d"], "gb_s": 0.5, "latency_s": 0.25}] if linked else []
     run_file = {
@@ -322,7 +322,7 @@ def test_how_far_output_tokens_are_apart() -> None:
 
 
 def test_figures_side_by_side() -> None:
-    """How much more the simulated run has, of the real one."""
+    """Rows tell how much more the simulated run has, as a share of the real one."""
     moved = TransferRecord("0", "a", "b", 10, 1000, 0.0, 0.0, 1.0, 0.0)
     real = run([(1, 2, 4), (2, 4)], wall_s=8.0, transfers=(moved,))
     simulated = run([(1.5, 2, 4), (1.5, 5)], wall_s=10.0, transfers=(moved, moved))

@@ -125,7 +125,7 @@ def test_everyone_is_served_and_steps_do_not_overlap(
 
 @pytest.mark.parametrize("system", ["data_parallel", "single"])
 def test_nobody_idles_who_has_work(system: str, tmp_path: Path) -> None:
-    """With all requests there at the start, steps follow each other without a gap."""
+    """Steps follow each other without a gap if all requests are there at the start."""
     setup = config(tmp_path)
     if system == "data_parallel":
         setup = load_run_file(CRONUS / "data_parallel.yaml")

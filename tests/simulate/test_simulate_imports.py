@@ -48,7 +48,7 @@ def test_a_simulation_does_without_jax(module: str) -> None:
     ],
 )
 def test_costs_know_nothing_of_scheduling(module: str) -> None:
-    """What a step takes is asked for a finished batch; what to put in it is decided elsewhere."""
+    """Costs are of finished batches; other modules decide what is in a batch."""
     source = (ROOT / "jaxinfer" / f"{module}.py").read_text()
     imports = {line.split()[1] for line in source.splitlines() if line.startswith("from jaxinfer")}
     assert imports <= {

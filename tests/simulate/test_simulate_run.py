@@ -205,7 +205,7 @@ def test_what_a_system_reports_is_written(tmp_path: Path) -> None:
 def test_systems_that_predict_are_told_how_long_steps_take(
     fit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the fit that the run file names; the others need none, and it is not made."""
+    """The fit is the one that the run file names; it is not made for systems that need none."""
     told: list[Mapping[str, StepFit]] = []
     monkeypatch.setattr(module, "serve", lambda config, cluster, fits, *_, **__: told.append(fits))
     costs = {"fit": fit, "flops": 0.5}
@@ -313,7 +313,7 @@ def predicted(config: RunFile, work: Sequence[BenchRequest]) -> dict[str, tuple[
 def test_lengths_are_predicted_as_requests_come_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the order of arrival, by their numbers in the workload."""
+    """Lengths are predicted in the order of arrival, by the requests' numbers in the workload."""
     work = [job(3, 9, 5.0), job(3, 25), job(3, 11, 1.0)]
     exact = {"granularity": 10, "accuracy": 1}
     assert predicted(seconds(workload={"predictor": exact}), work) == {

@@ -103,7 +103,7 @@ def rows_of(table: Table) -> dict[Any, Any]:
 def test_runs_with_random_placements_and_moves_come_to_their_end(
     seed: int, lengths: list[tuple[int, int]], num_pages: int
 ) -> None:
-    """With pools that hold hardly more than the longest request, and a group of two stages."""
+    """Pools hold hardly more than the longest request, and one group has two stages."""
     stages = [
         {"group": "a", "attention": [{"group": "w", "num_pages": num_pages}]},
         {
@@ -164,7 +164,7 @@ def test_runs_of_spread_instances_are_not_replayed(tmp_path: Path) -> None:
 
 
 def test_fits_and_guesses_have_all_heads_on_the_own_groups() -> None:
-    """As those of a plain stage; but a guess has all the room that there is."""
+    """Fits are those of a plain stage; so are guesses, but for all the room that there is."""
     spread = run_file(engine={"num_pages": 3, "max_num_seqs": 8})
     plain = run_file([{"group": "a"}], "single", {"num_pages": 3, "max_num_seqs": 8})
     clusters = [model_cluster(model_site(resolve(as_run_file(file)))) for file in (spread, plain)]

@@ -132,7 +132,7 @@ def test_the_best_split_is_that_of_the_closed_form(tokens: int, share: float) ->
     there = ShardCost(1, size // heads, 1.0, 1 / remote, 0.0, beta)
 
     def seconds(offloaded: int) -> float:
-        """Of 40 heads of 250 requests."""
+        """Return the seconds of 40 heads of 250 requests."""
         each = tokens // 250
         own = 250 * heads - 2 * offloaded
         shards = [(here, own), (there, offloaded), (there, offloaded)]

@@ -29,7 +29,7 @@ def config(decodes: int) -> RunFile:
     [(256, 256, 2, 1), (256, 256, 15, 1), (256, 256, 6, 3), (1024, 128, 5, 1), (128, 256, 10, 2)],
 )
 def test_time_per_token(prompt: int, output: int, rate: float, decodes: int) -> None:
-    """With B = q L_out T sequences at a time, T = w + k B is w / (1 - q L_out k).
+    """B = q L_out T sequences at a time and T = w + k B make T = w / (1 - q L_out k).
 
     Arrivals are even: a request that comes at random finds B others, and is one itself.
     """
@@ -47,7 +47,7 @@ def test_time_per_token(prompt: int, output: int, rate: float, decodes: int) -> 
 
 
 def test_an_overload_ends_where_memory_does() -> None:
-    """At a share of 1 and more there is no steady state: the queue grows with the trace."""
+    """The queue grows with the trace at a share of 1 and more: there is no steady state."""
     assert 6 * 1024 * 1536 * ENTRY_S > 1
     waits = []
     for count in (60, 120):

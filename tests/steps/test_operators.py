@@ -42,7 +42,7 @@ def layer(parts: tuple[Part, ...], pair: float = 2e-8, entry: float = 5e-7) -> f
 
 
 def besides(parts: tuple[Part, ...]) -> float:
-    """Of a step besides layers and head."""
+    """Return the seconds of a step besides layers and head."""
     return 2e-4 + 1e-6 * shape_of(LIMITS, parts).tokens
 
 

@@ -37,7 +37,7 @@ def test_each_step_down_has_a_quarter(
 
 
 def test_given_buckets_take_the_place_of_the_ladder() -> None:
-    """Those below a step full of decodes are never the smallest that fits, so none is compiled."""
+    """Buckets below a step full of decodes are never the smallest fit, so none is compiled."""
     found = limits(16, 300, (8, 20, 90, 300))
     assert found.token_buckets == [8, 20, 90, 300]
     assert found.shapes() == [(16, 300, 16), (16, 90, 16), (16, 20, 16), (16, 16, 0), (4, 4, 0)]
@@ -83,7 +83,7 @@ def test_the_smallest_that_fits(
     data=st.data(),
 )
 def test_no_other_shape_that_fits_is_smaller(seqs: int, budget: int, data: st.DataObject) -> None:
-    """Of those with chunks where there is one, of the others where there is none."""
+    """The shape is the smallest with chunks where there is one, else of those without."""
     found = limits(seqs, budget)
     singles = data.draw(st.integers(0, min(seqs, budget)))
     chunked = data.draw(st.booleans()) and budget - singles >= 2 and singles < seqs

@@ -37,7 +37,7 @@ def test_the_shape_of_parts(parts: list[tuple[int, int]], shape: tuple[int, int,
 
 
 def test_seconds_by_hand() -> None:
-    """Of the shape's own coefficients: a constant, per pair, per entry that decodes see."""
+    """Each shape has a constant and coefficients per pair and per entry that decodes see."""
     times = StepTimes(
         LIMITS,
         {

@@ -125,7 +125,7 @@ def test_a_profile_is_there_whole_or_not_at_all(
 
 
 def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an arbitrary one of a container, who is not in its list."""
+    """An arbitrary user of a container, who is not in its list, is told to set HOME."""
 
     def unknown(number: int) -> None:
         raise KeyError(number)

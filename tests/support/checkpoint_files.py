@@ -64,7 +64,7 @@ Weights = dict[str, np.ndarray]
 
 
 def plan_alone(model: ModelConfig, options: EngineOptions) -> Plan:
-    """Of one instance with one stage."""
+    """Return the plan of one instance with one stage."""
     ((plan,),) = plan_cluster(model, one_engine(options)).values()
     return plan
 

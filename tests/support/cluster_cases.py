@@ -87,7 +87,7 @@ class Request:
 
 
 def make_requests(lengths: Sequence[tuple[int, int]] = LENGTHS) -> list[Request]:
-    """By turns greedy and drawn. From 40 tokens on, the prompts begin alike."""
+    """Return requests, by turns greedy and drawn. From 40 tokens on, the prompts begin alike."""
     rng = np.random.default_rng(7)
     shared = rng.integers(0, 250, 600).tolist()
     requests = []
@@ -184,7 +184,7 @@ class AnyWay(System):
 
 
 def load(model: Path, folder: Path, **sections: Any) -> LLM:
-    """By way of a run file; ``set_system`` says how its instances are used."""
+    """Load a model by way of a run file; ``set_system`` says how its instances are used."""
     run_file = {
         "model": str(model),
         # Chunks of 27 tokens do not end where pages do.
@@ -197,7 +197,7 @@ def load(model: Path, folder: Path, **sections: Any) -> LLM:
 
 
 def free_executables() -> None:
-    """Of models that nobody has any more: JAX's own caches keep them.
+    """Free the executables of unused models, which JAX's own caches keep.
 
     Each takes hundreds of memory maps, of which Linux gives a process 65530.
     """
@@ -231,7 +231,7 @@ class Loader:
 
 
 def set_system(llm: LLM, system: Mapping[str, Any]) -> None:
-    """Of the runs from here on."""
+    """Set the system of the runs from here on."""
     llm.config = llm.config.model_copy(update={"system": dict(system)})
     llm._runs.site = resolve(llm.config)
 
@@ -254,7 +254,7 @@ def set_pools(llm: LLM, num_pages: Mapping[str, int], caching: bool) -> None:
 
 
 def _pool(page_size: int, there: int, wanted: int | None, number: int) -> PagePool:
-    """Of stage ``number``, whose pages have other numbers than those of the stages before it."""
+    """Return a pool of stage ``number`` whose pages have other numbers than earlier stages'."""
     pool = PagePool(there if wanted is None else 1 + wanted + number, page_size)
     assert pool.num_usable < there
     pool.take(number)
@@ -290,7 +290,7 @@ class Way:
 
     @property
     def ends(self) -> tuple[str, str]:
-        """Where a request begins and where it ends up."""
+        """Return the instance where a request begins, and the one where it ends up."""
         source, _, dest = self.system.partition("_")[2].partition("_")
         return source, dest
 
@@ -359,7 +359,7 @@ class Case:
 
     @property
     def pairs_of_values(self) -> Iterator[Pairing]:
-        """What few cases are to cover."""
+        """Yield the pairs of values that few cases are to cover."""
         values = [
             (field.name, getattr(part, field.name))
             for part in (self.pair, self.way)
@@ -369,7 +369,7 @@ class Case:
 
     @property
     def pairings(self) -> Iterator[Pairing]:
-        """What all cases are to cover: pairs of values, and how a way's KV goes."""
+        """Yield all that the cases are to cover: pairs of values, and how a way's KV goes."""
         yield from self.pairs_of_values
         way = self.way
         yield "hand-off", (way.system, way.cut, way.rule)
@@ -394,20 +394,20 @@ def cover(rows: Sequence[Row], wanted: Callable[[Row], Iterable[Pairing]]) -> li
 
 
 def few_cases() -> list[Case]:
-    """On two pairs, with cuts that the other tests of hand-offs do not have."""
+    """Return cases of two pairs, with cuts that the other tests of hand-offs do not have."""
     ways = [way for way in WAYS if way.cut not in (1, 33)]
     return _cover(FEW_PAIRS, ways, lambda case: case.pairs_of_values)
 
 
 def covering_cases() -> list[Case]:
-    """On all pairs."""
+    """Return cases of all pairs."""
     return _cover(PAIRS, WAYS, lambda case: case.pairings)
 
 
 def _cover(
     pairs: Sequence[Pair], ways: Sequence[Way], wanted: Callable[[Case], Iterable[Pairing]]
 ) -> list[Case]:
-    """In the order of their pairs of instances, each of which takes seconds to load."""
+    """Return the cases in the order of their pairs of instances, which take seconds to load."""
     every = [Case(pair, way) for pair in pairs for way in ways]
     random.Random(0).shuffle(every)  # Else the first pair would get half of them.
     return sorted(cover(every, wanted), key=lambda case: pairs.index(case.pair))

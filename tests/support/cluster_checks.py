@@ -71,12 +71,12 @@ class Ran:
 
     @property
     def instances(self) -> set[str]:
-        """Those that ran a step."""
+        """The instances that ran a step."""
         return {step.instance for step in self.record.steps}
 
     @property
     def requests(self) -> list[RequestRecord]:
-        """In the order of the workload."""
+        """The requests' records, in the order of the workload."""
         return sorted(self.record.requests, key=lambda request: int(request.id))
 
     def prefilled(self, instance: str) -> int:

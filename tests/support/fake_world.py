@@ -51,7 +51,7 @@ def next_token(request_id: str, tokens: Iterable[int]) -> int:
 
 
 def logprob_of(token: int) -> float:
-    """What the world gives as a sampled token's log probability; sums of them are exact."""
+    """Return a sampled token's log probability in this world; sums of them are exact."""
     return -(1 + token % 64) / 64
 
 
@@ -226,7 +226,7 @@ class FakeWorld:
         self.check()
 
     def _check_counts(self, batch: Batch) -> None:
-        """What a batch says of its instance at launch."""
+        """Check the counts that a batch gives of its instance at launch."""
         instance = self.instances[batch.instance]
         pools = [shard.pool for shard in instance.kv.shards]
         assert batch.num_waiting == len(instance.waiting)
@@ -272,7 +272,7 @@ class FakeWorld:
         return source, dest
 
     def committed(self, event: Event) -> None:
-        """To be given to the loop as ``on_event``: from here on the pages may be reused."""
+        """Commit an event, as the loop's ``on_event``: from here on the pages may be reused."""
         assert self._delivered.popleft() is event
         if isinstance(event, StepDone):
             step = self.in_flight_steps.pop(id(event.batch))
@@ -310,7 +310,7 @@ class FakeWorld:
                 self._at(time, lambda: self._return(name))
 
     def _lose(self, name: str, returns: bool) -> Event:
-        """What has been reported by now is still to be committed; nothing else comes."""
+        """Lose an instance: its earlier reports are still to be committed, and no others come."""
         self._gone.add(name)
         return InstanceLost(name, "killed", returns)
 
@@ -370,7 +370,7 @@ class FakeWorld:
             self._verify(step.batch.instance, row.request.id, row.epoch, tables, written)
 
     def _is_gone(self, step: Step) -> bool:
-        """With its instance, which may be back."""
+        """Return whether the step is gone with its instance, which may be back."""
         return step.batch.instance in self._gone or id(step.batch) not in self.in_flight_steps
 
     def _end_step(self, step: Step) -> Event | None:
@@ -488,7 +488,7 @@ class FakeWorld:
 
 
 def shares(one: Hold, other: Hold, shard: int, page: int) -> bool:
-    """Whether both have the page from the prefix cache."""
+    """Return whether both have the page from the prefix cache."""
     both = set(one.cached.values()) & set(other.cached.values())
     return any(page in cached.pages[shard].values() for cached in both)
 

@@ -26,7 +26,7 @@ TOLERANCE = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What is computed.
+    """The shape of a computation.
 
     Attributes:
         K: KV heads; ``G``: query heads for each; ``H``: their size; ``B``: tokens per page.
@@ -68,7 +68,7 @@ def pairs(shapes: list[Shape]) -> list[Shape]:
 
 
 def _covering(shapes: list[Shape], together: int) -> list[Shape]:
-    """Of a shuffled list, greedily those that have most of what no other has."""
+    """Choose from a shuffled list, greedily, shapes with the most pairs that no other has."""
     left = {found for s in shapes for found in combinations(asdict(s).items(), together)}
     chosen = []
     rng = random.Random(0)
@@ -135,7 +135,7 @@ def plain(kv: KVPages) -> KVPages:
 
 
 def float_of(shape: Shape) -> str:
-    """What a shape is computed in."""
+    """Return the type that a shape is computed in."""
     return "bfloat16" if jnp.dtype(shape.dtype).itemsize == 1 else shape.dtype
 
 

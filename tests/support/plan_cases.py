@@ -17,7 +17,7 @@ RUN = {
 
 
 class Carries:
-    """What each cluster carries, in requests per second, by its instances and sequences.
+    """Stand in for simulations: clusters carry requests per second by instances and sequences.
 
     Attributes:
         tried: of each simulation, the run file and the rate.
@@ -41,14 +41,14 @@ class Carries:
 
 
 def problem(goal: dict[str, Any], planner: dict[str, Any] | None = None, **more: Any) -> Problem:
-    """With targets that do not matter."""
+    """Return a problem with targets that do not matter."""
     goal = {"slo": "ttft=1", "fresh_seeds": 1} | goal
     planner = planner or {"name": "colocated", "gpus": {"A10": 1}}
     return Problem.model_validate({"planner": planner, "goal": goal, "run": RUN} | more)
 
 
 class Linear:
-    """Of two stages, one of which takes half as long."""
+    """The linear costs of two stages, one of which takes half as long."""
 
     step_s, token_s, entry_s = 0.01, 1e-4, 1e-7
 

@@ -64,7 +64,7 @@ def candidate(count: int) -> Candidate:
 
 
 def problem(trace: str, replan: dict[str, Any], **more: Any) -> Problem:
-    """Of a trace with times; targets are kept up to some rate, and missed above."""
+    """Return a problem of a trace with times; targets hold up to some rate, and fail above."""
     goal = {"maximise": "cluster", "slo": "ttft:p90=30", "precision": 0.5}
     workload = {"trace": trace, "arrivals": "trace"}
     file = {

@@ -85,7 +85,7 @@ def steps(outcome: Outcome) -> list[str]:
 
 
 def moves(outcome: Outcome) -> list[str]:
-    """When asked for, which request, from where to where, and which entries."""
+    """Return each transfer's time asked for, request, source, destination and entries."""
     return [
         f"{t.requested:g} {t.request.id} {t.source}>{t.dest} {t.start}-{t.stop}"
         for t in outcome.world.transfers

@@ -24,7 +24,7 @@ def new_instance(
     policies: Policies | None = None,
     **more: Any,
 ) -> Instance:
-    """With the usual options and policies where none are given."""
+    """Return an instance with the usual options and policies where none are given."""
     return Instance(name, kv, options or InstanceOptions(), policies or Policies(), **more)
 
 
@@ -76,7 +76,7 @@ def make_requests(
 
 
 def pages_of(hold: Hold, shard: int) -> list[int]:
-    """Of slices, and where they are on their way to."""
+    """Return the pages of slices, and of the places they are on their way to."""
     tables = [hold.tables[shard], *hold.copies[shard : shard + 1]]
     return [page for table in tables for pages in table.values() for page in pages]
 
@@ -218,7 +218,7 @@ def follows_a_chunk(request: RequestState) -> bool:
 
 
 def check_nobody_idles(loop: ServingLoop) -> None:
-    """With room for a batch, nobody is left who could take part in it, or be admitted."""
+    """Check that an instance with room for a batch leaves no request that could join it."""
     for instance in loop.roster.instances.values():
         options = instance.options
         if instance.in_flight >= options.max_in_flight:
@@ -249,7 +249,7 @@ def check_nobody_idles(loop: ServingLoop) -> None:
 
 @dataclass
 class Outcome:
-    """What a verified run leaves behind; ``ended`` has when each request was given back."""
+    """The outcome of a verified run; ``ended`` has the time when each request was given back."""
 
     loop: ServingLoop
     world: FakeWorld

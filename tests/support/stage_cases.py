@@ -23,7 +23,7 @@ def model(layers: int, kv_heads: int) -> ModelConfig:
 
 
 def plans(kv_heads: int, source: dict[str, Any], dest: dict[str, Any]) -> list[list[Plan]]:
-    """Of two instances of a model of four layers, on two devices each or as many as ``tp`` says."""
+    """Return plans of two instances of four layers, on two devices each or ``tp`` of them."""
     ends = {"a": source, "b": dest}
     groups = {
         name: {"devices": max(2, tp), "tensor_parallel_size": tp}

@@ -26,7 +26,7 @@ def make(shares: dict[str, tuple[int, int]]) -> DataParallel:
 
 
 def route(system: DataParallel, count: int, **waiting: int) -> list[str]:
-    """Where ``count`` requests go, with so many in the queues."""
+    """Return the instances of ``count`` requests, with so many in the queues."""
     view = ClusterView(
         0.0,
         {name: SimpleNamespace(waiting=[None] * n) for name, n in waiting.items()},  # type: ignore[misc]

@@ -203,7 +203,7 @@ def test_all_pairs_are_routes() -> None:
     ],
 )
 def test_the_pair_with_the_fewest(there: dict[str, int], pairs: list[str]) -> None:
-    """Of those that are left, what the call has given out included; ties by their order."""
+    """The fewest count those left and those given out by the call; ties go by order."""
     system = make(prefill=["p", "q"], decode=["d", "e"], max_in_prefill=2)
     legs = [(legs[0].instance + legs[1].instance) for _, legs in route(system, 6, **there)]
     assert legs == pairs

@@ -21,7 +21,7 @@ def split(name: str) -> pre_tokenizers.PreTokenizer:
 
 
 def words(name: str, text: str) -> list[str]:
-    """As stretches of the text."""
+    """Return the pieces of the text, each as a stretch of it."""
     return [text[begin:end] for _, (begin, end) in split(name).pre_tokenize_str(text)]
 
 

@@ -133,7 +133,7 @@ def test_a_character_that_stays_incomplete(prompt: list[int], output: list[int])
 
 
 def test_which_bytes_begin_a_character() -> None:
-    """Those with which Python encodes some character; the last byte counts in steps of 64."""
+    """The beginnings are those in Python's encodings, with the last byte in steps of 64."""
     points = (n for n in range(0x80, 0x110000, 64) if not 0xD800 <= n < 0xE000)
     begun = {chr(n).encode()[:size] for n in points for size in (1, 2, 3)}
     begun = {content for content in begun if not _is_whole(content)}
@@ -188,7 +188,7 @@ def test_tokens_of_byte_level() -> None:
 
 
 def _alphabet() -> list[str]:
-    """As GPT-2's encoder.py makes it: printable bytes are themselves, the others follow U+0100."""
+    """Return the alphabet of GPT-2's encoder.py: printable bytes stay, others follow U+0100."""
     kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
     following = iter(range(256, 512))
     return [chr(byte) if byte in kept else chr(next(following)) for byte in range(256)]

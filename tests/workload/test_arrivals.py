@@ -75,7 +75,7 @@ def test_an_even_ramp_by_integration(a: float, b: float) -> None:
 
 @pytest.mark.parametrize(("a", "b"), [(0.0, 8.0), (12.0, 2.0)])
 def test_a_ramp_is_a_poisson_process_of_that_rate(a: float, b: float) -> None:
-    """By the integral of the rate, gaps are exponential; and counts are Poisson in two parts."""
+    """Gaps by the integral of the rate are exponential, and counts in two parts are Poisson."""
     many = [BenchRequest(None, 1, 1, 0.0)] * 20_000
     arrivals = ramp(a, b, 2000.0, seed=5)
     times = np.array([item.arrival for item in with_arrivals(many, arrivals)])
@@ -143,7 +143,7 @@ def test_what_a_kind_lacks_or_does_not_use() -> None:
     ],
 )
 def test_requests_that_come_too_late_are_refused(arrivals: Arrivals, remedy: str) -> None:
-    """In place of a run that never ends: at most 10^9 seconds, which is 32 years."""
+    """Arrivals later than 10^9 seconds (32 years) are refused, where a run would never end."""
     work = [BenchRequest(None, 1, 1, float(i)) for i in range(3)]
     # A trace need not be in order.
     for each in (work, work[::-1]):

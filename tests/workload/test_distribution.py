@@ -39,7 +39,7 @@ def test_fixed() -> None:
     ("length", "ratio", "least", "most"), [(1000, 0.1, 900, 1100), (5, 0.5, 2, 8), (1, 0.9, 1, 2)]
 )
 def test_vllm_s_ranges(length: int, ratio: float, least: int, most: int) -> None:
-    """From floor(L (1 - r)) to ceil(L (1 + r)), but not below 1, each as likely."""
+    """Lengths are from floor(L (1 - r)) to ceil(L (1 + r)), at least 1, and equally likely."""
     found = requests(input_len=length, output_len=length, range_ratio=ratio, count=COUNT)
     for values in ([i.prompt_len for i in found], [i.max_tokens for i in found]):
         counts = np.bincount(values, minlength=most + 1)
@@ -152,7 +152,7 @@ def test_prompts_and_outputs_have_streams_of_their_own() -> None:
 
 
 def test_a_record_of_it_in_json_is_the_same() -> None:
-    """As the record of a run keeps its workload."""
+    """A run's record keeps the workload such that it draws the same requests."""
     law = {"kind": "percentiles", "values": {50: 3, 90.5: 9}}
     ramp = {"kind": "ramp", "from": 1, "to": 3.5, "over": 3}
     drawn = {"input_len": law, "output_len": 9, "range_ratio": 0.5, "count": 50}

@@ -42,7 +42,7 @@ def as_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def as_table(rows: list[dict[str, Any]]) -> pa.Table:
-    """With a column for each name, null in rows that have none."""
+    """Return a table with a column for each name, null in rows that have none."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     return pa.Table.from_pylist([{n: row.get(n) for n in names} for row in rows])
 
@@ -168,7 +168,7 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_large_file_is_not_held(tmp_path: Path) -> None:
-    """Of 16 MB of prompts in one row group, a few at a time: as Python and Arrow count them."""
+    """Only a few of 16 MB of prompts in a row group are held, by Python's and Arrow's counts."""
     path = tmp_path / "a.parquet"
     schema = pa.schema({"prompt": pa.string()})
     texts = [f"{i:06} " + "x" * 16_000 for i in range(1_000)]
@@ -193,7 +193,7 @@ def test_a_large_file_is_not_held(tmp_path: Path) -> None:
 
 
 def test_results(tmp_path: Path) -> None:
-    """In the order that is asked for, whichever they ended in."""
+    """Results come in the order that is asked for, whichever they ended in."""
     usage = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
     bodies: dict[str, dict[str, Any]] = {
         "chat": {"choices": [{"message": {"role": "assistant", "content": "ä"},

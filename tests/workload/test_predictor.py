@@ -68,7 +68,7 @@ def request(name: str = "r", prompt_len: int = 7) -> Any:
 
 
 def buckets(lengths: list[int], **options: Any) -> list[tuple[int, int]]:
-    """What is predicted of requests of these true lengths, one after the other."""
+    """Return the ranges predicted of requests of these true lengths, one after the other."""
     true = {f"r{i}": length for i, length in enumerate(lengths)}
     predict = BucketPredictor(Buckets(**options), lambda r: true[r.id])
     return [predict(request(name)) for name in true]

@@ -72,7 +72,7 @@ def test_the_same_for_the_same_seed() -> None:
 
 
 def test_only_draws_in_a_row_tell_that_a_class_is_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 300 of this one come 1,791 others, at most 35 in a row."""
+    """The 1,791 others drawn with 300 of this class come at most 35 in a row."""
     monkeypatch.setattr("jaxinfer.workload.synthetic._PATIENCE", 36)
     one = Synthetic(lengths="azure_conversation", count=300, seed=1)
     assert len(one.requests("LPHD")) == 300

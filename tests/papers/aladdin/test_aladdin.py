@@ -208,7 +208,7 @@ def test_unequal_pools_hold_what_their_limits_say() -> None:
 
 
 def test_a_request_that_comes_back_is_booked_once() -> None:
-    """Of an instance that was lost and is there again before anybody looked."""
+    """A request of an instance that is lost, and back before anybody looks, is booked once."""
     system = make()
     requests = make_requests([(8, 4)])
     cluster = ClusterView(0.0, {"a": instance("a")})
@@ -304,7 +304,7 @@ def test_all_may_be_off() -> None:
 
 
 def test_who_is_lost_is_replaced_by_one_that_was_off() -> None:
-    """At once: nothing else is in flight, and the loop would give the requests up."""
+    """The instance that was off takes over at once; else the loop would give the requests up."""
     system = make(Checked, heartbeat_s=1)
     pool = [instance("a"), instance("b", role="off")]
     timing = Timing(in_order=True, lost={"a": 5.0})

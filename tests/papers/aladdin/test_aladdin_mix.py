@@ -66,7 +66,7 @@ def of(config: RunFile) -> Counts:
 @given(seed=st.integers(0, 10**6), kinds=st.integers(1, 3), most=st.integers(1, 4))
 @quick
 def test_the_cheapest_mix_is_that_of_all(seed: int, kinds: int, most: int) -> None:
-    """What keeps the targets grows with workers of any kind; guesses may be anything."""
+    """The mix found is the cheapest of all that keep the targets, whatever the guesses are."""
     rng = random.Random(seed)
     costs = [round(rng.uniform(0.5, 4), 1) for _ in range(kinds)]
     true = [rng.choice([0.0, rng.uniform(0.3, 4)]) for _ in range(kinds)]
@@ -252,7 +252,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_goal_s_rate_has_as_many_as_eq_7_tells_or_the_next_that_are_enough(
     carries: Carries, worker: str, per_rate: float, constant: float, rate: float, extra: int
 ) -> None:
-    """Of a system that takes a line's workers at low rates, and more or fewer at the goal's."""
+    """The system needs a line's workers at low rates, and more or fewer at the goal's rate."""
     line = WorkerCount(per_rate, constant)
     low = [2.0, 4.0, 6.0, 8.0, 10.0]
     need = {at: line.workers(at) for at in low} | {rate: max(line.workers(rate) + extra, 1)}
@@ -299,7 +299,7 @@ def test_one_rate_is_no_line(carries: Carries, worker: str) -> None:
 
 
 def test_a_file_that_has_prices_itself(carries: Carries, file: str, tmp_path: Path) -> None:
-    """Those of kinds that are left out go, too: the system would refuse them."""
+    """Prices of kinds that are left out go too, since the system would refuse them."""
     data = yaml.safe_load(Path(file).read_text())
     data["system"]["usd_per_hour"] = PRICES
     priced = tmp_path / "priced.yaml"

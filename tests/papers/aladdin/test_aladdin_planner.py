@@ -73,7 +73,7 @@ def of(config: RunFile) -> tuple[int, int]:
 
 @pytest.mark.parametrize("kind", ["relative", "absolute"])
 def test_a_worker_is_sized_by_the_fit_that_its_file_asks_for(file: str, kind: str) -> None:
-    """By squares of relative errors, or of seconds: two lines where few rows are quicker."""
+    """A fit to squares of relative errors differs from one of seconds if few rows are quicker."""
     here = search()
     path = Path(file).with_name(f"{kind}.yaml")
     decode = [{"below": 5, "step_s": 0.002}, {"step_s": 0.02, "sequence_s": 1e-5}]
@@ -131,7 +131,7 @@ def test_the_fewest_are_those_of_all_counts(
 
 
 def test_a_good_guess_takes_two_simulations(carries: Carries, file: str) -> None:
-    """What eq. 6 says is enough, and one less is not."""
+    """The number that eq. 6 says is enough is tried, and one less, which is not."""
     here, asked = search(), planner(file, sizes={"1": {}}, most=1000)
     (size,) = sizes_of(file, here, "1")
     rate = 7.5 * size.most.least / MeanRequest.of(here.problem.work).output
@@ -229,7 +229,7 @@ def test_equation_6_by_counting(
 
 
 def test_where_the_target_binds_only_the_constant_tells_sizes_apart() -> None:
-    """With an iteration's work split N ways, N cancels: more GPUs win by a smaller constant."""
+    """A step's work split N ways cancels N, so more GPUs win only by a smaller constant."""
     mean = MeanRequest(400, 100)
 
     def of_size(gpus: int, constant: float) -> float:

@@ -60,7 +60,7 @@ STOPS = st.lists(st.integers(12, 80), min_size=8, max_size=8)
 
 
 def places(stops: Sequence[int], kind: type[Aladdin] = Checked) -> list[str]:
-    """Where eight requests go that come within 14 s, in which none of them ends."""
+    """Return the instances of eight requests that come within 14 s, in which none of them ends."""
     times = [0.0, 3.0, 4.0, 6.0, 8.0, 9.0, 12.0, 14.0]
     lengths = [(4 + 3 * (n % 4), 90) for n in range(8)]
     requests = make_requests(lengths, times)

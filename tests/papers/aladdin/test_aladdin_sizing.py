@@ -44,7 +44,7 @@ def serve(config: RunFile, count: int) -> tuple[float, float]:
 
 
 def eq6(config: RunFile, atgt_s: float) -> tuple[float, float]:
-    """By memory and by the target, in output tokens per second of the worker."""
+    """Return the worker's output tokens per second, as limited by memory and by the target."""
     _, cluster, _ = prepare(config)
     room = cluster.instances["w"].num_tokens
     fit = cluster.fit("w", relative=True).decode

@@ -90,7 +90,7 @@ def splits(requests: Sequence[tuple[int, int]]) -> Any:
 
 
 def test_figure_3_has_no_other_lengths() -> None:
-    """Of two kinds with the same two numbers, up to 8."""
+    """The figure's lengths are the only ones up to 8 of two kinds with the same two numbers."""
     found = []
     for a, b in product(range(1, 9), repeat=2):
         requests = [(a, b), (b, a)] * 2
@@ -329,7 +329,7 @@ def test_alone() -> None:
     counts=st.lists(st.integers(0, 2), min_size=3, max_size=3),
 )
 def test_rebalancing_against_all_reassignments(seed: int, counts: list[int]) -> None:
-    """At most six requests on three workers: 3^6 of them."""
+    """The result is checked with all 3^6 placements of at most six requests on three workers."""
     rng = random.Random(seed)
     fits = [DecodeFit(1 / 256, 1 / 8, 0.0), DecodeFit(1 / 128, 1 / 16, 0.0)]
     errors = {

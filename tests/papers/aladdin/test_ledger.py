@@ -17,7 +17,7 @@ ATGT_S = 2.0
 
 
 def books() -> tuple[Placed, Any, Worker, Any]:
-    """With a request on a worker, a cluster to look at, and the request."""
+    """Return books, a cluster to look at, a worker with a request, and the request."""
     placed = Placed(lambda view: limits_of(view, 8.0, ATGT_S, 0.75, 0.5), True, lambda name: 1.0)
     cluster: Any = SimpleNamespace(now=0.0, instances={"a": instance("a")})
     ((worker,),) = placed.look(cluster, ["a"])
@@ -35,7 +35,7 @@ def at_end(request: Any, output: int) -> Any:
 
 @pytest.mark.parametrize("output", [2, 9, 10, 15])
 def test_an_early_end_counts_until_the_predicted_one(output: int) -> None:
-    """With its entries and one request, each token that is left out for the target between two."""
+    """An ended request counts with its entries for a target's time per token left out."""
     placed, cluster, worker, request = books()
     ended = 5.0
     placed.ended(at_end(request, output), ended)

@@ -20,7 +20,7 @@ from scripts.reproduce.aladdin.packing import by_rule, in_order, least_usd
 
 
 def limits(slower: float = 1.0, **given: Any) -> Limits:
-    """Of a worker whose steps take so many times as long."""
+    """Return the limits of a worker whose steps take ``slower`` times as long."""
     usual: dict[str, Any] = {"ttft_s": 4.0, "atgt_s": 1.0, "theta": 0.75, "gamma": 0.5, "room": 400}
     prefill = PrefillFit(slower / 64, slower / 4)
     decode = DecodeFit(slower / 256, slower / 32, slower / 8)
@@ -50,7 +50,7 @@ def nothing(worker: Worker) -> Seen:
 def test_a_share_is_one_by_the_requests_that_a_worker_takes(
     prompt: int, output: int, slower: float, room: int, size: int, usd: float
 ) -> None:
-    """As many as it takes before one is too many, by giving it one after the other."""
+    """A share of a worker is one by the number of requests that it takes, one after the other."""
     of = limits(slower, room=room, page_size=size, ttft_s=math.inf)
     worker, count = Worker("w", of, usd=usd), 0
     share = Worker("w", of, usd=usd).usd_of(job(prompt, output)) / usd
@@ -201,7 +201,7 @@ def test_no_rule_is_cheaper_than_the_program(
 
 
 def test_prices_of_replicas_are_those_of_their_name() -> None:
-    """Of a10's twelve and a100's three, whose names begin alike, and of one without replicas."""
+    """A price is for all replicas of its name, even where another name begins alike."""
     kinds = {"a10": 12, "a100_": 3}
     config = as_run_file(
         {

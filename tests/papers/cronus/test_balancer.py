@@ -60,7 +60,7 @@ prompt_lens = st.integers(1, 5000)
 
 @st.composite
 def loads(draw: st.DrawFn) -> Load:
-    """With room for a chunk."""
+    """Draw loads with room for a chunk."""
     budget = draw(st.integers(1, 2048))
     decodes = draw(st.integers(0, min(budget - 1, 300)))
     return replace(
@@ -157,7 +157,7 @@ def test_decodes_take_a_part_of_each_chunk_and_slow_it_down() -> None:
 
 
 def test_equals_go_to_the_shortest() -> None:
-    """As argmin does."""
+    """The shortest of equal lengths is chosen, as by argmin."""
     assert balance(PrefillFit(0, 1), MixedFit(0, 0, 1), ROOMY, 500, 512) == 1
 
 

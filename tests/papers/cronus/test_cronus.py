@@ -85,7 +85,7 @@ def test_the_ppi_never_has_more_requests_than_it_may(
 
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_the_ppi_is_kept_supplied(most: int) -> None:
-    """As many as it may have are there while requests wait, and they come in their order."""
+    """While requests wait, the PPI has as many as it may, and they come in their order."""
     seen = set()
 
     def watch(loop: ServingLoop) -> None:
@@ -107,7 +107,7 @@ def test_the_ppi_is_kept_supplied(most: int) -> None:
 
 
 def test_each_cut_is_made_when_the_ppi_has_room_and_not_before() -> None:
-    """By statistics of that time: the later ones know of the decodes that have begun."""
+    """Cuts use the statistics of their time: later ones know of the decodes that have begun."""
     cronus = Cronus(CronusOptions())
     pool = [instance("ppi", 100, seats=1), instance("cpi", 100)]
     Run(cronus, pool, make_requests([(20, 30)] * 6), Timing(0, 1, 1)).verify()
@@ -253,7 +253,7 @@ def unlike(name: str, fit: StepFit) -> Instance:
 
 @pytest.mark.parametrize("candidates", [10, 2])
 def test_what_was_expected_and_what_came(candidates: int) -> None:
-    """Of ten tokens, the PPI needs one second each, the CPI two per chunk of five and a token."""
+    """The PPI needs 1 s for each of ten tokens, the CPI 2 s per chunk of five and per token."""
     weak = StepFit(PrefillFit(1, 0), MixedFit(9, 9, 9))
     strong = StepFit(PrefillFit(9, 9), MixedFit(0, 0, 2))
     pool = {"ppi": unlike("ppi", weak), "cpi": unlike("cpi", strong)}

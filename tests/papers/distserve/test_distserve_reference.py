@@ -67,7 +67,7 @@ def test_as_its_simulator(rate: float) -> None:
 
 
 def test_colocated_as_its_simulator() -> None:
-    """To the last digits, below what fills the pool."""
+    """Latencies equal the reference simulator's to the last digits while the pool does not fill."""
     work = requests(1, 100)
     data = yaml.safe_load((FOLDER / "opt_13b.yaml").read_text())
     data |= {"groups": {"one": data["groups"]["one"]}, "system": "single"}

@@ -183,7 +183,7 @@ def test_several_at_once_come_within_5_percent_of_a_milp(
 @given(st.lists(loads(), min_size=1, max_size=4))
 @examples(200)
 def test_the_ideal_is_no_slower_than_any_placement(devices: list[Load]) -> None:
-    """Of what lies there now, one device after another with all of it, and as it is."""
+    """The ideal is no slower than the present placement, or than all work on any one device."""
     pairs, entries = sum(load.pairs for load in devices), sum(load.entries for load in devices)
     assume(pairs)
     ideal = ideal_seconds(devices)
@@ -312,7 +312,7 @@ def test_what_can_be_done_is_what_a_linear_program_can(
 
 
 def most_pairs(devices: Sequence[Load], seconds: float) -> float | None:
-    """That all devices can do beside all entries; None where they cannot do these."""
+    """Return the most pairs the devices can do beside all entries; None if those do not fit."""
     alive = [load for load in devices if load.within(seconds) >= 0]
     if not alive:
         return None

@@ -81,7 +81,7 @@ def hand_out(system: Hetis, instance: Instance, running: int = 1) -> list[tuple[
 def test_more_heads_leave_where_a_halfs_dense_part_hides_them(
     dense: float, moves: list[tuple[int, ...]]
 ) -> None:
-    """Of halves, own heads take 10, 20, 30, 40, the near ones 10 and 20: one by one, by hand."""
+    """Own heads of a half take 10, 20, 30, 40, near ones 10 and 20: one by one, by hand."""
     instance, system = spread([99, 99, 99]), make()
     asked: list[float] = []
     instance.shards[0].dense = lambda tokens: asked.append(tokens) or dense  # type: ignore[func-returns-value]
@@ -238,7 +238,7 @@ def preempted(outcome: Outcome) -> int:
 
 
 def test_a_burst_spreads_and_the_slower_device_gets_fewer() -> None:
-    """What lies where once all eight run: seen in the middle of the run."""
+    """The spread is seen in the middle of the run of eight: the slower device has fewer heads."""
     most = [0, 0, 0]
 
     def run(lengths: Sequence[tuple[int, int]]) -> list[int]:
@@ -259,7 +259,7 @@ def test_a_burst_spreads_and_the_slower_device_gets_fewer() -> None:
 
 
 def test_pools_together_hold_what_the_own_one_does_not() -> None:
-    """Of 1.9 times the own pool's entries, none is preempted; by the own pool alone, some are."""
+    """Requests of 1.9 times the own pool's entries fit all pools; alone, it preempts some."""
     lengths = [(10, 28)] * 4  # 37 entries of 4 heads at the end: 592 pages.
     together, _ = burst(make(), [312, 180, 180], lengths)
     assert preempted(together) == 0

@@ -67,9 +67,10 @@ SECONDS = {
 def test_pools_with_splits_that_cannot_be(
     nodes: Mapping[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """On nodes of 8 GPUs each, up to 160 GPUs: TP 16 and 32 do not divide the 8 KV heads.
+    """TP 16 and 32 do not divide the 8 KV heads on nodes of 8 GPUs each, up to 160 GPUs.
 
-    As the only kind with layers it has no time at all, beside others one that would be the best.
+    Such a split has no time at all if its kind alone has layers; beside others it would be the
+    best.
     """
     monkeypatch.chdir(FILE.parents[2])
     each = {

@@ -71,7 +71,7 @@ def test_as_few_stay_as_any_choice_of_the_slowest_first_allows(
 
 
 def test_all_groupings_are_counted() -> None:
-    """Of 12 GPUs, 27 of one instance, 8 of two, 1 of four; of 160, sums of fifth powers."""
+    """12 GPUs have 27 of one instance, 8 of two, 1 of four; 160 have sums of fifth powers."""
     assert len(list(groupings((4, 4, 4), (1.0, 1.0, 1.0), 0.0, "cumulative"))) == 36
     seconds = [1.0] * 5
     assert len(list(groupings([32] * 5, seconds, 0.0, "cumulative"))) == 12_201

@@ -253,7 +253,7 @@ def test_what_a_budget_rents(tmp_path: Path) -> None:
 
 
 def test_plans_from_what_was_measured(tmp_path: Path) -> None:
-    """By profiles: those that are quick at prompts prefill, and the others decode."""
+    """Profiles decide the roles: kinds that are quick at prompts prefill, and the others decode."""
     measured = {
         gpu: {
             "phases": {

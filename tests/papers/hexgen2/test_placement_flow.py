@@ -123,7 +123,7 @@ def test_order_and_names_change_nothing(groups: list[Placed], seed: int) -> None
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(clusters())
 def test_pairs_are_the_program_where_no_card_is_shared(groups: list[Placed]) -> None:
-    """With cards that no flow fills, both are the capacities' own maximum."""
+    """The flow of pairs and the program's are both the maximum where no flow fills a card."""
     net = network(4, 1e6)
     assert pair_flow(groups, net).total == pytest.approx(
         shared_flow(groups, net).total, rel=1e-4, abs=1e-4
@@ -133,7 +133,7 @@ def test_pairs_are_the_program_where_no_card_is_shared(groups: list[Placed]) -> 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(clusters(), st.floats(0.1, 20))
 def test_pairs_carry_what_the_least_cut_lets_through(groups: list[Placed], nic: float) -> None:
-    """Of all cuts (Ford and Fulkerson): groups on the source's side, and edges that leave it."""
+    """The flow is the least of all cuts (Ford and Fulkerson): groups, and edges that leave them."""
     net = network(4, nic)
     prefill = [i for i, placed in enumerate(groups) if placed.role == "prefill"]
     decode = [i for i, placed in enumerate(groups) if placed.role == "decode"]

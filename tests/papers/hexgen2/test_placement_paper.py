@@ -110,7 +110,7 @@ def test_roles_are_a_cut_that_no_swap_betters(count: int, seed: int) -> None:
 
 
 def test_table_1_by_hand() -> None:
-    """Of one prompt, and of 32 decodes on one stage of two H100s."""
+    """Times of one prompt, and of 32 decodes on one stage of two H100s, equal those by hand."""
     site, model = site_of({"h": (H100, 2)}), Catalogue().model("opt-30b")
     lengths = Lengths.of(requests(1000, 101))
     table = Table1(site, model, lengths, (1, 2), 32)

@@ -82,7 +82,7 @@ def test_the_best_of_all_plans_of_eight_gpus(model: str, work: str, nic: float) 
 
 @pytest.mark.parametrize("nic", [1.25, 12.5])
 def test_the_program_of_cells_is_its_plan(nic: float) -> None:
-    """What it says flows, flows over the real network."""
+    """The flow that the program of cells claims is the flow over the real network."""
     site = site_of({"h0": (H100, 8), "h1": (H100, 8), "a": (A100, 8), "l": (L40, 6)}, nic)
     capacity, network, request_bytes = modelled(site, "llama-2-70b", "HPHD")
     cells = within_nodes(capacity, request_bytes, 8)
@@ -142,7 +142,7 @@ def test_a_bound_of_larger_groups_is_no_lower_and_prices_are_of_its_gpus() -> No
 
 @pytest.mark.slow
 def test_slow_cards_lower_the_bound() -> None:
-    """To nothing but what stays within kinds, and from there up to the bound without cards."""
+    """Slow cards leave only flow within kinds; faster ones raise it to the bound without cards."""
     nodes = {"h": (H100, 4), "a": (A100, 6), "l": (L40, 8)}
     bounds, flows = [], []
     for nic in (1e-3, 1.25, 12.5):
@@ -216,7 +216,7 @@ def test_idle_gpus_join_a_group_up_to_the_most(most: int, grown: set[int], new: 
 
 
 def test_equal_nodes_are_of_one_type_and_plans_have_no_order() -> None:
-    """Of nodes with as many GPUs or not; one with a link of its own is like no other."""
+    """Nodes of equal GPUs are of one type, whatever their count, unless one has its own link."""
     nodes = {"a": (H100, 2), "b": (L40, 2), "c": (H100, 4)}
     assert site_of(nodes).type_of == [0, 1, 0]
     linked = site_of(nodes, links=[{"between": ["a", "b"], "gb_s": 1.0}])

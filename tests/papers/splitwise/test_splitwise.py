@@ -216,7 +216,7 @@ def test_under_overload_requests_run_whole() -> None:
 def test_without_token_machines_the_shortest_queue_is_joined(
     requests: list[tuple[int, int, int]],
 ) -> None:
-    """By prompt tokens that are not computed yet and one for each unfinished request."""
+    """The queue is the prompt tokens not yet computed, and one for each unfinished request."""
     requests.sort(key=lambda request: request[2])
     system = make(prompt=["p", "q", "r"], token=[])
     seen: dict[str, str] = {}
@@ -286,7 +286,7 @@ def test_machines_that_are_back_take_a_part_again() -> None:
     seed=st.integers(0, 10**6),
 )
 def test_machines_come_and_go(lost: dict[str, list[int]], when: str, seed: int) -> None:
-    """As long as one is to be back, nobody fails."""
+    """No request fails as long as one of the machines is to come back."""
     system = make(prompt=["p", "q"], token=["t", "u"], max_pending_tokens=9, return_when=when)
     timing = Timing(
         seed, 3, 5, lost={name: [float(t) for t in times] for name, times in lost.items()}

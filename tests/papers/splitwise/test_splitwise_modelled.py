@@ -46,7 +46,7 @@ def cluster(prompts: int, tokens: int, segments: int = 1, **system: Any) -> RunF
 
 
 def served(config: RunFile, work: Sequence[BenchRequest]) -> list[list[float]]:
-    """When each request's tokens were there."""
+    """Return the times at which each request's tokens were there."""
     found: dict[int, list[float]] = {}
 
     def on_request(request: Any, times: Sequence[float]) -> None:
@@ -79,7 +79,7 @@ def test_a_serial_transfer_is_seen_in_full(length: int) -> None:
 
 @pytest.mark.parametrize("pieces", [1, 2, 8])
 def test_of_a_layer_wise_transfer_the_last_piece_is_seen(pieces: int) -> None:
-    """On a link that sends each piece faster than the next one is computed."""
+    """A link that sends each piece before the next is computed adds only the last one's time."""
     config = cluster(1, 1, pieces, layerwise_from=512)
     long, short = served(
         config, [BenchRequest(None, 1000, 3, 0.0), BenchRequest(None, 500, 3, 9.0)]

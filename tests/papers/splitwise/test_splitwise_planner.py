@@ -70,7 +70,7 @@ def planner(files: dict[str, str], names: Any = ("mixed", "alike", "one"), **mor
 
 
 def cost(of: str, cell: tuple[str, int, int]) -> float:
-    """By hand."""
+    """Return the cost of a cell, computed by hand."""
     name, prompts, tokens = cell
     number = ("gpus", "usd", "watts").index(of)
     here = MACHINES["small" if name == "alike" else "big"][number]
@@ -269,7 +269,7 @@ def test_the_largest_may_be_what_it_takes(carries: Carries, files: dict[str, str
 
 
 def test_few_of_many_are_simulated(carries: Carries, files: dict[str, str]) -> None:
-    """Of a design, one for each number of token machines, and bisections."""
+    """A design takes one simulation per number of token machines, and bisections."""
     carries.rate = lambda config: 1.0 * of(config)[1] + 2.0 * of(config)[2]
     search = DrivenSearch(problem({"minimise": "usd", "rate": 8.3, "at_once": 1}))
     best = planner(files, ["alike"]).plan(search.problem, search)

@@ -93,9 +93,10 @@ def test_a_window_at_a_time_while_there_is_too_little_to_do() -> None:
 
 @pytest.mark.parametrize("size", [4, 16, 64])
 def test_mean_completion_is_the_closed_form(size: int) -> None:
-    """In mean prompts, N of them in windows of B: (N+1)/2, and 1 + (B-1)/2 mu + (N-B)/2.
+    """The mean, in mean prompts, of N in windows of B is (N+1)/2, or 1 + (B-1)/2 mu + (N-B)/2.
 
-    mu = E[min(X, X')] / E[X]; longest first, 2 - mu for it. Mean over shuffles.
+    The first holds for arrival order, the second for shortest first, with mu = E[min(X, X')] /
+    E[X]; longest first has 2 - mu for mu. Mean over shuffles.
     """
     rng, count = random.Random(0), 64
     lengths = [rng.randint(1, 400) for _ in range(count)]
@@ -213,7 +214,7 @@ ROLES = {"prefill": ["p", "q"], "decode": ["d", "e"]}
 
 
 def flips_of(flips: Flips, idle: dict[int, str], until: int) -> dict[int, tuple[str, str]]:
-    """By time, where a report comes every second; ``idle`` has who is from then on."""
+    """Return the flips by time, with a report every second; ``idle`` says who idles from when."""
     found, who = {}, ""
     for now in range(until):
         who = idle.get(now, who)

@@ -28,7 +28,7 @@ def asked(goal: dict[str, Any], count: int = 30, **more: Any) -> Problem:
 
 
 def largest(given: Problem, candidate: Candidate) -> float:
-    """By itself, without a search; 0 of what cannot be."""
+    """Return the largest rate of a candidate, found without a search; 0 if it cannot run."""
     try:
         config = as_run_file(given.run_file(candidate.part))
         return capacity(config, given.work, given.targets, (0,), given.goal.precision).rate
@@ -55,7 +55,7 @@ def colocated() -> Colocated:
 
 @pytest.fixture(scope="module")
 def rates(colocated: Colocated) -> dict[Any, float]:
-    """Of all its candidates."""
+    """Return the rates of all candidates."""
     given = asked({"maximise": "cluster", "precision": 0.05})
     return {candidate.key: largest(given, candidate) for candidate in colocated.candidates()}
 

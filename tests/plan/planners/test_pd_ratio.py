@@ -201,7 +201,7 @@ def test_the_choice_is_that_of_brute_force(count: int, goal: dict[str, object]) 
     ],
 )
 def test_none_carries_more_than_its_bound(slo: str, outputs: int, tmp_path: Path) -> None:
-    """By simulation, with as many output tokens as Azure's chats or with so many."""
+    """Simulated rates stay within the bound, for Azure's output lengths or a given one."""
     run = asked(80, maximise="cluster").run
     if outputs:
         trace = tmp_path / "t.csv"

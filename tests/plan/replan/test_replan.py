@@ -98,7 +98,7 @@ def test_an_epoch_without_requests_only_loads() -> None:
 
 
 def test_waiting_for_weights_is_not_draining() -> None:
-    """Who comes for the third placement waits 3 s for the second's weights, then 2 for tokens."""
+    """A request for the third placement waits 3 s for the second's weights, then 2 s for tokens."""
     work = [one(0.0, 10), one(6.0, 2), one(11.0, 1)]
     way = Way("x", [Epoch(0.0, data_of(1)), Epoch(5.0, data_of(2)), Epoch(11.0, data_of(1))])
     found = served(way, work, reload_s=3.0)
@@ -128,7 +128,7 @@ def write(path: Path, rows: list[tuple[float, int, int]]) -> str:
 
 
 def phases(*prompts: int, each: int = 5, seconds: float = 10.0) -> list[tuple[float, int, int]]:
-    """In each so many seconds, prompts of one length, evenly spaced."""
+    """Return evenly spaced requests: so many seconds of prompts of one length after another."""
     step = seconds / each
     return [
         (seconds * number + step * i, prompt, 2)
@@ -208,7 +208,7 @@ def test_where_nothing_shifts_it_is_the_static_plan(tmp_path: Path) -> None:
 
 
 class Rule:
-    """In the simulator's place: what so many instances carry of long prompts, or of short ones."""
+    """Stand in for the simulator: so many instances carry a rate of long or of short prompts."""
 
     def __init__(self, carried: Sequence[tuple[float, float]]) -> None:
         self.carried = carried
@@ -226,7 +226,7 @@ class Rule:
 def test_an_oracle_is_no_worse_than_a_static_plan_by_its_own_measure(
     carried: list[tuple[float, float]],
 ) -> None:
-    """In each window, by the rate that it would carry of that window's requests."""
+    """The oracle carries at least the static plan's rate in each window."""
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
         for module in ("jaxinfer.simulate.capacity", "jaxinfer.plan.evaluate"):
             patch.setattr(f"{module}.load", Rule(carried))
@@ -281,7 +281,7 @@ def test_requests_that_all_come_at_once_cannot_be_followed(tmp_path: Path) -> No
 
 
 def test_tokens_cannot_be_followed(tmp_path: Path) -> None:
-    """What they share would be lost in run files of lengths."""
+    """Prompts of tokens are refused, since run files of lengths would lose what prompts share."""
     trace = tmp_path / "t.jsonl"
     line = '{"prompt_token_ids": [1, 2], "max_tokens": 2}\n'
     trace.write_text(line * 3)

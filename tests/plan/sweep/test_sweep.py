@@ -150,7 +150,7 @@ def test_a_real_point_that_cannot_be_has_a_row(
 
 
 def test_seeds_have_means_with_their_intervals(tmp_path: Path, file: dict[str, Any]) -> None:
-    """By statistics of single runs, and Student's t of two degrees of freedom, 4.3027."""
+    """Intervals are those of single runs by Student's t of two degrees of freedom, 4.3027."""
     file |= {"files": {str(tmp_path / "balanced.yaml"): {}}, "seeds": 3}
     run(tmp_path, file, "--jobs", "1")
     for row in table(tmp_path):
@@ -171,7 +171,7 @@ def test_seeds_have_means_with_their_intervals(tmp_path: Path, file: dict[str, A
 
 
 def test_a_run_folder_of_each_point(tmp_path: Path, file: dict[str, Any]) -> None:
-    """Those that are there stay; one that is gone is made again."""
+    """Folders that are there stay; one that is gone is made again."""
     file |= {"files": {str(tmp_path / "balanced.yaml"): {}}, "axes": {"workload.limit": [2, 3]}}
     file |= {"seeds": [7, 8], "y": ["ttft_p99"]}
     file["run"]["workload"]["arrivals"]["rate"] = 1.0
@@ -209,7 +209,7 @@ def test_equal_points_share_a_folder(tmp_path: Path, file: dict[str, Any]) -> No
 
 
 def test_too_few_requests_are_told(tmp_path: Path, file: dict[str, Any]) -> None:
-    """At 8 requests/s, 20 of them are in the cluster together."""
+    """All 20 requests are in the cluster together at 8 requests/s."""
     said = run(tmp_path, file, "--jobs", "1")
     row = next(r for r in table(tmp_path) if r["workload.arrivals.rate"] == "8.0")
     there = float(row["requests_s"]) * float(row["e2e_mean"])

@@ -293,7 +293,7 @@ RAMP = {"kind": "ramp", "from": 1.0, "to": 2.0, "over": 9.0}
     ],
 )
 def test_a_run_file_with_a_seed_is_one(arrivals: Any, drawn: bool) -> None:
-    """As ``run.json`` has it, of which it is made again; each part that is drawn has the seed."""
+    """The result is a run file as in ``run.json``, with the seed in each part that is drawn."""
     lengths: dict[str, Any] = {
         "input_len": {"kind": "uniform", "min": 1, "max": 9},
         "output_len": 3,

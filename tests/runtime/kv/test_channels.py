@@ -54,7 +54,7 @@ class Lane:
 def transfer(
     source: str, dest: str, start: int = 0, stop: int = 100, to: object = None
 ) -> Transfer:
-    """To pages of its own, or to those of ``to``."""
+    """Return a transfer to pages of its own, or to those of ``to``."""
     nothing: Any = None
     pages: Any = to or object()
     return Transfer(nothing, 0, source, dest, nothing, pages, start, stop, 0.0)
@@ -98,7 +98,7 @@ def test_slabs_land_and_the_transfer_is_done() -> None:
 
 @pytest.mark.parametrize("stage", [None, 0, 1])
 def test_a_stage_sends_its_own_layers(stage: int | None) -> None:
-    """Of two stages at the source, each with a lane: three slabs."""
+    """A source of two stages, each with a lane, sends three slabs per stage."""
     lanes: list[Any] = [Lane(), Lane()]
     lanes[1].source_shard = 1
     channel, landed = Channel(lanes), list[Any]()
@@ -200,7 +200,7 @@ def test_a_hang_is_noticed_that_begins_when_nobody_was_waited_for(
 
 
 def test_a_transfer_begins_with_the_first_of_its_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which need not be the first to land: the second one's link is faster."""
+    """The first slab to begin need not be the first to land: the second one's link is faster."""
     there = jnp.zeros(1)
     monkeypatch.setattr(transfers, "jax", SimpleNamespace(device_put=lambda *args: there))
     lanes: Any = [
@@ -230,7 +230,7 @@ def test_a_slow_link_is_no_silence() -> None:
 
 
 def test_the_failure_of_a_step_is_its_instances(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the step was to compute was to leave while it ran."""
+    """A failed step loses its instance, though its transfers were to leave while it ran."""
     with routed(("a", "b")) as (world, _):
 
         def launch(batch: Batch, origin: float, post: object, launched: Any) -> None:
@@ -261,7 +261,7 @@ Sent = tuple[float, str, int]
 
 
 def on_emulated_links(sent: list[Sent]) -> list[float]:
-    """When each transfer's last slab lands; all of its slabs leave at its start."""
+    """Return the end of each transfer's last slab; all of its slabs leave at its start."""
     lanes: dict[str, Any] = {name: Lane(LINK) for _, name, _ in sent}
     links = EmulatedLinks(lanes.values())
     moving = [transfer(name, "b", 0, tokens) for _, name, tokens in sent]

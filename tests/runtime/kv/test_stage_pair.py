@@ -132,7 +132,7 @@ def test_slabs_lie_by_heads_where_devices_divide_them() -> None:
 
 
 def test_a_difference_is_named_by_its_layer_in_the_model() -> None:
-    """Of what was sent, that is: what a page holds behind it does not count."""
+    """Only sent entries are compared: the rest of a page behind them does not count."""
     kv_heads, source, dest, i, j, _ = CASES["stages"]
     pair = Pair(kv_heads, dict(source), dict(dest))
     lane = pair.lane(i, j, verify=True)
@@ -189,7 +189,7 @@ def page_extremes(kv: KVPages) -> KVPages:
 
 
 def token_scales(kv: KVPages, plan: Plan, table: np.ndarray, count: int) -> np.ndarray:
-    """Those of ``entries``, [2, token, KV head, 1]: 1 where entries have none."""
+    """Return the scales of ``entries``, [2, token, KV head, 1]: 1 where entries have none."""
     page, heads = table[np.arange(count) // plan.limits.page_size], slice(plan.num_kv_heads)
     if kv.key_scale_PK is None:
         return np.ones((2, count, plan.num_kv_heads, 1), np.float32)
@@ -198,7 +198,7 @@ def token_scales(kv: KVPages, plan: Plan, table: np.ndarray, count: int) -> np.n
 
 
 def half_step(kind: str, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """How far a value is moved at most when it is rounded; e4m3 has three bits of mantissa."""
+    """Return the most that rounding moves a value; e4m3 has three bits of mantissa."""
     return scale / 2 if kind == "int8" else np.maximum(np.abs(x) / 16, scale * 2.0**-10)
 
 

@@ -20,7 +20,7 @@ from jaxinfer.serving.request_state import RequestState
 
 
 def seen(row: Row) -> tuple[Any, ...]:
-    """What a worker builds its inputs from."""
+    """Return the row's inputs, as a worker builds them."""
     request = row.request
     inputs = None if row.input_pending else request.known_tokens(row.start, row.start + row.count)
     return (
@@ -32,7 +32,7 @@ def seen(row: Row) -> tuple[Any, ...]:
 
 
 class Told:
-    """Of each instance, a teller, a mirror, and how many requests it was told of."""
+    """A teller and a mirror of an instance, and how many steps and tokens were told."""
 
     def __init__(self) -> None:
         self.teller = Teller()

@@ -53,7 +53,7 @@ def test_tokens_are_those_of_one_instance(
     expected: dict[str, list[Done]],
     tmp_path: Path,
 ) -> None:
-    """By this process and one of a worker, which then waits for the next job."""
+    """This process and a worker's give the tokens, and the worker waits for the next job."""
     address, server = worker
     sections = elsewhere(PAIR, {"b": address})
     llm = load(models["two"], tmp_path, **sections, verify_transfers=True)
@@ -218,7 +218,7 @@ def test_variables_of_a_group_are_set_there(worker: tuple[str, psutil.Popen]) ->
 
 
 def refusal(address: str, models: dict[str, Path], folder: Path) -> str:
-    """What a load says, in a few seconds."""
+    """Return the error that a load raises within a few seconds."""
     start = time.monotonic()
     with pytest.raises(JaxinferError) as raised:
         load(models["two"], folder, **elsewhere(PAIR, {"b": address}))
@@ -290,7 +290,7 @@ def test_another_version_is_refused(
 def test_a_connection_is_broken_off_when_its_host_has_gone(
     worker: tuple[str, psutil.Popen],
 ) -> None:
-    """By the system, in ten seconds, whether this side waits or has said something."""
+    """The system breaks a connection in ten seconds, whether this side waits or has sent."""
     peer = Elsewhere(worker[0], KEY, {})
     options = [
         peer.socket.getsockopt(socket.IPPROTO_TCP, name)
@@ -309,7 +309,7 @@ def test_a_connection_is_broken_off_when_its_host_has_gone(
 
 def test_a_host_that_has_gone_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
-        """What the system makes of a connection then."""
+        """A connection that the system has ended."""
 
         def __init__(self, number: int) -> None:
             self.close = lambda: os.close(number)

@@ -101,7 +101,7 @@ def is_empty(port: Port) -> bool:
 
 
 def die(llm: LLM, victim: str, moment: Moment, expected: list[Done], folder: Path) -> bool:
-    """Whether the run has noticed."""
+    """Kill a process in a run, check the outcome, and return whether the run has noticed."""
     set_system(llm, SYSTEMS[llm.config.system["name"]] | {"hand_off": moment.rule})
     counts: Counter[type] = Counter()
     with told(lambda kind: counts.update([kind])):

@@ -78,7 +78,10 @@ APART = {PAIRS[1]: "a", PAIRS[3]: "b", PAIRS[8]: "ab"}
 
 
 def apart_cases() -> list[Any]:
-    """Those of ``test_cluster`` with processes. What takes long is to start those of a pair."""
+    """Return the cases of ``test_cluster``, with processes.
+
+    Starting those of a pair takes long.
+    """
     cases = []
     for case in covering_cases():
         pair, number = case.pair, PAIRS.index(case.pair)

@@ -255,7 +255,7 @@ def test_a_port_keeps_no_slab_that_was_placed_or_dropped(monkeypatch: pytest.Mon
 
 
 class Slab(np.ndarray):
-    """That of a carrier without devices."""
+    """The slab of a carrier without devices."""
 
     def block_until_ready(self) -> "Slab":
         return self
@@ -436,7 +436,7 @@ def test_a_worker_process_imports_what_lies_where_it_runs_last(
 
 
 class Unreadable:
-    """Of a module that the other process does not have."""
+    """An object of a module that the other process does not have."""
 
     def __reduce__(self) -> Any:
         return pickle.loads, (b"nonsense",)
@@ -457,7 +457,7 @@ def test_a_message_that_cannot_be_read_ends_the_process() -> None:
 
 
 def test_half_a_message_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a process that is stopped while it says something."""
+    """A process that is stopped in the middle of a message counts as silent."""
     script = (
         "import sys, time; from multiprocessing.connection import Connection;"
         "c = Connection(int(sys.argv[-1])); c.send(None);"
@@ -492,7 +492,7 @@ def test_a_process_that_starts_slowly_is_waited_for(monkeypatch: pytest.MonkeyPa
 
 
 def lost_one(monkeypatch: pytest.MonkeyPatch, script: str, silence_s: float) -> Process:
-    """What is left of a process that runs a script instead of a worker."""
+    """Return the lost process that ran a script in place of a worker."""
     monkeypatch.setattr(remote_worker, "SILENCE_S", silence_s)
     start = subprocess.Popen
 

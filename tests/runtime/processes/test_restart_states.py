@@ -282,7 +282,7 @@ def test_what_is_closed_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Facts:
-    """What matters here of PlanFacts."""
+    """The part of PlanFacts that matters here."""
 
     options: str
     layers: Layers
@@ -329,7 +329,7 @@ def test_another_plan_is_refused() -> None:
 
 
 class News:
-    """In the place of Restarts: what is to be expected, and what has come of it."""
+    """Stand in for Restarts: whether a restart is to be expected, and its outcome."""
 
     def __init__(self, expects: bool = True) -> None:
         self.expects = expects
@@ -390,7 +390,7 @@ def test_one_that_cannot_be_started_is_lost_after_all() -> None:
 
 
 def test_where_there_is_no_other_that_ends_the_run() -> None:
-    """As does a loss of which nothing is to be expected."""
+    """A restart that fails ends the run, as does a loss after which none is to be expected."""
     news = News()
     world = real_world("a", news)
     world._posted.put(Failed("a", ProcessLost("killed")))

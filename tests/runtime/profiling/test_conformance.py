@@ -86,7 +86,7 @@ def drawn(seed: int) -> np.ndarray:
 
 
 def rounded_to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """To nearest, ties to even, on the bits."""
+    """Round to nearest, ties to even, on the bits."""
     bits = x.view(np.uint32).astype(np.uint64)
     bits += 0x7FFF + ((bits >> 16) & 1)
     return (bits.astype(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)

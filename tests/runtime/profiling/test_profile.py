@@ -134,7 +134,7 @@ def key_of(config: ModelConfig, **options: Any) -> dict[str, Any]:
 def test_a_profile_is_of_one_configuration(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a model's name stands for may change behind it, and so may what compiles it."""
+    """Changes behind a model's name, or of what compiles it, make another profile."""
     rules = tmp_path / "rules.py"
     rules.write_text("RULES = ()")
     config = open_checkpoint(str(tiny_folder)).config

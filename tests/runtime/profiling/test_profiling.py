@@ -195,7 +195,7 @@ def test_times_are_measured_once_and_slowed_down(
 def test_as_many_passes_as_there_is_time_for(
     budget_s: float, passes: int, measured: list[str]
 ) -> None:
-    """In times of one pass over all instances, as a step of each shape foretells them."""
+    """The budget is counted in passes over all instances, as foretold by a step of each shape."""
     given = {name: (engine(name), "model") for name in "xy"}
     grid = Grid.of(engine("x"))
     pass_s = 2 * sum((seconds(same[0]) + 7) * (len(same) + 1) for same in grid.by_shape)
@@ -235,7 +235,7 @@ def test_times_of_steps_alone_need_fewer(
 def test_fits_that_one_cluster_wants_are_made_whatever_another_needs(
     first: bool, measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the instance that both have, whichever comes first."""
+    """The fit of an instance that both clusters have is made, whichever comes first."""
     monkeypatch.setattr(stored, "FOLDER", tmp_path)
     given = {str(fits): needs(Cluster(x=[1.0, 3.0]), fits) for fits in (first, not first)}
     found = prepare_times(given, lambda what, left: None)

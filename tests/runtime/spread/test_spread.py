@@ -156,7 +156,7 @@ SHORT = [
 
 @pytest.fixture
 def windowed(tiny_folder: Path, tmp_path: Path) -> Path:
-    """With the tokenizer of another model."""
+    """Return a folder of the windowed model, with the tokenizer of another model."""
     folder = tmp_path / "gemma"
     shutil.copytree(tiny_folder, folder)
     for name in ("config.json", "model.safetensors"):
@@ -254,7 +254,7 @@ def test_what_cannot_be_run_is_refused(
 
 
 def test_hand_offs_are_refused(loader: Loader) -> None:
-    """As soon as a system asks for them; one that keeps requests where they are may be there."""
+    """A hand-off is refused once a system asks for it; a system that asks for none may run."""
     sections = spread([None])
     sections["groups"]["q"] = {}
     sections["instances"]["y"] = {"group": "q", "enable_prefix_caching": False}

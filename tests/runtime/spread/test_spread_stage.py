@@ -172,9 +172,9 @@ def test_logits_of_every_architecture(name: str) -> None:
 
 @pytest.mark.slow
 def test_logits_of_halves_in_turn() -> None:
-    """Of a step whose stage reaches out, and of one with all KV heads at home, which is not cut.
+    """Logits are right for a step that reaches out, and for one all at home, which is not cut.
 
-    A chunk and a decode, of two requests whose first tokens are the same: each row is a half.
+    The step is a chunk and a decode of two requests with the same first tokens: each row is a half.
     """
     tokens, logits = expected("gemma3")
     model = Spread("gemma3", half_batches="always")
@@ -202,7 +202,7 @@ def test_logits_of_halves_in_turn() -> None:
 
 
 def test_logits_on_devices_that_divide_neither_heads_nor_columns() -> None:
-    """Of four devices that share the layers, one has KV heads, as have two besides."""
+    """One of four devices that share the layers has KV heads, as have two others."""
     tokens, logits = expected("qwen3")
     model = Spread("qwen3", attention=2, primary=4)
     assert model.plan.config.num_key_value_heads > model.plan.num_kv_heads
@@ -222,7 +222,7 @@ def test_what_a_stage_of_several_devices_says_of_itself() -> None:
 
 
 def test_heads_move_between_devices_whose_keys_lie_unlike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As between a GPU and a CPU: kernels on one device, plain attention on the other."""
+    """Heads move from kernels on one device to plain attention on another, as from GPU to CPU."""
     monkeypatch.setattr(layout_attention, "choose_kernels", lambda *args: "interpret")
     tokens, logits = expected("llama")
     model = Spread("llama")

@@ -56,7 +56,7 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 def weights(model: str, **options: Any) -> dict[str, np.ndarray]:
-    """By path, without compiling a step."""
+    """Return the weights by path, without compiling a step."""
     config = open_checkpoint(model, "dummy").config
     plan = plan_alone(config, EngineOptions(**ENGINE | options))
     leaves = jax.tree.leaves_with_path(random_parameters(config, [plan])[0])

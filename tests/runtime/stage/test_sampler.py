@@ -233,7 +233,7 @@ def test_edits_come_before_penalties() -> None:
 
 
 def test_a_top_p_of_1_keeps_what_its_sum_cannot_show() -> None:
-    """In float32, e^-20 is nothing beside 1; a row beside it has another p."""
+    """Beside 1, e^-20 is nothing in float32; a row beside it has another p."""
     logits = np.zeros((2, 4), np.float32)
     logits[:, 0] = 20
     kept = np.isfinite(jax.jit(keep_top_p)(logits, np.array([1, 0.9], np.float32)))

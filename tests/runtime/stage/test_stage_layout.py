@@ -157,7 +157,7 @@ def test_heads_padded_to_the_devices() -> None:
 
 
 def test_memory_of_arrays() -> None:
-    """By device on a GPU, all together on the host's."""
+    """Memory is counted per device on GPUs, and for all devices together on the host."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("tp",))
     cut = jax.ShapeDtypeStruct((8, 3), "float32", sharding=NamedSharding(mesh, PartitionSpec("tp")))
     whole = jax.ShapeDtypeStruct((5,), "bfloat16", sharding=NamedSharding(mesh, PartitionSpec()))
@@ -180,7 +180,7 @@ def test_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     [("plain", "float32", (5, 2, 8, 3)), ("interpret", "int8", (5, 2, 3, 8))],
 )
 def test_pages(kernels: str, dtype: str, keys: tuple[int, ...]) -> None:
-    """Of the stage's layers; keys by token for kernels; scales for 8 bits alone; all zero."""
+    """Pages have the stage's layers, keys by token for kernels, scales for 8 bits, and zeros."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
     config = replace(MODEL, kernels=kernels)
     abstract = abstract_pages(config, Layers(1, 4, 6), 5, 3, jnp.dtype(dtype), mesh)

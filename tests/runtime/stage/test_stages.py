@@ -146,7 +146,7 @@ def test_hidden_states_come_over_the_link(stage: Stage) -> None:
 
 
 def test_hidden_states_go_from_mesh_to_mesh() -> None:
-    """On their own they stay as they are; else each device gets them whole."""
+    """Hidden states stay as they are on their own mesh; on another each device gets them whole."""
     there: Any = SimpleNamespace(whole=whole(2), devices=jax.devices()[:2])
     here: Any = SimpleNamespace(whole=whole(1), devices=jax.devices()[:1])
     x = jax.device_put(np.arange(6.0).reshape(3, 2), here.whole)

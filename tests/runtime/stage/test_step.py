@@ -70,7 +70,7 @@ def put(array: Any) -> jax.Array:
 
 
 def ahead(step: CompiledStep, sampler: SamplerShape) -> tuple[list[int], list[Key]]:
-    """What is said to be left, and what is run once."""
+    """Return the numbers that are said to be left to compile, and the keys that are run once."""
     keys: list[Key] = []
     return list(step.compile_ahead(sampler, keys.append)), keys
 
@@ -125,7 +125,7 @@ def compiled() -> CompiledStep:
 
 
 def test_tokens_from_the_step_before_and_rows_to_sample_from(compiled: CompiledStep) -> None:
-    """Of the six tokens, the second and the third are the last step's first and fourth."""
+    """The second and third of six tokens are the last step's first and fourth."""
     key = Key(SMALL, SamplerShape())
     inputs = empty_inputs(SMALL, LIMITS)
     inputs.token_T[:6] = [3, 0, 0, 7, 1, 2]
@@ -199,7 +199,7 @@ def test_what_is_said_of_prompts_by_blocks(compiled: CompiledStep) -> None:
 
 
 def test_products_are_of_full_precision() -> None:
-    """On GPUs the default would be TF32."""
+    """Products are in full precision; the default on GPUs would be TF32."""
     step = step_of()
     for part in step._parts(Key(LARGE, SamplerShape(prompt_top=8)))[1:]:
         assert "HIGHEST" in step._lower(part).as_text()

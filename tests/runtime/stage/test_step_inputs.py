@@ -92,7 +92,7 @@ def check_sampling(inputs: SamplingInputs, i: int, row: Row, slots: dict[str, in
 
 @pytest.mark.parametrize(("drawn", "early"), [(3, True), (4, False)])
 def test_ends_are_held_back_until_there_are_enough_tokens(drawn: int, early: bool) -> None:
-    """Of a prompt of 6 tokens, with so many after it when the next one is drawn."""
+    """A stop token after a 6-token prompt is held back until ``min_tokens`` have been drawn."""
     params = SamplingParams(max_tokens=9, min_tokens=4)
     request = RequestState(
         "r", 6, 9, prompt_token_ids=range(6), payload=Sampling(params, 0, (7, 8))

@@ -52,7 +52,7 @@ def stage(file: str, share: float = 1.0, **options: Any) -> CurveStage:
 
 
 def test_by_tokens(tmp_path: Path) -> None:
-    """At points, halfway, below the first (along the first two), and where batching is free."""
+    """Times hold at points, halfway, below the first (along two), and where batching is free."""
     found = stage(splitwise(tmp_path / "x.csv"), decode="by_tokens", mixed_factor=1.1)
     for tokens, millis in PROMPTS.items():
         assert found.seconds(prompts(tokens)) == pytest.approx(millis / 1e3)
@@ -121,7 +121,7 @@ CROSS = {at: seconds for at, seconds in GRID.items() if at[0] == 1 or at[1] == 1
 def test_a_plane_is_met_everywhere(
     rows: int, context: int, points: dict[tuple[float, float], float]
 ) -> None:
-    """By a grid, and by one line of contexts and one of batches, inside and beyond both."""
+    """A plane is met by a grid, and by a line of contexts and one of batches, also beyond both."""
     found = BatchCurves(points)(rows, rows * context)
     assert found == pytest.approx(plane(rows, context), rel=1e-9)
 
@@ -138,7 +138,7 @@ def test_points_are_met_whatever_lies_between() -> None:
 
 
 def test_a_batch_of_one_context_grows_as_the_nearest_of_several() -> None:
-    """Of batches 2 and 16, whose slopes differ, 8 is nearer to 2, 10 to 16; 9 goes by the less."""
+    """Batch 8 is nearer to 2, 10 to 16, whose slopes differ; 9 goes by the lesser slope."""
     points = {(2.0, 100.0): 1.0, (2.0, 200.0): 1.2, (16.0, 100.0): 2.0, (16.0, 200.0): 5.2}
     points |= {(8.0, 100.0): 1.5, (9.0, 100.0): 1.6, (10.0, 100.0): 1.7}
     curves = BatchCurves(points)

@@ -31,7 +31,7 @@ def test_stages_share_all_but_the_fixed_part() -> None:
 
 
 def test_what_lies_between_stages() -> None:
-    """Those that send are busy with it, the last one is not; a hop moves every token's numbers."""
+    """Stages that send are busy with it, the last one is not; a hop moves every token's numbers."""
     parts = tuple(LinearStage(LinearCosts(step_s=seconds)) for seconds in (1.0, 2.0, 3.0))
     pipeline = Pipeline(parts, 0.25, (10.0, 20.0), (0.001, 0.01), 5)
     work = Work(8, 1, 4, 2, 7, [(2, 3), (0, 2), (9, 2)])
@@ -69,7 +69,7 @@ def test_either_of_both_gives_steps_a_time() -> None:
 
 @pytest.mark.parametrize("relative", [True, False])
 def test_the_fit_gives_back_the_coefficients(relative: bool) -> None:
-    """Where prompts take one step: over several, eq. 2 is no straight line."""
+    """Coefficients come back if prompts take one step: over several, eq. 2 is no straight line."""
     budget = 2048
     costs = LinearCosts(step_s=0.012, token_s=6e-5, decode_context_s=1.5e-7, chunk_context_s=4e-6)
     pipeline = Pipeline((LinearStage(costs),), 0.0, (), (), 2)

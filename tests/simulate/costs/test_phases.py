@@ -70,7 +70,7 @@ def test_a_prefill_is_distserve_s() -> None:
 
 
 def test_a_decode_is_distserve_s_by_its_regime() -> None:
-    """At 80,000 entries, 94 and 95 rows: time falls at the seam, as the published fits have it."""
+    """Time falls at the seam of 94 and 95 rows at 80,000 entries, as in the published fits."""
     stage = PhaseStage(opt_13b())
     for rows, regime, rounded in ((94, "small", 73.7), (95, "large", 68.6)):
         a, b, c = OPT_13B[regime]

@@ -196,7 +196,7 @@ def test_a_packed_table_and_points_measured_twice(tmp_path: Path) -> None:
 
 
 def test_the_newer_columns_mean_the_same(tmp_path: Path) -> None:
-    """What chunks see on average, in place of what lies before them, and columns besides."""
+    """Newer tables have the average that chunks see, not what lies before, and more columns."""
     rows = [
         f"attention,{c},{p + c / 2 if c else 999},{n},{k if n else 99},1,{attention(c, p, n, k)},v4"
         for c, p, n, k in ROWS

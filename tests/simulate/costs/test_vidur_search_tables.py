@@ -36,7 +36,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def test_a_chunk_takes_what_all_do_less_what_was_there(tmp_path: Path) -> None:
-    """Of a time that is the square of the length in units of 100 tokens."""
+    """Times are the square of the length in units of 100 tokens."""
     lengths = [16, 100, 200, 400, 800]
     rows: list[dict[str, Any]] = [{"isl": n, "step": 0, "latency": (n / 100) ** 2} for n in lengths]
     rows += [{"isl": 100, "step": 0, "latency": 77, "batch_size": 4}]
