@@ -15,8 +15,7 @@ Each section ends with where jaxinfer does the same, in files of the folder ``ja
 
 Shape suffixes: T tokens of a step, S sequences that decode, C tokens of a chunk, X KV entries of a
 sequence, M pages of a sequence at most, P pages, B tokens per page, L layers, N query heads, K KV
-heads, G query heads per KV head, H head dim, D model dim, F feed-forward, V vocabulary, R rows of
-attention.
+heads, G query heads per KV head, H head dim, D model dim, F feed-forward, V vocabulary, R rows.
 """
 
 import argparse
@@ -280,7 +279,7 @@ def build_inputs(instance: Instance, decodes: Sequence[Row], chunk: Row | None) 
     S, M = instance.seats, instance.max_pages
     T = instance.budget if chunk else S
     token_T, position_T = np.zeros((2, T), np.int32)
-    place_2T = np.zeros((2, T), np.int32)
+    to_2T = np.zeros((2, T), np.int32)
     decode_table_SM, chunk_table_M = np.zeros((S, M), np.int32), np.zeros(M, np.int32)
     rows = [*enumerate(decodes), *([(S, chunk)] if chunk else [])]
     for index, (request, start, stop, _) in rows:
@@ -288,9 +287,9 @@ def build_inputs(instance: Instance, decodes: Sequence[Row], chunk: Row | None) 
         table_M[: len(request.pages)] = request.pages
         at = slice(index, index + stop - start)
         token_T[at], position_T[at] = request.tokens[start:stop], range(start, stop)
-        place_2T[:, at] = places(request.pages, instance.page_size, start, stop, stop - start)
+        to_2T[:, at] = places(request.pages, instance.page_size, start, stop, stop - start)
     last = np.array(S + chunk.stop - chunk.start - 1 if chunk else 0, np.int32)
-    return Inputs(token_T, position_T, *place_2T, decode_table_SM, chunk_table_M, last)
+    return Inputs(token_T, position_T, to_2T[0], to_2T[1], decode_table_SM, chunk_table_M, last)
 
 
 def places(pages: Sequence[int], page_size: int, start: int, stop: int, room: int) -> Array:
@@ -400,9 +399,9 @@ def rotate(x_TNH: Array, position_T: Array, theta: float) -> Array:
 
 # 7. Where arrays lie.
 #
-# Heads and feed-forward columns are dealt out to a mesh's devices (Megatron's layout). Attention is
-# independent by head, so each device keeps the KV of its own. Of the rest XLA sees where weights
-# lie, and adds the sums over devices: two for each layer. A mesh of one device is no special case.
+# Heads are dealt out to a mesh's devices, and feed-forward columns if their number allows
+# (Megatron's layout). Attention is independent by head, so each device keeps the KV of its own. XLA
+# adds up what is left: two sums over devices for each layer. One device is no special case.
 
 
 # Axes, at the end of our names, and Hugging Face's names. F and V are what is left.
@@ -423,8 +422,9 @@ def put_weights(tensors: dict[str, Array], config: Config, mesh: Mesh) -> dict[s
     def put(name: str, key: str) -> Array:
         axes, x = name.rpartition("_")[2], tensors[f"{key}.weight"]
         x = (x if axes == "VD" else x.T).reshape([sizes.get(axis, -1) for axis in axes])
-        spec = PartitionSpec(*("tp" if axis in "NKF" else None for axis in axes))
-        return jax.device_put(np.ascontiguousarray(x), NamedSharding(mesh, spec))
+        each = zip(axes, x.shape, strict=True)
+        spec = ["tp" if axis in "NKF" and not size % mesh.size else None for axis, size in each]
+        return jax.device_put(np.asarray(x, order="C"), NamedSharding(mesh, PartitionSpec(*spec)))
 
     embed_VD = put("embed_VD", "model.embed_tokens")
     return {
