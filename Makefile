@@ -27,7 +27,7 @@ demo: $(VENV)/installed
 	mkdir -p runs/demo
 	$(BIN)/jaxinfer run configs/demo/demo.yaml --force --show 3
 
-# The notebooks and tiny.py, from top to bottom: four minutes.
+# Examples and their tests: five minutes.
 examples: $(VENV)/installed
 	$(BIN)/python -m pytest -n 0 tests/examples
 	$(BIN)/python examples/tiny.py
