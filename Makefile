@@ -12,7 +12,7 @@ PYTHON312 ?= python3.12
 # What a GPU machine is expected to have.
 CUDA_JAX := 0.11.2
 
-.PHONY: demo test test-slow test-long test-all lower-all compile-all docs lint format clean
+.PHONY: demo examples test test-slow test-long test-all lower-all compile-all docs lint format clean
 
 # Made anew when the dependencies change.
 $(VENV)/installed: pyproject.toml
@@ -26,6 +26,11 @@ $(VENV)/installed: pyproject.toml
 demo: $(VENV)/installed
 	mkdir -p runs/demo
 	$(BIN)/jaxinfer run configs/demo/demo.yaml --force --show 3
+
+# Examples and their tests: five minutes.
+examples: $(VENV)/installed
+	$(BIN)/python -m pytest -n 0 tests/examples
+	$(BIN)/python examples/tiny.py
 
 # By two processes: much of it is compilation, which keeps one and a third cores busy. A file stays
 # with one of them, so that what its tests share is compiled once; the last files are short.

@@ -29,7 +29,8 @@ from jaxinfer.workload.parquet import RESULT_COLUMNS
 from jaxinfer.workload.synthetic import Synthetic
 
 ROOT = Path(__file__).parents[1]
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+READMES = [ROOT / "README.md", ROOT / "examples" / "README.md"]
+DOCS = [*READMES, *sorted((ROOT / "docs").glob("*.md"))]
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.md"))
 # What each command writes to.
 OUTPUTS = ("output_path", "json_path", "out", "destination")
