@@ -255,8 +255,8 @@ class Instance:
                 request.legs[0].instance.waiting.append(request)
 
 
-# In jaxinfer: serving/instance.py:Instance, serving/batching.py:mixed, serving/forming.py:Forming,
-# In jaxinfer: serving/page_pool.py:PagePool, runtime/worker.py:Worker
+# In jaxinfer: serving/instance.py:Instance, serving/batching.py:mixed, runtime/worker.py:Worker
+# In jaxinfer: serving/forming.py:BatchBuilder, serving/page_pool.py:PagePool
 
 # 5. A step's arrays. Shapes are fixed, so that XLA compiles two programs and no more: one of
 # decodes alone, and one that has a chunk, too. Padding writes to page 0, which nobody reads.

@@ -21,7 +21,7 @@ from jaxinfer.runtime.processes.process_group import Progress
 from jaxinfer.runtime.profiling.profile import Needs, prepare_times, profile_name
 from jaxinfer.runtime.profiling.profile_attention import prepare_attention
 from jaxinfer.runtime.requests import AskedPrompts, Encode, RequestMaker
-from jaxinfer.runtime.session import Runs
+from jaxinfer.runtime.session import Session
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 from jaxinfer.text.prompts import (
@@ -80,7 +80,7 @@ class LLM:
         longest = min(engine.plan.max_model_len for engine in self.cluster.engines.values())
         self._maker = RequestMaker(self.tokenizer, self.vocab_size, longest, config.engine.seed)
         self._ids = map(str, count())
-        self._runs = Runs(site, self.cluster, self.tokenizer, config.watchdog_s, new_predictor)
+        self._runs = Session(site, self.cluster, self.tokenizer, config.watchdog_s, new_predictor)
         return Needs(self.cluster, self.model, site.needs_fits, site.needs_attention_fits)
 
     @property

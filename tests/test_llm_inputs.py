@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, JaxinferError, RequestOutput, SamplingParams
-from jaxinfer.runtime.session import Runs
+from jaxinfer.runtime.session import Session
 from jaxinfer.runtime.stage.sampling_inputs import sampling_of
 from jaxinfer.text.prompts import text_or_token_ids
 from jaxinfer.text.tokenizer import NoTokenizer
@@ -214,9 +214,9 @@ def test_runs_do_not_overlap(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None
     """The second thread waits until the first one's run has ended, and then has its turn."""
     inside, overlaps = threading.Semaphore(1), []
     started, go_on = threading.Event(), threading.Event()
-    run = Runs.run
+    run = Session.run
 
-    def watched(self: Runs, *args: Any) -> Any:
+    def watched(self: Session, *args: Any) -> Any:
         overlaps.append(not inside.acquire(blocking=False))
         started.set()
         go_on.wait(30)
@@ -225,7 +225,7 @@ def test_runs_do_not_overlap(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None
         finally:
             inside.release()
 
-    monkeypatch.setattr(Runs, "run", watched)
+    monkeypatch.setattr(Session, "run", watched)
 
     def ask() -> None:
         tiny.generate("Hello", GREEDY, progress=False)

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from jaxinfer.runtime.profiling.conformance import Outcome
     from jaxinfer.runtime.profiling.conformance_sides import Side
 
-Cells = tuple[Sequence[str], list[Sequence[str]]]
+TableCells = tuple[Sequence[str], list[Sequence[str]]]
 
 
 def conformance_tables(
     sides: "Mapping[str, Side]", outcomes: "Sequence[Outcome]", outputs: int
-) -> dict[str, Cells]:
+) -> dict[str, TableCells]:
     """Header and rows of each table, by its title.
 
     Args:
@@ -119,7 +119,7 @@ def _names(names: Iterable[str]) -> str:
     return " ".join(dict.fromkeys(names))
 
 
-def as_rich(title: str, cells: Cells) -> Table:
+def as_rich(title: str, cells: TableCells) -> Table:
     """Return a table for the terminal."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     columns, rows = cells
@@ -130,7 +130,7 @@ def as_rich(title: str, cells: Cells) -> Table:
     return table
 
 
-def as_markdown(title: str, cells: Cells) -> str:
+def as_markdown(title: str, cells: TableCells) -> str:
     """A heading and a table."""
     columns, rows = cells
     lines = [columns, ["---"] * len(columns), *rows]

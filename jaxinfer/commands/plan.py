@@ -20,7 +20,7 @@ from jaxinfer.errors import JaxinferError
 
 if TYPE_CHECKING:
     from jaxinfer.plan.candidate import Planner
-    from jaxinfer.plan.evaluation_cache import Kept
+    from jaxinfer.plan.evaluation_cache import EvaluationCache
     from jaxinfer.plan.problem import Problem
 
 # Candidates in the table at the end; ``plan.csv`` has all.
@@ -86,7 +86,7 @@ def _search(
     problem: "Problem",
     planner: "Planner",
     folder: Path,
-    kept: "Kept",
+    kept: "EvaluationCache",
     map_calls: Any,
     kind: str,
     force: bool,
@@ -131,7 +131,12 @@ def _search(
 
 
 def _follow(
-    problem: "Problem", folder: Path, kept: "Kept", map_calls: Any, kind: str, force: bool
+    problem: "Problem",
+    folder: Path,
+    kept: "EvaluationCache",
+    map_calls: Any,
+    kind: str,
+    force: bool,
 ) -> list[Any]:
     """Plans as the load shifts; the table of all ways."""
     from jaxinfer.plan.replan.replan import follow

@@ -21,7 +21,7 @@ class ModelFlops:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Yardstick:
+class Efficiency:
     """None of what is not known.
 
     Attributes:

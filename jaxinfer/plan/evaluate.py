@@ -26,7 +26,7 @@ from jaxinfer.simulate.targets import Targets, limits
 from jaxinfer.workload.lengths import BenchRequest
 
 
-class Asked(NamedTuple):
+class Question(NamedTuple):
     """A question about a candidate.
 
     Attributes:
@@ -49,7 +49,7 @@ class Simulation(NamedTuple):
     """One that is asked for.
 
     Attributes:
-        data, seeds, outputs: see ``Asked``.
+        data, seeds, outputs: see ``Question``.
         rate: requests per second; 0 for a sample of them, one at a time (see ``alone``).
         requests: so many of the workload's; None for all.
     """
@@ -113,7 +113,7 @@ class Evaluator:
         except JaxinferError as error:
             return str(error)
 
-    def score(self, asked: Asked, simulate: Simulate) -> Score:
+    def score(self, asked: Question, simulate: Simulate) -> Score:
         """The score of a run file, by simulations one after another."""
         try:
             costs = self.costs(asked.data, asked.uncounted)
@@ -121,7 +121,7 @@ class Evaluator:
         except JaxinferError as error:
             return Score(0.0, refused=str(error))
 
-    def _score(self, asked: Asked, costs: Costs, simulate: Simulate) -> Score:
+    def _score(self, asked: Question, costs: Costs, simulate: Simulate) -> Score:
         each = self.goal.requests_per_gpu
         count = len(requests_for(costs.gpus, self.work, each)) if each else None
         self._check_phases(asked.outputs)

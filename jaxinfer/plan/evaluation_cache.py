@@ -25,7 +25,7 @@ def _text_keys(value: object) -> object:
     return [_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-class Kept:
+class EvaluationCache:
     """JSON values by key, of one version of the program.
 
     Args:

@@ -7,12 +7,12 @@ from jaxinfer.plan.candidate import Candidate, Score
 from jaxinfer.plan.problem import Cost
 from jaxinfer.plan.search import DrivenSearch
 
-Point = tuple[float, float]
+FrontPoint = tuple[float, float]
 
 
-def frontier(points: Iterable[Point]) -> list[Point]:
+def frontier(points: Iterable[FrontPoint]) -> list[FrontPoint]:
     """Points that no other one is below in one number and not above in the other, in order."""
-    found: list[Point] = []
+    found: list[FrontPoint] = []
     for x, y in sorted(points):
         if not found or y < found[-1][1]:
             found.append((x, y))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxinfer.workload.bench_request import BLOCK, BenchRequest, modelled_tokens
 
 
-class _Prompt(NamedTuple):
+class _Units(NamedTuple):
     """A prompt as units that are equal or not: tokens, or whole blocks of them.
 
     Attributes:
@@ -43,16 +43,16 @@ def best_hits(work: Sequence[BenchRequest]) -> list[int]:
     return found
 
 
-def _prompt(item: BenchRequest, number: int, unit: int) -> _Prompt:
+def _prompt(item: BenchRequest, number: int, unit: int) -> _Units:
     if unit == 1:
         tokens = modelled_tokens(item)
-        return _Prompt(tokens, len(tokens), number)
+        return _Units(tokens, len(tokens), number)
     names = item.hash_ids or ()
     length = min(item.prompt_len, len(names) * BLOCK)
-    return _Prompt(names[: -(-length // BLOCK)], length, number)
+    return _Units(names[: -(-length // BLOCK)], length, number)
 
 
-def _common(a: _Prompt, b: _Prompt, unit: int) -> int:
+def _common(a: _Units, b: _Units, unit: int) -> int:
     """The tokens that two prompts begin with alike."""
     differs = next(compress(count(), map(ne, a.units, b.units)), None)
     most = min(a.length, b.length)

@@ -13,9 +13,9 @@ PLANNERS = {
     "pd_ratio": "jaxinfer.plan.planners.pd_ratio:PDRatio",
     "any_system": "jaxinfer.plan.planners.any_system:AnySystem",
     "splitwise": "jaxinfer.papers.splitwise.planner:SplitwisePools",
-    "hexgen2": "jaxinfer.papers.hexgen2.planner:HexGen2",
-    "hetis": "jaxinfer.papers.hetis.planner:Hetis",
-    "aladdin": "jaxinfer.papers.aladdin.planner:Aladdin",
+    "hexgen2": "jaxinfer.papers.hexgen2.planner:HexGen2Planner",
+    "hetis": "jaxinfer.papers.hetis.planner:HetisPlanner",
+    "aladdin": "jaxinfer.papers.aladdin.planner:AladdinPlanner",
     "distserve_high": "jaxinfer.papers.distserve.planner:DistServeHigh",
     "distserve_low": "jaxinfer.papers.distserve.planner:DistServeLow",
 }

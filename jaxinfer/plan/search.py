@@ -10,8 +10,8 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.files.contents import contents
 from jaxinfer.plan.candidate import Bound, Candidate, Costs, Guess, Score
 from jaxinfer.plan.canonical import nameless
-from jaxinfer.plan.evaluate import Asked, Evaluator, Simulation
-from jaxinfer.plan.evaluation_cache import Kept, key_of
+from jaxinfer.plan.evaluate import Evaluator, Question, Simulation
+from jaxinfer.plan.evaluation_cache import EvaluationCache, key_of
 from jaxinfer.plan.lacking import why_nothing
 from jaxinfer.plan.problem import Cost, Per, Problem
 from jaxinfer.simulate.capacity import Ladder, TriedRate
@@ -26,7 +26,7 @@ DIVIDED_BY: Mapping[Per, Cost | None] = {
 }
 
 
-class _Known(NamedTuple):
+class _Prospect(NamedTuple):
     """A candidate that can be, and what is known of it without simulation.
 
     Attributes:
@@ -54,7 +54,7 @@ def _in_full(score: Score) -> bool:
     return not score.refused and not score.given_up and 0 < score.rate < math.inf
 
 
-class Map(Protocol):
+class MapSimulations(Protocol):
     """``map``, or a pool's, which several threads call."""
 
     def __call__(
@@ -94,8 +94,8 @@ class DrivenSearch:
     def __init__(
         self,
         problem: Problem,
-        map_calls: Map = map,
-        kept: Kept | None = None,
+        map_calls: MapSimulations = map,
+        kept: EvaluationCache | None = None,
         watcher: Watcher | None = None,
         prune: bool = True,
     ) -> None:
@@ -104,7 +104,7 @@ class DrivenSearch:
         goal = problem.goal
         self.evaluator = Evaluator(goal, problem.work, problem.targets, problem.prices)
         self._map, self._prune = map_calls, prune
-        self._kept, self._watcher = kept or Kept(), watcher or Watcher()
+        self._kept, self._watcher = kept or EvaluationCache(), watcher or Watcher()
         self._best: Candidate | None = None
         # With targets, of which a file may have another reference than before.
         self._digest = key_of(repr([problem.work, problem.targets]))
@@ -152,7 +152,7 @@ class DrivenSearch:
         best: list[tuple[float, Candidate]] = []
         while limits:
             least = best[top - 1][0] if len(best) >= top and self._prune else None
-            wave: list[tuple[_Known, float | None]] = []
+            wave: list[tuple[_Prospect, float | None]] = []
             while limits and len(wave) < self.problem.goal.at_once:
                 known = limits.pop(0)
                 floor = self._floor(least, known.costs)
@@ -227,7 +227,7 @@ class DrivenSearch:
         ladder = Ladder(goal.precision)
         return ladder.rate(ladder.above(least / self._value(1.0, costs)))
 
-    def _known(self, candidate: Candidate, bound: Bound, guess: Guess | None) -> "_Known | None":
+    def _known(self, candidate: Candidate, bound: Bound, guess: Guess | None) -> "_Prospect | None":
         """Return what is known of a candidate without simulation; None if it cannot be."""
         try:
             if candidate.refused:
@@ -244,7 +244,7 @@ class DrivenSearch:
                     f"planner {self.problem.planner['name']}: the {what} of {candidate} is {rate}, "
                     "must be requests/s, a number from 0 on"
                 )
-        return _Known(candidate, costs, most, guessed)
+        return _Prospect(candidate, costs, most, guessed)
 
     def _distinct(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         found: dict[tuple[object, ...], Candidate] = {}
@@ -259,9 +259,9 @@ class DrivenSearch:
     def _look_at(
         self, wave: Sequence[tuple[Candidate, float | None, float | None]]
     ) -> Iterator[Score]:
-        """Simulate some, each with its floor and its start (see ``Asked``); each score in turn."""
+        """Simulate some, each with floor and start (see ``Question``); each score in turn."""
         seeds = tuple(range(self.problem.goal.seeds))
-        asked: list[tuple[Candidate, Asked]] = []
+        asked: list[tuple[Candidate, Question]] = []
         refusals: list[str | None] = []
         for candidate, floor, start in wave:
             refused = candidate.refused
@@ -281,11 +281,11 @@ class DrivenSearch:
         seeds: tuple[int, ...],
         floor: float | None,
         start: float | None,
-    ) -> Asked:
+    ) -> Question:
         data = self.problem.run_file(candidate.part)
-        return Asked(data, floor, seeds, candidate.outputs, candidate.uncounted, start)
+        return Question(data, floor, seeds, candidate.outputs, candidate.uncounted, start)
 
-    def _ask(self, asked: Sequence[tuple[Candidate, Asked]]) -> Iterator[Score]:
+    def _ask(self, asked: Sequence[tuple[Candidate, Question]]) -> Iterator[Score]:
         """Each score as soon as it is there; equal ones are looked for once."""
         parts = [self._part(each) for _, each in asked]
         keys = [
@@ -304,7 +304,7 @@ class DrivenSearch:
                 found[key] = next(fresh)
             yield found[key]
 
-    def _scores(self, asked: Sequence[tuple[Candidate, Asked, str]]) -> Iterator[Score]:
+    def _scores(self, asked: Sequence[tuple[Candidate, Question, str]]) -> Iterator[Score]:
         """Each in turn; of a pool, all at a time, a thread for each search of a rate."""
         if self._map is map or not asked:
             yield from map(self._score, asked)
@@ -315,7 +315,7 @@ class DrivenSearch:
         finally:  # Who waits for them after a signal may wait long.
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _score(self, asked: tuple[Candidate, Asked, str]) -> Score:
+    def _score(self, asked: tuple[Candidate, Question, str]) -> Score:
         candidate, each, part = asked
 
         def simulate(simulation: Simulation) -> TriedRate:
@@ -340,7 +340,7 @@ class DrivenSearch:
         self._kept.add(key, asdict(found))
         return found
 
-    def _part(self, asked: Asked) -> str:
+    def _part(self, asked: Question) -> str:
         """A key of all that a candidate's simulations depend on, but for what is asked of each."""
         # What does not count is told by its name.
         data = asked.data if asked.uncounted else nameless(asked.data)

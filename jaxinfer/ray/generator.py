@@ -28,7 +28,7 @@ ANSWER = (
     "error",
 )
 
-Batch = dict[str, Any]
+RayBatch = dict[str, Any]
 
 
 class Generator:
@@ -71,7 +71,7 @@ class Generator:
             self._llm = LLM.from_config(config, progress=False)
         self._ids = map(str, count())
 
-    def __call__(self, batch: Batch) -> Batch:
+    def __call__(self, batch: RayBatch) -> RayBatch:
         """Answer the rows of a batch, a mapping from columns to arrays of equal length.
 
         Raises:
@@ -129,7 +129,7 @@ class Generator:
         return requests[0]
 
 
-def _plain_row(batch: Batch, index: int) -> dict[str, Any]:
+def _plain_row(batch: RayBatch, index: int) -> dict[str, Any]:
     row = {name: batch[name][index] for name in (*PROMPTS, "sampling_params") if name in batch}
     return {name: _plain(value) for name, value in row.items()}
 

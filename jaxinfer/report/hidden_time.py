@@ -21,7 +21,7 @@ class HasSteps(Protocol):
 
 
 @dataclass(slots=True)
-class _Step:
+class _EndedStep:
     """A step that has ended, and the requests of whose prompts it computed a part."""
 
     start: float
@@ -47,7 +47,7 @@ class HiddenTime:
 
     def __init__(self) -> None:
         # By instance, in the order of their ends.
-        self._steps: defaultdict[str, deque[_Step]] = defaultdict(deque)
+        self._steps: defaultdict[str, deque[_EndedStep]] = defaultdict(deque)
         self._landed: list[_Landed] = []
 
     def add_step(self, done: StepDone, moving: Sequence[Transfer]) -> list[Settled]:
@@ -64,7 +64,7 @@ class HiddenTime:
             prompts = frozenset(
                 row.request.id for row in done.rows if row.start < row.request.prompt_len
             )
-            steps.append(_Step(done.start, done.end, prompts))
+            steps.append(_EndedStep(done.start, done.end, prompts))
             # Bytes that are yet to land left no earlier.
             oldest = min(
                 [transfer.requested for transfer in moving]

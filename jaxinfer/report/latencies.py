@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxinfer.report.percentiles import Percentiles
+from jaxinfer.report.percentiles import StreamPercentiles
 
 
 @dataclass(kw_only=True)
@@ -53,12 +53,12 @@ class Latencies:
 class LatencyTotals:
     """The values of the requests so far, each as in ``Latencies``."""
 
-    ttft: Percentiles = field(default_factory=Percentiles)
-    tpot: Percentiles = field(default_factory=Percentiles)
-    tbt: Percentiles = field(default_factory=Percentiles)
-    e2e: Percentiles = field(default_factory=Percentiles)
-    normalised: Percentiles = field(default_factory=Percentiles)
-    delay: Percentiles = field(default_factory=Percentiles)
+    ttft: StreamPercentiles = field(default_factory=StreamPercentiles)
+    tpot: StreamPercentiles = field(default_factory=StreamPercentiles)
+    tbt: StreamPercentiles = field(default_factory=StreamPercentiles)
+    e2e: StreamPercentiles = field(default_factory=StreamPercentiles)
+    normalised: StreamPercentiles = field(default_factory=StreamPercentiles)
+    delay: StreamPercentiles = field(default_factory=StreamPercentiles)
 
     def add(self, arrival: float, first_scheduled: float | None, times: Sequence[float]) -> None:
         """Count a request, whose tokens, one or more, came at these times."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxinfer.hardware.efficiency import Yardstick
+from jaxinfer.hardware.efficiency import Efficiency
 from jaxinfer.report.latencies import Latencies, LatencyTotals
-from jaxinfer.report.steady_rate import Course
+from jaxinfer.report.steady_rate import SteadyRate
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 
@@ -55,7 +55,7 @@ class RunTotals:
     cached_tokens: int = 0
     output_tokens: int = 0
     latencies: LatencyTotals = field(default_factory=LatencyTotals)
-    course: Course = field(default_factory=Course)
+    course: SteadyRate = field(default_factory=SteadyRate)
 
     def add_step(self, done: StepDone) -> None:
         """Count one step."""
@@ -151,7 +151,7 @@ class RunMetrics(Latencies):
         cached_tokens: those of them whose KV the prefix cache had when their request started.
         prompt_tok_s, output_tok_s: tokens of finished requests per second of the whole run.
         steady_requests_s, steady_output_tok_s: the same of requests and output tokens without the
-            run's beginning and end: see ``Course.steady``; None of runs that are too short.
+            run's beginning and end: see ``SteadyRate.steady``; None of runs that are too short.
         instances: by name.
         mfu: FLOPs that the model takes for all tokens that were computed, by what the GPUs could
             have done in the whole run at their peak (Chowdhery et al., PaLM, 2022, appendix B; but
@@ -203,7 +203,7 @@ def run_metrics(
     failed: int,
     wall_s: float,
     role_s: Mapping[str, Mapping[str, float]] | None = None,
-    yardstick: Yardstick | None = None,
+    yardstick: Efficiency | None = None,
     **given: Any,
 ) -> RunMetrics:
     """The figures of a run that has ended.
@@ -215,7 +215,7 @@ def run_metrics(
         given: fields of ``RunMetrics`` that requests and steps do not tell.
     """
     steady = totals.course.steady()
-    known = yardstick or Yardstick()
+    known = yardstick or Efficiency()
     tokens = totals.prefill_tokens + totals.decode_tokens
     served = requests - failed
     return RunMetrics(

@@ -16,7 +16,7 @@ _BLOCK = 2**16
 _SINGLE = 1024
 
 
-class Percentiles:
+class StreamPercentiles:
     """Percentiles of a stream of positive values, in bounded memory.
 
     Of up to ``exact`` values they are exact; of more, within 0.05 % of the value, for values from

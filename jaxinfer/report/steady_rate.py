@@ -8,7 +8,7 @@ _POINTS = 2**16
 _BEGIN, _END = 10, 90
 
 
-class Course:
+class SteadyRate:
     """The course of ended requests and their output tokens over time, in bounded memory."""
 
     def __init__(self) -> None:

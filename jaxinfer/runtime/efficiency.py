@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from jaxinfer.hardware.catalogue import ModelShape, gpu_of_device, sum_known
-from jaxinfer.hardware.efficiency import Yardstick, model_flops
+from jaxinfer.hardware.efficiency import Efficiency, model_flops
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.runtime.stage.layout import PlanFacts
 
 
-def real_yardstick(plans: Sequence[PlanFacts]) -> Yardstick:
+def real_yardstick(plans: Sequence[PlanFacts]) -> Efficiency:
     """FLOPs and power of all stages' GPUs, if ``configs/gpus.yaml`` has all of them.
 
     The peak is that of 16-bit floats: there is no MFU with others. Nor is there one of models with
@@ -17,14 +17,14 @@ def real_yardstick(plans: Sequence[PlanFacts]) -> Yardstick:
     devices = {(device.platform, device.id): device for plan in plans for device in plan.devices}
     gpus = [gpu for device in devices.values() if (gpu := gpu_of_device(device.device_kind))]
     if len(gpus) < len(devices):
-        return Yardstick()
+        return Efficiency()
     counted = all(
         plan.dtype.itemsize == 2
         and not any(plan.config.windows)
         and plan.config.num_key_value_heads == plan.num_kv_heads
         for plan in plans
     )
-    return Yardstick(
+    return Efficiency(
         model=model_flops(shape_of_config(plans[0].config)) if counted else None,
         peak_flops=sum(gpu.bf16_tflops for gpu in gpus) * 1e12,
         watts=sum_known(gpu.watts for gpu in gpus),

@@ -27,7 +27,7 @@ OnStep = Callable[[StepDone], None]
 Describe = Callable[[], Mapping[str, object]]
 
 
-class Runs:
+class Session:
     """One run at a time: the next one has the same devices and KV.
 
     Args:

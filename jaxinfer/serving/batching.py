@@ -3,11 +3,11 @@
 from pydantic import Field
 
 from jaxinfer.options.validation import Options
-from jaxinfer.serving.forming import Forming
+from jaxinfer.serving.forming import BatchBuilder
 from jaxinfer.serving.request_state import RequestState
 
 
-def mixed(batch: Forming) -> None:
+def mixed(batch: BatchBuilder) -> None:
     """Decodes first, then prefill chunks of what runs, then of what is admitted.
 
     All under the instance's token budget: chunked prefill as in Sarathi-Serve.
@@ -17,7 +17,7 @@ def mixed(batch: Forming) -> None:
         batch.add_chunk(admitted)
 
 
-def even_decodes(batch: Forming) -> None:
+def even_decodes(batch: BatchBuilder) -> None:
     """The same as ``mixed``, but no step of a pipeline takes more than its share of the requests.
 
     Else the steps in flight drift apart: where two are formed at once, the first one takes all that
@@ -30,7 +30,7 @@ def even_decodes(batch: Forming) -> None:
         batch.add_chunk(admitted)
 
 
-def one_batch(batch: Forming) -> None:
+def one_batch(batch: BatchBuilder) -> None:
     """Admit only where nobody runs: a batch stays together until all of it has ended.
 
     As FasterTransformer serves, but that pages come free as each request ends.
@@ -65,7 +65,7 @@ class PrefillFirst:
         self._limit = options.prefill_tokens
         self._lacks_pages = False
 
-    def __call__(self, batch: Forming) -> None:
+    def __call__(self, batch: BatchBuilder) -> None:
         """Form the batch."""
         if self._lacks_pages:
             self._lacks_pages = bool(_decode(batch))
@@ -75,7 +75,7 @@ class PrefillFirst:
         if not batch.rows:
             self._lacks_pages = bool(_decode(batch))
 
-    def _add_prompts(self, batch: Forming) -> None:
+    def _add_prompts(self, batch: BatchBuilder) -> None:
         left = min(self._limit or batch.budget, batch.budget)
         for request in batch.ungrouped():
             if catches_up(request) and _takes(batch, request, left):
@@ -110,7 +110,7 @@ class WholePrompts:
         self._tokens, self._max_skips = options.step_tokens, options.max_skips
         self._skipped: dict[str, int] = {}
 
-    def __call__(self, batch: Forming) -> None:
+    def __call__(self, batch: BatchBuilder) -> None:
         """Form the batch."""
         budget, limit = batch.budget, self._tokens
         batch.budget = min(budget, limit)
@@ -126,7 +126,7 @@ class WholePrompts:
                 self._add_prompt(batch, admitted, budget)
         self._fill(batch)
 
-    def _add_prompt(self, batch: Forming, request: RequestState, budget: int) -> None:
+    def _add_prompt(self, batch: BatchBuilder, request: RequestState, budget: int) -> None:
         todo = request.leg_goal - request.launched
         if todo <= batch.budget:
             batch.add_chunk(request)
@@ -135,7 +135,7 @@ class WholePrompts:
             # Alone, and whole where the instance's steps allow it.
             batch.budget = 0 if batch.add_chunk(request) else within
 
-    def _fill(self, batch: Forming) -> None:
+    def _fill(self, batch: BatchBuilder) -> None:
         # Without room for all of them, each is a row that can be left out.
         batch.add_group()
         rows = {row.request.id for row in batch.rows}
@@ -154,7 +154,7 @@ def catches_up(request: RequestState) -> bool:
     return launched < request.prompt_len or launched + 1 < request.num_known + request.pending
 
 
-def _run_on(batch: Forming, most: int | None = None) -> None:
+def _run_on(batch: BatchBuilder, most: int | None = None) -> None:
     """Decodes of what runs, at most so many, then its prefill chunks."""
     batch.add_group(most)
     left = batch.budget if most is None else most - batch.grouped
@@ -177,7 +177,7 @@ def _run_on(batch: Forming, most: int | None = None) -> None:
             batch.add_chunk(request)
 
 
-def _decode(batch: Forming) -> list[RequestState]:
+def _decode(batch: BatchBuilder) -> list[RequestState]:
     """All decodes of what runs; returns those that are ready, and got no pages."""
     batch.add_group()
     ready = [
@@ -191,11 +191,11 @@ def _decode(batch: Forming) -> list[RequestState]:
     return [request for request in ready if request.hold and request not in added]
 
 
-def _add_decode(batch: Forming, request: RequestState) -> bool:
+def _add_decode(batch: BatchBuilder, request: RequestState) -> bool:
     return _is_ready(batch, request) and batch.add(request, 1)
 
 
-def _is_ready(batch: Forming, request: RequestState) -> bool:
+def _is_ready(batch: BatchBuilder, request: RequestState) -> bool:
     """Tell whether a decode has a token to compute now."""
     if request.hold is None or request.paused or request.slice_move:
         return False
@@ -204,7 +204,7 @@ def _is_ready(batch: Forming, request: RequestState) -> bool:
     return request.leg_goal > request.launched
 
 
-def _takes(batch: Forming, request: RequestState, left: int) -> bool:
+def _takes(batch: BatchBuilder, request: RequestState, left: int) -> bool:
     """Take in a prompt that runs, whole unless it is the first."""
     if batch.rows and request.leg_goal - request.launched > left:
         return False

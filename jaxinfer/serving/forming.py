@@ -9,7 +9,7 @@ from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
 
 
-class Forming:
+class BatchBuilder:
     """The next step of one instance. What is taken in is launched.
 
     Attributes:

@@ -11,7 +11,7 @@ from jaxinfer.serving.batch import Batch, Row, Work, shard_work, work_of
 from jaxinfer.serving.page_pool import Shard
 
 # Whether a step is to be computed as two halves: its work, and theirs.
-Choice = Callable[[Work, Sequence[Work]], bool]
+ChooseHalves = Callable[[Work, Sequence[Work]], bool]
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ def in_turn(layers: int, first: LayerTimes, second: LayerTimes) -> float:
     return (layers - 1) * each + once
 
 
-def choice(option: str, by_time: Choice) -> Choice | None:
+def choice(option: str, by_time: ChooseHalves) -> ChooseHalves | None:
     """Return the choice that ``half_batches`` names; None where no step is ever cut."""
     return {"never": None, "by_time": by_time, "always": lambda whole, halves: True}[option]
 
 
-def halve(batch: Batch, shards: Sequence[Shard], pays: Choice) -> None:
+def halve(batch: Batch, shards: Sequence[Shard], pays: ChooseHalves) -> None:
     """Have a batch, whose work is counted by shards, computed as two halves if that pays.
 
     With all KV heads at home, there is nothing to hide.
@@ -134,7 +134,7 @@ class FittedStage:
         return LayerTimes(own.dense(work.tokens), busy[0], others)
 
 
-def by_fits(shards: Sequence[Shard]) -> Choice:
+def by_fits(shards: Sequence[Shard]) -> ChooseHalves:
     """Choose halves where, by the shards' fits, the stages together take less time."""
     numbers: dict[int, list[int]] = {}
     for number, shard in enumerate(shards):

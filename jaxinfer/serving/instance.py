@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Literal, Protocol
 
 from jaxinfer.serving.batch import Batch
-from jaxinfer.serving.half_batches import Choice
+from jaxinfer.serving.half_batches import ChooseHalves
 from jaxinfer.serving.kv_shards import Hold, KVShards, Placement
 from jaxinfer.serving.page_pool import Shard
 from jaxinfer.serving.prefix_cache import CachedPage
@@ -109,7 +109,7 @@ class Instance:
         self.watermark_pages = math.ceil(self.options.watermark * kv.num_pages)
         self.place: Callable[[RequestState], Placement | None] = lambda request: None
         self.make_room: Callable[[RequestState, int], None] = lambda request, shard: None
-        self.halves_pay: Choice | None = None
+        self.halves_pay: ChooseHalves | None = None
         self.lacks_pages: RequestState | None = None
         self._admitted_imports: list[RequestState] = []
         page_size = kv.page_size if groups_decodes and not kv.is_spread else None

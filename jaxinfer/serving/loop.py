@@ -7,7 +7,7 @@ from jaxinfer.request import FinishReason
 from jaxinfer.serving.hooks import Hooks
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.roster import Roster
+from jaxinfer.serving.roster import Assignments
 from jaxinfer.serving.system import Assignment, Leg, System
 from jaxinfer.serving.world import (
     Arrival,
@@ -55,7 +55,7 @@ class ServingLoop:
         self.world = world
         self.system = system
         self._hooks = hooks = Hooks(system)
-        self.roster = Roster(world, instances, hooks, self._leg_ended, self._finished)
+        self.roster = Assignments(world, instances, hooks, self._leg_ended, self._finished)
         self._on_finish = on_finish
         self._moving = self.roster.hand_offs.moving
         self._check_stop = check_stop

@@ -12,7 +12,7 @@ class LostInstance(Exception):
     """A system has asked for an instance that was lost; ``args[0]`` is its name."""
 
 
-class Alive(dict[str, InstanceView]):
+class AliveInstances(dict[str, InstanceView]):
     """The instances that a system sees; asking for a lost one ends what it was about to do."""
 
     def __init__(self, instances: Mapping[str, InstanceView], lost: Mapping[str, str]) -> None:

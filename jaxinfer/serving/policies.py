@@ -16,7 +16,7 @@ from jaxinfer.options.validation import (
 )
 from jaxinfer.serving import admission, batching
 from jaxinfer.serving.batch import Batch
-from jaxinfer.serving.forming import Forming
+from jaxinfer.serving.forming import BatchBuilder
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg
@@ -56,7 +56,7 @@ class PolicyOptions(Options):
     Attributes:
         order: of those that wait, who is next: ``order(waiting) -> request``.
         admit: whether there is room for it: ``admit(instance, request, leg) -> bool``.
-        form_batch: what the next step computes: ``form_batch(batch)``, a ``Forming``.
+        form_batch: what the next step computes: ``form_batch(batch)``, a ``BatchBuilder``.
         victim: who loses its pages where one more is needed: ``victim(candidates) -> request``.
     """
 
@@ -76,12 +76,12 @@ class Policies:
 
     order: Callable[[Sequence[RequestState]], RequestState] = admission.first_come_first_served
     admit: Callable[[Instance, RequestState, Leg], bool] = admission.greedy
-    form_batch: Callable[[Forming], None] = batching.mixed
+    form_batch: Callable[[BatchBuilder], None] = batching.mixed
     victim: Callable[[Sequence[RequestState]], RequestState] = admission.latest
 
     def next_batch(self, instance: Instance) -> Batch | None:
         """The next step, whose rows have been launched; None if nothing can take part in one."""
-        batch = Forming(instance)
+        batch = BatchBuilder(instance)
         self.form_batch(batch)
         return batch.batch()
 
@@ -185,7 +185,7 @@ def _is_yes_or_no(instance: Instance, answer: Any) -> str | None:
     return f"returns {shown(answer)}, must be True or False"
 
 
-def _is_a_step(batch: Forming, answer: Any) -> str | None:
+def _is_a_step(batch: BatchBuilder, answer: Any) -> str | None:
     """Say what is wrong with a batch that was formed; it is launched by now, so the run is over."""
     if answer is not None:
         return f"returns {shown(answer)}, must return nothing: batch.add takes in rows"

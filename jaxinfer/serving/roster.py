@@ -9,7 +9,7 @@ from jaxinfer.options.validation import did_you_mean
 from jaxinfer.request import FinishReason
 from jaxinfer.serving.hooks import Hooks, check_legs
 from jaxinfer.serving.instance import Instance
-from jaxinfer.serving.loss import Alive, LostInstance, detach
+from jaxinfer.serving.loss import AliveInstances, LostInstance, detach
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import (
     Action,
@@ -26,7 +26,7 @@ from jaxinfer.serving.transfer import HandOffs
 from jaxinfer.serving.world import InstanceLost, World
 
 
-class Roster:
+class Assignments:
     """The instances and the requests that have come in, each with the legs it still has to go.
 
     Args:
@@ -88,7 +88,7 @@ class Roster:
 
     def view(self) -> ClusterView:
         """Return the cluster as the system sees it now."""
-        return ClusterView(self._world.now(), Alive(self.instances, self.lost))
+        return ClusterView(self._world.now(), AliveInstances(self.instances, self.lost))
 
     def add(self, request: RequestState) -> None:
         """Take in a request that has arrived."""

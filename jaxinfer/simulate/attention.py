@@ -13,7 +13,7 @@ from jaxinfer.config.site import SiteStage
 from jaxinfer.serving.page_pool import CountedPages, Shard
 from jaxinfer.simulate.costs.model import ITEMSIZE, StageCost
 from jaxinfer.simulate.kv_capacity import AttentionGroup, count_attention_pages
-from jaxinfer.simulate.spread import ShardCost, SpreadStage, Visit
+from jaxinfer.simulate.spread import ModelledSpreadStage, ShardCost, Visit
 from jaxinfer.simulate.world import StagePair
 
 
@@ -52,20 +52,20 @@ class ModelledShard:
         return Shard(pool, slices, self.stage, self.group, fit, self.layers, self.dense)
 
 
-def spread_stage(place: SiteStage, first: int) -> SpreadStage:
+def spread_stage(place: SiteStage, first: int) -> ModelledSpreadStage:
     """Make the cost model of a stage with attention groups.
 
     Args:
         first: number of the own group's shard.
     """
     part = place.part
-    stage = SpreadStage.of(part, place.costs)
+    stage = ModelledSpreadStage.of(part, place.costs)
     stage.first = first
     queries = 2 * part.model.num_attention_heads // part.model.num_key_value_heads
     exchanged = (queries + 2) * part.model.head_size * ITEMSIZE
     for each in place.attention:
         there = replace(part, gpu=each.group.gpu, devices=each.group.devices)
-        (cost,) = SpreadStage.of(there, each.costs).shards
+        (cost,) = ModelledSpreadStage.of(there, each.costs).shards
         path = each.path
         cost = replace(cost, per_query=exchanged / path.rate, round_trip=2 * path.latency_s)
         stage.shards += (cost,)
@@ -90,12 +90,16 @@ def spread_shards(
     others = count_attention_pages(instance, parts, pages, _attention_groups(places))
     found, halves = [], instance.half_batches != "never"
     for number, (place, part, stage) in enumerate(zip(places, parts, stages, strict=True)):
-        costs = stage.shards if isinstance(stage, SpreadStage) else (None,)
+        costs = stage.shards if isinstance(stage, ModelledSpreadStage) else (None,)
         for group, cost in zip(place.groups, costs, strict=True):
             is_own, name = group is place.group, group.name
             count = pages[number] if is_own else others[number, name]
             heads = part.model.num_key_value_heads
-            dense = stage.dense if is_own and halves and isinstance(stage, SpreadStage) else None
+            dense = (
+                stage.dense
+                if is_own and halves and isinstance(stage, ModelledSpreadStage)
+                else None
+            )
             shard = ModelledShard(number, name, part.layers, heads, is_own, count, cost, dense)
             found.append(shard)
     return tuple(found)

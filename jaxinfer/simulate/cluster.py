@@ -8,7 +8,7 @@ from jaxinfer.config.layer_split import shared_layers
 from jaxinfer.config.nodes import NetworkPath
 from jaxinfer.config.site import ModelledSite, SiteStage
 from jaxinfer.errors import JaxinferError
-from jaxinfer.hardware.efficiency import Yardstick
+from jaxinfer.hardware.efficiency import Efficiency
 from jaxinfer.hardware.network import Link
 from jaxinfer.options.validation import within
 from jaxinfer.serving.batch import Work
@@ -148,9 +148,9 @@ class ModelledCluster:
     slice_lanes: Mapping[str, Mapping[tuple[int, int], StagePair]] = field(default_factory=dict)
 
     @property
-    def yardstick(self) -> Yardstick:
+    def yardstick(self) -> Efficiency:
         """The yardstick of the figures; an empty one where the model is not known."""
-        return make_yardstick(self.site) if self.site else Yardstick()
+        return make_yardstick(self.site) if self.site else Efficiency()
 
     def fit(self, name: str, relative: bool) -> StepFit:
         """Fit an instance's steps as profiling would, with all KV heads on the stages' own groups.

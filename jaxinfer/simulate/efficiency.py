@@ -1,13 +1,13 @@
 """What a modelled cluster's figures are measured by."""
 
 from jaxinfer.config.site import ModelledSite, total_watts
-from jaxinfer.hardware.efficiency import Yardstick, model_flops
+from jaxinfer.hardware.efficiency import Efficiency, model_flops
 
 
-def make_yardstick(site: ModelledSite) -> Yardstick:
+def make_yardstick(site: ModelledSite) -> Efficiency:
     """Prices, and watts of whole nodes, are those of a hardware file."""
     groups, placement = site.groups.values(), site.placement
-    return Yardstick(
+    return Efficiency(
         model=model_flops(site.model),
         peak_flops=sum(group.gpu.bf16_tflops * 1e12 * group.devices for group in groups),
         usd_per_hour=placement.usd_per_hour if placement else None,

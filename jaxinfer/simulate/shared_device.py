@@ -1,7 +1,7 @@
 """The time of a device group that several pipeline stages share."""
 
 
-class Turns:
+class SharedDevice:
     """Shares out a group's time, first come, first served: time given to one is lost to the others.
 
     A step's work there is as many pieces as its stage has layers: it goes into whatever time is

@@ -81,7 +81,7 @@ class Visit:
         return self.layers * self.cost.busy(work.shards[self.shard])
 
 
-class SpreadStage(RooflineStage):
+class ModelledSpreadStage(RooflineStage):
     """A stage with its layers on one group, and KV heads there and on others.
 
     Attributes:

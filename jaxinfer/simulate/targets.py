@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import OptionError, did_you_mean
-from jaxinfer.report.percentiles import Percentiles
+from jaxinfer.report.percentiles import StreamPercentiles
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.workload.lengths import BenchRequest
 
@@ -246,7 +246,7 @@ class _PercentileWatch:
             metric: _latency(metric, targets.reference) for metric, _, _ in self._limits
         }
         self._all_gaps = targets.reference is None and "tbt" in self._latencies
-        self._values = {metric: Percentiles() for metric in self._latencies}
+        self._values = {metric: StreamPercentiles() for metric in self._latencies}
         # Of each limit: values beyond it, and how many may be before the percentile must be.
         self._beyond = [0] * len(self._limits)
         self._allowed = [

@@ -14,7 +14,7 @@ from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Arrival, Event, StepDone, Tick, TransferDone
 from jaxinfer.simulate.costs.model import CostModel
-from jaxinfer.simulate.shared_device import Turns
+from jaxinfer.simulate.shared_device import SharedDevice
 from jaxinfer.simulate.spread import Visit
 
 
@@ -76,7 +76,7 @@ class SimulatedWorld:
         self._devices, self._slice_lanes = devices, slice_lanes or {}
         # Of those alone that have any: this is looked at in each step.
         self._visits = {name: each for name, each in (visits or {}).items() if any(each)}
-        self._turns: defaultdict[str, Turns] = defaultdict(Turns)
+        self._turns: defaultdict[str, SharedDevice] = defaultdict(SharedDevice)
         self._network: Network[tuple[_Moving, StagePair]] = Network(capacities)
         self._requests = iter(requests)
         self._next = next(self._requests, None)

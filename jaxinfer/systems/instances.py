@@ -97,7 +97,7 @@ def capacity(instance: InstanceView) -> int:
     return instance.num_pages * instance.page_size
 
 
-class Pools:
+class KVRoom:
     """The KV entries that pools have room for; looked up once, since pools stay as they are."""
 
     def __init__(self) -> None:

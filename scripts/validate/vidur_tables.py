@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 import yaml
 
-from jaxinfer.simulate.costs.piecewise_linear import Curve
+from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
 from jaxinfer.simulate.costs.table_files import FIRST, LAST, PER_SEQUENCE
 
 DENSE = {
@@ -60,7 +60,7 @@ def attention(path: Path, tp: int, prefill: bool) -> dict[tuple[float, float], f
             found[float(row[count])][float(row["kv_cache_size"])] = time
     contexts = sorted({context for times in found.values() for context in times})
     return {
-        (n, context): times.get(context, Curve(times)(context))
+        (n, context): times.get(context, PiecewiseLinear(times)(context))
         for n, times in found.items()
         for context in contexts
     }

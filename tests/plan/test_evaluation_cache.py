@@ -18,7 +18,7 @@ from jaxinfer.files.shipped import SHIPPED
 from jaxinfer.made_from import PACKAGE, digest_of
 from jaxinfer.plan.candidate import Candidate
 from jaxinfer.plan.choose import choose
-from jaxinfer.plan.evaluation_cache import Kept, key_of
+from jaxinfer.plan.evaluation_cache import EvaluationCache, key_of
 from jaxinfer.plan.planners.any_system import grid
 from jaxinfer.plan.problem import merge
 from jaxinfer.plan.search import DrivenSearch
@@ -44,7 +44,7 @@ def test_a_trace_that_has_changed_is_simulated_again(tmp_path: Path) -> None:
             "run": RUN | {"workload": {"trace": str(trace)}},
         }
     )
-    kept = Kept(tmp_path / "points.jsonl")
+    kept = EvaluationCache(tmp_path / "points.jsonl")
     found = []
     for outputs in (None, 5, 5, 7):
         if outputs:
@@ -88,7 +88,7 @@ def test_lines_of_something_else_are_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "kept.jsonl"
     path.write_bytes(b'{"key": "b", "value": {}}\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(JaxinferError, match=r"kept\.jsonl, line 2: is none that was kept"):
-        Kept(path)
+        EvaluationCache(path)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_lines_of_something_else_are_refused(tmp_path: Path, line: str) -> None:
 )
 def test_a_line_that_was_changed_is_not_believed(tmp_path: Path, old: str, new: str) -> None:
     path = tmp_path / "kept.jsonl"
-    kept = Kept(path)
+    kept = EvaluationCache(path)
     kept.add("k0", {"rate": math.inf})
     kept.add("k1", {"rate": 2.5})
     kept.close()
@@ -105,9 +105,9 @@ def test_a_line_that_was_changed_is_not_believed(tmp_path: Path, old: str, new: 
     with pytest.raises(
         JaxinferError, match=r"kept\.jsonl, line 2: .* was changed since: remove it"
     ):
-        Kept(path)
+        EvaluationCache(path)
     path.write_text(f"{first}\n")
-    assert Kept(path).get("k0") == {"rate": math.inf}
+    assert EvaluationCache(path).get("k0") == {"rate": math.inf}
 
 
 @pytest.mark.parametrize("lost", [1, 20])
@@ -115,7 +115,7 @@ def test_half_a_line_ends_with_whoever_was_killed_in_it(tmp_path: Path, lost: in
     """A result found next has a line of its own."""
     path = tmp_path / "kept.jsonl"
     for cut, known in ((lost, []), (0, ["a"]), (0, ["a", "b", "c"])):
-        kept = Kept(path, "1")
+        kept = EvaluationCache(path, "1")
         assert [key for key in "abc" if kept.get(key) == {"rate": 1}] == known
         for key in "abc" if known else "ab":
             kept.add(key, {"rate": 1})
@@ -127,7 +127,7 @@ def test_what_another_version_has_found_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "kept.jsonl"
     path.write_text('{"key": "a", "value": {"rate": 1}}\n')  # Of before there were versions.
     for version, others in (("1", 1), ("2", 2), ("1", 2)):
-        kept = Kept(path, version)
+        kept = EvaluationCache(path, version)
         assert kept.of_others == others
         assert kept.get("a") == ({"rate": "1"} if others == 2 and version == "1" else None)
         kept.add("a", {"rate": version})
@@ -203,7 +203,7 @@ def test_a_changed_simulator_is_asked_again(
             "jaxinfer.plan.evaluation_cache.code_version", lambda version=version: version
         )
         carries.rate = lambda config, rate=rate: rate
-        kept = Kept(tmp_path / "evaluations.jsonl")
+        kept = EvaluationCache(tmp_path / "evaluations.jsonl")
         search = DrivenSearch(problem({"maximise": "gpu"}), kept=kept)
         best = search.best([LONE])
         kept.close()
@@ -233,7 +233,7 @@ def test_a_search_that_is_killed_again_and_again_gets_on(carries: Carries, tmp_p
     while lives < 3 * needed:
         lives += 1
         left = ["killed", "alive"]
-        kept = Kept(tmp_path / "evaluations.jsonl")
+        kept = EvaluationCache(tmp_path / "evaluations.jsonl")
         try:
             search = DrivenSearch(problem({"maximise": "gpu"}), one_only, kept)
             assert search.best([LONE]) == best
@@ -247,11 +247,11 @@ def test_a_search_that_is_killed_again_and_again_gets_on(carries: Carries, tmp_p
 
 
 def test_two_processes_do_not_write_to_one_file(tmp_path: Path) -> None:
-    first = Kept(tmp_path / "kept.jsonl")
+    first = EvaluationCache(tmp_path / "kept.jsonl")
     with pytest.raises(JaxinferError, match="is in use by another process"):
-        Kept(tmp_path / "kept.jsonl")
+        EvaluationCache(tmp_path / "kept.jsonl")
     first.close()
-    Kept(tmp_path / "kept.jsonl").close()
+    EvaluationCache(tmp_path / "kept.jsonl").close()
 
 
 @pytest.mark.parametrize("slo", ["ttft", "none.yaml"])

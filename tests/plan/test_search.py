@@ -12,7 +12,7 @@ from plan_cases import Carries, problem
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, Workload
 from jaxinfer.plan.candidate import Candidate, Score
-from jaxinfer.plan.evaluation_cache import Kept
+from jaxinfer.plan.evaluation_cache import EvaluationCache
 from jaxinfer.plan.lacking import why_nothing
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import Ladder
@@ -186,7 +186,7 @@ def test_what_was_found_is_not_simulated_again(carries: Carries, tmp_path: Path)
 
     def search() -> tuple[Candidate, int]:
         carries.tried.clear()
-        kept = Kept(file)
+        kept = EvaluationCache(file)
         best = DrivenSearch(asked, kept=kept).best(candidates)
         kept.close()
         return best, len(carries.tried)
@@ -203,7 +203,7 @@ def test_what_was_found_is_not_simulated_again(carries: Carries, tmp_path: Path)
     assert 0 < rest < whole
     assert file.read_text() == text
     # Another goal is another search.
-    other = DrivenSearch(problem({"maximise": "usd"}, prices=PRICES), kept=Kept(file))
+    other = DrivenSearch(problem({"maximise": "usd"}, prices=PRICES), kept=EvaluationCache(file))
     carries.tried.clear()
     other.best(candidates)
     assert carries.tried
@@ -225,7 +225,7 @@ def test_what_is_asked_for_is_part_of_what_is_kept(
     def simulations(multiple: float) -> int:
         slo.write_text(f"reference: {reference}\nscale: {{ttft: {multiple}}}\n")
         carries.tried.clear()
-        kept = Kept(tmp_path / "evaluations.jsonl")
+        kept = EvaluationCache(tmp_path / "evaluations.jsonl")
         search = DrivenSearch(problem({"maximise": "gpu", "slo": str(slo)}), kept=kept)
         search.best([cluster("A10", 1, 8)])
         kept.close()

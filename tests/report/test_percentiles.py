@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.report.percentiles import Percentiles
+from jaxinfer.report.percentiles import StreamPercentiles
 
 VALUES = st.lists(st.floats(1e-8, 1e8), min_size=1, max_size=40)
 
@@ -15,7 +15,7 @@ VALUES = st.lists(st.floats(1e-8, 1e8), min_size=1, max_size=40)
 @given(parts=st.lists(VALUES, min_size=1, max_size=4), percent=st.floats(0, 100))
 def test_exact_up_to_the_limit(parts: list[list[float]], percent: float) -> None:
     values = np.concatenate(parts)
-    found = Percentiles(exact=len(values))
+    found = StreamPercentiles(exact=len(values))
     for part in parts:
         found.add(part)
     assert found.percentile(percent) == np.percentile(values, percent)
@@ -24,7 +24,7 @@ def test_exact_up_to_the_limit(parts: list[list[float]], percent: float) -> None
 @given(parts=st.lists(VALUES, min_size=1, max_size=4), percent=st.floats(0, 100))
 def test_close_beyond_it(parts: list[list[float]], percent: float) -> None:
     values = np.concatenate(parts)
-    found = Percentiles(exact=len(values) - 1)
+    found = StreamPercentiles(exact=len(values) - 1)
     for part in parts:
         found.add(part)
     assert found.percentile(percent) == pytest.approx(np.percentile(values, percent), rel=6e-4)
@@ -35,7 +35,7 @@ def test_single_values_count_as_others_do(
     parts: list[list[float]], single: list[float], exact: int
 ) -> None:
     values = [*np.concatenate([*parts, single])]
-    both = [Percentiles(exact) for _ in range(2)]
+    both = [StreamPercentiles(exact) for _ in range(2)]
     both[0].add(values)
     for part in parts:
         both[1].add(part)
@@ -48,7 +48,7 @@ def test_single_values_count_as_others_do(
 
 
 def test_many_single_values() -> None:
-    found = Percentiles(exact=3000)
+    found = StreamPercentiles(exact=3000)
     for number in range(1, 5002):
         found.append(float(number))
     assert found.mean == 2501
@@ -60,7 +60,7 @@ def test_many_single_values() -> None:
 def test_single_values_do_not_pile_up() -> None:
     """200,000 would take 6 MB; the bins take 0.3."""
     tracemalloc.start()
-    found = Percentiles(exact=0)
+    found = StreamPercentiles(exact=0)
     for number in range(200_000):
         found.append(number + 0.5)
     _, peak = tracemalloc.get_traced_memory()
@@ -72,7 +72,7 @@ def test_single_values_do_not_pile_up() -> None:
 def test_what_has_come_stays_as_more_comes() -> None:
     """Beyond the 1024 values that there is room for at first."""
     values = np.random.default_rng(0).lognormal(-3, 1, 9_000)
-    found = Percentiles()
+    found = StreamPercentiles()
     for part in np.split(values, [700, 1500, 6000]):
         found.add(part)
     for percent in (0, 1, 50, 99, 100):
@@ -80,13 +80,13 @@ def test_what_has_come_stays_as_more_comes() -> None:
 
 
 def test_of_nothing() -> None:
-    assert Percentiles().percentile(50) is None
-    assert Percentiles().percentiles([1, 2]) == [None, None]
-    assert Percentiles().mean is None
+    assert StreamPercentiles().percentile(50) is None
+    assert StreamPercentiles().percentiles([1, 2]) == [None, None]
+    assert StreamPercentiles().mean is None
 
 
 def test_zeros_and_many_values() -> None:
-    found = Percentiles(exact=1000)
+    found = StreamPercentiles(exact=1000)
     values = np.random.default_rng(0).lognormal(-3, 1, 200_000)
     for part in np.split(values, 20):
         found.add(part)
@@ -98,7 +98,7 @@ def test_zeros_and_many_values() -> None:
 
 def test_counting_takes_no_room_beside_the_values() -> None:
     """All values that were kept are counted with the first one too many: 8 MiB of them."""
-    found = Percentiles(exact=2**20)
+    found = StreamPercentiles(exact=2**20)
     values = np.random.default_rng(0).lognormal(-3, 1, 2**20)
     found.add(values)
     tracemalloc.start()

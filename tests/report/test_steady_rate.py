@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.report import steady_rate
-from jaxinfer.report.steady_rate import Course
+from jaxinfer.report.steady_rate import SteadyRate
 
 ENDED = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=60)
 
@@ -16,7 +16,7 @@ ENDED = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, ma
 def test_the_window_is_from_a_tenth_to_nine_tenths_of_the_requests(
     ended: list[tuple[int, int]],
 ) -> None:
-    found, time, times = Course(), 0, []
+    found, time, times = SteadyRate(), 0, []
     for gap, tokens in ended:
         time += gap
         times.append(time)
@@ -32,14 +32,14 @@ def test_the_window_is_from_a_tenth_to_nine_tenths_of_the_requests(
 
 
 def test_of_nothing() -> None:
-    assert Course().steady() is None
+    assert SteadyRate().steady() is None
 
 
 @pytest.mark.parametrize("count", [64, 65, 1000, 4321])
 def test_memory_is_bounded(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request a second; the first and the last twentieth are a hundred times slower."""
     monkeypatch.setattr(steady_rate, "_POINTS", 64)
-    found, time = Course(), 0.0
+    found, time = SteadyRate(), 0.0
     for number in range(count):
         time += 100 if number < count // 20 or number >= count - count // 20 else 1
         found.add(time, 3)
@@ -64,7 +64,7 @@ def test_of_many_every_so_many_th_counts(ended: list[tuple[int, int]], room: int
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(steady_rate, "_POINTS", most)
-        found, time = Course(), 0.0
+        found, time = SteadyRate(), 0.0
         for gap, tokens in ended:
             time += gap
             found.add(time, tokens)

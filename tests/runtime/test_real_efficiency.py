@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.hardware.catalogue import find_gpu, find_model, gpu_of_device
-from jaxinfer.hardware.efficiency import Yardstick, model_flops
+from jaxinfer.hardware.efficiency import Efficiency, model_flops
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.runtime.efficiency import real_yardstick
 
@@ -31,7 +31,7 @@ def plan(*kinds: str, config: ModelConfig = LLAMA_3_8B, dtype: Any = jnp.bfloat1
 
 def test_flops_and_power_of_all_gpus() -> None:
     found = real_yardstick([plan(H200, H200, L4), plan(H200)])
-    assert found == Yardstick(
+    assert found == Efficiency(
         model=model_flops(find_model("llama-3-8b")),
         peak_flops=pytest.approx((2 * 989 + 121) * 1e12),
         watts=2 * 700 + 72,
@@ -40,7 +40,7 @@ def test_flops_and_power_of_all_gpus() -> None:
 
 @pytest.mark.parametrize("kinds", [[CPU], [H200, CPU], ["NVIDIA H200 NVL"]])
 def test_what_is_not_known_has_no_figures(kinds: list[str]) -> None:
-    assert real_yardstick([plan(*kinds)]) == Yardstick()
+    assert real_yardstick([plan(*kinds)]) == Efficiency()
 
 
 @pytest.mark.parametrize(

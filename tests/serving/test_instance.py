@@ -6,7 +6,7 @@ import pytest
 from serving_checks import make_kv, make_requests, new_instance
 
 from jaxinfer.serving.batch import Batch, Row
-from jaxinfer.serving.forming import Forming
+from jaxinfer.serving.forming import BatchBuilder
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import CountedPages, Shard
@@ -37,14 +37,14 @@ def add(
     instance: Instance, request: RequestState, count: int, rows: list[Row] | None = None
 ) -> Row | None:
     """The request's row in a batch that has others so far; None where it waits."""
-    batch = Forming(instance)
+    batch = BatchBuilder(instance)
     batch.rows = rows or []
     return batch.rows[-1] if batch.add(request, count) else None
 
 
-def group(instance: Instance, budget: int = 99) -> Forming:
+def group(instance: Instance, budget: int = 99) -> BatchBuilder:
     """A batch that has begun with those that go together."""
-    batch = Forming(instance)
+    batch = BatchBuilder(instance)
     batch.budget = budget
     batch.add_group()
     assert batch.budget == budget - batch.grouped
@@ -321,11 +321,11 @@ def test_remove_from_wherever_it_is(place: str) -> None:
 def test_admission_in_order_with_pages_for_what_is_known() -> None:
     instance = make(max_num_seqs=2)
     first, second, third = (waiting(instance, name, 5) for name in "abc")
-    assert Forming(instance).admit() is first
+    assert BatchBuilder(instance).admit() is first
     assert first.hold
     assert (first.hold.num_pages, first.computed) == (3, 0)
-    assert Forming(instance).admit() is second
-    assert Forming(instance).admit() is None
+    assert BatchBuilder(instance).admit() is second
+    assert BatchBuilder(instance).admit() is None
     assert (names(instance.running.values()), list(instance.waiting)) == (["a", "b"], [third])
 
 
@@ -336,7 +336,7 @@ def test_an_import_takes_a_seat() -> None:
     instance.importing["i"] = RequestState("i", 1, 1)
     assert (instance.has_seat, instance.can_import) == (False, False)
     waiting(instance, "w")
-    assert Forming(instance).admit() is None
+    assert BatchBuilder(instance).admit() is None
 
 
 def test_imports_at_once() -> None:
@@ -345,7 +345,7 @@ def test_imports_at_once() -> None:
     for request in requests:
         exported_at("B", instance, request)
     plain = waiting(instance, "d")
-    assert Forming(instance).admit() is None
+    assert BatchBuilder(instance).admit() is None
     assert names(instance.importing.values()) == ["a", "b"]
     assert names(instance.take_admitted_imports()) == ["a", "b"]
     assert instance.take_admitted_imports() == []
@@ -359,7 +359,7 @@ def test_imports_are_admitted_on_the_way_to_the_next_that_can_run() -> None:
     instance = make()
     exported_at("B", instance, waiting(instance, "a"))
     plain = waiting(instance, "b")
-    assert Forming(instance).admit() is plain
+    assert BatchBuilder(instance).admit() is plain
     assert names(instance.take_admitted_imports()) == ["a"]
 
 
@@ -368,7 +368,7 @@ def test_a_limit_of_what_is_to_compute_does_not_hold_imports_back() -> None:
     instance = make()
     exported_at("B", instance, waiting(instance, "a", 9), computed=2)
     plain = waiting(instance, "b", 3)
-    assert Forming(instance).admit(3) is plain
+    assert BatchBuilder(instance).admit(3) is plain
     assert names(instance.take_admitted_imports()) == ["a"]
 
 
@@ -378,7 +378,7 @@ def test_kv_that_is_here_is_taken_as_it_is() -> None:
     exported_at("A", instance, request)
     hold = request.exported[1] if request.exported else None
     assert instance.kv.num_free == 0
-    assert Forming(instance).admit() is request
+    assert BatchBuilder(instance).admit() is request
     assert (request.hold, request.exported, instance.num_exported) == (hold, None, 0)
     assert (request.computed, names(instance.running.values())) == (4, ["a"])
 
@@ -451,7 +451,7 @@ def test_cached_pages_are_counted_as_computed() -> None:
     instance, request = cached_instance()
     assert instance.pages_to_take(request, Leg("A")) == 4  # All idle: they count as free.
     instance.waiting.append(request)
-    assert Forming(instance).admit() is request
+    assert BatchBuilder(instance).admit() is request
     assert (request.computed, request.launched, request.metrics.num_cached_tokens) == (6, 6, 6)
     other = make_requests([(8, 2)], shared=[8])[0]
     other.legs = [Leg("A")]

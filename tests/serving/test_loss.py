@@ -6,9 +6,9 @@ import pytest
 from fake_world import FakeWorld, Timing
 from serving_checks import make_kv, new_instance
 
-from jaxinfer.serving.forming import Forming
+from jaxinfer.serving.forming import BatchBuilder
 from jaxinfer.serving.instance import InstanceOptions
-from jaxinfer.serving.loss import Alive, LostInstance, detach
+from jaxinfer.serving.loss import AliveInstances, LostInstance, detach
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg, MoveSlices
 from jaxinfer.serving.transfer import HandOffs
@@ -48,7 +48,7 @@ class Cluster:
 
 def test_asking_for_a_lost_instance_is_told_apart_from_a_typo() -> None:
     a = new_instance("A", make_kv(4, 4))
-    alive = Alive({"A": a}, {"B": "killed"})
+    alive = AliveInstances({"A": a}, {"B": "killed"})
     assert alive["A"] is a
     assert list(alive) == ["A"]
     with pytest.raises(LostInstance) as lost:
@@ -78,7 +78,7 @@ def test_kv_elsewhere_is_kept_and_sent_again() -> None:
     cluster = Cluster()
     request = cluster.request(Leg("A", 4), Leg("B"), runs=True)
     cluster.hand_offs.end_leg(request)
-    assert Forming(cluster.pools["B"]).admit() is None
+    assert BatchBuilder(cluster.pools["B"]).admit() is None
     assert cluster.pools["B"].take_admitted_imports() == [request]
     request.sent = 2
     assert cluster.lose_b() == [request]
@@ -91,7 +91,7 @@ def test_pages_for_what_was_on_its_way_come_free() -> None:
     """The pages at C of KV on its way from B are free for others, and so is its seat."""
     cluster = Cluster()
     request, c = cluster.request(Leg("C"), exported="B"), cluster.pools["C"]
-    assert Forming(c).admit() is None
+    assert BatchBuilder(c).admit() is None
     assert (list(c.importing), c.kv.num_free) == ([request.id], 16)
     assert cluster.lose_b() == [request]
     assert (c.importing, c.kv.num_free, request.hold) == ({}, 20, None)

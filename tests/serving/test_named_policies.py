@@ -15,7 +15,7 @@ from jaxinfer.config.engine import EngineOptions
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.admission import peak_entries
 from jaxinfer.serving.batch import Row
-from jaxinfer.serving.forming import Forming
+from jaxinfer.serving.forming import BatchBuilder
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.policies import Policies, PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState
@@ -342,10 +342,10 @@ def answers_three(*asked: object) -> int:
     return 3
 
 
-def takes(count: int, times: int = 1) -> Callable[[Forming], None]:
+def takes(count: int, times: int = 1) -> Callable[[BatchBuilder], None]:
     """A policy that computes so many tokens of the first request, in so many rows."""
 
-    def form(batch: Forming) -> None:
+    def form(batch: BatchBuilder) -> None:
         if request := batch.admit():
             for _ in range(times):
                 batch.add(request, count)
@@ -357,7 +357,7 @@ takes_none, takes_back, takes_two_rows = takes(0), takes(-1), takes(1, 2)
 takes_more_than_it_has, takes_more_than_fit, takes_more_than_a_step = takes(6), takes(99), takes(5)
 
 
-def takes_five_beside_a_group(batch: Forming) -> None:
+def takes_five_beside_a_group(batch: BatchBuilder) -> None:
     batch.add_group()
     if request := batch.admit():
         batch.add(request, 5)
@@ -551,7 +551,7 @@ def test_each_instance_has_policies_of_its_own() -> None:
 def test_a_limit_holds_back_prompts_not_imports() -> None:
     run = Instant()
     run.add((9, 2), (3, 2))
-    batch = Forming(run.instance)
+    batch = BatchBuilder(run.instance)
     assert batch.admit(8) is None
     first = batch.admit(9)
     assert first

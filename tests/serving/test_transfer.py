@@ -8,7 +8,7 @@ from serving_checks import make_kv, new_instance
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.batch import Batch, Row, Transfer
-from jaxinfer.serving.forming import Forming
+from jaxinfer.serving.forming import BatchBuilder
 from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg, MoveSlices
@@ -77,7 +77,7 @@ def test_the_cut_is_where_the_first_leg_ended() -> None:
     place = Place()
     request = place.request(Leg("A", 3), Leg("A", 5), Leg("B"), computed=3)
     place.hand_offs.end_leg(request)
-    assert Forming(place.pools["A"]).admit() is request
+    assert BatchBuilder(place.pools["A"]).admit() is request
     request.computed = request.launched = 5
     place.hand_offs.end_leg(request)
     assert (request.metrics.cut, request.exported[0]) == (3, "A")
@@ -181,7 +181,7 @@ def test_kv_that_is_here_already_goes_to_the_head_and_moves_nothing() -> None:
     hold = request.hold
     place.hand_offs.end_leg(request)
     assert [r.id for r in a.waiting] == ["r", "w"]
-    assert Forming(a).admit() is request
+    assert BatchBuilder(a).admit() is request
     assert (request.hold, request.exported, a.num_exported) == (hold, None, 0)
     assert (request.computed, place.sent()) == (6, [])
 

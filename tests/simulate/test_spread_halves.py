@@ -12,7 +12,7 @@ from spread_cases import LINK, ROWS, modelled, run_file, served, work_with
 from jaxinfer import JaxinferError
 from jaxinfer.serving.batch import Work
 from jaxinfer.serving.half_batches import LayerTimes, in_turn
-from jaxinfer.simulate.spread import SpreadStage
+from jaxinfer.simulate.spread import ModelledSpreadStage
 
 
 def halved(rows: list[tuple[int, int]], *heads: int) -> Work:
@@ -21,9 +21,9 @@ def halved(rows: list[tuple[int, int]], *heads: int) -> Work:
     return replace(work_with(rows, *heads), halves=halves)
 
 
-def stage_of(file: dict[str, Any]) -> SpreadStage:
+def stage_of(file: dict[str, Any]) -> ModelledSpreadStage:
     (stage,) = modelled(file).cost.parts  # type: ignore[attr-defined]
-    assert isinstance(stage, SpreadStage)
+    assert isinstance(stage, ModelledSpreadStage)
     return stage
 
 

@@ -18,7 +18,7 @@ from jaxinfer.serving.batch import ShardWork
 from jaxinfer.serving.step_fit import AttentionFit
 from jaxinfer.simulate.costs.model import Pipeline
 from jaxinfer.simulate.costs.roofline import RooflineStage
-from jaxinfer.simulate.spread import ShardCost, SpreadStage
+from jaxinfer.simulate.spread import ModelledSpreadStage, ShardCost
 
 
 @given(
@@ -42,7 +42,7 @@ def test_all_heads_on_the_own_group_take_what_a_plain_stage_does_to_the_last_bit
     (stage,) = model_site(resolve(file)).stages["x"]
     part = replace(stage.part, gpu=find_gpu(gpu), devices=devices)
     costs = SimulateOptions(flops=flops, bandwidth=bandwidth, step_s=1e-4, sequence_s=1e-6)
-    spread, plain = SpreadStage.of(part, costs), RooflineStage.of(part, costs)
+    spread, plain = ModelledSpreadStage.of(part, costs), RooflineStage.of(part, costs)
     spread.shards += (replace(spread.shards[0], round_trip=1.0, per_query=1.0),)
     work = work_with(rows, part.model.num_key_value_heads, 0)
     assert spread.seconds(work) == plain.seconds(work)
@@ -103,7 +103,7 @@ def test_no_coefficient_that_grows_makes_a_step_shorter(
     rows: list[tuple[int, int]], heads: list[int], name: str, shard: int, factor: float
 ) -> None:
     (place,) = model_site(resolve(as_run_file(run_file()))).stages["x"]
-    stage = SpreadStage.of(place.part, SimulateOptions())
+    stage = ModelledSpreadStage.of(place.part, SimulateOptions())
     (own,) = stage.shards
     costs = [own, replace(own, per_query=1e-6, round_trip=1e-3), replace(own, round_trip=1e-4)]
     stage.shards = tuple(costs)
@@ -174,6 +174,6 @@ def test_measured_stages_may_stand_beside_spread_ones() -> None:
     file["simulate"] = PEAK | {"groups": {"b": {"linear": {"step_s": 1.0}}}}
     cost = modelled(file).cost
     assert isinstance(cost, Pipeline)
-    assert [type(part).__name__ for part in cost.parts] == ["SpreadStage", "LinearStage"]
+    assert [type(part).__name__ for part in cost.parts] == ["ModelledSpreadStage", "LinearStage"]
     found, _ = served(file, (5, 3))
     assert found.steps == 3

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.report.percentiles import Percentiles
+from jaxinfer.report.percentiles import StreamPercentiles
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.isolated import reference_latencies, serve_alone
 from jaxinfer.simulate.read_targets import read_targets
@@ -207,7 +207,7 @@ def test_a_run_that_was_stopped_has_missed_however_values_were_rounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Values in bins are known to 0.05 %, those beyond the limit are counted as they come."""
-    monkeypatch.setattr("jaxinfer.simulate.targets.Percentiles", lambda: Percentiles(exact=0))
+    monkeypatch.setattr("jaxinfer.simulate.targets.Percentiles", lambda: StreamPercentiles(exact=0))
     for value in np.linspace(1, 1.002, 9):
         targets = PercentileTargets([("ttft", 50, value - 1e-6)])
         assert not verdict(targets, *[ended(0, float(value))] * 3).met

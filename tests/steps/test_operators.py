@@ -10,7 +10,7 @@ from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape, find_gpu
-from jaxinfer.simulate.costs.measured_steps import ProgramStage, Tables
+from jaxinfer.simulate.costs.measured_steps import MeasuredTables, ProgramStage
 from jaxinfer.simulate.costs.operator_folder import Degree, check_steps, write_meta, write_run_file
 from jaxinfer.steps.operators import Depths, Operators, write_operators
 from jaxinfer.steps.shapes import StepLimits
@@ -80,7 +80,7 @@ def stage(
     folder: Path, devices: int = 1, layers: int = 6, last: bool = True, limits: StepLimits = LIMITS
 ) -> ProgramStage:
     part = StagePart(GPU, "A10", MODEL, layers, 1.0, True, last, devices, 2, 2, limits)
-    opened = Tables.of(part, SimulateOptions(tables=str(folder)))
+    opened = MeasuredTables.of(part, SimulateOptions(tables=str(folder)))
     assert isinstance(opened, ProgramStage)
     return opened
 

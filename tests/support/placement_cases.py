@@ -9,10 +9,10 @@ from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.nodes import Hardware
 from jaxinfer.hardware.catalogue import Catalogue
 from jaxinfer.papers.hexgen2.capacity import ROLES, Modelled
-from jaxinfer.papers.hexgen2.flow import Network, Placed, split
-from jaxinfer.papers.hexgen2.full_steps import Lengths
+from jaxinfer.papers.hexgen2.flow import KVNetwork, PlacedGroup, split
+from jaxinfer.papers.hexgen2.full_steps import LengthStats
 from jaxinfer.papers.hexgen2.gpus import Site
-from jaxinfer.papers.hexgen2.moves import Plan, as_plan
+from jaxinfer.papers.hexgen2.moves import MemberPlan, as_plan
 from jaxinfer.workload.lengths import BenchRequest
 
 H100, A100, L40 = "H100-SXM", "A100-80G-SXM", "L40"
@@ -43,19 +43,19 @@ def requests(prompt: int, output: int, count: int = 4) -> list[BenchRequest]:
 
 def modelled(
     site: Site, model: str = "opt-30b", work: str = "HPHD", **costs: Any
-) -> tuple[Modelled, Network, float]:
+) -> tuple[Modelled, KVNetwork, float]:
     """Capacities, the network, and bytes of a request's KV."""
     shape = Catalogue().model(model)
-    lengths = Lengths.of(requests(*CLASSES[work]))
+    lengths = LengthStats.of(requests(*CLASSES[work]))
     options = SimulateOptions(**({"reserve_gb": 1.0, "step_s": 0.02} | costs))
     prefill = InstanceConfig(**ENGINE, max_num_batched_tokens=4096)
     engines = {"prefill": prefill, "decode": InstanceConfig(**ENGINE, max_num_seqs=32)}
     capacity = Modelled(site, shape, engines, options, lengths, (1, 2, 4, 8))  # type: ignore[arg-type]
     layer = lengths.prompt * shape.kv_bytes(1, 2)
-    return capacity, Network(site, layer), layer * shape.num_hidden_layers
+    return capacity, KVNetwork(site, layer), layer * shape.num_hidden_layers
 
 
-def every_plan(gpus: tuple[int, ...], able: Any) -> Iterator[Plan]:
+def every_plan(gpus: tuple[int, ...], able: Any) -> Iterator[MemberPlan]:
     """All multisets of groups with roles on nodes of so many GPUs, some of which may be idle.
 
     Args:
@@ -84,6 +84,6 @@ def every_plan(gpus: tuple[int, ...], able: Any) -> Iterator[Plan]:
         )
 
 
-def least_side(groups: Sequence[Placed]) -> float:
+def least_side(groups: Sequence[PlacedGroup]) -> float:
     """The most that any flow carries: all of one role together."""
     return min(sum(groups[i].carried.rate for i in side) for side in split(groups))

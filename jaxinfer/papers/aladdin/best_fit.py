@@ -84,7 +84,7 @@ class Seen:
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class WorkerAccount:
     """One instance, and the account of what it was given.
 
     Attributes:
@@ -164,7 +164,7 @@ class Worker:
         return peak_entries(entries) <= room and job.longest <= room
 
 
-def takes(worker: Worker, job: Job, see: Callable[[Worker], Seen]) -> bool:
+def takes(worker: WorkerAccount, job: Job, see: Callable[[WorkerAccount], Seen]) -> bool:
     """True if a worker has room for a request by (b) to (e).
 
     Args:
@@ -178,27 +178,29 @@ def takes(worker: Worker, job: Job, see: Callable[[Worker], Seen]) -> bool:
     return in_time and worker.has_room(job)
 
 
-def best_fit(workers: Iterable[Worker], job: Job, see: Callable[[Worker], Seen]) -> Worker | None:
+def best_fit(
+    workers: Iterable[WorkerAccount], job: Job, see: Callable[[WorkerAccount], Seen]
+) -> WorkerAccount | None:
     """Algorithm 1: the fullest worker that has room; of empty ones, the cheapest for a request.
 
     Args:
         see: as of ``takes``.
     """
 
-    def order(worker: Worker) -> tuple[float, float]:
+    def order(worker: WorkerAccount) -> tuple[float, float]:
         return -worker.norm, 0.0 if worker.jobs else worker.usd_of(job)
 
     return next((each for each in sorted(workers, key=order) if takes(each, job, see)), None)
 
 
-def fits_alone(job: Job, workers: Iterable[Worker], late: float = 0.0) -> bool:
+def fits_alone(job: Job, workers: Iterable[WorkerAccount], late: float = 0.0) -> bool:
     """True if one of these would take a request if it had nothing, and it were in time.
 
     Args:
         late: seconds that it has waited.
     """
     return any(
-        takes(Worker("", limits), job, lambda _: Seen())
+        takes(WorkerAccount("", limits), job, lambda _: Seen())
         and (not job.prefills or late + limits.prefill.seconds(job.prompt) <= limits.ttft_s)
         for limits in {worker.limits for worker in workers}
     )
@@ -206,18 +208,18 @@ def fits_alone(job: Job, workers: Iterable[Worker], late: float = 0.0) -> bool:
 
 def to_open(
     jobs: Iterable[Job],
-    workers: Sequence[Worker],
-    off: Sequence[Worker],
-    see: Callable[[Worker], Seen],
+    workers: Sequence[WorkerAccount],
+    off: Sequence[WorkerAccount],
+    see: Callable[[WorkerAccount], Seen],
 ) -> list[str]:
     """Names of those that are off and that it takes for what fits nowhere else.
 
     Each time the one that is the cheapest for the request at hand, by its share of it. What does
     not even fit alone takes one where none is there.
     """
-    opened: dict[str, Worker] = {}
+    opened: dict[str, WorkerAccount] = {}
 
-    def see_opened(worker: Worker) -> Seen:
+    def see_opened(worker: WorkerAccount) -> Seen:
         return Seen(sum(job.prompt for job in worker.jobs.values()))
 
     for job in jobs:
@@ -231,7 +233,7 @@ def to_open(
                 able = left
             if able:
                 worker = min(able, key=lambda each: each.usd_of(job))
-                worker = opened[worker.name] = Worker(worker.name, worker.limits)
+                worker = opened[worker.name] = WorkerAccount(worker.name, worker.limits)
         if worker:
             worker.give(job)
     return list(opened)

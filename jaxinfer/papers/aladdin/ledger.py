@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.papers.aladdin.best_fit import Job, Limits, Seen, Worker, takes
+from jaxinfer.papers.aladdin.best_fit import Job, Limits, Seen, WorkerAccount, takes
 from jaxinfer.papers.aladdin.length_history import History
 from jaxinfer.papers.aladdin.rebalance import Errors, rebalance
 from jaxinfer.serving.system import ClusterView, InstanceView, RequestView
@@ -35,7 +35,7 @@ def limits_of(
     return Limits(fit.prefill, fit.decode, *targets, capacity(instance), instance.page_size)
 
 
-class Placed:
+class Ledger:
     """Workers by name, and the requests on them.
 
     Args:
@@ -57,15 +57,15 @@ class Placed:
         self._limits, self._not_granted, self._usd = limits, int(not grant_gap), usd
         self._history = History()
         self.any_lost = False
-        self._workers: dict[str, Worker] = {}
-        self._where: dict[str, Worker] = {}
+        self._workers: dict[str, WorkerAccount] = {}
+        self._where: dict[str, WorkerAccount] = {}
         # Of requests that ended early, by worker: until when they would have run, and KV entries.
         self._early: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
         # Of this call.
         self._given: Counter[str] = Counter()
         self._slack: dict[str, float] = {}
 
-    def look(self, cluster: ClusterView, *names: Sequence[str]) -> tuple[list[Worker], ...]:
+    def look(self, cluster: ClusterView, *names: Sequence[str]) -> tuple[list[WorkerAccount], ...]:
         """Lists of workers, as they are now; the books of those that are lost are closed."""
         self._cluster = cluster
         self._given.clear()
@@ -77,10 +77,10 @@ class Placed:
             self.any_lost = True
         return tuple([self._worker(name) for name in some] for some in names)
 
-    def _worker(self, name: str) -> Worker:
+    def _worker(self, name: str) -> WorkerAccount:
         if name not in self._workers:
             limits = self._limits(self._cluster.instances[name])
-            self._workers[name] = Worker(name, limits, self._cluster.now, self._usd(name))
+            self._workers[name] = WorkerAccount(name, limits, self._cluster.now, self._usd(name))
         return self._workers[name]
 
     def job(self, request: RequestView, prefills: bool) -> Job:
@@ -101,14 +101,14 @@ class Placed:
         found = found or self._history.mean_above(request.prompt_len, done)
         return min(found or request.max_tokens, request.max_tokens)
 
-    def give(self, job: Job, worker: Worker) -> None:
+    def give(self, job: Job, worker: WorkerAccount) -> None:
         """Book a request."""
         worker.give(job)
         self._where[job.id] = worker
         if job.prefills:
             self._given[worker.name] += job.prompt
 
-    def take_back(self, request: str) -> tuple[Worker, Job] | None:
+    def take_back(self, request: str) -> tuple[WorkerAccount, Job] | None:
         """It is to be placed anew, or has ended; None if it is nowhere."""
         worker = self._where.pop(request, None)
         job = worker and worker.take_back(request)
@@ -126,7 +126,7 @@ class Placed:
             early = [*self._early[worker.name], (until, job.prompt + output)]
             self._early[worker.name] = [each for each in early if each[0] > now]
 
-    def see(self, worker: Worker) -> Seen:
+    def see(self, worker: WorkerAccount) -> Seen:
         """Look at a worker, and bring its requests' output up to date; once in a call."""
         instance = self._cluster.instances[worker.name]
         if worker.name not in self._slack:
@@ -134,7 +134,7 @@ class Placed:
         tokens = instance.prompt_tokens_left + self._given[worker.name]
         return Seen(tokens, self._slack[worker.name])
 
-    def _least_slack(self, worker: Worker, instance: InstanceView) -> float:
+    def _least_slack(self, worker: WorkerAccount, instance: InstanceView) -> float:
         least, now, target = math.inf, self._cluster.now, worker.limits.atgt_s
         there = dict(instance.running) | dict(instance.importing)
         there |= {request.id: request for request in instance.waiting}
@@ -150,7 +150,7 @@ class Placed:
                 least = min(least, target * (done - self._not_granted) - (now - first))
         return least
 
-    def errors(self, worker: Worker) -> Errors:
+    def errors(self, worker: WorkerAccount) -> Errors:
         """Return the errors of a worker's predictions since the last look.
 
         An answer that goes on beyond its prediction counts with its prompt and what is left of it;
@@ -163,7 +163,7 @@ class Placed:
         tokens -= sum(entries for _, entries in shorter)
         return Errors(worker.limits.decode, tokens, len(longer) - len(shorter))
 
-    def rebalance(self, workers: Sequence[Worker]) -> dict[str, str]:
+    def rebalance(self, workers: Sequence[WorkerAccount]) -> dict[str, str]:
         """Requests that have not started and go to another worker, as is booked."""
         by_name = {worker.name: worker for worker in workers}
         for worker in workers:
@@ -183,7 +183,7 @@ class Placed:
         rebalance(errors, {worker.name: self._unstarted(worker) for worker in workers}, move)
         return moves
 
-    def _unstarted(self, worker: Worker) -> dict[str, int]:
+    def _unstarted(self, worker: WorkerAccount) -> dict[str, int]:
         """Requests that wait there for their first step, and how long their answers may be."""
         waiting = self._cluster.instances[worker.name].waiting
         return {

@@ -40,7 +40,7 @@ Kinds = Mapping[str, str]
 
 
 class AladdinOptions(Options):
-    """Options of ``Aladdin``.
+    """Options of ``AladdinPlanner``.
 
     Attributes:
         file: Run file of one worker, or with one of each kind to mix. Each is an instance on a
@@ -67,7 +67,7 @@ class AladdinOptions(Options):
                 raise OptionError(f"sizes.{name}: must be a number of GPUs")
 
 
-class Aladdin:
+class AladdinPlanner:
     """Looks for the fewest workers, of one size after the other, or for the cheapest mix."""
 
     Options = AladdinOptions

@@ -11,8 +11,8 @@ from typing import Annotated
 from pydantic import Field
 
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
-from jaxinfer.papers.aladdin.best_fit import Job, Worker, best_fit, fits_alone, to_open
-from jaxinfer.papers.aladdin.ledger import Placed, limits_of
+from jaxinfer.papers.aladdin.best_fit import Job, WorkerAccount, best_fit, fits_alone, to_open
+from jaxinfer.papers.aladdin.ledger import Ledger, limits_of
 from jaxinfer.serving.system import (
     Action,
     Assignment,
@@ -36,7 +36,7 @@ class AladdinOptions(Options):
             between its tokens.
         theta: Share of the targets that is used. See ``Limits``; the paper gives none.
         gamma: Share of an answer's tokens that counts. See ``Limits``; the paper has 0.5.
-        grant_gap: Whether a prompt may use the gap under way. See ``Placed``.
+        grant_gap: Whether a prompt may use the gap under way. See ``Ledger``.
         prefill: Instances that compute prompts alone; without any, workers have whole requests.
         heartbeat_s: Seconds between openings of instances with role ``off``, and moves of requests
             that have not started; null: neither.
@@ -83,7 +83,7 @@ class Aladdin(System):
         super().__init__(options)
         self.tick_interval = options.heartbeat_s
         asked = options.ttft_s, options.atgt_s, options.theta, options.gamma
-        self.placed = Placed(
+        self.placed = Ledger(
             lambda instance: limits_of(instance, *asked), options.grant_gap, options.usd
         )
         self._waiting: list[Job] = []
@@ -126,7 +126,7 @@ class Aladdin(System):
                 found.append(Assignment(request.id, (leg,)))
         return found
 
-    def _look(self, cluster: ClusterView) -> tuple[list[Worker], list[Worker]]:
+    def _look(self, cluster: ClusterView) -> tuple[list[WorkerAccount], list[WorkerAccount]]:
         """Workers that are open, and those that are off; who is off stands in for all lost ones."""
         names: tuple[list[str], list[str]] = [], []
         beats = self.tick_interval
@@ -136,7 +136,9 @@ class Aladdin(System):
         on, off = self.placed.look(cluster, *names)
         return (on, off) if on or not self.placed.any_lost else (off, on)
 
-    def _worker(self, job: Job, late: float, on: list[Worker], off: list[Worker]) -> Worker | None:
+    def _worker(
+        self, job: Job, late: float, on: list[WorkerAccount], off: list[WorkerAccount]
+    ) -> WorkerAccount | None:
         """Book a request, ``late`` seconds old, with a worker and return that; None if it waits."""
         worker = best_fit(on, job, self.placed.see)
         if worker is None:

@@ -8,7 +8,7 @@ from jaxinfer.serving.system import InstanceView, StepView
 
 
 @dataclass(frozen=True)
-class Load:
+class CPILoad:
     """State of the CPI that the Balancer knows when it cuts a request."""
 
     free_pages: int
@@ -18,10 +18,10 @@ class Load:
     decode_context: int
 
 
-def load_of(instance: InstanceView) -> Load:
+def load_of(instance: InstanceView) -> CPILoad:
     """The CPI's statistics now."""
     decodes = [r.computed for r in instance.running.values() if r.computed >= r.prompt_len]
-    return Load(
+    return CPILoad(
         instance.num_free_pages,
         instance.page_size,
         instance.max_num_batched_tokens,
@@ -30,7 +30,7 @@ def load_of(instance: InstanceView) -> Load:
     )
 
 
-def chunked_seconds(fit: MixedFit, load: Load, prompt_len: int, length: int) -> float:
+def chunked_seconds(fit: MixedFit, load: CPILoad, prompt_len: int, length: int) -> float:
     """T_chunked: seconds for the CPI to finish a prompt of which ``length`` tokens are there.
 
     Eq. 1, with the iteration times of eq. 3 at the context before the first and the last chunk.
@@ -50,7 +50,7 @@ def chunked_seconds(fit: MixedFit, load: Load, prompt_len: int, length: int) -> 
 
 
 def balance(
-    prefill: PrefillFit, mixed: MixedFit, load: Load, prompt_len: int, candidates: int
+    prefill: PrefillFit, mixed: MixedFit, load: CPILoad, prompt_len: int, candidates: int
 ) -> int:
     """Algorithm 1: L_p, the tokens of the prompt that the PPI computes."""
     if load.free_pages < ceil(prompt_len / load.page_size):

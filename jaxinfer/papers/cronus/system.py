@@ -67,7 +67,7 @@ class CronusOptions(Options):
 
 
 @dataclass(slots=True)
-class Cut:
+class PromptCut:
     """One request's cut: what the Balancer expected, and what came. Times in seconds."""
 
     prompt_len: int
@@ -87,9 +87,9 @@ class Cronus(System):
     def __init__(self, options: CronusOptions) -> None:
         super().__init__(options)
         self.needs_fits = options.fixed_cut(0) is None
-        self.cuts: dict[str, Cut] = {}
+        self.cuts: dict[str, PromptCut] = {}
         # Beyond those in the report, cuts that are needed to refine: until the PPI is done.
-        self._in_partial: dict[str, Cut] = {}
+        self._in_partial: dict[str, PromptCut] = {}
         self._left_out = 0
         self._refined = Refined() if options.refine else None
 
@@ -129,7 +129,7 @@ class Cronus(System):
             self._left_out += 1
             if not self._refined:
                 return length
-        kept[request.id] = Cut(
+        kept[request.id] = PromptCut(
             request.prompt_len,
             length,
             prefill.seconds(length),

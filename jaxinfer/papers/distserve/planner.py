@@ -20,8 +20,8 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.options.validation import Named, OptionError, Options
 from jaxinfer.papers.distserve.shapes import (
+    InstanceShape,
     Part,
-    Shape,
     chain,
     groups_of,
     instance_part,
@@ -121,24 +121,24 @@ class Space:
         most = self._options.gpus_per_node
         return [tp for tp in range(1, most + 1) if not any(count % tp for count in heads)]
 
-    def shapes(self) -> Iterator[Shape]:
+    def shapes(self) -> Iterator[InstanceShape]:
         """Yield the shapes of an instance by itself, in the order of Algorithm 1."""
         options = self._options
         for tp, pp in products(options.nodes, options.gpus_per_node):
             if tp in self.degrees and not self._model.num_hidden_layers % pp:
                 yield packed(tp, pp, options.gpus_per_node)
 
-    def pairs(self) -> Iterator[tuple[Shape, Shape]]:
+    def pairs(self) -> Iterator[tuple[InstanceShape, InstanceShape]]:
         """Yield shapes of prefill and decode with the same layers on each node (Algorithm 2)."""
         options, layers = self._options, self._model.num_hidden_layers
         for nodes in range(1, options.nodes + 1):
             stages = [n for n in range(1, options.gpus_per_node + 1) if not layers % (nodes * n)]
-            own = [Shape(tp, (n,) * nodes) for tp, n in product(self.degrees, stages)]
+            own = [InstanceShape(tp, (n,) * nodes) for tp, n in product(self.degrees, stages)]
             for pair in product(own, own):
                 if sum(shape.gpus for shape in pair) <= options.gpus_per_node * nodes:
                     yield pair
 
-    def refused(self, *shapes: Shape) -> str | None:
+    def refused(self, *shapes: InstanceShape) -> str | None:
         """Say why these shapes cannot be, memory aside; None if they can."""
         options = self._options
         for shape in shapes:
@@ -152,7 +152,7 @@ class Space:
                 return f"planner.costs: none of {shape.tp} GPUs, there are those of {known}"
         return None
 
-    def alone(self, phase: str, shape: Shape) -> Candidate:
+    def alone(self, phase: str, shape: InstanceShape) -> Candidate:
         """One phase of all requests on one instance; the other one takes no time."""
         axes = {"placed": phase, **_axes(phase, shape, 1)}
         part = self._instance(phase, shape)
@@ -166,7 +166,7 @@ class Space:
             more = {"uncounted": (_SOURCE,)}
         return Candidate(axes, part, (phase, shape), self.refused(shape), **more)
 
-    def units(self, prefill: Shape, decode: Shape, count: int = 1) -> Candidate:
+    def units(self, prefill: InstanceShape, decode: InstanceShape, count: int = 1) -> Candidate:
         """Units of one instance of each phase, whose stages share nodes."""
         names = [groups_of(*each) for each in zip(PHASES, (prefill, decode), strict=True)]
         rate = self._link_gb_s * min(prefill.by_node[0], decode.by_node[0])
@@ -184,7 +184,9 @@ class Space:
         key = ("units", prefill, decode, count)
         return Candidate(axes, part, key, self.refused(prefill, decode))
 
-    def cluster(self, shapes: Sequence[Shape], counts: Sequence[int], carry: float) -> Candidate:
+    def cluster(
+        self, shapes: Sequence[InstanceShape], counts: Sequence[int], carry: float
+    ) -> Candidate:
         """So many instances of prefill and of decode, anywhere.
 
         Args:
@@ -206,7 +208,11 @@ class Space:
         return Candidate(axes, part, key)
 
     def _together(
-        self, shapes: Sequence[Shape], counts: Sequence[int], links: Sequence[Part], system: Part
+        self,
+        shapes: Sequence[InstanceShape],
+        counts: Sequence[int],
+        links: Sequence[Part],
+        system: Part,
     ) -> Part:
         parts, own = [], []
         for phase, shape, count in zip(PHASES, shapes, counts, strict=True):
@@ -214,7 +220,7 @@ class Space:
             own += chain(groups_of(phase, shape), self._options.nic_gb_s)
         return joined([*parts, system], [*own, *links])
 
-    def _instance(self, phase: str, shape: Shape, replicas: int = 1) -> Part:
+    def _instance(self, phase: str, shape: InstanceShape, replicas: int = 1) -> Part:
         given = self._options.costs.get(str(shape.tp))
         costs = given.model_dump(mode="json", exclude_unset=True) if given else {}
         layers = self._model.num_hidden_layers
@@ -293,7 +299,7 @@ def products(nodes: int, gpus_per_node: int) -> Iterator[tuple[int, int]]:
             yield tp, pp
 
 
-def _axes(phase: str, shape: Shape, count: int) -> dict[str, Axis]:
+def _axes(phase: str, shape: InstanceShape, count: int) -> dict[str, Axis]:
     return {f"{phase}_tp": shape.tp, f"{phase}_pp": shape.pp, f"{phase}_instances": count}
 
 

@@ -11,7 +11,7 @@ Part = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Shape:
+class InstanceShape:
     """Shape of one instance: its stages, and the nodes that they stand on.
 
     Attributes:
@@ -38,10 +38,10 @@ class Shape:
         return [self.tp * count for count in self.stages]
 
 
-def packed(tp: int, pp: int, gpus_per_node: int) -> Shape:
+def packed(tp: int, pp: int, gpus_per_node: int) -> InstanceShape:
     """Return the shape on as few nodes as hold its stages."""
     full, rest = divmod(pp, gpus_per_node // tp)
-    return Shape(tp, (gpus_per_node // tp,) * full + ((rest,) if rest else ()))
+    return InstanceShape(tp, (gpus_per_node // tp,) * full + ((rest,) if rest else ()))
 
 
 def num_nodes(pieces: Iterable[int], gpus_per_node: int) -> int:
@@ -56,13 +56,13 @@ def num_nodes(pieces: Iterable[int], gpus_per_node: int) -> int:
     return len(left)
 
 
-def groups_of(name: str, shape: Shape) -> list[str]:
+def groups_of(name: str, shape: InstanceShape) -> list[str]:
     """One on each node; a number for each replica follows."""
     return [f"{name}_{node}_" for node in range(len(shape.stages))]
 
 
 def instance_part(
-    name: str, shape: Shape, kind: str, layers: int, costs: Part, replicas: int = 1
+    name: str, shape: InstanceShape, kind: str, layers: int, costs: Part, replicas: int = 1
 ) -> Part:
     """Groups, stages and costs of an instance, with its replicas.
 

@@ -18,7 +18,7 @@ from jaxinfer.serving.system import (
     RequestView,
     System,
 )
-from jaxinfer.systems.instances import Names, Pools, alive, check_roles, least_loaded, most_entries
+from jaxinfer.systems.instances import KVRoom, Names, alive, check_roles, least_loaded, most_entries
 
 
 class Unit(Options):
@@ -59,7 +59,7 @@ class DistServe(System):
         super().__init__(options)
         # Of each request that is or was in a prefill instance, which one.
         self._prefilled: dict[str, str] = {}
-        self._pools = Pools()
+        self._pools = KVRoom()
         self._units = {name: unit for unit in options.units for name in unit.prefill}
 
     def check(self, instances: Collection[str]) -> None:

@@ -13,7 +13,7 @@ from jaxinfer.serving.step_fit import AttentionFit
 
 
 @dataclass(frozen=True)
-class Load:
+class DeviceLoad:
     """Work that lies on a device, and the room that it has.
 
     Attributes:
@@ -59,9 +59,9 @@ class Load:
         busy = min(2 * (seconds + hidden - fit.exchange), seconds + 2 * hidden)
         return busy - 2 * fit.constant - self.others
 
-    def plus(self, slices: int, entries: float, pages: int) -> "Load":
+    def plus(self, slices: int, entries: float, pages: int) -> "DeviceLoad":
         """Return the load with so many slices more, of so many KV entries and pages each."""
-        return Load(
+        return DeviceLoad(
             self.fit,
             self.pairs + slices,
             self.entries + slices * entries,
@@ -71,13 +71,15 @@ class Load:
             self.hidden,
         )
 
-    def grown(self, slices: int) -> "Load":
+    def grown(self, slices: int) -> "DeviceLoad":
         """Return the load with one more page for each of so many slices that lie there."""
         entries = self.entries + slices * self.page_size
         return replace(self, entries=entries, free_pages=self.free_pages - slices)
 
 
-def dispatch(loads: Sequence[Load], slices: int, entries: float, pages: int) -> list[int] | None:
+def dispatch(
+    loads: Sequence[DeviceLoad], slices: int, entries: float, pages: int
+) -> list[int] | None:
     """Choose how many of a request's slices each device gets, so that the slowest is least slow.
 
     One slice at a time goes to the device that is then the fastest, of those with room. Slices of
@@ -103,7 +105,7 @@ def dispatch(loads: Sequence[Load], slices: int, entries: float, pages: int) -> 
     return counts
 
 
-def dispatch_by_memory(loads: Sequence[Load], slices: int, pages: int) -> list[int] | None:
+def dispatch_by_memory(loads: Sequence[DeviceLoad], slices: int, pages: int) -> list[int] | None:
     """Likewise, each slice on the device that has the most room: what time is not looked at."""
     free, counts = [load.free_pages for load in loads], [0] * len(loads)
     for _ in range(slices):
@@ -115,7 +117,7 @@ def dispatch_by_memory(loads: Sequence[Load], slices: int, pages: int) -> list[i
     return counts
 
 
-def can_do(seconds: float, loads: Sequence[Load]) -> bool:
+def can_do(seconds: float, loads: Sequence[DeviceLoad]) -> bool:
     """True if so many seconds do for all that lies on the devices, were it placed anew.
 
     The least time of which that is true is a lower bound of f* (section 5.3.1): any part of a slice
@@ -145,7 +147,7 @@ def can_do(seconds: float, loads: Sequence[Load]) -> bool:
     return pairs <= 1e-9 and entries <= 1e-9
 
 
-def placed_anew(loads: Sequence[Load]) -> float:
+def placed_anew(loads: Sequence[DeviceLoad]) -> float:
     """About the time if all were placed anew, and each slice had the mean of the KV entries."""
     pairs = sum(load.pairs for load in loads)
     each = sum(load.entries for load in loads) / pairs
@@ -168,7 +170,7 @@ def placed_anew(loads: Sequence[Load]) -> float:
     return high
 
 
-def as_halves(loads: Sequence[Load], whole: float, half: float) -> Sequence[Load]:
+def as_halves(loads: Sequence[DeviceLoad], whole: float, half: float) -> Sequence[DeviceLoad]:
     """Return the loads of a stage's devices, its own first, as halves where that is faster.
 
     Heads lie otherwise for halves than for whole steps. So both are looked at as if all heads were

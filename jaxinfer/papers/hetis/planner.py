@@ -19,7 +19,7 @@ from jaxinfer.config.stage_part import KV_SIZES, WEIGHT_SIZES, StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, ModelShape
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
-from jaxinfer.papers.hetis.primaries import Grouping, Rule, groupings
+from jaxinfer.papers.hetis.primaries import Grouping, ShareRule, groupings
 from jaxinfer.plan.candidate import Axis, Candidate, Search
 from jaxinfer.plan.layers import even_times
 from jaxinfer.plan.problem import Problem
@@ -28,7 +28,7 @@ from jaxinfer.simulate.costs.model import make_stage
 
 
 class HetisOptions(Options):
-    """Options of ``Hetis``.
+    """Options of ``HetisPlanner``.
 
     Attributes:
         seconds: Seconds of a prefill by one GPU of each kind; by default the simulator's.
@@ -40,7 +40,7 @@ class HetisOptions(Options):
 
     seconds: Named[float] = Field(default_factory=dict)
     most_slower: float = Field(default=0.05, ge=0)
-    rule: Rule = "cumulative"
+    rule: ShareRule = "cumulative"
     simulated: int = Field(default=8, ge=1)
 
     def model_post_init(self, context: object, /) -> None:
@@ -51,7 +51,7 @@ class HetisOptions(Options):
 
 
 @dataclass(frozen=True)
-class Kinds:
+class GpuKinds:
     """The cluster's GPUs by kind, the quickest first.
 
     Attributes:
@@ -65,7 +65,7 @@ class Kinds:
     nodes: Sequence[Sequence[str]]
 
 
-class Hetis:
+class HetisPlanner:
     """Ranks groupings by a full step of their largest stage, and simulates the first of them."""
 
     Options = HetisOptions
@@ -100,7 +100,7 @@ class Hetis:
             for seconds, grouping in found[: options.simulated]
         ]
 
-    def _kinds(self, costs: "StageTimes") -> Kinds:
+    def _kinds(self, costs: "StageTimes") -> GpuKinds:
         """The quickest first."""
         nodes: dict[str, list[str]] = {}
         for name, node in costs.hardware.nodes.items():
@@ -113,7 +113,7 @@ class Hetis:
             raise OptionError(f"planner.seconds: has nothing of {left[0]}")
         seconds = given or {name: costs.of_layer(name, 1) for name in nodes}
         names = sorted(nodes, key=lambda name: seconds[name])
-        return Kinds(
+        return GpuKinds(
             names,
             [len(nodes[name]) for name in names],
             [seconds[name] for name in names],
@@ -121,7 +121,7 @@ class Hetis:
         )
 
     def _candidate(
-        self, kinds: Kinds, costs: "StageTimes", seconds: float, grouping: Grouping
+        self, kinds: GpuKinds, costs: "StageTimes", seconds: float, grouping: Grouping
     ) -> Candidate:
         part: dict[str, Any] = {
             "groups": {},
@@ -202,7 +202,7 @@ class StageTimes:
         return layers / speed if 0 < stages <= layers else inf
 
 
-def _stands(kinds: Kinds, grouping: Grouping) -> bool:
+def _stands(kinds: GpuKinds, grouping: Grouping) -> bool:
     """True if each stage's GPUs are on one node."""
     return all(
         len(set(stage)) == 1
@@ -213,7 +213,7 @@ def _stands(kinds: Kinds, grouping: Grouping) -> bool:
 
 
 def _nodes(
-    kinds: Kinds, grouping: Grouping, number: int
+    kinds: GpuKinds, grouping: Grouping, number: int
 ) -> Iterator[tuple[list[Sequence[str]], Sequence[str]]]:
     """Yield for each kind the nodes of an instance's stages, and of those that have no layers."""
     for nodes, count, (tp, pp) in zip(kinds.nodes, kinds.counts, grouping.splits, strict=True):
@@ -223,7 +223,7 @@ def _nodes(
 
 
 def _add_instance(
-    part: dict[str, Any], number: int, kinds: Kinds, costs: StageTimes, grouping: Grouping
+    part: dict[str, Any], number: int, kinds: GpuKinds, costs: StageTimes, grouping: Grouping
 ) -> None:
     """Its groups on their nodes; each GPU without layers is there for all its stages."""
     name = f"hetis{number}"

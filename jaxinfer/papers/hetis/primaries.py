@@ -9,7 +9,7 @@ from itertools import product
 from math import gcd
 from typing import Literal, NamedTuple
 
-Rule = Literal["cumulative", "stepwise"]
+ShareRule = Literal["cumulative", "stepwise"]
 
 
 class Grouping(NamedTuple):
@@ -31,7 +31,7 @@ def seconds_of(counts: Sequence[int], seconds: Sequence[float]) -> float:
 
 
 def primaries(
-    counts: Sequence[int], seconds: Sequence[float], most: float, rule: Rule
+    counts: Sequence[int], seconds: Sequence[float], most: float, rule: ShareRule
 ) -> list[int]:
     """Return how many GPUs of each kind keep layers.
 
@@ -54,7 +54,7 @@ def primaries(
 
 
 def groupings(
-    counts: Sequence[int], seconds: Sequence[float], most: float, rule: Rule
+    counts: Sequence[int], seconds: Sequence[float], most: float, rule: ShareRule
 ) -> Iterator[Grouping]:
     """All of them: every number of instances that divides each kind, and every split of a stage."""
     common = gcd(*counts)

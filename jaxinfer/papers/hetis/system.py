@@ -12,7 +12,7 @@ from pydantic import Field
 
 from jaxinfer.options.validation import Named, OptionError, Options
 from jaxinfer.papers.hetis.head_dispatch import (
-    Load,
+    DeviceLoad,
     as_halves,
     can_do,
     dispatch,
@@ -32,7 +32,7 @@ from jaxinfer.serving.system import (
     StepView,
     System,
 )
-from jaxinfer.systems.instances import Pools, most_entries
+from jaxinfer.systems.instances import KVRoom, most_entries
 
 
 class AttentionSeconds(Options):
@@ -78,7 +78,7 @@ class Hetis(System):
         given = self.options.attention.items()
         self._given = {group: AttentionFit(**fit.model_dump()) for group, fit in given}
         self.needs_attention_fits = not given
-        self._pools = Pools()
+        self._pools = KVRoom()
         self._counts = Counter(handed_out=0, moved_for_time=0, moved_for_memory=0)
         # By instance, requests that were told to move, and may not have got there.
         self._moving: defaultdict[str, set[str]] = defaultdict(set)
@@ -177,7 +177,7 @@ class Hetis(System):
         """Count the requests that were told to move, by reason."""
         return dict(self._counts)
 
-    def _is_slow(self, loads: Sequence[Load]) -> bool:
+    def _is_slow(self, loads: Sequence[DeviceLoad]) -> bool:
         """True if the slowest is more than Theta behind the ideal."""
         theta, slowest = self.options.theta, max(load.seconds for load in loads)
         assert theta is not None
@@ -228,8 +228,8 @@ class Hetis(System):
         instance: InstanceView,
         request: RequestView,
         numbers: Sequence[int],
-        loads: Sequence[Load],
-    ) -> tuple[list[Load], list[SliceMove]] | None:
+        loads: Sequence[DeviceLoad],
+    ) -> tuple[list[DeviceLoad], list[SliceMove]] | None:
         """Place a request anew; return the loads of a stage's devices after that, and its moves."""
         entries, pages = request.num_known, -(-request.num_known // instance.page_size)
         here = [len(request.slices[number]) for number in numbers]
@@ -257,7 +257,7 @@ class Hetis(System):
         return bool(still)
 
     def _dispatch(
-        self, loads: Sequence[Load], slices: int, entries: float, pages: int
+        self, loads: Sequence[DeviceLoad], slices: int, entries: float, pages: int
     ) -> list[int] | None:
         if self.options.placement == "memory":
             return dispatch_by_memory(loads, slices, pages)
@@ -265,7 +265,7 @@ class Hetis(System):
 
     def _loads(
         self, instance: InstanceView, numbers: Sequence[int], coming: int = 0
-    ) -> Sequence[Load]:
+    ) -> Sequence[DeviceLoad]:
         """Return the loads of the shards of one stage, its own first.
 
         A pipeline's requests are in as many steps as it has stages. So the part of a
@@ -284,7 +284,7 @@ class Hetis(System):
         whole, half = (steps * dense(running / steps / parts) for parts in (1, 2))
         return as_halves(loads, whole, half)
 
-    def _load(self, instance: InstanceView, shard: ShardView, steps: int) -> Load:
+    def _load(self, instance: InstanceView, shard: ShardView, steps: int) -> DeviceLoad:
         """Return the load of a shard, with the time its device works for other stages meanwhile.
 
         While this stage goes through its layers, they go through theirs.
@@ -296,7 +296,7 @@ class Hetis(System):
             for other in instance.shards
             if other.group == shard.group and other.stage != shard.stage
         )
-        return Load(
+        return DeviceLoad(
             fit,
             shard.num_pairs,
             _used(instance, shard),

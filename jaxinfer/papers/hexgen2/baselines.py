@@ -4,8 +4,8 @@ import random
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
-from jaxinfer.papers.hexgen2.full_steps import Lengths
-from jaxinfer.papers.hexgen2.moves import Kind, Plan, apply, changes, size
+from jaxinfer.papers.hexgen2.full_steps import LengthStats
+from jaxinfer.papers.hexgen2.moves import Kind, MemberPlan, apply, changes, size
 from jaxinfer.papers.hexgen2.partition import num_replicas, partition
 from jaxinfer.papers.hexgen2.refine import Scored, Scorer, climb, score
 
@@ -18,7 +18,7 @@ _POPULATION, _OFFSPRING = 100, 10
 _AROUND = 2
 
 
-def starts(scorer: Scorer, model: ModelShape, lengths: Lengths) -> list[Plan]:
+def starts(scorer: Scorer, model: ModelShape, lengths: LengthStats) -> list[MemberPlan]:
     """The partitions into as many groups as memory suggests, and some more and fewer."""
     site = scorer.site
     middle = num_replicas(site, model, lengths.prompt + lengths.decodes)
@@ -29,18 +29,18 @@ def starts(scorer: Scorer, model: ModelShape, lengths: Lengths) -> list[Plan]:
     return [partition(site, count) for count in counts]
 
 
-def most_gpus(plans: list[Plan], least: int) -> int:
+def most_gpus(plans: list[MemberPlan], least: int) -> int:
     """A limit for groups that these plans keep."""
     return max(least, *(size(group) for plan in plans for group, _ in plan))
 
 
-def guided(scorer: Scorer, plans: list[Plan], most: int) -> Scored:
+def guided(scorer: Scorer, plans: list[MemberPlan], most: int) -> Scored:
     """Climb from each start by swaps that raise what the short role carries (section 3.4)."""
     found = [climb(scorer, score(scorer, plan), most, SWAPS) for plan in plans]
     return max(found, key=lambda each: (each.flow, each.slack))
 
 
-def random_swaps(scorer: Scorer, plans: list[Plan], most: int, seed: int) -> Scored:
+def random_swaps(scorer: Scorer, plans: list[MemberPlan], most: int, seed: int) -> Scored:
     """Make random swaps to the best start, each kept unless it is worse."""
     rng = random.Random(seed)
     best = max((score(scorer, plan) for plan in plans), key=lambda each: (each.flow, each.slack))
@@ -53,7 +53,7 @@ def random_swaps(scorer: Scorer, plans: list[Plan], most: int, seed: int) -> Sco
     return best
 
 
-def genetic(scorer: Scorer, plans: list[Plan], most: int, seed: int) -> Scored:
+def genetic(scorer: Scorer, plans: list[MemberPlan], most: int, seed: int) -> Scored:
     """Mutations alone; the fittest by their flow stay."""
     rng = random.Random(seed)
     population = [score(scorer, plan) for plan in plans]
@@ -65,13 +65,13 @@ def genetic(scorer: Scorer, plans: list[Plan], most: int, seed: int) -> Scored:
     return min(population, key=_fitness)
 
 
-def _fitness(each: Scored) -> tuple[float, float, Plan]:
+def _fitness(each: Scored) -> tuple[float, float, MemberPlan]:
     """The least is the fittest."""
     return -each.flow, -each.slack, each.plan
 
 
 def _mutant(
-    scorer: Scorer, plan: Plan, kinds: tuple[Kind, ...], most: int, rng: random.Random
+    scorer: Scorer, plan: MemberPlan, kinds: tuple[Kind, ...], most: int, rng: random.Random
 ) -> Scored | None:
     options = list(changes(scorer.site, plan, kinds, most))
     scorer.effort.scored -= 1

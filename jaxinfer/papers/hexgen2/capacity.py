@@ -17,7 +17,7 @@ from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.stage_part import KV_SIZES, WEIGHT_SIZES, StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
-from jaxinfer.papers.hexgen2.full_steps import Lengths
+from jaxinfer.papers.hexgen2.full_steps import LengthStats
 from jaxinfer.papers.hexgen2.gpus import Group, Site
 from jaxinfer.papers.hexgen2.stages import Shape, Signature, shapes
 from jaxinfer.plan.layers import even_times
@@ -25,14 +25,14 @@ from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs.model import ITEMSIZE, StageCost, make_stage
 from jaxinfer.simulate.kv_capacity import count_pages
 
-Role = Literal["prefill", "decode"]
-ROLES: tuple[Role, Role] = ("prefill", "decode")
+GroupRole = Literal["prefill", "decode"]
+ROLES: tuple[GroupRole, GroupRole] = ("prefill", "decode")
 # Shares of the sequences that it may run, of which the best is taken where memory is short.
 _BATCHES = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlannedStage:
     """One pipeline stage.
 
     Attributes:
@@ -54,7 +54,7 @@ class Carried:
     """
 
     rate: float = 0.0
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[PlannedStage, ...] = ()
 
 
 class Capacity(Protocol):
@@ -62,7 +62,7 @@ class Capacity(Protocol):
 
     site: Site
 
-    def carried(self, signature: Signature, role: Role) -> Carried:
+    def carried(self, signature: Signature, role: GroupRole) -> Carried:
         """Return what a group of this signature carries."""
 
 
@@ -94,9 +94,9 @@ class Modelled:
         self,
         site: Site,
         model: ModelShape,
-        engines: Mapping[Role, InstanceConfig],
+        engines: Mapping[GroupRole, InstanceConfig],
         costs: SimulateOptions,
-        lengths: Lengths,
+        lengths: LengthStats,
         degrees: Sequence[int],
         local: bool = False,
     ) -> None:
@@ -104,13 +104,13 @@ class Modelled:
         self.engines, self._costs, self._local = engines, costs, local
         heads = model.num_attention_heads, model.num_key_value_heads
         self.degrees = [tp for tp in sorted(degrees) if not any(n % tp for n in heads)]
-        self._found: dict[tuple[Signature, Role], Carried] = {}
+        self._found: dict[tuple[Signature, GroupRole], Carried] = {}
         self._entries: dict[tuple[object, ...], list[int]] = {}
         self._lines: dict[tuple[object, ...], tuple[float, float]] = {}
         self._limits: dict[tuple[object, ...], int] = {}
         self._stages: dict[tuple[object, ...], StageCost] = {}
         self._seconds: dict[tuple[object, ...], float] = {}
-        self._works: dict[tuple[Role, int], tuple[Work, float]] = {}
+        self._works: dict[tuple[GroupRole, int], tuple[Work, float]] = {}
 
     def as_local(self) -> "Modelled":
         """The same without time between stages."""
@@ -130,14 +130,14 @@ class Modelled:
         sizes = {KV_SIZES[engine.kv_cache_dtype] for engine in self.engines.values()}
         return self.lengths.prompt * self.model.kv_bytes(1, min(sizes))
 
-    def carried(self, signature: Signature, role: Role) -> Carried:
+    def carried(self, signature: Signature, role: GroupRole) -> Carried:
         """Return what a group of this signature carries with its best stages (first of equals)."""
         key = signature, role
         if key not in self._found:
             self._found[key] = self._best(signature, role)
         return self._found[key]
 
-    def carried_by(self, signature: Signature, shape: Shape, role: Role) -> Carried:
+    def carried_by(self, signature: Signature, shape: Shape, role: GroupRole) -> Carried:
         """Return what these stages of a group carry, with the best layers for them."""
         ends = self._ends(signature, shape)
         lines = [self._line(role, end, len(shape)) for end in ends]
@@ -146,10 +146,10 @@ class Modelled:
             rate = self._rate(signature, shape, ends, layers, role)
             if rate > best.rate:
                 stages = zip(shape, layers, strict=True)
-                best = Carried(rate, tuple(Stage(*where, count) for where, count in stages))
+                best = Carried(rate, tuple(PlannedStage(*where, count) for where, count in stages))
         return best
 
-    def _best(self, signature: Signature, role: Role) -> Carried:
+    def _best(self, signature: Signature, role: GroupRole) -> Carried:
         """Return the best stages: shapes come first that would be best with layers cut freely."""
         ranked = []
         for shape in shapes(signature, self.site.kind_of_type, self.degrees):
@@ -177,7 +177,7 @@ class Modelled:
         last = len(shape) - 1
         return [(signature[place][0], tp, i == 0, i == last) for i, (place, tp) in enumerate(shape)]
 
-    def most_of_layers(self, type_: int, gpus: int, role: Role) -> float:
+    def most_of_layers(self, type_: int, gpus: int, role: GroupRole) -> float:
         """Requests per second times the share of the layers that GPUs have of a group: an upper
         bound, whatever else is in the group, as if memory were free.
 
@@ -195,7 +195,7 @@ class Modelled:
             best = max(best, requests * sum(1 / seconds for seconds in each))
         return best / self.model.num_hidden_layers
 
-    def _line(self, role: Role, end: End, stages: int) -> tuple[float, float]:
+    def _line(self, role: GroupRole, end: End, stages: int) -> tuple[float, float]:
         """Seconds of a stage of so many, all of them full: fixed, and for each layer."""
         key = role, end, stages
         if key not in self._lines:
@@ -206,7 +206,7 @@ class Modelled:
         return self._lines[key]
 
     def _splits(
-        self, ends: Sequence[End], lines: Sequence[tuple[float, float]], role: Role
+        self, ends: Sequence[End], lines: Sequence[tuple[float, float]], role: GroupRole
     ) -> Iterator[list[int]]:
         """Layers with which the slowest stage is as quick as can be, by how much KV is to fit."""
         total, shortest = self.model.num_hidden_layers, self.lengths.shortest_pool[role]
@@ -233,7 +233,7 @@ class Modelled:
         shape: Shape,
         ends: Sequence[End],
         layers: Sequence[int],
-        role: Role,
+        role: GroupRole,
     ) -> float:
         """Requests per second of these stages."""
         pairs = list(zip(ends, layers, strict=True))
@@ -276,7 +276,7 @@ class Modelled:
         """
         return self._full("prefill", stages)
 
-    def _full(self, role: Role, stages: int) -> int:
+    def _full(self, role: GroupRole, stages: int) -> int:
         """Tokens of a prefill step, or sequences of a decode step, of an instance with work."""
         engine = self.engines[role]
         if role == "decode":
@@ -284,7 +284,7 @@ class Modelled:
         seats = int(engine.max_num_seqs * self.lengths.prompt / stages)
         return max(min(engine.max_num_batched_tokens, seats), 1)
 
-    def _work(self, role: Role, size: int) -> tuple[Work, float]:
+    def _work(self, role: GroupRole, size: int) -> tuple[Work, float]:
         key = role, size
         if key not in self._works:
             lengths = self.lengths
@@ -293,7 +293,7 @@ class Modelled:
             )
         return self._works[key]
 
-    def _time(self, role: Role, end: End, layers: int, size: int) -> float:
+    def _time(self, role: GroupRole, end: End, layers: int, size: int) -> float:
         key = role, end, layers, size
         if key not in self._seconds:
             stage = end, layers, self._sizes(role)
@@ -303,7 +303,7 @@ class Modelled:
             self._seconds[key] = self._stages[stage].seconds(self._work(role, size)[0])
         return self._seconds[key]
 
-    def _pool(self, role: Role, end: End) -> list[int]:
+    def _pool(self, role: GroupRole, end: End) -> list[int]:
         """KV entries of a stage by its layers, from 1 on; 0 where they do not fit."""
         if (role, end) not in self._entries:
             engine, costs = self.engines[role], self._costs
@@ -319,7 +319,7 @@ class Modelled:
             self._entries[role, end] = [*found, *[0] * left]
         return self._entries[role, end]
 
-    def _most_layers(self, role: Role, end: End, wanted: float) -> int:
+    def _most_layers(self, role: GroupRole, end: End, wanted: float) -> int:
         """Return the most layers a stage can have so that its pool has so many entries."""
         key = role, end, wanted
         if key not in self._limits:
@@ -329,11 +329,11 @@ class Modelled:
             )
         return self._limits[key]
 
-    def _sizes(self, role: Role) -> tuple[int, int]:
+    def _sizes(self, role: GroupRole) -> tuple[int, int]:
         engine = self.engines[role]
         return WEIGHT_SIZES[engine.dtype], KV_SIZES[engine.kv_cache_dtype]
 
-    def _part(self, role: Role, end: End, layers: int) -> StagePart:
+    def _part(self, role: GroupRole, end: End, layers: int) -> StagePart:
         type_, tp, first, last = end
         site, model = self.site, self.model
         share = layers / model.num_hidden_layers

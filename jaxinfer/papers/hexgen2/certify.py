@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.papers.hexgen2.capacity import Modelled
-from jaxinfer.papers.hexgen2.flow import Flow, Network, Placed, shared_flow
+from jaxinfer.papers.hexgen2.flow import Flow, KVNetwork, PlacedGroup, shared_flow
 from jaxinfer.papers.hexgen2.gpus import Site
 from jaxinfer.papers.hexgen2.integer_programs import (
-    Cells,
-    Mix,
+    NodePlan,
+    PooledPlan,
     best_mix,
     configurations,
     within_nodes,
 )
-from jaxinfer.papers.hexgen2.moves import Member, Plan, as_plan
+from jaxinfer.papers.hexgen2.moves import Member, MemberPlan, as_plan
 from jaxinfer.papers.hexgen2.refine import Effort, Scorer, refine
 
 
@@ -30,8 +30,8 @@ class Certified:
         per_gpu: by kind of GPU, further requests per second for one more of them.
     """
 
-    plan: Plan
-    groups: Sequence[Placed]
+    plan: MemberPlan
+    groups: Sequence[PlacedGroup]
     flow: Flow
     bound: float
     within: float
@@ -43,14 +43,14 @@ class Certified:
         return max(1 - self.flow.total / self.bound, 0.0)
 
 
-def plan_of_cells(cells: Cells) -> Plan:
+def plan_of_cells(cells: NodePlan) -> MemberPlan:
     """Groups within nodes."""
     return as_plan(
         (((node, count),), role) for node, groups in cells.groups.items() for count, role in groups
     )
 
 
-def plan_of_mix(site: Site, mix: Mix) -> Plan:
+def plan_of_mix(site: Site, mix: PooledPlan) -> MemberPlan:
     """The groups on nodes: each kind's GPUs of a group on the fewest, where they just fit."""
     free = list(site.gpus)
     kind = [site.kind_of_type[type_] for type_ in site.type_of]
@@ -87,7 +87,7 @@ def cards_by_kind(site: Site, request_bytes: float) -> list[float]:
     return found
 
 
-def mix_of(capacity: Modelled, request_bytes: float, most: int, known: float = 0.0) -> Mix:
+def mix_of(capacity: Modelled, request_bytes: float, most: int, known: float = 0.0) -> PooledPlan:
     """Return the best mix of the GPUs that are there; see ``best_mix``."""
     site = capacity.site
     counts = counts_by_kind(site)
@@ -122,7 +122,7 @@ def rent(capacity: Modelled, request_bytes: float, most: int, budget: float) -> 
 
 def best_plan(
     capacity: Modelled,
-    network: Network,
+    network: KVNetwork,
     request_bytes: float,
     most: int,
     effort: Effort,
@@ -148,7 +148,7 @@ def best_plan(
     return certify(scorer, best.plan, mix, cells.bound)
 
 
-def certify(scorer: Scorer, plan: Plan, mix: Mix, within: float) -> Certified:
+def certify(scorer: Scorer, plan: MemberPlan, mix: PooledPlan, within: float) -> Certified:
     """A plan beside what none exceeds.
 
     Raises:

@@ -8,7 +8,7 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
-from jaxinfer.papers.hexgen2.capacity import Carried, Role, nodes_of
+from jaxinfer.papers.hexgen2.capacity import Carried, GroupRole, nodes_of
 from jaxinfer.papers.hexgen2.gpus import Group, Site
 
 # A name in words and numbers: ("nic", node, "out"), say.
@@ -20,11 +20,11 @@ _LEAST = 1e-7
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedGroup:
     """A group in its role, with what it carries."""
 
     group: Group
-    role: Role
+    role: GroupRole
     carried: Carried
 
     def layers(self, site: Site) -> list[tuple[int, int, int, int]]:
@@ -54,7 +54,7 @@ class Flow:
     per_request: Mapping[int, float] = field(default_factory=dict)
 
 
-class Network:
+class KVNetwork:
     """Links that the KV of a request goes over, and the bytes that it takes of each.
 
     Args:
@@ -63,9 +63,9 @@ class Network:
 
     def __init__(self, site: Site, layer_bytes: float) -> None:
         self._site, self._layer_bytes = site, layer_bytes
-        self._known: dict[tuple[Placed, Placed], dict[Link, tuple[float, float]]] = {}
+        self._known: dict[tuple[PlacedGroup, PlacedGroup], dict[Link, tuple[float, float]]] = {}
 
-    def lanes(self, source: Placed, dest: Placed) -> Mapping[Link, tuple[float, float]]:
+    def lanes(self, source: PlacedGroup, dest: PlacedGroup) -> Mapping[Link, tuple[float, float]]:
         """Bytes of a request on each link between two groups, and that link's bytes per second.
 
         As the simulator has it: between two stages on one node there is a link of their own, over
@@ -93,20 +93,20 @@ class Network:
         self._known[key] = found
         return found
 
-    def most(self, source: Placed, dest: Placed) -> float:
+    def most(self, source: PlacedGroup, dest: PlacedGroup) -> float:
         """Requests per second of a pair that has all links to itself."""
         lanes = self.lanes(source, dest).values()
         return min((rate / num_bytes for num_bytes, rate in lanes), default=np.inf)
 
 
-def split(groups: Sequence[Placed]) -> tuple[list[int], list[int]]:
+def split(groups: Sequence[PlacedGroup]) -> tuple[list[int], list[int]]:
     """Numbers of those that prefill, and of those that decode, which carry something."""
     able = [i for i, placed in enumerate(groups) if placed.carried.rate > 0]
     prefill = [i for i in able if groups[i].role == "prefill"]
     return prefill, [i for i in able if groups[i].role == "decode"]
 
 
-def pair_flow(groups: Sequence[Placed], network: Network) -> Flow:
+def pair_flow(groups: Sequence[PlacedGroup], network: KVNetwork) -> Flow:
     """The largest flow where each pair has its links to itself (section 3.3)."""
     prefill, decode = split(groups)
     if not prefill or not decode:
@@ -139,7 +139,7 @@ def pair_flow(groups: Sequence[Placed], network: Network) -> Flow:
     return Flow(int(found.flow_value) / scale, dict(sorted(pairs.items())))
 
 
-def shared_flow(groups: Sequence[Placed], network: Network) -> Flow:
+def shared_flow(groups: Sequence[PlacedGroup], network: KVNetwork) -> Flow:
     """The largest flow where pairs share the nodes' network cards and links: a linear program."""
     prefill, decode = split(groups)
     pairs = [(i, j) for i in prefill for j in decode]

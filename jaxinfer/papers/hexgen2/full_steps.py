@@ -11,7 +11,7 @@ from jaxinfer.workload.lengths import BenchRequest
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthStats:
     """Means and extremes of requests, in tokens.
 
     Attributes:

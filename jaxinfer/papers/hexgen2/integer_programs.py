@@ -11,14 +11,14 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.papers.hexgen2.capacity import ROLES, Capacity, Modelled, Role
+from jaxinfer.papers.hexgen2.capacity import ROLES, Capacity, GroupRole, Modelled
 
 # Solved until what is missing is less than this share.
 _GAP = 1e-4
 # Nodes of the search: an end that, unlike seconds, comes at the same place each time.
 _NODES = 200
 # Of a program: factors by column, and what they come to at most.
-Row = tuple[dict[int, float], float]
+Constraint = tuple[dict[int, float], float]
 # Integers come as floats that are nearly so.
 _HALF = 0.5
 
@@ -26,7 +26,7 @@ _HALF = 0.5
 class Pattern(NamedTuple):
     """Division of a node's GPUs: GPUs and role of each group, and the rates that they carry."""
 
-    groups: tuple[tuple[int, Role], ...]
+    groups: tuple[tuple[int, GroupRole], ...]
     prefill: float
     decode: float
 
@@ -60,7 +60,7 @@ def patterns(capacity: Capacity, type_: int, gpus: int, most: int) -> list[Patte
 
 
 @dataclass(frozen=True)
-class Cells:
+class NodePlan:
     """A plan whose groups stay within nodes.
 
     Attributes:
@@ -68,12 +68,12 @@ class Cells:
         flow: requests per second; ``bound``: no other such plan has more.
     """
 
-    groups: Mapping[int, tuple[tuple[int, Role], ...]]
+    groups: Mapping[int, tuple[tuple[int, GroupRole], ...]]
     flow: float
     bound: float
 
 
-def within_nodes(capacity: Capacity, request_bytes: float, most: int) -> Cells:
+def within_nodes(capacity: Capacity, request_bytes: float, most: int) -> NodePlan:
     """The best plan of all whose groups stay within nodes.
 
     Within a node KV takes no time; from node to node it goes over the network cards, which all
@@ -94,7 +94,7 @@ def within_nodes(capacity: Capacity, request_bytes: float, most: int) -> Cells:
     ]
     # For each cell: how many nodes, what stays in them, what they send, and what they get.
     many = len(cells)
-    rows: list[Row] = []
+    rows: list[Constraint] = []
     for n, (_, nodes, pattern) in enumerate(cells):
         y, stays, sent, got = n, many + n, 2 * many + n, 3 * many + n
         card = site.most_gb_s(nodes[0]) * 1e9 / request_bytes
@@ -112,12 +112,12 @@ def within_nodes(capacity: Capacity, request_bytes: float, most: int) -> Cells:
     integer = np.zeros(4 * many)
     integer[:many] = 1
     x, flow, bound = _solve(wanted, rows, integer)
-    groups: dict[int, tuple[tuple[int, Role], ...]] = {}
+    groups: dict[int, tuple[tuple[int, GroupRole], ...]] = {}
     free = {key: list(nodes) for key, nodes in alike.items()}
     for n, (key, _, pattern) in enumerate(cells):
         for _ in range(int(x[n] + _HALF)):
             groups[free[key].pop(0)] = pattern.groups
-    return Cells(groups, flow, bound)
+    return NodePlan(groups, flow, bound)
 
 
 class Configuration(NamedTuple):
@@ -128,13 +128,13 @@ class Configuration(NamedTuple):
     """
 
     gpus: tuple[int, ...]
-    role: Role
+    role: GroupRole
     rate: float
     shares: tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Mix:
+class PooledPlan:
     """Groups, as if all GPUs of a kind were in one node, with the cards of all its nodes.
 
     Attributes:
@@ -194,7 +194,7 @@ def best_mix(
     prices: Sequence[float] | None = None,
     budget: float = inf,
     known: float = 0.0,
-) -> Mix:
+) -> PooledPlan:
     """The best groups of these GPUs; or, with prices, of those that a budget buys of them.
 
     An upper bound of all plans: a kind's KV that is not used there goes over its nodes' cards, and
@@ -218,7 +218,7 @@ def best_mix(
         (n, kind) for n, option in enumerate(options) for kind in range(kinds) if option.gpus[kind]
     ]
     column = {part: flow + 1 + number for number, part in enumerate(parts)}
-    rows: list[Row] = []
+    rows: list[Constraint] = []
     for kind in range(kinds):
         used = {n: float(o.gpus[kind]) for n, o in enumerate(options) if o.gpus[kind]}
         rows.append((used | {many + kind: -1.0}, 0.0))
@@ -262,14 +262,14 @@ def best_mix(
     taken = [(option, int(x[n] + _HALF)) for n, option in enumerate(options) if x[n] > _HALF]
     bought = [int(each + _HALF) for each in x[many:flow]]
     per_gpu = [-float(each) for each in relaxed.upper.marginals[many:flow]]
-    return Mix(taken, value, min(max(bound, known), float(-relaxed.fun)), per_gpu, bought)
+    return PooledPlan(taken, value, min(max(bound, known), float(-relaxed.fun)), per_gpu, bought)
 
 
-def _equal(row: dict[int, float]) -> list[Row]:
+def _equal(row: dict[int, float]) -> list[Constraint]:
     return [(row, 0.0), ({column: -value for column, value in row.items()}, 0.0)]
 
 
-def _matrix(rows: Sequence[Row], columns: int) -> tuple[csr_array, list[float]]:
+def _matrix(rows: Sequence[Constraint], columns: int) -> tuple[csr_array, list[float]]:
     where = [(number, column) for number, (row, _) in enumerate(rows) for column in row]
     entries = [value for row, _ in rows for value in row.values()]
     at = tuple(np.array(where).T)
@@ -278,7 +278,7 @@ def _matrix(rows: Sequence[Row], columns: int) -> tuple[csr_array, list[float]]:
 
 def _solve(
     wanted: np.ndarray,
-    rows: Sequence[Row],
+    rows: Sequence[Constraint],
     integer: np.ndarray,
     upper: np.ndarray | None = None,
 ) -> tuple[np.ndarray, float, float]:

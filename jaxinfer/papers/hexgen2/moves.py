@@ -5,12 +5,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Literal, NamedTuple
 
-from jaxinfer.papers.hexgen2.capacity import ROLES, Role, signature_of
+from jaxinfer.papers.hexgen2.capacity import ROLES, GroupRole, signature_of
 from jaxinfer.papers.hexgen2.gpus import Group, Site
 
-Member = tuple[Group, Role]
+Member = tuple[Group, GroupRole]
 # Sorted, so that equal plans are equal.
-Plan = tuple[Member, ...]
+MemberPlan = tuple[Member, ...]
 Kind = Literal["move", "swap", "flip", "merge", "split", "idle"]
 KINDS: tuple[Kind, ...] = ("move", "swap", "flip", "merge", "split", "idle")
 # GPUs that change hands at once: degrees of tensor parallelism need them by pairs and fours.
@@ -24,12 +24,12 @@ class Change(NamedTuple):
     into: tuple[Member, ...]
 
 
-def as_plan(members: Iterable[Member]) -> Plan:
+def as_plan(members: Iterable[Member]) -> MemberPlan:
     """Return the plan of these members; empty groups are none."""
     return tuple(sorted(member for member in members if member[0]))
 
 
-def apply(plan: Plan, change: Change) -> Plan:
+def apply(plan: MemberPlan, change: Change) -> MemberPlan:
     """The plan after a change."""
     left = list(plan)
     for member in change.out:
@@ -37,7 +37,7 @@ def apply(plan: Plan, change: Change) -> Plan:
     return as_plan([*left, *change.into])
 
 
-def idle_gpus(site: Site, plan: Plan) -> Counter[int]:
+def idle_gpus(site: Site, plan: MemberPlan) -> Counter[int]:
     """Count each node's GPUs that no group has."""
     free = Counter(dict(enumerate(site.gpus)))
     for group, _ in plan:
@@ -50,7 +50,7 @@ def size(group: Group) -> int:
     return sum(count for _, count in group)
 
 
-def changes(site: Site, plan: Plan, kinds: Collection[Kind], most: int) -> Iterator[Change]:
+def changes(site: Site, plan: MemberPlan, kinds: Collection[Kind], most: int) -> Iterator[Change]:
     """All small changes, one of each class: those that make equal groups of equal ones are one.
 
     Args:
@@ -69,7 +69,7 @@ def changes(site: Site, plan: Plan, kinds: Collection[Kind], most: int) -> Itera
             yield change
 
 
-def _all(site: Site, plan: Plan, kinds: Collection[Kind], most: int) -> Iterator[Change]:
+def _all(site: Site, plan: MemberPlan, kinds: Collection[Kind], most: int) -> Iterator[Change]:
     singles = _alike(site, ((member,) for member in plan))
     for (member,) in singles:
         yield from _of_one(member, kinds)
@@ -140,7 +140,9 @@ def _of_two(
         yield Change((a, b), ((_more(here, there), role),))
 
 
-def _with_idle(site: Site, plan: Plan, singles: Sequence[Member], most: int) -> Iterator[Change]:
+def _with_idle(
+    site: Site, plan: MemberPlan, singles: Sequence[Member], most: int
+) -> Iterator[Change]:
     """A GPU of a group is left idle; idle ones join a group, or are one of their own."""
     free = idle_gpus(site, plan)
     for member in singles:
@@ -157,7 +159,7 @@ def _with_idle(site: Site, plan: Plan, singles: Sequence[Member], most: int) -> 
                     yield Change((member,), ((more, member[1]),))
 
 
-def _other(role: Role) -> Role:
+def _other(role: GroupRole) -> GroupRole:
     return "decode" if role == "prefill" else "prefill"
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from scipy.linalg import eigh
 
 from jaxinfer.hardware.catalogue import ModelShape
-from jaxinfer.papers.hexgen2.capacity import Role
+from jaxinfer.papers.hexgen2.capacity import GroupRole
 from jaxinfer.papers.hexgen2.gpus import Group, Site
-from jaxinfer.papers.hexgen2.moves import Plan, as_plan
+from jaxinfer.papers.hexgen2.moves import MemberPlan, as_plan
 from jaxinfer.simulate.costs.model import ITEMSIZE
 
 # Requests whose KV a replica is to hold, when replicas are counted (Appendix A).
@@ -40,7 +40,7 @@ def num_replicas(site: Site, model: ModelShape, tokens: float) -> int:
     return max(round(float(_memory(site).sum()) / replica), 2)
 
 
-def partition(site: Site, count: int) -> Plan:
+def partition(site: Site, count: int) -> MemberPlan:
     """So many groups with roles; there are as many GPUs at least."""
     weights = _weights(site)
     memory, node_of = _memory(site), _node_of(site)
@@ -58,7 +58,7 @@ def partition(site: Site, count: int) -> Plan:
     return as_plan(zip(groups, roles(between), strict=True))
 
 
-def roles(between: np.ndarray) -> list[Role]:
+def roles(between: np.ndarray) -> list[GroupRole]:
     """Half of the groups to each role, so that much weight lies between the two: by swaps."""
     count = len(between)
     side = np.array([i % 2 for i in range(count)])
@@ -79,7 +79,7 @@ def roles(between: np.ndarray) -> list[Role]:
         side[a], side[b] = 1, 0
 
 
-def _role(side: int) -> Role:
+def _role(side: int) -> GroupRole:
     return "decode" if side else "prefill"
 
 

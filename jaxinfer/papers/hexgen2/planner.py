@@ -15,10 +15,10 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean, within
 from jaxinfer.papers.hexgen2.baselines import genetic, guided, most_gpus, random_swaps, starts
-from jaxinfer.papers.hexgen2.capacity import Capacity, Modelled, Role
+from jaxinfer.papers.hexgen2.capacity import Capacity, GroupRole, Modelled
 from jaxinfer.papers.hexgen2.certify import Certified, best_plan, certify, mix_of, rent
-from jaxinfer.papers.hexgen2.flow import Network, pair_flow, shared_flow
-from jaxinfer.papers.hexgen2.full_steps import Lengths
+from jaxinfer.papers.hexgen2.flow import KVNetwork, pair_flow, shared_flow
+from jaxinfer.papers.hexgen2.full_steps import LengthStats
 from jaxinfer.papers.hexgen2.gpus import Site
 from jaxinfer.papers.hexgen2.integer_programs import within_nodes
 from jaxinfer.papers.hexgen2.moves import size
@@ -35,7 +35,7 @@ _DRAWN = {"restarts": ("programs",), "seed": ("programs", "random_swaps", "genet
 
 
 class HexGen2Options(Options):
-    """Options of ``HexGen2``.
+    """Options of ``HexGen2Planner``.
 
     Attributes:
         prefill, decode: Engine options of the instances of each role.
@@ -93,7 +93,7 @@ class HexGen2Options(Options):
             )
 
 
-class HexGen2:
+class HexGen2Planner:
     """Finds one plan by its flow; the driver simulates it."""
 
     Options = HexGen2Options
@@ -115,7 +115,7 @@ class HexGen2:
         capacity = self.capacity(problem)
         layer_bytes = capacity.layer_bytes
         whole = layer_bytes * capacity.model.num_hidden_layers
-        network = Network(capacity.site, layer_bytes)
+        network = KVNetwork(capacity.site, layer_bytes)
         effort = Effort(options.scored, options.flows)
         if options.method == "programs":
             bound = inf
@@ -162,10 +162,10 @@ class HexGen2:
         hardware = read_hardware(costs.hardware, common.own)
         own = Catalogue(hardware.gpus, hardware.models)
         known = common.own.and_those_of("the run file", own)
-        lengths = Lengths.of(problem.work)
+        lengths = LengthStats.of(problem.work)
         if not lengths.decodes:
             raise JaxinferError("run.workload: all outputs have one token, which needs no decode")
-        engines: dict[Role, InstanceConfig] = {
+        engines: dict[GroupRole, InstanceConfig] = {
             "prefill": self._engine(problem, "prefill"),
             "decode": self._engine(problem, "decode"),
         }
@@ -177,7 +177,7 @@ class HexGen2:
         by_gpu = costs.model_copy(update={"groups": options.measured})
         return Modelled(site, model, engines, by_gpu, lengths, options.tensor_parallel)
 
-    def _engine(self, problem: Problem, role: Role) -> InstanceConfig:
+    def _engine(self, problem: Problem, role: GroupRole) -> InstanceConfig:
         own: Mapping[str, Any] = getattr(self._options, role)
         given = {**problem.run.get("engine", {}), **own}
         if name := next((name for name in _UNKNOWN if name in given), None):
@@ -192,7 +192,10 @@ class HexGen2:
         """Return the plan that was found as part of a run file."""
         capacity, options = self.capacity(problem), self._options
         site, flow = capacity.site, found.flow
-        own: dict[Role, Mapping[str, Any]] = {"prefill": options.prefill, "decode": options.decode}
+        own: dict[GroupRole, Mapping[str, Any]] = {
+            "prefill": options.prefill,
+            "decode": options.decode,
+        }
         prompt = capacity.lengths.prompt
         part = as_part(
             site, found.groups, flow, own, prompt, capacity.prefill_tokens, options.measured

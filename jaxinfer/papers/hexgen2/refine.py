@@ -5,10 +5,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from jaxinfer.papers.hexgen2.capacity import Capacity, Role, signature_of
-from jaxinfer.papers.hexgen2.flow import Flow, Network, Placed, split
+from jaxinfer.papers.hexgen2.capacity import Capacity, GroupRole, signature_of
+from jaxinfer.papers.hexgen2.flow import Flow, KVNetwork, PlacedGroup, split
 from jaxinfer.papers.hexgen2.gpus import Group
-from jaxinfer.papers.hexgen2.moves import KINDS, Change, Kind, Plan, apply, changes
+from jaxinfer.papers.hexgen2.moves import KINDS, Change, Kind, MemberPlan, apply, changes
 
 # A rate is larger than another by this share at least.
 _MORE = 1e-6
@@ -44,24 +44,24 @@ class Scorer:
     def __init__(
         self,
         capacity: Capacity,
-        network: Network,
-        flow_of: Callable[[Sequence[Placed], Network], Flow],
+        network: KVNetwork,
+        flow_of: Callable[[Sequence[PlacedGroup], KVNetwork], Flow],
         effort: Effort,
     ) -> None:
         self.capacity, self._network, self._flow_of = capacity, network, flow_of
         self.site, self.effort = capacity.site, effort
-        self._placed: dict[tuple[Group, Role], Placed] = {}
+        self._placed: dict[tuple[Group, GroupRole], PlacedGroup] = {}
 
-    def placed(self, plan: Plan) -> list[Placed]:
+    def placed(self, plan: MemberPlan) -> list[PlacedGroup]:
         """Its groups, with what each carries."""
         return [self._place(*member) for member in plan]
 
-    def flow(self, plan: Plan) -> Flow:
+    def flow(self, plan: MemberPlan) -> Flow:
         """Return the flow of a plan; one less is left."""
         self.effort.flows -= 1
         return self._flow_of(self.placed(plan), self._network)
 
-    def sides(self, plan: Plan) -> tuple[float, float]:
+    def sides(self, plan: MemberPlan) -> tuple[float, float]:
         """Return the rates that all groups of each role carry together."""
         groups = self.placed(plan)
         return tuple(sum(groups[i].carried.rate for i in side) for side in split(groups))  # type: ignore[return-value]
@@ -75,11 +75,11 @@ class Scorer:
                     gained[member[1]] += sign * self._place(*member).carried.rate
         return gained["prefill"], gained["decode"]
 
-    def _place(self, group: Group, role: Role) -> Placed:
+    def _place(self, group: Group, role: GroupRole) -> PlacedGroup:
         key = group, role
         if key not in self._placed:
             carried = self.capacity.carried(signature_of(self.site, group), role)
-            self._placed[key] = Placed(group, role, carried)
+            self._placed[key] = PlacedGroup(group, role, carried)
         return self._placed[key]
 
 
@@ -87,7 +87,7 @@ class Scorer:
 class Scored:
     """A plan, its flow, and what the role that is not short carries: a way past plateaus."""
 
-    plan: Plan
+    plan: MemberPlan
     flow: float
     slack: float
 
@@ -98,7 +98,7 @@ class Scored:
         return self.slack > other.slack * (1 + _MORE)
 
 
-def score(scorer: Scorer, plan: Plan) -> Scored:
+def score(scorer: Scorer, plan: MemberPlan) -> Scored:
     """A plan's."""
     return Scored(plan, scorer.flow(plan).total, max(scorer.sides(plan)))
 
@@ -150,7 +150,9 @@ def _promising(
         yield Scored(plan, scorer.flow(plan).total, slack)
 
 
-def refine(scorer: Scorer, starts: Sequence[Plan], most: int, restarts: int, seed: int) -> Scored:
+def refine(
+    scorer: Scorer, starts: Sequence[MemberPlan], most: int, restarts: int, seed: int
+) -> Scored:
     """The best that is found from any start, and then from random changes of the best."""
     found = [climb(scorer, score(scorer, plan), most) for plan in starts]
     best = max(found, key=lambda each: (each.flow, each.slack))

@@ -5,15 +5,15 @@ from math import ceil
 from typing import Any
 
 from jaxinfer.config.costs import GroupCosts
-from jaxinfer.papers.hexgen2.capacity import Role
-from jaxinfer.papers.hexgen2.flow import Flow, Placed
+from jaxinfer.papers.hexgen2.capacity import GroupRole
+from jaxinfer.papers.hexgen2.flow import Flow, PlacedGroup
 from jaxinfer.papers.hexgen2.gpus import Site
 
 # Prompts for each step at the least, where a mean one fills it alone: short ones do not.
 _FEWEST = 3.0
 
 
-def names_of(groups: Sequence[Placed], flow: Flow) -> dict[int, str]:
+def names_of(groups: Sequence[PlacedGroup], flow: Flow) -> dict[int, str]:
     """Name the groups that requests go through, by number: prefill0, decode0 and so on."""
     names: dict[int, str] = {}
     for side, role in enumerate(("prefill", "decode")):
@@ -24,9 +24,9 @@ def names_of(groups: Sequence[Placed], flow: Flow) -> dict[int, str]:
 
 def as_part(
     site: Site,
-    groups: Sequence[Placed],
+    groups: Sequence[PlacedGroup],
     flow: Flow,
-    engines: Mapping[Role, Mapping[str, Any]],
+    engines: Mapping[GroupRole, Mapping[str, Any]],
     prompt: float,
     step_tokens: Callable[[int], int],
     measured: Mapping[str, GroupCosts] | None = None,

@@ -13,7 +13,7 @@ from pydantic import Field
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
 from jaxinfer.serving.system import Assignment, ClusterView, HandOffRule, Leg, RequestView, System
-from jaxinfer.systems.instances import Pools, alive, most_entries, whole_on_least_loaded
+from jaxinfer.systems.instances import KVRoom, alive, most_entries, whole_on_least_loaded
 
 Pair = tuple[str, str]
 _IN_PREFILL = 16
@@ -107,7 +107,7 @@ class HexGen2(System):
 
     def __init__(self, options: HexGen2Options) -> None:
         super().__init__(options)
-        self._pools = Pools()
+        self._pools = KVRoom()
         self._flows = {(p, d): flow for p, row in options.flows.items() for d, flow in row.items()}
         self._prefill = list(options.flows)
         self._decode = list(dict.fromkeys(dest for _, dest in self._flows))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from jaxinfer.hardware.catalogue import ModelShape
-from jaxinfer.papers.hexgen2.capacity import Carried, Role, Stage
-from jaxinfer.papers.hexgen2.full_steps import Lengths
+from jaxinfer.papers.hexgen2.capacity import Carried, GroupRole, PlannedStage
+from jaxinfer.papers.hexgen2.full_steps import LengthStats
 from jaxinfer.papers.hexgen2.gpus import Site
 from jaxinfer.papers.hexgen2.stages import Shape, Signature, shapes
 from jaxinfer.plan.layers import least_sum
@@ -26,15 +26,15 @@ class Table1:
         self,
         site: Site,
         model: ModelShape,
-        lengths: Lengths,
+        lengths: LengthStats,
         degrees: Sequence[int],
         most_sequences: int,
     ) -> None:
         self.site, self._model, self._lengths = site, model, lengths
         self._degrees, self._most = degrees, most_sequences
-        self._found: dict[tuple[Signature, Role], Carried] = {}
+        self._found: dict[tuple[Signature, GroupRole], Carried] = {}
 
-    def carried(self, signature: Signature, role: Role) -> Carried:
+    def carried(self, signature: Signature, role: GroupRole) -> Carried:
         """The reciprocal of the least latency, times the requests that have it at once."""
         key = signature, role
         if key not in self._found:
@@ -46,7 +46,7 @@ class Table1:
             self._found[key] = best
         return self._found[key]
 
-    def _of(self, signature: Signature, shape: Shape, role: Role) -> Carried:
+    def _of(self, signature: Signature, shape: Shape, role: GroupRole) -> Carried:
         total = self._model.num_hidden_layers
         batch = 1
         if role == "decode":
@@ -62,10 +62,10 @@ class Table1:
             return Carried()
         latency = sum(n * seconds for n, seconds in zip(layers, each, strict=True))
         latency += self._hops(signature, shape, role, batch)
-        stages = tuple(Stage(p, tp, n) for (p, tp), n in zip(shape, layers, strict=True))
+        stages = tuple(PlannedStage(p, tp, n) for (p, tp), n in zip(shape, layers, strict=True))
         return Carried(batch / latency, stages)
 
-    def layer_seconds(self, type_: int, tp: int, role: Role, batch: int) -> float:
+    def layer_seconds(self, type_: int, tp: int, role: GroupRole, batch: int) -> float:
         """Compute and tensor parallelism of one layer, for a whole prompt or a whole output."""
         gpu, H, B = self.site.gpu_of_type[type_], self._model.hidden_size, ITEMSIZE
         flops, bandwidth = gpu.bf16_tflops * 1e12, gpu.memory_gb_s * 1e9
@@ -79,7 +79,7 @@ class Table1:
         )
         return compute + (tp - 1) * batch * H * B / (tp * beta) * 4 * s_out
 
-    def _hops(self, signature: Signature, shape: Shape, role: Role, batch: int) -> float:
+    def _hops(self, signature: Signature, shape: Shape, role: GroupRole, batch: int) -> float:
         """Hidden states from stage to stage, for each token that is drawn."""
         lengths, total = self._lengths, 0.0
         for (here, _), (there, _) in pairwise(shape):

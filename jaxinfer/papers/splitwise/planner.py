@@ -131,7 +131,7 @@ def _group(base: Mapping[str, Any], pool: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Row:
+class DesignRow:
     """A design with so many machines for tokens, and any number for prompts."""
 
     design: Design
@@ -183,7 +183,7 @@ class SplitwisePools:
             return Staircase(search, goal.minimise, limits, goal.at_once).walk(rows)
         return search.best(_largest(rows, limits))
 
-    def _rows(self, search: Search, of: Sequence[Cost]) -> Iterator[Row]:
+    def _rows(self, search: Search, of: Sequence[Cost]) -> Iterator[DesignRow]:
         for file, name, base in named_parts(self._options.files, "planner.files"):
             most = self._options.files[file]
             try:
@@ -196,12 +196,12 @@ class SplitwisePools:
                     f"tokens of {file}"
                 )
             counts = range(self._options.step, most.token + 1, self._options.step)
-            yield from (Row(design, tokens) for tokens in (counts if most.token else [0]))
+            yield from (DesignRow(design, tokens) for tokens in (counts if most.token else [0]))
 
 
-def _largest(rows: Sequence[Row], limits: Mapping[Cost, float]) -> list[Candidate]:
+def _largest(rows: Sequence[DesignRow], limits: Mapping[Cost, float]) -> list[Candidate]:
     """All clusters to which the limits leave no machine to add, those with even pools first."""
-    found: dict[tuple[Design, int], Row] = {}
+    found: dict[tuple[Design, int], DesignRow] = {}
     for row in rows:
         if prompts := row.most(limits):
             found[row.design, prompts] = row  # Of equal numbers for prompts, the last has most.
@@ -228,7 +228,7 @@ class Staircase:
         self._best: Candidate | None = None
         self._least = math.inf
 
-    def walk(self, rows: Sequence[Row]) -> Candidate:
+    def walk(self, rows: Sequence[DesignRow]) -> Candidate:
         """The best of all rows, several of which are looked at at a time, once there is one.
 
         Raises:
@@ -245,7 +245,7 @@ class Staircase:
                     self._narrow(row, most)
         return self._best or self._search.best(self._tried)
 
-    def _cheaper(self, row: Row) -> int:
+    def _cheaper(self, row: DesignRow) -> int:
         """The most prompt machines with which a row is better than the best so far."""
         limit = min(self._limits.get(self._of, math.inf), self._least * (1 - 2 * ROUNDING))
         return row.most({**self._limits, self._of: limit})
@@ -255,7 +255,7 @@ class Staircase:
         scores = self._search.scores(candidates)
         return [bool(score.rate) and not score.given_up for score in scores]
 
-    def _narrow(self, row: Row, high: int) -> None:
+    def _narrow(self, row: DesignRow, high: int) -> None:
         """Narrow a number of prompt machines that keeps the targets down to the least that does."""
         cheaper = self._cheaper(row)
         if cheaper < high:  # By now another row of the wave is the best.

@@ -45,7 +45,7 @@ class Machine:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class MachineJob:
     """Machines that were given to a request: for its prompt, until that is done, and its decodes.
 
     Attributes:
@@ -61,7 +61,7 @@ class Job:
 
 
 @dataclass
-class Pools:
+class MachinePools:
     """Each machine is in one of three lists: those for prompts, for decodes, or mixed.
 
     Args:
@@ -81,7 +81,7 @@ class Pools:
     max_pending: int = 8192
     token_queue: TokenQueue = "memory"
     return_when: ReturnWhen = "opposite_done"
-    jobs: dict[str, Job] = field(default_factory=dict)
+    jobs: dict[str, MachineJob] = field(default_factory=dict)
     moves: list[tuple[float, str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -164,7 +164,7 @@ class Pools:
                     return best
         return None
 
-    def give(self, request: str, job: Job) -> None:
+    def give(self, request: str, job: MachineJob) -> None:
         """Book a request on its machines."""
         self.jobs[request] = job
         if job.prompt:

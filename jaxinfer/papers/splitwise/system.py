@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pydantic import Field
 
 from jaxinfer.options.validation import Options
-from jaxinfer.papers.splitwise.pools import Job, Pools, ReturnWhen, TokenQueue
+from jaxinfer.papers.splitwise.pools import MachineJob, MachinePools, ReturnWhen, TokenQueue
 from jaxinfer.serving.system import (
     Assignment,
     ClusterView,
@@ -56,7 +56,7 @@ class Splitwise(System):
 
     def __init__(self, options: SplitwiseOptions) -> None:
         super().__init__(options)
-        self.pools = Pools(
+        self.pools = MachinePools(
             options.prompt,
             options.token,
             options.max_pending_tokens,
@@ -90,10 +90,10 @@ class Splitwise(System):
         entries = length + request.max_tokens
         if request.computed >= length:
             token = pools.for_decodes(entries, *where)
-            pools.give(request.id, Job(length, entries, None, token))
+            pools.give(request.id, MachineJob(length, entries, None, token))
             return (Leg(token.name),)
         prompt, token = pools.pair(length, entries, *where)
-        pools.give(request.id, Job(length, entries, prompt, token))
+        pools.give(request.id, MachineJob(length, entries, prompt, token))
         least = self.options.layerwise_from
         rule: HandOffRule = "at_end" if least is None or length < least else "per_segment"
         return Leg(prompt.name, length, rule), Leg(token.name)

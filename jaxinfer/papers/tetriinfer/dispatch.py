@@ -20,7 +20,7 @@ def least_output(request: RequestView) -> int:
 
 
 @dataclass(slots=True)
-class Load:
+class DecodeLoad:
     """Work of an instance that decodes, as of its last report.
 
     Attributes:
@@ -53,7 +53,7 @@ class Load:
 
 
 def choose(
-    loads: Mapping[str, Load], entries: int, heavy: bool, rule: Dispatch, rng: random.Random
+    loads: Mapping[str, DecodeLoad], entries: int, heavy: bool, rule: Dispatch, rng: random.Random
 ) -> str:
     """Choose the one of these instances that gets a request.
 
@@ -95,8 +95,8 @@ class Ledger:
 
     def __init__(self, seed: int = 0) -> None:
         self._rng = random.Random(seed)
-        self.reports: dict[str, Load] = {}
-        self._promised: dict[str, Load] = defaultdict(Load)
+        self.reports: dict[str, DecodeLoad] = {}
+        self._promised: dict[str, DecodeLoad] = defaultdict(DecodeLoad)
         self._given: dict[str, tuple[str, int, bool]] = {}
 
     def report(self, instances: Iterable[InstanceView]) -> None:
@@ -106,7 +106,7 @@ class Ledger:
             promised = self._promised[instance.name]
             free = instance.num_free_pages * instance.page_size
             room = min(capacity(instance) + promised.room, free)
-            self.reports[instance.name] = Load(room, promised.heavy, promised.light)
+            self.reports[instance.name] = DecodeLoad(room, promised.heavy, promised.light)
 
     def place(
         self, request: RequestView, names: Iterable[str], most_light: int, rule: Dispatch

@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Literal
 
 from jaxinfer.serving.system import ClusterView, RequestView
-from jaxinfer.systems.instances import Pools
+from jaxinfer.systems.instances import KVRoom
 
 Order = Literal["sjf", "ljf", "fcfs"]
 # A window is taken early enough for the step after the one under way to be full.
@@ -32,7 +32,7 @@ class Windows:
 
     def __init__(self, size: int, order: Order) -> None:
         self._size, self._order = size, order
-        self._pools = Pools()
+        self._pools = KVRoom()
         # By instance, the tokens of prompts by id.
         self._queues: dict[str, dict[str, int]] = {}
 

@@ -23,7 +23,7 @@ from jaxinfer.serving.system import (
     SetRole,
     System,
 )
-from jaxinfer.systems.instances import Names, Pools, alive, check_roles, most_entries
+from jaxinfer.systems.instances import KVRoom, Names, alive, check_roles, most_entries
 
 
 class TetriInferOptions(Options):
@@ -70,7 +70,7 @@ class TetriInfer(System):
         self.tick_interval = options.report_s
         self._began = dict.fromkeys(options.prefill, "prefill")
         self._began |= dict.fromkeys(options.decode, "decode")
-        self._pools = Pools()
+        self._pools = KVRoom()
         self._windows = Windows(options.prefill_batch, options.order)
         # Of each request that has left them, the prefill instance.
         self._prefilled: dict[str, str] = {}

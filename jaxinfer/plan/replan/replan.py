@@ -16,8 +16,8 @@ from jaxinfer.plan.choose import PlannerFailed, find
 from jaxinfer.plan.planners.any_system import read_part
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.registry import make_planner
-from jaxinfer.plan.replan.schedule import Epoch, Served, Server, Way
-from jaxinfer.plan.replan.trace_windows import Mix, Window, cut
+from jaxinfer.plan.replan.schedule import PlacementPeriod, Schedule, ScheduleResult, Server
+from jaxinfer.plan.replan.trace_windows import LoadMix, Window, cut
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import too_few
 
@@ -52,19 +52,19 @@ class Followed:
     stands: Sequence[Candidate]
     looks: Sequence[Look]
     oracle: Sequence[Candidate]
-    served: Sequence[Served]
+    served: Sequence[ScheduleResult]
     warnings: Sequence[str]
 
 
-class Map(Protocol):
+class MapSchedules(Protocol):
     """``map``, or a pool's."""
 
-    def __call__(self, call: Server, ways: Iterable[Way], /) -> Iterable[Served]:
+    def __call__(self, call: Server, ways: Iterable[Schedule], /) -> Iterable[ScheduleResult]:
         """Serve each way, and return their figures in the same order."""
 
 
 def follow(
-    problem: Problem, new_search: Callable[[Problem], DrivenSearch], map_ways: Map = map
+    problem: Problem, new_search: Callable[[Problem], DrivenSearch], map_ways: MapSchedules = map
 ) -> Followed:
     """Plan for the windows of a problem with a section ``replan``, and serve the whole trace.
 
@@ -160,14 +160,14 @@ class Replanner:
         """
         return self._find(self._problem, "the whole trace")
 
-    def way(self, name: str, placements: Sequence[Candidate], free: bool = False) -> Way:
+    def way(self, name: str, placements: Sequence[Candidate], free: bool = False) -> Schedule:
         """Return the way of a placement for each window, with an epoch for each change."""
-        epochs: list[Epoch] = []
+        epochs: list[PlacementPeriod] = []
         for window, candidate in zip(self.windows, placements, strict=True):
             data = self._problem.run_file(candidate.part)
             if not epochs or data != epochs[-1].data:
-                epochs.append(Epoch(window.start, data))
-        return Way(name, epochs, free)
+                epochs.append(PlacementPeriod(window.start, data))
+        return Schedule(name, epochs, free)
 
     def _first(self) -> Candidate:
         found = self._plan(0)
@@ -181,7 +181,7 @@ class Replanner:
         if number not in self._plans:
             work = self.windows[number].work
             seconds = len(self.windows) * self.options.window_s
-            share = _mix(self.windows[number]).rate / Mix.of(self._problem.work, seconds).rate
+            share = _mix(self.windows[number]).rate / LoadMix.of(self._problem.work, seconds).rate
             try:
                 self._plans[number] = self._find(
                     self._problem.for_work(work, share), f"window {number}"
@@ -229,7 +229,7 @@ def windows_of(problem: Problem) -> list[Window]:
     return windows
 
 
-def beside(problem: Problem) -> list[Way]:
+def beside(problem: Problem) -> list[Schedule]:
     """Return the ways of run files that stand from the start to the end.
 
     Raises:
@@ -243,11 +243,11 @@ def beside(problem: Problem) -> list[Way]:
             resolve(as_run_file(data))
         except JaxinferError as error:
             raise within(f"replan.beside.{name}", error) from None
-        found.append(Way(name, [Epoch(0.0, data)]))
+        found.append(Schedule(name, [PlacementPeriod(0.0, data)]))
     return found
 
 
-def _mix(window: Window) -> Mix:
+def _mix(window: Window) -> LoadMix:
     mix = window.mix
     assert mix
     return mix

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from jaxinfer.plan.problem import REQUESTS, Problem
 from jaxinfer.plan.replan.replan import Followed
-from jaxinfer.plan.replan.schedule import Served
+from jaxinfer.plan.replan.schedule import ScheduleResult
 from jaxinfer.plan.replan.trace_windows import Window, split
 from jaxinfer.plan.result import is_untouched, write_sealed, write_table
 from jaxinfer.report.pictures import save_picture
@@ -19,7 +19,7 @@ from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets
 LATENCIES = ("ttft_mean", "ttft_p99", "tpot_mean", "e2e_mean", "e2e_p99")
 
 
-def rows(served: Sequence[Served]) -> list[dict[str, Any]]:
+def rows(served: Sequence[ScheduleResult]) -> list[dict[str, Any]]:
     """Return a row for each way: its costs, and its figures over the whole trace."""
     found = []
     for each in served:
@@ -43,7 +43,7 @@ def rows(served: Sequence[Served]) -> list[dict[str, Any]]:
     return found
 
 
-def table(served: Sequence[Served]) -> Table:
+def table(served: Sequence[ScheduleResult]) -> Table:
     """The same for the terminal, without most latencies."""
     found = Table(box=None, pad_edge=False)
     shown = [
@@ -112,7 +112,7 @@ def write(
 
 
 def write_run_files(
-    folder: Path, problem: Problem, windows: Sequence[Window], served: Served, force: bool
+    folder: Path, problem: Problem, windows: Sequence[Window], served: ScheduleResult, force: bool
 ) -> None:
     """One for each epoch of a way, and the lengths and times of its requests, from its start on."""
     epochs, name = served.way.epochs, served.way.name
@@ -147,7 +147,9 @@ def write_run_files(
 _LOAD = (("requests/s", "rate"), ("prompt tokens", "prompt"), ("output tokens", "output"))
 
 
-def draw(path: Path, windows: Sequence[Window], served: Sequence[Served], targets: Targets) -> None:
+def draw(
+    path: Path, windows: Sequence[Window], served: Sequence[ScheduleResult], targets: Targets
+) -> None:
     """The load, and each target's figure window by window; grey: nothing serves new requests."""
     from matplotlib.figure import Figure
 

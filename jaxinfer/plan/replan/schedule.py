@@ -20,7 +20,7 @@ from jaxinfer.workload.lengths import BenchRequest
 
 
 @dataclass(frozen=True)
-class Epoch:
+class PlacementPeriod:
     """A placement, and the second from which requests are its own, up to the next epoch's.
 
     Attributes:
@@ -32,7 +32,7 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class Way:
+class Schedule:
     """One way through a trace.
 
     Attributes:
@@ -41,12 +41,12 @@ class Way:
     """
 
     name: str
-    epochs: Sequence[Epoch]
+    epochs: Sequence[PlacementPeriod]
     free: bool = False
 
 
 @dataclass(frozen=True)
-class Stretch:
+class PeriodCourse:
     """The course of an epoch, in seconds of the trace.
 
     Attributes:
@@ -64,15 +64,15 @@ class Stretch:
 
 
 @dataclass
-class Served:
+class ScheduleResult:
     """A way's figures over the whole trace.
 
     Attributes:
         windows: on the requests of each window; None of none.
     """
 
-    way: Way
-    stretches: list[Stretch]
+    way: Schedule
+    stretches: list[PeriodCourse]
     verdict: Verdict
     windows: list[Verdict | None]
     latencies: LatencyTotals = field(default_factory=LatencyTotals)
@@ -104,7 +104,7 @@ class Served:
         return (seconds + last.gpus * (last.drained - begin)) / 3600
 
     @property
-    def _switches(self) -> list[tuple[Stretch, Stretch]]:
+    def _switches(self) -> list[tuple[PeriodCourse, PeriodCourse]]:
         return list(pairwise(self.stretches))
 
 
@@ -116,8 +116,8 @@ class Server:
     targets: Targets
     options: Replan
 
-    def __call__(self, way: Way) -> Served:
-        """Epoch by epoch.
+    def __call__(self, way: Schedule) -> ScheduleResult:
+        """Period by period.
 
         All that has come before an epoch's start is ended by the placement before, what waits in
         its queues too, as where an instance flips. Then all GPUs load; what has come meanwhile has
@@ -139,7 +139,7 @@ class Server:
             part.add(request, times)
             latencies.add(request.arrival, request.metrics.first_scheduled, times)
 
-        stretches: list[Stretch] = []
+        stretches: list[PeriodCourse] = []
         drained = 0.0
         own = split(work, [epoch.start for epoch in way.epochs])
         for number, (epoch, items) in enumerate(zip(way.epochs, own, strict=True)):
@@ -151,15 +151,15 @@ class Server:
             drained = found.drained
             stretches.append(found)
         verdicts = [part.verdict() if part else None for part in parts]
-        return Served(way, stretches, whole.verdict(), verdicts, latencies)
+        return ScheduleResult(way, stretches, whole.verdict(), verdicts, latencies)
 
     def _serve(
         self,
-        epoch: Epoch,
+        epoch: PlacementPeriod,
         items: Sequence[BenchRequest],
         on_request: OnRequest,
         drained: float | None,
-    ) -> Stretch:
+    ) -> PeriodCourse:
         """One epoch; ``drained`` is when the one before had ended, if this one waits for it."""
         config = as_run_file(epoch.data)
         prepared = prepare(config)
@@ -168,7 +168,7 @@ class Server:
             reload_s = self.reload_s(prepared[1])
             ready = max(ready, drained) + reload_s
         end = serve(*prepared, items, None, on_request, ready).wall_s if items else ready
-        return Stretch(epoch.start, len(items), reload_s, ready, end, num_gpus(config))
+        return PeriodCourse(epoch.start, len(items), reload_s, ready, end, num_gpus(config))
 
     def reload_s(self, cluster: ModelledCluster) -> float:
         """Seconds until all GPUs of a placement have their weights, each at its own rate."""

@@ -10,7 +10,7 @@ from jaxinfer.workload.lengths import BenchRequest
 
 
 @dataclass(frozen=True)
-class Mix:
+class LoadMix:
     """The figures of a load that DistServe's profiler watches (section 4.3).
 
     Attributes:
@@ -22,7 +22,7 @@ class Mix:
     output: float
 
     @classmethod
-    def of(cls, work: Sequence[BenchRequest], seconds: float) -> "Mix":
+    def of(cls, work: Sequence[BenchRequest], seconds: float) -> "LoadMix":
         """Return the mix of one request or more, over so many seconds."""
         return cls(
             len(work) / seconds,
@@ -30,7 +30,7 @@ class Mix:
             fmean(item.max_tokens for item in work),
         )
 
-    def shift(self, before: "Mix") -> float:
+    def shift(self, before: "LoadMix") -> float:
         """The largest share by which one of the three differs from what it was."""
         pairs = (
             (self.rate, before.rate),
@@ -54,9 +54,9 @@ class Window:
     work: Sequence[BenchRequest]
 
     @property
-    def mix(self) -> Mix | None:
+    def mix(self) -> LoadMix | None:
         """None of no requests."""
-        return Mix.of(self.work, self.stop - self.start) if self.work else None
+        return LoadMix.of(self.work, self.stop - self.start) if self.work else None
 
 
 def cut(work: Sequence[BenchRequest], seconds: float) -> list[Window]:

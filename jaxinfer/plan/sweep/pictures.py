@@ -11,7 +11,7 @@ from jaxinfer.report.pictures import can_be_drawn, save_picture
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Row = Mapping[str, Any]
+TableRow = Mapping[str, Any]
 # Of each line: x, y, and half of y's interval.
 Line = list[tuple[float, float, float]]
 # Ratio of the largest to the smallest value from which on an axis is logarithmic.
@@ -65,7 +65,7 @@ def axis_words(key: str) -> str:
 
 
 def draw(
-    folder: Path, kind: str, sweep: Sweep, rows: Sequence[Row]
+    folder: Path, kind: str, sweep: Sweep, rows: Sequence[TableRow]
 ) -> tuple[list[Path], list[str]]:
     """A picture for each y, none without an axis of numbers; and what could not be drawn."""
     from matplotlib.figure import Figure
@@ -108,7 +108,7 @@ def draw(
     return written, [beyond] if left_out else []
 
 
-def _lines(sweep: Sweep, rows: Sequence[Row], x: str, y: str) -> tuple[dict[str, Line], int]:
+def _lines(sweep: Sweep, rows: Sequence[TableRow], x: str, y: str) -> tuple[dict[str, Line], int]:
     """The lines of a picture by their labels, and how many points it cannot have."""
     others = varied(sweep)
     # What all points have in common tells no lines apart.

@@ -18,7 +18,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.files.contents import contents
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean, shown
 from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.evaluation_cache import Kept, key_of
+from jaxinfer.plan.evaluation_cache import EvaluationCache, key_of
 from jaxinfer.plan.planners.any_system import Axes, grid
 from jaxinfer.plan.problem import merge
 from jaxinfer.report.metrics import RunMetrics
@@ -44,7 +44,7 @@ Figures = Mapping[str, Any]
 HALF = "_ci95"
 
 
-class Asked(NamedTuple):
+class PointRun(NamedTuple):
     """One run of a point.
 
     Attributes:
@@ -139,11 +139,11 @@ class Sweep(Options):
         return merge(self.run, point.part)
 
 
-class Map(Protocol):
+class MapPoints(Protocol):
     """``map``, or a pool's."""
 
     def __call__(
-        self, call: Callable[[Asked], Figures], asked: Sequence[Asked], /
+        self, call: Callable[[PointRun], Figures], asked: Sequence[PointRun], /
     ) -> Iterator[Figures]:
         """The figures of each, in their order."""
 
@@ -174,7 +174,7 @@ def seeded(config: RunFile, seed: int | None) -> RunFile:
     )
 
 
-def simulate_point(asked: Asked) -> Figures:
+def simulate_point(asked: PointRun) -> Figures:
     """The figures of a run on a modelled cluster; ``refused`` says why it cannot be."""
     from jaxinfer.simulate.run import simulate
 
@@ -186,7 +186,7 @@ def simulate_point(asked: Asked) -> Figures:
         return {"refused": str(error)}
 
 
-def run_point(asked: Asked) -> Figures:
+def run_point(asked: PointRun) -> Figures:
     """The figures of a real run in this process."""
     from jaxinfer.llm import LLM
     from jaxinfer.measure import measure
@@ -250,9 +250,9 @@ def _run_files(
 
 def sweep_rows(
     sweep: Sweep,
-    kept: Kept,
-    map_points: Map = map,
-    call: Callable[[Asked], Figures] = simulate_point,
+    kept: EvaluationCache,
+    map_points: MapPoints = map,
+    call: Callable[[PointRun], Figures] = simulate_point,
     on_point: Callable[[Candidate, Figures], None] = lambda *args: None,
     folders: Path | None = None,
 ) -> list[dict[str, Any]]:
@@ -264,7 +264,7 @@ def sweep_rows(
             are equal have that of the first of them.
     """
     points, seeds = list(sweep.candidates()), sweep.all_seeds
-    runs: dict[str, Asked] = {}
+    runs: dict[str, PointRun] = {}
     keys: list[list[str]] = []
     for number, point in enumerate(points, 1):
         data = sweep.data(point)
@@ -274,7 +274,7 @@ def sweep_rows(
             own = folders / f"{number:04d}" if folders else None
             if own and seed is not None:
                 own = own / f"seed{seed}"
-            runs.setdefault(key, Asked(data, seed, str(own) if own else None))
+            runs.setdefault(key, PointRun(data, seed, str(own) if own else None))
     known = {key: _kept(kept, key, asked) for key, asked in runs.items()}
     missing = {key: asked for key, asked in runs.items() if known[key] is None}
     for asked in missing.values():
@@ -296,14 +296,14 @@ def sweep_rows(
     return rows
 
 
-def _where(folders: Path | None, asked: Asked) -> Figures:
+def _where(folders: Path | None, asked: PointRun) -> Figures:
     """The folder of a point's runs, for the table, by one of them."""
     if not folders or not asked.folder:
         return {}
     return {"folder": f"{folders.name}/{Path(asked.folder).relative_to(folders).parts[0]}"}
 
 
-def _kept(kept: Kept, key: str, asked: Asked) -> Any:
+def _kept(kept: EvaluationCache, key: str, asked: PointRun) -> Any:
     """The figures kept of a run whose folder is there, too."""
     if asked.folder and not (Path(asked.folder) / "1" / "run.json").is_file():
         return None

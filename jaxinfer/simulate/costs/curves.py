@@ -9,7 +9,7 @@ A CSV file has the points, in the columns
     seconds    that the step took
 
 in any order; other columns are passed over, and of a point that is there several times the mean
-counts. Between points a curve is linear, and beyond them as ``curve.Curve`` says. A chunk of a
+counts. Between points a curve is linear, and beyond them as ``PiecewiseLinear`` says. A chunk of a
 prompt takes what a prompt of as many tokens takes, whatever is before it.
 
 Decodes ``by_tokens`` take what the curve has at their number. Decodes ``by_batch_and_context`` take
@@ -31,7 +31,7 @@ from jaxinfer.config.step_costs import CurveCosts
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import data_path
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs.piecewise_linear import Curve
+from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
 
 # By decode's kind, the columns that say where its points are.
 _AXES = {"by_tokens": ("tokens",), "by_batch_and_context": ("batch", "context")}
@@ -56,10 +56,10 @@ class CurveStage:
         path, axes = data_path(costs.file), _AXES[costs.decode]
         prompts, decodes = _read(path, axes)
         self._share, self._factor = share, costs.mixed_factor
-        self._prompt = Curve({tokens: seconds for (tokens,), seconds in prompts.items()})
+        self._prompt = PiecewiseLinear({tokens: seconds for (tokens,), seconds in prompts.items()})
         self._decode: Callable[[int, int], float]
         if costs.decode == "by_tokens":
-            curve = Curve({tokens: seconds for (tokens,), seconds in decodes.items()})
+            curve = PiecewiseLinear({tokens: seconds for (tokens,), seconds in decodes.items()})
             self._decode = lambda rows, entries: curve(rows)
         else:
             try:
@@ -115,15 +115,15 @@ class BatchCurves:
             raise JaxinferError(
                 "no batch was measured at several contexts: give it some, or decode: by_tokens"
             )
-        curves = {batch: Curve(measured[batch]) for batch in several}
+        curves = {batch: PiecewiseLinear(measured[batch]) for batch in several}
         # Of each batch, a curve over its entries, and what it takes more than that.
-        self._levels: list[tuple[Curve, float]] = []
+        self._levels: list[tuple[PiecewiseLinear, float]] = []
         for batch in sorted(measured):
             curve = curves[min(several, key=lambda other: (abs(other - batch), other))]
             (entries, seconds), *more = measured[batch].items()
             self._levels.append((curve, 0.0 if more else seconds - curve(entries)))
         # Its values have no use, its places do.
-        self._batches = Curve(dict.fromkeys(sorted(measured), 0.0))
+        self._batches = PiecewiseLinear(dict.fromkeys(sorted(measured), 0.0))
 
     def __call__(self, rows: int, entries: int) -> float:
         """Return the seconds of so many rows that see so many entries together."""

@@ -27,7 +27,7 @@ from jaxinfer.simulate.costs.table_files import (
     find_degree,
     named_points,
 )
-from jaxinfer.simulate.costs.tables import Attention, Collectives, TableStage, rings
+from jaxinfer.simulate.costs.tables import AttentionTable, Collectives, TableStage, rings
 from jaxinfer.steps.shapes import StepLimits
 
 DENSE = ("layer", "step", "decode_layer", "decode_step")
@@ -65,7 +65,7 @@ class ProgramStage:
     layers: int
     dense: Mapping[str, Mapping[float, float]]
     heads: Mapping[float, float] | None
-    attention: Attention
+    attention: AttentionTable
     collectives: Collectives
     step_s: float
     sequence_s: float
@@ -103,7 +103,7 @@ class ProgramStage:
                 raise JaxinferError(f"{tp}: {name} lacks steps that are padded to {missing[0]}")
         points, keyed = attention_points(tp)
         try:
-            attention = Attention(points, keyed)
+            attention = AttentionTable(points, keyed)
         except JaxinferError as error:
             raise JaxinferError(f"{tp}: attention.csv {error}") from None
         measured = profiled.collectives.get(part.devices, True)
@@ -162,7 +162,7 @@ def _all_reduces(gpu: Gpu, model: ModelShape, part: StagePart) -> Collectives:
     return rings(gpu, model, part.devices, ITEMSIZE, part.layers, False, False)
 
 
-class Tables:
+class MeasuredTables:
     """Costs by ``simulate.tables``: a folder of operators, or of an engine's own steps."""
 
     @staticmethod

@@ -16,7 +16,7 @@ from rich.table import Table
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.stage_part import StagePart
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
-from jaxinfer.simulate.costs.measured_steps import Tables, padded_tokens
+from jaxinfer.simulate.costs.measured_steps import MeasuredTables, padded_tokens
 from jaxinfer.steps.shapes import StepLimits
 from jaxinfer.steps.times import Part, work_of_parts
 
@@ -139,7 +139,7 @@ def check_steps(folder: Path, device: str, gpu: Gpu, degree: Degree) -> Iterator
         gpu, device, degree.model, degree.layers, 1.0, True, True, degree.devices, 2, 2,
         degree.limits,
     )  # fmt: skip
-    stage = Tables.of(part, SimulateOptions(tables=str(folder)))
+    stage = MeasuredTables.of(part, SimulateOptions(tables=str(folder)))
     kinds: dict[str, list[float]] = {}
     for parts, seconds in degree.checks.items():
         work = work_of_parts(parts)

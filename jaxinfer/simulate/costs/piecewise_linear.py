@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 
 
-class Curve:
+class PiecewiseLinear:
     """A function of one number through measured points, linear between them; never below 0.
 
     Below its points, along the first two; above, along the last and the first that is half as far.
@@ -32,8 +32,8 @@ class Curve:
         return max(fa + (fb - fa) * (x - a) / (b - a), 0.0)
 
 
-def add_up(curves: Iterable[tuple[Curve, int]]) -> Curve:
+def add_up(curves: Iterable[tuple[PiecewiseLinear, int]]) -> PiecewiseLinear:
     """So many of each, as one curve."""
     counted = list(curves)
     points = {x for curve, _ in counted for x in curve.x}
-    return Curve({x: sum(count * curve(x) for curve, count in counted) for x in points})
+    return PiecewiseLinear({x: sum(count * curve(x) for curve, count in counted) for x in points})

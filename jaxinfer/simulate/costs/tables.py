@@ -14,7 +14,7 @@ from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs.attention_grid import At, AttentionGrid
 from jaxinfer.simulate.costs.model import ITEMSIZE
-from jaxinfer.simulate.costs.piecewise_linear import Curve, add_up
+from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear, add_up
 from jaxinfer.simulate.costs.table_files import (
     FIRST,
     LAST,
@@ -28,7 +28,7 @@ from jaxinfer.simulate.costs.table_files import (
 )
 
 
-class Attention:
+class AttentionTable:
     """Microseconds of one layer's attention.
 
     Args:
@@ -80,7 +80,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Operators:
+class OperatorTables:
     """The contents of the files of one degree of tensor parallelism.
 
     Attributes:
@@ -88,11 +88,11 @@ class Operators:
         not_read: files that no step's time needs.
     """
 
-    dense: Mapping[str, Curve]
-    heads: Mapping[str, Curve]
-    attention: Attention
+    dense: Mapping[str, PiecewiseLinear]
+    heads: Mapping[str, PiecewiseLinear]
+    attention: AttentionTable
     not_read: Sequence[str]
-    _sums: dict[tuple[int, bool, bool], Curve] = field(default_factory=dict)
+    _sums: dict[tuple[int, bool, bool], PiecewiseLinear] = field(default_factory=dict)
 
     @classmethod
     def read(cls, tp: Path) -> Self:
@@ -103,16 +103,16 @@ class Operators:
         """
         not_read = unread_files(tp)
         dense, heads = (
-            {name: Curve(points) for name, points in operator_points(tp, file).items()}
+            {name: PiecewiseLinear(points) for name, points in operator_points(tp, file).items()}
             for file in ("dense", "per_sequence")
         )
         points, keyed = attention_points(tp)
         try:
-            return cls(dense, heads, Attention(points, keyed), not_read)
+            return cls(dense, heads, AttentionTable(points, keyed), not_read)
         except JaxinferError as error:
             raise JaxinferError(f"{tp}: attention.csv {error}") from None
 
-    def per_token(self, layers: int, first: bool, last: bool) -> Curve:
+    def per_token(self, layers: int, first: bool, last: bool) -> PiecewiseLinear:
         """Microseconds of a stage's operators but attention, by tokens; added up once."""
         stage = layers, first, last
         if stage not in self._sums:
@@ -128,13 +128,13 @@ class Operators:
 
 
 @lru_cache(maxsize=16)
-def _read(tp: Path, files: Sequence[tuple[str, int, int]]) -> Operators:
+def _read(tp: Path, files: Sequence[tuple[str, int, int]]) -> OperatorTables:
     """Read once as long as the files are the same; a search asks for them thousands of times."""
-    return Operators.read(tp)
+    return OperatorTables.read(tp)
 
 
-def read_operators(tp: Path) -> Operators:
-    """Read the operators of a folder such as ``tp1``; see ``Operators.read``."""
+def read_operators(tp: Path) -> OperatorTables:
+    """Read the operators of a folder such as ``tp1``; see ``OperatorTables.read``."""
     found = [(path.name, path.stat()) for path in sorted(tp.glob("*.csv*"))]
     return _read(tp, tuple((name, s.st_mtime_ns, s.st_size) for name, s in found))
 

@@ -5,26 +5,26 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from jaxinfer.papers.aladdin.best_fit import Job, Seen, Worker, best_fit, takes, to_open
+from jaxinfer.papers.aladdin.best_fit import Job, Seen, WorkerAccount, best_fit, takes, to_open
 
 
-def see(worker: Worker) -> Seen:
+def see(worker: WorkerAccount) -> Seen:
     """All prompts are still to be computed, and nothing decodes yet."""
     return Seen(sum(job.prompt for job in worker.jobs.values()))
 
 
-def empty(worker: Worker) -> Worker:
+def empty(worker: WorkerAccount) -> WorkerAccount:
     """The same with nothing on it."""
-    return Worker(worker.name, worker.limits, usd=worker.usd)
+    return WorkerAccount(worker.name, worker.limits, usd=worker.usd)
 
 
-def by_rule(jobs: Sequence[Job], off: Sequence[Worker]) -> float | None:
+def by_rule(jobs: Sequence[Job], off: Sequence[WorkerAccount]) -> float | None:
     """Dollars per hour where one request comes after the other; None if one fits nowhere.
 
     Args:
         off: workers that can be opened, all empty.
     """
-    opened: list[Worker] = []
+    opened: list[WorkerAccount] = []
     for job in jobs:
         worker = best_fit(opened, job, see)
         if worker is None:
@@ -39,9 +39,9 @@ def by_rule(jobs: Sequence[Job], off: Sequence[Worker]) -> float | None:
     return sum(each.usd for each in opened)
 
 
-def in_order(jobs: Sequence[Job], off: Sequence[Worker]) -> float | None:
+def in_order(jobs: Sequence[Job], off: Sequence[WorkerAccount]) -> float | None:
     """The same by first fit, with the workers opened in their order; prices do not count."""
-    opened: list[Worker] = []
+    opened: list[WorkerAccount] = []
     left = [empty(each) for each in off]
     for job in jobs:
         while (worker := next((each for each in opened if takes(each, job, see)), None)) is None:
@@ -52,7 +52,7 @@ def in_order(jobs: Sequence[Job], off: Sequence[Worker]) -> float | None:
     return sum(each.usd for each in opened if each.jobs)
 
 
-def least_usd(jobs: Sequence[Job], workers: Sequence[Worker]) -> float | None:
+def least_usd(jobs: Sequence[Job], workers: Sequence[WorkerAccount]) -> float | None:
     """Dollars per hour of the best packing, by a mixed-integer program; None if there is none.
 
     Binary: request j on worker i, and whether worker i is open. Constraints (b), (c) and (e) are

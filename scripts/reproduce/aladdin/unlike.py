@@ -1,5 +1,5 @@
 """Workers of several kinds by dollars: cheapest mixes by the
-planner, and Aladdin's rule against the best packing of small cases.
+planner, and AladdinPlanner's rule against the best packing of small cases.
 """
 
 import math
@@ -12,9 +12,9 @@ import yaml
 
 from jaxinfer.config.run_file import load_run_file
 from jaxinfer.errors import JaxinferError
-from jaxinfer.papers.aladdin.best_fit import Job, Limits, Worker
-from jaxinfer.papers.aladdin.planner import Aladdin, AladdinOptions
-from jaxinfer.plan.evaluation_cache import Kept
+from jaxinfer.papers.aladdin.best_fit import Job, Limits, WorkerAccount
+from jaxinfer.papers.aladdin.planner import AladdinOptions, AladdinPlanner
+from jaxinfer.plan.evaluation_cache import EvaluationCache
 from jaxinfer.plan.problem import load_problem
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.run import prepare
@@ -33,7 +33,7 @@ KINDS = ("large", "middle", "small")
 
 
 def cheapest(
-    work: Work, out: Path, seeds: Sequence[int], simulated: Kept
+    work: Work, out: Path, seeds: Sequence[int], simulated: EvaluationCache
 ) -> tuple[list[Row], list[Target]]:
     """Return dollars of each kind alone and of the cheapest mix, by level of the targets."""
     rows = _cheapest_of_all(work, out, seeds, simulated)
@@ -47,7 +47,9 @@ def cheapest(
     return rows, [agrees(claim, says, met, "never dearer")]
 
 
-def _cheapest_of_all(work: Work, out: Path, seeds: Sequence[int], simulated: Kept) -> list[Row]:
+def _cheapest_of_all(
+    work: Work, out: Path, seeds: Sequence[int], simulated: EvaluationCache
+) -> list[Row]:
     rows = []
     data = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     kinds = {name: each["group"] for name, each in data["instances"].items()}
@@ -73,12 +75,16 @@ def _usd(found: float | str) -> float:
     return math.inf if isinstance(found, str) else found
 
 
-def _cheapest(path: Path, label: str, slo: tuple[float, float], work: Work, simulated: Kept) -> Row:
+def _cheapest(
+    path: Path, label: str, slo: tuple[float, float], work: Work, simulated: EvaluationCache
+) -> Row:
     settings = [f"goal.slo='ttft={slo[0]},tpot={slo[1]}'"]
     problem = load_problem(PLAN, settings).for_work(work, 1.0)
     search = DrivenSearch(problem, kept=simulated)
     try:
-        best = Aladdin(AladdinOptions(file=str(path), most=MOST)).plan(search.problem, search)
+        best = AladdinPlanner(AladdinOptions(file=str(path), most=MOST)).plan(
+            search.problem, search
+        )
     except JaxinferError:
         return {f"{label} ($/h)": "none", label: ""}
     usd = search.costs(best).amount("usd")
@@ -102,11 +108,11 @@ def _small_cases(work: Work, level: tuple[float, float], count: int) -> list[Row
     rng = random.Random(0)
     kinds = workers(level)
     long = [item for item in work if item.prompt_len + item.max_tokens >= 1500]
-    gaps: dict[str, list[float]] = {"Aladdin's rule": [], "first fit, as they come": []}
+    gaps: dict[str, list[float]] = {"AladdinPlanner's rule": [], "first fit, as they come": []}
     unserved = dict.fromkeys(gaps, 0)
     for _ in range(count):
         off = [
-            Worker(str(n), each.limits, usd=each.usd)
+            WorkerAccount(str(n), each.limits, usd=each.usd)
             for n, each in enumerate(rng.choices(kinds, k=4))
         ]
         jobs = [
@@ -141,7 +147,7 @@ def _small_cases(work: Work, level: tuple[float, float], count: int) -> list[Row
     ]
 
 
-def workers(level: tuple[float, float]) -> list[Worker]:
+def workers(level: tuple[float, float]) -> list[WorkerAccount]:
     """One of each kind, with its price and the limits that a run gives it."""
     prices = load_problem(PLAN).prices
     config = load_run_file(FILE)
@@ -152,5 +158,5 @@ def workers(level: tuple[float, float]) -> list[Worker]:
         assert fit.decode
         limits = Limits(fit.prefill, fit.decode, *level, theta, 0.5, modelled.num_tokens, 16)
         kind = str(config.groups[modelled.groups[0]].kind)
-        found.append(Worker(name, limits, usd=prices[kind]))
+        found.append(WorkerAccount(name, limits, usd=prices[kind]))
     return found

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import linprog
 
-from jaxinfer.papers.hetis.head_dispatch import Load, dispatch
+from jaxinfer.papers.hetis.head_dispatch import DeviceLoad, dispatch
 from jaxinfer.papers.hetis.system import Hetis
 from jaxinfer.serving.step_fit import AttentionFit
 from scripts.reproduce.claims import agrees
@@ -38,7 +38,7 @@ def fits(model: str, layers: Any, attention: Any) -> list[AttentionFit]:
 
 
 def by_program(
-    loads: Sequence[Load], requests: Sequence[tuple[int, float]], used: Sequence[bool]
+    loads: Sequence[DeviceLoad], requests: Sequence[tuple[int, float]], used: Sequence[bool]
 ) -> tuple[float, np.ndarray] | None:
     """Eqs. 5 to 7 relaxed, on some of the devices: the slowest one's time, and shares of slices.
 
@@ -72,7 +72,7 @@ def by_program(
 
 
 def best_program(
-    loads: Sequence[Load], requests: Sequence[tuple[int, float]]
+    loads: Sequence[DeviceLoad], requests: Sequence[tuple[int, float]]
 ) -> tuple[float, np.ndarray] | None:
     """The best over sets of devices in use: those with load, and so many of the others by order.
 
@@ -99,7 +99,7 @@ class ByProgram(Hetis):
     """Hetis with a linear program for each request, by HiGHS, rounded."""
 
     def _dispatch(
-        self, loads: Sequence[Load], slices: int, entries: float, pages: int
+        self, loads: Sequence[DeviceLoad], slices: int, entries: float, pages: int
     ) -> list[int] | None:
         found = best_program(loads, [(slices, entries)])
         counts = rounded(found[1][:, 0], slices) if found else None
@@ -110,7 +110,7 @@ class ByProgram(Hetis):
         return counts
 
 
-def placed(loads: Sequence[Load], counts: Sequence[int], entries: float) -> list[Load]:
+def placed(loads: Sequence[DeviceLoad], counts: Sequence[int], entries: float) -> list[DeviceLoad]:
     """Return the loads with one request more."""
     return [load.plus(n, entries, 1) for load, n in zip(loads, counts, strict=True)]
 
@@ -132,7 +132,7 @@ def compared(inputs: Inputs) -> Part:
             for seed in range(SETS):
                 draw = random.Random(seed)
                 requests = [(slices, float(draw.randint(200, longest))) for _ in range(count)]
-                empty = [Load(fit, 0, 0.0, ROOM) for fit in devices]
+                empty = [DeviceLoad(fit, 0, 0.0, ROOM) for fit in devices]
                 start = time.process_time()
                 found = best_program(empty, requests)
                 ms_program.append(1e3 * (time.process_time() - start))

@@ -6,8 +6,8 @@ from tempfile import TemporaryDirectory
 
 import yaml
 
-from jaxinfer.papers.hetis.planner import Hetis, HetisOptions
-from jaxinfer.papers.hetis.primaries import Rule, groupings, primaries
+from jaxinfer.papers.hetis.planner import HetisOptions, HetisPlanner
+from jaxinfer.papers.hetis.primaries import ShareRule, groupings, primaries
 from jaxinfer.plan.problem import load_problem
 from scripts.reproduce.claims import holds
 from scripts.reproduce.reproduction import Inputs, Part
@@ -15,7 +15,7 @@ from scripts.tables import CONFIGS, Row
 
 # Table 1: seconds of a prefill and a decode on A100-80, 3090 and P100.
 PREFILL, DECODE = (0.06, 0.147, 1.47), (0.0097, 0.0143, 0.077)
-RULES: tuple[Rule, ...] = ("cumulative", "stepwise")
+RULES: tuple[ShareRule, ...] = ("cumulative", "stepwise")
 
 
 def placements(inputs: Inputs) -> Part:
@@ -56,7 +56,7 @@ def search_of_160() -> tuple[float, int]:
         for i in range(4)
     }
     problem = load_problem(CONFIGS / "plan" / "hetis.yaml")
-    planner = Hetis(HetisOptions(seconds=of_prefill, most_slower=0.0))
+    planner = HetisPlanner(HetisOptions(seconds=of_prefill, most_slower=0.0))
     with TemporaryDirectory() as folder:
         hardware = Path(folder) / "hardware.yaml"
         hardware.write_text(yaml.safe_dump({"source": "", "latency_s": 5e-5, "nodes": nodes}))

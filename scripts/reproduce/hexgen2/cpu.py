@@ -16,9 +16,9 @@ from typing import Any
 
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.llm import LLM
-from jaxinfer.papers.hexgen2.capacity import Role
+from jaxinfer.papers.hexgen2.capacity import GroupRole
 from jaxinfer.papers.hexgen2.certify import Certified
-from jaxinfer.papers.hexgen2.flow import Network, shared_flow
+from jaxinfer.papers.hexgen2.flow import KVNetwork, shared_flow
 from jaxinfer.papers.hexgen2.gpus import Site
 from jaxinfer.papers.hexgen2.moves import as_plan
 from jaxinfer.papers.hexgen2.refine import Effort, Scorer
@@ -39,7 +39,7 @@ from scripts.tables import Row
 FILES = {"both": "bursts", "prompts": "prefill_heavy", "answers": "one_burst"}
 # Where the plan has unlike groups for the two roles.
 SWAPPED = ("prompts", "answers")
-OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
+OTHER: dict[GroupRole, GroupRole] = {"prefill": "decode", "decode": "prefill"}
 # Of a run, about; each length of the file comes twice at least.
 SECONDS, TIMES = 170.0, 2
 
@@ -88,7 +88,7 @@ def cases() -> dict[str, Case]:
         capacity = planner.capacity(problem)
         plans = {name: planner.certified(problem)}
         if name in SWAPPED:
-            network = Network(capacity.site, capacity.layer_bytes)
+            network = KVNetwork(capacity.site, capacity.layer_bytes)
             scorer = Scorer(capacity, network, shared_flow, Effort(1, 1))
             swapped = as_plan((group, OTHER[role]) for group, role in plans[name].plan)
             plans[f"{name}, swapped"] = replace(

@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from jaxinfer.errors import JaxinferError
 from jaxinfer.papers.hexgen2.capacity import Modelled
 from jaxinfer.papers.hexgen2.certify import counts_by_kind
-from jaxinfer.papers.hexgen2.integer_programs import Mix, best_mix, configurations
-from jaxinfer.papers.hexgen2.planner import HexGen2
+from jaxinfer.papers.hexgen2.integer_programs import PooledPlan, best_mix, configurations
+from jaxinfer.papers.hexgen2.planner import HexGen2Planner
 from jaxinfer.plan.problem import Problem, load_problem
 from jaxinfer.plan.registry import make_planner
 from jaxinfer.report.pictures import save_picture
@@ -73,24 +73,24 @@ class Asked:
     def __init__(self, plan_file: str, settings: Sequence[str]) -> None:
         self.problem: Problem = load_problem(plan_file, settings)
         planner = make_planner(self.problem.planner)
-        if not isinstance(planner, HexGen2):
+        if not isinstance(planner, HexGen2Planner):
             raise JaxinferError(f"{plan_file}: planner.name must be hexgen2")
-        self.planner: HexGen2 = planner
+        self.planner: HexGen2Planner = planner
         self.capacity: Modelled = planner.capacity(self.problem)
         given = {name: value for name, value in self.problem.planner.items() if name != "name"}
-        self.most_gpus: int = HexGen2.Options.model_validate(given).most_gpus
+        self.most_gpus: int = HexGen2Planner.Options.model_validate(given).most_gpus
         try:
             self.usd: Sequence[float] = self.capacity.site.usd_by_kind
         except JaxinferError as error:
             raise JaxinferError(f"{plan_file}: {error}") from None
 
-    def mix(self) -> Mix:
+    def mix(self) -> PooledPlan:
         """Return the best mix of all of its GPUs, as if beside each other."""
         there = counts_by_kind(self.capacity.site)
         options = configurations(self.capacity.as_local(), there, self.most_gpus)
         return best_mix(options, there, [inf] * len(there))
 
-    def row(self, name: str, mix: Mix) -> Row:
+    def row(self, name: str, mix: PooledPlan) -> Row:
         """Return a table's row: GPUs, their cost, and the rate that they carry."""
         site = self.capacity.site
         kinds = range(len(self.usd))

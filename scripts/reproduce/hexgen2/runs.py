@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.papers.hexgen2.capacity import Modelled, Role, signature_of
+from jaxinfer.papers.hexgen2.capacity import GroupRole, Modelled, signature_of
 from jaxinfer.papers.hexgen2.certify import Certified
-from jaxinfer.papers.hexgen2.flow import Flow, Network, Placed, shared_flow
+from jaxinfer.papers.hexgen2.flow import Flow, KVNetwork, PlacedGroup, shared_flow
 from jaxinfer.papers.hexgen2.gpus import Group, Site
-from jaxinfer.papers.hexgen2.planner import HexGen2, HexGen2Options
+from jaxinfer.papers.hexgen2.planner import HexGen2Options, HexGen2Planner
 from jaxinfer.papers.hexgen2.run_file import as_part
 from jaxinfer.papers.hexgen2.stages import Shape
 from jaxinfer.plan.problem import Problem, load_problem
@@ -163,7 +163,7 @@ class Given:
         stages: the number of a node among the group's, and the GPUs.
     """
 
-    role: Role
+    role: GroupRole
     group: Group
     stages: Shape
 
@@ -180,13 +180,13 @@ TABLE_2 = [
 ]
 
 
-def alike(role: Role, count: int, *stages: int) -> list[Given]:
+def alike(role: GroupRole, count: int, *stages: int) -> list[Given]:
     """So many groups on the first node, each of stages with so many GPUs."""
     shape = tuple((0, tp) for tp in stages)
     return [Given(role, ((0, sum(stages)),), shape)] * count
 
 
-def placed(capacity: Modelled, plan: Sequence[Given]) -> list[Placed]:
+def placed(capacity: Modelled, plan: Sequence[Given]) -> list[PlacedGroup]:
     """Each group with the layers and the order of stages with which it carries most."""
     found = []
     for given in plan:
@@ -194,7 +194,7 @@ def placed(capacity: Modelled, plan: Sequence[Given]) -> list[Placed]:
         orders = dict.fromkeys([given.stages, given.stages[::-1]])
         ways = [capacity.carried_by(signature, shape, given.role) for shape in orders]
         best = max(ways, key=lambda carried: carried.rate)
-        found.append(Placed(given.group, given.role, best))
+        found.append(PlacedGroup(given.group, given.role, best))
     return found
 
 
@@ -271,12 +271,12 @@ def fixed(cluster: Cluster, work: Work, plan: Sequence[Given], equal: bool = Fal
     problem = cluster.problem(work)
     capacity = planner_of(problem).capacity(problem)
     groups = placed(capacity, plan)
-    flow = shared_flow(groups, Network(capacity.site, capacity.layer_bytes))
+    flow = shared_flow(groups, KVNetwork(capacity.site, capacity.layer_bytes))
     shares = flow
     if equal:
         sides = [[i for i, g in enumerate(groups) if g.role == r] for r in ("prefill", "decode")]
         shares = Flow(1.0, {(i, j): 1.0 for i in sides[0] for j in sides[1]})
-    own: dict[Role, Mapping[str, Any]] = {
+    own: dict[GroupRole, Mapping[str, Any]] = {
         "prefill": problem.planner["prefill"],
         "decode": problem.planner["decode"],
     }
@@ -295,10 +295,10 @@ def colocated(like: Planned, instances: Mapping[str, Any] | None = None, seqs: i
     return Planned(like.problem, 0.0, part, like.words)
 
 
-def planner_of(problem: Problem) -> HexGen2:
+def planner_of(problem: Problem) -> HexGen2Planner:
     """A plan file's."""
     given = {name: value for name, value in problem.planner.items() if name != "name"}
-    return HexGen2(HexGen2Options.model_validate(given))
+    return HexGen2Planner(HexGen2Options.model_validate(given))
 
 
 def words_of(site: Site, found: Certified) -> str:
@@ -307,7 +307,7 @@ def words_of(site: Site, found: Certified) -> str:
     return _words(site, [found.groups[number] for number in used])
 
 
-def _words(site: Site, groups: Sequence[Placed]) -> str:
+def _words(site: Site, groups: Sequence[PlacedGroup]) -> str:
     sides = []
     for role in ("prefill", "decode"):
         names = Counter(_name(site, group) for group in groups if group.role == role)
@@ -316,7 +316,7 @@ def _words(site: Site, groups: Sequence[Placed]) -> str:
     return " / ".join(sides)
 
 
-def _name(site: Site, group: Placed) -> str:
+def _name(site: Site, group: PlacedGroup) -> str:
     stages = []
     for node, tp, _, _ in group.layers(site):
         gpu = GPUS[site.nodes[node].gpu]

@@ -8,8 +8,8 @@ from statistics import fmean
 from matplotlib.figure import Figure
 
 from jaxinfer.papers.hexgen2.baselines import genetic, guided, most_gpus, random_swaps, starts
-from jaxinfer.papers.hexgen2.flow import Network, shared_flow
-from jaxinfer.papers.hexgen2.moves import Plan
+from jaxinfer.papers.hexgen2.flow import KVNetwork, shared_flow
+from jaxinfer.papers.hexgen2.moves import MemberPlan
 from jaxinfer.papers.hexgen2.refine import Effort, Scorer, refine, score
 from jaxinfer.report.plots import COLOURS
 from scripts.reproduce.claims import Target, agrees, holds
@@ -25,34 +25,36 @@ SEEDS = range(3)
 SCORED, FLOWS = 100_000, 500
 
 
-def one(cluster: Cluster, work: Work, method: Callable[[Scorer, list[Plan], int], float]) -> float:
+def one(
+    cluster: Cluster, work: Work, method: Callable[[Scorer, list[MemberPlan], int], float]
+) -> float:
     """Return the flow that a method finds in a fresh search from the paper's partitions."""
     problem = cluster.problem(work)
     planner = planner_of(problem)
     capacity = planner.capacity(problem)
-    network = Network(capacity.site, capacity.layer_bytes)
+    network = KVNetwork(capacity.site, capacity.layer_bytes)
     scorer = Scorer(capacity, network, shared_flow, Effort(SCORED, FLOWS))
     plans = starts(scorer, capacity.model, capacity.lengths)
     return method(scorer, plans, most_gpus(plans, 8))
 
 
-def _start(scorer: Scorer, plans: list[Plan], most: int) -> float:
+def _start(scorer: Scorer, plans: list[MemberPlan], most: int) -> float:
     return max(score(scorer, plan).flow for plan in plans)
 
 
-def _guided(scorer: Scorer, plans: list[Plan], most: int) -> float:
+def _guided(scorer: Scorer, plans: list[MemberPlan], most: int) -> float:
     return guided(scorer, plans, most).flow
 
 
-def _random(scorer: Scorer, plans: list[Plan], most: int, seed: int) -> float:
+def _random(scorer: Scorer, plans: list[MemberPlan], most: int, seed: int) -> float:
     return random_swaps(scorer, plans, most, seed).flow
 
 
-def _genetic(scorer: Scorer, plans: list[Plan], most: int, seed: int) -> float:
+def _genetic(scorer: Scorer, plans: list[MemberPlan], most: int, seed: int) -> float:
     return genetic(scorer, plans, most, seed).flow
 
 
-def _restarts(scorer: Scorer, plans: list[Plan], most: int, seed: int) -> float:
+def _restarts(scorer: Scorer, plans: list[MemberPlan], most: int, seed: int) -> float:
     return refine(scorer, plans, most, 10, seed).flow
 
 

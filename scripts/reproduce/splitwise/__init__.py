@@ -6,7 +6,7 @@ Some hours of CPU in all.
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxinfer.plan.evaluation_cache import Kept
+from jaxinfer.plan.evaluation_cache import EvaluationCache
 from scripts.reproduce.reproduction import Inputs, Part, Reproduction, Work
 from scripts.reproduce.splitwise import alone, pictures, targets
 from scripts.reproduce.splitwise import capacities as rates
@@ -101,7 +101,9 @@ def llama(inputs: Inputs) -> Part:
 def provisioned(inputs: Inputs) -> Part:
     """Provisioning by the planner: minutes of CPU a search."""
     asked = provisioning.Setting(inputs.shared(files), inputs.shared(traces))
-    known = Kept(Path(inputs.kept, "placement.jsonl"), inputs.code(PERF_MODEL, *TRACES.values()))
+    known = EvaluationCache(
+        Path(inputs.kept, "placement.jsonl"), inputs.code(PERF_MODEL, *TRACES.values())
+    )
     rows = provisioning.found(asked, inputs.pool, known)
     known.close()
     return Part(rows, list(provisioning.claims(rows)))

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.report.records import read_lines
-from jaxinfer.simulate.costs.piecewise_linear import Curve
+from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
 from scripts.reproduce.recorded import recorded
@@ -48,7 +48,7 @@ def draw_decodes(public: Public) -> Figure:
     figure = Figure(figsize=(5, 3.6), layout="constrained")
     ax = figure.subplots()
     for colour, kind in zip(COLOURS, ("a100", "h100"), strict=False):
-        curve = Curve(public.points(BLOOM, kind, "token_time"))
+        curve = PiecewiseLinear(public.points(BLOOM, kind, "token_time"))
         measured = public.decodes(BLOOM, kind)
         x = [batch for batch, context in measured if context == 576]
         ax.plot(

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from jaxinfer.papers.splitwise.planner import SplitwisePools, SplitwisePoolsOptions
-from jaxinfer.plan.evaluation_cache import Kept, key_of
+from jaxinfer.plan.evaluation_cache import EvaluationCache, key_of
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.report.origin import origin
@@ -183,7 +183,7 @@ def cases() -> list[Case]:
     ]
 
 
-def found(setting: Setting, pool: ProcessPoolExecutor, known: Kept) -> list[Row]:
+def found(setting: Setting, pool: ProcessPoolExecutor, known: EvaluationCache) -> list[Row]:
     """A row for each search; ``known`` has those of a run that was killed, of this host."""
     keys = {case: key_of(case.named, case.seeds, origin()["machine"]) for case in cases()}
     missing = [case for case, key in keys.items() if known.get(key) is None]

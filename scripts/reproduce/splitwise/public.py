@@ -16,7 +16,7 @@ import yaml
 
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.hardware.catalogue import find_gpu
-from jaxinfer.simulate.costs.piecewise_linear import Curve
+from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
 from jaxinfer.simulate.targets import PercentileTargets, Reference
 from jaxinfer.workload.lengths import BenchRequest
 from scripts.tables import CONFIGS
@@ -224,7 +224,8 @@ class Public:
         tokens, and a request's own is by all of its tokens, not by the times between them.
         """
         prompt, token = (
-            Curve(self.points(model, "a100", time)) for time in ("prompt_time", "token_time")
+            PiecewiseLinear(self.points(model, "a100", time))
+            for time in ("prompt_time", "token_time")
         )
         seconds = {}
         for p, n in {(item.prompt_len, item.max_tokens) for item in work}:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from jaxinfer.simulate.costs.piecewise_linear import Curve
+from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
 from scripts.validate.vidur_tables import rows, write_tables
 
 # By the GPU's name in configs/gpus.yaml: Vidur's name of it, and aiconfigurator's.
@@ -45,7 +45,7 @@ def prefill(path: Path, heads: int, kv_heads: int) -> tuple[Times, int]:
             if row["batch_size"] == "1"
         }
     )
-    curve = Curve({n: ms for (n, _), ms in alone.items()})
+    curve = PiecewiseLinear({n: ms for (n, _), ms in alone.items()})
     sizes = [n for n in curve.x if 16 <= n <= LONGEST]
     return {
         (n, s): max(curve(s + n) - curve(s), curve(n))

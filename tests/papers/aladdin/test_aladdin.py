@@ -13,7 +13,7 @@ from scenarios import examples
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.papers.aladdin.best_fit import Job, Worker
+from jaxinfer.papers.aladdin.best_fit import Job, WorkerAccount
 from jaxinfer.papers.aladdin.system import Aladdin, AladdinOptions
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.policies import PolicyOptions, make_policies
@@ -59,7 +59,7 @@ class Checked(Aladdin):
         self.cluster, self.given = cluster, {}
         return super().route(waiting, cluster)
 
-    def naive(self, worker: Worker, job: Job) -> bool:
+    def naive(self, worker: WorkerAccount, job: Job) -> bool:
         """(b) to (e) of a worker with one request more."""
         view, of, size = self.cluster.instances[worker.name], worker.limits, worker.limits.page_size
         there: dict[str, Any] = {r.id: r for r in view.waiting}
@@ -99,7 +99,7 @@ class Checked(Aladdin):
             and job.longest <= of.room
         )
 
-    def _worker(self, job: Job, late: float, on: Any, off: Any) -> Worker | None:
+    def _worker(self, job: Job, late: float, on: Any, off: Any) -> WorkerAccount | None:
         norms = {worker.name: worker.norm for worker in on}
         worker = super()._worker(job, late, on, off)
         if worker:

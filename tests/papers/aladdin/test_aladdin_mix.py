@@ -13,7 +13,7 @@ from plan_cases import Carries, problem
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.papers.aladdin.planner import Aladdin, AladdinOptions
+from jaxinfer.papers.aladdin.planner import AladdinOptions, AladdinPlanner
 from jaxinfer.papers.aladdin.sizing import Counts, WorkerCount, cheapest_mix
 from jaxinfer.plan.candidate import Candidate
 from jaxinfer.plan.search import DrivenSearch
@@ -39,8 +39,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def planner(file: str, **options: Any) -> Aladdin:
-    return Aladdin(AladdinOptions.model_validate({"file": file, "most": 3} | options))
+def planner(file: str, **options: Any) -> AladdinPlanner:
+    return AladdinPlanner(AladdinOptions.model_validate({"file": file, "most": 3} | options))
 
 
 def search(
@@ -50,7 +50,7 @@ def search(
     return DrivenSearch(problem(goal, **({"prices": PRICES} | more)))
 
 
-def planned(planner: Aladdin, search: DrivenSearch) -> Candidate:
+def planned(planner: AladdinPlanner, search: DrivenSearch) -> Candidate:
     return planner.plan(search.problem, search)
 
 

@@ -14,7 +14,7 @@ from plan_cases import Carries, problem
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.papers.aladdin.planner import Aladdin, AladdinOptions, Size
+from jaxinfer.papers.aladdin.planner import AladdinOptions, AladdinPlanner, Size
 from jaxinfer.papers.aladdin.sizing import MeanRequest, WorkerCount, fit_workers, most_tokens
 from jaxinfer.plan.candidate import Candidate
 from jaxinfer.plan.planners.any_system import read_part
@@ -43,9 +43,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def planner(file: str, **options: Any) -> Aladdin:
+def planner(file: str, **options: Any) -> AladdinPlanner:
     usual = {"file": file, "most": MOST, "sizes": {name: {} for name in SIZES}}
-    return Aladdin(AladdinOptions.model_validate(usual | options))
+    return AladdinPlanner(AladdinOptions.model_validate(usual | options))
 
 
 def search(rate: float = 1.0, **goal: Any) -> DrivenSearch:
@@ -54,7 +54,7 @@ def search(rate: float = 1.0, **goal: Any) -> DrivenSearch:
     )
 
 
-def planned(planner: Aladdin, search: DrivenSearch) -> Candidate:
+def planned(planner: AladdinPlanner, search: DrivenSearch) -> Candidate:
     return planner.plan(search.problem, search)
 
 

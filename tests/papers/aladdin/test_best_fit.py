@@ -16,7 +16,7 @@ from jaxinfer.papers.aladdin.best_fit import (
     Job,
     Limits,
     Seen,
-    Worker,
+    WorkerAccount,
     best_fit,
     fits_alone,
     takes,
@@ -44,15 +44,15 @@ def job(prompt: int, output: int, name: str = "r", done: int = 0) -> Job:
     return Job(name, prompt, prompt + output - 1, output, output, done)
 
 
-def worker_of(jobs: Sequence[Job], of: Limits, name: str = "w") -> Worker:
-    worker = Worker(name, of)
+def worker_of(jobs: Sequence[Job], of: Limits, name: str = "w") -> WorkerAccount:
+    worker = WorkerAccount(name, of)
     for number, each in enumerate(jobs):
         each.id = f"{name}{number}"
         worker.give(each)
     return worker
 
 
-def nothing(worker: Worker) -> Seen:
+def nothing(worker: WorkerAccount) -> Seen:
     return Seen()
 
 
@@ -72,7 +72,7 @@ FIGURE = [(4, 1), (1, 4), (4, 1), (1, 4)]
 def test_figure_3() -> None:
     shortest_queue = [FIGURE[::2], FIGURE[1::2]]
     assert [peak(each) for each in shortest_queue] == [10, 10]
-    workers = [Worker(name, limits(room=9, **LOOSE)) for name in "ab"]
+    workers = [WorkerAccount(name, limits(room=9, **LOOSE)) for name in "ab"]
     for prompt, output in FIGURE:
         new = job(prompt, output, f"{sum(len(w.jobs) for w in workers)}")
         chosen = best_fit(workers, new, nothing)
@@ -159,7 +159,7 @@ def test_what_is_taken_keeps_all_constraints_and_what_is_not_breaks_one(
 @examples(60)
 @given(steps=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(0, 9))))
 def test_books_are_what_adding_up_says(steps: list[tuple[int, int, int]]) -> None:
-    worker = Worker("w", limits())
+    worker = WorkerAccount("w", limits())
     for number, prompt, output in steps:
         name = str(number)
         if name not in worker.jobs:
@@ -178,12 +178,12 @@ def test_books_are_what_adding_up_says(steps: list[tuple[int, int, int]]) -> Non
 
 def test_a_short_prediction_needs_room_for_its_limit_all_the_same() -> None:
     short = Job("r", prompt=5, longest=21, predicted=2, expected=2)
-    assert takes(Worker("w", limits(room=21)), short, nothing)
-    assert not takes(Worker("w", limits(room=20)), short, nothing)
+    assert takes(WorkerAccount("w", limits(room=21)), short, nothing)
+    assert not takes(WorkerAccount("w", limits(room=20)), short, nothing)
 
 
 def test_who_is_full_by_what_was_known_is_not_looked_at() -> None:
-    def never(worker: Worker) -> Seen:
+    def never(worker: WorkerAccount) -> Seen:
         raise AssertionError
 
     worker = worker_of([job(9, 9)] * 1, limits(atgt_s=0.25))
@@ -195,7 +195,7 @@ def test_what_a_look_tells_counts() -> None:
     there = job(20, 10)
     worker = worker_of([there], limits(atgt_s=0.5))
 
-    def see(which: Worker) -> Seen:
+    def see(which: WorkerAccount) -> Seen:
         which.update(there, 80, 100)
         return Seen()
 
@@ -206,12 +206,12 @@ def test_what_a_look_tells_counts() -> None:
 # Algorithm 1.
 
 
-def pack(jobs: Sequence[Job], of: Limits) -> list[Worker]:
-    workers: list[Worker] = []
+def pack(jobs: Sequence[Job], of: Limits) -> list[WorkerAccount]:
+    workers: list[WorkerAccount] = []
     for each in jobs:
         worker = best_fit(workers, each, nothing)
         if worker is None:
-            worker = Worker(str(len(workers)), of)
+            worker = WorkerAccount(str(len(workers)), of)
             workers.append(worker)
         worker.give(each)
     return workers
@@ -248,7 +248,7 @@ def test_best_fit_is_no_better_than_the_best_partition(
 ) -> None:
     of = limits(room=room, atgt_s=atgt)
     jobs = [job(*each, str(n)) for n, each in enumerate(lengths)]
-    jobs = [each for each in jobs if takes(Worker("w", of), each, nothing)]
+    jobs = [each for each in jobs if takes(WorkerAccount("w", of), each, nothing)]
     if jobs:
         opened = len(pack(jobs, of))
         assert fewest(jobs, of) <= opened <= len(jobs)
@@ -265,7 +265,7 @@ def test_in_one_dimension_best_fit_keeps_its_known_bound(sizes: list[int]) -> No
 
 
 def test_the_fullest_first_and_of_equal_ones_the_first() -> None:
-    empty = [Worker(name, limits()) for name in "ab"]
+    empty = [WorkerAccount(name, limits()) for name in "ab"]
     half = worker_of([job(5, 5)], limits(), "h")
     full = worker_of([job(9, 9)], limits(), "f")
     assert best_fit([*empty, half, full], job(1, 1), nothing) is full
@@ -289,26 +289,29 @@ def test_tokens_drown_requests_in_the_norm_as_printed() -> None:
 def test_as_many_are_opened_as_the_waiting_ones_take() -> None:
     of = limits(room=20, **LOOSE)
     full = worker_of([job(10, 10)], of, "f")
-    off = [Worker(name, of) for name in "xyz"]
+    off = [WorkerAccount(name, of) for name in "xyz"]
 
-    def opened(count: int, there: Sequence[Worker] = (full,)) -> int:
+    def opened(count: int, there: Sequence[WorkerAccount] = (full,)) -> int:
         found = to_open([job(5, 5, str(n)) for n in range(count)], there, off, nothing)
         assert found == [each.name for each in off[: len(found)]]
         return len(found)
 
     assert [opened(count) for count in (0, 1, 2, 3, 5, 50)] == [0, 1, 1, 2, 3, 3]
-    assert opened(1, [Worker("free", of)]) == 0
+    assert opened(1, [WorkerAccount("free", of)]) == 0
     too_long = [job(30, 1, "long")]
     assert to_open(too_long, [], off, nothing) == ["x"]  # Nobody else is there.
-    assert to_open(too_long, [Worker("free", of)], off, nothing) == []
+    assert to_open(too_long, [WorkerAccount("free", of)], off, nothing) == []
     assert to_open([job(5, 5), *too_long], [], off, nothing) == ["x"]
     # (c) of those that are opened: their prompts wait for each other.
-    hurried = [Worker(name, limits(ttft_s=0.5)) for name in "xyz"]
+    hurried = [WorkerAccount(name, limits(ttft_s=0.5)) for name in "xyz"]
     assert len(to_open([job(9, 1, str(n)) for n in range(3)], [], hurried, nothing)) == 3
 
 
 def test_alone() -> None:
-    workers = [Worker("a", limits(ttft_s=0.5)), Worker("b", limits(room=5, ttft_s=2.0))]
+    workers = [
+        WorkerAccount("a", limits(ttft_s=0.5)),
+        WorkerAccount("b", limits(room=5, ttft_s=2.0)),
+    ]
     assert fits_alone(job(8, 1), workers)
     assert not fits_alone(job(17, 1), workers)
     assert fits_alone(job(8, 1), workers, late=0.125)

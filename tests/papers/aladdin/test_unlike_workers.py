@@ -12,7 +12,15 @@ from scenarios import examples
 
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import JaxinferError
-from jaxinfer.papers.aladdin.best_fit import Job, Limits, Seen, Worker, best_fit, takes, to_open
+from jaxinfer.papers.aladdin.best_fit import (
+    Job,
+    Limits,
+    Seen,
+    WorkerAccount,
+    best_fit,
+    takes,
+    to_open,
+)
 from jaxinfer.papers.aladdin.system import Aladdin, AladdinOptions
 from jaxinfer.serving.step_fit import DecodeFit, PrefillFit
 from jaxinfer.systems.registry import make_system
@@ -31,7 +39,7 @@ def job(prompt: int, output: int, name: str = "r") -> Job:
     return Job(name, prompt, prompt + output - 1, output, output)
 
 
-def nothing(worker: Worker) -> Seen:
+def nothing(worker: WorkerAccount) -> Seen:
     return Seen()
 
 
@@ -52,8 +60,8 @@ def test_a_share_is_one_by_the_requests_that_a_worker_takes(
 ) -> None:
     """A share of a worker is one by the number of requests that it takes, one after the other."""
     of = limits(slower, room=room, page_size=size, ttft_s=math.inf)
-    worker, count = Worker("w", of, usd=usd), 0
-    share = Worker("w", of, usd=usd).usd_of(job(prompt, output)) / usd
+    worker, count = WorkerAccount("w", of, usd=usd), 0
+    share = WorkerAccount("w", of, usd=usd).usd_of(job(prompt, output)) / usd
     while count < 200 and takes(worker, job(prompt, output), nothing):
         worker.give(job(prompt, output, str(count)))
         count += 1
@@ -64,10 +72,13 @@ def test_a_share_is_one_by_the_requests_that_a_worker_takes(
 
 def test_of_empty_workers_the_cheapest_share_comes_first_and_of_others_the_fullest() -> None:
     """Half as fast for a third of the price: for short prompts cheaper, too small for long ones."""
-    large, small = Worker("l", limits(), usd=3.0), Worker("s", limits(2.0, room=60), usd=1.0)
+    large, small = (
+        WorkerAccount("l", limits(), usd=3.0),
+        WorkerAccount("s", limits(2.0, room=60), usd=1.0),
+    )
     assert best_fit([large, small], job(4, 4), nothing) is small
     assert best_fit([large, small], job(50, 20), nothing) is large
-    dear = Worker("s", limits(2.0, room=60), usd=2.0)
+    dear = WorkerAccount("s", limits(2.0, room=60), usd=2.0)
     assert best_fit([dear, large], job(4, 4), nothing) is large
     large.give(job(1, 1, "a"))
     assert best_fit([small, large], job(4, 4), nothing) is large
@@ -76,8 +87,12 @@ def test_of_empty_workers_the_cheapest_share_comes_first_and_of_others_the_fulle
 
 
 def test_without_prices_the_largest_is_the_first() -> None:
-    assert best_fit([Worker("s", limits(2.0)), Worker("l", limits())], job(4, 4), nothing)
-    chosen = best_fit([Worker("s", limits(2.0)), Worker("l", limits())], job(4, 4), nothing)
+    assert best_fit(
+        [WorkerAccount("s", limits(2.0)), WorkerAccount("l", limits())], job(4, 4), nothing
+    )
+    chosen = best_fit(
+        [WorkerAccount("s", limits(2.0)), WorkerAccount("l", limits())], job(4, 4), nothing
+    )
     assert chosen
     assert chosen.name == "l"
 
@@ -94,9 +109,9 @@ KINDS = st.lists(
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=8)
 
 
-def workers_of(kinds: Sequence[tuple[float, int, float]]) -> list[Worker]:
+def workers_of(kinds: Sequence[tuple[float, int, float]]) -> list[WorkerAccount]:
     return [
-        Worker(str(number), limits(slower, room=room), usd=usd)
+        WorkerAccount(str(number), limits(slower, room=room), usd=usd)
         for number, (slower, room, usd) in enumerate(kinds)
     ]
 
@@ -113,7 +128,7 @@ def test_each_that_is_opened_was_the_cheapest_that_takes_the_request(
     """One request after the other, and nothing is opened that an open one makes needless."""
     workers = workers_of(kinds)
     on, off = workers[:there], workers[there:]
-    opened: list[Worker] = []
+    opened: list[WorkerAccount] = []
     left = list(off)
     for each in jobs_of(lengths):
         if any(takes(worker, each, nothing) for worker in on):
@@ -130,7 +145,7 @@ def test_each_that_is_opened_was_the_cheapest_that_takes_the_request(
             least = min(w.usd_of(each) for w in able)
             found = next(w for w in able if w.usd_of(each) == least)
             left.remove(found)
-            worker = Worker(found.name, found.limits)
+            worker = WorkerAccount(found.name, found.limits)
             opened.append(worker)
         worker.give(each)
     names = to_open(jobs_of(lengths), on, off, nothing)
@@ -141,7 +156,7 @@ def test_each_that_is_opened_was_the_cheapest_that_takes_the_request(
 # Against the best packing.
 
 
-def all_packings(jobs: Sequence[Job], workers: Sequence[Worker]) -> float | None:
+def all_packings(jobs: Sequence[Job], workers: Sequence[WorkerAccount]) -> float | None:
     """Dollars of the cheapest of all, by trying each."""
     best = None
     for where in product(range(len(workers)), repeat=len(jobs)):
@@ -156,7 +171,7 @@ def all_packings(jobs: Sequence[Job], workers: Sequence[Worker]) -> float | None
     return best
 
 
-def holds(jobs: Sequence[Job], worker: Worker) -> bool:
+def holds(jobs: Sequence[Job], worker: WorkerAccount) -> bool:
     """(b), (c), (e) as they are printed, iteration by iteration."""
     if not jobs:
         return True

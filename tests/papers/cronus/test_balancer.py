@@ -19,19 +19,19 @@ from hypothesis import strategies as st
 from scenarios import examples
 from serving_checks import make_kv, new_instance
 
-from jaxinfer.papers.cronus.balancer import Load, Refined, balance, chunked_seconds, load_of
+from jaxinfer.papers.cronus.balancer import CPILoad, Refined, balance, chunked_seconds, load_of
 from jaxinfer.papers.cronus.system import Cronus, CronusOptions
 from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import LeastSquares, MixedFit, PrefillFit, StepFit
 from jaxinfer.serving.system import ClusterView, Leg
 
-ROOMY = Load(
+ROOMY = CPILoad(
     free_pages=10**6, page_size=16, max_num_batched_tokens=512, num_decodes=0, decode_context=0
 )
 
 
-def chunks(load: Load, prompt_len: int, length: int) -> list[tuple[int, int]]:
+def chunks(load: CPILoad, prompt_len: int, length: int) -> list[tuple[int, int]]:
     """(context, tokens) of each iteration, by letting them pass."""
     found, context = [], length
     while context < prompt_len:
@@ -41,7 +41,7 @@ def chunks(load: Load, prompt_len: int, length: int) -> list[tuple[int, int]]:
     return found
 
 
-def seconds_of_chunks(fit: MixedFit, load: Load, prompt_len: int, length: int) -> float:
+def seconds_of_chunks(fit: MixedFit, load: CPILoad, prompt_len: int, length: int) -> float:
     """Eq. 3, added up."""
     return sum(
         fit.per_prefill_context * context
@@ -59,7 +59,7 @@ prompt_lens = st.integers(1, 5000)
 
 
 @st.composite
-def loads(draw: st.DrawFn) -> Load:
+def loads(draw: st.DrawFn) -> CPILoad:
     """Draw loads with room for a chunk."""
     budget = draw(st.integers(1, 2048))
     decodes = draw(st.integers(0, min(budget - 1, 300)))
@@ -74,7 +74,7 @@ def loads(draw: st.DrawFn) -> Load:
 @examples(300)
 @given(mixed_fits, loads(), prompt_lens, st.data())
 def test_chunked_seconds_add_up_the_iterations(
-    fit: MixedFit, load: Load, prompt_len: int, data: st.DataObject
+    fit: MixedFit, load: CPILoad, prompt_len: int, data: st.DataObject
 ) -> None:
     length = data.draw(st.integers(0, prompt_len))
     expected = seconds_of_chunks(fit, load, prompt_len, length)
@@ -112,7 +112,7 @@ def candidates(prompt_len: int, count: int = 512) -> list[int]:
 @examples(60)
 @given(prefill_fits, mixed_fits, loads(), prompt_lens)
 def test_no_candidate_has_a_smaller_gap(
-    prefill: PrefillFit, mixed: MixedFit, load: Load, prompt_len: int
+    prefill: PrefillFit, mixed: MixedFit, load: CPILoad, prompt_len: int
 ) -> None:
     def gap(length: int) -> float:
         weak = prefill.per_token * length + prefill.constant
@@ -164,7 +164,7 @@ def test_equals_go_to_the_shortest() -> None:
 @examples(100)
 @given(prefill_fits, mixed_fits, loads(), prompt_lens, st.integers(1, 64))
 def test_without_the_pages_the_ppi_computes_all(
-    prefill: PrefillFit, mixed: MixedFit, load: Load, prompt_len: int, page_size: int
+    prefill: PrefillFit, mixed: MixedFit, load: CPILoad, prompt_len: int, page_size: int
 ) -> None:
     needed = -(-prompt_len // page_size)
     short = replace(load, page_size=page_size, free_pages=needed - 1)
@@ -197,7 +197,7 @@ def test_the_statistics_are_those_of_the_moment() -> None:
     waiting.legs = [Leg("cpi")]
     instance.waiting.append(waiting)
     # 2 + 4 + 7 + 1 pages are taken.
-    assert load_of(instance) == Load(
+    assert load_of(instance) == CPILoad(
         free_pages=26, page_size=8, max_num_batched_tokens=77, num_decodes=2, decode_context=40
     )
 

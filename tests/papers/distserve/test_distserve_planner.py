@@ -20,7 +20,7 @@ from jaxinfer.papers.distserve.planner import (
     Space,
     products,
 )
-from jaxinfer.papers.distserve.shapes import Shape, num_nodes, packed
+from jaxinfer.papers.distserve.shapes import InstanceShape, num_nodes, packed
 from jaxinfer.plan.candidate import Candidate
 from jaxinfer.plan.choose import choose
 from jaxinfer.plan.problem import Problem
@@ -78,9 +78,9 @@ def test_the_printed_loops_have_85_configurations() -> None:
 
 
 def test_an_instance_stands_on_as_few_nodes_as_hold_it() -> None:
-    assert packed(2, 6, 8) == Shape(2, (4, 2))
+    assert packed(2, 6, 8) == InstanceShape(2, (4, 2))
     assert packed(8, 4, 8).by_node == [8] * 4
-    assert packed(5, 5, 8) == Shape(5, (1,) * 5)
+    assert packed(5, 5, 8) == InstanceShape(5, (1,) * 5)
     # Eight GPUs hold 5 + 3, and 4 + 4, but no 3 beside 6 and 5.
     assert num_nodes([3, 4, 5, 4], 8) == 2
     assert num_nodes([6, 5, 5], 8) == 3
@@ -241,7 +241,9 @@ def test_stages_with_the_same_layers_share_a_node() -> None:
     """175B in three segments: what lies between two nodes is hidden states alone."""
     options = GPUS | {"gpus_per_node": 8, "nodes": 3}
     found = asked("opt-175b").run_file(
-        space(options, "opt-175b").units(Shape(3, (1, 1, 1)), Shape(2, (2, 2, 2))).part
+        space(options, "opt-175b")
+        .units(InstanceShape(3, (1, 1, 1)), InstanceShape(2, (2, 2, 2)))
+        .part
     )
     config = RunFile.model_validate(found)
     links = {link.between: link.gb_s for link in config.links}
@@ -259,7 +261,7 @@ def test_phases_are_simulated_by_themselves() -> None:
     """Prompts take 0.1 ms a token; up to two sequences, 10 ms a token."""
     given = {"costs": {"1": {"phases": STEPS}}, "gpus_per_node": 1}
     alone = Space(DistServeOptions.model_validate(GPUS | given), asked())
-    candidates = [alone.alone(phase, Shape(1, (1,))) for phase in ("prefill", "decode")]
+    candidates = [alone.alone(phase, InstanceShape(1, (1,))) for phase in ("prefill", "decode")]
     assert [candidate.whole for candidate in candidates] == [False, False]
     lengths = sorted(1e-4 * item.prompt_len for item in asked().work)
     fifth = (lengths[4] + lengths[5]) / 2
@@ -278,7 +280,7 @@ def test_phases_are_simulated_by_themselves() -> None:
 def test_names_do_not_matter() -> None:
     slow = {"minimise": "gpus", "rate": 2.0, "maximise": None, "attainment": 0.2}
     search = DrivenSearch(asked(**slow, slo="ttft=0.03,tpot=0.02"))
-    unit = space(NODE).units(Shape(2, (1,)), Shape(1, (1,)))
+    unit = space(NODE).units(InstanceShape(2, (1,)), InstanceShape(1, (1,)))
     text = json.dumps(unit.part).replace("prefill_0_", "two").replace("decode_0_", "one")
     part = json.loads(text)
     part["groups"] = dict(reversed(part["groups"].items()))
@@ -293,27 +295,27 @@ def test_requests_that_are_too_few_to_tell() -> None:
     with pytest.raises(
         JaxinferError, match=r"hold at any rate of placed prefill, .*: give more requests, or"
     ):
-        search.best([space(NODE).alone("prefill", Shape(1, (1,)))])
+        search.best([space(NODE).alone("prefill", InstanceShape(1, (1,)))])
 
 
 def test_a_phase_alone_has_no_latency_by_output_token() -> None:
     search = DrivenSearch(asked(slo="ttft=1,normalised=0.1"))
     with pytest.raises(JaxinferError, match=r"such as: goal\.slo: normalised is over a whole"):
-        search.best([space(NODE).alone("prefill", Shape(1, (1,)))])
-    (score,) = search.scores([space(NODE).units(Shape(1, (1,)), Shape(1, (1,)))])
+        search.best([space(NODE).alone("prefill", InstanceShape(1, (1,)))])
+    (score,) = search.scores([space(NODE).units(InstanceShape(1, (1,)), InstanceShape(1, (1,)))])
     assert score.refused is None
 
 
 @pytest.mark.parametrize(
     ("options", "model", "shape", "says"),
     [
-        (NODE, "opt-66b", Shape(1, (1,)), r"hold 131\.\d+ GB of weights"),
+        (NODE, "opt-66b", InstanceShape(1, (1,)), r"hold 131\.\d+ GB of weights"),
         (CLUSTER, "opt-13b", packed(5, 5, 8), "5 stages of 5 GPUs need 5 nodes of 8"),
-        (NODE | {"costs": {2: {"flops": 0.5}}}, "opt-13b", Shape(4, (1,)), "those of 2$"),
+        (NODE | {"costs": {2: {"flops": 0.5}}}, "opt-13b", InstanceShape(4, (1,)), "those of 2$"),
     ],
 )
 def test_what_cannot_be_says_why(
-    options: dict[str, Any], model: str, shape: Shape, says: str
+    options: dict[str, Any], model: str, shape: InstanceShape, says: str
 ) -> None:
     search = DrivenSearch(asked(model))
     given = Space(DistServeOptions.model_validate(options), search.problem)
@@ -334,7 +336,7 @@ def test_pools_hold_the_longest_request() -> None:
         "simulate": {"reserve_gb": 5.5},
     }
     search = DrivenSearch(problem({"maximise": "gpu"}, run=run))
-    two = Shape(2, (1,))
+    two = InstanceShape(2, (1,))
     given = Space(DistServeOptions(**NODE), search.problem)
     (score,) = search.scores([given.units(two, two)])
     assert "needs 82 pages of 64 tokens" in str(score.refused)

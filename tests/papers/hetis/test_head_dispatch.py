@@ -13,7 +13,7 @@ from scenarios import examples
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from jaxinfer.papers.hetis.head_dispatch import (
-    Load,
+    DeviceLoad,
     as_halves,
     can_do,
     dispatch,
@@ -32,14 +32,14 @@ def fits(draw: st.DrawFn) -> AttentionFit:
 
 
 @st.composite
-def loads(draw: st.DrawFn, room: int = 30) -> Load:
+def loads(draw: st.DrawFn, room: int = 30) -> DeviceLoad:
     pairs = draw(st.integers(0, 6))
     entries = pairs * draw(st.integers(1, 20))
     others, hidden = draw(COEFFICIENT), draw(st.sampled_from((None, 0.0, 3.0, 40.0)))
-    return Load(draw(fits()), pairs, entries, draw(st.integers(0, room)), 8, others, hidden)
+    return DeviceLoad(draw(fits()), pairs, entries, draw(st.integers(0, room)), 8, others, hidden)
 
 
-def ideal_seconds(devices: Sequence[Load]) -> float:
+def ideal_seconds(devices: Sequence[DeviceLoad]) -> float:
     """The least time in which all can be done, within 0.1 %, from below."""
     low, high = 0.0, max(load.seconds for load in devices)
     while high - low > 1e-3 * high:
@@ -48,7 +48,9 @@ def ideal_seconds(devices: Sequence[Load]) -> float:
     return low
 
 
-def slowest(devices: Sequence[Load], counts: Sequence[int], entries: float, pages: int) -> float:
+def slowest(
+    devices: Sequence[DeviceLoad], counts: Sequence[int], entries: float, pages: int
+) -> float:
     after = [load.plus(n, entries, pages) for load, n in zip(devices, counts, strict=True)]
     return max(load.seconds for load in after)
 
@@ -56,7 +58,7 @@ def slowest(devices: Sequence[Load], counts: Sequence[int], entries: float, page
 @given(st.lists(loads(), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 20))
 @examples(300)
 def test_one_request_is_placed_as_well_as_by_trying_all(
-    devices: list[Load], slices: int, entries: int
+    devices: list[DeviceLoad], slices: int, entries: int
 ) -> None:
     pages = -(-entries // 8)
     counts = dispatch(devices, slices, entries, pages)
@@ -78,7 +80,7 @@ def test_one_request_is_placed_as_well_as_by_trying_all(
 
 def test_equal_devices_get_equal_heads() -> None:
     fit = AttentionFit(1.0, 0.1, 0.0)
-    counts = dispatch([Load(fit, 0, 0.0, 99)] * 3, 8, 10, 1)
+    counts = dispatch([DeviceLoad(fit, 0, 0.0, 99)] * 3, 8, 10, 1)
     assert counts is not None
     assert sorted(counts) == [2, 3, 3]
 
@@ -86,8 +88,8 @@ def test_equal_devices_get_equal_heads() -> None:
 def test_an_idle_device_costs_nothing_and_joins_once_it_pays() -> None:
     """The first head that pays is at G + g > beta + g_remote: by eqs. 3 and 4."""
     own, remote = AttentionFit(0.0, 1.0, 0.0), AttentionFit(0.0, 2.0, 0.0, 0.0, 100.0)
-    devices = [Load(own, 0, 0.0, 999), Load(remote, 0, 0.0, 999)]
-    assert Load(remote, 0, 0.0, 9).seconds == 0
+    devices = [DeviceLoad(own, 0, 0.0, 999), DeviceLoad(remote, 0, 0.0, 999)]
+    assert DeviceLoad(remote, 0, 0.0, 9).seconds == 0
     # Slices of 10 entries: the twelfth would have the own device take 120, the other 120: a tie.
     assert dispatch(devices, 12, 10, 1) == [12, 0]
     assert dispatch(devices, 13, 10, 1) == [12, 1]
@@ -96,13 +98,15 @@ def test_an_idle_device_costs_nothing_and_joins_once_it_pays() -> None:
 def test_by_memory_alone() -> None:
     slow = AttentionFit(9.0, 9.0, 9.0)
     fast = AttentionFit(1.0, 0.1, 0.0)
-    devices = [Load(fast, 3, 30.0, 6), Load(slow, 0, 0.0, 11)]
+    devices = [DeviceLoad(fast, 3, 30.0, 6), DeviceLoad(slow, 0, 0.0, 11)]
     assert dispatch_by_memory(devices, 5, 2) == [1, 4]
     assert dispatch_by_memory(devices, 8, 2) == [3, 5]
     assert dispatch_by_memory(devices, 9, 2) is None
 
 
-def by_milp(devices: Sequence[Load], requests: Sequence[tuple[int, int]]) -> tuple[float, float]:
+def by_milp(
+    devices: Sequence[DeviceLoad], requests: Sequence[tuple[int, int]]
+) -> tuple[float, float]:
     """Least time of the slowest device, from below and as found: eqs. 5 to 7, whole heads.
 
     Each request is slices and entries.
@@ -167,7 +171,7 @@ def test_several_at_once_come_within_5_percent_of_a_milp(
 ) -> None:
     rng = np.random.default_rng(count)
     for _ in range(2):
-        empty = [Load(fit, 0, 0.0, 10**9) for fit in kinds]
+        empty = [DeviceLoad(fit, 0, 0.0, 10**9) for fit in kinds]
         requests = [(slices, int(n)) for n in rng.integers(200, 9000, count)]
         devices = empty
         for number, entries in requests:
@@ -182,7 +186,7 @@ def test_several_at_once_come_within_5_percent_of_a_milp(
 
 @given(st.lists(loads(), min_size=1, max_size=4))
 @examples(200)
-def test_the_ideal_is_no_slower_than_any_placement(devices: list[Load]) -> None:
+def test_the_ideal_is_no_slower_than_any_placement(devices: list[DeviceLoad]) -> None:
     """The ideal is no slower than the present placement, or than all work on any one device."""
     pairs, entries = sum(load.pairs for load in devices), sum(load.entries for load in devices)
     assume(pairs)
@@ -197,19 +201,19 @@ def test_the_ideal_is_no_slower_than_any_placement(devices: list[Load]) -> None:
 def test_the_ideal_of_two_devices_by_hand() -> None:
     """Entries split so that both end at once: T = (G + beta B_r) / (B_l + B_r)."""
     own, remote = AttentionFit(0.0, 1 / 4, 0.0), AttentionFit(0.0, 1 / 2, 0.0, 0.0, 100.0)
-    devices = [Load(own, 8, 8000.0, 0), Load(remote, 0, 0.0, 9999)]
+    devices = [DeviceLoad(own, 8, 8000.0, 0), DeviceLoad(remote, 0, 0.0, 9999)]
     assert ideal_seconds(devices) == pytest.approx((8000 + 100 * 2) / (4 + 2), rel=2e-3)
     # Too few entries for the exchange to pay.
-    assert ideal_seconds([Load(own, 8, 200.0, 0), devices[1]]) == pytest.approx(50, rel=2e-3)
+    assert ideal_seconds([DeviceLoad(own, 8, 200.0, 0), devices[1]]) == pytest.approx(50, rel=2e-3)
     # A pool of 1,000 entries leaves 7,000 to the own device.
-    small = Load(remote, 0, 0.0, 1000)
+    small = DeviceLoad(remote, 0, 0.0, 1000)
     assert ideal_seconds([devices[0], small]) == pytest.approx(7000 / 4, rel=2e-3)
 
 
 def test_a_pair_s_own_time_counts_in_the_ideal() -> None:
     """Pairs go where they cost little, entries where those do: 10 of 1 and 20 of 0.5."""
     by_pair, by_entry = AttentionFit(1.0, 100.0, 0.0), AttentionFit(100.0, 0.5, 0.0)
-    devices = [Load(by_pair, 10, 20.0, 0), Load(by_entry, 0, 0.0, 99)]
+    devices = [DeviceLoad(by_pair, 10, 20.0, 0), DeviceLoad(by_entry, 0, 0.0, 99)]
     assert ideal_seconds(devices) == pytest.approx(10, rel=0.02)
 
 
@@ -220,7 +224,10 @@ def test_halves_hide_an_exchange_behind_the_dense_part_of_one_of_them() -> None:
     """
     own, remote = AttentionFit(0.0, 1.0, 0.0), AttentionFit(0.0, 2.0, 0.0, 0.0, 100.0)
     for half, alone in ((0.0, 11), (70.0, 4), (95.0, 1), (99.0, 1), (200.0, 0)):
-        devices = [Load(own, 0, 0.0, 999, hidden=0.0), Load(remote, 0, 0.0, 999, hidden=half)]
+        devices = [
+            DeviceLoad(own, 0, 0.0, 999, hidden=0.0),
+            DeviceLoad(remote, 0, 0.0, 999, hidden=half),
+        ]
         # So many slices of 10 entries stay: one elsewhere takes a half's 10 after the exchange.
         counts = dispatch(devices, alone, 10, 1) if alone else [0, 0]
         assert counts == [alone, 0]
@@ -234,7 +241,7 @@ def test_what_a_device_does_for_halves() -> None:
     Without 30 that the other half's dense part takes, these are 41. 42 are 12 more than twice 15.
     """
     fit = AttentionFit(2.0, 1.0, 4.0, 0.0, 50.0)
-    load = Load(fit, 10, 8.0, 0, others=6.0, hidden=30.0)
+    load = DeviceLoad(fit, 10, 8.0, 0, others=6.0, hidden=30.0)
     assert load.seconds == 41.0
     assert replace(load, fit=replace(fit, exchange=0.0), hidden=15.0).seconds == 12.0
     assert replace(load, fit=replace(fit, exchange=0.0)).seconds == 0.0
@@ -253,7 +260,7 @@ def test_heads_are_placed_for_halves_where_that_is_faster() -> None:
     o = (8000 - 4 half) / 6. With half of 300: 600 + 1133 beside 1366.7 and the dense part.
     """
     own, remote = AttentionFit(0.0, 1 / 4, 0.0), AttentionFit(0.0, 1 / 2, 0.0, 0.0, 100.0)
-    loads = [Load(own, 8, 8000.0, 0), Load(remote, 0, 0.0, 9999)]
+    loads = [DeviceLoad(own, 8, 8000.0, 0), DeviceLoad(remote, 0, 0.0, 9999)]
     assert as_halves(loads, 350.0, 300.0) == loads
     halves = as_halves(loads, 380.0, 300.0)
     assert [load.hidden for load in halves] == [0.0, 300.0]
@@ -269,7 +276,7 @@ def test_heads_are_placed_for_halves_where_that_is_faster() -> None:
 @given(st.lists(loads(), min_size=1, max_size=3), st.integers(1, 6), st.integers(1, 20))
 @examples(200)
 def test_equal_slices_are_placed_anew_in_no_more_than_by_trying_all(
-    devices: list[Load], slices: int, entries: int
+    devices: list[DeviceLoad], slices: int, entries: int
 ) -> None:
     """And in less by one slice at most, of which parts may go to several devices."""
     empty = [replace(load, pairs=0, entries=0.0) for load in devices]
@@ -297,7 +304,7 @@ def test_equal_slices_are_placed_anew_in_no_more_than_by_trying_all(
 )
 @examples(400)
 def test_what_can_be_done_is_what_a_linear_program_can(
-    devices: list[Load], share: float, free: int | None
+    devices: list[DeviceLoad], share: float, free: int | None
 ) -> None:
     """Pairs and entries apart, each device within its seconds and its pool."""
     assume(any(load.pairs for load in devices))
@@ -311,7 +318,7 @@ def test_what_can_be_done_is_what_a_linear_program_can(
     assert can_do(seconds, devices) == (most is not None and most > pairs)
 
 
-def most_pairs(devices: Sequence[Load], seconds: float) -> float | None:
+def most_pairs(devices: Sequence[DeviceLoad], seconds: float) -> float | None:
     """Return the most pairs the devices can do beside all entries; None if those do not fit."""
     alive = [load for load in devices if load.within(seconds) >= 0]
     if not alive:
@@ -333,7 +340,7 @@ def most_pairs(devices: Sequence[Load], seconds: float) -> float | None:
 
 
 def test_a_page_more_for_each_slice_is_taken_from_the_free_ones() -> None:
-    load = Load(AttentionFit(1.0, 1.0, 0.0), 3, 20.0, 5, 8, others=2.0, hidden=4.0)
+    load = DeviceLoad(AttentionFit(1.0, 1.0, 0.0), 3, 20.0, 5, 8, others=2.0, hidden=4.0)
     grown = load.grown(2)
     assert grown == replace(load, entries=36.0, free_pages=3)
     assert grown.capacity == load.capacity == 60

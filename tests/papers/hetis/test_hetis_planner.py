@@ -11,16 +11,16 @@ from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.site import model_site
 from jaxinfer.errors import JaxinferError
-from jaxinfer.papers.hetis.planner import Hetis, HetisOptions
+from jaxinfer.papers.hetis.planner import HetisOptions, HetisPlanner
 from jaxinfer.plan.problem import Problem, load_problem
 from jaxinfer.simulate.cluster import model_cluster
 
 FILE = Path(__file__).parents[3] / "configs" / "plan" / "hetis.yaml"
 
 
-def make(problem: Problem, **options: Any) -> Hetis:
+def make(problem: Problem, **options: Any) -> HetisPlanner:
     given = {key: value for key, value in problem.planner.items() if key != "name"}
-    return Hetis(HetisOptions.model_validate(given | options))
+    return HetisPlanner(HetisOptions.model_validate(given | options))
 
 
 def test_the_papers_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.papers.hetis.primaries import Rule, groupings, primaries, seconds_of, splits_of
+from jaxinfer.papers.hetis.primaries import ShareRule, groupings, primaries, seconds_of, splits_of
 
 # A100-80, 3090, P100: Table 1's columns of prefill and decode times.
 PREFILL, DECODE = (0.06, 0.147, 1.47), (0.0097, 0.0143, 0.077)
@@ -15,7 +15,7 @@ SPEEDS = (1, 0.5, 0.25, 0.12, 0.06)
 
 
 @pytest.mark.parametrize("rule", ["cumulative", "stepwise"])
-def test_the_paper_s_placement_follows_from_table_1(rule: Rule) -> None:
+def test_the_paper_s_placement_follows_from_table_1(rule: ShareRule) -> None:
     """Section 7.2: A100 and 3090 have layers, P100 have none."""
     assert primaries((4, 4, 4), PREFILL, 0.05, rule) == [4, 4, 0]
     # By hand: 96.6, 93.9 and 87.1 layers per second with all, without P100, without one 3090 more.

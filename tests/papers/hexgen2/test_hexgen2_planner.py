@@ -12,8 +12,8 @@ from plan_cases import Carries
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.papers.hexgen2.flow import Network, Placed, shared_flow
-from jaxinfer.papers.hexgen2.planner import HexGen2
+from jaxinfer.papers.hexgen2.flow import KVNetwork, PlacedGroup, shared_flow
+from jaxinfer.papers.hexgen2.planner import HexGen2Planner
 from jaxinfer.papers.hexgen2.run_file import as_part
 from jaxinfer.plan.choose import choose
 from jaxinfer.plan.problem import Problem
@@ -62,7 +62,7 @@ def asked(folder: Path, planner: dict[str, Any] | None = None, **run: Any) -> Pr
 
 def plan(problem: Problem) -> Any:
     planner = make_planner(problem.planner)
-    assert isinstance(planner, HexGen2)
+    assert isinstance(planner, HexGen2Planner)
     return planner.plan(problem, DrivenSearch(problem))
 
 
@@ -124,13 +124,13 @@ def test_what_is_planned_flows_through_deep_pipelines(tmp_path: Path) -> None:
     work = [BenchRequest(None, rng.randint(60, 140), 2, 0.0) for _ in range(1500)]
     problem.__dict__["work"] = work
     planner = make_planner(problem.planner)
-    assert isinstance(planner, HexGen2)
+    assert isinstance(planner, HexGen2Planner)
     capacity = planner.capacity(problem)
     groups = [
-        Placed(((0, 4),), "prefill", capacity.carried_by(((0, 4),), ((0, 1),) * 4, "prefill")),
-        Placed(((1, 8),), "decode", capacity.carried(((1, 8),), "decode")),
+        PlacedGroup(((0, 4),), "prefill", capacity.carried_by(((0, 4),), ((0, 1),) * 4, "prefill")),
+        PlacedGroup(((1, 8),), "decode", capacity.carried(((1, 8),), "decode")),
     ]
-    flow = shared_flow(groups, Network(capacity.site, capacity.layer_bytes))
+    flow = shared_flow(groups, KVNetwork(capacity.site, capacity.layer_bytes))
     assert flow.total == pytest.approx(groups[0].carried.rate)
     bare: Any = {"prefill": PLANNER["prefill"], "decode": PLANNER["decode"]}
     part = as_part(capacity.site, groups, flow, bare, 100, capacity.prefill_tokens)
@@ -157,13 +157,13 @@ def test_what_is_planned_flows_in_steps_shorter_than_prompts(tmp_path: Path) -> 
     work = [BenchRequest(None, rng.choice([50, 2000]), 2, 0.0) for _ in range(600)]
     problem.__dict__["work"] = work
     planner = make_planner(problem.planner)
-    assert isinstance(planner, HexGen2)
+    assert isinstance(planner, HexGen2Planner)
     capacity = planner.capacity(problem)
     groups = [
-        Placed(((node, 1),), role, capacity.carried(((node, 1),), role))
+        PlacedGroup(((node, 1),), role, capacity.carried(((node, 1),), role))
         for node, role in enumerate(("prefill", "decode"))
     ]
-    flow = shared_flow(groups, Network(capacity.site, capacity.layer_bytes))
+    flow = shared_flow(groups, KVNetwork(capacity.site, capacity.layer_bytes))
     assert flow.total == pytest.approx(groups[0].carried.rate)
     bare: Any = {"prefill": {}, "decode": PLANNER["decode"]}
     mean = capacity.lengths.prompt
@@ -188,14 +188,14 @@ def test_decodes_of_a_pipeline_are_even(tmp_path: Path) -> None:
     work = [BenchRequest(None, 100, rng.randint(50, 250), 0.0) for _ in range(800)]
     problem.__dict__["work"] = work
     planner = make_planner(problem.planner)
-    assert isinstance(planner, HexGen2)
+    assert isinstance(planner, HexGen2Planner)
     capacity = planner.capacity(problem)
     two = ((0, 2),), ((0, 1), (0, 1))
     groups = [
-        Placed(((0, 2),), "prefill", capacity.carried_by(*two, "prefill")),
-        Placed(((1, 2),), "decode", capacity.carried_by(*two, "decode")),
+        PlacedGroup(((0, 2),), "prefill", capacity.carried_by(*two, "prefill")),
+        PlacedGroup(((1, 2),), "decode", capacity.carried_by(*two, "decode")),
     ]
-    flow = shared_flow(groups, Network(capacity.site, capacity.layer_bytes))
+    flow = shared_flow(groups, KVNetwork(capacity.site, capacity.layer_bytes))
     assert flow.total == pytest.approx(groups[1].carried.rate)
     own: Any = {"prefill": PLANNER["prefill"], "decode": PLANNER["decode"]}
     part = as_part(capacity.site, groups, flow, own, 100, capacity.prefill_tokens)

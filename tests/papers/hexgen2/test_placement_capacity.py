@@ -14,8 +14,8 @@ from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.site import model_site
 from jaxinfer.hardware.catalogue import Catalogue
-from jaxinfer.papers.hexgen2.capacity import ROLES, Carried, Role, Stage, signature_of
-from jaxinfer.papers.hexgen2.full_steps import Lengths
+from jaxinfer.papers.hexgen2.capacity import ROLES, Carried, GroupRole, PlannedStage, signature_of
+from jaxinfer.papers.hexgen2.full_steps import LengthStats
 from jaxinfer.papers.hexgen2.stages import shapes
 from jaxinfer.plan.layers import even_times, least_sum
 from jaxinfer.simulate.cluster import model_cluster
@@ -57,7 +57,7 @@ def test_layers_against_all_compositions(data: st.DataObject) -> None:
 
 def test_lengths() -> None:
     work = [BenchRequest(None, 100, 11, 0.0), BenchRequest(None, 300, 1, 0.0)]
-    lengths = Lengths.of(work)
+    lengths = LengthStats.of(work)
     assert (lengths.prompt, lengths.prompt_seen, lengths.decodes) == (200, 250, 5)
     assert (lengths.longest_prompt, lengths.longest) == (300, 301)
     assert lengths.context == pytest.approx(100 + 5.5)
@@ -88,7 +88,7 @@ def test_one_stage_in_closed_form() -> None:
     reduced = 80 * 2 * 2 * (3 / 4) * 8192 * 2 / 450e9
     rate = 32 / (decode + 32 * reduced) / (output - 1)
     assert capacity.carried(((0, 4),), "decode").rate == pytest.approx(rate, rel=0.01)
-    assert capacity.carried(((0, 4),), "decode").stages == (Stage(0, 4, 80),)
+    assert capacity.carried(((0, 4),), "decode").stages == (PlannedStage(0, 4, 80),)
     computed = 4096 * 80 * (2 * model.layer_parameters + 4 * 8192 * prompt / 2)
     one = capacity._rate(((0, 4),), ((0, 4),), [(0, 4, True, True)], [80], "prefill")
     assert one == pytest.approx(
@@ -149,7 +149,7 @@ def test_seconds_and_pages_are_the_simulators(group: Any, role: Any, tmp_path: P
     assert carried.rate == pytest.approx(rate, rel=1e-9)
 
 
-def _rate_of(data: dict[str, Any], path: Path, site: Any, lengths: Lengths, role: str) -> float:
+def _rate_of(data: dict[str, Any], path: Path, site: Any, lengths: LengthStats, role: str) -> float:
     path.write_text(yaml.safe_dump(site.hardware.model_dump(mode="json", exclude_none=True)))
     data["simulate"]["hardware"] = str(path)
     instance = model_cluster(model_site(resolve(as_run_file(data)))).instances["i"]
@@ -170,7 +170,7 @@ def _rate_of(data: dict[str, Any], path: Path, site: Any, lengths: Lengths, role
 @pytest.mark.parametrize("step_s", [0.0, 0.02])
 @pytest.mark.parametrize("kinds", [(H100, L40), (A100, L40), (H100, A100)])
 def test_layers_of_unlike_stages_against_all_splits(
-    kinds: tuple[str, str], step_s: float, role: Role
+    kinds: tuple[str, str], step_s: float, role: GroupRole
 ) -> None:
     """OPT-30B's 48 layers on two GPUs, either way round: none of the 47 splits carries 1 % more."""
     site = site_of({name: (kind, 1) for name, kind in zip("ab", kinds, strict=True)})
@@ -201,7 +201,7 @@ def test_a_pool_that_the_longest_request_does_not_fit_carries_nothing() -> None:
     site = site_of({"h": (H100, 2)})
     capacity, _, _ = modelled(site, "llama-2-70b")
     assert capacity.carried(((0, 2),), "decode").rate > 0
-    long = Lengths.of([*requests(1210, 387), BenchRequest(None, 100_000, 9, 0.0)])
+    long = LengthStats.of([*requests(1210, 387), BenchRequest(None, 100_000, 9, 0.0)])
     capacity.lengths = long
     capacity._found.clear()
     capacity._limits.clear()

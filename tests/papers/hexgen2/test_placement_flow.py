@@ -8,35 +8,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_cases import A100, H100, L40, least_side, modelled, site_of
 
-from jaxinfer.papers.hexgen2.capacity import Carried, Stage
-from jaxinfer.papers.hexgen2.flow import Network, Placed, pair_flow, shared_flow
+from jaxinfer.papers.hexgen2.capacity import Carried, PlannedStage
+from jaxinfer.papers.hexgen2.flow import KVNetwork, PlacedGroup, pair_flow, shared_flow
 
 # Ten layers, each with so many bytes of KV of a prompt.
 LAYER = 1e8
 
 
-def one(node: int, role: str, rate: float, layers: int = 10, tp: int = 1) -> Placed:
+def one(node: int, role: str, rate: float, layers: int = 10, tp: int = 1) -> PlacedGroup:
     """A group of one stage."""
-    return Placed(((node, tp),), role, Carried(rate, (Stage(0, tp, layers),)))  # type: ignore[arg-type]
+    return PlacedGroup(((node, tp),), role, Carried(rate, (PlannedStage(0, tp, layers),)))  # type: ignore[arg-type]
 
 
-def network(nodes: int, nic_gb_s: float = 1.0, **more: object) -> Network:
+def network(nodes: int, nic_gb_s: float = 1.0, **more: object) -> KVNetwork:
     site = site_of({f"n{i}": (H100, 8) for i in range(nodes)}, nic_gb_s, **more)
-    return Network(site, LAYER)
+    return KVNetwork(site, LAYER)
 
 
 def test_a_request_takes_what_stages_share() -> None:
     site = site_of({"a": (H100, 8), "b": (A100, 8), "c": (L40, 8)}, 2.0)
-    source = Placed(((0, 2), (1, 1)), "prefill", Carried(1.0, (Stage(0, 2, 6), Stage(1, 1, 4))))
-    dest = Placed(((1, 4), (2, 1)), "decode", Carried(1.0, (Stage(0, 4, 3), Stage(1, 1, 7))))
-    assert Network(site, LAYER).lanes(source, dest) == {
+    source = PlacedGroup(
+        ((0, 2), (1, 1)), "prefill", Carried(1.0, (PlannedStage(0, 2, 6), PlannedStage(1, 1, 4)))
+    )
+    dest = PlacedGroup(
+        ((1, 4), (2, 1)), "decode", Carried(1.0, (PlannedStage(0, 4, 3), PlannedStage(1, 1, 7)))
+    )
+    assert KVNetwork(site, LAYER).lanes(source, dest) == {
         ("nic", "a", "out"): (6 * LAYER, 2e9),
         ("nic", "b", "in"): (3 * LAYER, 2e9),
         ("nic", "c", "in"): (7 * LAYER, 2e9),
         ("nic", "b", "out"): (4 * LAYER, 2e9),
     }
     # Stages on one node have a link of their own, over as many pairs of GPUs as one side has.
-    within = Network(site, LAYER).lanes(one(0, "prefill", 1, tp=2), one(0, "decode", 1, tp=4))
+    within = KVNetwork(site, LAYER).lanes(one(0, "prefill", 1, tp=2), one(0, "decode", 1, tp=4))
     assert within == {("within", 0, 0): (10 * LAYER, 2 * 450e9)}
 
 
@@ -69,7 +73,7 @@ def test_prices_are_what_more_of_it_gives() -> None:
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> list[Placed]:
+def clusters(draw: st.DrawFn) -> list[PlacedGroup]:
     rates = st.floats(0.1, 10)
     roles = st.sampled_from(("prefill", "decode"))
     return [
@@ -80,7 +84,7 @@ def clusters(draw: st.DrawFn) -> list[Placed]:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(clusters(), st.floats(0.1, 20))
-def test_what_holds_of_any_flow(groups: list[Placed], nic_gb_s: float) -> None:
+def test_what_holds_of_any_flow(groups: list[PlacedGroup], nic_gb_s: float) -> None:
     net = network(4, nic_gb_s)
     shared, pairs = shared_flow(groups, net), pair_flow(groups, net)
     assert shared.total <= pairs.total * (1 + 1e-4) + 1e-4
@@ -108,7 +112,7 @@ def test_what_holds_of_any_flow(groups: list[Placed], nic_gb_s: float) -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(clusters(), st.integers(0, 99))
-def test_order_and_names_change_nothing(groups: list[Placed], seed: int) -> None:
+def test_order_and_names_change_nothing(groups: list[PlacedGroup], seed: int) -> None:
     rng = random.Random(seed)
     again = rng.sample(groups, len(groups))
     renamed = rng.sample(range(4), 4)
@@ -122,7 +126,7 @@ def test_order_and_names_change_nothing(groups: list[Placed], seed: int) -> None
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(clusters())
-def test_pairs_are_the_program_where_no_card_is_shared(groups: list[Placed]) -> None:
+def test_pairs_are_the_program_where_no_card_is_shared(groups: list[PlacedGroup]) -> None:
     """The flow of pairs and the program's are both the maximum where no flow fills a card."""
     net = network(4, 1e6)
     assert pair_flow(groups, net).total == pytest.approx(
@@ -132,7 +136,7 @@ def test_pairs_are_the_program_where_no_card_is_shared(groups: list[Placed]) -> 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(clusters(), st.floats(0.1, 20))
-def test_pairs_carry_what_the_least_cut_lets_through(groups: list[Placed], nic: float) -> None:
+def test_pairs_carry_what_the_least_cut_lets_through(groups: list[PlacedGroup], nic: float) -> None:
     """The flow is the least of all cuts (Ford and Fulkerson): groups, and edges that leave them."""
     net = network(4, nic)
     prefill = [i for i, placed in enumerate(groups) if placed.role == "prefill"]

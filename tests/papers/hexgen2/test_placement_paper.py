@@ -14,7 +14,7 @@ from jaxinfer.hardware.catalogue import Catalogue
 from jaxinfer.papers.hexgen2.baselines import genetic, guided, most_gpus, random_swaps, starts
 from jaxinfer.papers.hexgen2.capacity import Carried
 from jaxinfer.papers.hexgen2.flow import shared_flow
-from jaxinfer.papers.hexgen2.full_steps import Lengths
+from jaxinfer.papers.hexgen2.full_steps import LengthStats
 from jaxinfer.papers.hexgen2.moves import idle_gpus, size
 from jaxinfer.papers.hexgen2.partition import _swap, num_replicas, partition, roles
 from jaxinfer.papers.hexgen2.refine import Effort, Scorer
@@ -112,7 +112,7 @@ def test_roles_are_a_cut_that_no_swap_betters(count: int, seed: int) -> None:
 def test_table_1_by_hand() -> None:
     """Times of one prompt, and of 32 decodes on one stage of two H100s, equal those by hand."""
     site, model = site_of({"h": (H100, 2)}), Catalogue().model("opt-30b")
-    lengths = Lengths.of(requests(1000, 101))
+    lengths = LengthStats.of(requests(1000, 101))
     table = Table1(site, model, lengths, (1, 2), 32)
     H, S, L = 7168, 1000, 48
     seconds = table.layer_seconds(0, 2, "prefill", 1)
@@ -137,14 +137,16 @@ def test_table_1_by_hand() -> None:
 
 def test_table_1_puts_layers_on_the_fastest_that_hold_them() -> None:
     site = site_of({"a": (A100, 2), "r": ("RTX-A6000", 2)})
-    table = Table1(site, Catalogue().model("llama-2-70b"), Lengths.of(requests(500, 50)), (2,), 1)
+    table = Table1(
+        site, Catalogue().model("llama-2-70b"), LengthStats.of(requests(500, 50)), (2,), 1
+    )
     layers = {s.place: s.layers for s in table.carried(((0, 2), (1, 2)), "prefill").stages}
     assert layers == {0: 79, 1: 1}
 
 
 def test_table_1_between_two_nodes_of_one_type() -> None:
     """Hidden states go over their network, not as within a node."""
-    lengths, model = Lengths.of(requests(1000, 101)), Catalogue().model("opt-30b")
+    lengths, model = LengthStats.of(requests(1000, 101)), Catalogue().model("opt-30b")
     site = site_of({"x": (H100, 1), "y": (H100, 1)}, 1.25)
     table = Table1(site, model, lengths, (1,), 32)
     seconds = 24 * 1000 * 7168**2 / 989e12 * 48 + 5e-5 + 1000 * 7168 * 2 / 1.25e9

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scenarios import examples
 
-from jaxinfer.papers.splitwise.pools import Job, Machine, Pools
+from jaxinfer.papers.splitwise.pools import Machine, MachineJob, MachinePools
 
 CAPACITY = 100
 
@@ -74,12 +74,12 @@ def naive(
 
 
 @st.composite
-def states(draw: st.DrawFn) -> tuple[Pools, dict[str, dict[str, int]], Any]:
+def states(draw: st.DrawFn) -> tuple[MachinePools, dict[str, dict[str, int]], Any]:
     """Machines in any pools, with loads of which many are equal or at a limit."""
     names = "abcdef"[: draw(st.integers(2, 6))]
     of_prompts = draw(st.integers(1, len(names) - 1))
     by = draw(st.sampled_from(("memory", "tokens")))
-    pools = Pools(names[:of_prompts], names[of_prompts:], 50, by)
+    pools = MachinePools(names[:of_prompts], names[of_prompts:], 50, by)
     load = {}
     for machine in pools.everyone:
         machine.decodes = draw(st.sampled_from((0, 1, 2)))
@@ -98,7 +98,7 @@ def states(draw: st.DrawFn) -> tuple[Pools, dict[str, dict[str, int]], Any]:
     return pools, load, views(load)
 
 
-def places(pools: Pools) -> dict[str, list[str]]:
+def places(pools: MachinePools) -> dict[str, list[str]]:
     return {
         "prompt": [m.name for m in pools.prompt],
         "mixed": [m.name for m in pools.mixed],
@@ -109,7 +109,7 @@ def places(pools: Pools) -> dict[str, list[str]]:
 @examples(300)
 @given(states(), st.sampled_from((1, 2, 10, 20, 60)), st.sampled_from((0, 20, 40)))
 def test_a_pair_is_what_the_rules_say(
-    state: tuple[Pools, dict[str, dict[str, int]], Any], prompt_len: int, output: int
+    state: tuple[MachinePools, dict[str, dict[str, int]], Any], prompt_len: int, output: int
 ) -> None:
     pools, load, instances = state
     where = places(pools)
@@ -123,7 +123,7 @@ def test_a_pair_is_what_the_rules_say(
 @examples(100)
 @given(states(), st.sampled_from((1, 20, 60)))
 def test_a_request_whose_prompt_is_done(
-    state: tuple[Pools, dict[str, dict[str, int]], Any], entries: int
+    state: tuple[MachinePools, dict[str, dict[str, int]], Any], entries: int
 ) -> None:
     """Its machine is the one that a pair would have, where prompts have one without a move."""
     pools, load, instances = state
@@ -139,18 +139,20 @@ def test_a_request_whose_prompt_is_done(
     assert places(pools) == where
 
 
-def give(pools: Pools, request: str, instances: Any, prompt_len: int = 10) -> tuple[str, str]:
+def give(
+    pools: MachinePools, request: str, instances: Any, prompt_len: int = 10
+) -> tuple[str, str]:
     prompt, token = pools.pair(prompt_len, prompt_len + 5, instances, 1.0)
-    pools.give(request, Job(prompt_len, prompt_len + 5, prompt, token))
+    pools.give(request, MachineJob(prompt_len, prompt_len + 5, prompt, token))
     return prompt.name, token.name
 
 
-def counts(pools: Pools) -> dict[str, tuple[int, int, int]]:
+def counts(pools: MachinePools) -> dict[str, tuple[int, int, int]]:
     return {m.name: (m.pending, m.decodes, m.promised) for m in pools.everyone}
 
 
 def test_the_account_of_a_pair() -> None:
-    pools, instances = Pools("p", "t"), views({"p": {}, "t": {}})
+    pools, instances = MachinePools("p", "t"), views({"p": {}, "t": {}})
     assert give(pools, "r", instances) == ("p", "t")
     assert counts(pools) == {"p": (10, 0, 10), "t": (1, 1, 15)}
     pools.prompt_done("r", instances, 2.0)
@@ -162,7 +164,7 @@ def test_the_account_of_a_pair() -> None:
 
 def test_the_account_of_a_whole_request() -> None:
     """Its KV is promised once."""
-    pools, instances = Pools("pq", ""), views({"p": {}, "q": {}})
+    pools, instances = MachinePools("pq", ""), views({"p": {}, "q": {}})
     assert [give(pools, name, instances) for name in "rst"] == [("p",) * 2, ("q",) * 2, ("p",) * 2]
     assert counts(pools) == {"p": (22, 2, 30), "q": (11, 1, 15)}
     pools.prompt_done("r", instances, 2.0)
@@ -180,7 +182,7 @@ def test_the_account_of_a_whole_request() -> None:
     ],
 )
 def test_a_machine_helps_and_goes_back(when: Any, requests: int, moves: list[Any]) -> None:
-    pools = Pools("p", "st", 12, return_when=when)
+    pools = MachinePools("p", "st", 12, return_when=when)
     instances = views({"p": {"queued": 1}, "s": {}, "t": {"requests": requests}})
     assert give(pools, "a", instances) == ("p", "s")
     assert give(pools, "b", instances)[0] == "t"  # No tokens are pending there.
@@ -192,7 +194,7 @@ def test_a_machine_helps_and_goes_back(when: Any, requests: int, moves: list[Any
 
 
 def test_a_prompt_machine_stays_mixed_until_its_decodes_are_done() -> None:
-    pools = Pools("pq", "t")
+    pools = MachinePools("pq", "t")
     instances = views({"p": {"requests": 3}, "q": {"requests": 3}, "t": {}})
     pools.token[0].promised = CAPACITY
     # Promised the least, the first of equals gives its place; it takes the prompt, too.
@@ -205,7 +207,7 @@ def test_a_prompt_machine_stays_mixed_until_its_decodes_are_done() -> None:
 
 
 def test_a_machine_that_helps_for_long_changes_over() -> None:
-    pools = Pools("p", "t", 5)
+    pools = MachinePools("p", "t", 5)
     instances = views({"p": {"queued": 1}, "t": {"requests": 1}})
     give(pools, "a", instances)
     assert places(pools) == {"prompt": ["p"], "mixed": ["t"], "token": []}
@@ -218,7 +220,7 @@ def test_a_machine_that_helps_for_long_changes_over() -> None:
 
 
 def test_lost_machines_are_gone_at_the_next_look() -> None:
-    pools = Pools("pq", "tu", 5)
+    pools = MachinePools("pq", "tu", 5)
     instances = views({name: {"queued": 1} for name in "pqtu"})
     give(pools, "a", instances)
     assert places(pools) == {"prompt": ["p", "q"], "mixed": ["t"], "token": ["u"]}
@@ -238,7 +240,7 @@ def test_lost_machines_are_gone_at_the_next_look() -> None:
 
 
 def test_one_lost_while_mixed_is_not_looked_for_when_its_work_is_taken_back() -> None:
-    pools = Pools("p", "tu", 5)
+    pools = MachinePools("p", "tu", 5)
     instances = views({name: {"queued": 1} for name in "ptu"})
     assert give(pools, "a", instances) == ("t", "t")
     pools.look({name: instances[name] for name in "pu"}, 2.0)

@@ -16,7 +16,7 @@ from scenarios import examples
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.papers.tetriinfer.dispatch import Ledger, Load, choose, least_output
+from jaxinfer.papers.tetriinfer.dispatch import DecodeLoad, Ledger, choose, least_output
 from jaxinfer.papers.tetriinfer.role_flips import Flips
 from jaxinfer.papers.tetriinfer.sorted_queue import Windows, in_order
 from jaxinfer.papers.tetriinfer.system import TetriInfer, TetriInferOptions
@@ -150,7 +150,7 @@ def test_least_output() -> None:
 def test_who_has_room_comes_first(
     rooms: list[int], entries: int, heavy: bool, rule: Any, seed: int
 ) -> None:
-    loads = {str(n): Load(room, n % 3, n % 2) for n, room in enumerate(rooms)}
+    loads = {str(n): DecodeLoad(room, n % 3, n % 2) for n, room in enumerate(rooms)}
     name = choose(loads, entries, heavy, rule, random.Random(seed))
     if any(room >= entries for room in rooms):
         assert loads[name].room >= entries
@@ -166,7 +166,7 @@ def test_who_has_room_comes_first(
 )  # fmt: skip
 def test_the_rules(rule: Any, heavy: bool, name: str) -> None:
     """a has 4 heavy and 2 light ones, b has 3 and 5."""
-    loads = {"a": Load(99, 4, 2), "b": Load(99, 3, 5)}
+    loads = {"a": DecodeLoad(99, 4, 2), "b": DecodeLoad(99, 3, 5)}
     assert {choose(loads, 9, heavy, rule, random.Random(seed)) for seed in range(9)} == {name}
 
 
@@ -175,7 +175,7 @@ def test_two_choices_balance_as_balls_in_bins() -> None:
     count = 400
     most = {}
     for rule in ("two_choices", "random"):
-        rng, loads = random.Random(1), {str(n): Load(10**9) for n in range(count)}
+        rng, loads = random.Random(1), {str(n): DecodeLoad(10**9) for n in range(count)}
         for _ in range(count):
             loads[choose(loads, 1, True, rule, rng)].give(1, True)  # type: ignore[arg-type]
         most[rule] = max(load.heavy for load in loads.values())
@@ -196,15 +196,15 @@ def test_books_go_by_the_last_report_and_what_was_given_since() -> None:
     ledger.report([view("a", 100), view("b", 70)])
     assert ledger.place(request("r", 20, 40), ["a"], 30, "two_choices") == "a"
     assert ledger.place(request("s", 10, 0), ["a"], 30, "two_choices") == "a"
-    assert ledger.reports == {"a": Load(30, 1, 1), "b": Load(70)}
+    assert ledger.reports == {"a": DecodeLoad(30, 1, 1), "b": DecodeLoad(70)}
     ledger.forget("r")
-    assert ledger.reports["a"] == Load(30, 1, 1)  # Until the next report.
+    assert ledger.reports["a"] == DecodeLoad(30, 1, 1)  # Until the next report.
     ledger.report([view("a", 95), view("b", 5)])
-    assert ledger.reports == {"a": Load(90, 0, 1), "b": Load(5)}
+    assert ledger.reports == {"a": DecodeLoad(90, 0, 1), "b": DecodeLoad(5)}
     ledger.forget("s")
     ledger.forget("nobody")
     ledger.report([view("a", 95)])
-    assert ledger.reports == {"a": Load(95)}
+    assert ledger.reports == {"a": DecodeLoad(95)}
 
 
 # Flips.

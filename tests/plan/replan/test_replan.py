@@ -19,7 +19,7 @@ from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
 from jaxinfer.plan.choose import PlannerFailed
 from jaxinfer.plan.problem import Problem, Replan
 from jaxinfer.plan.replan.replan import Replanner, follow, windows_of
-from jaxinfer.plan.replan.schedule import Epoch, Server, Way
+from jaxinfer.plan.replan.schedule import PlacementPeriod, Schedule, Server
 from jaxinfer.plan.replan.trace_windows import cut
 from jaxinfer.plan.result import is_untouched
 from jaxinfer.plan.search import DrivenSearch
@@ -42,7 +42,7 @@ def data_of(count: int = 1, **more: Any) -> dict[str, Any]:
     return search_run.run_file(candidate(count).part)
 
 
-def served(way: Way, work: Sequence[BenchRequest], **options: Any) -> Any:
+def served(way: Schedule, work: Sequence[BenchRequest], **options: Any) -> Any:
     return Server(cut(work, 5.0), TARGETS, Replan(window_s=5.0, **options))(way)
 
 
@@ -66,7 +66,14 @@ def test_who_comes_before_the_cluster_is_there_waits() -> None:
 def test_drain_and_reload_by_hand() -> None:
     """A step takes a second: who decodes 10 tokens from 0 on has ended at 10."""
     work = [one(0.0, 10), one(4.0, 1), one(6.0, 2), one(30.0, 1)]
-    way = Way("x", [Epoch(0.0, data_of(1)), Epoch(5.0, data_of(2)), Epoch(20.0, data_of(1))])
+    way = Schedule(
+        "x",
+        [
+            PlacementPeriod(0.0, data_of(1)),
+            PlacementPeriod(5.0, data_of(2)),
+            PlacementPeriod(20.0, data_of(1)),
+        ],
+    )
     found = served(way, work, reload_s=3.0)
     first, second, third = found.stretches
     assert (first.ready, first.drained, first.requests, first.gpus) == (0, 10, 2, 1)
@@ -83,7 +90,9 @@ def test_drain_and_reload_by_hand() -> None:
 
 def test_what_is_free_waits_for_nothing() -> None:
     work = [one(0.0, 10), one(6.0, 2)]
-    way = Way("x", [Epoch(0.0, data_of(1)), Epoch(5.0, data_of(2))], free=True)
+    way = Schedule(
+        "x", [PlacementPeriod(0.0, data_of(1)), PlacementPeriod(5.0, data_of(2))], free=True
+    )
     found = served(way, work, reload_s=3.0)
     assert [(s.ready, s.drained) for s in found.stretches] == [(0, 10), (5, 8)]
     assert (found.drain_s, found.reload_s) == (0, 0)
@@ -92,7 +101,14 @@ def test_what_is_free_waits_for_nothing() -> None:
 
 
 def test_an_epoch_without_requests_only_loads() -> None:
-    way = Way("x", [Epoch(0.0, data_of(1)), Epoch(5.0, data_of(2)), Epoch(10.0, data_of(1))])
+    way = Schedule(
+        "x",
+        [
+            PlacementPeriod(0.0, data_of(1)),
+            PlacementPeriod(5.0, data_of(2)),
+            PlacementPeriod(10.0, data_of(1)),
+        ],
+    )
     found = served(way, [one(0.0, 1), one(11.0, 1)], reload_s=3.0)
     assert [(s.ready, s.drained) for s in found.stretches] == [(0, 1), (8, 8), (13, 14)]
 
@@ -100,7 +116,14 @@ def test_an_epoch_without_requests_only_loads() -> None:
 def test_waiting_for_weights_is_not_draining() -> None:
     """A request for the third placement waits 3 s for the second's weights, then 2 s for tokens."""
     work = [one(0.0, 10), one(6.0, 2), one(11.0, 1)]
-    way = Way("x", [Epoch(0.0, data_of(1)), Epoch(5.0, data_of(2)), Epoch(11.0, data_of(1))])
+    way = Schedule(
+        "x",
+        [
+            PlacementPeriod(0.0, data_of(1)),
+            PlacementPeriod(5.0, data_of(2)),
+            PlacementPeriod(11.0, data_of(1)),
+        ],
+    )
     found = served(way, work, reload_s=3.0)
     assert [(s.ready, s.drained) for s in found.stretches] == [(0, 10), (13, 15), (18, 19)]
     assert (found.drain_s, found.reload_s) == (5 + 2, 6)

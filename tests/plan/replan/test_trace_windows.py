@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.plan.replan.trace_windows import Mix, cut, split
+from jaxinfer.plan.replan.trace_windows import LoadMix, cut, split
 from jaxinfer.workload.lengths import BenchRequest
 
 arrivals = st.lists(st.floats(0, 100), min_size=1, max_size=40)
@@ -49,17 +49,17 @@ def test_a_mix_is_rate_and_means() -> None:
         ],
         10.0,
     )
-    assert (first.mix, empty.mix, last.mix) == (Mix(0.2, 200, 15), None, Mix(0.1, 7, 8))
+    assert (first.mix, empty.mix, last.mix) == (LoadMix(0.2, 200, 15), None, LoadMix(0.1, 7, 8))
 
 
 @pytest.mark.parametrize(
     ("now", "share"),
     [
-        (Mix(2, 100, 10), 0.0),
-        (Mix(3, 110, 9), 0.5),  # The rate the most.
-        (Mix(2, 70, 11), 0.3),  # Prompts, downwards.
-        (Mix(1.9, 100, 40), 3.0),  # Outputs.
+        (LoadMix(2, 100, 10), 0.0),
+        (LoadMix(3, 110, 9), 0.5),  # The rate the most.
+        (LoadMix(2, 70, 11), 0.3),  # Prompts, downwards.
+        (LoadMix(1.9, 100, 40), 3.0),  # Outputs.
     ],
 )
-def test_a_shift_is_the_largest_of_the_three(now: Mix, share: float) -> None:
-    assert now.shift(Mix(2, 100, 10)) == pytest.approx(share)
+def test_a_shift_is_the_largest_of_the_three(now: LoadMix, share: float) -> None:
+    assert now.shift(LoadMix(2, 100, 10)) == pytest.approx(share)

@@ -9,11 +9,11 @@ import yaml
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.plan.evaluation_cache import Kept
+from jaxinfer.plan.evaluation_cache import EvaluationCache
 from jaxinfer.plan.sweep.pictures import axis_words, draw, figure_words
 from jaxinfer.plan.sweep.sweep import (
     FIGURES,
-    Asked,
+    PointRun,
     Sweep,
     check,
     clusters,
@@ -80,19 +80,19 @@ def test_points_are_known_by_what_they_run_and_how(files: list[str], tmp_path: P
     asked: list[dict[str, Any]] = []
     seen: list[str] = []
 
-    def one(point: Asked) -> dict[str, Any]:
+    def one(point: PointRun) -> dict[str, Any]:
         asked.append(dict(point.data))
         seed = point.data["engine"]["seed"]
         return {"refused": "no"} if seed == 3 else {"x": seed}
 
-    def other(point: Asked) -> dict[str, Any]:
+    def other(point: PointRun) -> dict[str, Any]:
         return one(point)
 
     a, _ = files
     trace = tmp_path / "trace.csv"
     trace.write_text("1")
     grid = sweep({a: {"engine.seed": [1, 2, 3]}}, run={"workload": {"trace": str(trace)}})
-    kept = Kept()
+    kept = EvaluationCache()
 
     def rows(call: Any) -> int:
         asked.clear()
@@ -146,10 +146,10 @@ def test_a_list_of_points_and_its_picture(
 
 def test_a_point_that_cannot_be_says_why(files: list[str]) -> None:
     grid = sweep({files[0]: {"engine.max_num_seqs": [4, "x", 8]}})
-    found = [simulate_point(Asked(grid.data(point))) for point in grid.candidates()]
+    found = [simulate_point(PointRun(grid.data(point))) for point in grid.candidates()]
     assert "engine.max_num_seqs is 'x'" in found[1]["refused"]
     assert "no trace" in found[0]["refused"]
-    assert run_point(Asked(grid.data([*grid.candidates()][1]))) == found[1]
+    assert run_point(PointRun(grid.data([*grid.candidates()][1]))) == found[1]
     seqs = [next(iter(each.instances.values())).max_num_seqs for each in clusters(grid)]
     assert seqs == [4, 8]
 

@@ -13,8 +13,8 @@ from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.stage_part import StagePart
 from jaxinfer.hardware.catalogue import Gpu, ModelShape, find_gpu
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs.measured_steps import Tables
-from jaxinfer.simulate.costs.piecewise_linear import Curve, add_up
+from jaxinfer.simulate.costs.measured_steps import MeasuredTables
+from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear, add_up
 from jaxinfer.simulate.costs.tables import TableStage
 
 MODEL = ModelShape(
@@ -96,7 +96,7 @@ def stage(
     gpu: Gpu = PCIE, model: ModelShape = MODEL, kind: str = "X-9000", **engine: float,
 ) -> TableStage:  # fmt: skip
     part = StagePart(gpu, kind, model, layers, 1.0, first, last, devices, 2, 2)
-    found = Tables.of(part, SimulateOptions(tables=str(folder), **engine))
+    found = MeasuredTables.of(part, SimulateOptions(tables=str(folder), **engine))
     assert isinstance(found, TableStage)
     return found
 
@@ -110,18 +110,18 @@ def per_token(counts: dict[str, int]) -> float:
 
 
 def test_a_curve_is_linear_between_and_beyond_its_points() -> None:
-    curve = Curve({1: 10.0, 3: 30.0, 5: 40.0})
+    curve = PiecewiseLinear({1: 10.0, 3: 30.0, 5: 40.0})
     assert [curve(x) for x in (0, 1, 2, 3, 4, 5, 7)] == [0, 10, 20, 30, 35, 40, 50]
-    assert Curve({4: 2.0})(100) == 2.0
+    assert PiecewiseLinear({4: 2.0})(100) == 2.0
     # Beyond, along the line from half as far on: the noise of the last two points does not count.
-    assert Curve({1: 10.0, 50: 500.0, 99: 970.0, 100: 1000.0})(200) == pytest.approx(2000)
+    assert PiecewiseLinear({1: 10.0, 50: 500.0, 99: 970.0, 100: 1000.0})(200) == pytest.approx(2000)
     # A time is never below 0.
-    assert Curve({1: 10.0, 2: 5.0})(4) == 0.0
-    assert Curve({2: 5.0, 3: 10.0})(0.5) == 0.0
+    assert PiecewiseLinear({1: 10.0, 2: 5.0})(4) == 0.0
+    assert PiecewiseLinear({2: 5.0, 3: 10.0})(0.5) == 0.0
 
 
 def test_curves_add_up_at_all_their_points() -> None:
-    a, b = Curve({1: 1.0, 5: 9.0}), Curve({3: 10.0, 4: 30.0})
+    a, b = PiecewiseLinear({1: 1.0, 5: 9.0}), PiecewiseLinear({3: 10.0, 4: 30.0})
     total = add_up([(a, 2), (b, 1)])
     assert total.x == [1, 3, 4, 5]
     assert [total(x) for x in (1, 3, 3.5, 4, 5)] == [
