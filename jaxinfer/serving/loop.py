@@ -23,6 +23,8 @@ from jaxinfer.serving.world import (
 Stop = tuple[FinishReason, int | str | None]
 # After so many ticks in a row that change nothing, a system has stalled.
 MAX_IDLE_TICKS = 100_000
+# After a loss a system has so many to open another instance; then its requests fail.
+MAX_IDLE_TICKS_AFTER_LOSS = 10
 
 
 class ServingLoop:
@@ -83,14 +85,16 @@ class ServingLoop:
             while not self._in_flight and (self.roster.take_roles() or self._drop_unfetched()):
                 self._decide()
             if not self._in_flight and not self._more_to_come:
-                if self.roster.live and self.roster.lost:
+                waits = self.system.tick_interval is not None
+                gives_up = not waits or idle_ticks >= MAX_IDLE_TICKS_AFTER_LOSS
+                if self.roster.live and self.roster.lost and gives_up:
                     self._give_up()
                     if self._in_flight or self.world.arrivals_left():
                         continue
                 if not self.roster.live:
                     return
                 idle_ticks += 1
-                if self.system.tick_interval is None or idle_ticks > MAX_IDLE_TICKS:
+                if not waits or idle_ticks > MAX_IDLE_TICKS:
                     raise JaxinferError(self._explain_stall())
             else:
                 idle_ticks = 0

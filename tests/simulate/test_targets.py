@@ -207,7 +207,9 @@ def test_a_run_that_was_stopped_has_missed_however_values_were_rounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Values in bins are known to 0.05 %, those beyond the limit are counted as they come."""
-    monkeypatch.setattr("jaxinfer.simulate.targets.Percentiles", lambda: StreamPercentiles(exact=0))
+    monkeypatch.setattr(
+        "jaxinfer.simulate.targets.StreamPercentiles", lambda: StreamPercentiles(exact=0)
+    )
     for value in np.linspace(1, 1.002, 9):
         targets = PercentileTargets([("ttft", 50, value - 1e-6)])
         assert not verdict(targets, *[ended(0, float(value))] * 3).met

@@ -43,9 +43,6 @@ class Ledger:
         grant_gap: whether a request that decodes has saved the gap under way, too: as the paper
             prints (d), it has its target for each token, the first one included.
         usd: dollars per hour of a worker of this name.
-
-    Attributes:
-        any_lost: whether a worker has been lost.
     """
 
     def __init__(
@@ -56,7 +53,6 @@ class Ledger:
     ) -> None:
         self._limits, self._not_granted, self._usd = limits, int(not grant_gap), usd
         self._history = History()
-        self.any_lost = False
         self._workers: dict[str, WorkerAccount] = {}
         self._where: dict[str, WorkerAccount] = {}
         # Of requests that ended early, by worker: until when they would have run, and KV entries.
@@ -74,7 +70,6 @@ class Ledger:
             for request in self._workers.pop(name).jobs:
                 del self._where[request]
             self._early.pop(name, None)
-            self.any_lost = True
         return tuple([self._worker(name) for name in some] for some in names)
 
     def _worker(self, name: str) -> WorkerAccount:

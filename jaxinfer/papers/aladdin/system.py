@@ -113,6 +113,7 @@ class Aladdin(System):
         self._waiting, found = [], []
         for request in waiting:
             self.placed.take_back(request.id)  # It may come back from a lost instance.
+        for request in waiting:
             prefills, leg = request.computed < request.prompt_len, None
             if prefill and (prefills or not (workers or off)):
                 until = request.prompt_len if workers or off else None
@@ -127,14 +128,14 @@ class Aladdin(System):
         return found
 
     def _look(self, cluster: ClusterView) -> tuple[list[WorkerAccount], list[WorkerAccount]]:
-        """Workers that are open, and those that are off; who is off stands in for all lost ones."""
+        """Workers that are open, and those that are off."""
         names: tuple[list[str], list[str]] = [], []
         beats = self.tick_interval
         for name, instance in cluster.instances.items():
             if name not in self.options.prefill:
                 names[bool((beats and instance.role == OFF) or instance.draining)].append(name)
         on, off = self.placed.look(cluster, *names)
-        return (on, off) if on or not self.placed.any_lost else (off, on)
+        return on, off
 
     def _worker(
         self, job: Job, late: float, on: list[WorkerAccount], off: list[WorkerAccount]

@@ -37,7 +37,7 @@ STAGES = {
     "linear": "jaxinfer.simulate.costs.linear:LinearStage",
     "phases": "jaxinfer.simulate.costs.phases:PhaseStage",
     "curves": "jaxinfer.simulate.costs.curves:CurveStage",
-    "tables": "jaxinfer.simulate.costs.measured_steps:Tables",
+    "tables": "jaxinfer.simulate.costs.measured_steps:MeasuredTables",
 }
 
 

@@ -304,13 +304,37 @@ def test_all_may_be_off() -> None:
 
 
 def test_who_is_lost_is_replaced_by_one_that_was_off() -> None:
-    """The instance that was off takes over at once; else the loop would give the requests up."""
+    """The instance that was off is opened at the next heartbeat; the requests are not given up."""
     system = make(Checked, heartbeat_s=1)
     pool = [instance("a"), instance("b", role="off")]
     timing = Timing(in_order=True, lost={"a": 5.0})
     outcome = serve(system, pool, make_requests([(8, 9)] * 2), timing=timing)
     assert where(outcome, 2) == ["b", "b"]
     assert all(r.finish_reason == "length" for r in outcome.finished.values())
+
+
+def test_requests_go_on_where_the_instance_for_prompts_is_lost() -> None:
+    """The worker that is off is opened at the next heartbeat, as it is for a lost worker."""
+    system = make(Checked, prefill=["p"], heartbeat_s=1, off_after_s=1)
+    pool = [instance("p"), instance("a", role="off")]
+    outcome = serve(
+        system, pool, make_requests([(8, 9)]), timing=Timing(in_order=True, lost={"p": 1.0})
+    )
+    assert outcome.finished["r0"].finish_reason == "length"
+    assert where(outcome, 1) == ["a"]
+
+
+def test_requests_that_come_back_together_are_all_taken_off_the_books_first() -> None:
+    """Two decodes lose the KV that was under way: neither counts on its worker any more when the
+    other one is placed (checked by ``Checked``).
+    """
+    for seed in range(40):
+        requests = make_requests([(1, 2), (1, 2)])
+        timing = Timing(seed, 3, 6, lost={"p": 3.0})
+        system = make(Checked, prefill=["p"], ttft_s=2.0, atgt_s=0.75, theta=0.25)
+        pool = [instance(name, 30) for name in "pqde"]
+        outcome = serve(system, pool, requests, timing=timing)
+        assert all(r.finish_reason == "length" for r in outcome.finished.values())
 
 
 class Moves(Checked):
