@@ -201,9 +201,9 @@ class Channel:
         """Begin a run; forget slabs that nobody takes, from a run that was broken off."""
         self._post = post
         with self._lock:
-            left = list(self._slabs.values())
-        for slab in left:
-            self._forget(slab)
+            left, self._slabs = self._slabs, {}
+        for slab in left.values():
+            self._drop(slab)
 
     def place(self, landed: Landed) -> None:
         """Have a slab written to its pages.
@@ -296,8 +296,11 @@ class Channel:
         """
         with self._lock:
             lost = [s for s in self._slabs.values() if instance == self._ends[1] or not s.is_pulled]
+            # At once: what is heard of one of them from here on comes too late.
+            for slab in lost:
+                del self._slabs[slab.number]
         for slab in lost:
-            self._forget(slab)
+            self._drop(slab)
         self._post(Failed(instance, ProcessLost(why)))
         by_source = instance == self._ends[0]
         for number, pair in list(self._probing.items()):
@@ -309,8 +312,10 @@ class Channel:
             return self._slabs.pop(slab.number, None) is not None
 
     def _forget(self, slab: Slab) -> None:
-        if not self._take(slab):
-            return
+        if self._take(slab):
+            self._drop(slab)
+
+    def _drop(self, slab: Slab) -> None:
         for side, end in ((self._source, slab.pair.source_end), (self._dest, slab.pair.dest_end)):
             with suppress(ProcessLost):  # Nothing is left there then.
                 side.do(Drop(end, slab.number, self.transport))

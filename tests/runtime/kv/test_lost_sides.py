@@ -118,6 +118,26 @@ def test_all_slabs_are_dropped_when_their_destination_is_lost(channel: Any) -> N
     assert [p.instance for p in posted if isinstance(p, Failed)] == ["a", "b"]
 
 
+def test_a_slab_that_is_pulled_while_its_source_is_being_lost_is_dropped(channel: Any) -> None:
+    """It was given up together with the one before it, whose offer is being taken back."""
+    channel, source, dest = channel
+    posted: list[Any] = []
+    for _ in range(2):
+        channel.send(transfer(), posted.append)
+    first, second = (offer.slab for offer in source.done)
+    do = source.do
+
+    def hear_meanwhile(message: Any) -> None:
+        if message == Drop(0, first, "host"):
+            channel._hear(Pulled(1, second, 0.0, 1.0))
+        do(message)
+
+    source.do = hear_meanwhile
+    source.lose("ended")
+    assert [type(p) for p in posted] == [Failed]
+    assert Drop(1, second, "host") in dest.done
+
+
 def test_what_fails_to_be_placed_is_the_destinations_failure(channel: Any) -> None:
     channel, source, dest = channel
     posted: list[Any] = []
