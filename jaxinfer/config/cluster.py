@@ -13,7 +13,7 @@ from jaxinfer.options.validation import Named, OptionError, Options, did_you_mea
 from jaxinfer.serving.instance import InstanceOptions
 
 # How KV goes from process to process, see ``RunFile``.
-Transport = Literal["auto", "host", "transfer_server"]
+TransportChoice = Literal["auto", "host", "transfer_server"]
 
 
 class Emulate(Options):

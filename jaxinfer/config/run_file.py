@@ -11,7 +11,7 @@ from jaxinfer.config.cluster import (
     GroupConfig,
     InstanceConfig,
     LinkConfig,
-    Transport,
+    TransportChoice,
     one_engine,
 )
 from jaxinfer.config.costs import SimulateOptions
@@ -80,7 +80,7 @@ class RunFile(Options):
     system: ByName = Field(default_factory=lambda: {"name": "single"})
     verify_transfers: bool = False
     ray: str | None = None
-    transport: Transport = "auto"
+    transport: TransportChoice = "auto"
     watchdog_s: float = Field(default=600, gt=0)
     workload: Workload = Workload()
     simulate: SimulateOptions = SimulateOptions()

@@ -10,14 +10,14 @@ import numpy as np
 
 from jaxinfer.checkpoints.converted import Shapes, restore
 from jaxinfer.checkpoints.open_tensors import Checkpoint, load_weights
-from jaxinfer.config.cluster import ClusterConfig, Transport, instance_options
+from jaxinfer.config.cluster import ClusterConfig, TransportChoice, instance_options
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.runtime.kv.channel import Channel
-from jaxinfer.runtime.kv.stage_pair import Lane, RemoteLane
-from jaxinfer.runtime.processes.messages import CarrierName
-from jaxinfer.runtime.processes.process_group import OtherProcesses, Progress, Side
-from jaxinfer.runtime.processes.remote_channel import RemoteChannel
+from jaxinfer.runtime.kv.kv_endpoint import Side, ThisProcess
+from jaxinfer.runtime.kv.kv_messages import TransportName
+from jaxinfer.runtime.kv.stage_pair import StagePair
+from jaxinfer.runtime.processes.process_group import OtherProcesses, Progress
 from jaxinfer.runtime.processes.remote_worker import RemoteStage, RemoteWorker
 from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
@@ -107,7 +107,7 @@ class Cluster:
 
     config: ClusterConfig
     engines: Mapping[str, Engine]
-    channels: Mapping[tuple[str, str], Channel | RemoteChannel]
+    channels: Mapping[tuple[str, str], Channel]
     measured_gb_s: Mapping[str, float]
     restarts: Restarts | None = None
 
@@ -157,10 +157,10 @@ class Cluster:
         """The ways in which KV goes between processes, by ``"source -> destination"``."""
         return {
             " -> ".join(pair): "; ".join(
-                [channel.by, *(f"not {name}: {why}" for name, why in channel.failed.items())]
+                [channel.transport, *(f"not {name}: {why}" for name, why in channel.failed.items())]
             )
             for pair, channel in self.channels.items()
-            if isinstance(channel, RemoteChannel)
+            if channel.transport != "device"
         }
 
     def describe(self) -> dict[str, dict[str, object]]:
@@ -210,7 +210,7 @@ def load_cluster(
     progress: Progress,
     pairs: Collection[tuple[str, str]] = (),
     verify: bool = False,
-    transport: Transport = "auto",
+    transport: TransportChoice = "auto",
 ) -> Cluster:
     """Load weights, allocate KV pools, compile every step and transfer, and probe the latter.
 
@@ -225,7 +225,8 @@ def load_cluster(
     """
     _check_pairs(config, pairs)
     engines: dict[str, Engine] = {}
-    channels: dict[tuple[str, str], Channel | RemoteChannel] = {}
+    stages: dict[str, Sequence[Stage]] = {}
+    channels: dict[tuple[str, str], Channel] = {}
     speeds = {}
     # Threads would keep weights and pages of a cluster that fails to load.
     with ExitStack() as opened:
@@ -235,6 +236,9 @@ def load_cluster(
         for name, worker in _load_workers(checkpoint, config, plans, progress):
             opened.callback(worker.close)
             engines[name] = _engine(config, name, worker, plans[name])
+            stages[name] = worker.stages
+        here = ThisProcess(stages, others.host)
+        opened.callback(here.close)
         remotes = others.load(progress)
         for name, remote in remotes.items():
             engines[name] = _engine(config, name, remote, [s.plan for s in remote.stages])
@@ -243,15 +247,19 @@ def load_cluster(
             kernels = " and ".join(dict.fromkeys(p.config.kernels for p in engine.plans))
             for left in engine.worker.prepare():
                 progress(f"compiling steps{of}, {kernels} attention", left)
+
+        def side_of(name: str) -> Side:
+            return here if name in stages else others.there(name)
+
         for pair in pairs:
             source, dest = (engines[name] for name in pair)
-            channels[pair] = channel = _channel(config, source, dest, others, verify, transport)
-            opened.callback(channel.close)
+            by = _transports(config, source, dest, transport)
+            sides = side_of(source.name), side_of(dest.name)
+            channels[pair] = channel = connect(config, (source, dest), sides, verify, by)
             names = " -> ".join(pair)
             speeds[names] = channel.probe(names)
-            if isinstance(channel, RemoteChannel):
-                for why in channel.failed.values():
-                    progress(f"KV goes by {channel.by}: {why}", 0)
+            for why in channel.failed.values():
+                progress(f"KV goes by {channel.transport}: {why}", 0)
         restarts = Restarts(config, others, remotes)
         opened.callback(restarts.close)
         cluster = Cluster(
@@ -306,56 +314,40 @@ def _engine(
     return engine
 
 
-def _channel(
+def _transports(
+    config: ClusterConfig, source: Engine, dest: Engine, choice: TransportChoice
+) -> list[TransportName]:
+    """Transports that a probe is to choose from."""
+    ends = source, dest
+    if not any(config.process_of(end.name) for end in ends):
+        return ["device"]
+    if choice != "auto":
+        return [choice]
+    on_gpus = all(end.plan.devices[0].platform == "gpu" for end in ends)
+    return ["host", "transfer_server"] if on_gpus else ["host"]
+
+
+def connect(
     config: ClusterConfig,
-    source: Engine,
-    dest: Engine,
-    others: OtherProcesses,
-    verify: bool,
-    transport: Transport,
-) -> Channel | RemoteChannel:
-    """Make the channel from one instance to another, for all stages with layers in common."""
-    if isinstance(source.worker, Worker) and isinstance(dest.worker, Worker):
-        return local_channel(config, source, dest, verify)
-    pairs = _common_stages(source, dest)
-    lanes = [
-        RemoteLane.between(source.plans[i], dest.plans[j], i, j, g, config.link(*g))
-        for i, j, g in pairs
-    ]
-    sides = _side(source, others), _side(dest, others)
-    carriers: list[CarrierName] = ["host" if transport == "auto" else transport]
-    on_gpus = all(end.plan.devices[0].platform == "gpu" for end in (source, dest))
-    if transport == "auto" and on_gpus:
-        carriers.append("transfer_server")
-    return RemoteChannel((source.name, dest.name), sides, lanes, verify, carriers)
-
-
-def _side(engine: Engine, others: OtherProcesses) -> Side:
-    worker = engine.worker
-    return others.side(engine.name, worker.stages if isinstance(worker, Worker) else None)
-
-
-def local_channel(
-    config: ClusterConfig, source: Engine, dest: Engine, verify: bool = False
+    ends: tuple[Engine, Engine],
+    sides: tuple[Side, Side],
+    verify: bool = False,
+    transports: Sequence[TransportName] = ("device",),
 ) -> Channel:
-    """Between two instances of this process, not yet probed."""
-    ours, theirs = source.worker.stages, dest.worker.stages
-    return Channel(
-        [
-            Lane(ours[i], theirs[j], i, j, g, config.link(*g), verify)  # type: ignore[arg-type]
-            for i, j, g in _common_stages(source, dest)
-        ]
-    )
+    """Open a channel from one instance to another, not yet probed.
 
-
-def _common_stages(source: Engine, dest: Engine) -> list[tuple[int, int, tuple[str, str]]]:
-    """Numbers of a stage of each that have layers in common, and their groups."""
-    return [
-        (i, j, (source.groups[i], dest.groups[j]))
-        for i, ours in enumerate(source.plans)
-        for j, theirs in enumerate(dest.plans)
-        if ours.layers.overlaps(theirs.layers)
-    ]
+    Args:
+        sides: the processes that have them.
+        transports: see Channel.
+    """
+    source, dest = ends
+    pairs = []
+    for i, ours in enumerate(source.plans):
+        for j, theirs in enumerate(dest.plans):
+            if ours.layers.overlaps(theirs.layers):
+                groups = source.groups[i], dest.groups[j]
+                pairs.append(StagePair.between(ours, theirs, i, j, groups, config.link(*groups)))
+    return Channel((source.name, dest.name), sides, pairs, verify, transports)
 
 
 def load_parameters(checkpoint: Checkpoint, plans: Sequence[Plan]) -> list[Parameters]:

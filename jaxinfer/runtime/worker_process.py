@@ -20,25 +20,20 @@ from typing import Any
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.cluster import Cluster, load_cluster
+from jaxinfer.runtime.kv.kv_endpoint import KVEndpoint
+from jaxinfer.runtime.kv.kv_messages import Drop, Offer, OpenEnd, Place, Pull, SlabFailed
 from jaxinfer.runtime.kv.outcome import End, Failed, StepEnd
 from jaxinfer.runtime.processes.batch_delta import Mirror
-from jaxinfer.runtime.processes.kv_endpoint import Port
 from jaxinfer.runtime.processes.messages import (
     Alive,
-    Drop,
     Emulate,
     Hello,
     Launch,
     Left,
     Load,
     Loaded,
-    Offer,
-    OpenLane,
-    Place,
     Prepare,
-    Pull,
     Refused,
-    SlabFailed,
     StepEnded,
     WorkerFailed,
 )
@@ -63,7 +58,7 @@ class WorkerProcess:
         self._lock = threading.Lock()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._cluster: Cluster
-        self._port: Port
+        self._endpoint: KVEndpoint
         self._mirrors: dict[str, Mirror] = {}
         self._ends: dict[tuple[str, int], list[Future[None]]] = {}
 
@@ -111,19 +106,20 @@ class WorkerProcess:
             case Launch() | Emulate():
                 return WorkerFailed(message.instance, mistake, line)
             case Offer() | Pull() | Place() | Drop():
-                return SlabFailed(message.lane, message.slab, isinstance(message, Offer), line)
+                return SlabFailed(message.end, message.slab, isinstance(message, Offer), line)
         return Refused(line)
 
     def _do(self, message: Any) -> None:
         match message:
             case Launch():
                 self._launch(message)
-            case Offer():
-                self._port.do(message, self._end(message.after))
-            case OpenLane() | Pull() | Place() | Drop():
-                self._port.do(message)
-                if isinstance(message, OpenLane):
-                    self._say(Left("lane", 0))
+            case Offer(after=StepEnd() as end):
+                self._endpoint.do(message._replace(after=self._end(end)))
+            case OpenEnd():
+                self._endpoint.do(message)
+                self._say(Left("ends", 0))
+            case Offer() | Pull() | Place() | Drop():
+                self._endpoint.do(message)
             case Load():
                 self._load(message)
             case Prepare(instance, sampler):
@@ -144,7 +140,7 @@ class WorkerProcess:
         workers = {name: self._worker(name) for name in self._cluster.engines}
         stages = {name: worker.stages for name, worker in workers.items()}
         self._mirrors = {name: Mirror(len(here)) for name, here in stages.items()}
-        self._port = Port(stages, self._say, message.host)
+        self._endpoint = KVEndpoint(stages, self._say, message.host)
         plans = {name: [stage.plan.facts for stage in here] for name, here in stages.items()}
         parts = {name: worker.parts for name, worker in workers.items()}
         self._say(Loaded(plans, parts))
@@ -167,9 +163,9 @@ class WorkerProcess:
         post = partial(self._step_ended, instance, step)
         self._worker(instance).launch(batch, message.origin, post, launched)
 
-    def _end(self, end: StepEnd | None) -> "Future[None] | None":
-        ends = end and self._ends.get((end.instance, end.step))
-        return ends[end.stage] if end and ends else None
+    def _end(self, end: StepEnd) -> "Future[None] | None":
+        ends = self._ends.get((end.instance, end.step))
+        return ends[end.stage] if ends else None
 
     def _step_ended(self, instance: str, step: int, found: StepDone | Failed) -> None:
         if isinstance(found, Failed):

@@ -10,9 +10,8 @@ from contextlib import suppress
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.kv.channel import Channel, Landed
 from jaxinfer.runtime.kv.emulated_links import EmulatedLinks
-from jaxinfer.runtime.kv.outcome import End, Failed
-from jaxinfer.runtime.processes.remote_channel import RemoteChannel
-from jaxinfer.runtime.processes.remote_worker import ProcessLost, RemoteWorker
+from jaxinfer.runtime.kv.outcome import End, Failed, ProcessLost, SlabLost
+from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 from jaxinfer.runtime.processes.restarts import Outcome, Restarted, Restarts
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.batch import Batch, Transfer
@@ -54,7 +53,7 @@ class RealWorld:
         self,
         workers: Mapping[str, Worker | RemoteWorker],
         requests: Iterable[RequestState],
-        channels: Mapping[tuple[str, str], Channel | RemoteChannel] | None = None,
+        channels: Mapping[tuple[str, str], Channel] | None = None,
         watchdog_s: float | None = None,
         more_to_come: Callable[[], bool] = lambda: False,
         restarts: Restarts | None = None,
@@ -63,8 +62,9 @@ class RealWorld:
         self.launching_s = 0.0
         self._workers = workers
         self._channels = channels or {}
-        lanes = [lane for channel in self._channels.values() for lane in channel.lanes]
-        self._links = EmulatedLinks(lanes)
+        pairs = [pair for channel in self._channels.values() for pair in channel.pairs]
+        self._links = EmulatedLinks(pairs)
+        self._sides = {side for channel in self._channels.values() for side in channel.sides}
         self._origin = time.perf_counter()
         self._arrivals: deque[RequestState] = deque()
         self.add(requests)
@@ -167,7 +167,7 @@ class RealWorld:
             self._posted.put(Failed(transfer.source, error))
         self.launching_s += time.perf_counter() - start
 
-    def _prepare(self, transfer: Transfer) -> Channel | RemoteChannel:
+    def _prepare(self, transfer: Transfer) -> Channel:
         """Count what will land."""
         channel = self._channels.get((transfer.source, transfer.dest))
         if channel is None:
@@ -228,9 +228,10 @@ class RealWorld:
     def _quiet_since(self) -> dict[str, float]:
         """Instances that are waited for, and since when they have reported nothing."""
         found = {name: self._heard_at[name] for name in self._steps}
-        for waits_for in [channel.waits_for for channel in self._channels.values()]:
-            if waits_for and waits_for[0] not in self.lost:
-                name, start = waits_for
+        for name, start in [
+            waited for side in self._sides for waited in [*side.waits_for.values()]
+        ]:
+            if name not in self.lost:
                 start = max(start, self._heard_at.get(name, start))
                 found[name] = min(start, found.get(name, start))
         return found
@@ -310,7 +311,7 @@ class RealWorld:
                 return [posted] if self._end(transfer.source) else []
             case StepDone(batch):
                 return [posted] if self._end(batch.instance) else []
-        if posted.slab.lane.link:
+        if posted.slab.pair.link:
             self._links.hold_back(posted)
             return []
         return self._place(posted)
@@ -322,7 +323,8 @@ class RealWorld:
             raise error
         if failed.instance in self.lost:
             return []
-        lost = self._lose(failed.instance, f"{type(error).__name__}: {one_line(error)}")
+        kind = "" if isinstance(error, SlabLost) else f"{type(error).__name__}: "
+        lost = self._lose(failed.instance, kind + one_line(error))
         if len(self._workers) == 1 and not lost.returns:
             raise JaxinferError(str(error)) if isinstance(error, ProcessLost) else error
         return [lost]
@@ -335,7 +337,7 @@ class RealWorld:
             channel.drop(landed)  # Given up with one of its instances.
             return []
         try:
-            channel.place(landed, self._posted.put)
+            channel.place(landed)
         except Exception as error:
             return self._fail(Failed(transfer.dest, error))
         self._left_at[transfer] = min(self._left_at.get(transfer, landed.start), landed.start)

@@ -7,16 +7,25 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
-from failure_cases import CRONUS, INSTANCE, PARAMS, PROMPTS, break_device, cluster, tokens
+from failure_cases import (
+    CRONUS,
+    INSTANCE,
+    PARAMS,
+    PROMPTS,
+    break_device,
+    break_gathers,
+    cluster,
+    tokens,
+)
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import RunFile
+from jaxinfer.runtime.kv.channel import Channel
 from jaxinfer.runtime.worker import Worker
 
 SHARES = {"name": "data_parallel", "shares": {n: {"weight": 1, "max_waiting": 2} for n in "ab"}}
@@ -44,20 +53,6 @@ def hang(llm: LLM, name: str, after: int) -> None:
         return end_of(*args)
 
     stage.end_of = hanging  # type: ignore[method-assign]
-
-
-def break_between_export_and_arrival(llm: LLM, name: str, after: int) -> None:
-    """The pages wait to be fetched; the gather fails."""
-    other = next(n for n in llm.cluster.engines if n != name)
-    (lane,) = llm.cluster.channels[name, other].lanes
-    take, calls = lane.take, iter(range(10**6))
-
-    def failing(*args: Any) -> Any:
-        if next(calls) >= after:
-            raise RuntimeError("injected")
-        return take(*args)
-
-    lane.take = failing  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +104,7 @@ def test_the_source_dies_between_export_and_arrival(
     tiny_folder: Path, expected: list[list[int]], after: int
 ) -> None:
     llm = cluster(tiny_folder, CRONUS, "a", "b")
-    break_between_export_and_arrival(llm, "a", after)
+    break_gathers(llm, "a", after)
     assert tokens(llm.generate(PROMPTS, PARAMS, progress=False)) == expected
 
 
@@ -162,12 +157,11 @@ def test_a_load_that_fails_late_leaves_nothing(
             raise RuntimeError("injected")
         return iter(())
 
-    def probe(names: str) -> float:
+    def probe(channel: Channel, names: str) -> float:
         raise RuntimeError("injected")
 
-    lane = SimpleNamespace(token_bytes=1, probe=probe)
     monkeypatch.setattr(Worker, "prepare", prepare)
-    monkeypatch.setattr("jaxinfer.runtime.cluster.Lane", lambda *args: lane)
+    monkeypatch.setattr(Channel, "probe", probe)
     gc.collect()
     threads, arrays = threading.active_count(), len(jax.live_arrays())
     with pytest.raises(RuntimeError, match="injected"):

@@ -234,7 +234,7 @@ def test_an_emulated_link_is_as_slow_as_it_says(
     assert ran.record.emulated
     check_transfers(ran, token_bytes("two"))
     for transfer in ran.record.transfers:
-        # Two lanes, one after the other, with half of the layers each at least.
+        # Two pairs of stages that share the link, with half of the layers each at least.
         seconds = transfer.end - transfer.start
         assert seconds >= 0.004 + transfer.num_bytes / 0.005e9 - ROUNDING
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from failure_cases import INSTANCE, PARAMS, PROMPTS, break_device, tokens
+from failure_cases import INSTANCE, PARAMS, PROMPTS, break_device, break_gathers, tokens
 
 from jaxinfer import LLM
 from jaxinfer.config.run_file import as_run_file
@@ -54,26 +54,9 @@ def load(folder: Path, system: dict[str, Any] = DISAGGREGATED, **decode: Any) ->
     return LLM.from_config(as_run_file(run_file), progress=False)
 
 
-def break_export(llm: LLM, name: str, after: int) -> None:
-    """KV waits to be fetched; the gather fails, whoever asks."""
-    calls = iter(range(10**6))
-
-    def failing(take: Any) -> Any:
-        def take_or_fail(*args: Any) -> Any:
-            if next(calls) >= after:
-                raise RuntimeError("injected")
-            return take(*args)
-
-        return take_or_fail
-
-    for (source, _), channel in llm.cluster.channels.items():
-        for lane in channel.lanes if source == name else ():
-            lane.take = failing(lane.take)  # type: ignore[method-assign, union-attr]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lost", "failure", "after"), [("d", break_device, 2), ("p", break_export, 1)]
+    ("lost", "failure", "after"), [("d", break_device, 2), ("p", break_gathers, 1)]
 )
 def test_one_of_them_is_lost(
     tiny_folder: Path,
@@ -117,7 +100,7 @@ def test_full_pools_of_those_that_decode(
     [
         ("d", break_device, 2),
         pytest.param("e", break_device, 2, marks=pytest.mark.long),
-        ("p", break_export, 1),
+        ("p", break_gathers, 1),
     ],
 )
 def test_hexgen2_loses_one(

@@ -12,6 +12,7 @@ from pretended import Pretended
 
 from jaxinfer import JaxinferError
 from jaxinfer.runtime import world as worlds
+from jaxinfer.runtime.kv.kv_endpoint import ThisProcess
 from jaxinfer.runtime.kv.outcome import Failed
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Batch, Transfer
@@ -245,13 +246,14 @@ def test_one_that_was_idle_has_its_time_from_the_launch_on(clock: Clock) -> None
 
 def test_whoever_a_route_waits_for_is_given_up_unless_it_reports(clock: Clock) -> None:
     """A gather follows the steps that were launched before it."""
+    side: Any = ThisProcess({})
     route: Any = SimpleNamespace(
-        lanes=[], waits_for=None, num_slabs=lambda transfer: 1, send=lambda *args: None
+        pairs=[], sides=(side, side), num_slabs=lambda transfer: 1, send=lambda *args: None
     )
     world, _ = silent("a", "b", watchdog_s=10, routes={("a", "b"): route})
     nothing: Any = None
     world.start_transfer(Transfer(nothing, 0, "a", "b", nothing, nothing, 0, 1, 0.0))
-    route.waits_for = "a", clock.now
+    side.waits_for[1] = "a", clock.now
     world.launch(step("a"))
     clock.put(done("a"), after=9)
     assert [type(event) for event in world.due_events()] == [StepDone]

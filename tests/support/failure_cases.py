@@ -47,3 +47,21 @@ def break_device(llm: LLM, name: str, after: int) -> None:
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def break_gathers(llm: LLM, source: str, after: int) -> None:
+    """KV waits to be fetched from an instance; copying it out of its pages fails, whoever asks."""
+    calls = iter(range(10**6))
+
+    def failing(take: Any) -> Any:
+        def take_or_fail(*args: Any) -> Any:
+            if next(calls) >= after:
+                raise RuntimeError("injected")
+            return take(*args)
+
+        return take_or_fail
+
+    for (name, _), channel in llm.cluster.channels.items():
+        for pair in channel.pairs if name == source else ():
+            end = channel.sides[0].endpoint._ends[pair.source_end]  # type: ignore[attr-defined]
+            end.source.take = failing(end.source.take)

@@ -1,30 +1,79 @@
-"""Moves slabs of KV entries from one instance to another."""
+"""The one protocol by which KV moves from one instance to another, whatever lies between them.
+
+A ``Channel`` joins two sides. A side is a process: the loop's own (``kv_endpoint.ThisProcess``), or
+another one to which the same messages travel (``process_group.AnotherProcess``). Each side has an
+end of every ``StagePair`` (``kv_endpoint.KVEndpoint``), and each end a thread that does what has to
+be waited for. A transport (``transports``) takes a slab from end to end: ``device`` where both are
+in the loop's process, ``host`` or ``transfer_server`` otherwise.
+
+| step | thread | what it does | to blame |
+|---|---|---|---|
+| send | loop | has the source offer each slab of a transfer | source |
+| gather | source (1) | launches the copy out of the pages, and its checksum | source |
+| offer | source end | waits for the copy, and the step that computes it; hands it over | source |
+| hear Offered | source end (2) | has the destination pull | a lost process |
+| pull | destination end (3) | waits until the slab comes | source |
+| put | destination end (3) | puts it on the destination's devices, and waits | destination |
+| hear Pulled | destination end (2, 3) | posts ``Landed`` to the loop | |
+| hold back | loop | leaves it for as long as an emulated link would take | |
+| place | loop | has the destination write it; or drop it, when the transfer is given up | |
+| scatter | destination (1) | launches the copy into the pages, which are donated | destination |
+| check | destination end | waits for the checksum of what lies there, if asked for | destination |
+| hear Checked | destination end (2) | compares it with that of what was sent | the run ends |
+| free | loop | ``serving.transfer`` frees pages when all slabs are placed | |
+
+1. The loop's thread, or in another process its main thread, which does what messages say.
+2. Answers of another process are heard by the thread that reads them here.
+3. By ``device``, it is the source end's thread that goes on, as nothing has to come.
+
+So the loop's thread launches, and never waits. An end does its jobs in order: slabs of a pair
+arrive in the order in which they were sent. The transport holds a slab until it is pulled, then the
+destination's end does until it is placed or dropped; what fails is dropped on both sides. A process
+that is lost is to blame for all that it has not passed on, while what was pulled from it is still
+placed. Who waits for devices in this process is in ``waits_for``, where the watchdog finds whose
+devices hang.
+"""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from queue import SimpleQueue
 
-import jax
-
-from jaxinfer.runtime.kv.outcome import End, Failed, StepEnd, join
+from jaxinfer.errors import JaxinferError
+from jaxinfer.runtime.kv.checksums import compare
+from jaxinfer.runtime.kv.kv_endpoint import Side
+from jaxinfer.runtime.kv.kv_messages import (
+    Checked,
+    Drop,
+    Offer,
+    Offered,
+    OpenEnd,
+    Place,
+    Pull,
+    Pulled,
+    SlabAnswer,
+    SlabFailed,
+    TransportName,
+)
+from jaxinfer.runtime.kv.outcome import End, Failed, ProcessLost, SlabLost
 from jaxinfer.runtime.kv.slab import SLAB_TOKENS
-from jaxinfer.runtime.kv.stage_pair import Lane, RemoteSlab, Slab
+from jaxinfer.runtime.kv.stage_pair import Slab, StagePair
 from jaxinfer.serving.batch import Transfer
+
+# A process that has ended may be missed as a source before it is known why.
+EXPLAINED_S = 1.0
+# Numbers of slabs: none is used again, so that a late answer is known to be one.
+_numbers = count()
 
 
 @dataclass(frozen=True)
 class Landed:
-    """A slab is on the destination's mesh; times are those of ``time.perf_counter``.
+    """A slab is on the destination's devices; times are those of ``time.perf_counter``."""
 
-    Attributes:
-        array: None where another process has it.
-    """
-
-    slab: Slab | RemoteSlab
-    array: jax.Array | None
+    slab: Slab
     start: float
     end: float
 
@@ -33,109 +82,243 @@ Post = Callable[[Landed | Failed], None]
 
 
 class Channel:
-    """The way from one instance to another: a thread that moves one slab after the other.
+    """The way from one instance to another, on which slabs of KV move; see above.
 
     Args:
-        lanes: lanes of all stages that have layers in common.
+        ends: names of the two; ``sides``: the processes that have them.
+        pairs: pairs of all stages that have layers in common.
+        verify: compare checksums of what was sent and what lies in the destination's pages.
+        transports: at least one, from which the probe is to choose.
 
     Attributes:
-        waits_for: the instance whose devices the thread waits for, and since when, by
-            ``time.perf_counter``; None where it has nothing to do.
+        transport: the one in use; ``failed``: those that the probe has failed with, and why.
+        sides: of source and destination.
+        token_bytes: KV bytes per token.
     """
 
-    def __init__(self, lanes: Sequence[Lane]) -> None:
-        self.lanes = lanes
-        self.token_bytes = sum(lane.token_bytes for lane in lanes)
-        self.waits_for: tuple[str, float] | None = None
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
+    def __init__(
+        self,
+        ends: tuple[str, str],
+        sides: tuple[Side, Side],
+        pairs: Sequence[StagePair],
+        verify: bool,
+        transports: Sequence[TransportName],
+    ) -> None:
+        self.pairs = pairs
+        self.transport, self._transports = transports[0], transports
+        self.failed: dict[TransportName, str] = {}
+        self.token_bytes = sum(pair.token_bytes for pair in pairs)
+        self._ends, self._verify = ends, verify
+        self.sides = self._source, self._dest = sides
+        # Slabs that have not been placed or, where that is asked for, not been checked.
+        self._slabs: dict[int, Slab] = {}
+        self._probing: dict[int, StagePair] = {}
+        self._probed: SimpleQueue[Pulled | SlabFailed] = SimpleQueue()
+        self._post: Post = lambda posted: None
+        # For what has become of a slab: answers come in threads of both sides.
+        self._lock = threading.Lock()
+        for pair in pairs:
+            form, (source, dest) = pair.form, ends
+            send = OpenEnd(pair.source_end, source, pair.source_shard, form, True, verify)
+            self._source.open(send, self._hear)
+            take = OpenEnd(pair.dest_end, dest, pair.dest_shard, form, False, verify)
+            self._dest.open(take, self._hear)
+        for end, side in zip(ends, sides, strict=True):
+            side.on_loss(partial(self._lose, end))
 
     def probe(self, names: str) -> float:
-        """10^9 bytes per second of the slowest lane.
+        """10^9 bytes per second of the slowest pair, by the quickest transport there is.
 
         Raises:
-            JaxinferError: a known slab does not arrive.
+            JaxinferError: a known slab does not arrive by any of them, or arrives changed.
         """
-        return min(lane.probe(names) for lane in self.lanes)
+        rates: dict[TransportName, float] = {}
+        for name in self._transports:
+            self.transport = name
+            try:
+                rates[name] = min(self._probe(pair, names) for pair in self.pairs)
+            except JaxinferError as error:
+                self.failed[name] = str(error)
+        if not rates:
+            raise JaxinferError("; ".join(self.failed.values()))
+        self.transport = max(rates, key=lambda name: rates[name])
+        return rates[self.transport]
+
+    def _probe(self, pair: StagePair, names: str) -> float:
+        seconds = []
+        for _ in range(3):  # The first pays for set-up.
+            number = next(_numbers)
+            self._probing[number] = pair
+            offer = Offer(pair.source_end, number, None, 0, SLAB_TOKENS, None, self.transport)
+            try:
+                self._source.do(offer)
+                while (answer := self._probed.get()).slab != number:
+                    pass  # An answer about one that was given up.
+            except ProcessLost as error:
+                raise JaxinferError(f"{names}: {error}") from None
+            finally:
+                del self._probing[number]
+            if isinstance(answer, SlabFailed):
+                raise JaxinferError(f"{names}: {self._blame(answer).error}")
+            seconds.append(answer.ended - answer.began)
+        return pair.token_bytes * SLAB_TOKENS / min(seconds) / 1e9
 
     def num_slabs(self, transfer: Transfer) -> int:
         """Return how many slabs of a transfer will land."""
-        return len(starts_of(transfer)) * len(self.lanes)
+        return len(starts_of(transfer)) * len(self.pairs)
 
     def send(
-        self,
-        transfer: Transfer,
-        post: Post,
-        stage: int | None = None,
-        after: End | None = None,
+        self, transfer: Transfer, post: Post, stage: int | None = None, after: End | None = None
     ) -> None:
         """Start moving; ``post`` gets each slab as it lands. Returns at once.
 
         Args:
             stage: of the source, whose layers alone go; by default all.
             after: done when they have been computed, where a step is to do that.
-        """
-        assert not isinstance(after, StepEnd), "the source is in this process"
-        for start in starts_of(transfer):
-            for lane in self.lanes:
-                if stage is None or lane.source_shard == stage:
-                    stop = min(start + SLAB_TOKENS, transfer.stop)
-                    slab = lane.take(transfer, start, stop, after)
-                    self._queue.put(partial(self._attempt, self._move, slab, post))
 
-    def place(self, landed: Landed, post: Post) -> None:
-        """Write a slab to its pages; ``post`` hears of it if it is not what was sent."""
-        slab, array = landed.slab, landed.array
-        assert isinstance(slab, Slab)
-        assert array is not None
-        arrived = slab.lane.place(slab, array)
-        if arrived is not None:
-            check = partial(self._check, arrived)
-            self._queue.put(partial(self._attempt, check, slab, post))
+        Raises:
+            Exception: the source cannot launch it, or is lost.
+        """
+        if post != self._post:
+            self._begin(post)
+        for start in starts_of(transfer):
+            for pair in self.pairs:
+                if stage is None or pair.source_shard == stage:
+                    stop = min(start + SLAB_TOKENS, transfer.stop)
+                    slab = Slab(next(_numbers), transfer, pair, start, stop)
+                    with self._lock:
+                        self._slabs[slab.number] = slab
+                    table = transfer.source_hold.tables[pair.source_shard][0]
+                    end, by = pair.source_end, self.transport
+                    offer = Offer(end, slab.number, table, start, stop, after, by)
+                    try:
+                        self._source.do(offer)
+                    except Exception:
+                        self._forget(slab)
+                        raise
+
+    def _begin(self, post: Post) -> None:
+        """Begin a run; forget slabs that nobody takes, from a run that was broken off."""
+        self._post = post
+        with self._lock:
+            left, self._slabs = self._slabs, {}
+        for slab in left.values():
+            self._drop(slab)
+
+    def place(self, landed: Landed) -> None:
+        """Have a slab written to its pages.
+
+        The ``post`` of ``send`` hears of it if that fails, or if it is not what was sent.
+
+        Raises:
+            Exception: the destination cannot launch it, or is lost.
+        """
+        slab = landed.slab
+        table = slab.transfer.dest_hold.tables[slab.pair.dest_shard][0]
+        try:
+            self._dest.do(Place(slab.pair.dest_end, slab.number, table, slab.start, slab.stop))
+        except Exception:
+            self._forget(slab)
+            raise
+        if not self._verify:
+            self._take(slab)
 
     def drop(self, landed: Landed) -> None:
-        """Forget a slab that is not to be placed; it goes with ``landed``."""
+        """Forget a slab that is not to be placed."""
+        self._forget(landed.slab)
 
-    def close(self) -> None:
-        """End the thread."""
-        self._queue.put(None)
-        join([self._thread])
+    def _hear(self, answer: SlabAnswer) -> None:
+        if answer.slab in self._probing:
+            self._hear_probe(answer)
+            return
+        with self._lock:
+            slab = self._slabs.get(answer.slab)
+            if slab and isinstance(answer, Pulled):
+                slab.is_pulled = True
+        match answer:
+            case Offered() if slab:
+                slab.checksum_LT = answer.checksum_LT
+                end, number = slab.pair.dest_end, slab.number
+                self._pull(Pull(end, number, self.transport, answer.address))
+            case Pulled() if slab:
+                self._post(Landed(slab, answer.began, answer.ended))
+            case Pulled():
+                with suppress(ProcessLost):  # Given up while it was on its way.
+                    self._dest.do(Drop(answer.end, answer.slab, self.transport))
+            case Checked() if slab:
+                self._check(slab, answer)
+            case SlabFailed() if slab or not answer.by_source:
+                if slab:
+                    self._forget(slab)
+                self._post(self._blame(answer))
 
-    def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
-            job()
+    def _blame(self, failed: SlabFailed) -> Failed:
+        """Return the instance to blame and the reason: that its process has ended, if it has."""
+        number = 0 if failed.by_source else 1
+        lost = self.sides[number].why_lost(EXPLAINED_S)
+        return Failed(self._ends[number], ProcessLost(lost) if lost else SlabLost(failed.line))
 
-    def _attempt(self, job: Callable[[Slab, Post], None], slab: Slab, post: Post) -> None:
-        # Whatever fails here would otherwise leave the loop waiting for ever.
+    def _hear_probe(self, answer: SlabAnswer) -> None:
+        match answer:
+            case Offered(_, number, address):
+                dest_end = self._probing[number].dest_end
+                self._pull(Pull(dest_end, number, self.transport, address, known=True))
+            case Pulled() | SlabFailed():
+                self._probed.put(answer)
+
+    def _pull(self, message: Pull) -> None:
         try:
-            job(slab, post)
-        except Exception as error:
-            assert self.waits_for
-            post(Failed(self.waits_for[0], error))
-        finally:
-            self.waits_for = None
+            self._dest.do(message)
+        except ProcessLost as error:
+            self._lose(self._ends[1], str(error))
 
-    def _move(self, slab: Slab, post: Post) -> None:
-        self._wait_for(slab.transfer.source)
-        slab.array.block_until_ready()
-        if slab.checksum is not None:
-            slab.checksum.block_until_ready()
-        if slab.after:
-            slab.after.result()
-        start = self._wait_for(slab.transfer.dest)
-        array = jax.device_put(slab.array, slab.lane.dest_sharding)
-        array.block_until_ready()
-        post(Landed(slab, array, start, time.perf_counter()))
+    def _check(self, slab: Slab, answer: Checked) -> None:
+        self._take(slab)
+        assert slab.checksum_LT is not None
+        pair, tokens = slab.pair, (slab.start, slab.stop)
+        try:
+            compare(
+                slab.transfer,
+                tokens,
+                pair.form.first,
+                pair.dest_shard,
+                pair.page_size,
+                slab.checksum_LT,
+                answer.checksum_LT,
+            )
+        except JaxinferError as error:
+            self._post(Failed(self._ends[1], error))
 
-    def _check(self, arrived: jax.Array, slab: Slab, post: Post) -> None:
-        self._wait_for(slab.transfer.dest)
-        slab.lane.compare(slab, arrived)
+    def _lose(self, instance: str, why: str) -> None:
+        """Give up what is on its way when one of the two is no more.
 
-    def _wait_for(self, instance: str) -> float:
-        start = time.perf_counter()
-        self.waits_for = instance, start
-        return start
+        What has been pulled needs the source no more.
+        """
+        with self._lock:
+            lost = [s for s in self._slabs.values() if instance == self._ends[1] or not s.is_pulled]
+            # At once: what is heard of one of them from here on comes too late.
+            for slab in lost:
+                del self._slabs[slab.number]
+        for slab in lost:
+            self._drop(slab)
+        self._post(Failed(instance, ProcessLost(why)))
+        by_source = instance == self._ends[0]
+        for number, pair in list(self._probing.items()):
+            self._probed.put(SlabFailed(pair.source_end, number, by_source, why))
+
+    def _take(self, slab: Slab) -> bool:
+        """Count a slab as done with; return whether it was not."""
+        with self._lock:
+            return self._slabs.pop(slab.number, None) is not None
+
+    def _forget(self, slab: Slab) -> None:
+        if self._take(slab):
+            self._drop(slab)
+
+    def _drop(self, slab: Slab) -> None:
+        for side, end in ((self._source, slab.pair.source_end), (self._dest, slab.pair.dest_end)):
+            with suppress(ProcessLost):  # Nothing is left there then.
+                side.do(Drop(end, slab.number, self.transport))
 
 
 def starts_of(transfer: Transfer) -> range:

@@ -1,11 +1,8 @@
-"""Does what was sent arrive? A probe of each pair of meshes, and checksums of each transfer."""
-
-import time
+"""Checks that what was sent has arrived: a slab that both ends know, and checksums."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.batch import Transfer
@@ -23,31 +20,7 @@ def checksum(slab_2LTKH: jax.Array) -> jax.Array:
 
 def known_slab(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
     """Make the slab that both ends of a way know."""
-    return (np.arange(np.prod(shape)) % 251 - 125).reshape(shape).astype(dtype)
-
-
-def probe(
-    shape: tuple[int, ...], dtype: jnp.dtype, source: NamedSharding, dest: NamedSharding, names: str
-) -> float:
-    """Send a known slab to another mesh and back; 10^9 bytes per second on the way there.
-
-    Raises:
-        JaxinferError: it comes back changed, as peer-to-peer copies do on some machines.
-    """
-    known = known_slab(shape, dtype)
-    here = jax.device_put(known, source)
-    jax.device_put(here, dest).block_until_ready()  # The first copy pays for set-up.
-    start = time.perf_counter()
-    there = jax.device_put(here, dest)
-    there.block_until_ready()
-    seconds = time.perf_counter() - start
-    back = jax.device_put(there, source)
-    if not all(np.array_equal(np.asarray(x), known) for x in (there, back)):
-        raise JaxinferError(
-            f"{names}: a known array arrives changed; peer-to-peer copies between these devices "
-            "do not work (with CUDA, try NCCL_P2P_DISABLE=1 or other devices)"
-        )
-    return known.nbytes / seconds / 1e9
+    return np.resize((np.arange(251) - 125).astype(dtype), shape)
 
 
 def compare(

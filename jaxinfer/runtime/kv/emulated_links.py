@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 from jaxinfer.hardware.network import Link, Network
 from jaxinfer.runtime.kv.channel import Landed
-from jaxinfer.runtime.kv.stage_pair import Lane, RemoteLane
+from jaxinfer.runtime.kv.stage_pair import StagePair
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.kv_shards import Hold
 
-# The slabs of one transfer that take one lane follow one another.
-Flow = tuple[Transfer, Lane | RemoteLane]
+# The slabs of one transfer that take one pair's way follow one another.
+Flow = tuple[Transfer, StagePair]
 # Those of several transfers may overtake each other, but not on their way to the same pages.
-Way = tuple[Hold, Lane | RemoteLane]
+Way = tuple[Hold, StagePair]
 
 
 @dataclass(eq=False)
@@ -34,13 +34,13 @@ class EmulatedLinks:
     ``time.perf_counter``.
 
     Args:
-        lanes: lanes of all routes.
+        pairs: pairs of stages, of all routes.
     """
 
-    def __init__(self, lanes: Iterable[Lane | RemoteLane]) -> None:
+    def __init__(self, pairs: Iterable[StagePair]) -> None:
         # Each way between two groups has the link's rate to itself.
         rates: dict[Link, float] = {
-            lane.groups: lane.link.gb_s * 1e9 for lane in lanes if lane.link
+            pair.groups: pair.link.gb_s * 1e9 for pair in pairs if pair.link
         }
         self._network: Network[Flow] = Network(rates)
         self._queues: dict[Flow, deque[_Slab]] = {}
@@ -52,7 +52,7 @@ class EmulatedLinks:
     def hold_back(self, landed: Landed) -> None:
         """Let a slab leave at its start, behind those before it; the machine has moved it."""
         self._advance(landed.start)
-        flow, slab = (landed.slab.transfer, landed.slab.lane), _Slab(landed)
+        flow, slab = (landed.slab.transfer, landed.slab.pair), _Slab(landed)
         self._ways.setdefault(_way(landed), deque()).append(slab)
         queue = self._queues.setdefault(flow, deque())
         queue.append(slab)
@@ -87,7 +87,7 @@ class EmulatedLinks:
             for flow in self._network.take_ended(end):
                 queue = self._queues[flow]
                 slab = queue.popleft()
-                link = slab.landed.slab.lane.link
+                link = slab.landed.slab.pair.link
                 assert link
                 heapq.heappush(self._landing, (end + link.latency_s, next(self._order), slab))
                 if queue:
@@ -98,10 +98,10 @@ class EmulatedLinks:
     def _start(self, flow: Flow, time: float) -> None:
         # Reports of several routes may come in another order than what they tell of.
         self._now = max(self._now, time)
-        slab, (_, lane) = self._queues[flow][0].landed.slab, flow
-        num_bytes = (slab.stop - slab.start) * lane.token_bytes
-        self._network.start(flow, [lane.groups], num_bytes, self._now)
+        slab, (_, pair) = self._queues[flow][0].landed.slab, flow
+        num_bytes = (slab.stop - slab.start) * pair.token_bytes
+        self._network.start(flow, [pair.groups], num_bytes, self._now)
 
 
 def _way(landed: Landed) -> Way:
-    return landed.slab.transfer.dest_hold, landed.slab.lane
+    return landed.slab.transfer.dest_hold, landed.slab.pair

@@ -17,6 +17,14 @@ class Failed:
     error: Exception
 
 
+class ProcessLost(Exception):
+    """A process has ended, or says nothing any more."""
+
+
+class SlabLost(Exception):
+    """A slab did not get on, for the reason that its line gives."""
+
+
 class StepEnd(NamedTuple):
     """The end of a stage's part of a step in another process, which alone can wait for it."""
 

@@ -1,4 +1,4 @@
-"""What the loop's process and a worker's process say to each other.
+"""Messages between the loop's process and a worker's; ``kv_messages`` has those about slabs.
 
 Batches, requests and holds never travel: what is new of them does. Times are those of
 ``time.perf_counter`` in the worker's process: all of one Linux host share them, and those of
@@ -7,17 +7,11 @@ another's are counted from another moment.
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from jaxinfer.config.cluster import ClusterConfig
-from jaxinfer.runtime.kv.outcome import StepEnd
-from jaxinfer.runtime.kv.slab import SlabFormat
 from jaxinfer.runtime.stage.layout import PlanFacts
 from jaxinfer.runtime.stage.sampler import SamplerShape
-
-CarrierName = Literal["host", "transfer_server"]
 
 # To a worker's process, done in this order.
 
@@ -82,65 +76,6 @@ class Emulate(NamedTuple):
     seconds: Any
 
 
-class OpenLane(NamedTuple):
-    """Get ready to send slabs of a stage, or to take them in."""
-
-    lane: int
-    instance: str
-    stage: int
-    form: SlabFormat
-    sends: bool
-    verify: bool
-
-
-class Offer(NamedTuple):
-    """Take a slab out of these pages, once a step's stage has ended; answered with Offered.
-
-    Attributes:
-        table: of the request, in token order; None asks for a slab that both sides know.
-    """
-
-    lane: int
-    slab: int
-    table: list[int] | None
-    start: int
-    stop: int
-    after: StepEnd | None
-    by: CarrierName
-
-
-class Pull(NamedTuple):
-    """Fetch an offered slab; answered with Pulled.
-
-    Attributes:
-        known: it is to be the one that both sides know, and is not kept.
-    """
-
-    lane: int
-    slab: int
-    by: CarrierName
-    address: Any
-    known: bool = False
-
-
-class Place(NamedTuple):
-    """Write a slab that was pulled to these pages; answered with Checked if slabs are verified."""
-
-    lane: int
-    slab: int
-    table: list[int]
-    start: int
-    stop: int
-
-
-class Drop(NamedTuple):
-    """Forget a slab that was offered or pulled."""
-
-    lane: int
-    slab: int
-    by: CarrierName
-
-
 # From it.
 
 
@@ -201,39 +136,4 @@ class WorkerFailed(NamedTuple):
 class Refused(NamedTuple):
     """A message cannot be carried out."""
 
-    line: str
-
-
-class Offered(NamedTuple):
-    """A slab may be pulled there."""
-
-    lane: int
-    slab: int
-    address: Any
-    checksum_LT: np.ndarray | None
-
-
-class Pulled(NamedTuple):
-    """A slab is on the destination's devices."""
-
-    lane: int
-    slab: int
-    start: float
-    end: float
-
-
-class Checked(NamedTuple):
-    """The checksum of what lies in the pages of a slab."""
-
-    lane: int
-    slab: int
-    checksum_LT: np.ndarray
-
-
-class SlabFailed(NamedTuple):
-    """A slab did not get on, by the source's fault or the destination's."""
-
-    lane: int
-    slab: int
-    by_source: bool
     line: str

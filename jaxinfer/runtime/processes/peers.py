@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.options.validation import split_address
-from jaxinfer.runtime.processes.sockets import (
+from jaxinfer.sockets import (
     CONNECT_S,
     be_acknowledged,
     call,

@@ -1,96 +1,49 @@
-"""The processes of a cluster: the loop's own, and those of groups that have one."""
+"""The processes of a cluster besides the loop's own: those of groups that have one."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from typing import Protocol
 
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.errors import JaxinferError
-from jaxinfer.runtime.processes.kv_endpoint import LaneAnswer, LaneMessage, Port
-from jaxinfer.runtime.processes.messages import Load, Loaded, OpenLane
+from jaxinfer.runtime.kv.kv_endpoint import Hear
+from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
+from jaxinfer.runtime.kv.outcome import ProcessLost
+from jaxinfer.runtime.processes.messages import Load, Loaded
 from jaxinfer.runtime.processes.peers import Child, Elsewhere, Peer, shared_key
-from jaxinfer.runtime.processes.remote_worker import Process, ProcessLost, RemoteWorker
-from jaxinfer.runtime.processes.sockets import LOOPBACK
-from jaxinfer.runtime.stage.stage import Stage
+from jaxinfer.runtime.processes.remote_worker import Process, RemoteWorker
+from jaxinfer.sockets import LOOPBACK
 
-Hear = Callable[[LaneAnswer], None]
 # What the user sees of a long start: a description, and how many parts are left.
 Progress = Callable[[str, int], None]
 
 
-class Side(Protocol):
-    """One process that slabs come from or go to."""
-
-    def open(self, message: OpenLane, hear: Hear) -> None:
-        """Get a lane's end ready; ``hear`` gets its answers, in some thread."""
-
-    def do(self, message: LaneMessage, after: "Future[None] | None" = None) -> None:
-        """Carry a message out; raises ProcessLost where nobody can."""
-
-    def on_loss(self, hear: Callable[[str], None]) -> None:
-        """Have somebody told when the process is no more."""
-
-    def why_lost(self, seconds: float) -> str | None:
-        """Wait so many seconds at most for the process to end; return why it did, or None."""
-
-
-class ThisProcess:
-    """The loop's own process.
-
-    Args:
-        host: the address by which others reach it.
-
-    Attributes:
-        stages: of each instance whose slabs go to other processes or come from there.
-    """
-
-    def __init__(self, host: str) -> None:
-        self._hear: dict[int, Hear] = {}
-        self.stages: dict[str, Sequence[Stage]] = {}
-        self.port = Port(self.stages, lambda answer: self._hear[answer.lane](answer), host)
-
-    def open(self, message: OpenLane, hear: Hear) -> None:
-        """See Side."""
-        self._hear[message.lane] = hear
-        self.port.do(message)
-
-    def do(self, message: LaneMessage, after: "Future[None] | None" = None) -> None:
-        """See Side."""
-        self.port.do(message, after)
-
-    def on_loss(self, hear: Callable[[str], None]) -> None:
-        """It is not lost."""
-
-    def why_lost(self, seconds: float) -> str | None:
-        """See Side."""
-        return None
-
-
 class AnotherProcess:
-    """One that this has started; another one may take its place."""
+    """A process that this one has started, as a side of channels; another may take its place."""
+
+    # It says each second that it is alive, and is given up by itself.
+    waits_for: Mapping[int, tuple[str, float]] = {}
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._lanes: list[tuple[OpenLane, Hear]] = []
+        self._ends: list[tuple[OpenEnd, Hear]] = []
         self._on_loss: list[Callable[[str], None]] = []
 
-    def open(self, message: OpenLane, hear: Hear) -> None:
+    def open(self, message: OpenEnd, hear: Hear) -> None:
         """See Side."""
-        self._lanes.append((message, hear))
-        _open_lane(self._process, message, hear)
+        self._ends.append((message, hear))
+        _open_end(self._process, message, hear)
 
     def open_on(self, process: Process) -> None:
         """Get the same ends ready in another process."""
         process.on_loss += self._on_loss
-        for message, hear in self._lanes:
-            _open_lane(process, message, hear)
+        for message, hear in self._ends:
+            _open_end(process, message, hear)
 
     def move_to(self, process: Process) -> None:
         """Let another process, in which the ends are open, take its place from here on."""
         self._process = process
 
-    def do(self, message: LaneMessage, after: "Future[None] | None" = None) -> None:
+    def do(self, message: SlabMessage) -> None:
         """See Side."""
         self._process.send(message)
 
@@ -104,8 +57,8 @@ class AnotherProcess:
         return self._process.why_lost(seconds)
 
 
-def _open_lane(process: Process, message: OpenLane, hear: Hear) -> None:
-    process.lanes[message.lane] = hear
+def _open_end(process: Process, message: OpenEnd, hear: Hear) -> None:
+    process.ends[message.end] = hear
     next(process.ask(message))
 
 
@@ -142,7 +95,6 @@ class OtherProcesses:
     def __init__(self, config: ClusterConfig, model: str) -> None:
         self._config, self._model = config, model
         self._processes: dict[str, Process] = {}
-        self._here: ThisProcess | None = None
         self._there: dict[str, AnotherProcess] = {}
 
     @classmethod
@@ -177,13 +129,13 @@ class OtherProcesses:
 
     def _load(self, group: str, part: ClusterConfig) -> None:
         process = self._processes[group]
-        host = process.peer.way[1] if process.peer.way else self._host
+        host = process.peer.way[1] if process.peer.way else self.host
         with suppress(ProcessLost):  # Whoever waits for it hears of it.
             process.send(Load(self._model, part, host))
 
     @property
-    def _host(self) -> str:
-        """This one, as others reach it."""
+    def host(self) -> str:
+        """The address by which others reach this one."""
         ways = [process.peer.way for process in self._processes.values()]
         return next((way[0] for way in ways if way), LOOPBACK)
 
@@ -205,19 +157,8 @@ class OtherProcesses:
         """The process other than this one that has an instance."""
         return self._there[instance]
 
-    def side(self, instance: str, stages: Sequence[Stage] | None) -> Side:
-        """The process that has an instance; this one if the instance's stages are given."""
-        if stages is None:
-            return self.there(instance)
-        if self._here is None:
-            self._here = ThisProcess(self._host)
-        self._here.stages[instance] = stages
-        return self._here
-
     def close(self) -> None:
         """End them all."""
-        if self._here:
-            self._here.port.close()
         for process in self._processes.values():
             process.close()
 

@@ -12,31 +12,27 @@ from typing import Any
 
 from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.errors import JaxinferError, one_line
-from jaxinfer.runtime.kv.outcome import Failed, Launched, Post, StepEnd
+from jaxinfer.runtime.kv.kv_messages import Checked, Offered, Pulled, SlabAnswer, SlabFailed
+from jaxinfer.runtime.kv.outcome import Failed, Launched, Post, ProcessLost, StepEnd
 from jaxinfer.runtime.processes.batch_delta import Teller
-from jaxinfer.runtime.processes.kv_endpoint import LaneAnswer
 from jaxinfer.runtime.processes.messages import (
     Alive,
-    Checked,
     Emulate,
     Hello,
     Launch,
     Left,
     Loaded,
-    Offered,
     Prepare,
-    Pulled,
     Refused,
-    SlabFailed,
     StepEnded,
     WorkerFailed,
 )
 from jaxinfer.runtime.processes.peers import END_S, Ended, Peer, how_ended
-from jaxinfer.runtime.processes.sockets import set_patience
 from jaxinfer.runtime.stage.layout import PlanFacts
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.world import StepDone
+from jaxinfer.sockets import set_patience
 
 # A process says each second that it is alive; one that has not for so long has gone.
 SILENCE_S = 10.0
@@ -45,10 +41,6 @@ SILENCE_S = 10.0
 PARTS = 10
 # Before its first word it imports JAX, from a disk that may be slow.
 START_S = 300.0
-
-
-class ProcessLost(Exception):
-    """A process has ended, or says nothing any more."""
 
 
 class NobodyThere(JaxinferError):
@@ -64,7 +56,7 @@ class Process:
 
     Attributes:
         lost: why it is no more, or None.
-        workers: of its instances, by name; ``lanes``: who gets the answers of each lane.
+        workers: of its instances, by name; ``ends``: who gets the answers of each end.
         on_loss: called, in a thread, when it is no more.
     """
 
@@ -72,7 +64,7 @@ class Process:
         self.name = name
         self.lost: str | None = None
         self.workers: dict[str, RemoteWorker] = {}
-        self.lanes: dict[int, Callable[[LaneAnswer], None]] = {}
+        self.ends: dict[int, Callable[[SlabAnswer], None]] = {}
         self.on_loss: list[Callable[[str], None]] = []
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closing = False
@@ -196,11 +188,11 @@ class Process:
             case WorkerFailed(instance, is_mistake, line):
                 error = JaxinferError(line) if is_mistake else ProcessLost(line)
                 self.workers[instance].on_loss(error)
-            case Pulled(lane, slab, start, end):
+            case Pulled(end, slab, began, ended):
                 ahead = self.peer.clock_offset
-                self.lanes[lane](Pulled(lane, slab, start - ahead, end - ahead))
+                self.ends[end](Pulled(end, slab, began - ahead, ended - ahead))
             case Offered() | Checked() | SlabFailed():
-                self.lanes[answer.lane](answer)
+                self.ends[answer.end](answer)
             case Hello():
                 for name, there, here in zip(Hello._fields, answer, Hello.here(), strict=True):
                     if there != here:

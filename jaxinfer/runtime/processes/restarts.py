@@ -10,13 +10,13 @@ from functools import partial
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError, one_line
-from jaxinfer.runtime.kv.outcome import Failed
+from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
 from jaxinfer.runtime.processes.process_group import (
     AnotherProcess,
     OtherProcesses,
     wait_until_loaded,
 )
-from jaxinfer.runtime.processes.remote_worker import NobodyThere, Process, ProcessLost, RemoteWorker
+from jaxinfer.runtime.processes.remote_worker import NobodyThere, Process, RemoteWorker
 from jaxinfer.runtime.stage.layout import PlanFacts
 from jaxinfer.runtime.stage.sampler import SamplerShape
 

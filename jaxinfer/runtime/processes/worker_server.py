@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from jaxinfer.runtime.processes.peers import END_S, Ended, Greeting, how_ended, start_worker
-from jaxinfer.runtime.processes.sockets import be_acknowledged, join_address, let_in, listen
+from jaxinfer.sockets import be_acknowledged, join_address, let_in, listen
 
 
 class WorkerServer:

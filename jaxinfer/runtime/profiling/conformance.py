@@ -13,8 +13,9 @@ from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import Sampling, SamplingParams
-from jaxinfer.runtime.cluster import Cluster, Engine, load_cluster, local_channel
+from jaxinfer.runtime.cluster import Cluster, Engine, connect, load_cluster
 from jaxinfer.runtime.kv.channel import Channel, Landed
+from jaxinfer.runtime.kv.kv_endpoint import ThisProcess
 from jaxinfer.runtime.kv.kv_entries import allowed_change, compare_entries, read_entries
 from jaxinfer.runtime.kv.outcome import Failed
 from jaxinfer.runtime.processes.process_group import Progress
@@ -162,8 +163,9 @@ class Conformance:
 
     def _pair(self, source: str, dest: str, sent: _Prompt, reference: _Prompt) -> Outcome:
         engines = self._cluster.engines
-        channel = local_channel(self._all, engines[source], engines[dest])
+        here = ThisProcess({name: _stages(engines[name]) for name in (source, dest)})
         try:
+            channel = connect(self._all, (engines[source], engines[dest]), (here, here))
             channel.probe(f"{source} -> {dest}")
             hold = self._reserve(dest)
             seconds = min(
@@ -178,8 +180,8 @@ class Conformance:
                 for _ in range(TRANSFERS)
             )
         finally:
-            channel.close()
-        form = channel.lanes[0].form
+            here.close()
+        form = channel.pairs[0].form
         before, after = (
             read_entries(_stages(engines[name]), [t[0] for t in h.tables], len(self._prompt))
             for name, h in ((source, sent.hold), (dest, hold))
@@ -210,7 +212,7 @@ class Conformance:
         start = time.perf_counter()
         channel.send(transfer, landed.put)
         for _ in range(channel.num_slabs(transfer)):
-            channel.place(_unless_failed(landed.get()), landed.put)
+            channel.place(_unless_failed(landed.get()))
         jax.block_until_ready([stage.kv for stage in _stages(dest)])
         return time.perf_counter() - start
 

@@ -1,5 +1,6 @@
-"""What a lane gathers, scatters and checks, against arrays on the host; no model is loaded."""
+"""Channels gather, move, scatter and check slabs, compared with arrays on the host."""
 
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,12 +9,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from process_cases import wait_until
 from stage_cases import H, entries, pages_of, plans
 
 from jaxinfer import JaxinferError
 from jaxinfer.pallas_kernels.kv_pages import LARGEST, KVPages
-from jaxinfer.runtime.kv.slab import SLAB_TOKENS
-from jaxinfer.runtime.kv.stage_pair import Lane
+from jaxinfer.runtime.kv.channel import Channel
+from jaxinfer.runtime.kv.checksums import compare
+from jaxinfer.runtime.kv.kv_endpoint import ThisProcess
+from jaxinfer.runtime.kv.slab import SLAB_TOKENS, SlabDest, SlabFormat, SlabSource
+from jaxinfer.runtime.kv.stage_pair import StagePair
 from jaxinfer.runtime.stage.layout import Plan
 from jaxinfer.serving.batch import Transfer
 
@@ -37,8 +42,25 @@ class Pair:
             SimpleNamespace(tables=[[table.tolist()] for table in tables]) for tables in self.tables
         ]
 
-    def lane(self, i: int, j: int, verify: bool = False) -> Lane:
-        return Lane(self.stages[0][i], self.stages[1][j], i, j, ("g", "h"), None, verify)
+    def form(self, i: int = 0, j: int = 0) -> SlabFormat:
+        return SlabFormat.between(self.plans[0][i], self.plans[1][j])
+
+    def move(self, start: int, stop: int, i: int = 0, j: int = 0, verify: bool = False) -> None:
+        """Have a channel move tokens from one stage to one, until they lie in its pages."""
+        here = ThisProcess({"a": self.stages[0], "b": self.stages[1]})
+        pair = StagePair.between(self.plans[0][i], self.plans[1][j], i, j, ("g", "h"), None)
+        channel = Channel(("a", "b"), (here, here), [pair], verify, ["device"])
+        posted: SimpleQueue[Any] = SimpleQueue()
+        try:
+            assert channel.probe("a -> b") > 0
+            transfer = self.transfer(start, stop)
+            channel.send(transfer, posted.put)
+            for _ in range(channel.num_slabs(transfer)):
+                channel.place(posted.get(timeout=60))
+            wait_until(lambda: not channel._slabs)
+            assert posted.empty()
+        finally:
+            here.close()
 
     def transfer(self, start: int, stop: int) -> Transfer:
         request: Any = SimpleNamespace(id="r7")
@@ -49,7 +71,7 @@ class Pair:
         return entries(where.kv[layer], where.plan, self.tables[end][stage], TOKENS)
 
 
-# Both instances, the stages of each that the lane is between, and which layers these share.
+# Both instances, the stages of each that KV goes between, and which layers these share.
 Case = tuple[int, dict[str, Any], dict[str, Any], int, int, list[tuple[int, int]]]
 ALL = [(n, n) for n in range(4)]
 CASES: dict[str, Case] = {
@@ -77,19 +99,11 @@ CASES: dict[str, Case] = {
 def test_what_is_sent_lies_in_its_pages_and_nothing_else_changes(name: str) -> None:
     kv_heads, source, dest, i, j, layers = CASES[name]
     pair = Pair(kv_heads, dict(source), dict(dest))
-    lane = pair.lane(i, j, verify=True)
     itemsize = 2 if name == "narrower" else 4
-    assert lane.form.dtype.itemsize == itemsize
-    assert lane.token_bytes == 2 * len(layers) * kv_heads * H * itemsize
-    assert (lane.source_shard, lane.dest_shard) == (i, j)
+    assert pair.form(i, j).dtype.itemsize == itemsize
+    assert pair.form(i, j).token_bytes == 2 * len(layers) * kv_heads * H * itemsize
     before = [pair.entries(1, j, n) for n in range(len(pair.stages[1][j].kv))]
-    for start, stop in ((3, 3 + SLAB_TOKENS), (3 + SLAB_TOKENS, 290)):
-        transfer = pair.transfer(3, 290)
-        slab = lane.take(transfer, start, stop, None)
-        array = jax.device_put(slab.array, lane.dest_sharding)
-        arrived = lane.place(slab, array)
-        assert arrived is not None
-        lane.compare(slab, arrived)
+    pair.move(3, 290, i, j, verify=True)
     wanted = {there: pair.entries(0, i, here) for here, there in layers}
     for layer, old in enumerate(before):
         found = pair.entries(1, j, layer)
@@ -110,9 +124,7 @@ def test_two_ranks_of_four_are_one_of_two(ranks: tuple[int, int]) -> None:
     pair = Pair(
         4, *({"page_size": size, "tp": tp} for size, tp in zip((16, 24), ranks, strict=True))
     )
-    lane = pair.lane(0, 0)
-    slab = lane.take(pair.transfer(0, SLAB_TOKENS), 0, SLAB_TOKENS, None)
-    lane.place(slab, jax.device_put(slab.array, lane.dest_sharding))
+    pair.move(0, SLAB_TOKENS)
     position = np.arange(SLAB_TOKENS)
     held = []
     for end, size in enumerate((16, 24)):
@@ -127,37 +139,40 @@ def test_two_ranks_of_four_are_one_of_two(ranks: tuple[int, int]) -> None:
 
 def test_slabs_lie_by_heads_where_devices_divide_them() -> None:
     for kv_heads, shape in ((2, (2, 4, SLAB_TOKENS, 1, H)), (3, (2, 4, SLAB_TOKENS, 3, H))):
-        lane = Pair(kv_heads, {"page_size": 64, "tp": 1}, {"page_size": 64}).lane(0, 0)
-        assert lane.dest_sharding.shard_shape(lane.form.shape) == shape
+        pair = Pair(kv_heads, {"page_size": 64, "tp": 1}, {"page_size": 64})
+        form, (dest,) = pair.form(), pair.plans[1]
+        assert form.sharding(dest).shard_shape(form.shape) == shape
 
 
 def test_a_difference_is_named_by_its_layer_in_the_model() -> None:
     """Only sent entries are compared: the rest of a page behind them does not count."""
     kv_heads, source, dest, i, j, _ = CASES["stages"]
     pair = Pair(kv_heads, dict(source), dict(dest))
-    lane = pair.lane(i, j, verify=True)
-    slab = lane.take(pair.transfer(20, 40), 20, 40, None)
-    arrived = lane.place(slab, jax.device_put(slab.array, lane.dest_sharding))
-    assert arrived is not None
-    sent = np.asarray(slab.checksum)
-    lane.compare(slab, jnp.asarray(sent.copy()))
+    form, transfer, size = pair.form(i, j), pair.transfer(20, 40), pair.plans[1][j].limits.page_size
+    taken = SlabSource(pair.stages[0][i], form, True).take(pair.tables[0][i].tolist(), 20, 40)
+    sent = np.asarray(taken[1])
+
+    def check(found: np.ndarray) -> None:
+        compare(transfer, (20, 40), form.first, j, size, sent, found)
+
+    check(sent.copy())
     changed = sent.copy()
     changed[:, 20:] += 1
-    lane.compare(slab, jnp.asarray(changed))
+    check(changed)
     changed[1, 19] += 1
     page = pair.tables[1][j][39 // 12]
     with pytest.raises(
         JaxinferError,
         match=f"request 'r7' from a to b: layer 2, page {page} of b \\(token 39\\) is not what",
     ):
-        lane.compare(slab, jnp.asarray(changed))
+        check(changed)
     # Of several, the first one is named.
     changed[1, 12:] += 1
     page = pair.tables[1][j][32 // 12]
     with pytest.raises(
         JaxinferError, match=f"layer 2, page {page} of b \\(token 32\\) is not what"
     ):
-        lane.compare(slab, jnp.asarray(changed))
+        check(changed)
 
 
 def test_ways_that_want_the_same_share_what_is_compiled() -> None:
@@ -167,7 +182,9 @@ def test_ways_that_want_the_same_share_what_is_compiled() -> None:
     (narrow,) = Pair(2, {"page_size": 16}, {"page_size": 8, "dtype": "bfloat16"}).stages[1]
     others = [SimpleNamespace(plan=dest.plan, kv=dest.kv, transfers={}) for _ in range(2)]
     for there in (dest, *others, narrow):
-        Lane(source, there, 0, 0, ("g", "h"), None, True)
+        form = SlabFormat.between(source.plan, there.plan)
+        SlabSource(source, form, True)
+        SlabDest(there, form, True)
     assert len(source.transfers) == 2
     # The scatter, and the gather that reads back.
     assert [len(there.transfers) for there in (dest, *others, narrow)] == [2, 2, 2, 2]
@@ -230,10 +247,7 @@ def test_entries_of_8_bits_arrive_with_their_scales(
         return entries(stage.kv[layer], stage.plan, table, TOKENS) * scale, scale
 
     sent, before = ([read(end, layer)[0] for layer in range(4)] for end in (0, 1))
-    lane = pair.lane(0, 0)
-    for start, stop in ((3, 3 + SLAB_TOKENS), (3 + SLAB_TOKENS, 290)):
-        slab = lane.take(pair.transfer(3, 290), start, stop, None)
-        lane.place(slab, jax.device_put(slab.array, lane.dest_sharding))
+    pair.move(3, 290)
     kind = pair.plans[1][0].kv_dtype.name
     for layer in range(4):
         found, scale = read(1, layer)
@@ -255,8 +269,9 @@ def test_entries_of_8_bits_arrive_with_their_scales(
 
 def test_nothing_is_read_back_unless_it_is_asked_for() -> None:
     pair = Pair(2, {"page_size": 64}, {"page_size": 64})
-    lane = pair.lane(0, 0)
-    slab = lane.take(pair.transfer(0, 10), 0, 10, None)
-    assert slab.checksum is None
-    assert lane.place(slab, jax.device_put(slab.array, lane.dest_sharding)) is None
-    assert lane.probe("a -> b") > 0
+    form, (source, dest) = pair.form(), (stages[0] for stages in pair.stages)
+    tables = [table[0].tolist() for table in pair.tables]
+    array, checksum = SlabSource(source, form, False).take(tables[0], 0, 10)
+    assert checksum is None
+    arrived = jax.device_put(array, form.sharding(dest.plan))
+    assert SlabDest(dest, form, False).place(arrived, tables[1], 0, 10) is None

@@ -22,13 +22,14 @@ from host_cases import KEY, elsewhere, jobs, listening
 from process_cases import SYSTEMS, serve_until, wait_until
 from shifted_worker import AHEAD_S
 
-from jaxinfer import JaxinferError
+from jaxinfer import JaxinferError, sockets
 from jaxinfer.commands.worker import worker as worker_command
 from jaxinfer.report.records import read_run
-from jaxinfer.runtime.processes import peers, remote_worker, sockets
-from jaxinfer.runtime.processes.messages import Hello, Offered
+from jaxinfer.runtime.kv.channel import Channel
+from jaxinfer.runtime.kv.kv_messages import Offered
+from jaxinfer.runtime.processes import peers, remote_worker
+from jaxinfer.runtime.processes.messages import Hello
 from jaxinfer.runtime.processes.peers import Elsewhere, clock_offset
-from jaxinfer.runtime.processes.remote_channel import RemoteChannel
 from jaxinfer.runtime.processes.remote_worker import Process
 
 PAIR = Pair("two", Side(1, 8, segments=3), Side(2, 16))
@@ -122,16 +123,16 @@ def test_slabs_go_from_host_to_host(
     """Each process offers its own where it is reached itself: two workers, or this one and one."""
     monkeypatch.setattr(peers, "is_loopback", lambda host: False)
     offered: set[tuple[str, str]] = set()
-    hear = RemoteChannel._hear
+    hear = Channel._hear
 
-    def note(channel: RemoteChannel, answer: Any) -> None:
+    def note(channel: Channel, answer: Any) -> None:
         if isinstance(answer, Offered):
             address = answer.address
             host = address.partition(":")[0] if isinstance(address, str) else address.host
             offered.add((channel._ends[0], host))
         hear(channel, answer)
 
-    monkeypatch.setattr(RemoteChannel, "_hear", note)
+    monkeypatch.setattr(Channel, "_hear", note)
     with listening("127.0.0.2") as (a, _), listening("127.0.0.3") as (b, _):
         hosts = {"a": a, "b": b} if transport == "host" else {"b": b}
         llm = load(models["two"], tmp_path, **elsewhere(PAIR, hosts), transport=transport)

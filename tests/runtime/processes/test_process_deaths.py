@@ -20,13 +20,12 @@ from cluster_checks import REQUESTS, Done
 from process_cases import SYSTEMS, apart, children, pid_of, serve_once, wait_until
 
 from jaxinfer import LLM
+from jaxinfer.runtime.kv.kv_endpoint import KVEndpoint, ThisProcess
+from jaxinfer.runtime.kv.kv_messages import Offer, Place, Pull
+from jaxinfer.runtime.kv.transports import TcpTransport
 from jaxinfer.runtime.processes import remote_worker
-from jaxinfer.runtime.processes.kv_endpoint import Port
-from jaxinfer.runtime.processes.messages import Launch, Offer, Place, Pull
-from jaxinfer.runtime.processes.process_group import ThisProcess
-from jaxinfer.runtime.processes.remote_channel import RemoteChannel
+from jaxinfer.runtime.processes.messages import Launch
 from jaxinfer.runtime.processes.remote_worker import Process
-from jaxinfer.runtime.processes.transports import HostCarrier
 from jaxinfer.serving.world import StepDone
 
 KINDS = (Launch, Offer, Pull, Place)
@@ -62,19 +61,19 @@ def moments(victim: str, count: int) -> list[Moment]:
 @contextmanager
 def told(hear: Callable[[type], None]) -> Iterator[None]:
     """Whatever is sent to a process, or done in this one."""
-    send, do = Process.send, Port.do
+    send, do = Process.send, KVEndpoint.do
 
     def send_and_tell(process: Process, message: Any) -> None:
         send(process, message)
         hear(type(message))
 
-    def do_and_tell(port: Port, message: Any, *after: Any) -> None:
-        do(port, message, *after)
+    def do_and_tell(endpoint: KVEndpoint, message: Any) -> None:
+        do(endpoint, message)
         hear(type(message))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Process, "send", send_and_tell)
-        patch.setattr(Port, "do", do_and_tell)
+        patch.setattr(KVEndpoint, "do", do_and_tell)
         yield
 
 
@@ -85,18 +84,17 @@ def check_nothing_left(llm: LLM, lost: Collection[str] = ()) -> None:
             assert shard.pool.num_free == shard.pool.num_usable
             assert shard.pool.num_pinned == 0
     for channel in llm.cluster.channels.values():
-        assert isinstance(channel, RemoteChannel)
         wait_until(lambda channel=channel: not channel._slabs)
         assert not channel._probing
-        for side in (channel._source, channel._dest):
+        for side in channel.sides:
             if isinstance(side, ThisProcess):
-                wait_until(lambda port=side.port: is_empty(port))
+                wait_until(lambda endpoint=side.endpoint: is_empty(endpoint))
 
 
-def is_empty(port: Port) -> bool:
-    carriers = [c for c in port._carriers.values() if isinstance(c, HostCarrier)]
-    return not any(c._offers for c in carriers) and not any(
-        end.arrived for end in port._ends.values()
+def is_empty(endpoint: KVEndpoint) -> bool:
+    transports = [t for t in endpoint._transports.values() if isinstance(t, TcpTransport)]
+    return not any(t._offers for t in transports) and not any(
+        end.arrived for end in endpoint._ends.values()
     )
 
 

@@ -15,9 +15,9 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import ClusterConfig, GroupConfig, InstanceConfig
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.models.stage import Layers
-from jaxinfer.runtime.kv.outcome import Failed
+from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
 from jaxinfer.runtime.processes import restarts as module
-from jaxinfer.runtime.processes.remote_worker import NobodyThere, ProcessLost
+from jaxinfer.runtime.processes.remote_worker import NobodyThere
 from jaxinfer.runtime.processes.restarts import (
     Outcome,
     Restarted,

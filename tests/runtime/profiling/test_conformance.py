@@ -16,7 +16,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.checkpoints.small_model import HEAD_DIM, LAYERS, small_checkpoint
 from jaxinfer.pallas_kernels.kv_pages import KVPages, write_kv
 from jaxinfer.runtime.kv.kv_entries import allowed_change, compare_entries, read_entries
-from jaxinfer.runtime.kv.stage_pair import Lane
+from jaxinfer.runtime.kv.slab import SlabDest
 from jaxinfer.runtime.profiling.conformance import Conformance, Outcome
 from jaxinfer.runtime.profiling.conformance_sides import VALUES, Side, covering_sides, with_values
 
@@ -266,12 +266,12 @@ def test_refusals_have_a_reason(
 def test_what_arrives_changed_is_wrong(
     conformance: Conformance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = Lane.place
+    place = SlabDest.place
 
-    def changing(self: Lane, slab: Any, array: jax.Array) -> Any:
-        return place(self, slab, array.at[1, 0, 5].multiply(1.02))
+    def changing(self: SlabDest, array: jax.Array, *tokens: Any) -> Any:
+        return place(self, array.at[1, 0, 5].multiply(1.02), *tokens)
 
-    monkeypatch.setattr(Lane, "place", changing)
+    monkeypatch.setattr(SlabDest, "place", changing)
     verdicts = {(o.source, o.dest): o.verdict for o in conformance.outcomes()}
     assert {verdicts[pair] for pair in product("ABCD", "ABCD")} == {"wrong"}
 

@@ -1,4 +1,4 @@
-"""How a slab gets from one process to another: offered by a number in one, pulled in the other."""
+"""Transports of slabs: one side offers a slab under a number, the other fetches it."""
 
 import secrets
 import socket
@@ -6,7 +6,7 @@ import threading
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -15,29 +15,38 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.sharding import HEADS_AXIS
+from jaxinfer.runtime.kv.kv_messages import TransportName
 from jaxinfer.runtime.kv.slab import SlabFormat
-from jaxinfer.runtime.processes.sockets import call, join_address, let_in, listen
+from jaxinfer.sockets import call, join_address, let_in, listen
 
 
-class Carrier(Protocol):
-    """One process's part of a way.
+class Transport(Protocol):
+    """One process's part of a way that slabs take.
 
     Attributes:
-        address: where another process is to pull from.
+        in_place: an offered slab is fetched by the thread that has offered it, as nothing has to
+            be waited for; otherwise by one of the side that it goes to.
+        advice: what a user can do when an array arrives changed.
+        address: where the other side is to fetch from.
     """
 
+    in_place: ClassVar[bool]
+    advice: ClassVar[str]
     address: Any
 
     def offer(self, number: int, array: jax.Array, form: SlabFormat) -> None:
         """Have a slab ready under a number that is never used again."""
 
     def drop(self, number: int) -> None:
-        """Take an offer back, if it has not been pulled."""
+        """Take an offer back, if it has not been fetched."""
 
-    def pull(
+    def fetch(
         self, number: int, address: Any, form: SlabFormat, sharding: Sharding, patience_s: float
-    ) -> jax.Array:
-        """Fetch a slab that another process has offered; each is there once.
+    ) -> "np.ndarray | jax.Array":
+        """Take a slab that is offered, wherever it lies; each is there once.
+
+        Args:
+            sharding: what it is to have in the end, which is the caller's to do.
 
         Raises:
             JaxinferError: nothing of that number is offered.
@@ -49,6 +58,44 @@ class Carrier(Protocol):
         """Offer no more."""
 
 
+class DeviceTransport:
+    """Carries slabs within a process: what is offered and fetched is the array itself.
+
+    Args:
+        host: is not needed here.
+    """
+
+    in_place: ClassVar = True
+    advice: ClassVar = (
+        "; peer-to-peer copies between these devices do not work (with CUDA, try "
+        "NCCL_P2P_DISABLE=1 or other devices)"
+    )
+
+    def __init__(self, host: str) -> None:
+        self.address = None
+        self._offers: dict[int, jax.Array] = {}
+
+    def offer(self, number: int, array: jax.Array, form: SlabFormat) -> None:
+        """See Transport."""
+        self._offers[number] = array
+
+    def drop(self, number: int) -> None:
+        """See Transport."""
+        self._offers.pop(number, None)
+
+    def fetch(
+        self, number: int, address: None, form: SlabFormat, sharding: Sharding, patience_s: float
+    ) -> jax.Array:
+        """See Transport."""
+        if (array := self._offers.pop(number, None)) is None:
+            raise JaxinferError(f"slab {number} is not offered")
+        return array
+
+    def close(self) -> None:
+        """See Transport."""
+        self._offers.clear()
+
+
 class Address(NamedTuple):
     """The address at which a process's slabs can be fetched."""
 
@@ -57,12 +104,15 @@ class Address(NamedTuple):
     key: bytes
 
 
-class HostCarrier:
+class TcpTransport:
     """Carries slabs by the host's memory and a socket, between any pair of devices.
 
     Args:
         host: the address by which this process is reached.
     """
+
+    in_place: ClassVar = False
+    advice: ClassVar = ""
 
     def __init__(self, host: str) -> None:
         self._listener = listen(host, 0)
@@ -75,17 +125,17 @@ class HostCarrier:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def offer(self, number: int, array: jax.Array, form: SlabFormat) -> None:
-        """See Carrier."""
+        """See Transport."""
         self._offers[number] = np.asarray(array)
 
     def drop(self, number: int) -> None:
-        """See Carrier."""
+        """See Transport."""
         self._offers.pop(number, None)
 
-    def pull(
+    def fetch(
         self, number: int, address: Address, form: SlabFormat, sharding: Sharding, patience_s: float
-    ) -> jax.Array:
-        """See Carrier."""
+    ) -> np.ndarray:
+        """See Transport."""
         thread = threading.get_ident(), address
         if thread not in self._sources:
             self._sources[thread] = Connection(call(*address).detach())
@@ -101,8 +151,7 @@ class HostCarrier:
             raise
         if not data:
             raise JaxinferError(f"slab {number} is not offered")
-        array = np.frombuffer(data, form.dtype).reshape(form.shape)
-        return jax.device_put(array, sharding)
+        return np.frombuffer(data, form.dtype).reshape(form.shape)
 
     def close(self) -> None:
         """Accept no more, and let go of whom slabs came from."""
@@ -140,11 +189,11 @@ class HostCarrier:
             client.close()  # Whoever pulled is gone.
 
 
-# Of a server: each connection takes one, and a server that had fewer than its peer has aborted.
-TRANSPORTS = 8
+# Each connection to a server takes one; a server that had fewer than its peer has aborted.
+ADDRESSES = 8
 
 
-class ServerCarrier:
+class JaxTransport:
     """Carries slabs by ``jax.experimental.transfer``, device to device as far as platforms can.
 
     An offer that nobody pulls stays in memory: the server has no way to take it back.
@@ -153,24 +202,27 @@ class ServerCarrier:
         host: the address by which this process is reached.
     """
 
+    in_place: ClassVar = False
+    advice: ClassVar = ""
+
     def __init__(self, host: str) -> None:
         client = jax.local_devices()[0].client
         port = join_address(host, 0)
-        self._server = transfer.start_transfer_server(client, port, [port] * TRANSPORTS)
+        self._server = transfer.start_transfer_server(client, port, [port] * ADDRESSES)
         self.address = self._server.address()
         self._sources: dict[str, transfer.TransferConnection] = {}
 
     def offer(self, number: int, array: jax.Array, form: SlabFormat) -> None:
-        """See Carrier."""
+        """See Transport."""
         self._server.await_pull(number, [jax.device_put(array, _shared(array.sharding, form))])
 
     def drop(self, number: int) -> None:
         """There is no way to."""
 
-    def pull(
+    def fetch(
         self, number: int, address: str, form: SlabFormat, sharding: Sharding, patience_s: float
     ) -> jax.Array:
-        """See Carrier; what is not offered comes as little as what is lost."""
+        """See Transport; what is not offered comes as little as what is lost."""
         if address not in self._sources:
             self._sources[address] = self._server.connect(address)
         like = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=_shared(sharding, form))
@@ -180,7 +232,7 @@ class ServerCarrier:
             if time.monotonic() > end:
                 raise TimeoutError(f"no slab after {patience_s:g} s")
             time.sleep(2e-4)
-        return jax.device_put(array, sharding)
+        return array
 
     def close(self) -> None:
         """It ends with the process."""
@@ -191,3 +243,10 @@ def _shared(sharding: Sharding, form: SlabFormat) -> NamedSharding:
     assert isinstance(sharding, NamedSharding)
     mesh = Mesh(sharding.mesh.devices.flat[: form.shards], (HEADS_AXIS,))
     return NamedSharding(mesh, PartitionSpec(*[None] * 3, HEADS_AXIS))
+
+
+TRANSPORTS: dict[TransportName, type[DeviceTransport | TcpTransport | JaxTransport]] = {
+    "device": DeviceTransport,
+    "host": TcpTransport,
+    "transfer_server": JaxTransport,
+}

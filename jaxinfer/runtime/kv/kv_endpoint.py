@@ -1,0 +1,304 @@
+"""One process's ends of stage pairs: does there what a channel asks for; see ``channel``."""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Protocol, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.runtime.kv.checksums import known_slab
+from jaxinfer.runtime.kv.kv_messages import (
+    Checked,
+    Drop,
+    Offer,
+    Offered,
+    OpenEnd,
+    Place,
+    Pull,
+    Pulled,
+    SlabAnswer,
+    SlabFailed,
+    SlabMessage,
+    TransportName,
+)
+from jaxinfer.runtime.kv.outcome import join
+from jaxinfer.runtime.kv.slab import SlabDest, SlabFormat, SlabSource
+from jaxinfer.runtime.kv.transports import TRANSPORTS, Transport
+from jaxinfer.runtime.stage.stage import Stage
+from jaxinfer.sockets import LOOPBACK
+
+T = TypeVar("T")
+Hear = Callable[[SlabAnswer], None]
+# A slab that has not come after so many seconds, and those that it takes at so slow a rate, is
+# given up.
+PATIENCE_S, SLOWEST_GB_S = 10.0, 0.05
+
+
+@dataclass
+class _End:
+    """One end of a stage pair, which sends or takes in.
+
+    A thread does what has to be waited for, in order.
+
+    Attributes:
+        patience: seconds for which a slab is waited for.
+    """
+
+    instance: str
+    form: SlabFormat
+    sharding: NamedSharding
+    patience: float
+    source: SlabSource | None
+    dest: SlabDest | None
+    jobs: "SimpleQueue[Callable[[], None] | None]"
+    thread: threading.Thread
+    arrived: dict[int, jax.Array] = field(default_factory=dict)
+
+
+_Job = Callable[[_End], SlabAnswer | None]
+_OfSlab = Offer | Pull | Place | Drop
+
+
+class KVEndpoint:
+    """Sends and takes in the slabs of the stages that this process has.
+
+    Args:
+        stages: of each instance.
+        post: gets the answers, in threads of the endpoint.
+        host: the address by which this process is reached.
+
+    Attributes:
+        waits_for: of each thread that waits for devices now, the instance that has them, and since
+            when.
+    """
+
+    def __init__(self, stages: Mapping[str, Sequence[Stage]], post: Hear, host: str) -> None:
+        self._stages, self._post, self._host = stages, post, host
+        self.waits_for: dict[int, tuple[str, float]] = {}
+        self._transports: dict[TransportName, Transport] = {}
+        self._ends: dict[int, _End] = {}
+        self._lock = threading.Lock()
+
+    def do(self, message: SlabMessage) -> None:
+        """Carry out a message; what it launches is launched before this returns.
+
+        Raises:
+            Exception: what cannot be launched; of what is waited for, ``post`` hears.
+        """
+        match message:
+            case Offer():
+                self._gather(message, self._ends[message.end])
+            case Pull():
+                job = partial(self._pull, message)
+                if TRANSPORTS[message.transport].in_place:
+                    self._attempt(message, job)
+                else:
+                    self._later(message, job)
+            case Place():
+                self._scatter(message, self._ends[message.end])
+            case Drop():
+                self._later(message, partial(self._drop, message))
+            case OpenEnd():
+                self._open(message)
+
+    def close(self) -> None:
+        """End the threads, but wait for none that hangs."""
+        for end in self._ends.values():
+            end.jobs.put(None)
+        for transport in self._transports.values():
+            transport.close()
+        join(end.thread for end in self._ends.values())
+
+    def _open(self, message: OpenEnd) -> None:
+        _, instance, number, form, sends, verify = message
+        stage = self._stages[instance][number]
+        source = SlabSource(stage, form, verify) if sends else None
+        dest = None if sends else SlabDest(stage, form, verify)
+        jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        thread = threading.Thread(target=_work, args=(jobs,), daemon=True)
+        self._ends[message.end] = _End(
+            instance, form, form.sharding(stage.plan), _patience(form), source, dest, jobs, thread
+        )
+        thread.start()
+
+    def _transport(self, name: TransportName) -> Transport:
+        """Return a transport, which is opened when it is first asked for."""
+        if name not in self._transports:
+            with self._lock:
+                if name not in self._transports:
+                    self._transports[name] = TRANSPORTS[name](self._host)
+        return self._transports[name]
+
+    def _gather(self, offer: Offer, end: _End) -> None:
+        assert end.source
+        if offer.table is None:
+            array, checksum = jax.device_put(_known(end.form), end.sharding), None
+        else:
+            array, checksum = end.source.take(offer.table, offer.start, offer.stop)
+        self._later(offer, partial(self._offer, offer, array, checksum))
+
+    def _scatter(self, place: Place, end: _End) -> None:
+        assert end.dest
+        array = end.arrived.pop(place.slab)
+        checksum = end.dest.place(array, place.table, place.start, place.stop)
+        if checksum is not None:
+            self._later(place, partial(self._check, place, checksum))
+
+    def _later(self, message: _OfSlab, job: _Job) -> None:
+        self._ends[message.end].jobs.put(partial(self._attempt, message, job))
+
+    def _attempt(self, message: _OfSlab, job: _Job) -> None:
+        # Whatever fails here would otherwise leave the loop waiting for ever.
+        end = self._ends[message.end]
+        try:
+            answer = job(end)
+        except Exception as error:
+            answer = _failed(message.end, message.slab, end, error)
+        if answer:
+            self._post(answer)
+
+    def _wait(self, end: _End, job: Callable[[], T]) -> T:
+        """Do what waits for an instance's devices."""
+        thread = threading.get_ident()
+        self.waits_for[thread] = end.instance, time.perf_counter()
+        try:
+            return job()
+        finally:
+            del self.waits_for[thread]
+
+    def _offer(
+        self, message: Offer, array: jax.Array, checksum: jax.Array | None, end: _End
+    ) -> Offered:
+        transport = self._transport(message.transport)
+        sent = self._wait(end, partial(_hand_over, transport, message, array, checksum, end.form))
+        return Offered(message.end, message.slab, transport.address, sent)
+
+    def _pull(self, message: Pull, end: _End) -> Pulled:
+        transport = self._transport(message.transport)
+        start = time.perf_counter()
+        found = transport.fetch(message.slab, message.address, end.form, end.sharding, end.patience)
+        array = self._wait(end, lambda: jax.device_put(found, end.sharding).block_until_ready())
+        pulled = Pulled(message.end, message.slab, start, time.perf_counter())
+        if not message.known:
+            end.arrived[message.slab] = array
+        elif not np.array_equal(np.asarray(array), _known(end.form)):
+            raise JaxinferError(f"a known array arrives changed{transport.advice}")
+        return pulled
+
+    def _check(self, message: Place, checksum: jax.Array, end: _End) -> Checked:
+        found = self._wait(end, partial(np.asarray, checksum))
+        return Checked(message.end, message.slab, found)
+
+    def _drop(self, message: Drop, end: _End) -> None:
+        end.arrived.pop(message.slab, None)
+        self._transport(message.transport).drop(message.slab)
+
+
+class Side(Protocol):
+    """One process that slabs come from or go to.
+
+    Attributes:
+        waits_for: see KVEndpoint; empty where another process sees to that itself.
+    """
+
+    waits_for: Mapping[int, tuple[str, float]]
+
+    def open(self, message: OpenEnd, hear: Hear) -> None:
+        """Get an end ready; ``hear`` gets its answers, in some thread."""
+
+    def do(self, message: SlabMessage) -> None:
+        """Carry a message out.
+
+        Raises:
+            ProcessLost: nobody is there to do it.
+            Exception: this process cannot launch it.
+        """
+
+    def on_loss(self, hear: Callable[[str], None]) -> None:
+        """Have somebody told when the process is no more."""
+
+    def why_lost(self, seconds: float) -> str | None:
+        """Wait so many seconds at most for the process to end; return why it did, or None."""
+
+
+class ThisProcess:
+    """The loop's own process as a side of channels; see ``Side``.
+
+    Args:
+        stages: of each instance whose slabs come from here or go here.
+        host: the address by which others reach it.
+    """
+
+    def __init__(self, stages: Mapping[str, Sequence[Stage]], host: str = LOOPBACK) -> None:
+        self._hear: dict[int, Hear] = {}
+        self.endpoint = KVEndpoint(stages, lambda answer: self._hear[answer.end](answer), host)
+        self.waits_for: Mapping[int, tuple[str, float]] = self.endpoint.waits_for
+
+    def open(self, message: OpenEnd, hear: Hear) -> None:
+        """See Side."""
+        self._hear[message.end] = hear
+        self.endpoint.do(message)
+
+    def do(self, message: SlabMessage) -> None:
+        """See Side."""
+        self.endpoint.do(message)
+
+    def on_loss(self, hear: Callable[[str], None]) -> None:
+        """See Side; it is not lost."""
+
+    def why_lost(self, seconds: float) -> str | None:
+        """See Side."""
+        return None
+
+    def close(self) -> None:
+        """End its threads."""
+        self.endpoint.close()
+
+
+def _hand_over(
+    transport: Transport,
+    offer: Offer,
+    array: jax.Array,
+    checksum: jax.Array | None,
+    form: SlabFormat,
+) -> np.ndarray | None:
+    """Offer a slab when it has been computed; its checksum, where there is one."""
+    array.block_until_ready()
+    if offer.after:
+        assert isinstance(offer.after, Future), "a step of another process"
+        offer.after.result()
+    transport.offer(offer.slab, array, form)
+    return None if checksum is None else np.asarray(checksum)
+
+
+def _failed(number: int, slab: int, end: _End, error: Exception) -> SlabFailed:
+    # What does not come, or is not what it should be, is the sender's fault.
+    by_source = end.source is not None or isinstance(error, OSError | EOFError | JaxinferError)
+    line = one_line(error)
+    if not isinstance(error, JaxinferError):
+        line = f"{type(error).__name__}: {line}"
+    return SlabFailed(number, slab, by_source, line)
+
+
+def _patience(form: SlabFormat) -> float:
+    num_bytes = math.prod(form.shape) * form.dtype.itemsize
+    return PATIENCE_S + num_bytes / (SLOWEST_GB_S * 1e9)
+
+
+def _known(form: SlabFormat) -> np.ndarray:
+    return known_slab(form.shape, form.dtype)
+
+
+def _work(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # Its slab is not to wait here for the next one.

@@ -1,0 +1,121 @@
+"""Messages about slabs: of a channel to the two sides that it joins, and their answers.
+
+A side may be another process; see ``processes.messages`` for its clock.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jaxinfer.runtime.kv.outcome import End
+from jaxinfer.runtime.kv.slab import SlabFormat
+
+TransportName = Literal["device", "host", "transfer_server"]
+
+# To a side, done in this order.
+
+
+class OpenEnd(NamedTuple):
+    """Get ready to send slabs of a stage, or to take them in.
+
+    Attributes:
+        end: the number by which all that follows names this end of a stage pair.
+    """
+
+    end: int
+    instance: str
+    stage: int
+    form: SlabFormat
+    sends: bool
+    verify: bool
+
+
+class Offer(NamedTuple):
+    """Take a slab out of these pages, once a step's stage has ended; answered with Offered.
+
+    Attributes:
+        table: pages of the request, in token order; None asks for a slab that both sides know.
+        after: done when the stage has computed the slab, or what names it in another process.
+    """
+
+    end: int
+    slab: int
+    table: list[int] | None
+    start: int
+    stop: int
+    after: End | None
+    transport: TransportName
+
+
+class Pull(NamedTuple):
+    """Fetch an offered slab; answered with Pulled.
+
+    Attributes:
+        known: it is to be the one that both sides know, and is not kept.
+    """
+
+    end: int
+    slab: int
+    transport: TransportName
+    address: Any
+    known: bool = False
+
+
+class Place(NamedTuple):
+    """Write a slab that was pulled to these pages; answered with Checked if slabs are verified."""
+
+    end: int
+    slab: int
+    table: list[int]
+    start: int
+    stop: int
+
+
+class Drop(NamedTuple):
+    """Forget a slab that was offered or pulled."""
+
+    end: int
+    slab: int
+    transport: TransportName
+
+
+# From it.
+
+
+class Offered(NamedTuple):
+    """A slab may be pulled there."""
+
+    end: int
+    slab: int
+    address: Any
+    checksum_LT: np.ndarray | None
+
+
+class Pulled(NamedTuple):
+    """A slab is on the destination's devices; times are those of ``time.perf_counter``."""
+
+    end: int
+    slab: int
+    began: float
+    ended: float
+
+
+class Checked(NamedTuple):
+    """The checksum of what lies in the pages of a slab."""
+
+    end: int
+    slab: int
+    checksum_LT: np.ndarray
+
+
+class SlabFailed(NamedTuple):
+    """A slab did not get on, by the source's fault or the destination's."""
+
+    end: int
+    slab: int
+    by_source: bool
+    line: str
+
+
+SlabMessage = OpenEnd | Offer | Pull | Place | Drop
+SlabAnswer = Offered | Pulled | Checked | SlabFailed
