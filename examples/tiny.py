@@ -256,7 +256,7 @@ class Instance:
 
 
 # In jaxinfer: serving/instance.py:Instance, serving/batching.py:mixed, runtime/worker.py:Worker
-# In jaxinfer: serving/forming.py:BatchBuilder, serving/page_pool.py:PagePool
+# In jaxinfer: serving/batch_builder.py:BatchBuilder, serving/page_pool.py:PagePool
 
 # 5. A step's arrays. Shapes are fixed, so that XLA compiles two programs and no more: one of
 # decodes alone, and one that has a chunk, too. Padding writes to page 0, which nobody reads.
@@ -450,7 +450,7 @@ def new_pages(config: Config, mesh: Mesh, num_pages: int, page_size: int) -> Pag
     return [(zeros(), zeros()) for _ in range(config.layers)]
 
 
-# In jaxinfer: models/sharding.py:shard, runtime/stage/layout.py:Plan,
+# In jaxinfer: models/sharding.py:shard, runtime/stage/stage_plan.py:Plan,
 # In jaxinfer: runtime/stage/kv_cache.py:abstract_pages
 
 # 8. The hand-off: gather, put, scatter.

@@ -15,7 +15,7 @@ from jaxinfer.report.origin import asked_for
 from jaxinfer.report.run_folder import run_folders
 from jaxinfer.request import RequestOutput, SamplingParams
 from jaxinfer.runtime.explain import step_costs, weight_bytes_per_device
-from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.stage_plan import StagePlan
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 from jaxinfer.workload.bench_request import BenchRequest, real_tokens
@@ -104,7 +104,7 @@ def compare_rules(
     for number, (table, llm) in enumerate(zip(tables, engines, strict=True)):
         steps = _last_steps(Path(run_dir) / str(number + 1), rounds)
         plan = llm.engine.plan
-        assert isinstance(plan, Plan)
+        assert isinstance(plan, StagePlan)
         mixed, decodes = step_costs(plan)
         records.append(
             llm.describe()

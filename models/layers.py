@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxinfer.models.config import Rope
 from jaxinfer.models.sharding import HEADS_AXIS
-from jaxinfer.pallas_kernels.choice import Attention, Products, attention, products
+from jaxinfer.pallas_kernels.choice import AttentionKernels, Products, attention, products
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 # A numpy array on the host, a jax.Array inside the step.
@@ -196,7 +196,7 @@ def _attend(
     batch: PagedBatch,
     scale: float,
     window: int | None,
-    functions: Attention,
+    functions: AttentionKernels,
 ) -> tuple[jax.Array, KVPages]:
     kv = functions.write(kv, k_TKH, v_TKH, batch.page_T, batch.offset_T)
     S, C = batch.decode_length_S.shape[0], batch.chunk_start_C.shape[0]

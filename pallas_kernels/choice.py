@@ -19,7 +19,7 @@ Kernels = Literal["plain", "numba", "generic", "hopper", "interpret"]
 _BF16, _FP8, _HOPPER = 8.0, 8.9, 9.0
 
 
-class Attention(NamedTuple):
+class AttentionKernels(NamedTuple):
     """Functions that attend, and write KV entries; see ``reference`` and ``kv_pages``."""
 
     decode: Callable[..., jax.Array]
@@ -27,14 +27,16 @@ class Attention(NamedTuple):
     write: Callable[..., KVPages]
 
 
-def attention(kernels: str) -> Attention:
+def attention(kernels: str) -> AttentionKernels:
     """The functions of that name."""
     if kernels == "plain":
-        return Attention(reference.decode_attention, reference.chunk_attention, kv_pages.write_kv)
+        return AttentionKernels(
+            reference.decode_attention, reference.chunk_attention, kv_pages.write_kv
+        )
     if kernels == "numba":
         from jaxinfer.pallas_kernels import numba_cpu, numba_write
 
-        return Attention(
+        return AttentionKernels(
             numba_cpu.decode_attention, numba_cpu.chunk_attention, numba_write.write_kv
         )
     from jaxinfer.pallas_kernels import generic, write
@@ -42,9 +44,9 @@ def attention(kernels: str) -> Attention:
     if kernels == "hopper":
         from jaxinfer.pallas_kernels import hopper
 
-        return Attention(hopper.decode_attention, hopper.chunk_attention, write.write_kv)
+        return AttentionKernels(hopper.decode_attention, hopper.chunk_attention, write.write_kv)
     interpret = kernels == "interpret"
-    return Attention(
+    return AttentionKernels(
         partial(generic.decode_attention, interpret=interpret),
         partial(generic.chunk_attention, interpret=interpret),
         partial(write.write_kv, interpret=interpret),

@@ -37,7 +37,7 @@ TILE_ROWS = 32
 MASKED, NO_SCORE = np.float32(-1e30), np.float32(-1e29)
 
 
-class Sizes(NamedTuple):
+class AttentionSizes(NamedTuple):
     """Sizes that a kernel is compiled for; ``bits`` of KV entries, ``rows`` of a tile at most."""
 
     K: int
@@ -63,7 +63,7 @@ class Sizes(NamedTuple):
         return 2 * self.padded * self.H + self.block * self.B + 2 * self.padded
 
 
-def make_tile(sizes: Sizes) -> Callable[..., None]:
+def make_tile(sizes: AttentionSizes) -> Callable[..., None]:
     """``tile(q, keys, values, pages, out, scratch, k, row, rows, first, window)``.
 
     Attention of ``rows`` rows from ``row`` on, at positions from ``first`` on, with KV head ``k``.
@@ -144,7 +144,7 @@ def make_tile(sizes: Sizes) -> Callable[..., None]:
 
 
 @compiled_once
-def register(sizes: Sizes) -> Target:
+def register(sizes: AttentionSizes) -> Target:
     """Compiles a kernel, and tells XLA of it."""
     tile, K, N, H, most = make_tile(sizes), sizes.K, sizes.K * sizes.G, sizes.H, sizes.rows
 
@@ -198,7 +198,7 @@ def _attend(
 ) -> jax.Array:
     T, N, H = q_TNH.shape
     _, K, B, _ = kv.values.shape
-    sizes = Sizes(K, N // K, H, B, 8 * kv.values.dtype.itemsize, rows)
+    sizes = AttentionSizes(K, N // K, H, B, 8 * kv.values.dtype.itemsize, rows)
     shapes = [
         jax.ShapeDtypeStruct(shape, jnp.float32)
         for shape in ((T, N, H), (threads(), sizes.scratch))

@@ -38,7 +38,7 @@ BLOCK = 768
 _kernel = nb.njit(nogil=True, error_model="numpy", boundscheck=False, fastmath=True)
 
 
-class Sizes(NamedTuple):
+class MatmulSizes(NamedTuple):
     """Sizes that a kernel is compiled for: D, rows and columns of a tile."""
 
     D: int
@@ -46,13 +46,13 @@ class Sizes(NamedTuple):
     columns: int
 
 
-def _sizes(x_TD: jax.Array, weight_DF: jax.Array) -> Sizes:
+def _sizes(x_TD: jax.Array, weight_DF: jax.Array) -> MatmulSizes:
     (T, D), (_, F) = x_TD.shape, weight_DF.shape
     columns = min(VECTORS * lanes(), F)
-    return Sizes(D, min(8 if has_avx512() else 4, T), columns)
+    return MatmulSizes(D, min(8 if has_avx512() else 4, T), columns)
 
 
-def _product(sizes: Sizes) -> Any:
+def _product(sizes: MatmulSizes) -> Any:
     """``run(x, weight, row_bytes, sums, sum_bytes, ahead)``: ``Product``'s, over D in blocks."""
     D, rows, columns = sizes
     first, more = (
@@ -78,7 +78,7 @@ def _product(sizes: Sizes) -> Any:
     return run
 
 
-def _register(name: str, sizes: Sizes, tile: Callable[..., None]) -> Target:
+def _register(name: str, sizes: MatmulSizes, tile: Callable[..., None]) -> Target:
     """A kernel whose units are columns of the weights, for all rows.
 
     Args:
@@ -109,7 +109,7 @@ def _register(name: str, sizes: Sizes, tile: Callable[..., None]) -> Target:
 
 
 @compiled_once
-def _matmul(sizes: Sizes) -> Target:
+def _matmul(sizes: MatmulSizes) -> Target:
     (D, rows, columns), product = sizes, _product(sizes)
     # Cache lines of a row of the tile's columns; each tile of rows fetches one.
     lines = -(-sizes.columns * 4 // 64)
@@ -138,7 +138,7 @@ def _matmul(sizes: Sizes) -> Target:
 
 
 @compiled_once
-def _gated(sizes: Sizes) -> Target:
+def _gated(sizes: MatmulSizes) -> Target:
     D, product = sizes.D, _product(sizes)
     rows, columns = sizes.rows, sizes.columns
     lines = -(-columns * 4 // 64)
@@ -169,7 +169,7 @@ def _gated(sizes: Sizes) -> Target:
 
 
 @compiled_once
-def _logits(sizes: Sizes) -> Target:
+def _logits(sizes: MatmulSizes) -> Target:
     """Compile logits with weights and rows swapped: the vocabulary's lie one after the other."""
     D, rows, columns = sizes
     product = Product(rows, columns, 4 * D, 32).intrinsic()
@@ -232,5 +232,5 @@ def logits(x_SD: jax.Array, head_VD: jax.Array) -> jax.Array:
     (S, D), V = x_SD.shape, len(head_VD)
     x_DS = jnp.pad(x_SD.T, ((0, 0), (0, -S % TOKENS)))
     columns = next(c for c in (64, 48, 32, TOKENS) if x_DS.shape[1] % c == 0)
-    sizes = Sizes(D, 8 if has_avx512() else 4, columns)
+    sizes = MatmulSizes(D, 8 if has_avx512() else 4, columns)
     return _call(_logits(sizes), (S, V), TOKENS * x_DS.shape[1], x_DS, head_VD)

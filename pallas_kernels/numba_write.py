@@ -28,7 +28,7 @@ TOKENS = 64
 _kernel = nb.njit(nogil=True, error_model="numpy", boundscheck=False)
 
 
-class Sizes(NamedTuple):
+class WriteSizes(NamedTuple):
     """Sizes that a kernel is compiled for; ``bits`` of an entry, which are copied as they are."""
 
     K: int
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
 
 
 @compiled_once
-def _register(sizes: Sizes) -> Target:
+def _register(sizes: WriteSizes) -> Target:
     K, H, B, bits = sizes
     zero: Any = np.dtype(f"uint{bits}").type(0)
 
@@ -77,7 +77,7 @@ def write_kv(
     Padding may leave entries of several tokens in one place of page 0.
     """
     _, K, B, H = kv.values.shape
-    sizes = Sizes(K, H, B, 8 * kv.values.dtype.itemsize)
+    sizes = WriteSizes(K, H, B, 8 * kv.values.dtype.itemsize)
     pages = kv.keys, kv.values
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages]
     call = jax.ffi.ffi_call(

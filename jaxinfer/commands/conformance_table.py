@@ -11,14 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from jaxinfer.runtime.profiling.conformance import Outcome
-    from jaxinfer.runtime.profiling.conformance_sides import Side
+    from jaxinfer.runtime.profiling.conformance import HandOffCheck
+    from jaxinfer.runtime.profiling.conformance_sides import HandOffSide
 
 TableCells = tuple[Sequence[str], list[Sequence[str]]]
 
 
 def conformance_tables(
-    sides: "Mapping[str, Side]", outcomes: "Sequence[Outcome]", outputs: int
+    sides: "Mapping[str, HandOffSide]", outcomes: "Sequence[HandOffCheck]", outputs: int
 ) -> dict[str, TableCells]:
     """Header and rows of each table, by its title.
 
@@ -53,14 +53,14 @@ def conformance_tables(
     }
 
 
-def _settings(side: "Side") -> list[str]:
+def _settings(side: "HandOffSide") -> list[str]:
     kv = side.dtype if side.kv_cache_dtype == "auto" else side.kv_cache_dtype
     keys = "head dim" if side.kernels == "plain" else "token"
     numbers = side.page_size, keys, side.tensor_parallel_size, side.stages
     return [side.dtype, kv, *map(str, numbers)]
 
 
-def _verdict(outcome: "Outcome") -> str:
+def _verdict(outcome: "HandOffCheck") -> str:
     if outcome.verdict == "exact":
         return "="
     if outcome.max_change is None:
@@ -74,10 +74,10 @@ def _percent(share: float) -> str:
 
 
 def _by_formats(
-    sides: "Mapping[str, Side]", outcomes: "Iterable[Outcome]"
-) -> "dict[tuple[str, str], list[Outcome]]":
+    sides: "Mapping[str, HandOffSide]", outcomes: "Iterable[HandOffCheck]"
+) -> "dict[tuple[str, str], list[HandOffCheck]]":
     """Group the outcomes that were not refused by the formats of source and destination."""
-    found: dict[tuple[str, str], list[Outcome]] = {}
+    found: dict[tuple[str, str], list[HandOffCheck]] = {}
     for outcome in outcomes:
         if outcome.verdict != "refused":
             ends = _format(sides[outcome.source]), _format(sides[outcome.dest])
@@ -85,12 +85,12 @@ def _by_formats(
     return dict(sorted(found.items()))
 
 
-def _format(side: "Side") -> str:
+def _format(side: "HandOffSide") -> str:
     dtype, kv = _settings(side)[:2]
     return dtype if dtype == kv else f"{kv} of {dtype}"
 
 
-def _summary(ends: tuple[str, str], outcomes: "Sequence[Outcome]", outputs: int) -> list[str]:
+def _summary(ends: tuple[str, str], outcomes: "Sequence[HandOffCheck]", outputs: int) -> list[str]:
     exact = sum(o.verdict == "exact" for o in outcomes)
     changes = [
         _percent(max(getattr(o, name) or 0.0 for o in outcomes))
@@ -103,9 +103,9 @@ def _summary(ends: tuple[str, str], outcomes: "Sequence[Outcome]", outputs: int)
     return [*ends, str(len(outcomes)), str(exact), *changes, least, num_bytes, f"{ms:.1f}"]
 
 
-def _refusals(outcomes: "Iterable[Outcome]") -> list[list[str]]:
+def _refusals(outcomes: "Iterable[HandOffCheck]") -> list[list[str]]:
     """A side's own reason once, for all that it is in."""
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, list[HandOffCheck]] = {}
     for outcome in outcomes:
         if outcome.verdict == "refused":
             found.setdefault(outcome.reason, []).append(outcome)
@@ -138,7 +138,10 @@ def as_markdown(title: str, cells: TableCells) -> str:
 
 
 def write_conformance(
-    folder: Path, sides: "Mapping[str, Side]", outcomes: "Sequence[Outcome]", outputs: int
+    folder: Path,
+    sides: "Mapping[str, HandOffSide]",
+    outcomes: "Sequence[HandOffCheck]",
+    outputs: int,
 ) -> None:
     """``conformance.md``, and ``conformance.csv`` with a line for each pair and all settings."""
     tables = conformance_tables(sides, outcomes, outputs)
@@ -151,7 +154,7 @@ def write_conformance(
         writer.writerows(rows)
 
 
-def _row(sides: "Mapping[str, Side]", outcome: "Outcome") -> dict[str, object]:
+def _row(sides: "Mapping[str, HandOffSide]", outcome: "HandOffCheck") -> dict[str, object]:
     settings = {
         f"{end}_{field.name}": getattr(sides[name], field.name)
         for end, name in (("source", outcome.source), ("dest", outcome.dest))

@@ -22,7 +22,7 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
     from jaxinfer.commands.layout_table import plan_tables
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.runtime.explain import step_costs
-    from jaxinfer.runtime.stage.layout_cluster import plan_cluster
+    from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 
     config = configure(run_file, settings, model)
     cluster = config.cluster()

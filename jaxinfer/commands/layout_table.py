@@ -11,10 +11,10 @@ from jaxinfer.runtime.explain import (
     parameter_groups,
     weight_bytes_per_device,
 )
-from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.stage_plan import StagePlan
 
 
-def plan_tables(plan: Plan, costs: list[StepCost]) -> Iterator[Table]:
+def plan_tables(plan: StagePlan, costs: list[StepCost]) -> Iterator[Table]:
     """Parameters, memory, and what steps cost."""
     yield _parameters(plan)
     yield _memory(plan)
@@ -28,7 +28,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _parameters(plan: Plan) -> Table:
+def _parameters(plan: StagePlan) -> Table:
     table = _table(
         "Parameters", "path", "count", "shape", "dtype", "mesh axes", "all", "per device"
     )
@@ -45,7 +45,7 @@ def _parameters(plan: Plan) -> Table:
     return table
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: StagePlan) -> Table:
     table = _table("Memory", "", "")
     pages, size = plan.num_pages - 1, plan.limits.page_size
     devices = len(plan.devices)
@@ -64,7 +64,7 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _steps(plan: Plan, costs: list[StepCost]) -> Table:
+def _steps(plan: StagePlan, costs: list[StepCost]) -> Table:
     buckets = len(plan.limits.shapes())
     samplers = len(plan.limits.row_buckets)
     table = _table(

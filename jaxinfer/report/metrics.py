@@ -123,7 +123,7 @@ class InstanceUse:
 
 
 @dataclass(kw_only=True)
-class SliceMoves:
+class SliceMoveCounts:
     """Moves of KV heads of running requests from one device group to others.
 
     Attributes:
@@ -186,7 +186,7 @@ class RunMetrics(Latencies):
     wh_per_million_output_tokens: float | None = None
     steps: int
     preemptions: int
-    slice_moves: SliceMoves | None = None
+    slice_moves: SliceMoveCounts | None = None
     peak_pages: int
     num_pages: int
     compiles: int

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from jaxinfer.report.metrics import RunMetrics, RunTotals, SliceMoves, run_metrics
+from jaxinfer.report.metrics import RunMetrics, RunTotals, SliceMoveCounts, run_metrics
 from jaxinfer.report.plain import reported
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
@@ -67,12 +67,12 @@ class Recorder:
             if self._on_step:
                 self._on_step(event)
             if self._folder:
-                self._folder.add_step(event, loop.roster.hand_offs.moving)
+                self._folder.add_step(event, loop.assignments.hand_offs.moving)
         elif isinstance(event, TransferDone):
             if event.transfer.slice_move:
                 self.totals.slice_bytes += event.num_bytes
             if self._folder:
-                self._folder.add_transfer(event, loop.roster.instances)
+                self._folder.add_transfer(event, loop.assignments.instances)
         elif isinstance(event, InstanceLost):
             self.totals.lose_instance(event.instance)
             if self._folder:
@@ -115,13 +115,13 @@ class Recorder:
                 print(f"jaxinfer: {path}: {wrong}", file=sys.stderr, flush=True)
         return metrics
 
-    def _slice_moves(self, loop: ServingLoop) -> SliceMoves | None:
+    def _slice_moves(self, loop: ServingLoop) -> SliceMoveCounts | None:
         """Return the counts of moves of KV heads; None where the heads all lie together."""
-        left = loop.roster.instances.values()  # Those that were lost may have had moves, too.
+        left = loop.assignments.instances.values()  # Those that were lost may have had moves, too.
         if not self.totals.slice_bytes and not any(each.kv.is_spread for each in left):
             return None
-        hand_offs = loop.roster.hand_offs
-        return SliceMoves(
+        hand_offs = loop.assignments.hand_offs
+        return SliceMoveCounts(
             begun=hand_offs.num_slice_moves,
             num_bytes=self.totals.slice_bytes,
             without_room=hand_offs.num_without_room,

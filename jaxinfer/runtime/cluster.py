@@ -14,18 +14,18 @@ from jaxinfer.config.cluster import ClusterConfig, TransportChoice, instance_opt
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.runtime.kv.channel import Channel
-from jaxinfer.runtime.kv.kv_endpoint import Side, ThisProcess
+from jaxinfer.runtime.kv.kv_endpoint import KVProcess, ThisProcess
 from jaxinfer.runtime.kv.kv_messages import TransportName
 from jaxinfer.runtime.kv.stage_pair import StagePair
 from jaxinfer.runtime.processes.process_group import OtherProcesses, Progress
 from jaxinfer.runtime.processes.remote_worker import RemoteStage, RemoteWorker
 from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
+from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 from jaxinfer.runtime.stage.devices import device_name
-from jaxinfer.runtime.stage.layout import Plan, PlanFacts, parameter_shapes
-from jaxinfer.runtime.stage.layout_cluster import plan_cluster
 from jaxinfer.runtime.stage.random_weights import random_parameters
 from jaxinfer.runtime.stage.stage import Stage
+from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan, parameter_shapes
 from jaxinfer.runtime.stage.step import Parameters
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.half_batches import by_fits, choice
@@ -50,14 +50,14 @@ class Engine:
 
     name: str
     worker: Worker | RemoteWorker
-    plans: Sequence[PlanFacts]
+    plans: Sequence[StageFacts]
     groups: Sequence[str]
     role: str = ""
     attention: list[AttentionFit] = field(default_factory=list)
     dense: list[Callable[[float], float]] = field(default_factory=list)
 
     @property
-    def plan(self) -> PlanFacts:
+    def plan(self) -> StageFacts:
         """The first stage's; what is the instance's own is the same in all."""
         return self.plans[0]
 
@@ -190,7 +190,7 @@ class Cluster:
         }
 
 
-def describe_attention(plan: PlanFacts) -> list[dict[str, object]]:
+def describe_attention(plan: StageFacts) -> list[dict[str, object]]:
     """A stage's attention groups, as JSON values."""
     return [
         {
@@ -248,7 +248,7 @@ def load_cluster(
             for left in engine.worker.prepare():
                 progress(f"compiling steps{of}, {kernels} attention", left)
 
-        def side_of(name: str) -> Side:
+        def side_of(name: str) -> KVProcess:
             return here if name in stages else others.there(name)
 
         for pair in pairs:
@@ -285,7 +285,7 @@ def _check_pairs(config: ClusterConfig, pairs: Collection[tuple[str, str]]) -> N
 def _load_workers(
     checkpoint: Checkpoint,
     config: ClusterConfig,
-    plans: Mapping[str, list[Plan]],
+    plans: Mapping[str, list[StagePlan]],
     progress: Progress,
 ) -> Iterator[tuple[str, Worker]]:
     """Yield the workers of this process's instances, by name, with their weights loaded."""
@@ -299,12 +299,12 @@ def _load_workers(
         yield name, Worker([_stage(plan, next(parameters)) for plan in stages])
 
 
-def _stage(plan: Plan, parameters: Parameters) -> Stage:
+def _stage(plan: StagePlan, parameters: Parameters) -> Stage:
     return SpreadStage(plan, parameters) if plan.attention else Stage(plan, parameters)
 
 
 def _engine(
-    config: ClusterConfig, name: str, worker: Worker | RemoteWorker, plans: Sequence[PlanFacts]
+    config: ClusterConfig, name: str, worker: Worker | RemoteWorker, plans: Sequence[StageFacts]
 ) -> Engine:
     instance = config.instances[name]
     groups = [place.group for place in instance.places for _ in range(instance.segments)]
@@ -330,7 +330,7 @@ def _transports(
 def connect(
     config: ClusterConfig,
     ends: tuple[Engine, Engine],
-    sides: tuple[Side, Side],
+    sides: tuple[KVProcess, KVProcess],
     verify: bool = False,
     transports: Sequence[TransportName] = ("device",),
 ) -> Channel:
@@ -350,7 +350,7 @@ def connect(
     return Channel((source.name, dest.name), sides, pairs, verify, transports)
 
 
-def load_parameters(checkpoint: Checkpoint, plans: Sequence[Plan]) -> list[Parameters]:
+def load_parameters(checkpoint: Checkpoint, plans: Sequence[StagePlan]) -> list[Parameters]:
     """The weights of several stages on their devices, in the plans' dtypes; padding is zero.
 
     Raises:
@@ -386,7 +386,7 @@ def _put(array: np.ndarray, to: jax.ShapeDtypeStruct | None) -> jax.Array | None
     return jax.device_put(np.ascontiguousarray(grown).astype(to.dtype), to.sharding)
 
 
-def _restore(checkpoint: Checkpoint, stored: Shapes, plan: Plan) -> Parameters:
+def _restore(checkpoint: Checkpoint, stored: Shapes, plan: StagePlan) -> Parameters:
     """Restore a converted checkpoint; refuse it if a parameter would silently be padded or cut."""
     wanted = parameter_shapes(checkpoint.config)
     for path in sorted(wanted.keys() | stored.keys()):

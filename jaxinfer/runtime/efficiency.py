@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from jaxinfer.hardware.catalogue import ModelShape, gpu_of_device, sum_known
 from jaxinfer.hardware.efficiency import Efficiency, model_flops
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.runtime.stage.layout import PlanFacts
+from jaxinfer.runtime.stage.stage_plan import StageFacts
 
 
-def real_yardstick(plans: Sequence[PlanFacts]) -> Efficiency:
+def real_yardstick(plans: Sequence[StageFacts]) -> Efficiency:
     """FLOPs and power of all stages' GPUs, if ``configs/gpus.yaml`` has all of them.
 
     The peak is that of 16-bit floats: there is no MFU with others. Nor is there one of models with

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from jaxinfer.runtime.spread.head_pools import head_pools
 from jaxinfer.runtime.spread.spread_step import SpreadStep
 from jaxinfer.runtime.stage.kv_cache import shard_bytes
-from jaxinfer.runtime.stage.layout import Plan
 from jaxinfer.runtime.stage.sampler import SamplerShape
+from jaxinfer.runtime.stage.stage_plan import StagePlan
 from jaxinfer.runtime.stage.step import CompiledStep, Key
 from jaxinfer.serving.kv_shards import most_pages
 from jaxinfer.steps.shapes import StepShape
@@ -52,7 +52,7 @@ class StepCost:
     compile_s: float
 
 
-def parameter_groups(plan: Plan) -> list[ParameterGroup]:
+def parameter_groups(plan: StagePlan) -> list[ParameterGroup]:
     """The parameters, layers folded together, in the model's order."""
     groups: dict[tuple[str, str], list[str]] = {}
     for path, array in plan.parameters.items():
@@ -77,7 +77,7 @@ def parameter_groups(plan: Plan) -> list[ParameterGroup]:
     return found
 
 
-def step_costs(plan: Plan) -> list[StepCost]:
+def step_costs(plan: StagePlan) -> list[StepCost]:
     """The largest step with prefill, and the largest of decodes alone."""
     step = SpreadStep(plan, head_pools(plan)) if plan.attention else CompiledStep(plan)
     shapes = plan.limits.shapes()
@@ -110,7 +110,7 @@ def _array_bytes(array: tuple[str, str, str]) -> int:
     return int(bits or 8) // 8 * math.prod(int(n) for n in dims.split(",") if n)
 
 
-def longest_request(plan: Plan) -> int:
+def longest_request(plan: StagePlan) -> int:
     """Tokens of prompt and output that one request alone can have."""
     pages = plan.num_pages - 1
     if plan.attention:
@@ -119,6 +119,6 @@ def longest_request(plan: Plan) -> int:
     return min(plan.max_model_len, pages * plan.limits.page_size + 1)
 
 
-def weight_bytes_per_device(plan: Plan) -> int:
+def weight_bytes_per_device(plan: StagePlan) -> int:
     """Bytes of parameters that one device holds, whoever else shares its memory."""
     return sum(map(shard_bytes, plan.parameters.values()))

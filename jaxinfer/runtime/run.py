@@ -9,7 +9,7 @@ from jaxinfer.report.recorder import Recorder
 from jaxinfer.request import RequestOutput
 from jaxinfer.runtime.cluster import Cluster
 from jaxinfer.runtime.efficiency import real_yardstick
-from jaxinfer.runtime.intake import Intake
+from jaxinfer.runtime.request_feed import RequestFeed
 from jaxinfer.runtime.stage.sampling_inputs import sampling_of
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.instance import Instance
@@ -23,14 +23,14 @@ from jaxinfer.workload.predictor import Predict
 
 
 class Run:
-    """Serves what an intake has, on all instances of a cluster. Its clock starts at once.
+    """Serves what a feed has, on all instances of a cluster. Its clock starts at once.
 
     Args:
         system: as it is before a run.
         kv: by instance, to begin with.
         fits: by instance, what the system may predict with.
         watchdog_s: see ``RealWorld``.
-        requests: those that the intake has read already.
+        requests: those that the feed has read already.
         on_output: called with each output as soon as its last token is there.
 
     Attributes:
@@ -44,14 +44,14 @@ class Run:
         kv: Mapping[str, KVShards],
         fits: Mapping[str, StepFit],
         watchdog_s: float | None,
-        intake: Intake,
+        feed: RequestFeed,
         requests: Sequence[RequestState],
         recorder: Recorder,
         bar: RunProgress,
         on_output: Callable[[RequestOutput], None],
         predict: Predict | None = None,
     ) -> None:
-        self._cluster, self._intake, self._groups = cluster, intake, intake.groups
+        self._cluster, self._feed, self._groups = cluster, feed, feed.groups
         self._recorder, self._bar, self._on_output = recorder, bar, on_output
         self._late = cluster.late_compiles
         self._num_failed = 0
@@ -64,14 +64,14 @@ class Run:
             requests,
             cluster.channels,
             watchdog_s,
-            lambda: intake.groups.more_to_come,
+            lambda: feed.groups.more_to_come,
             cluster.restarts,
         )
         self._loop = ServingLoop(
             self._world,
             self._instances.values(),
             system,
-            intake.answers.check_stop,
+            feed.answers.check_stop,
             self._on_finish,
             self._on_event,
             predict,
@@ -107,13 +107,13 @@ class Run:
             for _ in self._loop.rounds():
                 try:
                     yield
-                    self._world.add(self._intake.read(self._bar.update, self._world.is_idle))
-                    self._world.add(self._intake.due(self._world.now()))
+                    self._world.add(self._feed.read(self._bar.update, self._world.is_idle))
+                    self._world.add(self._feed.due(self._world.now()))
                 except (GeneratorExit, Exception):
                     self._world.drain()
                     raise
                 self._bar.requests_known(self._groups.num_parents)
-            self._intake.check_all_came()
+            self._feed.check_all_came()
         finally:
             for instance in self._instances.values():
                 instance.kv.on_free = lambda: None  # The loop is not to outlive the run.
@@ -122,10 +122,10 @@ class Run:
         self._world.add(self._groups.released_by(request))
         self._recorder.add_request(request, sampling_of(request).parent, request.output_token_ids)
         if siblings := self._groups.done_with(request):
-            self._world.add(self._intake.one_ended(self._world.now()))
+            self._world.add(self._feed.one_ended(self._world.now()))
             self._recorder.add_prompt(siblings)
             self._num_failed += any(sibling.error for sibling in siblings)
-            self._on_output(self._intake.answers.output(siblings))
+            self._on_output(self._feed.answers.output(siblings))
             self._bar.request_done()
 
     def _on_event(self, event: Event) -> None:

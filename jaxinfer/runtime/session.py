@@ -12,7 +12,7 @@ from jaxinfer.report.progress import LoadProgress, RunProgress
 from jaxinfer.report.recorder import Recorder
 from jaxinfer.request import RequestOutput
 from jaxinfer.runtime.cluster import Cluster
-from jaxinfer.runtime.intake import Intake
+from jaxinfer.runtime.request_feed import RequestFeed
 from jaxinfer.runtime.run import Run
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.request_state import RequestState
@@ -116,20 +116,20 @@ class Session:
         for name, reason in self._lost.items():
             raise JaxinferError(f"instance {name} was lost, load the model again: {reason}")
         predict = self._new_predictor()
-        intake = Intake(requests, self._cluster, self._tokenizer)
+        feed = RequestFeed(requests, self._cluster, self._tokenizer)
         with LoadProgress(progress) as loading:
-            first = intake.read(loading.update)
+            first = feed.read(loading.update)
         with ExitStack() as stack:
             counts = self.site.counts_transfer
             recorder = stack.enter_context(Recorder(run_dir, describe, counts, on_step))
-            num_requests = max(num_requests, intake.groups.num_parents)
+            num_requests = max(num_requests, feed.groups.num_parents)
             bar = stack.enter_context(RunProgress(progress, num_requests))
             engines = self._cluster.engines
             kv = self.kv or {name: engine.new_kv() for name, engine in engines.items()}
             self.kv = {}
             run = Run(
                 self._cluster, self.site.new_system(), kv, self.fits, self._watchdog_s,
-                intake, first, recorder, bar, on_output, predict,
+                feed, first, recorder, bar, on_output, predict,
             )  # fmt: skip
             del first  # Those that end are to be forgotten.
             yield from run.rounds()

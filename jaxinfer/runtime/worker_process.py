@@ -23,15 +23,15 @@ from jaxinfer.runtime.cluster import Cluster, load_cluster
 from jaxinfer.runtime.kv.kv_endpoint import KVEndpoint
 from jaxinfer.runtime.kv.kv_messages import Drop, Offer, OpenEnd, Place, Pull, SlabFailed
 from jaxinfer.runtime.kv.outcome import End, Failed, StepEnd
-from jaxinfer.runtime.processes.batch_delta import Mirror
+from jaxinfer.runtime.processes.batch_delta import BatchDecoder
 from jaxinfer.runtime.processes.messages import (
-    Alive,
-    Emulate,
+    EmulateSteps,
+    Heartbeat,
     Hello,
     Launch,
     Left,
-    Load,
     Loaded,
+    LoadInstances,
     Prepare,
     Refused,
     StepEnded,
@@ -59,7 +59,7 @@ class WorkerProcess:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._cluster: Cluster
         self._endpoint: KVEndpoint
-        self._mirrors: dict[str, Mirror] = {}
+        self._decoders: dict[str, BatchDecoder] = {}
         self._ends: dict[tuple[str, int], list[Future[None]]] = {}
 
     def run(self) -> None:
@@ -97,13 +97,13 @@ class WorkerProcess:
             time.sleep(ALIVE_S)
             if os.getppid() != self._parent:
                 os._exit(0)  # What it has forked may still have its end of the connection.
-            self._say(Alive())
+            self._say(Heartbeat())
 
     def _failure(self, message: Any, error: Exception) -> WorkerFailed | SlabFailed | Refused:
         mistake, line = _told(error)
         # Refused is for what somebody waits for.
         match message:
-            case Launch() | Emulate():
+            case Launch() | EmulateSteps():
                 return WorkerFailed(message.instance, mistake, line)
             case Offer() | Pull() | Place() | Drop():
                 return SlabFailed(message.end, message.slab, isinstance(message, Offer), line)
@@ -120,17 +120,17 @@ class WorkerProcess:
                 self._say(Left("ends", 0))
             case Offer() | Pull() | Place() | Drop():
                 self._endpoint.do(message)
-            case Load():
+            case LoadInstances():
                 self._load(message)
             case Prepare(instance, sampler):
                 for left in self._worker(instance).prepare(sampler):
                     if left:
                         self._say(Left("samplers", left))
                 self._say(Left("samplers", 0))  # After the last one, there is still some to do.
-            case Emulate(instance, stage, seconds):
+            case EmulateSteps(instance, stage, seconds):
                 self._worker(instance).stages[stage].emulate = seconds
 
-    def _load(self, message: Load) -> None:
+    def _load(self, message: LoadInstances) -> None:
         checkpoint = open_checkpoint(message.model, message.cluster.load_format)
 
         def progress(what: str, left: int) -> None:
@@ -139,7 +139,7 @@ class WorkerProcess:
         self._cluster = load_cluster(checkpoint, message.cluster, progress)
         workers = {name: self._worker(name) for name in self._cluster.engines}
         stages = {name: worker.stages for name, worker in workers.items()}
-        self._mirrors = {name: Mirror(len(here)) for name, here in stages.items()}
+        self._decoders = {name: BatchDecoder(len(here)) for name, here in stages.items()}
         self._endpoint = KVEndpoint(stages, self._say, message.host)
         plans = {name: [stage.plan.facts for stage in here] for name, here in stages.items()}
         parts = {name: worker.parts for name, worker in workers.items()}
@@ -152,7 +152,7 @@ class WorkerProcess:
 
     def _launch(self, message: Launch) -> None:
         instance, step = message.instance, message.step
-        batch = self._mirrors[instance].batch(message)
+        batch = self._decoders[instance].decode(message)
         ends = self._ends[instance, step] = []
         self._ends.pop((instance, step - STEPS_KEPT), None)
 

@@ -12,7 +12,7 @@ from jaxinfer.runtime.kv.channel import Channel, Landed
 from jaxinfer.runtime.kv.emulated_links import EmulatedLinks
 from jaxinfer.runtime.kv.outcome import End, Failed, ProcessLost, SlabLost
 from jaxinfer.runtime.processes.remote_worker import RemoteWorker
-from jaxinfer.runtime.processes.restarts import Outcome, Restarted, Restarts
+from jaxinfer.runtime.processes.restarts import Restarted, RestartResult, Restarts
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
@@ -81,7 +81,7 @@ class RealWorld:
         self._heard_at: dict[str, float] = {}
         self.lost: dict[str, str] = {}
         self.returning: set[str] = set()
-        self.restarted: list[Outcome] = []
+        self.restarted: list[RestartResult] = []
         self._restarts = restarts
         if restarts:
             restarts.listen(self._posted.put)

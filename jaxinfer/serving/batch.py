@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from jaxinfer.serving.kv_shards import Hold
+from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
 
@@ -25,7 +25,7 @@ class Row:
     samples: bool
     input_pending: bool
     epoch: int
-    hold: Hold
+    hold: HeldPages
 
 
 @dataclass(slots=True)
@@ -140,8 +140,8 @@ class Transfer:
     epoch: int
     source: str
     dest: str
-    source_hold: Hold
-    dest_hold: Hold
+    source_hold: HeldPages
+    dest_hold: HeldPages
     start: int
     stop: int
     requested: float

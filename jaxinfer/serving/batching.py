@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from jaxinfer.options.validation import Options
-from jaxinfer.serving.forming import BatchBuilder
+from jaxinfer.serving.batch_builder import BatchBuilder
 from jaxinfer.serving.request_state import RequestState
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxinfer.serving.batch import Row
-from jaxinfer.serving.kv_shards import Hold
+from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
 
 # When so many past steps' times have come together, members take what is theirs.
@@ -108,7 +108,7 @@ class DecodeGroup:
             if member.request.id in self.active:
                 self._deactivate(member)
 
-    def full(self) -> list[tuple[Hold, int]]:
+    def full(self) -> list[tuple[HeldPages, int]]:
         """Return the holds that need a page per slice in the next step, and their entries then."""
         found = []
         for member in self._turns[self._launched % len(self._turns)].values():
@@ -118,7 +118,7 @@ class DecodeGroup:
                 found.append((hold, position + 1))
         return found
 
-    def launch(self, full: Sequence[tuple[Hold, int]]) -> tuple[int, int]:
+    def launch(self, full: Sequence[tuple[HeldPages, int]]) -> tuple[int, int]:
         """Start a step, for whose pages there is room.
 
         Returns:

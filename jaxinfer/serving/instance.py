@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.half_batches import ChooseHalves
-from jaxinfer.serving.kv_shards import Hold, KVShards, Placement
+from jaxinfer.serving.kv_shards import HeldPages, KVShards, Placement
 from jaxinfer.serving.page_pool import Shard
 from jaxinfer.serving.prefix_cache import CachedPage
 from jaxinfer.serving.request_state import RequestState
@@ -194,7 +194,7 @@ class Instance:
         self.num_preemptions = lost.num_preemptions
         self._role_s, self._role_since = lost.role_seconds(now), now
 
-    def form_batch(self) -> Batch | None:
+    def next_batch(self) -> Batch | None:
         """The next step by this instance's policy, whose rows have been launched."""
         if self.in_flight >= self.options.max_in_flight:
             return None
@@ -258,7 +258,7 @@ class Instance:
             f"{self.name!r}, which has {kv.num_pages}"
         )
 
-    def reserve(self, request: RequestState, leg: Leg) -> Hold | None:
+    def reserve(self, request: RequestState, leg: Leg) -> HeldPages | None:
         """Pages for the tokens that ``leg`` starts with, if the admission policy agrees."""
         if not self.policies.admit(self, request, leg):
             return None
@@ -289,7 +289,7 @@ class Instance:
         if self.kv.cache and hold and full > hold.num_hashed and request.prompt_token_ids:
             hold.keep(request.page_digests(self.page_size, full))
 
-    def reserve_ahead(self, request: RequestState, leg: Leg) -> Hold | None:
+    def reserve_ahead(self, request: RequestState, leg: Leg) -> HeldPages | None:
         """Pages for a request that is still elsewhere, where nobody here waits for room.
 
         They are taken back when a running request needs them.

@@ -11,7 +11,7 @@ Placement = Sequence[Collection[int]]
 SliceMove = tuple[int, int, tuple[int, ...]]
 
 
-class Hold:
+class HeldPages:
     """The pages that one request has in all the shards of one instance.
 
     Attributes:
@@ -214,7 +214,7 @@ class KVShards:
         if any(shard.pool.page_size != self.page_size for shard in shards):
             raise ValueError("the shards of one instance must have one page size")
         self.on_free: Callable[[], None] = lambda: None
-        self.reserved: dict[Hold, Callable[[], None]] = {}
+        self.reserved: dict[HeldPages, Callable[[], None]] = {}
         self._own = [shard.slices for shard in shards]
         self._stages = _stages(shards)
         self.is_spread = any(len(stage) > 1 for stage in self._stages)
@@ -235,7 +235,7 @@ class KVShards:
         num_tokens: int,
         cached: Sequence[CachedPage] = (),
         placement: Placement | None = None,
-    ) -> Hold | None:
+    ) -> HeldPages | None:
         """Pages for ``num_tokens`` KV entries, or None where some shard lacks them.
 
         Args:
@@ -252,7 +252,7 @@ class KVShards:
         for page in cached:
             assert self.cache
             self.cache.acquire(page)
-        hold = Hold(self, placement, cached)
+        hold = HeldPages(self, placement, cached)
         grown = hold.grow(num_tokens)
         assert grown, "the room was counted above"
         return hold

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import FinishReason
+from jaxinfer.serving.assignments import Assignments
 from jaxinfer.serving.hooks import Hooks
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.roster import Assignments
 from jaxinfer.serving.system import Assignment, Leg, System
 from jaxinfer.serving.world import (
     Arrival,
@@ -57,9 +57,9 @@ class ServingLoop:
         self.world = world
         self.system = system
         self._hooks = hooks = Hooks(system)
-        self.roster = Assignments(world, instances, hooks, self._leg_ended, self._finished)
+        self.assignments = Assignments(world, instances, hooks, self._leg_ended, self._finished)
         self._on_finish = on_finish
-        self._moving = self.roster.hand_offs.moving
+        self._moving = self.assignments.hand_offs.moving
         self._check_stop = check_stop
         self._on_event = on_event
         self._predict, self._renew = predict, renew
@@ -82,16 +82,16 @@ class ServingLoop:
                 self._ask_for_tick()  # Only now is it known whether anything is left.
             self._decide()
             # With nothing in flight, nothing changes by itself.
-            while not self._in_flight and (self.roster.take_roles() or self._drop_unfetched()):
+            while not self._in_flight and (self.assignments.take_roles() or self._drop_unfetched()):
                 self._decide()
             if not self._in_flight and not self._more_to_come:
                 waits = self.system.tick_interval is not None
                 gives_up = not waits or idle_ticks >= MAX_IDLE_TICKS_AFTER_LOSS
-                if self.roster.live and self.roster.lost and gives_up:
+                if self.assignments.live and self.assignments.lost and gives_up:
                     self._give_up()
                     if self._in_flight or self.world.arrivals_left():
                         continue
-                if not self.roster.live:
+                if not self.assignments.live:
                     return
                 idle_ticks += 1
                 if not waits or idle_ticks > MAX_IDLE_TICKS:
@@ -99,30 +99,30 @@ class ServingLoop:
             else:
                 idle_ticks = 0
             yield
-            if not (self.roster.live or self._in_flight or self.world.arrivals_left()):
+            if not (self.assignments.live or self._in_flight or self.world.arrivals_left()):
                 return  # What was to come has turned out to be nothing.
 
     def _ask_for_tick(self) -> None:
         interval = self.system.tick_interval
-        if interval is not None and (self.roster.live or self.world.arrivals_left()):
+        if interval is not None and (self.assignments.live or self.world.arrivals_left()):
             self.world.wake_at(self.world.now() + interval)
 
     def _decide(self) -> None:
-        self.roster.take_roles()  # Before routing, which may go by role.
-        if self.roster.unrouted:
-            self.roster.route(self._ask_route)
+        self.assignments.take_roles()  # Before routing, which may go by role.
+        if self.assignments.unrouted:
+            self.assignments.route(self._ask_route)
         self._launch()
 
     def _ask_route(self) -> Iterable[Assignment]:
-        return self._hooks.route(self.roster.unrouted.values(), self.roster.view())
+        return self._hooks.route(self.assignments.unrouted.values(), self.assignments.view())
 
     def _leg_ended(self, request: RequestState, leg: Leg) -> None:
         if self._hooks.leg_ends:
-            self._hooks.leg_ended(request, leg, self.roster.view())
+            self._hooks.leg_ended(request, leg, self.assignments.view())
 
     def _finished(self, request: RequestState) -> None:
         if self._hooks.finishes:
-            self._hooks.finished(request, self.roster.view())
+            self._hooks.finished(request, self.assignments.view())
         self._on_finish(request)
 
     @property
@@ -132,7 +132,7 @@ class ServingLoop:
     @property
     def _more_to_come(self) -> bool:
         """True if something is to come that nothing in flight brings."""
-        return self.world.arrivals_left() or bool(self.roster.returning)
+        return self.world.arrivals_left() or bool(self.assignments.returning)
 
     # Events: the only places where time moves a request on.
 
@@ -142,29 +142,31 @@ class ServingLoop:
                 self._commit_step(event)
                 self._on_event(event)
                 if self._hooks.steps:
-                    self.roster.act(lambda: self._hooks.step_ended(event, self.roster.view()))
+                    self.assignments.act(
+                        lambda: self._hooks.step_ended(event, self.assignments.view())
+                    )
             case TransferDone():
                 self._commit_transfer(event)
                 self._on_event(event)
             case Arrival():
                 if self._predict:
                     event.request.predicted = self._predict(event.request)
-                self.roster.add(event.request)
+                self.assignments.add(event.request)
             case Tick():
-                self.roster.act(lambda: self._hooks.ticked(self.roster.view()))
+                self.assignments.act(lambda: self._hooks.ticked(self.assignments.view()))
             case InstanceLost():
-                self._steps_in_flight -= self.roster.lose(event)
+                self._steps_in_flight -= self.assignments.lose(event)
                 self._on_event(event)
             case InstanceBack():
                 assert self._renew
-                self.roster.take_back(self._renew(event.instance))
+                self.assignments.take_back(self._renew(event.instance))
                 self._on_event(event)
 
     def _commit_step(self, done: StepDone) -> None:
-        instance = self.roster.instances[done.batch.instance]
+        instance = self.assignments.instances[done.batch.instance]
         instance.in_flight -= 1
         self._steps_in_flight -= 1
-        self.roster.changed[instance.name] = None
+        self.assignments.changed[instance.name] = None
         # Names for what is the same for all rows: this loop is most of a simulation's time.
         caches, check_stop = instance.kv.cache is not None, self._check_stop
         logprobs, details, prompt_details = done.logprobs, done.details, done.prompt_details
@@ -174,7 +176,7 @@ class ServingLoop:
             ended, left = instance.taking_part.commit_group(end)
             for request in ended:
                 at_limit = len(request.output_token_ids) >= request.max_tokens
-                self.roster.finish(request, "length" if at_limit else "stop", None)
+                self.assignments.finish(request, "length" if at_limit else "stop", None)
             rows = left + rows
         for row in rows:
             request, hold = row.request, row.hold
@@ -205,7 +207,7 @@ class ServingLoop:
                 if stop is None and len(tokens) >= request.max_tokens:
                     stop = ("length", None)
                 if stop:
-                    self.roster.finish(request, *stop)
+                    self.assignments.finish(request, *stop)
                     continue
             if request.slice_move or request.legs[0].until is not None:
                 self._after_step(request)
@@ -213,39 +215,39 @@ class ServingLoop:
     def _after_step(self, request: RequestState) -> None:
         if request.legs[0].until is not None:
             if request.leg_is_over:
-                self.roster.end_leg(request)
+                self.assignments.end_leg(request)
                 return
-            self.roster.hand_offs.send_chunk(request)
+            self.assignments.hand_offs.send_chunk(request)
         if request.slice_move:
-            self.roster.hand_offs.start_slice_move(request)
+            self.assignments.hand_offs.start_slice_move(request)
 
     def _commit_transfer(self, done: TransferDone) -> None:
         transfer, request = done.transfer, done.transfer.request
-        self.roster.hand_offs.done(transfer, done.end)
-        self.roster.changed[transfer.source] = self.roster.changed[transfer.dest] = None
-        if self.roster.runs(request) and request.leg_is_over and not request.slice_move:
-            self.roster.end_leg(request)  # Cut short while its KV was on the way.
+        self.assignments.hand_offs.done(transfer, done.end)
+        self.assignments.changed[transfer.source] = self.assignments.changed[transfer.dest] = None
+        if self.assignments.runs(request) and request.leg_is_over and not request.slice_move:
+            self.assignments.end_leg(request)  # Cut short while its KV was on the way.
 
     def _give_up(self) -> None:
         """After a loss the system has stalled: fail what it does not route, or else all."""
-        lost = next(reversed(self.roster.lost))
-        self.roster.fail_all(self.roster.unrouted.values(), lost)
+        lost = next(reversed(self.assignments.lost))
+        self.assignments.fail_all(self.assignments.unrouted.values(), lost)
         self._decide()
         if not self._in_flight:
-            self.roster.fail_all(self.roster.live.values(), lost)
+            self.assignments.fail_all(self.assignments.live.values(), lost)
 
     def _launch(self) -> None:
-        roster = self.roster
-        while roster.changed:
-            for name in roster.take_changed():
-                instance = roster.instances[name]
-                while batch := instance.form_batch():
+        assignments = self.assignments
+        while assignments.changed:
+            for name in assignments.take_changed():
+                instance = assignments.instances[name]
+                while batch := instance.next_batch():
                     self._steps_in_flight += 1
-                    if roster.sends_along:
-                        roster.hand_offs.send_along(batch)
+                    if assignments.sends_along:
+                        assignments.hand_offs.send_along(batch)
                     self.world.launch(batch)
                 for request in instance.take_admitted_imports():
-                    roster.hand_offs.pull(request)
+                    assignments.hand_offs.pull(request)
 
     def _drop_unfetched(self) -> bool:
         """Drop the KV of the latest request that waits for room elsewhere, if there is one.
@@ -253,22 +255,24 @@ class ServingLoop:
         It is recomputed by the instance that was to fetch it.
         """
         system_speaks_again = self.system.tick_interval is not None or self._more_to_come
-        if system_speaks_again and any(request.paused for request in self.roster.live.values()):
+        if system_speaks_again and any(
+            request.paused for request in self.assignments.live.values()
+        ):
             return False
-        for request in reversed(self.roster.live.values()):
+        for request in reversed(self.assignments.live.values()):
             if request.exported and (request.legs or not system_speaks_again):
-                self.roster.hand_offs.release_export(request)
+                self.assignments.hand_offs.release_export(request)
                 if request.legs:
-                    here = self.roster.instances[request.legs[0].instance]
+                    here = self.assignments.instances[request.legs[0].instance]
                     here.waiting.void_kv(request)
-                    self.roster.changed[here.name] = None
+                    self.assignments.changed[here.name] = None
                 else:
                     request.void_kv()
                 return True
         return False
 
     def _explain_stall(self) -> str:
-        live, unrouted = self.roster.live, self.roster.unrouted
+        live, unrouted = self.assignments.live, self.assignments.unrouted
         waiting = not unrouted and not any(request.paused for request in live.values())
         return (
             f"{type(self.system).__name__} has stalled: {len(live)} requests are left "

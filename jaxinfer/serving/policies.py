@@ -1,8 +1,11 @@
 """The policies of one instance, by the names that a run file gives them."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic import model_validator
 
 from jaxinfer.errors import FAILURES, JaxinferError, raised
 from jaxinfer.options.validation import (
@@ -16,7 +19,7 @@ from jaxinfer.options.validation import (
 )
 from jaxinfer.serving import admission, batching
 from jaxinfer.serving.batch import Batch
-from jaxinfer.serving.forming import BatchBuilder
+from jaxinfer.serving.batch_builder import BatchBuilder
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg
@@ -42,7 +45,7 @@ BATCHES: Mapping[str, Any] = {
     "one_batch": batching.one_batch,
 }
 VICTIMS: Mapping[str, Any] = {"latest": admission.latest}
-KINDS = {"order": ORDERS, "admit": ADMISSIONS, "form_batch": BATCHES, "victim": VICTIMS}
+KINDS = {"order": ORDERS, "admit": ADMISSIONS, "batching": BATCHES, "victim": VICTIMS}
 
 Policy = str | dict[str, Any]
 
@@ -56,14 +59,25 @@ class PolicyOptions(Options):
     Attributes:
         order: of those that wait, who is next: ``order(waiting) -> request``.
         admit: whether there is room for it: ``admit(instance, request, leg) -> bool``.
-        form_batch: what the next step computes: ``form_batch(batch)``, a ``BatchBuilder``.
+        batching: what the next step computes: ``batching(batch)``, a ``BatchBuilder``.
         victim: who loses its pages where one more is needed: ``victim(candidates) -> request``.
     """
 
     order: Policy = "fcfs"
     admit: Policy = "greedy"
-    form_batch: Policy = "mixed"
+    batching: Policy = "mixed"
     victim: Policy = "latest"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_old_key(cls, data: Any) -> Any:
+        """Take ``form_batch``, which is what ``batching`` was called before version 0.2."""
+        if not isinstance(data, dict) or "form_batch" not in data:
+            return data
+        if "batching" in data:
+            raise OptionError("form_batch: batching is its name now, and is given, too; remove one")
+        warnings.warn("policies.form_batch is now policies.batching", FutureWarning, stacklevel=2)
+        return {"batching" if key == "form_batch" else key: data[key] for key in data}
 
     def model_post_init(self, context: object, /) -> None:
         """Refuse what is no policy, before anything is loaded."""
@@ -76,13 +90,13 @@ class Policies:
 
     order: Callable[[Sequence[RequestState]], RequestState] = admission.first_come_first_served
     admit: Callable[[Instance, RequestState, Leg], bool] = admission.greedy
-    form_batch: Callable[[BatchBuilder], None] = batching.mixed
+    batching: Callable[[BatchBuilder], None] = batching.mixed
     victim: Callable[[Sequence[RequestState]], RequestState] = admission.latest
 
     def next_batch(self, instance: Instance) -> Batch | None:
         """The next step, whose rows have been launched; None if nothing can take part in one."""
         batch = BatchBuilder(instance)
-        self.form_batch(batch)
+        self.batching(batch)
         return batch.batch()
 
 
@@ -204,6 +218,6 @@ def _is_a_step(batch: BatchBuilder, answer: Any) -> str | None:
 _REFUSALS: Mapping[str, Callable[[Any, Any], str | None]] = {
     "order": _is_among,
     "admit": _is_yes_or_no,
-    "form_batch": _is_a_step,
+    "batching": _is_a_step,
     "victim": _is_among,
 }

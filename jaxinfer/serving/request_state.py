@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from jaxinfer.request import FinishReason, RequestMetrics
-from jaxinfer.serving.kv_shards import Hold
+from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.system import Leg, MoveSlices
 
 
@@ -95,9 +95,9 @@ class RequestState:
         self.pending = 0
         self.epoch = 0
         self.legs: list[Leg] = []
-        self.hold: Hold | None = None
-        self.exported: tuple[str, Hold] | None = None
-        self.incoming: Hold | None = None
+        self.hold: HeldPages | None = None
+        self.exported: tuple[str, HeldPages] | None = None
+        self.incoming: HeldPages | None = None
         self.sent = 0
         self.transfers = 0
         self.paused = False

@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from jaxinfer.serving.batch import Row
 from jaxinfer.serving.decode_group import DecodeGroup
-from jaxinfer.serving.kv_shards import Hold
+from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
 
 
@@ -133,7 +133,7 @@ class Running:
         self._groups.remove(group)
         self._take_out(group)
 
-    def launch(self, group: DecodeGroup, full: Sequence[tuple[Hold, int]]) -> tuple[int, int]:
+    def launch(self, group: DecodeGroup, full: Sequence[tuple[HeldPages, int]]) -> tuple[int, int]:
         """Start a step of a group; see ``DecodeGroup.launch``."""
         self._launched.append(group)
         return group.launch(full)

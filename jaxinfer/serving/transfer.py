@@ -30,13 +30,13 @@ from collections.abc import Mapping
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.instance import Instance
-from jaxinfer.serving.kv_shards import Hold
+from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import HandOffRule, MoveSlices
 from jaxinfer.serving.world import World
 
 # An instance's name, and the pages there.
-End = tuple[str, Hold]
+End = tuple[str, HeldPages]
 _AHEAD: tuple[HandOffRule, ...] = ("per_chunk", "per_segment")
 
 
@@ -138,7 +138,7 @@ class HandOffs:
                 here, there = (batch.instance, row.hold), (request.legs[1].instance, room)
                 batch.transfers.append(self._note(request, here, there, request.sent, stop))
 
-    def _room_ahead(self, request: RequestState, num_tokens: int) -> Hold | None:
+    def _room_ahead(self, request: RequestState, num_tokens: int) -> HeldPages | None:
         """Pages at the next leg's instance while this leg runs, if that has them to spare."""
         if len(request.legs) < 2 or request.legs[0].instance == request.legs[1].instance:
             return None

@@ -25,7 +25,7 @@ from jaxinfer.options.validation import Options, did_you_mean
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.costs.model import StageCost
-from jaxinfer.simulate.costs.roofline import Efficiency, RooflineStage
+from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
 
 # In the order in which they are given up last.
 NAMES = ("flops", "bandwidth", "step_s", "sequence_s")
@@ -39,7 +39,7 @@ _PULL = 0.01
 # Of a step's tokens and contexts.
 _MOST = 10**7
 
-StageFor = Callable[[Efficiency], StageCost]
+StageFor = Callable[[KernelEfficiency], StageCost]
 
 
 class MeasuredStep(Options):
@@ -85,7 +85,7 @@ class Calibration:
         worst: the largest relative error, with its sign; ``worst_point``: where it is.
     """
 
-    efficiency: Efficiency
+    efficiency: KernelEfficiency
     fitted: tuple[str, ...]
     mape: float
     worst: float
@@ -128,7 +128,7 @@ class _Problem:
     """
 
     def __init__(
-        self, stage_for: StageFor, points: Sequence[MeasuredStep], fixed: Efficiency
+        self, stage_for: StageFor, points: Sequence[MeasuredStep], fixed: KernelEfficiency
     ) -> None:
         self._stage_for, self._works = stage_for, [point.work for point in points]
         self._measured = np.array([point.seconds for point in points])
@@ -138,10 +138,10 @@ class _Problem:
         numbers = [1 / fixed.flops, 1 / fixed.bandwidth, fixed.step_s, fixed.sequence_s]
         self._fixed = np.array(numbers) / self._units
 
-    def efficiency(self, numbers: np.ndarray) -> Efficiency:
+    def efficiency(self, numbers: np.ndarray) -> KernelEfficiency:
         """Return the efficiency that has these numbers."""
         flops, bandwidth, *engine = (float(x) for x in numbers * self._units)
-        return Efficiency(1 / flops, 1 / bandwidth, *engine)
+        return KernelEfficiency(1 / flops, 1 / bandwidth, *engine)
 
     def errors(self, numbers: np.ndarray) -> np.ndarray:
         """Return the error of each point, relative to the measured time."""
@@ -191,7 +191,7 @@ class _Problem:
 
 
 def calibrate(
-    stage_for: StageFor, points: Sequence[MeasuredStep], fixed: Efficiency
+    stage_for: StageFor, points: Sequence[MeasuredStep], fixed: KernelEfficiency
 ) -> Calibration:
     """The efficiencies at which a stage's times come closest to the points.
 
@@ -257,9 +257,9 @@ def calibrate_group(config: RunFile, group: str, path: str | Path) -> tuple[Cali
         raise JaxinferError(f"groups.{group}: no instance of one stage stands on it")
     points = read_points(path)
 
-    def stage_for(efficiency: Efficiency) -> RooflineStage:
+    def stage_for(efficiency: KernelEfficiency) -> RooflineStage:
         return RooflineStage.of(part, costs.model_copy(update=asdict(efficiency)))
 
-    fixed = Efficiency(costs.flops, costs.bandwidth, costs.step_s, costs.sequence_s)
+    fixed = KernelEfficiency(costs.flops, costs.bandwidth, costs.step_s, costs.sequence_s)
     stage = stage_for((found := calibrate(stage_for, points, fixed)).efficiency)
     return found, calibration_table(points, found, [stage.seconds(p.work) for p in points])

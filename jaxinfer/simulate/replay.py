@@ -35,7 +35,7 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
-class Profiled:
+class ProfiledTimes:
     """Step times of a real instance's profile.
 
     Attributes:
@@ -138,7 +138,7 @@ def _instance(
         page_size=config.page_size,
         given_buckets=config.token_buckets,
     )
-    cost = Profiled(
+    cost = ProfiledTimes(
         limits,
         [StepTimes.fit(limits, profile.points, number) for number in range(len(stages))],
         slowdowns,

@@ -30,7 +30,7 @@ from jaxinfer.runtime.profiling.device_time import DeviceTime, StepTracer
 from jaxinfer.runtime.stage.machine_speed import copy_rate, product_rate
 from jaxinfer.serving.batch import Work
 from jaxinfer.serving.world import StepDone
-from jaxinfer.simulate.costs.roofline import Efficiency, RooflineStage
+from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
 from jaxinfer.workload.lengths import BenchRequest, read_workload
 from jaxinfer.workload.synthetic import Synthetic
 
@@ -122,7 +122,7 @@ def roofline_of(folder: str, rates: dict[str, float], itemsize: int) -> Roofline
     )
     model = find_model(folder)
     return RooflineStage(
-        gpu, model, model.num_hidden_layers, True, 1, itemsize, Efficiency(1, 1), 1
+        gpu, model, model.num_hidden_layers, True, 1, itemsize, KernelEfficiency(1, 1), 1
     )
 
 

@@ -33,9 +33,9 @@ from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.cluster import Engine
 from jaxinfer.runtime.profiling.measure_steps import measure_in_a_row
 from jaxinfer.runtime.profiling.operators import measure_heads
-from jaxinfer.runtime.stage.layout import Plan
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.runtime.stage.stage import Stage
+from jaxinfer.runtime.stage.stage_plan import StagePlan
 from jaxinfer.runtime.stage.step import CompiledStep
 from jaxinfer.steps.times import Part
 
@@ -70,7 +70,7 @@ class Bench:
         whole = attention(self.kernels)
         left = whole._replace(**{part: _nothing(part) for part in parts})
         plan = self.engine.plan
-        assert isinstance(plan, Plan)
+        assert isinstance(plan, StagePlan)
         step = CompiledStep(plan)
         found = layers.attention  # type: ignore[attr-defined]
         layers.attention = lambda kernels: left  # type: ignore[attr-defined]

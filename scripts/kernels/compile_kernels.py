@@ -32,7 +32,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.stage import Layers
-from jaxinfer.runtime.stage import layout as planning
+from jaxinfer.runtime.stage import stage_plan as planning
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.step import CompiledStep, Key
 from scripts.bench.engine import LLAMA_3_8B

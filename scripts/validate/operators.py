@@ -101,7 +101,7 @@ def serve(tables: Path, work: Sequence[BenchRequest]) -> dict[tuple[int, str], A
     ways = [(degree, policy) for degree in DEGREES for policy in POLICIES]
     configs = {
         f"{degree}, {policy}": load_run_file(
-            RUN_FILE, [f"groups.strong.devices={degree}", f"engine.policies.form_batch={policy}"]
+            RUN_FILE, [f"groups.strong.devices={degree}", f"engine.policies.batching={policy}"]
         )
         for degree, policy in ways
     }
@@ -189,7 +189,7 @@ def main(out: Path, tables: Path | None) -> None:
     rows: list[Row] = []
     kinds: list[Row] = []
     for way, rounds in serve(tables, work).items():
-        policy = f"engine.policies.form_batch={way[1]}"
+        policy = f"engine.policies.batching={way[1]}"
         ours = simulate(load_run_file(str(tables / f"tp{way[0]}.yaml"), [policy]), work)
         rows += compared(way, [metrics for metrics, _ in rounds], ours)
         metrics, steps = sorted(rounds, key=lambda each: each[0].wall_s)[len(rounds) // 2]

@@ -11,17 +11,21 @@ from click.testing import CliRunner
 from jaxinfer.commands.app import cli
 from jaxinfer.commands.conformance_table import as_markdown, conformance_tables
 from jaxinfer.runtime.profiling import conformance
-from jaxinfer.runtime.profiling.conformance import Outcome
-from jaxinfer.runtime.profiling.conformance_sides import Side
+from jaxinfer.runtime.profiling.conformance import HandOffCheck
+from jaxinfer.runtime.profiling.conformance_sides import HandOffSide
 
-SIDES = {"A": Side(), "B": Side("bfloat16", "int8", 24, "interpret", 2, 2), "C": Side("int8")}
+SIDES = {
+    "A": HandOffSide(),
+    "B": HandOffSide("bfloat16", "int8", 24, "interpret", 2, 2),
+    "C": HandOffSide("int8"),
+}
 OUTCOMES = [
-    Outcome("A", "A", "exact", "", 0.0, 0.0, 0.0, 8, 0.0, 4000, 0.001),
-    Outcome("A", "B", "rounds", "", 0.004, 0.001, 0.005, 3, 0.1, 2000, 0.003),
-    Outcome("A", "C", "refused", "not int8"),
-    Outcome("B", "A", "wrong", "", 0.02, 0.003, 0.005, 1, 0.0, 2000, 0.002),
-    Outcome("B", "B", "exact", "", 0.0, 0.0, 0.005, 8, 0.0, 2000, 0.005),
-    Outcome("B", "C", "refused", "not int8"),
+    HandOffCheck("A", "A", "exact", "", 0.0, 0.0, 0.0, 8, 0.0, 4000, 0.001),
+    HandOffCheck("A", "B", "rounds", "", 0.004, 0.001, 0.005, 3, 0.1, 2000, 0.003),
+    HandOffCheck("A", "C", "refused", "not int8"),
+    HandOffCheck("B", "A", "wrong", "", 0.02, 0.003, 0.005, 1, 0.0, 2000, 0.002),
+    HandOffCheck("B", "B", "exact", "", 0.0, 0.0, 0.005, 8, 0.0, 2000, 0.005),
+    HandOffCheck("B", "C", "refused", "not int8"),
 ]
 
 
@@ -46,16 +50,16 @@ def test_tables() -> None:
 
 
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
+def known(monkeypatch: pytest.MonkeyPatch) -> list[HandOffCheck]:
     """The outcomes that all pairs come to, without loading either side."""
-    outcomes: list[Outcome] = []
+    outcomes: list[HandOffCheck] = []
 
     class Known:
         def __init__(self, checkpoint: Any, sides: Any, prompt: Any, outputs: int, *_: Any) -> None:
             assert (checkpoint.name, len(prompt), outputs) == ("small", 20, 2)
-            assert list(sides.values()) == [Side(page_size=8)]
+            assert list(sides.values()) == [HandOffSide(page_size=8)]
 
-        def outcomes(self) -> Iterator[Outcome]:
+        def outcomes(self) -> Iterator[HandOffCheck]:
             return iter(outcomes)
 
     monkeypatch.setattr(conformance, "Conformance", Known)
@@ -72,7 +76,7 @@ def run(*more: str) -> Any:
     )
 
 
-def test_files(known: list[Outcome], tmp_path: Path) -> None:
+def test_files(known: list[HandOffCheck], tmp_path: Path) -> None:
     known.append(OUTCOMES[0])
     ran = run("--out", str(tmp_path / "new"))
     assert ran.exit_code == 0, ran.output
@@ -83,8 +87,8 @@ def test_files(known: list[Outcome], tmp_path: Path) -> None:
     assert "has files in it" in str(again.exception)
 
 
-def test_what_is_wrong_is_an_error(known: list[Outcome]) -> None:
-    known.append(Outcome("A", "A", "wrong", "", 0.02, 0.003, 0.005, 1, 0.0, 2000, 0.002))
+def test_what_is_wrong_is_an_error(known: list[HandOffCheck]) -> None:
+    known.append(HandOffCheck("A", "A", "wrong", "", 0.02, 0.003, 0.005, 1, 0.0, 2000, 0.002))
     ran = run()
     assert str(ran.exception) == "KV arrives changed by more than its formats round: A to A"
     assert "WRONG 2 %" in ran.output

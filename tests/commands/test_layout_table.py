@@ -9,7 +9,7 @@ from rich.table import Table
 
 from jaxinfer.commands.layout_table import mib, plan_tables, rules_table
 from jaxinfer.runtime.explain import StepCost
-from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.stage_plan import StagePlan
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
 MIB = 2**20
@@ -20,7 +20,7 @@ def rows(table: Table) -> list[tuple[str, ...]]:
     return list(zip(*(map(str, column.cells) for column in table.columns), strict=True))
 
 
-def plan(devices: int) -> Plan:
+def plan(devices: int) -> StagePlan:
     """Two layers' matrices of 1 MiB, split if there are two devices, and a norm for each."""
     mesh = Mesh(jax.devices()[:devices], ("x",))
     split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((None, "x"), ()))
@@ -30,7 +30,7 @@ def plan(devices: int) -> Plan:
         for layer in range(2)
     }
     rest: Any = None
-    return Plan(
+    return StagePlan(
         rest, rest, 2, rest, rest, rest, StepLimits(64, 512, 4, 16), num_pages=1001,
         max_model_len=20_000, weight_bytes=3 * MIB, kv_bytes=MIB // 2, memory_bytes=2000 * MIB,
         devices=list(mesh.devices.flat), mesh=mesh, graphdef=rest, parameters=parameters,

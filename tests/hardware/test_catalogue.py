@@ -5,7 +5,7 @@ import pytest
 from jaxinfer import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu, ModelShape, find_gpu, find_model
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs.roofline import Efficiency, RooflineStage
+from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
 
 
 # Parameters as the models' cards say (in 10^9), and KV bytes of a token in bfloat16.
@@ -56,11 +56,11 @@ TINY = ModelShape(
     num_key_value_heads=2,
     vocab_size=10,
 )
-FULL = Efficiency(flops=1.0, bandwidth=1.0)
+FULL = KernelEfficiency(flops=1.0, bandwidth=1.0)
 
 
 def stage(
-    gpu: str, efficiency: Efficiency = FULL, last: bool = False, devices: int = 1
+    gpu: str, efficiency: KernelEfficiency = FULL, last: bool = False, devices: int = 1
 ) -> RooflineStage:
     return RooflineStage(find_gpu(gpu), TINY, 3, last, devices, 2, efficiency, link_gb_s=1e30)
 
@@ -88,13 +88,13 @@ def test_a_decode_takes_its_bytes() -> None:
     kv = 1000 * 2 * 2 * 2
     expected = (3 * (2 * (parameters + moved) + 2 * kv) + 2 * (80 + 18)) / 600e9
     assert stage("A10", last=True).seconds(work) == pytest.approx(expected)
-    half = Efficiency(flops=1.0, bandwidth=0.5, step_s=0.25, sequence_s=0.5)
+    half = KernelEfficiency(flops=1.0, bandwidth=0.5, step_s=0.25, sequence_s=0.5)
     assert stage("A10", half, last=True).seconds(work) == pytest.approx(2 * expected + 0.75)
 
 
 def slow(
     flops: float, bandwidth: float, last: bool = False, devices: int = 1, itemsize: int = 2,
-    link: float = 1.0, efficiency: Efficiency = FULL, **model: object,
+    link: float = 1.0, efficiency: KernelEfficiency = FULL, **model: object,
 ) -> RooflineStage:  # fmt: skip
     """TINY's three layers at so many operations and bytes per second; links likewise."""
     gpu = Gpu(
@@ -196,7 +196,7 @@ def test_efficiencies_are_shares_of_the_peaks() -> None:
     work = Work(7, 1, 3, 2, 9, [(0, 4), (6, 2)])
     engine = {"step_s": 1000.0, "sequence_s": 100.0}
     for flops, bandwidth in ((100.0, 1e12), (1e12, 50.0)):
-        half = Efficiency(flops=0.5, bandwidth=0.25, **engine)
+        half = KernelEfficiency(flops=0.5, bandwidth=0.25, **engine)
         expected = slow(flops / 2, bandwidth / 4, last=True).seconds(work) + 1300
         found = slow(flops, bandwidth, last=True, efficiency=half).seconds(work)
         assert found == pytest.approx(expected)

@@ -58,7 +58,7 @@ def test_totals_of_steps() -> None:
 
 def test_a_lost_instance_has_no_pages_in_use() -> None:
     totals = RunTotals()
-    loop: Any = SimpleNamespace(roster=SimpleNamespace(hand_offs=SimpleNamespace(moving=[])))
+    loop: Any = SimpleNamespace(assignments=SimpleNamespace(hand_offs=SimpleNamespace(moving=[])))
     with Recorder(None, dict, True) as recorder:
         recorder.totals = totals
         totals.add_step(step("a", 1, 1, 100))

@@ -126,7 +126,7 @@ def test_a_recorder_hands_on_what_it_hears(tmp_path: Path) -> None:
     moved: Any = SimpleNamespace(source="a", dest="b", start=0, stop=2, requested=0.0,
                                  slice_move=None, request=SimpleNamespace(id="r0"))  # fmt: skip
     loop: Any = SimpleNamespace(
-        roster=SimpleNamespace(
+        assignments=SimpleNamespace(
             hand_offs=SimpleNamespace(moving=[moved]),
             instances={
                 name: SimpleNamespace(

@@ -22,7 +22,7 @@ from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layers import PagedBatch
 from jaxinfer.runtime.cluster import load_parameters
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, allocate
-from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.stage_plan import StagePlan
 
 DATA = Path(__file__).parents[1] / "data" / "architectures"
 EXPERT_RULES = Path(__file__).parents[2] / "configs" / "sharding" / "experts.py"
@@ -38,7 +38,7 @@ class Model:
         options = EngineOptions(
             dtype="float32", tensor_parallel_size=devices, sharding=sharding, num_pages=PAGES + 1
         )
-        self.plan: Plan = plan_alone(checkpoint.config, options)
+        self.plan: StagePlan = plan_alone(checkpoint.config, options)
         (self.parameters,) = load_parameters(checkpoint, [self.plan])
         self.table = 1 + np.random.default_rng(0).permutation(PAGES).astype(np.int32)
         self.clear()

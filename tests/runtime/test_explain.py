@@ -21,12 +21,12 @@ from jaxinfer.runtime.explain import (
     step_costs,
     weight_bytes_per_device,
 )
-from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.stage_plan import StagePlan
 
 TINY = {"page_size": 8, "num_pages": 65, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 
 
-def plan_for(folder: Path, **options: object) -> Plan:
+def plan_for(folder: Path, **options: object) -> StagePlan:
     return plan_alone(
         open_checkpoint(str(folder)).config, EngineOptions.model_validate(TINY | options)
     )

@@ -14,9 +14,9 @@ PREFILL_FIRST = {"name": "prefill_first", "prefill_tokens": 10}
 WHOLE_PROMPTS = {"name": "whole_prompts", "step_tokens": 10, "max_skips": 2}
 
 
-def make(form_batch: Any, pages: int = 100, order: str = "fcfs", **options: Any) -> Instance:
+def make(batching: Any, pages: int = 100, order: str = "fcfs", **options: Any) -> Instance:
     """Pages of one token."""
-    policies = make_policies(PolicyOptions(form_batch=form_batch, order=order))
+    policies = make_policies(PolicyOptions(batching=batching, order=order))
     limits = {"max_num_batched_tokens": 100, "watermark": 0.0} | options
     return new_instance("A", make_kv(pages, 1), InstanceOptions(**limits), policies)
 
@@ -41,13 +41,13 @@ def running(instance: Instance, name: str, prompt_len: int, computed: int) -> Re
 
 def launch(instance: Instance) -> dict[str, int]:
     """Tokens of each request in the next step, which stays in flight."""
-    batch = instance.form_batch()
+    batch = instance.next_batch()
     return {row.request.id: row.count for row in batch.rows} if batch else {}
 
 
 def step(instance: Instance) -> dict[str, int]:
     """The same of a step that ends at once."""
-    batch = instance.form_batch()
+    batch = instance.next_batch()
     if not batch:
         return {}
     instance.in_flight -= 1

@@ -6,7 +6,7 @@ import pytest
 from serving_checks import make_kv, make_requests, new_instance
 
 from jaxinfer.serving.batch import Batch, Row
-from jaxinfer.serving.forming import BatchBuilder
+from jaxinfer.serving.batch_builder import BatchBuilder
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import CountedPages, Shard
@@ -146,17 +146,17 @@ def test_a_batch_says_how_the_instance_is() -> None:
     waiting(instance, "a", 5)
     waiting(instance, "b", 3)
     waiting(instance, "c", 3)
-    batch = instance.form_batch()
+    batch = instance.next_batch()
     assert batch
     assert (batch.instance, batch.num_waiting, batch.num_running) == ("A", 1, 2)
     assert (batch.pages_in_use, batch.grouped, batch.grouped_context) == (5, 0, 0)
     assert instance.in_flight == 1
-    assert instance.form_batch() is None  # One in flight at most.
+    assert instance.next_batch() is None  # One in flight at most.
 
 
 def test_nothing_to_do_is_no_batch() -> None:
     instance = make()
-    assert instance.form_batch() is None
+    assert instance.next_batch() is None
     assert instance.in_flight == 0
 
 
@@ -566,7 +566,7 @@ def test_room_for_others_is_left_by_the_group() -> None:
 def test_a_batch_counts_the_group_anew_each_time() -> None:
     instance = counted(99, max_in_flight=3)
     running(instance, "a")
-    batches = [instance.form_batch() for _ in range(3)]
+    batches = [instance.next_batch() for _ in range(3)]
     assert [(b.grouped, b.grouped_context, b.work.decodes) for b in batches if b] == [
         (1, 5, 1),
         (1, 6, 1),
@@ -577,7 +577,7 @@ def test_a_batch_counts_the_group_anew_each_time() -> None:
     request.paused = True
     instance.taking_part.leave_group(request)
     instance.in_flight = 0
-    assert instance.form_batch() is None
+    assert instance.next_batch() is None
 
 
 def test_the_group_is_spared_when_others_need_room() -> None:
@@ -589,7 +589,7 @@ def test_the_group_is_spared_when_others_need_room() -> None:
     for name in "ab":
         running(instance, name, computed=3, prompt_len=3)
     assert instance.kv.num_free == 1
-    batch = instance.form_batch()
+    batch = instance.next_batch()
     assert batch
     assert (batch.grouped, batch.rows) == (2, [])
     assert names(instance.running.values()) == ["chunk", "a", "b"]
@@ -602,7 +602,7 @@ def test_those_who_end_together_end_in_the_order_of_admission() -> None:
     requests = [running(instance, "r2", computed=11, output=8)]
     requests += [running(instance, name, computed=10, output=7) for name in ("r0", "r1")]
     requests[0].paused = True
-    first = instance.form_batch()
+    first = instance.next_batch()
     assert first
     assert first.grouped == 2
     instance.taking_part.commit_group(1.0)
@@ -622,7 +622,7 @@ def test_who_leaves_the_group_keeps_its_place() -> None:
     assert names(instance.taking_part.ungrouped()) == ["b", "prompt"]
     instance.taking_part.leave_group(requests[0])
     assert names(instance.taking_part.ungrouped()) == ["a", "b", "prompt"]
-    assert isinstance(instance.form_batch(), Batch)
+    assert isinstance(instance.next_batch(), Batch)
 
 
 def test_of_groups_that_are_back_the_largest_goes_on() -> None:

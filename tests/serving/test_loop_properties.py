@@ -51,7 +51,7 @@ def losses(draw: st.DrawFn) -> Scenario:
 def test_what_a_lost_instance_had_goes_on_elsewhere(scenario: Scenario) -> None:
     outcome = scenario.run(Survivor(scenario.by_id)).verify()
     errors = [r.error for r in outcome.finished.values() if r.error]
-    assert not errors or not outcome.loop.roster.instances
+    assert not errors or not outcome.loop.assignments.instances
     assert all("was lost" in error for error in errors)
 
 
@@ -63,7 +63,7 @@ def test_systems_that_know_nothing_of_losses_come_to_an_end(
     outcome = scenario.run(Chaos(scenario.by_id, seed, actions, scenario.caching)).verify()
     for request in outcome.finished.values():
         assert request.error is None or "was lost" in request.error
-        assert request.error is None or outcome.loop.roster.lost
+        assert request.error is None or outcome.loop.assignments.lost
 
 
 @st.composite
@@ -98,7 +98,7 @@ def test_losses_and_returns_at_any_time(scenario: Scenario, seed: int, actions: 
         return Chaos(scenario.by_id, seed, actions, scenario.caching)
 
     outcome = scenario.run(system()).verify()
-    lost = outcome.loop.roster.lost.keys() - outcome.loop.roster.returning
+    lost = outcome.loop.assignments.lost.keys() - outcome.loop.assignments.returning
     for request in outcome.finished.values():
         assert request.error is None or any(f"{name!r} was lost" in request.error for name in lost)
     again = scenario.run(system()).verify()

@@ -6,7 +6,7 @@ import pytest
 from fake_world import FakeWorld, Timing
 from serving_checks import make_kv, new_instance
 
-from jaxinfer.serving.forming import BatchBuilder
+from jaxinfer.serving.batch_builder import BatchBuilder
 from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.loss import AliveInstances, LostInstance, detach
 from jaxinfer.serving.request_state import RequestState

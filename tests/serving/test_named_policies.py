@@ -15,7 +15,7 @@ from jaxinfer.config.engine import EngineOptions
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.admission import peak_entries
 from jaxinfer.serving.batch import Row
-from jaxinfer.serving.forming import BatchBuilder
+from jaxinfer.serving.batch_builder import BatchBuilder
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.policies import Policies, PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState
@@ -57,7 +57,7 @@ def is_decode(row: Row) -> bool:
 @examples(200)
 @given(scenarios(), st.none() | st.integers(1, 12))
 def test_prefill_first_never_mixes(scenario: Scenario, prefill_tokens: int | None) -> None:
-    chosen = PolicyOptions(form_batch={"name": "prefill_first", "prefill_tokens": prefill_tokens})
+    chosen = PolicyOptions(batching={"name": "prefill_first", "prefill_tokens": prefill_tokens})
     for batch in serve(scenario, chosen).world.batches:
         prompts = [row for row in batch.rows if row.start < row.request.prompt_len]
         decodes = [row for row in batch.rows if is_decode(row)]
@@ -71,14 +71,14 @@ def test_prefill_first_never_mixes(scenario: Scenario, prefill_tokens: int | Non
 @given(scenarios(), st.integers(1, 12), st.integers(1, 3))
 def test_whole_prompts_keep_to_their_tokens(scenario: Scenario, tokens: int, skips: int) -> None:
     options = {"name": "whole_prompts", "step_tokens": tokens, "max_skips": skips}
-    for batch in serve(scenario, PolicyOptions(form_batch=options)).world.batches:
+    for batch in serve(scenario, PolicyOptions(batching=options)).world.batches:
         assert len(batch.rows) == 1 or sum(row.count for row in batch.rows) <= tokens
 
 
 @examples(200)
 @given(scenarios())
 def test_even_decodes_keep_to_their_share(scenario: Scenario) -> None:
-    outcome = serve(scenario, PolicyOptions(form_batch="even_decodes"))
+    outcome = serve(scenario, PolicyOptions(batching="even_decodes"))
     if any(request.metrics.num_preemptions for request in outcome.finished.values()):
         return  # Those that are counted after a step was formed are fewer then.
     options = {name: each for name, *_, each in scenario.instances}
@@ -93,7 +93,7 @@ def test_even_decodes_keep_to_their_share(scenario: Scenario) -> None:
 @given(scenarios(max_instances=1, max_legs=1))
 def test_one_batch_admits_into_an_empty_one(scenario: Scenario) -> None:
     """Between two members of one batch that have begun together, nobody else begins."""
-    outcome = serve(scenario, PolicyOptions(form_batch="one_batch"))
+    outcome = serve(scenario, PolicyOptions(batching="one_batch"))
     if any(request.metrics.num_preemptions for request in outcome.finished.values()):
         return
     launched = {}
@@ -176,7 +176,7 @@ class Instant:
 
     def step(self) -> dict[str, int]:
         """Tokens computed of each request."""
-        batch = self.instance.form_batch()
+        batch = self.instance.next_batch()
         if not batch:
             return {}
         self.instance.in_flight -= 1
@@ -195,7 +195,7 @@ class Instant:
 
 
 def test_prefill_first_by_hand() -> None:
-    run = Instant(form_batch={"name": "prefill_first", "prefill_tokens": 10})
+    run = Instant(batching={"name": "prefill_first", "prefill_tokens": 10})
     run.add((4, 3), (6, 3), (3, 2))
     assert run.step() == {"r0": 4, "r1": 6}
     assert run.step() == {"r2": 3}
@@ -206,7 +206,7 @@ def test_prefill_first_by_hand() -> None:
 
 
 def test_a_prompt_above_the_budget_is_cut_by_it_and_decodes_wait() -> None:
-    run = Instant(form_batch="prefill_first", max_num_batched_tokens=10)
+    run = Instant(batching="prefill_first", max_num_batched_tokens=10)
     run.add((2, 4))
     assert run.step() == {"r0": 2}
     run.add((25, 1), (3, 1))
@@ -220,7 +220,7 @@ def test_a_prompt_above_the_budget_is_cut_by_it_and_decodes_wait() -> None:
 
 
 def test_whole_prompts_by_hand() -> None:
-    run = Instant(form_batch={"name": "whole_prompts", "step_tokens": 10, "max_skips": 2})
+    run = Instant(batching={"name": "whole_prompts", "step_tokens": 10, "max_skips": 2})
     run.add((4, 9), (5, 9), (6, 9))
     assert run.step() == {"r0": 4, "r1": 5}  # The third would be the sixteenth token.
     assert run.step() == {"r2": 6, "r0": 1, "r1": 1}
@@ -234,23 +234,21 @@ def test_whole_prompts_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form_batch", "wanted"), [("mixed", [5, 0, 0]), ("even_decodes", [2, 2, 1])]
+    ("batching", "wanted"), [("mixed", [5, 0, 0]), ("even_decodes", [2, 2, 1])]
 )
-def test_decodes_of_a_pipeline_by_hand(form_batch: str, wanted: list[int]) -> None:
+def test_decodes_of_a_pipeline_by_hand(batching: str, wanted: list[int]) -> None:
     """Three steps in flight, five decodes that are all ready when the first one is formed."""
-    run = Instant(
-        form_batch=form_batch, max_in_flight=3, launch_ahead=False, max_num_batched_tokens=50
-    )
+    run = Instant(batching=batching, max_in_flight=3, launch_ahead=False, max_num_batched_tokens=50)
     run.add(*[(4, 9)] * 5)
     assert run.step() == dict.fromkeys(("r0", "r1", "r2", "r3", "r4"), 4)
-    batches = [run.instance.form_batch() for _ in range(3)]
+    batches = [run.instance.next_batch() for _ in range(3)]
     assert [len(batch.rows) if batch else 0 for batch in batches] == wanted
     rows = [row.request.id for batch in batches if batch for row in batch.rows]
     assert rows == ["r0", "r1", "r2", "r3", "r4"]  # By admission, each once.
 
 
 def test_one_batch_by_hand() -> None:
-    run = Instant(form_batch="one_batch")
+    run = Instant(batching="one_batch")
     run.add((3, 1), (4, 3))
     assert run.step() == {"r0": 3, "r1": 4}
     run.add((2, 1))
@@ -437,26 +435,26 @@ def test_ones_own_function_and_class() -> None:
     ("kind", "name", "reason"),
     [
         ("order", "fails", "raises KeyError: 'nothing'"),
-        *((kind, "leaves", "raises SystemExit: 3 (") for kind in ("order", "admit", "form_batch")),
+        *((kind, "leaves", "raises SystemExit: 3 (") for kind in ("order", "admit", "batching")),
         ("order", "astray", "returns 'r0', must be one of the requests"),
         ("order", "pops", "raises AttributeError: '_ReadOnly' object has no attribute 'popleft'"),
         ("order", "deletes", "raises TypeError: '_ReadOnly' object doesn't support item deletion"),
         ("admit", "answers_three", "returns 3, must be True or False"),
-        ("form_batch", "answers_three", "returns 3, must return nothing"),
-        ("form_batch", "takes_none", "takes in 0 tokens of 'r0', must be 1 to 5"),
-        ("form_batch", "takes_back", "takes in -1 tokens of 'r0', must be 1 to 5"),
-        ("form_batch", "takes_more_than_it_has", "takes in 6 tokens of 'r0', must be 1 to 5"),
+        ("batching", "answers_three", "returns 3, must return nothing"),
+        ("batching", "takes_none", "takes in 0 tokens of 'r0', must be 1 to 5"),
+        ("batching", "takes_back", "takes in -1 tokens of 'r0', must be 1 to 5"),
+        ("batching", "takes_more_than_it_has", "takes in 6 tokens of 'r0', must be 1 to 5"),
         (
-            "form_batch",
+            "batching",
             "takes_more_than_fit",
             "raises ValueError: add: request 'r0' up to 99 KV entries, may have 5 in this step",
         ),
         (
-            "form_batch",
+            "batching",
             "takes_more_than_a_step",
             "forms a step of 5 tokens, max_num_batched_tokens is 4",
         ),
-        ("form_batch", "takes_two_rows", "takes in a request twice in one step"),
+        ("batching", "takes_two_rows", "takes in a request twice in one step"),
     ],
 )
 def test_what_ones_own_does_amiss_names_it(kind: str, name: str, reason: str) -> None:
@@ -470,7 +468,7 @@ def test_what_ones_own_does_amiss_names_it(kind: str, name: str, reason: str) ->
 
 def test_decodes_that_go_together_count_in_ones_own_step() -> None:
     policy = f"{ME}:takes_five_beside_a_group"
-    run = Instant(grouped=True, max_num_batched_tokens=5, form_batch=policy)
+    run = Instant(grouped=True, max_num_batched_tokens=5, batching=policy)
     run.add((5, 3))
     assert run.step() == {"r0": 5}
     run.add((5, 2))
@@ -511,8 +509,8 @@ def test_ones_own_victim_is_one_of_those_that_may_be() -> None:
         ({"order": {"name": f"{ME}:own", "x": 1}}, f"policies.order.x: {ME}:own has no options"),
         ({"admit": {"name": f"{ME}:Plain", "x": 1}}, "policies.admit.x: Plain has no options"),
         (
-            {"form_batch": {"name": "prefill_first", "prefill_tokens": 0}},
-            "policies.form_batch.prefill_tokens is 0, must be greater than or equal to 1",
+            {"batching": {"name": "prefill_first", "prefill_tokens": 0}},
+            "policies.batching.prefill_tokens is 0, must be greater than or equal to 1",
         ),
         (
             {"admit": {"name": "peak", "bund": "low"}},
@@ -524,7 +522,11 @@ def test_ones_own_victim_is_one_of_those_that_may_be() -> None:
         ({"victim": f"{ME}:gone"}, f"policies.victim: '{ME}:gone': module '{ME}' has no attr"),
         (
             {"sort": "fcfs"},
-            "policies.sort: unknown option, known: admit, form_batch, order, victim",
+            "policies.sort: unknown option, known: admit, batching, order, victim",
+        ),
+        (
+            {"batching": "mixed", "form_batch": "mixed"},
+            "policies.form_batch: batching is its name now, and is given, too; remove one",
         ),
         ({"order": 3}, "policies.order"),
         ({"order": {"name": 3}}, "policies.order.name is 3, must be one of fcfs"),
@@ -542,9 +544,15 @@ def test_refused(policies: dict[str, Any], reason: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_the_old_key_of_batching_is_taken_with_a_note() -> None:
+    with pytest.warns(FutureWarning, match="policies.form_batch is now policies.batching"):
+        options = EngineOptions(policies={"order": "fcfs", "form_batch": "one_batch"})
+    assert options.policies == PolicyOptions(batching="one_batch")
+
+
 def test_each_instance_has_policies_of_its_own() -> None:
-    options = PolicyOptions(form_batch="whole_prompts")
-    assert make_policies(options).form_batch is not make_policies(options).form_batch
+    options = PolicyOptions(batching="whole_prompts")
+    assert make_policies(options).batching is not make_policies(options).batching
     assert make_policies(PolicyOptions()) == Policies()
 
 

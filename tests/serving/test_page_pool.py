@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from scenarios import examples
 from serving_checks import make_kv, pages_of
 
-from jaxinfer.serving.kv_shards import Hold, KVShards, SliceMove, most_pages
+from jaxinfer.serving.kv_shards import HeldPages, KVShards, SliceMove, most_pages
 from jaxinfer.serving.page_pool import CountedPages, PagePool, Shard
 from jaxinfer.serving.prefix_cache import CachedPage
 
@@ -378,11 +378,11 @@ class Pools(RuleBasedStateMachine):
         super().__init__()
         layout = ((13, (0, 1)), (7, (2,)), (5, ()))
         self.kv = KVShards([Shard(PagePool(pages, 3), slices) for pages, slices in layout])
-        self.holds: list[Hold] = []
-        self.pinned: list[Hold] = []
-        self.moves: dict[Hold, SliceMove] = {}
+        self.holds: list[HeldPages] = []
+        self.pinned: list[HeldPages] = []
+        self.moves: dict[HeldPages, SliceMove] = {}
 
-    def pick(self, holds: Sequence[Hold], number: int) -> Hold | None:
+    def pick(self, holds: Sequence[HeldPages], number: int) -> HeldPages | None:
         return holds[number % len(holds)] if holds else None
 
     @rule(tokens=st.integers(1, 20))

@@ -21,7 +21,7 @@ def queue(instance: Instance, *lengths: tuple[int, int]) -> list[RequestState]:
 
 def step(instance: Instance) -> list[tuple[str, int, int]]:
     """Form a batch and commit it as if it ran at once: (request, start, count) of its rows."""
-    batch = instance.form_batch()
+    batch = instance.next_batch()
     if not batch:
         return []
     instance.in_flight -= 1
@@ -97,12 +97,12 @@ def test_chunks_in_flight_count_as_done() -> None:
     """The next chunk follows the one in flight, up to the leg's end and no further."""
     a = make(100, max_num_batched_tokens=6, max_in_flight=3)
     running(a, "p", 9, 0)
-    assert [rows_of(a.form_batch()) for _ in range(2)] == [[("p", 0, 6)], [("p", 6, 3)]]
-    assert rows_of(a.form_batch()) == [("p", 9, 1)]
+    assert [rows_of(a.next_batch()) for _ in range(2)] == [[("p", 0, 6)], [("p", 6, 3)]]
+    assert rows_of(a.next_batch()) == [("p", 9, 1)]
     b = make(100, max_num_batched_tokens=6, max_in_flight=3)
     running(b, "p", 5, 0).legs = [Leg("A", 4), Leg("B")]
-    assert rows_of(b.form_batch()) == [("p", 0, 4)]
-    assert b.form_batch() is None
+    assert rows_of(b.next_batch()) == [("p", 0, 4)]
+    assert b.next_batch() is None
 
 
 def test_decodes_of_the_group_take_their_part_of_the_budget() -> None:
@@ -111,7 +111,7 @@ def test_decodes_of_the_group_take_their_part_of_the_budget() -> None:
     for name in ("d", "e", "f"):
         running(a, name, 4, 4)
     queue(a, (9, 3))
-    batch = a.form_batch()
+    batch = a.next_batch()
     assert batch
     assert (batch.grouped, batch.grouped_context, rows_of(batch)) == (3, 15, [("r0", 0, 3)])
     assert batch.work.tokens == 6
@@ -178,27 +178,27 @@ def test_launch_ahead() -> None:
     for ahead, second in ((True, [("r0", 4, 1)]), (False, [])):
         a = make(10, launch_ahead=ahead, max_in_flight=3)
         queue(a, (4, 3))
-        first = a.form_batch()
+        first = a.next_batch()
         assert first
         assert [row.input_pending for row in first.rows] == [False]
-        batch = a.form_batch()
+        batch = a.next_batch()
         assert rows_of(batch) == second
         if batch:
             assert batch.rows[0].input_pending
             assert batch.rows[0].samples
-            assert rows_of(a.form_batch()) == [("r0", 5, 1)]
-            assert a.form_batch() is None  # Three in flight; and the last token needs no step.
+            assert rows_of(a.next_batch()) == [("r0", 5, 1)]
+            assert a.next_batch() is None  # Three in flight; and the last token needs no step.
 
 
 def test_a_chunk_may_have_to_wait_for_the_last_one() -> None:
     for chunks, rows in (("all", [("r0", 4, 4)]), (1, [])):
         a = make(10, max_num_batched_tokens=4, max_in_flight=4, chunks_in_flight=chunks)
         (request,) = queue(a, (9, 3))
-        assert rows_of(a.form_batch()) == [("r0", 0, 4)]
-        assert rows_of(a.form_batch()) == rows
+        assert rows_of(a.next_batch()) == [("r0", 0, 4)]
+        assert rows_of(a.next_batch()) == rows
         request.computed = request.launched = 8
-        assert rows_of(a.form_batch()) == [("r0", 8, 1)]
-        assert rows_of(a.form_batch()) == [("r0", 9, 1)]  # A decode waits for no chunk.
+        assert rows_of(a.next_batch()) == [("r0", 8, 1)]
+        assert rows_of(a.next_batch()) == [("r0", 9, 1)]  # A decode waits for no chunk.
 
 
 @pytest.mark.parametrize("until", [1, 3, 4, 5, 9])
@@ -206,7 +206,7 @@ def test_who_computes_the_last_prompt_position_samples(until: int) -> None:
     a = make(10, max_num_batched_tokens=100)
     (request,) = queue(a, (4, 3))
     request.legs = [Leg("A", until), Leg("B")]
-    batch = a.form_batch()
+    batch = a.next_batch()
     assert batch
     assert rows_of(batch) == [("r0", 0, min(4, until))]
     assert batch.rows[0].samples == (until >= 4)
@@ -220,5 +220,5 @@ def test_policies_are_replaceable() -> None:
     closed = Policies(admit=lambda instance, request, leg: False)
     b = new_instance("B", make_kv(100, 4), policies=closed)
     queue(b, (5, 1))
-    assert b.form_batch() is None
+    assert b.next_batch() is None
     assert latest(make_requests([(1, 1), (2, 2)])).id == "r1"

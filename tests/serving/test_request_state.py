@@ -3,7 +3,7 @@
 import pytest
 from serving_checks import make_kv
 
-from jaxinfer.serving.kv_shards import Hold
+from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg
 
@@ -99,7 +99,7 @@ def test_slices_by_shard() -> None:
     assert found.slices == [[0, 1], [], [2]]
 
 
-def reserved(found: RequestState) -> Hold:
+def reserved(found: RequestState) -> HeldPages:
     found.incoming = make_kv(9, 1).reserve(5)
     assert found.incoming
     return found.incoming

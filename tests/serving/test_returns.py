@@ -33,7 +33,7 @@ def test_who_has_nowhere_else_to_go_waits() -> None:
         "7.5-8.5 A r0:5+1 r1:3+1",
     ]
     assert (times(outcome), times(outcome, "r1")) == ([1, 7.5, 8.5], [8.5])
-    assert (outcome.loop.roster.lost, outcome.loop.roster.returning) == ({}, set())
+    assert (outcome.loop.assignments.lost, outcome.loop.assignments.returning) == ({}, set())
 
 
 def test_one_that_cannot_be_started_fails_who_has_waited() -> None:
@@ -59,7 +59,7 @@ def test_who_names_an_instance_that_is_lost_for_good_waits_while_another_is_star
 def test_a_run_does_not_wait_for_whom_nobody_needs() -> None:
     timing = unit(lost={"B": (1.5, 99)})
     outcome = follow([TO_A], [pool("A"), pool("B")], [(4, 4)], timing=timing, renew=again)
-    assert (outcome.world.now(), list(outcome.loop.roster.lost)) == (4, ["B"])
+    assert (outcome.world.now(), list(outcome.loop.assignments.lost)) == (4, ["B"])
 
 
 def test_kv_that_was_to_be_fetched_is_kept_meanwhile() -> None:
@@ -85,7 +85,7 @@ def test_one_that_is_back_takes_its_old_place() -> None:
     outcome = least_loaded({"A": (0.5, 5)}, [0, 2, 4, 6, 8])
     assert [outcome.route_of(f"r{i}")[-1][0] for i in range(5)] == ["B", "B", "B", "A", "A"]
     assert outcome.route_of("r0")[0] == ("A", 4)
-    assert list(outcome.loop.roster.instances) == ["A", "B", "C"]
+    assert list(outcome.loop.assignments.instances) == ["A", "B", "C"]
 
 
 def test_it_may_be_lost_again_and_again() -> None:
@@ -96,7 +96,7 @@ def test_it_may_be_lost_again_and_again() -> None:
         [("A", 4), ("B", 4)],
         [("B", 4)],
     ]
-    assert outcome.loop.roster.lost == {"A": "killed"}
+    assert outcome.loop.assignments.lost == {"A": "killed"}
 
 
 class Drains(System):
@@ -126,7 +126,7 @@ def test_it_has_the_role_that_it_began_with_and_the_figures_of_the_one_before() 
         Drains(), [pool("A"), lost], [(4, 9)], timing=unit(lost={"B": (1.5, 2.5)}), renew=renew
     )
     (back,) = begun
-    assert outcome.loop.roster.instances["B"] is back
+    assert outcome.loop.assignments.instances["B"] is back
     assert (back.role, back.next_role, lost.next_role) == ("worker", None, "spare")
     assert (back.role_seconds(7.0), back.num_preemptions) == ({"worker": 7.0}, 3)
 

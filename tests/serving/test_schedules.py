@@ -296,7 +296,7 @@ def test_a_role_is_taken_when_the_last_pages_have_been_fetched() -> None:
     roles: list[tuple[float, str, bool]] = []
 
     def watch(loop: ServingLoop) -> None:
-        a = loop.roster.instances["A"]
+        a = loop.assignments.instances["A"]
         if not roles or roles[-1][1:] != (a.role, a.draining):
             roles.append((loop.world.now(), a.role, a.draining))
 

@@ -365,7 +365,7 @@ def test_cronus(seed: int) -> None:
 
     def watch(loop) -> None:  # type: ignore[no-untyped-def]
         nonlocal most
-        most = max(most, loop.roster.instances["slow"].num_requests)
+        most = max(most, loop.assignments.instances["slow"].num_requests)
 
     pool = [instance("slow", budget=3), instance("fast")]
     requests = make_requests(LENGTHS, [0.0] * len(LENGTHS))

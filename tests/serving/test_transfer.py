@@ -8,7 +8,7 @@ from serving_checks import make_kv, new_instance
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.batch import Batch, Row, Transfer
-from jaxinfer.serving.forming import BatchBuilder
+from jaxinfer.serving.batch_builder import BatchBuilder
 from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg, MoveSlices

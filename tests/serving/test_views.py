@@ -107,7 +107,7 @@ def test_counts_at_every_event(scenario: Scenario, seed: int, actions: int) -> N
     run = scenario.run(Chaos(scenario.by_id, seed, actions, scenario.caching))
 
     def watch(loop: ServingLoop) -> None:
-        for instance in loop.roster.instances.values():
+        for instance in loop.assignments.instances.values():
             assert seen(instance) == counted(instance)
 
     run.watch = watch
@@ -205,7 +205,7 @@ def test_counts_settle_no_group() -> None:
     instance.waiting.append(request)
     found = []
     for _ in range(6):
-        batch = instance.form_batch()
+        batch = instance.next_batch()
         assert batch
         instance.in_flight -= 1
         if batch.grouped:

@@ -25,12 +25,12 @@ from jaxinfer.simulate.calibrate import (
     calibration_table,
     read_points,
 )
-from jaxinfer.simulate.costs.roofline import Efficiency, RooflineStage
+from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
 
 GPU, MODEL = find_gpu("A10"), find_model("llama-3-8b")
 LAYERS = MODEL.num_hidden_layers
-TRUTH = Efficiency(flops=0.55, bandwidth=0.8, step_s=0.004, sequence_s=2e-4)
-BEFORE = Efficiency(flops=0.9, bandwidth=0.5, step_s=0.0, sequence_s=0.0)
+TRUTH = KernelEfficiency(flops=0.55, bandwidth=0.8, step_s=0.004, sequence_s=2e-4)
+BEFORE = KernelEfficiency(flops=0.9, bandwidth=0.5, step_s=0.0, sequence_s=0.0)
 Counts = tuple[int, int, int, float]
 LONG = [(chunk, start, 0, 0) for chunk in (512, 1024, 2048) for start in (0, 1024, 4096)]
 SHORT = [(chunk, 0, 0, 0) for chunk in (16, 32, 64, 128)]
@@ -43,7 +43,7 @@ MIXED = [
 ]
 
 
-def stage(efficiency: Efficiency) -> RooflineStage:
+def stage(efficiency: KernelEfficiency) -> RooflineStage:
     return RooflineStage(GPU, MODEL, LAYERS, True, 1, 2, efficiency, GPU.link_gb_s)
 
 
@@ -54,7 +54,7 @@ def point(counts: Counts, seconds: float = 1.0) -> MeasuredStep:
 
 
 def measured(
-    steps: Sequence[Counts], truth: Efficiency = TRUTH, noise: float = 0.0, seed: int = 0
+    steps: Sequence[Counts], truth: KernelEfficiency = TRUTH, noise: float = 0.0, seed: int = 0
 ) -> list[MeasuredStep]:
     rng, made = random.Random(seed), stage(truth)
     return [
@@ -63,7 +63,7 @@ def measured(
     ]
 
 
-def check(found: Calibration, expected: Efficiency, rel: float, seconds: float = 0.0) -> None:
+def check(found: Calibration, expected: KernelEfficiency, rel: float, seconds: float = 0.0) -> None:
     """Check values to a share; ``step_s``, a small part of most steps, to some seconds as well."""
     for name in found.fitted:
         room = seconds if name == "step_s" else 0.0
@@ -99,7 +99,7 @@ def test_noise_of_two_percent(seed: int) -> None:
     assert 0.01 < found.mape < 0.03
 
 
-def engine(**changes: float) -> Efficiency:
+def engine(**changes: float) -> KernelEfficiency:
     """TRUTH, with nothing of what the points of a test cannot tell."""
     return replace(TRUTH, **changes)
 
@@ -119,7 +119,7 @@ def engine(**changes: float) -> Efficiency:
     ],
 )
 def test_what_points_cannot_tell_is_kept(
-    steps: list[Counts], truth: Efficiency, fitted: tuple[str, ...], noise: float
+    steps: list[Counts], truth: KernelEfficiency, fitted: tuple[str, ...], noise: float
 ) -> None:
     found = calibrate(stage, measured(steps, truth, noise, seed=1), BEFORE)
     assert found.fitted == fitted
@@ -159,8 +159,8 @@ def test_the_worst_point_is_named() -> None:
 
 def test_a_start_in_the_wrong_valley_is_left() -> None:
     """The minimum downhill from 0.03 of the FLOPs is not the least."""
-    truth = Efficiency(flops=0.55, bandwidth=0.39, step_s=0.004, sequence_s=2e-4)
-    before = Efficiency(flops=0.0324, bandwidth=0.2357, step_s=0.0, sequence_s=0.0)
+    truth = KernelEfficiency(flops=0.55, bandwidth=0.39, step_s=0.004, sequence_s=2e-4)
+    before = KernelEfficiency(flops=0.0324, bandwidth=0.2357, step_s=0.0, sequence_s=0.0)
     found = calibrate(stage, measured(MIXED, truth), before)
     assert found.fitted == ALL
     check(found, truth, rel=0.01)
@@ -196,7 +196,7 @@ def test_the_table_has_the_points_that_are_furthest_off_first() -> None:
 
 def test_what_is_to_be_pasted_takes_the_place_of_what_was_there() -> None:
     """Four digits; the rest of the section and of the group stays."""
-    efficiency = Efficiency(0.123456, 0.654321, 0.0123456, 1.23456e-5)
+    efficiency = KernelEfficiency(0.123456, 0.654321, 0.0123456, 1.23456e-5)
     found = Calibration(efficiency, ALL, 0.1, 0.2, point((16, 0, 0, 0)), 1)
     values = {"flops": 0.1235, "bandwidth": 0.6543, "step_s": 0.01235, "sequence_s": 1.235e-5}
     groups = {"g": {"reserve_gb": 3, "flops": 0.25}, "h": {"step_s": 0.5}}

@@ -12,7 +12,7 @@ from jaxinfer.config.nodes import NodeOptions
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
 from jaxinfer.hardware.catalogue import Catalogue, Gpu, find_gpu, find_model
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs.roofline import Efficiency, RooflineStage
+from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 
@@ -149,7 +149,7 @@ def test_a_roofline_takes_what_is_stated_of_collectives() -> None:
 
     def seconds(**stated: float) -> float:
         gpu = Gpu(**CARD | {"link_gb_s": 32.0} | stated)
-        sizes = find_model("llama-3-8b"), 5, False, 2, 2, Efficiency(1.0, 1.0)
+        sizes = find_model("llama-3-8b"), 5, False, 2, 2, KernelEfficiency(1.0, 1.0)
         return RooflineStage(gpu, *sizes, *gpu.stated_collective).seconds(work)
 
     moved = 5 * 2 * 7 * 4096 * 2

@@ -12,7 +12,7 @@ from jaxinfer.commands.app import cli
 from jaxinfer.hardware.catalogue import find_gpu, find_model
 from jaxinfer.report.records import read_run
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs.roofline import Efficiency, RooflineStage
+from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
 
 CRONUS = Path(__file__).parents[2] / "configs" / "cronus"
 
@@ -156,7 +156,7 @@ def test_calibrate_prints_a_line_for_the_run_file(tmp_path: Path) -> None:
     points = ["chunk_tokens,chunk_context,decodes,decode_context,seconds"]
     model = find_model("llama-3-8b")
     stage = RooflineStage(
-        find_gpu("A100-80G-SXM"), model, 32, True, 1, 2, Efficiency(0.5, 0.8, 0.004), 300
+        find_gpu("A100-80G-SXM"), model, 32, True, 1, 2, KernelEfficiency(0.5, 0.8, 0.004), 300
     )
     for tokens, decodes in ((4096, 0), (1024, 0), (0, 1), (0, 64), (512, 64), (64, 8)):
         chunks = [(0, tokens)] if tokens else []

@@ -73,5 +73,5 @@ def test_costs_know_nothing_of_scheduling(module: str) -> None:
 
 def test_the_world_has_no_queue_policy_or_pages() -> None:
     source = (ROOT / "jaxinfer" / "simulate" / "world.py").read_text()
-    for name in ("policies", "page_pool", "serving.instance", "form_batch", "waiting", "KVShards"):
+    for name in ("policies", "page_pool", "serving.instance", "batching", "waiting", "KVShards"):
         assert name not in source

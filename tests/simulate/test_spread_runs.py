@@ -15,7 +15,7 @@ from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.site import model_site
 from jaxinfer.plan.estimate import guess_rate
-from jaxinfer.report.metrics import SliceMoves
+from jaxinfer.report.metrics import SliceMoveCounts
 from jaxinfer.report.records import read_run
 from jaxinfer.report.table import metrics_table
 from jaxinfer.simulate.cluster import model_cluster
@@ -36,7 +36,7 @@ def test_a_run_with_all_heads_on_the_own_groups_is_that_of_plain_stages() -> Non
     assert (found.steps, found.wall_s) == (expected.steps, expected.wall_s)
     assert found.peak_pages == 2 * expected.peak_pages
     assert expected.slice_moves is None
-    assert found.slice_moves == SliceMoves(begun=0, num_bytes=0, without_room=0, at_once=0)
+    assert found.slice_moves == SliceMoveCounts(begun=0, num_bytes=0, without_room=0, at_once=0)
 
 
 def test_a_run_places_heads_where_the_system_wants_them() -> None:
@@ -71,7 +71,7 @@ def test_slices_move_over_the_link(tmp_path: Path) -> None:
     end = tokens[step] + 0.5 + rest * 1e-6
     both = cost.stages(work_with([(5 + step, 1)], 1, 1))[0]
     assert tokens[step + 1] == pytest.approx(end + both)
-    moves = SliceMoves(begun=1, num_bytes=384 + rest, without_room=0, at_once=1)
+    moves = SliceMoveCounts(begun=1, num_bytes=384 + rest, without_room=0, at_once=1)
     assert found.slice_moves == moves
     run = read_run(tmp_path / "1")
     assert run.run["metrics"]["slice_moves"]["num_bytes"] == 384 + rest

@@ -14,8 +14,8 @@ from jaxinfer.config.cluster import one_engine
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.runtime.stage.layout import Plan
-from jaxinfer.runtime.stage.layout_cluster import plan_cluster
+from jaxinfer.runtime.stage.cluster_plan import plan_cluster
+from jaxinfer.runtime.stage.stage_plan import StagePlan
 
 DEMO = "smollm2-135m-instruct"
 CONFIG = {
@@ -63,7 +63,7 @@ GGUF_NAMES = {
 Weights = dict[str, np.ndarray]
 
 
-def plan_alone(model: ModelConfig, options: EngineOptions) -> Plan:
+def plan_alone(model: ModelConfig, options: EngineOptions) -> StagePlan:
     """Return the plan of one instance with one stage."""
     ((plan,),) = plan_cluster(model, one_engine(options)).values()
     return plan

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from jaxinfer.serving.batch import Batch, Row, Transfer
 from jaxinfer.serving.instance import Instance
-from jaxinfer.serving.kv_shards import Hold
+from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import (
     Arrival,
@@ -31,7 +31,7 @@ from jaxinfer.serving.world import (
 Cell = tuple[Hashable, ...]
 # Of each page of each shard of each instance, what its places hold.
 Cells = Mapping[tuple[str, int, int], dict[int, Cell]]
-# For each shard, slice -> page numbers: a copy of Hold.tables.
+# For each shard, slice -> page numbers: a copy of HeldPages.tables.
 Tables = list[dict[int, list[int]]]
 
 # A multiplicative hash; what matters is that each token depends on all before it.
@@ -150,7 +150,7 @@ class FakeWorld:
         self._order = itertools.count()
         self._arrivals = len(requests)
         self.cells: dict[tuple[str, int, int], dict[int, Cell]] = defaultdict(dict, cells or {})
-        self._users: dict[tuple[str, int, int], Counter[Hold]] = defaultdict(Counter)
+        self._users: dict[tuple[str, int, int], Counter[HeldPages]] = defaultdict(Counter)
         self._device_tokens: dict[tuple[str, int, int], int] = {}
         self._unwritten: set[tuple[str, int, int]] = set()
         self._last: dict[str, tuple[float, float]] = {}
@@ -286,9 +286,9 @@ class FakeWorld:
             self._forget(event.instance)
         self.check()
 
-    def holds_in_flight(self) -> Counter[Hold]:
+    def holds_in_flight(self) -> Counter[HeldPages]:
         """Each hold's number of users among unfinished steps and transfers."""
-        users: Counter[Hold] = Counter()
+        users: Counter[HeldPages] = Counter()
         for step in self.in_flight_steps.values():
             users.update(row.hold for row in step.batch.rows)
         for transfer, _, _ in self.in_flight_transfers.values():
@@ -454,7 +454,7 @@ class FakeWorld:
             for piece, pages in table.items():
                 self.cells[name, shard, pages[page]][cell] = (*content, piece)
 
-    def _use(self, name: str, hold: Hold, tables: Tables, num_tokens: int) -> None:
+    def _use(self, name: str, hold: HeldPages, tables: Tables, num_tokens: int) -> None:
         kv = self.instances[name].kv
         assert hold.kv is kv
         assert not hold.released
@@ -469,7 +469,7 @@ class FakeWorld:
                     others -= {hold} | self._being_committed()
                     assert not others, f"{name}/{shard} page {page} has two holders at work"
 
-    def _being_committed(self) -> set[Hold]:
+    def _being_committed(self) -> set[HeldPages]:
         """Holds of the event that the loop applies now: it may reuse pages of an earlier row."""
         match self._delivered[0] if self._delivered else None:
             case StepDone() as done:
@@ -478,7 +478,7 @@ class FakeWorld:
                 return {done.transfer.source_hold, done.transfer.dest_hold}
         return set()
 
-    def _unuse(self, name: str, hold: Hold, tables: Tables) -> None:
+    def _unuse(self, name: str, hold: HeldPages, tables: Tables) -> None:
         for shard, table in enumerate(tables):
             for page in itertools.chain(*table.values()):
                 users = self._users[name, shard, page]
@@ -487,11 +487,11 @@ class FakeWorld:
                     del users[hold]
 
 
-def shares(one: Hold, other: Hold, shard: int, page: int) -> bool:
+def shares(one: HeldPages, other: HeldPages, shard: int, page: int) -> bool:
     """Return whether both have the page from the prefix cache."""
     both = set(one.cached.values()) & set(other.cached.values())
     return any(page in cached.pages[shard].values() for cached in both)
 
 
-def copy_tables(hold: Hold) -> Tables:
+def copy_tables(hold: HeldPages) -> Tables:
     return [{piece: list(pages) for piece, pages in table.items()} for table in hold.tables]

@@ -351,5 +351,5 @@ def policy_options(draw: st.DrawFn) -> PolicyOptions:
     return PolicyOptions(
         order=draw(st.sampled_from(orders)),
         admit=draw(ADMISSIONS),
-        form_batch=draw(BATCHES),
+        batching=draw(BATCHES),
     )

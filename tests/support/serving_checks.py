@@ -8,7 +8,7 @@ from typing import Any
 from fake_world import Cells, FakeWorld, Timing, logprob_of
 
 from jaxinfer.serving.instance import Instance, InstanceOptions
-from jaxinfer.serving.kv_shards import Hold, KVShards
+from jaxinfer.serving.kv_shards import HeldPages, KVShards
 from jaxinfer.serving.loop import ServingLoop, Stop
 from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.policies import Policies
@@ -75,7 +75,7 @@ def make_requests(
     ]
 
 
-def pages_of(hold: Hold, shard: int) -> list[int]:
+def pages_of(hold: HeldPages, shard: int) -> list[int]:
     """Return the pages of slices, and of the places they are on their way to."""
     tables = [hold.tables[shard], *hold.copies[shard : shard + 1]]
     return [page for table in tables for pages in table.values() for page in pages]
@@ -86,14 +86,14 @@ def check_pools(loop: ServingLoop, world: FakeWorld) -> None:
 
     Of a lost instance, nobody has any, and none is cached.
     """
-    for name in world.instances.keys() - loop.roster.instances.keys():
+    for name in world.instances.keys() - loop.assignments.instances.keys():
         kv = world.instances[name].kv
         check_all_free(kv)
         assert not kv.reserved
         assert not (kv.cache and kv.cache._pages)
     in_flight = world.holds_in_flight()
     held = []
-    for request in loop.roster.live.values():
+    for request in loop.assignments.live.values():
         exported = request.exported[1] if request.exported else None
         held += [h for h in (request.hold, exported, request.incoming) if h]
     assert len(set(held)) == len(held)
@@ -102,7 +102,7 @@ def check_pools(loop: ServingLoop, world: FakeWorld) -> None:
         assert hold.users == in_flight[hold]
     pinned = [hold for hold in in_flight if hold.released]
     assert all(hold in held or hold.released for hold in in_flight)
-    for instance in loop.roster.instances.values():
+    for instance in loop.assignments.instances.values():
         here = [h for h in [*held, *pinned] if h.kv is instance.kv]
         idle = check_cache(instance.kv, here) if instance.kv.cache else []
         for number, shard in enumerate(instance.kv.shards):
@@ -135,7 +135,7 @@ def check_all_free(kv: KVShards) -> None:
         assert (shard.pool.num_pinned, shard.num_pairs) == (0, 0)
 
 
-def check_cache(kv: KVShards, holds: list[Hold]) -> list[CachedPage]:
+def check_cache(kv: KVShards, holds: list[HeldPages]) -> list[CachedPage]:
     """Each cached page counts the holds that have it; returns the idle ones."""
     assert kv.cache
     counts = Counter(page for hold in holds for page in hold.cached.values())
@@ -160,19 +160,19 @@ def check_requests(loop: ServingLoop, world: FakeWorld) -> None:
         rows.update(r.request.id for r in step.batch.rows if r.epoch == r.request.epoch)
     for transfer, _, _ in world.in_flight_transfers.values():
         moving[transfer.request.id] += transfer.epoch == transfer.request.epoch
-    for request in loop.roster.live.values():
+    for request in loop.assignments.live.values():
         request.check()
         assert request.finish_reason is None
         assert request.transfers == moving[request.id]
         if request.exported:
             exported[request.exported[0]] += 1
-            assert request.exported[1].kv is loop.roster.instances[request.exported[0]].kv
-        if request.id in loop.roster.unrouted:
+            assert request.exported[1].kv is loop.assignments.instances[request.exported[0]].kv
+        if request.id in loop.assignments.unrouted:
             assert not request.legs
             assert request.hold is None
             assert request.incoming is None
             continue
-        here = loop.roster.instances[request.legs[0].instance]
+        here = loop.assignments.instances[request.legs[0].instance]
         waits, imports = request in here.waiting, request.id in here.importing
         runs = request.id in here.running
         assert waits + imports + runs == 1
@@ -184,9 +184,9 @@ def check_requests(loop: ServingLoop, world: FakeWorld) -> None:
         if request.incoming:
             assert runs
             assert request.incoming.kv is not here.kv
-    ahead = {r.incoming for r in loop.roster.live.values() if r.incoming}
-    assert ahead == {hold for i in loop.roster.instances.values() for hold in i.kv.reserved}
-    for instance in loop.roster.instances.values():
+    ahead = {r.incoming for r in loop.assignments.live.values() if r.incoming}
+    assert ahead == {hold for i in loop.assignments.instances.values() for hold in i.kv.reserved}
+    for instance in loop.assignments.instances.values():
         options = instance.options
         assert instance.num_exported == exported[instance.name]
         assert len(instance.running) + len(instance.importing) <= options.max_num_seqs
@@ -208,9 +208,9 @@ def check_requests(loop: ServingLoop, world: FakeWorld) -> None:
             ]
             assert len(set(chunks)) == len(chunks)
         queues = [*instance.waiting, *instance.importing.values(), *instance.running.values()]
-        assert all(loop.roster.live.get(r.id) is r for r in queues)
+        assert all(loop.assignments.live.get(r.id) is r for r in queues)
         assert all(r.legs[0].instance == instance.name for r in queues)
-    assert set(loop.roster.unrouted) <= set(loop.roster.live)
+    assert set(loop.assignments.unrouted) <= set(loop.assignments.live)
 
 
 def follows_a_chunk(request: RequestState) -> bool:
@@ -219,7 +219,7 @@ def follows_a_chunk(request: RequestState) -> bool:
 
 def check_nobody_idles(loop: ServingLoop) -> None:
     """Check that an instance with room for a batch leaves no request that could join it."""
-    for instance in loop.roster.instances.values():
+    for instance in loop.assignments.instances.values():
         options = instance.options
         if instance.in_flight >= options.max_in_flight:
             continue
@@ -343,10 +343,10 @@ class Run:
     ) -> None:
         check_pools(loop, world)
         check_requests(loop, world)
-        assert not loop.roster.live
+        assert not loop.assignments.live
         assert not world.in_flight_steps
         assert not world.in_flight_transfers
-        for instance in loop.roster.instances.values():
+        for instance in loop.assignments.instances.values():
             assert not instance.num_requests
             check_all_free(instance.kv)
         assert set(finished) == {r.id for r in self.requests}

@@ -9,8 +9,8 @@ from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.rope import Rope
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.runtime.stage.layout import Plan
-from jaxinfer.runtime.stage.layout_cluster import plan_cluster
+from jaxinfer.runtime.stage.cluster_plan import plan_cluster
+from jaxinfer.runtime.stage.stage_plan import StagePlan
 
 H = 8  # The head dimension.
 
@@ -22,7 +22,7 @@ def model(layers: int, kv_heads: int) -> ModelConfig:
     )  # fmt: skip
 
 
-def plans(kv_heads: int, source: dict[str, Any], dest: dict[str, Any]) -> list[list[Plan]]:
+def plans(kv_heads: int, source: dict[str, Any], dest: dict[str, Any]) -> list[list[StagePlan]]:
     """Return plans of two instances of four layers, on two devices each or ``tp`` of them."""
     ends = {"a": source, "b": dest}
     groups = {
@@ -38,7 +38,7 @@ def plans(kv_heads: int, source: dict[str, Any], dest: dict[str, Any]) -> list[l
     return list(plan_cluster(model(4, kv_heads), config).values())
 
 
-def pages_of(plan: Plan, rng: np.random.Generator) -> list[KVPages]:
+def pages_of(plan: StagePlan, rng: np.random.Generator) -> list[KVPages]:
     """Full of numbers, those of heads that are padding included."""
 
     def full(array: jax.ShapeDtypeStruct) -> jax.Array:
@@ -48,7 +48,7 @@ def pages_of(plan: Plan, rng: np.random.Generator) -> list[KVPages]:
     return [jax.tree.map(full, layer) for layer in plan.pages]
 
 
-def entries(kv: KVPages, plan: Plan, table: np.ndarray, count: int) -> np.ndarray:
+def entries(kv: KVPages, plan: StagePlan, table: np.ndarray, count: int) -> np.ndarray:
     """Keys and values [2, token, KV head, head dim] of a table's first tokens."""
     size = plan.limits.page_size
     position = np.arange(count)

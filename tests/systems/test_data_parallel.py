@@ -129,7 +129,7 @@ def test_in_the_fake_world(seed: int) -> None:
     longest = Counter[str]()
 
     def watch(loop: ServingLoop) -> None:
-        for name, instance in loop.roster.instances.items():
+        for name, instance in loop.assignments.instances.items():
             longest[name] = max(longest[name], len(instance.waiting))
 
     options = InstanceOptions(max_num_seqs=1, max_num_batched_tokens=8)

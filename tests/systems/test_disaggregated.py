@@ -163,7 +163,7 @@ def test_prompts_here_and_decodes_there(
     lengths: list[tuple[int, int]], most: int, rule: str, seed: int
 ) -> None:
     def watch(loop: ServingLoop) -> None:
-        assert loop.roster.instances["prefill"].num_requests <= most
+        assert loop.assignments.instances["prefill"].num_requests <= most
 
     system = make(max_in_prefill=most, hand_off=rule)
     outcome = serve(system, lengths, instance("decode", 40), Timing(seed, 3, 6), watch=watch)
@@ -231,8 +231,8 @@ def test_two_of_each(
     """Prompts on p and q, decodes on d and e, and all of it somewhere while one is left."""
 
     def watch(loop: ServingLoop) -> None:
-        if not loop.roster.lost:
-            assert all(loop.roster.instances[name].num_requests <= most for name in "pq")
+        if not loop.assignments.lost:
+            assert all(loop.assignments.instances[name].num_requests <= most for name in "pq")
 
     system = make(prefill=["p", "q"], decode=["d", "e"], max_in_prefill=most)
     pool = [instance(name, 40) for name in "pqde"]

@@ -35,7 +35,7 @@ def limits_of(
     return Limits(fit.prefill, fit.decode, *targets, capacity(instance), instance.page_size)
 
 
-class Ledger:
+class WorkerLedger:
     """Workers by name, and the requests on them.
 
     Args:

@@ -1,6 +1,6 @@
 """Aladdin: requests packed onto as few workers as keep their targets (sections 4 and 5).
 
-Steps have prompts or decodes, never both: the policy ``form_batch`` is ``prefill_first``.
+Steps have prompts or decodes, never both: the policy ``batching`` is ``prefill_first``.
 """
 
 import math
@@ -12,7 +12,7 @@ from pydantic import Field
 
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
 from jaxinfer.papers.aladdin.best_fit import Job, WorkerAccount, best_fit, fits_alone, to_open
-from jaxinfer.papers.aladdin.ledger import Ledger, limits_of
+from jaxinfer.papers.aladdin.ledger import WorkerLedger, limits_of
 from jaxinfer.serving.system import (
     Action,
     Assignment,
@@ -36,7 +36,7 @@ class AladdinOptions(Options):
             between its tokens.
         theta: Share of the targets that is used. See ``Limits``; the paper gives none.
         gamma: Share of an answer's tokens that counts. See ``Limits``; the paper has 0.5.
-        grant_gap: Whether a prompt may use the gap under way. See ``Ledger``.
+        grant_gap: Whether a prompt may use the gap under way. See ``WorkerLedger``.
         prefill: Instances that compute prompts alone; without any, workers have whole requests.
         heartbeat_s: Seconds between openings of instances with role ``off``, and moves of requests
             that have not started; null: neither.
@@ -83,7 +83,7 @@ class Aladdin(System):
         super().__init__(options)
         self.tick_interval = options.heartbeat_s
         asked = options.ttft_s, options.atgt_s, options.theta, options.gamma
-        self.placed = Ledger(
+        self.placed = WorkerLedger(
             lambda instance: limits_of(instance, *asked), options.grant_gap, options.usd
         )
         self._waiting: list[Job] = []

@@ -83,7 +83,7 @@ def choose(
             return drawn[0]
 
 
-class Ledger:
+class LoadReports:
     """Record of the requests on each instance: its last report, and those given out since.
 
     Args:

@@ -11,7 +11,7 @@ from itertools import product
 from pydantic import Field
 
 from jaxinfer.options.validation import Options
-from jaxinfer.papers.tetriinfer.dispatch import Dispatch, Ledger
+from jaxinfer.papers.tetriinfer.dispatch import Dispatch, LoadReports
 from jaxinfer.papers.tetriinfer.role_flips import Flips
 from jaxinfer.papers.tetriinfer.sorted_queue import Order, Windows
 from jaxinfer.serving.system import (
@@ -74,7 +74,7 @@ class TetriInfer(System):
         self._windows = Windows(options.prefill_batch, options.order)
         # Of each request that has left them, the prefill instance.
         self._prefilled: dict[str, str] = {}
-        self._ledger = Ledger(options.seed)
+        self._ledger = LoadReports(options.seed)
         self._flips = Flips(options.flip_after_s, options.flip_below)
         self._flipped: list[dict[str, object]] = []
 

@@ -44,7 +44,7 @@ from queue import SimpleQueue
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.kv.checksums import compare
-from jaxinfer.runtime.kv.kv_endpoint import Side
+from jaxinfer.runtime.kv.kv_endpoint import KVProcess
 from jaxinfer.runtime.kv.kv_messages import (
     Checked,
     Drop,
@@ -99,7 +99,7 @@ class Channel:
     def __init__(
         self,
         ends: tuple[str, str],
-        sides: tuple[Side, Side],
+        sides: tuple[KVProcess, KVProcess],
         pairs: Sequence[StagePair],
         verify: bool,
         transports: Sequence[TransportName],

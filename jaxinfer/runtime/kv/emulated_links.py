@@ -10,12 +10,12 @@ from jaxinfer.hardware.network import Link, Network
 from jaxinfer.runtime.kv.channel import Landed
 from jaxinfer.runtime.kv.stage_pair import StagePair
 from jaxinfer.serving.batch import Transfer
-from jaxinfer.serving.kv_shards import Hold
+from jaxinfer.serving.kv_shards import HeldPages
 
 # The slabs of one transfer that take one pair's way follow one another.
 Flow = tuple[Transfer, StagePair]
 # Those of several transfers may overtake each other, but not on their way to the same pages.
-Way = tuple[Hold, StagePair]
+Way = tuple[HeldPages, StagePair]
 
 
 @dataclass(eq=False)

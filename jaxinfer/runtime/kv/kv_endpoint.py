@@ -203,7 +203,7 @@ class KVEndpoint:
         self._transport(message.transport).drop(message.slab)
 
 
-class Side(Protocol):
+class KVProcess(Protocol):
     """One process that slabs come from or go to.
 
     Attributes:
@@ -231,7 +231,7 @@ class Side(Protocol):
 
 
 class ThisProcess:
-    """The loop's own process as a side of channels; see ``Side``.
+    """The loop's own process as a side of channels; see ``KVProcess``.
 
     Args:
         stages: of each instance whose slabs come from here or go here.
@@ -244,19 +244,19 @@ class ThisProcess:
         self.waits_for: Mapping[int, tuple[str, float]] = self.endpoint.waits_for
 
     def open(self, message: OpenEnd, hear: Hear) -> None:
-        """See Side."""
+        """See KVProcess."""
         self._hear[message.end] = hear
         self.endpoint.do(message)
 
     def do(self, message: SlabMessage) -> None:
-        """See Side."""
+        """See KVProcess."""
         self.endpoint.do(message)
 
     def on_loss(self, hear: Callable[[str], None]) -> None:
-        """See Side; it is not lost."""
+        """See KVProcess; it is not lost."""
 
     def why_lost(self, seconds: float) -> str | None:
-        """See Side."""
+        """See KVProcess."""
         return None
 
     def close(self) -> None:

@@ -17,8 +17,8 @@ from jaxinfer.models.sharding import HEADS_AXIS
 from jaxinfer.pallas_kernels.choice import keys_by_token
 from jaxinfer.pallas_kernels.kv_pages import KVPages, write_kv
 from jaxinfer.runtime.kv.checksums import checksum
-from jaxinfer.runtime.stage.layout import Plan, PlanFacts
 from jaxinfer.runtime.stage.stage import Stage
+from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan
 
 SLAB_TOKENS = 256
 
@@ -89,7 +89,7 @@ class SlabFormat:
     shards: int
 
     @classmethod
-    def between(cls, source: PlanFacts, dest: PlanFacts) -> "SlabFormat":
+    def between(cls, source: StageFacts, dest: StageFacts) -> "SlabFormat":
         """Make the format for two stages that have layers in common."""
         shards = math.gcd(len(source.devices), len(dest.devices), source.num_kv_heads)
         return cls(
@@ -112,13 +112,13 @@ class SlabFormat:
         layers = self.stop - self.first
         return 2 * layers * self.num_heads * self.head_dim * self.dtype.itemsize
 
-    def sharding(self, plan: Plan) -> NamedSharding:
+    def sharding(self, plan: StagePlan) -> NamedSharding:
         """Shard a slab by heads if the stage's devices divide them, else put it whole on each."""
         divides = self.num_heads % len(plan.devices) == 0
         axes = [None] * 3 + [HEADS_AXIS if divides else None]
         return NamedSharding(plan.mesh, PartitionSpec(*axes))
 
-    def layers_of(self, plan: PlanFacts) -> slice:
+    def layers_of(self, plan: StageFacts) -> slice:
         """Return the range of the stage's layers that a slab holds."""
         return slice(self.first - plan.layers.start, self.stop - plan.layers.start)
 
@@ -218,13 +218,13 @@ def compiled_scatter(stage: Stage, form: SlabFormat) -> jax.stages.Compiled:
     return stage.transfers[key]
 
 
-def _pages_of_slab(plan: Plan) -> int:
+def _pages_of_slab(plan: StagePlan) -> int:
     """Pages that a slab's tokens lie in at most."""
     return -(-SLAB_TOKENS // plan.limits.page_size) + 1
 
 
 def _where(
-    plan: Plan, table: Sequence[int], start: int, stop: int
+    plan: StagePlan, table: Sequence[int], start: int, stop: int
 ) -> tuple[np.ndarray, np.integer]:
     """The pages of some tokens, padded, and where in the first one they begin."""
     size = plan.limits.page_size

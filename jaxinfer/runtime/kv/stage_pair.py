@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.runtime.kv.slab import SlabFormat
-from jaxinfer.runtime.stage.layout import PlanFacts
+from jaxinfer.runtime.stage.stage_plan import StageFacts
 from jaxinfer.serving.batch import Transfer
 
 # Numbers of ends: none is used twice in a process.
@@ -38,8 +38,8 @@ class StagePair:
     @classmethod
     def between(
         cls,
-        source: PlanFacts,
-        dest: PlanFacts,
+        source: StageFacts,
+        dest: StageFacts,
         source_shard: int,
         dest_shard: int,
         groups: tuple[str, str],

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxinfer.runtime.processes.messages import Launch, NewRequest, RowDelta
 from jaxinfer.serving.batch import Batch, Row
-from jaxinfer.serving.kv_shards import Hold
+from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
 
 
@@ -15,29 +15,29 @@ class _Told:
     """The other process's knowledge of a request: pages of a hold, and output tokens."""
 
     number: int
-    hold: Hold | None = None
+    hold: HeldPages | None = None
     pages: int = 0
     tokens: int = 0
 
 
-class Teller:
-    """Tells of batches, one after the other, in the loop's process."""
+class BatchEncoder:
+    """Encodes batches as deltas, one after the other, in the loop's process."""
 
     def __init__(self) -> None:
         self._told: weakref.WeakKeyDictionary[RequestState, _Told] = weakref.WeakKeyDictionary()
         self._gone: list[int] = []
         self._numbers = 0
 
-    def tell(self, batch: Batch, step: int, origin: float) -> Launch:
-        """Return all that the mirror needs for its own copy of the batch."""
+    def encode(self, batch: Batch, step: int, origin: float) -> Launch:
+        """Return all that the decoder needs for its own copy of the batch."""
         new: list[NewRequest] = []
         tokens: list[tuple[int, list[int]]] = []
-        rows = [self._tell_row(row, new, tokens) for row in batch.rows]
+        rows = [self._encode_row(row, new, tokens) for row in batch.rows]
         # One by one: a request may go at any moment, in any thread.
         gone = [self._gone.pop() for _ in range(len(self._gone))]
         return Launch(batch.instance, step, origin, new, gone, tokens, rows)
 
-    def _tell_row(
+    def _encode_row(
         self, row: Row, new: list[NewRequest], tokens: list[tuple[int, list[int]]]
     ) -> RowDelta:
         request, hold = row.request, row.hold
@@ -92,8 +92,8 @@ class _Pages:
             table[0][known:] = more
 
 
-class Mirror:
-    """The same batches as a worker takes them, in the process that has it.
+class BatchDecoder:
+    """Decodes the same batches as a worker takes them, in the process that has it.
 
     Args:
         num_shards: pieces of the instance's KV, one for each stage.
@@ -104,7 +104,7 @@ class Mirror:
         self._requests: dict[int, RequestState] = {}
         self._pages: dict[int, _Pages] = {}
 
-    def batch(self, told: Launch) -> Batch:
+    def decode(self, told: Launch) -> Batch:
         """The batch, good for one step."""
         for number in told.gone:
             del self._requests[number], self._pages[number]
@@ -122,5 +122,5 @@ class Mirror:
         here = self._pages[number]
         if pages:
             here.grow(known, pages)
-        hold: Hold = here  # type: ignore[assignment]
+        hold: HeldPages = here  # type: ignore[assignment]
         return Row(self._requests[number], start, count, samples, input_pending, epoch, hold)

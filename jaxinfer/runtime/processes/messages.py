@@ -10,13 +10,13 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from jaxinfer.config.cluster import ClusterConfig
-from jaxinfer.runtime.stage.layout import PlanFacts
 from jaxinfer.runtime.stage.sampler import SamplerShape
+from jaxinfer.runtime.stage.stage_plan import StageFacts
 
 # To a worker's process, done in this order.
 
 
-class Load(NamedTuple):
+class LoadInstances(NamedTuple):
     """Load these instances, on the devices that the process sees. Answered with Loaded.
 
     Attributes:
@@ -68,7 +68,7 @@ class Launch(NamedTuple):
     rows: list[RowDelta]
 
 
-class Emulate(NamedTuple):
+class EmulateSteps(NamedTuple):
     """Set how long a stage's steps are to take."""
 
     instance: str
@@ -79,7 +79,7 @@ class Emulate(NamedTuple):
 # From it.
 
 
-class Alive(NamedTuple):
+class Heartbeat(NamedTuple):
     """Said each second."""
 
 
@@ -105,7 +105,7 @@ class Left(NamedTuple):
 class Loaded(NamedTuple):
     """The plans of each instance's stages, and its worker's ``parts``."""
 
-    plans: Mapping[str, Sequence[PlanFacts]]
+    plans: Mapping[str, Sequence[StageFacts]]
     parts: Mapping[str, list[list[int]]]
 
 

@@ -8,7 +8,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.kv.kv_endpoint import Hear
 from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
 from jaxinfer.runtime.kv.outcome import ProcessLost
-from jaxinfer.runtime.processes.messages import Load, Loaded
+from jaxinfer.runtime.processes.messages import Loaded, LoadInstances
 from jaxinfer.runtime.processes.peers import Child, Elsewhere, Peer, shared_key
 from jaxinfer.runtime.processes.remote_worker import Process, RemoteWorker
 from jaxinfer.sockets import LOOPBACK
@@ -29,7 +29,7 @@ class AnotherProcess:
         self._on_loss: list[Callable[[str], None]] = []
 
     def open(self, message: OpenEnd, hear: Hear) -> None:
-        """See Side."""
+        """See KVProcess."""
         self._ends.append((message, hear))
         _open_end(self._process, message, hear)
 
@@ -44,16 +44,16 @@ class AnotherProcess:
         self._process = process
 
     def do(self, message: SlabMessage) -> None:
-        """See Side."""
+        """See KVProcess."""
         self._process.send(message)
 
     def on_loss(self, hear: Callable[[str], None]) -> None:
-        """See Side."""
+        """See KVProcess."""
         self._on_loss.append(hear)
         self._process.on_loss.append(hear)
 
     def why_lost(self, seconds: float) -> str | None:
-        """See Side."""
+        """See KVProcess."""
         return self._process.why_lost(seconds)
 
 
@@ -131,7 +131,7 @@ class OtherProcesses:
         process = self._processes[group]
         host = process.peer.way[1] if process.peer.way else self.host
         with suppress(ProcessLost):  # Whoever waits for it hears of it.
-            process.send(Load(self._model, part, host))
+            process.send(LoadInstances(self._model, part, host))
 
     @property
     def host(self) -> str:

@@ -14,10 +14,10 @@ from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.kv.kv_messages import Checked, Offered, Pulled, SlabAnswer, SlabFailed
 from jaxinfer.runtime.kv.outcome import Failed, Launched, Post, ProcessLost, StepEnd
-from jaxinfer.runtime.processes.batch_delta import Teller
+from jaxinfer.runtime.processes.batch_delta import BatchEncoder
 from jaxinfer.runtime.processes.messages import (
-    Alive,
-    Emulate,
+    EmulateSteps,
+    Heartbeat,
     Hello,
     Launch,
     Left,
@@ -28,8 +28,8 @@ from jaxinfer.runtime.processes.messages import (
     WorkerFailed,
 )
 from jaxinfer.runtime.processes.peers import END_S, Ended, Peer, how_ended
-from jaxinfer.runtime.stage.layout import PlanFacts
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape
+from jaxinfer.runtime.stage.stage_plan import StageFacts
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.world import StepDone
 from jaxinfer.sockets import set_patience
@@ -200,7 +200,7 @@ class Process:
                         self._answers.put(Refused(line))
             case Left() | Loaded() | Refused():
                 self._answers.put(answer)
-            case Alive():
+            case Heartbeat():
                 pass
 
 
@@ -220,7 +220,7 @@ class RemoteStage:
     process: Process
     instance: str
     number: int
-    plan: PlanFacts
+    plan: StageFacts
     link: LinkConfig | None = None
     overruns: list[float] = field(default_factory=list)
     step: CompileCounts = field(default_factory=CompileCounts)
@@ -239,7 +239,7 @@ class RemoteStage:
 
     def emulate_on(self, process: Process) -> None:
         """Tell a process how long its steps are to take."""
-        process.send(Emulate(self.instance, self.number, self._emulate))
+        process.send(EmulateSteps(self.instance, self.number, self._emulate))
 
     def move_to(self, process: Process) -> None:
         """Go on in another process, which has compiled all of it anew."""
@@ -262,12 +262,12 @@ class RemoteWorker:
     """
 
     def __init__(
-        self, process: Process, instance: str, plans: Sequence[PlanFacts], parts: list[list[int]]
+        self, process: Process, instance: str, plans: Sequence[StageFacts], parts: list[list[int]]
     ) -> None:
         self.process, self.instance, self.parts = process, instance, parts
         self.stages = [RemoteStage(process, instance, i, plan) for i, plan in enumerate(plans)]
         self.sampler = PLAIN_SAMPLER
-        self._teller = Teller()
+        self._encoder = BatchEncoder()
         self._numbers = 0
         self._steps: dict[int, tuple[Batch, Post]] = {}
         self._lost: Exception | None = None
@@ -296,7 +296,7 @@ class RemoteWorker:
 
     def move_to(self, process: Process) -> None:
         """Go on in a process that has these stages, and has heard of no request."""
-        self.process, self._teller, self._lost = process, Teller(), None
+        self.process, self._encoder, self._lost = process, BatchEncoder(), None
         for stage in self.stages:
             stage.move_to(process)
         process.workers[self.instance] = self
@@ -314,7 +314,7 @@ class RemoteWorker:
         step = self._numbers
         self._numbers += 1
         self._steps[step] = batch, post
-        told: Launch = self._teller.tell(batch, step, origin + self.process.peer.clock_offset)
+        told: Launch = self._encoder.encode(batch, step, origin + self.process.peer.clock_offset)
         self.process.send(told)
         for stage in range(len(self.stages)):
             launched(stage, StepEnd(self.instance, step, stage))

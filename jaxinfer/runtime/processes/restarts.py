@@ -17,8 +17,8 @@ from jaxinfer.runtime.processes.process_group import (
     wait_until_loaded,
 )
 from jaxinfer.runtime.processes.remote_worker import NobodyThere, Process, RemoteWorker
-from jaxinfer.runtime.stage.layout import PlanFacts
 from jaxinfer.runtime.stage.sampler import SamplerShape
+from jaxinfer.runtime.stage.stage_plan import StageFacts
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Restarted:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RestartResult:
     """The outcome of a loss.
 
     Attributes:
@@ -66,7 +66,7 @@ class _Home:
     starting: bool = False
     why: str = ""
     prepared: Mapping[str, SamplerShape] | None = None
-    news: Outcome | None = None
+    news: RestartResult | None = None
 
 
 class Restarts:
@@ -129,7 +129,7 @@ class Restarts:
                 home.process.give_up(f"instance {instance}: {why}")
             return is_on_its_way or home.left > 0
 
-    def take(self, group: str) -> Outcome | None:
+    def take(self, group: str) -> RestartResult | None:
         """The news of a group, if there are any; what was started is in use when this returns."""
         home = self._homes[group]
         with self._lock:
@@ -176,7 +176,7 @@ class Restarts:
         seconds = time.perf_counter() - begin
         with self._lock:
             home.starting = False
-            home.news = Outcome(home.group, [*home.workers], why, seconds, error)
+            home.news = RestartResult(home.group, [*home.workers], why, seconds, error)
         if not error:
             self._watch(home)
         self._hear(Restarted(home.group))
@@ -234,7 +234,7 @@ def _as_planned(config: ClusterConfig, workers: Mapping[str, RemoteWorker]) -> C
     return config.model_copy(update={"instances": instances})
 
 
-def _check_same(instance: str, before: PlanFacts, now: PlanFacts) -> None:
+def _check_same(instance: str, before: StageFacts, now: StageFacts) -> None:
     """Raise JaxinferError where the loop's plan is none of what the new process has."""
     # Pages that the loop does not know of are not used.
     sizes = {name: getattr(before, name) for name in ("num_pages", "kv_bytes", "memory_bytes")}

@@ -19,12 +19,12 @@ from jaxinfer.runtime.kv.kv_endpoint import ThisProcess
 from jaxinfer.runtime.kv.kv_entries import allowed_change, compare_entries, read_entries
 from jaxinfer.runtime.kv.outcome import Failed
 from jaxinfer.runtime.processes.process_group import Progress
-from jaxinfer.runtime.profiling.conformance_sides import Side
+from jaxinfer.runtime.profiling.conformance_sides import HandOffSide
+from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 from jaxinfer.runtime.stage.devices import count_cpu_devices
-from jaxinfer.runtime.stage.layout_cluster import plan_cluster
 from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.serving.batch import Batch, Row, Transfer
-from jaxinfer.serving.kv_shards import Hold
+from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 
@@ -35,7 +35,7 @@ TRANSFERS = 3
 
 
 @dataclass(frozen=True)
-class Outcome:
+class HandOffCheck:
     """The outcome of a hand-off between a pair of sides.
 
     Attributes:
@@ -65,7 +65,7 @@ class _Prompt:
     """A request on one side, with the tokens drawn so far."""
 
     request: RequestState
-    hold: Hold
+    hold: HeldPages
     logprobs: list[float] = field(default_factory=list)
 
     @property
@@ -87,7 +87,7 @@ class Conformance:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        sides: Mapping[str, Side],
+        sides: Mapping[str, HandOffSide],
         prompt: Sequence[int],
         outputs: int,
         progress: Progress,
@@ -108,10 +108,10 @@ class Conformance:
         self._kv = {name: engine.new_kv() for name, engine in self._cluster.engines.items()}
 
     @property
-    def _able(self) -> dict[str, Side]:
+    def _able(self) -> dict[str, HandOffSide]:
         return {name: side for name, side in self.sides.items() if name not in self.refused}
 
-    def _check(self, try_out: Callable[[dict[str, Side]], object]) -> None:
+    def _check(self, try_out: Callable[[dict[str, HandOffSide]], object]) -> None:
         """Note each side that cannot be."""
         for name, side in self._able.items():
             try:
@@ -119,7 +119,7 @@ class Conformance:
             except JaxinferError as error:
                 self.refused[name] = str(error)
 
-    def _config(self, sides: Mapping[str, Side]) -> ClusterConfig:
+    def _config(self, sides: Mapping[str, HandOffSide]) -> ClusterConfig:
         total = len(self._prompt) + self._outputs
         groups, instances = {}, {}
         for name, side in sides.items():
@@ -137,7 +137,7 @@ class Conformance:
             }
         return ClusterConfig.model_validate({"groups": groups, "instances": instances})
 
-    def outcomes(self) -> Iterator[Outcome]:
+    def outcomes(self) -> Iterator[HandOffCheck]:
         """Yield the outcome of each side with each, itself included, in the order of the sides."""
         engines = self._cluster.engines
         reference = self._alone(next(iter(engines)))
@@ -146,12 +146,12 @@ class Conformance:
             for dest in self.sides:
                 refused = [name for name in (source, dest) if name in self.refused]
                 if refused or sent is None:
-                    yield Outcome(source, dest, "refused", self.refused[refused[0]])
+                    yield HandOffCheck(source, dest, "refused", self.refused[refused[0]])
                     continue
                 try:
                     yield self._pair(source, dest, sent, reference)
                 except JaxinferError as error:
-                    yield Outcome(source, dest, "refused", str(error))
+                    yield HandOffCheck(source, dest, "refused", str(error))
             if sent:
                 sent.hold.release()
 
@@ -161,7 +161,7 @@ class Conformance:
         done.hold.release()
         return done
 
-    def _pair(self, source: str, dest: str, sent: _Prompt, reference: _Prompt) -> Outcome:
+    def _pair(self, source: str, dest: str, sent: _Prompt, reference: _Prompt) -> HandOffCheck:
         engines = self._cluster.engines
         here = ThisProcess({name: _stages(engines[name]) for name in (source, dest)})
         try:
@@ -199,7 +199,7 @@ class Conformance:
             for a, b in zip(going_on.logprobs[:same], reference.logprobs[:same], strict=True)
         ]
         verdict = "rounds" if np.any(before != after) else "exact"
-        return Outcome(
+        return HandOffCheck(
             source, dest, "wrong" if found["beyond"] > 0 else verdict, "",
             found["max_change"], found["rms_change"], found["bound"],
             same, max(apart, default=None), channel.token_bytes * len(self._prompt), seconds,
@@ -216,7 +216,7 @@ class Conformance:
         jax.block_until_ready([stage.kv for stage in _stages(dest)])
         return time.perf_counter() - start
 
-    def _reserve(self, name: str) -> Hold:
+    def _reserve(self, name: str) -> HeldPages:
         hold = self._kv[name].reserve(len(self._prompt) + self._outputs)
         assert hold, "pools hold two requests"
         return hold

@@ -12,7 +12,7 @@ from jaxinfer.options.validation import did_you_mean, parse_yaml
 
 
 @dataclass(frozen=True)
-class Side:
+class HandOffSide:
     """The settings that a side of a hand-off has of its own, by their names in run files.
 
     Attributes:
@@ -110,14 +110,16 @@ def with_values(given: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     return values
 
 
-def covering_sides(values: Values) -> list[Side]:
+def covering_sides(values: Values) -> list[HandOffSide]:
     """Few sides such that any two values of two settings stand together in one of them.
 
     Those that can be exact, whose KV is kept in their own dtype, have each value of the other
     settings with each dtype besides. All pairs of such sides then have any two settings of the one
     beside any two of the other. The first side has the first of all values.
     """
-    first, *rows = (Side(*row) for row in product(*(values[field.name] for field in fields(Side))))
+    first, *rows = (
+        HandOffSide(*row) for row in product(*(values[field.name] for field in fields(HandOffSide)))
+    )
     found = []
     for seed in range(_TRIES):
         random.Random(seed).shuffle(rows)
@@ -125,7 +127,7 @@ def covering_sides(values: Values) -> list[Side]:
     return min(found, key=len)
 
 
-def _cover(sides: Sequence[Side]) -> list[Side]:
+def _cover(sides: Sequence[HandOffSide]) -> list[HandOffSide]:
     """Greedily: the one that brings the most is next, the first of equals."""
     brought = {side: set(_wanted(side)) for side in sides}
     left = set().union(*brought.values())
@@ -135,7 +137,7 @@ def _cover(sides: Sequence[Side]) -> list[Side]:
     return chosen
 
 
-def _wanted(side: Side) -> Iterator[tuple[Any, ...]]:
+def _wanted(side: HandOffSide) -> Iterator[tuple[Any, ...]]:
     settings = [(field.name, getattr(side, field.name)) for field in fields(side)]
     yield from combinations(settings, 2)
     if side.kv_cache_dtype == "auto":

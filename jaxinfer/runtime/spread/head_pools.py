@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.models.sharding import HEADS_AXIS
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.stage.kv_cache import abstract_pages
-from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.stage_plan import StagePlan
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class HeadPool:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
-def head_pools(plan: Plan) -> Sequence[HeadPool]:
+def head_pools(plan: StagePlan) -> Sequence[HeadPool]:
     """The stage's own, on its first device, then those of its attention groups."""
     own, *others = plan.pool_pages
     found = [_pool(plan, plan.devices[0], plan.config.kernels, own)]
@@ -45,7 +45,7 @@ def head_pools(plan: Plan) -> Sequence[HeadPool]:
 
 
 def _pool(
-    plan: Plan, device: jax.Device, kernels: str, num_pages: int, repeats: int = 1
+    plan: StagePlan, device: jax.Device, kernels: str, num_pages: int, repeats: int = 1
 ) -> HeadPool:
     mesh = Mesh(np.array([device]), (HEADS_AXIS,))
     one_head = replace(plan.config, num_key_value_heads=1, kernels=kernels)

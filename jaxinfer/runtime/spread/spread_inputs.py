@@ -17,7 +17,7 @@ import numpy as np
 from jaxinfer.models.layers import HostOrTraced, PagedBatch
 from jaxinfer.runtime.stage.step_inputs import empty_inputs, fill_tokens, row_starts
 from jaxinfer.serving.batch import Batch
-from jaxinfer.serving.kv_shards import Hold
+from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
 # Shares of all pairs of a step that one device has at most: buckets that it is compiled for.
@@ -104,7 +104,7 @@ class PageTables:
             self._known = found  # Most of the others have ended.
         return rows
 
-    def _arrays(self, request: str, hold: Hold) -> _Known:
+    def _arrays(self, request: str, hold: HeldPages) -> _Known:
         table = hold.tables[self._shard]
         known = self._known.get(request)
         # A request that grows has the same lists, longer; one that has moved has other lists.

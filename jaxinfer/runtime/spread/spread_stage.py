@@ -17,8 +17,8 @@ from jaxinfer.runtime.spread.spread_inputs import (
 )
 from jaxinfer.runtime.spread.spread_step import SpreadStep, split_parameters
 from jaxinfer.runtime.stage.kv_cache import allocate
-from jaxinfer.runtime.stage.layout import Plan
 from jaxinfer.runtime.stage.stage import Stage, put_whole
+from jaxinfer.runtime.stage.stage_plan import StagePlan
 from jaxinfer.runtime.stage.step import Key, Parameters
 from jaxinfer.serving.batch import Batch
 from jaxinfer.steps.shapes import StepShape
@@ -39,7 +39,7 @@ class SpreadStage(Stage):
     step: SpreadStep
     kv: list[list[KVPages]]
 
-    def __init__(self, plan: Plan, parameters: Parameters) -> None:
+    def __init__(self, plan: StagePlan, parameters: Parameters) -> None:
         self.pools = head_pools(plan)
         self._zeros: dict[Hashable, jax.Array] = {}
         super().__init__(plan, parameters)

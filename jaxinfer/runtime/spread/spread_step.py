@@ -24,7 +24,7 @@ from jaxinfer.models.stage import Layers
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.spread.head_pools import HeadPool
 from jaxinfer.runtime.spread.spread_inputs import empty_spread_inputs, pair_shapes, unpack
-from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.stage_plan import StagePlan
 from jaxinfer.runtime.stage.step import CompiledStep, Key, Parameters
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
@@ -40,7 +40,7 @@ class Cut:
         plan: the stage's plan; ``devices``: number of them with pairs; ``pairs``: number on each.
     """
 
-    def __init__(self, plan: Plan, devices: int, pairs: int) -> None:
+    def __init__(self, plan: StagePlan, devices: int, pairs: int) -> None:
         config = plan.config
         self.K, self.H = config.num_key_value_heads, config.head_dim
         self.G = config.num_attention_heads // self.K
@@ -180,7 +180,7 @@ class SpreadStep(CompiledStep):
         pools: where it has KV heads.
     """
 
-    def __init__(self, plan: Plan, pools: Sequence[HeadPool]) -> None:
+    def __init__(self, plan: StagePlan, pools: Sequence[HeadPool]) -> None:
         super().__init__(plan)
         self._plan, self._pools = plan, pools
         self._windows = plan.config.windows[plan.layers.start : plan.layers.stop]
@@ -295,7 +295,9 @@ class SpreadStep(CompiledStep):
         )
 
 
-def split_parameters(plan: Plan, parameters: Parameters) -> tuple[Parameters, list[Parameters]]:
+def split_parameters(
+    plan: StagePlan, parameters: Parameters
+) -> tuple[Parameters, list[Parameters]]:
     """Split parameters into those of no layer, and each layer's."""
     return _split(nnx.merge(plan.graphdef, parameters))[1]
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.runtime.stage.layout import Plan, parameter_shapes
+from jaxinfer.runtime.stage.stage_plan import StagePlan, parameter_shapes
 from jaxinfer.runtime.stage.step import Parameters
 
 _SCALE = 0.02
 
 
-def random_parameters(config: ModelConfig, plans: Sequence[Plan]) -> list[Parameters]:
+def random_parameters(config: ModelConfig, plans: Sequence[StagePlan]) -> list[Parameters]:
     """Draw the parameters of stages on their devices; they depend on ``seed``, not on the plan.
 
     Matrices and biases are drawn from a normal distribution; scales of norms are 1, and padding

@@ -9,9 +9,9 @@ import numpy as np
 
 from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.runtime.stage.kv_cache import allocate
-from jaxinfer.runtime.stage.layout import Plan
 from jaxinfer.runtime.stage.sampler import SamplerShape, Samples, SamplingInputs
 from jaxinfer.runtime.stage.sampling_inputs import empty_sampling
+from jaxinfer.runtime.stage.stage_plan import StagePlan
 from jaxinfer.runtime.stage.step import CompiledStep, Key, Parameters
 from jaxinfer.runtime.stage.step_inputs import build_inputs, empty_inputs
 from jaxinfer.serving.batch import Batch
@@ -31,7 +31,7 @@ class Stage:
             to other instances that want the same share them.
     """
 
-    def __init__(self, plan: Plan, parameters: Parameters) -> None:
+    def __init__(self, plan: StagePlan, parameters: Parameters) -> None:
         self.plan = plan
         self.step = self._new_step()
         self.parameters = parameters
@@ -129,7 +129,7 @@ class Stage:
         return end
 
 
-def put_whole(x: jax.Array, plan: Plan) -> jax.Array:
+def put_whole(x: jax.Array, plan: StagePlan) -> jax.Array:
     """An array that every device of one mesh has whole, on every device of another.
 
     On one mesh that is the array itself. Else one device's copy goes out: between unequal numbers

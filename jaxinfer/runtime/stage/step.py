@@ -15,9 +15,9 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.models.stage import Layers
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.stage.devices import return_freed_memory
-from jaxinfer.runtime.stage.layout import Plan
 from jaxinfer.runtime.stage.sampler import SamplerShape, Samples, SamplingInputs, look_up, sample
 from jaxinfer.runtime.stage.sampling_inputs import empty_sampling
+from jaxinfer.runtime.stage.stage_plan import StagePlan
 from jaxinfer.runtime.stage.step_inputs import StepInputs, empty_inputs
 from jaxinfer.steps.shapes import StepShape
 
@@ -109,7 +109,7 @@ class CompiledStep:
         late_compiles: those among them during a run: a defect, since the run waits for them.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: StagePlan) -> None:
         self.limits = plan.limits
         self.layers = plan.layers
         self.compiles = 0

@@ -13,7 +13,7 @@ from jaxinfer.simulate.costs.model import ITEMSIZE
 
 
 @dataclass(frozen=True)
-class Efficiency:
+class KernelEfficiency:
     """The shares of a GPU's peaks that kernels reach, and the time an engine adds to each step.
 
     Attributes:
@@ -49,7 +49,7 @@ class RooflineStage:
         last: bool,
         devices: int,
         itemsize: int,
-        efficiency: Efficiency,
+        efficiency: KernelEfficiency,
         link_gb_s: float,
         all_reduce_s: float = 0.0,
         weight_size: int | None = None,
@@ -89,7 +89,7 @@ class RooflineStage:
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
         """Make the stage from a run file's options, where they have no other costs."""
-        efficiency = Efficiency(costs.flops, costs.bandwidth, costs.step_s, costs.sequence_s)
+        efficiency = KernelEfficiency(costs.flops, costs.bandwidth, costs.step_s, costs.sequence_s)
         return cls(
             part.gpu, part.model, part.layers, part.last, part.devices, ITEMSIZE, efficiency,
             *part.gpu.stated_collective, part.weight_size, part.kv_size,

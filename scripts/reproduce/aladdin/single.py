@@ -39,7 +39,7 @@ ENGINE = {
     "enable_prefix_caching": False,
     "launch_ahead": False,
     "max_model_len": 4608,
-    "policies": {"form_batch": "prefill_first"},
+    "policies": {"batching": "prefill_first"},
 }
 # Vidur's CPU overheads of these models.
 OVERHEADS = {"step_s": 0.0009, "sequence_s": 0.00004}

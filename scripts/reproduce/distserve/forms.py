@@ -42,7 +42,7 @@ def _prompts_alone(stages: int, seconds: float) -> RunFile:
             "instances": {
                 "i": {
                     "stages": [{"group": g, "layers": 40 // stages} for g in groups],
-                    "policies": {"form_batch": "prefill_first"},
+                    "policies": {"batching": "prefill_first"},
                 }
             },
             "simulate": {"linear": {"token_s": seconds / PROMPT}},

@@ -86,14 +86,14 @@ class Cluster:
     Attributes:
         instances: by role, ``prefill`` and ``decode``, or ``both``: shapes.
         kernels: whose step times.
-        form_batch: what an instance that does both computes in a step.
+        batching: what an instance that does both computes in a step.
         prefill_tokens: of the prompts of one step, at most: the paper's L_m.
     """
 
     model: str
     instances: tuple[tuple[str, Shape], ...]
     kernels: Kernels = "distserve"
-    form_batch: str = "prefill_first"
+    batching: str = "prefill_first"
     prefill_tokens: int = 8192
 
     @property
@@ -113,13 +113,13 @@ class Cluster:
                 groups[group] = {"devices": tp}
                 phases = data.phases(self.kernels, self.model, (tp, pp))
                 costs[group] = {"node": "node1", "phases": phases}
-            batches: dict[str, Any] = {"name": self.form_batch}
-            if self.form_batch == "prefill_first":
+            batches: dict[str, Any] = {"name": self.batching}
+            if self.batching == "prefill_first":
                 batches["prefill_tokens"] = self.prefill_tokens
             instances[name] = {
                 "stages": [{"group": g, "layers": LAYERS[self.model] // pp} for g in stages],
                 "num_pages": data.pools[self.model, tp, pp] // 16 + 1,
-                "policies": {"form_batch": batches},
+                "policies": {"batching": batches},
             }
         system: dict[str, Any] = {"name": "least_loaded"}
         if "prefill" in names:

@@ -190,7 +190,7 @@ class Public:
         data |= {"model": "public", "models": {"public": dict(design.model.shape)}}
         data["engine"]["page_size"] = design.page_size
         prompts = {"name": "whole_prompts", "step_tokens": design.step_tokens}
-        data["engine"]["policies"]["form_batch"] = prompts
+        data["engine"]["policies"]["batching"] = prompts
         data["system"] |= {"return_when": "idle", "layerwise_from": design.layerwise_from}
         data["simulate"] = {
             "hardware": str(self._hardware(design.gb_s)),

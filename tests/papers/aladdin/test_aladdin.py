@@ -23,7 +23,7 @@ from jaxinfer.serving.system import ClusterView, Leg
 
 # In binary fractions: sums in any order are equal.
 FIT = StepFit(PrefillFit(1 / 4, 1.0), MixedFit(0.0, 0.0, 1.0), DecodeFit(1 / 64, 1 / 8, 1 / 2))
-POLICIES = PolicyOptions(form_batch="prefill_first")
+POLICIES = PolicyOptions(batching="prefill_first")
 
 
 def make(kind: type[Aladdin] = Aladdin, **options: Any) -> Aladdin:

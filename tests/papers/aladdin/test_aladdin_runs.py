@@ -12,7 +12,7 @@ from scenarios import examples
 from serving_checks import Run, make_requests
 from test_aladdin import FIT, Checked, instance, make, serve, where
 
-from jaxinfer.papers.aladdin.ledger import Ledger
+from jaxinfer.papers.aladdin.ledger import WorkerLedger
 from jaxinfer.papers.aladdin.system import Aladdin
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
@@ -85,7 +85,7 @@ def test_what_is_placed_is_the_same_whatever_is_to_come(stops: list[int]) -> Non
 def test_what_decodes_have_saved_decides_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """(d), by times and tokens that are there; without it, prompts pile up."""
     with_slack = places([40] * 8)
-    monkeypatch.setattr(Ledger, "_least_slack", lambda *given: math.inf)
+    monkeypatch.setattr(WorkerLedger, "_least_slack", lambda *given: math.inf)
     assert places([40] * 8, Aladdin) != with_slack
     assert len(set(with_slack)) > 1
 

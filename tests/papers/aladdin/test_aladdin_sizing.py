@@ -23,7 +23,7 @@ def worker(num_pages: int, gpus: int = 1) -> RunFile:
         "engine": {"page_size": 1, "num_pages": num_pages, "max_num_seqs": 512, "watermark": 0.0,
                    "max_num_batched_tokens": 4096, "max_model_len": 128, "launch_ahead": False,
                    "enable_prefix_caching": False,
-                   "policies": {"form_batch": "prefill_first", "admit": "peak"}},
+                   "policies": {"batching": "prefill_first", "admit": "peak"}},
         "groups": {"g": {"kind": "A100-80G-SXM", "devices": gpus}},
         "instances": {"w": {"group": "g"}},
         "system": "single",

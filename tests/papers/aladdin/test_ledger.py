@@ -8,7 +8,7 @@ from serving_checks import make_requests
 from test_aladdin import FIT, instance
 
 from jaxinfer.papers.aladdin.best_fit import WorkerAccount
-from jaxinfer.papers.aladdin.ledger import Ledger, limits_of
+from jaxinfer.papers.aladdin.ledger import WorkerLedger, limits_of
 from jaxinfer.papers.aladdin.rebalance import Errors
 
 # A prompt, and how long its answer is predicted to be.
@@ -16,9 +16,11 @@ PROMPT, PREDICTED = 4, 10
 ATGT_S = 2.0
 
 
-def books() -> tuple[Ledger, Any, WorkerAccount, Any]:
+def books() -> tuple[WorkerLedger, Any, WorkerAccount, Any]:
     """Return books, a cluster to look at, a worker with a request, and the request."""
-    placed = Ledger(lambda view: limits_of(view, 8.0, ATGT_S, 0.75, 0.5), True, lambda name: 1.0)
+    placed = WorkerLedger(
+        lambda view: limits_of(view, 8.0, ATGT_S, 0.75, 0.5), True, lambda name: 1.0
+    )
     cluster: Any = SimpleNamespace(now=0.0, instances={"a": instance("a")})
     ((worker,),) = placed.look(cluster, ["a"])
     (request,) = make_requests([(PROMPT, 90)])

@@ -59,8 +59,8 @@ def test_the_ppi_never_has_more_requests_than_it_may(
     cronus = Cronus(options)
 
     def watch(loop: ServingLoop) -> None:
-        assert loop.roster.instances["ppi"].num_requests <= most
-        assert len(loop.roster.instances["ppi"].waiting) <= most
+        assert loop.assignments.instances["ppi"].num_requests <= most
+        assert len(loop.assignments.instances["ppi"].waiting) <= most
 
     pool = [instance("ppi", pages[0], seats=seats), instance("cpi", pages[1])]
     requests = make_requests(lengths, [i * gap for i in range(len(lengths))])
@@ -89,7 +89,7 @@ def test_the_ppi_is_kept_supplied(most: int) -> None:
     seen = set()
 
     def watch(loop: ServingLoop) -> None:
-        seen.add(loop.roster.instances["ppi"].num_requests)
+        seen.add(loop.assignments.instances["ppi"].num_requests)
 
     cronus = Cronus(CronusOptions(max_in_partial=most))
     pool = [instance("ppi", 100, seats=1), instance("cpi", 100)]

@@ -131,7 +131,7 @@ def test_a_pull_waits_for_room_and_is_the_buffer() -> None:
     exported: list[int] = []
 
     def watch(loop: ServingLoop) -> None:
-        here, there = (loop.roster.instances[name] for name in "pd")
+        here, there = (loop.assignments.instances[name] for name in "pd")
         exported.append(here.num_exported)
         assert there.kv.num_pages - there.kv.num_free <= 9
 

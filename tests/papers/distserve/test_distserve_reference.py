@@ -71,7 +71,7 @@ def test_colocated_as_its_simulator() -> None:
     work = requests(1, 100)
     data = yaml.safe_load((FOLDER / "opt_13b.yaml").read_text())
     data |= {"groups": {"one": data["groups"]["one"]}, "system": "single"}
-    one = {"group": "one", "num_pages": 4135, "policies": {"form_batch": "prefill_first"}}
+    one = {"group": "one", "num_pages": 4135, "policies": {"batching": "prefill_first"}}
     data["instances"] = {"one": one}
     del data["simulate"]["groups"]["two"]
     found = latencies(as_run_file(data), work)

@@ -199,16 +199,16 @@ def test_decodes_of_a_pipeline_are_even(tmp_path: Path) -> None:
     assert flow.total == pytest.approx(groups[1].carried.rate)
     own: Any = {"prefill": PLANNER["prefill"], "decode": PLANNER["decode"]}
     part = as_part(capacity.site, groups, flow, own, 100, capacity.prefill_tokens)
-    assert part["instances"]["decode0"]["policies"] == {"form_batch": "even_decodes"}
+    assert part["instances"]["decode0"]["policies"] == {"batching": "even_decodes"}
     assert "policies" not in part["instances"]["prefill0"]
     ends: list[float] = []
     config = as_run_file(problem.run_file(part))
     simulate(config, work, on_request=lambda request, times: ends.append(times[-1]))
     ends.sort()
     assert 400 / (ends[600] - ends[200]) == pytest.approx(flow.total, rel=0.05)
-    own["decode"] = {**own["decode"], "policies": {"form_batch": "mixed"}}
+    own["decode"] = {**own["decode"], "policies": {"batching": "mixed"}}
     part = as_part(capacity.site, groups, flow, own, 100, capacity.prefill_tokens)
-    assert part["instances"]["decode0"]["policies"] == {"form_batch": "mixed"}
+    assert part["instances"]["decode0"]["policies"] == {"batching": "mixed"}
 
 
 def test_the_same_run_file_each_time(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def make(**options: Any) -> Splitwise:
 def instance(name: str, pages: int = 100, policies: Policies | None = None) -> Instance:
     """Whole prompts in steps of 16 tokens, one step at a time; a page for each token."""
     whole = PolicyOptions(
-        admit="whole_request", form_batch={"name": "whole_prompts", "step_tokens": 16}
+        admit="whole_request", batching={"name": "whole_prompts", "step_tokens": 16}
     )
     limits = InstanceOptions(
         max_num_batched_tokens=64, max_in_flight=1, watermark=0.0, launch_ahead=False
@@ -51,15 +51,15 @@ def checks(system: Splitwise) -> Any:
     """The pools and the account, counted anew from where the requests are."""
 
     def watch(loop: ServingLoop) -> None:
-        living, pools = loop.roster.instances, system.pools
+        living, pools = loop.assignments.instances, system.pools
         names = {*system.options.prompt, *system.options.token} & living.keys()
         machines = {m.name: m for m in pools.everyone if m.name in living}
         assert len(machines) == sum(m.name in living for m in pools.everyone)
         assert machines.keys() == names
-        if loop.roster.unrouted.keys() & pools.jobs.keys():
+        if loop.assignments.unrouted.keys() & pools.jobs.keys():
             return  # A lost machine's requests are given anew in a moment.
         pending, decodes, promised = Counter(), Counter(), Counter()
-        for request in loop.roster.live.values():
+        for request in loop.assignments.live.values():
             legs, entries = request.legs, request.prompt_len + request.max_tokens
             if legs and legs[0].until is not None:
                 pending[legs[0].instance] += request.prompt_len

@@ -24,7 +24,7 @@ COSTS = {"linear": {"step_s": 0.01, "token_s": 0.001, "decode_context_s": 1e-6}}
 def cluster(prompts: int, tokens: int, segments: int = 1, **system: Any) -> RunFile:
     """Machines that take 10 ms for a step and 1 ms for a token, with 1 GB/s between them."""
     counts = {"p": prompts, "t": tokens} if tokens else {"p": prompts}
-    policies = {"admit": "whole_request", "form_batch": "whole_prompts"}
+    policies = {"admit": "whole_request", "batching": "whole_prompts"}
     ends = [pair for pair in ("pt", "pp", "tt") if pair[0] != pair[1] or counts.get(pair[0], 0) > 1]
     links = [{"between": list(pair), "gb_s": 1.0, "latency_s": 0.002} for pair in ends]
     return as_run_file({

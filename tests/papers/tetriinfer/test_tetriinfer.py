@@ -16,7 +16,7 @@ from scenarios import examples
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.papers.tetriinfer.dispatch import DecodeLoad, Ledger, choose, least_output
+from jaxinfer.papers.tetriinfer.dispatch import DecodeLoad, LoadReports, choose, least_output
 from jaxinfer.papers.tetriinfer.role_flips import Flips
 from jaxinfer.papers.tetriinfer.sorted_queue import Windows, in_order
 from jaxinfer.papers.tetriinfer.system import TetriInfer, TetriInferOptions
@@ -192,7 +192,7 @@ def request(name: str, prompt: int, low: int) -> Any:
 
 
 def test_books_go_by_the_last_report_and_what_was_given_since() -> None:
-    ledger = Ledger()
+    ledger = LoadReports()
     ledger.report([view("a", 100), view("b", 70)])
     assert ledger.place(request("r", 20, 40), ["a"], 30, "two_choices") == "a"
     assert ledger.place(request("s", 10, 0), ["a"], 30, "two_choices") == "a"
@@ -377,7 +377,7 @@ def test_everyone_is_served_whatever_flips_and_whoever_is_lost(
         each.predicted = None if low is None else (low, low + 4)
 
     def watch(loop: ServingLoop) -> None:
-        if not loop.roster.lost:
+        if not loop.assignments.lost:
             began = {"p": "prefill", "q": "prefill", "d": "decode", "e": "decode"}
             roles = [i.role or began[i.name] for i in pool if not i.draining]
             assert {"prefill", "decode"} <= set(roles)

@@ -19,7 +19,7 @@ from jaxinfer.runtime.kv.checksums import compare
 from jaxinfer.runtime.kv.kv_endpoint import ThisProcess
 from jaxinfer.runtime.kv.slab import SLAB_TOKENS, SlabDest, SlabFormat, SlabSource
 from jaxinfer.runtime.kv.stage_pair import StagePair
-from jaxinfer.runtime.stage.layout import Plan
+from jaxinfer.runtime.stage.stage_plan import StagePlan
 from jaxinfer.serving.batch import Transfer
 
 TOKENS = 300
@@ -205,7 +205,7 @@ def page_extremes(kv: KVPages) -> KVPages:
     return jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), found, kv)
 
 
-def token_scales(kv: KVPages, plan: Plan, table: np.ndarray, count: int) -> np.ndarray:
+def token_scales(kv: KVPages, plan: StagePlan, table: np.ndarray, count: int) -> np.ndarray:
     """Return the scales of ``entries``, [2, token, KV head, 1]: 1 where entries have none."""
     page, heads = table[np.arange(count) // plan.limits.page_size], slice(plan.num_kv_heads)
     if kv.key_scale_PK is None:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from scenarios import Chaos, Scenario, examples, scenarios
 from serving_checks import make_kv
 
-from jaxinfer.runtime.processes.batch_delta import Mirror, Teller
+from jaxinfer.runtime.processes.batch_delta import BatchDecoder, BatchEncoder
 from jaxinfer.serving.batch import Batch, Row
-from jaxinfer.serving.kv_shards import Hold
+from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
 
 
@@ -32,21 +32,21 @@ def seen(row: Row) -> tuple[Any, ...]:
 
 
 class Told:
-    """A teller and a mirror of an instance, and how many steps and tokens were told."""
+    """An encoder and a decoder of an instance, and how many steps and tokens were told."""
 
     def __init__(self) -> None:
-        self.teller = Teller()
-        self.mirror: Mirror | None = None
+        self.encoder = BatchEncoder()
+        self.decoder: BatchDecoder | None = None
         self.steps = self.tokens = 0
 
     def check(self, batch: Batch) -> None:
-        if self.mirror is None:
-            self.mirror = Mirror(len(batch.rows[0].hold.tables))
-        told = pickle.loads(pickle.dumps(self.teller.tell(batch, self.steps, 1.5)))
+        if self.decoder is None:
+            self.decoder = BatchDecoder(len(batch.rows[0].hold.tables))
+        told = pickle.loads(pickle.dumps(self.encoder.encode(batch, self.steps, 1.5)))
         assert (told.instance, told.step, told.origin) == (batch.instance, self.steps, 1.5)
         self.steps += 1
         self.tokens += sum(len(tokens) for _, tokens in told.tokens)
-        found = self.mirror.batch(told)
+        found = self.decoder.decode(told)
         assert [seen(row) for row in found.rows] == [seen(row) for row in batch.rows]
         assert found.work == batch.work
 
@@ -75,7 +75,7 @@ def test_a_mirror_shows_each_batch(
         assert here.tokens <= sum(len(request.output_token_ids) for request in run.requests)
 
 
-def one_row(name: str, hold: Hold, count: int) -> Batch:
+def one_row(name: str, hold: HeldPages, count: int) -> Batch:
     request = RequestState(name, 40, 4, prompt_token_ids=range(40))
     return Batch("a", [Row(request, 0, count, False, False, 0, hold)], 0, 1, 0)
 
@@ -86,21 +86,21 @@ def test_a_page_a_token_and_a_prompt_are_told_once() -> None:
     assert hold
     batch = one_row("r", hold, 5)
     request = batch.rows[0].request
-    teller = Teller()
-    first = teller.tell(batch, 0, 0.0)
+    encoder = BatchEncoder()
+    first = encoder.encode(batch, 0, 0.0)
     assert first.new == [(0, "r", 40, 4, range(40), None)]
     table = hold.tables[0][0]
     assert first.rows == [(0, 0, 5, False, False, 0, 0, [table])]
-    assert teller.tell(batch, 1, 0.0) == ("a", 1, 0.0, [], [], [], [(*first.rows[0][:6], 2, [])])
+    assert encoder.encode(batch, 1, 0.0) == ("a", 1, 0.0, [], [], [], [(*first.rows[0][:6], 2, [])])
     hold.grow(9)
     request.output_token_ids += [7, 8]
-    told = teller.tell(batch, 2, 0.0)
+    told = encoder.encode(batch, 2, 0.0)
     assert told.tokens == [(0, [7, 8])]
     assert told.rows == [(*first.rows[0][:6], 2, [table[2:]])]
     # After a preemption, other pages: all of them.
     batch.rows[0].hold = other = kv.reserve(3)
     assert other
-    again = teller.tell(batch, 3, 0.0)
+    again = encoder.encode(batch, 3, 0.0)
     assert (again.tokens, again.rows[0][6:]) == ([], (0, [other.tables[0][0]]))
 
 
@@ -108,16 +108,16 @@ def test_what_nobody_has_any_more_is_forgotten() -> None:
     kv = make_kv(10, 4)
     hold = kv.reserve(5)
     assert hold
-    teller, mirror = Teller(), Mirror(1)
+    encoder, decoder = BatchEncoder(), BatchDecoder(1)
     batches = [one_row(name, hold, 5) for name in "xyz"]
     for step, batch in enumerate(batches):
-        mirror.batch(teller.tell(batch, step, 0.0))
-    assert list(mirror._requests) == list(mirror._pages) == [0, 1, 2]
+        decoder.decode(encoder.encode(batch, step, 0.0))
+    assert list(decoder._requests) == list(decoder._pages) == [0, 1, 2]
     batch = batches[2]
     batches.clear()
     gc.collect()
-    told = teller.tell(batch, 3, 0.0)
+    told = encoder.encode(batch, 3, 0.0)
     assert sorted(told.gone) == [0, 1]
-    mirror.batch(told)
-    assert list(mirror._requests) == list(mirror._pages) == [2]
-    assert teller.tell(batch, 4, 0.0).gone == []
+    decoder.decode(told)
+    assert list(decoder._requests) == list(decoder._pages) == [2]
+    assert encoder.encode(batch, 4, 0.0).gone == []

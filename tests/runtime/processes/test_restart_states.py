@@ -19,8 +19,8 @@ from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
 from jaxinfer.runtime.processes import restarts as module
 from jaxinfer.runtime.processes.remote_worker import NobodyThere
 from jaxinfer.runtime.processes.restarts import (
-    Outcome,
     Restarted,
+    RestartResult,
     Restarts,
     _as_planned,
     _check_same,
@@ -134,7 +134,7 @@ def test_one_that_is_lost_is_started_again_and_in_use_when_it_is_taken(
     assert cluster.workers["x"].process is cluster.process
     outcome = cluster.restarts.take("g")
     assert outcome
-    assert outcome == Outcome("g", ["x", "y"], "killed", outcome.seconds)
+    assert outcome == RestartResult("g", ["x", "y"], "killed", outcome.seconds)
     assert {worker.process for worker in cluster.workers.values()} == {cluster.started[0]}
     assert cluster.restarts.take("g") is None
     assert cluster.restarts._homes["g"].left == restart - 1
@@ -282,7 +282,7 @@ def test_what_is_closed_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Facts:
-    """The part of PlanFacts that matters here."""
+    """The part of StageFacts that matters here."""
 
     options: str
     layers: Layers
@@ -333,7 +333,7 @@ class News:
 
     def __init__(self, expects: bool = True) -> None:
         self.expects = expects
-        self.outcome: Outcome | None = None
+        self.outcome: RestartResult | None = None
         self.lost: list[tuple[str, str]] = []
         self._hear: Callable[[Restarted], object] = lambda restarted: None
 
@@ -342,8 +342,8 @@ class News:
         if self.outcome:
             hear(Restarted("g"))
 
-    def tell(self, error: str | None = None) -> Outcome:
-        self.outcome = Outcome("g", ["a"], "killed", 1.0, error)
+    def tell(self, error: str | None = None) -> RestartResult:
+        self.outcome = RestartResult("g", ["a"], "killed", 1.0, error)
         self._hear(Restarted("g"))
         return self.outcome
 
@@ -351,7 +351,7 @@ class News:
         self.lost.append((instance, why))
         return self.expects
 
-    def take(self, group: str) -> Outcome | None:
+    def take(self, group: str) -> RestartResult | None:
         outcome, self.outcome = self.outcome, None
         return outcome
 

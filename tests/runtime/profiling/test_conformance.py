@@ -17,13 +17,18 @@ from jaxinfer.checkpoints.small_model import HEAD_DIM, LAYERS, small_checkpoint
 from jaxinfer.pallas_kernels.kv_pages import KVPages, write_kv
 from jaxinfer.runtime.kv.kv_entries import allowed_change, compare_entries, read_entries
 from jaxinfer.runtime.kv.slab import SlabDest
-from jaxinfer.runtime.profiling.conformance import Conformance, Outcome
-from jaxinfer.runtime.profiling.conformance_sides import VALUES, Side, covering_sides, with_values
+from jaxinfer.runtime.profiling.conformance import Conformance, HandOffCheck
+from jaxinfer.runtime.profiling.conformance_sides import (
+    VALUES,
+    HandOffSide,
+    covering_sides,
+    with_values,
+)
 
 
 def test_any_two_values_stand_together_in_a_side() -> None:
     sides = covering_sides(VALUES)
-    assert sides[0] == Side()
+    assert sides[0] == HandOffSide()
     for one, other in combinations(VALUES, 2):
         together = {(getattr(side, one), getattr(side, other)) for side in sides}
         assert together == set(product(VALUES[one], VALUES[other])), (one, other)
@@ -39,7 +44,7 @@ def test_values_of_one_s_own() -> None:
     values = with_values(["page_size=8, 48", "stages=1"])
     assert values == VALUES | {"page_size": (8, 48), "stages": (1,)}
     only = {name: some[:1] for name, some in VALUES.items()}
-    assert covering_sides(only) == [Side()]
+    assert covering_sides(only) == [HandOffSide()]
 
 
 @pytest.mark.parametrize(
@@ -181,13 +186,13 @@ def test_changes_are_shares_of_the_entries() -> None:
 
 
 SIDES = {
-    "A": Side(),
-    "B": Side("float32", "auto", 24, "plain", 2, 2),
-    "C": Side("bfloat16", "auto", 64, "plain", 1, 1),
-    "D": Side("float32", "int8", 24, "plain", 1, 1),
-    "E": Side("float32", "auto", 16, "generic", 1, 1),
-    "F": Side("int8", "auto", 16, "plain", 1, 1),
-    "G": Side(stages=LAYERS + 1),
+    "A": HandOffSide(),
+    "B": HandOffSide("float32", "auto", 24, "plain", 2, 2),
+    "C": HandOffSide("bfloat16", "auto", 64, "plain", 1, 1),
+    "D": HandOffSide("float32", "int8", 24, "plain", 1, 1),
+    "E": HandOffSide("float32", "auto", 16, "generic", 1, 1),
+    "F": HandOffSide("int8", "auto", 16, "plain", 1, 1),
+    "G": HandOffSide(stages=LAYERS + 1),
 }
 PROMPT = [(7 * i) % 251 for i in range(70)]
 
@@ -200,15 +205,15 @@ def conformance() -> Iterator[Conformance]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(conformance: Conformance) -> dict[tuple[str, str], Outcome]:
+def outcomes(conformance: Conformance) -> dict[tuple[str, str], HandOffCheck]:
     return {(o.source, o.dest): o for o in conformance.outcomes()}
 
 
-def test_all_pairs_in_order(outcomes: dict[tuple[str, str], Outcome]) -> None:
+def test_all_pairs_in_order(outcomes: dict[tuple[str, str], HandOffCheck]) -> None:
     assert list(outcomes) == list(product(SIDES, SIDES))
 
 
-def test_what_is_exact_and_what_rounds(outcomes: dict[tuple[str, str], Outcome]) -> None:
+def test_what_is_exact_and_what_rounds(outcomes: dict[tuple[str, str], HandOffCheck]) -> None:
     """Only what is stored narrower than it was, or anew in 8 bits, may change."""
     verdicts = {pair: o.verdict for pair, o in outcomes.items() if o.verdict != "refused"}
     assert set(verdicts) == set(product("ABCD", "ABCD"))
@@ -226,7 +231,7 @@ def test_what_is_exact_and_what_rounds(outcomes: dict[tuple[str, str], Outcome])
 
 
 def test_float32_draws_the_same_tokens_on_any_side(
-    outcomes: dict[tuple[str, str], Outcome],
+    outcomes: dict[tuple[str, str], HandOffCheck],
 ) -> None:
     for pair in product("AB", "AB"):
         assert outcomes[pair].same_tokens == 4
@@ -235,7 +240,7 @@ def test_float32_draws_the_same_tokens_on_any_side(
         assert change < 1e-4
 
 
-def test_bytes_are_the_narrower_side_s(outcomes: dict[tuple[str, str], Outcome]) -> None:
+def test_bytes_are_the_narrower_side_s(outcomes: dict[tuple[str, str], HandOffCheck]) -> None:
     """Heads that are padding do not travel, and KV of 8 bits does in its dtype."""
     for (source, dest), outcome in outcomes.items():
         if outcome.verdict != "refused":
@@ -254,7 +259,7 @@ def test_bytes_are_the_narrower_side_s(outcomes: dict[tuple[str, str], Outcome])
     ],
 )
 def test_refusals_have_a_reason(
-    side: str, reason: str, outcomes: dict[tuple[str, str], Outcome]
+    side: str, reason: str, outcomes: dict[tuple[str, str], HandOffCheck]
 ) -> None:
     for name in SIDES:
         for pair in ((side, name), (name, side)):

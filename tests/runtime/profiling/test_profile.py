@@ -309,7 +309,7 @@ def test_a_link_of_a_gpu_is_not_emulated(
 ) -> None:
     gpu = SimpleNamespace(platform="gpu")
     opened = {"a": [gpu], "b": [gpu]}
-    monkeypatch.setattr("jaxinfer.runtime.stage.layout_cluster.open_groups", lambda groups: opened)
+    monkeypatch.setattr("jaxinfer.runtime.stage.cluster_plan.open_groups", lambda groups: opened)
     link = LinkConfig(between=("a", "b"), gb_s=1)
     with pytest.raises(JaxinferError, match="links: a - b is emulated, on CPU only, and a is a"):
         cluster(tiny_folder, 1.0, links=(link,))

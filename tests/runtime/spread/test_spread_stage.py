@@ -24,8 +24,8 @@ from jaxinfer.runtime.spread.slice_move import SliceMoves
 from jaxinfer.runtime.spread.spread_inputs import HalvedInputs
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.spread.spread_step import Cut
-from jaxinfer.runtime.stage import layout_attention
-from jaxinfer.runtime.stage.layout_cluster import plan_cluster
+from jaxinfer.runtime.stage import attention_plan
+from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.step import Key
@@ -223,7 +223,7 @@ def test_what_a_stage_of_several_devices_says_of_itself() -> None:
 
 def test_heads_move_between_devices_whose_keys_lie_unlike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads move from kernels on one device to plain attention on another, as from GPU to CPU."""
-    monkeypatch.setattr(layout_attention, "choose_kernels", lambda *args: "interpret")
+    monkeypatch.setattr(attention_plan, "choose_kernels", lambda *args: "interpret")
     tokens, logits = expected("llama")
     model = Spread("llama")
     assert isinstance(model.stage, SpreadStage)

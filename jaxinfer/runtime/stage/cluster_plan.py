@@ -9,13 +9,13 @@ from jaxinfer.config.layer_split import count_layers
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.stage import Layers, split
+from jaxinfer.runtime.stage.attention_plan import plan_attention
 from jaxinfer.runtime.stage.devices import configure_jax, open_groups
-from jaxinfer.runtime.stage.layout import Plan, choose_dtype, make_plan
-from jaxinfer.runtime.stage.layout_attention import plan_attention
 from jaxinfer.runtime.stage.machine_speed import measure_speed
+from jaxinfer.runtime.stage.stage_plan import StagePlan, choose_dtype, make_plan
 
 
-def plan_cluster(model: ModelConfig, config: ClusterConfig) -> dict[str, list[Plan]]:
+def plan_cluster(model: ModelConfig, config: ClusterConfig) -> dict[str, list[StagePlan]]:
     """Each instance's stages, before anything is loaded.
 
     Raises:
@@ -31,7 +31,7 @@ def plan_cluster(model: ModelConfig, config: ClusterConfig) -> dict[str, list[Pl
                     "GPU: leave links to `simulate`"
                 )
     free = {name: iter(devices) for name, devices in groups.items()}
-    plans: dict[str, list[Plan]] = {}
+    plans: dict[str, list[StagePlan]] = {}
     taken = 0
     for name, instance in config.instances.items():
         try:
@@ -50,7 +50,7 @@ def _plan_stages(
     devices_of: Mapping[str, Sequence[jax.Device]],
     free: Mapping[str, Iterator[jax.Device]],
     taken: int,
-) -> Iterator[Plan]:
+) -> Iterator[StagePlan]:
     groups = [config.groups[stage.group] for stage in instance.places]
     devices = [
         [next(free[stage.group]) for _ in range(group.stage_devices)]
@@ -76,7 +76,7 @@ def _plan_stages(
         yield from plans
 
 
-def _host_bytes(plans: Iterable[Plan]) -> int:
+def _host_bytes(plans: Iterable[StagePlan]) -> int:
     """Count the bytes that the plans will take of the host's memory."""
     total = 0
     for plan in plans:
@@ -92,7 +92,7 @@ def _plan_segments(
     devices: Sequence[jax.Device],
     layers: Layers,
     taken: int,
-) -> list[Plan]:
+) -> list[StagePlan]:
     """One stage's, which share its devices' memory."""
     whole = make_plan(model, instance, devices, layers, taken)
     if instance.segments == 1:

@@ -15,9 +15,9 @@ from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.config import ModelConfig, Rope
 from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.stage import kv_cache
-from jaxinfer.runtime.stage import layout as plans
+from jaxinfer.runtime.stage import stage_plan as plans
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, allocate, available_memory, memory_of
-from jaxinfer.runtime.stage.layout import Plan, choose_dtype, make_plan
+from jaxinfer.runtime.stage.stage_plan import StagePlan, choose_dtype, make_plan
 
 # Vocabulary 20, D 16, F 32, two layers, 4 query and 2 KV heads of 8.
 MODEL = ModelConfig(
@@ -32,7 +32,9 @@ WEIGHTS = 4 * (MATRICES + NORMS)
 PAGE = 4 * 2 * 2 * 2 * 8 * 16
 
 
-def planned(taken: int = 0, devices: int = 1, config: ModelConfig = MODEL, **options: Any) -> Plan:
+def planned(
+    taken: int = 0, devices: int = 1, config: ModelConfig = MODEL, **options: Any
+) -> StagePlan:
     given = EngineOptions(**{"page_size": 16, "max_num_seqs": 4} | options)
     layers = Layers(0, config.num_hidden_layers, config.num_hidden_layers)
     return make_plan(config, given, jax.devices()[:devices], layers, taken)

@@ -11,8 +11,8 @@ import pytest
 
 from jaxinfer import JaxinferError, SamplingParams
 from jaxinfer.request import Sampling
-from jaxinfer.runtime.intake import Intake
 from jaxinfer.runtime.parallel_sampling import Continuations
+from jaxinfer.runtime.request_feed import RequestFeed
 from jaxinfer.runtime.requests import AskedPrompts
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.text.tokenizer import NoTokenizer
@@ -132,17 +132,17 @@ def test_samplers_grow_with_what_comes_in_and_each_is_told_of() -> None:
         RequestState(str(i), 4, 3, payload=Sampling(SamplingParams(**given), 0, (), str(i)))
         for i, given in enumerate(options)
     ]
-    intake = Intake(iter(requests), cluster, NoTokenizer("bare", ()))
+    feed = RequestFeed(iter(requests), cluster, NoTokenizer("bare", ()))
     told: list[tuple[str, int]] = []
     found = []
     for request in requests:
-        assert intake.read(lambda *left: told.append(left), at_least_one=True) == [request]
+        assert feed.read(lambda *left: told.append(left), at_least_one=True) == [request]
         found.append(len(compiled))
     shapes = [(0, 0, 0, 0), (32, 0, 0, 0), (32, 0, 8, 0)]
     assert compiled == [(name, shape) for shape in shapes for name in "ab"]
     assert found == [2, 2, 4, 6, 6]
     assert told == [("compiling samplers", left) for _ in shapes for left in (2, 1, 0)]
-    assert intake.read(lambda *left: None) == []
+    assert feed.read(lambda *left: None) == []
 
 
 def test_a_prompt_is_forgotten_when_it_is_answered() -> None:

@@ -61,7 +61,7 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True)
-class PlanFacts:
+class StageFacts:
     """Sizes of one stage of an instance, which mostly has but one: what any process may know.
 
     Attributes:
@@ -102,7 +102,7 @@ class PlanFacts:
 
 
 @dataclass(frozen=True)
-class Plan(PlanFacts):
+class StagePlan(StageFacts):
     """Shapes and shardings besides, for the process that has the devices.
 
     Attributes:
@@ -116,11 +116,11 @@ class Plan(PlanFacts):
     parameters: Mapping[str, jax.ShapeDtypeStruct]
 
     @property
-    def facts(self) -> PlanFacts:
+    def facts(self) -> StageFacts:
         """Return the facts that another process may know."""
-        known = {each.name: getattr(self, each.name) for each in fields(PlanFacts)}
+        known = {each.name: getattr(self, each.name) for each in fields(StageFacts)}
         devices = [DeviceFacts(d.platform, d.id, d.device_kind) for d in self.devices]
-        return PlanFacts(**known | {"devices": devices})
+        return StageFacts(**known | {"devices": devices})
 
     @property
     def whole(self) -> NamedSharding:
@@ -159,7 +159,7 @@ def make_plan(
     layers: Layers,
     taken: int,
     is_spread: bool = False,
-) -> Plan:
+) -> StagePlan:
     """Decide shardings, buckets and the size of the KV pool.
 
     Args:
@@ -215,7 +215,7 @@ def make_plan(
             f"{what} {max(num_pages, 1) * each / 2**30:.3f} GiB, beside "
             f"{weights / 2**30:.3f} GiB of weights; {free / 2**30:.1f} GiB are free"
         )
-    return Plan(
+    return StagePlan(
         options, wide, config.num_key_value_heads, layers, dtype, kv_dtype, limits, num_pages,
         max_model_len, weights, num_pages * each, free, devices, mesh, graphdef, parameters,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from jaxinfer.text.stop import Answers
 from jaxinfer.text.tokenizer import Tokenizer
 
 
-class Intake:
+class RequestFeed:
     """The requests of one run on their way in.
 
     Args:

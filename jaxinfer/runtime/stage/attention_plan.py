@@ -13,16 +13,16 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.models.sharding import HEADS_AXIS
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, memory_of
-from jaxinfer.runtime.stage.layout import AttentionPlan, Plan, free_memory
+from jaxinfer.runtime.stage.stage_plan import AttentionPlan, StagePlan, free_memory
 
 
 def plan_attention(
-    plan: Plan,
+    plan: StagePlan,
     stage: StageConfig,
     config: ClusterConfig,
     devices: Mapping[str, Sequence[jax.Device]],
     taken: int,
-) -> Plan:
+) -> StagePlan:
     """The stage's plan with its attention groups.
 
     Args:
@@ -66,7 +66,7 @@ def _check(name: str, config: ClusterConfig) -> None:
 
 
 def _plan(
-    plan: Plan, place: AttentionConfig, device: jax.Device, repeats: int, taken: int
+    plan: StagePlan, place: AttentionConfig, device: jax.Device, repeats: int, taken: int
 ) -> AttentionPlan:
     options, config = plan.options, plan.config
     kernels = choose_kernels(
