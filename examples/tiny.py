@@ -450,7 +450,7 @@ def new_pages(config: Config, mesh: Mesh, num_pages: int, page_size: int) -> Pag
     return [(zeros(), zeros()) for _ in range(config.layers)]
 
 
-# In jaxinfer: models/sharding.py:shard, runtime/stage/stage_plan.py:Plan,
+# In jaxinfer: models/sharding.py:shard, runtime/stage/stage_plan.py:StagePlan,
 # In jaxinfer: runtime/stage/kv_cache.py:abstract_pages
 
 # 8. The hand-off: gather, put, scatter.
