@@ -50,12 +50,14 @@ def draw(folder: Path, path: Path) -> None:
     instances, wall = lines.run["instances"], lines.run["metrics"]["wall_s"]
     figure = Figure((10, 0.8 + 0.95 * len(instances)), layout="constrained")
     axes = figure.subplots(len(instances), 1, squeeze=False, sharex=True)[:, 0]
+    shown: dict[str, Patch] = {}
     for ax, (name, about) in zip(axes, instances.items(), strict=True):
         steps = [step for step in lines.steps if step["instance"] == name]
         pages = sum(stage["num_pages"] for stage in about["stages"])
         for kind, (_, colour) in KINDS.items():
             spans = [(s["start"], s["end"] - s["start"]) for s in steps if kind_of(s) == kind]
             ax.broken_barh(spans, (-0.35, 0.25), color=colour, lw=0)
+            shown |= {kind: Patch(color=colour, label=KINDS[kind][0])} if spans else {}
         ax.step(
             [step["start"] for step in steps],
             [step["pages_in_use"] / pages for step in steps],
@@ -66,17 +68,14 @@ def draw(folder: Path, path: Path) -> None:
         for start, stop, part in away(moves(lines.run["system_report"], name), wall):
             ax.axvspan(start, stop, color="0.85", lw=0, zorder=0)
             ax.text(start, 1.02, part, fontsize=7, va="bottom")
+            shown["part"] = Patch(color="0.85", label="has another part")
         ax.set(xlim=(0, wall), ylim=(-0.4, 1.05), yticks=(0, 1))
         ax.set_ylabel(name, rotation=0, ha="right", va="center")
         ax.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel("seconds")
-    shown = [kind for kind in KINDS if kind != "transfer"]
+    pages_line = Line2D([], [], color="black", lw=1, label="share of its pages in use")
     figure.legend(
-        handles=[
-            *(Patch(color=KINDS[kind][1], label=KINDS[kind][0]) for kind in shown),
-            Line2D([], [], color="black", lw=1, label="share of its pages in use"),
-            Patch(color="0.85", label="has another part"),
-        ],
+        handles=[pages_line, *shown.values()],
         loc="outside lower center",
         ncols=5,
         frameon=False,

@@ -130,7 +130,7 @@ def test_all_policies_are_in_the_docs() -> None:
 def test_prompts_of_lines_have_no_line_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    section = (ROOT / "docs" / "python.md").read_text().split("## Requests of one's own")[1]
+    section = (ROOT / "docs" / "python.md").read_text().split("## Your own requests")[1]
     code = section.split("```python\n")[1].split("```")[0]
     encoded: list[str] = []
     llm = SimpleNamespace(

@@ -1,6 +1,6 @@
 """Pictures of runs: what ran when, how latencies are spread, throughput.
 
-Colours are those of Okabe and Ito, which colour-blind readers can tell apart.
+Colours are those of Okabe and Ito, which colour-blind readers can tell apart, and a brown.
 """
 
 import math
@@ -24,7 +24,17 @@ from jaxinfer.report.records import RunRecord
 from jaxinfer.report.summary import Runs, emulation, figures, finished, median_round, number_text
 
 WIDTH = 11.0  # Inches.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#666666")
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#E69F00",
+    "#CC79A7",
+    "#56B4E9",
+    "#666666",
+    "#8C510A",
+    "#000000",
+)
 DASHES = ("solid", (0, (5, 1.5)), (0, (6, 1.5, 1.2, 1.5)), (0, (1.5, 1)))
 # What a block of the timeline is, in words, and its colour.
 KINDS = {
@@ -242,7 +252,7 @@ def _legend_columns(names: Collection[str]) -> int:
 
 
 def _line(number: int) -> dict[str, Any]:
-    """Return the line style of the system of this number, in all plots: no two of 28 are alike."""
+    """Return the line style of the system of this number, in all plots: no two of 36 are alike."""
     return {
         "color": COLOURS[number % len(COLOURS)],
         "linestyle": DASHES[number % len(DASHES)],

@@ -108,14 +108,17 @@ def median_round(rounds: Sequence[RunRecord]) -> RunRecord:
 
 
 def emulation(runs: Runs) -> list[str]:
-    """Lines that say what was emulated or simulated: one if alike for all, else one a system."""
+    """Lines that say what was emulated or simulated: one for all systems that are alike in it."""
     words = {
         name: "; ".join(dict.fromkeys(word for run in rounds for word in run.emulated))
         for name, rounds in runs.items()
     }
     if len(set(words.values())) == 1:
         return [_emulated(said) for said in set(words.values()) if said]
-    return [f"{name}, {_emulated(said)}" for name, said in words.items() if said]
+    alike: dict[str, list[str]] = {}
+    for name, said in words.items():
+        alike.setdefault(said, []).append(name)
+    return [f"{', '.join(names)}, {_emulated(said)}" for said, names in alike.items() if said]
 
 
 def _emulated(said: str) -> str:

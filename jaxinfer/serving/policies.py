@@ -71,7 +71,7 @@ class PolicyOptions(Options):
     @model_validator(mode="before")
     @classmethod
     def _take_old_key(cls, data: Any) -> Any:
-        """Take ``form_batch``, which is what ``batching`` was called before version 0.2."""
+        """Take ``form_batch``, the former name of ``batching``, with a note."""
         if not isinstance(data, dict) or "form_batch" not in data:
             return data
         if "batching" in data:

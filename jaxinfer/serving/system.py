@@ -1,4 +1,4 @@
-"""What a system (the policy of one paper) sees, and what it may decide."""
+"""What a system (the rules of one paper or baseline) sees, and what it may decide."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -108,7 +108,7 @@ def draw(rows: Sequence[Row]) -> Figure:
             ax.bar(places, values, 0.4, color=colour, label=kind.strip("_") or "run")
         ax.set_xticks(range(len(rows)), names)
         ax.set_title(f"{name.upper() if name != 'makespan' else name} (s)", fontsize=10)
-    ax.legend(loc="lower right", fontsize=8)
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 

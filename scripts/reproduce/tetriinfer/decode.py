@@ -194,5 +194,5 @@ def draw_flips(trace: Work) -> Figure:
         ax.plot([flip["asked"]], [names.index(flip["instance"]) + 0.42], "v", color="black", ms=6)
     ax.set_yticks(range(len(names)), names)
     ax.set_xlabel("s (triangles: a flip is asked for)")
-    ax.legend(fontsize=8, loc="upper right")
+    figure.legend(loc="outside upper center", ncols=2)
     return figure
