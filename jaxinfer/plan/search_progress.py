@@ -120,7 +120,8 @@ class SearchBar(Watcher):
         each = sum(full) / len(full) if full else float(SIMULATIONS)
         running = sum(min(count / each, 0.9) for count in self._running.values())
         share = (len(self._done) + running) / max(self._expected, 1)
-        return (time.monotonic() - self._began) * (1 / share - 1) if share else None
+        # A candidate that is looked at again, when all are done, makes more than the whole.
+        return (time.monotonic() - self._began) * max(1 / share - 1, 0.0) if share else None
 
     def _tell(self, last: bool = False) -> None:
         left, done = self.left_s(), len(self._done)

@@ -75,3 +75,13 @@ def test_how_long_it_takes_is_by_the_simulations_of_those_that_are_done(
         if candidate is one:
             bar.scored(one, Score(1.0), one)
     assert bar.left_s() == pytest.approx(60 / (1.5 / 4) - 60)
+
+
+def test_no_time_is_left_where_a_candidate_is_looked_at_again() -> None:
+    bar, one = SearchBar(), cluster("A10", 1, 8)
+    tried = TriedRate(1.0, 1, Verdict(True, 1, None, {}), 1.0)
+    bar.expect(1)
+    bar.simulated(one, tried)
+    bar.scored(one, Score(1.0), one)
+    bar.simulated(one, tried)
+    assert bar.left_s() == 0

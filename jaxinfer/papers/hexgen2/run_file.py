@@ -55,7 +55,8 @@ def as_part(
         part["instances"][name] = {"stages": stages, **engines[placed.role]}
         if placed.role == "decode" and len(stages) > 1:
             policies = part["instances"][name].get("policies", {})
-            part["instances"][name]["policies"] = {"batching": "even_decodes", **policies}
+            if not policies.keys() & {"batching", "form_batch"}:  # The latter is the old key.
+                part["instances"][name]["policies"] = {"batching": "even_decodes", **policies}
         if placed.role == "prefill":
             part["instances"][name]["max_num_batched_tokens"] = tokens = step_tokens(len(stages))
             most[name] = ceil(max(tokens / prompt, _FEWEST) * (len(stages) + 1))

@@ -206,9 +206,10 @@ def test_decodes_of_a_pipeline_are_even(tmp_path: Path) -> None:
     simulate(config, work, on_request=lambda request, times: ends.append(times[-1]))
     ends.sort()
     assert 400 / (ends[600] - ends[200]) == pytest.approx(flow.total, rel=0.05)
-    own["decode"] = {**own["decode"], "policies": {"batching": "mixed"}}
-    part = as_part(capacity.site, groups, flow, own, 100, capacity.prefill_tokens)
-    assert part["instances"]["decode0"]["policies"] == {"batching": "mixed"}
+    for key in ("batching", "form_batch"):  # As it is called, and was.
+        own["decode"] = {**own["decode"], "policies": {key: "mixed"}}
+        part = as_part(capacity.site, groups, flow, own, 100, capacity.prefill_tokens)
+        assert part["instances"]["decode0"]["policies"] == {key: "mixed"}
 
 
 def test_the_same_run_file_each_time(tmp_path: Path) -> None:
