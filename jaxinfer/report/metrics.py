@@ -203,7 +203,7 @@ def run_metrics(
     failed: int,
     wall_s: float,
     role_s: Mapping[str, Mapping[str, float]] | None = None,
-    yardstick: Efficiency | None = None,
+    efficiency: Efficiency | None = None,
     **given: Any,
 ) -> RunMetrics:
     """The figures of a run that has ended.
@@ -211,11 +211,11 @@ def run_metrics(
     Args:
         requests, failed: see ``RunMetrics``.
         role_s: of each instance, role -> seconds in it.
-        yardstick: what is known of model and GPUs.
+        efficiency: what is known of model and GPUs.
         given: fields of ``RunMetrics`` that requests and steps do not tell.
     """
     steady = totals.course.steady()
-    known = yardstick or Efficiency()
+    known = efficiency or Efficiency()
     tokens = totals.prefill_tokens + totals.decode_tokens
     served = requests - failed
     return RunMetrics(

@@ -8,7 +8,7 @@ from jaxinfer.models.config import ModelConfig
 from jaxinfer.runtime.stage.stage_plan import StageFacts
 
 
-def real_yardstick(plans: Sequence[StageFacts]) -> Efficiency:
+def real_efficiency(plans: Sequence[StageFacts]) -> Efficiency:
     """FLOPs and power of all stages' GPUs, if ``configs/gpus.yaml`` has all of them.
 
     The peak is that of 16-bit floats: there is no MFU with others. Nor is there one of models with

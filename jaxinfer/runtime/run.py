@@ -8,7 +8,7 @@ from jaxinfer.report.progress import RunProgress
 from jaxinfer.report.recorder import Recorder
 from jaxinfer.request import RequestOutput
 from jaxinfer.runtime.cluster import Cluster
-from jaxinfer.runtime.efficiency import real_yardstick
+from jaxinfer.runtime.efficiency import real_efficiency
 from jaxinfer.runtime.request_feed import RequestFeed
 from jaxinfer.runtime.stage.sampling_inputs import sampling_of
 from jaxinfer.runtime.world import RealWorld
@@ -157,5 +157,5 @@ class Run:
             loop_s=world.now() - world.waited_s - world.launching_s,
             launching_s=world.launching_s,
             role_s={name: i.role_seconds(world.now()) for name, i in self._instances.items()},
-            yardstick=real_yardstick([stage.plan for stage in stages]),
+            efficiency=real_efficiency([stage.plan for stage in stages]),
         )

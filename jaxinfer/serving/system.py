@@ -1,4 +1,4 @@
-"""What a system (the rules of one paper or baseline) sees, and what it may decide."""
+"""The protocol of systems, a paper's or baseline's rules: what they see, and may decide."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

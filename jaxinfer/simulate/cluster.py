@@ -35,7 +35,7 @@ from jaxinfer.simulate.costs.model import (
     StageCost,
     make_stage,
 )
-from jaxinfer.simulate.efficiency import make_yardstick
+from jaxinfer.simulate.efficiency import modelled_efficiency
 from jaxinfer.simulate.kv_capacity import count_pages
 from jaxinfer.simulate.spread import Visit
 from jaxinfer.simulate.world import StagePair
@@ -148,9 +148,9 @@ class ModelledCluster:
     slice_lanes: Mapping[str, Mapping[tuple[int, int], StagePair]] = field(default_factory=dict)
 
     @property
-    def yardstick(self) -> Efficiency:
-        """The yardstick of the figures; an empty one where the model is not known."""
-        return make_yardstick(self.site) if self.site else Efficiency()
+    def efficiency(self) -> Efficiency:
+        """The efficiency that figures go by; an empty one where the model is not known."""
+        return modelled_efficiency(self.site) if self.site else Efficiency()
 
     def fit(self, name: str, relative: bool) -> StepFit:
         """Fit an instance's steps as profiling would, with all KV heads on the stages' own groups.

@@ -4,7 +4,7 @@ from jaxinfer.config.site import ModelledSite, total_watts
 from jaxinfer.hardware.efficiency import Efficiency, model_flops
 
 
-def make_yardstick(site: ModelledSite) -> Efficiency:
+def modelled_efficiency(site: ModelledSite) -> Efficiency:
     """Prices, and watts of whole nodes, are those of a hardware file."""
     groups, placement = site.groups.values(), site.placement
     return Efficiency(

@@ -123,7 +123,7 @@ def serve(
             loop_s=loop_s, launching_s=0.0,
             compiles=0, compile_s=0.0, late_compiles=0,
             role_s={i.name: i.role_seconds(world.now()) for i in instances},
-            yardstick=cluster.yardstick,
+            efficiency=cluster.efficiency,
         )  # fmt: skip
 
 

@@ -156,10 +156,10 @@ def test_what_it_takes_for_each_request_and_token() -> None:
     """A kilowatt and 3.6 dollars an hour for 100 seconds: 27.8 Wh and 10 cents."""
     totals = RunTotals(prefill_tokens=90, decode_tokens=10, pairs=500.0, output_tokens=20)
     model = ModelFlops(token=7.0, pair=2.0, sampled=3.0)
-    yardstick = Efficiency(model=model, peak_flops=40.0, usd_per_hour=3.6, watts=1000.0)
+    efficiency = Efficiency(model=model, peak_flops=40.0, usd_per_hour=3.6, watts=1000.0)
     rest = {"preemptions": 0, "num_pages": 9, "compiles": 0, "compile_s": 0.0, "late_compiles": 0,
             "loop_s": 0.0, "launching_s": 0.0}  # fmt: skip
-    found = run_metrics(totals, 5, 1, 100.0, None, yardstick, **rest)
+    found = run_metrics(totals, 5, 1, 100.0, None, efficiency, **rest)
     assert found.mfu == pytest.approx((100 * 7 + 500 * 2 + 20 * 3) / 4000)
     assert found.usd_per_request == pytest.approx(0.1 / 4)
     assert found.usd_per_million_output_tokens == pytest.approx(0.1 / 20e-6)
@@ -171,7 +171,7 @@ def test_what_it_takes_for_each_request_and_token() -> None:
     assert [getattr(unknown, name) for name in names] == [None] * 7
     half = run_metrics(totals, 5, 1, 100.0, None, Efficiency(model=model), **rest)
     assert half.mfu is None
-    nothing = run_metrics(RunTotals(), 1, 1, 100.0, None, yardstick, **rest)
+    nothing = run_metrics(RunTotals(), 1, 1, 100.0, None, efficiency, **rest)
     assert [getattr(nothing, name) for name in names if "_per_" in name] == [None] * 4
 
 

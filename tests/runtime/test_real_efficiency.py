@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.hardware.catalogue import find_gpu, find_model, gpu_of_device
 from jaxinfer.hardware.efficiency import Efficiency, model_flops
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.runtime.efficiency import real_yardstick
+from jaxinfer.runtime.efficiency import real_efficiency
 
 LLAMA_3_8B = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=128256, hidden_size=4096, intermediate_size=14336,
@@ -30,7 +30,7 @@ def plan(*kinds: str, config: ModelConfig = LLAMA_3_8B, dtype: Any = jnp.bfloat1
 
 
 def test_flops_and_power_of_all_gpus() -> None:
-    found = real_yardstick([plan(H200, H200, L4), plan(H200)])
+    found = real_efficiency([plan(H200, H200, L4), plan(H200)])
     assert found == Efficiency(
         model=model_flops(find_model("llama-3-8b")),
         peak_flops=pytest.approx((2 * 989 + 121) * 1e12),
@@ -40,7 +40,7 @@ def test_flops_and_power_of_all_gpus() -> None:
 
 @pytest.mark.parametrize("kinds", [[CPU], [H200, CPU], ["NVIDIA H200 NVL"]])
 def test_what_is_not_known_has_no_figures(kinds: list[str]) -> None:
-    assert real_yardstick([plan(*kinds)]) == Efficiency()
+    assert real_efficiency([plan(*kinds)]) == Efficiency()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_what_is_not_known_has_no_figures(kinds: list[str]) -> None:
     ],
 )
 def test_flops_that_are_not_counted_right_are_not_counted(other: Any) -> None:
-    found = real_yardstick([plan(L4), plan(L4, **other)])
+    found = real_efficiency([plan(L4), plan(L4, **other)])
     assert (found.model, found.watts) == (None, 72)
 
 
@@ -64,7 +64,7 @@ def test_a_device_is_the_gpu_of_its_name() -> None:
 
 def test_opt_has_two_matrices_where_others_have_three() -> None:
     opt = replace(LLAMA_3_8B, architecture="OPTForCausalLM")
-    flops = [real_yardstick([plan(L4, config=c)]).model for c in (LLAMA_3_8B, opt)]
+    flops = [real_efficiency([plan(L4, config=c)]).model for c in (LLAMA_3_8B, opt)]
     assert flops[0]
     assert flops[1]
     assert flops[0].token - flops[1].token == 2 * 32 * 4096 * 14336

@@ -59,12 +59,14 @@ class Followed:
 class MapSchedules(Protocol):
     """``map``, or a pool's."""
 
-    def __call__(self, call: Server, ways: Iterable[Schedule], /) -> Iterable[ScheduleResult]:
-        """Serve each way, and return their figures in the same order."""
+    def __call__(self, call: Server, schedules: Iterable[Schedule], /) -> Iterable[ScheduleResult]:
+        """Serve each schedule, and return their figures in the same order."""
 
 
 def follow(
-    problem: Problem, new_search: Callable[[Problem], DrivenSearch], map_ways: MapSchedules = map
+    problem: Problem,
+    new_search: Callable[[Problem], DrivenSearch],
+    map_schedules: MapSchedules = map,
 ) -> Followed:
     """Plan for the windows of a problem with a section ``replan``, and serve the whole trace.
 
@@ -79,14 +81,14 @@ def follow(
     windows = replanner.windows
     stands, looks = replanner.replanned()
     static, oracle = replanner.static(), replanner.oracle()
-    ways = [
-        replanner.way("replanned", stands),
-        replanner.way("static", [static] * len(windows)),
-        replanner.way("oracle", oracle, free=True),
+    schedules = [
+        replanner.schedule("replanned", stands),
+        replanner.schedule("static", [static] * len(windows)),
+        replanner.schedule("oracle", oracle, free=True),
         *beside(problem),
     ]
     server = Server(windows, problem.targets, replanner.options)
-    served = list(map_ways(server, ways))
+    served = list(map_schedules(server, schedules))
     return Followed(windows, stands, looks, oracle, served, replanner.warnings)
 
 
@@ -160,14 +162,14 @@ class Replanner:
         """
         return self._find(self._problem, "the whole trace")
 
-    def way(self, name: str, placements: Sequence[Candidate], free: bool = False) -> Schedule:
-        """Return the way of a placement for each window, with an epoch for each change."""
-        epochs: list[PlacementPeriod] = []
+    def schedule(self, name: str, placements: Sequence[Candidate], free: bool = False) -> Schedule:
+        """Return the schedule of a placement for each window, with a period for each change."""
+        periods: list[PlacementPeriod] = []
         for window, candidate in zip(self.windows, placements, strict=True):
             data = self._problem.run_file(candidate.part)
-            if not epochs or data != epochs[-1].data:
-                epochs.append(PlacementPeriod(window.start, data))
-        return Schedule(name, epochs, free)
+            if not periods or data != periods[-1].data:
+                periods.append(PlacementPeriod(window.start, data))
+        return Schedule(name, periods, free)
 
     def _first(self) -> Candidate:
         found = self._plan(0)
@@ -230,7 +232,7 @@ def windows_of(problem: Problem) -> list[Window]:
 
 
 def beside(problem: Problem) -> list[Schedule]:
-    """Return the ways of run files that stand from the start to the end.
+    """Return the schedules of run files that stand from the start to the end.
 
     Raises:
         JaxinferError: a file cannot be read, or is none.

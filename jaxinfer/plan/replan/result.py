@@ -1,4 +1,4 @@
-"""What following a load leaves: tables of ways and of windows, run files, and a picture."""
+"""Results of following a load: tables of schedules and of windows, run files, and a picture."""
 
 import re
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ LATENCIES = ("ttft_mean", "ttft_p99", "tpot_mean", "e2e_mean", "e2e_p99")
 
 
 def rows(served: Sequence[ScheduleResult]) -> list[dict[str, Any]]:
-    """Return a row for each way: its costs, and its figures over the whole trace."""
+    """Return a row for each schedule: its costs, and its figures over the whole trace."""
     found = []
     for each in served:
         verdict, figures = each.verdict, each.latencies.figures()
         seen = [window for window in each.windows if window]
         found.append(
             {
-                "way": each.way.name,
-                "placements": len(each.stretches),
+                "way": each.schedule.name,
+                "placements": len(each.courses),
                 "drain_s": each.drain_s,
                 "reload_s": each.reload_s,
-                "gpus": max(stretch.gpus for stretch in each.stretches),
+                "gpus": max(course.gpus for course in each.courses),
                 "gpu_hours": each.gpu_hours,
                 "targets": "kept" if verdict.met else "missed",
                 **_named("", verdict),
@@ -63,7 +63,7 @@ def _text(value: object) -> str:
 
 
 def window_rows(followed: Followed) -> list[dict[str, Any]]:
-    """Return a row for each window: its mix, the plan made at its end, and figures of each way."""
+    """Return a row for each window: its mix, its end's plan, and figures of each schedule."""
     found = []
     for number, (window, look) in enumerate(zip(followed.windows, followed.looks, strict=True)):
         mix = window.mix
@@ -80,7 +80,7 @@ def window_rows(followed: Followed) -> list[dict[str, Any]]:
             "planned": look.chosen and str(look.chosen),
         }
         for each in followed.served:
-            row |= _named(f"{each.way.name}_", each.windows[number])
+            row |= _named(f"{each.schedule.name}_", each.windows[number])
         found.append(row | {"refused": look.refused})
     return found
 
@@ -114,31 +114,31 @@ def write(
 def write_run_files(
     folder: Path, problem: Problem, windows: Sequence[Window], served: ScheduleResult, force: bool
 ) -> None:
-    """One for each epoch of a way, and the lengths and times of its requests, from its start on."""
-    epochs, name = served.way.epochs, served.way.name
+    """Write a run file for each period of a schedule, and a trace of its requests."""
+    periods, name = served.schedule.periods, served.schedule.name
     work = [item for window in windows for item in window.work]
-    parts = split(work, [epoch.start for epoch in epochs])
-    for number, (epoch, part, stretch) in enumerate(
-        zip(epochs, parts, served.stretches, strict=True)
+    parts = split(work, [period.start for period in periods])
+    for number, (period, part, course) in enumerate(
+        zip(periods, parts, served.courses, strict=True)
     ):
         trace = folder / f"{name}{number}.csv"
-        own = {k: v for k, v in epoch.data["workload"].items() if k not in REQUESTS}
-        data = {**epoch.data, "workload": {**own, "trace": str(trace), "arrivals": "trace"}}
+        own = {k: v for k, v in period.data["workload"].items() if k not in REQUESTS}
+        data = {**period.data, "workload": {**own, "trace": str(trace), "arrivals": "trace"}}
         head = (
             f"Found by jaxinfer plan with {problem.planner['name']}, for requests from "
-            f"{epoch.start:g} s on.",
-            f"It serves from {stretch.ready:.6g} s on, and has ended all of them at "
-            f"{stretch.drained:.6g} s.",
+            f"{period.start:g} s on.",
+            f"It serves from {course.ready:.6g} s on, and has ended all of them at "
+            f"{course.drained:.6g} s.",
         )
         write_sealed(trace.with_suffix(".yaml"), data, head, force)
-        lines = [f"{i.arrival - epoch.start!r},{i.prompt_len},{i.max_tokens}\n" for i in part]
+        lines = [f"{i.arrival - period.start!r},{i.prompt_len},{i.max_tokens}\n" for i in part]
         header = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
         trace.write_text(header + "".join(lines), encoding="utf-8")
     # Of a trace that has changed since, more may have stood.
     for old in folder.glob(f"{name}[0-9]*.yaml"):
         ending = old.stem.removeprefix(name)
         # ``name0.mine.yaml`` is a user's own.
-        if re.fullmatch("[0-9]+", ending) and int(ending) >= len(epochs) and is_untouched(old):
+        if re.fullmatch("[0-9]+", ending) and int(ending) >= len(periods) and is_untouched(old):
             old.unlink()
             old.with_suffix(".csv").unlink(missing_ok=True)
 
@@ -170,8 +170,8 @@ def draw(
     for axes, (name, limit) in zip(panels, limits.items(), strict=True):
         for number, (each, colour) in enumerate(zip(served, COLOURS * len(served), strict=False)):
             values = [window.figures[name] if window else None for window in each.windows]
-            dash = "--" if each.way.free else "-"
-            label = {"label": each.way.name} if axes is panels[0] else {}
+            dash = "--" if each.schedule.free else "-"
+            label = {"label": each.schedule.name} if axes is panels[0] else {}
             # Those that were first lie above, and are thinner: equal ones can be told apart.
             style = {"lw": 1.2 + 0.6 * number, "zorder": 3 - 0.1 * number, "alpha": 0.9}
             _steps(axes, edges, values, color=colour, ls=dash, **label, **style)
@@ -179,11 +179,11 @@ def draw(
         if isinstance(targets, PercentileTargets):
             _log_scale(axes)
         axes.set_ylabel(_in_words(name, targets))
-        for stretch in served[0].stretches[1:]:
-            axes.axvspan(stretch.start, stretch.ready, color="0.88", lw=0, zorder=0)
+        for course in served[0].courses[1:]:
+            axes.axvspan(course.start, course.ready, color="0.88", lw=0, zorder=0)
     # What is the same in all panels is said in the first.
     panels[0].plot([], [], color="0.3", lw=1, ls=":", label="target")
-    if len(served[0].stretches) > 1:
+    if len(served[0].courses) > 1:
         words = "replanned: the old end,\nthen weights load"
         panels[0].fill_between([], [], color="0.88", label=words)
     _explain(panels[0], "placement")

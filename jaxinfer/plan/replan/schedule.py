@@ -21,7 +21,7 @@ from jaxinfer.workload.lengths import BenchRequest
 
 @dataclass(frozen=True)
 class PlacementPeriod:
-    """A placement, and the second from which requests are its own, up to the next epoch's.
+    """A placement, and the second from which requests are its own, up to the next period's.
 
     Attributes:
         data: what its run file holds.
@@ -33,21 +33,21 @@ class PlacementPeriod:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One way through a trace.
+    """Placements of one schedule over a trace.
 
     Attributes:
-        free: each placement is there when its epoch starts, on GPUs of its own, while the one
+        free: each placement is there when its period starts, on GPUs of its own, while the one
             before goes on with what it has.
     """
 
     name: str
-    epochs: Sequence[PlacementPeriod]
+    periods: Sequence[PlacementPeriod]
     free: bool = False
 
 
 @dataclass(frozen=True)
 class PeriodCourse:
-    """The course of an epoch, in seconds of the trace.
+    """The course of a period, in seconds of the trace.
 
     Attributes:
         requests: its own.
@@ -65,14 +65,14 @@ class PeriodCourse:
 
 @dataclass
 class ScheduleResult:
-    """A way's figures over the whole trace.
+    """A schedule's figures over the whole trace.
 
     Attributes:
         windows: on the requests of each window; None of none.
     """
 
-    way: Schedule
-    stretches: list[PeriodCourse]
+    schedule: Schedule
+    courses: list[PeriodCourse]
     verdict: Verdict
     windows: list[Verdict | None]
     latencies: LatencyTotals = field(default_factory=LatencyTotals)
@@ -83,43 +83,43 @@ class ScheduleResult:
 
         Where that one was still loading, they waited for weights first, as ``reload_s`` counts.
         """
-        if self.way.free:
+        if self.schedule.free:
             return 0.0
         return sum(max(a.drained - max(b.start, a.ready), 0.0) for a, b in self._switches)
 
     @property
     def reload_s(self) -> float:
         """Seconds for which they waited for weights, in all."""
-        return sum(stretch.reload_s for stretch in self.stretches)
+        return sum(course.reload_s for course in self.courses)
 
     @property
     def gpu_hours(self) -> float:
-        """GPU-hours of all epochs, each from the end of the one before to its own."""
+        """GPU-hours of all periods, each from the end of the one before to its own."""
         seconds = begin = 0.0
         for here, there in self._switches:
             end = max(here.drained, there.start)
             seconds += here.gpus * (end - begin)
-            begin = there.start if self.way.free else end
-        last = self.stretches[-1]
+            begin = there.start if self.schedule.free else end
+        last = self.courses[-1]
         return (seconds + last.gpus * (last.drained - begin)) / 3600
 
     @property
     def _switches(self) -> list[tuple[PeriodCourse, PeriodCourse]]:
-        return list(pairwise(self.stretches))
+        return list(pairwise(self.courses))
 
 
 @dataclass(frozen=True)
 class Server:
-    """Serves a trace in some way; goes to other processes as it is."""
+    """Serves a trace by some schedule; goes to other processes as it is."""
 
     windows: Sequence[Window]
     targets: Targets
     options: Replan
 
-    def __call__(self, way: Schedule) -> ScheduleResult:
+    def __call__(self, schedule: Schedule) -> ScheduleResult:
         """Period by period.
 
-        All that has come before an epoch's start is ended by the placement before, what waits in
+        All that has come before a period's start is ended by the placement before, what waits in
         its queues too, as where an instance flips. Then all GPUs load; what has come meanwhile has
         waited since its arrival.
 
@@ -139,36 +139,38 @@ class Server:
             part.add(request, times)
             latencies.add(request.arrival, request.metrics.first_scheduled, times)
 
-        stretches: list[PeriodCourse] = []
+        courses: list[PeriodCourse] = []
         drained = 0.0
-        own = split(work, [epoch.start for epoch in way.epochs])
-        for number, (epoch, items) in enumerate(zip(way.epochs, own, strict=True)):
+        own = split(work, [period.start for period in schedule.periods])
+        for number, (period, items) in enumerate(zip(schedule.periods, own, strict=True)):
             try:
-                waits = number > 0 and not way.free
-                found = self._serve(epoch, items, on_request, drained if waits else None)
+                waits = number > 0 and not schedule.free
+                found = self._serve(period, items, on_request, drained if waits else None)
             except JaxinferError as error:
-                raise JaxinferError(f"{way.name}, from {epoch.start:g} s on: {error}") from None
+                raise JaxinferError(
+                    f"{schedule.name}, from {period.start:g} s on: {error}"
+                ) from None
             drained = found.drained
-            stretches.append(found)
+            courses.append(found)
         verdicts = [part.verdict() if part else None for part in parts]
-        return ScheduleResult(way, stretches, whole.verdict(), verdicts, latencies)
+        return ScheduleResult(schedule, courses, whole.verdict(), verdicts, latencies)
 
     def _serve(
         self,
-        epoch: PlacementPeriod,
+        period: PlacementPeriod,
         items: Sequence[BenchRequest],
         on_request: OnRequest,
         drained: float | None,
     ) -> PeriodCourse:
-        """One epoch; ``drained`` is when the one before had ended, if this one waits for it."""
-        config = as_run_file(epoch.data)
+        """One period; ``drained`` is when the one before had ended, if this one waits for it."""
+        config = as_run_file(period.data)
         prepared = prepare(config)
-        ready, reload_s = epoch.start, 0.0
+        ready, reload_s = period.start, 0.0
         if drained is not None:
             reload_s = self.reload_s(prepared[1])
             ready = max(ready, drained) + reload_s
         end = serve(*prepared, items, None, on_request, ready).wall_s if items else ready
-        return PeriodCourse(epoch.start, len(items), reload_s, ready, end, num_gpus(config))
+        return PeriodCourse(period.start, len(items), reload_s, ready, end, num_gpus(config))
 
     def reload_s(self, cluster: ModelledCluster) -> float:
         """Seconds until all GPUs of a placement have their weights, each at its own rate."""

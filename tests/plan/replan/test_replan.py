@@ -42,8 +42,8 @@ def data_of(count: int = 1, **more: Any) -> dict[str, Any]:
     return search_run.run_file(candidate(count).part)
 
 
-def served(way: Schedule, work: Sequence[BenchRequest], **options: Any) -> Any:
-    return Server(cut(work, 5.0), TARGETS, Replan(window_s=5.0, **options))(way)
+def served(schedule: Schedule, work: Sequence[BenchRequest], **options: Any) -> Any:
+    return Server(cut(work, 5.0), TARGETS, Replan(window_s=5.0, **options))(schedule)
 
 
 def test_who_comes_before_the_cluster_is_there_waits() -> None:
@@ -66,7 +66,7 @@ def test_who_comes_before_the_cluster_is_there_waits() -> None:
 def test_drain_and_reload_by_hand() -> None:
     """A step takes a second: who decodes 10 tokens from 0 on has ended at 10."""
     work = [one(0.0, 10), one(4.0, 1), one(6.0, 2), one(30.0, 1)]
-    way = Schedule(
+    schedule = Schedule(
         "x",
         [
             PlacementPeriod(0.0, data_of(1)),
@@ -74,8 +74,8 @@ def test_drain_and_reload_by_hand() -> None:
             PlacementPeriod(20.0, data_of(1)),
         ],
     )
-    found = served(way, work, reload_s=3.0)
-    first, second, third = found.stretches
+    found = served(schedule, work, reload_s=3.0)
+    first, second, third = found.courses
     assert (first.ready, first.drained, first.requests, first.gpus) == (0, 10, 2, 1)
     # It waits for 10, then loads; the request from 6 has its tokens at 14 and 15.
     assert (second.ready, second.drained, second.requests, second.gpus) == (13, 15, 1, 2)
@@ -90,18 +90,18 @@ def test_drain_and_reload_by_hand() -> None:
 
 def test_what_is_free_waits_for_nothing() -> None:
     work = [one(0.0, 10), one(6.0, 2)]
-    way = Schedule(
+    schedule = Schedule(
         "x", [PlacementPeriod(0.0, data_of(1)), PlacementPeriod(5.0, data_of(2))], free=True
     )
-    found = served(way, work, reload_s=3.0)
-    assert [(s.ready, s.drained) for s in found.stretches] == [(0, 10), (5, 8)]
+    found = served(schedule, work, reload_s=3.0)
+    assert [(s.ready, s.drained) for s in found.courses] == [(0, 10), (5, 8)]
     assert (found.drain_s, found.reload_s) == (0, 0)
     # The first goes on while the second is there.
     assert found.gpu_hours * 3600 == pytest.approx(1 * 10 + 2 * 3)
 
 
 def test_an_epoch_without_requests_only_loads() -> None:
-    way = Schedule(
+    schedule = Schedule(
         "x",
         [
             PlacementPeriod(0.0, data_of(1)),
@@ -109,14 +109,14 @@ def test_an_epoch_without_requests_only_loads() -> None:
             PlacementPeriod(10.0, data_of(1)),
         ],
     )
-    found = served(way, [one(0.0, 1), one(11.0, 1)], reload_s=3.0)
-    assert [(s.ready, s.drained) for s in found.stretches] == [(0, 1), (8, 8), (13, 14)]
+    found = served(schedule, [one(0.0, 1), one(11.0, 1)], reload_s=3.0)
+    assert [(s.ready, s.drained) for s in found.courses] == [(0, 1), (8, 8), (13, 14)]
 
 
 def test_waiting_for_weights_is_not_draining() -> None:
     """A request for the third placement waits 3 s for the second's weights, then 2 s for tokens."""
     work = [one(0.0, 10), one(6.0, 2), one(11.0, 1)]
-    way = Schedule(
+    schedule = Schedule(
         "x",
         [
             PlacementPeriod(0.0, data_of(1)),
@@ -124,8 +124,8 @@ def test_waiting_for_weights_is_not_draining() -> None:
             PlacementPeriod(11.0, data_of(1)),
         ],
     )
-    found = served(way, work, reload_s=3.0)
-    assert [(s.ready, s.drained) for s in found.stretches] == [(0, 10), (13, 15), (18, 19)]
+    found = served(schedule, work, reload_s=3.0)
+    assert [(s.ready, s.drained) for s in found.courses] == [(0, 10), (13, 15), (18, 19)]
     assert (found.drain_s, found.reload_s) == (5 + 2, 6)
 
 
@@ -174,8 +174,8 @@ def test_a_plan_is_made_of_the_window_that_has_shifted(tmp_path: Path) -> None:
     # A fifth is not above a fifth; the last window is over when nothing comes any more.
     assert [look.chosen is not None for look in looks] == [False, False, True, False, False, True,
                                                            False]  # fmt: skip
-    way = replanner.way("replanned", stands)
-    assert [epoch.start for epoch in way.epochs] == [0, 30, 60]
+    schedule = replanner.schedule("replanned", stands)
+    assert [period.start for period in schedule.periods] == [0, 30, 60]
     assert [c.axes["instances"] for c in replanner.oracle()] == [1, 1, 2, 2, 2, 1, 1]
 
 
@@ -219,11 +219,11 @@ def test_where_nothing_shifts_it_is_the_static_plan(tmp_path: Path) -> None:
     asked = problem(trace, {"window_s": 10.0})
     followed = follow(asked, searches)
     replanned, static, oracle = followed.served
-    (only,) = replanned.way.epochs
+    (only,) = replanned.schedule.periods
     for each in (replanned, oracle):
         assert each.latencies.figures() == static.latencies.figures()
         assert (each.verdict, each.windows) == (static.verdict, static.windows)
-        assert each.stretches == static.stretches
+        assert each.courses == static.courses
         assert each.gpu_hours == static.gpu_hours
     alone = simulate(as_run_file(only.data), asked.work)
     assert alone.ttft_mean == static.latencies.figures()["ttft_mean"]
@@ -331,13 +331,15 @@ def test_the_command_writes_tables_run_files_and_a_picture(tmp_path: Path) -> No
     rows = phases(10, 100, 100)
     said = command(tmp_path, rows, {"window_s": 10.0, "beside": {"two": str(beside)}})
     out = tmp_path / "out"
-    ways, windows = (list(csv.DictReader((out / f"{n}.csv").open())) for n in ("replan", "windows"))
-    assert [way["way"] for way in ways] == ["replanned", "static", "oracle", "two"]
-    assert [way["placements"] for way in ways] == ["2", "1", "2", "1"]
-    assert all(way["way"] in said for way in ways)
+    schedules, windows = (
+        list(csv.DictReader((out / f"{n}.csv").open())) for n in ("replan", "windows")
+    )
+    assert [schedule["way"] for schedule in schedules] == ["replanned", "static", "oracle", "two"]
+    assert [schedule["placements"] for schedule in schedules] == ["2", "1", "2", "1"]
+    assert all(schedule["way"] in said for schedule in schedules)
     # Of both kinds of prompts the mean is long.
     same = ("gpu_hours", "ttft_p90", "windows_kept", "e2e_mean")
-    assert [ways[1][name] for name in same] == [ways[3][name] for name in same]
+    assert [schedules[1][name] for name in same] == [schedules[3][name] for name in same]
     assert [row["stands"] for row in windows] == ["instances 1"] * 2 + ["instances 2"]
     assert [row["oracle"] for row in windows] == ["instances 1"] + ["instances 2"] * 2
     assert [row["planned"] for row in windows] == ["", "instances 2", ""]
