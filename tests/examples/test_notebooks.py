@@ -29,7 +29,7 @@ def test_all_examples_are_listed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a user would: its kernel has none of the tests' settings."""
+    """A notebook runs as a user's would: its kernel has none of the tests' settings."""
     import nbformat
     from nbclient import NotebookClient
 
