@@ -1,0 +1,178 @@
+"""Layouts: where a model's parameters, activations and KV lie on a mesh, as tables by name.
+
+A logical axis is a letter of a name's suffix (``layers.0.attn.q_DNH`` has D, N and H); each table
+puts some of them on axes of the mesh, and the others are whole on every device. Models know
+nothing of this. This file needs no JAX.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+
+class Axes(Enum):
+    """Axes of whichever mesh a layout is used on, in its order."""
+
+    ALL = "all axes"
+    FIRST = "the first axis"
+    REST = "all axes but the first"
+
+
+ALL, FIRST, REST = Axes.ALL, Axes.FIRST, Axes.REST
+
+# One axis of the mesh, several as one (the first is the outer one), or those above.
+Place = str | tuple[str, ...] | Axes
+# Logical axis -> where it lies.
+Places = Mapping[str, Place]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Parameters whose path matches ``pattern`` (as file names do) lie on the mesh like this.
+
+    Attributes:
+        axes: logical axis -> axes of the mesh; the others are whole on every device.
+    """
+
+    pattern: str
+    axes: Places
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Three tables, and over which axes weights are gathered.
+
+    Attributes:
+        parameters: the first rule that matches a parameter's path holds.
+        activations: by name: ``residual`` [T, D], the residual stream between the parts of a
+            layer; ``attention_inputs`` and ``ffn_inputs`` [T, D], normalised; ``heads``
+            [T, N, H], queries and what attention gives; ``kv`` [T, K, H], new keys and values;
+            ``ffn`` [T, F]; ``experts`` [T, E, F]; ``logits`` [S, V]. XLA decides for names that
+            are not there.
+        kv: of KV pages: K, heads.
+        gathered: axes of the mesh over which a layer's weights are gathered before they are used.
+    """
+
+    parameters: tuple[Rule, ...]
+    activations: Mapping[str, Places] = field(default_factory=dict)
+    kv: Places = field(default_factory=dict)
+    gathered: Place = ()
+
+
+# Heads and feed-forward columns: two all-reduces a layer (Shoeybi et al., 2019).
+_COLUMNS = (Rule("*", {"N": ALL, "K": ALL, "F": ALL}),)
+_BY_HEADS = {"K": ALL}
+
+LAYOUTS: dict[str, Layout] = {
+    "megatron": Layout(_COLUMNS, kv=_BY_HEADS),
+    # Tokens are cut where megatron's are whole: a reduce-scatter and an all-gather for each
+    # all-reduce (Korthikanti et al., 2022).
+    "sequence_parallel": Layout(
+        _COLUMNS,
+        {
+            "residual": {"T": ALL},
+            "attention_inputs": {},
+            "heads": {"N": ALL},
+            "kv": {"K": ALL},
+            "ffn_inputs": {},
+            "ffn": {"F": ALL},
+        },
+        kv=_BY_HEADS,
+    ),
+    # Rows on one axis, columns on the others (Pope et al., 2022, section 3.2.2).
+    "weight_stationary_2d": Layout(
+        (Rule("layers.*", {"D": FIRST, "N": REST, "K": REST, "F": REST}),),
+        {
+            "residual": {"D": ALL},
+            "attention_inputs": {"D": FIRST},
+            "heads": {"N": REST},
+            "kv": {"K": REST},
+            "ffn_inputs": {"D": FIRST},
+            "ffn": {"F": REST},
+        },
+        kv={"K": REST},
+    ),
+    # Tokens and rows on one axis, columns on the others; rows are gathered (section 3.2.3).
+    "weight_gathered": Layout(
+        (Rule("layers.*", {"D": FIRST, "N": REST, "K": REST, "F": REST}),),
+        {
+            "residual": {"T": FIRST},
+            "attention_inputs": {"T": FIRST},
+            "heads": {"N": ALL},
+            "kv": {"K": ALL},
+            "ffn_inputs": {"T": FIRST},
+            "ffn": {"T": FIRST, "F": REST},
+        },
+        kv=_BY_HEADS,
+        gathered=FIRST,
+    ),
+    # Each device attends for its tokens, with whole heads; the feed-forward is megatron's.
+    "attention_dp": Layout(
+        (Rule("layers.*", {"F": ALL}),),
+        {
+            "residual": {"T": ALL},
+            "attention_inputs": {"T": ALL},
+            "heads": {"T": ALL},
+            "kv": {},
+            "ffn_inputs": {},
+            "ffn": {"F": ALL},
+        },
+    ),
+    # Weights are whole, tokens are cut; each device has the KV of all.
+    "context_parallel": Layout(
+        (),
+        {
+            "residual": {"T": ALL},
+            "attention_inputs": {"T": ALL},
+            "heads": {"T": ALL},
+            "kv": {},
+            "ffn_inputs": {"T": ALL},
+            "ffn": {"T": ALL},
+            "experts": {"T": ALL},
+        },
+    ),
+    # Whole experts; attention, and layers without experts, are megatron's.
+    "expert_parallel": Layout((Rule("*_E??", {"E": ALL}), *_COLUMNS), kv=_BY_HEADS),
+    # Parameters are cut by rows, gathered where they are used; tokens are cut (Zhao et al., 2023).
+    "fsdp": Layout(
+        (Rule("layers.*", {"D": ALL}),),
+        {
+            "residual": {"T": ALL},
+            "attention_inputs": {"T": ALL},
+            "heads": {"N": ALL},
+            "kv": {"K": ALL},
+            "ffn_inputs": {"T": ALL},
+            "ffn": {"T": ALL},
+            "experts": {"T": ALL},
+        },
+        kv=_BY_HEADS,
+        gathered=ALL,
+    ),
+}
+
+
+def in_use(layout: Layout, axes: Sequence[str]) -> Layout:
+    """The layout with the names of this mesh's axes: each place a tuple of them."""
+
+    def places(table: Places) -> dict[str, tuple[str, ...]]:
+        return {letter: named(place, axes) for letter, place in table.items()}
+
+    return replace(
+        layout,
+        parameters=tuple(Rule(rule.pattern, places(rule.axes)) for rule in layout.parameters),
+        activations={name: places(table) for name, table in layout.activations.items()},
+        kv=places(layout.kv),
+        gathered=named(layout.gathered, axes),
+    )
+
+
+def named(place: Place, axes: Sequence[str]) -> tuple[str, ...]:
+    """Names of the axes of this mesh that a place means."""
+    if place is ALL:
+        return tuple(axes)
+    if place is FIRST:
+        return tuple(axes[:1])
+    if place is REST:
+        return tuple(axes[1:])
+    assert not isinstance(place, Axes)
+    return (place,) if isinstance(place, str) else place
