@@ -35,7 +35,7 @@ class Rule:
     """
 
     pattern: str
-    axes: Places
+    axes: Places = field(hash=False)
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,16 @@ class Layout:
     """
 
     parameters: tuple[Rule, ...]
-    activations: Mapping[str, Places] = field(default_factory=dict)
-    kv: Places = field(default_factory=dict)
+    activations: Mapping[str, Places] = field(default_factory=dict, hash=False)
+    kv: Places = field(default_factory=dict, hash=False)
     gathered: Place = ()
 
 
 # Heads and feed-forward columns: two all-reduces a layer (Shoeybi et al., 2019).
 _COLUMNS = (Rule("*", {"N": ALL, "K": ALL, "F": ALL}),)
 _BY_HEADS = {"K": ALL}
+# Scales of norms are small, and those of single heads are no longer than a head.
+_NORMS = Rule("*norm.*", {})
 
 LAYOUTS: dict[str, Layout] = {
     "megatron": Layout(_COLUMNS, kv=_BY_HEADS),
@@ -81,7 +83,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     # Rows on one axis, columns on the others (Pope et al., 2022, section 3.2.2).
     "weight_stationary_2d": Layout(
-        (Rule("layers.*", {"D": FIRST, "N": REST, "K": REST, "F": REST}),),
+        (_NORMS, Rule("layers.*", {"D": FIRST, "N": REST, "K": REST, "F": REST})),
         {
             "residual": {"D": ALL},
             "attention_inputs": {"D": FIRST},
@@ -94,7 +96,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     # Tokens and rows on one axis, columns on the others; rows are gathered (section 3.2.3).
     "weight_gathered": Layout(
-        (Rule("layers.*", {"D": FIRST, "N": REST, "K": REST, "F": REST}),),
+        (_NORMS, Rule("layers.*", {"D": FIRST, "N": REST, "K": REST, "F": REST})),
         {
             "residual": {"T": FIRST},
             "attention_inputs": {"T": FIRST},
@@ -135,7 +137,7 @@ LAYOUTS: dict[str, Layout] = {
     "expert_parallel": Layout((Rule("*_E??", {"E": ALL}), *_COLUMNS), kv=_BY_HEADS),
     # Parameters are cut by rows, gathered where they are used; tokens are cut (Zhao et al., 2023).
     "fsdp": Layout(
-        (Rule("layers.*", {"D": ALL}),),
+        (_NORMS, Rule("layers.*", {"D": ALL})),
         {
             "residual": {"T": ALL},
             "attention_inputs": {"T": ALL},
