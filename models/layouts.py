@@ -5,6 +5,7 @@ puts some of them on axes of the mesh, and the others are whole on every device.
 nothing of this. This file needs no JAX.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -24,6 +25,18 @@ ALL, FIRST, REST = Axes.ALL, Axes.FIRST, Axes.REST
 Place = str | tuple[str, ...] | Axes
 # Logical axis -> where it lies.
 Places = Mapping[str, Place]
+
+# Logical axes of the activations that models name; S are the rows that are sampled from.
+ACTIVATIONS = {
+    "residual": "TD",
+    "attention_inputs": "TD",
+    "heads": "TNH",
+    "kv": "TKH",
+    "ffn_inputs": "TD",
+    "ffn": "TF",
+    "experts": "TEF",
+    "logits": "SV",
+}
 
 
 @dataclass(frozen=True)
@@ -178,3 +191,16 @@ def named(place: Place, axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(axes[1:])
     assert not isinstance(place, Axes)
     return (place,) if isinstance(place, str) else place
+
+
+def ways(place: Place, mesh: Mapping[str, int]) -> int:
+    """Pieces that an axis is cut into, on a mesh with these sizes of its axes."""
+    return math.prod(mesh[axis] for axis in named(place, list(mesh)))
+
+
+def most_ways(letters: str, layout: Layout, mesh: Mapping[str, int]) -> int:
+    """The least number that divides by all pieces which tables cut these logical axes into."""
+    tables = [rule.axes for rule in layout.parameters]
+    tables += [*layout.activations.values(), layout.kv]
+    cuts = (ways(table[letter], mesh) for table in tables for letter in letters if letter in table)
+    return math.lcm(*cuts)
