@@ -102,10 +102,8 @@ def _letters_of(name: str) -> str:
 
 
 def _check_place(what: str, place: object) -> None:
-    names = (place,) if isinstance(place, str) else place
-    if isinstance(names, Axes):
-        return
-    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+    names = place if isinstance(place, tuple) else (place,)
+    if not all(isinstance(name, str | Axes) for name in names):
         raise JaxinferError(
             f"{what} is {shown(place)}, must be a mesh axis, a tuple of them, ALL, FIRST or REST"
         )

@@ -21,8 +21,8 @@ class Axes(Enum):
 
 ALL, FIRST, REST = Axes.ALL, Axes.FIRST, Axes.REST
 
-# One axis of the mesh, several as one (the first is the outer one), or those above.
-Place = str | tuple[str, ...] | Axes
+# One axis of the mesh or those above, or several of these as one, of which the first is the outer.
+Place = str | Axes | tuple[str | Axes, ...]
 # Logical axis -> where it lies.
 Places = Mapping[str, Place]
 
@@ -31,6 +31,7 @@ ACTIVATIONS = {
     "residual": "TD",
     "attention_inputs": "TD",
     "heads": "TNH",
+    "attention_outputs": "TNH",
     "kv": "TKH",
     "ffn_inputs": "TD",
     "ffn": "TF",
@@ -59,8 +60,8 @@ class Layout:
         parameters: the first rule that matches a parameter's path holds.
         activations: by name: ``residual`` [T, D], the residual stream between the parts of a
             layer; ``attention_inputs`` and ``ffn_inputs`` [T, D], normalised; ``heads``
-            [T, N, H], queries and what attention gives; ``kv`` [T, K, H], new keys and values;
-            ``ffn`` [T, F]; ``experts`` [T, E, F]; ``logits`` [S, V]. XLA decides for names that
+            [T, N, H], queries and what attention gives; ``attention_outputs``, the latter where
+            it is multiplied; ``kv`` [T, K, H], new keys and values; ``ffn`` [T, F]; ``experts`` [T, E, F]; ``logits`` [S, V]. XLA decides for names that
             are not there.
         kv: of KV pages: K, heads.
         gathered: axes of the mesh over which a layer's weights are gathered before they are used.
@@ -94,18 +95,20 @@ LAYOUTS: dict[str, Layout] = {
         },
         kv=_BY_HEADS,
     ),
-    # Rows on one axis, columns on the others (Pope et al., 2022, section 3.2.2).
+    # Rows on one axis, columns on the others (Pope et al., 2022, section 3.2.2). Partial sums over
+    # rows are scattered over the axis that they come from, and gathered where they are multiplied.
     "weight_stationary_2d": Layout(
         (_NORMS, Rule("layers.*", {"D": FIRST, "N": REST, "K": REST, "F": REST})),
         {
             "residual": {"D": ALL},
             "attention_inputs": {"D": FIRST},
-            "heads": {"N": REST},
-            "kv": {"K": REST},
+            "heads": {"N": (REST, FIRST)},
+            "attention_outputs": {"N": REST},
+            "kv": {"K": (REST, FIRST)},
             "ffn_inputs": {"D": FIRST},
-            "ffn": {"F": REST},
+            "ffn": {"F": (REST, FIRST)},
         },
-        kv={"K": REST},
+        kv={"K": (REST, FIRST)},
     ),
     # Tokens and rows on one axis, columns on the others; rows are gathered (section 3.2.3).
     "weight_gathered": Layout(
@@ -113,12 +116,13 @@ LAYOUTS: dict[str, Layout] = {
         {
             "residual": {"T": FIRST},
             "attention_inputs": {"T": FIRST},
-            "heads": {"N": ALL},
-            "kv": {"K": ALL},
+            "heads": {"N": (REST, FIRST)},
+            "attention_outputs": {"T": FIRST, "N": REST},
+            "kv": {"K": (REST, FIRST)},
             "ffn_inputs": {"T": FIRST},
             "ffn": {"T": FIRST, "F": REST},
         },
-        kv=_BY_HEADS,
+        kv={"K": (REST, FIRST)},
         gathered=FIRST,
     ),
     # Each device attends for its tokens, with whole heads; the feed-forward is megatron's.
@@ -155,6 +159,7 @@ LAYOUTS: dict[str, Layout] = {
             "residual": {"T": ALL},
             "attention_inputs": {"T": ALL},
             "heads": {"N": ALL},
+            "attention_outputs": {"T": ALL},
             "kv": {"K": ALL},
             "ffn_inputs": {"T": ALL},
             "ffn": {"T": ALL},
@@ -189,8 +194,10 @@ def named(place: Place, axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(axes[:1])
     if place is REST:
         return tuple(axes[1:])
-    assert not isinstance(place, Axes)
-    return (place,) if isinstance(place, str) else place
+    if isinstance(place, str):
+        return (place,)
+    assert isinstance(place, tuple)
+    return tuple(name for each in place for name in named(each, axes))
 
 
 def ways(place: Place, mesh: Mapping[str, int]) -> int:

@@ -97,7 +97,8 @@ class Attention(nnx.Module):
     def after(self, out_TNH: jax.Array) -> jax.Array:
         """Return the addend [T, D] of the residual stream from the heads' results."""
         # As a matrix product: XLA:CPU transposes the weight, every step, for one over two axes.
-        o_NHD, out_TNH = self.o_NHD[...], place(self.layout, "heads", out_TNH)
+        out_TNH = place(self.layout, "heads", out_TNH)
+        o_NHD, out_TNH = self.o_NHD[...], place(self.layout, "attention_outputs", out_TNH)
         out_TE = out_TNH.reshape(len(out_TNH), -1)
         out_TD = dense(out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]), self.kernels)
         out_TD = place(self.layout, "residual", out_TD)

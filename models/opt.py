@@ -65,7 +65,8 @@ class Layer(nnx.Module):
     def after(self, x_TD: jax.Array, out_TNH: jax.Array) -> jax.Array:
         """The residual stream after this layer, from that before it and what attention gives."""
         layout, o_NHD = self.layout, self.o_NHD[...]
-        out_TE = place(layout, "heads", out_TNH).reshape(len(out_TNH), -1)
+        out_TNH = place(layout, "attention_outputs", place(layout, "heads", out_TNH))
+        out_TE = out_TNH.reshape(len(out_TNH), -1)
         out_TD = dense(out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]), self.kernels)
         x_TD = x_TD + place(layout, "residual", out_TD)
         x_TD = place(layout, "residual", x_TD + self.o_bias_D[...])

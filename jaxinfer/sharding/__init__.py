@@ -1,0 +1,1 @@
+"""What a sharding layout costs before it runs: collectives, bytes and seconds."""
