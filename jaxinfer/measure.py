@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.errors import JaxinferError
 from jaxinfer.llm import LLM
-from jaxinfer.models.sharding import load_layout
+from jaxinfer.models.layout_files import load_layout
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.origin import asked_for
 from jaxinfer.report.run_folder import run_folders

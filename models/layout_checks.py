@@ -70,10 +70,21 @@ def check_on_mesh(layout: Layout, mesh: Mapping[str, int], config: ModelConfig) 
         "E": config.num_experts,
         "V": config.vocab_size,
     }
+    check_places(layout, mesh)
     for name, table in layout.activations.items():
-        _check_apart(name, table, mesh)
         for letter, place in table.items():
             check_divides(letter, name, sizes.get(letter, 0), ways(place, mesh))
+
+
+def check_places(layout: Layout, mesh: Mapping[str, int]) -> None:
+    """Check that attention reaches its KV, and that the mesh has all axes, one for each task.
+
+    Raises:
+        JaxinferError: it does not, or has not.
+    """
+    check_names(layout, mesh)
+    for name, table in layout.activations.items():
+        _check_apart(name, table, mesh)
     _check_attention(layout, mesh)
 
 

@@ -21,6 +21,8 @@ class Axes(Enum):
 
 ALL, FIRST, REST = Axes.ALL, Axes.FIRST, Axes.REST
 
+# The axis of a mesh whose axes nobody has named.
+DEFAULT_AXIS = "tp"
 # One axis of the mesh or those above, or several of these as one, of which the first is the outer.
 Place = str | Axes | tuple[str | Axes, ...]
 # Logical axis -> where it lies.
@@ -61,8 +63,8 @@ class Layout:
         activations: by name: ``residual`` [T, D], the residual stream between the parts of a
             layer; ``attention_inputs`` and ``ffn_inputs`` [T, D], normalised; ``heads``
             [T, N, H], queries and what attention gives; ``attention_outputs``, the latter where
-            it is multiplied; ``kv`` [T, K, H], new keys and values; ``ffn`` [T, F]; ``experts`` [T, E, F]; ``logits`` [S, V]. XLA decides for names that
-            are not there.
+            it is multiplied; ``kv`` [T, K, H], new keys and values; ``ffn`` [T, F]; ``experts``
+            [T, E, F]; ``logits`` [S, V]. XLA decides for names that are not there.
         kv: of KV pages: K, heads.
         gathered: axes of the mesh over which a layer's weights are gathered before they are used.
     """

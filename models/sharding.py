@@ -5,7 +5,6 @@ and H. Those of an activation are in ``layouts.ACTIVATIONS``.
 """
 
 import math
-import runpy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -13,63 +12,17 @@ from fnmatch import fnmatchcase
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.errors import FAILURES, JaxinferError, raised
-from jaxinfer.files.shipped import data_path, why_not
+from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.layout_checks import check_divides, check_tables
+from jaxinfer.models.layout_checks import check_divides
 from jaxinfer.models.layouts import (
     ACTIVATIONS,
-    LAYOUTS,
     Layout,
     Places,
     most_ways,
     named,
     ways,
 )
-from jaxinfer.options.validation import did_you_mean
-
-# The axis of a mesh whose axes nobody has named.
-DEFAULT_AXIS = "tp"
-
-
-def load_layout(name: str) -> Layout:
-    """Get a layout by its name, or by a Python file.
-
-    The file defines LAYOUT, or RULES alone, which are the parameters' and leave all else as
-    ``megatron`` has it.
-
-    Raises:
-        JaxinferError: there is none of that name; the file cannot be run, or defines none.
-    """
-    if not name.endswith(".py"):
-        if name not in LAYOUTS:
-            raise JaxinferError(f"layout {name}: {did_you_mean(name, LAYOUTS)} (files end in .py)")
-        return LAYOUTS[name]
-    try:
-        found = runpy.run_path(str(data_path(name)))
-    except OSError as error:
-        raise JaxinferError(f"layout {name}: {why_not(name, error)}") from None
-    except FAILURES as error:
-        raise JaxinferError(f"layout {name}: {raised(error)}") from error
-    try:
-        return _defined(found)
-    except JaxinferError as error:
-        raise JaxinferError(f"layout {name}: {error}") from None
-
-
-def _defined(found: Mapping[str, object]) -> Layout:
-    if ("LAYOUT" in found) + ("RULES" in found) != 1:
-        raise JaxinferError("must define either LAYOUT or RULES")
-    layout = found.get("LAYOUT")
-    if "RULES" in found:
-        rules = found["RULES"]
-        if not isinstance(rules, tuple | list):
-            raise JaxinferError("RULES must be a tuple of jaxinfer.models.layouts.Rule")
-        layout = replace(LAYOUTS["megatron"], parameters=tuple(rules))
-    if not isinstance(layout, Layout):
-        raise JaxinferError("LAYOUT must be a jaxinfer.models.layouts.Layout")
-    check_tables(layout)
-    return layout
 
 
 def spec(letters: str, table: Places, axes: Sequence[str]) -> PartitionSpec:

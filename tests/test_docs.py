@@ -16,7 +16,7 @@ from jaxinfer.commands.app import COMMANDS as NAMES
 from jaxinfer.commands.app import cli
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import as_run_file, load_run_file
-from jaxinfer.models.sharding import load_layout
+from jaxinfer.models.layout_files import load_layout
 from jaxinfer.plan.problem import load_options, load_problem
 from jaxinfer.plan.registry import PLANNERS
 from jaxinfer.plan.sweep.sweep import Sweep

@@ -24,7 +24,8 @@ class EngineOptions(Options):
         tensor_parallel_size: Devices that share each layer.
         layout: How parameters, activations and KV lie on those devices: a name of
             ``models/layouts.py``, or a Python file with a ``LAYOUT``, or with ``RULES`` of
-            parameters alone.
+            parameters alone. By default ``megatron``; modelled devices then have equal parts of
+            everything.
         page_size: Tokens per KV page.
         num_pages: Pages of the KV pool, one padding page included; by default as many as
             ``memory_fraction`` allows and as could be of use.
@@ -62,7 +63,7 @@ class EngineOptions(Options):
     dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     tensor_parallel_size: int = Field(default=1, ge=1)
-    layout: str = "megatron"
+    layout: str | None = None
     page_size: int = Field(default=64, ge=1, le=1024)
     num_pages: int | None = Field(default=None, ge=2)
     memory_fraction: float | None = Field(default=None, gt=0, le=1)

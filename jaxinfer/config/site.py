@@ -17,6 +17,9 @@ from jaxinfer.config.stage_part import KV_SIZES, WEIGHT_SIZES, StagePart
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, Gpu, ModelShape, sum_known
+from jaxinfer.models.layer_flow import LayerFlow
+from jaxinfer.models.layout_files import load_layout
+from jaxinfer.models.layouts import DEFAULT_AXIS
 from jaxinfer.options.validation import OptionError, within
 from jaxinfer.steps.shapes import StepLimits
 
@@ -27,6 +30,7 @@ class SiteGroup:
 
     Attributes:
         kind: the GPU's name; ``devices``: how many; ``stage_devices``: of one stage.
+        mesh: axes of a stage's devices and their sizes, where they are given.
     """
 
     name: str
@@ -34,6 +38,7 @@ class SiteGroup:
     kind: str
     devices: int
     stage_devices: int
+    mesh: Mapping[str, int] | None = None
 
 
 # The path from group to group of what is named, as in "KV".
@@ -115,7 +120,9 @@ def model_groups(resolved: Resolved) -> tuple[Placement | None, dict[str, SiteGr
             gpu = placement.gpu(name) if placement else own.gpu(group.kind)
         except JaxinferError as error:
             raise within(f"groups.{name}", error) from None
-        groups[name] = SiteGroup(name, gpu, group.kind, group.devices, group.stage_devices)
+        groups[name] = SiteGroup(
+            name, gpu, group.kind, group.devices, group.stage_devices, group.mesh
+        )
     return placement, groups
 
 
@@ -180,7 +187,8 @@ def _parts(
     Args:
         groups: one for each stage.
     """
-    for group in groups:
+    flows = [_flow(instance, model, group) for group in groups]
+    for group in groups if not any(flows) else ():
         for heads in (model.num_attention_heads, model.num_key_value_heads):
             if heads % (count := group.stage_devices):
                 raise JaxinferError(
@@ -202,10 +210,22 @@ def _parts(
     return [
         StagePart(
             group.gpu, group.kind, model, layers[i], layers[i] / total, i == 0, i == last,
-            group.stage_devices, *sizes, limits,
+            group.stage_devices, *sizes, limits, flows[i],
         )
         for i, group in enumerate(groups)
     ]  # fmt: skip
+
+
+def _flow(instance: InstanceConfig, model: ModelShape, group: SiteGroup) -> LayerFlow | None:
+    """What a layer does on a group's mesh, where a layout or a mesh is given."""
+    if instance.layout is None and group.mesh is None:
+        return None
+    mesh = group.mesh or {DEFAULT_AXIS: group.stage_devices}
+    try:
+        layout = load_layout(instance.layout)
+        return LayerFlow(model, layout, mesh)
+    except JaxinferError as error:
+        raise within("layout", error) from None
 
 
 def _attention(

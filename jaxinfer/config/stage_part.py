@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.models.layer_flow import LayerFlow
 from jaxinfer.steps.shapes import StepLimits
 
 # Bytes of a number that is stored, by its option's value.
@@ -20,6 +21,8 @@ class StagePart:
         first, last: with the embedding, with the head.
         weight_size, kv_size: bytes of a weight, and of a KV entry's number.
         limits: sizes to which an engine pads the instance's steps; None where not known.
+        flow: what each layer does under its layout; without one, the devices have equal parts of
+            all weights and of KV.
     """
 
     gpu: Gpu
@@ -33,9 +36,19 @@ class StagePart:
     weight_size: int
     kv_size: int
     limits: StepLimits | None = None
+    flow: LayerFlow | None = None
 
     @property
     def weight_bytes(self) -> float:
         """Weights on one of the devices."""
+        if self.flow:
+            return self.flow.parameters(self.layers, self.first, self.last) * self.weight_size
         parameters = self.model.parameters(self.layers, self.first, self.last)
         return parameters / self.devices * self.weight_size
+
+    @property
+    def kv_ways(self) -> float:
+        """Devices that share the stage's KV: those of the stage, if none has what another has."""
+        if not self.flow:
+            return self.devices
+        return min(self.flow.kv_ways, self.model.num_key_value_heads)

@@ -24,13 +24,15 @@ def count_pages(
     """
     gpu, model = part.gpu, part.model
     weights = part.weight_bytes
-    each = _page_bytes(instance, part) / part.devices
+    each = _page_bytes(instance, part) / part.kv_ways
     memory = _memory(instance, gpu, instance.num_pages is not None)
     reserve = (reserve_gb or 0.0) * 1e9
     if reserve_gb is None:
         numbers = 2 * model.hidden_size + 3 * model.intermediate_size
         reserve = instance.max_num_batched_tokens * numbers * ITEMSIZE
         reserve += 4 * instance.max_num_seqs * model.vocab_size
+        if part.flow:
+            reserve += part.flow.gathered_weights * part.weight_size
     fits = int((memory - weights - reserve) // each)
     wanted = instance.num_pages or fits
     if wanted < 2 or wanted > fits:

@@ -18,7 +18,9 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 16,
     "strict_shapes": True,
 }
-PROMPTS = [{"prompt_token_ids": tokens} for tokens in ([5, 7, 9, 11, 13], [*range(3, 33)], [40, 41])]
+PROMPTS = [
+    {"prompt_token_ids": tokens} for tokens in ([5, 7, 9, 11, 13], [*range(3, 33)], [40, 41])
+]
 PARAMS = [SamplingParams(temperature=t, seed=3, max_tokens=6, ignore_eos=True) for t in (0, 1.0, 0)]
 MESHES = ({"x": 1, "y": 8}, {"x": 2, "y": 4})
 

@@ -14,7 +14,7 @@ from jax.experimental import transfer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.models.sharding import DEFAULT_AXIS
+from jaxinfer.models.layouts import DEFAULT_AXIS
 from jaxinfer.runtime.kv.kv_messages import TransportName
 from jaxinfer.runtime.kv.slab import SlabFormat
 from jaxinfer.sockets import call, join_address, let_in, listen

@@ -17,7 +17,9 @@ from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.sharding import DEFAULT_AXIS, load_layout, padded
+from jaxinfer.models.layout_files import load_layout
+from jaxinfer.models.layouts import DEFAULT_AXIS
+from jaxinfer.models.sharding import padded
 from jaxinfer.options.validation import OptionError
 from jaxinfer.runtime.cluster import Engine, load_cluster
 from jaxinfer.runtime.processes.process_group import Progress
@@ -83,7 +85,7 @@ def the_instance(cluster: ClusterConfig) -> str:
             f"groups.{group}: has a process of its own: operators are measured in this one, leave "
             "process, host and ray out"
         )
-    if instance.layout != "megatron":
+    if instance.layout not in (None, "megatron"):
         raise OptionError(
             f"instances.{name}.layout is {instance.layout}: operators are measured of megatron"
         )

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.models.sharding import DEFAULT_AXIS
+from jaxinfer.models.layouts import DEFAULT_AXIS
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.stage.kv_cache import abstract_pages
 from jaxinfer.runtime.stage.stage_plan import StagePlan

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.config.stages import AttentionConfig, StageConfig
 from jaxinfer.errors import JaxinferError
-from jaxinfer.models.sharding import DEFAULT_AXIS
+from jaxinfer.models.layouts import DEFAULT_AXIS
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, memory_of
 from jaxinfer.runtime.stage.stage_plan import AttentionPlan, StagePlan, free_memory

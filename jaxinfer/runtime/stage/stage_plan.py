@@ -16,8 +16,9 @@ from jaxinfer.config.engine import EngineOptions
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layout_checks import check_divides, check_names, check_on_mesh
-from jaxinfer.models.layouts import LAYOUTS, Layout, most_ways, ways
-from jaxinfer.models.sharding import DEFAULT_AXIS, load_layout, padded, shard
+from jaxinfer.models.layout_files import load_layout
+from jaxinfer.models.layouts import DEFAULT_AXIS, LAYOUTS, Layout, most_ways, ways
+from jaxinfer.models.sharding import padded, shard
 from jaxinfer.models.stage import Layers, make_model
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages

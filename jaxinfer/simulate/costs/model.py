@@ -34,6 +34,7 @@ class StageCost(Protocol):
 # By kind of costs. Each is read when it is asked for: that of tables loads scipy.
 STAGES = {
     "roofline": "jaxinfer.simulate.costs.roofline:RooflineStage",
+    "layout": "jaxinfer.simulate.costs.layout_roofline:LayoutStage",
     "linear": "jaxinfer.simulate.costs.linear:LinearStage",
     "phases": "jaxinfer.simulate.costs.phases:PhaseStage",
     "curves": "jaxinfer.simulate.costs.curves:CurveStage",
@@ -45,9 +46,15 @@ def make_stage(part: StagePart, costs: SimulateOptions) -> StageCost:
     """Make a stage with measured costs where there are some, else with a roofline.
 
     Raises:
-        JaxinferError: the source of the costs has nothing for this stage.
+        JaxinferError: the source of the costs has nothing for this stage, or knows no layouts.
     """
-    module, name = STAGES[costs.measured or "roofline"].split(":")
+    if part.flow and costs.measured:
+        raise JaxinferError(
+            f"{costs.where}whole steps were measured under a layout of their own: leave out layout "
+            "and mesh, or the measured costs"
+        )
+    kind = costs.measured or ("layout" if part.flow else "roofline")
+    module, name = STAGES[kind].split(":")
     try:
         stage: StageCost = getattr(import_module(module), name).of(part, costs)
     except JaxinferError as error:

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from jaxinfer.hardware.catalogue import ModelShape
-from jaxinfer.models.layouts import Layout, in_use
+from jaxinfer.models.layout_checks import check_divides, check_places
+from jaxinfer.models.layouts import Layout, in_use, most_ways
 
 # Logical axis -> axes of the mesh, the outer one first.
 Spec = Mapping[str, tuple[str, ...]]
-
-# Part of a ring's way that a collective goes: an all-reduce is a reduce-scatter and an all-gather.
-WAYS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Collective:
     """One collective of a layer.
 
     Attributes:
-        kind: as XLA names it, one of ``WAYS``.
+        kind: as XLA names it.
         what: the activation or the parameter.
         axes: of the mesh, those it goes over.
         token_numbers: that each device sends, per token of the step; ``weights``: per step.
@@ -66,6 +64,9 @@ class LayerFlow:
             they attend; ``kv_ways``: KV heads in their pages. A device has one KV head at least:
             where there are more ways than heads, several have the same.
         experts_ways: into how many parts the experts are cut.
+
+    Raises:
+        JaxinferError: the layout does not fit the mesh or the model.
     """
 
     model: ModelShape
@@ -79,8 +80,8 @@ class LayerFlow:
     experts_ways: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
-        self.layout = in_use(self.layout, tuple(self.mesh))
-        model = self.model
+        check_places(self.layout, self.mesh)
+        self.layout, model = in_use(self.layout, tuple(self.mesh)), self.model
         self._sizes = {
             "T": 1,
             "D": model.hidden_size,
@@ -91,6 +92,9 @@ class LayerFlow:
             "E": max(model.num_experts, 1),
             "V": model.vocab_size,
         }
+        for letter in "DNE" if model.num_experts else "DN":
+            pieces = most_ways(letter, self.layout, self.mesh)
+            check_divides(letter, "the model", self._sizes[letter], pieces)
         residual = self._activation("residual", {})
         after = self._attention(residual)
         self._feed_forward(after)
@@ -101,6 +105,26 @@ class LayerFlow:
         axes = next((rule.axes for rule in rules if fnmatchcase(path, rule.pattern)), {})
         letters = path.rpartition("_")[2]
         return {letter: _names(axes[letter]) for letter in letters if letter in axes}
+
+    def parameters(self, layers: int, first: bool, last: bool) -> float:
+        """Parameters of a stage on one device, but for norms and biases."""
+        model, E = self.model, "E" if self.model.num_experts else ""
+        names = ["attn.q_DNH", "attn.k_DKH", "attn.v_DKH", "attn.o_NHD"]
+        names += [f"mlp.up_{E}DF", f"mlp.down_{E}FD", *[f"mlp.gate_{E}DF"] * model.gated]
+        layer = sum(self._stored(f"layers.0.{name}") for name in names)
+        table = self._stored("embed_VD")
+        tables = table * (first or (last and model.tie_word_embeddings))
+        if last and not model.tie_word_embeddings:
+            tables += self._stored("head_VD")
+        return layers * layer + tables
+
+    @property
+    def gathered_weights(self) -> float:
+        """Numbers of other devices' weights of a layer that one has while it uses them."""
+        return sum(each.weights for each in self.collectives)
+
+    def _stored(self, path: str) -> float:
+        return self.numbers(path.rpartition("_")[2], self.parameter(path))
 
     def numbers(self, letters: str, spec: Spec) -> float:
         """Numbers of an array on one device; of activations, per token of the step."""

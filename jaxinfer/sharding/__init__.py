@@ -1,1 +1,0 @@
-"""What a sharding layout costs before it runs: collectives, bytes and seconds."""
