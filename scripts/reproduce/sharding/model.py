@@ -1,0 +1,55 @@
+"""Steps of one phase under several layouts, by the simulator's roofline."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.hardware.catalogue import Catalogue, ModelShape
+from jaxinfer.models.layer_flow import LayerFlow
+from jaxinfer.models.layouts import ALL, LAYOUTS, Layout
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.costs.layout_roofline import LayoutStage, Rates, StepSeconds
+from jaxinfer.simulate.costs.roofline import KernelEfficiency
+
+_TWO = LAYOUTS["weight_stationary_2d"]
+# Section 3.3: multi-query attention by sequences; heads and sequences change places around it.
+BY_SEQUENCES = replace(
+    _TWO,
+    activations={**_TWO.activations, "heads": {"T": ALL}, "kv": {}},
+    kv={},
+)
+# The paper's names: 1D and 2D weight-stationary, X- and XYZ-weight-gathered.
+PAPERS: dict[str, Layout] = {
+    "1D": LAYOUTS["megatron"],
+    "2D": BY_SEQUENCES,
+    "X gathered": LAYOUTS["weight_gathered"],
+    "XYZ gathered": LAYOUTS["fsdp"],
+}
+
+
+def prefill(prompts: int, tokens: int) -> Work:
+    """The work of whole prompts in one step."""
+    chunks = [(0, tokens)] * prompts
+    return Work(prompts * tokens, 0, prompts, prompts, 0, chunks)
+
+
+def decode(rows: int, context: int) -> Work:
+    """The work of one token for each of so many sequences."""
+    return Work(rows, rows, rows, rows, rows * context, [], rows)
+
+
+def step(
+    layout: Layout,
+    model: ModelShape,
+    card: str,
+    mesh: Mapping[str, int],
+    work: Work,
+    weight_size: int = 2,
+) -> StepSeconds:
+    """Seconds of a step by parts, at the simulator's default efficiencies."""
+    default = SimulateOptions()
+    efficiency = KernelEfficiency(default.flops, default.bandwidth)
+    rates = Rates.of(Catalogue().gpu(card), efficiency)
+    flow = LayerFlow(model, layout, mesh)
+    stage = LayoutStage(flow, model.num_hidden_layers, True, efficiency, rates, weight_size)
+    return stage.step(work)
