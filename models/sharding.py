@@ -26,6 +26,7 @@ from jaxinfer.models.layouts import (
     named,
     ways,
 )
+from jaxinfer.models.layouts import Rule as Rule  # Where files of rules have it from.
 from jaxinfer.options.validation import did_you_mean
 
 # The axis of a mesh whose axes nobody has named.

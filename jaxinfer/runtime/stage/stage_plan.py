@@ -263,7 +263,7 @@ def _multiple(options: EngineOptions, axes: Mapping[str, int], layout: Layout) -
     """Of what the tokens of a step must be a multiple."""
     multiple, rows = most_ways("T", layout, axes), most_ways("S", layout, axes)
     for tokens in options.token_buckets or ():
-        check_divides("T", "activations, of token_buckets", tokens, multiple)
+        check_divides("T", "token_buckets", tokens, multiple)
     for count in StepLimits(options.max_num_seqs, options.max_num_batched_tokens, 1, 1).row_buckets:
         check_divides("S", "logits", count, rows)
     return multiple
