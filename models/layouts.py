@@ -17,9 +17,10 @@ class Axes(Enum):
     ALL = "all axes"
     FIRST = "the first axis"
     REST = "all axes but the first"
+    REST_FIRST = "all axes, the first one innermost"
 
 
-ALL, FIRST, REST = Axes.ALL, Axes.FIRST, Axes.REST
+ALL, FIRST, REST, REST_FIRST = Axes
 
 # One axis of the mesh, several as one (the first is the outer one), or those above.
 Place = str | tuple[str, ...] | Axes
@@ -113,12 +114,13 @@ LAYOUTS: dict[str, Layout] = {
         {
             "residual": {"T": FIRST},
             "attention_inputs": {"T": FIRST},
-            "heads": {"N": ALL},
-            "kv": {"K": ALL},
+            # What a device has of the columns is cut further: an all-to-all on the first axis.
+            "heads": {"N": REST_FIRST},
+            "kv": {"K": REST_FIRST},
             "ffn_inputs": {"T": FIRST},
             "ffn": {"T": FIRST, "F": REST},
         },
-        kv=_BY_HEADS,
+        kv={"K": REST_FIRST},
         gathered=FIRST,
     ),
     # Each device attends for its tokens, with whole heads; the feed-forward is megatron's.
@@ -189,6 +191,8 @@ def named(place: Place, axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(axes[:1])
     if place is REST:
         return tuple(axes[1:])
+    if place is REST_FIRST:
+        return (*axes[1:], *axes[:1])
     assert not isinstance(place, Axes)
     return (place,) if isinstance(place, str) else place
 
