@@ -23,9 +23,16 @@ def check_tables(layout: Layout) -> None:
     Raises:
         JaxinferError: something is no table, or names what no model has.
     """
+    if not isinstance(layout.parameters, tuple):
+        raise JaxinferError(
+            f"parameters must be a tuple of jaxinfer.models.layouts.Rule, not "
+            f"{shown(layout.parameters)}"
+        )
     for rule in layout.parameters:
         if not isinstance(rule, Rule):
             raise JaxinferError(f"{shown(rule)} must be a jaxinfer.models.layouts.Rule")
+    if not isinstance(layout.activations, Mapping):
+        raise JaxinferError(f"activations must be a table, not {shown(layout.activations)}")
     for name in layout.activations:
         if name not in ACTIVATIONS:
             raise JaxinferError(f"no activation {name!r}: {did_you_mean(name, ACTIVATIONS)}")

@@ -23,6 +23,7 @@ from jaxinfer.models.layouts import (
     named,
     ways,
 )
+from jaxinfer.models.layouts import Rule as Rule  # Where files of rules have it from.
 
 
 def spec(letters: str, table: Places, axes: Sequence[str]) -> PartitionSpec:

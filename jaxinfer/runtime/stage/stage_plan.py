@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import jax
@@ -15,18 +15,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.layout_checks import check_divides, check_names, check_on_mesh
-from jaxinfer.models.layout_files import load_layout
-from jaxinfer.models.layouts import DEFAULT_AXIS, LAYOUTS, Layout, most_ways, ways
-from jaxinfer.models.sharding import padded, shard
+from jaxinfer.models.layouts import DEFAULT_AXIS, ways
+from jaxinfer.models.sharding import shard
 from jaxinfer.models.stage import Layers, make_model
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, available_memory, memory_of
+from jaxinfer.runtime.stage.lay_out import lay_out
 from jaxinfer.steps.shapes import StepLimits
 
-# What a stage with attention groups has, besides any rules of parameters.
-_ANY_RULES = replace(LAYOUTS["megatron"], parameters=())
 KV_DTYPES = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}
 
 
@@ -188,7 +185,6 @@ def make_plan(
     max_model_len = _max_model_len(config, options)
     axes = axes or {DEFAULT_AXIS: len(devices)}
     mesh = Mesh(np.array(devices).reshape(*axes.values()), tuple(axes))
-    layout = load_layout(options.layout)
     dtype = choose_dtype(options, devices[0])
     kv_dtype = KV_DTYPES.get(options.kv_cache_dtype, dtype)
     kernels = choose_kernels(
@@ -199,17 +195,8 @@ def make_plan(
         config.num_attention_heads // config.num_key_value_heads,
         options.page_size,
     )
-    try:
-        wide = _wide(config, axes, layout, kernels)
-        graphdef, parameters = _parameters(wide, layers, dtype, mesh)
-        multiple = _multiple(options, axes, layout)
-    except JaxinferError as error:
-        raise JaxinferError(f"layout {options.layout}: {error}") from None
-    if is_spread and (len(axes) > 1 or replace(layout, parameters=()) != _ANY_RULES):
-        raise JaxinferError(
-            f"layout {options.layout} on mesh axes {list(axes)}: attention groups need megatron, "
-            "or other rules of parameters, on one axis"
-        )
+    wide, multiple = lay_out(config, options, axes, kernels, is_spread)
+    graphdef, parameters = _parameters(wide, layers, dtype, mesh, options.layout or "megatron")
     limits = StepLimits(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -227,7 +214,7 @@ def make_plan(
     fraction = options.memory_fraction or (0.2 if devices[0].platform == "cpu" else 0.9)
     free, budget = _memory(devices[0], fraction, weights, taken)
     useful = limits.max_pages * options.max_num_seqs + 1
-    heads = wide.num_key_value_heads // ways(layout.kv.get("K", ()), axes)
+    heads = wide.num_key_value_heads // ways(wide.layout.kv.get("K", ()), axes)
     addressed = _addressable(wide, kv_dtype, options.page_size, heads)
     num_pages = options.num_pages or min(budget // each, useful, addressed)
     if num_pages > addressed:
@@ -248,26 +235,6 @@ def make_plan(
         max_model_len, weights, num_pages * each, free, devices, mesh, graphdef, parameters,
         axes=axes,
     )  # fmt: skip
-
-
-def _wide(
-    config: ModelConfig, axes: Mapping[str, int], layout: Layout, kernels: str
-) -> ModelConfig:
-    """The model's, with what the layout asks for."""
-    check_names(layout, axes)
-    wide = replace(padded(config, axes, layout), kernels=kernels, layout=layout)
-    check_on_mesh(layout, axes, wide)
-    return wide
-
-
-def _multiple(options: EngineOptions, axes: Mapping[str, int], layout: Layout) -> int:
-    """Of what the tokens of a step must be a multiple."""
-    multiple, rows = most_ways("T", layout, axes), most_ways("S", layout, axes)
-    for tokens in options.token_buckets or ():
-        check_divides("T", "activations, of token_buckets", tokens, multiple)
-    for count in StepLimits(options.max_num_seqs, options.max_num_batched_tokens, 1, 1).row_buckets:
-        check_divides("S", "logits", count, rows)
-    return multiple
 
 
 def _addressable(config: ModelConfig, kv_dtype: jnp.dtype, page_size: int, heads: int) -> int:
@@ -313,14 +280,17 @@ def _path(name: str) -> tuple[str | int, ...]:
 
 
 def _parameters(
-    config: ModelConfig, layers: Layers, dtype: jnp.dtype, mesh: Mesh
+    config: ModelConfig, layers: Layers, dtype: jnp.dtype, mesh: Mesh, layout: str
 ) -> tuple[nnx.GraphDef[Any], dict[str, jax.ShapeDtypeStruct]]:
     graphdef, abstract = _abstract_model(config, layers)
     parameters = {}
     for path, array in abstract.items():
         # Vectors (the scales of norms) stay float32: they are small, and norms work in float32.
         kind = jnp.dtype("float32") if array.ndim == 1 else dtype
-        sharding = shard(path, array.shape, mesh, config.layout)
+        try:
+            sharding = shard(path, array.shape, mesh, config.layout)
+        except JaxinferError as error:
+            raise JaxinferError(f"layout {layout}: {error}") from None
         parameters[path] = jax.ShapeDtypeStruct(array.shape, kind, sharding=sharding)
     return graphdef, parameters
 

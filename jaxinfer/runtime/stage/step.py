@@ -17,6 +17,7 @@ from jaxinfer.models.sharding import for_use
 from jaxinfer.models.stage import Layers
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.stage.devices import return_freed_memory
+from jaxinfer.runtime.stage.lay_out import BLOCK_ROWS
 from jaxinfer.runtime.stage.sampler import SamplerShape, Samples, SamplingInputs, look_up, sample
 from jaxinfer.runtime.stage.sampling_inputs import empty_sampling
 from jaxinfer.runtime.stage.stage_plan import StagePlan
@@ -24,8 +25,6 @@ from jaxinfer.runtime.stage.step_inputs import StepInputs, empty_inputs
 from jaxinfer.steps.shapes import StepShape
 
 Parameters = nnx.State[Any, Any]
-# Rows whose logits are in memory at once where all prompt positions are reported on.
-BLOCK_ROWS = 64
 
 
 class Key(NamedTuple):

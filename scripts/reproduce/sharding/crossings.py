@@ -35,7 +35,9 @@ def volumes(inputs: Inputs) -> Part:
             ours = sum(c.token_numbers for c in sent[first + 1 :])
             rows.append({"devices": devices, "layout": name, "paper": expected, "ours": ours})
             claims.append(
-                by_share(f"{name} on {devices}: numbers per token", expected, ours, 0.001, "consistency")
+                by_share(
+                    f"{name} on {devices}: numbers per token", expected, ours, 0.001, "consistency"
+                )
             )
     return Part(rows, claims)
 
