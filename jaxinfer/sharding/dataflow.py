@@ -1,0 +1,379 @@
+"""Closed forms: which collectives a layout's tables ask for, by rules of how data must flow.
+
+A product takes its operands where they lie. Three rules say what moves:
+
+1. Operands move, results do not: an axis of tokens that the result's table lacks is gathered from
+   the operand; one that the table wants, and that cuts what is summed over, is exchanged.
+2. Sums over a cut axis are partial: they are scattered as they are reduced where the result's table
+   wants that axis, and else reduced everywhere.
+3. What a device has whole it cuts for nothing.
+
+This file needs no JAX.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.models.layouts import Layout, Places, named
+from jaxinfer.sharding.shapes import (
+    ACTIVATIONS,
+    Sizes,
+    layer_parameters,
+    letters_of,
+    table_of,
+)
+
+Cuts = dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One array that a group of devices moves.
+
+    Attributes:
+        kind: as XLA names it.
+        axes: of the mesh, which the group lies on.
+        devices: of one group.
+        numbers: of the array: what each device has in the end of an all-gather, else what each
+            puts in.
+        what: the array's name.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    devices: int
+    numbers: float
+    what: str
+
+    @property
+    def moved(self) -> float:
+        """Numbers that each device sends, in a ring."""
+        return moved(self.kind, self.devices) * self.numbers
+
+
+def moved(kind: str, devices: int) -> float:
+    """The share of an array that each of so many devices sends; see ``Collective.numbers``."""
+    if kind == "collective-permute":
+        return 1.0
+    return (2 if kind == "all-reduce" else 1) * (devices - 1) / devices
+
+
+def without_reduce_scatter(found: list[Collective]) -> list[Collective]:
+    """The same of a compiler that reduces everywhere and then cuts, as XLA's for CPUs does."""
+    return [
+        replace(each, kind="all-reduce") if each.kind == "reduce-scatter" else each
+        for each in found
+    ]
+
+
+@dataclass(frozen=True)
+class Product:
+    """What one device does of a matrix product.
+
+    Attributes:
+        flops: a multiplication and an addition being two.
+        weights: numbers of the weight that it reads; ``activations``: that it reads and writes.
+        experts: of a mixture's product, experts on the device; else 0.
+    """
+
+    what: str
+    flops: float
+    weights: float
+    activations: float
+    experts: float = 0
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What one device does of attention: query tokens and heads, and KV heads."""
+
+    tokens: float
+    heads: float
+    kv_heads: float
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One layer's, or the head's."""
+
+    collectives: list[Collective]
+    products: list[Product]
+    attention: Attention | None = None
+
+
+@dataclass(frozen=True)
+class _Array:
+    """An activation, the axes of the mesh that cut each of its own, and those it is a part of."""
+
+    what: str
+    letters: str
+    cuts: Cuts
+    partial: tuple[str, ...] = ()
+
+
+class _Flow:
+    """Rules at work on one mesh."""
+
+    def __init__(self, model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) -> None:
+        self.layout, self.mesh, self.axes = layout, mesh, list(mesh)
+        self.sizes: dict[str, float] = {
+            "T": tokens,
+            "S": tokens,
+            "D": model.hidden_size,
+            "N": model.num_attention_heads,
+            "K": model.num_key_value_heads,
+            "H": model.head_size,
+            "F": model.intermediate_size,
+            "E": model.num_experts,
+            "V": model.vocab_size,
+        }
+        self.collectives: list[Collective] = []
+        self.products: list[Product] = []
+        self._gathered: set[tuple[str, str, str]] = set()
+
+    def cuts(self, letters: str, table: Places) -> Cuts:
+        """A table's places by letter; axes with one device cut nothing."""
+        found = {
+            letter: tuple(a for a in named(table.get(letter, ()), self.axes) if self.mesh[a] > 1)
+            for letter in letters
+        }
+        return {letter: axes for letter, axes in found.items() if axes}
+
+    def named_cuts(self, name: str) -> Cuts | None:
+        """Cuts of an activation that the layout names, else None."""
+        table = self.layout.activations.get(name)
+        return None if table is None else self.cuts(ACTIVATIONS[name], table)
+
+    def ways(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.mesh[axis] for axis in axes)
+
+    def local(self, letters: str, cuts: Cuts) -> float:
+        """Numbers on each device."""
+        return math.prod(self.sizes[each] / self.ways(cuts.get(each, ())) for each in letters)
+
+    def record(self, kind: str, axes: tuple[str, ...], numbers: float, what: str) -> None:
+        if axes:
+            self.collectives.append(Collective(kind, axes, self.ways(axes), numbers, what))
+
+    def move(self, x: _Array, to: Cuts) -> _Array:
+        """Sum what is partial, then exchange, gather and cut; what was gathered before is there."""
+        wanted = {axis for axes in to.values() for axis in axes}
+        scattered = tuple(axis for axis in x.partial if axis in wanted)
+        reduced = tuple(axis for axis in x.partial if axis not in wanted)
+        cuts = dict(x.cuts)
+        if scattered:
+            self.record("reduce-scatter", scattered, self.local(x.letters, cuts), x.what)
+            for letter, axes in to.items():
+                here = tuple(axis for axis in axes if axis in scattered)
+                cuts[letter] = (*cuts.get(letter, ()), *here)
+        self.record("all-reduce", reduced, self.local(x.letters, cuts), x.what)
+        key = (x.what, str(sorted(cuts.items())), str(sorted(to.items())))
+        if key not in self._gathered:
+            self._gathered.add(key)
+            self._exchange_and_gather(x, cuts, to)
+        return _Array(x.what, x.letters, to)
+
+    def _exchange_and_gather(self, x: _Array, cuts: Cuts, to: Cuts) -> None:
+        added = {a for k, axes in to.items() for a in axes if a not in cuts.get(k, ())}
+        gone = {k: [a for a in axes if a not in to.get(k, ())] for k, axes in cuts.items()}
+        for axes in gone.values():
+            exchanged = tuple(axis for axis in axes if axis in added)
+            self.record("all-to-all", exchanged, self.local(x.letters, cuts), x.what)
+        left = {k: tuple(a for a in axes if a not in gone[k]) for k, axes in cuts.items()}
+        gathered = tuple(a for axes in gone.values() for a in axes if a not in added)
+        exchanged_to = {
+            k: (*left.get(k, ()), *(a for a in to.get(k, ()) if a in sum(gone.values(), [])))
+            for k in x.letters
+        }
+        self.record("all-gather", gathered, self.local(x.letters, exchanged_to), x.what)
+
+    def weight(self, path: str) -> Cuts:
+        """Cuts of a weight as it is used; records what is gathered for that."""
+        letters = letters_of(path)
+        stored = self.cuts(letters, table_of(path, self.layout))
+        over = named(self.layout.gathered, self.axes)
+        used = {k: tuple(a for a in axes if a not in over) for k, axes in stored.items()}
+        gone = tuple(a for axes in stored.values() for a in axes if a in over)
+        self.record("all-gather", gone, self.local(letters, used), letters_name(path))
+        return used
+
+    def product(self, x: _Array, path: str, out: str, what: str, to: Cuts | None) -> _Array:
+        """x by a weight; ``out`` are the result's letters, ``to`` its cuts where it has a name."""
+        letters, used = letters_of(path), self.weight(path)
+        summed = [k for k in x.letters if k not in out]
+        cuts = dict(x.cuts)
+        of_weight = {a for axes in used.values() for a in axes}
+        target = to or {}
+        kept = tuple(
+            a
+            for a in cuts.get("T", ())
+            if (to is None or a in target.get("T", ())) and a not in of_weight
+        )
+        came: tuple[str, ...] = ()
+        for k in summed:
+            moving = tuple(
+                a for a in cuts.get(k, ()) if a in target.get("T", ()) and a not in used.get(k, ())
+            )
+            came += moving
+            cuts[k] = tuple(a for a in cuts.get(k, ()) if a not in moving)
+        cuts["T"] = tuple(a for a in target.get("T", ()) if a in came) + kept
+        x = self.move(x, {k: axes for k, axes in cuts.items() if axes})
+        partial = tuple(
+            dict.fromkeys(a for k in summed for a in (*x.cuts.get(k, ()), *used.get(k, ())))
+        )
+        found: Cuts = {"T": x.cuts.get("T", ())}
+        for k in out:
+            if k in letters:
+                place = used.get(k, ())
+                more = [a for a in target.get(k, ()) if a not in (*place, *partial, *found["T"])]
+                found[k] = (*place, *more)
+        found = {k: axes for k, axes in found.items() if axes}
+        self._count(x, path, out, found, partial, summed)
+        return _Array(what, out, found, partial)
+
+    def _count(
+        self,
+        x: _Array,
+        path: str,
+        out: str,
+        found: Cuts,
+        partial: tuple[str, ...],
+        summed: list[str],
+    ) -> None:
+        rows = self.local("T", found)
+        free = "".join(k for k in letters_of(path) if k in out)
+        mine: dict[str, float] = {
+            k: self.sizes[k]
+            / self.ways(tuple({*x.cuts.get(k, ()), *self._used(path).get(k, ())} & {*partial}))
+            for k in summed
+        }
+        inner, outer = math.prod(mine.values()), self.local(free, found)
+        batch = [k for k in letters_of(path) if k in x.letters and k in out]
+        shared = self.local("".join(batch), found)
+        weights = inner * outer
+        experts = self.local("E", found) if "E" in out else mine.get("E", 0)
+        activations = rows * (shared * inner + outer)
+        self.products.append(
+            Product(
+                letters_name(path),
+                2 * rows * inner * outer,
+                weights,
+                activations,
+                experts if "E" in letters_of(path) and "F" in letters_of(path) else 0,
+            )
+        )
+
+    def _used(self, path: str) -> Cuts:
+        over = named(self.layout.gathered, self.axes)
+        stored = self.cuts(letters_of(path), table_of(path, self.layout))
+        return {k: tuple(a for a in axes if a not in over) for k, axes in stored.items()}
+
+
+def letters_name(path: str) -> str:
+    """A parameter's own name."""
+    return path.rpartition(".")[2]
+
+
+def layer_flow(model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) -> Flow:
+    """What one decoder layer moves and computes on each device.
+
+    Args:
+        model: with heads and columns that divide, see ``shapes.padded``.
+        tokens: of the step.
+
+    Raises:
+        JaxinferError: the layout names an axis that the mesh has not.
+    """
+    flow = _Flow(model, layout, mesh, tokens)
+    path = {letters_name(each): each for each in layer_parameters(model)}
+    residual = flow.named_cuts("residual") or {}
+    means = 1 if model.gated else 2
+
+    def normed(name: str) -> _Array:
+        for number in range(means if residual.get("D") else 0):
+            numbers = flow.local("T", residual)
+            flow.record("all-reduce", residual["D"], numbers, f"norm of {name}, {number}")
+        return flow.move(_Array(name, "TD", residual), _or(flow.named_cuts(name), residual))
+
+    y = normed("attention_inputs")
+    q = flow.product(y, path["q_DNH"], "TNH", "q", heads := flow.named_cuts("heads"))
+    q = flow.move(q, _or(heads, q.cuts))
+    for each in "kv":
+        new = flow.product(y, path[f"{each}_DKH"], "TKH", each, kv := flow.named_cuts("kv"))
+        new = flow.move(new, _or(kv, new.cuts))
+        flow.move(new, flow.cuts("K", layout.kv))
+    own = flow.cuts("K", layout.kv).get("K", ())
+    rows = (heads or {}).get("T", ())
+    seen: Cuts = {k: axes for k, axes in {"T": rows, "N": own}.items() if axes}
+    flow.move(q, seen)
+    attention = Attention(
+        flow.local("T", seen), flow.local("N", seen), flow.local("K", {"K": own})
+    )
+    out = flow.move(_Array("out", "TNH", seen), _or(heads, seen))
+    flow.move(flow.product(out, path["o_NHD"], "TD", "attention", residual), residual)
+    y = normed("ffn_inputs")
+    (_experts if model.num_experts else _ffn)(flow, y, path, model.gated, residual)
+    return Flow(flow.collectives, flow.products, attention)
+
+
+def _ffn(flow: _Flow, y: _Array, path: Mapping[str, str], gated: bool, residual: Cuts) -> None:
+    to = flow.named_cuts("ffn")
+    for name in ("gate_DF", "up_DF") if gated else ("up_DF",):
+        up = flow.product(y, path[name], "TF", letters_name(name), to)
+        up = flow.move(up, _or(to, up.cuts))
+    flow.move(flow.product(up, path["down_FD"], "TD", "ffn", residual), residual)
+
+
+def _experts(flow: _Flow, y: _Array, path: Mapping[str, str], gated: bool, residual: Cuts) -> None:
+    logits = flow.product(y, path["router_DE"], "TE", "router", None)
+    logits = flow.move(logits, logits.cuts)
+    # XLA's top_k has all rows on each device.
+    flow.move(replace(logits, what="top_k"), {})
+    for name in ("gate_EDF", "up_EDF"):
+        up = flow.product(y, path[name], "TEF", name, None)
+        up = flow.move(up, up.cuts)
+    up = flow.move(_Array("experts", "TEF", up.cuts), _or(flow.named_cuts("experts"), up.cuts))
+    flow.move(flow.product(up, path["down_EFD"], "TD", "ffn", residual), residual)
+
+
+def head_flow(model: ModelShape, layout: Layout, mesh: Sizes, rows: float) -> Flow:
+    """What the head moves and computes for the rows that are sampled."""
+    flow = _Flow(model, layout, mesh, rows)
+    residual = flow.named_cuts("residual") or {}
+    for number in range((1 if model.gated else 2) if residual.get("D") else 0):
+        flow.record(
+            "all-reduce", residual["D"], flow.local("T", residual), f"norm of head, {number}"
+        )
+    x = flow.move(_Array("head", "TD", residual), {})
+    path = "embed_VD" if model.tie_word_embeddings else "head_VD"
+    table = flow.layout.activations.get("logits")
+    to = None if table is None else {
+        {"S": "T"}.get(k, k): axes for k, axes in flow.cuts("SV", table).items()
+    }
+    logits = flow.product(x, path, "TV", "logits", to)
+    flow.move(logits, _or(to, logits.cuts))
+    return Flow(flow.collectives, flow.products)
+
+
+def _or(cuts: Cuts | None, other: Cuts) -> Cuts:
+    return other if cuts is None else cuts
+
+
+def check_axes(layout: Layout, mesh: Sizes) -> None:
+    """Check that the mesh has all axes that the layout names.
+
+    Raises:
+        JaxinferError: it has not.
+    """
+    tables = {f"rule {rule.pattern!r}": rule.axes for rule in layout.parameters}
+    tables |= {**layout.activations, "KV": layout.kv, "gathered": {"weights": layout.gathered}}
+    for name, table in tables.items():
+        for letter, place in table.items():
+            for axis in named(place, list(mesh)):
+                if axis not in mesh:
+                    raise JaxinferError(
+                        f"{letter} of {name} lies on mesh axis {axis!r}, there is {list(mesh)}"
+                    )
