@@ -1,4 +1,4 @@
-"""Measuring runs: a model on a workload, or several tables of sharding rules side by side."""
+"""Measuring runs: a model on a workload, or several layouts side by side."""
 
 import json
 import statistics
@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.errors import JaxinferError
 from jaxinfer.llm import LLM
-from jaxinfer.models.sharding import load_rules
+from jaxinfer.models.sharding import load_layout
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.origin import asked_for
 from jaxinfer.report.run_folder import run_folders
@@ -68,22 +68,22 @@ def _raise_error(output: RequestOutput) -> None:
         raise JaxinferError(output.error)
 
 
-def compare_rules(
+def compare_layouts(
     config: RunFile,
-    tables: Sequence[str],
+    layouts: Sequence[str],
     work: Sequence[BenchRequest],
     source: str,
     run_dir: str,
     rounds: int,
 ) -> list[Record]:
-    """Each table of sharding rules on the same workload, in turns.
+    """Each layout on the same workload, in turns.
 
     Args:
-        tables: Python files, or ``default`` for the built-in table.
-        run_dir: each table's runs get a numbered folder below a numbered folder in it.
+        layouts: names of layouts and Python files; ``default`` is ``megatron``.
+        run_dir: each layout's runs get a numbered folder below a numbered folder in it.
 
     Returns:
-        One record per table. Times are medians: of the rounds, and over the steps of all rounds.
+        One record per layout. Times are medians: of the rounds, and over the steps of all rounds.
 
     Raises:
         JaxinferError: a group has a process of its own.
@@ -91,17 +91,17 @@ def compare_rules(
     for name, group in config.cluster().groups.items():
         if group.is_apart:
             raise JaxinferError(
-                f"groups.{name} has a process of its own: sharding rules are compared in one"
+                f"groups.{name} has a process of its own: layouts are compared in one"
             )
-    for table in tables:
-        load_rules(_file(table))  # Before a model is loaded, which takes its time.
-    engines = [_load(config, table) for table in tables]
-    runs: list[list[RunMetrics]] = [[] for _ in tables]
+    for layout in layouts:
+        load_layout(_named(layout))  # Before a model is loaded, which takes its time.
+    engines = [_load(config, layout) for layout in layouts]
+    runs: list[list[RunMetrics]] = [[] for _ in layouts]
     for _ in range(rounds):
         for number, llm in enumerate(engines):
             runs[number].append(measure(llm, work, source, f"{run_dir}/{number + 1}"))
     records = []
-    for number, (table, llm) in enumerate(zip(tables, engines, strict=True)):
+    for number, (layout, llm) in enumerate(zip(layouts, engines, strict=True)):
         steps = _last_steps(Path(run_dir) / str(number + 1), rounds)
         plan = llm.engine.plan
         assert isinstance(plan, StagePlan)
@@ -109,7 +109,7 @@ def compare_rules(
         records.append(
             llm.describe()
             | {
-                "sharding": table,
+                "layout": layout,
                 "workload": source,
                 "weight_bytes_per_device": weight_bytes_per_device(plan),
                 "wall_s": [metrics.wall_s for metrics in runs[number]],
@@ -123,12 +123,12 @@ def compare_rules(
     return records
 
 
-def _file(table: str) -> str | None:
-    return None if table == "default" else table
+def _named(layout: str) -> str:
+    return "megatron" if layout == "default" else layout
 
 
-def _load(config: RunFile, table: str) -> LLM:
-    changed = {"sharding": _file(table)}
+def _load(config: RunFile, layout: str) -> LLM:
+    changed = {"layout": _named(layout)}
     engine = config.engine.model_copy(update=changed)
     instances = {n: i.model_copy(update=changed) for n, i in config.instances.items()}
     return LLM.from_config(config.model_copy(update={"engine": engine, "instances": instances}))

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxinfer.models.layouts import LAYOUTS, Layout
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -38,6 +40,7 @@ class ModelConfig:
         num_experts, num_experts_per_tok: 0 is one dense feed-forward layer.
         kernels: what attends and multiplies; see ``pallas_kernels.choice``. No property of the
             model.
+        layout: where all lies on the mesh; no property of the model either.
     """
 
     architecture: str
@@ -61,6 +64,7 @@ class ModelConfig:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     kernels: str = "plain"
+    layout: Layout = LAYOUTS["megatron"]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jaxinfer.models.config import ModelConfig, WeightSpec
 from jaxinfer.models.config_keys import Keys
 from jaxinfer.models.layers import PagedBatch, RMSNorm
 from jaxinfer.models.rope import rope_keys, rope_of
+from jaxinfer.models.sharding import place
 from jaxinfer.models.weights import same
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
@@ -27,6 +28,7 @@ class Layer(nnx.Module):
     """One block; its norms lie around attention and around the MLP."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.layout = config.layout
         norm = partial(RMSNorm, config.hidden_size, config.norm_eps)
         self.attn_norm, self.attn_out_norm = norm(), norm()
         self.attn = llama.Attention(config, rngs, qk_norm=True)
@@ -54,8 +56,9 @@ class Layer(nnx.Module):
         return self._add(x_TD, self.attn.after(out_TNH))
 
     def _add(self, x_TD: jax.Array, y_TD: jax.Array) -> jax.Array:
-        x_TD = x_TD + self.attn_out_norm(y_TD)
-        return x_TD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD)))
+        x_TD = place(self.layout, "residual", x_TD + self.attn_out_norm(y_TD))
+        y_TD = self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD)))
+        return place(self.layout, "residual", x_TD + y_TD)
 
 
 class Gemma3(llama.Llama):

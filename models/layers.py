@@ -15,7 +15,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxinfer.models.config import Rope
-from jaxinfer.models.sharding import HEADS_AXIS
+from jaxinfer.models.layouts import LAYOUTS, Layout, named
+from jaxinfer.models.sharding import spec
 from jaxinfer.pallas_kernels.choice import AttentionKernels, Products, attention, products
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
@@ -90,7 +91,7 @@ def head(x_SD: jax.Array, head_VD: jax.Array, kernels: str) -> jax.Array:
 
 
 def _own_products(kernels: str, weight: jax.Array) -> Products | None:
-    alone = jax.sharding.get_abstract_mesh().shape.get(HEADS_AXIS, 1) == 1
+    alone = jax.sharding.get_abstract_mesh().size <= 1
     return products(kernels, weight.dtype) if alone else None
 
 
@@ -160,10 +161,13 @@ def paged_attention(
     kernels: str,
     scale: float | None = None,
     window: int | None = None,
+    layout: Layout = LAYOUTS["megatron"],
 ) -> tuple[jax.Array, KVPages]:
     """Write the tokens' KV entries, then attend: decodes and chunks each by their own function.
 
-    Heads are independent: on a mesh, each device attends with its own.
+    Heads are independent: on a mesh, each device attends with those whose KV it has. Where the
+    layout cuts the tokens of ``heads``, each device attends for its own rows, and has the KV of
+    all: new entries are gathered, and each device writes all of them to pages of its own.
 
     Args:
         kernels: what attends, and so how keys lie; see ``pallas_kernels.choice``.
@@ -176,16 +180,48 @@ def paged_attention(
     scale = scale or q_TNH.shape[-1] ** -0.5
     attend = partial(_attend, scale=scale, window=window, functions=attention(kernels))
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.shape.get(HEADS_AXIS, 1) == 1:
+    if mesh.size <= 1:
         return attend(q_TNH, k_TKH, v_TKH, kv, batch)
-    heads, whole = PartitionSpec(None, HEADS_AXIS), PartitionSpec()
+    axes = mesh.axis_names
+    heads, whole = spec("PK", layout.kv, axes), PartitionSpec()
+    rows = named(layout.activations.get("heads", {}).get("T", ()), axes)
+    queries = spec("TK", {**layout.kv, "T": rows}, axes)
+    if rows:
+        attend = partial(_attend_rows, axes=rows, attend=attend)
     on_mesh = jax.shard_map(
         attend,
-        in_specs=(heads, heads, heads, heads, whole),
-        out_specs=(heads, heads),
+        in_specs=(queries, heads, heads, heads, whole),
+        out_specs=(queries, heads),
         check_vma=False,
     )
     return on_mesh(q_TNH, k_TKH, v_TKH, kv, batch)
+
+
+def _attend_rows(
+    q_TNH: jax.Array,
+    k_XKH: jax.Array,
+    v_XKH: jax.Array,
+    kv: KVPages,
+    batch: PagedBatch,
+    axes: tuple[str, ...],
+    attend: Callable[..., tuple[jax.Array, KVPages]],
+) -> tuple[jax.Array, KVPages]:
+    """Attend for the T rows of this device among the step's X, whose KV entries it writes all."""
+    T, S = len(q_TNH), batch.decode_length_S.shape[0]
+    low = jax.lax.axis_index(axes) * T
+    row_C1 = jnp.clip(batch.chunk_row_C1, low, low + T)
+
+    def own(x_S: jax.Array) -> jax.Array:
+        x_X = jnp.pad(x_S, [(0, len(k_XKH) - S)] + [(0, 0)] * (x_S.ndim - 1))
+        return jax.lax.dynamic_slice_in_dim(x_X, low, min(S, T))
+
+    here = batch._replace(
+        decode_table_SM=own(batch.decode_table_SM),
+        decode_length_S=own(batch.decode_length_S),
+        chunk_start_C=batch.chunk_start_C + row_C1[:-1] - batch.chunk_row_C1[:-1],
+        chunk_row_C1=row_C1 - low,
+    )
+    return attend(q_TNH, k_XKH, v_XKH, kv, here)
 
 
 def _attend(
@@ -205,7 +241,8 @@ def _attend(
         q_TNH[:S], kv, batch.decode_table_SM, batch.decode_length_S, window
     )
     if not C:
-        return decoded_SNH, kv
+        padding = (0, len(q_TNH) - S), (0, 0), (0, 0)
+        return jnp.pad(decoded_SNH, padding) if len(q_TNH) > S else decoded_SNH, kv
     out_TNH = functions.chunks(
         q_TNH, kv, batch.chunk_table_CM, batch.chunk_start_C, batch.chunk_row_C1, window
     )

@@ -5,6 +5,7 @@ puts some of them on axes of the mesh, and the others are whole on every device.
 nothing of this. This file needs no JAX.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -25,6 +26,18 @@ Place = str | tuple[str, ...] | Axes
 # Logical axis -> where it lies.
 Places = Mapping[str, Place]
 
+# Logical axes of the activations that models name; S are the rows that are sampled from.
+ACTIVATIONS = {
+    "residual": "TD",
+    "attention_inputs": "TD",
+    "heads": "TNH",
+    "kv": "TKH",
+    "ffn_inputs": "TD",
+    "ffn": "TF",
+    "experts": "TEF",
+    "logits": "SV",
+}
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -35,7 +48,7 @@ class Rule:
     """
 
     pattern: str
-    axes: Places
+    axes: Places = field(hash=False)
 
 
 @dataclass(frozen=True)
@@ -54,14 +67,16 @@ class Layout:
     """
 
     parameters: tuple[Rule, ...]
-    activations: Mapping[str, Places] = field(default_factory=dict)
-    kv: Places = field(default_factory=dict)
+    activations: Mapping[str, Places] = field(default_factory=dict, hash=False)
+    kv: Places = field(default_factory=dict, hash=False)
     gathered: Place = ()
 
 
 # Heads and feed-forward columns: two all-reduces a layer (Shoeybi et al., 2019).
 _COLUMNS = (Rule("*", {"N": ALL, "K": ALL, "F": ALL}),)
 _BY_HEADS = {"K": ALL}
+# Scales of norms are small, and those of single heads are no longer than a head.
+_NORMS = Rule("*norm.*", {})
 
 LAYOUTS: dict[str, Layout] = {
     "megatron": Layout(_COLUMNS, kv=_BY_HEADS),
@@ -81,7 +96,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     # Rows on one axis, columns on the others (Pope et al., 2022, section 3.2.2).
     "weight_stationary_2d": Layout(
-        (Rule("layers.*", {"D": FIRST, "N": REST, "K": REST, "F": REST}),),
+        (_NORMS, Rule("layers.*", {"D": FIRST, "N": REST, "K": REST, "F": REST})),
         {
             "residual": {"D": ALL},
             "attention_inputs": {"D": FIRST},
@@ -94,7 +109,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     # Tokens and rows on one axis, columns on the others; rows are gathered (section 3.2.3).
     "weight_gathered": Layout(
-        (Rule("layers.*", {"D": FIRST, "N": REST, "K": REST, "F": REST}),),
+        (_NORMS, Rule("layers.*", {"D": FIRST, "N": REST, "K": REST, "F": REST})),
         {
             "residual": {"T": FIRST},
             "attention_inputs": {"T": FIRST},
@@ -135,7 +150,7 @@ LAYOUTS: dict[str, Layout] = {
     "expert_parallel": Layout((Rule("*_E??", {"E": ALL}), *_COLUMNS), kv=_BY_HEADS),
     # Parameters are cut by rows, gathered where they are used; tokens are cut (Zhao et al., 2023).
     "fsdp": Layout(
-        (Rule("layers.*", {"D": ALL}),),
+        (_NORMS, Rule("layers.*", {"D": ALL})),
         {
             "residual": {"T": ALL},
             "attention_inputs": {"T": ALL},
@@ -176,3 +191,16 @@ def named(place: Place, axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(axes[1:])
     assert not isinstance(place, Axes)
     return (place,) if isinstance(place, str) else place
+
+
+def ways(place: Place, mesh: Mapping[str, int]) -> int:
+    """Pieces that an axis is cut into, on a mesh with these sizes of its axes."""
+    return math.prod(mesh[axis] for axis in named(place, list(mesh)))
+
+
+def most_ways(letters: str, layout: Layout, mesh: Mapping[str, int]) -> int:
+    """The least number that divides by all pieces which tables cut these logical axes into."""
+    tables = [rule.axes for rule in layout.parameters]
+    tables += [*layout.activations.values(), layout.kv]
+    cuts = (ways(table[letter], mesh) for table in tables for letter in letters if letter in table)
+    return math.lcm(*cuts)

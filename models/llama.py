@@ -26,6 +26,7 @@ from jaxinfer.models.layers import (
     rope_tables,
 )
 from jaxinfer.models.rope import rope_keys, rope_of, stretched
+from jaxinfer.models.sharding import place
 from jaxinfer.models.weights import heads_bias, heads_in, heads_out, same, transposed
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
@@ -50,6 +51,7 @@ class Attention(nnx.Module):
         D, H = config.hidden_size, config.head_dim
         N, K = config.num_attention_heads, config.num_key_value_heads
         self.scale, self.kernels = config.attention_scale, config.kernels
+        self.layout = config.layout
         self.q_DNH = init_weight(rngs, (D, N, H))
         self.k_DKH = init_weight(rngs, (D, K, H))
         self.v_DKH = init_weight(rngs, (D, K, H))
@@ -72,12 +74,13 @@ class Attention(nnx.Module):
         """Attend, and write the tokens' KV entries to their pages."""
         q_TNH, k_TKH, v_TKH = self.before(x_TD, rope)
         out_TNH, kv = paged_attention(
-            q_TNH, k_TKH, v_TKH, kv, batch, self.kernels, self.scale, window
+            q_TNH, k_TKH, v_TKH, kv, batch, self.kernels, self.scale, window, self.layout
         )
         return self.after(out_TNH), kv
 
     def before(self, x_TD: jax.Array, rope: Tables) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [T, N, H], keys and values [T, K, H]."""
+        x_TD = place(self.layout, "attention_inputs", x_TD)
         q_TNH = dense(x_TD, self.q_DNH[...], self.kernels)
         k_TKH = dense(x_TD, self.k_DKH[...], self.kernels)
         v_TKH = dense(x_TD, self.v_DKH[...], self.kernels)
@@ -87,14 +90,17 @@ class Attention(nnx.Module):
             v_TKH += self.v_bias_KH[...]
         if self.qk_norm:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
-        return apply_rope(q_TNH, *rope), apply_rope(k_TKH, *rope), v_TKH
+        q_TNH, k_TKH = apply_rope(q_TNH, *rope), apply_rope(k_TKH, *rope)
+        keys, values = (place(self.layout, "kv", x) for x in (k_TKH, v_TKH))
+        return place(self.layout, "heads", q_TNH), keys, values
 
     def after(self, out_TNH: jax.Array) -> jax.Array:
         """Return the addend [T, D] of the residual stream from the heads' results."""
         # As a matrix product: XLA:CPU transposes the weight, every step, for one over two axes.
-        o_NHD = self.o_NHD[...]
+        o_NHD, out_TNH = self.o_NHD[...], place(self.layout, "heads", out_TNH)
         out_TE = out_TNH.reshape(len(out_TNH), -1)
         out_TD = dense(out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]), self.kernels)
+        out_TD = place(self.layout, "residual", out_TD)
         return out_TD + self.o_bias_D[...] if self.o_bias else out_TD
 
 
@@ -109,14 +115,17 @@ class MLP(nnx.Module):
     ) -> None:
         D, F = config.hidden_size, config.intermediate_size
         self.activation, self.kernels = activation, config.kernels
+        self.layout = config.layout
         self.gate_DF = init_weight(rngs, (D, F))
         self.up_DF = init_weight(rngs, (D, F))
         self.down_FD = init_weight(rngs, (F, D))
 
     def __call__(self, x_TD: jax.Array) -> jax.Array:
         """Token-wise."""
+        x_TD = place(self.layout, "ffn_inputs", x_TD)
         x_TF = gated(x_TD, self.gate_DF[...], self.up_DF[...], self.activation, self.kernels)
-        return dense(x_TF, self.down_FD[...], self.kernels)
+        x_TF = place(self.layout, "ffn", x_TF)
+        return place(self.layout, "residual", dense(x_TF, self.down_FD[...], self.kernels))
 
 
 class Layer(nnx.Module):
@@ -135,6 +144,7 @@ class Layer(nnx.Module):
         **attention: bool,
     ) -> None:
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.layout = config.layout
         self.attn = Attention(config, rngs, **attention)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = mlp(config, rngs)
@@ -155,8 +165,8 @@ class Layer(nnx.Module):
         return self._add(x_TD, self.attn.after(out_TNH))
 
     def _add(self, x_TD: jax.Array, y_TD: jax.Array) -> jax.Array:
-        x_TD = x_TD + y_TD
-        return x_TD + self.mlp(self.mlp_norm(x_TD))
+        x_TD = place(self.layout, "residual", x_TD + y_TD)
+        return place(self.layout, "residual", x_TD + self.mlp(self.mlp_norm(x_TD)))
 
 
 class Llama(nnx.Module):
@@ -190,7 +200,7 @@ class Llama(nnx.Module):
         self, x_TD: jax.Array, kv: list[KVPages], batch: PagedBatch
     ) -> tuple[jax.Array, list[KVPages]]:
         """The residual stream after the layers, and the updated pages."""
-        ropes = self.ropes(batch.position_T)
+        x_TD, ropes = place(self.config.layout, "residual", x_TD), self.ropes(batch.position_T)
         new_kv = []
         for layer, pages, window in zip(self.layers, kv, self.config.windows, strict=True):
             x_TD, pages = layer(x_TD, ropes[bool(window)], pages, batch, window)
@@ -209,7 +219,8 @@ class Llama(nnx.Module):
     def logits(self, x_TD: jax.Array) -> jax.Array:
         """Logits [T, V] in float32 of hidden states before the final norm."""
         head_VD = self.embed_VD if self.config.tie_word_embeddings else self.head_VD
-        return head(self.norm(x_TD), head_VD[...], self.config.kernels)
+        logits_TV = head(self.norm(x_TD), head_VD[...], self.config.kernels)
+        return place(self.config.layout, "logits", logits_TV)
 
 
 def read_config(keys: Keys) -> ModelConfig:

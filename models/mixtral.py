@@ -12,6 +12,7 @@ from jaxinfer.models.config import ModelConfig, WeightSpec
 from jaxinfer.models.config_keys import Keys
 from jaxinfer.models.layers import init_weight, project
 from jaxinfer.models.rope import rope_keys
+from jaxinfer.models.sharding import place
 from jaxinfer.models.weights import stacked, transposed
 
 
@@ -25,6 +26,7 @@ class Experts(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         D, F, E = config.hidden_size, config.intermediate_size, config.num_experts
+        self.layout = config.layout
         self.per_token = config.num_experts_per_tok
         self.router_DE = init_weight(rngs, (D, E))
         self.gate_EDF = init_weight(rngs, (E, D, F))
@@ -33,11 +35,13 @@ class Experts(nnx.Module):
 
     def __call__(self, x_TD: jax.Array) -> jax.Array:
         """Token-wise."""
+        x_TD = place(self.layout, "ffn_inputs", x_TD)
         share_TE = self._shares(project("td,de->te", x_TD, self.router_DE[...]))
         gate_TEF = jax.nn.silu(project("td,edf->tef", x_TD, self.gate_EDF[...]))
         up_TEF = project("td,edf->tef", x_TD, self.up_EDF[...])
-        weighted_TEF = gate_TEF * up_TEF * share_TE[..., None]
-        return project("tef,efd->td", weighted_TEF, self.down_EFD[...])
+        weighted_TEF = place(self.layout, "experts", gate_TEF * up_TEF * share_TE[..., None])
+        out_TD = project("tef,efd->td", weighted_TEF, self.down_EFD[...])
+        return place(self.layout, "residual", out_TD)
 
     def _shares(self, logit_TE: jax.Array) -> jax.Array:
         """Softmax over the likeliest experts; 0 for the others."""

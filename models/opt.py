@@ -14,6 +14,7 @@ from jaxinfer.models.layers import (
     init_weight,
     paged_attention,
 )
+from jaxinfer.models.sharding import place
 from jaxinfer.models.weights import heads_bias, heads_in, heads_out, same, transposed
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
@@ -28,7 +29,7 @@ class Layer(nnx.Module):
         D, F = config.hidden_size, config.intermediate_size
         N, H = config.num_attention_heads, config.head_dim
         K = config.num_key_value_heads
-        self.kernels = config.kernels
+        self.kernels, self.layout = config.kernels, config.layout
         self.attn_norm = LayerNorm(D, config.norm_eps)
         self.q_DNH, self.q_bias_NH = init_weight(rngs, (D, N, H)), init_weight(rngs, (N, H))
         self.k_DKH, self.k_bias_KH = init_weight(rngs, (D, K, H)), init_weight(rngs, (K, H))
@@ -43,26 +44,37 @@ class Layer(nnx.Module):
     ) -> tuple[jax.Array, KVPages]:
         """The residual stream after this layer, and the updated pages."""
         q_TNH, k_TKH, v_TKH = self.before(x_TD, None)
-        out_TNH, kv = paged_attention(q_TNH, k_TKH, v_TKH, kv, batch, kernels=self.kernels)
+        out_TNH, kv = paged_attention(
+            q_TNH, k_TKH, v_TKH, kv, batch, kernels=self.kernels, layout=self.layout
+        )
         return self.after(x_TD, out_TNH), kv
 
     def before(self, x_TD: jax.Array, rope: None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries [T, N, H], keys and values [T, K, H] for attention."""
-        y_TD, kernels = self.attn_norm(x_TD), self.kernels
+        layout, kernels = self.layout, self.kernels
+        y_TD = place(layout, "attention_inputs", self.attn_norm(x_TD))
         q_TNH = dense(y_TD, self.q_DNH[...], kernels) + self.q_bias_NH[...]
         k_TKH = dense(y_TD, self.k_DKH[...], kernels) + self.k_bias_KH[...]
         v_TKH = dense(y_TD, self.v_DKH[...], kernels) + self.v_bias_KH[...]
-        return q_TNH, k_TKH, v_TKH
+        return (
+            place(layout, "heads", q_TNH),
+            place(layout, "kv", k_TKH),
+            place(layout, "kv", v_TKH),
+        )
 
     def after(self, x_TD: jax.Array, out_TNH: jax.Array) -> jax.Array:
         """The residual stream after this layer, from that before it and what attention gives."""
-        o_NHD = self.o_NHD[...]
-        out_TE = out_TNH.reshape(len(out_TNH), -1)
-        x_TD = x_TD + dense(out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]), self.kernels)
-        x_TD += self.o_bias_D[...]
-        up_TF = dense(self.mlp_norm(x_TD), self.up_DF[...], self.kernels) + self.up_bias_F[...]
-        down_TD = dense(jax.nn.relu(up_TF), self.down_FD[...], self.kernels)
-        return x_TD + down_TD + self.down_bias_D[...]
+        layout, o_NHD = self.layout, self.o_NHD[...]
+        out_TE = place(layout, "heads", out_TNH).reshape(len(out_TNH), -1)
+        out_TD = dense(out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]), self.kernels)
+        x_TD = x_TD + place(layout, "residual", out_TD)
+        x_TD = place(layout, "residual", x_TD + self.o_bias_D[...])
+        y_TD = place(layout, "ffn_inputs", self.mlp_norm(x_TD))
+        up_TF = dense(y_TD, self.up_DF[...], self.kernels) + self.up_bias_F[...]
+        up_TF = place(layout, "ffn", jax.nn.relu(up_TF))
+        down_TD = dense(up_TF, self.down_FD[...], self.kernels)
+        x_TD = x_TD + place(layout, "residual", down_TD)
+        return place(layout, "residual", x_TD + self.down_bias_D[...])
 
 
 class OPT(nnx.Module):
@@ -75,6 +87,7 @@ class OPT(nnx.Module):
         self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_hidden_layers)])
         self.norm = LayerNorm(D, config.norm_eps)
         self.tied, self.kernels = config.tie_word_embeddings, config.kernels
+        self.layout = config.layout
         if not self.tied:
             self.head_VD = init_weight(rngs, (config.vocab_size, D))
 
@@ -87,7 +100,7 @@ class OPT(nnx.Module):
         self, x_TD: jax.Array, kv: list[KVPages], batch: PagedBatch
     ) -> tuple[jax.Array, list[KVPages]]:
         """The residual stream after the layers, and the updated pages."""
-        new_kv = []
+        x_TD, new_kv = place(self.layout, "residual", x_TD), []
         for layer, pages in zip(self.layers, kv, strict=True):
             x_TD, pages = layer(x_TD, pages, batch)
             new_kv.append(pages)
@@ -100,7 +113,7 @@ class OPT(nnx.Module):
     def logits(self, x_TD: jax.Array) -> jax.Array:
         """Logits [T, V] in float32 of hidden states before the final norm."""
         head_VD = self.embed_VD if self.tied else self.head_VD
-        return head(self.norm(x_TD), head_VD[...], self.kernels)
+        return place(self.layout, "logits", head(self.norm(x_TD), head_VD[...], self.kernels))
 
 
 def read_config(keys: Keys) -> ModelConfig:

@@ -16,7 +16,7 @@ from jaxinfer.commands.app import COMMANDS as NAMES
 from jaxinfer.commands.app import cli
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import as_run_file, load_run_file
-from jaxinfer.models.sharding import load_rules
+from jaxinfer.models.sharding import load_layout
 from jaxinfer.plan.problem import load_options, load_problem
 from jaxinfer.plan.registry import PLANNERS
 from jaxinfer.plan.sweep.sweep import Sweep
@@ -74,7 +74,7 @@ def test_a_command_of_the_docs(line: str, monkeypatch: pytest.MonkeyPatch) -> No
         elif path.endswith(".yaml"):
             load_run_file(path, given.get("settings", ()))
         if path.endswith(".py"):
-            assert load_rules(path)
+            assert load_layout(path)
     if given.get("workload"):
         assert read_workload(given["workload"])
     for name in filter(None, (given.get("systems") or "").split(",")):

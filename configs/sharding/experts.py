@@ -1,9 +1,9 @@
-"""Whole experts on each device, all else as built in: for ``engine.sharding`` of a run file."""
+"""Whole experts on each device, all else as built in: for ``engine.layout`` of a run file."""
 
-from jaxinfer.models.sharding import HEADS_AXIS, RULES, Rule
+from dataclasses import replace
 
-RULES = (
-    Rule("*.mlp.*_EDF", {"E": HEADS_AXIS}),
-    Rule("*.mlp.*_EFD", {"E": HEADS_AXIS}),
-    *RULES,
-)
+from jaxinfer.models.layouts import ALL, LAYOUTS, Rule
+
+MEGATRON = LAYOUTS["megatron"]
+EXPERTS = (Rule("*.mlp.*_EDF", {"E": ALL}), Rule("*.mlp.*_EFD", {"E": ALL}))
+LAYOUT = replace(MEGATRON, parameters=(*EXPERTS, *MEGATRON.parameters))

@@ -1,5 +1,5 @@
-"""The embedding's vocabulary shared out too, all else as built in: for ``engine.sharding``."""
+"""The embedding's vocabulary shared out too, all else as built in: for ``engine.layout``."""
 
-from jaxinfer.models.sharding import HEADS_AXIS, RULES, Rule
+from jaxinfer.models.layouts import ALL, LAYOUTS, Rule
 
-RULES = (Rule("embed_VD", {"V": HEADS_AXIS}), *RULES)
+RULES = (Rule("embed_VD", {"V": ALL}), *LAYOUTS["megatron"].parameters)

@@ -1,4 +1,4 @@
-"""``jaxinfer compare``: systems, or tables of sharding rules, side by side."""
+"""``jaxinfer compare``: systems, or layouts, side by side."""
 
 import json
 import sys
@@ -34,11 +34,11 @@ from jaxinfer.errors import JaxinferError
     "--systems", help="More run files of FILE's folder: data_parallel,...; FILE itself runs, too."
 )
 @click.option("--out", help="New folder for tables, pictures and traces of systems.")
-@click.option("--config", "run_file", help="Of tables: run file with the model and its options.")
+@click.option("--config", "run_file", help="Of layouts: run file with the model and its options.")
 @with_pictures
 @with_model
 @with_workload
-@click.option("--json", "json_path", help="Of tables: file for the figures.")
+@click.option("--json", "json_path", help="Of layouts: file for the figures.")
 @with_limit
 @click.option("--rounds", type=click.IntRange(min=1), help="Runs of each, in turns; 3.")
 @click.option(
@@ -65,10 +65,10 @@ def compare(
     ray_address: str | None,
     force: bool,
 ) -> None:
-    """Run one workload under several systems, or several tables of sharding rules, side by side.
+    """Run one workload under several systems, or several layouts, side by side.
 
-    FILES are run files (.yaml), whose first one has the workload; or Python files that define
-    RULES ("default" is the built-in table).
+    FILES are run files (.yaml), whose first one has the workload; or layouts: names and
+    Python files ("default" is megatron).
     """
     if not any(Path(file).suffix in (".yaml", ".yml") for file in files):
         only: dict[str, object] = {
@@ -79,15 +79,15 @@ def compare(
             "--ray": ray_address,
             "--one-by-one": one_by_one,
         }
-        refuse("for run files, not for tables of rules", only)
+        refuse("for run files, not for layouts", only)
         if not json_path:
-            raise JaxinferError("tables of rules are compared with --json FILE")
-        _compare_rules(
+            raise JaxinferError("layouts are compared with --json FILE")
+        _compare_layouts(
             files, run_file, model, workload, json_path, limit, rounds or 3, settings, force
         )
         return
     refuse(
-        "for tables of rules, not for run files",
+        "for layouts, not for run files",
         {"--config": run_file, "--model": model, "--json": json_path, "--force": force},
     )
     if not out:
@@ -107,8 +107,8 @@ def compare(
     write_systems(runs, folder, pictures)
 
 
-def _compare_rules(
-    tables: Sequence[str],
+def _compare_layouts(
+    layouts: Sequence[str],
     run_file: str | None,
     model: str | None,
     workload: str | None,
@@ -118,12 +118,12 @@ def _compare_rules(
     settings: tuple[str, ...],
     force: bool,
 ) -> None:
-    from jaxinfer.commands.layout_table import rules_table
-    from jaxinfer.measure import compare_rules
+    from jaxinfer.commands.layout_table import layouts_table
+    from jaxinfer.measure import compare_layouts
 
     config = configure(run_file, (*settings, *workload_settings(workload, limit)), model)
     out = new_file(json_path, force)
     work = config.requests(say)
-    records = compare_rules(config, tables, work, config.workload.source, f"{out}.runs", rounds)
-    Console(width=None if sys.stdout.isatty() else 160).print(rules_table(records))
+    records = compare_layouts(config, layouts, work, config.workload.source, f"{out}.runs", rounds)
+    Console(width=None if sys.stdout.isatty() else 160).print(layouts_table(records))
     out.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")

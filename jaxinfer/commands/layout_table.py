@@ -86,11 +86,11 @@ def _steps(plan: StagePlan, costs: list[StepCost]) -> Table:
     return table
 
 
-def rules_table(records: list[dict[str, Any]]) -> Table:
-    """Return a table of the records that ``measure.compare_rules`` returns."""
+def layouts_table(records: list[dict[str, Any]]) -> Table:
+    """Return a table of the records that ``measure.compare_layouts`` returns."""
     table = _table(
-        "Sharding rules on one workload: medians",
-        "rules",
+        "Layouts on one workload: medians",
+        "layout",
         "weights per device",
         "wall",
         "to the first",
@@ -101,7 +101,7 @@ def rules_table(records: list[dict[str, Any]]) -> Table:
     )
     for record in records:
         table.add_row(
-            record["sharding"],
+            record["layout"],
             mib(record["weight_bytes_per_device"]),
             f"{record['wall_s_median']:.2f} s",
             f"{record['wall_s_median'] / records[0]['wall_s_median']:.2f}",

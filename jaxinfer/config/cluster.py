@@ -1,8 +1,9 @@
 """The run file's cluster: device groups, the instances on them, and the links between."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -50,6 +51,8 @@ class GroupConfig(Options):
             ``configs/gpus.yaml``.
         devices: Number of devices.
         tensor_parallel_size: Devices of one stage; by default all of the group.
+        mesh: Axes of a stage's devices and their sizes, such as ``{x: 2, y: 4}``, the first one the
+            outermost; by default one, ``tp``.
         emulate: ``{slowdown: N}`` makes a CPU group play a slower device: a step ends N times its
             profiled time after its start. Steps that take longer are counted as ``overruns``; a GPU
             refuses it.
@@ -67,6 +70,7 @@ class GroupConfig(Options):
     kind: str | None = None
     devices: int = Field(default=1, ge=1)
     tensor_parallel_size: int | None = Field(default=None, ge=1)
+    mesh: dict[str, Annotated[int, Field(ge=1)]] | None = None
     emulate: Emulate | None = None
     process: Literal["own"] | None = None
     host: str | None = None
@@ -91,6 +95,11 @@ class GroupConfig(Options):
             raise OptionError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}, "
                 f"the group has {self.devices} devices"
+            )
+        if self.mesh is not None and math.prod(self.mesh.values()) != self.stage_devices:
+            raise OptionError(
+                f"mesh is {self.mesh}, {math.prod(self.mesh.values())} devices, must be of the "
+                f"{self.stage_devices} of a stage"
             )
 
     @field_validator("host")

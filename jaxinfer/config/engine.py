@@ -1,10 +1,11 @@
 """The options of one engine, for ``LLM``, run files and instances alike."""
 
+import warnings
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from jaxinfer.options.validation import OptionError, Options
+from jaxinfer.options.validation import OptionError, Options, shown
 from jaxinfer.serving.policies import PolicyOptions
 
 
@@ -21,8 +22,9 @@ class EngineOptions(Options):
         kv_cache_dtype: Format of the KV cache; ``auto`` is ``dtype``, ``int8`` and ``fp8`` halve
             it. Both keep a scale per page and head; fp8 is e4m3, on GPUs from sm_89 on.
         tensor_parallel_size: Devices that share each layer.
-        sharding: A Python file whose ``RULES`` say how parameters lie on those devices; by default
-            those of ``jaxinfer.models.sharding``.
+        layout: How parameters, activations and KV lie on those devices: a name of
+            ``models/layouts.py``, or a Python file with a ``LAYOUT``, or with ``RULES`` of
+            parameters alone.
         page_size: Tokens per KV page.
         num_pages: Pages of the KV pool, one padding page included; by default as many as
             ``memory_fraction`` allows and as could be of use.
@@ -60,7 +62,7 @@ class EngineOptions(Options):
     dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     tensor_parallel_size: int = Field(default=1, ge=1)
-    sharding: str | None = None
+    layout: str = "megatron"
     page_size: int = Field(default=64, ge=1, le=1024)
     num_pages: int | None = Field(default=None, ge=2)
     memory_fraction: float | None = Field(default=None, gt=0, le=1)
@@ -80,6 +82,27 @@ class EngineOptions(Options):
     policies: PolicyOptions = PolicyOptions()
     strict_shapes: bool = False
     seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_old_key(cls, data: Any) -> Any:
+        """Take ``sharding``, the former name of ``layout``, with a note."""
+        if not isinstance(data, dict) or "sharding" not in data:
+            return data
+        if "layout" in data:
+            raise OptionError("sharding: layout is its name now, and is given, too; remove one")
+        warnings.warn("sharding is now layout", FutureWarning, stacklevel=2)
+        return {"layout" if key == "sharding" else key: data[key] for key in data}
+
+    @field_validator("layout", mode="before")
+    @classmethod
+    def _one_layout(cls, value: object) -> object:
+        if isinstance(value, dict | list | tuple):
+            raise ValueError(
+                f"must be one name or file, not {shown(value)}: prefill and decode with layouts of "
+                "their own are two instances"
+            )
+        return value
 
     @field_validator("dtype", mode="before")
     @classmethod

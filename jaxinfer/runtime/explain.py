@@ -69,12 +69,17 @@ def parameter_groups(plan: StagePlan) -> list[ParameterGroup]:
                 len(paths),
                 first.shape,
                 first.dtype.name,
-                ", ".join(str(axis or "-") for axis in spec),
+                ", ".join(_axes(axis) for axis in spec),
                 total * len(paths),
                 shard_bytes(first) * len(paths),
             )
         )
     return found
+
+
+def _axes(place: str | tuple[str, ...] | None) -> str:
+    """Axes of the mesh in words."""
+    return "+".join(place) if isinstance(place, tuple) else place or "-"
 
 
 def step_costs(plan: StagePlan) -> list[StepCost]:

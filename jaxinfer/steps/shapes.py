@@ -28,6 +28,7 @@ class StepLimits:
     Attributes:
         max_pages: pages of the longest sequence.
         given_buckets: see ``EngineOptions.token_buckets``.
+        multiple: of what the tokens of each bucket are a multiple, as some layouts cut them.
     """
 
     max_num_seqs: int
@@ -35,6 +36,7 @@ class StepLimits:
     max_pages: int
     page_size: int
     given_buckets: tuple[int, ...] | None = None
+    multiple: int = 1
 
     @property
     def row_buckets(self) -> list[int]:
@@ -46,7 +48,8 @@ class StepLimits:
         """Tokens where there is prefill: a quarter as many at each step down, or as given."""
         if self.given_buckets:
             return list(self.given_buckets)
-        return _ladder(self.max_num_batched_tokens, 4, smallest=64)
+        ladder = _ladder(self.max_num_batched_tokens, 4, smallest=64)
+        return sorted({self._whole(tokens) for tokens in ladder})
 
     @property
     def max_chunks(self) -> int:
@@ -56,7 +59,7 @@ class StepLimits:
     def shapes(self) -> list[StepShape]:
         """All buckets, the largest first."""
         most = self.row_buckets[-1]
-        shapes = [StepShape(rows, rows, 0) for rows in self.row_buckets]
+        shapes = [StepShape(rows, self._whole(rows), 0) for rows in self.row_buckets]
         # As many rows as there can be: a few empty ones cost little beside a prefill, and each
         # shape takes seconds to compile, and a hundred megabytes.
         shapes += [
@@ -75,9 +78,13 @@ class StepLimits:
         """The smallest bucket for ``tokens``, of which ``singles`` are rows of one."""
         if tokens == singles:
             rows = _round_up(max(singles, samples, 1), self.row_buckets)
-            return StepShape(rows, rows, 0)
+            return StepShape(rows, self._whole(rows), 0)
         most = self.row_buckets[-1]
         return StepShape(most, _round_up(max(tokens, most), self.token_buckets), self.max_chunks)
+
+    def _whole(self, tokens: int) -> int:
+        """A bucket of so many tokens, or of some more, that the layout can cut."""
+        return -(-tokens // self.multiple) * self.multiple
 
 
 def _round_up(count: int, buckets: list[int]) -> int:

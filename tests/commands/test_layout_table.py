@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
-from jaxinfer.commands.layout_table import mib, plan_tables, rules_table
+from jaxinfer.commands.layout_table import layouts_table, mib, plan_tables
 from jaxinfer.runtime.explain import StepCost
 from jaxinfer.runtime.stage.stage_plan import StagePlan
 from jaxinfer.steps.shapes import StepLimits, StepShape
@@ -34,6 +34,7 @@ def plan(devices: int) -> StagePlan:
         rest, rest, 2, rest, rest, rest, StepLimits(64, 512, 4, 16), num_pages=1001,
         max_model_len=20_000, weight_bytes=3 * MIB, kv_bytes=MIB // 2, memory_bytes=2000 * MIB,
         devices=list(mesh.devices.flat), mesh=mesh, graphdef=rest, parameters=parameters,
+        axes=dict(mesh.shape),
     )  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def test_a_plan() -> None:
 def test_rules_side_by_side() -> None:
     def record(name: str, wall: float, decode: float | None) -> dict[str, Any]:
         return {
-            "sharding": name,
+            "layout": name,
             "weight_bytes_per_device": 3 * MIB,
             "wall_s_median": wall,
             "prefill_step_s": 0.5,
@@ -86,7 +87,7 @@ def test_rules_side_by_side() -> None:
             "largest_decode_step": {"collectives": {}},
         }
 
-    found = rows(rules_table([record("a", 2.0, 0.0012), record("b", 3.0, None)]))
+    found = rows(layouts_table([record("a", 2.0, 0.0012), record("b", 3.0, None)]))
     step = ("8 all-reduce, 2.0 MiB", "none")
     assert found == [
         ("a", "3.0 MiB", "2.00 s", "1.00", "500.0 ms", "1.2 ms", *step),

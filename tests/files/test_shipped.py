@@ -13,7 +13,8 @@ from jaxinfer.config.run_file import as_run_file, load_run_file
 from jaxinfer.files.contents import contents
 from jaxinfer.files.shipped import SHIPPED, data_path, shipped_files
 from jaxinfer.hardware.catalogue import Catalogue
-from jaxinfer.models.sharding import RULES, load_rules
+from jaxinfer.models.layouts import LAYOUTS
+from jaxinfer.models.sharding import load_layout
 from jaxinfer.plan.problem import load_problem
 from jaxinfer.workload.batch_input import BatchFile
 from jaxinfer.workload.lengths import read_workload
@@ -72,7 +73,7 @@ def test_all_kinds_of_files_are_found(elsewhere: Path) -> None:
     assert load_run_file("splitwise/hh.yaml").cluster()
     with BatchFile("configs/demo/prompts.jsonl") as prompts:
         assert len(prompts.number_of) == 20
-    assert load_rules("sharding/vocabulary.py")[1:] == RULES
+    assert load_layout("sharding/vocabulary.py").parameters[1:] == LAYOUTS["megatron"].parameters
     assert Catalogue({}, {}).model("gpu/smollm2-135m").num_hidden_layers == 30
     listed = {"trace": "configs/cpu/bursts.csv", "system": "cronus"}
     assert list(contents(listed)) == [str(SHIPPED / "cpu" / "bursts.csv")]

@@ -1,5 +1,6 @@
 """Layers against numpy, in float64."""
 
+import math
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ from jaxinfer.models.layers import (
     project,
     rope_tables,
 )
+from jaxinfer.models.layouts import LAYOUTS, Layout
+from jaxinfer.models.sharding import pages_sharding
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 RNG = np.random.default_rng(0)
@@ -147,18 +150,30 @@ def expected(
     return np.array(rows)
 
 
-@pytest.mark.parametrize(("devices", "scale", "window"), [(1, None, None), (2, 0.9, 3)])
+# Each of three devices has three rows: decodes and the chunk's begin; its middle; its end, padding.
+BY_ROWS = Layout((), {"heads": {"T": "x"}}, kv={"K": "y"})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "scale", "window"),
+    [
+        ((1, 1), LAYOUTS["megatron"], None, None),
+        ((2, 1), LAYOUTS["megatron"], 0.9, 3),
+        ((3, 1), BY_ROWS, None, None),
+        ((3, 2), BY_ROWS, 0.9, 3),
+    ],
+)
 def test_attention_of_decodes_and_chunks(
-    devices: int, scale: float | None, window: int | None
+    sizes: tuple[int, int], layout: Layout, scale: float | None, window: int | None
 ) -> None:
     given, kv, batch, whole = case()
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("tp",))
-    heads = NamedSharding(mesh, PartitionSpec(None, "tp"))
-    kv = jax.device_put(kv, heads)
-    q, k, v = (jax.device_put(given[name], heads) for name in "qkv")
+    devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
+    mesh = Mesh(devices, ("x", "y"))
+    kv = jax.device_put(kv, pages_sharding(mesh, layout))
+    q, k, v = (jax.device_put(given[name], NamedSharding(mesh, PartitionSpec())) for name in "qkv")
 
     def attend(q: Any, k: Any, v: Any, kv: KVPages, batch: PagedBatch) -> Any:
-        return paged_attention(q, k, v, kv, batch, "plain", scale, window)
+        return paged_attention(q, k, v, kv, batch, "plain", scale, window, layout)
 
     with jax.set_mesh(mesh):
         got, after = jax.jit(attend)(q, k, v, kv, batch)

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,19 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from checkpoint_files import plan_alone
 from flax import nnx
 
 from jaxinfer import JaxinferError
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.checkpoints.hugging_face import read_folder_config
+from jaxinfer.config.cluster import one_engine
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layers import PagedBatch
 from jaxinfer.runtime.cluster import load_parameters
+from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, allocate
-from jaxinfer.runtime.stage.stage_plan import StagePlan
+from jaxinfer.runtime.stage.step import ready
 
 DATA = Path(__file__).parents[1] / "data" / "architectures"
 EXPERT_RULES = Path(__file__).parents[2] / "configs" / "sharding" / "experts.py"
@@ -33,12 +35,21 @@ PAGE_SIZE, ROWS, PAGES = 4, 80, 20
 class Model:
     """Logits of one sequence, in whatever pieces it comes; its pages lie in disorder."""
 
-    def __init__(self, name: str, devices: int = 1, sharding: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        devices: int = 1,
+        layout: str = "megatron",
+        mesh: dict[str, int] | None = None,
+    ) -> None:
         checkpoint = open_checkpoint(str(DATA / name))
         options = EngineOptions(
-            dtype="float32", tensor_parallel_size=devices, sharding=sharding, num_pages=PAGES + 1
+            dtype="float32", tensor_parallel_size=devices, layout=layout, num_pages=PAGES + 1
         )
-        self.plan: StagePlan = plan_alone(checkpoint.config, options)
+        cluster = one_engine(options)
+        group = cluster.groups["engine"].model_copy(update={"mesh": mesh})
+        cluster = cluster.model_copy(update={"groups": {"engine": group}})
+        ((self.plan,),) = plan_cluster(checkpoint.config, cluster).values()
         (self.parameters,) = load_parameters(checkpoint, [self.plan])
         self.table = 1 + np.random.default_rng(0).permutation(PAGES).astype(np.int32)
         self.clear()
@@ -52,7 +63,9 @@ class Model:
 
     def _step(self, parameters: Any, kv: Any, token_T: jax.Array, batch: PagedBatch) -> Any:
         with jax.default_matmul_precision("highest"):
-            model: Any = nnx.merge(self.plan.graphdef, parameters)
+            plan = self.plan
+            parameters = ready(plan.layers, plan.config.layout, parameters)
+            model: Any = nnx.merge(plan.graphdef, parameters)
             x_TD, kv = model(model.embed(token_T, batch), kv, batch)
             return model.logits(x_TD), kv
 
@@ -119,9 +132,33 @@ def test_logits_on_devices_that_divide_neither_heads_nor_columns(name: str) -> N
     np.testing.assert_allclose(got, logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "layout", "mesh"),
+    [
+        ("qwen3", "fsdp", {"x": 2, "y": 4}),
+        *(
+            pytest.param(name, layout, mesh, marks=pytest.mark.slow)
+            for name, layout, mesh in (
+                ("gemma3", "weight_gathered", {"x": 2, "y": 4}),
+                ("gemma3", "context_parallel", {"x": 8}),
+                ("opt", "weight_stationary_2d", {"x": 4, "y": 2}),
+                ("opt", "attention_dp", {"x": 2, "y": 4}),
+                ("mixtral", "expert_parallel", {"x": 3, "y": 2}),
+                ("qwen2_window", "sequence_parallel", {"x": 4, "y": 2}),
+            )
+        ),
+    ],
+)
+def test_logits_of_other_layouts(name: str, layout: str, mesh: dict[str, int]) -> None:
+    tokens, logits = expected(name)
+    model = Model(name, math.prod(mesh.values()), layout, mesh)
+    got = pieces(model, tokens, [60, 1, 14])
+    np.testing.assert_allclose(got, logits, atol=1e-4, rtol=0)
+
+
 def test_whole_experts_on_each_device() -> None:
     tokens, logits = expected("mixtral")
-    model = Model("mixtral", devices=3, sharding=str(EXPERT_RULES))
+    model = Model("mixtral", devices=3, layout=str(EXPERT_RULES))
     gate = model.plan.parameters["layers.0.mlp.gate_EDF"]
     assert gate.sharding
     assert gate.sharding.shard_shape(gate.shape) == (2, *gate.shape[1:])

@@ -136,7 +136,7 @@ def test_a_plan_that_does_not_fit(
     assert "GiB are free" in str(caught.value)
 
 
-def test_compare_puts_tables_of_rules_side_by_side(tiny_folder: Path, tmp_path: Path) -> None:
+def test_compare_puts_layouts_side_by_side(tiny_folder: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole.py"
     whole.write_text("RULES = ()")
     work = tmp_path / "work.jsonl"
@@ -150,7 +150,7 @@ def test_compare_puts_tables_of_rules_side_by_side(tiny_folder: Path, tmp_path: 
     result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     built_in, replicated = json.loads(out.read_text())
-    assert (built_in["sharding"], replicated["sharding"]) == ("default", str(whole))
+    assert (built_in["layout"], replicated["layout"]) == ("default", str(whole))
     assert built_in["weight_bytes_per_device"] < replicated["weight_bytes_per_device"]
     assert built_in["largest_step"]["collectives"]["all-reduce"] == [4, 4 * 32 * 32 * 4]
     for number, record in enumerate((built_in, replicated), 1):
@@ -168,6 +168,6 @@ def test_all_tables_are_read_before_a_model_is(
     loaded: list[str] = []
     monkeypatch.setattr(measure, "_load", lambda config, table: loaded.append(table))
     config = as_run_file({"model": str(tiny_folder)})
-    with pytest.raises(JaxinferError, match=r"^sharding none\.py: No such file"):
-        measure.compare_rules(config, ["default", "none.py"], [], "", str(tmp_path), 1)
+    with pytest.raises(JaxinferError, match=r"^layout none\.py: No such file"):
+        measure.compare_layouts(config, ["default", "none.py"], [], "", str(tmp_path), 1)
     assert not loaded

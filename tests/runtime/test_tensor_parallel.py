@@ -59,7 +59,7 @@ def test_tiny_model_draws_the_same_tokens(tiny: LLM, tiny_folder: Path, devices:
     assert len(llm.engine.plan.devices) == devices
 
 
-RULES = "from jaxinfer.models.sharding import Rule\nRULES = "
+RULES = "from jaxinfer.models.layouts import Rule\nRULES = "
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_other_rules_change_no_token(
         str(tiny_folder),
         progress=False,
         tensor_parallel_size=2,
-        sharding=str(tmp_path / "rules.py"),
+        layout=str(tmp_path / "rules.py"),
         **TINY,
     )
     assert outputs(llm) == outputs(tiny)
@@ -89,13 +89,20 @@ def test_other_rules_change_no_token(
     [
         (None, "rules.py: No such file or directory"),
         ("RULES = (", "rules.py: SyntaxError: '(' was never closed"),
-        ("x = 1", "must define RULES, a tuple of jaxinfer.models.sharding.Rule"),
-        ("RULES = ['*']", "must define RULES"),
+        ("x = 1", "must define either LAYOUT or RULES"),
+        ("RULES = ['*']", "rules.py: '*' must be a jaxinfer.models.layouts.Rule"),
+        ("LAYOUT = 3", "LAYOUT must be a jaxinfer.models.layouts.Layout"),
         ("raise ValueError('a\\nb')", "rules.py: ValueError: a b ("),
         ("raise SystemExit(2)", "rules.py: SystemExit: 2"),
-        (RULES + '(Rule("*", {"D": "dp"}),)', "on mesh axis 'dp', there is ['tp']"),
+        (
+            RULES + '(Rule("*", {"D": "dp"}),)',
+            "D of rule '*' lies on mesh axis 'dp', there is ['tp']",
+        ),
         (RULES + '(Rule("*.q_DNH", {"D": "tp", "N": "tp"}),)', "two axes of layers.0.attn.q_DNH"),
-        (RULES + '(Rule("head_VD", {"V": "tp"}),)', "cut axis V of head_VD, 260 long, into 3"),
+        (
+            RULES + '(Rule("head_VD", {"V": "tp"}),)',
+            "axis V of head_VD is 260 long, 3 pieces do not divide it",
+        ),
     ],
 )
 def test_bad_rules(tiny_folder: Path, tmp_path: Path, text: str | None, message: str) -> None:
@@ -106,7 +113,7 @@ def test_bad_rules(tiny_folder: Path, tmp_path: Path, text: str | None, message:
             str(tiny_folder),
             progress=False,
             tensor_parallel_size=3,
-            sharding=str(tmp_path / "rules.py"),
+            layout=str(tmp_path / "rules.py"),
             **TINY,
         )
     assert message in str(caught.value)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -74,4 +74,31 @@ def write_tiny_model(folder: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<end>", "chat_template": template})
     )
+    return folder
+
+
+def write_tiny_mixture(folder: Path) -> Path:
+    """The tiny model as a Mixtral: one layer, of 8 experts with 16 columns each."""
+    D, F, E = 32, 16, 8
+    write_tiny_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "architectures": ["MixtralForCausalLM"],
+        "intermediate_size": F,
+        "num_hidden_layers": 1,
+        "num_local_experts": E,
+        "num_experts_per_tok": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    found = load_file(folder / "model.safetensors")
+    tensors = {n: x for n, x in found.items() if "layers.1" not in n and ".mlp." not in n}
+    rng = np.random.default_rng(1)
+    root = "model.layers.0.block_sparse_moe."
+    shapes = {root + "gate.weight": (E, D)}
+    for e in range(E):
+        for name, shape in (("w1", (F, D)), ("w3", (F, D)), ("w2", (D, F))):
+            shapes[f"{root}experts.{e}.{name}.weight"] = shape
+    for name, shape in shapes.items():
+        tensors[name] = (2 * rng.normal(size=shape) / np.sqrt(shape[-1])).astype(np.float32)
+    save_file(tensors, folder / "model.safetensors")
     return folder

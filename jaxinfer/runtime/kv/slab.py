@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxinfer.models.sharding import HEADS_AXIS
+from jaxinfer.models.sharding import spec
 from jaxinfer.pallas_kernels.choice import keys_by_token
 from jaxinfer.pallas_kernels.kv_pages import KVPages, write_kv
 from jaxinfer.runtime.kv.checksums import checksum
@@ -78,7 +78,7 @@ class SlabFormat:
         first, stop: range among the whole model's layers.
         num_heads: KV heads of the model, without padding.
         dtype: the narrower of the two stages' types.
-        shards: pieces by heads that both stages' devices can have equally many of.
+        shards: pieces by heads that both stages' pages can be cut into.
     """
 
     first: int
@@ -91,7 +91,7 @@ class SlabFormat:
     @classmethod
     def between(cls, source: StageFacts, dest: StageFacts) -> "SlabFormat":
         """Make the format for two stages that have layers in common."""
-        shards = math.gcd(len(source.devices), len(dest.devices), source.num_kv_heads)
+        shards = math.gcd(source.kv_ways, dest.kv_ways, source.num_kv_heads)
         return cls(
             max(source.layers.start, dest.layers.start),
             min(source.layers.stop, dest.layers.stop),
@@ -113,10 +113,11 @@ class SlabFormat:
         return 2 * layers * self.num_heads * self.head_dim * self.dtype.itemsize
 
     def sharding(self, plan: StagePlan) -> NamedSharding:
-        """Shard a slab by heads if the stage's devices divide them, else put it whole on each."""
-        divides = self.num_heads % len(plan.devices) == 0
-        axes = [None] * 3 + [HEADS_AXIS if divides else None]
-        return NamedSharding(plan.mesh, PartitionSpec(*axes))
+        """Shard a slab by heads like the stage's pages if that divides them, else nowhere."""
+        table = plan.config.layout.kv if self.num_heads % plan.kv_ways == 0 else {}
+        return NamedSharding(
+            plan.mesh, PartitionSpec(*[None] * 3, *spec("K", table, plan.mesh.axis_names))
+        )
 
     def layers_of(self, plan: StageFacts) -> slice:
         """Return the range of the stage's layers that a slab holds."""

@@ -14,7 +14,7 @@ from jax.experimental import transfer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.models.sharding import HEADS_AXIS
+from jaxinfer.models.sharding import DEFAULT_AXIS
 from jaxinfer.runtime.kv.kv_messages import TransportName
 from jaxinfer.runtime.kv.slab import SlabFormat
 from jaxinfer.sockets import call, join_address, let_in, listen
@@ -241,8 +241,8 @@ class JaxTransport:
 def _shared(sharding: Sharding, form: SlabFormat) -> NamedSharding:
     """The one on which both sides have as many shards."""
     assert isinstance(sharding, NamedSharding)
-    mesh = Mesh(sharding.mesh.devices.flat[: form.shards], (HEADS_AXIS,))
-    return NamedSharding(mesh, PartitionSpec(*[None] * 3, HEADS_AXIS))
+    mesh = Mesh(sharding.mesh.devices.flat[: form.shards], (DEFAULT_AXIS,))
+    return NamedSharding(mesh, PartitionSpec(*[None] * 3, DEFAULT_AXIS))
 
 
 TRANSPORTS: dict[TransportName, type[DeviceTransport | TcpTransport | JaxTransport]] = {

@@ -17,7 +17,7 @@ from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.sharding import padded
+from jaxinfer.models.sharding import DEFAULT_AXIS, load_layout, padded
 from jaxinfer.options.validation import OptionError
 from jaxinfer.runtime.cluster import Engine, load_cluster
 from jaxinfer.runtime.processes.process_group import Progress
@@ -83,6 +83,12 @@ def the_instance(cluster: ClusterConfig) -> str:
             f"groups.{group}: has a process of its own: operators are measured in this one, leave "
             "process, host and ray out"
         )
+    if instance.layout != "megatron":
+        raise OptionError(
+            f"instances.{name}.layout is {instance.layout}: operators are measured of megatron"
+        )
+    if cluster.groups[group].mesh:
+        raise OptionError(f"groups.{group}.mesh: operators are measured on one axis, leave it out")
     return name
 
 
@@ -129,10 +135,11 @@ def measure_operators(
     """
     name = the_instance(cluster)
     group = cluster.instances[name].places[0].group
+    layout = load_layout(cluster.instances[name].layout)
     platform = cluster.groups[group].platform
     there = len(jax.devices(platform)) if degree > 1 else 1
     over_devices = there >= degree
-    model = config = padded(checkpoint.config, degree)
+    model = config = padded(checkpoint.config, {DEFAULT_AXIS: degree}, layout)
     if not over_devices:
         config = replace(
             config,
@@ -144,6 +151,7 @@ def measure_operators(
         update={
             "devices": degree if over_devices else 1,
             "tensor_parallel_size": None,
+            "mesh": None,
             "emulate": None,
         }
     )

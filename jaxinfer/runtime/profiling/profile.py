@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from jaxinfer import __version__
-from jaxinfer.files.shipped import data_path
 from jaxinfer.made_from import PACKAGE, cpu_name, digest_of
 from jaxinfer.runtime.cluster import Cluster, Engine, describe_attention
 from jaxinfer.runtime.processes.process_group import Progress
@@ -54,6 +53,7 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
                 "device_kind": stage.devices[0].device_kind,
                 "process_of": group if apart else None,
                 "devices": len(stage.devices),
+                "mesh": list(stage.axes.items()),
                 "layers": [stage.layers.start, stage.layers.stop],
                 "num_pages": stage.num_pages,
                 "kernels": stage.config.kernels,
@@ -66,7 +66,6 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
         "max_num_seqs": options.max_num_seqs,
         "max_model_len": plan.max_model_len,
         "page_size": options.page_size,
-        "sharding": _digest(data_path(options.sharding).read_bytes()) if options.sharding else None,
         "jax": jax.__version__,
         "jaxlib": version("jaxlib"),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),

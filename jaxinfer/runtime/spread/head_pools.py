@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.models.sharding import HEADS_AXIS
+from jaxinfer.models.sharding import DEFAULT_AXIS
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.stage.kv_cache import abstract_pages
 from jaxinfer.runtime.stage.stage_plan import StagePlan
@@ -47,7 +47,7 @@ def head_pools(plan: StagePlan) -> Sequence[HeadPool]:
 def _pool(
     plan: StagePlan, device: jax.Device, kernels: str, num_pages: int, repeats: int = 1
 ) -> HeadPool:
-    mesh = Mesh(np.array([device]), (HEADS_AXIS,))
+    mesh = Mesh(np.array([device]), (DEFAULT_AXIS,))
     one_head = replace(plan.config, num_key_value_heads=1, kernels=kernels)
     pages = abstract_pages(
         one_head, plan.layers, num_pages, plan.limits.page_size, plan.kv_dtype, mesh

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.config.stages import AttentionConfig, StageConfig
 from jaxinfer.errors import JaxinferError
-from jaxinfer.models.sharding import HEADS_AXIS
+from jaxinfer.models.sharding import DEFAULT_AXIS
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, memory_of
 from jaxinfer.runtime.stage.stage_plan import AttentionPlan, StagePlan, free_memory
@@ -79,7 +79,7 @@ def _plan(
     )
     num_pages = place.num_pages or plan.num_pages
     held = replace(config, num_key_value_heads=plan.num_kv_heads, kernels=kernels)
-    mesh = Mesh(np.array([device]), (HEADS_AXIS,))
+    mesh = Mesh(np.array([device]), (DEFAULT_AXIS,))
     pages = abstract_pages(held, plan.layers, 1, options.page_size, plan.kv_dtype, mesh)
     size = num_pages * memory_of(jax.tree.leaves(pages))
     if size > (free := free_memory(device, taken)):

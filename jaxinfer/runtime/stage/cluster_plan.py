@@ -66,12 +66,13 @@ def _plan_stages(
         counts = count_layers(model.num_hidden_layers, instance.places, speed)
     parts = split(model.num_hidden_layers, counts)
     for stage, here, layers in zip(instance.places, devices, parts, strict=True):
+        axes = config.groups[stage.group].mesh
         if stage.attention:
-            whole = make_plan(model, instance, here, layers, taken, is_spread=True)
+            whole = make_plan(model, instance, here, layers, taken, is_spread=True, axes=axes)
             own = _host_bytes([whole])
             plans = [plan_attention(whole, stage, config, devices_of, taken + own)]
         else:
-            plans = _plan_segments(model, instance, here, layers, taken)
+            plans = _plan_segments(model, instance, here, axes, layers, taken)
         taken += _host_bytes(plans)
         yield from plans
 
@@ -90,11 +91,12 @@ def _plan_segments(
     model: ModelConfig,
     instance: InstanceConfig,
     devices: Sequence[jax.Device],
+    axes: Mapping[str, int] | None,
     layers: Layers,
     taken: int,
 ) -> list[StagePlan]:
     """One stage's, which share its devices' memory."""
-    whole = make_plan(model, instance, devices, layers, taken)
+    whole = make_plan(model, instance, devices, layers, taken, axes=axes)
     if instance.segments == 1:
         return [whole]
     count = layers.stop - layers.start
@@ -102,4 +104,4 @@ def _plan_segments(
         raise JaxinferError(f"segments is {instance.segments}, a stage has {count} layers")
     sized = instance.model_copy(update={"num_pages": whole.num_pages})
     pieces = layers.pieces(instance.segments)
-    return [make_plan(model, sized, devices, piece, taken) for piece in pieces]
+    return [make_plan(model, sized, devices, piece, taken, axes=axes) for piece in pieces]

@@ -50,7 +50,7 @@ def abstract_pages(
     Separate arrays, because a step that is handed one array of all layers copies it.
     """
     K, B, H = config.num_key_value_heads, page_size, config.head_dim
-    array = partial(jax.ShapeDtypeStruct, sharding=pages_sharding(mesh))
+    array = partial(jax.ShapeDtypeStruct, sharding=pages_sharding(mesh, config.layout))
     by_token = keys_by_token(config.kernels)
     keys = array((num_pages, K, B, H) if by_token else (num_pages, K, H, B), dtype)
     scale = array((num_pages, K), jnp.float32) if dtype.itemsize == 1 else None

@@ -15,13 +15,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.sharding import HEADS_AXIS, Rule, load_rules, padded, shard
+from jaxinfer.models.layout_checks import check_divides, check_names, check_on_mesh
+from jaxinfer.models.layouts import LAYOUTS, Layout, most_ways, ways
+from jaxinfer.models.sharding import DEFAULT_AXIS, load_layout, padded, shard
 from jaxinfer.models.stage import Layers, make_model
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, available_memory, memory_of
 from jaxinfer.steps.shapes import StepLimits
 
+# What a stage with attention groups has, besides any rules of parameters.
+_ANY_RULES = replace(LAYOUTS["megatron"], parameters=())
 KV_DTYPES = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}
 
 
@@ -74,6 +78,7 @@ class StageFacts:
         max_model_len: prompt and output tokens of one request at most.
         weight_bytes, kv_bytes: per memory: of one device, or of the host's for CPU devices.
         memory_bytes: what of that memory was free when the plan was made.
+        axes: sizes of the mesh's axes.
         attention: devices besides where KV heads may lie.
     """
 
@@ -90,7 +95,13 @@ class StageFacts:
     kv_bytes: int
     memory_bytes: int
     devices: Sequence[Device]
+    axes: Mapping[str, int] = field(kw_only=True)
     attention: Sequence[AttentionPlan] = field(default=(), kw_only=True)
+
+    @property
+    def kv_ways(self) -> int:
+        """Pieces that KV heads are cut into."""
+        return ways(self.config.layout.kv.get("K", ()), self.axes)
 
     @property
     def pool_pages(self) -> list[int]:
@@ -159,6 +170,7 @@ def make_plan(
     layers: Layers,
     taken: int,
     is_spread: bool = False,
+    axes: Mapping[str, int] | None = None,
 ) -> StagePlan:
     """Decide shardings, buckets and the size of the KV pool.
 
@@ -166,13 +178,16 @@ def make_plan(
         devices, layers: of the stage.
         taken: bytes of a CPU's memory that other plans will take.
         is_spread: KV heads may lie elsewhere; those that lie here do so on the first device.
+        axes: sizes of the mesh's axes; one of all devices by default.
 
     Raises:
         JaxinferError: the options ask for more than the model, the devices or their memory can
-            give, or the sharding rules do not fit the parameters.
+            give, or the layout fits neither model nor mesh.
     """
     max_model_len = _max_model_len(config, options)
-    mesh = Mesh(np.array(devices), (HEADS_AXIS,))
+    axes = axes or {DEFAULT_AXIS: len(devices)}
+    mesh = Mesh(np.array(devices).reshape(*axes.values()), tuple(axes))
+    layout = load_layout(options.layout)
     dtype = choose_dtype(options, devices[0])
     kv_dtype = KV_DTYPES.get(options.kv_cache_dtype, dtype)
     kernels = choose_kernels(
@@ -183,24 +198,36 @@ def make_plan(
         config.num_attention_heads // config.num_key_value_heads,
         options.page_size,
     )
-    wide = replace(padded(config, len(devices)), kernels=kernels)
-    rules = load_rules(options.sharding)
-    graphdef, parameters = _parameters(wide, layers, dtype, mesh, rules)
+    try:
+        wide = _wide(config, axes, layout, kernels)
+        graphdef, parameters = _parameters(wide, layers, dtype, mesh)
+        multiple = _multiple(options, axes, layout)
+    except JaxinferError as error:
+        raise JaxinferError(f"layout {options.layout}: {error}") from None
+    if is_spread and (len(axes) > 1 or replace(layout, parameters=()) != _ANY_RULES):
+        raise JaxinferError(
+            f"layout {options.layout} on mesh axes {list(axes)}: attention groups need megatron, "
+            "or other rules of parameters, on one axis"
+        )
     limits = StepLimits(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_pages=-(-max_model_len // options.page_size),
         page_size=options.page_size,
         given_buckets=options.token_buckets,
+        multiple=multiple,
     )
     weights = memory_of(parameters.values())
-    held, on = (wide, mesh) if not is_spread else (config, Mesh(mesh.devices[:1], (HEADS_AXIS,)))
+    held, on = (
+        (wide, mesh) if not is_spread else (config, Mesh(np.array(devices[:1]), (DEFAULT_AXIS,)))
+    )
     page = abstract_pages(held, layers, 1, options.page_size, kv_dtype, on)
     each = memory_of(jax.tree.leaves(page))
     fraction = options.memory_fraction or (0.2 if devices[0].platform == "cpu" else 0.9)
     free, budget = _memory(devices[0], fraction, weights, taken)
     useful = limits.max_pages * options.max_num_seqs + 1
-    addressed = _addressable(wide, kv_dtype, options.page_size, len(devices))
+    heads = wide.num_key_value_heads // ways(layout.kv.get("K", ()), axes)
+    addressed = _addressable(wide, kv_dtype, options.page_size, heads)
     num_pages = options.num_pages or min(budget // each, useful, addressed)
     if num_pages > addressed:
         raise JaxinferError(
@@ -218,17 +245,37 @@ def make_plan(
     return StagePlan(
         options, wide, config.num_key_value_heads, layers, dtype, kv_dtype, limits, num_pages,
         max_model_len, weights, num_pages * each, free, devices, mesh, graphdef, parameters,
+        axes=axes,
     )  # fmt: skip
 
 
-def _addressable(config: ModelConfig, kv_dtype: jnp.dtype, page_size: int, devices: int) -> int:
+def _wide(
+    config: ModelConfig, axes: Mapping[str, int], layout: Layout, kernels: str
+) -> ModelConfig:
+    """The model's, with what the layout asks for."""
+    check_names(layout, axes)
+    wide = replace(padded(config, axes, layout), kernels=kernels, layout=layout)
+    check_on_mesh(layout, axes, wide)
+    return wide
+
+
+def _multiple(options: EngineOptions, axes: Mapping[str, int], layout: Layout) -> int:
+    """Of what the tokens of a step must be a multiple."""
+    multiple, rows = most_ways("T", layout, axes), most_ways("S", layout, axes)
+    for tokens in options.token_buckets or ():
+        check_divides("T", "activations, of token_buckets", tokens, multiple)
+    for count in StepLimits(options.max_num_seqs, options.max_num_batched_tokens, 1, 1).row_buckets:
+        check_divides("S", "logits", count, rows)
+    return multiple
+
+
+def _addressable(config: ModelConfig, kv_dtype: jnp.dtype, page_size: int, heads: int) -> int:
     """Pages that the attention in use can address.
 
     Triton's kernels take 32-bit offsets for arrays of less than 2^32 bytes, signed.
     """
     if kv_dtype.itemsize > 1 or config.kernels not in ("generic", "interpret"):
         return sys.maxsize
-    heads = config.num_key_value_heads // devices
     return 2**31 // (heads * page_size * config.head_dim)
 
 
@@ -265,14 +312,14 @@ def _path(name: str) -> tuple[str | int, ...]:
 
 
 def _parameters(
-    config: ModelConfig, layers: Layers, dtype: jnp.dtype, mesh: Mesh, rules: Sequence[Rule]
+    config: ModelConfig, layers: Layers, dtype: jnp.dtype, mesh: Mesh
 ) -> tuple[nnx.GraphDef[Any], dict[str, jax.ShapeDtypeStruct]]:
     graphdef, abstract = _abstract_model(config, layers)
     parameters = {}
     for path, array in abstract.items():
         # Vectors (the scales of norms) stay float32: they are small, and norms work in float32.
         kind = jnp.dtype("float32") if array.ndim == 1 else dtype
-        sharding = shard(path, array.shape, mesh, rules)
+        sharding = shard(path, array.shape, mesh, config.layout)
         parameters[path] = jax.ShapeDtypeStruct(array.shape, kind, sharding=sharding)
     return graphdef, parameters
 

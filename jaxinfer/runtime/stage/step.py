@@ -12,6 +12,8 @@ import numpy as np
 from flax import nnx
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.models.layouts import Layout
+from jaxinfer.models.sharding import for_use
 from jaxinfer.models.stage import Layers
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.stage.devices import return_freed_memory
@@ -33,9 +35,21 @@ class Key(NamedTuple):
     sampler: SamplerShape
 
 
+def ready(layers: Layers, layout: Layout, parameters: Parameters) -> Parameters:
+    """A stage's parameters as they are multiplied: those gathered that the layout gathers."""
+    if layout.gathered == ():
+        return parameters
+    flat = [
+        (path, nnx.Param(for_use(layers.path(".".join(map(str, path))), leaf.get_value(), layout)))
+        for path, leaf in nnx.to_flat_state(parameters)
+    ]
+    return nnx.from_flat_state(flat)
+
+
 def forward(
     graphdef: nnx.GraphDef[Any],
     layers: Layers,
+    layout: Layout,
     parameters: Parameters,
     kv: list[KVPages],
     previous_S: jax.Array,
@@ -52,7 +66,7 @@ def forward(
     """
     # On GPUs, float32 matmuls would default to TF32.
     with jax.default_matmul_precision("highest"):
-        model: Any = nnx.merge(graphdef, parameters)
+        model: Any = nnx.merge(graphdef, ready(layers, layout, parameters))
         if layers.first:
             fed_back_T = previous_S[jnp.maximum(inputs.source_T, 0)]
             token_T = jnp.where(inputs.source_T >= 0, fed_back_T, inputs.token_T)
@@ -124,7 +138,7 @@ class CompiledStep:
         # Donated pages are written in place only where both sides lie alike.
         kv_shardings = jax.tree.map(lambda x: x.sharding, self._arguments[1])
         self._forward = jax.jit(
-            partial(forward, plan.graphdef, plan.layers),
+            partial(forward, plan.graphdef, plan.layers, plan.config.layout),
             donate_argnums=1,
             out_shardings=(kv_shardings, self._whole, self._whole),
         )

@@ -155,10 +155,11 @@ def test_a_profile_is_of_one_configuration(
         key_of(config, max_num_batched_tokens=40, token_buckets=[10, 40]),
         key_of(config, max_model_len=100),
         key_of(config, tensor_parallel_size=2),
-        key_of(config, sharding=str(rules)),
+        key_of(config, layout=str(rules)),
+        key_of(config, layout="context_parallel"),
     ]
-    rules.write_text("RULES = []")
-    keys.append(key_of(config, sharding=str(rules)))
+    rules.write_text("from jaxinfer.models.layouts import Rule\nRULES = [Rule('*', {'F': 'tp'})]")
+    keys.append(key_of(config, layout=str(rules)))
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=1")
     keys.append(key_of(config))
     for name, other in (("cpu_name", "another CPU"), ("_code", "edited")):

@@ -1,0 +1,150 @@
+"""Layouts that cannot be: checked with one line each, before anything is loaded."""
+
+from collections.abc import Iterator, Mapping
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.layouts import (
+    ACTIVATIONS,
+    Axes,
+    Layout,
+    Place,
+    Places,
+    Rule,
+    named,
+    ways,
+)
+from jaxinfer.options.validation import did_you_mean, shown
+
+
+def check_tables(layout: Layout) -> None:
+    """Check what a user's file has put together.
+
+    Raises:
+        JaxinferError: something is no table, or names what no model has.
+    """
+    for rule in layout.parameters:
+        if not isinstance(rule, Rule):
+            raise JaxinferError(f"{shown(rule)} must be a jaxinfer.models.layouts.Rule")
+    for name in layout.activations:
+        if name not in ACTIVATIONS:
+            raise JaxinferError(f"no activation {name!r}: {did_you_mean(name, ACTIVATIONS)}")
+    for name, table in _tables(layout):
+        known = _letters_of(name)
+        if not isinstance(table, Mapping):
+            raise JaxinferError(f"{name} must be a table of axes, not {shown(table)}")
+        for letter, place in table.items():
+            if known and letter not in known:
+                raise JaxinferError(f"{name} has no axis {shown(letter)}: known: {known}")
+            _check_place(f"{letter} of {name}", place)
+    _check_place("gathered", layout.gathered)
+    for name in ("heads", "kv"):
+        if "H" in layout.activations.get(name, {}):
+            raise JaxinferError(f"H of {name} is cut, attention needs each head whole")
+
+
+def check_names(layout: Layout, mesh: Mapping[str, int]) -> None:
+    """Check that the mesh has all axes that the layout names.
+
+    Raises:
+        JaxinferError: it has not.
+    """
+    for name, table in _tables(layout):
+        for letter, place in table.items():
+            _check_there(f"{letter} of {name}", place, mesh)
+    _check_there("gathered", layout.gathered, mesh)
+
+
+def check_on_mesh(layout: Layout, mesh: Mapping[str, int], config: ModelConfig) -> None:
+    """Check a layout of a model, which is padded, on a mesh with these sizes of its axes.
+
+    Raises:
+        JaxinferError: an axis has two tasks or does not divide what it cuts, or attention would
+            need KV of heads that lie elsewhere.
+    """
+    sizes = {
+        "D": config.hidden_size,
+        "N": config.num_attention_heads,
+        "K": config.num_key_value_heads,
+        "F": config.intermediate_size,
+        "E": config.num_experts,
+        "V": config.vocab_size,
+    }
+    for name, table in layout.activations.items():
+        _check_apart(name, table, mesh)
+        for letter, place in table.items():
+            check_divides(letter, name, sizes.get(letter, 0), ways(place, mesh))
+    _check_attention(layout, mesh)
+
+
+def check_divides(letter: str, name: str, size: int, pieces: int) -> None:
+    """Check that an axis can be cut into so many pieces.
+
+    Raises:
+        JaxinferError: it cannot.
+    """
+    if size % pieces:
+        raise JaxinferError(
+            f"axis {letter} of {name} is {size} long, {pieces} pieces do not divide it"
+        )
+
+
+def _tables(layout: Layout) -> Iterator[tuple[str, Places]]:
+    for rule in layout.parameters:
+        yield f"rule {rule.pattern!r}", rule.axes
+    yield from layout.activations.items()
+    yield "KV pages", layout.kv
+
+
+def _letters_of(name: str) -> str:
+    """Axes that a table may name; of parameters, any."""
+    return "K" if name == "KV pages" else ACTIVATIONS.get(name, "")
+
+
+def _check_place(what: str, place: object) -> None:
+    names = (place,) if isinstance(place, str) else place
+    if isinstance(names, Axes):
+        return
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise JaxinferError(
+            f"{what} is {shown(place)}, must be a mesh axis, a tuple of them, ALL, FIRST or REST"
+        )
+
+
+def _check_there(what: str, place: Place, mesh: Mapping[str, int]) -> None:
+    for axis in named(place, list(mesh)):
+        if axis not in mesh:
+            raise JaxinferError(f"{what} lies on mesh axis {axis!r}, there is {list(mesh)}")
+
+
+def _check_apart(name: str, table: Places, mesh: Mapping[str, int]) -> None:
+    users: dict[str, str] = {}
+    for letter, place in table.items():
+        for axis in named(place, list(mesh)):
+            if axis in users:
+                raise JaxinferError(
+                    f"{users[axis]} and {letter} of {name} lie on mesh axis {axis!r}, it has room "
+                    "for one"
+                )
+            users[axis] = letter
+
+
+def _check_attention(layout: Layout, mesh: Mapping[str, int]) -> None:
+    heads, axes = layout.activations.get("heads", {}), list(mesh)
+    kv = named(layout.kv.get("K", ()), axes)
+    if "N" in heads and _cutting(heads["N"], mesh) != _cutting(kv, mesh):
+        raise JaxinferError(
+            f"N of heads lies on {list(named(heads['N'], axes))}, K of KV pages on {list(kv)}: "
+            "attention reaches KV where its heads are"
+        )
+    for axis in named(heads.get("T", ()), axes):
+        if axis in kv:
+            raise JaxinferError(
+                f"T of heads and K of KV pages lie on mesh axis {axis!r}: attention to some tokens "
+                "needs KV of all heads"
+            )
+
+
+def _cutting(place: Place, mesh: Mapping[str, int]) -> list[str]:
+    """The axes that have more than one device."""
+    return [axis for axis in named(place, list(mesh)) if mesh[axis] > 1]
