@@ -113,12 +113,12 @@ LAYOUTS: dict[str, Layout] = {
         {
             "residual": {"T": FIRST},
             "attention_inputs": {"T": FIRST},
-            "heads": {"N": ALL},
-            "kv": {"K": ALL},
+            "heads": {"T": FIRST, "N": REST},
+            "kv": {"K": REST},
             "ffn_inputs": {"T": FIRST},
             "ffn": {"T": FIRST, "F": REST},
         },
-        kv=_BY_HEADS,
+        kv={"K": REST},
         gathered=FIRST,
     ),
     # Each device attends for its tokens, with whole heads; the feed-forward is megatron's.
