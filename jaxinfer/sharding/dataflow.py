@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
-from jaxinfer.models.layouts import Layout, Places, named
+from jaxinfer.models.layouts import ACTIVATIONS, Layout, Places, named
 from jaxinfer.sharding.shapes import (
-    ACTIVATIONS,
     Sizes,
     layer_parameters,
     letters_of,

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.hardware.catalogue import ModelShape
-from jaxinfer.models.layouts import Layout, Places, named
-from jaxinfer.sharding.shapes import ACTIVATIONS, layer_parameters, letters_of, table_of
+from jaxinfer.models.layouts import ACTIVATIONS, Layout, Places, named
+from jaxinfer.sharding.shapes import layer_parameters, letters_of, table_of
 
 # KV entries that attention reads at a time, as kernels do: scores are never whole in memory.
 BLOCK = 512

@@ -5,19 +5,8 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from jaxinfer.hardware.catalogue import ModelShape
-from jaxinfer.models.layouts import Layout, Place, Places, named
+from jaxinfer.models.layouts import Layout, Places, most_ways
 
-# Logical axes of the activations that layouts name; S are the rows that are sampled from.
-ACTIVATIONS = {
-    "residual": "TD",
-    "attention_inputs": "TD",
-    "heads": "TNH",
-    "kv": "TKH",
-    "ffn_inputs": "TD",
-    "ffn": "TF",
-    "experts": "TEF",
-    "logits": "SV",
-}
 # Axis of the mesh -> its devices.
 Sizes = Mapping[str, int]
 
@@ -56,33 +45,21 @@ def table_of(path: str, layout: Layout) -> Places:
     return next((rule.axes for rule in layout.parameters if fnmatchcase(path, rule.pattern)), {})
 
 
-def ways(place: Place, mesh: Sizes) -> int:
-    """Pieces that an axis is cut into."""
-    return math.prod(mesh[axis] for axis in named(place, list(mesh)))
-
-
 def padded(model: ModelShape, layout: Layout, mesh: Sizes) -> ModelShape:
     """The model with KV groups and columns that divide by what they are cut into, as engines pad.
 
     The added ones are zeros, which are multiplied and kept like others.
     """
-    groups = _up(model.num_key_value_heads, _most_ways("NK", layout, mesh))
+    groups = _up(model.num_key_value_heads, most_ways("NK", layout, mesh))
     queries = model.num_attention_heads // model.num_key_value_heads
     return model.model_copy(
         update={
             "num_key_value_heads": groups,
             "num_attention_heads": groups * queries,
-            "intermediate_size": _up(model.intermediate_size, _most_ways("F", layout, mesh)),
+            "intermediate_size": _up(model.intermediate_size, most_ways("F", layout, mesh)),
             "head_dim": model.head_size,
         }
     )
-
-
-def _most_ways(letters: str, layout: Layout, mesh: Sizes) -> int:
-    tables = [rule.axes for rule in layout.parameters]
-    tables += [*layout.activations.values(), layout.kv]
-    cuts = (ways(table[letter], mesh) for table in tables for letter in letters if letter in table)
-    return math.lcm(*cuts)
 
 
 def _up(count: int, pieces: int) -> int:
