@@ -38,7 +38,7 @@ class Collective:
         devices: of one group.
         numbers: of the array: what each device has in the end of an all-gather, else what each
             puts in.
-        what: the array's name.
+        what: the array's name; ``letters``: its logical axes.
     """
 
     kind: str
@@ -46,6 +46,7 @@ class Collective:
     devices: int
     numbers: float
     what: str
+    letters: str
 
     @property
     def moved(self) -> float:
@@ -74,15 +75,17 @@ class Product:
 
     Attributes:
         flops: a multiplication and an addition being two.
+        rows: tokens that it has.
         weights: numbers of the weight that it reads; ``activations``: that it reads and writes.
-        experts: of a mixture's product, experts on the device; else 0.
+        experts: whether it is of a mixture's experts, all of which see all tokens here.
     """
 
     what: str
+    rows: float
     flops: float
     weights: float
     activations: float
-    experts: float = 0
+    experts: bool
 
 
 @dataclass(frozen=True)
@@ -153,9 +156,11 @@ class _Flow:
         """Numbers on each device."""
         return math.prod(self.sizes[each] / self.ways(cuts.get(each, ())) for each in letters)
 
-    def record(self, kind: str, axes: tuple[str, ...], numbers: float, what: str) -> None:
+    def record(self, kind: str, axes: tuple[str, ...], letters: str, cuts: Cuts, what: str) -> None:
+        """One collective over these axes, if there are any, of an array cut like this."""
         if axes:
-            self.collectives.append(Collective(kind, axes, self.ways(axes), numbers, what))
+            numbers = self.local(letters, cuts)
+            self.collectives.append(Collective(kind, axes, self.ways(axes), numbers, what, letters))
 
     def move(self, x: _Array, to: Cuts) -> _Array:
         """Sum what is partial, then exchange, gather and cut; what was gathered before is there."""
@@ -164,11 +169,11 @@ class _Flow:
         reduced = tuple(axis for axis in x.partial if axis not in wanted)
         cuts = dict(x.cuts)
         if scattered:
-            self.record("reduce-scatter", scattered, self.local(x.letters, cuts), x.what)
+            self.record("reduce-scatter", scattered, x.letters, cuts, x.what)
             for letter, axes in to.items():
                 here = tuple(axis for axis in axes if axis in scattered)
                 cuts[letter] = (*cuts.get(letter, ()), *here)
-        self.record("all-reduce", reduced, self.local(x.letters, cuts), x.what)
+        self.record("all-reduce", reduced, x.letters, cuts, x.what)
         key = (x.what, str(sorted(cuts.items())), str(sorted(to.items())))
         if key not in self._gathered:
             self._gathered.add(key)
@@ -180,28 +185,39 @@ class _Flow:
         gone = {k: [a for a in axes if a not in to.get(k, ())] for k, axes in cuts.items()}
         for axes in gone.values():
             exchanged = tuple(axis for axis in axes if axis in added)
-            self.record("all-to-all", exchanged, self.local(x.letters, cuts), x.what)
+            self.record("all-to-all", exchanged, x.letters, cuts, x.what)
         left = {k: tuple(a for a in axes if a not in gone[k]) for k, axes in cuts.items()}
         gathered = tuple(a for axes in gone.values() for a in axes if a not in added)
         exchanged_to = {
             k: (*left.get(k, ()), *(a for a in to.get(k, ()) if a in sum(gone.values(), [])))
             for k in x.letters
         }
-        self.record("all-gather", gathered, self.local(x.letters, exchanged_to), x.what)
+        self.record("all-gather", gathered, x.letters, exchanged_to, x.what)
 
-    def weight(self, path: str) -> Cuts:
-        """Cuts of a weight as it is used; records what is gathered for that."""
-        letters = letters_of(path)
-        stored = self.cuts(letters, table_of(path, self.layout))
+    def normed(self, name: str, residual: Cuts, gated: bool) -> _Array:
+        """The residual stream's norm, where the layout wants it; means of cut rows are sums."""
+        over = residual.get("D", ())
+        for mean in ("mean square",) if gated else ("mean", "mean square"):
+            self.record("all-reduce", over, "T", residual, f"{mean} of {name}")
+        return self.move(_Array(name, "TD", residual), _or(self.named_cuts(name), residual))
+
+    def used(self, path: str) -> Cuts:
+        """Cuts of a weight as it is multiplied."""
         over = named(self.layout.gathered, self.axes)
-        used = {k: tuple(a for a in axes if a not in over) for k, axes in stored.items()}
-        gone = tuple(a for axes in stored.values() for a in axes if a in over)
-        self.record("all-gather", gone, self.local(letters, used), letters_name(path))
+        stored = self.cuts(letters_of(path), table_of(path, self.layout))
+        return {k: tuple(a for a in axes if a not in over) for k, axes in stored.items()}
+
+    def gather_weight(self, path: str) -> Cuts:
+        """The same, and record what is gathered for that."""
+        letters, used = letters_of(path), self.used(path)
+        stored = self.cuts(letters, table_of(path, self.layout))
+        gone = tuple(a for k, axes in stored.items() for a in axes if a not in used[k])
+        self.record("all-gather", gone, letters, used, letters_name(path))
         return used
 
     def product(self, x: _Array, path: str, out: str, what: str, to: Cuts | None) -> _Array:
         """x by a weight; ``out`` are the result's letters, ``to`` its cuts where it has a name."""
-        letters, used = letters_of(path), self.weight(path)
+        letters, used = letters_of(path), self.gather_weight(path)
         summed = [k for k in x.letters if k not in out]
         cuts = dict(x.cuts)
         of_weight = {a for axes in used.values() for a in axes}
@@ -242,33 +258,24 @@ class _Flow:
         partial: tuple[str, ...],
         summed: list[str],
     ) -> None:
-        rows = self.local("T", found)
-        free = "".join(k for k in letters_of(path) if k in out)
-        mine: dict[str, float] = {
-            k: self.sizes[k]
-            / self.ways(tuple({*x.cuts.get(k, ()), *self._used(path).get(k, ())} & {*partial}))
-            for k in summed
-        }
-        inner, outer = math.prod(mine.values()), self.local(free, found)
-        batch = [k for k in letters_of(path) if k in x.letters and k in out]
-        shared = self.local("".join(batch), found)
-        weights = inner * outer
-        experts = self.local("E", found) if "E" in out else mine.get("E", 0)
-        activations = rows * (shared * inner + outer)
+        rows, letters = self.local("T", found), letters_of(path)
+        used = self.used(path)
+        inner = 1.0
+        for k in summed:
+            cut = {*x.cuts.get(k, ()), *used.get(k, ())} & {*partial}
+            inner *= self.sizes[k] / self.ways(tuple(cut))
+        outer = self.local("".join(k for k in letters if k in out), found)
+        shared = self.local("".join(k for k in letters if k in out and k in x.letters), found)
         self.products.append(
             Product(
                 letters_name(path),
+                rows,
                 2 * rows * inner * outer,
-                weights,
-                activations,
-                experts if "E" in letters_of(path) and "F" in letters_of(path) else 0,
+                inner * outer,
+                rows * (shared * inner + outer),
+                {*"EF"} <= {*letters},
             )
         )
-
-    def _used(self, path: str) -> Cuts:
-        over = named(self.layout.gathered, self.axes)
-        stored = self.cuts(letters_of(path), table_of(path, self.layout))
-        return {k: tuple(a for a in axes if a not in over) for k, axes in stored.items()}
 
 
 def letters_name(path: str) -> str:
@@ -289,15 +296,7 @@ def layer_flow(model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) ->
     flow = _Flow(model, layout, mesh, tokens)
     path = {letters_name(each): each for each in layer_parameters(model)}
     residual = flow.named_cuts("residual") or {}
-    means = 1 if model.gated else 2
-
-    def normed(name: str) -> _Array:
-        for number in range(means if residual.get("D") else 0):
-            numbers = flow.local("T", residual)
-            flow.record("all-reduce", residual["D"], numbers, f"norm of {name}, {number}")
-        return flow.move(_Array(name, "TD", residual), _or(flow.named_cuts(name), residual))
-
-    y = normed("attention_inputs")
+    y = flow.normed("attention_inputs", residual, model.gated)
     q = flow.product(y, path["q_DNH"], "TNH", "q", heads := flow.named_cuts("heads"))
     q = flow.move(q, _or(heads, q.cuts))
     for each in "kv":
@@ -308,12 +307,10 @@ def layer_flow(model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) ->
     rows = (heads or {}).get("T", ())
     seen: Cuts = {k: axes for k, axes in {"T": rows, "N": own}.items() if axes}
     flow.move(q, seen)
-    attention = Attention(
-        flow.local("T", seen), flow.local("N", seen), flow.local("K", {"K": own})
-    )
+    attention = Attention(flow.local("T", seen), flow.local("N", seen), flow.local("K", {"K": own}))
     out = flow.move(_Array("out", "TNH", seen), _or(heads, seen))
     flow.move(flow.product(out, path["o_NHD"], "TD", "attention", residual), residual)
-    y = normed("ffn_inputs")
+    y = flow.normed("ffn_inputs", residual, model.gated)
     (_experts if model.num_experts else _ffn)(flow, y, path, model.gated, residual)
     return Flow(flow.collectives, flow.products, attention)
 
@@ -342,16 +339,14 @@ def head_flow(model: ModelShape, layout: Layout, mesh: Sizes, rows: float) -> Fl
     """What the head moves and computes for the rows that are sampled."""
     flow = _Flow(model, layout, mesh, rows)
     residual = flow.named_cuts("residual") or {}
-    for number in range((1 if model.gated else 2) if residual.get("D") else 0):
-        flow.record(
-            "all-reduce", residual["D"], flow.local("T", residual), f"norm of head, {number}"
-        )
-    x = flow.move(_Array("head", "TD", residual), {})
+    x = flow.move(flow.normed("head", residual, model.gated), {})
     path = "embed_VD" if model.tie_word_embeddings else "head_VD"
     table = flow.layout.activations.get("logits")
-    to = None if table is None else {
-        {"S": "T"}.get(k, k): axes for k, axes in flow.cuts("SV", table).items()
-    }
+    to = (
+        None
+        if table is None
+        else {{"S": "T"}.get(k, k): axes for k, axes in flow.cuts("SV", table).items()}
+    )
     logits = flow.product(x, path, "TV", "logits", to)
     flow.move(logits, _or(to, logits.cuts))
     return Flow(flow.collectives, flow.products)

@@ -67,9 +67,7 @@ class Program:
         residual = self.layout.activations.get("residual", {})
         x_TD = self._abstract((tokens, self.model.hidden_size), self._spec("TD", residual))
         weights = {
-            path: self._abstract(
-                shape, self._spec(letters_of(path), table_of(path, self.layout))
-            )
+            path: self._abstract(shape, self._spec(letters_of(path), table_of(path, self.layout)))
             for path, shape in self.parameters.items()
         }
         if not decodes:
