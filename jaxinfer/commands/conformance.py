@@ -38,7 +38,7 @@ def conformance(
     """
     from jaxinfer.checkpoints.checkpoint import open_checkpoint
     from jaxinfer.checkpoints.small_model import small_checkpoint
-    from jaxinfer.commands.conformance_table import as_rich, conformance_tables, write_conformance
+    from jaxinfer.runtime.profiling.conformance_table import as_rich, conformance_tables, write_conformance
     from jaxinfer.report.comparison import new_folder
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.runtime.profiling.conformance import Conformance
