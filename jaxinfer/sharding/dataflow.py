@@ -188,9 +188,9 @@ class _Flow:
             self.record("all-to-all", exchanged, x.letters, cuts, x.what)
         left = {k: tuple(a for a in axes if a not in gone[k]) for k, axes in cuts.items()}
         gathered = tuple(a for axes in gone.values() for a in axes if a not in added)
+        moving = {a for axes in gone.values() for a in axes}
         exchanged_to = {
-            k: (*left.get(k, ()), *(a for a in to.get(k, ()) if a in sum(gone.values(), [])))
-            for k in x.letters
+            k: (*left.get(k, ()), *(a for a in to.get(k, ()) if a in moving)) for k in x.letters
         }
         self.record("all-gather", gathered, x.letters, exchanged_to, x.what)
 

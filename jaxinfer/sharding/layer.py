@@ -1,4 +1,4 @@
-"""One decoder layer, and the head, as programs of abstract arrays that name activations as models do.
+"""One decoder layer, and the head, of abstract arrays; activations have the names of the models'.
 
 They have no scales, biases and rotations, which move nothing between devices. Shape suffixes: T
 tokens, S sequences, C KV entries, N query heads, K KV heads, H head dim, D model dim, F
