@@ -249,6 +249,11 @@ def find_gpu(kind: str | None) -> Gpu:
     return Catalogue().gpu(kind)
 
 
+def gpu_names() -> list[str]:
+    """Names in ``configs/gpus.yaml``."""
+    return list(_read("gpus.yaml"))
+
+
 def gpu_of_device(device_kind: str) -> Gpu | None:
     """The one in ``configs/gpus.yaml`` that JAX calls so; None where there is none."""
     return name_of_device(device_kind)[1]

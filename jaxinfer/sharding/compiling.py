@@ -85,7 +85,8 @@ def compile_all(
             text=True,
         ) as process,
     ):
-        assert process.stdin and process.stdout
+        assert process.stdin
+        assert process.stdout
         try:
             process.stdin.write(json.dumps(asked))
             process.stdin.close()

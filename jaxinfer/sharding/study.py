@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from jaxinfer.errors import JaxinferError
@@ -9,8 +10,9 @@ from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.models.layouts import Layout
 from jaxinfer.sharding.cache import CompiledCache
 from jaxinfer.sharding.compiling import Compiled, Job, compile_all
-from jaxinfer.sharding.costs import LayoutCosts, Link, StepCost
-from jaxinfer.sharding.dataflow import Collective, layer_flow, without_reduce_scatter
+from jaxinfer.sharding.costs import LayoutCosts, Link, Seconds, StepCost
+from jaxinfer.sharding.crossings import SecondsOf
+from jaxinfer.sharding.dataflow import Collective, head_flow, layer_flow, without_reduce_scatter
 from jaxinfer.sharding.hlo import Counts, counted
 from jaxinfer.sharding.targets import Target
 
@@ -48,7 +50,7 @@ class Question:
         return ITEMSIZES[self.dtype]
 
     def job(self, layout: str, phase: str) -> Job:
-        """What to compile for a phase."""
+        """What to compile for a phase, or for the head of decodes."""
         tokens = self.tokens if phase == "prefill" else self.sequences
         return Job(layout, phase, tokens, self.context)
 
@@ -70,10 +72,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Finding:
-    """One layout in one phase.
+    """One layout in one phase, or its head, which each step has once.
 
     Attributes:
-        cost: by closed forms.
+        phase: ``prefill``, ``decode`` or ``head``.
+        cost: by closed forms; of the head, of the step of decodes.
         kv_bytes: of all entries, ``temporary_bytes`` of a step's arrays, on one device.
         compiled, closed: collectives of one layer by kind, in numbers: the compiler's, and by
             closed forms for that compiler.
@@ -95,6 +98,11 @@ class Finding:
     def total_bytes(self) -> float:
         """What one device needs."""
         return self.cost.weight_bytes + self.kv_bytes + self.temporary_bytes
+
+    @property
+    def seconds(self) -> Seconds:
+        """Seconds of the phase's step, or of the head."""
+        return self.cost.head if self.phase == "head" else self.cost.step
 
     @property
     def equal(self) -> bool:
@@ -132,6 +140,12 @@ def deviations(compiled: Counts, closed: Counts) -> tuple[str, ...]:
     return (f"other {', '.join(kinds)}",)
 
 
+def seconds_of(question: Question, layout: Layout, phase: str) -> SecondsOf:
+    """Seconds of a phase's step by its tokens, or by its sequences."""
+    costs = question.costs(layout)
+    return cache(lambda count: question.step(costs, phase, count).step.total)
+
+
 def study(
     question: Question,
     layouts: Mapping[str, Layout],
@@ -153,7 +167,8 @@ def study(
             costs[name] = question.costs(layout)
         except JaxinferError as error:
             raise JaxinferError(f"layout {name}: {error}") from None
-    jobs = [question.job(name, phase) for name in layouts for phase in question.phases]
+    parts = (*question.phases, "head")
+    jobs = [question.job(name, part) for part in parts for name in layouts]
     compiled = _compiled(question, layouts, jobs, cache_folder, progress)
     return [
         _finding(question, costs[job.layout], job, found)
@@ -169,21 +184,22 @@ def _compiled(
     progress: Callable[[int], None],
 ) -> list[Compiled]:
     q = question
-    cache = CompiledCache(cache_folder, q.target, q.mesh, q.model, q.dtype)
-    found = {job: kept for job in jobs if (kept := cache.get(job, layouts[job.layout]))}
+    kept_ones = CompiledCache(cache_folder, q.target, q.mesh, q.model, q.dtype)
+    found = {job: kept for job in jobs if (kept := kept_ones.get(job, layouts[job.layout]))}
     missing = [job for job in jobs if job not in found]
     progress(len(missing))
     if missing:
         results = compile_all(q.target, q.mesh, q.model, q.dtype, missing)
         for job, result in zip(missing, results, strict=True):
             found[job] = result
-            cache.add(job, layouts[job.layout], result)
+            kept_ones.add(job, layouts[job.layout], result)
             progress(sum(each not in found for each in jobs))
     return [found[job] for job in jobs]
 
 
 def _finding(question: Question, costs: LayoutCosts, job: Job, compiled: Compiled) -> Finding:
-    flow = layer_flow(costs.model, costs.layout, costs.mesh, job.tokens)
+    flow_of = head_flow if job.part == "head" else layer_flow
+    flow = flow_of(costs.model, costs.layout, costs.mesh, job.tokens)
     closed, notes = closed_forms(flow.collectives, question.target)
     cost = question.step(costs, job.part)
     return Finding(
