@@ -32,11 +32,14 @@ Places = Mapping[str, Place]
 ACTIVATIONS = {
     "residual": "TD",
     "attention_inputs": "TD",
+    "queries": "TNH",
+    "new_kv": "TKH",
     "heads": "TNH",
-    "attention_outputs": "TNH",
     "kv": "TKH",
+    "attention_outputs": "TNH",
     "ffn_inputs": "TD",
     "ffn": "TF",
+    "ffn_outputs": "TF",
     "experts": "TEF",
     "logits": "SV",
 }
@@ -60,11 +63,11 @@ class Layout:
 
     Attributes:
         parameters: the first rule that matches a parameter's path holds.
-        activations: by name: ``residual`` [T, D], the residual stream between the parts of a
-            layer; ``attention_inputs`` and ``ffn_inputs`` [T, D], normalised; ``heads``
-            [T, N, H], queries and what attention gives; ``attention_outputs``, the latter where
-            it is multiplied; ``kv`` [T, K, H], new keys and values; ``ffn`` [T, F]; ``experts``
-            [T, E, F]; ``logits`` [S, V]. XLA decides for names that are not there.
+        activations: by name, see ``ACTIVATIONS``: the ``residual`` stream between the parts of a
+            layer; ``attention_inputs`` and ``ffn_inputs``, normalised; ``queries`` and ``new_kv``
+            as they are made; ``heads`` of queries and of results, and ``kv``, as they attend and
+            are kept; ``ffn`` between its products; ``attention_outputs`` and ``ffn_outputs`` as
+            they are multiplied; ``experts``; ``logits``. XLA decides for names that are not there.
         kv: of KV pages: K, heads.
         gathered: axes of the mesh over which a layer's weights are gathered before they are used.
     """
@@ -109,6 +112,7 @@ LAYOUTS: dict[str, Layout] = {
             "kv": {"K": (REST, FIRST)},
             "ffn_inputs": {"D": FIRST},
             "ffn": {"F": (REST, FIRST)},
+            "ffn_outputs": {"F": REST},
         },
         kv={"K": (REST, FIRST)},
     ),
@@ -118,6 +122,8 @@ LAYOUTS: dict[str, Layout] = {
         {
             "residual": {"T": FIRST},
             "attention_inputs": {"T": FIRST},
+            "queries": {"T": FIRST, "N": REST},
+            "new_kv": {"T": FIRST, "K": REST},
             "heads": {"N": (REST, FIRST)},
             "attention_outputs": {"T": FIRST, "N": REST},
             "kv": {"K": (REST, FIRST)},
@@ -133,6 +139,8 @@ LAYOUTS: dict[str, Layout] = {
         {
             "residual": {"T": ALL},
             "attention_inputs": {"T": ALL},
+            "queries": {"T": ALL},
+            "new_kv": {"T": ALL},
             "heads": {"T": ALL},
             "kv": {},
             "ffn_inputs": {},
@@ -145,6 +153,8 @@ LAYOUTS: dict[str, Layout] = {
         {
             "residual": {"T": ALL},
             "attention_inputs": {"T": ALL},
+            "queries": {"T": ALL},
+            "new_kv": {"T": ALL},
             "heads": {"T": ALL},
             "kv": {},
             "ffn_inputs": {"T": ALL},
@@ -160,6 +170,8 @@ LAYOUTS: dict[str, Layout] = {
         {
             "residual": {"T": ALL},
             "attention_inputs": {"T": ALL},
+            "queries": {"T": ALL},
+            "new_kv": {"T": ALL},
             "heads": {"N": ALL},
             "attention_outputs": {"T": ALL},
             "kv": {"K": ALL},

@@ -81,9 +81,10 @@ class Attention(nnx.Module):
     def before(self, x_TD: jax.Array, rope: Tables) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [T, N, H], keys and values [T, K, H]."""
         x_TD = place(self.layout, "attention_inputs", x_TD)
-        q_TNH = dense(x_TD, self.q_DNH[...], self.kernels)
-        k_TKH = dense(x_TD, self.k_DKH[...], self.kernels)
-        v_TKH = dense(x_TD, self.v_DKH[...], self.kernels)
+        layout = self.layout
+        q_TNH = place(layout, "queries", dense(x_TD, self.q_DNH[...], self.kernels))
+        k_TKH = place(layout, "new_kv", dense(x_TD, self.k_DKH[...], self.kernels))
+        v_TKH = place(layout, "new_kv", dense(x_TD, self.v_DKH[...], self.kernels))
         if self.qkv_bias:
             q_TNH += self.q_bias_NH[...]
             k_TKH += self.k_bias_KH[...]
@@ -91,8 +92,8 @@ class Attention(nnx.Module):
         if self.qk_norm:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         q_TNH, k_TKH = apply_rope(q_TNH, *rope), apply_rope(k_TKH, *rope)
-        keys, values = (place(self.layout, "kv", x) for x in (k_TKH, v_TKH))
-        return place(self.layout, "heads", q_TNH), keys, values
+        keys, values = (place(layout, "kv", x) for x in (k_TKH, v_TKH))
+        return place(layout, "heads", q_TNH), keys, values
 
     def after(self, out_TNH: jax.Array) -> jax.Array:
         """Return the addend [T, D] of the residual stream from the heads' results."""
@@ -125,7 +126,7 @@ class MLP(nnx.Module):
         """Token-wise."""
         x_TD = place(self.layout, "ffn_inputs", x_TD)
         x_TF = gated(x_TD, self.gate_DF[...], self.up_DF[...], self.activation, self.kernels)
-        x_TF = place(self.layout, "ffn", x_TF)
+        x_TF = place(self.layout, "ffn_outputs", place(self.layout, "ffn", x_TF))
         return place(self.layout, "residual", dense(x_TF, self.down_FD[...], self.kernels))
 
 

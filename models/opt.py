@@ -53,9 +53,11 @@ class Layer(nnx.Module):
         """Return queries [T, N, H], keys and values [T, K, H] for attention."""
         layout, kernels = self.layout, self.kernels
         y_TD = place(layout, "attention_inputs", self.attn_norm(x_TD))
-        q_TNH = dense(y_TD, self.q_DNH[...], kernels) + self.q_bias_NH[...]
-        k_TKH = dense(y_TD, self.k_DKH[...], kernels) + self.k_bias_KH[...]
-        v_TKH = dense(y_TD, self.v_DKH[...], kernels) + self.v_bias_KH[...]
+        q_TNH = place(layout, "queries", dense(y_TD, self.q_DNH[...], kernels))
+        k_TKH = place(layout, "new_kv", dense(y_TD, self.k_DKH[...], kernels))
+        v_TKH = place(layout, "new_kv", dense(y_TD, self.v_DKH[...], kernels))
+        q_TNH, k_TKH = q_TNH + self.q_bias_NH[...], k_TKH + self.k_bias_KH[...]
+        v_TKH += self.v_bias_KH[...]
         return (
             place(layout, "heads", q_TNH),
             place(layout, "kv", k_TKH),
@@ -72,7 +74,7 @@ class Layer(nnx.Module):
         x_TD = place(layout, "residual", x_TD + self.o_bias_D[...])
         y_TD = place(layout, "ffn_inputs", self.mlp_norm(x_TD))
         up_TF = dense(y_TD, self.up_DF[...], self.kernels) + self.up_bias_F[...]
-        up_TF = place(layout, "ffn", jax.nn.relu(up_TF))
+        up_TF = place(layout, "ffn_outputs", place(layout, "ffn", jax.nn.relu(up_TF)))
         down_TD = dense(up_TF, self.down_FD[...], self.kernels)
         x_TD = x_TD + place(layout, "residual", down_TD)
         return place(layout, "residual", x_TD + self.down_bias_D[...])

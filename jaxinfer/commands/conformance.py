@@ -38,11 +38,15 @@ def conformance(
     """
     from jaxinfer.checkpoints.checkpoint import open_checkpoint
     from jaxinfer.checkpoints.small_model import small_checkpoint
-    from jaxinfer.commands.conformance_table import as_rich, conformance_tables, write_conformance
     from jaxinfer.report.comparison import new_folder
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.runtime.profiling.conformance import Conformance
     from jaxinfer.runtime.profiling.conformance_sides import covering_sides, with_values
+    from jaxinfer.runtime.profiling.conformance_table import (
+        as_rich,
+        conformance_tables,
+        write_conformance,
+    )
     from jaxinfer.workload.lengths import synthetic_tokens
 
     chosen = covering_sides(with_values(values))

@@ -17,10 +17,10 @@ from jaxinfer.config.stage_part import KV_SIZES, WEIGHT_SIZES, StagePart
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, Gpu, ModelShape, sum_known
-from jaxinfer.models.layer_flow import LayerFlow
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import DEFAULT_AXIS
 from jaxinfer.options.validation import OptionError, within
+from jaxinfer.sharding.costs import LayoutFlow
 from jaxinfer.steps.shapes import StepLimits
 
 
@@ -216,14 +216,14 @@ def _parts(
     ]  # fmt: skip
 
 
-def _flow(instance: InstanceConfig, model: ModelShape, group: SiteGroup) -> LayerFlow | None:
+def _flow(instance: InstanceConfig, model: ModelShape, group: SiteGroup) -> LayoutFlow | None:
     """What a layer does on a group's mesh, where a layout or a mesh is given."""
     if instance.layout is None and group.mesh is None:
         return None
     mesh = group.mesh or {DEFAULT_AXIS: group.stage_devices}
     try:
         layout = load_layout(instance.layout)
-        return LayerFlow(model, layout, mesh)
+        return LayoutFlow(model, layout, mesh)
     except JaxinferError as error:
         raise within("layout", error) from None
 

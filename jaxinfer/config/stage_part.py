@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
-from jaxinfer.models.layer_flow import LayerFlow
+from jaxinfer.sharding.costs import LayoutFlow
 from jaxinfer.steps.shapes import StepLimits
 
 # Bytes of a number that is stored, by its option's value.
@@ -36,7 +36,7 @@ class StagePart:
     weight_size: int
     kv_size: int
     limits: StepLimits | None = None
-    flow: LayerFlow | None = None
+    flow: LayoutFlow | None = None
 
     @property
     def weight_bytes(self) -> float:
@@ -48,7 +48,8 @@ class StagePart:
 
     @property
     def kv_ways(self) -> float:
-        """Devices that share the stage's KV: those of the stage, if none has what another has."""
+        """Share of the stage's KV heads on a device, as its inverse: some may be there twice."""
         if not self.flow:
             return self.devices
-        return min(self.flow.kv_ways, self.model.num_key_value_heads)
+        heads = self.flow.model.num_key_value_heads
+        return self.flow.kv_ways * self.model.num_key_value_heads / heads

@@ -68,6 +68,11 @@ class Gpu(Options):
         return value
 
     @property
+    def is_torus(self) -> bool:
+        """True if each axis of a mesh has links of its own."""
+        return self.link.upper().startswith("ICI")
+
+    @property
     def stated_collective(self) -> tuple[float, float]:
         """An all-reduce's GB/s and seconds for a roofline; by default the link's rate alone.
 
@@ -247,6 +252,11 @@ def sum_known(amounts: Iterable[float | None]) -> float | None:
 def find_gpu(kind: str | None) -> Gpu:
     """Find a GPU by its name in ``configs/gpus.yaml``; see ``Catalogue.gpu``."""
     return Catalogue().gpu(kind)
+
+
+def gpu_names() -> list[str]:
+    """Names in ``configs/gpus.yaml``."""
+    return list(_read("gpus.yaml"))
 
 
 def gpu_of_device(device_kind: str) -> Gpu | None:

@@ -3,8 +3,8 @@
 from matplotlib.figure import Figure
 
 from jaxinfer.hardware.catalogue import Catalogue
-from jaxinfer.models.layer_flow import LayerFlow
 from jaxinfer.models.layouts import LAYOUTS
+from jaxinfer.sharding.costs import LayoutFlow
 from scripts.reproduce.claims import Target, by_share, holds
 from scripts.reproduce.reproduction import Inputs, Part
 from scripts.reproduce.sharding.model import PAPERS, prefill, step
@@ -28,11 +28,9 @@ def volumes(inputs: Inputs) -> Part:
             "weight_stationary_2d": 2 * (E / X * (YZ - 1) / YZ + F / YZ * (X - 1) / X),
         }
         for name, expected in closed.items():
-            flow = LayerFlow(model, LAYOUTS[name], {"x": X, "y": YZ})
-            sent = [c for c in flow.collectives if c.what in ("ffn", "ffn_inputs", "residual")]
-            # The first of the residual stream is attention's.
-            first = next(n for n, c in enumerate(sent) if c.what == "residual")
-            ours = sum(c.token_numbers for c in sent[first + 1 :])
+            flow = LayoutFlow(model, LAYOUTS[name], {"x": X, "y": YZ})
+            names = ("ffn_inputs", "up_DF", "ffn")
+            ours = sum(c.moved for c in flow.layer.collectives if c.what in names)
             rows.append({"devices": devices, "layout": name, "paper": expected, "ours": ours})
             claims.append(
                 by_share(

@@ -2,9 +2,9 @@
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue
-from jaxinfer.models.layer_flow import LayerFlow
 from jaxinfer.models.layouts import LAYOUTS
 from jaxinfer.serving.batch import Work
+from jaxinfer.sharding.costs import LayoutFlow
 from scripts.reproduce.reproduction import Inputs, Part
 from scripts.reproduce.sharding.model import decode, prefill, step
 from scripts.tables import Row
@@ -29,7 +29,7 @@ def rankings(inputs: Inputs) -> Part:
                     parts = step(layout, model, "H100-SXM", mesh, work)
                 except JaxinferError:
                     continue  # It does not divide.
-                weights = LayerFlow(model, layout, mesh).parameters(80, True, True) * 2
+                weights = LayoutFlow(model, layout, mesh).parameters(80, True, True) * 2
                 found[name] = (parts, weights)
             for name in sorted(found, key=lambda name: found[name][0].total):
                 parts, weights = found[name]
@@ -41,7 +41,7 @@ def rankings(inputs: Inputs) -> Part:
                         "ms": round(1e3 * parts.total, 2),
                         "compute_ms": round(1e3 * parts.compute, 2),
                         "memory_ms": round(1e3 * parts.memory, 2),
-                        "links_ms": round(1e3 * sum(parts.links.values()), 2),
+                        "links_ms": round(1e3 * parts.links, 2),
                         "weights_gb": round(weights / 1e9, 1),
                     }
                 )

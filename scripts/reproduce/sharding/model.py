@@ -5,11 +5,9 @@ from dataclasses import replace
 
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.hardware.catalogue import Catalogue, ModelShape
-from jaxinfer.models.layer_flow import LayerFlow
 from jaxinfer.models.layouts import ALL, LAYOUTS, Layout
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs.layout_roofline import LayoutStage, Rates, StepSeconds
-from jaxinfer.simulate.costs.roofline import KernelEfficiency
+from jaxinfer.sharding.costs import LayoutCosts, LayoutFlow, Seconds, stated_links
 
 _TWO = LAYOUTS["weight_stationary_2d"]
 # Section 3.3: multi-query attention by sequences; heads and sequences change places around it.
@@ -45,11 +43,19 @@ def step(
     mesh: Mapping[str, int],
     work: Work,
     weight_size: int = 2,
-) -> StepSeconds:
+) -> Seconds:
     """Seconds of a step by parts, at the simulator's default efficiencies."""
-    default = SimulateOptions()
-    efficiency = KernelEfficiency(default.flops, default.bandwidth)
-    rates = Rates.of(Catalogue().gpu(card), efficiency)
-    flow = LayerFlow(model, layout, mesh)
-    stage = LayoutStage(flow, model.num_hidden_layers, True, efficiency, rates, weight_size)
-    return stage.step(work)
+    default, gpu = SimulateOptions(), Catalogue().gpu(card)
+    flow = LayoutFlow(model, layout, mesh)
+    links = stated_links(gpu, mesh)
+    costs = LayoutCosts(
+        flow, gpu, links, default.flops, default.bandwidth, weight_size=weight_size
+    )
+    layer = costs.dense(work.tokens)
+    if work.singles:
+        context = work.single_context
+        layer += costs.attention(context, context, context / work.singles)
+    if work.chunks:
+        seen = [start + count for start, count in work.chunks]
+        layer += costs.attention(work.pairs, sum(seen), max(seen))
+    return layer * model.num_hidden_layers + costs.head(work.sampled)

@@ -35,7 +35,7 @@ def phases(inputs: Inputs) -> Part:
                     "seconds": round(found[name], 3),
                     "compute": round(steps * parts.compute, 3),
                     "memory": round(steps * parts.memory, 3),
-                    "links": round(steps * sum(parts.links.values()), 3),
+                    "links": round(steps * parts.links, 3),
                     "paper_s": seconds if name == best else "",
                 }
             )

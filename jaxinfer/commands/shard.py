@@ -1,0 +1,208 @@
+"""``jaxinfer shard``: what layouts cost before anything runs."""
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from jaxinfer.commands.common import new_results, with_pictures
+from jaxinfer.errors import JaxinferError
+
+if TYPE_CHECKING:
+    from jaxinfer.hardware.catalogue import Gpu, ModelShape
+    from jaxinfer.models.layouts import Layout
+    from jaxinfer.sharding.costs import Link
+    from jaxinfer.sharding.study import Finding, Question
+
+# Tokens of a prompt, or sequences, up to which layouts are compared.
+MOST = 65536
+
+
+@click.command()
+@click.option("--model", required=True, help="Name in configs/models.yaml, or folder or file.")
+@click.option("--mesh", required=True, metavar="X=4,Y=2", help="Axes and devices, outermost first.")
+@click.option("--layouts", help="Names or Python files, by commas; all that ship.")
+@click.option("--for", "target", help="Whose compiler: cpu:8, h100:8, v5e:2x4; the CPU's.")
+@click.option("--card", default="H100-SXM", show_default=True, help="In configs/gpus.yaml.")
+@click.option("--link", "links", multiple=True, metavar="AXIS=GB_S", help="Of a slower axis.")
+@click.option("--phase", type=click.Choice(["prefill", "decode", "both"]), default="both")
+@click.option("--tokens", type=click.IntRange(min=1), default=2048, help="Of a prompt; 2048.")
+@click.option("--sequences", type=click.IntRange(min=1), default=64, help="That decode; 64.")
+@click.option("--context", type=click.IntRange(min=1), default=2048, help="Of each; 2048.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16")
+@click.option("--out", help="New folder for tables, a picture and parts of run files.")
+@with_pictures
+def shard(
+    model: str,
+    mesh: str,
+    layouts: str | None,
+    target: str | None,
+    card: str,
+    links: tuple[str, ...],
+    phase: str,
+    tokens: int,
+    sequences: int,
+    context: int,
+    dtype: str,
+    out: str | None,
+    pictures: str | None,
+) -> None:
+    """Say what each layout of a model on a mesh costs: bytes, collectives and seconds.
+
+    One layer is compiled for each, without weights; seconds are a roofline's, by closed forms.
+    """
+    from jaxinfer.sharding.compiling import PHASES
+    from jaxinfer.sharding.study import Question
+    from jaxinfer.sharding.targets import Target
+
+    sizes = _mesh(mesh)
+    devices = math.prod(sizes.values())
+    compiler = Target.read(target or f"cpu:{devices}")
+    if compiler.devices != devices:
+        raise JaxinferError(
+            f"--for {compiler}: {compiler.devices} devices, --mesh {mesh} has {devices}"
+        )
+    if pictures and not out:
+        raise JaxinferError("--pictures is for --out, which is missing")
+    kind, gpu = _card(card)
+    question = Question(
+        _model(model),
+        sizes,
+        gpu,
+        compiler,
+        PHASES if phase == "both" else (phase,),
+        tokens,
+        sequences,
+        context,
+        dtype,
+        _links(links, sizes, gpu),
+    )
+    title = f"{model}, {' x '.join(f'{axis}={n}' for axis, n in sizes.items())} of {kind}, {dtype}"
+    chosen = _layouts(layouts)
+    if out:
+        with new_results(Path(out)):
+            _report(question, chosen, title, Path(out), pictures or "png")
+    else:
+        _report(question, chosen, title, None, "")
+
+
+def _report(
+    question: "Question", layouts: "Mapping[str, Layout]", title: str, out: Path | None, kind: str
+) -> None:
+    from jaxinfer.report.progress import LoadProgress
+    from jaxinfer.report.shard_picture import draw_seconds
+    from jaxinfer.report.shard_table import fastest_lines, fits, tables, write_csvs
+    from jaxinfer.sharding.cache import FOLDER
+    from jaxinfer.sharding.crossings import crossings, fastest, token_counts
+    from jaxinfer.sharding.study import seconds_of, study
+
+    with LoadProgress(True) as bar:
+        part = f"compiling layers for {question.target}"
+        findings = study(
+            question, layouts, FOLDER.expanduser(), lambda left: bar.update(part, left)
+        )
+    seconds = {
+        phase: {name: seconds_of(question, layout, phase) for name, layout in layouts.items()}
+        for phase in question.phases
+    }
+    counts = token_counts(MOST)
+    best = {phase: fastest(of, counts) for phase, of in seconds.items()}
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    for table in tables(question, findings, title):
+        console.print(table)
+        console.print()
+    parts = run_file_parts(question, findings)
+    for line in (*fastest_lines(best), *(line for text in parts.values() for line in text)):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    if out:
+        write_csvs(out, question, findings, {p: crossings(s, counts) for p, s in seconds.items()})
+        for phase, lines in parts.items():
+            (out / f"{phase}.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        asked = {"prefill": question.tokens, "decode": question.sequences}
+        large = {
+            phase: [f.layout for f in findings if f.phase == phase and not fits(question, f)]
+            for phase in question.phases
+        }
+        picture = out / f"seconds.{kind}"
+        draw_seconds(picture, seconds, best, counts, asked, large, title)
+        console.print(f"tables, picture and parts of run files: {out}/", markup=False)
+
+
+def run_file_parts(question: "Question", findings: "list[Finding]") -> dict[str, list[str]]:
+    """Lines of a run file with the fastest layout that fits, for each phase that has one."""
+    from jaxinfer.report.shard_table import fits
+
+    found = {}
+    axes = ", ".join(f"{axis}: {size}" for axis, size in question.mesh.items())
+    for phase in question.phases:
+        fitting = [each for each in findings if each.phase == phase and fits(question, each)]
+        if fitting:
+            best = min(fitting, key=lambda each: each.seconds.total)
+            found[phase] = [
+                f"# {phase}: the fastest that fits",
+                f"groups: {{{phase}: {{devices: {question.target.devices}, mesh: {{{axes}}}}}}}",
+                f"engine: {{layout: {best.layout}}}",
+            ]
+    return found
+
+
+def _mesh(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if not axis.isidentifier() or not size.isdigit() or int(size) < 1 or axis in sizes:
+            raise JaxinferError(f"--mesh {text}: {part!r}: must be axes and sizes, as x=4,y=2")
+        sizes[axis] = int(size)
+    return sizes
+
+
+def _links(texts: tuple[str, ...], mesh: Mapping[str, int], gpu: "Gpu") -> "dict[str, Link]":
+    from jaxinfer.sharding.costs import links_of
+
+    links = links_of(gpu, mesh)
+    for text in texts:
+        axis, _, rate = text.partition("=")
+        if axis not in mesh:
+            raise JaxinferError(f"--link {text}: no axis {axis!r}, --mesh has {', '.join(mesh)}")
+        try:
+            gb_s = float(rate)
+        except ValueError:
+            gb_s = 0.0
+        if not 0 < gb_s < math.inf:
+            raise JaxinferError(f"--link {text}: must be 10^9 bytes per second, as {axis}=50")
+        links[axis] = replace(links[axis], gb_s=gb_s)
+    return links
+
+
+def _model(name: str) -> "ModelShape":
+    """A model by name, or in a folder, or by its config.json."""
+    from jaxinfer.hardware.catalogue import find_model
+
+    path = Path(name)
+    return find_model(str(path.parent) if path.name == "config.json" else name)
+
+
+def _card(name: str) -> "tuple[str, Gpu]":
+    """A card by its name, in whatever letters, or by how the first one's name begins."""
+    from jaxinfer.hardware.catalogue import find_gpu, gpu_names
+
+    lower = name.lower()
+    known = [each for each in gpu_names() if each.lower() == lower]
+    known += [each for each in gpu_names() if each.lower().startswith(f"{lower}-")]
+    found = known[0] if known else name
+    try:
+        return found, find_gpu(found)
+    except JaxinferError as error:
+        raise JaxinferError(f"--card {name}: {error}") from None
+
+
+def _layouts(text: str | None) -> "dict[str, Layout]":
+    from jaxinfer.models.layout_files import load_layout
+    from jaxinfer.models.layouts import LAYOUTS
+
+    return {name: load_layout(name) for name in (text.split(",") if text else LAYOUTS)}

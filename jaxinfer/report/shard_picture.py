@@ -1,0 +1,72 @@
+"""Seconds of a step over its tokens, a line for each layout, crossings of the fastest marked."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from jaxinfer.report.pictures import save_picture
+from jaxinfer.report.plots import COLOURS, DASHES, DOT, WIDTH
+from jaxinfer.sharding.crossings import SecondsOf
+
+# Of what does not fit the cards.
+FAINT = 0.3
+
+
+def draw_seconds(
+    path: Path,
+    seconds: Mapping[str, Mapping[str, SecondsOf]],
+    fastest: Mapping[str, Sequence[tuple[int, str]]],
+    counts: Sequence[int],
+    asked: Mapping[str, int],
+    too_large: Mapping[str, Sequence[str]],
+    title: str,
+) -> None:
+    """Draw a panel for each phase.
+
+    Args:
+        seconds: phase -> layout -> seconds by tokens.
+        fastest: phase -> from how many tokens on which layout is the fastest.
+        asked: phase -> the tokens that were asked for.
+        too_large: phase -> layouts that do not fit at that.
+    """
+    figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
+    panels = figure.subplots(1, len(seconds), squeeze=False)[0]
+    names = list(next(iter(seconds.values())))
+    for axes, (phase, of_layouts) in zip(panels, seconds.items(), strict=True):
+        for name, seconds_of in of_layouts.items():
+            faint = FAINT if name in too_large[phase] else 1.0
+            axes.plot(counts, list(map(seconds_of, counts)), alpha=faint, **_line(names, name))
+        changes = fastest[phase][1:]
+        axes.plot([c for c, _ in changes], [of_layouts[n](c) for c, n in changes], **DOT)
+        axes.axvline(asked[phase], color="0.5", linewidth=1, linestyle=(0, (2, 2)))
+        axes.set(xscale="log", yscale="log", ylabel="seconds of a step")
+        axes.set_xlabel(
+            "tokens of the prompt" if phase == "prefill" else "sequences, one token each"
+        )
+        axes.set_title(phase, loc="left")
+        axes.grid(color="0.88", linewidth=0.6)
+        axes.xaxis.set_major_locator(LogLocator(10))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, x=0.01, ha="left")
+    handles = [Line2D([], [], label=name, **_line(names, name)) for name in names]
+    handles.append(Line2D([], [], label="another is the fastest from here on", **DOT))
+    handles.append(Line2D([], [], color="0.5", linewidth=1, linestyle=(0, (2, 2)), label="asked"))
+    if any(too_large.values()):
+        handles.append(Line2D([], [], color="0.2", alpha=FAINT, label="faint: does not fit"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+    save_picture(figure, path)
+
+
+def _line(names: Sequence[str], name: str) -> dict[str, Any]:
+    number = names.index(name)
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": DASHES[number % len(DASHES)],
+        "linewidth": 1.8,
+    }

@@ -1,0 +1,157 @@
+"""A process of its own that compiles layers in many layouts: jobs as JSON in, results as lines out.
+
+python -m jaxinfer.sharding.compiling < jobs.json
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from os import environ
+from tempfile import TemporaryFile
+from typing import Any
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.sharding.hlo import counts
+from jaxinfer.sharding.targets import Target, devices_of
+
+PHASES = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One layer, or the head, to compile.
+
+    Attributes:
+        layout: a name, or a Python file.
+        part: ``prefill``, ``decode`` or ``head``.
+        tokens: of the step; ``context``: KV entries that a decode sees, its own included.
+    """
+
+    layout: str
+    part: str
+    tokens: int
+    context: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a job.
+
+    Attributes:
+        collectives: kind -> arrays, and numbers of them that each device sends.
+        temporaries: numbers of all that is neither an argument nor a result, on one device.
+        compile_s: seconds.
+    """
+
+    collectives: dict[str, tuple[int, float]]
+    temporaries: float
+    compile_s: float
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> "Compiled":
+        """Read what was written as JSON."""
+        kinds = {kind: (int(n), float(size)) for kind, (n, size) in found["collectives"].items()}
+        return cls(kinds, float(found["temporaries"]), float(found["compile_s"]))
+
+
+def compile_all(
+    target: Target, mesh: dict[str, int], model: ModelShape, dtype: str, jobs: Sequence[Job]
+) -> Iterator[Compiled]:
+    """Compile jobs in a process of its own, and yield each when it is done.
+
+    Raises:
+        JaxinferError: the target's compiler is not installed, or refuses a job.
+    """
+    asked = {
+        "target": str(target),
+        "mesh": mesh,
+        "model": model.model_dump(),
+        "dtype": dtype,
+        "jobs": [asdict(job) for job in jobs],
+    }
+    with (
+        TemporaryFile("w+") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**environ, **target.environment()},
+            text=True,
+        ) as process,
+    ):
+        assert process.stdin
+        assert process.stdout
+        try:
+            process.stdin.write(json.dumps(asked))
+            process.stdin.close()
+            for _ in jobs:
+                line = process.stdout.readline()
+                if not line:
+                    log.seek(0)
+                    said = log.read().strip().splitlines() or ["it ended"]
+                    raise JaxinferError(f"the compiler for {target} failed: {said[-1]}")
+                found = json.loads(line)
+                if "error" in found:
+                    raise JaxinferError(found["error"])
+                yield Compiled.of(found)
+        finally:
+            process.kill()
+
+
+def _main() -> None:
+    asked = json.load(sys.stdin)
+    target = Target.read(asked["target"])
+    try:
+        # XLA for CPUs computes 16-bit floats in 32 bits, and moves them so: we count numbers.
+        dtype = "float32" if target.is_cpu else asked["dtype"]
+        devices = devices_of(target)
+        model = ModelShape.model_validate(asked["model"])
+        for job in asked["jobs"]:
+            found = _compiled(Job(**job), devices, asked["mesh"], model, dtype)
+            print(json.dumps(asdict(found)), flush=True)
+    except JaxinferError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+
+
+def _compiled(
+    job: Job, devices: list[Any], mesh: dict[str, int], model: ModelShape, dtype: str
+) -> Compiled:
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    from jaxinfer.models.layout_files import load_layout
+    from jaxinfer.sharding.layer import Program
+    from jaxinfer.sharding.shapes import padded
+
+    layout = load_layout(job.layout)
+    laid = Mesh(np.array(devices).reshape(*mesh.values()), tuple(mesh))
+    program = Program(padded(model, layout, mesh), layout, laid, job.context, np.dtype(dtype))
+    started = time.perf_counter()
+    if job.part == "head":
+        lowered = jax.jit(program.head).lower(*program.head_arguments(job.tokens))
+    else:
+        arguments = program.layer_arguments(job.tokens, job.part == "decode")
+        jitted = partial(jax.jit, donate_argnums=2) if job.part == "decode" else jax.jit
+        lowered = jitted(program.layer).lower(*arguments)
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        said = str(error).splitlines()[0]
+        raise JaxinferError(f"layout {job.layout}, {job.part}: {said}") from None
+    memory = compiled.memory_analysis()
+    return Compiled(
+        counts(compiled.as_text() or ""),
+        memory.temp_size_in_bytes / np.dtype(dtype).itemsize if memory else 0.0,
+        time.perf_counter() - started,
+    )
+
+
+if __name__ == "__main__":
+    _main()

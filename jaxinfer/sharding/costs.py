@@ -1,0 +1,283 @@
+"""Seconds and bytes of a step in one layout, by closed forms: no compiler, and no JAX.
+
+Each product takes as long as its FLOPs or its bytes, whichever take longer (Williams et al., 2009).
+Collectives are rings and hide behind nothing. Of a mixture's experts, tokens meet those that they
+are sent to, as in a grouped product: of E experts, T tokens that are sent to k each meet
+E (1 - (1 - k / E)^T).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.models.layout_checks import check_divides, check_places
+from jaxinfer.models.layouts import Layout, most_ways, ways
+from jaxinfer.sharding.dataflow import Collective, Product, head_flow, layer_flow
+from jaxinfer.sharding.shapes import Sizes, layer_parameters, letters_of, padded, table_of
+
+# Bytes of a number of hidden states and logits.
+ITEMSIZE = 2
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one axis of a mesh is connected by.
+
+    Attributes:
+        gb_s: 10^9 bytes per second that a device sends in a ring.
+        each_s: seconds of each collective besides; ``hop_s``: of each step of its ring.
+        is_apart: it has wires of its own, as on a torus: collectives over several axes use all.
+    """
+
+    gb_s: float
+    each_s: float = 0.0
+    hop_s: float = 0.0
+    is_apart: bool = False
+
+
+def links_of(gpu: Gpu, mesh: Sizes) -> dict[str, Link]:
+    """The links within a node on all axes, at the rates that collectives get of them."""
+    if gpu.is_torus:
+        return {axis: Link(gpu.link_gb_s, is_apart=True) for axis in mesh}
+    return {axis: Link(*gpu.collective) for axis in mesh}
+
+
+def stated_links(gpu: Gpu, mesh: Sizes) -> dict[str, Link]:
+    """The same at the rates that the roofline of a simulation has."""
+    return {axis: Link(*gpu.stated_collective, is_apart=gpu.is_torus) for axis in mesh}
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds by what they are spent on."""
+
+    compute: float = 0.0
+    memory: float = 0.0
+    links: float = 0.0
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(
+            self.compute + other.compute, self.memory + other.memory, self.links + other.links
+        )
+
+    def __mul__(self, count: float) -> "Seconds":
+        return Seconds(self.compute * count, self.memory * count, self.links * count)
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.compute + self.memory + self.links
+
+    @property
+    def binds(self) -> str:
+        """What most are spent on: compute, memory or links."""
+        return max(("compute", "memory", "links"), key=lambda name: float(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a step costs in one layout.
+
+    Attributes:
+        layer, head: seconds of one layer, and of the head.
+        step: of all layers and the head.
+        weight_bytes: of one device, embeddings and head included.
+        kv_bytes: of one token's keys and values in all layers, on one device.
+    """
+
+    layer: Seconds
+    head: Seconds
+    step: Seconds
+    weight_bytes: float
+    kv_bytes: float
+
+
+class LayoutFlow:
+    """What a model's layers and head do on each device of a mesh, per token.
+
+    Attributes:
+        model: its heads and columns divide; see ``shapes.padded``.
+        layer, head: flows of one token.
+        rows: pieces that tokens are cut into; ``kv_ways``: that KV heads are.
+
+    Raises:
+        JaxinferError: the layout does not fit the mesh or the model.
+    """
+
+    def __init__(self, model: ModelShape, layout: Layout, mesh: Sizes) -> None:
+        check_places(layout, mesh)
+        for letter, size in (("D", model.hidden_size), ("E", model.num_experts)):
+            if size:
+                check_divides(letter, "the model", size, most_ways(letter, layout, mesh))
+        self.model, self.layout, self.mesh = padded(model, layout, mesh), layout, mesh
+        self.layer = layer_flow(self.model, layout, mesh, 1)
+        self.head = head_flow(self.model, layout, mesh, 1)
+        self.rows = most_ways("T", layout, mesh)
+        self.kv_ways = ways(layout.kv.get("K", ()), mesh)
+
+    def parameters(self, layers: int, first: bool, last: bool) -> float:
+        """Parameters of a stage on one device, but for norms and biases.
+
+        Args:
+            first, last: with the embedding, with the head.
+        """
+        D, V = self.model.hidden_size, self.model.vocab_size
+        tied = self.model.tie_word_embeddings
+        names = ["embed_VD"] if first or (last and tied) else []
+        names += ["head_VD"] if last and not tied else []
+        tables = sum(self._local(name, (V, D)) for name in names)
+        layer = sum(self._local(*each) for each in layer_parameters(self.model).items())
+        return layers * layer + tables
+
+    @property
+    def gathered_weights(self) -> float:
+        """Numbers of other devices' weights of a layer that one has while it uses them."""
+        return sum(each.moved for each in self.layer.collectives if "T" not in each.letters)
+
+    def kv_bytes(self, layers: int, kv_size: float) -> float:
+        """Bytes of one token's keys and values on one device."""
+        numbers = 2 * self.model.num_key_value_heads * self.model.head_size
+        return layers * numbers / self.kv_ways * kv_size
+
+    def _local(self, path: str, shape: tuple[int, ...]) -> float:
+        table = table_of(path, self.layout)
+        pieces = math.prod(ways(table.get(letter, ()), self.mesh) for letter in letters_of(path))
+        return math.prod(shape) / pieces
+
+
+class LayoutCosts:
+    """Costs of steps of any size in one layout.
+
+    Args:
+        links: of each axis of the mesh.
+        flops, bandwidth: shares of the card's peaks that kernels reach.
+        weight_size, kv_size: bytes of a weight, and of a KV entry's number.
+    """
+
+    def __init__(
+        self,
+        flow: LayoutFlow,
+        gpu: Gpu,
+        links: Mapping[str, Link],
+        flops: float = 1.0,
+        bandwidth: float = 1.0,
+        itemsize: int = ITEMSIZE,
+        weight_size: float = ITEMSIZE,
+        kv_size: float = ITEMSIZE,
+    ) -> None:
+        self.flow, self._links = flow, links
+        self._per_flop = 1 / (gpu.bf16_tflops * 1e12 * flops)
+        self._per_byte = 1 / (gpu.memory_gb_s * 1e9 * bandwidth)
+        self._itemsize, self._weight_size, self._kv_size = itemsize, weight_size, kv_size
+        E, k = flow.model.num_experts, flow.model.num_experts_per_tok
+        self._share = k / E if E else 1.0
+        self._layer = self._coefficients(flow.layer.products, flow.layer.collectives)
+        self._head = self._coefficients(flow.head.products, flow.head.collectives)
+
+    def _coefficients(
+        self, products: Sequence[Product], collectives: Sequence[Collective]
+    ) -> tuple[list[tuple[float, float, float, float]], float, float]:
+        """Kernels by seconds, and those of links per token and per step.
+
+        Of a kernel: its FLOPs per token; its weights' bytes; other bytes per token; rows per token
+        that choose among its experts, or 0.
+        """
+        kernels = []
+        for _, fused in groupby(products, key=lambda each: (each.operand, each.experts)):
+            parts = list(fused)
+            share = self._share if parts[0].experts else 1.0
+            activations = max(each.reads for each in parts) + sum(each.writes for each in parts)
+            kernels.append(
+                (
+                    sum(each.flops for each in parts) * share * self._per_flop,
+                    sum(each.weights for each in parts) * self._weight_size * self._per_byte,
+                    activations * share * self._itemsize * self._per_byte,
+                    parts[0].rows if parts[0].experts else 0.0,
+                )
+            )
+        token_s = step_s = 0.0
+        for each in collectives:
+            sent_s, fixed_s = ring_seconds(each, self._links)
+            step_s += fixed_s
+            if "T" in each.letters:
+                share = self._share if {*"TEF"} <= {*each.letters} else 1.0
+                token_s += sent_s * share * self._itemsize
+            else:
+                step_s += sent_s * self._weight_size
+        return kernels, token_s, step_s
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of weights on one device; of norms and biases there are few."""
+        layers = self.flow.model.num_hidden_layers
+        return self.flow.parameters(layers, True, True) * self._weight_size
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of one token's keys and values in all layers on one device."""
+        return self.flow.kv_bytes(self.flow.model.num_hidden_layers, self._kv_size)
+
+    def dense(self, tokens: float) -> Seconds:
+        """Seconds of one layer without its attention."""
+        return self._kernels(self._layer, tokens)
+
+    def attention(self, pairs: float, entries: float, longest: float = 0.0) -> Seconds:
+        """Seconds of one layer's attention, as one kernel.
+
+        Args:
+            pairs: of a token and a KV entry that it sees.
+            entries: KV entries that are read, of all sequences; ``longest``: of the longest one,
+                which is read whole even where its tokens are cut.
+        """
+        part, H = self.flow.layer.attention, self.flow.model.head_size
+        assert part
+        compute = 4 * pairs * part.tokens * part.heads * H * self._per_flop
+        read = 2 * max(entries * part.tokens, longest) * part.kv_heads * H * self._kv_size
+        memory = read * self._per_byte
+        return Seconds(compute=compute) if compute > memory else Seconds(memory=memory)
+
+    def head(self, rows: float) -> Seconds:
+        """Seconds of the head for the rows that are sampled."""
+        return self._kernels(self._head, rows)
+
+    def step(self, tokens: int, sequences: int, context: int = 0) -> StepCost:
+        """A step of sequences alike, each of which is sampled.
+
+        Args:
+            tokens: new ones of all sequences together.
+            context: KV entries that each sequence has before.
+        """
+        new = tokens / sequences
+        entries = sequences * (context + new)
+        pairs = tokens * context + sequences * new * (new + 1) / 2
+        layer = self.dense(tokens) + self.attention(pairs, entries, context + new)
+        head = self.head(sequences)
+        step = layer * self.flow.model.num_hidden_layers + head
+        return StepCost(layer, head, step, self.weight_bytes, self.kv_bytes)
+
+    def _kernels(
+        self, found: tuple[list[tuple[float, float, float, float]], float, float], tokens: float
+    ) -> Seconds:
+        kernels, token_s, step_s = found
+        T = math.ceil(tokens / self.flow.rows) * self.flow.rows
+        sums = [0.0, 0.0]
+        for flops_s, weights_s, moved_s, choosing in kernels:
+            touched = 1 - (1 - self._share) ** (choosing * T) if choosing else 1.0
+            compute, memory = T * flops_s, weights_s * touched + T * moved_s
+            sums[compute <= memory] += max(compute, memory)
+        return Seconds(sums[0], sums[1], T * token_s + step_s)
+
+
+def ring_seconds(each: Collective, links: Mapping[str, Link]) -> tuple[float, float]:
+    """Seconds per byte of a collective's array in a ring through all its axes, and besides.
+
+    As slow as the slowest of their links, unless each has wires of its own.
+    """
+    used = [links[axis] for axis in each.axes]
+    rates = [link.gb_s * 1e9 for link in used]
+    rate = sum(rates) if all(link.is_apart for link in used) else min(rates)
+    hops = (each.devices - 1) * (2 if each.kind == "all-reduce" else 1)
+    fixed = max(link.each_s for link in used) + hops * max(link.hop_s for link in used)
+    return each.moved / rate, fixed

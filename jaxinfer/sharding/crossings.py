@@ -1,0 +1,74 @@
+"""Tokens at which one layout's seconds pass another's."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+# Seconds of a step by its tokens.
+SecondsOf = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """From so many tokens on, ``faster`` takes less time than ``slower`` does."""
+
+    tokens: int
+    faster: str
+    slower: str
+
+
+def token_counts(most: int) -> list[int]:
+    """Numbers of tokens to look at: two in each doubling, from 1 on."""
+    found, power = [1, 2], 2
+    while power < most:
+        found += [power * 3 // 2, power * 2]
+        power *= 2
+    return [count for count in dict.fromkeys(found) if count <= most]
+
+
+def crossings(seconds: Mapping[str, SecondsOf], counts: Sequence[int]) -> list[Crossing]:
+    """All crossings between two of these counts, by tokens; layouts that are alike never cross.
+
+    Where seconds go up in stairs and two layouts cross several times between neighbouring counts,
+    one of the crossings is found.
+    """
+    found = []
+    for one, two in combinations(seconds, 2):
+        before = 0
+        points = [(count, _sign(seconds[one](count), seconds[two](count))) for count in counts]
+        for (low, at_low), (high, at_high) in pairwise(points):
+            before = at_low or before
+            if at_high and before and at_high != before:
+                low = _first(seconds[one], seconds[two], low, high, before)
+                faster, slower = (one, two) if at_high < 0 else (two, one)
+                found.append(Crossing(low, faster, slower))
+    return sorted(found, key=lambda each: each.tokens)
+
+
+def fastest(seconds: Mapping[str, SecondsOf], counts: Sequence[int]) -> list[tuple[int, str]]:
+    """From how many tokens on which layout is the fastest; of equal ones, the first."""
+    found: list[tuple[int, str]] = []
+    marks = sorted({*counts, *(each.tokens for each in crossings(seconds, counts))})
+    for count in marks:
+        best = min(seconds, key=lambda name: seconds[name](count))
+        if not found or seconds[best](count) < seconds[found[-1][1]](count) * (1 - 1e-9):
+            found.append((count, best))
+    return found
+
+
+def _sign(one: float, two: float) -> int:
+    """-1 where the first is less, 1 where it is more, 0 where they are equal but for rounding."""
+    if abs(one - two) <= 1e-9 * max(one, two):
+        return 0
+    return -1 if one < two else 1
+
+
+def _first(one: SecondsOf, two: SecondsOf, low: int, high: int, before: int) -> int:
+    """The least count above ``low`` at which the two no longer stand as ``before``."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _sign(one(middle), two(middle)) in (before, 0):
+            low = middle
+        else:
+            high = middle
+    return high

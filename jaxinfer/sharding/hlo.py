@@ -1,0 +1,75 @@
+"""Collectives in a compiled module's text: the one place that says what counts as how much.
+
+An array counts as one collective, whatever the compiler has put together. XLA for CPUs makes no
+reduce-scatter: an all-reduce that a slice follows is counted as the all-reduce that it is. What is
+in a loop counts once.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+from jaxinfer.sharding.dataflow import Collective, moved
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+# Kind -> how many arrays, and how much of them each device sends.
+Counts = dict[str, tuple[int, float]]
+
+_LINE = re.compile(
+    rf" = (\(?.*?) ({'|'.join(KINDS)})(-start)?\("
+    r".*?(?:replica_groups=(mesh\[.*?\](?:, device_ids=\(.*?\))? \{.*?\}|\S+)|pairs=)"
+)
+_ARRAY = re.compile(r"(?:pred|[a-z]+\d*)\[([\d,]*)\]")
+_LISTED = re.compile(r"\{\{([\d,]*)\}")
+_IOTA = re.compile(r"\[\d+,(\d+)\]<=")
+_MESH_AXIS = re.compile(r"'(\w+)'=(\d+)")
+_USED_AXIS = re.compile(r"'(\w+)'(?::\(\d+\)(\d+))?")
+
+
+def counted(found: Iterable[Collective]) -> Counts:
+    """Closed forms by kind, in numbers."""
+    totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for each in found:
+        totals[each.kind][0] += 1
+        totals[each.kind][1] += each.moved
+    return {kind: (int(count), numbers) for kind, (count, numbers) in totals.items()}
+
+
+def counts(hlo: str) -> Counts:
+    """Collectives of a compiled module by kind, in numbers.
+
+    ``dataflow.moved`` has the rings' shares: of an all-gather's result, of what a device puts into
+    the others.
+    """
+    totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for result, kind, starts, groups in _LINE.findall(hlo):
+        sizes = [_numbers(dims) for dims in _ARRAY.findall(result)]
+        if starts and kind == "collective-permute":
+            sizes = sizes[1:2]
+        elif starts and kind in ("all-gather", "reduce-scatter", "all-to-all"):
+            sizes = sizes[len(sizes) // 2 :]
+        devices = _devices(groups)
+        if kind == "reduce-scatter":
+            sizes = [size * devices for size in sizes]
+        if kind == "all-to-all":  # One array, in a piece for each device.
+            sizes = [sum(sizes)]
+        if devices > 1 or kind == "collective-permute":
+            totals[kind][0] += len(sizes)
+            totals[kind][1] += moved(kind, devices) * sum(sizes)
+    return {kind: (int(count), numbers) for kind, (count, numbers) in totals.items()}
+
+
+def _numbers(dims: str) -> int:
+    return math.prod(int(n) for n in dims.split(",") if n)
+
+
+def _devices(groups: str) -> int:
+    """How many devices one group has, in any of the three ways to write groups."""
+    if listed := _LISTED.match(groups):
+        return listed[1].count(",") + 1
+    if iota := _IOTA.match(groups):
+        return int(iota[1])
+    mesh, _, used = groups.rpartition(" {")
+    sizes = dict(_MESH_AXIS.findall(mesh))
+    return math.prod(int(part or sizes[name]) for name, part in _USED_AXIS.findall(used))

@@ -1,0 +1,69 @@
+"""A layer's parameters and activations by their logical axes, and what a layout makes of them."""
+
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.models.layouts import Layout, Places, most_ways
+
+# Axis of the mesh -> its devices.
+Sizes = Mapping[str, int]
+
+
+def layer_parameters(model: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Matrices of the first layer, path -> shape, with the names that models give them."""
+    D, F, E = model.hidden_size, model.intermediate_size, model.num_experts
+    N, K, H = model.num_attention_heads, model.num_key_value_heads, model.head_size
+    attn, mlp = ("attn.", "mlp.") if model.gated else ("", "")
+    found: dict[str, tuple[int, ...]] = {
+        f"{attn}q_DNH": (D, N, H),
+        f"{attn}k_DKH": (D, K, H),
+        f"{attn}v_DKH": (D, K, H),
+        f"{attn}o_NHD": (N, H, D),
+    }
+    if E:
+        found |= {
+            f"{mlp}router_DE": (D, E),
+            f"{mlp}gate_EDF": (E, D, F),
+            f"{mlp}up_EDF": (E, D, F),
+            f"{mlp}down_EFD": (E, F, D),
+        }
+    else:
+        found |= {f"{mlp}gate_DF": (D, F)} if model.gated else {}
+        found |= {f"{mlp}up_DF": (D, F), f"{mlp}down_FD": (F, D)}
+    return {f"layers.0.{name}": shape for name, shape in found.items()}
+
+
+def letters_of(path: str) -> str:
+    """Logical axes of a parameter: ``layers.0.attn.q_DNH`` has D, N and H."""
+    return path.rpartition("_")[2]
+
+
+def table_of(path: str, layout: Layout) -> Places:
+    """Where a parameter lies: by the first rule that matches."""
+    return next((rule.axes for rule in layout.parameters if fnmatchcase(path, rule.pattern)), {})
+
+
+def padded(model: ModelShape, layout: Layout, mesh: Sizes) -> ModelShape:
+    """The model with heads and columns that divide by what they are cut into.
+
+    Where there are fewer KV heads than pieces, several pieces have the same head; else added heads
+    and columns are zeros, which are multiplied and kept like others.
+    """
+    N, K = model.num_attention_heads, model.num_key_value_heads
+    pieces = most_ways("NK", layout, mesh)
+    groups = _up(K, pieces)
+    is_shared = pieces % K == 0 and N % pieces == 0
+    return model.model_copy(
+        update={
+            "num_key_value_heads": groups,
+            "num_attention_heads": N if is_shared else groups * (N // K),
+            "intermediate_size": _up(model.intermediate_size, most_ways("F", layout, mesh)),
+            "head_dim": model.head_size,
+        }
+    )
+
+
+def _up(count: int, pieces: int) -> int:
+    return math.ceil(count / pieces) * pieces

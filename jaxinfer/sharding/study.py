@@ -1,0 +1,232 @@
+"""Layouts of one model on one mesh, side by side: bytes, collectives, seconds."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.models.layouts import Layout
+from jaxinfer.sharding.cache import CompiledCache
+from jaxinfer.sharding.compiling import Compiled, Job, compile_all
+from jaxinfer.sharding.costs import LayoutCosts, LayoutFlow, Link, Seconds, StepCost
+from jaxinfer.sharding.crossings import SecondsOf
+from jaxinfer.sharding.dataflow import Collective, head_flow, layer_flow, without_reduce_scatter
+from jaxinfer.sharding.hlo import Counts, counted
+from jaxinfer.sharding.targets import Target
+
+# Bytes of a number, by dtype.
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Bytes of a collective may differ by so much from those of a closed form.
+TOLERANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of each layout.
+
+    Attributes:
+        mesh: axis -> devices.
+        tokens: of a prompt that is prefilled; ``sequences``: that decode, each of which sees
+            ``context`` KV entries, its own included.
+        links: of each axis.
+    """
+
+    model: ModelShape
+    mesh: dict[str, int]
+    card: Gpu
+    target: Target
+    phases: tuple[str, ...]
+    tokens: int
+    sequences: int
+    context: int
+    dtype: str
+    links: Mapping[str, Link]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return ITEMSIZES[self.dtype]
+
+    def job(self, layout: str, phase: str) -> Job:
+        """What to compile for a phase, or for the head of decodes."""
+        tokens = self.tokens if phase == "prefill" else self.sequences
+        return Job(layout, phase, tokens, self.context)
+
+    def costs(self, layout: Layout) -> LayoutCosts:
+        """Closed forms of a layout."""
+        size = self.itemsize
+        flow = LayoutFlow(self.model, layout, self.mesh)
+        return LayoutCosts(
+            flow, self.card, self.links, itemsize=size, weight_size=size, kv_size=size
+        )
+
+    def step(self, costs: LayoutCosts, phase: str, tokens: int | None = None) -> StepCost:
+        """A step of a phase, of other tokens if they are given."""
+        if phase == "prefill":
+            return costs.step(tokens or self.tokens, 1)
+        sequences = tokens or self.sequences
+        return costs.step(sequences, sequences, self.context - 1)
+
+    def entries(self, phase: str) -> int:
+        """KV entries at the end of a phase's step."""
+        return self.tokens if phase == "prefill" else self.sequences * self.context
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One layout in one phase, or its head, which each step has once.
+
+    Attributes:
+        phase: ``prefill``, ``decode`` or ``head``.
+        cost: by closed forms; of the head, of the step of decodes.
+        kv_bytes: of all entries, ``temporary_bytes`` of a step's arrays, on one device.
+        compiled, closed: collectives of one layer by kind, in numbers: the compiler's, and by
+            closed forms for that compiler.
+        notes: what the compiler does unlike the closed forms, or what they have for its sake.
+        padding: what was added so that heads and columns divide, in words.
+    """
+
+    layout: str
+    phase: str
+    cost: StepCost
+    kv_bytes: float
+    temporary_bytes: float
+    compiled: Counts
+    closed: Counts
+    notes: tuple[str, ...]
+    padding: str
+
+    @property
+    def total_bytes(self) -> float:
+        """What one device needs."""
+        return self.cost.weight_bytes + self.kv_bytes + self.temporary_bytes
+
+    @property
+    def seconds(self) -> Seconds:
+        """Seconds of the phase's step, or of the head."""
+        return self.cost.head if self.phase == "head" else self.cost.step
+
+    @property
+    def equal(self) -> bool:
+        """Whether both have as many of each kind, with the same bytes within ``TOLERANCE``."""
+        return alike(self.compiled, self.closed)
+
+
+def alike(one: Counts, two: Counts) -> bool:
+    """True if counts are equal, and bytes within ``TOLERANCE``."""
+    return one.keys() == two.keys() and all(
+        one[kind][0] == two[kind][0]
+        and abs(one[kind][1] - two[kind][1]) <= TOLERANCE * two[kind][1]
+        for kind in one
+    )
+
+
+def closed_forms(found: Sequence[Collective], target: Target) -> tuple[Counts, tuple[str, ...]]:
+    """Closed forms for a target's compiler, and what they have for its sake."""
+    notes = []
+    if target.is_cpu and any(each.kind == "reduce-scatter" for each in found):
+        notes.append("no reduce-scatter on CPU")
+        found = without_reduce_scatter(list(found))
+    if any(each.what == "top_k" for each in found):
+        notes.append("top_k gathers router logits")
+    return counted(found), tuple(notes)
+
+
+def deviations(compiled: Counts, closed: Counts) -> tuple[str, ...]:
+    """What the compiler does in another way, in words."""
+    if alike(compiled, closed):
+        return ()
+    if "collective-permute" in compiled and "collective-permute" not in closed:
+        return ("collective matmul",)
+    kinds = [kind for kind in {**closed, **compiled} if compiled.get(kind) != closed.get(kind)]
+    return (f"other {', '.join(kinds)}",)
+
+
+def seconds_of(question: Question, layout: Layout, phase: str) -> SecondsOf:
+    """Seconds of a phase's step by its tokens, or by its sequences."""
+    costs = question.costs(layout)
+    return cache(lambda count: question.step(costs, phase, count).step.total)
+
+
+def study(
+    question: Question,
+    layouts: Mapping[str, Layout],
+    cache_folder: Path,
+    progress: Callable[[int], None] = lambda left: None,
+) -> list[Finding]:
+    """Compile a layer in each layout and phase, and price its step.
+
+    Args:
+        layouts: by the names or files that they were read from.
+        progress: called with how many programs are left.
+
+    Raises:
+        JaxinferError: a layout does not fit the mesh or the model, or the compiler refuses it.
+    """
+    costs = {}
+    for name, layout in layouts.items():
+        try:
+            costs[name] = question.costs(layout)
+        except JaxinferError as error:
+            raise JaxinferError(f"layout {name}: {error}") from None
+    parts = (*question.phases, "head")
+    jobs = [question.job(name, part) for part in parts for name in layouts]
+    compiled = _compiled(question, layouts, jobs, cache_folder, progress)
+    return [
+        _finding(question, costs[job.layout], job, found)
+        for job, found in zip(jobs, compiled, strict=True)
+    ]
+
+
+def _compiled(
+    question: Question,
+    layouts: Mapping[str, Layout],
+    jobs: Sequence[Job],
+    cache_folder: Path,
+    progress: Callable[[int], None],
+) -> list[Compiled]:
+    q = question
+    kept_ones = CompiledCache(cache_folder, q.target, q.mesh, q.model, q.dtype)
+    found = {job: kept for job in jobs if (kept := kept_ones.get(job, layouts[job.layout]))}
+    missing = [job for job in jobs if job not in found]
+    progress(len(missing))
+    if missing:
+        results = compile_all(q.target, q.mesh, q.model, q.dtype, missing)
+        for job, result in zip(missing, results, strict=True):
+            found[job] = result
+            kept_ones.add(job, layouts[job.layout], result)
+            progress(sum(each not in found for each in jobs))
+    return [found[job] for job in jobs]
+
+
+def _finding(question: Question, costs: LayoutCosts, job: Job, compiled: Compiled) -> Finding:
+    flow_of = head_flow if job.part == "head" else layer_flow
+    flow = flow_of(costs.flow.model, costs.flow.layout, costs.flow.mesh, job.tokens)
+    closed, notes = closed_forms(flow.collectives, question.target)
+    cost = question.step(costs, job.part)
+    return Finding(
+        job.layout,
+        job.part,
+        cost,
+        cost.kv_bytes * question.entries(job.part),
+        compiled.temporaries * question.itemsize,
+        dict(compiled.collectives),
+        closed,
+        (*notes, *deviations(compiled.collectives, closed)),
+        _padding(question.model, costs.flow.model),
+    )
+
+
+def _padding(before: ModelShape, after: ModelShape) -> str:
+    names = {
+        "num_attention_heads": "heads",
+        "num_key_value_heads": "KV heads",
+        "intermediate_size": "columns",
+    }
+    return ", ".join(
+        f"{getattr(before, name)} {words} as {getattr(after, name)}"
+        for name, words in names.items()
+        if getattr(before, name) != getattr(after, name)
+    )

@@ -1,0 +1,146 @@
+"""Devices to compile for that need not be there: forced host devices, TPUs, GPUs by description.
+
+What is found here is for a process of its own: JAX must not have been started.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from jaxinfer.errors import JaxinferError
+
+_FORM = re.compile(r"(\w+):(\d+(?:x\d+)*)")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What programs are compiled for.
+
+    Attributes:
+        kind: ``cpu``, one of ``GPUS``, or a kind of TPU such as ``v5e``.
+        shape: devices, or those of a TPU's torus along each of its axes.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def read(cls, text: str) -> "Target":
+        """Read ``cpu:8``, ``h100:8`` or ``v5e:2x4``.
+
+        Raises:
+            JaxinferError: it is none of these.
+        """
+        found = _FORM.fullmatch(text.lower())
+        if not found:
+            raise JaxinferError(f"--for {text}: must be such as cpu:8, h100:8 or v5e:2x4")
+        kind, shape = found[1], tuple(int(size) for size in found[2].split("x"))
+        if kind != "cpu" and kind not in GPUS and not kind.startswith("v"):
+            known = ", ".join(["cpu", *GPUS])
+            raise JaxinferError(f"--for {text}: no kind {kind!r}: known: {known}, TPUs as v5e")
+        return cls(kind, shape)
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether XLA for CPUs compiles, which has neither 16-bit floats nor reduce-scatters."""
+        return self.kind == "cpu"
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{'x'.join(map(str, self.shape))}"
+
+    def environment(self) -> dict[str, str]:
+        """Variables of the process that compiles, which may need no device of this machine."""
+        flags = os.environ.get("XLA_FLAGS", "")
+        if self.is_cpu:
+            flags += f" --xla_force_host_platform_device_count={self.devices}"
+        return {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": flags.strip(),
+            "TPU_SKIP_MDS_QUERY": "1",
+            # XLA warns of what it copies whole; the counts have that.
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+        }
+
+
+class GpuTarget(NamedTuple):
+    """Properties of a GPU that XLA asks for; memory in bytes, the rate in bytes per second."""
+
+    name: str
+    capability: tuple[int, int]
+    cores: int
+    shared_memory: int
+    threads: int
+    rate: int
+    memory: int
+
+
+GPUS = {
+    "h100": GpuTarget("NVIDIA H100 80GB HBM3", (9, 0), 132, 233472, 2048, 3352 * 10**9, 80 * 2**30),
+    "a100": GpuTarget("NVIDIA A100-SXM4-80GB", (8, 0), 108, 167936, 2048, 2039 * 10**9, 80 * 2**30),
+    "l4": GpuTarget("NVIDIA L4", (8, 9), 58, 102400, 1536, 300 * 10**9, 24 * 2**30),
+}
+
+
+def description(gpu: GpuTarget) -> str:
+    """XLA's description of a GPU, a GpuTargetConfigProto."""
+    major, minor = gpu.capability
+    # sm_90a, which has wgmma.
+    extension = "feature_extension: ACCELERATED_FEATURES" if major == 9 else ""
+    return f"""gpu_device_info {{
+        threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+        shared_memory_per_core: {gpu.shared_memory}
+        shared_memory_per_block_optin: {gpu.shared_memory - 1024}
+        threads_per_core_limit: {gpu.threads} core_count: {gpu.cores} fpus_per_core: 128
+        block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+        memory_bandwidth: {gpu.rate} l2_cache_size: 41943040 clock_rate_ghz: 1.5
+        device_memory_size: {gpu.memory}
+        cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
+        registers_per_core_limit: 65536 registers_per_block_limit: 65536 name: "{gpu.name}"
+    }}
+    platform_name: "CUDA"
+    dnn_version_info {{ major: 9 minor: 10 }}
+    runtime_version {{ major: 12 minor: 9 }}
+    device_description_str: "{gpu.name}" """
+
+
+def devices_of(target: Target) -> list[Any]:
+    """The devices, in the process that compiles.
+
+    Raises:
+        JaxinferError: what knows them is not installed, or has none like them.
+    """
+    import jax
+    from jax.experimental import topologies
+
+    if target.is_cpu:
+        return list(jax.devices("cpu"))
+    if target.kind in GPUS:
+        if find_spec("jax_plugins.xla_cuda12") is None and (
+            find_spec("jax_plugins.xla_cuda13") is None
+        ):
+            raise JaxinferError(f"--for {target}: needs XLA for CUDA: pip install 'jax[cuda12]'")
+        options = {
+            "platform": "cuda",
+            "topology_name": target.kind,
+            "target_config": description(GPUS[target.kind]),
+            "topology": f"1x1x{target.devices}",
+        }
+    else:
+        if find_spec("libtpu") is None:
+            raise JaxinferError(f"--for {target}: needs XLA for TPUs: pip install libtpu")
+        options = {"platform": "tpu", "topology_name": str(target)}
+    try:
+        return list(topologies.get_topology_desc(**options).devices)
+    except Exception as error:  # Whatever the plugin finds wrong with the name.
+        said = str(error).splitlines()[0]
+        raise JaxinferError(f"--for {target}: {said}") from None
