@@ -48,9 +48,7 @@ def step(
     default, gpu = SimulateOptions(), Catalogue().gpu(card)
     flow = LayoutFlow(model, layout, mesh)
     links = stated_links(gpu, mesh)
-    costs = LayoutCosts(
-        flow, gpu, links, default.flops, default.bandwidth, weight_size=weight_size
-    )
+    costs = LayoutCosts(flow, gpu, links, default.flops, default.bandwidth, weight_size=weight_size)
     layer = costs.dense(work.tokens)
     if work.singles:
         context = work.single_context

@@ -10,22 +10,23 @@ from hypothesis import strategies as st
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, ModelShape
-from jaxinfer.models.layer_flow import LayerFlow
 from jaxinfer.models.layouts import ALL, LAYOUTS, REST, Layout, Rule
+from jaxinfer.sharding.costs import LayoutFlow
+from jaxinfer.sharding.dataflow import Attention
 
 LLAMA = Catalogue().model("llama-2-70b")
 MIXTURE = ModelShape(
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
     num_key_value_heads=8, vocab_size=128, num_experts=8, num_experts_per_tok=2,
 )  # fmt: skip
+DENSE = MIXTURE.model_copy(update={"num_experts": 0, "num_experts_per_tok": 0})
 MESH = {"x": 2, "y": 4}
 
 
-def feed_forward(flow: LayerFlow) -> float:
+def feed_forward(flow: LayoutFlow) -> float:
     """Numbers per token that a device sends for the feed-forward layer."""
-    own = [c for c in flow.collectives if c.what in ("ffn", "ffn_inputs", "residual")]
-    before = next(n for n, c in enumerate(own) if c.what == "residual")
-    return sum(c.token_numbers for c in own[before + 1 :])
+    own = ("ffn_inputs", "up_DF", "ffn")
+    return sum(c.moved for c in flow.layer.collectives if c.what in own)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +43,8 @@ def test_feed_forward_of_pope_et_al(
     heads = {"num_attention_heads": 256, "num_key_value_heads": 256, "head_dim": 32}
     model = LLAMA.model_copy(update={"gated": False, **heads})
     mesh = {"x": rows, "y": devices // rows}
-    assert feed_forward(LayerFlow(model, LAYOUTS["megatron"], mesh)) == one_axis
-    assert feed_forward(LayerFlow(model, LAYOUTS["weight_stationary_2d"], mesh)) == two_axes
+    assert feed_forward(LayoutFlow(model, LAYOUTS["megatron"], mesh)) == one_axis
+    assert feed_forward(LayoutFlow(model, LAYOUTS["weight_stationary_2d"], mesh)) == two_axes
 
 
 @pytest.mark.parametrize(
@@ -58,28 +59,28 @@ def test_feed_forward_of_pope_et_al(
     ],
 )
 def test_collectives_by_kind(layout: str, expected: dict[str, int]) -> None:
-    found = LayerFlow(LLAMA, LAYOUTS[layout], MESH).collectives
+    found = LayoutFlow(LLAMA, LAYOUTS[layout], MESH).layer.collectives
     assert Counter(each.kind for each in found) == expected
 
 
 def test_a_reduce_scatter_and_a_gather_send_what_an_all_reduce_does() -> None:
     sent = [
-        sum(c.token_numbers for c in LayerFlow(LLAMA, LAYOUTS[name], MESH).collectives)
+        sum(c.moved for c in LayoutFlow(LLAMA, LAYOUTS[name], MESH).layer.collectives)
         for name in ("megatron", "sequence_parallel")
     ]
     assert sent[0] == sent[1] == 2 * 2 * 8192 * 7 / 8
 
 
 def test_all_weights_are_gathered_but_ones_own() -> None:
-    flow = LayerFlow(LLAMA, LAYOUTS["fsdp"], MESH)
+    flow = LayoutFlow(LLAMA, LAYOUTS["fsdp"], MESH)
     assert flow.gathered_weights == LLAMA.layer_parameters * 7 / 8
 
 
 def test_one_device_sends_nothing() -> None:
     for layout in LAYOUTS.values():
-        flow = LayerFlow(LLAMA, layout, {"x": 1, "y": 1})
-        assert not flow.collectives
-        assert sum(each.weights for each in flow.products) == LLAMA.layer_parameters
+        flow = LayoutFlow(LLAMA, layout, {"x": 1, "y": 1})
+        assert not flow.layer.collectives
+        assert sum(each.weights for each in flow.layer.products) == LLAMA.layer_parameters
 
 
 @given(
@@ -90,36 +91,45 @@ def test_one_device_sends_nothing() -> None:
 )
 def test_the_work_of_all_devices_is_the_layer_s(name: str, x: int, y: int, mixture: bool) -> None:
     """Multiplications of a token, over all devices, are those of one device without a mesh."""
-    model = MIXTURE if mixture else replace_dense()
-    flow = LayerFlow(model, LAYOUTS[name], {"x": x, "y": y})
-    devices, alone = x * y, LayerFlow(model, LAYOUTS[name], {"x": 1, "y": 1})
-    for here, whole in zip(flow.products, alone.products, strict=True):
-        experts = flow.experts_ways if here.is_expert else 1
-        shared = here.token_parameters * devices / experts
-        assert math.isclose(shared, whole.token_parameters)
-    assert flow.heads_ways * flow.rows_ways == devices
-    assert flow.kv_ways in (1, devices)
-
-
-def replace_dense() -> ModelShape:
-    return MIXTURE.model_copy(update={"num_experts": 0, "num_experts_per_tok": 0})
+    model = MIXTURE if mixture else DENSE
+    flow = LayoutFlow(model, LAYOUTS[name], {"x": x, "y": y})
+    alone = LayoutFlow(model, LAYOUTS[name], {"x": 1, "y": 1})
+    router = 2 * 64 * 8
+    for here, whole in zip(flow.layer.products, alone.layer.products, strict=True):
+        # Routers are small: each device may have all of it.
+        if whole.flops != router:
+            assert math.isclose(here.flops * x * y, whole.flops)
+    part = flow.layer.attention
+    assert part
+    assert math.isclose(part.tokens * part.heads * x * y, 8)
+    assert flow.kv_ways in (1, x * y)
 
 
 def test_parameters_on_a_device() -> None:
     tables = 2 * LLAMA.vocab_size * LLAMA.hidden_size
     layers = LLAMA.num_hidden_layers * LLAMA.layer_parameters
     for name, cut in (("megatron", 8), ("fsdp", 8), ("context_parallel", 1)):
-        flow = LayerFlow(LLAMA, LAYOUTS[name], MESH)
+        flow = LayoutFlow(LLAMA, LAYOUTS[name], MESH)
         assert flow.parameters(80, True, True) == layers / cut + tables
-    flow = LayerFlow(LLAMA, LAYOUTS["attention_dp"], MESH)
+    flow = LayoutFlow(LLAMA, LAYOUTS["attention_dp"], MESH)
     ffn = 80 * LLAMA.expert_parameters
     assert flow.parameters(80, True, True) == layers - ffn * 7 / 8 + tables
     assert flow.parameters(1, False, True) == LLAMA.layer_parameters - ffn / 80 * 7 / 8 + tables / 2
 
 
 def test_a_device_has_one_kv_head_at_least() -> None:
-    flow = LayerFlow(LLAMA, LAYOUTS["megatron"], {"x": 4, "y": 4})
-    assert flow.products[0].weights == 8192 * (64 / 16 + 2) * 128
+    """Eight KV heads on sixteen devices: two have the same, and half of its queries each."""
+    flow = LayoutFlow(LLAMA, LAYOUTS["megatron"], {"x": 4, "y": 4})
+    assert flow.layer.attention == Attention(1, 4, 1)
+    assert sum(each.weights for each in flow.layer.products[:3]) == 8192 * (4 + 2) * 128
+    assert flow.kv_bytes(80, 2) == 80 * 2 * 128 * 2
+
+
+def test_heads_that_do_not_divide_are_padded() -> None:
+    model = LLAMA.model_copy(update={"num_key_value_heads": 6, "num_attention_heads": 12})
+    model = model.model_copy(update={"head_dim": 64})
+    flow = LayoutFlow(model, LAYOUTS["megatron"], {"x": 4})
+    assert flow.layer.attention == Attention(1, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -145,11 +155,11 @@ def test_a_device_has_one_kv_head_at_least() -> None:
 )
 def test_layouts_that_do_not_fit(layout: Layout, mesh: dict[str, int], message: str) -> None:
     with pytest.raises(JaxinferError, match=message):
-        LayerFlow(LLAMA, layout, mesh)
+        LayoutFlow(LLAMA, layout, mesh)
 
 
 def test_rules_of_ones_own() -> None:
     """Columns over y alone are on x twice: the all-reduces go over four devices."""
     layout = Layout((Rule("*", {"N": "y", "K": "y", "F": "y"}),), kv={"K": "y"})
-    flow = LayerFlow(LLAMA, layout, MESH)
-    assert [(c.axes, c.token_numbers) for c in flow.collectives] == 2 * [(("y",), 2 * 8192 * 3 / 4)]
+    flow = LayoutFlow(LLAMA, layout, MESH)
+    assert [(c.axes, c.moved) for c in flow.layer.collectives] == 2 * [(("y",), 2 * 8192 * 3 / 4)]
