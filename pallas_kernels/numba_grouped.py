@@ -7,7 +7,6 @@ A row's sums are taken in blocks, in the order of the weight's rows, whatever th
 Suffixes are those of ``models/layers.py``; R is rows.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -43,91 +42,94 @@ class GroupedSizes(NamedTuple):
     gated: bool
 
 
-def _most_rows() -> int:
-    return 6 if has_avx512() else 3
+def _columns(F: int) -> int:
+    """Columns of a tile: whole registers, as many as fit."""
+    return min(VECTORS, F // lanes()) * lanes() or F
 
 
-def _row_counts() -> list[int]:
-    """Rows of tiles: the largest, and those that a group's last rows are cut into."""
-    return [rows for rows in (6, 3, 2, 1) if rows <= _most_rows()]
+def _row_counts() -> tuple[int, ...]:
+    """Rows of tiles: the most that registers can sum, and what an expert's last ones are cut to."""
+    return (6, 3, 2, 1) if has_avx512() else (3, 2, 1)
 
 
-def _tile(sizes: GroupedSizes, rows: int) -> Callable[..., None]:
-    """``run(args, rets, row, expert, column, ahead, scratch)``: so many rows by some columns.
-
-    ``ahead`` is how many bytes behind the tile's first weight the bytes to prefetch begin.
+def _product(sizes: GroupedSizes, row_counts: tuple[int, ...]) -> Any:
+    """``run(rows, x, weight, row_bytes, sums, count, ahead)``: ``Product``'s, of one of the counts
+    of rows, added to the sums.
     """
-    D, columns, bits, gated = sizes
-    size, weights = bits // 8, 1 + gated
-    product = Product(rows, columns, 4 * D, bits, add=True, prefetch=True).intrinsic()
+    D, columns, bits, _ = sizes
+    most, *others = row_counts
+    product = Product(most, columns, 4 * D, bits, add=True, prefetch=True).intrinsic()
+    rest = _product(sizes, tuple(others)) if others else None
+
+    @_kernel
+    def last(
+        rows: int, x: int, weight: int, row_bytes: int, sums: int, count: int, ahead: int
+    ) -> None:
+        product(x, weight, row_bytes, sums, 4 * columns, count, ahead)
+
+    if rest is None:
+        return last
 
     @_kernel
     def run(
-        args: int, rets: int, row: int, expert: int, column: int, ahead: int, scratch: int
+        rows: int, x: int, weight: int, row_bytes: int, sums: int, count: int, ahead: int
     ) -> None:
-        F, x = dim(args, 1, 2), data(args, 0) + 4 * D * row
-        found = nb.carray(pointer(scratch, np.float32(0)), (2, rows, columns))
-        for g in range(weights):
-            for r in range(rows):
-                for c in range(columns):
-                    found[g, r, c] = 0
-            weight = data(args, 1 + g) + size * (expert * D * F + column)
-            for d in range(0, D, BLOCK):
-                at = weight + size * F * d
-                product(
-                    x + 4 * d,
-                    at,
-                    size * F,
-                    scratch + 4 * g * rows * columns,
-                    4 * columns,
-                    min(BLOCK, D - d),
-                    at + ahead,
-                )
-        # All at once: another core may be at some of these columns, too.
-        out = nb.carray(pointer(data(rets, 0), np.float32(0)), (dim(args, 0, 0), F))
-        for r in range(rows):
-            for c in range(columns):
-                x0 = found[0, r, c]
-                out[row + r, column + c] = silu(x0) * found[1, r, c] if gated else x0
+        if rows == most:
+            product(x, weight, row_bytes, sums, 4 * columns, count, ahead)
+        else:
+            rest(rows, x, weight, row_bytes, sums, count, ahead)
 
     return run
 
 
-def _all_rows(sizes: GroupedSizes, row_counts: list[int]) -> Callable[..., None]:
-    """The same, of the rows up to ``end``, in tiles of these many rows, the largest first."""
-    if not row_counts:
+def _tile(sizes: GroupedSizes) -> Any:
+    """``run(args, rets, row, rows, weight, column, ahead, scratch)``: some rows by some columns.
 
-        @_kernel
-        def nothing(
-            args: int, rets: int, row: int, end: int, e: int, column: int, next: int, scratch: int
-        ) -> None:
-            pass
-
-        return nothing  # type: ignore[no-any-return]
-    rows, line = row_counts[0], 64
-    tile, rest = _tile(sizes, rows), _all_rows(sizes, row_counts[1:])
-    # Each tile of rows fetches one cache line of each row of the next columns.
-    lines = -(-sizes.columns * sizes.bits // 8 // line)
+    ``weight`` is the number of the tile's first among all weights, ``ahead`` is how many bytes
+    behind it those to prefetch begin.
+    """
+    D, columns, bits, gated = sizes
+    size, most, product = bits // 8, _row_counts()[0], _product(sizes, _row_counts())
+    weights = 1 + gated
 
     @_kernel
     def run(
-        args: int, rets: int, row: int, end: int, e: int, column: int, next: int, scratch: int
+        args: int,
+        rets: int,
+        row: int,
+        rows: int,
+        weight: int,
+        column: int,
+        ahead: int,
+        scratch: int,
     ) -> None:
-        while row + rows <= end:
-            tile(args, rets, row, e, column, next, scratch)
-            row += rows
-            next = next + line if next % (lines * line) != (lines - 1) * line else next
-        rest(args, rets, row, end, e, column, next, scratch)
+        F, x = dim(args, 1, 2), data(args, 0) + 4 * D * row
+        found = nb.carray(pointer(scratch, np.float32(0)), (2, most * columns))
+        for g in range(weights):
+            for i in range(rows * columns):
+                found[g, i] = 0
+            sums = scratch + 4 * g * most * columns
+            for d in range(0, D, BLOCK):
+                at = data(args, 1 + g) + size * (weight + d * F)
+                product(rows, x + 4 * d, at, size * F, sums, min(BLOCK, D - d), at + ahead)
+        # All at once: another core may be at some of these columns, too.
+        out = nb.carray(pointer(data(rets, 0), np.float32(0)), (dim(args, 0, 0), F))
+        for r in range(rows):
+            for c in range(columns):
+                x0 = found[0, r * columns + c]
+                x1 = silu(x0) * found[1, r * columns + c] if gated else x0
+                out[row + r, column + c] = x1
 
-    return run  # type: ignore[no-any-return]
+    return run
 
 
 @compiled_once
 def _grouped(sizes: GroupedSizes) -> Target:
     """Compile a kernel whose units are some columns of one expert, for all of its rows."""
-    columns, weights = sizes.columns, 1 + sizes.gated
-    size = sizes.bits // 8
-    all_rows = _all_rows(sizes, _row_counts())
+    D, columns, bits, gated = sizes
+    weights, size, counts, tile = 1 + gated, bits // 8, _row_counts(), _tile(sizes)
+    # Cache lines of a row of the tile's columns; each tile of rows fetches one.
+    lines = -(-columns * size // 64)
 
     @_kernel
     def units(args: int) -> int:
@@ -140,21 +142,20 @@ def _grouped(sizes: GroupedSizes) -> Target:
         row_E1 = nb.carray(pointer(data(args, 1 + weights), np.int32(0)), (E + 1,))
         scratch = data(rets, 1) + 4 * worker * dim(rets, 1, 1)
         while True:
-            expert, tile = mine // tiles, mine % tiles
+            expert, number = mine // tiles, mine % tiles
             # The last columns may be some that were computed already.
-            column = min(tile * columns, F - columns)
-            following = min((tile + dim(rets, 1, 0)) * columns, F - columns)
-            ahead = size * (following - column)
-            all_rows(
-                args,
-                rets,
-                np.int64(row_E1[expert]),
-                np.int64(row_E1[expert + 1]),
-                expert,
-                column,
-                ahead,
-                scratch,
-            )
+            column = min(number * columns, F - columns)
+            following = min((number + dim(rets, 1, 0)) * columns, F - columns)
+            row, end, done = row_E1[expert], row_E1[expert + 1], 0
+            while row < end:
+                rows = 1
+                for count in counts[::-1]:
+                    if count <= end - row:
+                        rows = count
+                ahead = size * (following - column) + 64 * min(done, lines - 1)
+                weight = expert * D * F + column
+                tile(args, rets, row, rows, weight, column, ahead, scratch)
+                row, done = row + rows, done + 1
             mine = take_after(shared)
             if is_past(shared, mine):
                 return
@@ -165,8 +166,8 @@ def _grouped(sizes: GroupedSizes) -> Target:
 def _call(x_RD: jax.Array, count_E: jax.Array, *weights: jax.Array) -> jax.Array:
     (R, D), F = x_RD.shape, weights[0].shape[2]
     bits, gated = 8 * weights[0].dtype.itemsize, len(weights) > 1
-    sizes = GroupedSizes(D, min(VECTORS * lanes(), F), bits, gated)
-    scratch = threads(), 2 * _most_rows() * sizes.columns
+    sizes = GroupedSizes(D, _columns(F), bits, gated)
+    scratch = threads(), 2 * _row_counts()[0] * sizes.columns
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((R, F), scratch)]
     row_E1 = jnp.pad(jnp.cumsum(count_E, dtype=jnp.int32), (1, 0))
     out_RF, _ = jax.ffi.ffi_call(_grouped(sizes).name, shapes)(x_RD, *weights, row_E1)
