@@ -38,6 +38,7 @@ class ModelConfig:
         attention_scale: of scores; none is 1 / sqrt(head_dim).
         attention_bias: whether Llama's queries, keys, values and outputs have biases.
         num_experts, num_experts_per_tok: 0 is one dense feed-forward layer.
+        norm_topk_prob: whether the shares of a token's experts add up to 1.
         kernels: what attends and multiplies; see ``pallas_kernels.choice``. No property of the
             model.
         layout: where all lies on the mesh; no property of the model either.
@@ -63,6 +64,7 @@ class ModelConfig:
     attention_bias: bool = False
     num_experts: int = 0
     num_experts_per_tok: int = 0
+    norm_topk_prob: bool = True
     kernels: str = "plain"
     layout: Layout = LAYOUTS["megatron"]
 

@@ -90,9 +90,13 @@ def head(x_SD: jax.Array, head_VD: jax.Array, kernels: str) -> jax.Array:
     return project("sd,vd->sv", x_SD, head_VD)
 
 
+def alone() -> bool:
+    """True where a mesh of several devices is not what computes."""
+    return jax.sharding.get_abstract_mesh().size <= 1
+
+
 def _own_products(kernels: str, weight: jax.Array) -> Products | None:
-    alone = jax.sharding.get_abstract_mesh().size <= 1
-    return products(kernels, weight.dtype) if alone else None
+    return products(kernels, weight.dtype) if alone() else None
 
 
 def init_weight(

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from jaxinfer.models import gemma3, llama, mistral, mixtral, opt, qwen
+from jaxinfer.models import gemma3, llama, mistral, mixtral, opt, qwen, qwen3_moe
 from jaxinfer.models.config import ModelConfig, WeightSpec
 from jaxinfer.models.config_keys import Keys
 
@@ -30,6 +30,9 @@ ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(llama.Llama, llama.read_config, llama.hf_weights),
     "Qwen2ForCausalLM": Architecture(qwen.Qwen2, qwen.read_qwen2, qwen.qwen2_weights),
     "Qwen3ForCausalLM": Architecture(qwen.Qwen3, qwen.read_qwen3, qwen.qwen3_weights),
+    "Qwen3MoeForCausalLM": Architecture(
+        qwen3_moe.Qwen3Moe, qwen3_moe.read_config, qwen3_moe.hf_weights
+    ),
     "MistralForCausalLM": Architecture(llama.Llama, mistral.read_config, llama.hf_weights),
     "MixtralForCausalLM": Architecture(mixtral.Mixtral, mixtral.read_config, mixtral.hf_weights),
     "Gemma3ForCausalLM": Architecture(gemma3.Gemma3, gemma3.read_config, gemma3.hf_weights),

@@ -151,10 +151,19 @@ class ModelShape(Options):
         """Parameters of one expert of one layer, or of its dense feed-forward layer."""
         return (2 + self.gated) * self.hidden_size * self.intermediate_size
 
+    def experts_read(self, tokens: float) -> float:
+        """How many experts of a layer so many tokens are sent to, in the mean.
+
+        E (1 - (1 - k / E)^tokens), if each token draws its k of E evenly and by itself.
+        """
+        E = self.num_experts
+        return E * (1 - (1 - self.num_experts_per_tok / E) ** tokens) if E else 1.0
+
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer, those of all experts included."""
-        return self.attention_parameters + max(self.num_experts, 1) * self.expert_parameters
+        """Parameters of one layer, those of all experts and their router included."""
+        experts = max(self.num_experts, 1) * self.expert_parameters
+        return self.attention_parameters + experts + self.num_experts * self.hidden_size
 
     def parameters(self, layers: int, first: bool, last: bool) -> int:
         """Parameters of a stage."""
@@ -291,6 +300,12 @@ def _from_hugging_face(path: Path) -> ModelShape:
     if found["tie_word_embeddings"] is None:
         found["tie_word_embeddings"] = architecture.startswith(("Gemma3", "OPT"))
     found["gated"] = not architecture.startswith("OPT")
+    for key, known in {"mlp_only_layers": [], "decoder_sparse_step": 1}.items():
+        if (value := config.get(key) or known) != known:
+            raise JaxinferError(
+                f"{path}: {key} is {value!r}, must be {known!r}: layers without experts beside "
+                "others are not modelled"
+            )
     if found["num_experts"] and "moe_intermediate_size" in config:
         found["intermediate_size"] = config["moe_intermediate_size"]
     if found["num_key_value_heads"] is None:

@@ -167,7 +167,7 @@ class Program:
         """A prompt's tokens, each seeing those up to itself."""
         T, N, H = q_TNH.shape
         C, K, _ = k_CKH.shape
-        first = jax.lax.axis_index(rows) * T if rows else 0
+        first = jax.lax.axis_index(rows) * T if rows else jnp.int32(0)
         position_T = first + jnp.arange(T)
         q_TKGH = q_TNH.reshape(T, K, N // K, H)
         block = BLOCK if C % BLOCK == 0 else C
@@ -199,7 +199,7 @@ class Program:
             jax.lax.dynamic_update_slice_in_dim(old, new[:, None], last, 1)
             for old, new in zip(kv, (k_SKH, v_SKH), strict=True)
         )
-        first = jax.lax.axis_index(rows) * S if rows else 0
+        first = jax.lax.axis_index(rows) * S if rows else jnp.int32(0)
         k, v = (jax.lax.dynamic_slice_in_dim(each, first, S) for each in (keys, values))
         K = k.shape[2]
         score = jnp.einsum("skgh,sckh->skgc", q_SNH.reshape(S, K, N // K, H), k)

@@ -1,6 +1,6 @@
 """Golden logits of every architecture, by Hugging Face transformers on small random weights.
 
-    python -m scripts.golden.architecture tests/data/architectures
+    python -m scripts.golden.architecture tests/data/architectures [CASES]
 
 Needs an environment of its own with torch and transformers. Each case becomes a folder that
 jaxinfer reads (config.json, model.safetensors) and ``expected.npz``: token ids [T] and float32
@@ -59,6 +59,14 @@ OPT: dict[str, object] = {
     "bos_token_id": 2,
     "eos_token_id": 2,
 }
+# Smaller than SIZES: experts are many matrices.
+QWEN3_MOE: dict[str, object] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 22,
+}
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {}),
     "llama3_rope": ("llama", {"rope_parameters": LLAMA3}),
@@ -80,6 +88,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "mixtral",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
     ),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE | {"norm_topk_prob": True}),
+    "qwen3_moe_unnormalised": (
+        "qwen3_moe",
+        QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 10},
+    ),
     "gemma3": (
         "gemma3_text",
         {
@@ -95,12 +108,14 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-def main(folder: Path) -> None:
-    """Write all cases."""
+@click.argument("names", nargs=-1, type=click.Choice(list(CASES)))
+def main(folder: Path, names: tuple[str, ...]) -> None:
+    """Write these cases, or all."""
     import torch
     import transformers
 
-    for name, (kind, values) in CASES.items():
+    for name in names or CASES:
+        kind, values = CASES[name]
         write(folder / name, kind, values if kind == "opt" else SIZES | values)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     (folder / "versions.json").write_text(json.dumps(versions) + "\n")
@@ -118,7 +133,7 @@ def write(folder: Path, kind: str, values: dict[str, object]) -> None:
         if value is None and key in ("sliding_window", "pad_token_id", "bos_token_id"):
             setattr(config, key, None)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    if kind == "mixtral":
+    if kind in ("mixtral", "qwen3_moe"):
         model.set_experts_implementation("eager")  # the others know no float64
     model = model.float().eval()
     with torch.no_grad():

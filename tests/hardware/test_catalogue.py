@@ -1,9 +1,14 @@
 """Sizes of known models, and costs against hand-made sums."""
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from jaxinfer import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu, ModelShape, find_gpu, find_model
+from jaxinfer.hardware.efficiency import model_flops
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
 
@@ -26,6 +31,8 @@ from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
         ("internlm-20b", 20.09, 2 * 60 * 5120 * 2),
         ("codellama-34b", 33.74, 196608),
         ("smollm2-135m-instruct", 0.1345, 46080 // 2),
+        ("mixtral-8x7b", 46.703, 131072),
+        ("qwen3-30b-a3b", 30.532, 98304),
     ],
 )
 def test_sizes_of_known_models(model: str, billions: float, kv_bytes: int) -> None:
@@ -156,12 +163,11 @@ def test_decodes_and_chunks_are_kernels_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "read", "each"), [(1, 2, 1.0), (2, 4, 1.0), (3, 4, 1.5), (40, 4, 20.0)]
+    ("tokens", "read"), [(1, 2.0), (2, 3.0), (3, 3.5), (40, 4 * (1 - 2.0**-40))]
 )
-def test_a_mixture_reads_the_experts_that_its_tokens_choose(
-    tokens: int, read: int, each: float
-) -> None:
-    """Two of four experts: one token reads two of them, two tokens all four at best."""
+def test_a_mixture_reads_the_experts_that_its_tokens_choose(tokens: int, read: float) -> None:
+    """Two of four experts: one token reads two of them, a second one of the other two."""
+    each = 2 * tokens / read
     work = Work(tokens, 0, 1, 0, 0, [(0, tokens)])
     experts = {"num_experts": 4, "num_experts_per_tok": 2}
     dense = [QKV, OUT]
@@ -172,6 +178,40 @@ def test_a_mixture_reads_the_experts_that_its_tokens_choose(
     flops = sum(2 * w * tokens for w, _ in dense) + 4 * 8 * tokens * (tokens + 1) / 2
     flops += 2 * tokens * sum(2 * w for w, _ in (UPS, DOWN))
     assert slow(100.0, 1e12, **experts).seconds(work) == pytest.approx(3 * flops / 100)
+
+
+def test_experts_read_are_those_that_random_tokens_choose() -> None:
+    """2,000 batches in which each token draws 8 of 64, without putting one back."""
+    random, shape = np.random.default_rng(0), find_model("qwen3-30b-a3b")
+    shape = shape.model_copy(update={"num_experts": 64})
+    for tokens in (1, 3, 20):
+        chosen = random.random((2000, tokens, 64)).argpartition(8, axis=2)[..., :8]
+        drawn = [len(np.unique(batch)) for batch in chosen]
+        error = np.std(drawn) / len(drawn) ** 0.5
+        assert abs(np.mean(drawn) - shape.experts_read(tokens)) <= 4 * error + 1e-9
+    # As ever without experts, there is one feed-forward layer.
+    assert TINY.experts_read(7) == 1
+
+
+def test_a_mixture_from_its_config(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B's, of whose 30.5 billion parameters a token meets 3.3, as its card says."""
+    values = {
+        "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1, "head_dim": 128,
+        "hidden_size": 2048, "intermediate_size": 6144, "mlp_only_layers": [],
+        "moe_intermediate_size": 768, "num_attention_heads": 32, "num_experts_per_tok": 8,
+        "num_hidden_layers": 48, "num_key_value_heads": 4, "vocab_size": 151936,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    for name in ("num_experts", "num_local_experts"):
+        path.write_text(json.dumps(values | {name: 128}))
+        assert find_model(str(tmp_path)) == find_model("qwen3-30b-a3b")
+    flops = model_flops(find_model("qwen3-30b-a3b"))
+    met = (flops.token + 2 * flops.sampled) / 2
+    assert met / 1e9 == pytest.approx(3.3, rel=0.02)
+    for key, value in (("mlp_only_layers", [3]), ("decoder_sparse_step", 2)):
+        path.write_text(json.dumps(values | {"num_experts": 128, key: value}))
+        with pytest.raises(JaxinferError, match=f"{key} is .*without experts beside others"):
+            find_model(str(tmp_path))
 
 
 @pytest.mark.parametrize(("flops", "bandwidth"), [(100.0, 1e12), (1e12, 50.0)])

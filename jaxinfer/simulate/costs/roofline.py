@@ -74,7 +74,7 @@ class RooflineStage:
         self._products = [product(D * (N + 2 * K) * H, D + (N + 2 * K) * H)]
         self._products.append(product(N * H * D, N * H + D))
         mlp = [product(ups * D * F, D + ups * F), product(F * D, F + D)]
-        self._experts = (model.num_experts, model.num_experts_per_tok, mlp)
+        self._model, self._expert = model, mlp if model.num_experts else []
         if not model.num_experts:
             self._products += mlp
         V = model.vocab_size
@@ -110,11 +110,10 @@ class RooflineStage:
         layer = T * self._reduce + self._reduce_each
         for compute, weights, moved in self._products:
             layer += max(T * compute, weights + T * moved)
-        experts, chosen, mlp = self._experts
-        if experts:
-            read = min(experts, T * chosen)
-            each = T * chosen / read
-            layer += read * sum(max(each * c, w + each * m) for c, w, m in mlp)
+        if self._expert and T:
+            read = self._model.experts_read(T)
+            each = T * self._model.num_experts_per_tok / read
+            layer += read * sum(max(each * c, w + each * m) for c, w, m in self._expert)
         return layer
 
     def _attention(self, work: Work) -> float:

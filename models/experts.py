@@ -1,0 +1,137 @@
+"""A feed-forward layer that is a mixture of experts (Shazeer et al., 2017): Mixtral's, Qwen 3's.
+
+Suffixes are those of ``layers.py``; X is the experts that a token is sent to, R = T x X its rows.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfer.models.config import ModelConfig, WeightSpec
+from jaxinfer.models.config_keys import Keys
+from jaxinfer.models.layers import alone, dense, init_weight, project
+from jaxinfer.models.layouts import LAYOUTS, Layout
+from jaxinfer.models.sharding import place
+from jaxinfer.models.weights import stacked, transposed
+from jaxinfer.pallas_kernels.choice import Grouped, grouped
+
+
+class Experts(nnx.Module):
+    """The sum of each token's likeliest experts, weighted by the router.
+
+    On one device whose kernels have grouped products, an expert computes the tokens that are sent
+    to it. Elsewhere every expert computes every token: see ``all_experts``.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        D, F, E = config.hidden_size, config.intermediate_size, config.num_experts
+        self.per_token, self.normalised = config.num_experts_per_tok, config.norm_topk_prob
+        self.kernels, self.layout = config.kernels, config.layout
+        self.router_DE = init_weight(rngs, (D, E))
+        self.gate_EDF = init_weight(rngs, (E, D, F))
+        self.up_EDF = init_weight(rngs, (E, D, F))
+        self.down_EFD = init_weight(rngs, (E, F, D))
+
+    def __call__(self, x_TD: jax.Array) -> jax.Array:
+        """Token-wise."""
+        x_TD = place(self.layout, "ffn_inputs", x_TD)
+        logit_TE = dense(x_TD, self.router_DE[...], self.kernels)
+        share_TX, expert_TX = likeliest(logit_TE, self.per_token, self.normalised)
+        weights = self.gate_EDF[...], self.up_EDF[...], self.down_EFD[...]
+        if alone() and (own := grouped(self.kernels, weights[0].dtype)):
+            return sorted_experts(x_TD, share_TX, expert_TX, *weights, own)
+        out_TD = all_experts(x_TD, share_TX, expert_TX, *weights, self.layout)
+        return place(self.layout, "residual", out_TD)
+
+
+def likeliest(logit_TE: jax.Array, count: int, normalised: bool) -> tuple[jax.Array, jax.Array]:
+    """Each token's likeliest experts [T, X], and their shares: float32, int32.
+
+    Args:
+        normalised: shares add up to 1; else they are probabilities among all experts.
+    """
+    top_TX, expert_TX = jax.lax.top_k(logit_TE, count)
+    if normalised:
+        return jax.nn.softmax(top_TX), expert_TX
+    return jnp.exp(top_TX - jax.nn.logsumexp(logit_TE, 1, keepdims=True)), expert_TX
+
+
+def all_experts(
+    x_TD: jax.Array,
+    share_TX: jax.Array,
+    expert_TX: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    down_EFD: jax.Array,
+    layout: Layout = LAYOUTS["megatron"],
+) -> jax.Array:
+    """Every expert computes every token, and weighs by 0 what is not sent to it: [T, D].
+
+    Exact under any sharding, for E / X times the products.
+    """
+    chosen_TXE = jax.nn.one_hot(expert_TX, len(gate_EDF))
+    share_TE = jnp.einsum("tx,txe->te", share_TX, chosen_TXE)
+    gate_TEF = jax.nn.silu(project("td,edf->tef", x_TD, gate_EDF))
+    up_TEF = project("td,edf->tef", x_TD, up_EDF)
+    weighted_TEF = place(layout, "experts", gate_TEF * up_TEF * share_TE[..., None])
+    return project("tef,efd->td", weighted_TEF, down_EFD)
+
+
+def sorted_experts(
+    x_TD: jax.Array,
+    share_TX: jax.Array,
+    expert_TX: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    down_EFD: jax.Array,
+    products: Grouped,
+) -> jax.Array:
+    """The same on one device, where each expert computes the tokens that are sent to it: [T, D]."""
+    expert_R = expert_TX.reshape(-1)
+    order_R = jnp.argsort(expert_R)
+    count_E = jnp.sum(expert_R[:, None] == jnp.arange(len(gate_EDF)), 0, dtype=jnp.int32)
+    x_RD = x_TD.astype(jnp.float32)[order_R // expert_TX.shape[1]]
+    x_RF = products.gated(x_RD, gate_EDF, up_EDF, count_E)
+    out_RD = products.matmul(x_RF, down_EFD, count_E)
+    out_TXD = out_RD[jnp.argsort(order_R)].reshape(*expert_TX.shape, -1)
+    return jnp.sum(out_TXD * share_TX[..., None], 1)
+
+
+def read_counts(keys: Keys, name: str, experts: int, chosen: int) -> tuple[int, int]:
+    """Experts, and how many of them a token is sent to; the numbers are those of absent keys.
+
+    Args:
+        name: the key of the first.
+
+    Raises:
+        JaxinferError: a token is sent to more experts than there are.
+    """
+    experts, chosen = keys.size(name, experts), keys.size("num_experts_per_tok", chosen)
+    if chosen > experts:
+        raise keys.wrong("num_experts_per_tok", chosen, f"at most {name}, {experts}")
+    return experts, chosen
+
+
+def with_experts(
+    specs: dict[str, WeightSpec], config: ModelConfig, layer: str, names: Sequence[str]
+) -> dict[str, WeightSpec]:
+    """Llama's parameters with experts instead of its feed-forward layers.
+
+    Args:
+        layer: Hugging Face's name of the feed-forward layer.
+        names: of an expert's gate, up and down.
+    """
+    D, F, E = config.hidden_size, config.intermediate_size, config.num_experts
+    gate, up, down = (f"experts.{{}}.{name}.weight" for name in names)
+    specs = {path: spec for path, spec in specs.items() if ".mlp." not in path}
+    for i in range(config.num_hidden_layers):
+        ours, hf = f"layers.{i}.mlp.", f"model.layers.{i}.{layer}."
+        specs |= {
+            ours + "router_DE": transposed(hf + "gate.weight", E, D),
+            ours + "gate_EDF": stacked(hf + gate, E, F, D),
+            ours + "up_EDF": stacked(hf + up, E, F, D),
+            ours + "down_EFD": stacked(hf + down, E, D, F),
+        }
+    return specs

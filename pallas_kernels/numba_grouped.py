@@ -1,0 +1,190 @@
+"""Products of rows with their experts' weights on a CPU, compiled by numba and called by XLA.
+
+The rows of an expert lie together. Its weights are read where they lie, some columns at a time,
+which then stay in the core's second cache for all of its rows; an expert without rows is not read.
+A row's sums are taken in blocks, in the order of the weight's rows, whatever the other rows are.
+
+Suffixes are those of ``models/layers.py``; R is rows.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numba as nb
+import numpy as np
+
+from jaxinfer.pallas_kernels.numba_matmul import BLOCK
+from jaxinfer.pallas_kernels.numba_vectors import Product, has_avx512, lanes, silu
+from jaxinfer.pallas_kernels.xla_call import (
+    Target,
+    compiled_once,
+    data,
+    dim,
+    is_past,
+    pointer,
+    register_target,
+    take_after,
+    threads,
+)
+
+# Registers of a row of a tile: as many columns as divide most models' sizes.
+VECTORS = 4
+_kernel = nb.njit(nogil=True, error_model="numpy", boundscheck=False, fastmath=True)
+
+
+class GroupedSizes(NamedTuple):
+    """What a kernel is compiled for: D, columns of a tile, bits of a weight, gated or plain."""
+
+    D: int
+    columns: int
+    bits: int
+    gated: bool
+
+
+def _columns(F: int) -> int:
+    """Columns of a tile: whole registers, as many as fit."""
+    return min(VECTORS, F // lanes()) * lanes() or F
+
+
+def _row_counts() -> tuple[int, ...]:
+    """Rows of tiles: the most that registers can sum, and what an expert's last ones are cut to."""
+    return (6, 3, 2, 1) if has_avx512() else (3, 2, 1)
+
+
+def _product(sizes: GroupedSizes, row_counts: tuple[int, ...]) -> Any:
+    """``run(rows, x, weight, row_bytes, sums, count, ahead)``: ``Product``'s, of one of the counts
+    of rows, added to the sums.
+    """
+    D, columns, bits, _ = sizes
+    most, *others = row_counts
+    product = Product(most, columns, 4 * D, bits, add=True, prefetch=True).intrinsic()
+    rest = _product(sizes, tuple(others)) if others else None
+
+    @_kernel
+    def last(
+        rows: int, x: int, weight: int, row_bytes: int, sums: int, count: int, ahead: int
+    ) -> None:
+        product(x, weight, row_bytes, sums, 4 * columns, count, ahead)
+
+    if rest is None:
+        return last
+
+    @_kernel
+    def run(
+        rows: int, x: int, weight: int, row_bytes: int, sums: int, count: int, ahead: int
+    ) -> None:
+        if rows == most:
+            product(x, weight, row_bytes, sums, 4 * columns, count, ahead)
+        else:
+            rest(rows, x, weight, row_bytes, sums, count, ahead)
+
+    return run
+
+
+def _tile(sizes: GroupedSizes) -> Any:
+    """``run(args, rets, row, rows, weight, column, ahead, scratch)``: some rows by some columns.
+
+    ``weight`` is the number of the tile's first among all weights, ``ahead`` is how many bytes
+    behind it those to prefetch begin.
+    """
+    D, columns, bits, gated = sizes
+    size, most, product = bits // 8, _row_counts()[0], _product(sizes, _row_counts())
+    weights = 1 + gated
+
+    @_kernel
+    def run(
+        args: int,
+        rets: int,
+        row: int,
+        rows: int,
+        weight: int,
+        column: int,
+        ahead: int,
+        scratch: int,
+    ) -> None:
+        F, x = dim(args, 1, 2), data(args, 0) + 4 * D * row
+        found = nb.carray(pointer(scratch, np.float32(0)), (2, most * columns))
+        for g in range(weights):
+            for i in range(rows * columns):
+                found[g, i] = 0
+            sums = scratch + 4 * g * most * columns
+            for d in range(0, D, BLOCK):
+                at = data(args, 1 + g) + size * (weight + d * F)
+                product(rows, x + 4 * d, at, size * F, sums, min(BLOCK, D - d), at + ahead)
+        # All at once: another core may be at some of these columns, too.
+        out = nb.carray(pointer(data(rets, 0), np.float32(0)), (dim(args, 0, 0), F))
+        for r in range(rows):
+            for c in range(columns):
+                x0 = found[0, r * columns + c]
+                x1 = silu(x0) * found[1, r * columns + c] if gated else x0
+                out[row + r, column + c] = x1
+
+    return run
+
+
+@compiled_once
+def _grouped(sizes: GroupedSizes) -> Target:
+    """Compile a kernel whose units are some columns of one expert, for all of its rows."""
+    D, columns, bits, gated = sizes
+    weights, size, counts, tile = 1 + gated, bits // 8, _row_counts(), _tile(sizes)
+    # Cache lines of a row of the tile's columns; each tile of rows fetches one.
+    lines = -(-columns * size // 64)
+
+    @_kernel
+    def units(args: int) -> int:
+        return dim(args, 1, 0) * -(-dim(args, 1, 2) // columns)
+
+    @_kernel
+    def work(args: int, rets: int, worker: int, shared: int, mine: int) -> None:
+        E, F = dim(args, 1, 0), dim(args, 1, 2)
+        tiles = -(-F // columns)
+        row_E1 = nb.carray(pointer(data(args, 1 + weights), np.int32(0)), (E + 1,))
+        scratch = data(rets, 1) + 4 * worker * dim(rets, 1, 1)
+        while True:
+            expert, number = mine // tiles, mine % tiles
+            # The last columns may be some that were computed already.
+            column = min(number * columns, F - columns)
+            following = min((number + dim(rets, 1, 0)) * columns, F - columns)
+            row, end, done = row_E1[expert], row_E1[expert + 1], 0
+            while row < end:
+                rows = 1
+                for count in counts[::-1]:
+                    if count <= end - row:
+                        rows = count
+                ahead = size * (following - column) + 64 * min(done, lines - 1)
+                weight = expert * D * F + column
+                tile(args, rets, row, rows, weight, column, ahead, scratch)
+                row, done = row + rows, done + 1
+            mine = take_after(shared)
+            if is_past(shared, mine):
+                return
+
+    return register_target("grouped_" + "_".join(str(int(x)) for x in sizes), units, work)
+
+
+def _call(x_RD: jax.Array, count_E: jax.Array, *weights: jax.Array) -> jax.Array:
+    (R, D), F = x_RD.shape, weights[0].shape[2]
+    bits, gated = 8 * weights[0].dtype.itemsize, len(weights) > 1
+    sizes = GroupedSizes(D, _columns(F), bits, gated)
+    scratch = threads(), 2 * _row_counts()[0] * sizes.columns
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((R, F), scratch)]
+    row_E1 = jnp.pad(jnp.cumsum(count_E, dtype=jnp.int32), (1, 0))
+    out_RF, _ = jax.ffi.ffi_call(_grouped(sizes).name, shapes)(x_RD, *weights, row_E1)
+    return out_RF
+
+
+def matmul(x_RD: jax.Array, weight_EDF: jax.Array, count_E: jax.Array) -> jax.Array:
+    """Each row by its expert's weights: float32 [R, F].
+
+    Args:
+        x_RD: float32, the first expert's rows first.
+        weight_EDF: float32 or bfloat16; the rows are not rounded to it.
+        count_E: rows of each expert, R together.
+    """
+    return _call(x_RD, count_E, weight_EDF)
+
+
+def gated(x_RD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, count_E: jax.Array) -> jax.Array:
+    """``silu(x gate) * (x up)``, as ``matmul`` has its products."""
+    return _call(x_RD, count_E, gate_EDF, up_EDF)
