@@ -269,7 +269,8 @@ class _Flow:
             cut = {*x.cuts.get(k, ()), *used.get(k, ())} & {*partial}
             inner *= self.sizes[k] / self.ways(tuple(cut))
         outer = self.local("".join(k for k in letters if k in out), found)
-        shared = self.local("".join(k for k in letters if k in out and k in x.letters), found)
+        # Each expert reads the rows that it is sent.
+        shared = self.local("".join(k for k in letters if k in out and k in f"{x.letters}E"), found)
         self.products.append(
             Product(
                 letters_name(path),

@@ -162,7 +162,7 @@ class Program:
         return out
 
     def _prefill(
-        self, rows: tuple[str, ...], q_TNH: jax.Array, k_CKH: jax.Array, v_CKH: jax.Array, _: None
+        self, rows: tuple[str, ...], q_TNH: jax.Array, k_CKH: jax.Array, v_CKH: jax.Array, kv: None
     ) -> tuple[jax.Array, Any]:
         """A prompt's tokens, each seeing those up to itself."""
         T, N, H = q_TNH.shape
