@@ -102,6 +102,24 @@ def test_hand_offs_between_layouts(
     assert (ran.prefilled("d"), ran.decoded("p")) == (0, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["host", "transfer_server"])
+def test_hand_offs_between_processes(
+    transport: str, models: dict[str, str], expected: Callable[[str], Tokens]
+) -> None:
+    """Plans and slabs go by messages; four pieces of KV on one side, two on the other."""
+    groups = {
+        "p": {"devices": 4, "mesh": {"x": 2, "y": 2}, "process": "own"},
+        "d": {"devices": 2, "mesh": {"a": 1, "b": 2}},
+    }
+    system = {"name": "disaggregated", "prefill": "p", "decode": "d"}
+    layouts = {"p": "weight_gathered", "d": "weight_stationary_2d"}
+    llm = load(
+        models["dense"], groups, layouts, system=system, verify_transfers=True, transport=transport
+    )
+    assert tokens(llm) == expected("dense")
+
+
 @pytest.mark.parametrize(
     ("group", "options", "message"),
     [
