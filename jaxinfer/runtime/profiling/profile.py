@@ -53,7 +53,7 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
                 "device_kind": stage.devices[0].device_kind,
                 "process_of": group if apart else None,
                 "devices": len(stage.devices),
-                "mesh": list(stage.axes.items()),
+                "mesh": [list(axis) for axis in stage.axes.items()],
                 "layers": [stage.layers.start, stage.layers.stop],
                 "num_pages": stage.num_pages,
                 "kernels": stage.config.kernels,

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import JaxinferError
+from jaxinfer.models.layouts import LAYOUTS
 from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.sampling_inputs import empty_sampling
@@ -60,7 +61,7 @@ def step_of(layers: Layers = Layers(0, 1, 1), strict: bool = False) -> CompiledS
         whole=WHOLE,
         graphdef=GRAPHDEF,
         step_arguments=arguments,
-        config=SimpleNamespace(hidden_size=D),
+        config=SimpleNamespace(hidden_size=D, layout=LAYOUTS["megatron"]),
     )
     return CompiledStep(plan)
 

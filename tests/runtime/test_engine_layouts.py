@@ -102,6 +102,24 @@ def test_hand_offs_between_layouts(
     assert (ran.prefilled("d"), ran.decoded("p")) == (0, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["host", "transfer_server"])
+def test_hand_offs_between_processes(
+    transport: str, models: dict[str, str], expected: Callable[[str], Tokens]
+) -> None:
+    """Plans and slabs go by messages; four pieces of KV on one side, two on the other."""
+    groups = {
+        "p": {"devices": 4, "mesh": {"x": 2, "y": 2}, "process": "own"},
+        "d": {"devices": 2, "mesh": {"a": 1, "b": 2}},
+    }
+    system = {"name": "disaggregated", "prefill": "p", "decode": "d"}
+    layouts = {"p": "weight_gathered", "d": "weight_stationary_2d"}
+    llm = load(
+        models["dense"], groups, layouts, system=system, verify_transfers=True, transport=transport
+    )
+    assert tokens(llm) == expected("dense")
+
+
 @pytest.mark.parametrize(
     ("group", "options", "message"),
     [
@@ -212,3 +230,22 @@ def test_the_former_name_of_layout(
     shapes = {name: each.sharding.shard_shape(each.shape) for name, each in found.items()}
     assert shapes == {"mlp.up_DF": (32, 32), "attn.q_DNH": (32, 4, 8)}
     assert plan.kv_ways == 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh"),
+    [("fsdp", None), ("expert_parallel", {"x": 1, "y": 2}), ("megatron", {"x": 2, "y": 1})],
+)
+def test_attention_groups_need_one_axis(
+    layout: str, mesh: dict[str, int] | None, models: dict[str, str]
+) -> None:
+    stages = [{"group": "g", "attention": ["h"]}]
+    instance = {"stages": stages, "layout": layout, "enable_prefix_caching": False} | OPTIONS
+    groups = {"g": {"devices": 2, "mesh": mesh}, "h": {}}
+    sections = {"groups": groups, "instances": {"i": instance}}
+    with pytest.raises(JaxinferError) as caught:
+        LLM.from_config(as_run_file({"model": models["dense"]} | sections), progress=False)
+    assert str(caught.value) == (
+        f"layout {layout} on mesh axes {list(mesh or ['tp'])}: attention groups need megatron, or "
+        "other rules of parameters, on one axis"
+    )
