@@ -52,13 +52,15 @@ def padded(model: ModelShape, layout: Layout, mesh: Sizes) -> ModelShape:
     and columns are zeros, which are multiplied and kept like others.
     """
     N, K = model.num_attention_heads, model.num_key_value_heads
-    pieces = most_ways("NK", layout, mesh)
-    groups = _up(K, pieces)
-    is_shared = pieces % K == 0 and N % pieces == 0
+    of_N, of_K = (most_ways(letter, layout, mesh) for letter in "NK")
+    groups = K if K % of_K == 0 else of_K
+    if N % of_N or groups % K or N % groups:
+        groups = _up(K, math.lcm(of_N, of_K))
+        N = groups * (N // K)
     return model.model_copy(
         update={
             "num_key_value_heads": groups,
-            "num_attention_heads": N if is_shared else groups * (N // K),
+            "num_attention_heads": N,
             "intermediate_size": _up(model.intermediate_size, most_ways("F", layout, mesh)),
             "head_dim": model.head_size,
         }

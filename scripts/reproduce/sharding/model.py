@@ -5,23 +5,30 @@ from dataclasses import replace
 
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.hardware.catalogue import Catalogue, ModelShape
-from jaxinfer.models.layouts import ALL, LAYOUTS, Layout
+from jaxinfer.models.layouts import ALL, LAYOUTS, Layout, Rule
 from jaxinfer.serving.batch import Work
 from jaxinfer.sharding.costs import LayoutCosts, LayoutFlow, Seconds, stated_links
 
-_TWO = LAYOUTS["weight_stationary_2d"]
-# Section 3.3: multi-query attention by sequences; heads and sequences change places around it.
-BY_SEQUENCES = replace(
-    _TWO,
-    activations={**_TWO.activations, "heads": {"T": ALL}, "kv": {}},
-    kv={},
-)
+
+def _by_sequences(name: str) -> Layout:
+    """Section 3.3: multi-query attention by sequences, with the one KV head on each device."""
+    layout = LAYOUTS[name]
+    rows = {
+        letter: place for letter, place in layout.activations["residual"].items() if letter == "T"
+    }
+    activations = {**layout.activations, "heads": {"T": ALL}, "new_kv": rows, "kv": {}}
+    *norms, layers = layout.parameters
+    places = {letter: place for letter, place in layers.axes.items() if letter != "K"}
+    parameters = (*norms, Rule(layers.pattern, places))
+    return replace(layout, parameters=parameters, activations=activations, kv={})
+
+
 # The paper's names: 1D and 2D weight-stationary, X- and XYZ-weight-gathered.
 PAPERS: dict[str, Layout] = {
     "1D": LAYOUTS["megatron"],
-    "2D": BY_SEQUENCES,
-    "X gathered": LAYOUTS["weight_gathered"],
-    "XYZ gathered": LAYOUTS["fsdp"],
+    "2D": _by_sequences("weight_stationary_2d"),
+    "X gathered": _by_sequences("weight_gathered"),
+    "XYZ gathered": _by_sequences("fsdp"),
 }
 
 
