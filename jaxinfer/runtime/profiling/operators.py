@@ -17,7 +17,8 @@ from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.sharding import DEFAULT_AXIS, load_layout, padded
+from jaxinfer.models.layouts import LAYOUTS
+from jaxinfer.models.sharding import DEFAULT_AXIS, padded
 from jaxinfer.options.validation import OptionError
 from jaxinfer.runtime.cluster import Engine, load_cluster
 from jaxinfer.runtime.processes.process_group import Progress
@@ -135,11 +136,10 @@ def measure_operators(
     """
     name = the_instance(cluster)
     group = cluster.instances[name].places[0].group
-    layout = load_layout(cluster.instances[name].layout)
     platform = cluster.groups[group].platform
     there = len(jax.devices(platform)) if degree > 1 else 1
     over_devices = there >= degree
-    model = config = padded(checkpoint.config, {DEFAULT_AXIS: degree}, layout)
+    model = config = padded(checkpoint.config, {DEFAULT_AXIS: degree}, LAYOUTS["megatron"])
     if not over_devices:
         config = replace(
             config,
