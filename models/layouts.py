@@ -133,7 +133,7 @@ LAYOUTS: dict[str, Layout] = {
         kv={"K": (REST, FIRST)},
         gathered=FIRST,
     ),
-    # Each device attends for its tokens, with whole heads; the feed-forward is megatron's.
+    # Each device attends for its tokens, and has the KV of all; the feed-forward is megatron's.
     "attention_dp": Layout(
         (Rule("layers.*", {"F": ALL}),),
         {
@@ -147,7 +147,7 @@ LAYOUTS: dict[str, Layout] = {
             "ffn": {"F": ALL},
         },
     ),
-    # Weights are whole, tokens are cut; each device has the KV of all.
+    # Weights are whole, tokens are cut; each device has the KV of all here, too.
     "context_parallel": Layout(
         (),
         {

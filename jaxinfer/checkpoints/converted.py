@@ -114,7 +114,8 @@ def write(folder: Path, config: ModelConfig, parameters: Mapping[str, np.ndarray
         found = (path for path in sorted(arrays.rglob("*")) if path.is_file())
         files = {path.relative_to(arrays).as_posix(): path.stat().st_size for path in found}
         manifest = Manifest(version=_VERSION, config=config, shapes=shapes, files=files)
-        text = manifest.model_dump_json(indent=2) + "\n"
+        # Where parameters are to lie is for whoever loads them.
+        text = manifest.model_dump_json(indent=2, exclude={"config": {"layout"}}) + "\n"
         (folder / MANIFEST).write_text(text, encoding="utf-8")
     # Orbax passes on whatever TensorStore raises, and raises plain Exception itself.
     except Exception as error:

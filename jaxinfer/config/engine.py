@@ -90,6 +90,8 @@ class EngineOptions(Options):
         """Take ``sharding``, the former name of ``layout``, with a note."""
         if not isinstance(data, dict) or "sharding" not in data:
             return data
+        if data["sharding"] is None:  # The default, as records of runs have it.
+            return {key: data[key] for key in data if key != "sharding"}
         if "layout" in data:
             raise OptionError("sharding: layout is its name now, and is given, too; remove one")
         warnings.warn("sharding is now layout", FutureWarning, stacklevel=2)

@@ -10,6 +10,7 @@ from cluster_checks import Ran
 from tiny_model import write_tiny_mixture, write_tiny_model
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
+from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.models.layouts import LAYOUTS
 from jaxinfer.runtime.stage.stage_plan import StagePlan
@@ -222,6 +223,8 @@ def test_the_former_name_of_layout(
     sections = {"groups": {"g": {"devices": 2}}, "instances": {"g": instance}}
     with pytest.warns(FutureWarning, match="sharding is now layout"):
         run_file = as_run_file({"model": models["dense"]} | sections)
+    # As records of runs have the default.
+    assert InstanceConfig(**instance | {"sharding": None}).layout == "megatron"
     llm = LLM.from_config(run_file, progress=False)
     assert tokens(llm) == expected("dense")
     plan = llm.engine.plan

@@ -143,17 +143,19 @@ def test_compare_puts_layouts_side_by_side(tiny_folder: Path, tmp_path: Path) ->
     lines = ({"prompt_token_ids": [7] * n, "max_tokens": 4} for n in (5, 40))
     work.write_text("\n".join(map(json.dumps, lines)))
     out = tmp_path / "out.json"
-    arguments = ["compare", "default", str(whole), "--model", str(tiny_folder)]
+    arguments = ["compare", "default", str(whole), "fsdp", "--model", str(tiny_folder)]
     arguments += ["--workload", str(work), "--json", str(out), "--rounds", "2"]
     for name, value in (TINY | {"tensor_parallel_size": 2}).items():
         arguments += ["--set", f"engine.{name}={value}"]
     result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    built_in, replicated = json.loads(out.read_text())
-    assert (built_in["layout"], replicated["layout"]) == ("default", str(whole))
+    built_in, replicated, cut = records = json.loads(out.read_text())
+    assert [record["layout"] for record in records] == ["default", str(whole), "fsdp"]
+    # Seven matrices of each of two layers are gathered, beside activations.
+    assert cut["largest_step"]["collectives"]["all-gather"][0] >= 2 * 7
     assert built_in["weight_bytes_per_device"] < replicated["weight_bytes_per_device"]
     assert built_in["largest_step"]["collectives"]["all-reduce"] == [4, 4 * 32 * 32 * 4]
-    for number, record in enumerate((built_in, replicated), 1):
+    for number, record in enumerate(records, 1):
         assert len(record["wall_s"]) == 2
         assert 0 < record["decode_step_s"] < record["wall_s_median"]
         assert (tmp_path / "out.json.runs" / str(number) / "2" / "steps.jsonl").exists()

@@ -17,8 +17,7 @@ from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.layout_files import load_layout
-from jaxinfer.models.layouts import DEFAULT_AXIS
+from jaxinfer.models.layouts import DEFAULT_AXIS, LAYOUTS
 from jaxinfer.models.sharding import padded
 from jaxinfer.options.validation import OptionError
 from jaxinfer.runtime.cluster import Engine, load_cluster
@@ -137,11 +136,10 @@ def measure_operators(
     """
     name = the_instance(cluster)
     group = cluster.instances[name].places[0].group
-    layout = load_layout(cluster.instances[name].layout)
     platform = cluster.groups[group].platform
     there = len(jax.devices(platform)) if degree > 1 else 1
     over_devices = there >= degree
-    model = config = padded(checkpoint.config, {DEFAULT_AXIS: degree}, layout)
+    model = config = padded(checkpoint.config, {DEFAULT_AXIS: degree}, LAYOUTS["megatron"])
     if not over_devices:
         config = replace(
             config,

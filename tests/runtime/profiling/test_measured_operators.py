@@ -59,8 +59,8 @@ def test_tables_of_this_device_are_written_and_simulated(measured: Path) -> None
 
 def test_one_instance_on_one_group_is_measured() -> None:
     place, apart = SimpleNamespace(group="g"), SimpleNamespace(is_apart=True)
-    here = SimpleNamespace(is_apart=False)
-    one = SimpleNamespace(places=[place], segments=1)
+    here = SimpleNamespace(is_apart=False, mesh=None)
+    one = SimpleNamespace(places=[place], segments=1, layout="megatron")
 
     def cluster(group: Any = here, **instances: Any) -> Any:
         return SimpleNamespace(instances=instances, groups={"g": group})
@@ -72,6 +72,12 @@ def test_one_instance_on_one_group_is_measured() -> None:
         the_instance(cluster(a=SimpleNamespace(places=[place] * 2, segments=1)))
     with pytest.raises(JaxinferError, match=r"groups\.g: has a process of its own"):
         the_instance(cluster(apart, a=one))
+    with pytest.raises(
+        JaxinferError, match=r"instances\.a\.layout is fsdp: operators are measured"
+    ):
+        the_instance(cluster(a=SimpleNamespace(places=[place], segments=1, layout="fsdp")))
+    with pytest.raises(JaxinferError, match=r"groups\.g\.mesh: operators are measured on one axis"):
+        the_instance(cluster(SimpleNamespace(is_apart=False, mesh={"x": 1}), a=one))
 
 
 def test_depths_have_the_same_shares_of_each_kind_of_layers(tiny_folder: Path) -> None:
