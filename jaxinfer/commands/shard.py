@@ -72,8 +72,9 @@ def shard(
         raise JaxinferError(
             f"--for {compiler}: {compiler.devices} devices, --mesh {mesh} has {devices}"
         )
-    if pictures and not out:
-        raise JaxinferError("--pictures is for --out, which is missing")
+    for option, given in (("--pictures", pictures), ("--search", search)):
+        if given and not out:
+            raise JaxinferError(f"{option} writes files to --out, which is missing")
     kind, gpu = _card(card)
     question = Question(
         _model(model),
@@ -133,7 +134,7 @@ def _report(
     for table in tables(question, findings, title):
         console.print(table)
         console.print()
-    parts = run_file_parts(question, findings)
+    parts = run_file_parts(question, findings, out)
     for line in (*fastest_lines(best), *(line for text in parts.values() for line in text)):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     if out:
@@ -167,8 +168,14 @@ def _search(question: "Question") -> "dict[str, Assignment]":
     return found
 
 
-def run_file_parts(question: "Question", findings: "list[Finding]") -> dict[str, list[str]]:
-    """Lines of a run file with the fastest layout that fits, for each phase that has one."""
+def run_file_parts(
+    question: "Question", findings: "list[Finding]", out: Path | None
+) -> dict[str, list[str]]:
+    """Lines of a run file with the fastest layout that fits, for each phase that has one.
+
+    Args:
+        out: the folder of files with layouts that were searched for.
+    """
     from jaxinfer.report.shard_table import fits
 
     found = {}
@@ -177,10 +184,12 @@ def run_file_parts(question: "Question", findings: "list[Finding]") -> dict[str,
         fitting = [each for each in findings if each.phase == phase and fits(question, each)]
         if fitting:
             best = min(fitting, key=lambda each: each.seconds.total)
+            file = out / f"{best.layout}.py" if out else None
+            layout = file if file and file.exists() else best.layout
             found[phase] = [
                 f"# {phase}: the fastest that fits",
                 f"groups: {{{phase}: {{devices: {question.target.devices}, mesh: {{{axes}}}}}}}",
-                f"engine: {{layout: {best.layout}{'.py' * best.layout.startswith('search_')}}}",
+                f"engine: {{layout: {layout}}}",
             ]
     return found
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.models.layout_checks import check_apart, check_divides, check_names, check_on_mesh
 from jaxinfer.models.layouts import Layout, most_ways, ways
 from jaxinfer.sharding.dataflow import (
     Collective,
     Flow,
     Product,
-    check_axes,
     head_flow,
     layer_flow,
     moved,
@@ -102,7 +102,7 @@ class LayoutCosts:
         model: with what is padded.
 
     Raises:
-        JaxinferError: the layout names an axis that the mesh has not.
+        JaxinferError: the layout cannot be on this mesh, or not for this model.
     """
 
     def __init__(
@@ -116,13 +116,17 @@ class LayoutCosts:
         weight_size: float | None = None,
         kv_size: float | None = None,
     ) -> None:
-        check_axes(layout, mesh)
+        check_names(layout, mesh)
         self.model, self.layout, self.mesh = padded(model, layout, mesh), layout, mesh
+        check_on_mesh(layout, mesh, self.model)
         self._links = links or links_of(gpu, mesh)
         self._flops, self._bytes_s = gpu.bf16_tflops * 1e12, gpu.memory_gb_s * 1e9
         self._itemsize, self._weight_size = itemsize, weight_size or itemsize
         self._kv_size = kv_size or itemsize
         self._rows = most_ways("T", layout, mesh)
+        self._layer_numbers = sum(
+            self._local(*each) for each in layer_parameters(self.model).items()
+        )
         # What grows with tokens does so in proportion: flows of 1 and 2 tokens have all.
         self._layer = [layer_flow(self.model, layout, mesh, tokens) for tokens in (1, 2)]
         self._head = [head_flow(self.model, layout, mesh, rows) for rows in (1, 2)]
@@ -133,13 +137,16 @@ class LayoutCosts:
         D, V = self.model.hidden_size, self.model.vocab_size
         names = ["embed_VD"] if self.model.tie_word_embeddings else ["embed_VD", "head_VD"]
         tables = sum(self._local(name, (V, D)) for name in names)
-        layer = sum(self._local(*each) for each in layer_parameters(self.model).items())
-        return (self.model.num_hidden_layers * layer + tables) * self._weight_size
+        return (self.model.num_hidden_layers * self._layer_numbers + tables) * self._weight_size
 
     def _local(self, path: str, shape: tuple[int, ...]) -> float:
-        table = table_of(path, self.layout)
-        pieces = math.prod(ways(table.get(letter, ()), self.mesh) for letter in letters_of(path))
-        return math.prod(shape) / pieces
+        table, numbers = table_of(path, self.layout), 1.0
+        check_apart(path, {k: table[k] for k in letters_of(path) if k in table}, self.mesh)
+        for letter, size in zip(letters_of(path), shape, strict=True):
+            pieces = ways(table.get(letter, ()), self.mesh)
+            check_divides(letter, path, size, pieces)
+            numbers *= size / pieces
+        return numbers
 
     @property
     def kv_bytes(self) -> float:
@@ -249,7 +256,7 @@ def step_cost(
         tokens, sequences, context: see ``LayoutCosts.step``.
 
     Raises:
-        JaxinferError: the layout names an axis that the mesh has not.
+        JaxinferError: the layout cannot be on this mesh, or not for this model.
     """
     costs = LayoutCosts(model, layout, mesh, gpu, links, itemsize)
     return costs.step(tokens, sequences, context)

@@ -55,6 +55,7 @@ def fastest(seconds: Mapping[str, SecondsOf], counts: Sequence[int]) -> list[tup
     marks = sorted({*counts, *(each.tokens for each in crossings(seconds, counts))})
     for count in marks:
         best = min(seconds, key=lambda name: seconds[name](count))
+        # Where nothing has a finite time, nothing is the fastest.
         last = seconds[found[-1][1]](count) if found else math.inf
         if _sign(seconds[best](count), last) < 0:
             found.append((count, best))

@@ -15,7 +15,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.models.layouts import ACTIVATIONS, Layout, Places, named
 from jaxinfer.sharding.shapes import (
@@ -294,9 +293,6 @@ def layer_flow(model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) ->
     Args:
         model: with heads and columns that divide, see ``shapes.padded``.
         tokens: of the step.
-
-    Raises:
-        JaxinferError: the layout names an axis that the mesh has not.
     """
     flow = _Flow(model, layout, mesh, tokens)
     path = {letters_name(each): each for each in layer_parameters(model)}
@@ -359,20 +355,3 @@ def head_flow(model: ModelShape, layout: Layout, mesh: Sizes, rows: float) -> Fl
 
 def _or(cuts: Cuts | None, other: Cuts) -> Cuts:
     return other if cuts is None else cuts
-
-
-def check_axes(layout: Layout, mesh: Sizes) -> None:
-    """Check that the mesh has all axes that the layout names.
-
-    Raises:
-        JaxinferError: it has not.
-    """
-    tables = {f"rule {rule.pattern!r}": rule.axes for rule in layout.parameters}
-    tables |= {**layout.activations, "KV": layout.kv, "gathered": {"weights": layout.gathered}}
-    for name, table in tables.items():
-        for letter, place in table.items():
-            for axis in named(place, list(mesh)):
-                if axis not in mesh:
-                    raise JaxinferError(
-                        f"{letter} of {name} lies on mesh axis {axis!r}, there is {list(mesh)}"
-                    )

@@ -160,11 +160,11 @@ class Program:
         return out
 
     def _prefill(
-        self, rows: tuple[str, ...], q_TNH: jax.Array, k_CKH: jax.Array, v_CKH: jax.Array, _: None
+        self, rows: tuple[str, ...], q_TNH: jax.Array, k_CKH: jax.Array, v_CKH: jax.Array, kv: None
     ) -> tuple[jax.Array, Any]:
         """A prompt's tokens, each seeing those up to itself."""
         T, N, H = q_TNH.shape
-        C, K, _ = k_CKH.shape
+        C, K = k_CKH.shape[:2]
         first = jax.lax.axis_index(rows) * T if rows else 0
         position_T = first + jnp.arange(T)
         q_TKGH = q_TNH.reshape(T, K, N // K, H)
