@@ -189,6 +189,7 @@ def run_file_parts(
             found[phase] = [
                 f"# {phase}: the fastest that fits",
                 f"groups: {{{phase}: {{devices: {question.target.devices}, mesh: {{{axes}}}}}}}",
+                f"instances: {{{phase}: {{group: {phase}}}}}",
                 f"engine: {{layout: {layout}}}",
             ]
     return found

@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 from jaxinfer.commands.app import cli
-from jaxinfer.runtime.profiling.conformance_table import as_markdown, conformance_tables
 from jaxinfer.runtime.profiling import conformance
 from jaxinfer.runtime.profiling.conformance import HandOffCheck
 from jaxinfer.runtime.profiling.conformance_sides import HandOffSide
+from jaxinfer.runtime.profiling.conformance_table import as_markdown, conformance_tables
 
 SIDES = {
     "A": HandOffSide(),

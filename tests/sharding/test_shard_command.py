@@ -4,15 +4,23 @@ import csv
 import json
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from jax.sharding import Mesh
 
 from jaxinfer.commands.app import cli
 from jaxinfer.config.run_file import load_run_file
-from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.hardware.catalogue import ModelShape, find_model
 from jaxinfer.models.layouts import LAYOUTS
 from jaxinfer.models.sharding import load_layout
-from jaxinfer.sharding.study import study
+from jaxinfer.sharding.dataflow import layer_flow
+from jaxinfer.sharding.hlo import counts
+from jaxinfer.sharding.layer import Program
+from jaxinfer.sharding.shapes import padded
+from jaxinfer.sharding.study import alike, closed_forms, study
+from jaxinfer.sharding.targets import Target
 from scripts.validate.sharding import question
 
 TINY = {
@@ -40,6 +48,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_tables_pictures_and_run_files(model: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     call = ["shard", "--model", model, "--mesh", "x=2,y=2", "--card", "h100", "--search"]
@@ -86,6 +95,19 @@ def test_mistakes_are_told_in_a_line(model: str, options: list[str], message: st
     result = CliRunner().invoke(cli, ["shard", "--model", model, *options])
     assert str(result.exception).startswith(message)
     assert "\n" not in str(result.exception)
+
+
+@pytest.mark.parametrize("layout", ["weight_stationary_2d", "weight_gathered"])
+def test_a_compiled_mixture_is_as_closed_forms_say(model: str, layout: str) -> None:
+    """Experts, gathered weights, reduced and scattered sums: on this process's devices."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("x", "y"))
+    table = LAYOUTS[layout]
+    shape = padded(find_model(str(Path(model).parent)), table, dict(mesh.shape))
+    program = Program(shape, table, mesh, 16, np.float32)
+    compiled = jax.jit(program.layer).lower(*program.layer_arguments(16, False)).compile()
+    flow = layer_flow(shape, table, dict(mesh.shape), 16)
+    closed, _ = closed_forms(flow.collectives, Target("cpu", (8,)))
+    assert alike(counts(compiled.as_text() or ""), closed)
 
 
 @pytest.mark.parametrize("gated", [True, False])
