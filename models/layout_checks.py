@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layouts import (
     ACTIVATIONS,
@@ -62,7 +63,9 @@ def check_names(layout: Layout, mesh: Mapping[str, int]) -> None:
     _check_there("gathered", layout.gathered, mesh)
 
 
-def check_on_mesh(layout: Layout, mesh: Mapping[str, int], config: ModelConfig) -> None:
+def check_on_mesh(
+    layout: Layout, mesh: Mapping[str, int], config: ModelConfig | ModelShape
+) -> None:
     """Check a layout of a model, which is padded, on a mesh with these sizes of its axes.
 
     Raises:
@@ -91,7 +94,7 @@ def check_places(layout: Layout, mesh: Mapping[str, int]) -> None:
     """
     check_names(layout, mesh)
     for name, table in layout.activations.items():
-        _check_apart(name, table, mesh)
+        check_apart(name, table, mesh)
     _check_attention(layout, mesh)
 
 
@@ -105,6 +108,23 @@ def check_divides(letter: str, name: str, size: int, pieces: int) -> None:
         raise JaxinferError(
             f"axis {letter} of {name} is {size} long, {pieces} pieces do not divide it"
         )
+
+
+def check_apart(name: str, table: Places, mesh: Mapping[str, int]) -> None:
+    """Check that each axis of the mesh cuts one axis of an array at most.
+
+    Raises:
+        JaxinferError: one cuts two.
+    """
+    users: dict[str, str] = {}
+    for letter, place in table.items():
+        for axis in named(place, list(mesh)):
+            if axis in users:
+                raise JaxinferError(
+                    f"{users[axis]} and {letter} of {name} lie on mesh axis {axis!r}, it has room "
+                    "for one"
+                )
+            users[axis] = letter
 
 
 def _tables(layout: Layout) -> Iterator[tuple[str, Places]]:
@@ -131,18 +151,6 @@ def _check_there(what: str, place: Place, mesh: Mapping[str, int]) -> None:
     for axis in named(place, list(mesh)):
         if axis not in mesh:
             raise JaxinferError(f"{what} lies on mesh axis {axis!r}, there is {list(mesh)}")
-
-
-def _check_apart(name: str, table: Places, mesh: Mapping[str, int]) -> None:
-    users: dict[str, str] = {}
-    for letter, place in table.items():
-        for axis in named(place, list(mesh)):
-            if axis in users:
-                raise JaxinferError(
-                    f"{users[axis]} and {letter} of {name} lie on mesh axis {axis!r}, it has room "
-                    "for one"
-                )
-            users[axis] = letter
 
 
 def _check_attention(layout: Layout, mesh: Mapping[str, int]) -> None:

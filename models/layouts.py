@@ -7,7 +7,7 @@ nothing of this. This file needs no JAX.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 
@@ -183,6 +183,21 @@ LAYOUTS: dict[str, Layout] = {
         gathered=ALL,
     ),
 }
+
+
+def in_use(layout: Layout, axes: Sequence[str]) -> Layout:
+    """The layout with the names of this mesh's axes: each place a tuple of them."""
+
+    def places(table: Places) -> dict[str, tuple[str, ...]]:
+        return {letter: named(place, axes) for letter, place in table.items()}
+
+    return replace(
+        layout,
+        parameters=tuple(Rule(rule.pattern, places(rule.axes)) for rule in layout.parameters),
+        activations={name: places(table) for name, table in layout.activations.items()},
+        kv=places(layout.kv),
+        gathered=named(layout.gathered, axes),
+    )
 
 
 def named(place: Place, axes: Sequence[str]) -> tuple[str, ...]:

@@ -4,19 +4,21 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 
-from jaxinfer.commands.common import new_results, with_pictures
+from jaxinfer.commands.common import new_results, say, with_pictures
 from jaxinfer.errors import JaxinferError
 
 if TYPE_CHECKING:
     from jaxinfer.hardware.catalogue import Gpu, ModelShape
     from jaxinfer.models.layouts import Layout
     from jaxinfer.sharding.costs import Link
+    from jaxinfer.sharding.search import Assignment
     from jaxinfer.sharding.study import Finding, Question
 
 # Tokens of a prompt, or sequences, up to which layouts are compared.
@@ -35,6 +37,7 @@ MOST = 65536
 @click.option("--sequences", type=click.IntRange(min=1), default=64, help="That decode; 64.")
 @click.option("--context", type=click.IntRange(min=1), default=2048, help="Of each; 2048.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16")
+@click.option("--search", is_flag=True, help="Also try all ways to cut by the mesh's axes.")
 @click.option("--out", help="New folder for tables, a picture and parts of run files.")
 @with_pictures
 def shard(
@@ -49,6 +52,7 @@ def shard(
     sequences: int,
     context: int,
     dtype: str,
+    search: bool,
     out: str | None,
     pictures: str | None,
 ) -> None:
@@ -57,6 +61,7 @@ def shard(
     One layer is compiled for each, without weights; seconds are a roofline's, by closed forms.
     """
     from jaxinfer.sharding.compiling import PHASES
+    from jaxinfer.sharding.search import layout_file
     from jaxinfer.sharding.study import Question
     from jaxinfer.sharding.targets import Target
 
@@ -67,8 +72,9 @@ def shard(
         raise JaxinferError(
             f"--for {compiler}: {compiler.devices} devices, --mesh {mesh} has {devices}"
         )
-    if pictures and not out:
-        raise JaxinferError("--pictures is for --out, which is missing")
+    for option, given in (("--pictures", pictures), ("--search", search)):
+        if given and not out:
+            raise JaxinferError(f"{option} writes files to --out, which is missing")
     kind, gpu = _card(card)
     question = Question(
         _model(model),
@@ -84,8 +90,13 @@ def shard(
     )
     title = f"{model}, {' x '.join(f'{axis}={n}' for axis, n in sizes.items())} of {kind}, {dtype}"
     chosen = _layouts(layouts)
+    searched = _search(question) if search else {}
+    chosen |= {name: each.layout(tuple(sizes)) for name, each in searched.items()}
     if out:
         with new_results(Path(out)):
+            for name, each in searched.items():
+                text = layout_file(each, tuple(sizes))
+                (Path(out) / f"{name}.py").write_text(text, encoding="utf-8")
             _report(question, chosen, title, Path(out), pictures or "png")
     else:
         _report(question, chosen, title, None, "")
@@ -96,10 +107,10 @@ def _report(
 ) -> None:
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.report.shard_picture import draw_seconds
-    from jaxinfer.report.shard_table import fastest_lines, fits, tables, write_csvs
+    from jaxinfer.report.shard_table import fastest_lines, tables, write_csvs
     from jaxinfer.sharding.cache import FOLDER
     from jaxinfer.sharding.crossings import crossings, fastest, token_counts
-    from jaxinfer.sharding.study import seconds_of, study
+    from jaxinfer.sharding.study import seconds_of, study, where_it_fits
 
     with LoadProgress(True) as bar:
         part = f"compiling layers for {question.target}"
@@ -111,12 +122,19 @@ def _report(
         for phase in question.phases
     }
     counts = token_counts(MOST)
-    best = {phase: fastest(of, counts) for phase, of in seconds.items()}
+    fitting = {
+        phase: {
+            name: where_it_fits(question, layouts[name], phase, of)
+            for name, of in of_layouts.items()
+        }
+        for phase, of_layouts in seconds.items()
+    }
+    best = {phase: fastest(of, counts) for phase, of in fitting.items()}
     console = Console(width=None if sys.stdout.isatty() else 140)
     for table in tables(question, findings, title):
         console.print(table)
         console.print()
-    parts = run_file_parts(question, findings)
+    parts = run_file_parts(question, findings, out)
     for line in (*fastest_lines(best), *(line for text in parts.values() for line in text)):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     if out:
@@ -124,17 +142,40 @@ def _report(
         for phase, lines in parts.items():
             (out / f"{phase}.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
         asked = {"prefill": question.tokens, "decode": question.sequences}
-        large = {
-            phase: [f.layout for f in findings if f.phase == phase and not fits(question, f)]
-            for phase in question.phases
-        }
         picture = out / f"seconds.{kind}"
-        draw_seconds(picture, seconds, best, counts, asked, large, title)
+        draw_seconds(picture, seconds, fitting, best, counts, asked, title)
         console.print(f"tables, picture and parts of run files: {out}/", markup=False)
 
 
-def run_file_parts(question: "Question", findings: "list[Finding]") -> dict[str, list[str]]:
-    """Lines of a run file with the fastest layout that fits, for each phase that has one."""
+def _search(question: "Question") -> "dict[str, Assignment]":
+    """The fastest assignment of each phase that has one, by the name that its layout gets."""
+    from jaxinfer.report.progress import LoadProgress
+    from jaxinfer.sharding.search import LayoutSearch
+
+    found = {}
+    search = LayoutSearch(
+        question.model, question.mesh, question.card, question.links, question.itemsize
+    )
+    with LoadProgress(True) as bar:
+        for phase in question.phases:
+            part = f"layouts of weights for {phase}"
+            best = search.best(question.asked(phase), partial(bar.update, part))
+            if best:
+                found[f"search_{phase}"] = best.assignment
+                say(f"search_{phase}: {best.assignment}")
+            else:
+                say(f"search_{phase}: no layout fits")
+    return found
+
+
+def run_file_parts(
+    question: "Question", findings: "list[Finding]", out: Path | None
+) -> dict[str, list[str]]:
+    """Lines of a run file with the fastest layout that fits, for each phase that has one.
+
+    Args:
+        out: the folder of files with layouts that were searched for.
+    """
     from jaxinfer.report.shard_table import fits
 
     found = {}
@@ -143,10 +184,13 @@ def run_file_parts(question: "Question", findings: "list[Finding]") -> dict[str,
         fitting = [each for each in findings if each.phase == phase and fits(question, each)]
         if fitting:
             best = min(fitting, key=lambda each: each.seconds.total)
+            file = out / f"{best.layout}.py" if out else None
+            layout = file if file and file.exists() else best.layout
             found[phase] = [
                 f"# {phase}: the fastest that fits",
                 f"groups: {{{phase}: {{devices: {question.target.devices}, mesh: {{{axes}}}}}}}",
-                f"engine: {{layout: {best.layout}}}",
+                f"instances: {{{phase}: {{group: {phase}}}}}",
+                f"engine: {{layout: {layout}}}",
             ]
     return found
 

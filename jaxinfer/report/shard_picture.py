@@ -1,5 +1,6 @@
 """Seconds of a step over its tokens, a line for each layout, crossings of the fastest marked."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,27 +20,28 @@ FAINT = 0.3
 def draw_seconds(
     path: Path,
     seconds: Mapping[str, Mapping[str, SecondsOf]],
+    fitting: Mapping[str, Mapping[str, SecondsOf]],
     fastest: Mapping[str, Sequence[tuple[int, str]]],
     counts: Sequence[int],
     asked: Mapping[str, int],
-    too_large: Mapping[str, Sequence[str]],
     title: str,
 ) -> None:
     """Draw a panel for each phase.
 
     Args:
-        seconds: phase -> layout -> seconds by tokens.
+        seconds: phase -> layout -> seconds by tokens; ``fitting``: infinite where it is too large.
         fastest: phase -> from how many tokens on which layout is the fastest.
         asked: phase -> the tokens that were asked for.
-        too_large: phase -> layouts that do not fit at that.
     """
     figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
     panels = figure.subplots(1, len(seconds), squeeze=False)[0]
     names = list(next(iter(seconds.values())))
     for axes, (phase, of_layouts) in zip(panels, seconds.items(), strict=True):
         for name, seconds_of in of_layouts.items():
-            faint = FAINT if name in too_large[phase] else 1.0
-            axes.plot(counts, list(map(seconds_of, counts)), alpha=faint, **_line(names, name))
+            style = _line(names, name)
+            axes.plot(counts, list(map(seconds_of, counts)), alpha=FAINT, **style)
+            within = [count for count in counts if fitting[phase][name](count) < math.inf]
+            axes.plot(within, list(map(seconds_of, within)), **style)
         changes = fastest[phase][1:]
         axes.plot([c for c, _ in changes], [of_layouts[n](c) for c, n in changes], **DOT)
         axes.axvline(asked[phase], color="0.5", linewidth=1, linestyle=(0, (2, 2)))
@@ -57,8 +59,7 @@ def draw_seconds(
     handles = [Line2D([], [], label=name, **_line(names, name)) for name in names]
     handles.append(Line2D([], [], label="another is the fastest from here on", **DOT))
     handles.append(Line2D([], [], color="0.5", linewidth=1, linestyle=(0, (2, 2)), label="asked"))
-    if any(too_large.values()):
-        handles.append(Line2D([], [], color="0.2", alpha=FAINT, label="faint: does not fit"))
+    handles.append(Line2D([], [], color="0.2", alpha=FAINT, label="faint: too large for a card"))
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
     save_picture(figure, path)
 

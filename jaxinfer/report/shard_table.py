@@ -80,9 +80,11 @@ def megabytes(size: float) -> str:
 def fastest_lines(fastest: Mapping[str, Sequence[tuple[int, str]]]) -> Iterator[str]:
     """Say from how many tokens on which layout is the fastest, a line for each phase."""
     for phase, found in fastest.items():
+        if not found:
+            continue
         units = "tokens" if phase == "prefill" else "sequences"
-        parts = [f"{name} from {count:,} {units}" for count, name in found]
-        yield f"fastest {phase}: {', '.join(parts)}"
+        names = [found[0][1], *(f"from {count:,} {units} on {name}" for count, name in found[1:])]
+        yield f"fastest {phase} that fits: {', '.join(names)}"
 
 
 def write_csvs(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.made_from import PACKAGE, digest_of, version_of
-from jaxinfer.models.layouts import Layout
 from jaxinfer.sharding.compiling import Compiled, Job
 from jaxinfer.sharding.targets import Target
 
@@ -35,21 +34,21 @@ class CompiledCache:
         asked = [str(target), list(mesh.items()), model.model_dump(), dtype]
         self._common = json.dumps([versions, code, asked])
 
-    def _path(self, job: Job, layout: Layout) -> Path:
-        text = self._common + json.dumps([job.part, job.tokens, job.context]) + repr(layout)
+    def _path(self, job: Job) -> Path:
+        text = self._common + json.dumps([job.part, job.tokens, job.context, job.layout])
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
-    def get(self, job: Job, layout: Layout) -> Compiled | None:
-        """What is kept of a job in this layout; None where nothing is, or it cannot be read."""
+    def get(self, job: Job) -> Compiled | None:
+        """What is kept of a job; None where nothing is, or it cannot be read."""
         try:
-            found = json.loads(self._path(job, layout).read_text(encoding="utf-8"))
+            found = json.loads(self._path(job).read_text(encoding="utf-8"))
             return Compiled.of(found)
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
-    def add(self, job: Job, layout: Layout, compiled: Compiled) -> None:
+    def add(self, job: Job, compiled: Compiled) -> None:
         """Keep one; a file that another process writes at once has the same."""
-        path = self._path(job, layout)
+        path = self._path(job)
         part = path.with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.models.layouts import Layout, Rule, in_use
 from jaxinfer.sharding.hlo import counts
 from jaxinfer.sharding.targets import Target, devices_of
 
@@ -27,11 +28,12 @@ class Job:
     """One layer, or the head, to compile.
 
     Attributes:
-        layout: a name, or a Python file.
+        name: of the layout; ``layout``: what that is, see ``as_text``.
         part: ``prefill``, ``decode`` or ``head``.
         tokens: of the step; ``context``: KV entries that a decode sees, its own included.
     """
 
+    name: str
     layout: str
     part: str
     tokens: int
@@ -57,6 +59,24 @@ class Compiled:
         """Read what was written as JSON."""
         kinds = {kind: (int(n), float(size)) for kind, (n, size) in found["collectives"].items()}
         return cls(kinds, float(found["temporaries"]), float(found["compile_s"]))
+
+
+def as_text(layout: Layout, axes: Sequence[str]) -> str:
+    """Return a layout as JSON, with the names of this mesh's axes."""
+    return json.dumps(asdict(in_use(layout, axes)))
+
+
+def _read(text: str) -> Layout:
+    def places(table: dict[str, list[str]]) -> dict[str, tuple[str, ...]]:
+        return {letter: tuple(axes) for letter, axes in table.items()}
+
+    found = json.loads(text)
+    return Layout(
+        tuple(Rule(rule["pattern"], places(rule["axes"])) for rule in found["parameters"]),
+        {name: places(table) for name, table in found["activations"].items()},
+        places(found["kv"]),
+        tuple(found["gathered"]),
+    )
 
 
 def compile_all(
@@ -126,11 +146,10 @@ def _compiled(
     import numpy as np
     from jax.sharding import Mesh
 
-    from jaxinfer.models.layout_files import load_layout
     from jaxinfer.sharding.layer import Program
     from jaxinfer.sharding.shapes import padded
 
-    layout = load_layout(job.layout)
+    layout = _read(job.layout)
     laid = Mesh(np.array(devices).reshape(*mesh.values()), tuple(mesh))
     program = Program(padded(model, layout, mesh), layout, laid, job.context, np.dtype(dtype))
     started = time.perf_counter()
@@ -144,7 +163,7 @@ def _compiled(
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         said = str(error).splitlines()[0]
-        raise JaxinferError(f"layout {job.layout}, {job.part}: {said}") from None
+        raise JaxinferError(f"layout {job.name}, {job.part}: {said}") from None
     memory = compiled.memory_analysis()
     return Compiled(
         counts(compiled.as_text() or ""),

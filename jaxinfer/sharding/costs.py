@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
-from jaxinfer.models.layout_checks import check_divides, check_places
+from jaxinfer.models.layout_checks import check_apart, check_divides, check_names, check_on_mesh
 from jaxinfer.models.layouts import Layout, most_ways, ways
 from jaxinfer.sharding.dataflow import Collective, Product, head_flow, layer_flow
 from jaxinfer.sharding.shapes import Sizes, layer_parameters, letters_of, padded, table_of
@@ -107,11 +107,12 @@ class LayoutFlow:
     """
 
     def __init__(self, model: ModelShape, layout: Layout, mesh: Sizes) -> None:
-        check_places(layout, mesh)
-        for letter, size in (("D", model.hidden_size), ("E", model.num_experts)):
-            if size:
-                check_divides(letter, "the model", size, most_ways(letter, layout, mesh))
+        check_names(layout, mesh)
         self.model, self.layout, self.mesh = padded(model, layout, mesh), layout, mesh
+        check_on_mesh(layout, mesh, self.model)
+        self._layer_numbers = sum(
+            self._local(*each) for each in layer_parameters(self.model).items()
+        )
         self.layer = layer_flow(self.model, layout, mesh, 1)
         self.head = head_flow(self.model, layout, mesh, 1)
         self.rows = most_ways("T", layout, mesh)
@@ -128,8 +129,7 @@ class LayoutFlow:
         names = ["embed_VD"] if first or (last and tied) else []
         names += ["head_VD"] if last and not tied else []
         tables = sum(self._local(name, (V, D)) for name in names)
-        layer = sum(self._local(*each) for each in layer_parameters(self.model).items())
-        return layers * layer + tables
+        return layers * self._layer_numbers + tables
 
     @property
     def gathered_weights(self) -> float:
@@ -142,9 +142,15 @@ class LayoutFlow:
         return layers * numbers / self.kv_ways * kv_size
 
     def _local(self, path: str, shape: tuple[int, ...]) -> float:
-        table = table_of(path, self.layout)
-        pieces = math.prod(ways(table.get(letter, ()), self.mesh) for letter in letters_of(path))
-        return math.prod(shape) / pieces
+        letters, places = letters_of(path), table_of(path, self.layout)
+        table = {letter: places[letter] for letter in letters if letter in places}
+        check_apart(path, table, self.mesh)
+        numbers = 1.0
+        for letter, size in zip(letters, shape, strict=True):
+            pieces = ways(table.get(letter, ()), self.mesh)
+            check_divides(letter, path, size, pieces)
+            numbers *= size / pieces
+        return numbers
 
 
 class LayoutCosts:
@@ -268,6 +274,24 @@ class LayoutCosts:
             compute, memory = T * flops_s, weights_s * touched + T * moved_s
             sums[compute <= memory] += max(compute, memory)
         return Seconds(sums[0], sums[1], T * token_s + step_s)
+
+
+def at_peaks(
+    model: ModelShape,
+    layout: Layout,
+    mesh: Sizes,
+    gpu: Gpu,
+    links: Mapping[str, Link] | None = None,
+    itemsize: int = ITEMSIZE,
+) -> LayoutCosts:
+    """Costs at the card's peaks, of numbers of one size; links are by default those of its node.
+
+    Raises:
+        JaxinferError: the layout does not fit the mesh or the model.
+    """
+    flow, links = LayoutFlow(model, layout, mesh), links or links_of(gpu, mesh)
+    sizes = {"itemsize": itemsize, "weight_size": itemsize, "kv_size": itemsize}
+    return LayoutCosts(flow, gpu, links, **sizes)
 
 
 def ring_seconds(each: Collective, links: Mapping[str, Link]) -> tuple[float, float]:

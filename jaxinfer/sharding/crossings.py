@@ -1,5 +1,6 @@
 """Tokens at which one layout's seconds pass another's."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -46,19 +47,24 @@ def crossings(seconds: Mapping[str, SecondsOf], counts: Sequence[int]) -> list[C
 
 
 def fastest(seconds: Mapping[str, SecondsOf], counts: Sequence[int]) -> list[tuple[int, str]]:
-    """From how many tokens on which layout is the fastest; of equal ones, the first."""
+    """From how many tokens on which layout is the fastest; of equal ones, the first.
+
+    Seconds may be infinite.
+    """
     found: list[tuple[int, str]] = []
     marks = sorted({*counts, *(each.tokens for each in crossings(seconds, counts))})
     for count in marks:
         best = min(seconds, key=lambda name: seconds[name](count))
-        if not found or seconds[best](count) < seconds[found[-1][1]](count) * (1 - 1e-9):
+        # Where nothing has a finite time, nothing is the fastest.
+        last = seconds[found[-1][1]](count) if found else math.inf
+        if _sign(seconds[best](count), last) < 0:
             found.append((count, best))
     return found
 
 
 def _sign(one: float, two: float) -> int:
     """-1 where the first is less, 1 where it is more, 0 where they are equal but for rounding."""
-    if abs(one - two) <= 1e-9 * max(one, two):
+    if math.isclose(one, two, rel_tol=1e-9):
         return 0
     return -1 if one < two else 1
 

@@ -110,12 +110,16 @@ class Flow:
 
 @dataclass(frozen=True)
 class _Array:
-    """An activation, the axes of the mesh that cut each of its own, and those it is a part of."""
+    """An activation and the axes of the mesh that cut each of its own.
+
+    Attributes:
+        partial: axes that it is yet to be summed over, for each logical axis that was.
+    """
 
     what: str
     letters: str
     cuts: Cuts
-    partial: tuple[str, ...] = ()
+    partial: tuple[tuple[str, ...], ...] = ()
 
 
 class _Flow:
@@ -169,15 +173,15 @@ class _Flow:
     def move(self, x: _Array, to: Cuts) -> _Array:
         """Sum what is partial, then exchange, gather and cut; what was gathered before is there."""
         wanted = {axis for axes in to.values() for axis in axes}
-        scattered = tuple(axis for axis in x.partial if axis in wanted)
-        reduced = tuple(axis for axis in x.partial if axis not in wanted)
         cuts = dict(x.cuts)
-        if scattered:
+        for summed in x.partial:
+            scattered = tuple(axis for axis in summed if axis in wanted)
+            reduced = tuple(axis for axis in summed if axis not in wanted)
             self.record("reduce-scatter", scattered, x.letters, cuts, x.what)
-            for letter, axes in to.items():
+            for letter, axes in to.items() if scattered else ():
                 here = tuple(axis for axis in axes if axis in scattered)
                 cuts[letter] = (*cuts.get(letter, ()), *here)
-        self.record("all-reduce", reduced, x.letters, cuts, x.what)
+            self.record("all-reduce", reduced, x.letters, cuts, x.what)
         key = (x.what, str(sorted(cuts.items())), str(sorted(to.items())))
         if key not in self._gathered:
             self._gathered.add(key)
@@ -241,16 +245,17 @@ class _Flow:
         cuts["T"] = tuple(a for a in target.get("T", ()) if a in came) + kept
         x = self.move(x, {k: axes for k, axes in cuts.items() if axes})
         partial = tuple(
-            dict.fromkeys(a for k in summed for a in (*x.cuts.get(k, ()), *used.get(k, ())))
+            tuple(dict.fromkeys((*x.cuts.get(k, ()), *used.get(k, ())))) for k in summed
         )
+        sums = {axis for axes in partial for axis in axes}
         found: Cuts = {"T": x.cuts.get("T", ())}
         for k in out:
             if k in letters:
                 place = used.get(k, ())
-                more = [a for a in target.get(k, ()) if a not in (*place, *partial, *found["T"])]
+                more = [a for a in target.get(k, ()) if a not in (*place, *sums, *found["T"])]
                 found[k] = (*place, *more)
         found = {k: axes for k, axes in found.items() if axes}
-        self._count(x, path, out, found, partial, summed)
+        self._count(x, path, out, found, sums, summed)
         return _Array(what, out, found, partial)
 
     def _count(
@@ -259,14 +264,14 @@ class _Flow:
         path: str,
         out: str,
         found: Cuts,
-        partial: tuple[str, ...],
+        sums: set[str],
         summed: list[str],
     ) -> None:
         rows, letters = self.local("T", found), letters_of(path)
         used = self.used(path)
         inner = 1.0
         for k in summed:
-            cut = {*x.cuts.get(k, ()), *used.get(k, ())} & {*partial}
+            cut = {*x.cuts.get(k, ()), *used.get(k, ())} & sums
             inner *= self.sizes[k] / self.ways(tuple(cut))
         outer = self.local("".join(k for k in letters if k in out), found)
         # Each expert reads the rows that it is sent.

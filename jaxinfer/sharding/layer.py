@@ -166,7 +166,7 @@ class Program:
     ) -> tuple[jax.Array, Any]:
         """A prompt's tokens, each seeing those up to itself."""
         T, N, H = q_TNH.shape
-        C, K, _ = k_CKH.shape
+        C, K = k_CKH.shape[:2]
         first = jax.lax.axis_index(rows) * T if rows else jnp.int32(0)
         position_T = first + jnp.arange(T)
         q_TKGH = q_TNH.reshape(T, K, N // K, H)

@@ -1,5 +1,6 @@
 """Layouts of one model on one mesh, side by side: bytes, collectives, seconds."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -9,11 +10,12 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.models.layouts import Layout
 from jaxinfer.sharding.cache import CompiledCache
-from jaxinfer.sharding.compiling import Compiled, Job, compile_all
-from jaxinfer.sharding.costs import LayoutCosts, LayoutFlow, Link, Seconds, StepCost
+from jaxinfer.sharding.compiling import Compiled, Job, as_text, compile_all
+from jaxinfer.sharding.costs import LayoutCosts, Link, Seconds, StepCost, at_peaks
 from jaxinfer.sharding.crossings import SecondsOf
 from jaxinfer.sharding.dataflow import Collective, head_flow, layer_flow, without_reduce_scatter
 from jaxinfer.sharding.hlo import Counts, counted
+from jaxinfer.sharding.search import Step
 from jaxinfer.sharding.targets import Target
 
 # Bytes of a number, by dtype.
@@ -49,18 +51,14 @@ class Question:
         """Bytes of a number."""
         return ITEMSIZES[self.dtype]
 
-    def job(self, layout: str, phase: str) -> Job:
+    def job(self, name: str, layout: Layout, phase: str) -> Job:
         """What to compile for a phase, or for the head of decodes."""
         tokens = self.tokens if phase == "prefill" else self.sequences
-        return Job(layout, phase, tokens, self.context)
+        return Job(name, as_text(layout, list(self.mesh)), phase, tokens, self.context)
 
     def costs(self, layout: Layout) -> LayoutCosts:
         """Closed forms of a layout."""
-        size = self.itemsize
-        flow = LayoutFlow(self.model, layout, self.mesh)
-        return LayoutCosts(
-            flow, self.card, self.links, itemsize=size, weight_size=size, kv_size=size
-        )
+        return at_peaks(self.model, layout, self.mesh, self.card, self.links, self.itemsize)
 
     def step(self, costs: LayoutCosts, phase: str, tokens: int | None = None) -> StepCost:
         """A step of a phase, of other tokens if they are given."""
@@ -68,6 +66,13 @@ class Question:
             return costs.step(tokens or self.tokens, 1)
         sequences = tokens or self.sequences
         return costs.step(sequences, sequences, self.context - 1)
+
+    def asked(self, phase: str) -> Step:
+        """A phase's step, as searches take it."""
+        entries = self.entries(phase)
+        if phase == "prefill":
+            return Step(self.tokens, 1, 0, entries)
+        return Step(self.sequences, self.sequences, self.context - 1, entries)
 
     def entries(self, phase: str) -> int:
         """KV entries at the end of a phase's step."""
@@ -138,8 +143,8 @@ def deviations(compiled: Counts, closed: Counts) -> tuple[str, ...]:
     """What the compiler does in another way, in words."""
     if alike(compiled, closed):
         return ()
-    if "collective-permute" in compiled and "collective-permute" not in closed:
-        return ("collective matmul",)
+    if "collective-permute" in compiled:
+        return ("collective-permutes, as of collective matmuls",)
     kinds = [kind for kind in {**closed, **compiled} if compiled.get(kind) != closed.get(kind)]
     return (f"other {', '.join(kinds)}",)
 
@@ -148,6 +153,18 @@ def seconds_of(question: Question, layout: Layout, phase: str) -> SecondsOf:
     """Seconds of a phase's step by its tokens, or by its sequences."""
     costs = question.costs(layout)
     return cache(lambda count: question.step(costs, phase, count).step.total)
+
+
+def where_it_fits(question: Question, layout: Layout, phase: str, seconds: SecondsOf) -> SecondsOf:
+    """The same, but infinite where a card has no room for weights and KV."""
+    costs = question.costs(layout)
+    room = question.card.memory_gb * 1e9 - costs.weight_bytes
+
+    def found(count: int) -> float:
+        entries = count if phase == "prefill" else count * question.context
+        return seconds(count) if costs.kv_bytes * entries <= room else math.inf
+
+    return found
 
 
 def study(
@@ -172,31 +189,30 @@ def study(
         except JaxinferError as error:
             raise JaxinferError(f"layout {name}: {error}") from None
     parts = (*question.phases, "head")
-    jobs = [question.job(name, part) for part in parts for name in layouts]
-    compiled = _compiled(question, layouts, jobs, cache_folder, progress)
+    jobs = [question.job(*each, part) for part in parts for each in layouts.items()]
+    compiled = _compiled(question, jobs, cache_folder, progress)
     return [
-        _finding(question, costs[job.layout], job, found)
+        _finding(question, costs[job.name], job, found)
         for job, found in zip(jobs, compiled, strict=True)
     ]
 
 
 def _compiled(
     question: Question,
-    layouts: Mapping[str, Layout],
     jobs: Sequence[Job],
     cache_folder: Path,
     progress: Callable[[int], None],
 ) -> list[Compiled]:
     q = question
     kept_ones = CompiledCache(cache_folder, q.target, q.mesh, q.model, q.dtype)
-    found = {job: kept for job in jobs if (kept := kept_ones.get(job, layouts[job.layout]))}
+    found = {job: kept for job in jobs if (kept := kept_ones.get(job))}
     missing = [job for job in jobs if job not in found]
     progress(len(missing))
     if missing:
         results = compile_all(q.target, q.mesh, q.model, q.dtype, missing)
         for job, result in zip(missing, results, strict=True):
             found[job] = result
-            kept_ones.add(job, layouts[job.layout], result)
+            kept_ones.add(job, result)
             progress(sum(each not in found for each in jobs))
     return [found[job] for job in jobs]
 
@@ -207,7 +223,7 @@ def _finding(question: Question, costs: LayoutCosts, job: Job, compiled: Compile
     closed, notes = closed_forms(flow.collectives, question.target)
     cost = question.step(costs, job.part)
     return Finding(
-        job.layout,
+        job.name,
         job.part,
         cost,
         cost.kv_bytes * question.entries(job.part),

@@ -64,6 +64,7 @@ class Target:
         if self.is_cpu:
             flags += f" --xla_force_host_platform_device_count={self.devices}"
         return {
+            "JAX_NUM_CPU_DEVICES": str(self.devices if self.is_cpu else 1),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": flags.strip(),
             "TPU_SKIP_MDS_QUERY": "1",

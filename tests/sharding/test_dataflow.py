@@ -1,165 +1,102 @@
-"""Closed forms of a layer's collectives, against those that papers print."""
-
-import math
-from collections import Counter
-from dataclasses import replace
+"""Closed forms against the papers' own figures, and sums made by hand."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from jaxinfer.errors import JaxinferError
-from jaxinfer.hardware.catalogue import Catalogue, ModelShape
-from jaxinfer.models.layouts import ALL, LAYOUTS, REST, Layout, Rule
-from jaxinfer.sharding.costs import LayoutFlow
-from jaxinfer.sharding.dataflow import Attention
-
-LLAMA = Catalogue().model("llama-2-70b")
-MIXTURE = ModelShape(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
-    num_key_value_heads=8, vocab_size=128, num_experts=8, num_experts_per_tok=2,
-)  # fmt: skip
-DENSE = MIXTURE.model_copy(update={"num_experts": 0, "num_experts_per_tok": 0})
-MESH = {"x": 2, "y": 4}
-
-
-def feed_forward(flow: LayoutFlow) -> float:
-    """Numbers per token that a device sends for the feed-forward layer."""
-    own = ("ffn_inputs", "up_DF", "ffn")
-    return sum(c.moved for c in flow.layer.collectives if c.what in own)
-
-
-@pytest.mark.parametrize(
-    ("devices", "rows", "one_axis", "two_axes"),
-    [(8, 2, 14336, 13312), (16, 2, 15360, 10752), (64, 4, 16128, 6528), (256, 8, 16320, 3552)],
+from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.models.layouts import LAYOUTS
+from jaxinfer.sharding.dataflow import (
+    Collective,
+    head_flow,
+    layer_flow,
+    moved,
+    without_reduce_scatter,
 )
-def test_feed_forward_of_pope_et_al(
-    devices: int, rows: int, one_axis: float, two_axes: float
+
+DENSE = ModelShape(
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=1,
+    num_attention_heads=64,
+    num_key_value_heads=64,
+    vocab_size=1024,
+    gated=False,
+)
+FFN = {"ffn_inputs", "up_DF", "ffn"}
+
+
+def moved_per_token(layout: str, mesh: dict[str, int], what: set[str]) -> float:
+    found = layer_flow(DENSE, LAYOUTS[layout], mesh, 1024).collectives
+    return sum(each.moved for each in found if each.what in what) / 1024
+
+
+# Pope et al. (2022), sections 3.2.1 and 3.2.2, for E = 8,192 and F = 28,672.
+@pytest.mark.parametrize(
+    ("x", "y", "one", "two"),
+    [
+        (2, 4, 14_336, 13_312),
+        (2, 8, 15_360, 10_752),
+        (4, 16, 16_128, 6_528),
+        (8, 32, 16_320, 3_552),
+    ],
+)
+def test_weight_stationary_layers_move_what_the_paper_says(
+    x: int, y: int, one: float, two: float
 ) -> None:
-    """Sections 3.2.1 and 3.2.2: 2 E (n - 1) / n, and 2 (E/X (YZ-1)/YZ + F/YZ (X-1)/X).
-
-    The paper's has two matrices, E = 8,192 and F = 28,672.
-    """
-    heads = {"num_attention_heads": 256, "num_key_value_heads": 256, "head_dim": 32}
-    model = LLAMA.model_copy(update={"gated": False, **heads})
-    mesh = {"x": rows, "y": devices // rows}
-    assert feed_forward(LayoutFlow(model, LAYOUTS["megatron"], mesh)) == one_axis
-    assert feed_forward(LayoutFlow(model, LAYOUTS["weight_stationary_2d"], mesh)) == two_axes
+    mesh = {"x": x, "y": y}
+    for layout in ("megatron", "sequence_parallel"):
+        assert moved_per_token(layout, mesh, FFN) == one
+    assert moved_per_token("weight_stationary_2d", mesh, FFN) == two
 
 
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        ("megatron", {"all-reduce": 2}),
-        ("sequence_parallel", {"all-gather": 2, "reduce-scatter": 2}),
-        ("attention_dp", {"all-gather": 3, "reduce-scatter": 1}),
-        ("context_parallel", {"all-gather": 2}),
-        # Of weights: seven. Queries, keys, values and results change from tokens to heads and back.
-        ("fsdp", {"all-gather": 7, "all-to-all": 4}),
-    ],
-)
-def test_collectives_by_kind(layout: str, expected: dict[str, int]) -> None:
-    found = LayoutFlow(LLAMA, LAYOUTS[layout], MESH).layer.collectives
-    assert Counter(each.kind for each in found) == expected
+def test_gathered_weights_move_alike_for_any_tokens() -> None:
+    """Section 3.2.3: the layer's weights over the first axis."""
+    mesh = {"x": 4, "y": 2}
+    for tokens in (8, 8192):
+        found = layer_flow(DENSE, LAYOUTS["weight_gathered"], mesh, tokens).collectives
+        weights = sum(each.moved for each in found if "T" not in each.letters)
+        assert weights == DENSE.layer_parameters / 2 * 3 / 4
 
 
-def test_a_reduce_scatter_and_a_gather_send_what_an_all_reduce_does() -> None:
-    sent = [
-        sum(c.moved for c in LayoutFlow(LLAMA, LAYOUTS[name], MESH).layer.collectives)
-        for name in ("megatron", "sequence_parallel")
-    ]
-    assert sent[0] == sent[1] == 2 * 2 * 8192 * 7 / 8
+def test_a_ring_sends_what_the_shares_say() -> None:
+    """An array of 12 numbers in four pieces, gathered step by step: each passes on what is new."""
+    devices, numbers = 4, 12
+    have = [[rank] for rank in range(devices)]
+    sent = 0.0
+    while len(have[0]) < devices:
+        new = [pieces[-1] for pieces in have]
+        for rank, piece in enumerate(new):
+            have[(rank + 1) % devices].append(piece)
+        sent += numbers / devices
+    assert all(sorted(pieces) == list(range(devices)) for pieces in have)
+    assert sent == moved("all-gather", devices) * numbers
+    # The same backwards adds the pieces up; an all-reduce is both.
+    assert moved("all-reduce", devices) == 2 * moved("reduce-scatter", devices) == 2 * sent / 12
 
 
-def test_all_weights_are_gathered_but_ones_own() -> None:
-    flow = LayoutFlow(LLAMA, LAYOUTS["fsdp"], MESH)
-    assert flow.gathered_weights == LLAMA.layer_parameters * 7 / 8
+def test_a_compiler_without_reduce_scatters_reduces_everywhere() -> None:
+    kept = Collective("all-gather", ("x",), 8, 80.0, "y", "TD")
+    scattered = Collective("reduce-scatter", ("x",), 8, 80.0, "ffn", "TD")
+    first, second = without_reduce_scatter([kept, scattered])
+    assert first == kept
+    assert (second.kind, second.moved) == ("all-reduce", 2 * scattered.moved)
 
 
-def test_one_device_sends_nothing() -> None:
-    for layout in LAYOUTS.values():
-        flow = LayoutFlow(LLAMA, layout, {"x": 1, "y": 1})
-        assert not flow.layer.collectives
-        assert sum(each.weights for each in flow.layer.products) == LLAMA.layer_parameters
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_device_moves_nothing_and_computes_all(layout: str) -> None:
+    flow = layer_flow(DENSE, LAYOUTS[layout], {"x": 1, "y": 1}, 16)
+    assert flow.collectives == []
+    assert sum(each.flops for each in flow.products) == 2 * 16 * DENSE.layer_parameters
+    assert sum(each.weights for each in flow.products) == DENSE.layer_parameters
+    assert head_flow(DENSE, LAYOUTS[layout], {"x": 1, "y": 1}, 16).collectives == []
 
 
-@given(
-    name=st.sampled_from([name for name in LAYOUTS if name != "context_parallel"]),
-    x=st.sampled_from([1, 2, 4]),
-    y=st.sampled_from([1, 2]),
-    mixture=st.booleans(),
-)
-def test_the_work_of_all_devices_is_the_layer_s(name: str, x: int, y: int, mixture: bool) -> None:
-    """Multiplications of a token, over all devices, are those of one device without a mesh."""
-    model = MIXTURE if mixture else DENSE
-    flow = LayoutFlow(model, LAYOUTS[name], {"x": x, "y": y})
-    alone = LayoutFlow(model, LAYOUTS[name], {"x": 1, "y": 1})
-    router = 2 * 64 * 8
-    for here, whole in zip(flow.layer.products, alone.layer.products, strict=True):
-        # Routers are small: each device may have all of it.
-        if whole.flops != router:
-            assert math.isclose(here.flops * x * y, whole.flops)
-    part = flow.layer.attention
-    assert part
-    assert math.isclose(part.tokens * part.heads * x * y, 8)
-    assert flow.kv_ways in (1, x * y)
-
-
-def test_parameters_on_a_device() -> None:
-    tables = 2 * LLAMA.vocab_size * LLAMA.hidden_size
-    layers = LLAMA.num_hidden_layers * LLAMA.layer_parameters
-    for name, cut in (("megatron", 8), ("fsdp", 8), ("context_parallel", 1)):
-        flow = LayoutFlow(LLAMA, LAYOUTS[name], MESH)
-        assert flow.parameters(80, True, True) == layers / cut + tables
-    flow = LayoutFlow(LLAMA, LAYOUTS["attention_dp"], MESH)
-    ffn = 80 * LLAMA.expert_parameters
-    assert flow.parameters(80, True, True) == layers - ffn * 7 / 8 + tables
-    assert flow.parameters(1, False, True) == LLAMA.layer_parameters - ffn / 80 * 7 / 8 + tables / 2
-
-
-def test_a_device_has_one_kv_head_at_least() -> None:
-    """Eight KV heads on sixteen devices: two have the same, and half of its queries each."""
-    flow = LayoutFlow(LLAMA, LAYOUTS["megatron"], {"x": 4, "y": 4})
-    assert flow.layer.attention == Attention(1, 4, 1)
-    assert sum(each.weights for each in flow.layer.products[:3]) == 8192 * (4 + 2) * 128
-    assert flow.kv_bytes(80, 2) == 80 * 2 * 128 * 2
-
-
-def test_heads_that_do_not_divide_are_padded() -> None:
-    model = LLAMA.model_copy(update={"num_key_value_heads": 6, "num_attention_heads": 12})
-    model = model.model_copy(update={"head_dim": 64})
-    flow = LayoutFlow(model, LAYOUTS["megatron"], {"x": 4})
-    assert flow.layer.attention == Attention(1, 4, 2)
-
-
-@pytest.mark.parametrize(
-    ("layout", "mesh", "message"),
-    [
-        (
-            replace(LAYOUTS["megatron"], kv={"K": "z"}),
-            MESH,
-            r"K of KV pages lies on mesh axis 'z', there is \['x', 'y'\]",
-        ),
-        (LAYOUTS["fsdp"], {"x": 3, "y": 1}, "axis D of the model is 8192 long, 3 pieces"),
-        (
-            replace(LAYOUTS["megatron"], activations={"residual": {"T": ALL, "D": REST}}),
-            MESH,
-            "T and D of residual lie on mesh axis 'y', it has room for one",
-        ),
-        (
-            replace(LAYOUTS["sequence_parallel"], kv={"K": "x"}),
-            MESH,
-            "attention reaches KV where its heads are",
-        ),
-    ],
-)
-def test_layouts_that_do_not_fit(layout: Layout, mesh: dict[str, int], message: str) -> None:
-    with pytest.raises(JaxinferError, match=message):
-        LayoutFlow(LLAMA, layout, mesh)
-
-
-def test_rules_of_ones_own() -> None:
-    """Columns over y alone are on x twice: the all-reduces go over four devices."""
-    layout = Layout((Rule("*", {"N": "y", "K": "y", "F": "y"}),), kv={"K": "y"})
-    flow = LayoutFlow(LLAMA, layout, MESH)
-    assert [(c.axes, c.moved) for c in flow.layer.collectives] == 2 * [(("y",), 2 * 8192 * 3 / 4)]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_devices_share_flops(layout: str) -> None:
+    """None computes twice, but for the keys and values of tokens that attention needs whole."""
+    flow = layer_flow(DENSE, LAYOUTS[layout], {"x": 4, "y": 2}, 64)
+    twice = {"attention_dp": {"k_DKH", "v_DKH"}, "context_parallel": {"k_DKH", "v_DKH"}}
+    twice["weight_gathered"] = {"k_DKH", "v_DKH"}
+    flops = sum(p.flops for p in flow.products if p.what not in twice.get(layout, ()))
+    alone = layer_flow(DENSE, LAYOUTS[layout], {"x": 1}, 64)
+    once = sum(p.flops for p in alone.products if p.what not in twice.get(layout, ()))
+    assert flops == once / 8

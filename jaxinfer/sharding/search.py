@@ -1,0 +1,233 @@
+"""The fastest layout that there is: all ways to put logical axes on those of a mesh.
+
+An assignment says which axes of the mesh cut rows of weights (D), heads (N and K together), columns
+(F), experts (E) and tokens (T). The rest follows: tokens stay cut where neither heads nor columns
+need the axis, weights are gathered over axes that cut both rows and tokens, and the residual stream
+is cut by rows wherever weights are and tokens are not.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from itertools import combinations, product
+
+from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.models.layouts import Layout, Places, Rule
+from jaxinfer.sharding.costs import LayoutCosts, Link, StepCost, at_peaks
+from jaxinfer.sharding.shapes import Sizes, layer_parameters, letters_of
+
+Place = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Axes of the mesh by what they cut, in the mesh's order."""
+
+    rows: Place = ()
+    heads: Place = ()
+    columns: Place = ()
+    experts: Place = ()
+    tokens: Place = ()
+
+    def __str__(self) -> str:
+        letters = {"rows": "D", "heads": "N", "columns": "F", "experts": "E", "tokens": "T"}
+        said = [
+            f"{letters[each.name]}: {'+'.join(getattr(self, each.name))}"
+            for each in fields(self)
+            if getattr(self, each.name)
+        ]
+        return ", ".join(said) or "whole"
+
+    def layout(self, axes: tuple[str, ...]) -> Layout:
+        """The layout that follows, on a mesh with these axes."""
+
+        def table(**places: Place) -> Places:
+            return {letter: place for letter, place in places.items() if place}
+
+        def left(place: Place, *others: Place) -> Place:
+            return tuple(axis for axis in place if not any(axis in other for other in others))
+
+        # What is gathered first lies innermost, so that pieces are neighbours.
+        rows = left(self.rows, self.tokens)
+        gathered = left(self.rows, rows)
+        by_heads = left(self.tokens, self.heads)
+        by_columns = left(self.tokens, self.columns, self.experts)
+        stream = (*rows, *left(axes, self.tokens, rows)) if rows else ()
+        stored = (*rows, *gathered)
+        matrix = table(D=stored, N=self.heads, K=self.heads, F=self.columns, E=self.experts)
+        # Partial sums over rows are scattered over the heads and columns that they are sums of, and
+        # tokens whose weights are gathered change places with heads.
+        heads = (*self.heads, *rows, *gathered)
+        apart = left(by_heads, gathered)
+        kv = table(K=heads)
+        return Layout(
+            (Rule("*norm.*", {}), Rule("*router_DE", table(D=stored)), Rule("layers.*", matrix)),
+            {
+                "residual": table(T=self.tokens, D=stream),
+                "attention_inputs": table(T=by_heads, D=rows),
+                "queries": table(T=by_heads, N=(*self.heads, *rows)),
+                "new_kv": table(T=by_heads, K=(*self.heads, *rows)),
+                "heads": table(T=apart, N=heads),
+                "kv": kv,
+                "attention_outputs": table(T=by_heads, N=self.heads),
+                "ffn_inputs": table(T=by_columns, D=rows),
+                "ffn": table(T=by_columns, F=(*self.columns, *rows)),
+                "ffn_outputs": table(T=by_columns, F=self.columns),
+                "experts": table(T=by_columns, E=self.experts, F=self.columns),
+            },
+            kv,
+            gathered,
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """An assignment and what its step costs."""
+
+    assignment: Assignment
+    cost: StepCost
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step to find a layout for, see ``LayoutCosts.step``; ``entries`` is all KV at its end."""
+
+    tokens: int
+    sequences: int
+    context: int
+    entries: int
+
+
+class LayoutSearch:
+    """Assignments of one model on one mesh.
+
+    Args:
+        links, itemsize: see ``LayoutCosts``.
+
+    Attributes:
+        tried: how many assignments were priced.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        mesh: Sizes,
+        gpu: Gpu,
+        links: Mapping[str, Link] | None = None,
+        itemsize: int = 2,
+    ) -> None:
+        self._model, self._mesh, self._gpu = model, mesh, gpu
+        self._links, self._itemsize = links, itemsize
+        self.tried = 0
+
+    def of_weights(self) -> list[Assignment]:
+        """All assignments of what cuts weights: each axis of a weight is cut by axes of its own."""
+        D, F = self._model.hidden_size, self._model.intermediate_size
+        heads, E = self._model.num_key_value_heads, self._model.num_experts
+        experts = self._divide(E) if E else [()]
+        return [
+            Assignment(*places)
+            for places in product(self._divide(D), self._divide(heads), self._divide(F), experts)
+            if _apart(places[0], places[1]) and _apart(places[0], places[2], places[3])
+        ]
+
+    def _places(self) -> list[Place]:
+        axes = [axis for axis, size in self._mesh.items() if size > 1]
+        return [place for n in range(len(axes) + 1) for place in combinations(axes, n)]
+
+    def _divide(self, size: int) -> list[Place]:
+        """Places whose devices divide a logical axis."""
+        found = []
+        for place in self._places():
+            pieces = 1
+            for axis in place:
+                pieces *= self._mesh[axis]
+            if size % pieces == 0:
+                found.append(place)
+        return found
+
+    def with_tokens(self, assignment: Assignment) -> Iterator[Assignment]:
+        """The same with tokens on each place."""
+        a = assignment
+        for tokens in self._places():
+            yield Assignment(a.rows, a.heads, a.columns, a.experts, tokens)
+
+    def price(self, assignment: Assignment, step: Step) -> Found | None:
+        """What an assignment costs; None where a card has no room for it."""
+        self.tried += 1
+        costs = self._costs(assignment)
+        if not self._fits(costs, step):
+            return None
+        return Found(assignment, costs.step(step.tokens, step.sequences, step.context))
+
+    def best(self, step: Step, progress: Callable[[int], None] = lambda left: None) -> Found | None:
+        """The fastest assignment that fits; of equal ones, the first. None where none fits.
+
+        Weights and KV do not depend on where tokens lie: what has no room for them, or reads them
+        for longer than the best step takes, is not tried any further.
+        """
+        best: Found | None = None
+        weights = self.of_weights()
+        for number, cut in enumerate(weights):
+            progress(len(weights) - number)
+            costs = self._costs(cut)
+            if not self._fits(costs, step):
+                continue
+            if best and self._at_least(step, cut) >= best.cost.step.total:
+                continue
+            for assignment in self.with_tokens(cut):
+                found = self.price(assignment, step)
+                if found and (best is None or found.cost.step.total < best.cost.step.total):
+                    best = found
+        progress(0)
+        return best
+
+    def _costs(self, assignment: Assignment) -> LayoutCosts:
+        return at_peaks(
+            self._model,
+            assignment.layout(tuple(self._mesh)),
+            self._mesh,
+            self._gpu,
+            self._links,
+            self._itemsize,
+        )
+
+    def _fits(self, costs: LayoutCosts, step: Step) -> bool:
+        needed = costs.weight_bytes + costs.kv_bytes * step.entries
+        return needed <= self._gpu.memory_gb * 1e9
+
+    def _at_least(self, step: Step, cut: Assignment) -> float:
+        """Seconds that no place of tokens can save: layers' products, on all devices at once."""
+        model, devices = self._model, 1
+        for size in self._mesh.values():
+            devices *= size
+        experts = model.num_experts_per_tok or 1
+        parameters = model.attention_parameters + experts * model.expert_parameters
+        flops = 2 * step.tokens * parameters * model.num_hidden_layers / devices
+        read = 0.0
+        if not model.num_experts:
+            of = {"D": cut.rows, "N": cut.heads, "K": cut.heads, "F": cut.columns}
+            for path, shape in layer_parameters(model).items():
+                numbers = 1.0
+                for letter, size in zip(letters_of(path), shape, strict=True):
+                    numbers *= size
+                    for axis in of.get(letter, ()):
+                        numbers /= self._mesh[axis]
+                read += numbers * self._itemsize * model.num_hidden_layers
+        return max(flops / (self._gpu.bf16_tflops * 1e12), read / (self._gpu.memory_gb_s * 1e9))
+
+
+def _apart(*places: Place) -> bool:
+    axes = [axis for place in places for axis in place]
+    return len(axes) == len(set(axes))
+
+
+def layout_file(assignment: Assignment, axes: tuple[str, ...]) -> str:
+    """A Python file with the layout of an assignment, as ``engine.layout`` takes it."""
+    layout = assignment.layout(axes)
+    lines = ["from jaxinfer.models.layouts import Layout, Rule", "", f"# {assignment}."]
+    lines += ["LAYOUT = Layout(", "    parameters=("]
+    lines += [f"        Rule({rule.pattern!r}, {rule.axes!r})," for rule in layout.parameters]
+    lines += ["    ),", "    activations={"]
+    lines += [f"        {name!r}: {table!r}," for name, table in layout.activations.items()]
+    lines += ["    },", f"    kv={layout.kv!r},", f"    gathered={layout.gathered!r},", ")"]
+    return "\n".join(lines) + "\n"

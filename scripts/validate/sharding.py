@@ -1,0 +1,84 @@
+"""Collectives of compiled layers beside closed forms, for layouts, meshes, models and phases.
+
+    python -m scripts.validate.sharding table.csv
+
+A row for each; ends with 1 if one differs. Two cores take four minutes.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+
+import click
+
+from jaxinfer.hardware.catalogue import ModelShape, find_gpu, find_model
+from jaxinfer.models.layouts import LAYOUTS
+from jaxinfer.sharding.cache import FOLDER
+from jaxinfer.sharding.compiling import PHASES
+from jaxinfer.sharding.costs import links_of
+from jaxinfer.sharding.hlo import KINDS, Counts
+from jaxinfer.sharding.study import Finding, Question, study
+from jaxinfer.sharding.targets import Target
+from scripts.tables import Row, write_csv
+
+MESHES = ("1x8", "2x4", "4x4", "8x8")
+MODELS = ("llama-3-70b", "opt-66b", "qwen3-30b-a3b")
+TOKENS, SEQUENCES, CONTEXT = 2048, 64, 2048
+
+
+def question(model: ModelShape, mesh: str, tokens: int, sequences: int, context: int) -> Question:
+    """What to ask of XLA for CPUs."""
+    x, y = map(int, mesh.split("x"))
+    sizes, card = {"x": x, "y": y}, find_gpu("H100-SXM")
+    return Question(
+        model,
+        sizes,
+        card,
+        Target("cpu", (x * y,)),
+        PHASES,
+        tokens,
+        sequences,
+        context,
+        "bfloat16",
+        links_of(card, sizes),
+    )
+
+
+def rows(meshes: Sequence[str], models: Mapping[str, ModelShape], cache: Path) -> Iterator[Row]:
+    """Yield a row for each layout, phase, mesh and model."""
+    for mesh, (name, model) in product(meshes, models.items()):
+        asked = question(model, mesh, TOKENS, SEQUENCES, CONTEXT)
+        for found in study(asked, LAYOUTS, cache):
+            yield {"mesh": mesh, "model": name, **row(found)}
+
+
+def row(found: Finding) -> Row:
+    """Counts and numbers of both, by kind."""
+    cells: Row = {"layout": found.layout, "phase": found.phase}
+    for kind in KINDS:
+        for source, counts in (("compiled", found.compiled), ("closed", found.closed)):
+            cells |= _cells(f"{source}_{kind.replace('-', '_')}", counts, kind)
+    return {**cells, "equal": found.equal, "notes": "; ".join(found.notes)}
+
+
+def _cells(name: str, counts: Counts, kind: str) -> Row:
+    count, numbers = counts.get(kind, (0, 0.0))
+    return {name: count, f"{name}_numbers": round(numbers)}
+
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--mesh", "meshes", multiple=True, default=MESHES, show_default=True)
+@click.option("--model", "models", multiple=True, default=MODELS, show_default=True)
+def main(out: Path, meshes: tuple[str, ...], models: tuple[str, ...]) -> None:
+    """Write the table, and say how many rows are equal."""
+    found = list(rows(meshes, {name: find_model(name) for name in models}, FOLDER.expanduser()))
+    write_csv(out, found)
+    equal = sum(each["equal"] for each in found)
+    print(f"{equal} of {len(found)} are equal")
+    sys.exit(equal < len(found))
+
+
+if __name__ == "__main__":
+    main()
