@@ -25,7 +25,7 @@ PCIE_GB_S, PCIE_S = 17.0, 30e-6
 # Over NVLink: NCCL on two A100 or H100 SXM, 256 KiB to 16 MiB, as in NVIDIA's aiconfigurator.
 NVLINK_SHARE, NVLINK_S = 0.5, 12e-6
 # What connects GPUs: collectives over PCIe go through the host. Of a CPU, its memory; of one, none.
-LINKS = ("NVLink", "PCIe", "InfinityFabric", "memory", "none")
+LINKS = ("NVLink", "PCIe", "InfinityFabric", "ICI", "memory", "none")
 
 
 class Gpu(Options):
