@@ -30,7 +30,7 @@ MOST = 65536
 @click.option("--mesh", required=True, metavar="X=4,Y=2", help="Axes and devices, outermost first.")
 @click.option("--layouts", help="Names or Python files, by commas; all that ship.")
 @click.option("--for", "target", help="Whose compiler: cpu:8, h100:8, v5e:2x4; the CPU's.")
-@click.option("--card", default="H100-SXM", show_default=True, help="In configs/gpus.yaml.")
+@click.option("--card", help="Name in configs/gpus.yaml; that of --for, or H100-SXM.")
 @click.option("--link", "links", multiple=True, metavar="AXIS=GB_S", help="Of a slower axis.")
 @click.option("--phase", type=click.Choice(["prefill", "decode", "both"]), default="both")
 @click.option("--tokens", type=click.IntRange(min=1), default=2048, help="Of a prompt; 2048.")
@@ -45,7 +45,7 @@ def shard(
     mesh: str,
     layouts: str | None,
     target: str | None,
-    card: str,
+    card: str | None,
     links: tuple[str, ...],
     phase: str,
     tokens: int,
@@ -75,7 +75,7 @@ def shard(
     for option, given in (("--pictures", pictures), ("--search", search)):
         if given and not out:
             raise JaxinferError(f"{option} writes files to --out, which is missing")
-    kind, gpu = _card(card)
+    kind, gpu = _card(card or compiler.card)
     question = Question(
         _model(model),
         sizes,

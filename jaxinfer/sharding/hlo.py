@@ -1,8 +1,9 @@
 """Collectives in a compiled module's text: the one place that says what counts as how much.
 
 An array counts as one collective, whatever the compiler has put together. XLA for CPUs makes no
-reduce-scatter: an all-reduce that a slice follows is counted as the all-reduce that it is. What is
-in a loop counts once.
+reduce-scatter: an all-reduce that a slice follows is counted as the all-reduce that it is. XLA for
+TPUs has both in one kernel, a computation named ``all-reduce-scatter``: that is a reduce-scatter.
+What is in a loop counts once.
 """
 
 import math
@@ -43,21 +44,33 @@ def counts(hlo: str) -> Counts:
     the others.
     """
     totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    for result, kind, starts, groups in _LINE.findall(hlo):
-        sizes = [_numbers(dims) for dims in _ARRAY.findall(result)]
-        if starts and kind == "collective-permute":
-            sizes = sizes[1:2]
-        elif starts and kind in ("all-gather", "reduce-scatter", "all-to-all"):
-            sizes = sizes[len(sizes) // 2 :]
-        devices = _devices(groups)
-        if kind == "reduce-scatter":
-            sizes = [size * devices for size in sizes]
-        if kind == "all-to-all":  # One array, in a piece for each device.
-            sizes = [sum(sizes)]
-        if devices > 1 or kind == "collective-permute":
+    scatters = False
+    for line in hlo.splitlines():
+        if line.endswith("{"):
+            scatters = line.startswith("%all-reduce-scatter")
+        if not (found := _LINE.search(line)):
+            continue
+        result, kind, starts, groups = found.groups()
+        devices = _devices(groups) if groups else 2
+        sizes = _sizes(result, kind, bool(starts), devices)
+        if devices > 1:
+            kind = "reduce-scatter" if scatters else kind
             totals[kind][0] += len(sizes)
             totals[kind][1] += moved(kind, devices) * sum(sizes)
     return {kind: (int(count), numbers) for kind, (count, numbers) in totals.items()}
+
+
+def _sizes(result: str, kind: str, starts: bool, devices: int) -> list[int]:
+    """Numbers of each array that is moved, whole."""
+    sizes = [_numbers(dims) for dims in _ARRAY.findall(result)]
+    if starts and kind == "collective-permute":
+        return sizes[1:2]
+    if starts and kind != "all-reduce":  # Operands come before results.
+        sizes = sizes[len(sizes) // 2 :]
+    if kind == "reduce-scatter":
+        return [size * devices for size in sizes]
+    # An all-to-all is of one array, in a piece for each device.
+    return [sum(sizes)] if kind == "all-to-all" else sizes
 
 
 def _numbers(dims: str) -> int:

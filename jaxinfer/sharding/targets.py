@@ -51,6 +51,16 @@ class Target:
         return count
 
     @property
+    def card(self) -> str:
+        """Its name in ``configs/gpus.yaml``; what a CPU compiles is priced on an H100."""
+        cards = {"a100": "A100-80G-SXM", "l4": "L4"}
+        return f"TPU-{self.kind}" if self._is_tpu else cards.get(self.kind, "H100-SXM")
+
+    @property
+    def _is_tpu(self) -> bool:
+        return not self.is_cpu and self.kind not in GPUS
+
+    @property
     def is_cpu(self) -> bool:
         """Whether XLA for CPUs compiles, which has neither 16-bit floats nor reduce-scatters."""
         return self.kind == "cpu"
@@ -126,9 +136,8 @@ def devices_of(target: Target) -> list[Any]:
     if target.is_cpu:
         return list(jax.devices("cpu"))
     if target.kind in GPUS:
-        if find_spec("jax_plugins.xla_cuda12") is None and (
-            find_spec("jax_plugins.xla_cuda13") is None
-        ):
+        plugins = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+        if not find_spec("jax_plugins") or not any(map(find_spec, plugins)):
             raise JaxinferError(f"--for {target}: needs XLA for CUDA: pip install 'jax[cuda12]'")
         options = {
             "platform": "cuda",

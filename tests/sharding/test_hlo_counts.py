@@ -53,3 +53,16 @@ PART = "replica_groups=mesh['axis_0'=8] {'axis_0':(2)4}, dimensions={0}"
 )
 def test_each_way_to_write_a_collective(line: str, found: dict[str, tuple[int, float]]) -> None:
     assert counts(f"ENTRY %main {{\n  {line}\n}}") == found
+
+
+def test_a_kernel_that_reduces_and_scatters_on_tpus() -> None:
+    text = f"""%all-reduce-scatter.1 (input: bf16[8,16]) -> bf16[8,4] {{
+  %all-reduce.2 = bf16[8,16]{{1,0:T(8,128)(2,1)}} all-reduce(%input), {MESH}
+  ROOT %slice = bf16[8,4]{{1,0}} dynamic-slice(%all-reduce.2, %zero, %at)
+}}
+
+ENTRY %main {{
+  %all-reduce.3 = bf16[8,16]{{1,0}} all-reduce(%x), {MESH}
+  ROOT %fusion = bf16[8,4]{{1,0}} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1
+}}"""
+    assert counts(text) == {"reduce-scatter": (1, 96), "all-reduce": (1, 192)}
