@@ -1,4 +1,4 @@
-"""Qwen 3's mixtures of experts (Yang et al., 2025): Qwen 3 whose feed-forward layers are experts."""
+"""Qwen 3 MoE (Yang et al., 2025): Qwen 3 whose feed-forward layers are mixtures of experts."""
 
 from dataclasses import replace
 from functools import partial

@@ -185,8 +185,6 @@ def matmul(x_RD: jax.Array, weight_EDF: jax.Array, count_E: jax.Array) -> jax.Ar
     return _call(x_RD, count_E, weight_EDF)
 
 
-def gated(
-    x_RD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, count_E: jax.Array
-) -> jax.Array:
+def gated(x_RD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, count_E: jax.Array) -> jax.Array:
     """``silu(x gate) * (x up)``, as ``matmul`` has its products."""
     return _call(x_RD, count_E, gate_EDF, up_EDF)

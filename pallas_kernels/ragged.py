@@ -19,8 +19,6 @@ def matmul(x_RD: jax.Array, weight_EDF: jax.Array, count_E: jax.Array) -> jax.Ar
     return jax.lax.ragged_dot(x_RD, weight_EDF, count_E, preferred_element_type=jnp.float32)
 
 
-def gated(
-    x_RD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, count_E: jax.Array
-) -> jax.Array:
+def gated(x_RD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, count_E: jax.Array) -> jax.Array:
     """``silu(x gate) * (x up)``, as ``matmul`` has its products."""
     return jax.nn.silu(matmul(x_RD, gate_EDF, count_E)) * matmul(x_RD, up_EDF, count_E)

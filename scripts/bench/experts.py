@@ -30,7 +30,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 def layers(ragged: bool, dtype: jnp.dtype) -> dict[str, Callable[..., jax.Array]]:
     """The layers by name, compiled when they are called: of x, shares, experts, weights."""
-    found = {"all experts": jax.jit(all_experts)}
+    found: dict[str, Callable[..., jax.Array]] = {"all experts": jax.jit(all_experts)}
     for name, kernels in {"ours": "numba", **({"ragged_dot": "generic"} if ragged else {})}.items():
         products = grouped(kernels, dtype)
         assert products

@@ -165,9 +165,7 @@ def test_decodes_and_chunks_are_kernels_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("tokens", "read"), [(1, 2.0), (2, 3.0), (3, 3.5), (40, 4 * (1 - 2.0**-40))]
 )
-def test_a_mixture_reads_the_experts_that_its_tokens_choose(
-    tokens: int, read: float
-) -> None:
+def test_a_mixture_reads_the_experts_that_its_tokens_choose(tokens: int, read: float) -> None:
     """Two of four experts: one token reads two of them, a second one of the other two."""
     each = 2 * tokens / read
     work = Work(tokens, 0, 1, 0, 0, [(0, tokens)])

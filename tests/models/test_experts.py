@@ -103,5 +103,3 @@ def test_shares_follow_the_configuration() -> None:
     layer.normalised = False
     shares, _ = likeliest(x_TD @ layer.router_DE[...], X, False)
     np.testing.assert_allclose(layer(x_TD), whole * shares.sum(1)[:, None], rtol=1e-4, atol=1e-7)
-
-

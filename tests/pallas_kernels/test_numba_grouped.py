@@ -95,9 +95,7 @@ def test_xlas_grouped_products_are_the_same() -> None:
     x_RD, gate_EDF, up_EDF, counts = operands(COUNTS[0])
     for name in ("matmul", "gated"):
         weights = (gate_EDF, up_EDF)[: 1 + (name == "gated")]
-        ours, theirs = (
-            getattr(of, name)(x_RD, *weights, counts) for of in (numba_grouped, ragged)
-        )
+        ours, theirs = (getattr(of, name)(x_RD, *weights, counts) for of in (numba_grouped, ragged))
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
