@@ -19,7 +19,7 @@ from jaxinfer.pallas_kernels.choice import Grouped, grouped
 class Experts(nnx.Module):
     """The sum of each token's likeliest experts, weighted by the router.
 
-    On one device whose kernels have grouped products, an expert computes only the tokens that are sent
+    On one device whose kernels have grouped products, an expert computes the tokens that are sent
     to it. Elsewhere every expert computes every token: see ``all_experts``.
     """
 
