@@ -1,4 +1,4 @@
-"""Qwen 3 (Yang et al., 2025) whose feed-forward layers are mixtures of experts."""
+"""Qwen 3 MoE (Yang et al., 2025): Qwen 3 whose feed-forward layers are mixtures of experts."""
 
 from dataclasses import replace
 from functools import partial

@@ -79,15 +79,12 @@ class Grouped(NamedTuple):
 
 def grouped(kernels: str, dtype: jnp.dtype) -> Grouped | None:
     """Return the grouped products of that name for weights of this dtype; None where all experts
-    have to compute all rows: XLA's own are eight times slower than that on a CPU.
-    """
-    if kernels == "plain":
-        return None
-    if kernels != "numba":
-        from jaxinfer.pallas_kernels import ragged
+    have to compute all rows.
 
-        return Grouped(ragged.matmul, ragged.gated)
-    if dtype not in (jnp.float32, jnp.bfloat16):
+    XLA's own, ``jax.lax.ragged_dot``, are none: on CPUs and GPUs alike, XLA multiplies each row by
+    every expert and masks, so that all experts take a token's number of experts times less.
+    """
+    if kernels != "numba" or dtype not in (jnp.float32, jnp.bfloat16):
         return None
     from jaxinfer.pallas_kernels import numba_grouped
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models.experts import all_experts, likeliest, sorted_experts
-from jaxinfer.pallas_kernels.choice import grouped
+from jaxinfer.pallas_kernels.choice import Grouped, grouped
 from scripts.tables import show_table
 
 E, D, F, PER_TOKEN = 64, 1024, 512, 8
@@ -28,13 +28,31 @@ E, D, F, PER_TOKEN = 64, 1024, 512, 8
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
+def ragged_matmul(x_RD: jax.Array, weight_EDF: jax.Array, count_E: jax.Array) -> jax.Array:
+    """Products by XLA, in the weights' dtype."""
+    x_RD = x_RD.astype(weight_EDF.dtype)
+    return jax.lax.ragged_dot(x_RD, weight_EDF, count_E, preferred_element_type=jnp.float32)
+
+
+def ragged_gated(
+    x_RD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, count_E: jax.Array
+) -> jax.Array:
+    """Both products by XLA, and the gate."""
+    gate_RF, up_RF = (ragged_matmul(x_RD, weight, count_E) for weight in (gate_EDF, up_EDF))
+    return jax.nn.silu(gate_RF) * up_RF
+
+
+RAGGED = Grouped(ragged_matmul, ragged_gated)
+
+
 def layers(ragged: bool, dtype: jnp.dtype) -> dict[str, Callable[..., jax.Array]]:
     """The layers by name, compiled when they are called: of x, shares, experts, weights."""
     found: dict[str, Callable[..., jax.Array]] = {"all experts": jax.jit(all_experts)}
-    for name, kernels in {"ours": "numba", **({"ragged_dot": "generic"} if ragged else {})}.items():
-        products = grouped(kernels, dtype)
-        assert products
-        found[name] = jax.jit(partial(sorted_experts, products=products))
+    ours = grouped("numba", dtype)
+    assert ours
+    for name, products in {"ours": ours, "ragged_dot": RAGGED}.items():
+        if ragged or products is ours:
+            found[name] = jax.jit(partial(sorted_experts, products=products))
     return found
 
 

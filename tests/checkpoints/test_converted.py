@@ -432,11 +432,11 @@ class TestDamage:
         assert "missing; copy" in error_of(folder)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mixtral", "opt"])
+@pytest.mark.parametrize("name", ["gemma3", "mixtral", "opt", "qwen3_moe_unnormalised"])
 def test_every_kind_of_configuration_comes_back(
     tiny_folder: Path, tmp_path: Path, name: str
 ) -> None:
-    """Windows, two kinds of rotation, experts, learned positions."""
+    """Windows, two kinds of rotation, experts and their shares, learned positions."""
     source = tmp_path / "source"
     shutil.copytree(ARCHITECTURES / name, source)
     shutil.copy(tiny_folder / "tokenizer.json", source)

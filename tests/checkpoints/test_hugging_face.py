@@ -132,6 +132,18 @@ class TestFolder:
                 {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
                 "num_experts_per_tok is 9, must be at most num_local_experts, 8",
             ),
+            (
+                {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0]},
+                "mlp_only_layers is [0], must be []: nothing else is implemented",
+            ),
+            (
+                {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 2},
+                "decoder_sparse_step is 2, must be 1: nothing else is implemented",
+            ),
+            (
+                {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 7},
+                "num_experts_per_tok is 8, must be at most num_experts, 7",
+            ),
             ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window is 0"),
             (
                 {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["full_attention"] * 2},

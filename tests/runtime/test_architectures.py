@@ -7,7 +7,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from jaxinfer.config.cluster import one_engine
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layers import PagedBatch
+from jaxinfer.pallas_kernels.choice import Kernels
 from jaxinfer.runtime.cluster import load_parameters
 from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, allocate
@@ -41,10 +42,15 @@ class Model:
         devices: int = 1,
         layout: str = "megatron",
         mesh: dict[str, int] | None = None,
+        kernels: Kernels | Literal["auto"] = "auto",
     ) -> None:
         checkpoint = open_checkpoint(str(DATA / name))
         options = EngineOptions(
-            dtype="float32", tensor_parallel_size=devices, layout=layout, num_pages=PAGES + 1
+            dtype="float32",
+            tensor_parallel_size=devices,
+            layout=layout,
+            num_pages=PAGES + 1,
+            kernels=kernels,
         )
         cluster = one_engine(options)
         group = cluster.groups["engine"].model_copy(update={"mesh": mesh})
@@ -165,6 +171,24 @@ def test_whole_experts_on_each_device() -> None:
     np.testing.assert_allclose(pieces(model, tokens, [74, 1]), logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe_unnormalised"])
+def test_a_mixtures_greedy_tokens_with_numba_and_with_xla(name: str) -> None:
+    """The first is the reference's likeliest."""
+    pytest.importorskip("numba")
+    tokens, logits = expected(name)
+    found: list[list[int]] = []
+    for kernels in ("numba", "plain"):
+        model = Model(name, kernels=kernels)
+        following = [int(model(tokens[:20], 0)[-1].argmax())]
+        while len(following) < 12:
+            last = model(np.array(following[-1:]), 19 + len(following))
+            following.append(int(last[-1].argmax()))
+        found.append(following)
+    assert found[0] == found[1]
+    assert found[0][0] == logits[19].argmax()
+    assert len(set(found[0])) > 3
+
+
 GEMMA_1B = {
     "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262144, "hidden_size": 1152,
     "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
@@ -227,6 +251,10 @@ def test_windows(tmp_path: Path) -> None:
     assert config_of(tmp_path, mistral | {"sliding_window": None}).windows == (None,) * 4
     mixtral = LLAMA | {"architectures": ["MixtralForCausalLM"]}
     assert config_of(tmp_path, mixtral).windows == (None,) * 4
+    # All layers, whatever max_window_layers says.
+    qwen3_moe = LLAMA | {"architectures": ["Qwen3MoeForCausalLM"]}
+    assert config_of(tmp_path, qwen3_moe | some).windows == (8,) * 4
+    assert config_of(tmp_path, qwen3_moe).windows == (None,) * 4
 
 
 @pytest.mark.parametrize(

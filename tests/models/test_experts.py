@@ -1,0 +1,104 @@
+"""Mixtures of experts against a loop over tokens and their experts, in float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.experts import Experts, all_experts, likeliest, sorted_experts
+from jaxinfer.pallas_kernels.choice import grouped
+
+T, X, E, D, F = 9, 3, 5, 17, 100
+RNG = np.random.default_rng(0)
+ROUTER = RNG.normal(size=(D, E))
+# Nobody is sent to the third expert.
+ROUTER[0, 2] = -1e3
+X_TD = np.abs(RNG.normal(size=(T, D)))
+WEIGHTS = [RNG.normal(size=size) * 0.3 for size in ((E, D, F), (E, D, F), (E, F, D))]
+
+
+def routed(normalised: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Shares and experts of each token, by sorting probabilities."""
+    odds = np.exp(X_TD @ ROUTER)
+    share = odds / odds.sum(1, keepdims=True)
+    expert = np.argsort(-share, 1)[:, :X]
+    top = np.take_along_axis(share, expert, 1)
+    return (top / top.sum(1, keepdims=True) if normalised else top), expert
+
+
+def by_loops(normalised: bool) -> np.ndarray:
+    gate, up, down = WEIGHTS
+    out = np.zeros((T, D))
+    for token, (shares, experts) in enumerate(zip(*routed(normalised), strict=True)):
+        for share, e in zip(shares, experts, strict=True):
+            x = X_TD[token] @ gate[e]
+            out[token] += share * ((x / (1 + np.exp(-x)) * (X_TD[token] @ up[e])) @ down[e])
+    return out
+
+
+def floats(*arrays: np.ndarray) -> list[jax.Array]:
+    return [jnp.asarray(array, jnp.float32) for array in arrays]
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_the_likeliest_and_their_shares(normalised: bool) -> None:
+    (logit_TE,) = floats(X_TD @ ROUTER)
+    share_TX, expert_TX = likeliest(logit_TE, X, normalised)
+    shares, experts = routed(normalised)
+    np.testing.assert_allclose(share_TX, shares, rtol=1e-4)
+    np.testing.assert_array_equal(expert_TX, experts)
+
+
+@pytest.mark.parametrize("kernels", ["numba", "plain"])
+def test_all_ways_add_up_to_the_same(kernels: str) -> None:
+    if kernels == "numba":
+        pytest.importorskip("numba")
+    found = grouped(kernels, jnp.dtype("float32"))
+    layer = partial(sorted_experts, products=found) if found else all_experts
+    shares, experts = routed(True)
+    given = *floats(X_TD, shares), jnp.asarray(experts), *floats(*WEIGHTS)
+    with jax.default_matmul_precision("highest"):
+        np.testing.assert_allclose(jax.jit(layer)(*given), by_loops(True), rtol=0, atol=1e-4)
+
+
+def module(kernels: str) -> Experts:
+    sizes = {"hidden_size": D, "intermediate_size": F, "num_experts": E, "num_experts_per_tok": X}
+    config = ModelConfig(
+        **sizes, architecture="", vocab_size=1, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=1, max_position_embeddings=1, norm_eps=1,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_ids=(), windows=(None,),
+        kernels=kernels,
+    )  # fmt: skip
+    return Experts(config, nnx.Rngs(0))
+
+
+def test_several_devices_compute_all_experts() -> None:
+    """Grouped products know one device's memory alone."""
+    pytest.importorskip("numba")
+    (x_TD,) = floats(X_TD)
+    layer = module("numba")
+    for devices, calls in ((0, 2), (1, 2), (2, 0)):
+        mesh = Mesh(np.array(jax.devices()[:devices]), ("tp",))
+        if devices:
+            with jax.set_mesh(mesh):
+                text = jax.jit(lambda x: layer(x)).lower(x_TD).as_text()
+        else:
+            text = jax.jit(lambda x: layer(x)).lower(x_TD).as_text()
+        assert text.count("@jaxinfer_grouped") == calls
+
+
+def test_shares_follow_the_configuration() -> None:
+    """A layer of equal experts gives one expert's result, times its shares' sum."""
+    (x_TD,) = floats(X_TD)
+    layer = module("plain")
+    for weight in (layer.gate_EDF, layer.up_EDF, layer.down_EFD):
+        weight[...] = jnp.broadcast_to(weight[...][:1], weight.shape)
+    whole = layer(x_TD)
+    layer.normalised = False
+    shares, _ = likeliest(x_TD @ layer.router_DE[...], X, False)
+    np.testing.assert_allclose(layer(x_TD), whole * shares.sum(1)[:, None], rtol=1e-4, atol=1e-7)
