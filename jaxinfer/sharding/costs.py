@@ -13,14 +13,8 @@ from dataclasses import dataclass
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.models.layout_checks import check_apart, check_divides, check_names, check_on_mesh
 from jaxinfer.models.layouts import Layout, most_ways, ways
-from jaxinfer.sharding.dataflow import (
-    Collective,
-    Flow,
-    Product,
-    head_flow,
-    layer_flow,
-    moved,
-)
+from jaxinfer.sharding.collectives import Collective, moved
+from jaxinfer.sharding.dataflow import Flow, Product, head_flow, layer_flow
 from jaxinfer.sharding.shapes import Sizes, layer_parameters, letters_of, padded, table_of
 
 
