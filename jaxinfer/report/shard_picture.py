@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from jaxinfer.report.pictures import save_picture
@@ -44,6 +45,15 @@ def draw_seconds(
             axes.plot(within, list(map(seconds_of, within)), **style)
         changes = fastest[phase][1:]
         axes.plot([c for c, _ in changes], [of_layouts[n](c) for c, n in changes], **DOT)
+        for number, (count, name) in enumerate(changes):
+            axes.annotate(
+                f"{count:,}",
+                (count, of_layouts[name](count)),
+                xytext=(7, 9) if number % 2 else (7, -13),  # Neighbours may be close.
+                textcoords="offset points",
+                path_effects=[withStroke(linewidth=3, foreground="white")],
+                zorder=4,
+            )
         axes.axvline(asked[phase], color="0.5", linewidth=1, linestyle=(0, (2, 2)))
         axes.set(xscale="log", yscale="log", ylabel="seconds of a step")
         axes.set_xlabel(

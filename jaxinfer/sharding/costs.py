@@ -14,7 +14,8 @@ from itertools import groupby
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.models.layout_checks import check_apart, check_divides, check_names, check_on_mesh
 from jaxinfer.models.layouts import Layout, most_ways, ways
-from jaxinfer.sharding.dataflow import Collective, Product, head_flow, layer_flow
+from jaxinfer.sharding.collectives import Collective
+from jaxinfer.sharding.dataflow import Product, head_flow, layer_flow
 from jaxinfer.sharding.shapes import Sizes, layer_parameters, letters_of, padded, table_of
 
 # Bytes of a number of hidden states and logits.

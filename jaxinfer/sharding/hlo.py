@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from jaxinfer.sharding.dataflow import Collective, moved
+from jaxinfer.sharding.collectives import Collective, moved
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 # Kind -> how many arrays, and how much of them each device sends.

@@ -10,10 +10,11 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.models.layouts import Layout
 from jaxinfer.sharding.cache import CompiledCache
+from jaxinfer.sharding.collectives import Collective, without_reduce_scatter
 from jaxinfer.sharding.compiling import Compiled, Job, as_text, compile_all
 from jaxinfer.sharding.costs import LayoutCosts, Link, Seconds, StepCost, at_peaks
 from jaxinfer.sharding.crossings import SecondsOf
-from jaxinfer.sharding.dataflow import Collective, head_flow, layer_flow, without_reduce_scatter
+from jaxinfer.sharding.dataflow import head_flow, layer_flow
 from jaxinfer.sharding.hlo import Counts, counted
 from jaxinfer.sharding.search import Step
 from jaxinfer.sharding.targets import Target
@@ -133,7 +134,7 @@ def closed_forms(found: Sequence[Collective], target: Target) -> tuple[Counts, t
     notes = []
     if target.is_cpu and any(each.kind == "reduce-scatter" for each in found):
         notes.append("no reduce-scatter on CPU")
-        found = without_reduce_scatter(list(found))
+        found = without_reduce_scatter(found)
     if any(each.what == "top_k" for each in found):
         notes.append("top_k gathers router logits")
     return counted(found), tuple(notes)

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 # Before JAX is imported: a ptxas that leaves what it says, found by Mosaic on PATH.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -35,6 +35,7 @@ from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.stage import stage_plan as planning
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.step import CompiledStep, Key
+from jaxinfer.sharding import targets
 from scripts.bench.engine import LLAMA_3_8B
 from scripts.kernels.lower_kernels import Variant, variants
 
@@ -52,45 +53,8 @@ exit $status
 USE_PTXAS: Any = {"xla_gpu_cuda_data_dir": str(SCRATCH)}
 
 
-class Gpu(NamedTuple):
-    """Properties of a GPU that compilers ask for; memory in bytes, the rate in bytes per second."""
-
-    name: str
-    capability: tuple[int, int]
-    cores: int
-    shared_memory: int
-    threads: int
-    rate: int
-    memory: int
-
-
-GPUS = {
-    "H100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 233472, 2048, 3352 * 10**9, 80 * 2**30),
-    "A100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 167936, 2048, 2039 * 10**9, 80 * 2**30),
-    "L4": Gpu("NVIDIA L4", (8, 9), 58, 102400, 1536, 300 * 10**9, 24 * 2**30),
-}
-
-
-def target(gpu: Gpu) -> str:
-    """XLA's description of a GPU, a GpuTargetConfigProto."""
-    major, minor = gpu.capability
-    # sm_90a, which has wgmma.
-    extension = "feature_extension: ACCELERATED_FEATURES" if major == 9 else ""
-    return f"""gpu_device_info {{
-        threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-        shared_memory_per_core: {gpu.shared_memory}
-        shared_memory_per_block_optin: {gpu.shared_memory - 1024}
-        threads_per_core_limit: {gpu.threads} core_count: {gpu.cores} fpus_per_core: 128
-        block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-        memory_bandwidth: {gpu.rate} l2_cache_size: 41943040 clock_rate_ghz: 1.5
-        device_memory_size: {gpu.memory}
-        cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
-        registers_per_core_limit: 65536 registers_per_block_limit: 65536 name: "{gpu.name}"
-    }}
-    platform_name: "CUDA"
-    dnn_version_info {{ major: 9 minor: 10 }}
-    runtime_version {{ major: 12 minor: 9 }}
-    device_description_str: "{gpu.name}" """
+# By the names that the tables have.
+GPUS = {name.upper(): gpu for name, gpu in targets.GPUS.items()}
 
 
 def devices(gpu: str, count: int = 1) -> list[Any]:
@@ -98,7 +62,7 @@ def devices(gpu: str, count: int = 1) -> list[Any]:
     found = topologies.get_topology_desc(
         platform="cuda",
         topology_name=gpu,
-        target_config=target(GPUS[gpu]),
+        target_config=targets.description(GPUS[gpu]),
         topology=f"1x1x{count}",
     )
     return list(found.devices)

@@ -30,8 +30,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from jaxinfer.hardware.catalogue import Gpu, ModelShape  # noqa: E402
 from jaxinfer.models.layouts import LAYOUTS, Layout  # noqa: E402
+from jaxinfer.sharding.collectives import without_reduce_scatter  # noqa: E402
 from jaxinfer.sharding.costs import LayoutCosts, LayoutFlow, Link  # noqa: E402
-from jaxinfer.sharding.dataflow import without_reduce_scatter  # noqa: E402
 from jaxinfer.sharding.layer import Program  # noqa: E402
 from scripts.tables import Row, show_table, write_csv  # noqa: E402
 

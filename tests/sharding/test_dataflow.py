@@ -4,13 +4,8 @@ import pytest
 
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.models.layouts import LAYOUTS
-from jaxinfer.sharding.dataflow import (
-    Collective,
-    head_flow,
-    layer_flow,
-    moved,
-    without_reduce_scatter,
-)
+from jaxinfer.sharding.collectives import Collective, moved, without_reduce_scatter
+from jaxinfer.sharding.dataflow import head_flow, layer_flow
 
 DENSE = ModelShape(
     hidden_size=8192,

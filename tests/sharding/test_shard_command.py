@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.commands.app import cli
 from jaxinfer.config.run_file import load_run_file
-from jaxinfer.hardware.catalogue import ModelShape, find_model
+from jaxinfer.hardware.catalogue import ModelShape, find_gpu, find_model
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import LAYOUTS
 from jaxinfer.sharding.dataflow import layer_flow
@@ -95,6 +95,18 @@ def test_mistakes_are_told_in_a_line(model: str, options: list[str], message: st
     result = CliRunner().invoke(cli, ["shard", "--model", model, *options])
     assert str(result.exception).startswith(message)
     assert "\n" not in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "card"),
+    [("cpu:8", 8, "H100-SXM"), ("A100:4", 4, "A100-80G-SXM"), ("v5e:2x4", 8, "TPU-v5e")],
+)
+def test_what_is_compiled_for_is_a_card_of_the_catalogue(
+    text: str, devices: int, card: str
+) -> None:
+    target = Target.read(text)
+    assert (target.devices, target.card, str(target)) == (devices, card, text.lower())
+    assert find_gpu(card).bf16_tflops > 100
 
 
 @pytest.mark.parametrize("layout", ["weight_stationary_2d", "weight_gathered"])

@@ -1,0 +1,45 @@
+"""Collectives as numbers: which array goes round a ring, how much of it each device sends."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One array that a group of devices moves.
+
+    Attributes:
+        kind: as XLA names it.
+        axes: of the mesh, which the group lies on.
+        devices: of one group.
+        numbers: of the array: what each device has in the end of an all-gather, else what each
+            puts in.
+        what: the array's name; ``letters``: its logical axes.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    devices: int
+    numbers: float
+    what: str
+    letters: str
+
+    @property
+    def moved(self) -> float:
+        """Numbers that each device sends, in a ring."""
+        return moved(self.kind, self.devices) * self.numbers
+
+
+def moved(kind: str, devices: int) -> float:
+    """The share of an array that each of so many devices sends; see ``Collective.numbers``."""
+    if kind == "collective-permute":
+        return 1.0
+    return (2 if kind == "all-reduce" else 1) * (devices - 1) / devices
+
+
+def without_reduce_scatter(found: Sequence[Collective]) -> list[Collective]:
+    """The same of a compiler that reduces everywhere and then cuts, as XLA's for CPUs does."""
+    return [
+        replace(each, kind="all-reduce") if each.kind == "reduce-scatter" else each
+        for each in found
+    ]
