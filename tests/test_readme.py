@@ -21,6 +21,7 @@ HEADLINES = {
     "hetis": "13B and OPT-30B: the most by which requests/s are better than a pipeline's",
     "hexgen2": "Table 3, Llama-2-70B in setting 1, mean of the five (tokens/s)",
     "aladdin": "fewer GPUs than workers of four with the shortest queue, by what a process costs",
+    "sharding": "decode, 64 rows (s)",
     "vidur_search": "450 configurations of LLaMA2-70B on Chat-1M: minutes",
 }
 # The last number of a range counts.

@@ -29,6 +29,7 @@ CHEAP = {
     "hexgen2": ("classes", False),
     "multivendor": ("conformance", False),
     "predictor": ("lines", False),
+    "sharding": ("palm", True),
     "splitwise": ("transfers", False),
     "tetriinfer": ("interference", False),
     "vidur_search": ("longer", False),
