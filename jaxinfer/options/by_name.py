@@ -23,7 +23,7 @@ def make_by_name(
     refusal: Callable[[Any], str | None],
     check: Callable[[T], None] = lambda made: None,
 ) -> T:
-    """A new object of a class that has a class ``Options``, of which it is made.
+    """An object of a class, made of validated ``Options`` of that class.
 
     Args:
         what: it is, in messages.

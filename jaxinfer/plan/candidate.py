@@ -1,4 +1,4 @@
-"""One placement that is looked at, and what it comes to."""
+"""A candidate placement and its score."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,8 +20,7 @@ class Candidate:
     Attributes:
         axes: what it is among the others, in words and numbers: its columns in the table.
         part: groups, instances, system and the like.
-        key: equal of those that are the same but for names, which are looked at once; by default
-            all that it has.
+        key: candidates with equal keys are simulated once; by default all that it has.
         refused: why it cannot be, where its planner knows; it is not simulated.
         outputs: of a phase of requests, the tokens that each has at most: one is a prompt alone.
         uncounted: groups that cost nothing, since they stand for what a phase leaves out.
@@ -85,8 +84,8 @@ class Score:
 
     Attributes:
         rate: requests per second at which it keeps the targets; 0 if at none, infinite if at any.
-        given_up: it misses them at this rate, at which it had to keep them to be better than
-            others; or its bound tells that it is not, and nothing was simulated.
+        given_up: it missed them at this rate, the one to beat, or its bound lies below that, and
+            nothing was simulated.
         figures: those found at that rate, by target (see ``Verdict``).
         refused: why it cannot be at all.
         enough: requests that would tell, where they were too few for the rate (see ``TriedRate``).
@@ -111,7 +110,7 @@ class Search(Protocol):
     """The questions that planners ask about candidates for their problem."""
 
     def scores(self, candidates: list[Candidate], rate: float | None = None) -> list[Score]:
-        """Score each in full; at ``rate``, where that is not the goal's to minimise."""
+        """Return each one's largest rate; with ``rate``, whether it carries that one."""
 
     def best(
         self,

@@ -102,7 +102,7 @@ class Cluster:
 
     Attributes:
         measured_gb_s: of each way, by ``"source -> destination"``, what a probe has shown.
-        restarts: what is about lost processes, where some may be started again.
+        restarts: starts lost processes again, where some may be.
     """
 
     config: ClusterConfig

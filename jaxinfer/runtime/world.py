@@ -39,7 +39,7 @@ class RealWorld:
             for so long, is given up; None waits for ever.
         requests: each arrives at its ``arrival``, in seconds from the world's creation.
         more_to_come: whether somebody will still ``add`` requests.
-        restarts: what is about lost processes.
+        restarts: starts lost processes again.
 
     Attributes:
         waited_s: seconds spent waiting for devices and arrivals.

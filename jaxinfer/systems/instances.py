@@ -125,7 +125,7 @@ def whole_on_least_loaded(
     """Requests whole on the one of these that has the fewest, as many as keep its steps full.
 
     Of those whose pools hold the request; of all where none does. Where the KV lies on one of them,
-    it goes on there: no route may lead from it to the others. The rest goes on waiting: who is lost
+    it goes on there: no route may lead from it to the others. The others wait: a lost one
     may be back, and take a part.
     """
     room = {name: _prompt_tokens_wanted(cluster.instances[name]) for name in names}

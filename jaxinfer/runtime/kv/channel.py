@@ -12,7 +12,7 @@ in the loop's process, ``host`` or ``transfer_server`` otherwise.
 | gather | source (1) | launches the copy out of the pages, and its checksum | source |
 | offer | source end | waits for the copy, and the step that computes it; hands it over | source |
 | hear Offered | source end (2) | has the destination pull | a lost process |
-| pull | destination end (3) | waits until the slab comes | source |
+| pull | destination end (3) | waits until the slab comes: here bytes cross | source |
 | put | destination end (3) | puts it on the destination's devices, and waits | destination |
 | hear Pulled | destination end (2, 3) | posts ``Landed`` to the loop | |
 | hold back | loop | leaves it for as long as an emulated link would take | |

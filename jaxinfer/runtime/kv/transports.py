@@ -46,7 +46,7 @@ class Transport(Protocol):
         """Take a slab that is offered, wherever it lies; each is there once.
 
         Args:
-            sharding: what it is to have in the end, which is the caller's to do.
+            sharding: the one that it ends with, which the caller sees to.
 
         Raises:
             JaxinferError: nothing of that number is offered.
@@ -222,7 +222,7 @@ class JaxTransport:
     def fetch(
         self, number: int, address: str, form: SlabFormat, sharding: Sharding, patience_s: float
     ) -> jax.Array:
-        """See Transport; what is not offered comes as little as what is lost."""
+        """See Transport; a slab that was never offered times out, like a lost one."""
         if address not in self._sources:
             self._sources[address] = self._server.connect(address)
         like = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=_shared(sharding, form))
