@@ -3,7 +3,8 @@
 An array counts as one collective, whatever the compiler has put together. XLA for CPUs makes no
 reduce-scatter: an all-reduce that a slice follows is counted as the all-reduce that it is. XLA for
 TPUs has both in one kernel, a computation named ``all-reduce-scatter``: that is a reduce-scatter.
-What is in a loop counts once.
+It also writes one that runs beside other work as several, its beginning, steps and end, of one
+channel: they count once. So does what is in a loop.
 """
 
 import math
@@ -21,6 +22,7 @@ _LINE = re.compile(
     rf" = (\(?.*?) ({'|'.join(KINDS)})(-start)?\("
     r".*?(?:replica_groups=(mesh\[.*?\](?:, device_ids=\(.*?\))? \{.*?\}|\S+)|pairs=)"
 )
+_CHANNEL = re.compile(r"channel_id=(\d+)")
 _ARRAY = re.compile(r"(?:pred|[a-z]+\d*)\[([\d,]*)\]")
 _LISTED = re.compile(r"\{\{([\d,]*)\}")
 _IOTA = re.compile(r"\[\d+,(\d+)\]<=")
@@ -44,12 +46,16 @@ def counts(hlo: str) -> Counts:
     the others.
     """
     totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    channels: set[str] = set()
     scatters = False
     for line in hlo.splitlines():
         if line.endswith("{"):
             scatters = line.startswith("%all-reduce-scatter")
-        if not (found := _LINE.search(line)):
+        found, channel = _LINE.search(line), _CHANNEL.search(line)
+        if not found or (channel and channel[1] in channels):
             continue
+        if channel:
+            channels.add(channel[1])
         result, kind, starts, groups = found.groups()
         devices = _devices(groups) if groups else 2
         sizes = _sizes(result, kind, bool(starts), devices)

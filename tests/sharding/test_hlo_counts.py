@@ -66,3 +66,11 @@ ENTRY %main {{
   ROOT %fusion = bf16[8,4]{{1,0}} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1
 }}"""
     assert counts(text) == {"reduce-scatter": (1, 96), "all-reduce": (1, 192)}
+
+
+def test_the_steps_of_one_channel_count_once() -> None:
+    gather = "bf16[8,16]{1,0} all-gather(%x), channel_id"
+    lines = [
+        f"  %all-gather.{n} = {gather}={channel}, {MESH}" for n, channel in enumerate((1, 1, 2))
+    ]
+    assert counts("\n".join(lines)) == {"all-gather": (2, 192)}
