@@ -10,8 +10,9 @@ each phase and size. Nothing else should run meanwhile.
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -30,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from jaxinfer.hardware.catalogue import Gpu, ModelShape  # noqa: E402
 from jaxinfer.models.layouts import LAYOUTS, Layout  # noqa: E402
-from jaxinfer.sharding.collectives import without_reduce_scatter  # noqa: E402
+from jaxinfer.sharding.collectives import moved, without_reduce_scatter  # noqa: E402
 from jaxinfer.sharding.costs import LayoutCosts, LayoutFlow, Link  # noqa: E402
 from jaxinfer.sharding.layer import Program  # noqa: E402
 from scripts.tables import Row, show_table, write_csv  # noqa: E402
@@ -61,27 +62,56 @@ def timed(run: Callable[[], Any], rounds: int = ROUNDS) -> float:
     return median(seconds_of(run) for _ in range(rounds))
 
 
-def rates(mesh: Mesh) -> tuple[Gpu, Link]:
-    """What one of the devices does while the others do the same, and a ring through all."""
+@dataclass(frozen=True)
+class Rates:
+    """Rates of one of the devices while the others do the same.
+
+    Attributes:
+        card: FLOPs, and bytes of a weight that is read.
+        each: kind of collective -> bytes that a device sends per second, and seconds besides.
+    """
+
+    card: Gpu
+    each: Mapping[str, tuple[float, float]]
+
+    @property
+    def link(self) -> Link:
+        """That of all-reduces."""
+        rate, each_s = self.each["all-reduce"]
+        return Link(rate / 1e9, each_s)
+
+
+def measured(mesh: Mesh) -> Rates:
+    """Measure products, reads of weights, and collectives over all devices in two sizes."""
     cut = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     n = 512
     x = jax.device_put(np.ones((DEVICES, n, n), np.float32), cut)
-    products = timed(lambda: multiply(x, x))
-    flops = 2 * n**3 / products
-    size = 4 << 20
+    flops = 2 * n**3 / timed(lambda: multiply(x, x))
+    numbers = 4 << 20
     row = jax.device_put(np.ones((DEVICES, 1, 1024), np.float32), cut)
-    weight = jax.device_put(np.ones((DEVICES, 1024, size // 1024), np.float32), cut)
-    memory = 4 * size / timed(lambda: multiply(row, weight))
-    small, large = (1 << 10, 1 << 20)
-    reduced = {numbers: timed(all_reduce(mesh, numbers)) for numbers in (small, large)}
-    sent = {numbers: 4 * numbers * 2 * (DEVICES - 1) / DEVICES for numbers in reduced}
-    per_byte = (reduced[large] - reduced[small]) / (sent[large] - sent[small])
-    each_s = max(reduced[small] - sent[small] * per_byte, 0.0)
+    weight = jax.device_put(np.ones((DEVICES, 1024, numbers // 1024), np.float32), cut)
+    memory = 4 * numbers / timed(lambda: multiply(row, weight))
+    each = {}
+    for kind, one in COLLECTIVES.items():
+        small, large = (
+            (4 * numbers * moved(kind, DEVICES), timed(collective(mesh, kind, one, numbers)))
+            for numbers in (1 << 12, 1 << 21)
+        )
+        per_byte = (large[1] - small[1]) / (large[0] - small[0])
+        each[kind] = 1 / per_byte, max(small[1] - small[0] * per_byte, 0.0)
     card = Gpu(
         bf16_tflops=flops / 1e12, memory_gb=24, memory_gb_s=memory / 1e9, link="memory",
-        link_gb_s=1 / per_byte / 1e9,
+        link_gb_s=each["all-reduce"][0] / 1e9,
     )  # fmt: skip
-    return card, Link(card.link_gb_s, each_s)
+    return Rates(card, each)
+
+
+# As functions of a device's part, of which all have the same size, and the mesh's axes.
+COLLECTIVES: dict[str, Callable[[jax.Array, Any], jax.Array]] = {
+    "all-reduce": jax.lax.psum,
+    "all-gather": partial(jax.lax.all_gather, tiled=True),
+    "all-to-all": partial(jax.lax.all_to_all, split_axis=0, concat_axis=0, tiled=True),
+}
 
 
 @jax.jit
@@ -90,46 +120,66 @@ def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum("bij,bjk->bik", x, y)
 
 
-def all_reduce(mesh: Mesh, numbers: int) -> Callable[[], jax.Array]:
-    """An all-reduce of so many numbers on each device."""
-    x = jnp.ones((DEVICES, numbers), jnp.float32)
+def collective(
+    mesh: Mesh, kind: str, one: Callable[[jax.Array, Any], jax.Array], numbers: int
+) -> Callable[[], jax.Array]:
+    """A collective of an array of so many numbers, as ``dataflow.Collective`` counts them."""
+    here = numbers // DEVICES if kind == "all-gather" else numbers
     spec = PartitionSpec(mesh.axis_names)
-    x = jax.device_put(x, NamedSharding(mesh, spec))
-    reduce = jax.jit(
+    x = jax.device_put(np.ones(DEVICES * here, np.float32), NamedSharding(mesh, spec))
+    compiled = jax.jit(
         jax.shard_map(
-            lambda part: jax.lax.psum(part, mesh.axis_names),
+            lambda part: one(part, mesh.axis_names),
             mesh=mesh,
             in_specs=spec,
-            out_specs=PartitionSpec(),
+            out_specs=spec if kind == "all-to-all" else PartitionSpec(),
+            check_vma=False,
         )
     )
-    return lambda: reduce(x)
+    return lambda: compiled(x)
 
 
 def layer(layout: Layout, mesh: Mesh, phase: str, tokens: int) -> Callable[[], Any]:
-    """A compiled layer with its arrays."""
+    """A compiled layer with its arrays; decodes write their KV in place."""
     flow = LayoutFlow(MODEL, layout, MESH)
     program = Program(flow.model, layout, mesh, CONTEXT, np.dtype("float32"))
-    arguments = jax.tree.map(
+    x, weights, kv = jax.tree.map(
         lambda x: jax.device_put(np.full(x.shape, 1e-2, x.dtype), x.sharding),
         program.layer_arguments(tokens, phase == "decode"),
     )
-    compiled = jax.jit(program.layer).lower(*arguments).compile()
-    return lambda: compiled(*arguments)[0]
+    donated = (2,) if kv else ()
+    compiled = jax.jit(program.layer, donate_argnums=donated).lower(x, weights, kv).compile()
+    state = [kv]
+
+    def run() -> jax.Array:
+        out, new = compiled(x, weights, state[0])
+        state[0] = new if kv else None
+        return out
+
+    return run
 
 
-def predicted(layout: Layout, card: Gpu, link: Link, phase: str, tokens: int) -> float:
-    """Seconds of a layer; a reduce-scatter is an all-reduce here."""
+def predicted(layout: Layout, rates: Rates, phase: str, tokens: int) -> float:
+    """Seconds of a layer, with each kind of collective at its own rate.
+
+    A reduce-scatter is an all-reduce here.
+    """
     flow = LayoutFlow(MODEL, layout, MESH)
+    sizes = {"itemsize": 4, "weight_size": 4, "kv_size": 4}
+    links = dict.fromkeys(MESH, rates.link)
     collectives = without_reduce_scatter(flow.layer.collectives)
-    flow.layer = replace(flow.layer, collectives=collectives)
-    costs = LayoutCosts(flow, card, dict.fromkeys(MESH, link), itemsize=4, weight_size=4, kv_size=4)
+    flow.layer = replace(flow.layer, collectives=[])
+    costs = LayoutCosts(flow, rates.card, links, **sizes)
     if phase == "prefill":
         attention = costs.attention(tokens * (tokens + 1) / 2, tokens, tokens)
     else:
         entries = tokens * CONTEXT
         attention = costs.attention(entries, entries, CONTEXT)
-    return (costs.dense(tokens) + attention).total
+    seconds = (costs.dense(tokens) + attention).total
+    for each in collectives:
+        rate, fixed = rates.each[each.kind]
+        seconds += 4 * each.moved * (tokens if "T" in each.letters else 1) / rate + fixed
+    return seconds
 
 
 def tau(pairs: Sequence[tuple[float, float]]) -> float:
@@ -143,10 +193,12 @@ def tau(pairs: Sequence[tuple[float, float]]) -> float:
 def main(out: str) -> None:
     """Measure, predict, and write both."""
     mesh = Mesh(np.array(jax.devices()).reshape(*MESH.values()), tuple(MESH))
-    card, link = rates(mesh)
+    rates = measured(mesh)
+    card = rates.card
     print(
         f"one of {DEVICES} devices: {card.bf16_tflops * 1e3:.1f} GFLOP/s, {card.memory_gb_s:.2f} "
-        f"GB/s of weights, links {link.gb_s:.2f} GB/s and {link.each_s * 1e6:.0f} us each"
+        "GB/s of weights; GB/s and us of collectives: "
+        + ", ".join(f"{k} {r / 1e9:.2f}, {s * 1e6:.0f}" for k, (r, s) in rates.each.items())
     )
     rows: list[Row] = []
     for phase, sizes in SIZES.items():
@@ -159,7 +211,7 @@ def main(out: str) -> None:
                 for name, run in runs.items():
                     taken[name].append(seconds_of(run))
             for name in NAMES:
-                ms = 1e3 * predicted(LAYOUTS[name], card, link, phase, tokens)
+                ms = 1e3 * predicted(LAYOUTS[name], rates, phase, tokens)
                 rows.append(
                     {
                         "phase": phase,
