@@ -118,7 +118,7 @@ def test_where_nothing_is_drawn_it_is_refused() -> None:
     ran = CliRunner().invoke(cli, [*COMMANDS["simulate"], "--pictures", "svg"])
     assert str(ran.exception) == "--pictures is for --out FOLDER, where pictures are drawn"
     ran = CliRunner().invoke(cli, ["compare", "default", "--pictures", "svg"])
-    assert str(ran.exception) == "--pictures is for run files, not for tables of rules"
+    assert str(ran.exception) == "--pictures is for run files, not for layouts"
     ran = CliRunner().invoke(cli, [*COMMANDS["simulate"], "--out", "x", "--pictures", "gif"])
     assert ran.exit_code == 2
     assert "'png', 'svg', 'pdf'" in ran.output

@@ -224,7 +224,7 @@ def test_the_former_name_of_layout(
     with pytest.warns(FutureWarning, match="sharding is now layout"):
         run_file = as_run_file({"model": models["dense"]} | sections)
     # As records of runs have the default.
-    assert InstanceConfig(**instance | {"sharding": None}).layout == "megatron"
+    assert InstanceConfig(**instance | {"sharding": None}).layout is None
     llm = LLM.from_config(run_file, progress=False)
     assert tokens(llm) == expected("dense")
     plan = llm.engine.plan

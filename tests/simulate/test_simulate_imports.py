@@ -67,6 +67,7 @@ def test_costs_know_nothing_of_scheduling(module: str) -> None:
         "jaxinfer.simulate.costs.linear",
         "jaxinfer.steps.shapes",
         "jaxinfer.serving.batch",
+        "jaxinfer.sharding.costs",
         "jaxinfer.simulate.costs.phases",
     }
 
