@@ -54,9 +54,10 @@ class Layer(nnx.Module):
         layout, kernels = self.layout, self.kernels
         y_TD = place(layout, "attention_inputs", self.attn_norm(x_TD))
         q_TNH = place(layout, "queries", dense(y_TD, self.q_DNH[...], kernels))
+        q_TNH += self.q_bias_NH[...]
         k_TKH = place(layout, "new_kv", dense(y_TD, self.k_DKH[...], kernels))
+        k_TKH += self.k_bias_KH[...]
         v_TKH = place(layout, "new_kv", dense(y_TD, self.v_DKH[...], kernels))
-        q_TNH, k_TKH = q_TNH + self.q_bias_NH[...], k_TKH + self.k_bias_KH[...]
         v_TKH += self.v_bias_KH[...]
         return (
             place(layout, "heads", q_TNH),
