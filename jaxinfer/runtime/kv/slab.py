@@ -173,14 +173,14 @@ class SlabDest:
         Where transfers are verified, returns the checksum of what lies in the pages then.
         """
         plan, kv, layers = self._stage.plan, self._stage.kv, self._layers
-        position = np.arange(start, stop)
+        pages, offset = _where(plan, table, start, stop)
+        position = offset + np.arange(stop - start)
         page_T, offset_T = np.zeros((2, SLAB_TOKENS), np.int32)
-        page_T[: len(position)] = np.asarray(table, np.int32)[position // plan.limits.page_size]
+        page_T[: len(position)] = pages[position // plan.limits.page_size]
         offset_T[: len(position)] = position % plan.limits.page_size
         kv[layers] = self._scatter(kv[layers], array, page_T, offset_T)
         if self._read_back is None:
             return None
-        pages, offset = _where(plan, table, start, stop)
         return self._checksum(self._read_back(kv[layers], pages, offset))
 
 
