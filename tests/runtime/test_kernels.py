@@ -262,16 +262,15 @@ def test_slabs_of_8_bits(by_token: tuple[bool, bool]) -> None:
         values = jnp.zeros((count, K, page_size, H), jnp.int8)
         return KVPages(jnp.zeros(shape, jnp.int8), values, scale, scale)
 
-    def places(page_size: int) -> tuple[jax.Array, jax.Array]:
-        position = jnp.arange(SLAB_TOKENS)
-        return 1 + position // page_size, position % page_size
-
-    first = scatter(by_token[0], [pool(size, by_token[0])], given[:, None], *places(size))
+    nothing, number = jnp.int32(0), jnp.int32(SLAB_TOKENS)
     pages = jnp.arange(1, SLAB_TOKENS // size + 2)
-    slab = gather(K, jnp.dtype("float32"), by_token[0], first, pages, jnp.int32(0))
-    second = scatter(by_token[1], [pool(other, by_token[1])], slab, *places(other))
+    kv = [pool(size, by_token[0])]
+    first = scatter(by_token[0], kv, given[:, None], pages, nothing, number)
+    slab = gather(K, jnp.dtype("float32"), by_token[0], first, pages, nothing)
     pages = jnp.arange(1, SLAB_TOKENS // other + 1)
-    back = gather(K, jnp.dtype("float32"), by_token[1], second, pages, jnp.int32(0))
+    kv = [pool(other, by_token[1])]
+    second = scatter(by_token[1], kv, slab, pages, nothing, number)
+    back = gather(K, jnp.dtype("float32"), by_token[1], second, pages, nothing)
     step = np.abs(given).max() / 127
     assert np.abs(back[:, 0] - given).max() <= 1.02 * step
 

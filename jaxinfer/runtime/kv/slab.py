@@ -57,13 +57,21 @@ def scatter(
     by_token: bool,
     kv: list[KVPages],
     slab_2LTKH: jax.Array,
-    page_T: jax.Array,
-    offset_T: jax.Array,
+    pages_M: jax.Array,
+    offset: jax.Array,
+    count: jax.Array,
 ) -> list[KVPages]:
-    """Write a slab's entries to their places; padding goes to page 0. ``kv`` is to be donated."""
-    heads = kv[0].keys.shape[1] - slab_2LTKH.shape[3]
-    slab_2LTKH = jnp.pad(slab_2LTKH, [(0, 0)] * 3 + [(0, heads), (0, 0)])
+    """Write a slab's first entries to some pages, from ``offset`` on; ``kv`` is to be donated.
+
+    Padding goes to page 0.
+    """
+    heads, page_size = kv[0].values.shape[1:3]
+    slab_2LTKH = jnp.pad(slab_2LTKH, [(0, 0)] * 3 + [(0, heads - slab_2LTKH.shape[3]), (0, 0)])
     k_LTKH, v_LTKH = slab_2LTKH
+    token_T = jnp.arange(SLAB_TOKENS)
+    position_T = jnp.where(token_T < count, offset + token_T, 0)
+    page_T = jnp.where(token_T < count, pages_M[position_T // page_size], 0)
+    offset_T = position_T % page_size
     return [
         write_kv(pages, k, v, page_T, offset_T, by_token)
         for pages, k, v in zip(kv, k_LTKH, v_LTKH, strict=True)
@@ -174,14 +182,10 @@ class SlabDest:
         Where transfers are verified, returns the checksum of what lies in the pages then.
         """
         plan, kv, layers = self._stage.plan, self._stage.kv, self._layers
-        position = np.arange(start, stop)
-        page_T, offset_T = np.zeros((2, SLAB_TOKENS), np.int32)
-        page_T[: len(position)] = np.asarray(table, np.int32)[position // plan.limits.page_size]
-        offset_T[: len(position)] = position % plan.limits.page_size
-        kv[layers] = self._scatter(kv[layers], array, page_T, offset_T)
+        pages, offset = _where(plan, table, start, stop)
+        kv[layers] = self._scatter(kv[layers], array, pages, offset, np.int32(stop - start))
         if self._read_back is None:
             return None
-        pages, offset = _where(plan, table, start, stop)
         return self._checksum(self._read_back(kv[layers], pages, offset))
 
 
@@ -213,9 +217,9 @@ def compiled_scatter(stage: Stage, form: SlabFormat) -> jax.stages.Compiled:
             out_shardings=jax.tree.map(lambda x: x.sharding, pages),
         )
         slab = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=form.sharding(plan))
-        places = np.zeros(SLAB_TOKENS, np.int32)
+        places, number = np.zeros(_pages_of_slab(plan), np.int32), np.int32(0)
         with jax.set_mesh(plan.mesh):
-            stage.transfers[key] = jitted.lower(pages, slab, places, places).compile()
+            stage.transfers[key] = jitted.lower(pages, slab, places, number, number).compile()
     return stage.transfers[key]
 
 
