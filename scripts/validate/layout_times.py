@@ -71,11 +71,14 @@ class Rates:
         card: FLOPs, and bytes of a weight that is read.
         stream: bytes per second that sums and norms read and write.
         each: kind of collective -> bytes that a device sends per second, and seconds besides.
+        last: bytes per second of an all-gather along an array's last axis, whose pieces are rows
+            that lie apart.
     """
 
     card: Gpu
     stream: float
     each: Mapping[str, tuple[float, float]]
+    last: float
 
 
 def measured(mesh: Mesh) -> Rates:
@@ -101,7 +104,13 @@ def measured(mesh: Mesh) -> Rates:
         bf16_tflops=flops / 1e12, memory_gb=24, memory_gb_s=memory / 1e9, link="memory",
         link_gb_s=each["all-reduce"][0] / 1e9,
     )  # fmt: skip
-    return Rates(card, stream, each)
+    apart = jax.device_put(
+        np.ones((4096, numbers // 4096), np.float32),
+        NamedSharding(mesh, PartitionSpec(None, mesh.axis_names)),
+    )
+    whole = jax.jit(lambda x: x + 0, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    last = 4 * numbers * moved("all-gather", DEVICES) / timed(lambda: whole(apart))
+    return Rates(card, stream, each, last)
 
 
 # As functions of a device's part, of which all have the same size, and the mesh's axes.
@@ -192,6 +201,8 @@ def predicted(layout: Layout, rates: Rates, phase: str, tokens: int) -> float:
     seconds += 4 * passes / rates.stream
     for each in without_reduce_scatter(flow.layer.collectives):
         rate, fixed = rates.each[each.kind]
+        if "T" not in each.letters and each.letters.endswith("D"):
+            rate = rates.last
         seconds += 4 * each.moved * (tokens if "T" in each.letters else 1) / rate + fixed
     return seconds
 
@@ -213,6 +224,7 @@ def main(out: str) -> None:
         f"one of {DEVICES} devices: {card.bf16_tflops * 1e3:.1f} GFLOP/s, {card.memory_gb_s:.2f} "
         f"GB/s of weights, {rates.stream / 1e9:.2f} of sums; GB/s and us of collectives: "
         + ", ".join(f"{k} {r / 1e9:.2f}, {s * 1e6:.0f}" for k, (r, s) in rates.each.items())
+        + f"; along a last axis {rates.last / 1e9:.2f}"
     )
     rows: list[Row] = []
     for phase, sizes in SIZES.items():
