@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from fnmatch import fnmatchcase
 
 
 class Axes(Enum):
@@ -212,6 +213,25 @@ def named(place: Place, axes: Sequence[str]) -> tuple[str, ...]:
         return (place,)
     assert isinstance(place, tuple)
     return tuple(name for each in place for name in named(each, axes))
+
+
+def letters_of(path: str) -> str:
+    """Logical axes of a parameter: ``layers.0.attn.q_DNH`` has D, N and H."""
+    return path.rpartition("_")[2]
+
+
+def table_of(path: str, layout: Layout) -> Places:
+    """The places of a parameter, by the first rule that matches its path."""
+    return next((rule.axes for rule in layout.parameters if fnmatchcase(path, rule.pattern)), {})
+
+
+def table_in_use(path: str, layout: Layout, axes: Sequence[str]) -> Places:
+    """The places of a parameter as it is multiplied: whole over the axes it is gathered over."""
+    gathered = named(layout.gathered, axes)
+    return {
+        letter: tuple(axis for axis in named(place, axes) if axis not in gathered)
+        for letter, place in table_of(path, layout).items()
+    }
 
 
 def ways(place: Place, mesh: Mapping[str, int]) -> int:

@@ -7,7 +7,6 @@ and H. Those of an activation are in ``layouts.ACTIVATIONS``.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -19,15 +18,18 @@ from jaxinfer.models.layouts import (
     ACTIVATIONS,
     Layout,
     Places,
+    letters_of,
     most_ways,
     named,
+    table_in_use,
+    table_of,
     ways,
 )
 from jaxinfer.models.layouts import Rule as Rule  # Where files of rules have it from.
 
 
 def spec(letters: str, table: Places, axes: Sequence[str]) -> PartitionSpec:
-    """How an array with these logical axes lies on a mesh with these axes."""
+    """The spec of an array with these logical axes on a mesh with these axes."""
     found = (named(table.get(letter, ()), axes) for letter in letters)
     return PartitionSpec(*(each[0] if len(each) == 1 else each or None for each in found))
 
@@ -39,7 +41,7 @@ def shard(path: str, shape: Sequence[int], mesh: Mesh, layout: Layout) -> NamedS
         JaxinferError: a rule puts two axes of the parameter on one of the mesh, or the devices do
             not divide the axis.
     """
-    letters, table = _letters(path), _table(path, layout)
+    letters, table = letters_of(path), table_of(path, layout)
     placed = [axis for letter in letters for axis in named(table.get(letter, ()), mesh.axis_names)]
     for axis in placed:
         if placed.count(axis) > 1:
@@ -52,12 +54,8 @@ def shard(path: str, shape: Sequence[int], mesh: Mesh, layout: Layout) -> NamedS
 def for_use(path: str, weight: jax.Array, layout: Layout) -> jax.Array:
     """The weight as it is multiplied: whole over the axes that the layout gathers it over."""
     axes = jax.sharding.get_abstract_mesh().axis_names
-    gathered, table = named(layout.gathered, axes), _table(path, layout)
-    left = {
-        letter: tuple(axis for axis in named(place, axes) if axis not in gathered)
-        for letter, place in table.items()
-    }
-    before, after = (spec(_letters(path), each, axes) for each in (table, left))
+    tables = table_of(path, layout), table_in_use(path, layout, axes)
+    before, after = (spec(letters_of(path), each, axes) for each in tables)
     return weight if before == after else jax.lax.with_sharding_constraint(weight, after)
 
 
@@ -88,14 +86,6 @@ def padded(config: ModelConfig, mesh: Mapping[str, int], layout: Layout) -> Mode
         num_attention_heads=groups * queries,
         intermediate_size=_up(config.intermediate_size, most_ways("F", layout, mesh)),
     )
-
-
-def _table(path: str, layout: Layout) -> Places:
-    return next((rule.axes for rule in layout.parameters if fnmatchcase(path, rule.pattern)), {})
-
-
-def _letters(path: str) -> str:
-    return path.rpartition("_")[2]
 
 
 def _up(count: int, pieces: int) -> int:

@@ -34,7 +34,7 @@ _kernel = nb.njit(nogil=True, error_model="numpy", boundscheck=False, fastmath=T
 
 
 class GroupedSizes(NamedTuple):
-    """What a kernel is compiled for: D, columns of a tile, bits of a weight, gated or plain."""
+    """Sizes that a kernel is compiled for: D, columns of a tile, bits of a weight; gated or not."""
 
     D: int
     columns: int

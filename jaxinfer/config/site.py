@@ -188,7 +188,14 @@ def _parts(
         groups: one for each stage.
     """
     flows = [_flow(instance, model, group) for group in groups]
-    for group in groups if not any(flows) else ():
+    for group, place, flow in zip(groups, instance.places, flows, strict=True):
+        if flow and place.attention:
+            raise JaxinferError(
+                f"groups.{group.name}: a stage with attention groups has neither layout nor mesh: "
+                "leave them out"
+            )
+        if flow:
+            continue
         for heads in (model.num_attention_heads, model.num_key_value_heads):
             if heads % (count := group.stage_devices):
                 raise JaxinferError(
@@ -217,7 +224,7 @@ def _parts(
 
 
 def _flow(instance: InstanceConfig, model: ModelShape, group: SiteGroup) -> LayoutFlow | None:
-    """What a layer does on a group's mesh, where a layout or a mesh is given."""
+    """The flow of a layer on a group's mesh; None where neither layout nor mesh is given."""
     if instance.layout is None and group.mesh is None:
         return None
     mesh = group.mesh or {DEFAULT_AXIS: group.stage_devices}

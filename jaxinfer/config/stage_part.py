@@ -48,7 +48,7 @@ class StagePart:
 
     @property
     def kv_ways(self) -> float:
-        """Share of the stage's KV heads on a device, as its inverse: some may be there twice."""
+        """Number of times that a device's KV heads go into the stage's; some may be there twice."""
         if not self.flow:
             return self.devices
         heads = self.flow.model.num_key_value_heads

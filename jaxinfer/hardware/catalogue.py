@@ -152,7 +152,7 @@ class ModelShape(Options):
         return (2 + self.gated) * self.hidden_size * self.intermediate_size
 
     def experts_read(self, tokens: float) -> float:
-        """How many experts of a layer so many tokens are sent to, in the mean.
+        """The experts of a layer that so many tokens are sent to, in the mean.
 
         E (1 - (1 - k / E)^tokens), if each token draws its k of E evenly and by itself.
         """

@@ -1,4 +1,4 @@
-"""What layouts cost, as tables for the terminal and as CSV."""
+"""Tables of what layouts cost, for the terminal and as CSV."""
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,12 +49,12 @@ def _table(question: Question, findings: Sequence[Finding], title: str) -> Table
 
 
 def fits(question: Question, finding: Finding) -> bool:
-    """Whether one card has room for weights, KV and temporaries."""
+    """True if one card has room for weights, KV and temporaries."""
     return finding.total_bytes <= question.card.memory_gb * 1e9
 
 
 def verdict(finding: Finding, itemsize: int) -> str:
-    """Whether the compiler does as the closed forms say, and what else there is to know."""
+    """A cell that says if the compiler does as the closed forms say, and what else is to know."""
     said = "equal" if finding.equal else _collectives(finding.closed, itemsize)
     return "; ".join([said, *finding.notes, *([finding.padding] if finding.padding else [])])
 

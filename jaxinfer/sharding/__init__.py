@@ -1,1 +1,1 @@
-"""What layouts of a model on a mesh cost: bytes, collectives and seconds, before anything runs."""
+"""Costs of a model's layouts on a mesh: bytes, collectives and seconds, before anything runs."""

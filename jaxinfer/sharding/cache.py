@@ -1,4 +1,4 @@
-"""What compilers made of layers, kept from run to run by all that it depends on."""
+"""Compiled layers, kept from run to run by all that they depend on."""
 
 import contextlib
 import hashlib
@@ -30,7 +30,8 @@ class CompiledCache:
     ) -> None:
         self._folder = folder
         versions = [f"{name} {version_of(name)}" for name in _COMPILERS]
-        code = digest_of(PACKAGE / "sharding")
+        # Programs are of both: models have the activations' names and how specs are made.
+        code = [digest_of(PACKAGE / name) for name in ("sharding", "models")]
         asked = [str(target), list(mesh.items()), model.model_dump(), dtype]
         self._common = json.dumps([versions, code, asked])
 
@@ -39,7 +40,7 @@ class CompiledCache:
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
     def get(self, job: Job) -> Compiled | None:
-        """What is kept of a job; None where nothing is, or it cannot be read."""
+        """The kept result of a job; None where there is none, or it cannot be read."""
         try:
             found = json.loads(self._path(job).read_text(encoding="utf-8"))
             return Compiled.of(found)

@@ -42,7 +42,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a job.
+    """The compiler's result of a job.
 
     Attributes:
         collectives: kind -> arrays, and numbers of them that each device sends.

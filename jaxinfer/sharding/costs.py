@@ -13,10 +13,10 @@ from itertools import groupby
 
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.models.layout_checks import check_apart, check_divides, check_names, check_on_mesh
-from jaxinfer.models.layouts import Layout, most_ways, ways
+from jaxinfer.models.layouts import Layout, letters_of, most_ways, table_of, ways
 from jaxinfer.sharding.collectives import Collective
 from jaxinfer.sharding.dataflow import Product, head_flow, layer_flow
-from jaxinfer.sharding.shapes import Sizes, layer_parameters, letters_of, padded, table_of
+from jaxinfer.sharding.shapes import Sizes, layer_parameters, padded
 
 # Bytes of a number of hidden states and logits.
 ITEMSIZE = 2
@@ -24,24 +24,23 @@ ITEMSIZE = 2
 
 @dataclass(frozen=True)
 class Link:
-    """What one axis of a mesh is connected by.
+    """The link along one axis of a mesh.
 
     Attributes:
         gb_s: 10^9 bytes per second that a device sends in a ring.
-        each_s: seconds of each collective besides; ``hop_s``: of each step of its ring.
+        each_s: seconds of each collective besides.
         is_apart: it has wires of its own, as on a torus: collectives over several axes use all.
     """
 
     gb_s: float
     each_s: float = 0.0
-    hop_s: float = 0.0
     is_apart: bool = False
 
 
 def links_of(gpu: Gpu, mesh: Sizes) -> dict[str, Link]:
     """The links within a node on all axes, at the rates that collectives get of them."""
     if gpu.is_torus:
-        return {axis: Link(gpu.link_gb_s, is_apart=True) for axis in mesh}
+        return stated_links(gpu, mesh)
     return {axis: Link(*gpu.collective) for axis in mesh}
 
 
@@ -73,13 +72,13 @@ class Seconds:
 
     @property
     def binds(self) -> str:
-        """What most are spent on: compute, memory or links."""
+        """The part that most are spent on: compute, memory or links."""
         return max(("compute", "memory", "links"), key=lambda name: float(getattr(self, name)))
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step costs in one layout.
+    """The cost of a step in one layout.
 
     Attributes:
         layer, head: seconds of one layer, and of the head.
@@ -96,7 +95,7 @@ class StepCost:
 
 
 class LayoutFlow:
-    """What a model's layers and head do on each device of a mesh, per token.
+    """The flow of a model's layers and head on each device of a mesh, per token.
 
     Attributes:
         model: its heads and columns divide; see ``shapes.padded``.
@@ -303,6 +302,4 @@ def ring_seconds(each: Collective, links: Mapping[str, Link]) -> tuple[float, fl
     used = [links[axis] for axis in each.axes]
     rates = [link.gb_s * 1e9 for link in used]
     rate = sum(rates) if all(link.is_apart for link in used) else min(rates)
-    hops = (each.devices - 1) * (2 if each.kind == "all-reduce" else 1)
-    fixed = max(link.each_s for link in used) + hops * max(link.hop_s for link in used)
-    return each.moved / rate, fixed
+    return each.moved / rate, max(link.each_s for link in used)

@@ -11,7 +11,7 @@ SecondsOf = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Crossing:
-    """From so many tokens on, ``faster`` takes less time than ``slower`` does."""
+    """A number of tokens from which on ``faster`` takes less time than ``slower`` does."""
 
     tokens: int
     faster: str
@@ -47,7 +47,7 @@ def crossings(seconds: Mapping[str, SecondsOf], counts: Sequence[int]) -> list[C
 
 
 def fastest(seconds: Mapping[str, SecondsOf], counts: Sequence[int]) -> list[tuple[int, str]]:
-    """From how many tokens on which layout is the fastest; of equal ones, the first.
+    """The fastest layouts, each with the tokens from which on it is; of equal ones, the first.
 
     Seconds may be infinite.
     """

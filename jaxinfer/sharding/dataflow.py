@@ -16,21 +16,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jaxinfer.hardware.catalogue import ModelShape
-from jaxinfer.models.layouts import ACTIVATIONS, Layout, Places, named
-from jaxinfer.sharding.collectives import Collective
-from jaxinfer.sharding.shapes import (
-    Sizes,
-    layer_parameters,
+from jaxinfer.models.layouts import (
+    ACTIVATIONS,
+    Layout,
+    Places,
     letters_of,
+    named,
+    table_in_use,
     table_of,
 )
+from jaxinfer.sharding.collectives import Collective
+from jaxinfer.sharding.shapes import Sizes, layer_parameters
 
 Cuts = dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Product:
-    """What one device does of a matrix product.
+    """One device's part of a matrix product.
 
     Attributes:
         flops: a multiplication and an addition being two.
@@ -52,7 +55,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Attention:
-    """What one device does of attention: query tokens and heads, and KV heads."""
+    """One device's part of attention: query tokens and heads, and KV heads."""
 
     tokens: float
     heads: float
@@ -171,15 +174,13 @@ class _Flow:
 
     def used(self, path: str) -> Cuts:
         """Cuts of a weight as it is multiplied."""
-        over = named(self.layout.gathered, self.axes)
-        stored = self.cuts(letters_of(path), table_of(path, self.layout))
-        return {k: tuple(a for a in axes if a not in over) for k, axes in stored.items()}
+        return self.cuts(letters_of(path), table_in_use(path, self.layout, self.axes))
 
     def gather_weight(self, path: str) -> Cuts:
         """The same, and record what is gathered for that."""
         letters, used = letters_of(path), self.used(path)
         stored = self.cuts(letters, table_of(path, self.layout))
-        gone = tuple(a for k, axes in stored.items() for a in axes if a not in used[k])
+        gone = tuple(a for k, axes in stored.items() for a in axes if a not in used.get(k, ()))
         self.record("all-gather", gone, letters, used, letters_name(path))
         return used
 
@@ -256,7 +257,7 @@ def letters_name(path: str) -> str:
 
 
 def layer_flow(model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) -> Flow:
-    """What one decoder layer moves and computes on each device.
+    """The flow of one decoder layer: all that each device moves and computes.
 
     Args:
         model: with heads and columns that divide, see ``shapes.padded``.
@@ -310,7 +311,7 @@ def _experts(flow: _Flow, y: _Array, path: Mapping[str, str], gated: bool, resid
 
 
 def head_flow(model: ModelShape, layout: Layout, mesh: Sizes, rows: float) -> Flow:
-    """What the head moves and computes for the rows that are sampled."""
+    """The flow of the head for the rows that are sampled."""
     flow = _Flow(model, layout, mesh, rows)
     residual = flow.named_cuts("residual") or {}
     x = flow.move(flow.normed("head", residual, model.gated), {})

@@ -84,7 +84,7 @@ def _numbers(dims: str) -> int:
 
 
 def _devices(groups: str) -> int:
-    """How many devices one group has, in any of the three ways to write groups."""
+    """The number of devices of one group, in any of the three ways to write groups."""
     if listed := _LISTED.match(groups):
         return listed[1].count(",") + 1
     if iota := _IOTA.match(groups):

@@ -14,8 +14,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.hardware.catalogue import ModelShape
-from jaxinfer.models.layouts import ACTIVATIONS, Layout, Places, named
-from jaxinfer.sharding.shapes import layer_parameters, letters_of, table_of
+from jaxinfer.models.layouts import (
+    ACTIVATIONS,
+    Layout,
+    Places,
+    letters_of,
+    named,
+    table_in_use,
+    table_of,
+)
+from jaxinfer.models.sharding import spec
+from jaxinfer.sharding.shapes import layer_parameters
 
 # KV entries that attention reads at a time, as kernels do: scores are never whole in memory.
 BLOCK = 512
@@ -39,8 +48,7 @@ class Program:
         self.parameters = layer_parameters(model)
 
     def _spec(self, letters: str, table: Places) -> PartitionSpec:
-        found = (named(table.get(letter, ()), self.axes) for letter in letters)
-        return PartitionSpec(*(place or None for place in found))
+        return spec(letters, table, self.axes)
 
     def _put(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
@@ -52,14 +60,9 @@ class Program:
 
     def for_use(self, path: str, weight: jax.Array) -> jax.Array:
         """The weight as it is multiplied: whole over the axes that it is gathered over."""
-        gathered = named(self.layout.gathered, self.axes)
-        table = table_of(path, self.layout)
-        if not gathered:
+        if not self.layout.gathered:
             return weight
-        left = {
-            letter: tuple(axis for axis in named(place, self.axes) if axis not in gathered)
-            for letter, place in table.items()
-        }
+        left = table_in_use(path, self.layout, self.axes)
         return self._put(weight, self._spec(letters_of(path), left))
 
     def layer_arguments(self, tokens: int, decodes: bool) -> tuple[Any, ...]:

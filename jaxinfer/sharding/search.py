@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields
 from itertools import combinations, product
 
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
-from jaxinfer.models.layouts import Layout, Places, Rule
+from jaxinfer.models.layouts import Layout, Places, Rule, letters_of
 from jaxinfer.sharding.costs import LayoutCosts, Link, StepCost, at_peaks
-from jaxinfer.sharding.shapes import Sizes, layer_parameters, letters_of
+from jaxinfer.sharding.shapes import Sizes, layer_parameters
 
 Place = tuple[str, ...]
 
@@ -152,7 +152,7 @@ class LayoutSearch:
             yield Assignment(a.rows, a.heads, a.columns, a.experts, tokens)
 
     def price(self, assignment: Assignment, step: Step) -> Found | None:
-        """What an assignment costs; None where a card has no room for it."""
+        """The cost of an assignment; None where a card has no room for it."""
         self.tried += 1
         costs = self._costs(assignment)
         if not self._fits(costs, step):

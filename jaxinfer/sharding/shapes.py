@@ -1,11 +1,10 @@
-"""A layer's parameters and activations by their logical axes, and what a layout makes of them."""
+"""A layer's parameters by their logical axes, and a model padded to what a layout cuts."""
 
 import math
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 
 from jaxinfer.hardware.catalogue import ModelShape
-from jaxinfer.models.layouts import Layout, Places, most_ways
+from jaxinfer.models.layouts import Layout, most_ways
 
 # Axis of the mesh -> its devices.
 Sizes = Mapping[str, int]
@@ -33,16 +32,6 @@ def layer_parameters(model: ModelShape) -> dict[str, tuple[int, ...]]:
         found |= {f"{mlp}gate_DF": (D, F)} if model.gated else {}
         found |= {f"{mlp}up_DF": (D, F), f"{mlp}down_FD": (F, D)}
     return {f"layers.0.{name}": shape for name, shape in found.items()}
-
-
-def letters_of(path: str) -> str:
-    """Logical axes of a parameter: ``layers.0.attn.q_DNH`` has D, N and H."""
-    return path.rpartition("_")[2]
-
-
-def table_of(path: str, layout: Layout) -> Places:
-    """Where a parameter lies: by the first rule that matches."""
-    return next((rule.axes for rule in layout.parameters if fnmatchcase(path, rule.pattern)), {})
 
 
 def padded(model: ModelShape, layout: Layout, mesh: Sizes) -> ModelShape:

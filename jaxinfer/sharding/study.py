@@ -27,7 +27,7 @@ TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of each layout.
+    """A question that is asked of each layout.
 
     Attributes:
         mesh: axis -> devices.
@@ -53,7 +53,7 @@ class Question:
         return ITEMSIZES[self.dtype]
 
     def job(self, name: str, layout: Layout, phase: str) -> Job:
-        """What to compile for a phase, or for the head of decodes."""
+        """The job to compile for a phase, or for the head of decodes."""
         tokens = self.tokens if phase == "prefill" else self.sequences
         return Job(name, as_text(layout, list(self.mesh)), phase, tokens, self.context)
 
@@ -63,21 +63,16 @@ class Question:
 
     def step(self, costs: LayoutCosts, phase: str, tokens: int | None = None) -> StepCost:
         """A step of a phase, of other tokens if they are given."""
+        step = self.asked(phase, tokens)
+        return costs.step(step.tokens, step.sequences, step.context)
+
+    def asked(self, phase: str, tokens: int | None = None) -> Step:
+        """A phase's step, of other tokens if they are given."""
         if phase == "prefill":
-            return costs.step(tokens or self.tokens, 1)
+            prompt = tokens or self.tokens
+            return Step(prompt, 1, 0, prompt)
         sequences = tokens or self.sequences
-        return costs.step(sequences, sequences, self.context - 1)
-
-    def asked(self, phase: str) -> Step:
-        """A phase's step, as searches take it."""
-        entries = self.entries(phase)
-        if phase == "prefill":
-            return Step(self.tokens, 1, 0, entries)
-        return Step(self.sequences, self.sequences, self.context - 1, entries)
-
-    def entries(self, phase: str) -> int:
-        """KV entries at the end of a phase's step."""
-        return self.tokens if phase == "prefill" else self.sequences * self.context
+        return Step(sequences, sequences, self.context - 1, sequences * self.context)
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,7 @@ class Finding:
 
     @property
     def total_bytes(self) -> float:
-        """What one device needs."""
+        """All bytes that one device needs."""
         return self.cost.weight_bytes + self.kv_bytes + self.temporary_bytes
 
     @property
@@ -116,7 +111,7 @@ class Finding:
 
     @property
     def equal(self) -> bool:
-        """Whether both have as many of each kind, with the same bytes within ``TOLERANCE``."""
+        """True if both have as many of each kind, with the same bytes within ``TOLERANCE``."""
         return alike(self.compiled, self.closed)
 
 
@@ -141,7 +136,7 @@ def closed_forms(found: Sequence[Collective], target: Target) -> tuple[Counts, t
 
 
 def deviations(compiled: Counts, closed: Counts) -> tuple[str, ...]:
-    """What the compiler does in another way, in words."""
+    """Differences of the compiler's collectives from closed forms, in words."""
     if alike(compiled, closed):
         return ()
     if "collective-permute" in compiled:
@@ -162,7 +157,7 @@ def where_it_fits(question: Question, layout: Layout, phase: str, seconds: Secon
     room = question.card.memory_gb * 1e9 - costs.weight_bytes
 
     def found(count: int) -> float:
-        entries = count if phase == "prefill" else count * question.context
+        entries = question.asked(phase, count).entries
         return seconds(count) if costs.kv_bytes * entries <= room else math.inf
 
     return found
@@ -227,7 +222,7 @@ def _finding(question: Question, costs: LayoutCosts, job: Job, compiled: Compile
         job.name,
         job.part,
         cost,
-        cost.kv_bytes * question.entries(job.part),
+        cost.kv_bytes * question.asked(job.part).entries,
         compiled.temporaries * question.itemsize,
         dict(compiled.collectives),
         closed,

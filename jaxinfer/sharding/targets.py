@@ -16,7 +16,7 @@ _FORM = re.compile(r"(\w+):(\d+(?:x\d+)*)")
 
 @dataclass(frozen=True)
 class Target:
-    """What programs are compiled for.
+    """A kind of devices that programs are compiled for.
 
     Attributes:
         kind: ``cpu``, one of ``GPUS``, or a kind of TPU such as ``v5e``.
@@ -44,7 +44,7 @@ class Target:
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """Number of devices."""
         count = 1
         for size in self.shape:
             count *= size
@@ -52,7 +52,7 @@ class Target:
 
     @property
     def card(self) -> str:
-        """Its name in ``configs/gpus.yaml``; what a CPU compiles is priced on an H100."""
+        """Name of the card in ``configs/gpus.yaml``; for a CPU's programs, an H100's."""
         cards = {"a100": "A100-80G-SXM", "l4": "L4"}
         return f"TPU-{self.kind}" if self._is_tpu else cards.get(self.kind, "H100-SXM")
 
@@ -62,7 +62,7 @@ class Target:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether XLA for CPUs compiles, which has neither 16-bit floats nor reduce-scatters."""
+        """True where XLA for CPUs compiles, with neither 16-bit floats nor reduce-scatters."""
         return self.kind == "cpu"
 
     def __str__(self) -> str:

@@ -255,6 +255,11 @@ def calibrate_group(config: RunFile, group: str, path: str | Path) -> tuple[Cali
     part = next((stage.part for (stage,) in alone), None)
     if part is None:
         raise JaxinferError(f"groups.{group}: no instance of one stage stands on it")
+    if part.flow:
+        raise JaxinferError(
+            f"groups.{group}: efficiencies are of devices with equal parts: leave out layout and "
+            "mesh"
+        )
     points = read_points(path)
 
     def stage_for(efficiency: KernelEfficiency) -> RooflineStage:

@@ -30,7 +30,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-from jaxinfer.hardware.catalogue import Gpu, ModelShape  # noqa: E402
+from jaxinfer.hardware.catalogue import ModelShape  # noqa: E402
 from jaxinfer.models.layouts import LAYOUTS, Layout, ways  # noqa: E402
 from jaxinfer.sharding.collectives import moved, without_reduce_scatter  # noqa: E402
 from jaxinfer.sharding.costs import LayoutFlow  # noqa: E402
@@ -68,14 +68,15 @@ class Rates:
     """Rates of one of the devices while the others do the same.
 
     Attributes:
-        card: FLOPs, and bytes of a weight that is read.
-        stream: bytes per second that sums and norms read and write.
+        flops: per second; ``memory``: bytes per second of a weight that is read; ``stream``: those
+            that sums and norms read and write.
         each: kind of collective -> bytes that a device sends per second, and seconds besides.
         last: bytes per second of an all-gather along an array's last axis, whose pieces are rows
             that lie apart.
     """
 
-    card: Gpu
+    flops: float
+    memory: float
     stream: float
     each: Mapping[str, tuple[float, float]]
     last: float
@@ -100,17 +101,13 @@ def measured(mesh: Mesh) -> Rates:
         )
         per_byte = (large[1] - small[1]) / (large[0] - small[0])
         each[kind] = 1 / per_byte, max(small[1] - small[0] * per_byte, 0.0)
-    card = Gpu(
-        bf16_tflops=flops / 1e12, memory_gb=24, memory_gb_s=memory / 1e9, link="memory",
-        link_gb_s=each["all-reduce"][0] / 1e9,
-    )  # fmt: skip
     apart = jax.device_put(
         np.ones((4096, numbers // 4096), np.float32),
         NamedSharding(mesh, PartitionSpec(None, mesh.axis_names)),
     )
     whole = jax.jit(lambda x: x + 0, out_shardings=NamedSharding(mesh, PartitionSpec()))
     last = 4 * numbers * moved("all-gather", DEVICES) / timed(lambda: whole(apart))
-    return Rates(card, stream, each, last)
+    return Rates(flops, memory, stream, each, last)
 
 
 # As functions of a device's part, of which all have the same size, and the mesh's axes.
@@ -197,7 +194,7 @@ def predicted(layout: Layout, rates: Rates, phase: str, tokens: int) -> float:
     places = flow.layout.activations.get("residual", {})
     pieces = math.prod(ways(place, MESH) for place in places.values())
     passes = 2 * 6 * tokens * MODEL.hidden_size / pieces
-    seconds = flops / (rates.card.bf16_tflops * 1e12) + 4 * read / (rates.card.memory_gb_s * 1e9)
+    seconds = flops / rates.flops + 4 * read / rates.memory
     seconds += 4 * passes / rates.stream
     for each in without_reduce_scatter(flow.layer.collectives):
         rate, fixed = rates.each[each.kind]
@@ -219,9 +216,8 @@ def main(out: str) -> None:
     """Measure, predict, and write both."""
     mesh = Mesh(np.array(jax.devices()).reshape(*MESH.values()), tuple(MESH))
     rates = measured(mesh)
-    card = rates.card
     print(
-        f"one of {DEVICES} devices: {card.bf16_tflops * 1e3:.1f} GFLOP/s, {card.memory_gb_s:.2f} "
+        f"one of {DEVICES} devices: {rates.flops / 1e9:.1f} GFLOP/s, {rates.memory / 1e9:.2f} "
         f"GB/s of weights, {rates.stream / 1e9:.2f} of sums; GB/s and us of collectives: "
         + ", ".join(f"{k} {r / 1e9:.2f}, {s * 1e6:.0f}" for k, (r, s) in rates.each.items())
         + f"; along a last axis {rates.last / 1e9:.2f}"

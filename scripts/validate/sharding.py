@@ -28,7 +28,7 @@ TOKENS, SEQUENCES, CONTEXT = 2048, 64, 2048
 
 
 def question(model: ModelShape, mesh: str, tokens: int, sequences: int, context: int) -> Question:
-    """What to ask of XLA for CPUs."""
+    """The question that is asked of XLA for CPUs."""
     x, y = map(int, mesh.split("x"))
     sizes, card = {"x": x, "y": y}, find_gpu("H100-SXM")
     return Question(

@@ -1,4 +1,4 @@
-"""What a layout makes of a model and of its steps, on the mesh of one stage."""
+"""A model and its steps as a layout makes them, on the mesh of one stage."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -5,7 +5,7 @@ from typing import Self
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.stage_part import StagePart
 from jaxinfer.serving.batch import Work
-from jaxinfer.sharding.costs import LayoutCosts, stated_links
+from jaxinfer.sharding.costs import LayoutCosts, Seconds, stated_links
 
 
 class LayoutStage:
@@ -43,17 +43,22 @@ class LayoutStage:
         return cls(made, part.layers, part.last, costs.step_s, costs.sequence_s)
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of one step; prefill chunks and decodes are kernels of their own."""
+        """Return the seconds of one step."""
+        return self.spent(work).total + self._step_s + self._sequence_s * work.sequences
+
+    def spent(self, work: Work) -> Seconds:
+        """Return the same by what they are spent on, without what an engine adds.
+
+        Prefill chunks and decodes are kernels of their own.
+        """
         costs = self._costs
-        layer = costs.dense(work.tokens).total
+        layer = costs.dense(work.tokens)
         if work.single_context:
             # The longest is not known: sequences are taken to be alike.
             context = work.single_context
-            layer += costs.attention(context, context, context / work.singles).total
+            layer += costs.attention(context, context, context / work.singles)
         if work.chunks:
             seen = [start + count for start, count in work.chunks]
-            layer += costs.attention(work.pairs, sum(seen), max(seen)).total
-        seconds = self._layers * layer + self._step_s + self._sequence_s * work.sequences
-        if self._last and work.sampled:
-            seconds += costs.head(work.sampled).total
-        return seconds
+            layer += costs.attention(work.pairs, sum(seen), max(seen))
+        seconds = layer * self._layers
+        return seconds + costs.head(work.sampled) if self._last and work.sampled else seconds

@@ -1,4 +1,4 @@
-"""What a feed-forward layer sends, in closed form, and from how many tokens gathering pays."""
+"""Numbers that a feed-forward layer sends, and tokens from which on gathering pays."""
 
 from matplotlib.figure import Figure
 

@@ -1,6 +1,5 @@
 """Llama 3 70B on eight and sixteen H100: all layouts in both phases."""
 
-from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue
 from jaxinfer.models.layouts import LAYOUTS
 from jaxinfer.serving.batch import Work
@@ -25,10 +24,7 @@ def rankings(inputs: Inputs) -> Part:
         for phase, work in PHASES.items():
             found = {}
             for name, layout in LAYOUTS.items():
-                try:
-                    parts = step(layout, model, "H100-SXM", mesh, work)
-                except JaxinferError:
-                    continue  # It does not divide.
+                parts = step(layout, model, "H100-SXM", mesh, work)
                 weights = LayoutFlow(model, layout, mesh).parameters(80, True, True) * 2
                 found[name] = (parts, weights)
             for name in sorted(found, key=lambda name: found[name][0].total):

@@ -8,6 +8,7 @@ from jaxinfer.hardware.catalogue import Catalogue, ModelShape
 from jaxinfer.models.layouts import ALL, LAYOUTS, Layout, Rule
 from jaxinfer.serving.batch import Work
 from jaxinfer.sharding.costs import LayoutCosts, LayoutFlow, Seconds, stated_links
+from jaxinfer.simulate.costs.layout_roofline import LayoutStage
 
 
 def _by_sequences(name: str) -> Layout:
@@ -53,14 +54,6 @@ def step(
 ) -> Seconds:
     """Seconds of a step by parts, at the simulator's default efficiencies."""
     default, gpu = SimulateOptions(), Catalogue().gpu(card)
-    flow = LayoutFlow(model, layout, mesh)
-    links = stated_links(gpu, mesh)
+    flow, links = LayoutFlow(model, layout, mesh), stated_links(gpu, mesh)
     costs = LayoutCosts(flow, gpu, links, default.flops, default.bandwidth, weight_size=weight_size)
-    layer = costs.dense(work.tokens)
-    if work.singles:
-        context = work.single_context
-        layer += costs.attention(context, context, context / work.singles)
-    if work.chunks:
-        seen = [start + count for start, count in work.chunks]
-        layer += costs.attention(work.pairs, sum(seen), max(seen))
-    return layer * model.num_hidden_layers + costs.head(work.sampled)
+    return LayoutStage(costs, model.num_hidden_layers, last=True).spent(work)

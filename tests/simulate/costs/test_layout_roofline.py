@@ -11,7 +11,8 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, ModelShape
 from jaxinfer.models.layouts import ALL, LAYOUTS, Layout, Rule
 from jaxinfer.serving.batch import Work
-from jaxinfer.sharding.costs import LayoutCosts, LayoutFlow, Link, stated_links
+from jaxinfer.sharding.costs import LayoutCosts, LayoutFlow, Link, links_of, stated_links
+from jaxinfer.simulate.calibrate import calibrate_group
 from jaxinfer.simulate.costs.layout_roofline import LayoutStage
 from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
 from jaxinfer.simulate.run import simulate
@@ -95,16 +96,6 @@ def test_collectives_take_seconds_besides() -> None:
         assert slow - fast == pytest.approx(collectives * 1e-5)
 
 
-def test_hops_of_a_ring() -> None:
-    """An all-reduce over eight devices goes 14 hops."""
-    flow = LayoutFlow(LLAMA, LAYOUTS["megatron"], MESH)
-    fast, slow = (
-        LayoutCosts(flow, H100, {axis: Link(450, hop_s=hop_s) for axis in MESH}).dense(8).links
-        for hop_s in (0.0, 1e-6)
-    )
-    assert slow - fast == pytest.approx(2 * 14e-6)
-
-
 def test_axes_of_a_torus_have_links_of_their_own() -> None:
     flow = LayoutFlow(LLAMA, LAYOUTS["megatron"], MESH)
     shared, apart = (
@@ -171,3 +162,41 @@ def test_layouts_and_measured_costs() -> None:
 def test_unknown_layouts() -> None:
     with pytest.raises(JaxinferError, match=r"instances\.a.*megatorn.*did you mean 'megatron'"):
         simulated("megatorn")
+
+
+def test_layouts_and_attention_groups() -> None:
+    """Their costs know no layouts, so that one would have no effect."""
+    groups = {"g": {"kind": "H100-SXM", "devices": 8}, "h": {"kind": "A100-80G-SXM"}}
+    stages = {"stages": [{"group": "g", "attention": ["h"]}], "layout": "megatron"}
+    links = [{"between": ["g", "h"], "gb_s": 50}]
+    config = RunFile.model_validate(
+        {**RUN, "groups": groups, "instances": {"a": stages}, "links": links}
+    )
+    with pytest.raises(JaxinferError, match=r"groups\.g: a stage with attention groups"):
+        simulate(config, config.requests())
+
+
+def test_a_mesh_of_one_stage_leaves_the_others_checked() -> None:
+    groups = {
+        "g": {"kind": "H100-SXM", "devices": 4, "mesh": {"x": 2, "y": 2}},
+        "h": {"kind": "A100-80G-SXM", "devices": 3},
+    }
+    stages = {"stages": [{"group": "g"}, {"group": "h"}]}
+    links = [{"between": ["g", "h"], "gb_s": 50}]
+    config = RunFile.model_validate(
+        {**RUN, "groups": groups, "instances": {"a": stages}, "links": links}
+    )
+    with pytest.raises(JaxinferError, match=r"groups\.h: 3 devices do not divide the model's 64"):
+        simulate(config, config.requests())
+
+
+def test_efficiencies_are_not_fitted_under_a_layout() -> None:
+    config = RunFile.model_validate({**RUN, "instances": {"a": {"group": "g"}}})
+    with pytest.raises(JaxinferError, match=r"groups\.g: efficiencies are .* leave out layout"):
+        calibrate_group(config, "g", "points.csv")
+
+
+def test_a_torus_has_its_own_latency() -> None:
+    v5e = Catalogue().gpu("TPU-v5e")
+    assert v5e.all_reduce_s == 1e-6
+    assert links_of(v5e, MESH) == dict.fromkeys(MESH, Link(45, 1e-6, is_apart=True))
