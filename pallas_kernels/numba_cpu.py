@@ -25,6 +25,7 @@ from jaxinfer.pallas_kernels.xla_call import (
     data,
     dim,
     is_past,
+    part,
     pointer,
     register_target,
     take_after,
@@ -40,7 +41,6 @@ MASKED, NO_SCORE = np.float32(-1e30), np.float32(-1e29)
 class AttentionSizes(NamedTuple):
     """Sizes that a kernel is compiled for; ``bits`` of KV entries, ``rows`` of a tile at most."""
 
-    K: int
     G: int
     H: int
     B: int
@@ -64,23 +64,24 @@ class AttentionSizes(NamedTuple):
 
 
 def make_tile(sizes: AttentionSizes) -> Callable[..., None]:
-    """``tile(q, keys, values, pages, out, scratch, k, row, rows, first, window)``.
+    """``tile(q, keys, values, pages, out, scratch, K, k, row, rows, first, window)``.
 
     Attention of ``rows`` rows from ``row`` on, at positions from ``first`` on, with KV head ``k``.
     q and out are addresses of float32 [T, K G, H], keys of [P, K, H, B], values of [P, K, B, H],
     pages of int32; a window of 0 is none.
     """
-    K, G, H, B, bits, _ = sizes
-    block, padded, N = sizes.block, sizes.padded, sizes.K * sizes.G
+    G, H, B, bits, _ = sizes
+    block, padded = sizes.block, sizes.padded
     head = H * B * bits // 8
-    scores_of = Product(block, B, 4 * H, bits).intrinsic()
-    add_values = Product(block, H, 4 * B, bits, add=True).intrinsic()
+    scores_of = Product(block, B, bits).intrinsic()
+    add_values = Product(block, H, bits, add=True).intrinsic()
 
-    @nb.njit(fastmath=True, nogil=True, error_model="numpy", boundscheck=False)
+    @part
     def tile(
-        q_: int, keys: int, values: int, pages: int, out_: int, scratch: int, k: int,
+        q_: int, keys: int, values: int, pages: int, out_: int, scratch: int, K: int, k: int,
         row: int, rows: int, first: int, window: int,
     ) -> None:  # fmt: skip
+        N = K * G
         sums_, scores_ = scratch + 4 * padded * H, scratch + 8 * padded * H
         q = nb.carray(pointer(q_, np.float32(0)), (row + rows, N, H))
         out = nb.carray(pointer(out_, np.float32(0)), (row + rows, N, H))
@@ -102,7 +103,8 @@ def make_tile(sizes: AttentionSizes) -> Callable[..., None]:
                 last = first + min(b + block - 1, used - 1) // G - j * B
                 if last < 0 or (window > 0 and first + b // G - window - j * B >= B - 1):
                     continue
-                scores_of(scratch + 4 * H * b, keys + at, B * bits // 8, scores_, 4 * B, H, 0)
+                query_ = scratch + 4 * H * b
+                scores_of(query_, 4 * H, keys + at, B * bits // 8, scores_, 4 * B, H, 0)
                 for i in range(block):
                     # Entries from `low` to `high` of this page are seen.
                     high = first + min(b + i, used - 1) // G - j * B + 1
@@ -128,6 +130,7 @@ def make_tile(sizes: AttentionSizes) -> Callable[..., None]:
                     m[1, b + i] += total
                 add_values(
                     scores_,
+                    4 * B,
                     values + at,
                     H * bits // 8,
                     sums_ + 4 * H * b,
@@ -146,20 +149,20 @@ def make_tile(sizes: AttentionSizes) -> Callable[..., None]:
 @compiled_once
 def register(sizes: AttentionSizes) -> Target:
     """Compiles a kernel, and tells XLA of it."""
-    tile, K, N, H, most = make_tile(sizes), sizes.K, sizes.K * sizes.G, sizes.H, sizes.rows
+    tile, H, most = make_tile(sizes), sizes.H, sizes.rows
 
-    @nb.njit(nogil=True, error_model="numpy", boundscheck=False)
+    @part
     def units(args: int) -> int:
-        C = dim(args, 4, 0)
+        C, K = dim(args, 4, 0), dim(args, 1, 1)
         row = nb.carray(pointer(data(args, 5), np.int32(0)), (C + 1,))
         found = 0
         for c in range(C):
             found += (row[c + 1] - row[c] + most - 1) // most * K
         return found
 
-    @nb.njit(nogil=True, error_model="numpy", boundscheck=False)
-    def work(args: int, rets: int, worker: int, shared: int, mine: int) -> None:
-        T, M, C = dim(args, 0, 0), dim(args, 3, 1), dim(args, 4, 0)
+    def work(args: int, rets: int, worker: int, shared: int, mine: int) -> int:
+        T, N, K = dim(args, 0, 0), dim(args, 0, 1), dim(args, 1, 1)
+        M, C = dim(args, 3, 1), dim(args, 4, 0)
         start = nb.carray(pointer(data(args, 4), np.int32(0)), (C,))
         row = nb.carray(pointer(data(args, 5), np.int32(0)), (C + 1,))
         window = nb.carray(pointer(data(args, 6), np.int32(0)), (1,))[0]
@@ -177,12 +180,13 @@ def register(sizes: AttentionSizes) -> Target:
                         tile(
                             data(args, 0), data(args, 1), data(args, 2),
                             data(args, 3) + 4 * M * c, data(rets, 0), scratch,
-                            k, row[c] + skipped, rows, start[c] + skipped, window,
+                            K, k, row[c] + skipped, rows, start[c] + skipped, window,
                         )  # fmt: skip
                         mine = take_after(shared)
                         if is_past(shared, mine):
-                            return
+                            return 0
                     unit += 1
+        return 0
 
     return register_target("attention_" + "_".join(map(str, sizes)), units, work)
 
@@ -198,7 +202,7 @@ def _attend(
 ) -> jax.Array:
     T, N, H = q_TNH.shape
     _, K, B, _ = kv.values.shape
-    sizes = AttentionSizes(K, N // K, H, B, 8 * kv.values.dtype.itemsize, rows)
+    sizes = AttentionSizes(N // K, H, B, 8 * kv.values.dtype.itemsize, rows)
     shapes = [
         jax.ShapeDtypeStruct(shape, jnp.float32)
         for shape in ((T, N, H), (threads(), sizes.scratch))

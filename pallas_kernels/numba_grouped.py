@@ -22,6 +22,7 @@ from jaxinfer.pallas_kernels.xla_call import (
     data,
     dim,
     is_past,
+    part,
     pointer,
     register_target,
     take_after,
@@ -30,13 +31,11 @@ from jaxinfer.pallas_kernels.xla_call import (
 
 # Registers of a row of a tile: as many columns as divide most models' sizes.
 VECTORS = 4
-_kernel = nb.njit(nogil=True, error_model="numpy", boundscheck=False, fastmath=True)
 
 
 class GroupedSizes(NamedTuple):
-    """Sizes that a kernel is compiled for: D, columns of a tile, bits of a weight; gated or not."""
+    """Sizes that a kernel is compiled for: columns of a tile, bits of a weight; gated or not."""
 
-    D: int
     columns: int
     bits: int
     gated: bool
@@ -53,31 +52,31 @@ def _row_counts() -> tuple[int, ...]:
 
 
 def _product(sizes: GroupedSizes, row_counts: tuple[int, ...]) -> Any:
-    """``run(rows, x, weight, row_bytes, sums, count, ahead)``: ``Product``'s, of one of the counts
-    of rows, added to the sums.
+    """``run(rows, x, D, weight, row_bytes, sums, count, ahead)``: ``Product``'s, of one of the
+    counts of rows, added to the sums.
     """
-    D, columns, bits, _ = sizes
+    columns, bits, _ = sizes
     most, *others = row_counts
-    product = Product(most, columns, 4 * D, bits, add=True, prefetch=True).intrinsic()
+    product = Product(most, columns, bits, add=True, prefetch=True).intrinsic()
     rest = _product(sizes, tuple(others)) if others else None
 
-    @_kernel
+    @part
     def last(
-        rows: int, x: int, weight: int, row_bytes: int, sums: int, count: int, ahead: int
+        rows: int, x: int, D: int, weight: int, row_bytes: int, sums: int, count: int, ahead: int
     ) -> None:
-        product(x, weight, row_bytes, sums, 4 * columns, count, ahead)
+        product(x, 4 * D, weight, row_bytes, sums, 4 * columns, count, ahead)
 
     if rest is None:
         return last
 
-    @_kernel
+    @part
     def run(
-        rows: int, x: int, weight: int, row_bytes: int, sums: int, count: int, ahead: int
+        rows: int, x: int, D: int, weight: int, row_bytes: int, sums: int, count: int, ahead: int
     ) -> None:
         if rows == most:
-            product(x, weight, row_bytes, sums, 4 * columns, count, ahead)
+            product(x, 4 * D, weight, row_bytes, sums, 4 * columns, count, ahead)
         else:
-            rest(rows, x, weight, row_bytes, sums, count, ahead)
+            rest(rows, x, D, weight, row_bytes, sums, count, ahead)
 
     return run
 
@@ -88,11 +87,11 @@ def _tile(sizes: GroupedSizes) -> Any:
     ``weight`` is the number of the tile's first among all weights, ``ahead`` is how many bytes
     behind it those to prefetch begin.
     """
-    D, columns, bits, gated = sizes
+    columns, bits, gated = sizes
     size, most, product = bits // 8, _row_counts()[0], _product(sizes, _row_counts())
     weights = 1 + gated
 
-    @_kernel
+    @part
     def run(
         args: int,
         rets: int,
@@ -103,7 +102,8 @@ def _tile(sizes: GroupedSizes) -> Any:
         ahead: int,
         scratch: int,
     ) -> None:
-        F, x = dim(args, 1, 2), data(args, 0) + 4 * D * row
+        D, F = dim(args, 1, 1), dim(args, 1, 2)
+        x = data(args, 0) + 4 * D * row
         found = nb.carray(pointer(scratch, np.float32(0)), (2, most * columns))
         for g in range(weights):
             for i in range(rows * columns):
@@ -111,7 +111,7 @@ def _tile(sizes: GroupedSizes) -> Any:
             sums = scratch + 4 * g * most * columns
             for d in range(0, D, BLOCK):
                 at = data(args, 1 + g) + size * (weight + d * F)
-                product(rows, x + 4 * d, at, size * F, sums, min(BLOCK, D - d), at + ahead)
+                product(rows, x + 4 * d, D, at, size * F, sums, min(BLOCK, D - d), at + ahead)
         # All at once: another core may be at some of these columns, too.
         out = nb.carray(pointer(data(rets, 0), np.float32(0)), (dim(args, 0, 0), F))
         for r in range(rows):
@@ -126,18 +126,17 @@ def _tile(sizes: GroupedSizes) -> Any:
 @compiled_once
 def _grouped(sizes: GroupedSizes) -> Target:
     """Compile a kernel whose units are some columns of one expert, for all of its rows."""
-    D, columns, bits, gated = sizes
+    columns, bits, gated = sizes
     weights, size, counts, tile = 1 + gated, bits // 8, _row_counts(), _tile(sizes)
     # Cache lines of a row of the tile's columns; each tile of rows fetches one.
     lines = -(-columns * size // 64)
 
-    @_kernel
+    @part
     def units(args: int) -> int:
         return dim(args, 1, 0) * -(-dim(args, 1, 2) // columns)
 
-    @_kernel
-    def work(args: int, rets: int, worker: int, shared: int, mine: int) -> None:
-        E, F = dim(args, 1, 0), dim(args, 1, 2)
+    def work(args: int, rets: int, worker: int, shared: int, mine: int) -> int:
+        E, D, F = dim(args, 1, 0), dim(args, 1, 1), dim(args, 1, 2)
         tiles = -(-F // columns)
         row_E1 = nb.carray(pointer(data(args, 1 + weights), np.int32(0)), (E + 1,))
         scratch = data(rets, 1) + 4 * worker * dim(rets, 1, 1)
@@ -158,15 +157,15 @@ def _grouped(sizes: GroupedSizes) -> Target:
                 row, done = row + rows, done + 1
             mine = take_after(shared)
             if is_past(shared, mine):
-                return
+                return 0
 
     return register_target("grouped_" + "_".join(str(int(x)) for x in sizes), units, work)
 
 
 def _call(x_RD: jax.Array, count_E: jax.Array, *weights: jax.Array) -> jax.Array:
-    (R, D), F = x_RD.shape, weights[0].shape[2]
+    R, F = len(x_RD), weights[0].shape[2]
     bits, gated = 8 * weights[0].dtype.itemsize, len(weights) > 1
-    sizes = GroupedSizes(D, _columns(F), bits, gated)
+    sizes = GroupedSizes(_columns(F), bits, gated)
     scratch = threads(), 2 * _row_counts()[0] * sizes.columns
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((R, F), scratch)]
     row_E1 = jnp.pad(jnp.cumsum(count_E, dtype=jnp.int32), (1, 0))

@@ -23,6 +23,7 @@ from jaxinfer.pallas_kernels.xla_call import (
     data,
     dim,
     is_past,
+    part,
     pointer,
     register_target,
     take_after,
@@ -35,45 +36,33 @@ VECTORS = 3
 TOKENS = 16
 # Products that are summed by themselves: one sum of thousands would round more than XLA's do.
 BLOCK = 768
-_kernel = nb.njit(nogil=True, error_model="numpy", boundscheck=False, fastmath=True)
 
 
 class MatmulSizes(NamedTuple):
-    """Sizes that a kernel is compiled for: D, rows and columns of a tile."""
+    """Sizes that a kernel is compiled for: rows and columns of a tile."""
 
-    D: int
     rows: int
     columns: int
 
 
 def _sizes(x_TD: jax.Array, weight_DF: jax.Array) -> MatmulSizes:
-    (T, D), (_, F) = x_TD.shape, weight_DF.shape
-    columns = min(VECTORS * lanes(), F)
-    return MatmulSizes(D, min(8 if has_avx512() else 4, T), columns)
+    T, F = len(x_TD), weight_DF.shape[1]
+    return MatmulSizes(min(8 if has_avx512() else 4, T), min(VECTORS * lanes(), F))
 
 
 def _product(sizes: MatmulSizes) -> Any:
-    """``run(x, weight, row_bytes, sums, sum_bytes, ahead)``: ``Product``'s, over D in blocks."""
-    D, rows, columns = sizes
+    """``run(x, weight, D, row_bytes, sums, ahead)``: ``Product``'s, over D in blocks."""
+    rows, columns = sizes
     first, more = (
-        Product(rows, columns, 4 * D, 32, add=add, prefetch=True).intrinsic()
-        for add in (False, True)
+        Product(rows, columns, 32, add=add, prefetch=True).intrinsic() for add in (False, True)
     )
 
-    @_kernel
-    def run(x: int, weight: int, row_bytes: int, sums: int, sum_bytes: int, ahead: int) -> None:
-        first(x, weight, row_bytes, sums, sum_bytes, min(BLOCK, D), ahead)
+    @part
+    def run(x: int, weight: int, D: int, row_bytes: int, sums: int, ahead: int) -> None:
+        first(x, 4 * D, weight, row_bytes, sums, 4 * columns, min(BLOCK, D), ahead)
         for d in range(BLOCK, D, BLOCK):
-            down = row_bytes * d
-            more(
-                x + 4 * d,
-                weight + down,
-                row_bytes,
-                sums,
-                sum_bytes,
-                min(BLOCK, D - d),
-                ahead + down,
-            )
+            at, far, count = weight + row_bytes * d, ahead + row_bytes * d, min(BLOCK, D - d)
+            more(x + 4 * d, 4 * D, at, row_bytes, sums, 4 * columns, count, far)
 
     return run
 
@@ -85,14 +74,13 @@ def _register(name: str, sizes: MatmulSizes, tile: Callable[..., None]) -> Targe
         tile: of the lists of arguments and results, its first row and column, the columns that
             follow, the tile's number, and scratch memory.
     """
-    _, rows, columns = sizes
+    rows, columns = sizes
 
-    @_kernel
+    @part
     def units(args: int) -> int:
         return -(-dim(args, 1, 1) // columns)
 
-    @_kernel
-    def work(args: int, rets: int, worker: int, shared: int, mine: int) -> None:
+    def work(args: int, rets: int, worker: int, shared: int, mine: int) -> int:
         T, F = dim(args, 0, 0), dim(args, 1, 1)
         scratch = data(rets, 1) + 4 * worker * dim(rets, 1, 1)
         while True:
@@ -103,30 +91,25 @@ def _register(name: str, sizes: MatmulSizes, tile: Callable[..., None]) -> Targe
                 tile(args, rets, min(i * rows, T - rows), column, following, i, scratch)
             mine = take_after(shared)
             if is_past(shared, mine):
-                return
+                return 0
 
     return register_target(f"{name}_" + "_".join(map(str, sizes)), units, work)
 
 
 @compiled_once
 def _matmul(sizes: MatmulSizes) -> Target:
-    (D, rows, columns), product = sizes, _product(sizes)
+    (rows, columns), product = sizes, _product(sizes)
     # Cache lines of a row of the tile's columns; each tile of rows fetches one.
-    lines = -(-sizes.columns * 4 // 64)
+    lines = -(-columns * 4 // 64)
 
-    @_kernel
+    @part
     def tile(
         args: int, rets: int, row: int, column: int, following: int, i: int, scratch: int
     ) -> None:
-        F, weight = dim(args, 1, 1), data(args, 1)
-        product(
-            data(args, 0) + 4 * D * row,
-            weight + 4 * column,
-            4 * F,
-            scratch,
-            4 * columns,
-            weight + 4 * following + 64 * min(i, lines - 1),
-        )
+        D, F, weight = dim(args, 1, 0), dim(args, 1, 1), data(args, 1)
+        ahead = weight + 4 * following + 64 * min(i, lines - 1)
+        x = data(args, 0) + 4 * D * row
+        product(x, weight + 4 * column, D, 4 * F, scratch, ahead)
         # All at once: another core may be at some of these columns, too.
         found = nb.carray(pointer(scratch, np.float32(0)), (rows, columns))
         out = nb.carray(pointer(data(rets, 0), np.float32(0)), (dim(args, 0, 0), F))
@@ -139,26 +122,18 @@ def _matmul(sizes: MatmulSizes) -> Target:
 
 @compiled_once
 def _gated(sizes: MatmulSizes) -> Target:
-    D, product = sizes.D, _product(sizes)
-    rows, columns = sizes.rows, sizes.columns
+    (rows, columns), product = sizes, _product(sizes)
     lines = -(-columns * 4 // 64)
 
-    @_kernel
+    @part
     def tile(
         args: int, rets: int, row: int, column: int, following: int, i: int, scratch: int
     ) -> None:
-        F, x = dim(args, 1, 1), data(args, 0) + 4 * D * row
-        line = 4 * following + 64 * min(i, lines - 1)
+        D, F = dim(args, 1, 0), dim(args, 1, 1)
+        x, line = data(args, 0) + 4 * D * row, 4 * following + 64 * min(i, lines - 1)
         for g in range(2):
-            weight = data(args, 1 + g)
-            product(
-                x,
-                weight + 4 * column,
-                4 * F,
-                scratch + 4 * g * rows * columns,
-                4 * columns,
-                weight + line,
-            )
+            weight, sums = data(args, 1 + g), scratch + 4 * g * rows * columns
+            product(x, weight + 4 * column, D, 4 * F, sums, weight + line)
         found = nb.carray(pointer(scratch, np.float32(0)), (2, rows, columns))
         out = nb.carray(pointer(data(rets, 0), np.float32(0)), (dim(args, 0, 0), F))
         for r in range(rows):
@@ -171,16 +146,15 @@ def _gated(sizes: MatmulSizes) -> Target:
 @compiled_once
 def _logits(sizes: MatmulSizes) -> Target:
     """Compile logits with weights and rows swapped: the vocabulary's lie one after the other."""
-    D, rows, columns = sizes
-    product = Product(rows, columns, 4 * D, 32).intrinsic()
+    rows, columns = sizes
+    product = Product(rows, columns, 32).intrinsic()
 
-    @_kernel
+    @part
     def units(args: int) -> int:
         return -(-dim(args, 1, 0) // TOKENS)
 
-    @_kernel
-    def work(args: int, rets: int, worker: int, shared: int, mine: int) -> None:
-        S, V, padded = dim(rets, 0, 0), dim(args, 1, 0), dim(args, 0, 1)
+    def work(args: int, rets: int, worker: int, shared: int, mine: int) -> int:
+        S, (V, D), padded = dim(rets, 0, 0), (dim(args, 1, 0), dim(args, 1, 1)), dim(args, 0, 1)
         scratch = data(rets, 1) + 4 * worker * dim(rets, 1, 1)
         found = nb.carray(pointer(scratch, np.float32(0)), (TOKENS, padded))
         out = nb.carray(pointer(data(rets, 0), np.float32(0)), (S, V))
@@ -190,6 +164,7 @@ def _logits(sizes: MatmulSizes) -> Target:
                 for s in range(0, padded, columns):
                     product(
                         data(args, 1) + 4 * D * (token + v),
+                        4 * D,
                         data(args, 0) + 4 * s,
                         4 * padded,
                         scratch + 4 * (v * padded + s),
@@ -202,7 +177,7 @@ def _logits(sizes: MatmulSizes) -> Target:
                     out[s, token + v] = found[v, s]
             mine = take_after(shared)
             if is_past(shared, mine):
-                return
+                return 0
 
     return register_target("logits_" + "_".join(map(str, sizes)), units, work)
 
@@ -229,8 +204,8 @@ def gated(x_TD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array) -> jax.Array:
 
 def logits(x_SD: jax.Array, head_VD: jax.Array) -> jax.Array:
     """``x_SD @ head_VD.T``, all in float32, of a vocabulary of 16 tokens or more."""
-    (S, D), V = x_SD.shape, len(head_VD)
+    S, V = len(x_SD), len(head_VD)
     x_DS = jnp.pad(x_SD.T, ((0, 0), (0, -S % TOKENS)))
     columns = next(c for c in (64, 48, 32, TOKENS) if x_DS.shape[1] % c == 0)
-    sizes = MatmulSizes(D, 8 if has_avx512() else 4, columns)
+    sizes = MatmulSizes(8 if has_avx512() else 4, columns)
     return _call(_logits(sizes), (S, V), TOKENS * x_DS.shape[1], x_DS, head_VD)

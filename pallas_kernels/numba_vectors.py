@@ -36,7 +36,6 @@ class Product(NamedTuple):
 
     Attributes:
         rows: of the weights; ``columns``: of the matrix.
-        weight_bytes: from a row of weights to the next.
         bits: of the matrix' entries, float32 or bfloat16; the others have 32.
         add: to what the sums are already.
         prefetch: 64 bytes for each row of the matrix.
@@ -44,7 +43,6 @@ class Product(NamedTuple):
 
     rows: int
     columns: int
-    weight_bytes: int
     bits: int
     add: bool = False
     prefetch: bool = False
@@ -62,7 +60,7 @@ class Product(NamedTuple):
         return max(v for v in range(1, min(most, whole) + 1) if whole % v == 0)
 
     def intrinsic(self) -> Any:
-        """``run(weights, matrix, row_bytes, sums, sum_bytes, count, ahead)``.
+        """``run(weights, weight_bytes, matrix, row_bytes, sums, sum_bytes, count, ahead)``.
 
         Over ``count`` rows of the matrix, by addresses and by bytes from one row to the next;
         ``ahead`` is that of the first 64 bytes to prefetch, whose rows lie as the matrix' do.
@@ -72,6 +70,7 @@ class Product(NamedTuple):
         def run(
             typingctx: Any,
             weights: Any,
+            weight_bytes: Any,
             matrix: Any,
             row_bytes: Any,
             sums: Any,
@@ -80,14 +79,14 @@ class Product(NamedTuple):
             ahead: Any,
         ) -> Any:
             def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                w, m, by, s, sum_by, n, far = args
+                w, weight_by, m, by, s, sum_by, n, far = args
                 for c in range(0, self.columns, self.vectors * self.width):
                     at = _plus(builder, m, c * self.bits // 8)
-                    loop = _Loop(builder, self, by, n, far)
+                    loop = _Loop(builder, self, weight_by, by, n, far)
                     loop.run(w, at, _plus(builder, s, 4 * c), sum_by)
                 return context.get_dummy_value()
 
-            return types.void(*(types.int64,) * 7), codegen
+            return types.void(*(types.int64,) * 8), codegen
 
         return run
 
@@ -101,6 +100,7 @@ class _Loop(NamedTuple):
 
     builder: Any
     of: Product
+    weight_bytes: Any
     row_bytes: Any
     count: Any
     ahead: Any
@@ -148,7 +148,7 @@ class _Loop(NamedTuple):
         row = [self._floats(_plus(b, at, each * v), of.bits) for v in range(of.vectors)]
         weights_at, new = b.add(weights, b.mul(i, ir.Constant(I64, 4))), []
         for r in range(of.rows):
-            weight_at = _plus(b, weights_at, r * of.weight_bytes)
+            weight_at = b.add(weights_at, b.mul(self.weight_bytes, ir.Constant(I64, r)))
             weight = self._splat(b.load(b.inttoptr(weight_at, F32.as_pointer())))
             for v, entries in enumerate(row):
                 product = b.fmul(weight, entries, flags=_FAST)

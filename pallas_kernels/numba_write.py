@@ -3,7 +3,7 @@
 Pages are written where they lie, whatever XLA's own scatter would copy or convert.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxinfer.pallas_kernels.xla_call import (
     data,
     dim,
     is_past,
+    part,
     pointer,
     register_target,
     take_after,
@@ -25,30 +26,20 @@ from jaxinfer.pallas_kernels.xla_call import (
 
 # Tokens of a unit of work: of some that follow each other, keys share cache lines.
 TOKENS = 64
-_kernel = nb.njit(nogil=True, error_model="numpy", boundscheck=False)
-
-
-class WriteSizes(NamedTuple):
-    """Sizes that a kernel is compiled for; ``bits`` of an entry, which are copied as they are."""
-
-    K: int
-    H: int
-    B: int
-    bits: int
 
 
 @compiled_once
-def _register(sizes: WriteSizes) -> Target:
-    K, H, B, bits = sizes
+def _register(bits: int) -> Target:
+    """Compile a kernel for entries of so many bits, which are copied as they are."""
     zero: Any = np.dtype(f"uint{bits}").type(0)
 
-    @_kernel
+    @part
     def units(args: int) -> int:
         return -(-dim(args, 0, 0) // TOKENS)
 
-    @_kernel
-    def work(args: int, rets: int, worker: int, shared: int, mine: int) -> None:
-        T, P = dim(args, 0, 0), dim(rets, 0, 0)
+    def work(args: int, rets: int, worker: int, shared: int, mine: int) -> int:
+        T, K, H = dim(args, 0, 0), dim(args, 0, 1), dim(args, 0, 2)
+        P, B = dim(rets, 0, 0), dim(rets, 0, 3)
         k_TKH = nb.carray(pointer(data(args, 0), zero), (T, K, H))
         v_TKH = nb.carray(pointer(data(args, 1), zero), (T, K, H))
         page_T = nb.carray(pointer(data(args, 2), np.int32(0)), (T,))
@@ -64,9 +55,9 @@ def _register(sizes: WriteSizes) -> Target:
                         values[page, n, offset, h] = v_TKH[t, n, h]
             mine = take_after(shared)
             if is_past(shared, mine):
-                return
+                return 0
 
-    return register_target("write_" + "_".join(map(str, sizes)), units, work, scratch=2)
+    return register_target(f"write_{bits}", units, work, scratch=2)
 
 
 def write_kv(
@@ -76,12 +67,10 @@ def write_kv(
 
     Padding may leave entries of several tokens in one place of page 0.
     """
-    _, K, B, H = kv.values.shape
-    sizes = WriteSizes(K, H, B, 8 * kv.values.dtype.itemsize)
     pages = kv.keys, kv.values
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages]
     call = jax.ffi.ffi_call(
-        _register(sizes).name,
+        _register(8 * kv.values.dtype.itemsize).name,
         [*shapes, jax.ShapeDtypeStruct((threads(), 1), jnp.uint8)],
         input_output_aliases={4: 0, 5: 1},
     )

@@ -26,6 +26,8 @@ from jaxinfer.pallas_kernels.numba_cache import Code, compiled
 
 I64 = ir.IntType(64)
 S = TypeVar("S")
+# Makes a part of a kernel, inlined: compiled by itself, it would take as long once more.
+part = nb.njit(inline="always")
 # Words of 8 bytes in XLA_FFI_CallFrame, XLA_FFI_Buffer, XLA_FFI_Api (c_api.h).
 EXTENSION, API, CONTEXT, ARGS, RETS = 1, 2, 3, 9, 14
 DATA, DIMS = 3, 5
@@ -36,7 +38,7 @@ KIND, METADATA, VERSION = 1, 3, 3
 KNOWN, PARTS = range(3, 6), ("MAJOR", "MINOR")
 
 # Words of what the threads of one call share.
-NEXT, DONE, TOTAL, WORKERS, USERS, OUR_ARGS, OUR_RETS, ASK = range(8)
+NEXT, DONE, TOTAL, WORKERS, USERS, OUR_ARGS, OUR_RETS, WORK, ASK = range(9)
 # Behind them, what the thread pool is asked with.
 ASK_WORDS = 5
 SHARED_WORDS = ASK + ASK_WORDS
@@ -92,14 +94,15 @@ def _fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
 
 
 @intrinsic
-def _call(typingctx: Any, function: Any, argument: Any) -> Any:
-    """Calls a C function of one word that returns one."""
+def _call(typingctx: Any, function: Any, arguments: Any) -> Any:
+    """Calls a C function of so many words that returns one."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(I64, [I64]).as_pointer()
-        return builder.call(builder.inttoptr(args[0], kind), [args[1]])
+        words = cgutils.unpack_tuple(builder, args[1])
+        kind = ir.FunctionType(I64, [I64] * len(words)).as_pointer()
+        return builder.call(builder.inttoptr(args[0], kind), words)
 
-    return types.int64(types.int64, types.int64), codegen
+    return types.int64(types.int64, types.UniTuple(types.int64, len(arguments))), codegen
 
 
 @nb.njit
@@ -164,7 +167,7 @@ _malloc, _free = address_of("malloc"), address_of("free")
 def _leave(shared: int) -> None:
     """Whoever goes last frees what was shared."""
     if _fetch_add(shared + 8 * USERS, -1) == 1:
-        _call(_free(), shared)
+        _call(_free(), (shared,))
 
 
 @nb.njit
@@ -172,39 +175,56 @@ def _schedule(frame: int, task: int, shared: int) -> int:
     """Hands a task to XLA's thread pool; not 0 is an error."""
     ask = words(shared + 8 * ASK)
     ask[0], ask[1], ask[2], ask[3], ask[4] = 8 * ASK_WORDS, 0, words(frame)[CONTEXT], task, shared
-    return _call(words(words(frame)[API])[SCHEDULE], shared + 8 * ASK)
+    return _call(words(words(frame)[API])[SCHEDULE], (shared + 8 * ASK,))
+
+
+@nb.njit
+def _work(shared: int, worker: int, unit: int) -> None:
+    """Have a worker do a unit and all that nobody else takes."""
+    common = words(shared)
+    _call(common[WORK], (common[OUR_ARGS], common[OUR_RETS], worker, shared, unit))
+
+
+def _task(shared: int) -> None:
+    """What a thread of XLA's pool does for a call, whichever kernel is called."""
+    unit = take(shared)
+    # A task that comes late must not look at the call's buffers.
+    if not is_past(shared, unit):
+        _work(shared, _fetch_add(shared + 8 * WORKERS, 1), unit)
+    _leave(shared)
+
+
+@functools.cache
+def _task_symbol() -> tuple[str, Code]:
+    """The name by which code knows the task, and its code."""
+    code = compiled("jaxinfer_task", types.void(types.int64), _task)
+    binding.add_symbol("jaxinfer_task", code.address)
+    return "jaxinfer_task", code
 
 
 def register_target(
     name: str,
     units: Callable[[int], int],
-    work: Callable[[int, int, int, int, int], None],
+    work: Callable[[int, int, int, int, int], int],
     scratch: int = 1,
 ) -> "Target":
     """Tells XLA of a kernel, whose buffers are known by the addresses of their lists.
 
     Args:
         name: says all that ``units`` and ``work`` were made with.
-        units: of the arguments' list: how many units there are.
+        units: of the arguments' list: how many units there are; a ``part``.
         work: of the lists of arguments and results, the worker's number, ``shared`` and a first
             unit: does that, if there is one, and whatever ``take_after(shared)`` gives, in rising
-            order, and looks at no buffer once that ``is_past`` the last one.
+            order, and looks at no buffer once that ``is_past`` the last one; returns 0.
         scratch: the number of a result that is scratch memory, with a row for each worker.
     """
     name = f"jaxinfer_{name}"
     version = np.int64(ffi_version()[1] << 32)
 
-    def task(shared: int) -> None:
-        unit = take(shared)
-        # A task that comes late must not look at the call's buffers.
-        if not is_past(shared, unit):
-            worker = _fetch_add(shared + 8 * WORKERS, 1)
-            work(words(shared)[OUR_ARGS], words(shared)[OUR_RETS], worker, shared, unit)
-        _leave(shared)
-
-    task_code = compiled(f"{name}-task", types.void(types.int64), task)
-    binding.add_symbol(f"{name}_task", task_code.address)
-    task_address = address_of(f"{name}_task")
+    # Called by address: inlined, it would be compiled for each of its callers.
+    work_code = compiled(f"{name}-work", types.int64(*[types.int64] * 5), work)
+    binding.add_symbol(f"{name}_work", work_code.address)
+    work_address, task_address = address_of(f"{name}_work"), address_of(_task_symbol()[0])
 
     def handler(frame: int) -> int:
         extension = words(frame)[EXTENSION]
@@ -214,11 +234,11 @@ def register_target(
         args, rets = words(frame)[ARGS], words(frame)[RETS]
         total = units(args)
         workers = min(dim(rets, scratch, 0), total)
-        shared = _call(_malloc(), 8 * SHARED_WORDS)
+        shared = _call(_malloc(), (8 * SHARED_WORDS,))
         common = words(shared)
         common[NEXT], common[DONE], common[TOTAL] = 1, 0, total
         common[WORKERS], common[USERS] = 1, 1
-        common[OUR_ARGS], common[OUR_RETS] = args, rets
+        common[OUR_ARGS], common[OUR_RETS], common[WORK] = args, rets, work_address()
         error = 0
         for _ in range(workers - 1):
             _fetch_add(shared + 8 * USERS, 1)
@@ -226,7 +246,7 @@ def register_target(
             if error != 0:
                 _fetch_add(shared + 8 * USERS, -1)
                 break
-        work(args, rets, 0, shared, 0)
+        _work(shared, 0, 0)
         while _fetch_add(shared + 8 * DONE, 0) < total:
             pass
         _leave(shared)
@@ -236,7 +256,7 @@ def register_target(
     handler_code = compiled(kept_as, types.int64(types.int64), handler)
     capsule = jax.ffi.pycapsule(ctypes.c_void_p(handler_code.address))
     jax.ffi.register_ffi_target(name, capsule, platform="cpu")
-    return Target(name, (handler_code, task_code))
+    return Target(name, (handler_code, work_code))
 
 
 class Target(NamedTuple):

@@ -430,15 +430,14 @@ class FakeWorld:
     ) -> list[int]:
         """The tokens at ``positions``, read from every slice of every shard."""
         page_size = self.instances[name].page_size
-        reference, values = self.references[request], []
+        reference, cells, values = self.references[request], self.cells, []
         for p in positions:
-            value = reference.token(p)
+            content, (page, place) = self._content(request, epoch, p), divmod(p, page_size)
             for shard, table in enumerate(tables):
                 for piece, pages in table.items():
-                    cell = self.cells[name, shard, pages[p // page_size]].get(p % page_size)
-                    wanted = (*self._content(request, epoch, p), piece)
+                    cell, wanted = cells[name, shard, pages[page]].get(place), (*content, piece)
                     assert cell == wanted, f"{name}/{shard} holds {cell}, not {wanted}"
-            values.append(value)
+            values.append(reference.token(p))
         return values
 
     def _content(self, request: str, epoch: int, position: int) -> Cell:
@@ -465,6 +464,8 @@ class FakeWorld:
                     assert 1 <= page <= kv.shards[shard].pool.num_usable
                     users = self._users[name, shard, page]
                     users[hold] += 1
+                    if len(users) == 1:
+                        continue
                     others = {other for other in users if not shares(other, hold, shard, page)}
                     others -= {hold} | self._being_committed()
                     assert not others, f"{name}/{shard} page {page} has two holders at work"

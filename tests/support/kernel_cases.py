@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, product
 from typing import Any
@@ -69,14 +69,14 @@ def pairs(shapes: list[Shape]) -> list[Shape]:
 
 def _covering(shapes: list[Shape], together: int) -> list[Shape]:
     """Choose from a shuffled list, greedily, shapes with the most pairs that no other has."""
-    left = {found for s in shapes for found in combinations(asdict(s).items(), together)}
+    found = {shape: set(combinations(vars(shape).items(), together)) for shape in shapes}
+    left = set().union(*found.values())
     chosen = []
     rng = random.Random(0)
     while left:
         drawn = rng.sample(shapes, min(len(shapes), 200))
-        best = max(drawn, key=lambda s: len(left & set(combinations(asdict(s).items(), together))))
-        new = left & set(combinations(asdict(best).items(), together))
-        if new:
+        best = max(drawn, key=lambda shape: len(left & found[shape]))
+        if new := left & found[best]:
             chosen.append(best)
             left -= new
     return chosen

@@ -1,5 +1,6 @@
 """Hypothesis strategies for clusters, workloads and routes, and a system that follows them."""
 
+import functools
 import os
 import random
 from collections.abc import Callable, Collection, Sequence
@@ -230,8 +231,17 @@ def options(draw: st.DrawFn) -> InstanceOptions:
     )
 
 
+# Strategies are kept: to make one takes longer than to draw from it.
+OPTIONS = options()
+
+
+@functools.cache
+def none_or_up_to(most: int) -> st.SearchStrategy[int | None]:
+    return st.none() | st.integers(1, most)
+
+
 @st.composite
-def scripts(draw: st.DrawFn, names: Sequence[str], max_legs: int) -> Script:
+def scripts(draw: st.DrawFn, names: tuple[str, ...], max_legs: int) -> Script:
     prompt_len, max_tokens = draw(st.integers(1, 12)), draw(st.integers(1, 12))
     legs, until = [], 0
     for _ in range(draw(st.integers(0, max_legs - 1))):
@@ -241,11 +251,16 @@ def scripts(draw: st.DrawFn, names: Sequence[str], max_legs: int) -> Script:
         prompt_len=prompt_len,
         max_tokens=max_tokens,
         arrival=float(draw(st.integers(0, 12))),
-        stop_at=draw(st.none() | st.integers(1, max_tokens)),
+        stop_at=draw(none_or_up_to(max_tokens)),
         legs=(*legs, Leg(draw(st.sampled_from(names)))),
         at_once=draw(st.integers(1, max_legs)),
         shared=draw(st.integers(0, prompt_len)),
     )
+
+
+@functools.cache
+def workloads(names: tuple[str, ...], max_legs: int, most: int) -> st.SearchStrategy[list[Script]]:
+    return st.lists(scripts(names, max_legs), min_size=1, max_size=most)
 
 
 @dataclass
@@ -304,15 +319,15 @@ def scenarios(
     draw: st.DrawFn, max_instances: int = 3, max_legs: int = 3, max_requests: int = 7
 ) -> Scenario:
     """Feasible ones: each pool can hold the longest request, and often hardly more."""
-    names = ["A", "B", "C"][: draw(st.integers(1, max_instances))]
-    requests = draw(st.lists(scripts(names, max_legs), min_size=1, max_size=max_requests))
+    names = ("A", "B", "C")[: draw(st.integers(1, max_instances))]
+    requests = draw(workloads(names, max_legs, max_requests))
     instances, stages = [], {}
     for name in names:
         page_size = draw(st.sampled_from((1, 2, 3, 4, 8)))
         needed = -(-max(s.peak for s in requests) // page_size)
         spare = draw(st.sampled_from((0, 0, 1, 2, 4, 50)))
         layout = draw(st.sampled_from(LAYOUTS))
-        instances.append((name, needed + spare, page_size, layout, draw(options())))
+        instances.append((name, needed + spare, page_size, layout, draw(OPTIONS)))
         stages[name] = draw(st.sampled_from((1, 1, 2, 3)))
     timing = Timing(
         seed=draw(st.integers(0, 2**16)),

@@ -77,8 +77,10 @@ def make_requests(
 
 def pages_of(hold: HeldPages, shard: int) -> list[int]:
     """Return the pages of slices, and of the places they are on their way to."""
-    tables = [hold.tables[shard], *hold.copies[shard : shard + 1]]
-    return [page for table in tables for pages in table.values() for page in pages]
+    found = [page for pages in hold.tables[shard].values() for page in pages]
+    for table in hold.copies[shard : shard + 1]:
+        found += [page for pages in table.values() for page in pages]
+    return found
 
 
 def check_pools(loop: ServingLoop, world: FakeWorld) -> None:
@@ -103,30 +105,39 @@ def check_pools(loop: ServingLoop, world: FakeWorld) -> None:
     pinned = [hold for hold in in_flight if hold.released]
     assert all(hold in held or hold.released for hold in in_flight)
     for instance in loop.assignments.instances.values():
-        here = [h for h in [*held, *pinned] if h.kv is instance.kv]
-        idle = check_cache(instance.kv, here) if instance.kv.cache else []
+        in_holds = [h for h in held if h.kv is instance.kv]
+        in_pins = [h for h in pinned if h.kv is instance.kv]
+        here = [*in_holds, *in_pins]
+        if instance.kv.cache:
+            check_cached_pages(instance, here)
+            continue
         for number, shard in enumerate(instance.kv.shards):
             pool = shard.pool
-            if instance.kv.cache:
-                cached = {c for h in here for c in h.cached.values()}
-                kept = [p for c in [*cached, *idle] for p in c.pages[number].values()]
-                own = [
-                    pages[i]
-                    for h in here
-                    for pages in h.tables[number].values()
-                    for i in range(h.num_pages)
-                    if i not in h.cached
-                ]
-                everything = sorted([*pool._free, *kept, *own])
-                assert everything == list(range(1, pool.num_usable + 1)), (instance.name, number)
-                assert pool.num_free == len(pool._free) + len(idle) * len(shard.slices)
-                continue
-            in_hold = [p for h in held if h.kv is instance.kv for p in pages_of(h, number)]
-            in_pin = [p for h in pinned if h.kv is instance.kv for p in pages_of(h, number)]
-            everything = sorted([*pool._free, *in_hold, *in_pin])
+            pins = [page for hold in in_pins for page in pages_of(hold, number)]
+            holds = [page for hold in in_holds for page in pages_of(hold, number)]
+            everything = sorted([*pool._free, *holds, *pins])
             assert everything == list(range(1, pool.num_usable + 1)), (instance.name, number)
             assert pool.num_free == len(pool._free)
-            assert pool.num_pinned == len(in_pin)
+            assert pool.num_pinned == len(pins)
+
+
+def check_cached_pages(instance: Instance, here: list[HeldPages]) -> None:
+    """The same of an instance with a prefix cache, whose pages several may have."""
+    idle = check_cache(instance.kv, here)
+    cached = {c for h in here for c in h.cached.values()}
+    for number, shard in enumerate(instance.kv.shards):
+        pool = shard.pool
+        kept = [p for c in [*cached, *idle] for p in c.pages[number].values()]
+        own = [
+            pages[i]
+            for h in here
+            for pages in h.tables[number].values()
+            for i in range(h.num_pages)
+            if i not in h.cached
+        ]
+        everything = sorted([*pool._free, *kept, *own])
+        assert everything == list(range(1, pool.num_usable + 1)), (instance.name, number)
+        assert pool.num_free == len(pool._free) + len(idle) * len(shard.slices)
 
 
 def check_all_free(kv: KVShards) -> None:

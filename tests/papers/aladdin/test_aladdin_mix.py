@@ -266,7 +266,13 @@ def test_the_goal_s_rate_has_as_many_as_eq_7_tells_or_the_next_that_are_enough(
     best = planned(planner(worker, rates=low, most=200), here)
     fitted = WorkerCount(best.axes["eq7_per_rate"], best.axes["eq7_constant"])  # type: ignore[arg-type]
     told = fitted.workers(rate)
-    assert abs(told - line.workers(rate)) <= 1 + 0.15 * line.workers(rate)
+    # By least squares each low rate has a share in the line at the goal's; what it was rounded by
+    # counts as often. Rounding the two lines up adds one at most.
+    assert abs(told - line.workers(rate)) <= 1 + sum(
+        abs(1 / 5 + (at - 6) * (rate - 6) / 40)
+        * max(abs(need[at] - 0.5 - per_rate * at - constant), 0.5)
+        for at in low
+    )
     # At most one more or less by the four digits that are shown.
     assert abs(best.axes["workers"] - max(told, need[rate])) <= 1  # type: ignore[operator]
     assert best.axes["workers"] >= need[rate]  # type: ignore[operator]
