@@ -18,6 +18,7 @@ from jaxinfer.config.resolve import Resolved
 from jaxinfer.report.progress import RunProgress
 from jaxinfer.runtime import run as real_run
 from jaxinfer.runtime.cluster import Cluster
+from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Assignment, ClusterView, Leg, System
@@ -338,7 +339,7 @@ def test_a_sampler_that_a_later_request_needs_is_compiled_then(tiny: LLM, tmp_pa
     assert [i for i in range(80) if found[i].outputs[0].logprobs] == [60]
     # The next run is free of it.
     tiny.generate("Hello", greedy(2), progress=False)
-    assert not any(tiny.engine.worker._sampler)
+    assert tiny.engine.worker._sampler == PLAIN_SAMPLER
 
 
 def test_continuations_stay_together_in_a_stream(tiny: LLM) -> None:

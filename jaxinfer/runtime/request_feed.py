@@ -92,7 +92,7 @@ class RequestFeed:
 
     def _widen(self, wanted: SamplerShape, progress: Progress) -> None:
         if self._sampler is not None:
-            wanted = SamplerShape(*map(max, self._sampler, wanted))
+            wanted = self._sampler.widened(wanted)
         if wanted != self._sampler:
             self._sampler = wanted
             for engine in self._cluster.engines.values():

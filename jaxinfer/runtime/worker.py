@@ -20,6 +20,7 @@ from jaxinfer.runtime.stage.sampling_inputs import (
     build_sampling,
     next_prompt_tokens,
     prompt_positions,
+    sampler_for,
     sampling_of,
 )
 from jaxinfer.runtime.stage.stage import Stage
@@ -110,10 +111,10 @@ class Worker:
         start = time.perf_counter()
         last = self.stages[-1]
         limits = last.step.limits
-        key = Key(limits.shape_for(batch), self._sampler)
-        sampling = build_sampling(batch, key.shape.rows, self._sampler, self._sample_slots)
+        key = Key(limits.shape_for(batch), sampler_for(batch, self._sampler))
+        sampling = build_sampling(batch, key.shape.rows, key.sampler, self._sample_slots)
         next_token_T = None
-        if self._sampler.prompt_top and any(map(prompt_positions, batch.rows)):
+        if key.sampler.prompt_top and any(map(prompt_positions, batch.rows)):
             next_token_T = next_prompt_tokens(batch, key.shape.tokens)
         x_TD: jax.Array | None = None
         hidden = []

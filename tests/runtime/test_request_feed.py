@@ -114,7 +114,11 @@ def test_a_group_is_there_before_the_next_request_is() -> None:
 
 def test_samplers_grow_with_what_comes_in_and_each_is_told_of() -> None:
     """17 biases take room for 32, 3 log probabilities for 8; what is there serves less as well."""
-    options = ({}, {}, {"logit_bias": dict.fromkeys(range(17), 1.0)}, {"logprobs": 3}, {})
+    greedy = {"temperature": 0}
+    bias = {"logit_bias": dict.fromkeys(range(17), 1.0)}
+    options: tuple[dict[str, Any], ...] = (
+        greedy, greedy | {"top_p": 0.5}, bias, {"logprobs": 3, "top_k": 4, "min_p": 0.5}, {}, greedy
+    )  # fmt: skip
     compiled: list[tuple[str, Sequence[int]]] = []
 
     def engine(name: str) -> Any:
@@ -138,9 +142,13 @@ def test_samplers_grow_with_what_comes_in_and_each_is_told_of() -> None:
     for request in requests:
         assert feed.read(lambda *left: told.append(left), at_least_one=True) == [request]
         found.append(len(compiled))
-    shapes = [(0, 0, 0, 0), (32, 0, 0, 0), (32, 0, 8, 0)]
+    shapes = [
+        (0, 0, 0, 0, True, False, False, False),
+        (32, 0, 0, 0, True, True, False, False),
+        (32, 0, 8, 0, True, True, True, False),
+    ]
     assert compiled == [(name, shape) for shape in shapes for name in "ab"]
-    assert found == [2, 2, 4, 6, 6]
+    assert found == [2, 2, 4, 6, 6, 6]
     assert told == [("compiling samplers", left) for _ in shapes for left in (2, 1, 0)]
     assert feed.read(lambda *left: None) == []
 

@@ -77,7 +77,7 @@ def worker_of(*stages: Stage) -> Worker:
 
 
 def request(name: str = "r", prompt: int = 3, **params: Any) -> RequestState:
-    sampling = Sampling(SamplingParams(max_tokens=9, **params), 1, (7,))
+    sampling = Sampling(SamplingParams(max_tokens=9, temperature=0, **params), 1, (7,))
     return RequestState(name, prompt, 9, prompt_token_ids=range(40, 40 + prompt), payload=sampling)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from jaxinfer.request import Sampling
+from jaxinfer.request import Sampling, SamplingParams
 from jaxinfer.runtime.stage.sampler import SamplerShape, SamplingInputs
 from jaxinfer.runtime.stage.step_inputs import row_starts
 from jaxinfer.serving.batch import Batch, Row
@@ -28,6 +28,7 @@ def sampling_of(request: RequestState) -> Sampling:
 def sampler_shape(requests: Iterable[RequestState]) -> SamplerShape:
     """The smallest shape that serves all of the requests, of few that there are."""
     edits = history = top = prompt_top = 0
+    greedy = drawn = top_k = top_p = False
     for request in requests:
         sampling = sampling_of(request)
         params = sampling.params
@@ -40,12 +41,32 @@ def sampler_shape(requests: Iterable[RequestState]) -> SamplerShape:
             top = max(top, params.logprobs, 1)
         if params.prompt_logprobs is not None:
             prompt_top = max(prompt_top, params.prompt_logprobs, 1)
+        draws = params.temperature > 0
+        greedy, drawn = greedy or not draws, drawn or draws
+        top_k |= draws and params.top_k > 0
+        top_p |= draws and params.top_p < 1
     return SamplerShape(
         _power_of_two(edits, smallest=16),
         _power_of_two(history, smallest=256),
         _power_of_two(top, smallest=8),
         _power_of_two(prompt_top, smallest=8),
+        greedy,
+        drawn,
+        top_k,
+        top_p,
     )
+
+
+def sampler_for(batch: Batch, sampler: SamplerShape) -> SamplerShape:
+    """The one of ``sampler.samplers()`` that the batch needs: greedy if none of its rows draws."""
+    *greedy, other = sampler.samplers()
+    if not greedy or any(row.samples and _params(row).temperature > 0 for row in batch.rows):
+        return other
+    return greedy[0]
+
+
+def _params(row: Row) -> SamplingParams:
+    return sampling_of(row.request).params
 
 
 def _power_of_two(count: int, smallest: int) -> int:
@@ -83,8 +104,9 @@ def build_sampling(
     """
     inputs = empty_sampling(rows, shape)
     for i, row in enumerate(row for row in batch.rows if row.samples):
-        params = sampling_of(row.request).params
+        params = _params(row)
         if params.temperature > 0:
+            assert shape.drawn, "the sampler was prepared for greedy requests alone"
             _fill_draw(inputs, i, row)
         if params.logit_bias or params.min_tokens:
             _fill_edits(inputs, i, row)

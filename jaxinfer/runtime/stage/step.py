@@ -28,7 +28,7 @@ Parameters = nnx.State[Any, Any]
 
 
 class Key(NamedTuple):
-    """The shapes for which one step needs compiled programs."""
+    """The shapes for which one step needs compiled programs; ``sampler`` is one of ``samplers``."""
 
     shape: StepShape
     sampler: SamplerShape
@@ -78,7 +78,7 @@ def forward(
 def head(
     graphdef: nnx.GraphDef[Any],
     max_num_seqs: int,
-    top: int,
+    sampler: SamplerShape,
     parameters: Parameters,
     x_SD: jax.Array,
     previous_S: jax.Array,
@@ -87,7 +87,7 @@ def head(
     """Logits and a token for each hidden state, padded to ``max_num_seqs`` rows."""
     with jax.default_matmul_precision("highest"):
         model: Any = nnx.merge(graphdef, parameters)
-        samples = sample(model.logits(x_SD), previous_S, inputs, top)
+        samples = sample(model.logits(x_SD), previous_S, inputs, sampler)
     pad = max_num_seqs - len(x_SD)
     return jax.tree.map(lambda x: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1)), samples)
 
@@ -144,12 +144,12 @@ class CompiledStep:
         self._executables: dict[Hashable, jax.stages.Compiled] = {}
 
     def compile_ahead(self, sampler: SamplerShape, run: Callable[[Key], None]) -> Iterator[int]:
-        """Compile what runs with this sampler need; yields how many are left, their number first.
+        """Compile what runs with these samplers need; yields how many are left, their number first.
 
         Each bucket is also ``run`` once: a first run allocates, and takes half as long again.
         """
         start = time.perf_counter()
-        keys = [Key(shape, sampler) for shape in self.limits.shapes()]
+        keys = [Key(shape, one) for one in sampler.samplers() for shape in self.limits.shapes()]
         parts = dict.fromkeys(part for key in keys for part in self._parts(key))
         todo = [part for part in parts if part not in self._executables]
         yield len(todo)
@@ -234,7 +234,7 @@ class CompiledStep:
                 return self._forward.lower(parameters, kv, previous_S, inputs, x_TD)
             case "head", int(rows), SamplerShape() as sampler:
                 jitted = jax.jit(
-                    partial(head, self._graphdef, self.limits.max_num_seqs, sampler.top),
+                    partial(head, self._graphdef, self.limits.max_num_seqs, sampler),
                     out_shardings=self._whole,
                 )
                 sampling = empty_sampling(rows, sampler)

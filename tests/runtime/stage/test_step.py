@@ -93,6 +93,11 @@ def test_each_part_is_compiled_once_ahead() -> None:
     left, keys = ahead(step, SamplerShape(prompt_top=8))
     assert left == [4, 3, 2, 1, 0]
     assert step.compiles == 10
+    # Draws need heads of their own, and steps without one those that are there.
+    left, keys = ahead(step, SamplerShape(drawn=True, top_p=True))
+    assert left == [2, 1, 0]
+    assert {key.sampler for key in keys} == {SamplerShape(greedy=False, drawn=True, top_p=True)}
+    assert step.compiles == 12
     assert step.compile_s > before
     assert step.late_compiles == 0
 

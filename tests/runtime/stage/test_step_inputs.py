@@ -1,17 +1,20 @@
 """Buckets, and the arrays of a step against the batch they stand for."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.request import Sampling, SamplingParams
-from jaxinfer.runtime.stage.sampler import SamplingInputs
+from jaxinfer.runtime.stage.sampler import SamplerShape, SamplingInputs
 from jaxinfer.runtime.stage.sampling_inputs import (
     NO_TOKEN,
     build_sampling,
     next_prompt_tokens,
     prompt_positions,
+    sampler_for,
     sampler_shape,
     sampling_of,
 )
@@ -102,6 +105,50 @@ def test_ends_are_held_back_until_there_are_enough_tokens(drawn: int, early: boo
     sampling = build_sampling(Batch("x", [row], 0, 1, 0), 1, sampler_shape([request]), {})
     found = sampling.edit_token_SE[0]
     assert found[found != NO_TOKEN].tolist() == [7, 8] * early
+
+
+def drawing(temperature: float, samples: bool = True, **options: Any) -> Row:
+    params = SamplingParams(temperature=temperature, **options)
+    request = RequestState("r", 6, 9, payload=Sampling(params, 0, ()))
+    return Row(request, 5, 1, samples, False, 0, None)  # type: ignore[arg-type]
+
+
+GREEDY, FREE = drawing(0, top_p=0.5), drawing(1.0, min_p=0.5, top_k=-1)
+TOP_K, TOP_P = drawing(0.5, top_k=3), drawing(2.0, top_p=0.5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "samplers"),
+    [
+        ([], ["greedy"]),
+        ([GREEDY], ["greedy"]),
+        ([FREE], ["drawn"]),
+        ([TOP_K, FREE], ["drawn top_k"]),
+        ([GREEDY, TOP_P, FREE], ["greedy", "drawn top_p"]),
+        ([TOP_P, GREEDY, TOP_K], ["greedy", "drawn top_k top_p"]),
+    ],
+)
+def test_samplers_of_requests_and_of_their_batches(rows: list[Row], samplers: list[str]) -> None:
+    """At most two: a batch has the greedy one, if there is one, where no row of it is drawn."""
+    sampler = sampler_shape(row.request for row in rows)._replace(edits=16)
+    flags = {name: SamplerShape(16)._replace(greedy=False) for name in samplers}
+    wanted = [flags[name]._replace(**dict.fromkeys(name.split(), True)) for name in samplers]
+    assert sampler.samplers() == wanted
+    assert [each.samplers() for each in wanted] == [[each] for each in wanted]
+
+    def chosen(*rows: Row) -> SamplerShape:
+        return sampler_for(Batch("x", list(rows), 0, 1, 0), sampler)
+
+    assert chosen(*rows) == wanted[-1]
+    idle = drawing(1.0, samples=False)
+    assert chosen() == chosen(idle) == chosen(GREEDY, idle) == wanted[0]
+    for row in rows:
+        assert chosen(GREEDY, row, GREEDY) == wanted[0 if row is GREEDY else -1]
+
+
+def test_a_draw_by_a_sampler_for_greedy_requests_alone() -> None:
+    with pytest.raises(AssertionError, match="prepared for greedy requests alone"):
+        build_sampling(Batch("x", [FREE], 0, 1, 0), 1, SamplerShape(), {})
 
 
 @settings(deadline=None, max_examples=150, derandomize=True)
