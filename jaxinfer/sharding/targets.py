@@ -103,14 +103,13 @@ GPUS = {
 
 
 def description(gpu: GpuTarget) -> str:
-    """XLA's description of a GPU, a GpuTargetConfigProto."""
+    """XLA's description of a GPU, a GpuTargetConfigProto.
+
+    Without a driver's version, XLA leaves calls, branches and loops out of command buffers.
+    """
     major, minor = gpu.capability
     # sm_90a, which has wgmma.
     extension = "feature_extension: ACCELERATED_FEATURES" if major == 9 else ""
-    # Of CUDA. Without, XLA leaves conditionals, loops and library calls out of command buffers.
-    versions = " ".join(
-        f'{part}_version: "12.9.0"' for part in ("driver", "runtime", "compile_time_toolkit")
-    )
     return f"""gpu_device_info {{
         threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
         shared_memory_per_core: {gpu.shared_memory}
@@ -121,7 +120,7 @@ def description(gpu: GpuTarget) -> str:
         device_memory_size: {gpu.memory}
         cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
         registers_per_core_limit: 65536 registers_per_block_limit: 65536 name: "{gpu.name}"
-        {versions}
+        driver_version: "12.9.0"
     }}
     platform_name: "CUDA"
     dnn_version_info {{ major: 9 minor: 10 }}
