@@ -1,6 +1,7 @@
 """Sampling against closed forms."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +106,14 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(logits: np.ndarray, ps: lis
     for row, mask in zip(logits, kept, strict=True):
         assert mask[row.argmax()]
         assert not np.any(row[~mask & np.isfinite(row)] >= row[mask].min())
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.5}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}])
+def test_hardly_any_temperature_takes_the_likeliest(options: dict[str, Any]) -> None:
+    """Logits of 1e30, whose exponentials are infinite."""
+    logits = np.random.default_rng(0).normal(size=(20, V)).astype(np.float32)
+    token = draw(logits, inputs(20, 1e-30, **options)).token_S
+    np.testing.assert_array_equal(token, logits.argmax(-1))
 
 
 def test_top_p_of_a_whole_vocabulary() -> None:

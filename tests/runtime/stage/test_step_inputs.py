@@ -124,6 +124,7 @@ TOP_K, TOP_P = drawing(0.5, top_k=3), drawing(2.0, top_p=0.5)
         ([GREEDY], ["greedy"]),
         ([FREE], ["drawn"]),
         ([TOP_K, FREE], ["drawn top_k"]),
+        ([GREEDY, FREE], ["greedy", "drawn"]),
         ([GREEDY, TOP_P, FREE], ["greedy", "drawn top_p"]),
         ([TOP_P, GREEDY, TOP_K], ["greedy", "drawn top_k top_p"]),
     ],
