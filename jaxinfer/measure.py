@@ -21,6 +21,7 @@ from jaxinfer.serving.world import StepDone
 from jaxinfer.workload.bench_request import BenchRequest, real_tokens
 
 Record = dict[str, object]
+GREEDY = SamplingParams(temperature=0)
 
 
 def measure(
@@ -30,19 +31,22 @@ def measure(
     run_dir: str | None,
     on_step: Callable[[StepDone], None] = lambda done: None,
     progress: bool = True,
+    sampling: SamplingParams = GREEDY,
 ) -> RunMetrics:
-    """One run: greedy, EOS ignored, nothing in the prefix cache.
+    """One run: EOS ignored, nothing in the prefix cache.
 
     Args:
         source: the file that the work comes from, for errors.
         on_step: called with each step as it ends.
+        sampling: of all requests; lengths are those of ``work``.
 
     Raises:
         JaxinferError: a request cannot be run, named by its index.
     """
     requests: list[RequestState] = []
     for index, item in enumerate(work):
-        params = SamplingParams(temperature=0, max_tokens=item.max_tokens, ignore_eos=True)
+        lengths = {"max_tokens": item.max_tokens, "ignore_eos": True}
+        params = sampling.model_copy(update=lengths)
         tokens = real_tokens(item, llm.vocab_size, seed=index)
         try:
             made = llm.make_requests(str(index), tokens, params)

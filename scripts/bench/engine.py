@@ -8,7 +8,8 @@ are the first of ``--trace`` (as ``jaxinfer bench`` reads it), or drawn from the
 Azure's conversations. The roofline is that of ``jaxinfer simulate`` for the very steps of the run,
 at the rates of copies and matrix products measured just before. A shorter run, traced, comes first:
 it says what steps with prefill, and steps of decodes, spend on attention, matrix products, the rest
-and waiting for the host.
+and waiting for the host. What the host costs a step of decodes is measured without a trace, too
+(``step_time``), in the long run and in a shorter one that draws with a top_p.
 """
 
 import json
@@ -22,17 +23,19 @@ from typing import Any
 import click
 import jax
 
-from jaxinfer import LLM
+from jaxinfer import LLM, SamplingParams
 from jaxinfer.hardware.catalogue import Gpu, find_model
 from jaxinfer.measure import measure
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.runtime.profiling.device_time import DeviceTime, StepTracer
 from jaxinfer.runtime.stage.machine_speed import copy_rate, product_rate
+from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.serving.batch import Work
 from jaxinfer.serving.world import StepDone
 from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
 from jaxinfer.workload.lengths import BenchRequest, read_workload
 from jaxinfer.workload.synthetic import Synthetic
+from scripts.bench.step_time import StepWatch
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096,
@@ -50,6 +53,7 @@ TINY = LLAMA_3_8B | {
     "max_position_embeddings": 128,
 }
 LENGTHS = "azure_conversation"
+TOP_P = SamplingParams(temperature=1.0, top_p=0.9, seed=1)
 ENGINE: dict[str, Any] = {
     "load_format": "dummy",
     "dtype": "bfloat16",
@@ -162,6 +166,32 @@ def trace_steps(
     return found
 
 
+def long_run(
+    llm: LLM, work: list[BenchRequest], source: str, watch: StepWatch, roofline: RooflineStage
+) -> dict[str, Any]:
+    """All requests at once, greedy."""
+    steps: list[Work] = []
+    wrong = 0
+
+    def on_step(done: StepDone) -> None:
+        nonlocal wrong
+        watch.on_step(done)
+        steps.append(done.batch.work)
+        wrong += sum(not math.isfinite(logprob) for logprob in done.logprobs)
+
+    metrics = measure(llm, work, source, run_dir=None, on_step=on_step)
+    return {"run": run_figures(metrics, steps, roofline), "not_finite": wrong}
+
+
+def untraced(
+    llm: LLM, work: list[BenchRequest], greedy: StepWatch, drawn: StepWatch
+) -> dict[str, Any]:
+    """Steps of the long run that one has watched, and of one that draws, beside themselves."""
+    found = {"greedy": greedy.figures("greedy")}
+    measure(llm, work, "drawn run", run_dir=None, on_step=drawn.on_step, sampling=TOP_P)
+    return found | {"top_p": drawn.figures("top_p")}
+
+
 def run_figures(metrics: RunMetrics, steps: list[Work], roofline: RooflineStage) -> dict[str, Any]:
     """Figures of the run that is not traced."""
     least, wall = seconds(roofline, steps), metrics.wall_s
@@ -250,21 +280,35 @@ def main(
     # Before the long run, which may be cut off.
     show_steps(figures)
     write(json_path, figures)
-    steps: list[Work] = []
-    wrong = 0
-
-    def on_step(done: StepDone) -> None:
-        nonlocal wrong
-        steps.append(done.batch.work)
-        wrong += sum(not math.isfinite(logprob) for logprob in done.logprobs)
-
-    metrics = measure(llm, work, trace or LENGTHS, run_dir=None, on_step=on_step)
-    figures["run"] = run_figures(metrics, steps, roofline)
-    figures["not_finite"] = wrong
+    stage = llm.engine.worker.stages[0]
+    assert isinstance(stage, Stage)
+    most = min(size.engine["max_num_seqs"], len(work))
+    greedy, drawn = (StepWatch(stage, most // 2, size.steps) for _ in range(2))
+    figures |= long_run(llm, work, trace or LENGTHS, greedy, roofline)
     show_run(figures["run"])
     write(json_path, figures)
-    if wrong:
-        raise SystemExit(f"{wrong} log probabilities are not finite")
+    figures["untraced"] = untraced(llm, work[:most], greedy, drawn)
+    show_untraced(figures["untraced"])
+    write(json_path, figures)
+    if figures["not_finite"]:
+        raise SystemExit(f"{figures['not_finite']} log probabilities are not finite")
+
+
+def show_untraced(untraced: dict[str, Any]) -> None:
+    """Steps of decodes in runs and alone, as lines."""
+    for name, found in untraced.items():
+        if isinstance(found, str):
+            print(f"untraced decodes, {name}: {found}")
+            continue
+        print(
+            f"untraced decodes, {name}: {1000 * found['step_s']:.2f} ms a step, host "
+            f"{found['host_share']:.1%}"
+        )
+        for sampler, alone in found["alone"].items():
+            print(
+                f"    alone, {sampler}: device {1000 * alone['device_s']:.2f} ms, "
+                f"launched in {1000 * alone['launch_s']:.2f}"
+            )
 
 
 def write(path: str, figures: dict[str, Any]) -> None:

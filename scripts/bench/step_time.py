@@ -1,0 +1,107 @@
+"""A step of decodes in a run, beside its programs alone: what the host costs, without a trace.
+
+A trace may change what it measures. Here, the time of a step is that between the ends of steps in
+a run, and the device's own that of the same programs launched over and over on the inputs of one
+of those steps, which lie on the device already.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.runtime.stage.sampler import SamplerShape
+from jaxinfer.runtime.stage.sampling_inputs import empty_sampling
+from jaxinfer.runtime.stage.stage import Stage
+from jaxinfer.runtime.stage.step import Key
+from jaxinfer.serving.world import StepDone
+from jaxinfer.steps.shapes import StepShape
+
+SAMPLERS = {
+    "greedy": SamplerShape(),
+    "drawn": SamplerShape(greedy=False, drawn=True),
+    "top_p": SamplerShape(greedy=False, drawn=True, top_p=True),
+    "top_k, top_p": SamplerShape(greedy=False, drawn=True, top_k=True, top_p=True),
+}
+LAUNCHES = 20
+
+
+class StepWatch:
+    """Looks for successive steps of decodes of one shape in a run, and keeps one's inputs.
+
+    Args:
+        least: decodes that such a step has.
+        side: such steps before the one whose inputs are kept, and after it.
+
+    Attributes:
+        kept: its shape and inputs, once there was one.
+    """
+
+    def __init__(self, stage: Stage, least: int, side: int) -> None:
+        self.kept: tuple[StepShape, Any] | None = None
+        self._stage, self._least, self._side = stage, least, side
+        self._shape: StepShape | None = None
+        self._ends: list[float] = []
+
+    def on_step(self, done: StepDone) -> None:
+        """A step has ended; for ``LLM.run``."""
+        batch = done.batch
+        if len(self._ends) > 2 * self._side:
+            return
+        shape = self._stage.step.limits.shape_for(batch)
+        of_kind = batch.work.tokens == batch.work.decodes >= self._least
+        if not of_kind or shape != self._shape:
+            self._shape, self._ends, self.kept = shape if of_kind else None, [], None
+        if of_kind:
+            self._ends.append(done.end)
+        if of_kind and len(self._ends) == self._side + 1:
+            # Whichever tokens are fed back, the time is the same.
+            slots: defaultdict[str, int] = defaultdict(int)
+            self.kept = shape, self._stage.inputs(batch, shape, slots, 0)
+
+    def figures(self, sampler: str) -> dict[str, Any] | str:
+        """Seconds of a step in the run, and alone with each of ``SAMPLERS``; or why there are none.
+
+        Args:
+            sampler: the one that the run had, one of ``SAMPLERS``.
+        """
+        if self.kept is None or len(self._ends) <= 2 * self._side:
+            return "no such steps in the run"
+        step_s = statistics.median(np.diff(self._ends).tolist())
+        alone = {name: self._alone(SAMPLERS[name]) for name in SAMPLERS}
+        device_s = alone[sampler]["device_s"]
+        return {
+            "rows": self.kept[0].rows,
+            "step_s": step_s,
+            "host_share": max(1 - device_s / step_s, 0.0),
+            "alone": alone,
+        }
+
+    def _alone(self, sampler: SamplerShape) -> dict[str, float]:
+        """Seconds of a step on the device, and of the host's launch of it with inputs to bring."""
+        assert self.kept
+        shape, inputs = self.kept
+        sampling = empty_sampling(shape.rows, sampler)
+        drawn = np.full(shape.rows, sampler.drawn, np.float32)
+        sampling = sampling._replace(temperature_S=drawn, seed_S2=sampling.seed_S2 + np.uint32(7))
+        sampling.top_k_S[:], sampling.top_p_S[:] = 50 * sampler.top_k, 0.9 if sampler.top_p else 1
+        on_device = jax.device_put((inputs, sampling), self._stage.plan.whole)
+        key = Key(shape, sampler)
+        _, device_s = self._launch(key, *on_device)
+        launch_s, _ = self._launch(key, inputs, sampling)
+        return {"device_s": device_s, "launch_s": launch_s}
+
+    def _launch(self, key: Key, inputs: Any, sampling: Any) -> tuple[float, float]:
+        stage = self._stage
+        for count in (1, LAUNCHES):  # The first may compile.
+            start = time.perf_counter()
+            for _ in range(count):
+                hidden = stage.forward(key, inputs, None)
+                samples, _ = stage.sample(key, hidden, sampling, None)
+            launched = time.perf_counter() - start
+            samples.token_S.block_until_ready()
+            took = time.perf_counter() - start
+        return launched / LAUNCHES, took / LAUNCHES
