@@ -1,24 +1,36 @@
 #!/usr/bin/env bash
-# All that is measured on a machine with an NVIDIA GPU, in one command; its limits add up to 33
-# minutes. Where a command may take ten: --only device,tests,kernels, engine, then
-# cronus,processes,operators.
+# All that is measured on a machine with an NVIDIA GPU, in three parts of less than ten minutes,
+# each of which stands alone.
 #
 #   scripts/bench/gpu_suite.sh --collect-wheels DIR            # on a machine with a network
-#   scripts/bench/gpu_suite.sh --wheels DIR --trace CSV --out docs/results/gpu/NAME
+#   scripts/bench/gpu_suite.sh --part 1 --wheels DIR --out docs/results/gpu/NAME
+#   scripts/bench/gpu_suite.sh --part 2 --wheels DIR --trace CSV --out OTHER
 #   scripts/bench/gpu_suite.sh --rehearse --out DIR            # on a CPU: tiny, kernels interpreted
+#
+# Part 1: tests, a memory checker, kernels beside peers. 2: the engine. 3: counters of kernels,
+# torch's flex_attention, tables of operators. extra: Cronus over the GPU and the host's CPU, in one
+# process and in two. Without --part: 1, 2 and 3; --only STAGE,... runs some stages.
 #
 # The machine with the GPU has Python 3.12 ($PYTHON, by default python3) with JAX for CUDA, flax and
 # transformers; what else the project needs comes as wheels. Without --wheels, that Python must have
-# the project and all it needs. --only device,tests,kernels,engine,... runs some of the stages;
-# --kernels generic has the engine do without Mosaic's, --flex adds torch's flex_attention.
-# Each stage has a log and a time limit, and the next one runs whatever became of it; the exit
-# status is 1 if one has failed, and summary.md says which.
+# the project and all it needs. --kernels generic has the engine do without Mosaic's. Each stage has
+# a log and a time limit, and the next one runs whatever became of it; the exit status is 1 if one
+# has failed, and summary.md says which. --out gets summary.md, results.tar.gz (after each stage
+# anew) and, in pieces, caches.tar.gz: what was compiled and tuned. Unpacked, it makes the next run
+# quicker as $JAX_COMPILATION_CACHE_DIR.
 set -uo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-python3}
-stages=device,tests,kernels,engine,cronus,processes,operators
-collect= wheels= trace= out= only=$stages rehearse= flex= kernels=
+declare -A parts=(
+    [1]=device,tests,pools,memory,kernels
+    [2]=device,engine
+    [3]=device,counters,flex,operators
+    [extra]=device,cronus,processes
+)
+# Seconds for the wheels of a part to be installed.
+environment_limit=40
+collect= wheels= trace= out= only= rehearse= kernels=
 
 fail() {
     echo "gpu_suite.sh: $*" >&2
@@ -29,10 +41,9 @@ while (($#)); do
     case $1 in
         --help) sed -n "/^# All/,/^set/{/^set/d;s/^#//;s/^ //;p}" "${BASH_SOURCE[0]}" && exit ;;
         --rehearse) rehearse=--rehearse && shift && continue ;;
-        --flex) flex=--flex && shift && continue ;;
-        --collect-wheels | --wheels | --trace | --out | --only | --kernels) ;;
-        *) fail "unknown option $1: --collect-wheels, --wheels, --trace, --out, --only," \
-            "--kernels, --flex, --rehearse" ;;
+        --collect-wheels | --wheels | --trace | --out | --part | --only | --kernels) ;;
+        *) fail "unknown option $1: --collect-wheels, --wheels, --trace, --out, --part, --only," \
+            "--kernels, --rehearse" ;;
     esac
     [[ -n ${2:-} ]] || fail "$1 needs a value"
     case $1 in
@@ -40,6 +51,7 @@ while (($#)); do
         --wheels) wheels=$(realpath "$2") ;;
         --trace) trace=$(realpath "$2") ;;
         --out) out=$(realpath -m "$2") ;;
+        --part) only=${parts[$2]:-} && [[ -n $only ]] || fail "--part: must be 1, 2, 3 or extra" ;;
         --only) only=$2 ;;
         --kernels) kernels=$2 ;;
     esac
@@ -92,6 +104,15 @@ print(*(f"import site; site.addsitedir({path!r})" for path in paths), sep="\n")
         --editable "$repository"
 }
 
+# note NAME RESULT SECONDS: a line of the summary. What has been found so far is there, whatever
+# ends this script later.
+note() {
+    echo "$1: $2, $3 s"
+    echo "| $1 | $2 | $3 | [$1.log]($1.log) |" >>"$results/summary.md"
+    cp "$results/summary.md" "$out"
+    tar -czf "$scratch/results.tar.gz" -C "$results" . && mv "$scratch/results.tar.gz" "$out"
+}
+
 # stage NAME SECONDS COMMAND...: its output goes to NAME.log.
 stage() {
     local name=$1 limit=$2 start=$SECONDS status result
@@ -99,16 +120,32 @@ stage() {
     [[ ,$only, == *,$name,* ]] || return 0
     [[ -n $rehearse ]] && limit=600
     echo "$name: at most $limit s"
-    timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1 </dev/null
+    timeout --kill-after=5 "$limit" "$@" >"$results/$name.log" 2>&1 </dev/null
     status=$?
-    case $status in
-        0) result=ok ;;
-        124 | 137) result="stopped at $limit s" && failed=1 ;;
+    case $name,$status in
+        *,0) result=ok ;;
+        *,124 | *,137) result="stopped at $limit s" && failed=1 ;;
+        pools,5) result="skipped: no test has large_pool in its name" ;;
         *) result="failed, exit status $status" && failed=1 ;;
     esac
-    [[ $result == ok ]] || tail -n 5 "$out/$name.log"
-    echo "$name: $result, $((SECONDS - start)) s"
-    echo "| $name | $result | $((SECONDS - start)) | [$name.log]($name.log) |" >>"$out/summary.md"
+    [[ $result == ok ]] || tail -n 5 "$results/$name.log"
+    note "$name" "$result" $((SECONDS - start))
+}
+
+# watched NAME SECONDS TOOL OPTION... -- COMMAND...: a stage under a tool of CUDA, where that is
+# installed; a rehearsal does without.
+watched() {
+    local name=$1 limit=$2 tool=()
+    shift 2
+    while [[ $1 != -- ]]; do tool+=("$1") && shift; done
+    shift
+    if [[ -n $rehearse ]]; then
+        tool=()
+    elif ! command -v "${tool[0]}" >/dev/null; then
+        [[ ,$only, == *,$name,* ]] && note "$name" "skipped: no ${tool[0]}" 0
+        return
+    fi
+    stage "$name" "$limit" "${tool[@]}" "$@"
 }
 
 if [[ -n $collect ]]; then
@@ -118,12 +155,15 @@ fi
 [[ -n $out ]] || fail "no --out: give a new folder for the results"
 [[ -e $out ]] && fail "$out exists: give a new folder for the results"
 [[ -z $wheels || -f $wheels/requirements.txt ]] || fail "$wheels: not made by --collect-wheels"
+only=${only:-${parts[1]},${parts[2]},${parts[3]}}
 for name in ${only//,/ }; do
-    [[ ,$stages, == *,$name,* ]] || fail "--only: no stage $name"
+    [[ " ${parts[*]//,/ } " == *" $name "* ]] || fail "--only: no stage $name"
 done
 
 mkdir -p "$out" || exit 2
 scratch=$(mktemp -d)
+results=$scratch/results
+mkdir "$results"
 trap 'rm -rf "$scratch"' EXIT
 cd "$repository" || exit 2
 start=$SECONDS
@@ -135,27 +175,52 @@ if [[ -n $rehearse ]]; then export JAX_PLATFORMS=cpu; else export JAX_PLATFORMS=
 if [[ -z $rehearse && -d /usr/local/cuda/bin ]]; then
     export CUDA_ROOT=/usr/local/cuda PATH=/usr/local/cuda/bin:$PATH
 fi
-printf '| stage | result | seconds | output |\n|---|---|---:|---|\n' >"$out/summary.md"
+# XLA's choices of algorithms are kept below what was compiled.
+export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$scratch/compiled}
+printf '| stage | result | seconds | output |\n|---|---|---:|---|\n' >"$results/summary.md"
 if [[ -n $wheels ]]; then
-    make_environment || fail "cannot install $wheels over $python"
+    export -f make_environment
+    export scratch wheels repository python
+    timeout "$environment_limit" bash -c make_environment ||
+        fail "cannot install $wheels over $python"
+    python=$scratch/venv/bin/python
     echo "environment: $((SECONDS - start)) s"
 fi
 
-stage device 90 "$python" -m scripts.bench.describe_machine "$out/device.json" $rehearse
-# A fault of the GPU ends the process: with several, it costs one test.
-workers=()
-if [[ -z $rehearse ]] && "$python" -c 'import xdist, pytest_timeout' 2>/dev/null; then
-    workers=(-n 6 --max-worker-restart=8 --timeout=90)
-fi
-stage tests 280 env XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" -m pytest \
-    tests/pallas_kernels tests/runtime/test_kernels.py tests/runtime/spread/test_spread.py \
-    -m "gpu and not slow" -p no:cacheprovider \
-    -vv --tb=short --durations=5 "${workers[@]}"
-stage kernels 420 "$python" -m scripts.bench.kernels --json "$out/kernels.json" $flex $rehearse
-# Weights and KV have the GPU to themselves.
-stage engine 560 env XLA_PYTHON_CLIENT_MEM_FRACTION=.92 "$python" -m scripts.bench.engine \
-    --json "$out/engine.json" ${kernels:+--kernels "$kernels"} ${trace:+--trace "$trace"} $rehearse
-# Cronus over the GPU and the host's CPU, and the GPU alone.
+stage device 30 "$python" -m scripts.bench.describe_machine "$results/device.json" $rehearse
+
+# Part 1. A fault of the GPU ends a process: with several, it costs one test; so does a hang in C.
+tests=(tests/pallas_kernels tests/runtime/test_kernels.py tests/runtime/spread/test_spread.py)
+workers=(-n 6 --max-worker-restart=8 --timeout=60 --timeout-method=thread)
+[[ -n $rehearse ]] && tests=("${tests[@]:1}") workers=(-n 0)
+pytest=("$python" -m pytest -p no:cacheprovider -vv --tb=short --durations=5)
+stage tests 160 env XLA_PYTHON_CLIENT_PREALLOCATE=false "${pytest[@]}" "${tests[@]}" \
+    -m "gpu and not slow" -k "not large_pool" "${workers[@]}"
+# Pages of more than 2^31 elements, which have the GPU to themselves.
+stage pools 60 "${pytest[@]}" tests/pallas_kernels -m gpu -k large_pool -n 0 \
+    --timeout=50 --timeout-method=thread
+bench=("$python" -m scripts.bench.kernels)
+once=(--here --rounds 0 --only generic --only hopper
+    --case "decode 64 x 4096" --case "chunk of 2048 after 8192")
+# Each array by itself, so that nothing of ours lies behind its end.
+watched memory 70 compute-sanitizer --tool memcheck --error-exitcode 1 -- \
+    env XLA_PYTHON_CLIENT_ALLOCATOR=platform "${bench[@]}" "${once[@]}" --small \
+    --json "$results/memory.json" $rehearse
+stage kernels 200 "${bench[@]}" --json "$results/kernels.json" ${rehearse:+--rounds 2 --rehearse}
+
+# Part 2. Weights and KV have the GPU to themselves; a trace is of what runs without one.
+stage engine 500 env XLA_PYTHON_CLIENT_MEM_FRACTION=.92 \
+    XLA_FLAGS="--xla_enable_command_buffers_during_profiling=true ${XLA_FLAGS:-}" \
+    "$python" -m scripts.bench.engine --json "$results/engine.json" \
+    ${kernels:+--kernels "$kernels"} ${trace:+--trace "$trace"} $rehearse
+
+# Part 3. Each kernel's counters, of one launch.
+watched counters 110 ncu --clock-control none --set full --kernel-name regex:paged_ --csv \
+    --page raw --log-file "$results/counters.csv" -- \
+    "${bench[@]}" "${once[@]}" --json "$results/counters.json" $rehearse
+flex=(--case "decode 64 x 4096" --case "chunk of 2048 after 8192" --flex)
+stage flex 210 "${bench[@]}" "${flex[@]}" --json "$results/flex.json" \
+    ${rehearse:+--rounds 2 --rehearse}
 model=configs/gpu/smollm2-135m
 settings=(--set engine.load_format=dummy)
 operators=()
@@ -169,20 +234,29 @@ if [[ -n $rehearse ]]; then
         --set engine.max_model_len=128 --set instances.engine.max_num_batched_tokens=64
         --set instances.engine.num_pages=65)
 fi
-# Relative, since the results quote the command.
-stage cronus 240 "$python" -m jaxinfer compare configs/gpu/cronus.yaml --systems cronus,single \
-    --rounds 1 --out "$(realpath --relative-to=. "$out")/cronus" --set "model=$model" "${settings[@]}"
+# Tables for simulations of this engine on this GPU; of two devices, by the shard of one. Their run
+# files name them as they lie in the results.
+stage operators 160 env --chdir="$results" "$python" -m jaxinfer profile configs/gpu/single.yaml \
+    --operators --tensor-parallel 1,2 --out operators \
+    --set "model=$(realpath "$model")" "${operators[@]}"
+
+# Extra. Cronus over the GPU and the host's CPU, and the GPU alone. Paths are relative, since the
+# results quote the command.
+compare=("$python" -m jaxinfer compare configs/gpu/cronus.yaml --rounds 1 --set "model=$model"
+    "${settings[@]}")
+stage cronus 240 "${compare[@]}" --systems cronus,single \
+    --out "$(realpath --relative-to=. "$results")/cronus"
 # The same with a process for each group: neither has the other's devices, this one has none.
 gpu=cuda
 [[ -n $rehearse ]] && gpu=cpu
-stage processes 180 "$python" -m jaxinfer compare configs/gpu/cronus.yaml --systems cronus \
-    --rounds 1 --out "$(realpath --relative-to=. "$out")/processes" --set "model=$model" \
-    "${settings[@]}" --set groups.strong.process=own --set groups.weak.process=own \
+stage processes 180 "${compare[@]}" --systems cronus \
+    --out "$(realpath --relative-to=. "$results")/processes" \
+    --set groups.strong.process=own --set groups.weak.process=own \
     --set groups.strong.environment.JAX_PLATFORMS=$gpu \
     --set groups.weak.environment.JAX_PLATFORMS=cpu
-# Tables for simulations of this engine on this GPU; of two devices, by the shard of one.
-stage operators 180 "$python" -m jaxinfer profile configs/gpu/single.yaml --operators \
-    --tensor-parallel 1,2 --out "$out/operators" --set "model=$model" "${operators[@]}"
 
+if [[ -d $JAX_COMPILATION_CACHE_DIR ]]; then
+    tar -cz -C "$JAX_COMPILATION_CACHE_DIR" . | split --bytes 15M - "$out/caches.tar.gz."
+fi
 echo "all: $((SECONDS - start)) s; $out/summary.md"
 exit "$failed"
