@@ -203,9 +203,10 @@ bench=("$python" -m scripts.bench.kernels)
 once=(--here --rounds 0 --only generic --only hopper
     --case "decode 64 x 4096" --case "chunk of 2048 after 8192")
 # Each array by itself, so that nothing of ours lies behind its end.
-watched memory 70 compute-sanitizer --tool memcheck --error-exitcode 1 -- \
-    env XLA_PYTHON_CLIENT_ALLOCATOR=platform "${bench[@]}" "${once[@]}" --small \
-    --json "$results/memory.json" $rehearse
+export XLA_PYTHON_CLIENT_ALLOCATOR=platform
+watched memory 70 compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 -- \
+    "${bench[@]}" "${once[@]}" --small --json "$results/memory.json" $rehearse
+unset XLA_PYTHON_CLIENT_ALLOCATOR
 stage kernels 200 "${bench[@]}" --json "$results/kernels.json" ${rehearse:+--rounds 2 --rehearse}
 
 # Part 2. Weights and KV have the GPU to themselves; a trace is of what runs without one.
@@ -215,8 +216,8 @@ stage engine 500 env XLA_PYTHON_CLIENT_MEM_FRACTION=.92 \
     ${kernels:+--kernels "$kernels"} ${trace:+--trace "$trace"} $rehearse
 
 # Part 3. Each kernel's counters, of one launch.
-watched counters 110 ncu --clock-control none --set full --kernel-name regex:paged_ --csv \
-    --page raw --log-file "$results/counters.csv" -- \
+watched counters 110 ncu --target-processes all --clock-control none --set full --csv \
+    --kernel-name regex:paged_ --page raw --log-file "$results/counters.csv" -- \
     "${bench[@]}" "${once[@]}" --json "$results/counters.json" $rehearse
 flex=(--case "decode 64 x 4096" --case "chunk of 2048 after 8192" --flex)
 stage flex 210 "${bench[@]}" "${flex[@]}" --json "$results/flex.json" \
