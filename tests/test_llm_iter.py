@@ -313,9 +313,11 @@ def test_a_sampler_that_a_later_request_needs_is_compiled_then(tiny: LLM, tmp_pa
     bias = dict.fromkeys(range(40), -0.5)
     odd = {30: {"logit_bias": bias}, 45: {"logit_bias": bias, "presence_penalty": 1.0}}
     odd[60] = {"logit_bias": bias, "logprobs": 3}
+    # Among those that are greedy, and have steps of their own left.
+    odd[70] = {"temperature": 2.0, "top_p": 0.9, "top_k": 30, "seed": 5}
 
     def params(i: int) -> SamplingParams:
-        return greedy(5 + 7 * (i % 5), **odd.get(i, {}))
+        return greedy(5 + 7 * (i % 5)).model_copy(update=odd.get(i, {}))
 
     def requests() -> Iterator[RequestState]:
         for i in range(80):
@@ -330,9 +332,9 @@ def test_a_sampler_that_a_later_request_needs_is_compiled_then(tiny: LLM, tmp_pa
         run_dir=tmp_path,
     )
     assert metrics.late_compiles == 0
-    # A head for each of the two numbers of rows, of each of the three samplers.
+    # A head for each of the two numbers of rows, of each of the three samplers, and to draw.
     shapes = {shape.rows for shape in tiny.engine.plan.limits.shapes()}
-    assert metrics.compiles - compiles == 3 * len(shapes)
+    assert metrics.compiles - compiles == 4 * len(shapes)
     prompts = [{"prompt_token_ids": [i, 3]} for i in range(80)]
     expected = tiny.generate(prompts, [params(i) for i in range(80)], progress=False)
     assert tokens([found[i] for i in range(80)]) == tokens(expected)
