@@ -117,7 +117,11 @@ def decode_case(lengths: np.ndarray, how: How) -> Case:
     runs: dict[str, Callable[[], Run]] = {
         kernel: partial(Run, partial(run, q, kv, table, length_S)) for kernel, run in ours.items()
     }
-    runs["generic, int8"] = lambda: Run(partial(ours["generic"], q, in_8_bits(kv), table, length_S))
+
+    def of_8_bits(kernel: str) -> Run:
+        return Run(partial(ours[kernel], q, in_8_bits(kv), table, length_S))
+
+    runs |= {f"{kernel}, int8": partial(of_8_bits, kernel) for kernel in ours}
     plain = jax.jit(reference.decode_attention)
     runs["plain"] = lambda: Run(
         partial(plain, q, kv._replace(keys=jnp.swapaxes(kv.keys, 2, 3)), table, length_S)
