@@ -151,11 +151,11 @@ def solve(
     for kind, count in kinds.items():
         placed, first = _instance(program, kind, count, prompts, decodes, longest)
         firsts.append(first)
-        for span, variables in zip(shares, placed, strict=True):
-            span.append(variables)
-    for span, variables in zip(both, shares, strict=True):
-        program.equal({rate: -span.tokens} | {tokens: 1 for tokens, _ in variables})
-        program.equal({rate: -span.entries} | {entries: 1 for _, entries in variables})
+        for share, variables in zip(shares, placed, strict=True):
+            share.append(variables)
+    for span, share in zip(both, shares, strict=True):
+        program.equal({rate: -span.tokens} | {tokens: 1.0 for tokens, _ in share})
+        program.equal({rate: -span.entries} | {entries: 1.0 for _, entries in share})
     program.equal({rate: -1} | dict.fromkeys(firsts, 1))
     found = linprog(-program.row({rate: 1.0}), **program.matrices(), method="highs")
     if found.x is None:
@@ -219,19 +219,19 @@ class _Program:
 
     def __init__(self) -> None:
         self._units: list[float] = []
-        self._equal: list[dict[int, float]] = []
-        self._less: list[tuple[dict[int, float], float]] = []
+        self._equal: list[Mapping[int, float]] = []
+        self._less: list[tuple[Mapping[int, float], float]] = []
 
     def variable(self, unit: float = 1.0) -> int:
         """A new variable that the solver counts in ``unit``."""
         self._units.append(unit)
         return len(self._units) - 1
 
-    def equal(self, row: dict[int, float]) -> None:
+    def equal(self, row: Mapping[int, float]) -> None:
         """The sum is 0."""
         self._equal.append(row)
 
-    def at_most(self, row: dict[int, float], most: float = 0.0) -> None:
+    def at_most(self, row: Mapping[int, float], most: float = 0.0) -> None:
         """The sum is at most so much."""
         self._less.append((row, most))
 
