@@ -1,9 +1,10 @@
 """The rate of requests that no run on a modelled cluster exceeds, whatever its system decides.
 
 A linear program over rates per second. Each instance computes prompt tokens and decodes, each kind
-by its position in the request, in steps that yield tokens and steps that yield none. Their times
-are convex in what a step holds, so that many steps with given totals take no less than as many that
-are all alike (``StepFloor``). The totals of all instances are those of the workload's requests.
+by its position in the request, in steps that each yield a token: those of others could have been
+in these at no more cost. Their times are convex in what a step holds, so that many steps with given
+totals take no less than as many that are all alike (``StepFloor``). The totals of all instances are
+those of the workload's requests.
 
 Left out, all to the bound's favour: whole pages, the budget of a step, KV of prompts under way, the
 order of a request's work, what links carry, and what preemption computes again.
@@ -182,9 +183,7 @@ def _instance(
     """Add what instances of one kind do per second; returns tokens and entries, by span, and first
     tokens.
     """
-    first, silent = program.variable(_TOKENS), program.variable(_TOKENS)
-    steps, silent_steps = program.variable(), program.variable()
-    placed = []
+    first, steps, placed = program.variable(_TOKENS), program.variable(), []
     for span in (*prompts, *decodes):
         tokens, entries = program.variable(_TOKENS), program.variable(_ENTRIES)
         # Each token sees all before it and itself.
@@ -194,20 +193,17 @@ def _instance(
     own, rows = placed[: len(prompts)], placed[len(prompts) :]
     computed = {tokens: 1.0 for tokens, _ in own}
     decoded = {tokens: 1.0 for tokens, _ in rows}
-    program.at_most({silent: 1} | dict.fromkeys(computed, -1))
     sampled = decoded | {first: 1.0}
     program.at_most(sampled | {steps: -kind.seats})
     program.at_most({entries: 1.0 for _, entries in rows} | {steps: -kind.pool})
     for stage in kind.stages:
-        time: dict[int, float] = {steps: stage.step_s, silent_steps: stage.step_s}
+        time: dict[int, float] = {steps: stage.step_s}
         time |= {entries: stage.context_s for _, entries in rows}
         time |= {entries: stage.pair_s for _, entries in own}
         time |= dict.fromkeys(computed, stage.token_s + stage.sequence_s / longest)
         time |= dict.fromkeys(decoded, stage.token_s + stage.sequence_s)
         for product in stage.products:
-            loud = computed | decoded | {silent: -1.0}
-            time[program.product(product, loud, steps)] = 1.0
-            time[program.product(product, {silent: 1.0}, silent_steps)] = 1.0
+            time[program.product(product, computed | decoded, steps)] = 1.0
         if stage.head:
             time[program.product(stage.head, sampled, steps)] = 1.0
         program.at_most(time, count)

@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 from scenarios import examples
 
 from jaxinfer.config.run_file import load_run_file
+from jaxinfer.config.step_costs import LinearCosts
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import data_path
+from jaxinfer.hardware.catalogue import find_gpu, find_model
 from jaxinfer.plan.bound import Bound, Capacity, bound_of, solve, spans
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.costs.linear import LinearStage
+from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
 from jaxinfer.simulate.costs.step_floor import Product, StepFloor
 from jaxinfer.simulate.run import prepare, serve
 from jaxinfer.workload.bench_request import BenchRequest
@@ -64,17 +69,35 @@ def test_prompts_that_fill_steps_of_decodes_cost_nothing_but_their_reading() -> 
 
 def test_two_instances_of_which_each_does_what_it_is_better_at() -> None:
     """One computes ten times as fast, the other reads ten times as fast."""
-    computes = StepFloor(token_s=0.001, context_s=0.01)
-    reads = StepFloor(token_s=0.01, context_s=0.001)
-    prompt, output = np.array([100]), np.array([11])
+    computes = StepFloor(token_s=0.001, context_s=0.01, pair_s=0.00001)
+    reads = StepFloor(token_s=0.01, context_s=0.001, pair_s=0.00002)
+    prompt, output = np.array([100]), np.array([9])
     parts = spans(0 * prompt, prompt), spans(prompt, prompt + output - 1)
+    assert [span.high - span.low for span in parts[1]] == [1] * 8
+    # By hand: the first does all prompts and the decodes that see the least, so many and a part of
+    # one that both take equally long.
+    first, second = 0.1 + 5050 * 0.00001, sum(0.01 + 0.001 * c for c in range(101, 109))
+    for seen in range(101, 109):
+        one, other = 0.001 + 0.01 * seen, 0.01 + 0.001 * seen
+        share = min(max((second - first) / (one + other), 0), 1)
+        first, second = first + share * one, second - share * other
+    assert first == pytest.approx(second)
     kinds = {Capacity((each,), 100, 10**6): 1 for each in (computes, reads)}
-    entries = sum(range(101, 111))
-    # By hand: the first does all prompts and a share s of the decodes, in as long as the second.
-    first, second = 10 * 0.001 + entries * 0.01, 10 * 0.01 + entries * 0.001
-    share = (second - 100 * 0.001) / (first + second)
-    expected = 1 / ((1 - share) * second)
-    assert solve(kinds, *parts, 100).rate == pytest.approx(expected, rel=1e-3)
+    assert solve(kinds, *parts, 100).rate == pytest.approx(1 / first, rel=1e-6)
+
+
+def test_the_slower_of_two_stages() -> None:
+    """The last one has the head, whose weights are read for four tokens at a time."""
+    first, last = StepFloor(token_s=0.01), StepFloor(token_s=0.002, head=Product(0.1, 8.0, 0.5))
+    prompt, output = np.array([50]), np.array([10])
+    parts = spans(0 * prompt, prompt), spans(prompt, prompt + output - 1)
+    for stages, seconds in (
+        ((first, last), 59 * 0.002 + 10 * (8 / 4 + 0.5)),
+        ((last, first), 59 * 0.002 + 10 * (8 / 4 + 0.5)),
+        ((first, StepFloor(token_s=0.002)), 59 * 0.01),
+    ):
+        found = solve({Capacity(stages, 4, 10**6): 1}, *parts, 50)
+        assert found.rate == pytest.approx(1 / seconds, rel=1e-6)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -169,6 +192,67 @@ def test_no_schedule_of_a_tiny_case_is_faster(
     )  # fmt: skip
     rate = len(lengths) / least_seconds(floor, lengths, seats)
     assert rate <= of_lengths(floor, seats, 10**6, *lengths).rate * (1 + 1e-6)
+
+
+# The least times of steps.
+
+
+def least(floor: StepFloor, work: Work) -> float:
+    """The seconds of a step with this work, by the parts' docstrings."""
+    seconds = floor.step_s + floor.token_s * work.tokens + floor.sequence_s * work.sequences
+    seconds += floor.context_s * work.single_context + floor.pair_s * work.pairs
+    seconds += sum(product.seconds(work.tokens) for product in floor.products)
+    return seconds + (floor.head.seconds(work.sampled) if floor.head and work.sampled else 0)
+
+
+def roofline(model: str, devices: int = 1) -> RooflineStage:
+    efficiency = KernelEfficiency(0.5, 0.8, 0.003, 0.0002)
+    gpu = find_gpu("A100-80G-SXM", {})
+    return RooflineStage(
+        gpu, find_model(model, {}), 7, True, devices, 2, efficiency, 200.0, 0.00001
+    )
+
+
+@given(
+    decodes=st.lists(st.integers(1, 5000), max_size=40),
+    chunks=st.lists(st.tuples(st.integers(0, 3000), st.integers(2, 600)), max_size=4),
+    model=st.sampled_from(("llama-3-8b", "mixtral-8x7b")),
+    devices=st.sampled_from((1, 4)),
+)
+@examples(60)
+def test_steps_take_what_their_floor_says_or_more(
+    decodes: list[int], chunks: list[tuple[int, int]], model: str, devices: int
+) -> None:
+    """The same, but for chunks that read more than they compute, and experts of several tokens."""
+    stage, rows = roofline(model, devices), len(decodes) + len(chunks)
+    tokens = len(decodes) + sum(count for _, count in chunks)
+    if not rows:
+        return
+    work = Work(tokens, len(decodes), rows, rows, sum(decodes), chunks, len(decodes))
+    floor, seconds = least(stage.floor(), work), stage.seconds(work)
+    assert floor <= seconds * (1 + 1e-9)
+    far = [count > 300 and start < 1000 for start, count in chunks]
+    if tokens == 1 or (model == "llama-3-8b" and all(far)):
+        assert floor == pytest.approx(seconds)
+
+
+def test_a_floor_of_linear_costs() -> None:
+    costs = LinearCosts(step_s=0.01, token_s=0.001, sequence_s=0.002, decode_context_s=0.00001)
+    stage = LinearStage(costs, share=0.25)
+    work = Work(103, 3, 4, 4, 900, [(0, 100)], 3)
+    assert least(stage.floor(), work) == pytest.approx(stage.seconds(work))
+
+
+def test_a_cluster_by_hand() -> None:
+    """Two instances of linear steps, whose seats all take a step's constant."""
+    costs = "{step_s: 0.25, token_s: 0.001, sequence_s: 0.002, decode_context_s: 0.00001}"
+    config = load_run_file(
+        data_path("configs/cronus/data_parallel.yaml"),
+        [f"simulate.linear={costs}", "engine.max_num_seqs=10"],
+    )
+    work = [BenchRequest(None, 40, 6, 0.0)]
+    seconds = 0.25 * 6 / 10 + 0.001 * 45 + 0.002 * 6 + 0.00001 * sum(range(41, 46))
+    assert bound_of(prepare(config)[1], work).rate == pytest.approx(2 / seconds, rel=1e-6)
 
 
 # What any system does.
