@@ -207,10 +207,8 @@ def least(floor: StepFloor, work: Work) -> float:
 
 def roofline(model: str, devices: int = 1) -> RooflineStage:
     efficiency = KernelEfficiency(0.5, 0.8, 0.003, 0.0002)
-    gpu = find_gpu("A100-80G-SXM", {})
-    return RooflineStage(
-        gpu, find_model(model, {}), 7, True, devices, 2, efficiency, 200.0, 0.00001
-    )
+    gpu, shape = find_gpu("A100-80G-SXM"), find_model(model)
+    return RooflineStage(gpu, shape, 7, True, devices, 2, efficiency, 200.0, 0.00001)
 
 
 @given(
