@@ -69,21 +69,21 @@ def test_prompts_that_fill_steps_of_decodes_cost_nothing_but_their_reading() -> 
 
 def test_two_instances_of_which_each_does_what_it_is_better_at() -> None:
     """One computes ten times as fast, the other reads ten times as fast."""
-    computes = StepFloor(token_s=0.001, context_s=0.01, pair_s=0.00001)
-    reads = StepFloor(token_s=0.01, context_s=0.001, pair_s=0.00002)
-    prompt, output = np.array([100]), np.array([17])
+    computes = StepFloor(token_s=0.01, context_s=0.01)
+    reads = StepFloor(token_s=0.1, context_s=0.001)
+    prompt, output = np.array([1]), np.array([17])
     parts = spans(0 * prompt, prompt), spans(prompt, prompt + output - 1)
     assert [span.high - span.low for span in parts[1]] == [2] * 8
-    # Of two positions, an instance may take the one. By hand: the first does all prompts and the decodes that see the least, so many and a part of
+    # By hand: the first does the prompt and the decodes that see the least, so many and a part of
     # one that both take equally long.
-    first, second = 0.1 + 5050 * 0.00001, sum(0.01 + 0.001 * c for c in range(101, 117))
-    for seen in range(101, 117):
-        one, other = 0.001 + 0.01 * seen, 0.01 + 0.001 * seen
+    first, second = 0.01, sum(0.1 + 0.001 * seen for seen in range(2, 18))
+    for seen in range(2, 18):
+        one, other = 0.01 + 0.01 * seen, 0.1 + 0.001 * seen
         share = min(max((second - first) / (one + other), 0), 1)
         first, second = first + share * one, second - share * other
     assert first == pytest.approx(second)
     kinds = {Capacity((each,), 100, 10**6): 1 for each in (computes, reads)}
-    assert solve(kinds, *parts, 100).rate == pytest.approx(1 / first, rel=1e-6)
+    assert solve(kinds, *parts, 1).rate == pytest.approx(1 / first, rel=1e-6)
 
 
 def test_the_slower_of_two_stages() -> None:
