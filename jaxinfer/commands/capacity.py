@@ -16,6 +16,7 @@ from jaxinfer.commands.common import (
     with_workload,
     workload_settings,
 )
+from jaxinfer.commands.systems import print_share, with_bound
 from jaxinfer.config.run_file import load_run_file
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 )
 @click.option("--seed", "seed", type=int, multiple=True, help="Of the arrivals; may be repeated.")
 @click.option("--seeds", type=click.IntRange(min=1), help="Take the seeds 0 to N - 1.")
+@with_bound
 @with_ray
 @with_settings
 def capacity(
@@ -60,6 +62,7 @@ def capacity(
     precision: float,
     seed: tuple[int, ...],
     seeds: int | None,
+    bound: bool,
     ray_address: str | None,
     settings: tuple[str, ...],
 ) -> None:
@@ -88,6 +91,8 @@ def capacity(
         )
     for line in _found(best):
         console.print(line, soft_wrap=True)
+    if bound:
+        print_share(config, work, best.rate)
 
 
 def _found(best: "TriedRate") -> Iterator[str]:

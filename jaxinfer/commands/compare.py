@@ -23,7 +23,13 @@ from jaxinfer.commands.common import (
     with_workload,
     workload_settings,
 )
-from jaxinfer.commands.systems import print_systems, run_systems, write_systems
+from jaxinfer.commands.systems import (
+    print_share,
+    print_systems,
+    run_systems,
+    with_bound,
+    write_systems,
+)
 from jaxinfer.config.run_file import load_run_file
 from jaxinfer.errors import JaxinferError
 
@@ -45,6 +51,7 @@ from jaxinfer.errors import JaxinferError
     "--one-by-one", is_flag=True, help="Load one system at a time; rounds do not interleave."
 )
 @click.option("--simulate", is_flag=True, help="On modelled clusters, in virtual time.")
+@with_bound
 @with_settings
 @with_ray_hosts
 @with_force
@@ -61,6 +68,7 @@ def compare(
     rounds: int | None,
     one_by_one: bool,
     simulate: bool,
+    bound: bool,
     settings: tuple[str, ...],
     ray_address: str | None,
     force: bool,
@@ -76,6 +84,7 @@ def compare(
             "--out": out,
             "--pictures": pictures,
             "--simulate": simulate,
+            "--bound": bound,
             "--ray": ray_address,
             "--one-by-one": one_by_one,
         }
@@ -97,6 +106,8 @@ def compare(
     if simulate:
         real: dict[str, object] = {"--rounds": rounds, "--one-by-one": one_by_one}
         refuse("for real runs: a simulation is the same each time", real)
+    else:
+        refuse("for modelled clusters: add --simulate", {"--bound": bound})
     from jaxinfer.compare import load_systems
 
     folder, changes = Path(out), [*settings, *more]
@@ -105,6 +116,8 @@ def compare(
     runs = run_systems(configs, work, folder, 0 if simulate else rounds or 3, one_by_one)
     print_systems(runs)
     write_systems(runs, folder, pictures)
+    for name, config in configs.items() if bound else ():
+        print_share(config, work, runs[name][0].rate, name)
 
 
 def _compare_layouts(

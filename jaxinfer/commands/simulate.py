@@ -18,7 +18,13 @@ from jaxinfer.commands.common import (
     with_workload,
     workload_settings,
 )
-from jaxinfer.commands.systems import print_systems, run_systems, write_systems
+from jaxinfer.commands.systems import (
+    print_share,
+    print_systems,
+    run_systems,
+    with_bound,
+    write_systems,
+)
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.errors import JaxinferError
 
@@ -44,6 +50,7 @@ def _replay(real: Path, out: Path, pictures: str | None) -> None:
 @click.option("--replay", metavar="RUN_DIR", help="A finished real run: how far is the simulator?")
 @click.option("--out", help="New folder for tables, pictures and traces; else figures alone.")
 @with_pictures
+@with_bound
 @with_settings
 def simulate(
     run_file: str | None,
@@ -52,12 +59,13 @@ def simulate(
     replay: str | None,
     out: str | None,
     pictures: str | None,
+    bound: bool,
     settings: tuple[str, ...],
 ) -> None:
     """Serve a workload on a modelled cluster, in virtual time: groups name GPUs by their kind."""
     if replay:
         why = "for a run file, not for a replay"
-        given = {"--workload": workload, "--limit": limit, "--set": settings}
+        given = {"--workload": workload, "--limit": limit, "--bound": bound, "--set": settings}
         refuse(why, {"RUN_FILE": run_file, **given})
         if not out:
             raise JaxinferError("a replay needs --out FOLDER")
@@ -77,8 +85,13 @@ def simulate(
         runs = run_systems({name: config}, work, Path(out), rounds=0)
         print_systems(runs)
         write_systems(runs, Path(out), pictures)
+        rate = runs[name][0].rate
     else:
-        _print_figures(config, simulate(config, work))
+        found = simulate(config, work)
+        _print_figures(config, found)
+        rate = found.requests / found.wall_s
+    if bound:
+        print_share(config, work, rate)
 
 
 def _print_figures(config: RunFile, found: "RunMetrics") -> None:

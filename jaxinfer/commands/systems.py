@@ -2,9 +2,10 @@
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import click
 from rich.console import Console
 
 from jaxinfer.commands.common import new_results
@@ -67,3 +68,30 @@ def write_systems(runs: Runs, out: Path, pictures: str | None) -> None:
             f"{raised(error)}"
         ) from error
     Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)
+
+
+def with_bound(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the option of the commands that ``print_share``."""
+    return click.option(
+        "--bound", is_flag=True, help="Say what share this is of the rate that no system exceeds."
+    )(command)
+
+
+def print_share(config: RunFile, work: Sequence[BenchRequest], rate: float, name: str = "") -> None:
+    """Print a rate, in requests per second, beside the bound of its cluster and workload.
+
+    Raises:
+        JaxinferError: the cluster has no bound.
+    """
+    from jaxinfer.plan.bound import bound_of
+    from jaxinfer.simulate.run import prepare
+
+    bound = bound_of(prepare(config)[1], work).rate
+    what = f"{rate / bound:.3f} of {bound:.3g}, which no system exceeds on this cluster"
+    if rate > bound:
+        what = f"more than the {bound:.3g} that any system could keep up on this cluster"
+    Console().print(
+        f"{name}{': ' if name else ''}{rate:.3g} requests/s, {what}",
+        soft_wrap=True,
+        highlight=False,
+    )

@@ -107,6 +107,11 @@ class RunRecord:
     requests: tuple[RequestRecord, ...]
     run: Mapping[str, Any]
 
+    @property
+    def rate(self) -> float:
+        """Requests per second, from the start to the last one's end."""
+        return len(self.requests) / self.wall_s
+
 
 @dataclass(frozen=True)
 class RunLines:

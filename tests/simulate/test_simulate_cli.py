@@ -47,6 +47,36 @@ def test_several_systems(trace: Path, tmp_path: Path) -> None:
     assert str(refused.exception).startswith("--rounds is for real runs")
 
 
+def test_shares_of_the_bound(trace: Path, tmp_path: Path) -> None:
+    """All systems of a cluster are beside one bound, which is printed where it is asked for."""
+    given = ["--workload", str(trace), "--bound"]
+    shares = {}
+    for system in ("cronus", "data_parallel"):
+        ran = CliRunner().invoke(cli, ["simulate", str(CRONUS / f"{system}.yaml"), *given])
+        assert ran.exit_code == 0, ran.output
+        (rate, share, bound) = re.findall(r"(\S+) requests/s, (\S+) of (\S+), which", ran.output)[0]
+        assert float(rate) / float(bound) == pytest.approx(float(share), rel=0.02)
+        shares[system] = f"{system}: {rate} requests/s, {share} of {bound}, which no system"
+    files = [
+        str(CRONUS / "cronus.yaml"),
+        "--systems",
+        "data_parallel",
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    ran = CliRunner().invoke(cli, ["compare", *files, *given, "--simulate"])
+    assert ran.exit_code == 0, ran.output
+    assert all(line in ran.output for line in shares.values()), ran.output
+    refused = CliRunner().invoke(cli, ["compare", *files, *given])
+    assert str(refused.exception).startswith("--bound is for modelled clusters: add --simulate")
+
+
+def test_a_rate_that_nobody_keeps_up(trace: Path) -> None:
+    """Of few requests, a rate above the bound may keep the targets: they end before it shows."""
+    *_, share = capacity_lines(trace, "--slo", "ttft=0.4,tbt=1", "--bound")
+    assert re.fullmatch(r"\S+ requests/s, more than the \S+ that any system could .*", share)
+
+
 def capacity_lines(trace: Path, *options: str) -> list[str]:
     given = [str(CRONUS / "data_parallel.yaml"), "--workload", str(trace), *options]
     ran = CliRunner().invoke(cli, ["capacity", *given])

@@ -25,6 +25,7 @@ from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.stage_part import StagePart
 from jaxinfer.config.step_costs import LinearCosts
 from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.costs.step_floor import StepFloor
 
 
 class LinearStage:
@@ -54,3 +55,13 @@ class LinearStage:
             + costs.chunk_context_s * sum(start for start, _ in work.chunks)
         )
         return costs.step_s + self._share * varying
+
+    def floor(self) -> StepFloor:
+        """Return the same, without the entries before chunks."""
+        costs = self._costs
+        return StepFloor(
+            step_s=costs.step_s,
+            token_s=self._share * costs.token_s,
+            sequence_s=self._share * costs.sequence_s,
+            context_s=self._share * costs.decode_context_s,
+        )

@@ -1,0 +1,256 @@
+"""The rate of requests that no run on a modelled cluster exceeds, whatever its system decides.
+
+A linear program over rates per second. Each instance computes prompt tokens and decodes, each kind
+by its position in the request, in steps that each yield a token: those of others could have been
+in these at no more cost. Their times are convex in what a step holds, so that many steps with given
+totals take no less than as many that are all alike (``StepFloor``). The totals of all instances are
+those of the workload's requests.
+
+Left out, all to the bound's favour: whole pages, the budget of a step, KV of prompts under way, the
+order of a request's work, what links carry, and what preemption computes again.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, cast
+
+import numpy as np
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.simulate.cluster import ModelledCluster, ModelledInstance
+from jaxinfer.simulate.costs.model import Padded, Pipeline
+from jaxinfer.simulate.costs.step_floor import Product, StepFloor
+from jaxinfer.workload.bench_request import BenchRequest
+
+# Kinds of work by their positions in a request: so many of prompts' tokens, and of decodes.
+BINS = 8
+# Units in which the program counts: solvers take coefficients below 1e-9 for 0.
+_TOKENS, _ENTRIES = 1e3, 1e6
+
+
+class HasFloor(Protocol):
+    """The times of a stage's steps, where their least is known."""
+
+    def floor(self) -> StepFloor: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Span:
+    """The mean work of one request at some positions: as prompt tokens, or as decodes.
+
+    Attributes:
+        low, high: positions from ``low`` on and below ``high``.
+        tokens: at these; ``entries``: KV entries that they see, their own included.
+    """
+
+    low: int
+    high: int
+    tokens: float
+    entries: float
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What bounds one kind of instance, of which there are some alike.
+
+    Attributes:
+        stages: the least times of each stage's steps.
+        seats: tokens that a step samples at most.
+        pool: KV entries that the decodes of a step see at most.
+    """
+
+    stages: tuple[StepFloor, ...]
+    seats: int
+    pool: int
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The bound of a cluster and a workload, and what each part of a request is worth by it.
+
+    Attributes:
+        rate: requests per second.
+        prompts, decodes: spans of positions.
+        token_worth: by span of prompts and then of decodes, in requests per token; ``entry_worth``:
+            per KV entry that such a token sees; ``first_worth``: per first token of an answer. What
+            a request has in the mean is worth 1, and no stretch of any run has more worth per
+            second than ``rate``.
+    """
+
+    rate: float
+    prompts: tuple[Span, ...]
+    decodes: tuple[Span, ...]
+    token_worth: tuple[float, ...]
+    entry_worth: tuple[float, ...]
+    first_worth: float
+
+
+def bound_of(cluster: ModelledCluster, work: Sequence[BenchRequest]) -> Bound:
+    """Bound the rate at which a cluster serves a workload.
+
+    Raises:
+        JaxinferError: the least times of some instance's steps are not known, or prompts that begin
+            alike are kept.
+    """
+    kinds = Counter(_capacity(name, each) for name, each in cluster.instances.items())
+    caching = any(each.config.enable_prefix_caching for each in cluster.instances.values())
+    if caching and any(item.has_tokens for item in work):
+        raise JaxinferError(
+            "no bound: prompts may be found in the prefix cache: engine.enable_prefix_caching=false"
+        )
+    prompt = np.array([item.prompt_len for item in work])
+    output = np.array([item.max_tokens for item in work])
+    return solve(kinds, spans(0 * prompt, prompt), spans(prompt, prompt + output - 1), prompt.max())
+
+
+def _capacity(name: str, instance: ModelledInstance) -> Capacity:
+    cost = instance.cost.cost if isinstance(instance.cost, Padded) else instance.cost
+    parts = cost.parts if isinstance(cost, Pipeline) else ()
+    if instance.shards or not parts or not all(hasattr(part, "floor") for part in parts):
+        raise JaxinferError(
+            f"no bound: instances.{name}: the least times of its steps are not known, only those "
+            "by roofline or simulate.linear, without attention groups"
+        )
+    floors = tuple(cast(HasFloor, part).floor() for part in parts)
+    return Capacity(floors, instance.config.max_num_seqs, instance.num_tokens)
+
+
+def spans(first: np.ndarray, end: np.ndarray) -> tuple[Span, ...]:
+    """The mean work of requests that have a token at each position from ``first`` to ``end``."""
+    edges = np.unique(np.linspace(first.min(), max(end.max(), first.min() + 1), BINS + 1).round())
+    found = []
+    for low, high in pairwise(edges.astype(int)):
+        a, b = np.clip(first, low, high), np.clip(end, low, high)
+        count = np.maximum(b - a, 0)
+        entries = count * (a + b + 1) / 2
+        if count.any():
+            found.append(Span(int(low), int(high), float(count.mean()), float(entries.mean())))
+    return tuple(found)
+
+
+def solve(
+    kinds: Mapping[Capacity, int],
+    prompts: tuple[Span, ...],
+    decodes: tuple[Span, ...],
+    longest: int,
+) -> Bound:
+    """Solve the program.
+
+    Args:
+        kinds: how many instances there are of each.
+        longest: tokens of a prompt, and so of a chunk, at most.
+    """
+    from scipy.optimize import linprog  # Slow to import.
+
+    program = _Program()
+    rate = program.variable()
+    both = (*prompts, *decodes)
+    shares: list[list[tuple[int, int]]] = [[] for _ in both]
+    firsts = []
+    for kind, count in kinds.items():
+        placed, first = _instance(program, kind, count, prompts, decodes, longest)
+        firsts.append(first)
+        for share, variables in zip(shares, placed, strict=True):
+            share.append(variables)
+    for span, share in zip(both, shares, strict=True):
+        program.equal({rate: -span.tokens} | {tokens: 1.0 for tokens, _ in share})
+        program.equal({rate: -span.entries} | {entries: 1.0 for _, entries in share})
+    program.equal({rate: -1} | dict.fromkeys(firsts, 1))
+    found = linprog(-program.row({rate: 1.0}), **program.matrices(), method="highs")
+    if found.x is None:
+        raise JaxinferError(f"no bound: the linear program has no solution: {found.message}")
+    worth = found.eqlin.marginals
+    return Bound(
+        found.x[rate],
+        prompts,
+        decodes,
+        tuple(worth[0:-1:2]),
+        tuple(worth[1:-1:2]),
+        worth[-1],
+    )
+
+
+def _instance(
+    program: "_Program",
+    kind: Capacity,
+    count: int,
+    prompts: Sequence[Span],
+    decodes: Sequence[Span],
+    longest: int,
+) -> tuple[list[tuple[int, int]], int]:
+    """Add what instances of one kind do per second; returns tokens and entries, by span, and first
+    tokens.
+    """
+    first, steps, placed = program.variable(_TOKENS), program.variable(), []
+    for span in (*prompts, *decodes):
+        tokens, entries = program.variable(_TOKENS), program.variable(_ENTRIES)
+        # Each token sees all before it and itself.
+        program.at_most({tokens: span.low + 1, entries: -1})
+        program.at_most({tokens: -span.high, entries: 1})
+        placed.append((tokens, entries))
+    own, rows = placed[: len(prompts)], placed[len(prompts) :]
+    computed = {tokens: 1.0 for tokens, _ in own}
+    decoded = {tokens: 1.0 for tokens, _ in rows}
+    sampled = decoded | {first: 1.0}
+    program.at_most(sampled | {steps: -kind.seats})
+    program.at_most({entries: 1.0 for _, entries in rows} | {steps: -kind.pool})
+    for stage in kind.stages:
+        time: dict[int, float] = {steps: stage.step_s}
+        time |= {entries: stage.context_s for _, entries in rows}
+        time |= {entries: stage.pair_s for _, entries in own}
+        time |= dict.fromkeys(computed, stage.token_s + stage.sequence_s / longest)
+        time |= dict.fromkeys(decoded, stage.token_s + stage.sequence_s)
+        for product in stage.products:
+            time[program.product(product, computed | decoded, steps)] = 1.0
+        if stage.head:
+            time[program.product(stage.head, sampled, steps)] = 1.0
+        program.at_most(time, count)
+    return placed, first
+
+
+class _Program:
+    """A linear program over variables that are not negative, as it is written down."""
+
+    def __init__(self) -> None:
+        self._units: list[float] = []
+        self._equal: list[Mapping[int, float]] = []
+        self._less: list[tuple[Mapping[int, float], float]] = []
+
+    def variable(self, unit: float = 1.0) -> int:
+        """A new variable that the solver counts in ``unit``."""
+        self._units.append(unit)
+        return len(self._units) - 1
+
+    def equal(self, row: Mapping[int, float]) -> None:
+        """The sum is 0."""
+        self._equal.append(row)
+
+    def at_most(self, row: Mapping[int, float], most: float = 0.0) -> None:
+        """The sum is at most so much."""
+        self._less.append((row, most))
+
+    def product(self, product: Product, tokens: Mapping[int, float], steps: int) -> int:
+        """A new variable: seconds of a matrix product of so many tokens in so many steps."""
+        seconds = self.variable()
+        self.at_most({each: n * product.compute_s for each, n in tokens.items()} | {seconds: -1})
+        moved = {each: n * product.moved_s for each, n in tokens.items()}
+        self.at_most(moved | {steps: product.weights_s, seconds: -1})
+        return seconds
+
+    def row(self, coefficients: Mapping[int, float]) -> np.ndarray:
+        """Coefficients of all variables, in the solver's units."""
+        found = np.zeros(len(self._units))
+        for variable, coefficient in coefficients.items():
+            found[variable] = coefficient * self._units[variable]
+        return found
+
+    def matrices(self) -> dict[str, np.ndarray]:
+        """The constraints as ``scipy.optimize.linprog`` takes them."""
+        return {
+            "A_ub": np.array([self.row(row) for row, _ in self._less]),
+            "b_ub": np.array([most for _, most in self._less]),
+            "A_eq": np.array([self.row(row) for row in self._equal]),
+            "b_eq": np.zeros(len(self._equal)),
+        }
