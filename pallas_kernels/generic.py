@@ -146,7 +146,7 @@ def chunk_attention(
     dtype = _product_dtype(kv)
     rows = CHUNK_ROWS_FLOAT32 if dtype == jnp.float32 else CHUNK_ROWS
     tokens = max(rows // padded_G, 1)
-    tiles = chunk_tiles(start_C, row_C1, T, tokens)
+    tiles = chunk_tiles(start_C, row_C1[1:] - row_C1[:-1], row_C1[:-1], T, tokens)
     # A tile's rows past its chunk's end are not written, but have a place of their own.
     nothing = jnp.zeros((T + tokens, K, padded_G, H), jnp.float32)
     inputs = q_TNH.astype(dtype), kv, page_table_CM, tiles, nothing
@@ -178,17 +178,23 @@ class Tiles(NamedTuple):
     size: jax.Array
 
 
-def chunk_tiles(start_C: jax.Array, row_C1: jax.Array, T: int, tokens: int) -> Tiles:
-    """All chunks' rows in tiles of ``tokens``; the last one of a chunk may have fewer."""
-    size_C = row_C1[1:] - row_C1[:-1]
+def chunk_tiles(
+    start_C: jax.Array, size_C: jax.Array, row_C: jax.Array, T: int, tokens: int
+) -> Tiles:
+    """All chunks' rows in tiles of ``tokens``; the last one of a chunk may have fewer.
+
+    Those with the longest contexts come first: a GPU starts programs in order, and what starts
+    last should end soon.
+    """
     chunk_I, index_I, count = work_items(
         pl.cdiv(size_C, tokens), pl.cdiv(T, tokens) + min(len(start_C), T)
     )
     done_I = index_I * tokens
     size_I = jnp.clip(size_C[chunk_I] - done_I, 0, tokens)
     size_I = jnp.where(jnp.arange(len(chunk_I)) < count, size_I, 0)
-    row_I = jnp.minimum(row_C1[chunk_I] + done_I, T - 1)
-    return Tiles(chunk_I, row_I, start_C[chunk_I] + done_I, size_I)
+    tiles = Tiles(chunk_I, row_C[chunk_I] + done_I, start_C[chunk_I] + done_I, size_I)
+    order_I = jnp.argsort(jnp.where(size_I > 0, -tiles.start - size_I, 0))
+    return Tiles(*(x_I[order_I] for x_I in tiles))
 
 
 def _chunk(
@@ -199,6 +205,7 @@ def _chunk(
     T, N, H = q_TNH.shape
     B, padded_G = kv.values.shape[2], out_TKGH.shape[2]
     c, row, start, size = (x[i] for x in tiles)
+    row = jnp.minimum(row, T - 1)  # Of padding.
     last = start + size - 1
     token_R = jnp.arange(tokens * padded_G) // padded_G
     head_R = jnp.arange(tokens * padded_G) % padded_G

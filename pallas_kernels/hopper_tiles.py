@@ -1,0 +1,225 @@
+"""What the kernels for Hopper are made of: tiles of a context, and a softmax over them."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxinfer.pallas_kernels.generic import Ref
+from jaxinfer.pallas_kernels.reference import NO_SCORE
+
+# Rows that a warpgroup multiplies at once.
+ROWS = 64
+# Tiles of keys, and of values, that shared memory holds.
+SLOTS = 2
+# Warpgroups that multiply in a program of prefill; one more fetches.
+CONSUMERS = 2
+LOG2_E = math.log2(math.e)
+
+
+class Softmax(NamedTuple):
+    """An online softmax over the rows of a warpgroup: in registers, as wgmma lays them out.
+
+    Attributes:
+        out_RH: values weighted by 2^(score - max).
+        max_R: of scores times log2(e); ``sum_R``: of the weights.
+    """
+
+    out_RH: jax.Array
+    max_R: jax.Array
+    sum_R: jax.Array
+
+
+class Weighed(NamedTuple):
+    """A tile's weights [R, J], and what they make of a softmax whose values have yet to come.
+
+    Attributes:
+        shrink_R: what the values so far are to be multiplied by.
+    """
+
+    weight_RJ: jax.Array
+    max_R: jax.Array
+    sum_R: jax.Array
+    shrink_R: jax.Array
+
+    def over(self, out_RH: jax.Array) -> Softmax:
+        """The softmax with the values so far."""
+        return Softmax(out_RH * rows(self.shrink_R, out_RH), self.max_R, self.sum_R)
+
+
+def start(head_dim: int) -> Softmax:
+    """A softmax over nothing."""
+    of_rows = plgpu.Layout.WGMMA.reduce(1)
+    return Softmax(
+        plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
+        plgpu.layout_cast(jnp.full((ROWS,), NO_SCORE, jnp.float32), of_rows),
+        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), of_rows),
+    )
+
+
+def weigh(so_far: Softmax, score_RJ: jax.Array) -> Weighed:
+    """Weigh new scores."""
+    max_R = jnp.maximum(so_far.max_R, score_RJ.max(1) * LOG2_E)
+    weight_RJ = jnp.exp2(score_RJ * LOG2_E - rows(max_R, score_RJ))
+    shrink_R = jnp.exp2(so_far.max_R - max_R)
+    return Weighed(weight_RJ, max_R, so_far.sum_R * shrink_R + weight_RJ.sum(1), shrink_R)
+
+
+def store(done: Softmax, out_RH: Ref) -> jax.Array:
+    """Write the softmax to shared memory; returns the weights' sums, of no weights something."""
+    sum_R = jnp.maximum(done.sum_R, 1e-30)
+    out_RH[...] = (done.out_RH / rows(sum_R, done.out_RH)).astype(out_RH.dtype)
+    return sum_R
+
+
+def rows(x_R: jax.Array, like_RX: jax.Array) -> jax.Array:
+    """A number for each row, for all of its columns."""
+    return lax.broadcast_in_dim(x_R, like_RX.shape, [0])
+
+
+def product(a: Ref, b: Ref) -> jax.Array:
+    """a b, of shared memory, in float32 registers."""
+
+    def multiply(acc: Ref) -> jax.Array:
+        plgpu.wgmma(acc, a, b)
+        found: jax.Array = acc[...]
+        return found
+
+    shape = a.shape[0], b.shape[1]
+    found: jax.Array = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+    return found
+
+
+def add_product(out_RH: jax.Array, a: Any, b: Ref, a_sm: Ref | None) -> jax.Array:
+    """out + a b, where a is in registers.
+
+    Args:
+        a_sm: shared memory for a, where the product is interpreted: interpret mode knows neither
+            operands in registers nor sums that begin with something. None on a GPU.
+    """
+    if a_sm is not None:
+        a_sm[...] = a
+        plgpu.commit_smem()
+        return out_RH + product(a_sm, b)
+
+    def add(acc: Ref) -> None:
+        plgpu.wgmma(acc, a, b)
+
+    found: jax.Array = pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(out_RH))
+    return found
+
+
+def scores_beside_values(
+    so_far: Softmax,
+    q: Ref,
+    k_HJ: Ref,
+    weight_RJ: jax.Array,
+    v_JH: Ref,
+    weigh_scores: Callable[[jax.Array], Weighed],
+    before_values: Callable[[], None],
+    issued: Callable[[], None],
+    weight_sm: Ref | None,
+) -> tuple[Softmax, jax.Array]:
+    """Weigh a tile's scores while the values of the tile before are multiplied.
+
+    Both products are issued at once; the softmax of the first runs under the second.
+
+    Args:
+        weight_RJ: 16-bit weights of the tile before, whose values are ``v_JH``.
+        weigh_scores: is given the scores [R, J].
+        before_values: waits for the values; ``issued``: is called when both products are.
+        weight_sm: as ``add_product``'s.
+
+    Returns:
+        The softmax with the values of the tile before, and the new weights.
+    """
+    dtype = weight_RJ.dtype
+    if weight_sm is not None:
+        score_RJ = product(q, k_HJ)
+        before_values()
+        out_RH = add_product(so_far.out_RH, weight_RJ, v_JH, weight_sm)
+        issued()
+        found = weigh_scores(score_RJ)
+        return found.over(out_RH), found.weight_RJ.astype(dtype)
+
+    def multiply(score: Ref, out: Ref, weight: Ref, max_R: Ref, sum_R: Ref, shrink_R: Ref) -> None:
+        plgpu.wgmma(score, q, k_HJ)
+        before_values()
+        plgpu.wgmma(out, weight_RJ, v_JH)
+        issued()
+        found = weigh_scores(plgpu.wgmma_accumulator_load(score, wait_n=1))
+        # Before the values are waited for.
+        found = Weighed(*lax.optimization_barrier(tuple(found)))
+        weight[...], max_R[...], sum_R[...], shrink_R[...] = found
+
+    def with_scores(refs: tuple[Ref, ...]) -> None:
+        shape = ROWS, k_HJ.shape[1]
+        pl.run_scoped(
+            lambda score: multiply(score, *refs), plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
+        )
+
+    out = plgpu.WGMMAAccumulatorRef.init(so_far.out_RH)
+    some_RJ = plgpu.layout_cast(jnp.zeros(weight_RJ.shape, jnp.float32), plgpu.Layout.WGMMA)
+    state = out, some_RJ, so_far.max_R, so_far.sum_R, so_far.sum_R
+    out_RH, new_RJ, *rest = pl.run_state(with_scores)(state)
+    # Rounded only now: the registers of the old weights are in use until the values are there, or
+    # the assembler would have each product wait for the one before.
+    new_RJ, out_RH = lax.optimization_barrier((new_RJ, out_RH))
+    return Weighed(new_RJ, *rest).over(out_RH), new_RJ.astype(dtype)
+
+
+def copy_tile(
+    pages_PKBH: Ref,
+    shared: Ref,
+    ready: Ref,
+    table_M: Ref,
+    head: jax.Array,
+    tile: jax.Array,
+) -> None:
+    """Start the copies of a tile's tokens, one for each page that they lie in."""
+    B, size = pages_PKBH.shape[2], shared.shape[0]
+    unit = min(B, size)
+    for part in range(size // unit):
+        token = tile * size + part * unit
+        # A tile may reach past the table's end, where there are no tokens.
+        page = table_M[jnp.minimum(lax.div(token, B), table_M.shape[0] - 1)]
+        at = pl.ds(lax.rem(token, B), unit) if size < B else slice(None)
+        plgpu.copy_gmem_to_smem(
+            pages_PKBH.at[page, head, at], shared.at[pl.ds(part * unit, unit)], ready
+        )
+
+
+def clear_after(v_JH: Ref, count: jax.Array, me: Any = 0, cleared: Ref | None = None) -> None:
+    """Zero the values of tokens from ``count`` on: 0 times what memory holds there may be NaN.
+
+    Args:
+        me: which of the warpgroups that share the tile, and ``cleared``, on which they then wait.
+    """
+
+    def clear(begin: int) -> None:
+        part = v_JH.at[pl.ds(begin, ROWS)]
+        v = plgpu.layout_cast(part[...], plgpu.Layout.WGMMA)
+        row = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+        part[...] = jnp.where(row + begin < count, v, jnp.zeros_like(v))
+
+    @pl.when(count < v_JH.shape[0])
+    def _() -> None:
+        for begin in range(0, v_JH.shape[0], ROWS):
+            pl.when(me == begin // ROWS % CONSUMERS)(partial(clear, begin))
+        plgpu.commit_smem()
+        if cleared is not None:
+            plgpu.barrier_arrive(cleared)
+            plgpu.barrier_wait(cleared)
+
+
+def shared(shape: tuple[int, ...], dtype: jnp.dtype, head_dim: int) -> Any:
+    """Shared memory laid out for TMA and wgmma, which needs both of its operands laid out alike."""
+    swizzle = plgpu.find_swizzle(head_dim * 16)
+    tiling = plgpu.TilingTransform((8, swizzle // 2))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
