@@ -172,6 +172,11 @@ def _chunk(
                 pl.when(step >= begin + SLOTS)(partial(plgpu.barrier_wait, free.at[slot]))
                 copy_tile(pages, at.at[slot], ready.at[slot], table_CM.at[c], h, step)
 
+        # What is waited for once is waited for each time: interpret mode asks for it.
+        for slot in range(SLOTS):
+            for free in (k_free, v_free):
+                pl.when(begin + slot < end)(partial(plgpu.barrier_wait, free.at[slot]))
+
     @pl.when((me < CONSUMERS) & (size > 0))
     def _multiply() -> None:
         plgpu.set_max_registers(232, action="increase")
@@ -205,34 +210,36 @@ def _chunk(
                 return weigh(so_far, see(step, score) if masked else score)
 
             plgpu.barrier_wait(k_ready.at[slot])
-            plgpu.barrier_wait(turn.at[me])
             done = scores_beside_values(
                 so_far, q, k_sm.at[slot].transpose((1, 0)), weight, v_sm.at[before],
                 weigh_scores=weigh_scores,
                 before_values=partial(plgpu.barrier_wait, v_ready.at[before]),
                 issued=partial(plgpu.barrier_arrive, turn.at[1 - me]),
+                weighed=partial(plgpu.barrier_wait, turn.at[me]),
                 weight_sm=weights,
             )  # fmt: skip
             plgpu.barrier_arrive(v_free.at[before])
             return done
 
-        # The first turn is the first one's: the tensor cores do one's products while the other's
-        # softmax is computed.
-        pl.when(me == 1)(partial(plgpu.barrier_arrive, turn.at[0]))
         plgpu.barrier_wait(k_ready.at[0])
         score = product(q, k_sm.at[0].transpose((1, 0)))
         plgpu.barrier_arrive(k_free.at[0])
         found = weigh(start(q.shape[1]), see(begin, score))
         carry = found.over(start(q.shape[1]).out_RH), found.weight_RJ.astype(q.dtype)
+        # The tensor cores do one's products while the other's softmax is computed: the first turn
+        # is the first one's.
+        pl.when(me == 1)(partial(plgpu.barrier_wait, turn.at[me]))
         # Up to here, every row sees every token.
         whole = begin + 1 if window else jnp.maximum(lax.div(start_at + 1, tile), 1)
         carry = lax.fori_loop(begin + 1, whole, partial(one_tile, False), carry)
         so_far, weight = lax.fori_loop(whole, end, partial(one_tile, True), carry)
         last = lax.rem(end - 1 - begin, SLOTS)
         plgpu.barrier_wait(v_ready.at[last])
+        pl.when(me == 0)(partial(plgpu.barrier_arrive, turn.at[1]))
         # Only the last tile can have tokens that do not exist.
         clear_after(v_sm.at[last], length - (end - 1) * tile, me, cleared)
         out_RH = add_product(so_far.out_RH, weight, v_sm.at[last], weights)
+        plgpu.barrier_arrive(v_free.at[last])
         store(so_far._replace(out_RH=out_RH), q)
         plgpu.commit_smem()
         _write(q, out_KYH.at[h], row, size * G - me * ROWS)

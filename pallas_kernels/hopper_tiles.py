@@ -124,6 +124,7 @@ def scores_beside_values(
     weigh_scores: Callable[[jax.Array], Weighed],
     before_values: Callable[[], None],
     issued: Callable[[], None],
+    weighed: Callable[[], None],
     weight_sm: Ref | None,
 ) -> tuple[Softmax, jax.Array]:
     """Weigh a tile's scores while the values of the tile before are multiplied.
@@ -133,7 +134,9 @@ def scores_beside_values(
     Args:
         weight_RJ: 16-bit weights of the tile before, whose values are ``v_JH``.
         weigh_scores: is given the scores [R, J].
-        before_values: waits for the values; ``issued``: is called when both products are.
+        before_values: waits for the values.
+        issued: is called when both products are; ``weighed``: when the scores are, and waits for
+            something: that keeps the assembler from waiting for the values earlier.
         weight_sm: as ``add_product``'s.
 
     Returns:
@@ -146,6 +149,7 @@ def scores_beside_values(
         out_RH = add_product(so_far.out_RH, weight_RJ, v_JH, weight_sm)
         issued()
         found = weigh_scores(score_RJ)
+        weighed()
         return found.over(out_RH), found.weight_RJ.astype(dtype)
 
     def multiply(score: Ref, out: Ref, weight: Ref, max_R: Ref, sum_R: Ref, shrink_R: Ref) -> None:
@@ -154,8 +158,8 @@ def scores_beside_values(
         plgpu.wgmma(out, weight_RJ, v_JH)
         issued()
         found = weigh_scores(plgpu.wgmma_accumulator_load(score, wait_n=1))
-        # Before the values are waited for.
         found = Weighed(*lax.optimization_barrier(tuple(found)))
+        weighed()
         weight[...], max_R[...], sum_R[...], shrink_R[...] = found
 
     def with_scores(refs: tuple[Ref, ...]) -> None:
