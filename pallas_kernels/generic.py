@@ -8,17 +8,20 @@ one tile of queries, padded to the 16 rows that a matrix product needs. A head s
 power of two is cut into pieces that are.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from jaxinfer.pallas_kernels.decode_parts import Parts, decode_parts, joined
+from jaxinfer.pallas_kernels.gpu_work import Ref, Tiles, chunk_tiles, pieces, whole
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE, work_items
+from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE
 
 # Bytes of keys, and of values, that a program takes at once: two of each fit in shared memory.
 TILE_BYTES = 2**14
@@ -28,9 +31,7 @@ CHUNK_ROWS, CHUNK_ROWS_FLOAT32 = 64, 16
 MIN_ROWS = 16
 # Decode programs that an H100 runs at once: registers and memory hold four on a multiprocessor.
 PROGRAMS = 528
-
-# In a kernel: references to memory, and their values.
-Ref = Any
+LOG2_E = math.log2(math.e)
 
 
 class Softmax(NamedTuple):
@@ -41,20 +42,20 @@ class Softmax(NamedTuple):
     sum_R: jax.Array
 
 
-@partial(jax.jit, static_argnames=("window", "parts", "interpret"))
+@partial(jax.jit, static_argnames=("window", "programs", "interpret"))
 def decode_attention(
     q_SNH: jax.Array,
     kv: KVPages,
     page_table_SM: jax.Array,
     length_S: jax.Array,
     window: int | None = None,
-    parts: int | None = None,
+    programs: int = PROGRAMS,
     interpret: bool = False,
 ) -> jax.Array:
     """See ``reference.decode_attention``; one program per sequence, KV head and part of its tokens.
 
     Args:
-        parts: of a context, whose results are combined; by default as many as fill a GPU.
+        programs: that are to run at once; contexts are cut into parts until there are so many.
         interpret: run on any device, slowly, to check results.
     """
     S, N, H = q_SNH.shape
@@ -63,50 +64,36 @@ def decode_attention(
     R = max(MIN_ROWS, pl.next_power_of_2(G))
     dtype = _product_dtype(kv)
     tile = _tile_tokens(H, dtype)
-    parts = parts or parts_of(S * K, pl.cdiv(page_table_SM.shape[1] * B, tile), PROGRAMS)
+    parts = decode_parts(length_S, window, tile, K, programs)
     q_SKGH = q_SNH.astype(dtype).reshape(S, K, G, H)
     q_SKRH = jnp.pad(q_SKGH, ((0, 0), (0, 0), (0, R - G), (0, 0)))
-
-    def result(*rest: int) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
-        block = pl.BlockSpec(
-            (None, None, None, R, *rest), lambda s, h, part: (part, s, h, 0, *(0 for _ in rest))
-        )
-        return block, jax.ShapeDtypeStruct((parts, S, K, R, *rest), jnp.float32)
-
-    specs, shapes = zip(result(H), result(), result(), strict=True)
-    inputs = kv, page_table_SM, length_S
-    out, most_seen, total = pl.pallas_call(
-        partial(_decode, tile=tile, parts=parts, window=window),
-        grid=(S, K, parts),
-        in_specs=[
-            pl.BlockSpec((None, None, R, H), lambda s, h, part: (s, h, 0, 0)),
-            *jax.tree.map(whole, inputs),
-        ],
-        out_specs=list(specs),
-        out_shape=list(shapes),
+    inputs = q_SKRH, kv, page_table_SM, length_S, parts
+    W = len(parts.sequence_W)
+    results = [jax.ShapeDtypeStruct((W, K, R, *rest), jnp.float32) for rest in ((H,), ())]
+    out_WKRH, lse_WKR = pl.pallas_call(
+        partial(_decode, tile=tile, window=window),
+        grid=(W, K),
+        in_specs=list(jax.tree.map(whole, inputs)),
+        out_specs=[whole(x) for x in results],
+        out_shape=results,
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="paged_decode",
-    )(q_SKRH, *inputs)
-    weight = jnp.exp(most_seen - most_seen.max(0))
-    total = jnp.maximum((total * weight).sum(0), 1e-30)
-    out_SKRH = (out * weight[..., None]).sum(0) / total[..., None]
-    return out_SKRH[:, :, :G].reshape(S, N, H)
+    )(*inputs)
+    return joined(out_WKRH, lse_WKR, parts, G, interpret)
 
 
 def _decode(
-    q_RH: Ref, kv: KVPages, table_SM: Ref, length_S: Ref, out_RH: Ref, max_R: Ref, sum_R: Ref,
-    *, tile: int, parts: int, window: int | None,
+    q_SKRH: Ref, kv: KVPages, table_SM: Ref, length_S: Ref, parts: Parts,
+    out_WKRH: Ref, lse_WKR: Ref, *, tile: int, window: int | None,
 ) -> None:  # fmt: skip
-    s, h, part = (pl.program_id(axis) for axis in range(3))
+    w, h = pl.program_id(0), pl.program_id(1)
     B = kv.values.shape[2]
+    s, begin, end = parts.sequence_W[w], parts.begin_W[w], parts.end_W[w]
     length = length_S[s]
-    first = jnp.maximum(length - window, 0) // tile if window else 0
-    each = pl.cdiv(pl.cdiv(length, tile) - first, parts)
-    begin = first + part * each
-    end = jnp.minimum(begin + each, pl.cdiv(length, tile))
-    cuts = pieces(q_RH.shape[1])
-    q = [q_RH[:, pl.ds(start, size)] for start, size in cuts]
+    R = q_SKRH.shape[2]
+    cuts = pieces(q_SKRH.shape[3])
+    q = [q_SKRH[s, h, :, pl.ds(start, size)] for start, size in cuts]
 
     def one_tile(number: jax.Array, carry: Softmax) -> Softmax:
         token = number * tile + jnp.arange(tile)
@@ -115,14 +102,14 @@ def _decode(
             seen &= token >= length - window
         at = jnp.minimum(token, length - 1)
         tokens = Tokens(h, table_SM[s, at // B], at % B, seen)
-        seen_RJ = jnp.broadcast_to(seen[None, :], (q_RH.shape[0], tile))
+        seen_RJ = jnp.broadcast_to(seen[None, :], (R, tile))
         return _fold(carry, q, cuts, kv, tokens, seen_RJ)
 
-    done = jax.lax.fori_loop(begin, end, one_tile, _start(q_RH.shape[0], cuts))
+    done = jax.lax.fori_loop(begin, end, one_tile, _start(R, cuts))
+    sum_R = jnp.maximum(done.sum_R, 1e-30)
     for (start, size), out in zip(cuts, done.outs, strict=True):
-        out_RH[:, pl.ds(start, size)] = out
-    max_R[...] = done.max_R
-    sum_R[...] = done.sum_R
+        out_WKRH[w, h, :, pl.ds(start, size)] = out / sum_R[:, None]
+    lse_WKR[w, h, :] = (done.max_R + jnp.log(sum_R)) * LOG2_E
 
 
 @partial(jax.jit, static_argnames=("window", "interpret"))
@@ -162,39 +149,6 @@ def chunk_attention(
         name="paged_chunk",
     )(*inputs)
     return out[:T, :, :G].reshape(T, N, H)
-
-
-class Tiles(NamedTuple):
-    """Tiles of chunks' rows, all int32 [I].
-
-    Attributes:
-        chunk: whose they are; ``row``: the first one's among the tokens.
-        start: its position in the sequence; ``size``: rows, 0 of padding.
-    """
-
-    chunk: jax.Array
-    row: jax.Array
-    start: jax.Array
-    size: jax.Array
-
-
-def chunk_tiles(
-    start_C: jax.Array, size_C: jax.Array, row_C: jax.Array, T: int, tokens: int
-) -> Tiles:
-    """All chunks' rows in tiles of ``tokens``; the last one of a chunk may have fewer.
-
-    Those with the longest contexts come first: a GPU starts programs in order, and what starts
-    last should end soon.
-    """
-    chunk_I, index_I, count = work_items(
-        pl.cdiv(size_C, tokens), pl.cdiv(T, tokens) + min(len(start_C), T)
-    )
-    done_I = index_I * tokens
-    size_I = jnp.clip(size_C[chunk_I] - done_I, 0, tokens)
-    size_I = jnp.where(jnp.arange(len(chunk_I)) < count, size_I, 0)
-    tiles = Tiles(chunk_I, row_C[chunk_I] + done_I, start_C[chunk_I] + done_I, size_I)
-    order_I = jnp.argsort(jnp.where(size_I > 0, -tiles.start - size_I, 0))
-    return Tiles(*(x_I[order_I] for x_I in tiles))
 
 
 def _chunk(
@@ -299,21 +253,6 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return triton.dot(a, b, allow_tf32=False)
 
 
-def pieces(size: int) -> list[tuple[int, int]]:
-    """Start and size of powers of two that add up to ``size``, the largest first."""
-    pieces, start = [], 0
-    while start < size:
-        length = 1 << ((size - start).bit_length() - 1)
-        pieces.append((start, length))
-        start += length
-    return pieces
-
-
-def whole(x: jax.Array) -> pl.BlockSpec:
-    """All of an array for every program; it stays in the GPU's memory."""
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
-
-
 def _product_dtype(kv: KVPages) -> jnp.dtype:
     """Dtype that products are computed in."""
     return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("bfloat16")
@@ -322,19 +261,3 @@ def _product_dtype(kv: KVPages) -> jnp.dtype:
 def _tile_tokens(head_dim: int, dtype: jnp.dtype) -> int:
     """Tokens of context that a program takes at once."""
     return max(min(TILE_BYTES // (pl.next_power_of_2(head_dim) * dtype.itemsize), 64), MIN_ROWS)
-
-
-def parts_of(programs: int, most: int, at_once: int) -> int:
-    """Into how many parts contexts are cut, so that the last wave of programs is nearly full.
-
-    Args:
-        programs: without any cut.
-        most: parts that there can be.
-        at_once: programs that a large GPU runs at once.
-    """
-
-    def cost(parts: int) -> float:
-        # Each part costs a hundredth of what is saved, for its start and for the combination.
-        return pl.cdiv(programs * parts, at_once) / parts * (1 + parts / 100)
-
-    return min(range(1, max(min(most, at_once), 1) + 1), key=cost)

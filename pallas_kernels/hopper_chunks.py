@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxinfer.pallas_kernels.generic import Ref, chunk_tiles
+from jaxinfer.pallas_kernels.gpu_work import Ref, chunk_tiles
 from jaxinfer.pallas_kernels.hopper_tiles import (
     CONSUMERS,
     ROWS,

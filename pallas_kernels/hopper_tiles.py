@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxinfer.pallas_kernels.generic import Ref
+from jaxinfer.pallas_kernels.gpu_work import Ref
 from jaxinfer.pallas_kernels.reference import NO_SCORE
 
 # Rows that a warpgroup multiplies at once.
