@@ -23,14 +23,18 @@ from jaxinfer.pallas_kernels.gpu_work import Ref, Tiles, chunk_tiles, pieces, wh
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE
 
-# Bytes of keys, and of values, that a program takes at once: two of each fit in shared memory.
-TILE_BYTES = 2**14
+# Bytes of keys, and of values, that a program takes at once. Three of each lie in shared memory:
+# two are on their way while one is multiplied.
+DECODE_BYTES, CHUNK_BYTES = 2**14, 2**13
+# Of Triton's pipeline: a look-up of page numbers comes two stages before what lies in the pages,
+# that two before its product. Of the largest heads, one tile each fits.
+STAGES, STAGES_OVER_256 = 5, 2
 # Rows of a prefill tile, tokens times the query heads of one KV head: in 16-bit floats, and in
 # float32, whose products are not the tensor cores' and take more registers.
 CHUNK_ROWS, CHUNK_ROWS_FLOAT32 = 64, 16
 MIN_ROWS = 16
-# Decode programs that an H100 runs at once: registers and memory hold four on a multiprocessor.
-PROGRAMS = 528
+# Decode programs that an H100 runs at once: shared memory holds two on a multiprocessor.
+PROGRAMS = 264
 LOG2_E = math.log2(math.e)
 
 
@@ -63,7 +67,7 @@ def decode_attention(
     G = N // K
     R = max(MIN_ROWS, pl.next_power_of_2(G))
     dtype = _product_dtype(kv)
-    tile = _tile_tokens(H, dtype)
+    tile = _tile_tokens(H, dtype, DECODE_BYTES)
     parts = decode_parts(length_S, window, tile, K, programs)
     q_SKGH = q_SNH.astype(dtype).reshape(S, K, G, H)
     q_SKRH = jnp.pad(q_SKGH, ((0, 0), (0, 0), (0, R - G), (0, 0)))
@@ -76,7 +80,7 @@ def decode_attention(
         in_specs=list(jax.tree.map(whole, inputs)),
         out_specs=[whole(x) for x in results],
         out_shape=results,
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=_compiler_params(H),
         interpret=interpret,
         name="paged_decode",
     )(*inputs)
@@ -95,17 +99,21 @@ def _decode(
     cuts = pieces(q_SKRH.shape[3])
     q = [q_SKRH[s, h, :, pl.ds(start, size)] for start, size in cuts]
 
-    def one_tile(number: jax.Array, carry: Softmax) -> Softmax:
+    def one_tile(ends: bool, number: jax.Array, carry: Softmax) -> Softmax:
         token = number * tile + jnp.arange(tile)
         seen = token < length
         if window:
             seen &= token >= length - window
-        at = jnp.minimum(token, length - 1)
-        tokens = Tokens(h, table_SM[s, at // B], at % B, seen)
-        seen_RJ = jnp.broadcast_to(seen[None, :], (R, tile))
+        at = jnp.minimum(token, length - 1) if ends else token
+        tokens = Tokens(h, table_SM[s, at // B], at % B, token < length if ends else None)
+        masked = ends or window
+        seen_RJ = jnp.broadcast_to(seen[None, :], (R, tile)) if masked else None
         return _fold(carry, q, cuts, kv, tokens, seen_RJ)
 
-    done = jax.lax.fori_loop(begin, end, one_tile, _start(R, cuts))
+    # Tiles of which all tokens exist; then the last one, if it has others.
+    whole = jnp.minimum(end, length // tile)
+    done = jax.lax.fori_loop(begin, whole, partial(one_tile, False), _start(R, cuts))
+    done = jax.lax.fori_loop(jnp.maximum(begin, whole), end, partial(one_tile, True), done)
     sum_R = jnp.maximum(done.sum_R, 1e-30)
     for (start, size), out in zip(cuts, done.outs, strict=True):
         out_WKRH[w, h, :, pl.ds(start, size)] = out / sum_R[:, None]
@@ -133,18 +141,19 @@ def chunk_attention(
     dtype = _product_dtype(kv)
     rows = CHUNK_ROWS_FLOAT32 if dtype == jnp.float32 else CHUNK_ROWS
     tokens = max(rows // padded_G, 1)
+    tile = _tile_tokens(H, dtype, CHUNK_BYTES)
     tiles = chunk_tiles(start_C, row_C1[1:] - row_C1[:-1], row_C1[:-1], T, tokens)
     # A tile's rows past its chunk's end are not written, but have a place of their own.
     nothing = jnp.zeros((T + tokens, K, padded_G, H), jnp.float32)
     inputs = q_TNH.astype(dtype), kv, page_table_CM, tiles, nothing
     out = pl.pallas_call(
-        partial(_chunk, tile=_tile_tokens(H, dtype), tokens=tokens, G=G, window=window),
+        partial(_chunk, tile=tile, tokens=tokens, G=G, window=window),
         grid=(len(tiles.chunk), K),
         in_specs=list(jax.tree.map(whole, inputs)),
         out_specs=whole(nothing),
         out_shape=jax.ShapeDtypeStruct(nothing.shape, jnp.float32),
         input_output_aliases={len(jax.tree.leaves(inputs)) - 1: 0},
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=_compiler_params(H),
         interpret=interpret,
         name="paged_chunk",
     )(*inputs)
@@ -171,18 +180,23 @@ def _chunk(
         for begin, length in cuts
     ]
 
-    def one_tile(number: jax.Array, carry: Softmax) -> Softmax:
+    def one_tile(ends: bool, number: jax.Array, carry: Softmax) -> Softmax:
         token = number * tile + jnp.arange(tile)
-        at = jnp.minimum(token, last)
-        context = Tokens(h, table_CM[c, at // B], at % B, token <= last)
-        seen_RJ = token[None, :] <= (start + token_R)[:, None]
+        at = jnp.minimum(token, last) if ends else token
+        context = Tokens(h, table_CM[c, at // B], at % B, token <= last if ends else None)
+        seen_RJ = token[None, :] <= (start + token_R)[:, None] if ends else None
         if window:
-            seen_RJ &= token[None, :] > (start + token_R - window)[:, None]
+            in_window_RJ = token[None, :] > (start + token_R - window)[:, None]
+            seen_RJ = in_window_RJ if seen_RJ is None else seen_RJ & in_window_RJ
         return _fold(carry, q, cuts, kv, context, seen_RJ)
 
     first = jnp.maximum(start - window + 1, 0) // tile if window else 0
     end = jnp.where(size > 0, last // tile + 1, first)
-    done = jax.lax.fori_loop(first, end, one_tile, _start(tokens * padded_G, cuts))
+    # Tiles that lie before all rows; then those that some rows are in.
+    whole = jnp.minimum(jnp.maximum((start + 1) // tile, first), end)
+    done = _start(tokens * padded_G, cuts)
+    done = jax.lax.fori_loop(first, whole, partial(one_tile, False), done)
+    done = jax.lax.fori_loop(whole, end, partial(one_tile, True), done)
     total_R1 = jnp.maximum(done.sum_R, 1e-30)[:, None]
     for (begin, length), out in zip(cuts, done.outs, strict=True):
         at = (row + token_R)[:, None], h, head_R[:, None], begin + jnp.arange(length)[None, :]
@@ -196,13 +210,13 @@ class Tokens(NamedTuple):
     Attributes:
         head: the KV head.
         page_J, offset_J: where they lie.
-        exists_J: which of them have a value, whatever memory holds.
+        exists_J: which of them have a value, whatever memory holds; None where all have.
     """
 
     head: jax.Array
     page_J: jax.Array
     offset_J: jax.Array
-    exists_J: jax.Array
+    exists_J: jax.Array | None
 
 
 def _fold(
@@ -211,35 +225,38 @@ def _fold(
     cuts: Sequence[tuple[int, int]],
     kv: KVPages,
     tokens: Tokens,
-    seen_RJ: jax.Array,
+    seen_RJ: jax.Array | None,
 ) -> Softmax:
     """Take J tokens of one KV head into the softmax.
 
     Args:
         q: [R, size] for each piece of the head.
-        seen_RJ: which tokens a row sees.
+        seen_RJ: which tokens a row sees; None for all.
     """
     head, page, offset, exists_J = tokens
-    score_RJ = jnp.zeros(seen_RJ.shape, jnp.float32)
+    score_RJ = jnp.zeros((q[0].shape[0], len(page)), jnp.float32)
     for (start, size), piece in zip(cuts, q, strict=True):
         at = page[None, :], head, offset[None, :], start + jnp.arange(size)[:, None]
         score_RJ += _dot(piece, kv.keys[at].astype(piece.dtype))
     if kv.key_scale_PK is not None:
         score_RJ *= kv.key_scale_PK[page, head][None, :]
-    score_RJ = jnp.where(seen_RJ, score_RJ, MASKED)
+    if seen_RJ is not None:
+        score_RJ = jnp.where(seen_RJ, score_RJ, MASKED)
     max_R = jnp.maximum(so_far.max_R, score_RJ.max(1))
     p_RJ = jnp.exp(score_RJ - max_R[:, None])
     shrink_R = jnp.exp(so_far.max_R - max_R)
     sum_R = so_far.sum_R * shrink_R + p_RJ.sum(1)
     if kv.value_scale_PK is not None:
+        scale_J = kv.value_scale_PK[page, head]
         # 0 times what lies in the scale of a page that nobody has may be NaN.
-        p_RJ *= jnp.where(exists_J, kv.value_scale_PK[page, head], 0)[None, :]
+        p_RJ *= (scale_J if exists_J is None else jnp.where(exists_J, scale_J, 0))[None, :]
     outs = []
     for (start, size), out in zip(cuts, so_far.outs, strict=True):
         at = page[:, None], head, offset[:, None], start + jnp.arange(size)[None, :]
         v = kv.values[at].astype(q[0].dtype)
-        # The same of a page's unused part.
-        v = jnp.where(exists_J[:, None], v, 0).astype(v.dtype)
+        if exists_J is not None:
+            # The same of a page's unused part.
+            v = jnp.where(exists_J[:, None], v, 0).astype(v.dtype)
         outs.append(out * shrink_R[:, None] + _dot(p_RJ.astype(v.dtype), v))
     return Softmax(tuple(outs), max_R, sum_R)
 
@@ -258,6 +275,11 @@ def _product_dtype(kv: KVPages) -> jnp.dtype:
     return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("bfloat16")
 
 
-def _tile_tokens(head_dim: int, dtype: jnp.dtype) -> int:
-    """Tokens of context that a program takes at once."""
-    return max(min(TILE_BYTES // (pl.next_power_of_2(head_dim) * dtype.itemsize), 64), MIN_ROWS)
+def _tile_tokens(head_dim: int, dtype: jnp.dtype, size: int) -> int:
+    """Tokens of context that a program takes at once, in ``size`` bytes."""
+    return max(min(size // (pl.next_power_of_2(head_dim) * dtype.itemsize), 64), MIN_ROWS)
+
+
+def _compiler_params(head_dim: int) -> triton.CompilerParams:
+    stages = STAGES if head_dim <= 256 else STAGES_OVER_256
+    return triton.CompilerParams(num_warps=4, num_stages=stages)
