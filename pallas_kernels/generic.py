@@ -140,7 +140,8 @@ def chunk_attention(
     padded_G = pl.next_power_of_2(G)
     dtype = _product_dtype(kv)
     rows = CHUNK_ROWS_FLOAT32 if dtype == jnp.float32 else CHUNK_ROWS
-    tokens = max(rows // padded_G, 1)
+    # Queries of the largest heads leave no room for keys on an L4 else.
+    tokens = max(rows // (padded_G if H <= 256 else 2 * padded_G), 1)
     tile = _tile_tokens(H, dtype, CHUNK_BYTES)
     tiles = chunk_tiles(start_C, row_C1[1:] - row_C1[:-1], row_C1[:-1], T, tokens)
     # A tile's rows past its chunk's end are not written, but have a place of their own.

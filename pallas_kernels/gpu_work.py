@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.pallas_kernels.reference import work_items
 
 # In a kernel: references to memory, and their values.
@@ -56,5 +57,15 @@ def pieces(size: int) -> list[tuple[int, int]]:
 
 
 def whole(x: jax.Array) -> pl.BlockSpec:
-    """All of an array for every program; it stays in the GPU's memory."""
+    """All of an array for every program; it stays in the GPU's memory.
+
+    Raises:
+        JaxinferError: its last entries cannot be reached.
+    """
+    # Pallas counts entries in 64 bits from 2**32 bytes on, and before that in 32 bits with a sign.
+    if 2**31 < x.size and x.size * x.dtype.itemsize <= 2**32:
+        raise JaxinferError(
+            f"{x.size} entries of 8 bits in one array: Pallas reaches none between 2**31 and 2**32,"
+            " take another num_pages"
+        )
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)

@@ -156,5 +156,3 @@ def _decode_part(
     plgpu.copy_smem_to_gmem(q_sm.at[pl.ds(0, R)], out_RH)
     plgpu.copy_smem_to_gmem(lse_sm.at[pl.ds(0, R)], lse_R)
     plgpu.wait_smem_to_gmem(0)
-
-

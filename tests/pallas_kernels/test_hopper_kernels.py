@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 from kernel_cases import (
+    RARE,
     Shape,
     check_chunks,
     check_decode,
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.gpu
 ON_GPU = jax.default_backend() == "gpu"
 InterpretParams = getattr(mosaic_gpu, "InterpretGPUParams", None)
 SHAPES = grid(dtype=("bfloat16", "float16"))
+RARE_SHAPES = sampled(grid(**RARE, dtype=("bfloat16", "float16")))
 
 if ON_GPU:
     capability = getattr(jax.devices()[0], "compute_capability", "")
@@ -63,6 +65,20 @@ def test_chunks(shape: Shape) -> None:
 def test_every_pair_of_values(shape: Shape) -> None:
     check_decode(DECODE, shape, seed=3)
     check_chunks(CHUNKS, shape, seed=4)
+
+
+@runs
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=pytest.mark.slow if i else [])
+        for i, shape in enumerate(RARE_SHAPES)
+    ],
+    ids=str,
+)
+def test_what_few_models_have(shape: Shape) -> None:
+    check_decode(DECODE, shape, seed=8)
+    check_chunks(CHUNKS, shape, seed=9)
 
 
 @runs

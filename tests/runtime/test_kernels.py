@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, JaxinferError, SamplingParams, pallas_kernels
-from jaxinfer.pallas_kernels import choice
+from jaxinfer.pallas_kernels import assembler, choice
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.kv.slab import SLAB_TOKENS, gather, scatter
@@ -131,6 +131,35 @@ def test_a_device_that_cannot(
 ) -> None:
     with pytest.raises(JaxinferError, match=message):
         choose_kernels(wanted, device, jnp.dtype(dtype), head_dim, 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("ptxas", "chosen"),
+    [
+        (None, "hopper"),
+        ((12, 6, 85), "hopper"),
+        ((12, 8, 61), "generic"),
+        ((12, 9, 41), "generic"),
+        ((12, 9, 86), "hopper"),
+        ((13, 1, 80), "hopper"),
+    ],
+)
+def test_an_assembler_that_makes_wrong_code(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ptxas: tuple[int, ...] | None,
+    chosen: str,
+) -> None:
+    """Of causal masks; what to install is said, and is an error where Hopper's are asked for."""
+    monkeypatch.setattr(assembler, "ptxas_version", lambda: ptxas)
+    choice._note.cache_clear()
+    case: Any = gpu("9.0"), jnp.dtype("bfloat16"), 128, 4, 64
+    assert choose_kernels("auto", *case) == chosen
+    said = "pip install 'nvidia-cuda-nvcc-cu12>=12.9.86'"
+    assert (said in capsys.readouterr().err) == (chosen == "generic")
+    if chosen == "generic":
+        with pytest.raises(JaxinferError, match=r"ptxas 12\.[89]\.\d+ makes wrong code"):
+            choose_kernels("hopper", *case)
 
 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,10 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
+# What few models have.
+RARE: dict[str, tuple[Any, ...]] = {"G": (5, 9), "H": (112, 160, 192), "B": (8, 256)}
+
+
 def grid(**fixed: tuple[Any, ...]) -> list[Shape]:
     """All combinations, with some axes' values given."""
     values = VALUES | fixed
