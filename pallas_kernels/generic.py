@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxinfer.pallas_kernels.decode_parts import Parts, decode_parts, joined
-from jaxinfer.pallas_kernels.gpu_work import Ref, Tiles, chunk_tiles, pieces, whole
+from jaxinfer.pallas_kernels.gpu_work import Ref, Tiles, chunk_tiles, pieces, product_dtype, whole
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE
 
@@ -63,10 +63,10 @@ def decode_attention(
         interpret: run on any device, slowly, to check results.
     """
     S, N, H = q_SNH.shape
-    _, K, B, _ = kv.values.shape
+    K = kv.values.shape[1]
     G = N // K
     R = max(MIN_ROWS, pl.next_power_of_2(G))
-    dtype = _product_dtype(kv)
+    dtype = product_dtype(kv)
     tile = _tile_tokens(H, dtype, DECODE_BYTES)
     parts = decode_parts(length_S, window, tile, K, programs)
     q_SKGH = q_SNH.astype(dtype).reshape(S, K, G, H)
@@ -138,7 +138,7 @@ def chunk_attention(
     K = kv.values.shape[1]
     G = N // K
     padded_G = pl.next_power_of_2(G)
-    dtype = _product_dtype(kv)
+    dtype = product_dtype(kv)
     rows = CHUNK_ROWS_FLOAT32 if dtype == jnp.float32 else CHUNK_ROWS
     # Queries of the largest heads leave no room for keys on an L4 else.
     tokens = max(rows // (padded_G if H <= 256 else 2 * padded_G), 1)
@@ -269,11 +269,6 @@ def _start(rows: int, cuts: Sequence[tuple[int, int]]) -> Softmax:
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return triton.dot(a, b, allow_tf32=False)
-
-
-def _product_dtype(kv: KVPages) -> jnp.dtype:
-    """Dtype that products are computed in."""
-    return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("bfloat16")
 
 
 def _tile_tokens(head_dim: int, dtype: jnp.dtype, size: int) -> int:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.reference import work_items
 
 # In a kernel: references to memory, and their values.
@@ -63,9 +64,14 @@ def whole(x: jax.Array) -> pl.BlockSpec:
         JaxinferError: its last entries cannot be reached.
     """
     # Pallas counts entries in 64 bits from 2**32 bytes on, and before that in 32 bits with a sign.
-    if 2**31 < x.size and x.size * x.dtype.itemsize <= 2**32:
+    if x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32:
         raise JaxinferError(
             f"{x.size} entries of 8 bits in one array: Pallas reaches none between 2**31 and 2**32,"
             " take another num_pages"
         )
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+
+
+def product_dtype(kv: KVPages) -> jnp.dtype:
+    """Dtype that products are computed in."""
+    return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("bfloat16")

@@ -1,7 +1,7 @@
 """Decode for Hopper: one warpgroup per sequence, KV head and part of a context; see ``hopper``."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer.pallas_kernels.decode_parts import decode_parts, joined
-from jaxinfer.pallas_kernels.gpu_work import Ref
+from jaxinfer.pallas_kernels.gpu_work import Ref, product_dtype
 from jaxinfer.pallas_kernels.hopper_tiles import (
     LOG2_E,
     ROWS,
@@ -24,6 +24,7 @@ from jaxinfer.pallas_kernels.hopper_tiles import (
     start,
     store,
     weigh,
+    widen,
 )
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.reference import MASKED
@@ -54,16 +55,19 @@ def decode_attention(
     """
     S, N, H = q_SNH.shape
     _, K, B, _ = kv.values.shape
-    G, dtype = N // K, kv.keys.dtype
+    G, dtype, entries = N // K, product_dtype(kv), kv.keys.dtype
     R = -(-G // 8) * 8
-    parts = decode_parts(length_S, window, DECODE_TILE, K, programs or programs_at_once(H))
+    parts = decode_parts(length_S, window, DECODE_TILE, K, programs or programs_at_once(H, entries.itemsize))
     W = len(parts.sequence_W)
     q_SKGH = q_SNH.astype(dtype).reshape(S, K, G, H)
     q_SKRH = jnp.pad(q_SKGH, ((0, 0), (0, 0), (0, R - G), (0, 0)))
     copies = pl.cdiv(DECODE_TILE, B)
-    ring, of_heads = (SLOTS, DECODE_TILE, H), partial(shared, dtype=dtype, head_dim=H)
+    of_heads = partial(shared, dtype=dtype, head_dim=H)
+    ring = shared((SLOTS, DECODE_TILE, H), entries, H)
+    scales = () if kv.key_scale_PK is None else (kv.key_scale_PK, kv.value_scale_PK)
+    wide = of_heads((DECODE_TILE, H)) if scales else None
     out_WKRH, lse_WKR = plgpu.kernel(
-        partial(_decode, window=window, interpret=bool(interpret)),
+        partial(_decode, window=window),
         out_type=(
             jax.ShapeDtypeStruct((W, K, R, H), dtype),
             jax.ShapeDtypeStruct((W, K, R), jnp.float32),
@@ -71,66 +75,111 @@ def decode_attention(
         grid=(W, K),
         grid_names=("part", "head"),
         scratch_types=(
-            of_heads((ROWS, H)),
-            of_heads(ring),
-            of_heads(ring),
-            of_heads((ROWS, DECODE_TILE)) if interpret else plgpu.SMEM((1,), dtype),
-            plgpu.SMEM((ROWS,), jnp.float32),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=copies, num_barriers=SLOTS),
-            plgpu.Barrier(num_arrivals=copies, num_barriers=SLOTS),
+            Memory(
+                q=of_heads((ROWS, H)),
+                k=ring,
+                v=ring,
+                wide_k=wide,
+                wide_v=wide,
+                weight=of_heads((ROWS, DECODE_TILE)) if interpret else None,
+                lse=plgpu.SMEM((ROWS,), jnp.float32),
+                q_ready=plgpu.Barrier(),
+                k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=SLOTS),
+                v_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=SLOTS),
+            ),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_decode",
-    )(q_SKRH, kv.keys, kv.values, page_table_SM, length_S, *parts[:3])
+    )(q_SKRH, kv.keys, kv.values, page_table_SM, length_S, *parts[:3], *scales)
     return joined(out_WKRH, lse_WKR, parts, G, bool(interpret))
 
 
-def programs_at_once(head_dim: int) -> int:
-    """Return how many decode programs an H100 runs at once: shared memory holds one or two each."""
-    size = 2 * head_dim * (ROWS + 2 * SLOTS * DECODE_TILE)
+class Memory(NamedTuple):
+    """A program's shared memory, and the barriers that say what has arrived there.
+
+    Attributes:
+        k, v: rings of tiles, as they lie in pages.
+        wide_k, wide_v: one tile each with 16 bits, of entries of 8; else None.
+        weight: for interpretation alone, see ``hopper_tiles.add_product``.
+    """
+
+    q: Ref
+    k: Ref
+    v: Ref
+    wide_k: Ref | None
+    wide_v: Ref | None
+    weight: Ref | None
+    lse: Ref
+    q_ready: Ref
+    k_ready: Ref
+    v_ready: Ref
+
+
+def programs_at_once(head_dim: int, itemsize: int = 2) -> int:
+    """Return how many decode programs an H100 runs at once: shared memory holds one or two each.
+
+    Args:
+        itemsize: bytes of an entry.
+    """
+    tiles = 2 * SLOTS * itemsize + (4 if itemsize == 1 else 0)
+    size = head_dim * (2 * ROWS + tiles * DECODE_TILE)
     return MULTIPROCESSORS * (2 if size <= SHARED_MEMORY // 2 else 1)
 
 
 def _decode(
     q_SKRH: Ref, k_PKBH: Ref, v_PKBH: Ref, table_SM: Ref, length_S: Ref,
-    sequence_W: Ref, begin_W: Ref, end_W: Ref, out_WKRH: Ref, lse_WKR: Ref,
-    q_sm: Ref, k_sm: Ref, v_sm: Ref, weight_sm: Ref, lse_sm: Ref,
-    q_ready: Ref, k_ready: Ref, v_ready: Ref,
-    *, window: int | None, interpret: bool,
+    sequence_W: Ref, begin_W: Ref, end_W: Ref, *rest: Any, window: int | None,
 ) -> None:  # fmt: skip
+    *scales_PK, out_WKRH, lse_WKR, sm = rest
     w, h = lax.axis_index("part"), lax.axis_index("head")
     s, begin, end = sequence_W[w], begin_W[w], end_W[w]
-    pl.when(begin < end)(
-        partial(
-            _decode_part, q_SKRH.at[s, h], k_PKBH, v_PKBH, table_SM.at[s], length_S[s], h,
-            begin, end, out_WKRH.at[w, h], lse_WKR.at[w, h],
-            q_sm, k_sm, v_sm, weight_sm if interpret else None, lse_sm,
-            q_ready, k_ready, v_ready, window=window,
-        )
-    )  # fmt: skip
+    R = out_WKRH.shape[2]
+
+    @pl.when(begin < end)
+    def _() -> None:
+        plgpu.copy_gmem_to_smem(q_SKRH.at[s, h], sm.q.at[pl.ds(0, R)], sm.q_ready)
+        context = Context(k_PKBH, v_PKBH, tuple(scales_PK), table_SM.at[s], h)
+        done = _attend(context, length_S[s], begin, end, sm, window)
+        sm.lse[...] = done.max_R + jnp.log(store(done, sm.q)) * LOG2_E
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(sm.q.at[pl.ds(0, R)], out_WKRH.at[w, h])
+        plgpu.copy_smem_to_gmem(sm.lse.at[pl.ds(0, R)], lse_WKR.at[w, h])
+        plgpu.wait_smem_to_gmem(0)
 
 
-def _decode_part(
-    q_RH: Ref, k_PKBH: Ref, v_PKBH: Ref, table_M: Ref, length: jax.Array, h: jax.Array,
-    begin: jax.Array, end: jax.Array, out_RH: Ref, lse_R: Ref,
-    q_sm: Ref, k_sm: Ref, v_sm: Ref, weight_sm: Ref | None, lse_sm: Ref,
-    q_ready: Ref, k_ready: Ref, v_ready: Ref,
-    *, window: int | None,
-) -> None:  # fmt: skip
-    R = out_RH.shape[0]
+class Context(NamedTuple):
+    """One KV head of a sequence's pages, and the scales of entries of 8 bits."""
+
+    k_PKBH: Ref
+    v_PKBH: Ref
+    scales_PK: tuple[Ref, ...]
+    table_M: Ref
+    head: jax.Array
+
+    def scales(self, tile: jax.Array) -> tuple[Any, Any]:
+        """A tile's scales of keys and of values: it lies in one page."""
+        if not self.scales_PK:
+            return None, None
+        page = self.table_M[lax.div(tile * DECODE_TILE, self.k_PKBH.shape[2])]
+        k_PK, v_PK = self.scales_PK
+        # Of keys that are all 0, the scale is, too: what is masked is to stay so.
+        return jnp.maximum(k_PK[page, self.head], 1e-20), v_PK[page, self.head]
+
+
+def _attend(
+    context: Context, length: jax.Array, begin: jax.Array, end: jax.Array, sm: Memory,
+    window: int | None,
+) -> Softmax:  # fmt: skip
+    """The softmax over a part's tiles."""
     seen_from = jnp.maximum(length - window, 0) if window else 0
 
     def fetch(tile: jax.Array) -> None:
         slot = lax.rem(tile - begin, SLOTS)
-        for pages, at, ready in ((k_PKBH, k_sm, k_ready), (v_PKBH, v_sm, v_ready)):
-            copy_tile(pages, at.at[slot], ready.at[slot], table_M, h, tile)
-
-    plgpu.copy_gmem_to_smem(q_RH, q_sm.at[pl.ds(0, R)], q_ready)
-    for ahead in range(SLOTS):
-        pl.when(begin + ahead < end)(partial(fetch, begin + ahead))
-    plgpu.barrier_wait(q_ready)
+        for pages, at, ready in (
+            (context.k_PKBH, sm.k, sm.k_ready), (context.v_PKBH, sm.v, sm.v_ready)
+        ):  # fmt: skip
+            copy_tile(pages, at.at[slot], ready.at[slot], context.table_M, context.head, tile)
 
     def one_tile(tile: jax.Array, carry: Softmax) -> Softmax:
         slot = lax.rem(tile - begin, SLOTS)
@@ -139,20 +188,29 @@ def _decode_part(
         seen = token < length
         if window:
             seen &= token >= seen_from
-        plgpu.barrier_wait(k_ready.at[slot])
-        score = product(q_sm, k_sm.at[slot].transpose((1, 0)))
-        found = weigh(carry, jnp.where(seen, score, MASKED))
-        carry, weight = found.over(carry.out_RH), found.weight_RJ.astype(q_sm.dtype)
-        plgpu.barrier_wait(v_ready.at[slot])
-        clear_after(v_sm.at[slot], length - tile * DECODE_TILE)
-        out_RH = add_product(carry.out_RH, weight, v_sm.at[slot], weight_sm)
-        carry = carry._replace(out_RH=out_RH)
+        k_scale, v_scale = context.scales(tile)
+        plgpu.barrier_wait(sm.k_ready.at[slot])
+        k, v = sm.k.at[slot], sm.v.at[slot]
+        if sm.wide_k is not None:
+            widen(k, sm.wide_k)
+            plgpu.commit_smem()
+            k, v = sm.wide_k, sm.wide_v
+        score = product(sm.q, k.transpose((1, 0)))
+        found = weigh(carry, jnp.where(seen, score, MASKED), k_scale)
+        weight = found.weight_RJ if v_scale is None else found.weight_RJ * v_scale
+        plgpu.barrier_wait(sm.v_ready.at[slot])
+        missing_from = length - tile * DECODE_TILE
+        if sm.wide_v is not None:
+            widen(sm.v.at[slot], sm.wide_v, missing_from)
+            plgpu.commit_smem()
+        else:
+            clear_after(v, missing_from)
+        so_far = found.over(carry.out_RH)
+        out_RH = add_product(so_far.out_RH, weight.astype(sm.q.dtype), v, sm.weight)
         pl.when(tile + SLOTS < end)(partial(fetch, tile + SLOTS))
-        return carry
+        return so_far._replace(out_RH=out_RH)
 
-    done = lax.fori_loop(begin, end, one_tile, start(q_sm.shape[1]))
-    lse_sm[...] = done.max_R + jnp.log(store(done, q_sm)) * LOG2_E
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q_sm.at[pl.ds(0, R)], out_RH)
-    plgpu.copy_smem_to_gmem(lse_sm.at[pl.ds(0, R)], lse_R)
-    plgpu.wait_smem_to_gmem(0)
+    for ahead in range(SLOTS):
+        pl.when(begin + ahead < end)(partial(fetch, begin + ahead))
+    plgpu.barrier_wait(sm.q_ready)
+    return lax.fori_loop(begin, end, one_tile, start(sm.q.shape[1]))

@@ -63,10 +63,11 @@ def start(head_dim: int) -> Softmax:
     )
 
 
-def weigh(so_far: Softmax, score_RJ: jax.Array) -> Weighed:
-    """Weigh new scores."""
-    max_R = jnp.maximum(so_far.max_R, score_RJ.max(1) * LOG2_E)
-    weight_RJ = jnp.exp2(score_RJ * LOG2_E - rows(max_R, score_RJ))
+def weigh(so_far: Softmax, score_RJ: jax.Array, scale: jax.Array | None = None) -> Weighed:
+    """Weigh new scores, which are to be multiplied by ``scale`` if there is one."""
+    to_log2 = LOG2_E if scale is None else scale * LOG2_E
+    max_R = jnp.maximum(so_far.max_R, score_RJ.max(1) * to_log2)
+    weight_RJ = jnp.exp2(score_RJ * to_log2 - rows(max_R, score_RJ))
     shrink_R = jnp.exp2(so_far.max_R - max_R)
     return Weighed(weight_RJ, max_R, so_far.sum_R * shrink_R + weight_RJ.sum(1), shrink_R)
 
@@ -222,8 +223,21 @@ def clear_after(v_JH: Ref, count: jax.Array, me: Any = 0, cleared: Ref | None = 
             plgpu.barrier_wait(cleared)
 
 
+def widen(x_JH: Ref, wide_JH: Ref, count: jax.Array | None = None) -> None:
+    """Write a tile's entries of 8 bits with 16, and zeros for tokens from ``count`` on."""
+    for begin in range(0, x_JH.shape[0], ROWS):
+        at = pl.ds(begin, ROWS)
+        x = plgpu.load(x_JH, (at, slice(None)), layout=plgpu.Layout.WGMMA, optimized=False)
+        x = x.astype(jnp.float32).astype(wide_JH.dtype)
+        if count is not None:
+            row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
+            x = jnp.where(row + begin < count, x, jnp.zeros_like(x))
+        wide_JH[at, :] = x
+
+
 def shared(shape: tuple[int, ...], dtype: jnp.dtype, head_dim: int) -> Any:
     """Shared memory laid out for TMA and wgmma, which needs both of its operands laid out alike."""
-    swizzle = plgpu.find_swizzle(head_dim * 16)
-    tiling = plgpu.TilingTransform((8, swizzle // 2))
+    bits = 8 * jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(head_dim * bits)
+    tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))

@@ -34,7 +34,7 @@ def test_each_tile_is_in_one_part(heads: int, at_once: int, window: int | None) 
     lengths = [0, 1, 63, 64, 65, 5000, 300, 0, 64 * 7, 0]
     parts = parts_of(lengths, heads, at_once, window)
     taken: list[tuple[int, int]] = []
-    for s, length in enumerate(lengths):
+    for s in range(len(lengths)):
         first, count = parts.first_S[s], parts.count_S[s]
         assert (parts.sequence_W[first : first + count] == s).all()
         for begin, end in zip(
