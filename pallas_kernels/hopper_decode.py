@@ -15,10 +15,12 @@ from jaxinfer.pallas_kernels.hopper_tiles import (
     LOG2_E,
     ROWS,
     SLOTS,
+    Pages,
     Softmax,
     add_product,
     clear_after,
     copy_tile,
+    masked,
     product,
     shared,
     start,
@@ -27,7 +29,6 @@ from jaxinfer.pallas_kernels.hopper_tiles import (
     widen,
 )
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.pallas_kernels.reference import MASKED
 
 # Tokens of context in a tile: two programs then have room on a multiprocessor.
 DECODE_TILE = 64
@@ -57,7 +58,9 @@ def decode_attention(
     _, K, B, _ = kv.values.shape
     G, dtype, entries = N // K, product_dtype(kv), kv.keys.dtype
     R = -(-G // 8) * 8
-    parts = decode_parts(length_S, window, DECODE_TILE, K, programs or programs_at_once(H, entries.itemsize))
+    parts = decode_parts(
+        length_S, window, DECODE_TILE, K, programs or programs_at_once(H, entries.itemsize)
+    )
     W = len(parts.sequence_W)
     q_SKGH = q_SNH.astype(dtype).reshape(S, K, G, H)
     q_SKRH = jnp.pad(q_SKGH, ((0, 0), (0, 0), (0, R - G), (0, 0)))
@@ -139,8 +142,8 @@ def _decode(
     @pl.when(begin < end)
     def _() -> None:
         plgpu.copy_gmem_to_smem(q_SKRH.at[s, h], sm.q.at[pl.ds(0, R)], sm.q_ready)
-        context = Context(k_PKBH, v_PKBH, tuple(scales_PK), table_SM.at[s], h)
-        done = _attend(context, length_S[s], begin, end, sm, window)
+        pages = Pages(k_PKBH, v_PKBH, tuple(scales_PK), table_SM.at[s], h)
+        done = _attend(pages, length_S[s], begin, end, sm, window)
         sm.lse[...] = done.max_R + jnp.log(store(done, sm.q)) * LOG2_E
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(sm.q.at[pl.ds(0, R)], out_WKRH.at[w, h])
@@ -148,27 +151,8 @@ def _decode(
         plgpu.wait_smem_to_gmem(0)
 
 
-class Context(NamedTuple):
-    """One KV head of a sequence's pages, and the scales of entries of 8 bits."""
-
-    k_PKBH: Ref
-    v_PKBH: Ref
-    scales_PK: tuple[Ref, ...]
-    table_M: Ref
-    head: jax.Array
-
-    def scales(self, tile: jax.Array) -> tuple[Any, Any]:
-        """A tile's scales of keys and of values: it lies in one page."""
-        if not self.scales_PK:
-            return None, None
-        page = self.table_M[lax.div(tile * DECODE_TILE, self.k_PKBH.shape[2])]
-        k_PK, v_PK = self.scales_PK
-        # Of keys that are all 0, the scale is, too: what is masked is to stay so.
-        return jnp.maximum(k_PK[page, self.head], 1e-20), v_PK[page, self.head]
-
-
 def _attend(
-    context: Context, length: jax.Array, begin: jax.Array, end: jax.Array, sm: Memory,
+    pages: Pages, length: jax.Array, begin: jax.Array, end: jax.Array, sm: Memory,
     window: int | None,
 ) -> Softmax:  # fmt: skip
     """The softmax over a part's tiles."""
@@ -176,10 +160,10 @@ def _attend(
 
     def fetch(tile: jax.Array) -> None:
         slot = lax.rem(tile - begin, SLOTS)
-        for pages, at, ready in (
-            (context.k_PKBH, sm.k, sm.k_ready), (context.v_PKBH, sm.v, sm.v_ready)
+        for x_PKBH, at, ready in (
+            (pages.k_PKBH, sm.k, sm.k_ready), (pages.v_PKBH, sm.v, sm.v_ready)
         ):  # fmt: skip
-            copy_tile(pages, at.at[slot], ready.at[slot], context.table_M, context.head, tile)
+            copy_tile(x_PKBH, at.at[slot], ready.at[slot], pages.table_M, pages.head, tile)
 
     def one_tile(tile: jax.Array, carry: Softmax) -> Softmax:
         slot = lax.rem(tile - begin, SLOTS)
@@ -188,7 +172,7 @@ def _attend(
         seen = token < length
         if window:
             seen &= token >= seen_from
-        k_scale, v_scale = context.scales(tile)
+        k_scale, v_scale = pages.scales(tile, DECODE_TILE)
         plgpu.barrier_wait(sm.k_ready.at[slot])
         k, v = sm.k.at[slot], sm.v.at[slot]
         if sm.wide_k is not None:
@@ -196,8 +180,7 @@ def _attend(
             plgpu.commit_smem()
             k, v = sm.wide_k, sm.wide_v
         score = product(sm.q, k.transpose((1, 0)))
-        found = weigh(carry, jnp.where(seen, score, MASKED), k_scale)
-        weight = found.weight_RJ if v_scale is None else found.weight_RJ * v_scale
+        found = weigh(carry, masked(seen, score, k_scale), (None, v_scale))
         plgpu.barrier_wait(sm.v_ready.at[slot])
         missing_from = length - tile * DECODE_TILE
         if sm.wide_v is not None:
@@ -206,7 +189,7 @@ def _attend(
         else:
             clear_after(v, missing_from)
         so_far = found.over(carry.out_RH)
-        out_RH = add_product(so_far.out_RH, weight.astype(sm.q.dtype), v, sm.weight)
+        out_RH = add_product(so_far.out_RH, found.weight_RJ.astype(v.dtype), v, sm.weight)
         pl.when(tile + SLOTS < end)(partial(fetch, tile + SLOTS))
         return so_far._replace(out_RH=out_RH)
 

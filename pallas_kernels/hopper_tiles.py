@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import product as product_of
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer.pallas_kernels.gpu_work import Ref
-from jaxinfer.pallas_kernels.reference import NO_SCORE
+from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE
 
 # Rows that a warpgroup multiplies at once.
 ROWS = 64
@@ -63,13 +64,20 @@ def start(head_dim: int) -> Softmax:
     )
 
 
-def weigh(so_far: Softmax, score_RJ: jax.Array, scale: jax.Array | None = None) -> Weighed:
-    """Weigh new scores, which are to be multiplied by ``scale`` if there is one."""
-    to_log2 = LOG2_E if scale is None else scale * LOG2_E
+def weigh(so_far: Softmax, score_RJ: jax.Array, scales: tuple[Any, Any] = (None, None)) -> Weighed:
+    """Weigh new scores.
+
+    Args:
+        scales: what scores, and weights once they are summed, are to be multiplied by.
+    """
+    of_scores, of_weights = scales
+    to_log2 = LOG2_E if of_scores is None else of_scores * LOG2_E
     max_R = jnp.maximum(so_far.max_R, score_RJ.max(1) * to_log2)
     weight_RJ = jnp.exp2(score_RJ * to_log2 - rows(max_R, score_RJ))
     shrink_R = jnp.exp2(so_far.max_R - max_R)
-    return Weighed(weight_RJ, max_R, so_far.sum_R * shrink_R + weight_RJ.sum(1), shrink_R)
+    sum_R = so_far.sum_R * shrink_R + weight_RJ.sum(1)
+    weight_RJ = weight_RJ if of_weights is None else weight_RJ * of_weights
+    return Weighed(weight_RJ, max_R, sum_R, shrink_R)
 
 
 def store(done: Softmax, out_RH: Ref) -> jax.Array:
@@ -200,6 +208,29 @@ def copy_tile(
         )
 
 
+class Pages(NamedTuple):
+    """One KV head of a sequence's pages, and the scales of entries of 8 bits."""
+
+    k_PKBH: Ref
+    v_PKBH: Ref
+    scales_PK: tuple[Ref, ...]
+    table_M: Ref
+    head: jax.Array
+
+    def scales(self, tile: jax.Array, size: int) -> tuple[Any, Any]:
+        """A tile's scales of keys and of values, None of 16 bits; it lies in one page."""
+        if not self.scales_PK:
+            return None, None
+        page = self.table_M[lax.div(tile * size, self.k_PKBH.shape[2])]
+        k_PK, v_PK = self.scales_PK
+        return k_PK[page, self.head], v_PK[page, self.head]
+
+
+def masked(seen: jax.Array, score_RJ: jax.Array, scale: Any) -> jax.Array:
+    """Scores times their scale, if they have one, and MASKED where they are not seen."""
+    return jnp.where(seen, score_RJ if scale is None else score_RJ * scale, MASKED)
+
+
 def clear_after(v_JH: Ref, count: jax.Array, me: Any = 0, cleared: Ref | None = None) -> None:
     """Zero the values of tokens from ``count`` on: 0 times what memory holds there may be NaN.
 
@@ -225,14 +256,17 @@ def clear_after(v_JH: Ref, count: jax.Array, me: Any = 0, cleared: Ref | None = 
 
 def widen(x_JH: Ref, wide_JH: Ref, count: jax.Array | None = None) -> None:
     """Write a tile's entries of 8 bits with 16, and zeros for tokens from ``count`` on."""
-    for begin in range(0, x_JH.shape[0], ROWS):
-        at = pl.ds(begin, ROWS)
-        x = plgpu.load(x_JH, (at, slice(None)), layout=plgpu.Layout.WGMMA, optimized=False)
+    J, H = x_JH.shape
+    # Pieces that registers hold.
+    columns = 128 if H % 128 == 0 else H
+    for begin, column in product_of(range(0, J, ROWS), range(0, H, columns)):
+        at = pl.ds(begin, ROWS), pl.ds(column, columns)
+        x = plgpu.load(x_JH.at[at], layout=plgpu.Layout.WGMMA, optimized=False)
         x = x.astype(jnp.float32).astype(wide_JH.dtype)
         if count is not None:
             row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
             x = jnp.where(row + begin < count, x, jnp.zeros_like(x))
-        wide_JH[at, :] = x
+        wide_JH[at] = x
 
 
 def shared(shape: tuple[int, ...], dtype: jnp.dtype, head_dim: int) -> Any:

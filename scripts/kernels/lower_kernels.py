@@ -60,7 +60,7 @@ def variants() -> Iterator[Variant]:
                 f"generic {what}: {name}", partial(run, window=window), arguments, everywhere
             )
         yield Variant(f"write: {name}", write.write_kv, written, everywhere)
-        if jnp.dtype(dtype).itemsize != 2:
+        if hopper.why_not(H, G, B, jnp.dtype(dtype)):
             continue
         for what, run, arguments in (
             ("decode", hopper.decode_attention, decode),

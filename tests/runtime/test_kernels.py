@@ -80,7 +80,8 @@ CPU: Any = SimpleNamespace(platform="cpu", device_kind="cpu")
     [
         ("auto", gpu("9.0"), "bfloat16", 128, 64, "hopper"),
         ("auto", gpu("9.0"), "bfloat16", 128, 24, "generic"),
-        ("auto", gpu("9.0"), "int8", 128, 64, "generic"),
+        ("auto", gpu("9.0"), "int8", 128, 64, "hopper"),
+        ("auto", gpu("9.0"), "int8", 128, 32, "generic"),
         ("auto", gpu("10.0"), "bfloat16", 128, 64, "generic"),
         ("auto", gpu("8.6"), "bfloat16", 80, 16, "generic"),
         ("auto", gpu("8.9"), "float8_e4m3fn", 80, 16, "generic"),
@@ -121,7 +122,7 @@ def test_choice(
         ("generic", gpu("8.0"), "float8_e4m3fn", 64, "they need 8.9 or more with fp8 entries"),
         ("generic", gpu("9.0"), "bfloat16", 72, "head_dim is 72, no multiple of 16"),
         ("hopper", gpu("8.9"), "bfloat16", 128, "compute capability 8.9, they need 9.0"),
-        ("hopper", gpu("9.0"), "float32", 128, "KV entries are float32, no 16-bit floats"),
+        ("hopper", gpu("9.0"), "float32", 128, "KV entries are float32, neither"),
         ("numba", gpu("9.0"), "float32", 128, "compute capability 9.0, it needs a CPU"),
         ("numba", CPU, "int8", 64, "KV entries are int8, it needs float32 or bfloat16"),
     ],
