@@ -1,10 +1,10 @@
 """Paged attention for NVIDIA Hopper (sm_90) in Mosaic GPU: pages by TMA, products by wgmma.
 
 The same functions as in ``reference``, whose docstrings say what they compute; keys lie as values
-do, ``[K, B, H]``, in 16-bit floats, or in 8 bits that get 16 in shared memory. A page, or the part of it that a tile of tokens needs, is one
-TMA copy into a ring of slots in shared memory, whose barriers count the copies. Scores leave the
-tensor cores in registers, and their weights go back to them from there. The heads that share a KV
-head are rows of one product of at least 64.
+do, ``[K, B, H]``, in 16-bit floats, or in 8 bits that get 16 in shared memory. A page, or the part
+of it that a tile of tokens needs, is one TMA copy into a ring of slots in shared memory, whose
+barriers count the copies. Scores leave the tensor cores in registers, and their weights go back to
+them from there. The heads that share a KV head are rows of one product of at least 64.
 """
 
 import jax.numpy as jnp

@@ -1,6 +1,5 @@
 """Prefill for Hopper: two warpgroups multiply in turns, one fetches; see ``hopper``."""
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer.pallas_kernels.gpu_work import Ref, chunk_tiles, product_dtype
+from jaxinfer.pallas_kernels.hopper_layout import COPIED, layout, tile_rows
 from jaxinfer.pallas_kernels.hopper_tiles import (
     CONSUMERS,
     ROWS,
@@ -31,10 +31,6 @@ from jaxinfer.pallas_kernels.hopper_tiles import (
     widen,
 )
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.pallas_kernels.reference import work_items
-
-# Rows of queries that a copy by TMA begins at multiples of, and takes at least.
-COPIED = 8
 
 
 @partial(jax.jit, static_argnames=("window", "interpret"))
@@ -58,7 +54,7 @@ def chunk_attention(
     K, dtype, entries = kv.values.shape[1], product_dtype(kv), kv.keys.dtype
     G = N // K
     fit = tile_rows(G)
-    lie = _layout(row_C1, T, fit)
+    lie = layout(row_C1, T, fit)
     size_C = row_C1[1:] - row_C1[:-1]
     tiles = chunk_tiles(start_C, size_C, lie.begin_C, T, fit.tokens)
     q_YKGH = q_TNH.astype(dtype).reshape(T, K, G, H)[lie.token_Y]
@@ -107,55 +103,6 @@ def chunk_attention(
     out_KYGH = out_KYH.reshape(K, -1, fit.heads, H)
     out_TKGH = out_KYGH[:, lie.place_T, :G].swapaxes(0, 1).astype(jnp.float32)
     return jnp.where((lie.place_T >= 0)[:, None, None], out_TKGH.reshape(T, N, H), 0)
-
-
-class Fit(NamedTuple):
-    """How a tile's rows are made of tokens.
-
-    Attributes:
-        heads: of a token, with padding.
-        unit: tokens at whose multiples a copy can begin; ``tokens``: of a tile, a multiple.
-    """
-
-    heads: int
-    unit: int
-    tokens: int
-
-
-def tile_rows(group: int) -> Fit:
-    """Choose the padding of heads with which a tile holds the most tokens."""
-
-    def fit(heads: int) -> Fit:
-        unit = COPIED // math.gcd(COPIED, heads)
-        return Fit(heads, unit, CONSUMERS * ROWS // heads // unit * unit)
-
-    return max(map(fit, range(group, group + COPIED)), key=lambda fit: (fit.tokens, -fit.heads))
-
-
-class Layout(NamedTuple):
-    """Where queries lie for the kernel, and results: Y tokens, each chunk's from a unit on.
-
-    Attributes:
-        begin_C: of each chunk; ``token_Y``: which token's lie there, of padding any's.
-        place_T: the other way round, -1 of a row of no chunk.
-    """
-
-    begin_C: jax.Array
-    token_Y: jax.Array
-    place_T: jax.Array
-
-
-def _layout(row_C1: jax.Array, T: int, fit: Fit) -> Layout:
-    size_C = row_C1[1:] - row_C1[:-1]
-    taken_C = pl.cdiv(size_C, fit.unit) * fit.unit
-    # Each chunk ends with a part-filled unit at worst, and the last tile reaches past its end.
-    Y = T + min(len(size_C), T) * (fit.unit - 1) + fit.tokens + COPIED
-    Y = pl.cdiv(Y, COPIED) * COPIED
-    chunk_Y, index_Y, _ = work_items(taken_C, Y)
-    token_Y = row_C1[chunk_Y] + index_Y
-    to_Y = jnp.where(index_Y < size_C[chunk_Y], token_Y, T)
-    place_T = jnp.full(T, -1).at[to_Y].set(jnp.arange(Y), mode="drop")
-    return Layout(jnp.cumsum(taken_C) - taken_C, jnp.minimum(token_Y, T - 1), place_T)
 
 
 class Memory(NamedTuple):
