@@ -120,14 +120,14 @@ class Memory(NamedTuple):
     q: Ref
     k: Ref
     v: Ref
-    raw_k: Ref | None
-    raw_v: Ref | None
-    weight: Ref | None
+    raw_k: Ref
+    raw_v: Ref
+    weight: Ref
     q_ready: Ref
     k_ready: Ref
     v_ready: Ref
-    k_arrived: Ref | None
-    v_arrived: Ref | None
+    k_arrived: Ref
+    v_arrived: Ref
     k_free: Ref
     v_free: Ref
     turn: Ref
@@ -200,8 +200,6 @@ def _fetch(pages: Pages, mine: Rows, sm: Memory) -> None:
 
 def _fetch_wide(pages: Pages, mine: Rows, sm: Memory) -> None:
     """Copy tiles of entries of 8 bits, and write them with 16 to where they are multiplied."""
-    assert sm.raw_k is not None
-    assert sm.raw_v is not None
     begin, end, tile, raw_slots = mine.begin, mine.end, sm.k.shape[1], sm.raw_k.shape[0]
 
     def copy(step: jax.Array) -> None:

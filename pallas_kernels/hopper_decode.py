@@ -110,9 +110,9 @@ class Memory(NamedTuple):
     q: Ref
     k: Ref
     v: Ref
-    wide_k: Ref | None
-    wide_v: Ref | None
-    weight: Ref | None
+    wide_k: Ref
+    wide_v: Ref
+    weight: Ref
     lse: Ref
     q_ready: Ref
     k_ready: Ref

@@ -89,8 +89,8 @@ def test_joined() -> None:
     W, K, R, G, H = len(parts.sequence_W), 2, 8, 3, 48
     out, lse = rng.normal(size=(W, K, R, H)), rng.normal(size=(W, K, R)) * 3
     out[parts.count_S.sum() :] = np.nan  # What no program wrote.
-    arrays = (jnp.asarray(x, jnp.float32) for x in (out, lse))
-    got = joined(*arrays, jax.tree.map(jnp.asarray, parts), G, True).reshape(3, K, G, H)
+    given = jnp.asarray(out, jnp.float32), jnp.asarray(lse, jnp.float32)
+    got = joined(*given, jax.tree.map(jnp.asarray, parts), G, True).reshape(3, K, G, H)
     assert not np.any(got[0])
     for s in (1, 2):
         of = slice(parts.first_S[s], parts.first_S[s] + parts.count_S[s])
