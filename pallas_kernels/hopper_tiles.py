@@ -261,7 +261,7 @@ def widen(x_JH: Ref, wide_JH: Ref, count: jax.Array | None = None) -> None:
     columns = 128 if H % 128 == 0 else H
     for begin, column in product_of(range(0, J, ROWS), range(0, H, columns)):
         at = pl.ds(begin, ROWS), pl.ds(column, columns)
-        x = plgpu.load(x_JH.at[at], layout=plgpu.Layout.WGMMA, optimized=False)
+        x = plgpu.layout_cast(x_JH[at], plgpu.Layout.WGMMA)
         x = x.astype(jnp.float32).astype(wide_JH.dtype)
         if count is not None:
             row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
