@@ -83,6 +83,20 @@ def test_what_few_models_have(shape: Shape) -> None:
 
 
 @runs
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=pytest.mark.slow if i else [])
+        for i, shape in enumerate(EIGHT_BITS)
+    ],
+    ids=str,
+)
+def test_entries_of_8_bits(shape: Shape) -> None:
+    check_decode(DECODE, shape, seed=10)
+    check_chunks(CHUNKS, shape, seed=11)
+
+
+@runs
 @pytest.mark.skipif(ON_GPU, reason="of the interpreter")
 @pytest.mark.parametrize(
     "shape",
