@@ -55,12 +55,12 @@ lower-all:
 		echo "build/lower-$$jax.md"; \
 	done
 
-# Like lower-all, to machine code: with jax's CUDA plugin and NVIDIA's assembler, 1.2 GB.
+# Like lower-all, to machine code: with jax's CUDA plugin, NVIDIA's assembler and disassembler.
 compile-all:
 	test -x build/jax-cuda/bin/python || $(PYTHON312) -m venv build/jax-cuda
 	build/jax-cuda/bin/python -m pip install --quiet --editable . "jax==$(CUDA_JAX)"
 	build/jax-cuda/bin/python -m pip install --quiet --no-deps nvidia-cuda-nvcc-cu12 \
-		"jax-cuda12-plugin==$(CUDA_JAX)" "jax-cuda12-pjrt==$(CUDA_JAX)"
+		nvidia-cuda-nvdisasm "jax-cuda12-plugin==$(CUDA_JAX)" "jax-cuda12-pjrt==$(CUDA_JAX)"
 	build/jax-cuda/bin/python -m scripts.kernels.compile_kernels > build/compiled.md
 	@echo "build/compiled.md"
 

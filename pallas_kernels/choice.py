@@ -151,9 +151,14 @@ def _why_not_hopper(
 ) -> str | None:
     if _capability(device) != _HOPPER:
         return f"{_name(device)}, they need {_HOPPER}"
-    from jaxinfer.pallas_kernels import hopper
+    from jaxinfer.pallas_kernels import assembler, hopper
 
-    return hopper.why_not(head_dim, group, page_size, dtype)
+    if reason := hopper.why_not(head_dim, group, page_size, dtype):
+        return reason
+    if reason := assembler.why_not(assembler.ptxas_version()):
+        # The GPU is one that they are made for.
+        _note(f"kernels for Hopper are left out: {reason}")
+    return reason
 
 
 def _why_not_numba(device: jax.Device, dtype: jnp.dtype) -> str | None:

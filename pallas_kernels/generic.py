@@ -8,29 +8,34 @@ one tile of queries, padded to the 16 rows that a matrix product needs. A head s
 power of two is cut into pieces that are.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from jaxinfer.pallas_kernels.decode_parts import Parts, decode_parts, joined
+from jaxinfer.pallas_kernels.gpu_work import Ref, Tiles, chunk_tiles, pieces, product_dtype, whole
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE, work_items
+from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE
 
-# Bytes of keys, and of values, that a program takes at once: two of each fit in shared memory.
-TILE_BYTES = 2**14
+# Bytes of keys, and of values, that a program takes at once. Three of each lie in shared memory:
+# two are on their way while one is multiplied.
+DECODE_BYTES, CHUNK_BYTES = 2**14, 2**13
+# Of Triton's pipeline: a look-up of page numbers comes two stages before what lies in the pages,
+# that two before its product. Of the largest heads, one tile each fits.
+STAGES, STAGES_OVER_256 = 5, 2
 # Rows of a prefill tile, tokens times the query heads of one KV head: in 16-bit floats, and in
 # float32, whose products are not the tensor cores' and take more registers.
 CHUNK_ROWS, CHUNK_ROWS_FLOAT32 = 64, 16
 MIN_ROWS = 16
-# Decode programs that an H100 runs at once: registers and memory hold four on a multiprocessor.
-PROGRAMS = 528
-
-# In a kernel: references to memory, and their values.
-Ref = Any
+# Decode programs that an H100 runs at once: shared memory holds two on a multiprocessor.
+PROGRAMS = 264
+LOG2_E = math.log2(math.e)
 
 
 class Softmax(NamedTuple):
@@ -41,88 +46,78 @@ class Softmax(NamedTuple):
     sum_R: jax.Array
 
 
-@partial(jax.jit, static_argnames=("window", "parts", "interpret"))
+@partial(jax.jit, static_argnames=("window", "programs", "interpret"))
 def decode_attention(
     q_SNH: jax.Array,
     kv: KVPages,
     page_table_SM: jax.Array,
     length_S: jax.Array,
     window: int | None = None,
-    parts: int | None = None,
+    programs: int = PROGRAMS,
     interpret: bool = False,
 ) -> jax.Array:
     """See ``reference.decode_attention``; one program per sequence, KV head and part of its tokens.
 
     Args:
-        parts: of a context, whose results are combined; by default as many as fill a GPU.
+        programs: that are to run at once; contexts are cut into parts until there are so many.
         interpret: run on any device, slowly, to check results.
     """
     S, N, H = q_SNH.shape
-    _, K, B, _ = kv.values.shape
+    K = kv.values.shape[1]
     G = N // K
     R = max(MIN_ROWS, pl.next_power_of_2(G))
-    dtype = _product_dtype(kv)
-    tile = _tile_tokens(H, dtype)
-    parts = parts or parts_of(S * K, pl.cdiv(page_table_SM.shape[1] * B, tile), PROGRAMS)
+    dtype = product_dtype(kv)
+    tile = _tile_tokens(H, dtype, DECODE_BYTES)
+    parts = decode_parts(length_S, window, tile, K, programs)
     q_SKGH = q_SNH.astype(dtype).reshape(S, K, G, H)
     q_SKRH = jnp.pad(q_SKGH, ((0, 0), (0, 0), (0, R - G), (0, 0)))
-
-    def result(*rest: int) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
-        block = pl.BlockSpec(
-            (None, None, None, R, *rest), lambda s, h, part: (part, s, h, 0, *(0 for _ in rest))
-        )
-        return block, jax.ShapeDtypeStruct((parts, S, K, R, *rest), jnp.float32)
-
-    specs, shapes = zip(result(H), result(), result(), strict=True)
-    inputs = kv, page_table_SM, length_S
-    out, most_seen, total = pl.pallas_call(
-        partial(_decode, tile=tile, parts=parts, window=window),
-        grid=(S, K, parts),
-        in_specs=[
-            pl.BlockSpec((None, None, R, H), lambda s, h, part: (s, h, 0, 0)),
-            *jax.tree.map(whole, inputs),
-        ],
-        out_specs=list(specs),
-        out_shape=list(shapes),
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+    inputs = q_SKRH, kv, page_table_SM, length_S, parts
+    W = len(parts.sequence_W)
+    results = [jax.ShapeDtypeStruct((W, K, R, *rest), jnp.float32) for rest in ((H,), ())]
+    out_WKRH, lse_WKR = pl.pallas_call(
+        partial(_decode, tile=tile, window=window),
+        grid=(W, K),
+        in_specs=list(jax.tree.map(whole, inputs)),
+        out_specs=[whole(x) for x in results],
+        out_shape=results,
+        compiler_params=_compiler_params(H),
         interpret=interpret,
         name="paged_decode",
-    )(q_SKRH, *inputs)
-    weight = jnp.exp(most_seen - most_seen.max(0))
-    total = jnp.maximum((total * weight).sum(0), 1e-30)
-    out_SKRH = (out * weight[..., None]).sum(0) / total[..., None]
-    return out_SKRH[:, :, :G].reshape(S, N, H)
+    )(*inputs)
+    return joined(out_WKRH, lse_WKR, parts, G, interpret)
 
 
 def _decode(
-    q_RH: Ref, kv: KVPages, table_SM: Ref, length_S: Ref, out_RH: Ref, max_R: Ref, sum_R: Ref,
-    *, tile: int, parts: int, window: int | None,
+    q_SKRH: Ref, kv: KVPages, table_SM: Ref, length_S: Ref, parts: Parts,
+    out_WKRH: Ref, lse_WKR: Ref, *, tile: int, window: int | None,
 ) -> None:  # fmt: skip
-    s, h, part = (pl.program_id(axis) for axis in range(3))
+    w, h = pl.program_id(0), pl.program_id(1)
     B = kv.values.shape[2]
+    s, begin, end = parts.sequence_W[w], parts.begin_W[w], parts.end_W[w]
     length = length_S[s]
-    first = jnp.maximum(length - window, 0) // tile if window else 0
-    each = pl.cdiv(pl.cdiv(length, tile) - first, parts)
-    begin = first + part * each
-    end = jnp.minimum(begin + each, pl.cdiv(length, tile))
-    cuts = pieces(q_RH.shape[1])
-    q = [q_RH[:, pl.ds(start, size)] for start, size in cuts]
+    R = q_SKRH.shape[2]
+    cuts = pieces(q_SKRH.shape[3])
+    q = [q_SKRH[s, h, :, pl.ds(start, size)] for start, size in cuts]
 
-    def one_tile(number: jax.Array, carry: Softmax) -> Softmax:
+    def one_tile(ends: bool, number: jax.Array, carry: Softmax) -> Softmax:
         token = number * tile + jnp.arange(tile)
         seen = token < length
         if window:
             seen &= token >= length - window
-        at = jnp.minimum(token, length - 1)
-        tokens = Tokens(h, table_SM[s, at // B], at % B, seen)
-        seen_RJ = jnp.broadcast_to(seen[None, :], (q_RH.shape[0], tile))
+        at = jnp.minimum(token, length - 1) if ends else token
+        tokens = Tokens(h, table_SM[s, at // B], at % B, token < length if ends else None)
+        masked = ends or window
+        seen_RJ = jnp.broadcast_to(seen[None, :], (R, tile)) if masked else None
         return _fold(carry, q, cuts, kv, tokens, seen_RJ)
 
-    done = jax.lax.fori_loop(begin, end, one_tile, _start(q_RH.shape[0], cuts))
+    # Tiles of which all tokens exist; then the last one, if it has others.
+    whole = jnp.minimum(end, length // tile)
+    done = jax.lax.fori_loop(begin, whole, partial(one_tile, False), _start(R, cuts))
+    done = jax.lax.fori_loop(jnp.maximum(begin, whole), end, partial(one_tile, True), done)
+    sum_R = jnp.maximum(done.sum_R, 1e-30)
     for (start, size), out in zip(cuts, done.outs, strict=True):
-        out_RH[:, pl.ds(start, size)] = out
-    max_R[...] = done.max_R
-    sum_R[...] = done.sum_R
+        out_WKRH[w, h, :, pl.ds(start, size)] = out / sum_R[:, None]
+    lse_WKR[w, h, :] = (done.max_R + jnp.log(sum_R)) * LOG2_E
 
 
 @partial(jax.jit, static_argnames=("window", "interpret"))
@@ -143,52 +138,27 @@ def chunk_attention(
     K = kv.values.shape[1]
     G = N // K
     padded_G = pl.next_power_of_2(G)
-    dtype = _product_dtype(kv)
+    dtype = product_dtype(kv)
     rows = CHUNK_ROWS_FLOAT32 if dtype == jnp.float32 else CHUNK_ROWS
-    tokens = max(rows // padded_G, 1)
-    tiles = chunk_tiles(start_C, row_C1, T, tokens)
+    # Queries of the largest heads leave no room for keys on an L4 else.
+    tokens = max(rows // (padded_G if H <= 256 else 2 * padded_G), 1)
+    tile = _tile_tokens(H, dtype, CHUNK_BYTES)
+    tiles = chunk_tiles(start_C, row_C1[1:] - row_C1[:-1], row_C1[:-1], T, tokens)
     # A tile's rows past its chunk's end are not written, but have a place of their own.
     nothing = jnp.zeros((T + tokens, K, padded_G, H), jnp.float32)
     inputs = q_TNH.astype(dtype), kv, page_table_CM, tiles, nothing
     out = pl.pallas_call(
-        partial(_chunk, tile=_tile_tokens(H, dtype), tokens=tokens, G=G, window=window),
+        partial(_chunk, tile=tile, tokens=tokens, G=G, window=window),
         grid=(len(tiles.chunk), K),
         in_specs=list(jax.tree.map(whole, inputs)),
         out_specs=whole(nothing),
         out_shape=jax.ShapeDtypeStruct(nothing.shape, jnp.float32),
         input_output_aliases={len(jax.tree.leaves(inputs)) - 1: 0},
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=_compiler_params(H),
         interpret=interpret,
         name="paged_chunk",
     )(*inputs)
     return out[:T, :, :G].reshape(T, N, H)
-
-
-class Tiles(NamedTuple):
-    """Tiles of chunks' rows, all int32 [I].
-
-    Attributes:
-        chunk: whose they are; ``row``: the first one's among the tokens.
-        start: its position in the sequence; ``size``: rows, 0 of padding.
-    """
-
-    chunk: jax.Array
-    row: jax.Array
-    start: jax.Array
-    size: jax.Array
-
-
-def chunk_tiles(start_C: jax.Array, row_C1: jax.Array, T: int, tokens: int) -> Tiles:
-    """All chunks' rows in tiles of ``tokens``; the last one of a chunk may have fewer."""
-    size_C = row_C1[1:] - row_C1[:-1]
-    chunk_I, index_I, count = work_items(
-        pl.cdiv(size_C, tokens), pl.cdiv(T, tokens) + min(len(start_C), T)
-    )
-    done_I = index_I * tokens
-    size_I = jnp.clip(size_C[chunk_I] - done_I, 0, tokens)
-    size_I = jnp.where(jnp.arange(len(chunk_I)) < count, size_I, 0)
-    row_I = jnp.minimum(row_C1[chunk_I] + done_I, T - 1)
-    return Tiles(chunk_I, row_I, start_C[chunk_I] + done_I, size_I)
 
 
 def _chunk(
@@ -199,6 +169,7 @@ def _chunk(
     T, N, H = q_TNH.shape
     B, padded_G = kv.values.shape[2], out_TKGH.shape[2]
     c, row, start, size = (x[i] for x in tiles)
+    row = jnp.minimum(row, T - 1)  # Of padding.
     last = start + size - 1
     token_R = jnp.arange(tokens * padded_G) // padded_G
     head_R = jnp.arange(tokens * padded_G) % padded_G
@@ -210,18 +181,23 @@ def _chunk(
         for begin, length in cuts
     ]
 
-    def one_tile(number: jax.Array, carry: Softmax) -> Softmax:
+    def one_tile(ends: bool, number: jax.Array, carry: Softmax) -> Softmax:
         token = number * tile + jnp.arange(tile)
-        at = jnp.minimum(token, last)
-        context = Tokens(h, table_CM[c, at // B], at % B, token <= last)
-        seen_RJ = token[None, :] <= (start + token_R)[:, None]
+        at = jnp.minimum(token, last) if ends else token
+        context = Tokens(h, table_CM[c, at // B], at % B, token <= last if ends else None)
+        seen_RJ = token[None, :] <= (start + token_R)[:, None] if ends else None
         if window:
-            seen_RJ &= token[None, :] > (start + token_R - window)[:, None]
+            in_window_RJ = token[None, :] > (start + token_R - window)[:, None]
+            seen_RJ = in_window_RJ if seen_RJ is None else seen_RJ & in_window_RJ
         return _fold(carry, q, cuts, kv, context, seen_RJ)
 
     first = jnp.maximum(start - window + 1, 0) // tile if window else 0
     end = jnp.where(size > 0, last // tile + 1, first)
-    done = jax.lax.fori_loop(first, end, one_tile, _start(tokens * padded_G, cuts))
+    # Tiles that lie before all rows; then those that some rows are in.
+    whole = jnp.minimum(jnp.maximum((start + 1) // tile, first), end)
+    done = _start(tokens * padded_G, cuts)
+    done = jax.lax.fori_loop(first, whole, partial(one_tile, False), done)
+    done = jax.lax.fori_loop(whole, end, partial(one_tile, True), done)
     total_R1 = jnp.maximum(done.sum_R, 1e-30)[:, None]
     for (begin, length), out in zip(cuts, done.outs, strict=True):
         at = (row + token_R)[:, None], h, head_R[:, None], begin + jnp.arange(length)[None, :]
@@ -235,13 +211,13 @@ class Tokens(NamedTuple):
     Attributes:
         head: the KV head.
         page_J, offset_J: where they lie.
-        exists_J: which of them have a value, whatever memory holds.
+        exists_J: which of them have a value, whatever memory holds; None where all have.
     """
 
     head: jax.Array
     page_J: jax.Array
     offset_J: jax.Array
-    exists_J: jax.Array
+    exists_J: jax.Array | None
 
 
 def _fold(
@@ -250,35 +226,38 @@ def _fold(
     cuts: Sequence[tuple[int, int]],
     kv: KVPages,
     tokens: Tokens,
-    seen_RJ: jax.Array,
+    seen_RJ: jax.Array | None,
 ) -> Softmax:
     """Take J tokens of one KV head into the softmax.
 
     Args:
         q: [R, size] for each piece of the head.
-        seen_RJ: which tokens a row sees.
+        seen_RJ: which tokens a row sees; None for all.
     """
     head, page, offset, exists_J = tokens
-    score_RJ = jnp.zeros(seen_RJ.shape, jnp.float32)
+    score_RJ = jnp.zeros((q[0].shape[0], len(page)), jnp.float32)
     for (start, size), piece in zip(cuts, q, strict=True):
         at = page[None, :], head, offset[None, :], start + jnp.arange(size)[:, None]
         score_RJ += _dot(piece, kv.keys[at].astype(piece.dtype))
     if kv.key_scale_PK is not None:
         score_RJ *= kv.key_scale_PK[page, head][None, :]
-    score_RJ = jnp.where(seen_RJ, score_RJ, MASKED)
+    if seen_RJ is not None:
+        score_RJ = jnp.where(seen_RJ, score_RJ, MASKED)
     max_R = jnp.maximum(so_far.max_R, score_RJ.max(1))
     p_RJ = jnp.exp(score_RJ - max_R[:, None])
     shrink_R = jnp.exp(so_far.max_R - max_R)
     sum_R = so_far.sum_R * shrink_R + p_RJ.sum(1)
     if kv.value_scale_PK is not None:
+        scale_J = kv.value_scale_PK[page, head]
         # 0 times what lies in the scale of a page that nobody has may be NaN.
-        p_RJ *= jnp.where(exists_J, kv.value_scale_PK[page, head], 0)[None, :]
+        p_RJ *= (scale_J if exists_J is None else jnp.where(exists_J, scale_J, 0))[None, :]
     outs = []
     for (start, size), out in zip(cuts, so_far.outs, strict=True):
         at = page[:, None], head, offset[:, None], start + jnp.arange(size)[None, :]
         v = kv.values[at].astype(q[0].dtype)
-        # The same of a page's unused part.
-        v = jnp.where(exists_J[:, None], v, 0).astype(v.dtype)
+        if exists_J is not None:
+            # The same of a page's unused part.
+            v = jnp.where(exists_J[:, None], v, 0).astype(v.dtype)
         outs.append(out * shrink_R[:, None] + _dot(p_RJ.astype(v.dtype), v))
     return Softmax(tuple(outs), max_R, sum_R)
 
@@ -292,42 +271,11 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return triton.dot(a, b, allow_tf32=False)
 
 
-def pieces(size: int) -> list[tuple[int, int]]:
-    """Start and size of powers of two that add up to ``size``, the largest first."""
-    pieces, start = [], 0
-    while start < size:
-        length = 1 << ((size - start).bit_length() - 1)
-        pieces.append((start, length))
-        start += length
-    return pieces
+def _tile_tokens(head_dim: int, dtype: jnp.dtype, size: int) -> int:
+    """Tokens of context that a program takes at once, in ``size`` bytes."""
+    return max(min(size // (pl.next_power_of_2(head_dim) * dtype.itemsize), 64), MIN_ROWS)
 
 
-def whole(x: jax.Array) -> pl.BlockSpec:
-    """All of an array for every program; it stays in the GPU's memory."""
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
-
-
-def _product_dtype(kv: KVPages) -> jnp.dtype:
-    """Dtype that products are computed in."""
-    return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("bfloat16")
-
-
-def _tile_tokens(head_dim: int, dtype: jnp.dtype) -> int:
-    """Tokens of context that a program takes at once."""
-    return max(min(TILE_BYTES // (pl.next_power_of_2(head_dim) * dtype.itemsize), 64), MIN_ROWS)
-
-
-def parts_of(programs: int, most: int, at_once: int) -> int:
-    """Into how many parts contexts are cut, so that the last wave of programs is nearly full.
-
-    Args:
-        programs: without any cut.
-        most: parts that there can be.
-        at_once: programs that a large GPU runs at once.
-    """
-
-    def cost(parts: int) -> float:
-        # Each part costs a hundredth of what is saved, for its start and for the combination.
-        return pl.cdiv(programs * parts, at_once) / parts * (1 + parts / 100)
-
-    return min(range(1, max(min(most, at_once), 1) + 1), key=cost)
+def _compiler_params(head_dim: int) -> triton.CompilerParams:
+    stages = STAGES if head_dim <= 256 else STAGES_OVER_256
+    return triton.CompilerParams(num_warps=4, num_stages=stages)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxinfer.pallas_kernels.generic import Ref, pieces, whole
+from jaxinfer.pallas_kernels.gpu_work import Ref, pieces, whole
 from jaxinfer.pallas_kernels.kv_pages import LARGEST, KVPages, page_runs, quantise
 
 _power = pl.next_power_of_2

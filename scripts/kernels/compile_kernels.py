@@ -5,8 +5,9 @@
 Needs no GPU and no driver, but the CUDA plugin of the installed jax and ptxas; ``make compile-all``
 makes such an environment. Beyond lowering, this finds what the compilers of Triton, Mosaic GPU
 and NVIDIA refuse, and says how many registers a kernel takes, what of them spills to memory and
-whether wgmma had to be serialised. The steps are those of a Llama 3 8B with 2 layers: the pages
-must be written in place. Ends with 1 if anything fails.
+whether wgmma had to be serialised; with nvidia-cuda-nvdisasm installed, also what its loop over
+tiles consists of. The steps are those of a Llama 3 8B with 2 layers: the pages must be written in
+place. Ends with 1 if anything fails.
 """
 
 import json
@@ -18,7 +19,7 @@ import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Before JAX is imported: a ptxas that leaves what it says, found by Mosaic on PATH.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -38,6 +39,7 @@ from jaxinfer.runtime.stage.step import CompiledStep, Key
 from jaxinfer.sharding import targets
 from scripts.bench.engine import LLAMA_3_8B
 from scripts.kernels.lower_kernels import Variant, variants
+from scripts.kernels.machine_code import disassemble, disassembler, tile_loop
 
 # Of the model whose steps are compiled.
 LAYERS = 2
@@ -47,6 +49,10 @@ test -f "$1" || exec "{real}" "$@"
 "{real}" "$@" -v > "{logs}/$$" 2>&1
 status=$?
 cat "{logs}/$$" >&2
+for word in "$@"; do
+    test "$before" = -o && cp "$word" "{logs}/$$.cubin" 2> /dev/null
+    before="$word"
+done
 exit $status
 """
 # Triton's kernels are assembled by what lies there, Mosaic's by what PATH finds.
@@ -84,33 +90,50 @@ def install_ptxas() -> None:
     sys.exit("no ptxas: pip install nvidia-cuda-nvcc-cu12")
 
 
-def said(compile_it: Callable[[], object]) -> str:
-    """Registers and spilled bytes of the kernels named paged_*, or the error's first line."""
+class Assembled(NamedTuple):
+    """What the assembler and the disassembler say of a variant's kernels.
+
+    Attributes:
+        registers: of each kernel named paged_*, with spilled bytes, or the error's first line.
+        loops: instructions of the loop over tiles by kind, of each kernel that has one.
+    """
+
+    registers: str
+    loops: list[dict[str, int]]
+
+
+def assembled(compile_it: Callable[[], object]) -> Assembled:
+    """Compile kernels and read what was said of them."""
     for log in (SCRATCH / "logs").iterdir():
         log.unlink()
     try:
         compile_it()
     except Exception as error:  # Whatever it is, the table has it.
-        return f"FAILED {type(error).__name__}: {error}".splitlines()[0][:160]
-    found = []
-    for log in (SCRATCH / "logs").iterdir():
-        text = log.read_text()
-        if "'paged_" in text:
-            registers = re.findall(r"Used (\d+) registers", text)
-            spills = re.findall(r"frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
-            spilled = sum(int(bytes_) for both in spills for bytes_ in both)
-            serial = ", wgmma serialised" if "C7510" in text else ""
-            found.append(f"{'/'.join(registers)}{f', {spilled} B' if spilled else ''}{serial}")
-    return "; ".join(found) or "FAILED: no kernel was compiled"
+        return Assembled(f"FAILED {type(error).__name__}: {error}".splitlines()[0][:160], [])
+    found, loops = [], []
+    logs = {log: log.read_text() for log in (SCRATCH / "logs").glob("[0-9]*[0-9]")}
+    # What joins the parts of decodes comes last.
+    for log, text in sorted(logs.items(), key=lambda item: "'paged_join" in item[1]):
+        if "'paged_" not in text:
+            continue
+        registers = re.findall(r"Used (\d+) registers", text)
+        spills = re.findall(r"frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
+        spilled = sum(int(bytes_) for both in spills for bytes_ in both)
+        # The reasons for it: C7508 to C7518.
+        serial = ", wgmma serialised" if "instructions are serialized" in text else ""
+        found.append(f"{'/'.join(registers)}{f', {spilled} B' if spilled else ''}{serial}")
+        if disassembler() and (loop := tile_loop(disassemble(log.with_suffix(".cubin")))):
+            loops.append(loop)
+    return Assembled("; ".join(found) or "FAILED: no kernel was compiled", loops)
 
 
-def kernel(variant: Variant, gpu: str) -> str:
+def kernel(variant: Variant, gpu: str) -> Assembled:
     """One kernel for one GPU."""
     (device,) = devices(gpu)
     where = SingleDeviceSharding(device)
     jitted = jax.jit(variant.run, in_shardings=where, out_shardings=where)
     with jax.default_device(device):
-        return said(lambda: jitted.trace(*variant.arguments).lower().compile(USE_PTXAS))
+        return assembled(lambda: jitted.trace(*variant.arguments).lower().compile(USE_PTXAS))
 
 
 def steps(gpu: str, kv_cache_dtype: Any, count: int) -> str:
@@ -147,9 +170,18 @@ def steps(gpu: str, kv_cache_dtype: Any, count: int) -> str:
 
 
 @click.command()
-def main() -> None:
-    """Print both tables."""
+@click.option("--only", default="", help="Kernels whose names contain this; no steps then.")
+def main(only: str) -> None:
+    """Print the tables."""
     install_ptxas()
+    failed = 0 if only else print_steps()
+    failed += print_kernels([variant for variant in variants() if only in variant.name])
+    print(f"\n{failed} failed", file=sys.stderr)
+    sys.exit(min(failed, 1))
+
+
+def print_steps() -> int:
+    """Print the steps' table; returns how many failed."""
     # A GPU that is not there has no memory to ask about.
     planning._memory = lambda *_: (2**36, 2**36)
     print(f"| jax {jax.__version__}: steps | {' | '.join(GPUS)} |")
@@ -159,14 +191,26 @@ def main() -> None:
         found = [steps(gpu, kv_cache_dtype, count) for gpu in GPUS]
         failed += sum(how.startswith("FAILED") for how in found)
         print(f"| {kv_cache_dtype}, {count} devices | {' | '.join(found)} |", flush=True)
+    return failed
+
+
+def print_kernels(chosen: list[Variant]) -> int:
+    """Print the kernels' tables; returns how many failed."""
     print(f"\n| registers, spilled bytes | {' | '.join(GPUS)} |")
     print("|---|" + "---|" * len(GPUS))
-    for variant in variants():
-        found = [kernel(variant, gpu) if gpu in variant.gpus else "-" for gpu in GPUS]
-        failed += sum(how.startswith("FAILED") for how in found)
-        print(f"| {variant.name} | {' | '.join(found)} |", flush=True)
-    print(f"\n{failed} failed", file=sys.stderr)
-    sys.exit(min(failed, 1))
+    failed, loops = 0, []
+    for variant in chosen:
+        found = {gpu: kernel(variant, gpu) for gpu in GPUS if gpu in variant.gpus}
+        cells = [found[gpu].registers if gpu in found else "-" for gpu in GPUS]
+        failed += sum(how.startswith("FAILED") for how in cells)
+        print(f"| {variant.name} | {' | '.join(cells)} |", flush=True)
+        loops += [(f"{variant.name}, {gpu}", x) for gpu, one in found.items() for x in one.loops]
+    if loops:
+        print(f"\n| loop over tiles | {' | '.join(loops[0][1])} |")
+        print("|---|" + "---|" * len(loops[0][1]))
+    for name, loop in loops:
+        print(f"| {name} | {' | '.join(map(str, loop.values()))} |")
+    return failed
 
 
 if __name__ == "__main__":

@@ -23,7 +23,10 @@ from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 GPUS = {"H100": "NVIDIA H100 80GB HBM3", "A100": "NVIDIA A100-SXM4-80GB", "L4": "NVIDIA L4"}
 # Query heads per KV head, head size, tokens per page.
-SHAPES = ((1, 64, 16), (3, 80, 8), (4, 128, 64), (7, 96, 32), (8, 128, 16), (16, 256, 128))
+SHAPES = (
+    (1, 64, 16), (3, 80, 8), (4, 128, 64), (7, 96, 32), (8, 128, 16), (16, 256, 128),
+    (5, 112, 256), (9, 160, 64), (5, 192, 16),
+)  # fmt: skip
 S, C, T, M, P = 8, 4, 256, 64, 600
 
 
@@ -57,7 +60,7 @@ def variants() -> Iterator[Variant]:
                 f"generic {what}: {name}", partial(run, window=window), arguments, everywhere
             )
         yield Variant(f"write: {name}", write.write_kv, written, everywhere)
-        if jnp.dtype(dtype).itemsize != 2:
+        if hopper.why_not(H, G, B, jnp.dtype(dtype)):
             continue
         for what, run, arguments in (
             ("decode", hopper.decode_attention, decode),
@@ -88,15 +91,20 @@ def _arguments(K: int, G: int, H: int, B: int, dtype: str) -> tuple[Any, Any, An
 
 def lower(variant: Variant, gpu: str) -> str:
     """Lower a kernel and say how it went, in a word or in the error's first line."""
-    device = AbstractDevice(device_kind=GPUS[gpu], num_cores=None, platform="gpu")
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     try:
-        with jax.sharding.use_abstract_mesh(mesh):
-            traced = jax.jit(variant.run).trace(*variant.arguments)
-            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        text = lowered(variant, gpu)
     except Exception as error:  # Whatever it is, the table has it.
         return f"{type(error).__name__}: {error}".splitlines()[0][:80]
     return "yes" if "triton" in text or "mosaic_gpu" in text else "without a kernel"
+
+
+def lowered(variant: Variant, gpu: str) -> str:
+    """A kernel lowered to CUDA, as text."""
+    device = AbstractDevice(device_kind=GPUS[gpu], num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(variant.run).trace(*variant.arguments)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @click.command()

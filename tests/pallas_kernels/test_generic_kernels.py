@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from kernel_cases import (
+    RARE,
     Shape,
     check_chunks,
     check_decode,
@@ -22,6 +23,7 @@ from jaxinfer.pallas_kernels import generic, kv_pages, reference, write
 from jaxinfer.pallas_kernels.kv_pages import LARGEST
 
 SHAPES = grid()
+RARE_SHAPES = sampled(grid(**RARE))
 # On a GPU the kernels run as they are.
 ON_GPU = jax.default_backend() == "gpu"
 INTERPRET = not ON_GPU
@@ -74,6 +76,20 @@ def test_every_pair_of_values(shape: Shape) -> None:
     check_decode(DECODE, shape, seed=4)
     check_chunks(CHUNKS, shape, seed=5)
     check_write(shape, seed=6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=pytest.mark.slow if i else [])
+        for i, shape in enumerate(RARE_SHAPES)
+    ],
+    ids=str,
+)
+def test_what_few_models_have(shape: Shape) -> None:
+    check_decode(DECODE, shape, seed=8)
+    check_chunks(CHUNKS, shape, seed=9)
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 from kernel_cases import (
+    RARE,
     Shape,
     check_chunks,
     check_decode,
@@ -29,6 +30,8 @@ pytestmark = pytest.mark.gpu
 ON_GPU = jax.default_backend() == "gpu"
 InterpretParams = getattr(mosaic_gpu, "InterpretGPUParams", None)
 SHAPES = grid(dtype=("bfloat16", "float16"))
+EIGHT_BITS = sampled(grid(dtype=("int8", "float8_e4m3fn"), H=(64, 96, 128, 256), B=(64, 128)))
+RARE_SHAPES = sampled(grid(**RARE, dtype=("bfloat16", "float16")))
 
 if ON_GPU:
     capability = getattr(jax.devices()[0], "compute_capability", "")
@@ -66,10 +69,43 @@ def test_every_pair_of_values(shape: Shape) -> None:
 
 
 @runs
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=pytest.mark.slow if i else [])
+        for i, shape in enumerate(RARE_SHAPES)
+    ],
+    ids=str,
+)
+def test_what_few_models_have(shape: Shape) -> None:
+    check_decode(DECODE, shape, seed=8)
+    check_chunks(CHUNKS, shape, seed=9)
+
+
+@runs
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=pytest.mark.slow if i else [])
+        for i, shape in enumerate(EIGHT_BITS)
+    ],
+    ids=str,
+)
+def test_entries_of_8_bits(shape: Shape) -> None:
+    check_decode(DECODE, shape, seed=10)
+    check_chunks(CHUNKS, shape, seed=11)
+
+
+@runs
 @pytest.mark.skipif(ON_GPU, reason="of the interpreter")
 @pytest.mark.parametrize(
     "shape",
-    [Shape(1, 4, 64, 16, "bfloat16"), Shape(1, 3, 256, 128, "bfloat16", window=100)],
+    [
+        Shape(1, 4, 64, 16, "bfloat16"),
+        Shape(1, 3, 256, 128, "bfloat16", window=100),
+        pytest.param(Shape(1, 4, 64, 64, "int8"), marks=pytest.mark.slow),
+        pytest.param(Shape(1, 2, 256, 128, "int8", window=100), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_warpgroups_do_not_race(shape: Shape) -> None:
@@ -88,8 +124,11 @@ def test_warpgroups_do_not_race(shape: Shape) -> None:
         (128, 4, 64, "bfloat16", None),
         (80, 64, 8, "float16", None),
         (256, 1, 256, "bfloat16", None),
+        (128, 4, 64, "int8", None),
+        (96, 4, 128, "float8_e4m3fn", None),
         (128, 4, 64, "float32", "KV entries are float32"),
-        (128, 4, 64, "int8", "KV entries are int8"),
+        (80, 4, 64, "int8", "head_dim is 80, no multiple of 32"),
+        (128, 4, 32, "int8", "page_size is 32, neither 64 nor"),
         (72, 4, 64, "bfloat16", "head_dim is 72"),
         (512, 4, 64, "bfloat16", "head_dim is 512"),
         (128, 71, 64, "bfloat16", "71 query heads share a KV head"),

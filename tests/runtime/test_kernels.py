@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, JaxinferError, SamplingParams, pallas_kernels
-from jaxinfer.pallas_kernels import choice
+from jaxinfer.pallas_kernels import assembler, choice
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.kv.slab import SLAB_TOKENS, gather, scatter
@@ -80,7 +80,8 @@ CPU: Any = SimpleNamespace(platform="cpu", device_kind="cpu")
     [
         ("auto", gpu("9.0"), "bfloat16", 128, 64, "hopper"),
         ("auto", gpu("9.0"), "bfloat16", 128, 24, "generic"),
-        ("auto", gpu("9.0"), "int8", 128, 64, "generic"),
+        ("auto", gpu("9.0"), "int8", 128, 64, "hopper"),
+        ("auto", gpu("9.0"), "int8", 128, 32, "generic"),
         ("auto", gpu("10.0"), "bfloat16", 128, 64, "generic"),
         ("auto", gpu("8.6"), "bfloat16", 80, 16, "generic"),
         ("auto", gpu("8.9"), "float8_e4m3fn", 80, 16, "generic"),
@@ -121,7 +122,7 @@ def test_choice(
         ("generic", gpu("8.0"), "float8_e4m3fn", 64, "they need 8.9 or more with fp8 entries"),
         ("generic", gpu("9.0"), "bfloat16", 72, "head_dim is 72, no multiple of 16"),
         ("hopper", gpu("8.9"), "bfloat16", 128, "compute capability 8.9, they need 9.0"),
-        ("hopper", gpu("9.0"), "float32", 128, "KV entries are float32, no 16-bit floats"),
+        ("hopper", gpu("9.0"), "float32", 128, "KV entries are float32, neither"),
         ("numba", gpu("9.0"), "float32", 128, "compute capability 9.0, it needs a CPU"),
         ("numba", CPU, "int8", 64, "KV entries are int8, it needs float32 or bfloat16"),
     ],
@@ -131,6 +132,35 @@ def test_a_device_that_cannot(
 ) -> None:
     with pytest.raises(JaxinferError, match=message):
         choose_kernels(wanted, device, jnp.dtype(dtype), head_dim, 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("ptxas", "chosen"),
+    [
+        (None, "hopper"),
+        ((12, 6, 85), "hopper"),
+        ((12, 8, 61), "generic"),
+        ((12, 9, 41), "generic"),
+        ((12, 9, 86), "hopper"),
+        ((13, 1, 80), "hopper"),
+    ],
+)
+def test_an_assembler_that_makes_wrong_code(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ptxas: tuple[int, ...] | None,
+    chosen: str,
+) -> None:
+    """Of causal masks; what to install is said, and is an error where Hopper's are asked for."""
+    monkeypatch.setattr(assembler, "ptxas_version", lambda: ptxas)
+    choice._note.cache_clear()
+    case: Any = gpu("9.0"), jnp.dtype("bfloat16"), 128, 4, 64
+    assert choose_kernels("auto", *case) == chosen
+    said = "pip install 'nvidia-cuda-nvcc-cu12>=12.9.86'"
+    assert (said in capsys.readouterr().err) == (chosen == "generic")
+    if chosen == "generic":
+        with pytest.raises(JaxinferError, match=r"ptxas 12\.[89]\.\d+ makes wrong code"):
+            choose_kernels("hopper", *case)
 
 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:

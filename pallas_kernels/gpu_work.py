@@ -1,0 +1,77 @@
+"""How kernels for GPUs cut their work, and what they are given."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.pallas_kernels.reference import work_items
+
+# In a kernel: references to memory, and their values.
+Ref = Any
+
+
+class Tiles(NamedTuple):
+    """Tiles of chunks' rows, all int32 [I].
+
+    Attributes:
+        chunk: whose they are; ``row``: the first one's among the tokens.
+        start: its position in the sequence; ``size``: rows, 0 of padding.
+    """
+
+    chunk: jax.Array
+    row: jax.Array
+    start: jax.Array
+    size: jax.Array
+
+
+def chunk_tiles(
+    start_C: jax.Array, size_C: jax.Array, row_C: jax.Array, T: int, tokens: int
+) -> Tiles:
+    """All chunks' rows in tiles of ``tokens``; the last one of a chunk may have fewer.
+
+    Those with the longest contexts come first: a GPU starts programs in order, and what starts
+    last should end soon.
+    """
+    chunk_I, index_I, count = work_items(
+        pl.cdiv(size_C, tokens), pl.cdiv(T, tokens) + min(len(start_C), T)
+    )
+    done_I = index_I * tokens
+    size_I = jnp.clip(size_C[chunk_I] - done_I, 0, tokens)
+    size_I = jnp.where(jnp.arange(len(chunk_I)) < count, size_I, 0)
+    tiles = Tiles(chunk_I, row_C[chunk_I] + done_I, start_C[chunk_I] + done_I, size_I)
+    order_I = jnp.argsort(jnp.where(size_I > 0, -tiles.start - size_I, 0))
+    return Tiles(*(x_I[order_I] for x_I in tiles))
+
+
+def pieces(size: int) -> list[tuple[int, int]]:
+    """Start and size of powers of two that add up to ``size``, the largest first."""
+    pieces, start = [], 0
+    while start < size:
+        length = 1 << ((size - start).bit_length() - 1)
+        pieces.append((start, length))
+        start += length
+    return pieces
+
+
+def whole(x: jax.Array) -> pl.BlockSpec:
+    """All of an array for every program; it stays in the GPU's memory.
+
+    Raises:
+        JaxinferError: its last entries cannot be reached.
+    """
+    # Pallas counts entries in 64 bits from 2**32 bytes on, and before that in 32 bits with a sign.
+    if x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32:
+        raise JaxinferError(
+            f"{x.size} entries of 8 bits in one array: Pallas reaches none between 2**31 and 2**32,"
+            " take another num_pages"
+        )
+    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+
+
+def product_dtype(kv: KVPages) -> jnp.dtype:
+    """Dtype that products are computed in."""
+    return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("bfloat16")

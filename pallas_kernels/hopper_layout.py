@@ -1,0 +1,64 @@
+"""Where the queries of chunks lie for the kernel for Hopper, and its results."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jaxinfer.pallas_kernels.hopper_tiles import CONSUMERS, ROWS
+from jaxinfer.pallas_kernels.reference import work_items
+
+# Rows of queries that a copy by TMA begins at multiples of, and takes at least.
+COPIED = 8
+
+
+class Fit(NamedTuple):
+    """How a tile's rows are made of tokens.
+
+    Attributes:
+        heads: of a token, with padding.
+        unit: tokens at whose multiples a copy can begin; ``tokens``: of a tile, a multiple.
+    """
+
+    heads: int
+    unit: int
+    tokens: int
+
+
+def tile_rows(group: int) -> Fit:
+    """Choose the padding of heads with which a tile holds the most tokens."""
+
+    def fit(heads: int) -> Fit:
+        unit = COPIED // math.gcd(COPIED, heads)
+        return Fit(heads, unit, CONSUMERS * ROWS // heads // unit * unit)
+
+    return max(map(fit, range(group, group + COPIED)), key=lambda fit: (fit.tokens, -fit.heads))
+
+
+class Layout(NamedTuple):
+    """Where queries lie for the kernel, and results: Y tokens, each chunk's from a unit on.
+
+    Attributes:
+        begin_C: of each chunk; ``token_Y``: which token's lie there, of padding any's.
+        place_T: the other way round, -1 of a row of no chunk.
+    """
+
+    begin_C: jax.Array
+    token_Y: jax.Array
+    place_T: jax.Array
+
+
+def layout(row_C1: jax.Array, T: int, fit: Fit) -> Layout:
+    """Lay chunks out: their tokens take room, and little else, however many chunks there can be."""
+    size_C = row_C1[1:] - row_C1[:-1]
+    taken_C = pl.cdiv(size_C, fit.unit) * fit.unit
+    # Each chunk ends with a part-filled unit at worst, and the last tile reaches past its end.
+    Y = T + min(len(size_C), T) * (fit.unit - 1) + fit.tokens + COPIED
+    Y = pl.cdiv(Y, COPIED) * COPIED
+    chunk_Y, index_Y, _ = work_items(taken_C, Y)
+    token_Y = row_C1[chunk_Y] + index_Y
+    to_Y = jnp.where(index_Y < size_C[chunk_Y], token_Y, T)
+    place_T = jnp.full(T, -1).at[to_Y].set(jnp.arange(Y), mode="drop")
+    return Layout(jnp.cumsum(taken_C) - taken_C, jnp.minimum(token_Y, T - 1), place_T)

@@ -1,0 +1,277 @@
+"""What the kernels for Hopper are made of: tiles of a context, and a softmax over them."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import product as product_of
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxinfer.pallas_kernels.gpu_work import Ref
+from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE
+
+# Rows that a warpgroup multiplies at once.
+ROWS = 64
+# Tiles of keys, and of values, that shared memory holds.
+SLOTS = 2
+# Warpgroups that multiply in a program of prefill; one more fetches.
+CONSUMERS = 2
+LOG2_E = math.log2(math.e)
+
+
+class Softmax(NamedTuple):
+    """An online softmax over the rows of a warpgroup: in registers, as wgmma lays them out.
+
+    Attributes:
+        out_RH: values weighted by 2^(score - max).
+        max_R: of scores times log2(e); ``sum_R``: of the weights.
+    """
+
+    out_RH: jax.Array
+    max_R: jax.Array
+    sum_R: jax.Array
+
+
+class Weighed(NamedTuple):
+    """A tile's weights [R, J], and what they make of a softmax whose values have yet to come.
+
+    Attributes:
+        shrink_R: what the values so far are to be multiplied by.
+    """
+
+    weight_RJ: jax.Array
+    max_R: jax.Array
+    sum_R: jax.Array
+    shrink_R: jax.Array
+
+    def over(self, out_RH: jax.Array) -> Softmax:
+        """The softmax with the values so far."""
+        return Softmax(out_RH * rows(self.shrink_R, out_RH), self.max_R, self.sum_R)
+
+
+def start(head_dim: int) -> Softmax:
+    """A softmax over nothing."""
+    of_rows = plgpu.Layout.WGMMA.reduce(1)
+    return Softmax(
+        plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
+        plgpu.layout_cast(jnp.full((ROWS,), NO_SCORE, jnp.float32), of_rows),
+        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), of_rows),
+    )
+
+
+def weigh(so_far: Softmax, score_RJ: jax.Array, scales: tuple[Any, Any] = (None, None)) -> Weighed:
+    """Weigh new scores.
+
+    Args:
+        scales: what scores, and weights once they are summed, are to be multiplied by.
+    """
+    of_scores, of_weights = scales
+    to_log2 = LOG2_E if of_scores is None else of_scores * LOG2_E
+    max_R = jnp.maximum(so_far.max_R, score_RJ.max(1) * to_log2)
+    weight_RJ = jnp.exp2(score_RJ * to_log2 - rows(max_R, score_RJ))
+    shrink_R = jnp.exp2(so_far.max_R - max_R)
+    sum_R = so_far.sum_R * shrink_R + weight_RJ.sum(1)
+    weight_RJ = weight_RJ if of_weights is None else weight_RJ * of_weights
+    return Weighed(weight_RJ, max_R, sum_R, shrink_R)
+
+
+def store(done: Softmax, out_RH: Ref) -> jax.Array:
+    """Write the softmax to shared memory; returns the weights' sums, of no weights something."""
+    sum_R = jnp.maximum(done.sum_R, 1e-30)
+    out_RH[...] = (done.out_RH / rows(sum_R, done.out_RH)).astype(out_RH.dtype)
+    return sum_R
+
+
+def rows(x_R: jax.Array, like_RX: jax.Array) -> jax.Array:
+    """A number for each row, for all of its columns."""
+    return lax.broadcast_in_dim(x_R, like_RX.shape, [0])
+
+
+def product(a: Ref, b: Ref) -> jax.Array:
+    """a b, of shared memory, in float32 registers."""
+
+    def multiply(acc: Ref) -> jax.Array:
+        plgpu.wgmma(acc, a, b)
+        found: jax.Array = acc[...]
+        return found
+
+    shape = a.shape[0], b.shape[1]
+    found: jax.Array = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+    return found
+
+
+def add_product(out_RH: jax.Array, a: Any, b: Ref, a_sm: Ref | None) -> jax.Array:
+    """out + a b, where a is in registers.
+
+    Args:
+        a_sm: shared memory for a, where the product is interpreted: interpret mode knows neither
+            operands in registers nor sums that begin with something. None on a GPU.
+    """
+    if a_sm is not None:
+        a_sm[...] = a
+        plgpu.commit_smem()
+        return out_RH + product(a_sm, b)
+
+    def add(acc: Ref) -> None:
+        plgpu.wgmma(acc, a, b)
+
+    found: jax.Array = pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(out_RH))
+    return found
+
+
+def scores_beside_values(
+    so_far: Softmax,
+    q: Ref,
+    k_HJ: Ref,
+    weight_RJ: jax.Array,
+    v_JH: Ref,
+    weigh_scores: Callable[[jax.Array], Weighed],
+    before_values: Callable[[], None],
+    issued: Callable[[], None],
+    weighed: Callable[[], None],
+    weight_sm: Ref | None,
+) -> tuple[Softmax, jax.Array]:
+    """Weigh a tile's scores while the values of the tile before are multiplied.
+
+    Both products are issued at once; the softmax of the first runs under the second.
+
+    Args:
+        weight_RJ: 16-bit weights of the tile before, whose values are ``v_JH``.
+        weigh_scores: is given the scores [R, J].
+        before_values: waits for the values.
+        issued: is called when both products are; ``weighed``: when the scores are, and waits for
+            something: that keeps the assembler from waiting for the values earlier.
+        weight_sm: as ``add_product``'s.
+
+    Returns:
+        The softmax with the values of the tile before, and the new weights.
+    """
+    dtype = weight_RJ.dtype
+    if weight_sm is not None:
+        score_RJ = product(q, k_HJ)
+        before_values()
+        out_RH = add_product(so_far.out_RH, weight_RJ, v_JH, weight_sm)
+        issued()
+        found = weigh_scores(score_RJ)
+        weighed()
+        return found.over(out_RH), found.weight_RJ.astype(dtype)
+
+    def multiply(score: Ref, out: Ref, weight: Ref, max_R: Ref, sum_R: Ref, shrink_R: Ref) -> None:
+        plgpu.wgmma(score, q, k_HJ)
+        before_values()
+        plgpu.wgmma(out, weight_RJ, v_JH)
+        issued()
+        found = weigh_scores(plgpu.wgmma_accumulator_load(score, wait_n=1))
+        found = Weighed(*lax.optimization_barrier(tuple(found)))
+        weighed()
+        weight[...], max_R[...], sum_R[...], shrink_R[...] = found
+
+    def with_scores(refs: tuple[Ref, ...]) -> None:
+        shape = ROWS, k_HJ.shape[1]
+        pl.run_scoped(
+            lambda score: multiply(score, *refs), plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
+        )
+
+    out = plgpu.WGMMAAccumulatorRef.init(so_far.out_RH)
+    some_RJ = plgpu.layout_cast(jnp.zeros(weight_RJ.shape, jnp.float32), plgpu.Layout.WGMMA)
+    state = out, some_RJ, so_far.max_R, so_far.sum_R, so_far.sum_R
+    out_RH, new_RJ, *rest = pl.run_state(with_scores)(state)
+    # Rounded only now: the registers of the old weights are in use until the values are there, or
+    # the assembler would have each product wait for the one before.
+    new_RJ, out_RH = lax.optimization_barrier((new_RJ, out_RH))
+    return Weighed(new_RJ, *rest).over(out_RH), new_RJ.astype(dtype)
+
+
+def copy_tile(
+    pages_PKBH: Ref,
+    shared: Ref,
+    ready: Ref,
+    table_M: Ref,
+    head: jax.Array,
+    tile: jax.Array,
+) -> None:
+    """Start the copies of a tile's tokens, one for each page that they lie in."""
+    B, size = pages_PKBH.shape[2], shared.shape[0]
+    unit = min(B, size)
+    for part in range(size // unit):
+        token = tile * size + part * unit
+        # A tile may reach past the table's end, where there are no tokens.
+        page = table_M[jnp.minimum(lax.div(token, B), table_M.shape[0] - 1)]
+        at = pl.ds(lax.rem(token, B), unit) if size < B else slice(None)
+        plgpu.copy_gmem_to_smem(
+            pages_PKBH.at[page, head, at], shared.at[pl.ds(part * unit, unit)], ready
+        )
+
+
+class Pages(NamedTuple):
+    """One KV head of a sequence's pages, and the scales of entries of 8 bits."""
+
+    k_PKBH: Ref
+    v_PKBH: Ref
+    scales_PK: tuple[Ref, ...]
+    table_M: Ref
+    head: jax.Array
+
+    def scales(self, tile: jax.Array, size: int) -> tuple[Any, Any]:
+        """A tile's scales of keys and of values, None of 16 bits; it lies in one page."""
+        if not self.scales_PK:
+            return None, None
+        page = self.table_M[lax.div(tile * size, self.k_PKBH.shape[2])]
+        k_PK, v_PK = self.scales_PK
+        return k_PK[page, self.head], v_PK[page, self.head]
+
+
+def masked(seen: jax.Array, score_RJ: jax.Array, scale: Any) -> jax.Array:
+    """Scores times their scale, if they have one, and MASKED where they are not seen."""
+    return jnp.where(seen, score_RJ if scale is None else score_RJ * scale, MASKED)
+
+
+def clear_after(v_JH: Ref, count: jax.Array, me: Any = 0, cleared: Ref | None = None) -> None:
+    """Zero the values of tokens from ``count`` on: 0 times what memory holds there may be NaN.
+
+    Args:
+        me: which of the warpgroups that share the tile, and ``cleared``, on which they then wait.
+    """
+
+    def clear(begin: int) -> None:
+        part = v_JH.at[pl.ds(begin, ROWS)]
+        v = plgpu.layout_cast(part[...], plgpu.Layout.WGMMA)
+        row = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+        part[...] = jnp.where(row + begin < count, v, jnp.zeros_like(v))
+
+    @pl.when(count < v_JH.shape[0])
+    def _() -> None:
+        for begin in range(0, v_JH.shape[0], ROWS):
+            pl.when(me == begin // ROWS % CONSUMERS)(partial(clear, begin))
+        plgpu.commit_smem()
+        if cleared is not None:
+            plgpu.barrier_arrive(cleared)
+            plgpu.barrier_wait(cleared)
+
+
+def widen(x_JH: Ref, wide_JH: Ref, count: jax.Array | None = None) -> None:
+    """Write a tile's entries of 8 bits with 16, and zeros for tokens from ``count`` on."""
+    J, H = x_JH.shape
+    # Pieces that registers hold.
+    columns = 128 if H % 128 == 0 else H
+    for begin, column in product_of(range(0, J, ROWS), range(0, H, columns)):
+        at = pl.ds(begin, ROWS), pl.ds(column, columns)
+        x = plgpu.layout_cast(x_JH[at], plgpu.Layout.WGMMA)
+        x = x.astype(jnp.float32).astype(wide_JH.dtype)
+        if count is not None:
+            row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
+            x = jnp.where(row + begin < count, x, jnp.zeros_like(x))
+        wide_JH[at] = x
+
+
+def shared(shape: tuple[int, ...], dtype: jnp.dtype, head_dim: int) -> Any:
+    """Shared memory laid out for TMA and wgmma, which needs both of its operands laid out alike."""
+    bits = 8 * jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(head_dim * bits)
+    tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
