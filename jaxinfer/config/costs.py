@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator
 
+from jaxinfer.config.published import PublishedTables
 from jaxinfer.config.step_costs import CurveCosts, LinearCosts, PhaseCosts
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Named, OptionError, Options
@@ -25,8 +26,8 @@ class GroupCosts(Options):
         step_s: seconds that the engine adds to each step; ``sequence_s``: for each sequence in it.
         reserve_gb: memory of each GPU for activations and all else that is neither weights nor KV,
             in 10^9 bytes; by default what the largest step's hidden states and logits take.
-        tables: a folder with measured operators (see ``tables.py``), in place of ``flops`` and
-            ``bandwidth``.
+        tables: a folder with measured operators (see ``tables.py``), or one of published ones (see
+            ``PublishedTables``), in place of ``flops`` and ``bandwidth``.
         linear: coefficients (see ``linear.py``), in place of ``flops``, ``bandwidth``, ``step_s``
             and ``sequence_s``; ``phases``: others, by phase (see ``phases.py``), likewise;
             ``curves``: of whole steps (see ``curves.py``), likewise.
@@ -38,7 +39,7 @@ class GroupCosts(Options):
     step_s: float | None = Field(default=None, ge=0)
     sequence_s: float | None = Field(default=None, ge=0)
     reserve_gb: float | None = Field(default=None, ge=0)
-    tables: str | None = None
+    tables: str | PublishedTables | None = None
     linear: LinearCosts | None = None
     phases: PhaseCosts | None = None
     curves: CurveCosts | None = None
@@ -77,7 +78,7 @@ class SimulateOptions(Options):
     hop_s: float = Field(default=0.0, ge=0)
     fit: Literal["relative", "absolute"] = "relative"
     reserve_gb: float | None = Field(default=None, ge=0)
-    tables: str | None = None
+    tables: str | PublishedTables | None = None
     linear: LinearCosts | None = None
     phases: PhaseCosts | None = None
     curves: CurveCosts | None = None

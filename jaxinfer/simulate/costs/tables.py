@@ -9,7 +9,6 @@ from typing import Self
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
-from jaxinfer.files.shipped import data_path
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs.attention_grid import At, AttentionGrid
@@ -180,7 +179,7 @@ class TableStage:
     """One pipeline stage by its operators' tables.
 
     Args:
-        folder: as ``check_meta`` has found it to be of this model and GPU.
+        found: of this model, this GPU and so many ``devices``; ``source``: where it was read.
         devices: the degree of tensor parallelism.
         itemsize: bytes of a number of hidden states and logits.
         layers: how many; ``first``, ``last``: with the embedding, with the head.
@@ -188,14 +187,12 @@ class TableStage:
 
     Attributes:
         read: what the tables had, as JSON values.
-
-    Raises:
-        JaxinferError: a table is missing, or lacks an operator or has one that is not known.
     """
 
     def __init__(
         self,
-        folder: Path,
+        found: OperatorTables,
+        source: str,
         model: ModelShape,
         gpu: Gpu,
         devices: int,
@@ -206,17 +203,13 @@ class TableStage:
         step_s: float = 0.0,
         sequence_s: float = 0.0,
     ) -> None:
-        if model.num_experts:
-            raise JaxinferError(f"{folder}: tables do not model mixtures of experts")
-        tp = find_degree(folder, devices)
         self._layers, self._step_s, self._sequence_s = layers, step_s, sequence_s
-        found = read_operators(tp)
         self._tokens = found.per_token(layers, first, last)
         self._sampled = add_up((found.heads[name], 1) for name in PER_SEQUENCE) if last else None
         self._attention = found.attention
         self._collectives = Collectives()
         self.read: dict[str, object] = {
-            "folder": str(tp),
+            "folder": source,
             "per_layer": found.per_layer | {"attention": 1},
             "per_step": [*FIRST * first, *LAST * last],
             "per_sequence": list(PER_SEQUENCE * last),
@@ -233,11 +226,24 @@ class TableStage:
             self.read["collectives"] = {"gb_s": gb_s, "each_s": each_s, "all_reduces_per_layer": 2}
 
     @classmethod
-    def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """Make the stage from a run file's options, which have these costs."""
-        assert costs.tables
+    def open(cls, folder: Path, part: StagePart, costs: SimulateOptions) -> Self:
+        """Read the stage's operators from a folder, which is of this model and GPU.
+
+        Raises:
+            JaxinferError: a table is missing, or lacks an operator or has one that is not known.
+        """
+        if part.model.num_experts:
+            raise JaxinferError(f"{folder}: tables do not model mixtures of experts")
+        tp = find_degree(folder, part.devices)
+        return cls.of(read_operators(tp), str(tp), part, costs)
+
+    @classmethod
+    def of(
+        cls, found: OperatorTables, source: str, part: StagePart, costs: SimulateOptions
+    ) -> Self:
+        """Make the stage of operators that were read."""
         return cls(
-            data_path(costs.tables), part.model, part.gpu, part.devices, ITEMSIZE,
+            found, source, part.model, part.gpu, part.devices, ITEMSIZE,
             part.layers, part.first, part.last, costs.step_s, costs.sequence_s,
         )  # fmt: skip
 
