@@ -13,9 +13,7 @@ from jaxinfer.simulate.published.convert import Wanted
 from jaxinfer.simulate.published.kept import operator_points
 
 
-def published_stage(
-    tables: PublishedTables, part: StagePart, costs: SimulateOptions
-) -> TableStage:
+def published_stage(tables: PublishedTables, part: StagePart, costs: SimulateOptions) -> TableStage:
     """Make one pipeline stage.
 
     Raises:
