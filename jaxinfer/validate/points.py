@@ -18,8 +18,6 @@ COLUMNS = (
 _FALLS = 0.05
 # A series whose TTFT falls in more than this share of pairs, of so many or more, gives none.
 _MOST_FALLING, _FEWEST_PAIRS = 0.2, 10
-# Beyond this many output tokens a point takes minutes.
-_LONGEST = 8191
 
 
 @dataclass(frozen=True)
@@ -135,8 +133,6 @@ def uses(points: Sequence[Point]) -> list[Use]:
             found.append(Use(False, False, f"mode {point.row['mode']}: its launch is not known"))
         elif not point.tpot_ms or not point.ttft_ms or point.osl < 2:
             found.append(Use(False, False, "has no TTFT or no TPOT"))
-        elif point.osl > _LONGEST:
-            found.append(Use(False, False, f"more than {_LONGEST} output tokens"))
         elif point.group in falling:
             found.append(Use(True, False, "TTFT of its group falls as concurrency rises"))
         else:
