@@ -26,7 +26,7 @@ FLOORS = (
     ("runtime",),
     ("runtime.profiling",),
     ("llm", "convert"),
-    ("measure", "predict", "ray"),
+    ("measure", "predict", "ray", "validate"),
     ("compare", "rerun", "plan"),
     ("plan.planners",),
     ("plan.replan", "plan.sweep", "papers"),

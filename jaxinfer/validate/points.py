@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from jaxinfer.errors import JaxinferError
@@ -158,7 +159,7 @@ def _falling_groups(points: Iterable[Point]) -> set[tuple[str, ...]]:
     pairs: defaultdict[tuple[str, ...], list[bool]] = defaultdict(list)
     for several in series.values():
         ordered = sorted(several, key=lambda p: p.concurrency)
-        for low, high in zip(ordered, ordered[1:], strict=False):
+        for low, high in pairwise(ordered):
             if low.concurrency < high.concurrency:
                 falls = high.ttft_ms < (1 - _FALLS) * low.ttft_ms
                 pairs[low.group].append(falls)

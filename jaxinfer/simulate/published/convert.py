@@ -92,7 +92,8 @@ def convert(wanted: Wanted) -> OperatorPoints:
 
 def _add_attention(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
     model, (queries, keys) = wanted.model, wanted.heads
-    only = {"num_heads": queries, "num_key_value_heads": keys, "head_dim": model.head_size}
+    only: dict[str, object] = {}
+    only |= {"num_heads": queries, "num_key_value_heads": keys, "head_dim": model.head_size}
     only |= {"attn_dtype": "bfloat16", "kv_cache_dtype": wanted.kv, "beam_width": 1}
     for name in ("context_attention_perf", "generation_attention_perf"):
         path = card.file(name, wanted.backend, wanted.version)

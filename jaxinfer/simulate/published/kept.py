@@ -8,6 +8,7 @@ import zipfile
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -70,7 +71,7 @@ def _load(path: Path) -> OperatorPoints:
 
 def _save(path: Path, found: OperatorPoints) -> None:
     """Keep them; where that cannot be, they are converted again next time."""
-    arrays = {
+    arrays: dict[str, Any] = {
         f"{kind}:{name}": np.array(list(points.items()))
         for kind in ("dense", "heads")
         for name, points in getattr(found, kind).items()
