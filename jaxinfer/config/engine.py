@@ -60,8 +60,8 @@ class EngineOptions(Options):
             ``auto`` takes the first of these that the device can run, but ``plain`` on a GPU where
             entries are float32. ``numba`` computes products of float32, too.
         max_in_flight: Steps of an instance that are launched and have not ended, at most; by
-            default 2 where decodes are launched ahead, else one for each stage. Where they are, only
-            a modelled instance may have more than 2.
+            default 2 where decodes are launched ahead, else one for each stage. Only a modelled
+            instance that launches ahead may have more than 2.
         launch_ahead: Start a decode before the token it follows has reached the host.
         chunks_in_flight: Chunks of one prompt in flight: with ``all`` a long prompt fills all
             pipeline stages; with 1 the next chunk waits for the last one's end, as in Vidur and in
