@@ -25,6 +25,8 @@ class PublishedTables(Options):
         quickest_all_reduce: Whether the quickest all-reduce counts of all cards of the folder with
             a link of one speed.
         small_operators: Whether operators on vectors, which no table has, count by their bytes.
+        expert_parallel: Ways that experts are shared whole; each is divided by the other devices.
+        routing: How tokens spread over experts, in the tables' words.
     """
 
     folder: str = Field(min_length=1)
@@ -35,3 +37,5 @@ class PublishedTables(Options):
     static_scales: bool = False
     quickest_all_reduce: bool = True
     small_operators: bool = True
+    expert_parallel: int = Field(default=1, ge=1)
+    routing: str = "power_law_1.01"

@@ -16,7 +16,7 @@ from jaxinfer.validate.points import Point
 
 # The columns whose values in ``when`` are regular expressions.
 _PATTERNS = ("id", "backend_version")
-_NUMBERS = ("concurrency", "isl", "osl", "tp")
+_NUMBERS = ("concurrency", "isl", "osl", "tp", "moe_ep")
 # A closed-loop client's turnaround.
 _CLIENT_S = 0.002
 
@@ -104,6 +104,8 @@ def launch(
     stages = int(float(row["pp_size"] or 1))
     if stages != 1:
         raise JaxinferError(f"pp_size is {stages}: points with pipelines are not simulated")
+    if point.attention_dp > 1:
+        raise JaxinferError("data-parallel attention beside shared experts is not simulated")
     own: dict[str, Any] = {"rounds": 10, "first_wave": None, "shortest": 1.0}
     data: dict[str, Any] = {
         "model": model,

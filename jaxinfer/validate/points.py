@@ -45,6 +45,17 @@ class Point:
         return self.row["id"]
 
     @property
+    def moe_ep(self) -> int:
+        """Ways that experts are shared whole; 1 where there are none."""
+        return int(float(self.row.get("moe_ep_size") or 1))
+
+    @property
+    def attention_dp(self) -> int:
+        """Groups of GPUs that attend to requests of their own, beside experts that all share."""
+        experts = self.moe_ep * int(float(self.row.get("moe_tp_size") or 0))
+        return max(experts // self.tp, 1)
+
+    @property
     def group(self) -> tuple[str, ...]:
         """Model, card, backend and its version."""
         return tuple(self.row[n] for n in ("model_path", "system", "backend", "backend_version"))

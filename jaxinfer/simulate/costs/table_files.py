@@ -38,6 +38,8 @@ PER_LAYER = {
 # Those that not every model has, or not every profile apart from others. ``qk_norm`` is that of
 # queries and that of keys together.
 OPTIONAL = {"qk_norm": 1, "add": 1, "all_reduce": 2}
+# In place of one feed-forward layer, in published tables alone.
+EXPERTS = {"router": 1, "moe": 1}
 FIRST, LAST, PER_SEQUENCE = ("embedding",), ("final_layernorm",), ("lm_head", "sampler")
 # By file: its axis, operators that must be there, and those that may.
 _OPERATORS = {

@@ -15,6 +15,7 @@ from jaxinfer.simulate.costs.attention_grid import At, AttentionGrid
 from jaxinfer.simulate.costs.model import ITEMSIZE
 from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear, add_up
 from jaxinfer.simulate.costs.table_files import (
+    EXPERTS,
     FIRST,
     LAST,
     OPTIONAL,
@@ -123,7 +124,8 @@ class OperatorTables:
     @property
     def per_layer(self) -> dict[str, int]:
         """Number of runs in a layer of each operator that there is."""
-        return {name: n for name, n in (PER_LAYER | OPTIONAL).items() if name in self.dense}
+        counts = PER_LAYER | OPTIONAL | EXPERTS
+        return {name: n for name, n in counts.items() if name in self.dense}
 
 
 @lru_cache(maxsize=16)

@@ -33,6 +33,8 @@ class Wanted:
         static_scales: the checkpoint has scales of activations, so that none is computed.
         quickest_all_reduce: of cards with one link, the quickest all-reduce counts.
         small_operators: whether operators on vectors count.
+        expert_parallel: ways that experts are shared whole; each is divided by the other devices.
+        routing: how tokens spread over experts, in the tables' words.
     """
 
     folder: Path
@@ -47,6 +49,8 @@ class Wanted:
     static_scales: bool
     quickest_all_reduce: bool
     small_operators: bool
+    expert_parallel: int
+    routing: str
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -78,12 +82,12 @@ def convert(wanted: Wanted) -> OperatorPoints:
     Raises:
         JaxinferError: a table is missing, or lacks what the model needs.
     """
-    if wanted.model.num_experts:
-        raise JaxinferError(f"{wanted.folder}: mixtures of experts are not read from such tables")
     card = find_card(wanted.folder, wanted.card, wanted.kind)
     found = OperatorPoints()
     _add_attention(found, wanted, card)
     _add_products(found, wanted, card)
+    if wanted.model.num_experts:
+        _add_experts(found, wanted, card)
     _add_small(found, wanted, card)
     if wanted.devices > 1:
         _add_all_reduces(found, wanted, card)
@@ -114,17 +118,38 @@ def _add_products(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
     found.files.append(str(path))
     times = _products(path, wanted.products)
     plain = times if wanted.products == "bfloat16" else _products(path, "bfloat16")
-    for name, n, k in (
-        ("qkv_proj", own + 2 * keys * model.head_size, h),
-        ("o_proj", h, own),
-        ("gate_up_proj", (1 + model.gated) * each, h),
-        ("down_proj", h, each),
-    ):
+    sizes = [("qkv_proj", own + 2 * keys * model.head_size, h), ("o_proj", h, own)]
+    if not model.num_experts:
+        sizes += [("gate_up_proj", (1 + model.gated) * each, h), ("down_proj", h, each)]
+    for name, n, k in sizes:
         curve = times.curve(n, k)
         if wanted.static_scales and times is not plain:
             curve = _without_scaling(curve, times.curve(_NARROW, k), plain.curve(_NARROW, k))
         found.dense[name] = _micros(curve)
+    if model.num_experts:
+        found.dense["router"] = _micros(plain.curve(model.num_experts, h))
     found.heads["lm_head"] = _micros(plain.curve(model.vocab_size / tp, h))
+
+
+def _add_experts(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
+    """Both products of all experts and what lies between, which are measured together."""
+    model, ways = wanted.model, wanted.expert_parallel
+    if wanted.devices % ways:
+        raise JaxinferError(f"expert_parallel is {ways}, must divide {wanted.devices} devices")
+    only: dict[str, object] = {
+        "moe_dtype": wanted.products,
+        "hidden_size": model.hidden_size,
+        "inter_size": model.intermediate_size,
+        "topk": model.num_experts_per_tok,
+        "num_experts": model.num_experts,
+        "moe_tp_size": wanted.devices // ways,
+        "moe_ep_size": ways,
+        "distribution": wanted.routing,
+    }
+    path = card.file("moe_perf", wanted.backend, wanted.version)
+    found.files.append(str(path))
+    read = read_measured(path, ("num_tokens",), only, {})
+    found.dense["moe"] = _by_tokens(read, 1)
 
 
 def _products(path: Path, dtype: str) -> Products:
@@ -145,11 +170,12 @@ def _without_scaling(curve: Curve, narrow: Curve, plain: Curve) -> Points:
 def _add_small(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
     model, tp, (queries, keys) = wanted.model, wanted.devices, wanted.heads
     h, heads = model.hidden_size, (queries + keys) * model.head_size
+    each = 0 if model.num_experts else model.intermediate_size // tp
     numbers = {
         "layernorm": 4 * h,
         # TensorRT-LLM turns queries and keys within its attention.
         "rotary_emb": 0 if wanted.backend == "trtllm" else 2 * heads,
-        "act_fn": (2 + model.gated) * (model.intermediate_size // tp),
+        "act_fn": (2 + model.gated) * each,
         "embedding": 2 * h,
         "final_layernorm": 4 * h,
     }
