@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,8 @@ def _compare(
         key=lambda each: -each.osl * each.concurrency,
     )
     if todo:
-        with cores(None, jobs) as (map_points, _), Bar(len(todo)) as bar:
+        at = nullcontext((map, 1)) if jobs == 1 else cores(None, jobs)
+        with at as (map_points, _), Bar(len(todo)) as bar:
             found = map_points(predict, [Asked(rules, each, operators, own) for each in todo])
             for point, figures in zip(todo, found, strict=True):
                 kept.add(key_of(dict(point.row)), figures)

@@ -32,8 +32,8 @@ class Compared:
         return self.found is not None and "refused" not in self.found
 
     def counts(self, name: str) -> bool:
-        """Tell whether it counts in a figure; a request's whole time goes by its TPOT."""
-        return self.is_predicted and (self.use.ttft if name == "ttft" else self.use.tpot)
+        """Tell whether it counts in a figure; a request's whole time has its TTFT in it."""
+        return self.is_predicted and (self.use.tpot if name == "tpot" else self.use.ttft)
 
     def error(self, name: str) -> float:
         """Return (predicted - measured) / measured."""
