@@ -4,7 +4,8 @@
 
 Each variant is a run of ``jaxinfer validate`` in a folder of its own below DIR, which goes on where
 it was cut off. DIR gets ``groups.csv``, ``ablations.csv`` and ``halves.csv``, which have no point's
-own figures. The number, ``sequence_s``, is fitted on one half of the points and tested on the other.
+own figures. The number, ``sequence_s``, is fitted on one half of the points and tested on the
+other.
 """
 
 import csv
@@ -165,7 +166,7 @@ def _usable(out: Path) -> list[Row]:
 
 
 def _errors(points: Sequence[Row], engine: str, half: int) -> list[float]:
-    """\\|error\\| of TPOT of an engine's points in one half, which a digest of their ids decides."""
+    """Errors of TPOT of an engine's points in one half, which a digest of their ids decides."""
     return [
         abs(each["tpot_ms"] / each["silicon_tpot_ms"] - 1)
         for each in points
