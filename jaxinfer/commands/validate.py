@@ -3,8 +3,9 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,12 @@ from jaxinfer.errors import JaxinferError
 
 if TYPE_CHECKING:
     from jaxinfer.plan.evaluation_cache import EvaluationCache
-    from jaxinfer.validate.campaigns import Campaigns
-    from jaxinfer.validate.points import Point, Use
+    from jaxinfer.validate.campaigns import Launch
+    from jaxinfer.validate.points import Point
     from jaxinfer.validate.table import Compared
+
+# What keeps the figures of a folder.
+FOUND = "found.jsonl"
 
 
 @click.command()
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 @click.option("--out", required=True, help="Folder of the results; the same command goes on there.")
 @click.option("--campaigns", default="campaigns.yaml", help="How the points were measured.")
 @click.option("--without", multiple=True, metavar="RULE", help="Leave a rule out; repeatable.")
+@click.option("--known", metavar="FOLDER", help="Results whose run files are the same count, too.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes; by default all cores.")
 @with_pictures
 @click.option(
@@ -43,6 +48,7 @@ def validate(
     out: str,
     campaigns: str,
     without: tuple[str, ...],
+    known: str | None,
     jobs: int | None,
     pictures: str | None,
     settings: tuple[str, ...],
@@ -52,21 +58,26 @@ def validate(
     POINTS is a CSV with aiconfigurator's columns.
     """
     from jaxinfer.files.contents import contents
-    from jaxinfer.validate.campaigns import read_campaigns
+    from jaxinfer.plan.evaluation_cache import EvaluationCache
+    from jaxinfer.validate.campaigns import launch, read_campaigns
     from jaxinfer.validate.pictures import draw
-    from jaxinfer.validate.points import read_points, uses
+    from jaxinfer.validate.points import read_points
     from jaxinfer.validate.table import show, summarise
 
     rules, given = read_campaigns(campaigns, without), read_points(Path(points))
+    others = EvaluationCache(Path(known) / FOUND) if known else None
     if not Path(operators).is_dir():
         raise JaxinferError(f"--operators {operators}: no such folder")
-    files = contents({"trace": points, "folder": operators})
+    tables, own = contents({"folder": operators}), _settings(settings)
+    files = contents({"trace": points}) | tables
     asked = {"rules": rules.model_dump(mode="json"), "set": list(settings), "files": files}
-    with kept_results(out, "validate.json", json.dumps(asked, indent=2), "found.jsonl") as (
-        folder,
-        kept,
-    ):
-        compared = _compare(given, uses(given), rules, operators, settings, kept, jobs)
+    with kept_results(out, "validate.json", json.dumps(asked, indent=2), FOUND) as (folder, kept):
+        compared = _compare(
+            given,
+            lambda point: launch(rules, point, operators, own),
+            Known(kept, others, tables),
+            jobs,
+        )
         _write(folder, compared)
         summary = summarise(compared)
         text = json.dumps(summary | {"left_out": _left_out(compared)}, indent=2)
@@ -80,37 +91,65 @@ def validate(
 
 
 def _compare(
-    points: "Sequence[Point]",
-    found_uses: "Sequence[Use]",
-    rules: "Campaigns",
-    operators: str,
-    settings: Sequence[str],
-    kept: "EvaluationCache",
-    jobs: int | None,
+    points: "Sequence[Point]", make: "Callable[[Point], Launch]", kept: "Known", jobs: int | None
 ) -> "list[Compared]":
-    """Simulate what is not there yet, the longest first."""
-    from jaxinfer.plan.evaluation_cache import key_of
+    """Simulate what is not known yet, the longest first."""
     from jaxinfer.plan.search_progress import Bar
-    from jaxinfer.validate.predict import Asked, predict
+    from jaxinfer.validate.points import uses
+    from jaxinfer.validate.predict import predict
     from jaxinfer.validate.table import Compared
 
-    own = _settings(settings)
-    wanted = [each for each, use in zip(points, found_uses, strict=True) if use.tpot]
-    todo = sorted(
-        (each for each in wanted if kept.get(key_of(dict(each.row))) is None),
-        key=lambda each: -each.osl * each.concurrency,
-    )
+    compared, todo = [], []
+    for point, use in zip(points, uses(points), strict=True):
+        found: Any = None
+        if use.tpot:
+            try:
+                launch = make(point)
+                found = kept.find(launch)
+                if found is None:
+                    todo.append((len(compared), launch))
+            except JaxinferError as error:
+                found = {"refused": str(error)}
+        compared.append(Compared(point, use, found))
+    todo.sort(key=lambda each: -points[each[0]].osl * points[each[0]].concurrency)
     if todo:
         at = nullcontext((map, 1)) if jobs == 1 else cores(None, jobs)
         with at as (map_points, _), Bar(len(todo)) as bar:
-            found = map_points(predict, [Asked(rules, each, operators, own) for each in todo])
-            for point, figures in zip(todo, found, strict=True):
-                kept.add(key_of(dict(point.row)), figures)
-                bar.advance(point.id)
-    return [
-        Compared(point, use, kept.get(key_of(dict(point.row))) if use.tpot else None)
-        for point, use in zip(points, found_uses, strict=True)
-    ]
+            launches = [launch for _, launch in todo]
+            for (number, launch), found in zip(todo, map_points(predict, launches), strict=True):
+                kept.add(launch, found)
+                compared[number] = replace(compared[number], found=found)
+                bar.advance(points[number].id)
+    return compared
+
+
+class Known:
+    """Figures that are known, by run file and operators.
+
+    Args:
+        kept: of this folder; ``others``: of another one, if there is one.
+        files: digests of what the run files name.
+    """
+
+    def __init__(
+        self, kept: "EvaluationCache", others: "EvaluationCache | None", files: Mapping[str, str]
+    ) -> None:
+        self._kept, self._others, self._files = kept, others, files
+
+    def find(self, launch: "Launch") -> Any:
+        """A point's figures, or None."""
+        key = self._key(launch)
+        found = self._kept.get(key)
+        return self._others.get(key) if found is None and self._others else found
+
+    def add(self, launch: "Launch", found: Any) -> None:
+        """Keep a point's figures."""
+        self._kept.add(self._key(launch), found)
+
+    def _key(self, launch: "Launch") -> str:
+        from jaxinfer.plan.evaluation_cache import key_of
+
+        return key_of(launch.data, launch.first_wave, self._files)
 
 
 def _settings(settings: Sequence[str]) -> dict[str, Any]:

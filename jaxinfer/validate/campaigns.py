@@ -57,12 +57,17 @@ class Launch:
     """A point's engine and client.
 
     Attributes:
-        config: run file, with the workload.
+        data: run file, with the workload, as YAML would hold it.
         first_wave: weight of the requests sent at once, of all; None for as many as they are.
     """
 
-    config: RunFile
+    data: Mapping[str, Any]
     first_wave: float | None
+
+    @property
+    def config(self) -> RunFile:
+        """The run file, checked; raises JaxinferError where it cannot be."""
+        return as_run_file(self.data)
 
 
 def read_campaigns(path: str, without: Collection[str] = ()) -> Campaigns:
@@ -96,7 +101,7 @@ def launch(
         settings: dotted keys of the run file that count before all rules.
 
     Raises:
-        JaxinferError: its model or card is not known, or the run file cannot be.
+        JaxinferError: its model or card is not known, or a key leads nowhere.
     """
     row = point.row
     model = _name(campaigns.models, "model_path", row["model_path"])
@@ -121,7 +126,7 @@ def launch(
         else:
             put_option(data, key, _reckoned(value, point))
     data["workload"] = _workload(point, own)
-    return Launch(as_run_file(data), own["first_wave"])
+    return Launch(data, own["first_wave"])
 
 
 def _workload(point: Point, own: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def _scatter(backend: str, compared: Sequence[Compared]) -> Figure:
         for group, colour in zip(groups, COLOURS * len(groups), strict=False):
             shown = [e for e in compared if e.point.group == group and e.counts(name)]
             measured = [getattr(each.point, f"{name}_ms") for each in shown]
-            ours = [each.found[f"{name}_ms"] for each in shown if each.found]
+            ours = [each.predicted(name) for each in shown]
             ends += [*measured, *ours]
             label = " ".join(filter(None, (*group[:2], group[3])))
             axes.scatter(measured, ours, s=14, color=colour, alpha=0.6, label=label)

@@ -1,39 +1,25 @@
 """One point's figures by the simulator."""
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.run import simulate
-from jaxinfer.validate.campaigns import Campaigns, launch
-from jaxinfer.validate.points import Point
+from jaxinfer.validate.campaigns import Launch
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A point to be simulated; see ``launch``."""
-
-    campaigns: Campaigns
-    point: Point
-    operators: str
-    settings: Mapping[str, Any]
-
-
-def predict(asked: Asked) -> dict[str, Any]:
-    """``ttft_ms``, ``tpot_ms`` and ``e2e_ms``, all means; or ``refused``, why there are none."""
-    point, figures = asked.point, Figures(asked.point.concurrency)
+def predict(asked: Launch) -> dict[str, Any]:
+    """``ttft_ms`` and ``tpot_ms``, means of all requests; or ``refused``, why there are none."""
+    arrivals = asked.data["workload"]["arrivals"]
+    figures = Figures(arrivals["concurrency"])
     try:
-        how = launch(asked.campaigns, point, asked.operators, asked.settings)
-        simulate(how.config, how.config.requests(), on_request=figures.add)
+        config = asked.config
+        simulate(config, config.requests(), on_request=figures.add)
     except JaxinferError as error:
         return {"refused": str(error)}
-    ttft, tpot = figures.mean("ttft", how.first_wave), figures.mean("tpot", how.first_wave)
-    # As the points have it: of a request of nominal length.
-    e2e = ttft + (point.osl - 1) * tpot
-    return {"ttft_ms": ttft * 1e3, "tpot_ms": tpot * 1e3, "e2e_ms": e2e * 1e3}
+    return {f"{name}_ms": 1e3 * figures.mean(name, asked.first_wave) for name in ("ttft", "tpot")}
 
 
 class Figures:

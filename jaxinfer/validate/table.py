@@ -19,7 +19,7 @@ class Compared:
     """A point beside its prediction.
 
     Attributes:
-        found: ``ttft_ms``, ``tpot_ms`` and ``e2e_ms``, or ``refused``; None where it was left out.
+        found: ``ttft_ms`` and ``tpot_ms``, or ``refused``; None where it was left out.
     """
 
     point: Point
@@ -31,29 +31,33 @@ class Compared:
         """True if there are figures."""
         return self.found is not None and "refused" not in self.found
 
+    def predicted(self, name: str) -> float:
+        """Milliseconds; of a whole request, for one of nominal length, as it was measured."""
+        assert self.found
+        if name != "e2e":
+            return float(self.found[f"{name}_ms"])
+        return self.predicted("ttft") + (self.point.osl - 1) * self.predicted("tpot")
+
     def counts(self, name: str) -> bool:
         """Tell whether it counts in a figure; a request's whole time has its TTFT in it."""
         return self.is_predicted and (self.use.tpot if name == "tpot" else self.use.ttft)
 
     def error(self, name: str) -> float:
         """Return (predicted - measured) / measured."""
-        assert self.found
         measured: float = getattr(self.point, f"{name}_ms")
-        return float(self.found[f"{name}_ms"]) / measured - 1
+        return self.predicted(name) / measured - 1
 
     @property
     def row(self) -> dict[str, Any]:
         """The given columns and ours."""
         usable = "" if not self.use.tpot else "both" if self.use.ttft else "tpot"
-        found = dict(self.found or {})
-        ours = {name: found.get(name, "") for name in ("ttft_ms", "tpot_ms", "e2e_ms")}
-        why = found.get("refused", self.use.why)
-        return {
-            **self.point.row,
-            **ours,
-            "usable": "" if "refused" in found else usable,
-            "why": why,
+        refused = (self.found or {}).get("refused")
+        ours = {
+            f"{name}_ms": self.predicted(name) if self.is_predicted else ""
+            for name in ("ttft", "tpot", "e2e")
         }
+        use = {"usable": "" if refused else usable, "why": refused or self.use.why}
+        return {**self.point.row, **ours, **use}
 
 
 def summarise(compared: Sequence[Compared]) -> dict[str, dict[str, Any]]:
@@ -95,7 +99,7 @@ def _tau(several: Sequence[Compared], name: str) -> float | None:
     if len(several) < 2:
         return None
     measured = [getattr(each.point, f"{name}_ms") for each in several]
-    ours = [each.found[f"{name}_ms"] for each in several if each.found]
+    ours = [each.predicted(name) for each in several]
     tau = float(kendalltau(measured, ours).statistic)
     return None if tau != tau else tau
 
