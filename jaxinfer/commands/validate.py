@@ -99,7 +99,8 @@ def _compare(
     from jaxinfer.validate.predict import predict
     from jaxinfer.validate.table import Compared
 
-    compared, todo = [], []
+    compared: list[Compared] = []
+    todo: list[tuple[int, Launch]] = []
     for point, use in zip(points, uses(points), strict=True):
         found: Any = None
         if use.tpot:

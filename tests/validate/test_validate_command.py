@@ -13,14 +13,14 @@ from validate_cases import row, write_points
 
 from jaxinfer import JaxinferError
 from jaxinfer.commands.app import cli
-from jaxinfer.simulate.published import kept
+from jaxinfer.simulate.costs import kept_operators
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Operators of a card and a file of rules; conversions are kept here alone."""
-    monkeypatch.setattr(kept, "FOLDER", tmp_path / "kept")
-    kept.operator_points.cache_clear()
+    monkeypatch.setattr(kept_operators, "FOLDER", tmp_path / "kept")
+    kept_operators.published_operators.cache_clear()
     make_card(tmp_path / "operators", "h100_sxm")
     shape = MODEL.model_dump(exclude_none=True)
     rules = [

@@ -11,7 +11,7 @@ from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs.attention_grid import At, AttentionGrid
+from jaxinfer.simulate.costs.attention_grid import At, AttentionGrid, GridValues
 from jaxinfer.simulate.costs.model import ITEMSIZE
 from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear, add_up
 from jaxinfer.simulate.costs.table_files import (
@@ -35,12 +35,18 @@ class AttentionTable:
         points: by prefill_chunk, kv_prefill or prefill_key, n_decode, kv_decode.
         keyed: by prefill_key, the entries that a chunk's tokens see on average; kv_prefill are
             those before the chunk.
+        grids: by kind of batches, what was made of the same points before.
 
     Raises:
         JaxinferError: there are no chunks alone, or no decodes alone.
     """
 
-    def __init__(self, points: Mapping[At, float], keyed: bool) -> None:
+    def __init__(
+        self,
+        points: Mapping[At, float],
+        keyed: bool,
+        grids: Mapping[str, GridValues] | None = None,
+    ) -> None:
         self._own = 0.0 if keyed else 0.5
         kinds: dict[str, dict[At, float]] = {"chunks alone": {}, "decodes alone": {}, "both": {}}
         for at, micros in points.items():
@@ -49,13 +55,17 @@ class AttentionTable:
         for kind in ("chunks alone", "decodes alone"):
             if not kinds[kind]:
                 raise JaxinferError(f"has no {kind}")
-        self.grids = {kind: self._grid(found) for kind, found in kinds.items() if found}
+        self.grids = {
+            kind: AttentionGrid(found, self._key, (grids or {}).get(kind))
+            for kind, found in kinds.items()
+            if found
+        }
         self._chunks, self._decodes = self.grids["chunks alone"], self.grids["decodes alone"]
         self._both = self.grids.get("both")
         self._last: tuple[Work | None, float] = None, 0.0
 
-    def _grid(self, points: Mapping[At, float]) -> AttentionGrid:
-        return AttentionGrid(points, lambda chunk, y: y + self._own * chunk)
+    def _key(self, chunk: float, y: float) -> float:
+        return y + self._own * chunk
 
     def __call__(self, work: Work) -> float:
         """Return microseconds of all rows; chunks count as one of as many tokens and pairs."""

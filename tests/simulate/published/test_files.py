@@ -1,6 +1,5 @@
 """Finding published tables: cards, versions, units; what is refused, and what is kept."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import yaml
 from published_cases import make_card, wanted, write
 
 from jaxinfer import JaxinferError
-from jaxinfer.simulate.published import kept
 from jaxinfer.simulate.published.columns import read_measured
 from jaxinfer.simulate.published.convert import convert
 from jaxinfer.simulate.published.files import find_card, is_published
@@ -117,27 +115,3 @@ def test_of_a_point_measured_several_times_the_median_counts(tmp_path: Path) -> 
     read = read_measured(tmp_path / "t.parquet", ("m",), {}, {})
     expected = {m: float(np.median(all_ms)) for m, all_ms in times.items()}
     assert dict(zip(read.points[:, 0], read.ms, strict=True)) == expected
-
-
-def test_what_was_converted_is_kept_by_content(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kept, "FOLDER", tmp_path / "kept")
-    kept.operator_points.cache_clear()
-    first = kept.operator_points(wanted(root, devices=2))
-    kept.operator_points.cache_clear()
-    monkeypatch.setattr(kept, "convert", None)  # Nothing is converted now.
-    assert kept.operator_points(wanted(root, devices=2)) == first
-    kept.operator_points.cache_clear()
-    path = root / "x9_sxm" / "comm" / "trtllm" / "1.2.0" / "custom_allreduce_perf.parquet"
-    time.sleep(0.01)
-    table = pq.read_table(path).to_pylist()
-    write(path, [row | {"latency": 2 * row["latency"]} for row in table])
-    with pytest.raises(TypeError):
-        kept.operator_points(wanted(root, devices=2))
-    monkeypatch.undo()
-    monkeypatch.setattr(kept, "FOLDER", tmp_path / "x9" / "file")
-    (tmp_path / "x9").write_text("no folder")
-    again = kept.operator_points(wanted(root, devices=2))
-    assert again.dense["all_reduce"][2] == pytest.approx(2 * first.dense["all_reduce"][2])
-    kept.operator_points.cache_clear()

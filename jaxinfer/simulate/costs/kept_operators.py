@@ -1,27 +1,40 @@
-"""Converted operators, kept as arrays under a key of all that they were made from."""
+"""Operators of a model by published tables, kept as arrays by the content of these tables."""
 
 import hashlib
 import json
 import os
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxinfer.simulate.costs.attention_grid import GridValues
+from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
+from jaxinfer.simulate.costs.tables import AttentionTable, OperatorTables
 from jaxinfer.simulate.published.convert import OperatorPoints, Wanted, convert
 from jaxinfer.simulate.published.files import FAMILIES
 
 FOLDER = Path("~/.cache/jaxinfer/operators")
 # Raised with each change of what a conversion makes.
-_VERSION = 1
+_VERSION = 2
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model's operators, and the files that they are from."""
+
+    operators: OperatorTables
+    files: list[str] = field(default_factory=list)
 
 
 @lru_cache(maxsize=64)
-def operator_points(wanted: Wanted) -> OperatorPoints:
+def published_operators(wanted: Wanted) -> Published:
     """Read or convert a model's operators.
 
     Raises:
@@ -29,10 +42,20 @@ def operator_points(wanted: Wanted) -> OperatorPoints:
     """
     path = FOLDER.expanduser() / f"{_key(wanted)}.npz"
     with suppress(OSError, KeyError, ValueError, zipfile.BadZipFile):
-        return _load(path)
-    found = convert(wanted)
-    _save(path, found)
+        return _tables(*_load(path))
+    points = convert(wanted)
+    found = _tables(points, {})
+    _save(path, points, found.operators.attention)
     return found
+
+
+def _tables(found: OperatorPoints, grids: Mapping[str, GridValues]) -> Published:
+    points = {(c, key, 0.0, 0.0): micros for (c, key), micros in found.chunks.items()}
+    points |= {(0.0, 0.0, n, k): micros for (n, k), micros in found.decodes.items()}
+    dense = {name: PiecewiseLinear(curve) for name, curve in found.dense.items()}
+    heads = {name: PiecewiseLinear(curve) for name, curve in found.heads.items()}
+    attention = AttentionTable(points, keyed=True, grids=grids)
+    return Published(OperatorTables(dense, heads, attention, ()), found.files)
 
 
 def _key(wanted: Wanted) -> str:
@@ -54,22 +77,25 @@ def _digest(path: Path, mtime_ns: int, size: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _load(path: Path) -> OperatorPoints:
-    found = OperatorPoints()
+def _load(path: Path) -> tuple[OperatorPoints, dict[str, GridValues]]:
+    found, grids = OperatorPoints(), {}
     with np.load(path) as arrays:
         for name in arrays.files:
-            kind, _, operator = name.partition(":")
+            kind, _, of = name.partition(":")
             if kind == "files":
                 found.files = arrays[name].tolist()
             elif kind in ("chunks", "decodes"):
-                each = {(a, b): micros for a, b, micros in arrays[name].tolist()}
-                setattr(found, kind, each)
-            else:
-                getattr(found, kind)[operator] = dict(arrays[name].tolist())
-    return found
+                setattr(found, kind, {(a, b): micros for a, b, micros in arrays[name].tolist()})
+            elif kind in ("dense", "heads"):
+                getattr(found, kind)[of] = dict(arrays[name].tolist())
+            elif kind == "values":
+                axes = [arrays[f"axis{number}:{of}"].tolist() for number in range(4)]
+                weights, filled = arrays[f"weights:{of}"].tolist(), int(arrays[f"filled:{of}"])
+                grids[of] = GridValues(axes, arrays[name].tolist(), weights, filled)
+    return found, grids
 
 
-def _save(path: Path, found: OperatorPoints) -> None:
+def _save(path: Path, found: OperatorPoints, attention: AttentionTable) -> None:
     """Keep them; where that cannot be, they are converted again next time."""
     arrays: dict[str, Any] = {
         f"{kind}:{name}": np.array(list(points.items()))
@@ -79,6 +105,10 @@ def _save(path: Path, found: OperatorPoints) -> None:
     for kind in ("chunks", "decodes"):
         each = getattr(found, kind)
         arrays[kind] = np.array([(*at, micros) for at, micros in each.items()])
+    for kind, made in attention.grids.items():
+        arrays[f"values:{kind}"] = made.grid.values
+        arrays[f"weights:{kind}"], arrays[f"filled:{kind}"] = made.grid.weights, made.grid.filled
+        arrays |= {f"axis{n}:{kind}": axis for n, axis in enumerate(made.grid.axes)}
     arrays["files"] = np.array(found.files)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
