@@ -12,9 +12,9 @@ from jaxinfer.options.validation import Named, OptionError, Options
 # Kinds of costs that take the place of the roofline's, and what then has no use.
 MEASURED = {
     "tables": ("flops", "bandwidth"),
-    "linear": ("flops", "bandwidth", "step_s", "sequence_s"),
-    "phases": ("flops", "bandwidth", "step_s", "sequence_s"),
-    "curves": ("flops", "bandwidth", "step_s", "sequence_s"),
+    "linear": ("flops", "bandwidth", "step_s", "sequence_s", "skew"),
+    "phases": ("flops", "bandwidth", "step_s", "sequence_s", "skew"),
+    "curves": ("flops", "bandwidth", "step_s", "sequence_s", "skew"),
 }
 
 
@@ -28,6 +28,8 @@ class GroupCosts(Options):
             in 10^9 bytes; by default what the largest step's hidden states and logits take.
         tables: a folder with measured operators (see ``tables.py``), or one of published ones (see
             ``PublishedTables``), in place of ``flops`` and ``bandwidth``.
+        skew: whether decodes that see more than the mean of their step slow its attention down, as
+            ``skew_fit.csv`` of the tables has it.
         linear: coefficients (see ``linear.py``), in place of ``flops``, ``bandwidth``, ``step_s``
             and ``sequence_s``; ``phases``: others, by phase (see ``phases.py``), likewise;
             ``curves``: of whole steps (see ``curves.py``), likewise.
@@ -40,6 +42,7 @@ class GroupCosts(Options):
     sequence_s: float | None = Field(default=None, ge=0)
     reserve_gb: float | None = Field(default=None, ge=0)
     tables: str | PublishedTables | None = None
+    skew: bool | None = None
     linear: LinearCosts | None = None
     phases: PhaseCosts | None = None
     curves: CurveCosts | None = None
@@ -61,7 +64,7 @@ class SimulateOptions(Options):
     """Costs of all groups.
 
     Attributes:
-        flops, bandwidth, step_s, sequence_s, reserve_gb, tables, linear, phases, curves: see
+        flops, bandwidth, step_s, sequence_s, reserve_gb, tables, skew, linear, phases, curves: see
             ``GroupCosts``.
         hop_s: seconds that a stage is busy with sending hidden states on, beside the link's time.
         fit: what of the Balancer's predictors (Cronus eqs. 2 and 3) has the least squares: their
@@ -79,6 +82,7 @@ class SimulateOptions(Options):
     fit: Literal["relative", "absolute"] = "relative"
     reserve_gb: float | None = Field(default=None, ge=0)
     tables: str | PublishedTables | None = None
+    skew: bool = False
     linear: LinearCosts | None = None
     phases: PhaseCosts | None = None
     curves: CurveCosts | None = None

@@ -176,6 +176,8 @@ class MeasuredTables:
                 ``ProgramStage.open`` and ``published_stage``.
         """
         assert costs.tables
+        if costs.skew and not isinstance(costs.tables, str):
+            raise JaxinferError("published tables have no skew_fit.csv: leave out skew")
         if not isinstance(costs.tables, str):
             return published_stage(costs.tables, part, costs)
         folder = data_path(costs.tables)
@@ -187,5 +189,7 @@ class MeasuredTables:
         meta = check_meta(folder, part.model, part.kind, part.devices)
         if (engine := meta.get("engine")) is None:
             return TableStage.open(folder, part, costs)
+        if costs.skew:
+            raise JaxinferError(f"{folder}: whole steps were measured, with no skew_fit.csv")
         tp = find_degree(folder, part.devices)
         return ProgramStage.open(tp, engine, part, costs.step_s, costs.sequence_s)

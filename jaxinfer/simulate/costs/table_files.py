@@ -140,7 +140,7 @@ def named_points(
     """Like ``operator_points``, of operators by these names."""
     axis = _OPERATORS[file][0]
     times: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row, (x, micros) in _rows(folder, file, (axis, "time_us"), ("layer",)):
+    for row, (x, micros) in read_rows(folder, file, (axis, "time_us"), ("layer",)):
         times[row["layer"]][x].append(micros)
     lacking = sorted(set(needed) - set(times))
     unknown = sorted(set(times) - {*needed, *others})
@@ -167,7 +167,9 @@ def attention_points(folder: Path) -> tuple[dict[At, float], bool]:
     entries = "prefill_key" if "prefill_key" in header else "kv_prefill"
     columns = ("prefill_chunk", entries, "n_decode", "kv_decode", "time_us")
     times: dict[At, list[float]] = defaultdict(list)
-    for row, (chunk, before, decodes, context, micros) in _rows(folder, "attention", columns, ()):
+    for row, (chunk, before, decodes, context, micros) in read_rows(
+        folder, "attention", columns, ()
+    ):
         if (layer := row.get("layer", "attention")) != "attention":
             raise JaxinferError(
                 f"{folder}: attention.csv has {layer}: how often that runs is not known"
@@ -180,7 +182,7 @@ def attention_points(folder: Path) -> tuple[dict[At, float], bool]:
     return {at: fmean(found) for at, found in times.items()}, entries == "prefill_key"
 
 
-def _rows(
+def read_rows(
     folder: Path, file: str, numbers: Sequence[str], words: Sequence[str]
 ) -> Iterator[tuple[dict[str, str], list[float]]]:
     """Each row, and its numbers."""

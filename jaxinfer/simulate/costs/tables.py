@@ -14,6 +14,7 @@ from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs.attention_grid import At, AttentionGrid, GridValues
 from jaxinfer.simulate.costs.model import ITEMSIZE
 from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear, add_up
+from jaxinfer.simulate.costs.skew import Skew
 from jaxinfer.simulate.costs.table_files import (
     EXPERTS,
     FIRST,
@@ -36,6 +37,7 @@ class AttentionTable:
         keyed: by prefill_key, the entries that a chunk's tokens see on average; kv_prefill are
             those before the chunk.
         grids: by kind of batches, what was made of the same points before.
+        skew: what decodes of unlike lengths add; None where only their mean counts.
 
     Raises:
         JaxinferError: there are no chunks alone, or no decodes alone.
@@ -46,7 +48,9 @@ class AttentionTable:
         points: Mapping[At, float],
         keyed: bool,
         grids: Mapping[str, GridValues] | None = None,
+        skew: Skew | None = None,
     ) -> None:
+        self.skew = skew
         self._own = 0.0 if keyed else 0.5
         kinds: dict[str, dict[At, float]] = {"chunks alone": {}, "decodes alone": {}, "both": {}}
         for at, micros in points.items():
@@ -78,11 +82,25 @@ class AttentionTable:
     def _micros(self, work: Work) -> float:
         n = work.singles
         context = work.single_context / n if n else 0.0
-        if not work.chunks:
-            return self._decodes(0.0, 0.0, n, context) if n else 0.0
-        chunk = sum([count for _, count in work.chunks])
-        key = sum([count * (start + count / 2) for start, count in work.chunks]) / chunk
+        chunk = key = 0.0
+        if work.chunks:
+            chunk = sum([count for _, count in work.chunks])
+            key = sum([count * (start + count / 2) for start, count in work.chunks]) / chunk
         y = key - self._own * chunk
+        micros = self._at(chunk, y, n, context)
+        if self.skew and work.single_span and n > 1:
+            least, most = work.single_span
+            if most > least:
+                rate = (context - least) / (most - least)
+                share = self.skew.share(chunk, n, rate, most, max(key - chunk / 2, 0.0))
+                if share:
+                    micros += share * max(self._at(chunk, y, n, most) - micros, 0.0)
+        return micros
+
+    def _at(self, chunk: float, y: float, n: int, context: float) -> float:
+        """Microseconds of a batch whose decodes all see one context."""
+        if not chunk:
+            return self._decodes(0.0, 0.0, n, context) if n else 0.0
         if n and self._both:
             return self._both(chunk, y, n, context)
         alone = self._chunks(chunk, y, 0.0, 0.0)
@@ -105,7 +123,7 @@ class OperatorTables:
     _sums: dict[tuple[int, bool, bool], PiecewiseLinear] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, tp: Path) -> Self:
+    def read(cls, tp: Path, with_skew: bool = False) -> Self:
         """Read the operators from a folder such as ``tp1``.
 
         Raises:
@@ -117,8 +135,10 @@ class OperatorTables:
             for file in ("dense", "per_sequence")
         )
         points, keyed = attention_points(tp)
+        skew = Skew.read(tp) if with_skew else None
+        not_read = [name for name in not_read if not (skew and name == "skew_fit.csv")]
         try:
-            return cls(dense, heads, AttentionTable(points, keyed), not_read)
+            return cls(dense, heads, AttentionTable(points, keyed, skew=skew), not_read)
         except JaxinferError as error:
             raise JaxinferError(f"{tp}: attention.csv {error}") from None
 
@@ -139,15 +159,15 @@ class OperatorTables:
 
 
 @lru_cache(maxsize=16)
-def _read(tp: Path, files: Sequence[tuple[str, int, int]]) -> OperatorTables:
+def _read(tp: Path, with_skew: bool, files: Sequence[tuple[str, int, int]]) -> OperatorTables:
     """Read once as long as the files are the same; a search asks for them thousands of times."""
-    return OperatorTables.read(tp)
+    return OperatorTables.read(tp, with_skew)
 
 
-def read_operators(tp: Path) -> OperatorTables:
+def read_operators(tp: Path, with_skew: bool = False) -> OperatorTables:
     """Read the operators of a folder such as ``tp1``; see ``OperatorTables.read``."""
     found = [(path.name, path.stat()) for path in sorted(tp.glob("*.csv*"))]
-    return _read(tp, tuple((name, s.st_mtime_ns, s.st_size) for name, s in found))
+    return _read(tp, with_skew, tuple((name, s.st_mtime_ns, s.st_size) for name, s in found))
 
 
 @dataclass(frozen=True)
@@ -199,6 +219,7 @@ class TableStage:
 
     Attributes:
         read: what the tables had, as JSON values.
+        asks_spans: whether times depend on the spread of a step's contexts.
     """
 
     def __init__(
@@ -219,6 +240,7 @@ class TableStage:
         self._tokens = found.per_token(layers, first, last)
         self._sampled = add_up((found.heads[name], 1) for name in PER_SEQUENCE) if last else None
         self._attention = found.attention
+        self.asks_spans = found.attention.skew is not None
         self._collectives = Collectives()
         self.read: dict[str, object] = {
             "folder": source,
@@ -247,7 +269,7 @@ class TableStage:
         if part.model.num_experts:
             raise JaxinferError(f"{folder}: tables do not model mixtures of experts")
         tp = find_degree(folder, part.devices)
-        return cls.of(read_operators(tp), str(tp), part, costs)
+        return cls.of(read_operators(tp, costs.skew), str(tp), part, costs)
 
     @classmethod
     def of(
