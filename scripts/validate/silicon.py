@@ -3,9 +3,9 @@
     python -m scripts.validate.silicon --points points.csv --operators FOLDER --out DIR
 
 Each variant is a run of ``jaxinfer validate`` in a folder of its own below DIR, which goes on where
-it was cut off. DIR gets ``groups.csv``, ``ablations.csv`` and ``halves.csv``, which have no point's
-own figures. The number, ``sequence_s``, is fitted on one half of the points and tested on the
-other.
+it was cut off. DIR gets ``groups.csv``, ``ablations.csv`` and ``halves.csv``, and with ``--peer
+FILE`` of ``peer_estimates.py`` also ``peer.csv``; none has a point's own figures. The number,
+``sequence_s``, is fitted on one half of the points and tested on the other.
 """
 
 import csv
@@ -60,7 +60,8 @@ VARIANTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
 @click.option("--points", required=True, type=click.Path(path_type=Path))
 @click.option("--operators", required=True)
 @click.option("--out", required=True, type=click.Path(path_type=Path))
-def main(points: Path, operators: str, out: Path) -> None:
+@click.option("--peer", type=click.Path(path_type=Path), help="aiconfigurator's figures.")
+def main(points: Path, operators: str, out: Path, peer: Path | None) -> None:
     """Run all variants, and write and print their tables."""
     out.mkdir(parents=True, exist_ok=True)
     chosen = choose(points, out / "dense.csv")
@@ -81,6 +82,8 @@ def main(points: Path, operators: str, out: Path) -> None:
         "ablations": [row(name, found) for name, found in runs.items()],
         "halves": halves(fits),
     }
+    if peer:
+        tables["peer"] = beside(peer, {"uncalibrated": fits["0"], "fitted": fits[FITTED]})
     for name, rows in tables.items():
         write_csv(out / f"{name}.csv", rows)
         print(f"\n{name}:")
@@ -168,6 +171,48 @@ def halves(fits: Mapping[str, Path]) -> list[Row]:
                 }
             )
     return rows
+
+
+def beside(peer: Path, runs: Mapping[str, Path]) -> list[Row]:
+    """Median errors of the peer and of ours, on the points that the peer has figures for."""
+    theirs = {each["id"]: each for each in read_csv(peer) if not each["refused"]}
+    ours = {name: {each["id"]: each for each in _usable(out)} for name, out in runs.items()}
+    rows = []
+    for engine in ["all", *sorted({each["backend"] for each in _usable(runs["uncalibrated"])})]:
+        for figure in ("tpot", "ttft", "e2e"):
+            row: Row = {"engine": engine, "figure": figure}
+            for name, points in ours.items():
+                chosen = [
+                    each
+                    for id, each in points.items()
+                    if id in theirs
+                    and engine in ("all", each["backend"])
+                    and (figure == "tpot" or each["usable"] == "both")
+                ]
+                row["n"] = len(chosen)
+                row[f"{name} %"] = _median_error(chosen, chosen, figure, "")
+                others = [theirs[each["id"]] for each in chosen]
+                row["aiconfigurator %"] = _median_error(chosen, others, figure, "aiconfigurator_")
+            rows.append(row)
+    return rows
+
+
+def _median_error(
+    measured: Sequence[Row], predicted: Sequence[Row], figure: str, prefix: str
+) -> float | str:
+    """Median of the size of a figure's error, in percent."""
+
+    def milliseconds(found: Row, point: Row, of: str) -> float:
+        if figure != "e2e":
+            return float(found[f"{of}{figure}_ms"])
+        ttft, tpot = (float(found[f"{of}{name}_ms"]) for name in ("ttft", "tpot"))
+        return ttft + (point["osl"] - 1) * tpot
+
+    errors = [
+        abs(milliseconds(found, point, prefix) / milliseconds(point, point, "silicon_") - 1)
+        for point, found in zip(measured, predicted, strict=True)
+    ]
+    return _percent(statistics.median(errors)) if errors else ""
 
 
 def _usable(out: Path) -> list[Row]:
