@@ -1,13 +1,13 @@
 """The run file's section ``simulate``: what the modelled cluster's numbers leave open."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, field_validator
 
 from jaxinfer.config.published import PublishedTables
 from jaxinfer.config.step_costs import CurveCosts, LinearCosts, PhaseCosts
 from jaxinfer.errors import JaxinferError
-from jaxinfer.options.validation import Named, OptionError, Options
+from jaxinfer.options.validation import Named, OptionError, Options, shown
 
 # Kinds of costs that take the place of the roofline's, and what then has no use.
 MEASURED = {
@@ -16,6 +16,23 @@ MEASURED = {
     "phases": ("flops", "bandwidth", "step_s", "sequence_s", "skew"),
     "curves": ("flops", "bandwidth", "step_s", "sequence_s", "skew"),
 }
+
+
+def _as_tables(value: object) -> object:
+    """Check published tables by themselves, whose mistakes are then named."""
+    if value is None or isinstance(value, str | PublishedTables):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"must be a folder, or a mapping of folder, backend, version, not {shown(value)}"
+        )
+    try:
+        return PublishedTables.model_validate(value)
+    except JaxinferError as error:
+        raise ValueError(error) from None
+
+
+Tables = Annotated[str | PublishedTables | None, BeforeValidator(_as_tables)]
 
 
 class GroupCosts(Options):
@@ -41,7 +58,7 @@ class GroupCosts(Options):
     step_s: float | None = Field(default=None, ge=0)
     sequence_s: float | None = Field(default=None, ge=0)
     reserve_gb: float | None = Field(default=None, ge=0)
-    tables: str | PublishedTables | None = None
+    tables: Tables = None
     skew: bool | None = None
     linear: LinearCosts | None = None
     phases: PhaseCosts | None = None
@@ -81,7 +98,7 @@ class SimulateOptions(Options):
     hop_s: float = Field(default=0.0, ge=0)
     fit: Literal["relative", "absolute"] = "relative"
     reserve_gb: float | None = Field(default=None, ge=0)
-    tables: str | PublishedTables | None = None
+    tables: Tables = None
     skew: bool = False
     linear: LinearCosts | None = None
     phases: PhaseCosts | None = None

@@ -47,7 +47,7 @@ class Point:
     @property
     def moe_ep(self) -> int:
         """Ways that experts are shared whole; 1 where there are none."""
-        return int(float(self.row.get("moe_ep_size") or 1))
+        return max(int(float(self.row.get("moe_ep_size") or 1)), 1)
 
     @property
     def attention_dp(self) -> int:
