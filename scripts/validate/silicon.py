@@ -114,7 +114,7 @@ def run(
     """Run one variant, or go on with it; what it changes nothing of is ``known``."""
     command = [sys.executable, "-m", "jaxinfer", "validate", points, "--operators", operators]
     command += ["--known", known] if known != out else []
-    for rule in without:
+    for rule in (*without, "fitted"):
         command += ["--without", rule]
     for setting in settings:
         command += ["--set", setting]
